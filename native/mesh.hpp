@@ -1,0 +1,71 @@
+// A Unix socket to every peer, and one thread that watches them: how a death, an exception or a farewell is seen at once.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "signals.hpp"
+
+namespace weft {
+
+struct Failure {
+  std::string kind;  // an error class of weft.errors
+  int culprit;       // the rank whose fault it is
+  std::string text;
+};
+
+// A note from a peer, with a memory file if it came with one (fd -1 otherwise, owned by the receiver).
+struct Note {
+  std::string text;
+  int fd;
+};
+
+class Mesh {
+ public:
+  // `fds[peer]` is a connected SOCK_SEQPACKET socket, -1 for this rank itself; the mesh owns them.
+  Mesh(int rank, std::vector<int> fds);
+  ~Mesh();
+
+  void send(int peer, const std::string& text, int fd);
+  // The next note of `peer`; throws std::runtime_error if the world fails, the peer leaves or the time is over.
+  Note receive(int peer, double seconds);
+
+  // Tell all peers that this rank cannot go on; their waits end, and so do this rank's own.
+  void abort(const Failure& failure);
+  // Say farewell: from now on this rank's silence is no failure.
+  void leave();
+
+  bool failed() const { return failed_.load(std::memory_order_acquire); }
+  Failure failure() const;
+  bool left(int peer) const { return peers_[peer]->left.load(std::memory_order_acquire); }
+  Sleepers& sleepers() { return sleepers_; }
+
+ private:
+  struct Peer {
+    int fd;
+    std::atomic<bool> left{false};
+    std::deque<Note> notes;
+  };
+  void watch();
+  bool read(int peer);
+  void fail(const Failure& failure);
+
+  int rank_;
+  int stop_;  // an eventfd that ends the watch
+  std::vector<std::unique_ptr<Peer>> peers_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::atomic<bool> failed_{false};
+  Failure failure_;
+  Sleepers sleepers_;
+  std::thread thread_;
+};
+
+}  // namespace weft

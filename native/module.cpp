@@ -1,0 +1,313 @@
+// The Python face of the native core. Everything here is internal to weft; the package's modules are the public face.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+#include <unistd.h>
+
+#include <deque>
+#include <functional>
+
+#include "board.hpp"
+#include "copy.hpp"
+#include "transfers.hpp"
+#include "world.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace weft;
+
+namespace {
+
+using Place = std::tuple<uint32_t, size_t, size_t>;  // slot, offset, stride
+
+// A program together with the state of its execution.
+struct Compiled {
+  Program program;
+  Execution execution;
+
+  Compiled(std::string call, size_t lanes, const std::vector<uintptr_t>& slots,
+           std::vector<std::pair<uint32_t, uint64_t>> promised, size_t ranks)
+      : program{std::vector<std::vector<Instruction>>(lanes), std::move(promised), call, std::hash<std::string>{}(call)},
+        execution(program, ranks) {
+    for (uintptr_t slot : slots) execution.slots.push_back(reinterpret_cast<char*>(slot));
+  }
+
+  void add(size_t lane, Instruction instruction) {
+    program.lanes[lane].push_back(std::move(instruction));
+    execution.spans[lane].emplace_back();
+    execution.targets[lane].emplace_back();
+  }
+};
+
+std::vector<Operand> operands(const std::vector<Place>& places) {
+  std::vector<Operand> result;
+  for (auto [slot, offset, stride] : places) result.push_back({slot, offset, stride});
+  return result;
+}
+
+bool signal_pending() {
+  nb::gil_scoped_acquire acquire;
+  return PyErr_CheckSignals() != 0;
+}
+
+void throw_pending() {
+  if (PyErr_Occurred()) throw nb::python_error();  // a signal handler raised during a wait
+}
+
+using Sizes = std::vector<size_t>;
+
+// A copy between a peer's part of a segment, from byte `offset` on, and memory of this process.
+StridedCopy one_sided(bool put, const Segment& segment, int peer, size_t offset, uintptr_t local, size_t item, const Sizes& shape,
+                      const Sizes& remote_strides, const Sizes& local_strides) {
+  const Mapping& part = *segment.parts.at(peer);
+  if (offset + span_of(item, shape, remote_strides) > part.bytes())
+    throw nb::value_error("out of bounds: the tensor reaches beyond its symmetric memory on the peer");
+  const Sizes& written = put ? remote_strides : local_strides;
+  for (size_t i = 0; i < shape.size(); ++i)
+    if (shape[i] > 1 && !written[i])
+      throw nb::value_error("dst holds elements more than once (a stride is 0); write to a tensor that is not expanded");
+  char *there = part.base() + offset, *here = reinterpret_cast<char*>(local);
+  return put ? StridedCopy(there, here, item, shape, remote_strides, local_strides)
+             : StridedCopy(here, there, item, shape, local_strides, remote_strides);
+}
+
+// Transfers, and the Python objects whose memory they use, which live until a transfer is over. All calls hold the GIL.
+struct Lane {
+  std::deque<std::pair<uint64_t, nb::object>> kept;
+  Transfers transfers;  // destroyed first, so that nothing is under way when the objects go
+
+  void release() {
+    while (!kept.empty() && transfers.done(kept.front().first)) {
+      nb::object last = std::move(kept.front().second);  // its end may run Python code that comes back here
+      kept.pop_front();
+    }
+  }
+};
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // a tensor in a global variable outlives the interpreter, and that is no leak
+
+  nb::enum_<Dtype>(m, "Dtype")
+      .value("float16", Dtype::float16).value("bfloat16", Dtype::bfloat16).value("float32", Dtype::float32)
+      .value("float64", Dtype::float64).value("int8", Dtype::int8).value("int16", Dtype::int16).value("int32", Dtype::int32)
+      .value("int64", Dtype::int64).value("uint8", Dtype::uint8).value("bool", Dtype::boolean);
+
+  nb::enum_<Combine>(m, "Combine")
+      .value("sum", Combine::sum).value("avg", Combine::avg).value("max", Combine::max).value("min", Combine::min);
+
+  nb::enum_<Trouble>(m, "Trouble")
+      .value("none", Trouble::none).value("timeout", Trouble::timeout).value("failed", Trouble::failed)
+      .value("left", Trouble::left).value("mismatch", Trouble::mismatch)
+      .value("interrupted", Trouble::interrupted);
+
+  nb::class_<Mapping>(m, "Mapping").def_prop_ro("base", [](Mapping& x) { return reinterpret_cast<uintptr_t>(x.base()); });
+  m.def("create_mapping", [](size_t bytes) {
+    int fd = -1;
+    auto mapping = Mapping::create(bytes, fd);
+    return std::make_pair(mapping, fd);
+  });
+  m.def("attach_mapping", &Mapping::attach);
+
+  nb::class_<Segment>(m, "Segment", nb::is_weak_referenceable())
+      .def("__init__", [](Segment* self, std::vector<std::shared_ptr<Mapping>> parts, int rank, uint64_t world, uint64_t number) {
+        new (self) Segment{std::move(parts), rank, world, number};
+      })
+      .def_ro("world", &Segment::world)
+      .def_ro("number", &Segment::number)
+      .def_prop_ro("size", [](Segment& self) { return self.parts.at(self.rank)->bytes(); })
+      .def("base", [](Segment& self, int rank) { return reinterpret_cast<uintptr_t>(self.parts.at(rank)->base()); })
+      .def("bytes", [](Segment& self, int rank) {
+        // A tensor over a rank's part; it keeps the whole segment alive.
+        Mapping& part = *self.parts.at(rank);
+        return nb::ndarray<nb::pytorch, uint8_t>(part.base(), {part.bytes()}, nb::find(self));
+      });
+
+  nb::class_<Mesh>(m, "Mesh")
+      .def(nb::init<int, std::vector<int>>())
+      .def("send", &Mesh::send, nb::call_guard<nb::gil_scoped_release>())
+      .def("receive", [](Mesh& self, int peer, double seconds) {
+        nb::gil_scoped_release release;
+        Note note = self.receive(peer, seconds);
+        return std::make_pair(note.text, note.fd);
+      })
+      .def("abort", [](Mesh& self, std::string kind, int culprit, std::string text) { self.abort({kind, culprit, text}); })
+      .def("leave", &Mesh::leave)
+      .def("left", &Mesh::left)
+      .def("failure", [](Mesh& self) {
+        Failure failure = self.failure();
+        return std::make_tuple(failure.kind, failure.culprit, failure.text);
+      });
+
+  nb::class_<Compiled>(m, "Compiled")
+      .def(nb::init<std::string, size_t, std::vector<uintptr_t>, std::vector<std::pair<uint32_t, uint64_t>>, size_t>())
+      .def("copy", [](Compiled& self, size_t lane, Place dst, Place src, size_t rows, size_t row_bytes, bool remote) {
+        Instruction i{Op::copy, operands({dst, src}), rows, row_bytes};
+        i.remote = remote;
+        self.add(lane, i);
+      })
+      .def("reduce", [](Compiled& self, size_t lane, std::vector<Place> places, std::vector<Dtype> dtypes, size_t rows,
+                        size_t columns, Combine combine) {
+        self.add(lane, {Op::reduce, operands(places), rows, columns, dtypes, combine});
+      })
+      .def("notify", [](Compiled& self, size_t lane, World& world, int rank, uint32_t index) {
+        Instruction i{Op::notify, {}};
+        i.counter = &world.counter(rank, index);
+        self.add(lane, i);
+      })
+      .def("wait", [](Compiled& self, size_t lane, World& world, int rank, uint32_t index, int source, uint64_t count) {
+        Instruction i{Op::wait, {}};
+        i.counter = &world.counter(rank, index), i.index = index, i.source = source, i.count = count;
+        self.add(lane, i);
+      })
+      .def("pause", [](Compiled& self, size_t lane) { self.add(lane, {Op::pause, {}}); })
+      .def("set_slot", [](Compiled& self, size_t slot, uintptr_t address) {
+        self.execution.slots[slot] = reinterpret_cast<char*>(address);
+      })
+      .def_prop_ro("call", [](Compiled& self) { return self.execution.call; })
+      .def("set_span", [](Compiled& self, size_t lane, size_t at, int64_t start, int64_t stop) {
+        self.execution.spans[lane][at] = {start, stop};
+      })
+      .def("spans", [](Compiled& self, size_t lane) {
+        std::vector<std::pair<int64_t, int64_t>> spans;
+        for (const Span& span : self.execution.spans[lane]) spans.emplace_back(span.start, span.stop);
+        return spans;
+      })
+      .def("stop", [](Compiled& self, size_t lane) {
+        const Stop& s = self.execution.stops[lane];
+        return std::make_tuple(s.trouble, s.instruction, s.source, s.expected, s.actual);
+      });
+
+  nb::class_<World>(m, "World")
+      .def("__init__", [](World* self, std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> control, int spins) {
+        new (self) World(mesh, control, spins);
+        self->caller_interrupted = [] {
+          nb::gil_scoped_acquire acquire;
+          return PyErr_CheckSignals() != 0;
+        };
+      })
+      .def_static("control_bytes", &World::control_bytes)
+      .def_ro_static("max_names", &World::kNames)
+      .def_prop_ro("calls", &World::calls)
+      .def("begin", [](World& self, Compiled& c, double timeout) {
+        c.execution.timeout = static_cast<int64_t>(timeout * 1e9);
+        self.begin(c.program, c.execution);
+      })
+      .def("run", [](World& self, Compiled& c, size_t lane, int at) {
+        {
+          nb::gil_scoped_release release;
+          at = self.run(c.program, c.execution, lane, at);
+        }
+        if (PyErr_Occurred()) throw nb::python_error();  // a signal handler raised during a wait
+        return at;
+      })
+      .def("start", [](World& self, Compiled& c, size_t lane) { self.start(c.program, c.execution, lane); })
+      .def("join", nb::overload_cast<>(&World::join), nb::call_guard<nb::gil_scoped_release>())
+      .def("join", [](World& self, Compiled& c, double seconds) {
+        nb::gil_scoped_release release;
+        return self.join(c.execution, seconds);
+      })
+      .def_prop_ro("busy", &World::busy)
+      .def("execute", [](World& self, Compiled& c, double timeout) {
+        // A whole call of a program that is one lane without pauses.
+        c.execution.timeout = static_cast<int64_t>(timeout * 1e9);
+        bool done;
+        {
+          nb::gil_scoped_release release;
+          self.begin(c.program, c.execution);
+          done = self.run(c.program, c.execution, 0, 0) >= 0;
+        }
+        if (PyErr_Occurred()) throw nb::python_error();
+        return done;
+      })
+      .def("mismatch", [](World& self, Compiled& c, int peer) { return self.mismatch(peer, c.program, c.execution.call); })
+      .def("peer_call", &World::peer_call)
+      .def("emulate_link", &World::emulate_link)
+      .def("trace", &World::trace);
+
+  nb::enum_<Compare>(m, "Compare")
+      .value("equal", Compare::equal).value("not_equal", Compare::not_equal).value("greater", Compare::greater)
+      .value("greater_equal", Compare::greater_equal).value("less", Compare::less).value("less_equal", Compare::less_equal);
+
+  nb::class_<Board>(m, "Board")
+      .def(nb::init<std::shared_ptr<Mesh>, std::shared_ptr<Segment>, int>())
+      .def("add", [](Board& self, int rank, size_t start, size_t count, size_t step, uint64_t value) {
+        return self.add(rank, {start, count, step}, value);
+      })
+      .def("set", [](Board& self, int rank, size_t start, size_t count, size_t step, uint64_t value) {
+        return self.set(rank, {start, count, step}, value);
+      })
+      .def("values", [](Board& self, size_t start, size_t count, size_t step) { return self.values({start, count, step}); })
+      .def("test", [](Board& self, size_t start, size_t count, size_t step, Compare compare, uint64_t value) {
+        return self.test({start, count, step}, compare, value);
+      })
+      .def_prop_ro("failed", &Board::failed)
+      .def("wait", [](Board& self, size_t start, size_t count, size_t step, Compare compare, uint64_t value, double timeout) {
+        Board::Outcome outcome;
+        {
+          nb::gil_scoped_release release;
+          outcome = self.wait({start, count, step}, compare, value, static_cast<int64_t>(timeout * 1e9), signal_pending);
+        }
+        throw_pending();
+        return std::make_tuple(outcome.trouble, outcome.index, outcome.actual);
+      });
+
+  nb::class_<Lane>(m, "Transfers")
+      .def("__init__", [](Lane* self, std::shared_ptr<Mesh> mesh, int spins) { new (self) Lane{{}, {mesh, spins}}; })
+      .def_prop_ro_static("max_outstanding", [](nb::handle) { return Transfers::kOutstanding; })
+      .def("copy", [](Lane& self, bool put, Segment& segment, int peer, size_t offset, uintptr_t local, size_t item, const Sizes& shape,
+                      const Sizes& remote_strides, const Sizes& local_strides) {
+        StridedCopy copy = one_sided(put, segment, peer, offset, local, item, shape, remote_strides, local_strides);
+        nb::gil_scoped_release release;
+        return self.transfers.copy(copy);
+      })
+      .def("submit", [](Lane& self, nb::object kept, bool put, Segment& segment, int peer, size_t offset, uintptr_t local, size_t item,
+                        const Sizes& shape, const Sizes& remote_strides, const Sizes& local_strides) {
+        StridedCopy copy = one_sided(put, segment, peer, offset, local, item, shape, remote_strides, local_strides);
+        uint64_t number;
+        {
+          nb::gil_scoped_release release;
+          number = self.transfers.submit(std::move(copy), signal_pending);
+        }
+        if (!number) throw_pending();
+        self.kept.emplace_back(number, std::move(kept));
+        self.release();
+        return number;
+      })
+      .def("done", [](Lane& self, uint64_t number) {
+        self.release();
+        return self.transfers.done(number);
+      })
+      .def("wait", [](Lane& self, uint64_t number, double timeout) {
+        bool come;
+        {
+          nb::gil_scoped_release release;
+          come = self.transfers.wait(number, now() + static_cast<int64_t>(timeout * 1e9), signal_pending);
+        }
+        throw_pending();
+        self.release();
+        return come;
+      })
+      .def("refused", [](Lane& self, uint64_t number) { return self.transfers.refused(number); })
+      .def("finish", [](Lane& self) {
+        {
+          nb::gil_scoped_release release;
+          self.transfers.finish();
+        }
+        self.release();
+      });
+
+  m.def("cycles", [] {  // of the processor's time-stamp counter; 0 where there is none
+#if defined(__x86_64__)
+    return __builtin_ia32_rdtsc();
+#else
+    return 0ULL;
+#endif
+  });
+  m.def("now", &now);
+}

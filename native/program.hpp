@@ -1,0 +1,87 @@
+// A plan's lane, compiled: instructions over addresses instead of names.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "reduce.hpp"
+#include "signals.hpp"
+
+namespace weft {
+
+// Rows in one of the execution's buffers: `slots[slot] + offset`, rows `stride` bytes apart.
+struct Operand {
+  uint32_t slot;
+  size_t offset;
+  size_t stride;
+};
+
+enum class Op : int { copy, reduce, notify, wait, pause };
+
+struct Instruction {
+  Op op;
+  std::vector<Operand> operands;  // the destination first, then the sources
+  size_t rows = 0;
+  size_t columns = 0;  // bytes in a copy, elements in a reduction
+  std::vector<Dtype> dtypes = {};    // of the operands of a reduction
+  Combine combine = Combine::sum;
+  bool remote = false;          // crosses the link to a peer
+  Counter* counter = nullptr;   // to raise or to wait for
+  uint32_t index = 0;           // of the counter waited for, among this rank's
+  int source = 0;               // who raises the counter waited for
+  uint64_t count = 0;
+};
+
+// One rank's part of a plan: its lanes, and how much each of its counters grows in one execution.
+struct Program {
+  std::vector<std::vector<Instruction>> lanes;
+  std::vector<std::pair<uint32_t, uint64_t>> promised;
+  std::string call;   // operator, shapes and dtypes: what all ranks must agree on, in words
+  uint64_t hash = 0;  // of the call
+};
+
+// How a wait ended early.
+enum class Trouble : int { none, timeout, failed, left, mismatch, interrupted };
+
+struct Stop {
+  Trouble trouble = Trouble::none;
+  int instruction = 0;
+  int source = 0;
+  uint64_t expected = 0;
+  uint64_t actual = 0;
+};
+
+struct Span {
+  int64_t start = 0;
+  int64_t stop = 0;
+};
+
+// One execution's state. Kept with the program and used again, so that a repeated call allocates nothing.
+struct Execution {
+  Execution(const Program& program, size_t ranks);
+  void reset(uint64_t new_call);
+
+  std::vector<char*> slots;
+  std::vector<std::vector<Span>> spans;  // by lane and instruction, when tracing
+  std::vector<Stop> stops;               // by lane
+  std::vector<std::vector<uint64_t>> targets;  // by lane and instruction: what a wait waits for, fixed when the call begins
+  std::vector<int64_t> held;             // by lane: when it last began, computed or had to wait
+  std::vector<std::vector<char>> agreed; // by lane: peers seen to have made the same call
+  uint64_t call = 0;
+  int64_t timeout = 0;  // of each wait, in nanoseconds
+};
+
+inline Execution::Execution(const Program& program, size_t ranks)
+    : stops(program.lanes.size()), held(program.lanes.size()), agreed(program.lanes.size(), std::vector<char>(ranks)) {
+  for (const auto& lane : program.lanes) spans.emplace_back(lane.size()), targets.emplace_back(lane.size());
+}
+
+inline void Execution::reset(uint64_t new_call) {
+  call = new_call;
+  for (auto& peers : agreed) peers.assign(peers.size(), 0);
+  stops.assign(stops.size(), Stop{});
+}
+
+}  // namespace weft

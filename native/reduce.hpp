@@ -1,0 +1,27 @@
+// Sums, averages and extremes of rows in a fixed order: what makes results independent of arrival.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+namespace weft {
+
+enum class Dtype : int { float16, bfloat16, float32, float64, int8, int16, int32, int64, uint8, boolean };
+
+enum class Combine : int { sum, avg, max, min };
+
+size_t size_of(Dtype dtype);
+
+struct Rows {
+  char* base;
+  size_t stride;  // bytes between the beginnings of rows
+  Dtype dtype;
+};
+
+// operands[0] = operands[1] + operands[2] + … for each element, in this order, or their extreme; `avg` divides the sum by `ranks`.
+// float16, bfloat16 and float32 are accumulated in float32, float64 in float64, and rounded once; integers are exact (modulo
+// their width; an average is cut off), a sum of booleans is "or". Floating operands may differ in dtype, except that float64 goes
+// with float64. The extreme of a NaN and anything is NaN. The destination may be one of the sources.
+void reduce_rows(Combine combine, const std::vector<Rows>& operands, size_t rows, size_t columns, int ranks);
+
+}  // namespace weft

@@ -1,0 +1,78 @@
+#include "signals.hpp"
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <climits>
+
+namespace weft {
+
+namespace {
+// A futex is 32 bits wide: the half of the value that changes with every increment.
+uint32_t* futex_word(Counter& counter) {
+  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the low half of a counter must come first");
+  return reinterpret_cast<uint32_t*>(&counter.value);
+}
+}  // namespace
+
+bool holds(Compare compare, uint64_t actual, uint64_t expected) {
+  switch (compare) {
+    case Compare::equal: return actual == expected;
+    case Compare::not_equal: return actual != expected;
+    case Compare::greater: return actual > expected;
+    case Compare::greater_equal: return actual >= expected;
+    case Compare::less: return actual < expected;
+    case Compare::less_equal: return actual <= expected;
+  }
+  return false;
+}
+
+// Raising the value and looking for sleepers, and announcing a sleeper and looking at the value, are sequentially consistent:
+// one of the two sides always sees the other.
+void add(Counter& counter, uint64_t amount) {
+  counter.value.fetch_add(amount, std::memory_order_seq_cst);
+  if (counter.sleepers.load(std::memory_order_seq_cst)) wake(counter);
+}
+
+void set(Counter& counter, uint64_t value) {
+  counter.value.store(value, std::memory_order_seq_cst);
+  if (counter.sleepers.load(std::memory_order_seq_cst)) wake(counter);
+}
+
+void wake(Counter& counter) { syscall(SYS_futex, futex_word(counter), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+
+void sleep_on(Counter& counter, uint64_t seen, int64_t nanoseconds) {
+  timespec limit{nanoseconds / 1'000'000'000, nanoseconds % 1'000'000'000};
+  syscall(SYS_futex, futex_word(counter), FUTEX_WAIT, static_cast<uint32_t>(seen), &limit, nullptr, 0);
+}
+
+Sleepers::Entry::Entry(Sleepers& owner, Counter& counter) : counter_(counter) {
+  counter.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  for (auto& slot : owner.slots_) {
+    Counter* empty = nullptr;
+    if (slot.compare_exchange_strong(empty, &counter)) {
+      slot_ = &slot;
+      return;
+    }
+  }
+}
+
+Sleepers::Entry::~Entry() {
+  if (slot_) slot_->store(nullptr);
+  counter_.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+void Sleepers::wake_all() {
+  for (auto& slot : slots_)
+    if (Counter* counter = slot.load()) wake(*counter);
+}
+
+int64_t now() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1'000'000'000LL + t.tv_nsec;
+}
+
+}  // namespace weft

@@ -1,0 +1,86 @@
+// 64-bit counters in shared memory, one per cache line, and waits on them that sleep on a futex.
+#pragma once
+
+#include <sched.h>
+
+#include <atomic>
+#include <cstdint>
+
+namespace weft {
+
+struct alignas(64) Counter {
+  std::atomic<uint64_t> value;
+  std::atomic<uint32_t> sleepers;
+};
+static_assert(sizeof(Counter) == 64 && std::atomic<uint64_t>::is_always_lock_free);
+
+enum class Compare : int { equal, not_equal, greater, greater_equal, less, less_equal };
+
+bool holds(Compare compare, uint64_t actual, uint64_t expected);
+
+// Both publish everything that this thread wrote before, and wake whoever sleeps on the counter.
+void add(Counter& counter, uint64_t amount);
+void set(Counter& counter, uint64_t value);
+void wake(Counter& counter);
+
+// Sleep until the counter no longer holds `seen`, is woken, or `nanoseconds` have passed.
+void sleep_on(Counter& counter, uint64_t seen, int64_t nanoseconds);
+
+// The counters that threads of this process sleep on, so that bad news can wake them at once.
+class Sleepers {
+ public:
+  class Entry {
+   public:
+    Entry(Sleepers& owner, Counter& counter);
+    ~Entry();
+
+   private:
+    std::atomic<Counter*>* slot_ = nullptr;
+    Counter& counter_;
+  };
+  void wake_all();
+
+ private:
+  static constexpr int kSlots = 64;  // further threads still wake, after one slice of their sleep
+  std::atomic<Counter*> slots_[kSlots] = {};
+};
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+int64_t now();  // nanoseconds of CLOCK_MONOTONIC, which is common to all processes of a host
+
+constexpr int64_t kSlice = 20'000'000;  // a sleeper looks around at least this often, in nanoseconds
+
+constexpr int kYields = 300;  // about as long as a peer that shares this core may need
+
+// Wait until `compare` holds: spin, then give way to whoever may share the core, then sleep. False if `interrupted()` returned true
+// or the deadline passed first.
+template <class Interrupted>
+bool wait_until(Counter& counter, Compare compare, uint64_t expected, int spins, int64_t deadline, Sleepers& sleepers,
+                Interrupted&& interrupted) {
+  for (int i = 0; i <= spins; ++i) {
+    if (holds(compare, counter.value.load(std::memory_order_acquire), expected)) return true;
+    pause();
+  }
+  for (int i = 0; i < kYields; ++i) {
+    if (holds(compare, counter.value.load(std::memory_order_acquire), expected)) return true;
+    sched_yield();
+  }
+  Sleepers::Entry entry(sleepers, counter);
+  while (true) {
+    uint64_t seen = counter.value.load(std::memory_order_seq_cst);
+    if (holds(compare, seen, expected)) return true;
+    if (interrupted()) return false;
+    int64_t left = deadline - now();
+    if (left <= 0) return false;
+    sleep_on(counter, seen, left < kSlice ? left : kSlice);
+  }
+}
+
+}  // namespace weft

@@ -1,0 +1,92 @@
+#include "strided.hpp"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "copy.hpp"
+
+namespace weft {
+
+namespace {
+
+template <size_t size>
+void copy_elements(char* dst, size_t dst_stride, const char* src, size_t src_stride, size_t count) {
+  for (size_t i = 0; i < count; ++i) std::memcpy(dst + i * dst_stride, src + i * src_stride, size);  // one load and one store
+}
+
+}  // namespace
+
+size_t span_of(size_t item, const std::vector<size_t>& shape, const std::vector<size_t>& strides) {
+  size_t last = 0;
+  for (size_t i = 0; i < shape.size(); ++i) {
+    if (!shape[i]) return 0;
+    last += (shape[i] - 1) * strides[i];
+  }
+  return (last + 1) * item;
+}
+
+StridedCopy::StridedCopy(char* dst, const char* src, size_t item, const std::vector<size_t>& shape,
+                         const std::vector<size_t>& dst_strides, const std::vector<size_t>& src_strides)
+    : dst_(dst), src_(src), bytes_(item), run_(item) {
+  std::vector<Dimension> all;
+  for (size_t i = 0; i < shape.size(); ++i) {
+    bytes_ *= shape[i];
+    if (shape[i] != 1) all.push_back({shape[i], dst_strides[i] * item, src_strides[i] * item});
+  }
+  std::stable_sort(all.begin(), all.end(), [](const Dimension& a, const Dimension& b) { return a.dst > b.dst; });
+  for (const Dimension& inner : all) {
+    Dimension* outer = dimensions_.empty() ? nullptr : &dimensions_.back();
+    if (outer && outer->dst == inner.size * inner.dst && outer->src == inner.size * inner.src)
+      *outer = {outer->size * inner.size, inner.dst, inner.src};
+    else
+      dimensions_.push_back(inner);
+  }
+  if (!dimensions_.empty() && dimensions_.back().dst == item && dimensions_.back().src == item) {
+    run_ = dimensions_.back().size * item;
+    dimensions_.pop_back();
+  }
+  auto to = reinterpret_cast<uintptr_t>(dst), from = reinterpret_cast<uintptr_t>(src);
+  overlap_ = to < from + span_of(item, shape, src_strides) && from < to + span_of(item, shape, dst_strides);
+}
+
+void StridedCopy::run() const {
+#ifdef WEFT_MUTANT_NO_COPY  // a build that moves nothing, to prove that the tests would notice
+  return;
+#endif
+  if (!bytes_) return;
+  if (overlap_) return run_staged();
+  run_from(0, dst_, src_);
+}
+
+void StridedCopy::run_from(size_t dimension, char* dst, const char* src) const {
+  if (dimension == dimensions_.size()) return copy_rows(dst, run_, src, run_, 1, run_);
+  const Dimension& outer = dimensions_[dimension];
+  if (dimension + 1 == dimensions_.size()) return run_rows(outer, dst, src);
+  for (size_t i = 0; i < outer.size; ++i) run_from(dimension + 1, dst + i * outer.dst, src + i * outer.src);
+}
+
+void StridedCopy::run_rows(const Dimension& rows, char* dst, const char* src) const {
+  switch (run_) {
+    case 1: return copy_elements<1>(dst, rows.dst, src, rows.src, rows.size);
+    case 2: return copy_elements<2>(dst, rows.dst, src, rows.src, rows.size);
+    case 4: return copy_elements<4>(dst, rows.dst, src, rows.src, rows.size);
+    case 8: return copy_elements<8>(dst, rows.dst, src, rows.src, rows.size);
+    case 16: return copy_elements<16>(dst, rows.dst, src, rows.src, rows.size);
+    default: copy_rows(dst, rows.dst, src, rows.src, rows.size, run_);
+  }
+}
+
+void StridedCopy::run_staged() const {
+  std::vector<char> staged(bytes_);
+  StridedCopy in = *this, out = *this;
+  in.dst_ = staged.data();
+  out.src_ = staged.data();
+  size_t stride = run_;
+  for (size_t i = dimensions_.size(); i-- > 0; stride *= dimensions_[i].size)
+    in.dimensions_[i].dst = out.dimensions_[i].src = stride;
+  in.run_from(0, in.dst_, in.src_);
+  out.run_from(0, out.dst_, out.src_);
+}
+
+}  // namespace weft

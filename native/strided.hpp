@@ -1,0 +1,37 @@
+// Copies between two views of one shape, each with strides of its own.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+namespace weft {
+
+// The bytes from the first element to the end of the last one, 0 without elements. Strides count elements of `item` bytes.
+size_t span_of(size_t item, const std::vector<size_t>& shape, const std::vector<size_t>& strides);
+
+// One copy, ready to run: dimensions that lie side by side in both views are joined into the longest contiguous runs.
+class StridedCopy {
+ public:
+  // Strides count elements of `item` bytes. Elements that the two views share are read before any is written.
+  StridedCopy(char* dst, const char* src, size_t item, const std::vector<size_t>& shape, const std::vector<size_t>& dst_strides,
+              const std::vector<size_t>& src_strides);
+
+  void run() const;
+
+ private:
+  struct Dimension {
+    size_t size, dst, src;  // strides in bytes
+  };
+  void run_from(size_t dimension, char* dst, const char* src) const;
+  void run_rows(const Dimension& rows, char* dst, const char* src) const;
+  void run_staged() const;
+
+  char* dst_;
+  const char* src_;
+  size_t bytes_;                       // of all elements
+  size_t run_;                         // contiguous bytes in both views
+  std::vector<Dimension> dimensions_;  // around the runs, outermost first
+  bool overlap_;
+};
+
+}  // namespace weft

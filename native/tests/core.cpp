@@ -1,0 +1,296 @@
+// The native core on threads instead of processes, so that a sanitizer sees all sides: copies, sums, waits, lanes, lost peers.
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cassert>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+
+#include "../board.hpp"
+#include "../copy.hpp"
+#include "../transfers.hpp"
+#include "../world.hpp"
+
+using namespace weft;
+
+#define CHECK(condition) \
+  do { \
+    if (!(condition)) std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition), std::abort(); \
+  } while (0)
+
+void test_copies() {
+  std::mt19937 random(1);
+  for (size_t bytes : {0, 1, 31, 33, 127, 4096, 9 << 20}) {
+    for (int shift = 0; shift < 3; ++shift) {
+      std::vector<char> src(bytes + 64), dst(bytes + 64, 7);
+      for (auto& x : src) x = static_cast<char>(random());
+      copy_rows(dst.data() + shift, bytes, src.data() + 2 * shift, bytes, 1, bytes);
+      CHECK(!std::memcmp(dst.data() + shift, src.data() + 2 * shift, bytes));
+      for (int i = 0; i < shift; ++i) CHECK(dst[i] == 7);
+      for (size_t i = bytes + shift; i < dst.size(); ++i) CHECK(dst[i] == 7);
+    }
+  }
+  std::vector<char> src(1000), dst(1000, 0);
+  for (auto& x : src) x = static_cast<char>(random());
+  copy_rows(dst.data(), 20, src.data(), 30, 10, 13);
+  for (int row = 0; row < 10; ++row)
+    for (int i = 0; i < 20; ++i) CHECK(dst[row * 20 + i] == (i < 13 ? src[row * 30 + i] : 0));
+}
+
+void test_sums() {
+  std::mt19937 random(2);
+  std::uniform_real_distribution<float> uniform(-1, 1);
+  constexpr size_t rows = 3, columns = 2500;
+  std::vector<std::vector<float>> all(5, std::vector<float>(rows * columns));  // the sum, then what is added
+  std::vector<Rows> places;
+  for (auto& numbers : all) {
+    for (auto& x : numbers) x = uniform(random);
+    places.push_back({reinterpret_cast<char*>(numbers.data()), columns * 4, Dtype::float32});
+  }
+  reduce_rows(Combine::sum, places, rows, columns, 4);
+  for (size_t i = 0; i < rows * columns; ++i) CHECK(all[0][i] == ((all[1][i] + all[2][i]) + all[3][i]) + all[4][i]);
+  uint16_t one = 0x3f80, tiny = 0x3b80, sum = 0, nan = 0x7fc1;  // bfloat16: 1, 1/256 and a NaN
+  auto place = [](uint16_t& x) { return Rows{reinterpret_cast<char*>(&x), 2, Dtype::bfloat16}; };
+  reduce_rows(Combine::sum, {place(sum), place(one), place(tiny)}, 1, 1, 2);
+  CHECK(sum == 0x3f80);  // a tie goes to even …
+  reduce_rows(Combine::sum, {place(sum), place(one), place(tiny), place(tiny)}, 1, 1, 3);
+  CHECK(sum == 0x3f81);  // … but two of them are kept until the one rounding at the end
+  reduce_rows(Combine::sum, {place(sum), place(one), place(nan)}, 1, 1, 2);
+  CHECK((sum & 0x7fff) > 0x7f80);
+}
+
+struct Host {  // ranks as threads of one process
+  std::vector<std::shared_ptr<Mesh>> meshes;
+  std::vector<std::shared_ptr<Segment>> controls, data;
+  std::vector<std::unique_ptr<World>> worlds;
+
+  Host(int ranks, size_t bytes) {
+    std::vector<std::vector<int>> fds(ranks, std::vector<int>(ranks, -1));
+    for (int i = 0; i < ranks; ++i)
+      for (int j = 0; j < i; ++j) {
+        int pair[2];
+        CHECK(!socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair));
+        fds[i][j] = pair[0], fds[j][i] = pair[1];
+      }
+    auto parts = [&](size_t size) {
+      std::vector<std::shared_ptr<Mapping>> all;
+      for (int i = 0; i < ranks; ++i) {
+        int fd;
+        all.push_back(Mapping::create(size, fd));
+        close(fd);
+      }
+      return all;
+    };
+    auto control = parts(World::control_bytes(ranks)), memory = parts(bytes);
+    for (int i = 0; i < ranks; ++i) {
+      meshes.push_back(std::make_shared<Mesh>(i, fds[i]));
+      controls.push_back(std::make_shared<Segment>(Segment{control, i}));
+      data.push_back(std::make_shared<Segment>(Segment{memory, i}));
+      worlds.push_back(std::make_unique<World>(meshes[i], controls[i], i ? 100 : 0));
+    }
+  }
+};
+
+Instruction signal(Op op, Counter& counter, uint32_t index, int source, uint64_t count) {
+  Instruction i{op, {}};
+  i.counter = &counter, i.index = index, i.source = source, i.count = count;
+  return i;
+}
+
+// A push all-gather of one row of `n` numbers, handed back by credits: lane 0 waits and checks, lane 1 sends.
+void test_lanes(int ranks, int calls) {
+  constexpr int n = 1000;
+  Host host(ranks, ranks * n * sizeof(int));
+  std::vector<std::thread> threads;
+  for (int r = 0; r < ranks; ++r)
+    threads.emplace_back([&, r] {
+      World& world = *host.worlds[r];
+      std::vector<int> own(n);
+      Program program;
+      program.call = "test", program.hash = 1, program.lanes.resize(2);
+      auto arrived = [&](int source) { return static_cast<uint32_t>(source); };
+      auto free = [&](int source) { return static_cast<uint32_t>(ranks + source); };
+      for (int p = 0; p < ranks; ++p)
+        if (p != r) program.lanes[1].push_back(signal(Op::wait, world.counter(r, free(p)), free(p), p, 0));
+      for (int p = 0; p < ranks; ++p) {
+        size_t at = r * n * sizeof(int);
+        program.lanes[1].push_back({Op::copy, {{uint32_t(1 + p), at, 0}, {0, 0, 0}}, 1, n * sizeof(int)});
+        if (p == r) continue;
+        program.lanes[1].push_back(signal(Op::notify, world.counter(p, arrived(r)), 0, 0, 0));
+        program.lanes[0].push_back(signal(Op::wait, world.counter(r, arrived(p)), arrived(p), p, 1));
+        program.promised.push_back({arrived(p), 1});
+        program.promised.push_back({free(p), 1});
+      }
+      program.lanes[0].push_back({Op::pause, {}});
+      for (int p = 0; p < ranks; ++p)
+        if (p != r) program.lanes[0].push_back(signal(Op::notify, world.counter(p, free(r)), 0, 0, 0));
+      for (auto& lane : program.lanes)
+        for (auto& i : lane)
+          for (auto& o : i.operands) o.stride = i.columns;
+      Execution execution(program, ranks);
+      execution.timeout = 20'000'000'000;
+      execution.slots = {reinterpret_cast<char*>(own.data())};
+      for (int p = 0; p < ranks; ++p) execution.slots.push_back(host.data[r]->parts[p]->base());
+      world.trace(r == 0);
+      for (int call = 0; call < calls; ++call) {
+        for (int i = 0; i < n; ++i) own[i] = call * 1000 + r * 10 + i;
+        world.begin(program, execution);
+        world.start(program, execution, 1);
+        int at = world.run(program, execution, 0, 0);
+        CHECK(at >= 0);
+        const int* all = reinterpret_cast<int*>(execution.slots[1 + r]);
+        for (int p = 0; p < ranks; ++p)
+          if (p != r) CHECK(all[p * n] == call * 1000 + p * 10 && all[p * n + n - 1] == call * 1000 + p * 10 + n - 1);
+        CHECK(world.run(program, execution, 0, at + 1) >= 0);
+        world.join();
+      }
+    });
+  for (auto& thread : threads) thread.join();
+}
+
+void test_a_wait_ends_early() {
+  Host host(2, 64);
+  World& world = *host.worlds[0];
+  Program program;
+  program.call = "wait", program.hash = 3, program.lanes.resize(1);
+  program.lanes[0].push_back(signal(Op::wait, world.counter(0, 1), 1, 1, 1));
+  Execution execution(program, 2);
+  execution.timeout = 1'000'000;
+  world.begin(program, execution);
+  CHECK(world.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::timeout);
+  Program other = program;
+  Execution theirs = execution;
+  other.hash = 4;
+  host.worlds[1]->begin(other, theirs);
+  execution.timeout = 20'000'000'000;
+  CHECK(world.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::mismatch);
+  std::thread killer([&] {
+    host.worlds[1].reset();
+    host.meshes[1]->abort({"KeyError", 1, "gone"});
+    host.meshes[1].reset();
+  });
+  program.hash = 4;
+  CHECK(world.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::failed);
+  CHECK(host.meshes[0]->failure().kind == "KeyError" && host.meshes[0]->failure().culprit == 1);
+  killer.join();
+}
+
+// Every shape, order and gap of dimensions against one element at a time; nothing between the elements is touched.
+void test_strided_copies() {
+  std::mt19937 random(3);
+  auto below = [&](size_t n) { return static_cast<size_t>(random() % n); };
+  for (int round = 0; round < 2000; ++round) {
+    size_t item = size_t{1} << below(5), dimensions = below(5);
+    std::vector<size_t> shape(dimensions);
+    for (auto& size : shape) size = below(5);
+    auto strides = [&] {
+      std::vector<size_t> order(dimensions), result(dimensions);
+      for (size_t i = 0; i < dimensions; ++i) order[i] = i;
+      if (below(2)) std::shuffle(order.begin(), order.end(), random);
+      size_t stride = 1 + (below(4) == 0);
+      for (size_t i = dimensions; i-- > 0; stride *= std::max<size_t>(shape[order[i]], 1) + (below(4) == 0)) result[order[i]] = stride;
+      return result;
+    };
+    auto to = strides(), from = strides();
+    std::vector<char> src(span_of(item, shape, from) + 8), dst(span_of(item, shape, to) + 8, 7);
+    for (auto& x : src) x = static_cast<char>(random());
+    size_t shift = below(3), total = 1;
+    std::vector<char> expected = dst;
+    for (size_t size : shape) total *= size;
+    for (size_t n = 0; n < total; ++n) {
+      size_t rest = n, d = 0, s = 0;
+      for (size_t i = 0; i < dimensions; rest /= shape[i++]) d += rest % shape[i] * to[i], s += rest % shape[i] * from[i];
+      std::memcpy(expected.data() + shift + d * item, src.data() + shift + s * item, item);
+    }
+    StridedCopy(dst.data() + shift, src.data() + shift, item, shape, to, from).run();
+    CHECK(dst == expected);
+  }
+  std::vector<int> overlapping(100);
+  for (int i = 0; i < 100; ++i) overlapping[i] = i;
+  char* base = reinterpret_cast<char*>(overlapping.data());
+  StridedCopy(base + 4, base, 4, {3, 20}, {30, 1}, {20, 1}).run();
+  for (int i = 0; i < 60; ++i) CHECK(overlapping[1 + i / 20 * 30 + i % 20] == i);
+  StridedCopy(nullptr, nullptr, 4, {3, 0}, {0, 1}, {0, 1}).run();
+}
+
+// Two threads submit far more than may be under way; each transfer reads what the one before it wrote.
+void test_transfers() {
+  Host host(2, 64);
+  constexpr int n = 5000;
+  std::vector<std::vector<uint64_t>> chains(2, std::vector<uint64_t>(n + 1));
+  Transfers transfers(host.meshes[0], 100);
+  std::vector<std::thread> threads;
+  for (auto& chain : chains)
+    threads.emplace_back([&] {
+      chain[0] = 42;
+      uint64_t last = 0;
+      for (int i = 0; i < n; ++i) {
+        char* at = reinterpret_cast<char*>(&chain[i]);
+        uint64_t number = transfers.submit(StridedCopy(at + 8, at, 8, {1}, {1}, {1}), [] { return false; });
+        CHECK(number > last);
+        last = number;
+      }
+      CHECK(transfers.wait(last, INT64_MAX, [] { return false; }) && transfers.done(last) && !transfers.refused(last));
+      for (uint64_t x : chain) CHECK(x == 42);
+    });
+  for (auto& thread : threads) thread.join();
+  CHECK(!transfers.wait(transfers.finished() + 1, now() + 1'000'000, [] { return false; }));
+  host.meshes[1]->abort({"KeyError", 1, "gone"});
+  while (!host.meshes[0]->failed()) weft::pause();
+  uint64_t source = 1, target = 0;
+  StridedCopy copy(reinterpret_cast<char*>(&target), reinterpret_cast<char*>(&source), 8, {1}, {1}, {1});
+  uint64_t late = transfers.submit(copy, [] { return false; });
+  transfers.finish();
+  CHECK(transfers.done(late) && transfers.refused(late) && !transfers.refused(late - 1) && target == 0 && !transfers.copy(copy));
+}
+
+// A producer and a consumer hand a slot back and forth; what is in it is plain memory, so a sanitizer sees a missing order.
+void test_boards() {
+  Host host(2, 8 * sizeof(Counter));
+  int mailbox = 0;
+  Board boards[2] = {{host.meshes[0], host.data[0], 0}, {host.meshes[1], host.data[1], 100}};
+  auto never = [] { return false; };
+  auto wait = [&](int rank, Selection at, Compare compare, uint64_t value) {
+    return boards[rank].wait(at, compare, value, 20'000'000'000, never).trouble;
+  };
+  constexpr uint64_t rounds = 3000;
+  std::thread consumer([&] {
+    for (uint64_t i = 1; i <= rounds; ++i) {
+      CHECK(wait(1, {2, 3, 1}, Compare::greater_equal, i) == Trouble::none);
+      CHECK(mailbox == static_cast<int>(i));
+      CHECK(boards[1].set(0, {1, 1, 1}, i));
+    }
+  });
+  for (uint64_t i = 1; i <= rounds; ++i) {
+    mailbox = static_cast<int>(i);
+    CHECK(boards[0].add(1, {2, 3, 1}, 1));
+    CHECK(wait(0, {1, 1, 1}, Compare::equal, i) == Trouble::none);
+  }
+  consumer.join();
+  CHECK(boards[1].values({0, 4, 2}) == (std::vector<uint64_t>{0, rounds, rounds, 0}));
+  CHECK(boards[1].test({2, 3, 1}, Compare::less_equal, rounds) && !boards[1].test({2, 4, 1}, Compare::greater, 0));
+  auto late = boards[1].wait({2, 4, 1}, Compare::greater, 0, 1'000'000, never);
+  CHECK(late.trouble == Trouble::timeout && late.index == 5 && late.actual == 0);
+  std::thread leaver([&] { host.meshes[0]->leave(); });
+  CHECK(wait(1, {7, 1, 1}, Compare::equal, 1) == Trouble::left);
+  leaver.join();
+  host.meshes[0]->abort({"KeyError", 0, "gone"});
+  while (!host.meshes[1]->failed()) weft::pause();
+  CHECK(wait(1, {7, 1, 1}, Compare::equal, 1) == Trouble::failed && !boards[1].add(0, {0, 1, 1}, 1));
+}
+
+int main() {
+  test_copies();
+  test_sums();
+  test_lanes(2, 300);
+  test_lanes(4, 200);
+  test_a_wait_ends_early();
+  test_strided_copies();
+  test_transfers();
+  test_boards();
+  std::puts("native core: all checks passed");
+}

@@ -1,0 +1,58 @@
+#include "transfers.hpp"
+
+#include <algorithm>
+
+namespace weft {
+
+namespace {
+constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
+// The thread looks for the next copy for a microsecond or two before it sleeps; longer, and it keeps a core from the caller.
+constexpr int kLaneSpins = 50;
+}  // namespace
+
+Transfers::Transfers(std::shared_ptr<Mesh> mesh, int spins) : mesh_(std::move(mesh)), spins_(spins) {}
+
+Transfers::~Transfers() {
+  if (!thread_.joinable()) return;
+  finish();
+  stopping_.store(true);
+  wake(*submitted_);
+  thread_.join();
+}
+
+bool Transfers::copy(const StridedCopy& copy) const {
+  if (mesh_->failed()) return false;
+  copy.run();
+  return true;
+}
+
+uint64_t Transfers::submit(StridedCopy copy, const Interrupted& interrupted) {
+  std::lock_guard lock(submitting_);
+  uint64_t number = submitted_->value.load(std::memory_order_relaxed) + 1;
+  if (number > kOutstanding && !wait(number - kOutstanding, kForever, interrupted)) return 0;
+  if (!thread_.joinable()) thread_ = std::thread(&Transfers::work, this);
+  ring_[number % kOutstanding] = std::move(copy);
+  add(*submitted_, 1);
+  return number;
+}
+
+bool Transfers::wait(uint64_t number, int64_t deadline, const Interrupted& interrupted) {
+  return wait_until(*done_, Compare::greater_equal, number, spins_, deadline, sleepers_, interrupted);
+}
+
+void Transfers::finish() {
+  wait(submitted_->value.load(std::memory_order_acquire), kForever, [] { return false; });
+}
+
+void Transfers::work() {
+  for (uint64_t number = 1;; ++number) {
+    auto stopping = [&] { return stopping_.load(); };
+    if (!wait_until(*submitted_, Compare::greater_equal, number, std::min(spins_, kLaneSpins), kForever, sleepers_, stopping)) return;
+    std::optional<StridedCopy>& next = ring_[number % kOutstanding];
+    if (!copy(*next) && refused_.load() == kNever) refused_.store(number, std::memory_order_release);
+    next.reset();
+    add(*done_, 1);
+  }
+}
+
+}  // namespace weft

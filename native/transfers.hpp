@@ -1,0 +1,57 @@
+// Copies that run beside the caller: a ring of them, and one thread that works it off in order.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "mesh.hpp"
+#include "strided.hpp"
+
+namespace weft {
+
+class Transfers {
+ public:
+  static constexpr size_t kOutstanding = 1024;
+  using Interrupted = std::function<bool()>;  // called now and then by what waits; true ends the wait
+
+  Transfers(std::shared_ptr<Mesh> mesh, int spins);
+  ~Transfers();  // when all that was queued is done
+
+  // Copy now; false, and nothing is copied, if a peer has failed.
+  bool copy(const StridedCopy& copy) const;
+  // Queue a copy behind all earlier ones; holds the caller while kOutstanding are under way. Its number, or 0 if interrupted.
+  uint64_t submit(StridedCopy copy, const Interrupted& interrupted);
+  // Are this copy and all before it over?
+  bool done(uint64_t number) const { return finished() >= number; }
+  uint64_t finished() const { return done_->value.load(std::memory_order_acquire); }
+  // Wait until they are; false at the deadline or if interrupted.
+  bool wait(uint64_t number, int64_t deadline, const Interrupted& interrupted);
+  // Was this copy, when its turn came, not made because a peer had failed?
+  bool refused(uint64_t number) const { return number >= refused_.load(std::memory_order_acquire); }
+  // Wait until everything submitted is over.
+  void finish();
+
+ private:
+  static constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();
+  void work();
+
+  std::shared_ptr<Mesh> mesh_;
+  int spins_;
+  // Copies are numbered from 1 and end in order, so two counters tell everything: number n is in slot n % kOutstanding from when
+  // it is submitted until it is done. The slot is the thread's in between and the submitters' else.
+  std::vector<std::optional<StridedCopy>> ring_{kOutstanding};
+  std::unique_ptr<Counter> submitted_ = std::make_unique<Counter>(), done_ = std::make_unique<Counter>();
+  std::atomic<uint64_t> refused_{kNever};  // the first number refused; a failure is for good
+  std::atomic<bool> stopping_{false};
+  Sleepers sleepers_;
+  std::mutex submitting_;
+  std::thread thread_;
+};
+
+}  // namespace weft

@@ -1,0 +1,205 @@
+#include "world.hpp"
+
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "copy.hpp"
+
+namespace weft {
+
+namespace {
+
+// A lane thread mostly sleeps; when there is something to do it should do it at once, also where threads that compute keep all
+// cores busy. A short time slice gives it an early deadline in the kernel's fair scheduler, without any privilege.
+void be_punctual() {
+  prctl(PR_SET_TIMERSLACK, 1000);  // nanoseconds
+  struct {
+    uint32_t size, policy;
+    uint64_t flags;
+    int32_t nice;
+    uint32_t priority;
+    uint64_t runtime, deadline, period;
+  } attributes{48, 0, 0, getpriority(PRIO_PROCESS, 0), 0, 100'000, 0, 0};  // SCHED_OTHER with slices of 100 us
+  syscall(SYS_sched_setattr, 0, &attributes, 0);  // older kernels ignore the slice or refuse the call; both are fine
+}
+
+}  // namespace
+
+World::World(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> control, int spins)
+    : mesh_(std::move(mesh)),
+      control_(std::move(control)),
+      rank_(control_->rank),
+      ranks_(static_cast<int>(control_->parts.size())),
+      spins_(spins),
+      base_(kNames * control_->parts.size()) {}
+
+World::~World() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+    changed_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+Counter& World::counter(int rank, uint32_t index) const {
+  char* base = control_->parts[rank]->base() + kHeaders * sizeof(Header);
+  return reinterpret_cast<Counter*>(base)[index];
+}
+
+Header& World::header(int rank, uint64_t call) const {
+  return reinterpret_cast<Header*>(control_->parts[rank]->base())[call % kHeaders];
+}
+
+void World::begin(const Program& program, Execution& execution) {
+  execution.reset(++calls_);
+  for (size_t lane = 0; lane < program.lanes.size(); ++lane)
+    for (size_t at = 0; at < program.lanes[lane].size(); ++at)
+      if (const Instruction& i = program.lanes[lane][at]; i.op == Op::wait) execution.targets[lane][at] = base_[i.index] + i.count;
+  for (auto [index, count] : program.promised) base_[index] += count;  // what the next call's waits begin from
+  Header& mine = header(rank_, calls_);
+  mine.call.store(0, std::memory_order_relaxed);  // not to be read while it is written
+  mine.hash.store(program.hash, std::memory_order_relaxed);
+  size_t length = std::min(program.call.size(), sizeof mine.text - 1);
+  std::memcpy(mine.text, program.call.data(), length);
+  mine.text[length] = 0;
+  mine.call.store(calls_, std::memory_order_release);
+}
+
+bool World::mismatch(int peer, const Program& program, uint64_t call) const {
+  const Header& theirs = header(peer, call);
+  if (theirs.call.load(std::memory_order_acquire) != call) return false;
+  bool same = theirs.hash.load(std::memory_order_acquire) == program.hash;
+  return !same && theirs.call.load(std::memory_order_relaxed) == call;  // and not overwritten meanwhile
+}
+
+std::string World::peer_call(int peer, uint64_t call) const {
+  const Header& theirs = header(peer, call);
+  return theirs.call.load(std::memory_order_acquire) == call ? theirs.text : "";
+}
+
+int World::run(const Program& program, Execution& execution, size_t lane, int at) {
+  const auto& instructions = program.lanes[lane];
+  auto computed = [&] {  // a copy may have had to wait for that, so the link was not fed
+    if (seconds_per_byte_ > 0) execution.held[lane] = now();
+  };
+  computed();
+  for (; at < static_cast<int>(instructions.size()); ++at) {
+    const Instruction& instruction = instructions[at];
+    if (instruction.op == Op::pause) return at;
+    int64_t start = tracing_ ? now() : 0;
+    switch (instruction.op) {
+      case Op::copy: copy(execution, lane, instruction); break;
+      case Op::reduce: reduce(execution, instruction), computed(); break;
+      case Op::notify: add(*instruction.counter, 1); break;
+      case Op::wait:
+        if (!wait(program, execution, lane, at, instruction)) return -1;
+        break;
+      case Op::pause: break;
+    }
+    if (tracing_) execution.spans[lane][at] = {start, now()};
+  }
+  return at;
+}
+
+void World::copy(const Execution& execution, size_t lane, const Instruction& instruction) {
+  const Operand &dst = instruction.operands[0], &src = instruction.operands[1];
+  copy_rows(execution.slots[dst.slot] + dst.offset, dst.stride, execution.slots[src.slot] + src.offset, src.stride,
+            instruction.rows, instruction.columns);
+  if (instruction.remote && seconds_per_byte_ > 0) pass_link(execution.held[lane], instruction.rows * instruction.columns);
+}
+
+void World::reduce(const Execution& execution, const Instruction& instruction) const {
+  thread_local std::vector<Rows> rows;  // kept, so that a repeated call allocates nothing
+  rows.clear();
+  for (size_t i = 0; i < instruction.operands.size(); ++i) {
+    const Operand& operand = instruction.operands[i];
+    rows.push_back({execution.slots[operand.slot] + operand.offset, operand.stride, instruction.dtypes[i]});
+  }
+  reduce_rows(instruction.combine, rows, instruction.rows, instruction.columns, ranks_);
+}
+
+void World::pass_link(int64_t ready, size_t bytes) {
+  double seconds = latency_ + seconds_per_byte_ * static_cast<double>(bytes);
+  int64_t free = std::max(link_free_.load(), ready) + static_cast<int64_t>(seconds * 1e9);
+  link_free_.store(free);
+  timespec until{free / 1'000'000'000, free % 1'000'000'000};
+  clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, nullptr);
+}
+
+bool World::wait(const Program& program, Execution& execution, size_t lane, int at, const Instruction& instruction) {
+  int source = instruction.source;
+  uint64_t expected = execution.targets[lane][at];
+  bool begun = seconds_per_byte_ > 0 && instruction.counter->value.load() < expected;
+  Trouble trouble = Trouble::timeout;
+  bool mine = std::this_thread::get_id() != thread_.get_id();
+  auto is = [&](bool condition, Trouble what) { return condition && (trouble = what, true); };
+  auto interrupted = [&] {
+    if (is(source != rank_ && mismatch(source, program, execution.call), Trouble::mismatch)) return true;
+    if (is(mine && caller_interrupted(), Trouble::interrupted)) return true;
+    return is(mesh_->failed(), Trouble::failed) || is(source != rank_ && mesh_->left(source), Trouble::left);
+  };
+  bool come = wait_until(*instruction.counter, Compare::greater_equal, expected, spins_, now() + execution.timeout,
+                         mesh_->sleepers(), interrupted);
+  if (come && source != rank_ && !execution.agreed[lane][source]) {
+    if (mismatch(source, program, execution.call)) come = false, trouble = Trouble::mismatch;
+    else if (instruction.count) execution.agreed[lane][source] = 1;
+  }
+  if (come) {
+    if (begun) execution.held[lane] = now();
+    return true;
+  }
+  uint64_t base = expected - instruction.count, actual = instruction.counter->value.load();
+  execution.stops[lane] = {trouble, at, source, instruction.count, actual > base ? actual - base : 0};
+  return false;
+}
+
+void World::start(const Program& program, Execution& execution, size_t lane) {
+  std::lock_guard lock(mutex_);
+  if (!thread_.joinable()) thread_ = std::thread(&World::work, this);
+  jobs_.push_back({&program, &execution, lane});
+  outstanding_.store(jobs_.size(), std::memory_order_release);
+  changed_.notify_all();
+}
+
+void World::join() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return jobs_.empty(); });  // each wait of a job has its time limit
+}
+
+bool World::join(const Execution& execution, double seconds) {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
+    return std::none_of(jobs_.begin(), jobs_.end(), [&](const Job& job) { return job.execution == &execution; });
+  });
+}
+
+void World::work() {
+  be_punctual();
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [&] { return stopping_ || !jobs_.empty(); });
+    if (jobs_.empty()) return;
+    Job job = jobs_.front();
+    lock.unlock();
+    run(*job.program, *job.execution, job.lane, 0);
+    lock.lock();
+    jobs_.pop_front();
+    outstanding_.store(jobs_.size(), std::memory_order_release);
+    changed_.notify_all();
+  }
+}
+
+void World::emulate_link(double bytes_per_second, double latency_seconds) {
+  seconds_per_byte_ = bytes_per_second > 0 ? 1 / bytes_per_second : 0;
+  latency_ = latency_seconds;
+}
+
+}  // namespace weft

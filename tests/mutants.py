@@ -1,0 +1,134 @@
+"""Plans with one small defect, made from plans that have none."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Region, Signal, Wait
+
+
+class Mutant(NamedTuple):
+    """A changed plan, and in words what was changed."""
+
+    change: str
+    plan: Plan
+
+
+Place = tuple[int, str, int]
+
+
+def places(plan: Plan) -> Iterator[tuple[Place, Instruction]]:
+    """Every instruction with its rank, lane and position."""
+    for rank, lanes in enumerate(plan.lanes):
+        for name, lane in lanes.items():
+            for i, instruction in enumerate(lane):
+                yield (rank, name, i), instruction
+
+
+def edited(plan: Plan, place: Place, *new: Instruction, span: int = 1) -> Plan:
+    """The plan with `span` instructions from `place` on replaced by `new`."""
+    rank, name, i = place
+    lanes = list(plan.lanes)
+    lane = lanes[rank].get(name, ())
+    lanes[rank] = {**lanes[rank], name: (*lane[:i], *new, *lane[i + span :])}
+    return replace(plan, lanes=tuple(lanes))
+
+
+def deleted(plan: Plan) -> Iterator[Mutant]:
+    """Each instruction left out in turn."""
+    for place, instruction in places(plan):
+        yield Mutant(f"{place}: without {instruction}", edited(plan, place))
+
+
+def lowered(plan: Plan) -> Iterator[Mutant]:
+    """Each wait made to wait for one less."""
+    for place, instruction in places(plan):
+        match instruction:
+            case Wait(signal, count) if count:
+                yield Mutant(f"{place}: one less than {instruction}", edited(plan, place, Wait(signal, count - 1)))
+
+
+def shifted(plan: Plan) -> Iterator[Mutant]:
+    """Each region of each copy and product moved by a row, either way."""
+    for place, instruction in places(plan):
+        match instruction:
+            case Copy() | Matmul():
+                for field in ("src", "dst"):
+                    for by in (-1, 1):
+                        region = getattr(instruction, field)
+                        moved = region._replace(start=region.start + by, stop=region.stop + by)
+                        yield Mutant(
+                            f"{place}: {field} of {instruction} by {by:+d}",
+                            edited(plan, place, replace(instruction, **{field: moved})),
+                        )
+
+
+def swapped(plan: Plan) -> Iterator[Mutant]:
+    """Each instruction swapped with the next one of its lane."""
+    for (rank, name, i), instruction in places(plan):
+        following = plan.lanes[rank][name][i + 1 : i + 2]
+        if following and following[0] != instruction:
+            change = f"{(rank, name, i)}: {instruction} after {following[0]}"
+            yield Mutant(change, edited(plan, (rank, name, i), *following, instruction, span=2))
+
+
+def mutant(plan: Plan, dice: random.Random) -> Plan:
+    """The plan with one random change of any kind."""
+    (rank, name, i), instruction = dice.choice([*places(plan)])
+    lane = plan.lanes[rank][name]
+    to = dice.randrange(len(lane))
+    match dice.randrange(6):
+        case 0:
+            return edited(plan, (rank, name, i))
+        case 1:
+            return edited(plan, (rank, name, to), instruction, span=0)
+        case 2:
+            return edited(edited(plan, (rank, name, i)), (rank, name, to), instruction, span=0)
+        case 3:
+            other = dice.choice(["compute", "comm", "third"])
+            return edited(edited(plan, (rank, name, i)), (dice.randrange(plan.ranks), other, 0), instruction, span=0)
+        case 4:
+            return edited(plan, (rank, name, to), _signalling(plan, rank, dice), span=0)
+        case _:
+            return edited(plan, (rank, name, i), _changed(plan, instruction, dice))
+
+
+def _signalling(plan: Plan, rank: int, dice: random.Random) -> Instruction:
+    name, peer = dice.choice(["free", "ready", "arrived", "other"]), dice.randrange(plan.ranks)
+    return dice.choice([Notify(peer, Signal(name, rank)), Wait(Signal(name, peer), dice.randrange(2))])
+
+
+def _changed(plan: Plan, instruction: Instruction, dice: random.Random) -> Instruction:
+    match instruction:
+        case Wait(signal, count):
+            return dice.choice(
+                [Wait(signal, count - 1), Wait(signal, count + 1), Wait(signal._replace(source=dice.randrange(plan.ranks)), count)]
+            )
+        case Notify(_, signal):
+            return Notify(dice.randrange(plan.ranks), signal)
+        case Copy(src, dst) | Matmul(src, dst):
+            return dice.choice(
+                [
+                    replace(instruction, src=_elsewhere(plan, src, dice)),
+                    replace(instruction, dst=_elsewhere(plan, dst, dice)),
+                    Copy(src, dst),
+                    Matmul(src, dst),
+                ]
+            )
+        case _:
+            return instruction
+
+
+def _elsewhere(plan: Plan, region: Region, dice: random.Random) -> Region:
+    by = dice.choice([-1, 1])
+    return dice.choice(
+        [
+            region._replace(rank=dice.randrange(plan.ranks)),
+            region._replace(buffer=dice.choice([*plan.buffers])),
+            region._replace(start=region.start + by, stop=region.stop + by),
+            region._replace(stop=region.stop + by),
+        ]
+    )

@@ -1,0 +1,108 @@
+"""Real ranks for tests: processes that may fail or die without taking the others along."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+import weft
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "weft.ops.all_gather_matmul", "ranks"])
+
+
+class Outcome(NamedTuple):
+    """What became of a rank: its result, or its exception with the traceback; None stands for a rank that died."""
+
+    result: Any
+    error: BaseException | None = None
+    trace: str = ""
+
+
+def start(fn: Callable[..., Any], ranks: int, *args: Any, limit: float = 60.0) -> list[Outcome | None]:
+    """Call ``fn(world, *args)`` on `ranks` ranks, each with a default world, and return what became of each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pipes = [_context.Pipe(duplex=False) for _ in range(ranks)]
+    processes = [
+        _context.Process(target=_main, args=(fn, rank, ranks, port, args, pipes[rank][1]), daemon=True) for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    for _, end in pipes:
+        end.close()
+    deadline = time.monotonic() + limit
+    outcomes: list[Outcome | None] = []
+    for end, _ in pipes:
+        outcome = None
+        with contextlib.suppress(EOFError):
+            if end.poll(max(0.0, deadline - time.monotonic())):
+                outcome = pickle.loads(end.recv_bytes())
+            else:
+                outcome = Outcome(None, AssertionError("this rank hangs"))
+        outcomes.append(outcome)
+    for process in processes:
+        process.join(5)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return outcomes
+
+
+def on_ranks(fn: Callable[..., Any], ranks: int, *args: Any, limit: float = 60.0) -> list[Any]:
+    """The results of ``fn(world, *args)`` in rank order; the first error is raised."""
+    outcomes = start(fn, ranks, *args, limit=limit)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome is not None, f"rank {rank} died"
+        if outcome.error is not None:
+            raise AssertionError(f"rank {rank} failed:\n{outcome.trace}") from outcome.error
+    return [outcome.result for outcome in outcomes if outcome]
+
+
+def sockets() -> set[str]:
+    """The abstract sockets of weft on this machine."""
+    with open("/proc/net/unix") as file:
+        return {line.split("@")[1].strip() for line in file if "@weft-" in line}
+
+
+def none_left(before: set[str]) -> bool:
+    """Whether all sockets made since `before` are gone, or go within some seconds, as those of other runs beside this one do."""
+    deadline = time.monotonic() + 10
+    while sockets() - before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not sockets() - before
+
+
+def die() -> None:
+    """End this process at once, without any farewell."""
+    os.kill(os.getpid(), 9)
+
+
+def _main(fn: Callable[..., Any], rank: int, ranks: int, port: int, args: tuple[Any, ...], end: Any) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        with weft.init(timeout=20) as world:
+            outcome = Outcome(fn(world, *args))
+    except BaseException as error:
+        outcome = Outcome(None, error, traceback.format_exc())
+    end.send_bytes(_pickled(outcome))
+    end.close()
+
+
+def _pickled(outcome: Outcome) -> bytes:
+    try:
+        return pickle.dumps(outcome)
+    except Exception:  # pytest's own exceptions cannot be pickled
+        return pickle.dumps(Outcome(None, AssertionError(f"{type(outcome.error).__name__}: {outcome.error}"), outcome.trace))

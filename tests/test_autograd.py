@@ -1,0 +1,244 @@
+"""Gradients of the fused operators on real ranks, against autograd through the same layer on one rank."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+
+import weft
+
+SUMS = ("sum", "avg")
+
+
+def everyones(tensor):
+    """All ranks' tensors, in rank order, by way of torch."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, tensor.detach())
+    return found
+
+
+def leaves(*tensors):
+    return [None if tensor is None else tensor.detach().clone().requires_grad_() for tensor in tensors]
+
+
+def assert_same(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def gathers(world, dim, uneven):
+    """Each rank has a loss of its own; a's gradient comes from all of them."""
+    sizes = [world.ranks + 1 - rank if uneven else 2 for rank in range(world.ranks)]
+    shape = [4, 3, 6]
+    shape[dim] = sizes[world.rank]
+    a = torch.randn(*shape).double()
+    k = sum(sizes) if dim in (2, -1) else 6
+    b, c = torch.randn(k, 5 + world.rank).double(), torch.randn(7, k).double().t()
+    bias = torch.randn(7).double()
+    mine = leaves(a, b, c, bias)
+    y, z = weft.all_gather_matmul(mine[0], [mine[1], mine[2]], dim=dim, bias=[None, mine[3]], shard_rows=sizes if uneven else None)
+    gy, gz = torch.randn_like(y), torch.randn_like(z)
+    ((y * gy).sum() + (z * gz).sin().sum()).backward()
+    alone = leaves(torch.cat(everyones(a), dim), b, c, bias)
+    whole = alone[0]
+    inputs = [everyones(x) for x in (b, c, bias, gy, gz)]
+    for rank, (b_, c_, bias_, gy_, gz_) in enumerate(zip(*inputs, strict=True)):
+        b_, c_, bias_ = alone[1:] if rank == world.rank else (b_, c_, bias_)
+        loss = ((whole @ b_) * gy_).sum() + ((whole @ c_ + bias_) * gz_).sin().sum()
+        loss.backward()
+    own = torch.split(whole.grad, sizes, dim)[world.rank]
+    assert_same([x.grad for x in mine], [own, *(x.grad for x in alone[1:])])
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_all_gather_matmul(dim, uneven):
+    on_ranks(gathers, 3, dim, uneven)
+
+
+def scatters(world, dim, uneven, op):
+    sizes = [world.ranks - rank if uneven else 2 for rank in range(world.ranks)]
+    shape, n = [3, 4, 5 + world.rank], 7
+    if dim == 2:
+        n = sum(sizes)
+    else:
+        shape[dim] = sum(sizes)
+    a, b = torch.randn(*shape).double(), torch.randn(n, shape[-1]).double().t()
+    bias = torch.randn(n, generator=torch.Generator().manual_seed(3)).double()
+    mine = leaves(a, b, bias)
+    y = weft.matmul_reduce_scatter(mine[0], mine[1], bias=mine[2], op=op, dim=dim, shard_rows=sizes if uneven else None)
+    g = torch.randn_like(y)
+    (y * g).sin().sum().backward()
+    pairs = [leaves(*pair) for pair in zip(everyones(a), everyones(b), strict=True)]
+    (common,) = leaves(bias)
+    total = sum(x @ w for x, w in pairs) / (world.ranks if op == "avg" else 1) + common
+    assert_same([y], [torch.split(total, sizes, dim)[world.rank]])
+    (total * torch.cat(everyones(g), dim)).sin().sum().backward()
+    assert_same([x.grad for x in mine], [*(x.grad for x in pairs[world.rank]), common.grad])
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(("uneven", "op"), [(False, "sum"), (True, "avg")])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_matmul_reduce_scatter(dim, uneven, op):
+    on_ranks(scatters, 3, dim, uneven, op)
+
+
+def reduces(world, op):
+    a, b = torch.randn(3, 5, 4 + world.rank).double(), torch.randn(4 + world.rank, 6).double()
+    bias = torch.randn(6, generator=torch.Generator().manual_seed(3)).double()
+    mine = leaves(a, b, bias)
+    y = weft.matmul_all_reduce(mine[0], mine[1], bias=mine[2], op=op)
+    y.sin().sum().backward()
+    pairs = [leaves(*pair) for pair in zip(everyones(a), everyones(b), strict=True)]
+    (common,) = leaves(bias)
+    total = sum(x @ w for x, w in pairs) / (world.ranks if op == "avg" else 1) + common
+    assert_same([y], [total])
+    total.sin().sum().backward()
+    assert_same([x.grad for x in mine], [*(x.grad for x in pairs[world.rank]), common.grad])
+    y = weft.matmul_all_reduce(mine[0], mine[1])
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        torch.autograd.grad(y.sum(), mine[0], create_graph=True)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("op", SUMS)
+def test_matmul_all_reduce(op):
+    on_ranks(reduces, 3, op)
+
+
+def exact(world):
+    """Inputs of 0 and 1: every sum is a whole number that any dtype here holds, so results are exact."""
+    generator = torch.Generator().manual_seed(world.rank)
+    for dtype, k in ((torch.bfloat16, 40), (torch.float16, 200), (torch.float32, 200)):
+        k //= world.ranks
+        a, b = (torch.randint(0, 2, shape, generator=generator).to(dtype) for shape in ((6, k), (k, 5)))
+        mine = leaves(a, b)
+        y = weft.matmul_reduce_scatter(*mine)
+        total = sum(x.double() @ w.double() for x, w in zip(everyones(a), everyones(b), strict=True))
+        rows = slice(2 * world.rank, 2 * world.rank + 2)
+        assert torch.equal(y.double(), total[rows])
+        g = torch.randint(0, 2, y.shape, generator=generator).to(dtype)
+        y.backward(g)
+        whole = torch.cat(everyones(g)).double()
+        assert torch.equal(mine[0].grad.double(), whole @ b.double().t())
+        assert torch.equal(mine[1].grad.double(), a.double().t() @ whole)
+        assert torch.equal(weft.matmul_all_reduce(a, b).double(), total)
+        shard, weight = leaves(g, b.t().contiguous())
+        z = weft.all_gather_matmul(shard, weight)
+        assert torch.equal(z.double(), whole @ b.t().double())
+        z.backward(torch.ones_like(z))
+        back = sum(torch.ones(6, k).double() @ w.double() for w in everyones(b))
+        assert torch.equal(shard.grad.double(), back[rows])
+        assert torch.equal(weight.grad.double(), whole.t() @ torch.ones(6, k).double())
+
+
+@pytest.mark.data
+def test_whole_numbers_are_exact():
+    on_ranks(exact, 3)
+
+
+def twice(world):
+    """An operator called twice in one graph, a second backward through it, and second derivatives."""
+    a, b = torch.randn(4, 6).double(), torch.randn(6, 6).double()
+    x, w = leaves(a, b)
+    y = weft.matmul_reduce_scatter(weft.all_gather_matmul(weft.matmul_reduce_scatter(weft.all_gather_matmul(x, w), w), w), w)
+    y.sin().sum().backward(retain_graph=True)
+    once = x.grad.clone(), w.grad.clone()
+    y.sin().sum().backward()
+    assert_same([x.grad, w.grad], [2 * once[0], 2 * once[1]])
+    (whole,) = leaves(torch.cat(everyones(a)))
+    weights = leaves(*everyones(b))
+    total = sum(whole @ v @ v for v in weights)
+    total = sum(total @ v @ v for v in weights)
+    total.sin().sum().backward()
+    assert_same(once, [torch.split(whole.grad, 4)[world.rank], weights[world.rank].grad])
+
+    def second(y, *inputs):
+        first = torch.autograd.grad(y.pow(3).sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum(g.pow(2).sum() for g in first), inputs)
+
+    x, w = leaves(a, b)
+    (whole,) = leaves(torch.cat(everyones(a)))
+    weights = leaves(*everyones(b))
+    found = second(weft.all_gather_matmul(x, w), x, w)
+    for_whole, *for_weights = second(torch.cat([whole @ v for v in weights]), whole, *weights)
+    assert_same(found, [torch.split(for_whole, 4)[world.rank], for_weights[world.rank]])
+
+
+@pytest.mark.data
+def test_calls_follow_one_another_and_can_be_differentiated_again():
+    on_ranks(twice, 2)
+
+
+def gradchecked(world):
+    """Numeric differentiation needs ranks of its own: what one moves, the others would have to as well."""
+    a, b = torch.randn(4, 3).double().requires_grad_(), torch.randn(3, 2).double().requires_grad_()
+    alone = weft.init(dist.new_group([world.rank], use_local_synchronization=True))
+    bias = torch.randn(2).double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda *x: weft.matmul_all_reduce(x[0], x[1], bias=x[2], world=alone), (a, b, bias))
+    for dim in (0, 1):
+        scatter = lambda *x, dim=dim: weft.matmul_reduce_scatter(x[0], x[1], dim=dim, bias=x[2], world=alone)  # noqa: E731
+        gather = lambda *x, dim=dim: weft.all_gather_matmul(x[0], x[1], dim=dim, bias=x[2], return_gathered=True, world=alone)  # noqa: E731
+        for call in (scatter, gather):
+            assert torch.autograd.gradcheck(call, (a, b, bias))
+            assert torch.autograd.gradgradcheck(call, (a, b, bias))
+
+
+def test_numeric_gradients():
+    on_ranks(gradchecked, 2)
+
+
+def options(world):
+    a, b = torch.randn(4, 6), torch.randn(6, 5)
+    x, w = leaves(a, b)
+    y, g = weft.all_gather_matmul(x, w, return_gathered=True)
+    assert torch.equal(g, torch.cat(everyones(a)))
+    g.sum().backward()
+    assert_same([x.grad], [torch.full_like(a, float(world.ranks))])
+    for operator in (weft.all_gather_matmul, weft.matmul_reduce_scatter, weft.matmul_all_reduce):
+        with pytest.raises(ValueError, match="out= cannot be recorded"):
+            operator(x, w, out=torch.empty(8, 5))
+        with torch.no_grad():
+            assert not operator(x, w).requires_grad
+        (half,) = leaves(a.bfloat16())
+        y = operator(half, b.bfloat16(), out_dtype=torch.float32)
+        y.sum().backward()
+        assert y.dtype == torch.float32
+        assert half.grad.dtype == torch.bfloat16
+        (x,) = leaves(a)
+        packed = weft.pack(b)
+        operator(x, packed).sum().backward()
+        (again,) = leaves(a)
+        operator(again, b).sum().backward()
+        assert torch.equal(x.grad, again.grad)
+
+
+@pytest.mark.data
+def test_options():
+    on_ranks(options, 2)
+
+
+def every_algorithm_has_gradients(world):
+    a, b = torch.randn(6, 5).double(), torch.randn(5, 6).double()
+    first = {}
+    for operator, algorithms in {
+        weft.all_gather_matmul: ("direct", "pull", "push", "ring", "sequential"),
+        weft.matmul_reduce_scatter: ("direct", "push", "ring", "sequential"),
+        weft.matmul_all_reduce: ("one_shot", "two_shot", "sequential"),
+    }.items():
+        for algorithm, chunk in itertools.product(algorithms, (None, 2)):
+            mine = leaves(a, b)
+            operator(*mine, algorithm=algorithm, chunk_rows=chunk).sin().sum().backward()
+            grads = first.setdefault(operator, [x.grad for x in mine])
+            assert_same([x.grad for x in mine], grads)
+
+
+@pytest.mark.data
+def test_every_algorithm():
+    on_ranks(every_algorithm_has_gradients, 2)

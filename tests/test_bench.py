@@ -1,0 +1,433 @@
+"""The benchmark measures the right things, notices wrong results, and says what it cannot do. No test asserts a time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+import weft
+from weft.bench import all_gather_matmul as case
+from weft.bench import figures, plots, report, timing, verification
+from weft.bench.baselines import GLOO, gloo_all_gather_matmul, gloo_matmul_all_reduce, gloo_matmul_reduce_scatter
+from weft.bench.fused import Link, Result, Settings, measure
+from weft.bench.timing import Statistics, Stopwatch, summarize
+from weft.bench.verification import RUNS, Check, Problem, Sums, compare
+from weft.cli import app
+
+SMALL = ["--shape", "64x64x32", "--warmup", "1", "--iterations", "2", "--threads", "1"]
+SCHEMA = {
+    "benchmark": str,
+    "ranks": int,
+    "shape": {"m": int, "k": int, "n": int},
+    "dtype": str,
+    "out_dtype": str,
+    "algorithm": str,
+    "chunk_rows": int,
+    "link": type(None),
+    "times_ms": {
+        view: dict.fromkeys(("median", "min", "max"), float) for view in ("compute", "communicate", "sequential", "pipelined")
+    },
+    "baselines_ms": {"gloo+torch.mm": dict.fromkeys(("median", "min", "max"), float)},
+    "speedup": float,
+    "overlap_percent": float,
+    "limit_ratio": float,
+    "tflops": float,
+    "verified": bool,
+    "max_error": float,
+    "error_bound": float,
+    "machine": {"cpu": str, "cores": int, "threads_per_rank": int, "memory_gib": float, "vector_instructions": str, "system": str},
+    "versions": {"weft": str, "torch": str, "python": str},
+}
+
+
+def kinds(value):
+    """The types of a JSON value, nested as it is."""
+    return {key: kinds(inner) for key, inner in value.items()} if isinstance(value, dict) else type(value)
+
+
+def weft_command(*arguments):
+    """Run ``weft`` in a process of its own."""
+    command = [sys.executable, "-c", "from weft.cli import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def result(**changes):
+    """A result with made-up times."""
+    names = ("compute", "communicate", "sequential", "pipelined")
+    times = {
+        name: Statistics(median, median - 1, median + 1, 20) for name, median in zip(names, (10.0, 8.0, 18.0, 12.0), strict=True)
+    }
+    made = {
+        "settings": Settings("all-gather-matmul", 1000, 1000, 500, baselines=(GLOO,)),
+        "ranks": 2,
+        "algorithm": "direct",
+        "chunk_rows": 500,
+        "why": "as asked for",
+        "link": None,
+        "times": times,
+        "baselines": {GLOO: Statistics(24.0, 20.0, 30.0, 20)},
+        "ablation": {},
+        "checks": {name: Check(0, 1e-6, 1e-3) for name in (*names, GLOO)},
+        "machine": {
+            "cpu": "a processor",
+            "cores": 2,
+            "threads_per_rank": 1,
+            "memory_gib": 8.0,
+            "vector_instructions": "",
+            "system": "",
+        },
+        "versions": {"weft": "0", "torch": "0", "python": "0"},
+        "traces": [],
+    }
+    return Result(**(made | changes))
+
+
+def text_of(result):
+    from rich.console import Console
+
+    console = Console(width=200, record=True, file=None, quiet=False)
+    with console.capture() as captured:
+        report.print_tables(result, console)
+    return captured.get()
+
+
+def test_figures_are_what_their_formulas_say():
+    assert figures.speedup(sequential=18, pipelined=12) == 1.5
+    assert figures.overlap_percent(compute=10, communicate=8, pipelined=12) == 75
+    assert figures.overlap_percent(compute=10, communicate=8, pipelined=10) == 100
+    assert figures.overlap_percent(compute=10, communicate=8, pipelined=30) == 0
+    assert figures.limit_ratio(compute=10, communicate=8, pipelined=12) == 1.2
+    assert figures.limit_ratio(compute=8, communicate=10, pipelined=12) == 1.2
+    assert figures.tflops(1000, 1000, 500, milliseconds=1.0) == pytest.approx(1.0)
+
+
+def test_statistics_are_in_milliseconds():
+    assert summarize([0.001, 0.004, 0.002]) == Statistics(2.0, 1.0, 4.0, 3)
+
+
+def test_interleaving_runs_every_view_in_every_round():
+    calls = []
+    with weft.init() as world:
+        views = {name: lambda name=name: calls.append(name) for name in "abc"}
+        times = Stopwatch(world).interleave(views, warmup=2, iterations=4)
+    rounds = [calls[i : i + 3] for i in range(0, len(calls), 3)]
+    assert len(rounds) == 2 + 4
+    assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
+    assert [times[name].iterations for name in "abc"] == [4, 4, 4]
+
+
+def test_a_view_beyond_the_budget_is_run_once(monkeypatch):
+    monkeypatch.setattr(timing, "BUDGET", 0.0)
+    calls = []
+    with weft.init() as world:
+        times = Stopwatch(world).interleave({"slow": lambda: calls.append(1)}, warmup=3, iterations=20)
+    assert times["slow"].iterations == len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "dtypes", [("float32",) * 2, ("float64",) * 2, ("bfloat16",) * 2, ("float16",) * 2, ("float16", "float32")]
+)
+def test_verification_accepts_a_product_and_nothing_else(dtypes):
+    dtype, out_dtype = (getattr(torch, name) for name in dtypes)
+    problem = Problem(9, 130, 7, dtype, out_dtype, seed=3, rank=1)
+    wide = torch.promote_types(dtype, torch.float32)
+    out = (problem.rows(2).to(wide) @ problem.weight.to(wide)).to(out_dtype)
+    assert problem.check_product(out, 2).wrong == 0
+    assert problem.check_product(out, 3).wrong > 0, "the product of other inputs"
+    for wrong in (torch.nan, out[4, 5] + 3 * problem.bound[6, 5] + out[4, 5].abs() * torch.finfo(out_dtype).eps):
+        spoilt = out.clone()
+        spoilt[4, 5] = wrong
+        assert problem.check_product(spoilt, 2).wrong == 1
+    missing = (problem.rows(2)[:, 1:].to(wide) @ problem.weight[1:].to(wide)).to(out_dtype)
+    assert problem.check_product(missing, 2).wrong > 0, "a product that leaves a column out"
+
+
+@pytest.mark.parametrize("dtypes", [("float32",) * 3, ("float64",) * 3, ("bfloat16",) * 3, ("float16", "float32", "float16")])
+def test_verification_accepts_a_sum_and_nothing_else(dtypes, monkeypatch):
+    dtype, product, out_dtype = (getattr(torch, name) for name in dtypes)
+    problems, summed = [], []
+    monkeypatch.setattr(verification.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(verification.dist, "get_world_size", lambda: 3)
+    for rank in range(3):
+        monkeypatch.setattr(verification, "everyones_sum", lambda tensor: summed.append(tensor) or tensor)
+        problems.append(Sums(9, 130, 7, dtype, out_dtype, product, seed=3, rank=rank))
+    totals = [sum(summed[i :: len(summed) // 3]) for i in range(len(summed) // 3)]
+    monkeypatch.setattr(verification, "everyones_sum", lambda tensor: totals.pop(0))
+    problem = Sums(9, 130, 7, dtype, out_dtype, product, seed=3, rank=1)
+    wide = torch.promote_types(dtype, torch.float32)
+    partial = [(p.rows(2).to(wide) @ p.weight.to(wide)).to(product) for p in problems]
+    out = sum(part.to(wide) for part in partial).to(out_dtype)
+    assert problem.check_product_sum(out[4:], 2, 4).wrong == 0
+    assert problem.check_product_sum(out[4:], 2, 3).wrong > 0, "other rows"
+    assert problem.check_product_sum(out, 1, 0).wrong > 0, "the sum of other inputs"
+    less = sum(part.to(wide) for part in partial[1:]).to(out_dtype)
+    assert problem.check_product_sum(less, 2, 0).wrong > 0, "a sum that leaves a rank out"
+    made = sum(p.products(2).to(wide) for p in problems).to(out_dtype)
+    assert problem.check_sum(made, 2, 0).wrong == 0
+    made[1, 2] += 1
+    assert problem.check_sum(made, 2, 0).wrong == 1
+
+
+def test_gathered_rows_must_be_equal():
+    problem = Problem(5, 4, 3, torch.float32, torch.float32, seed=0, rank=0)
+    rows = problem.rows(1).clone()
+    assert problem.check_rows(rows, 1) == Check(0, 0.0, 0.0)
+    rows[3, 2] = torch.nextafter(rows[3, 2], torch.tensor(torch.inf))
+    assert problem.check_rows(rows, 1).wrong == 1
+
+
+def test_inputs_of_every_run_differ_everywhere():
+    problem = Problem(1, 64, 1, torch.float32, torch.float32, seed=0, rank=0)
+    seen = torch.cat([problem.rows(run) for run in range(RUNS)])
+    assert len(seen.unique(dim=0)) == RUNS
+    assert not torch.equal(problem.weight, Problem(1, 64, 1, torch.float32, torch.float32, seed=0, rank=1).weight)
+
+
+def test_nan_is_infinitely_wrong():
+    assert compare(torch.tensor([1.0, torch.nan]), torch.ones(2).double(), torch.full((2,), 9.0)) == Check(1, torch.inf, 9.0)
+
+
+@pytest.mark.parametrize("m", [6, 7])
+def test_baselines_sum_products(m, monkeypatch):
+    a, b = torch.randn(m, 5).half(), torch.randn(5, 2).half()
+    out = torch.empty(m, 2)
+    whole = a.float() @ b.float()
+    for baseline in (gloo_matmul_reduce_scatter, gloo_matmul_all_reduce):
+        baseline(a, b, out.fill_(torch.nan))()
+        torch.testing.assert_close(out, whole)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    shard = -(-m // 3)
+    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
+        monkeypatch.setattr(dist, name, lambda into, product: into.copy_(3 * product[shard : 2 * shard]), raising=False)
+    sizes = [m // 3 + (rank < m % 3) for rank in range(3)]
+    kept = torch.empty(sizes[1], 2)
+    gloo_matmul_reduce_scatter(a, b, kept)()
+    torch.testing.assert_close(kept, 3 * torch.split(whole, sizes)[1])
+
+
+@pytest.mark.parametrize("rows", [[3], [3, 3, 3], [4, 0, 2]])
+def test_baseline_multiplies_all_rows(rows, monkeypatch):
+    monkeypatch.setattr(case.gloo_all_gather_matmul.__globals__["dist"], "is_initialized", lambda: True)
+    shards, b = [torch.randn(n, 5).half() for n in rows], torch.randn(5, 2).half()
+    padded = torch.zeros(len(rows), max(rows), 5).half()
+    for shard, place in zip(shards, padded, strict=True):
+        place[: len(shard)] = shard
+    for name in ("all_gather_into_tensor", "all_gather_single"):
+        monkeypatch.setattr(torch.distributed, name, lambda into, own: into.copy_(padded.view(-1, 5)), raising=False)
+    out = torch.empty(sum(rows), 2)
+    gloo_all_gather_matmul(shards[0], b, out, rows)()
+    torch.testing.assert_close(out, torch.cat(shards).float() @ b.float())
+
+
+def test_json_of_a_result():
+    made = report.to_json(result())
+    assert kinds(made) == SCHEMA
+    assert list(made) == list(SCHEMA)
+    assert (made["speedup"], made["overlap_percent"], made["limit_ratio"]) == (1.5, 75.0, 1.2)
+    link = report.to_json(result(link=Link(10.0, 5.0)))["link"]
+    assert link == {"gbps": 10.0, "latency_us": 5.0}
+
+
+def test_json_of_a_wrong_result():
+    checks = result().checks | {"pipelined": Check(4, torch.inf, 1e-3)}
+    made = report.to_json(result(checks=checks))
+    assert made["verified"] is False
+    assert made["max_error"] is None
+    json.dumps(made, allow_nan=False)
+
+
+def test_tables_say_what_is_slower_wrong_or_emulated():
+    assert "SLOWER" not in text_of(result())
+    assert "0.50x SLOWER" in text_of(result(baselines={GLOO: Statistics(6.0, 5.0, 7.0, 20)}))
+    checks = result().checks | {"pipelined": Check(4, torch.inf, 1e-3)}
+    assert "pipelined WRONG" in text_of(result(checks=checks))
+    assert "NOT VERIFIED" in text_of(result(checks=checks))
+    assert "EMULATED LINK" in text_of(result(link=Link(10.0, 5.0)))
+    assert "too slow for 20 runs: 3 measured" in text_of(result(baselines={GLOO: Statistics(6.0, 5.0, 7.0, 3)}))
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_times_are_drawn(tmp_path, suffix):
+    path = tmp_path / f"times.{suffix}"
+    plots.draw_times(
+        report.to_json(result(ablation={"cascade": Statistics(3, 2, 4, 20), "overlapped": Statistics(3, 2, 4, 20)})), path
+    )
+    assert path.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (["--shape", "64x64"], "MxKxN"),
+        (["--shape", "0x64x64"], "MxKxN"),
+        (["--dtype", "int8"], "float32"),
+        (["--dtype", "float32", "--out-dtype", "float16"], "comes as float32"),
+        (["--algorithm", "direct", "--link-gbps", "10"], "use --algorithm push or ring"),
+        (["--link-latency-us", "10"], "add --link-gbps"),
+        (["--link-gbps", "-1"], "positive"),
+        (["--link-gbps", "fast"], "positive"),
+        (["--link-gbps", "10", "-n", "1"], "--ranks 2"),
+        (["--link-gbps", "10", "--baseline", "gloo"], "--baseline none"),
+        (["--baseline", "nccl"], "none or gloo"),
+        (["--chunk-rows", "8", "--algorithm", "direct"], "pull, push or ring"),
+        (["--ablate", "--algorithm", "sequential"], "pull, push or ring"),
+        (["--plot", "times.pdf"], ".png or .svg"),
+        (["--trace", "/nowhere/at/all.json"], "make it first"),
+        (["--iterations", "0"], "--iterations"),
+        (["--ranks", "0"], "--ranks"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(arguments, advice):
+    outcome = CliRunner().invoke(app, ["bench", "all-gather-matmul", *arguments], terminal_width=500)
+    assert outcome.exit_code == 2
+    assert advice in " ".join(outcome.stderr.replace("│", " ").split())
+
+
+def test_ranks_must_agree_with_the_launcher(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    outcome = CliRunner().invoke(app, ["bench", "all-gather-matmul", "--ranks", "2"])
+    assert outcome.exit_code == 2
+
+
+@pytest.mark.data
+def test_bench_on_two_ranks(tmp_path):
+    files = ["--plot", tmp_path / "times.png", "--trace", tmp_path / "trace.json", "--timeline", tmp_path / "timeline.svg"]
+    more = ["--json", "-", "--save-outputs", tmp_path / "outputs", "--seed", "5"]
+    outcome = weft_command("bench", "all-gather-matmul", "-n", "2", *SMALL, *map(str, [*files, *more]))
+    assert outcome.returncode == 0, outcome.stderr
+    made = json.loads(outcome.stdout)
+    assert kinds(made) == SCHEMA
+    assert made["verified"]
+    assert 0 < made["max_error"] <= made["error_bound"]
+    assert "pipelined" in outcome.stderr
+    assert (tmp_path / "times.png").stat().st_size > 1000
+    assert "<svg" in (tmp_path / "timeline.svg").read_text()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1, 2, 3}, "two ranks, sequential and pipelined"
+    for rank in range(2):
+        out = torch.load(tmp_path / "outputs" / f"rank{rank}.pt")
+        assert out.shape == (64, 32)
+        assert out.isfinite().all()
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("operator", "arguments"),
+    [
+        ("matmul-reduce-scatter", ["-n", "2"]),
+        (
+            "matmul-reduce-scatter",
+            ["-n", "3", "--shape", "41x24x8", "--algorithm", "push", "--link-gbps", "auto", "--chunk-rows", "5"],
+        ),
+        ("matmul-reduce-scatter", ["-n", "3", "--shape", "41x24x8", "--algorithm", "ring", "--dtype", "bfloat16"]),
+        ("matmul-reduce-scatter", ["-n", "1", "--dtype", "float16", "--out-dtype", "float32"]),
+        ("matmul-all-reduce", ["-n", "2", "--dtype", "bfloat16", "--chunk-rows", "7", "--algorithm", "one_shot"]),
+        (
+            "matmul-all-reduce",
+            ["-n", "3", "--shape", "41x24x8", "--dtype", "float16", "--link-gbps", "1", "--link-latency-us", "2"],
+        ),
+        ("matmul-all-reduce", ["-n", "1", "--dtype", "float64"]),
+    ],
+)
+def test_bench_of_sums(operator, arguments, tmp_path):
+    more = ["--json", "-", "--timeline", str(tmp_path / "timeline.png"), "--save-outputs", str(tmp_path)]
+    outcome = weft_command("bench", operator, *SMALL, *arguments, *more)
+    assert outcome.returncode == 0, outcome.stderr
+    made = json.loads(outcome.stdout)
+    assert made["benchmark"] == operator
+    assert made["verified"]
+    assert set(made) == set(SCHEMA)
+    assert made["max_error"] <= made["error_bound"]
+    rows = [torch.load(tmp_path / f"rank{rank}.pt").shape[0] for rank in range(made["ranks"])]
+    m = made["shape"]["m"]
+    assert sum(rows) == (m if operator == "matmul-reduce-scatter" else m * made["ranks"])
+
+
+@pytest.mark.data
+def test_bench_with_uneven_shards_steps_and_a_link():
+    arguments = ["-n", "3", "--shape", "41x24x8", "--dtype", "float16", "--out-dtype", "float32", "--algorithm", "push"]
+    more = ["--ablate", "--link-gbps", "10", "--link-latency-us", "2", "--chunk-rows", "5", "--json", "-"]
+    outcome = weft_command("bench", "all-gather-matmul", *SMALL, *arguments, *more)
+    assert outcome.returncode == 0, outcome.stderr
+    made = json.loads(outcome.stdout)
+    assert made["link"] == {"gbps": 10.0, "latency_us": 2.0}
+    assert made["baselines_ms"] == {}
+    assert made["chunk_rows"] == 5
+    assert list(made["ablation_ms"]) == ["cascade", "overlapped", "+ own rows first", "+ arrivals joined"]
+
+
+def test_a_wrong_output_fails_the_benchmark(monkeypatch, tmp_path):
+    def wrong(*arguments, out, **more):
+        weft.all_gather_matmul(*arguments, out=out, **more)
+        out[-1, -1] += 1
+
+    def in_this_process(fn, ranks, *arguments, threads):
+        return [fn(*arguments)]
+
+    monkeypatch.setattr(case, "all_gather_matmul", wrong)
+    monkeypatch.setattr(import_module("weft.launcher"), "launch", in_this_process)
+    outcome = CliRunner().invoke(app, ["bench", "all-gather-matmul", "-n", "1", *SMALL, "--json", str(tmp_path / "result.json")])
+    assert outcome.exit_code == 1
+    assert "NOT VERIFIED" in outcome.stdout
+    made = json.loads((tmp_path / "result.json").read_text())
+    assert made["verified"] is False
+    assert made["max_error"] > made["error_bound"]
+
+
+def test_an_operator_that_does_nothing_fails_the_benchmark(monkeypatch):
+    calls = []
+
+    def once(*arguments, out, **more):
+        calls.append(1)
+        return weft.all_gather_matmul(*arguments, out=out, **more) if len(calls) < 3 else out
+
+    monkeypatch.setattr(case, "all_gather_matmul", once)
+    found = measure(case.AllGatherMatmul, Settings("all-gather-matmul", 8, 8, 4, warmup=1, iterations=2))
+    assert {name for name, check in found.checks.items() if check.wrong} == {"sequential", "pipelined"}
+
+
+@pytest.mark.data
+def test_bench_joins_the_ranks_of_a_launcher():
+    weft_main = [sys.executable, "-c", "from weft.cli import main; main()"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", *weft_main]
+    command = [*torchrun, "bench", "all-gather-matmul", *SMALL, "--json", "-"]
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert outcome.returncode == 0, outcome.stderr
+    assert json.loads(outcome.stdout)["ranks"] == 2, "one object, from one rank"
+
+
+def test_plans_are_shown_and_proved():
+    outcome = CliRunner().invoke(app, ["plan", "show", "all-gather-matmul", "--rows", "4,4,3", "--algorithm", "push"])
+    assert outcome.exit_code == 0
+    assert "all_gather_matmul / push on 3 ranks" in outcome.stdout
+    assert "verified: no race, no deadlock" in outcome.stdout
+    for operator, algorithm in (("matmul-reduce-scatter", "ring"), ("matmul-all-reduce", "two_shot")):
+        outcome = CliRunner().invoke(app, ["plan", "show", operator, "-n", "3", "--algorithm", algorithm])
+        assert outcome.exit_code == 0
+        assert f" / {algorithm} on 3 ranks" in outcome.stdout
+    for wrong in (["--rows", "4,4", "-n", "3"], ["--rows", "4,-4"], ["--algorithm", "auto"], ["--algorithm", "star"]):
+        assert CliRunner().invoke(app, ["plan", "show", "all-gather-matmul", *wrong]).exit_code == 2
+
+
+def test_help_and_plans_do_not_load_torch():
+    code = "import sys; from weft.cli import app; app(['plan', 'show', 'all-gather'], standalone_mode=False); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_scripts_run_on_local_ranks(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, weft\nwith weft.init() as world:\n    print(world.ranks, *sys.argv[1:], flush=True)\nsys.exit(3)\n"
+    )
+    outcome = weft_command("run", "-n", "2", str(script), "--flag", "value")
+    assert outcome.stdout.splitlines().count("2 --flag value") == 2
+    assert outcome.returncode == 3, outcome.stderr

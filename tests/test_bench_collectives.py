@@ -1,0 +1,326 @@
+"""The benchmarks of collectives and of overlap: their figures, their data, and that they notice what is wrong. Nothing asserts a time."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import on_ranks
+from rich.console import Console
+from typer.testing import CliRunner
+
+import weft
+from weft.bench import collectives, mpi_ranks, overlap, plots, sweep
+from weft.bench.collectives import PLACES, Data, Local, Settings, count_of, limit_of, output_count
+from weft.bench.sweep import Times, bandwidths, parse_sizes, summarize
+from weft.cli import app
+
+SHORT = ["--sizes", "8,4K", "--warmup", "1", "--iterations", "2", "--threads", "1"]
+MPIS = [mpi for mpi in mpi_ranks.MPIS if (Path(__file__).parents[1] / mpi_ranks.environment(mpi)).exists()]
+SCHEMA = {
+    "benchmark": str,
+    "ranks": int,
+    "dtype": str,
+    "op": str,
+    "algorithm": str,
+    "size_bytes_of": str,
+    "rows": list,
+    "verified": bool,
+    "machine": dict,
+    "versions": dict,
+}
+ROW = {
+    "size_bytes": int,
+    "count": int,
+    "dtype": str,
+    "operation": str,
+    "implementation": str,
+    "in_place": bool,
+    "time_us": dict,
+    "algbw_gbps": float,
+    "busbw_gbps": float,
+    "wrong": int,
+    "batches": int,
+    "calls": int,
+}
+
+
+def weft_command(*arguments, directory=None):
+    """Run ``weft`` in a process of its own."""
+    command = [sys.executable, "-c", "from weft.cli import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=directory)
+
+
+def kinds(value):
+    return {key: type(inner) for key, inner in value.items()}
+
+
+def row(implementation="weft", in_place=False, median=10.0, wrong=0, size=4096):
+    time = {"median": median, "min": median - 1, "p99": median + 1}
+    made = {"size_bytes": size, "count": size // 4, "dtype": "float32", "operation": "all_gather", "implementation": implementation}
+    return made | {
+        "in_place": in_place,
+        "time_us": time,
+        "algbw_gbps": 1.0,
+        "busbw_gbps": 0.5,
+        "wrong": wrong,
+        "batches": 3,
+        "calls": 9,
+    }
+
+
+def result(*rows):
+    return {
+        "benchmark": "all-gather",
+        "ranks": 2,
+        "dtype": "float32",
+        "op": None,
+        "algorithm": "auto",
+        "rows": [*rows],
+        "verified": not any(row["wrong"] for row in rows),
+        "machine": {"cpu": "a processor", "cores": 2, "threads_per_rank": 1},
+        "versions": {"weft": "0"},
+    }
+
+
+def text_of(result):
+    console = Console(width=80)
+    with console.capture() as captured:
+        collectives.print_tables(result, console)
+    return captured.get()
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("8", [8]),
+        ("4K:64K:4", [4096, 16384, 65536]),
+        ("1M:3M", [1 << 20, 2 << 20]),
+        ("8,1k:2k,8", [8, 1024, 2048]),
+        ("1G", [1 << 30]),
+    ],
+)
+def test_sizes(text, sizes):
+    assert parse_sizes(text) == sizes
+
+
+@pytest.mark.parametrize("text", ["", "x", "0", "-4", "4K:1K", "1:8:1", "1:8:x", "1:2:3:4", "K", "1.5M"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(ValueError, match=r"expected|before"):
+        parse_sizes(text)
+
+
+def test_bandwidths_are_those_of_nccl_tests():
+    # 1 MB per rank in 1 ms on 4 ranks
+    expected = {
+        "all_gather": (4.0, 3.0),
+        "reduce_scatter": (1.0, 0.75),
+        "all_reduce": (1.0, 1.5),
+        "broadcast": (1.0, 1.0),
+        "all_to_all": (1.0, 0.75),
+    }
+    for name in PLACES:
+        assert bandwidths(name, 10**6, 4, 1000.0) == pytest.approx(expected[name])
+
+
+def test_statistics_are_in_microseconds_per_call():
+    assert summarize([0.004, 0.002, 0.012], calls=2) == pytest.approx(Times(2000.0, 1000.0, 6000.0))
+    assert summarize([float(i) for i in range(1, 201)], calls=1).p99 == 198e6
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int8", "int32", "int64"])
+def test_sums_are_exact(dtype):
+    world = SimpleNamespace(ranks=3, rank=1)
+    data = Data(world, Settings("all_reduce", (600,), dtype), 300)
+    sources = [stream[5:305] for stream in data.streams]
+    exact = functools.reduce(torch.add, [source.to(torch.int64) for source in sources])
+    assert torch.equal(data.expected(5, 300).to(torch.int64), exact)
+    assert 3 * limit_of(dtype, 3) <= 2 ** collectives._DIGITS[dtype]
+    assert not any(torch.equal(one, other) for one, other in [(sources[0], sources[1]), (data.own(5, 300), data.own(6, 300))])
+
+
+def test_counts_are_rounded_up_to_whole_parts():
+    assert count_of(10, Settings("all_gather", (10,)), 4) == 3
+    assert count_of(8, Settings("reduce_scatter", (8,)), 4) == 4
+    assert [output_count(name, 8, 4) for name in ("all_gather", "reduce_scatter", "all_reduce")] == [32, 2, 8]
+
+
+def verify_all(world, dtype, op, spoil):
+    """How many elements the benchmark finds wrong, by operation, implementation and place, if `spoil` is done to every output."""
+    found = {}
+    for operation in PLACES:
+        settings = Settings(operation, (60,), dtype, op, baselines=("gloo",) if op != "avg" else ())
+        contenders = collectives.Bench(settings, world).contenders(count_of(60, settings, world.ranks), {})
+        for run, contender in enumerate(contenders):
+            if spoil:
+                call = contender.call
+                contender.call = lambda call=call, out=contender.out: (call(), SPOILS[spoil](world, out))
+            found[operation, contender.implementation, contender.in_place] = contender.verify(run)
+    return found
+
+
+SPOILS = {
+    "last element of rank 1": lambda world, out: out[-1:].add_(1) if world.rank == 1 else None,
+    "not a number": lambda world, out: out[:1].fill_(torch.nan),
+}
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(("dtype", "op"), [("float32", "sum"), ("bfloat16", "avg"), ("int8", "max")])
+def test_right_results_are_accepted(dtype, op):
+    [found, _, _] = on_ranks(verify_all, 3, dtype, op, None)
+    assert {operation for operation, _, _ in found} == {*PLACES}
+    assert not any(found.values())
+
+
+@pytest.mark.parametrize(("spoil", "wrong"), [("last element of rank 1", 1), ("not a number", 2)])
+def test_wrong_results_are_counted_on_every_rank(spoil, wrong):
+    for found in on_ranks(verify_all, 2, "float32", "sum", spoil):
+        assert set(found.values()) == {wrong}
+
+
+def verify_nothing(world):
+    found = {}
+    for operation, places in PLACES.items():
+        settings = Settings(operation, (60,))
+        bench = collectives.Bench(settings, world)
+        for in_place in places:
+            tensors = bench.tensors("weft (plain)", in_place, count_of(60, settings, world.ranks))
+            collectives.weft_collective(settings, *tensors, world)()  # leaves a result of other data
+            found[operation, in_place] = Local("idle", in_place, lambda: None, tensors, bench).verify(1)
+    return found
+
+
+def test_an_operation_that_does_nothing_is_found_out():
+    [found, _] = on_ranks(verify_nothing, 2)
+    assert all(found.values())
+
+
+def test_tables_say_what_is_slower_or_wrong():
+    text = text_of(result(row(), row("openmpi", median=20.0), row(in_place=True), row("openmpi", True)))
+    assert "2.00x" in text
+    assert "SLOWER" not in text
+    assert "Verified" in text
+    assert "0.50x SLOWER" in text_of(result(row(), row("openmpi", median=5.0)))
+    assert "NOT VERIFIED" in text_of(result(row(wrong=3)))
+    assert text_of(result(row(), row("gloo", True))), "an implementation may lack a place"
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_sweeps_are_drawn(tmp_path, suffix):
+    path = tmp_path / f"sweep.{suffix}"
+    plots.draw_sweep(result(*[row(name, size=size) for name in ("weft", "mpich") for size in (8, 4096, 65536)]), path)
+    assert path.stat().st_size > 1000
+
+
+def test_sizes_are_named():
+    assert [plots.size_name(size) for size in (12, 4096, 3 << 20, 1 << 30)] == ["12", "4K", "3M", "1G"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (["all-gather", "--sizes", "4K:1K"], "before the first"),
+        (["all-gather", "--baseline", "nccl"], "gloo, openmpi, mpich"),
+        (["all-gather", "-n", "1"], "--ranks"),
+        (["all-gather", "--plot", "sweep.pdf"], ".png or .svg"),
+        (["all-reduce", "--op", "avg", "--baseline", "gloo"], "--baseline none"),
+        (["all-reduce", "--op", "avg", "--dtype", "int32"], "floating"),
+        (["all-reduce", "--dtype", "bfloat16", "--baseline", "mpich"], "another --dtype"),
+        (["broadcast", "--baseline", "openmpi"], "make baselines"),
+        (["overlap", "--size", "1K,2K"], "one size"),
+        (["overlap", "--link-gbps", "slow"], "positive"),
+        (["overlap", "--link-gbps", "10", "--baseline", "gloo"], "none"),
+        (["overlap", "--shape", "2x2"], "MxKxN"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(arguments, advice, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    outcome = CliRunner().invoke(app, ["bench", *arguments], terminal_width=500)
+    assert outcome.exit_code == 2
+    assert advice in " ".join(outcome.stderr.replace("│", " ").split())
+
+
+@pytest.mark.data
+def test_a_sweep_on_two_ranks(tmp_path):
+    outcome = weft_command("bench", "all-reduce", *SHORT, "--json", "-", "--plot", str(tmp_path / "sweep.svg"))
+    assert outcome.returncode == 0, outcome.stderr
+    made = json.loads(outcome.stdout)
+    assert kinds(made) == SCHEMA
+    assert made["verified"]
+    assert all(kinds(row) == ROW and [*row["time_us"]] == ["median", "min", "p99"] for row in made["rows"])
+    found = {(row["size_bytes"], row["implementation"], row["in_place"]) for row in made["rows"]}
+    assert found == {
+        (size, name, place) for size in (8, 4096) for name in ("weft", "weft (plain)", "gloo") for place in (False, True)
+    }
+    assert "#wrong" in outcome.stderr
+    assert "<svg" in (tmp_path / "sweep.svg").read_text()
+
+
+@pytest.mark.data
+def test_a_sweep_joins_the_ranks_of_a_launcher():
+    weft_main = [sys.executable, "-c", "from weft.cli import main; main()"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", *weft_main]
+    outcome = subprocess.run([*torchrun, "bench", "broadcast", *SHORT, "--json", "-"], capture_output=True, text=True, timeout=100)
+    assert outcome.returncode == 0, outcome.stderr
+    assert json.loads(outcome.stdout)["ranks"] == 2, "one object, from one rank"
+
+
+@pytest.mark.data
+@pytest.mark.skipif(not MPIS, reason="run `make baselines` first")
+@pytest.mark.parametrize("command", ["all-gather", "reduce-scatter", "all-reduce", "broadcast", "all-to-all"])
+def test_mpi_is_measured_beside(command):
+    more = ["--baseline", ",".join(MPIS), "--json", "-"]
+    outcome = weft_command("bench", command, *SHORT, *more, directory=Path(__file__).parents[1])
+    assert outcome.returncode == 0, outcome.stderr
+    made = json.loads(outcome.stdout)
+    assert made["verified"]
+    assert {*MPIS} < {row["implementation"] for row in made["rows"]}
+    assert {*MPIS} < {*made["versions"]}
+
+
+def test_an_mpi_that_does_not_start_is_an_error(monkeypatch, tmp_path):
+    programs = tmp_path / ".baselines" / "mpich" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "mpiexec").write_text("#!/bin/sh\necho no such luck >&2\nexit 3\n")
+    (programs / "mpiexec").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RuntimeError, match="did not start: no such luck"):
+        mpi_ranks.MpiRanks("mpich", 2)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("link", [[], ["--link-gbps", "auto"]])
+def test_overlap_of_what_is_independent(link, tmp_path):
+    small = ["--shape", "64x64x32", "--size", "64K", "--warmup", "1", "--iterations", "2", "--threads", "1"]
+    outcome = weft_command("bench", "overlap", *small, *link, "--json", "-", "--plot", str(tmp_path / "overlap.svg"))
+    assert outcome.returncode == 0, outcome.stderr
+    made = json.loads(outcome.stdout)
+    assert made["verified"]
+    assert [*made["times_ms"]] == ["compute", "communicate", "sequential", "overlapped"]
+    assert [*made["baselines_ms"]] == ([] if link else ["gloo sequential", "gloo overlapped"])
+    assert bool(made["link"]) == bool(link)
+    assert "<svg" in (tmp_path / "overlap.svg").read_text()
+
+
+def test_an_overlap_that_gathers_nothing_fails(monkeypatch):
+    class Idle:
+        def wait(self):
+            pass
+
+    monkeypatch.setattr(overlap, "all_gather_async", lambda *arguments, **more: Idle())
+    with weft.init() as world:
+        checks = overlap.Overlap(overlap.Settings(8, 8, 4, 64, gloo=False), world).verify(0)
+    assert {name for name, check in checks.items() if check.wrong} == {"overlapped"}
+
+
+def test_figures_of_a_row():
+    made = sweep.Row(8, 2, "float32", "all_gather", "weft", False, Times(2.0, 1.0, 3.0), 1.0, 0.5, 0, 20, 500).to_json()
+    assert kinds(made) == ROW
+    assert made["time_us"] == {"median": 2.0, "min": 1.0, "p99": 3.0}

@@ -1,0 +1,98 @@
+"""The fused operators under torch.compile, forward and backward, and what torch asks of custom operators."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import on_ranks
+
+import weft
+
+
+def check_operators(world):
+    gather, scatter, reduce = (
+        getattr(torch.ops.weft, name).default for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+    )
+    rest = "auto", None, world.number, None
+    for grad in (False, True):
+        a, b = torch.randn(4, 2, 6, requires_grad=grad), torch.randn(6, 8, requires_grad=grad)
+        bias = torch.randn(8, requires_grad=grad)
+        for dim in (0, 1):
+            torch.library.opcheck(gather, (a, [b, b.detach().clone()], [bias, bias.new_empty(0)], dim, None, True, None, *rest))
+            torch.library.opcheck(scatter, (a, b, bias, "avg", dim, None, None, *rest))
+        torch.library.opcheck(reduce, (a, b, bias, "sum", None, *rest))
+        torch.library.opcheck(torch.ops.weft.product.default, (a[0], b))
+    half = torch.ones(4, 6, dtype=torch.bfloat16), [torch.ones(6, 8, dtype=torch.bfloat16)]
+    torch.library.opcheck(gather, (*half, [], 0, torch.float32, False, None, *rest))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_torch_accepts_the_operators(ranks):
+    on_ranks(check_operators, ranks, limit=110)
+
+
+def block(x, up, gate, down, bias, world):
+    """A gated layer of a transformer, sharded over ranks, with its sequence too."""
+    u, g = weft.all_gather_matmul(x, [up, gate], dim=1, world=world)
+    h = torch.nn.functional.silu(g) * u
+    y = weft.matmul_reduce_scatter(h, down, dim=1, bias=bias, world=world)
+    return y + weft.matmul_all_reduce(x.flatten(0, 1), up, world=world).mean()
+
+
+def compiled(world, default):
+    given = None if default else world
+    tensors = [torch.randn(2, 3, 8), torch.randn(8, 10), torch.randn(8, 10), torch.randn(10, 8), torch.ones(8)]
+
+    def run(fn, record):
+        leaves = [t.clone().requires_grad_(record) for t in tensors]
+        with torch.set_grad_enabled(record):
+            y = fn(*leaves, given)
+        if record:
+            y.sin().sum().backward()
+        return [y.detach(), *(leaf.grad for leaf in leaves if record)]
+
+    fast = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for record in (True, False):
+        for one, other in zip(run(fast, record), run(block, record), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("default", [True, False])
+def test_a_layer_compiles_whole(default):
+    on_ranks(compiled, 2, default, limit=110)
+
+
+def reshaped(world):
+    """One compiled function for tensors of several sizes, and for weights that were packed."""
+    call = torch.compile(lambda a, b: weft.all_gather_matmul(a, b), fullgraph=True, backend="aot_eager", dynamic=True)
+    b = torch.randn(6, 5)
+    for rows in (4, 7, 9):
+        a = torch.randn(rows, 6)
+        torch.testing.assert_close(call(a, b), weft.all_gather_matmul(a, b))
+
+
+@pytest.mark.data
+def test_sizes_may_change():
+    on_ranks(reshaped, 2, limit=110)
+
+
+def inductor(world):
+    a, b = torch.randn(4, 6, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+
+    def layer(a, b):
+        return weft.matmul_reduce_scatter(weft.all_gather_matmul(a, b).relu(), b.t(), op="avg").square()
+
+    results = []
+    for call in (torch.compile(layer, fullgraph=True), layer):
+        a.grad = b.grad = None
+        y = call(a, b)
+        y.sum().backward()
+        results.append([y.detach(), a.grad, b.grad])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.data
+def test_inductor():
+    on_ranks(inductor, 2, limit=110)

@@ -1,0 +1,246 @@
+"""What happens when ranks die, fail, are late or disagree: every survivor says so, at once, and nothing is left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import die, none_left, sockets, start
+
+import weft
+from weft.engines import engine
+from weft.engines.host import Program
+from weft.plan import Wait
+from weft.schedules.all_gather_matmul import ALGORITHMS, all_gather_matmul
+
+ROWS, VICTIM = (2, 2, 2), 1
+SOON = 2.0  # seconds; survivors take milliseconds, and the machine may be busy
+
+
+def plan_of(algorithm):
+    return all_gather_matmul(ROWS, algorithm, chunk_rows=2)
+
+
+def cuts(algorithm):
+    """Every place in the victim's lanes, as (lane, instructions done)."""
+    lanes = plan_of(algorithm).lanes[VICTIM]
+    return [(name, done) for name, lane in lanes.items() for done in range(len(lane) + 1)]
+
+
+def die_at(world, algorithm, lane, done):
+    """The victim executes its lanes up to a place and dies; the others call until they learn of it."""
+    plan = plan_of(algorithm)
+    tensors = {"a": torch.ones(2, 4), "out": torch.empty(6, 4)}
+    death = world.empty(1, dtype=torch.float64)
+    death.zero_()
+    whole = Program(engine(world), plan, tensors, {})
+    if world.rank == VICTIM:
+        own = {
+            name: instructions if name == "comm" and lane == "compute" else () for name, instructions in plan.lanes[VICTIM].items()
+        }
+        own[lane] = plan.lanes[VICTIM][lane][:done]
+        lanes = [own if rank == VICTIM else other for rank, other in enumerate(plan.lanes)]
+        with mock.patch.object(Program, "_describe", return_value=whole.call):
+            part = Program(engine(world), dataclasses.replace(plan, lanes=tuple(lanes)), tensors, {})
+        part.run(tensors, {"out": torch.eye(4)})
+        for rank in range(world.ranks):
+            world.peer(death, rank)[0] = time.monotonic()
+        die()
+    try:
+        for _ in range(3):
+            whole.run(tensors, {"out": torch.eye(4)})
+    except weft.PeerLost as error:
+        return str(error), time.monotonic() - death.item()
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_rank_that_dies_anywhere_is_named_by_all_others(algorithm):
+    for lane, done in cuts(algorithm):
+        outcomes = start(die_at, 3, algorithm, lane, done)
+        assert outcomes[VICTIM] is None
+        for outcome in (outcomes[0], outcomes[2]):
+            assert outcome.error is None, f"{lane} {done}: {outcome.error!r}"
+            message, late = outcome.result
+            assert message.startswith("rank 1 (pid "), f"{lane} {done}: {message}"
+            assert "of all_gather_matmul call" in message
+            assert late < SOON
+
+
+def late_or_dead(world, how):
+    a, b = torch.ones(512, 8), torch.ones(8, 8)
+    weft.all_gather_matmul(a, b)
+    begun = time.monotonic()
+    if world.rank == 2:
+        if how == "die":
+            die()
+        if how == "raise":
+            raise KeyError("lost my keys")
+        if how == "close":
+            world.close()
+            return None
+        if how == "hang":
+            time.sleep(3)
+            return None
+    with pytest.raises(weft.WeftError) as caught:
+        weft.all_gather_matmul(a, b, timeout=0.5)
+    return caught.type.__name__, str(caught.value), time.monotonic() - begun
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [
+        ("die", "PeerLost", ["rank 2 (pid", "died while rank", "of all_gather_matmul call", '(signal "']),
+        ("raise", "PeerLost", ["rank 2 (pid", "failed with KeyError: 'lost my keys', while rank", '(signal "']),
+        ("close", "PeerLost", ["rank 2 (pid", "closed its world while rank"]),
+        (
+            "hang",
+            "PeerTimeout",
+            ["waited 0.5 s for rows 1024:1536 of all_gather_matmul call", 'signal "ready" from rank 2: 0 of 1'],
+        ),
+    ],
+)
+def test_each_failure_has_its_own_error(how, kind, words):
+    outcomes = start(late_or_dead, 3, how)
+    for rank in (0, 1):
+        assert outcomes[rank].error is None, outcomes[rank].error
+        name, message, late = outcomes[rank].result
+        assert name == kind
+        if rank == 0 or how != "hang":  # of those who wait, the first to give up speaks for all
+            assert all(word in message for word in words), message
+        assert late < SOON
+
+
+def disagree(world, how):
+    a, b = torch.ones(64, 8), torch.ones(8, 8)
+    if how == "cached":
+        weft.all_gather_matmul(a, b)
+        weft.all_gather_matmul(a[:8], b)
+    odd = world.rank == 2
+    calls = {
+        "rows": lambda: weft.all_gather_matmul(a[: 60 if odd else 64], b),
+        "dtype": lambda: weft.all_gather_matmul(a.double() if odd else a, b.double() if odd else b),
+        "algorithm": lambda: weft.all_gather_matmul(a, b, algorithm="push" if odd else "ring"),
+        "columns": lambda: weft.all_gather_matmul(a[:, :4] if odd else a, b[:4] if odd else b),
+        "other": lambda: world.empty(7) if odd else weft.all_gather_matmul(a, b),
+        "cached": lambda: weft.all_gather_matmul(a[: 8 if odd else 64], b),
+    }
+    with pytest.raises(weft.MismatchError) as caught:
+        calls[how]()
+    with pytest.raises(weft.WeftError, match="closed: MismatchError"):
+        weft.all_gather_matmul(a, b)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "one", "other"),
+    [
+        ("rows", "a=[64, 64, 64] rows", "a=[60, 60, 60] rows"),
+        ("dtype", "x 8 float32", "x 8 float64"),
+        ("algorithm", "algorithm=ring", "algorithm=push"),
+        ("columns", "rows x 8 ", "rows x 4 "),
+        ("other", "all_gather_matmul(", "empty((7,), float32)"),
+        ("cached", "a=[64, 64, 64] rows", "a=[8, 8, 8] rows"),
+    ],
+)
+def test_ranks_that_make_different_calls_are_shown_both(how, one, other):
+    for outcome in start(disagree, 3, how):
+        assert outcome.error is None, outcome.error
+        assert one in outcome.result
+        assert other in outcome.result
+
+
+def late_everywhere(world, algorithm):
+    """Each rank in turn is late, before it notifies (it calls late) and before it waits (its comm lane is ahead)."""
+    generator = torch.Generator().manual_seed(1)
+    b = torch.eye(6)
+    for call in range(12):
+        everyone = torch.randn(world.ranks, 5, 6, generator=generator)
+        if call % world.ranks == world.rank:
+            time.sleep(0.02)
+        assert torch.equal(weft.all_gather_matmul(everyone[world.rank], b, algorithm=algorithm), everyone.view(-1, 6))
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_stragglers(algorithm):
+    for outcome in start(late_everywhere, 3, algorithm):
+        assert outcome.error is None, outcome.error
+
+
+def interrupted(world):
+    if world.rank == 1:
+        time.sleep(1.5)
+        return None
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        weft.all_gather_matmul(torch.ones(64, 2), torch.ones(2, 2))
+    with pytest.raises(weft.WeftError, match="closed: KeyboardInterrupt"):
+        world.empty(1)
+    return time.monotonic() - begun
+
+
+def test_a_wait_can_be_interrupted():
+    outcomes = start(interrupted, 2)
+    assert outcomes[0].error is None, outcomes[0].error
+    assert outcomes[0].result < SOON
+
+
+def survivors_start_over(world):
+    if world.rank == 0:
+        die()
+    with pytest.raises(weft.PeerLost):
+        for _ in range(3):
+            weft.all_gather_matmul(torch.ones(64, 2), torch.eye(2))
+    with open("/proc/self/fd/0"):
+        pass
+    return sum(
+        os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    )
+
+
+def test_nothing_is_left_behind_when_a_rank_dies():
+    before, open_sockets = set(os.listdir("/dev/shm")), sockets()
+    outcomes = start(survivors_start_over, 3)
+    assert [outcome and outcome.result for outcome in outcomes] == [None, 0, 0]
+    assert set(os.listdir("/dev/shm")) <= before
+    assert none_left(open_sockets)
+
+
+def too_many_names(world):
+    from weft.plan import Buffer, Notify, Plan, Signal
+
+    for n in range(100):
+        lane = (Notify(1 - world.rank, Signal(f"s{n}", world.rank)), Wait(Signal(f"s{n}", 1 - world.rank), 1))
+        other = (Notify(world.rank, Signal(f"s{n}", 1 - world.rank)), Wait(Signal(f"s{n}", world.rank), 1))
+        lanes = ({"compute": lane}, {"compute": other}) if world.rank == 0 else ({"compute": other}, {"compute": lane})
+        engine(world).execute(Plan("hello", "x", {"a": Buffer("input", (0, 0))}, lanes), {"a": torch.empty(0, 1)})
+
+
+def test_too_many_signal_names_are_refused():
+    for outcome in start(too_many_names, 2):
+        assert isinstance(outcome.error, weft.PlanError)
+        assert "64 signal names" in str(outcome.error)
+
+
+def world_is_usable_after_bad_arguments(world):
+    with pytest.raises(ValueError, match="inner dimensions"):
+        weft.all_gather_matmul(torch.ones(2, 3), torch.ones(2, 3))
+    dist.barrier()
+    return weft.all_gather_matmul(torch.ones(2, 3), torch.ones(3, 1)).sum().item()
+
+
+@pytest.mark.data
+def test_bad_arguments_leave_the_world_usable():
+    assert [outcome.result for outcome in start(world_is_usable_after_bad_arguments, 2)] == [12.0, 12.0]

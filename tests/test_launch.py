@@ -1,0 +1,93 @@
+"""Ranks that are started in every way that users start them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import weft
+
+BIN = Path(sys.executable).parent
+SCRIPT = textwrap.dedent(
+    """
+    import sys, torch, weft
+    with weft.init() as world:
+        a = torch.full((40, 3), float(world.rank))
+        y = weft.all_gather_matmul(a, torch.eye(3))
+        expected = torch.arange(world.ranks).repeat_interleave(40).float()
+        assert torch.equal(y, expected[:, None].expand(-1, 3)), y
+        sys.stdout.write(f"rank {world.rank} of {world.ranks} threads {torch.get_num_threads()} {sys.argv[1:]}\\n")
+    """
+)
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def run(*command):
+    environment = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT")}
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=90, env=environment)
+
+
+def assert_all_ranks(done, ranks, rest=""):
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
+    assert len(lines) == ranks
+    assert all(line.startswith(f"rank {rank} of {ranks} ") and line.endswith(rest) for rank, line in enumerate(lines)), lines
+
+
+@pytest.mark.data
+def test_weft_run(script):
+    assert_all_ranks(run(BIN / "weft", "run", "-n", 3, script, "--flag", "x"), 3, "['--flag', 'x']")
+
+
+@pytest.mark.data
+def test_torchrun(script):
+    assert_all_ranks(run(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, script), 2)
+
+
+@pytest.mark.data
+def test_mpiexec(script):
+    mpiexec = BIN / "mpiexec"
+    if not mpiexec.exists():
+        pytest.skip("no mpiexec beside this Python")
+    assert_all_ranks(run(mpiexec, "-n", 2, sys.executable, script), 2)
+
+
+def test_a_script_that_fails_gives_its_exit_code(tmp_path):
+    path = tmp_path / "fail.py"
+    path.write_text("import sys; sys.exit(3)")
+    assert run(BIN / "weft", "run", "-n", 2, path).returncode == 3
+
+
+def square(x):
+    with weft.init() as world:
+        return world.rank, x * x, torch.get_num_threads()
+
+
+def test_launch_returns_results_in_rank_order():
+    assert weft.launch(square, 3, 7, threads=1) == [(0, 49, 1), (1, 49, 1), (2, 49, 1)]
+
+
+def fail():
+    with weft.init() as world:
+        if world.rank == 1:
+            raise ValueError("seven is not eight")
+        weft.all_gather_matmul(torch.ones(40, 2), torch.eye(2))
+
+
+def test_launch_tells_which_rank_failed_and_why():
+    with pytest.raises(RuntimeError, match=r"rank 1 .*failed.* ValueError: seven is not eight"):
+        weft.launch(fail, 2)
+    with pytest.raises(ValueError, match="at least one rank"):
+        weft.launch(fail, 0)

@@ -1,0 +1,124 @@
+"""Matmul + all-reduce on real ranks, against float64 on one process."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from ranks import on_ranks
+from test_matmul_reduce_scatter import DTYPES, assert_close, everyones
+
+import weft
+from weft.schedules.matmul_all_reduce import ALGORITHMS
+
+
+def every_algorithm(world, rows):
+    bias = torch.randn(11, generator=torch.Generator().manual_seed(1))
+    for dtype, algorithm, chunk, op in itertools.product(DTYPES, (*ALGORITHMS, "auto"), (None, 3), ("sum", "avg")):
+        a, b = torch.randn(rows, 19 + world.rank).to(dtype), torch.randn(11, 19 + world.rank).to(dtype).t()
+        options = {"op": op, "bias": bias.to(dtype), "algorithm": algorithm, "chunk_rows": chunk}
+        y = weft.matmul_all_reduce(a, weft.pack(b) if chunk else b, **options)
+        assert y.dtype == dtype
+        assert_close(y, a, b, lambda x: x, op=op, bias=bias.to(dtype))
+        (found,) = everyones(y)
+        assert all(torch.equal(y, other) for other in found), "equal bits on all ranks"
+        out = torch.full_like(y, torch.nan)
+        assert weft.matmul_all_reduce(a, weft.pack(b) if chunk else b, out=out, **options) is out
+        assert torch.equal(out, y), "same bits on every run"
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 5), (2, 40), (2, 1), (3, 7), (4, 2), (2, 0)])
+def test_every_algorithm_and_dtype(ranks, rows):
+    on_ranks(every_algorithm, ranks, rows)
+
+
+def shapes_and_options(world):
+    a3, b = torch.randn(4, 3, 10), torch.randn(10, 6)
+    for algorithm in ALGORITHMS:
+        y = weft.matmul_all_reduce(a3, b, algorithm=algorithm)
+        assert y.shape == (4, 3, 6)
+        assert_close(y, a3, b, lambda x: x)
+    for dtype in (torch.float16, torch.bfloat16):
+        half, weight = a3.to(dtype), b.to(dtype)
+        y = weft.matmul_all_reduce(half, weight, out_dtype=torch.float32)
+        assert y.dtype == torch.float32
+        assert_close(y, half, weight, lambda x: x)
+    strided = torch.randn(10, 12)[:, ::2].t()
+    assert_close(weft.matmul_all_reduce(strided, b), strided, b, lambda x: x)
+
+
+@pytest.mark.data
+def test_shapes_and_options():
+    on_ranks(shapes_and_options, 2)
+
+
+def back_to_back(world, algorithm):
+    """Hundreds of calls without a barrier, with different sizes in between; every element of every result is checked."""
+    generator = torch.Generator().manual_seed(5)
+    for call in range(150):
+        rows = [6, 1, 33][call % 3]
+        everyone = [torch.randint(0, 2, (rows, 16), generator=generator).float() for _ in range(world.ranks)]
+        weights = [torch.randint(0, 2, (16, 8), generator=generator).float() for _ in range(world.ranks)]
+        chosen = ALGORITHMS[call % len(ALGORITHMS)] if algorithm == "mixed" else algorithm
+        y = weft.matmul_all_reduce(everyone[world.rank], weights[world.rank], algorithm=chosen, chunk_rows=4)
+        assert torch.equal(y, sum(a @ b for a, b in zip(everyone, weights, strict=True))), f"call {call}"
+
+
+MOVING = ("two_shot", "mixed")
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("algorithm", MOVING)
+def test_calls_back_to_back_without_barriers(algorithm):
+    on_ranks(back_to_back, 3, algorithm)
+
+
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name not in MOVING])
+def test_calls_back_to_back_where_products_are_added_in_place(algorithm):
+    on_ranks(back_to_back, 3, algorithm)
+
+
+def emulated(world):
+    a, b = torch.randn(16, 4), torch.randn(4, 4)
+    world.emulate_link(0.01, 50)
+    for algorithm in ALGORITHMS:
+        assert_close(weft.matmul_all_reduce(a, b, algorithm=algorithm, chunk_rows=3), a, b, lambda x: x)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_emulated_link(ranks):
+    on_ranks(emulated, ranks)
+
+
+def explained(world):
+    a, b = torch.randn(64, 4), torch.randn(4, 4)
+    assert ("one_shot" if world.ranks == 2 else "two_shot") in weft.explain(a, b, operator="matmul_all_reduce")
+    assert "one product" in weft.explain(a[:2], b, operator="matmul_all_reduce")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_explain(ranks):
+    on_ranks(explained, ranks)
+
+
+def bad_arguments(world):
+    a, b = torch.randn(4, 6), torch.randn(6, 5)
+    bad = [
+        (ValueError, "op must be sum or avg; got 'max'", (a, b), {"op": "max"}),
+        (ValueError, "a has 6 columns and b 5 rows", (a, b.t())),
+        (ValueError, "at least 2 dimensions", (a[0], b)),
+        (ValueError, "there is no algorithm 'ring'", (a, b), {"algorithm": "ring"}),
+        (ValueError, r"out must have shape \(4, 5\)", (a, b), {"out": torch.empty(2, 5)}),
+        (TypeError, "out_dtype must be float32", (a, b), {"out_dtype": torch.float16}),
+    ]
+    for kind, message, arguments, *options in bad:
+        with pytest.raises(kind, match=message):
+            weft.matmul_all_reduce(*arguments, **(options[0] if options else {}))
+    assert_close(weft.matmul_all_reduce(a, b), a, b, lambda x: x)  # nothing was sent: the world goes on
+
+
+def test_bad_arguments_are_refused_before_anything_is_sent():
+    on_ranks(bad_arguments, 2)

@@ -1,0 +1,214 @@
+"""Matmul + reduce-scatter on real ranks, against float64 on one process."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import on_ranks
+
+import weft
+from weft.schedules.matmul_reduce_scatter import ALGORITHMS
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def everyones(*tensors):
+    """All ranks' tensors, in rank order, by way of torch."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, tensors)
+    return zip(*found, strict=True)
+
+
+def assert_close(y, a, b, take, *, op="sum", bias=None):
+    """Within the error of one rounding of each product, of each partial product of bfloat16, and of the sum."""
+    pairs = [(x.double(), w.double()) for x, w in zip(*everyones(a, b), strict=True)]
+    divisor = len(pairs) if op == "avg" else 1
+    added = torch.zeros(()) if bias is None else bias.double()
+    exact = take(sum(x @ w for x, w in pairs)) / divisor + added
+    size = take(sum(x.abs() @ w.abs() for x, w in pairs)) + added.abs() + 1
+    k = sum(x.shape[-1] for x, _ in pairs)
+    unit = torch.finfo(torch.float64 if y.dtype == torch.float64 else torch.float32).eps
+    rounding = torch.finfo(torch.bfloat16).eps if y.dtype == torch.bfloat16 else 0.0
+    bound = (k + 8) * unit * size + rounding * size + torch.finfo(y.dtype).eps * exact.abs()
+    error = (y.double() - exact).abs()
+    assert (error <= bound).all(), f"largest error {error.max()}"
+
+
+def every_algorithm(world, rows, k, n):
+    start, own = sum(rows[: world.rank]), rows[world.rank]
+    for dtype, (algorithm, chunk) in itertools.product(DTYPES, itertools.product(ALGORITHMS, (None, 3))):
+        a = torch.randn(sum(rows), k + world.rank).to(dtype)
+        b = torch.randn(k + world.rank, n).to(dtype)
+        options = {"shard_rows": rows, "algorithm": algorithm, "chunk_rows": chunk}
+        y = weft.matmul_reduce_scatter(a, b, **options)
+        assert y.dtype == dtype
+        assert_close(y, a, b, lambda x: x[start : start + own])
+        out = torch.full_like(y, torch.nan)
+        assert weft.matmul_reduce_scatter(a, weft.pack(b), out=out, op="avg", **options) is out
+        assert_close(out, a, b, lambda x: x[start : start + own], op="avg")
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("rows", [[8, 8], [40, 37], [5, 0, 9], [0, 4, 4], [3, 5, 2, 4], [0, 0, 6, 0], [7], [0]], ids=str)
+def test_every_algorithm_and_dtype(rows):
+    on_ranks(every_algorithm, len(rows), rows, 19, 11)
+
+
+def every_dimension(world):
+    bias = torch.randn(12, generator=torch.Generator().manual_seed(1))
+    for dtype, dim, op in itertools.product(DTYPES, (0, 1, 2, -1), ("sum", "avg")):
+        a, b = torch.randn(12, 24, 10).to(dtype), torch.randn(12, 10).to(dtype).t()
+        part = [12, 24, 12][dim] // world.ranks
+        for algorithm in (*ALGORITHMS, "auto"):
+            y = weft.matmul_reduce_scatter(a, b, dim=dim, op=op, bias=bias.to(dtype), algorithm=algorithm)
+            assert y.is_contiguous()
+            of_part = bias.to(dtype)[world.rank * part :][:part] if dim in (2, -1) else bias.to(dtype)
+            take = partial(torch.narrow, dim=dim, start=world.rank * part, length=part)
+            assert_close(y, a, b, take, op=op, bias=of_part)
+            again = weft.matmul_reduce_scatter(
+                a, b, dim=dim, op=op, bias=bias.to(dtype), algorithm=algorithm, out=torch.full_like(y, torch.nan)
+            )
+            assert torch.equal(again, y), "same bits on every run"
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_dimension(ranks):
+    on_ranks(every_dimension, ranks)
+
+
+def shapes_and_options(world):
+    take = slice(3 * world.rank, 3 * world.rank + 3)
+    for dtype in (torch.float16, torch.bfloat16):
+        a, b = torch.randn(6, 50).to(dtype), torch.randn(50, 7).to(dtype)
+        y = weft.matmul_reduce_scatter(a, b, out_dtype=torch.float32)
+        assert y.dtype == torch.float32
+        assert_close(y, a, b, lambda x: x[take])
+    strided = torch.randn(10, 12)[:, ::2].t()  # no row is contiguous
+    b = torch.randn(10, 7)
+    assert_close(weft.matmul_reduce_scatter(strided, b), strided, b, lambda x: x[take])
+    padded = torch.randn(6, 16)[:, :10]  # rows with gaps
+    assert_close(weft.matmul_reduce_scatter(padded, b), padded, b, lambda x: x[take])
+    nothing = torch.randn(6, 0 if world.rank else 4), torch.randn(0 if world.rank else 4, 7)
+    assert_close(weft.matmul_reduce_scatter(*nothing), *nothing, lambda x: x[take])
+    assert weft.matmul_reduce_scatter(torch.randn(6, 4), torch.randn(4, 0)).shape == (3, 0)
+
+
+@pytest.mark.data
+def test_shapes_and_options():
+    on_ranks(shapes_and_options, 2)
+
+
+def back_to_back(world, algorithm):
+    """Hundreds of calls without a barrier, with different sizes in between; every element of every result is checked."""
+    generator = torch.Generator().manual_seed(5)
+    for call in range(150):
+        rows = [6, 1, 33][call % 3]
+        everyone = [torch.randint(0, 2, (rows * world.ranks, 16), generator=generator).float() for _ in range(world.ranks)]
+        weights = [torch.randint(0, 2, (16, 8), generator=generator).float() for _ in range(world.ranks)]
+        chosen = ALGORITHMS[call % len(ALGORITHMS)] if algorithm == "mixed" else algorithm
+        y = weft.matmul_reduce_scatter(everyone[world.rank], weights[world.rank], algorithm=chosen)
+        total = sum(a @ b for a, b in zip(everyone, weights, strict=True))
+        assert torch.equal(y, total[rows * world.rank :][:rows]), f"call {call}"
+
+
+MOVING = ("push", "ring", "mixed")
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("algorithm", MOVING)
+def test_calls_back_to_back_without_barriers(algorithm):
+    on_ranks(back_to_back, 3, algorithm)
+
+
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name not in MOVING])
+def test_calls_back_to_back_where_products_are_added_in_place(algorithm):
+    on_ranks(back_to_back, 3, algorithm)
+
+
+def in_rank_order(world):
+    """The sum is taken in rank order in float32 and rounded once, whichever algorithm takes it."""
+    values = [2.0**24, 1.0, -(2.0**24)] if world.ranks == 3 else [2048.0, 1.0]
+    dtype = torch.float32 if world.ranks == 3 else torch.float16
+    a, b = torch.full((6, 1), values[world.rank], dtype=dtype), torch.ones(1, 5, dtype=dtype)
+    for algorithm in ALGORITHMS:
+        y = weft.matmul_reduce_scatter(a, b, algorithm=algorithm, out_dtype=torch.float32)
+        assert y.unique().tolist() == [0.0 if world.ranks == 3 else 2049.0]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_are_in_rank_order(ranks):
+    on_ranks(in_rank_order, ranks)
+
+
+def emulated(world):
+    a, b = torch.randn(16, 4), torch.randn(4, 4)
+    world.emulate_link(0.01, 50)
+    with pytest.raises(ValueError, match="direct moves no rows"):
+        weft.matmul_reduce_scatter(a, b, algorithm="direct")
+    assert "push" in weft.explain(a, b, operator="matmul_reduce_scatter")
+    for algorithm in ("push", "ring", "sequential"):
+        y = weft.matmul_reduce_scatter(a, b, algorithm=algorithm)
+        assert_close(y, a, b, lambda x: x[8 * world.rank :][:8])
+
+
+@pytest.mark.data
+def test_an_emulated_link():
+    on_ranks(emulated, 2)
+
+
+def explained(world):
+    a, b = torch.randn(64, 4), torch.randn(4, 4)
+    for dim, words in ((0, "direct"), (1, "transposed product")):
+        assert words in weft.explain(a, b, operator="matmul_reduce_scatter", dim=dim)
+    assert "one product" in weft.explain(a[:2], b, operator="matmul_reduce_scatter")
+    assert "as asked for" in weft.explain(a, weft.pack(b), operator="matmul_reduce_scatter", algorithm="ring")
+
+
+def test_explain():
+    on_ranks(explained, 2)
+
+
+def bad_arguments(world):
+    a, b = torch.randn(4, 6), torch.randn(6, 5)
+    bad = [
+        (ValueError, "5 rows do not divide evenly over 2 ranks: give shard_rows", (torch.randn(5, 6), b)),
+        (ValueError, "5 rows do not divide evenly over 2 ranks", (a, b), {"dim": 1}),
+        (ValueError, r"2 counts, none negative, of 4 in all; got \[4, 4\]", (a, b), {"shard_rows": [4, 4]}),
+        (ValueError, "2 counts, none negative", (a, b), {"shard_rows": [5, -1]}),
+        (ValueError, "op must be sum or avg; got 'max'", (a, b), {"op": "max"}),
+        (ValueError, "there is no dimension -3", (a, b), {"dim": -3}),
+        (ValueError, "a has 6 columns and b 5 rows", (a, b.t())),
+        (ValueError, "at least 2 dimensions", (a[0], b)),
+        (TypeError, "a has dtype int64", (a.long(), b)),
+        (ValueError, r"bias must have shape \(5,\)", (a, b), {"bias": torch.ones(6)}),
+        (ValueError, "there is no algorithm 'pull'", (a, b), {"algorithm": "pull"}),
+        (ValueError, "chunk_rows must be at least 1", (a, b), {"chunk_rows": 0}),
+        (ValueError, r"out must have shape \(2, 5\)", (a, b), {"out": torch.empty(4, 5)}),
+        (TypeError, "out_dtype must be float32", (a, b), {"out_dtype": torch.float16}),
+        (ValueError, "timeout must be a positive", (a, b), {"timeout": 0}),
+    ]
+    for kind, message, arguments, *options in bad:
+        with pytest.raises(kind, match=message):
+            weft.matmul_reduce_scatter(*arguments, **(options[0] if options else {}))
+    both = torch.empty(100)
+    with pytest.raises(ValueError, match="out must not overlap an input"):
+        weft.matmul_reduce_scatter(both[:24].view(4, 6), b, out=both[20:30].view(2, 5))
+    assert_close(weft.matmul_reduce_scatter(a, b), a, b, lambda x: x[2 * world.rank :][:2])  # the world goes on
+
+
+def test_bad_arguments_are_refused_before_anything_is_sent():
+    on_ranks(bad_arguments, 2)
+
+
+def different_calls(world):
+    with pytest.raises(weft.MismatchError):
+        weft.matmul_reduce_scatter(torch.randn(4, 6), torch.randn(6, 5 + world.rank))
+
+
+def test_ranks_must_agree_on_what_they_share():
+    on_ranks(different_calls, 2)

@@ -1,0 +1,318 @@
+"""Sharded layers compute what whole ones do, and weft's styles what torch's do, with the same parameters and gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.tensor.parallel as torch_styles
+from ranks import on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import parallelize_module
+
+import weft.nn
+from weft.nn import ColumnParallelLinear, RowParallelLinear
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 5e-2}
+
+
+class Model(nn.Module):
+    """One of each layer that the styles know."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(12, 24)
+        self.norm = nn.RMSNorm(24)
+        self.up = nn.Linear(24, 36)
+        self.down = nn.Linear(36, 24)
+        self.layer_norm = nn.LayerNorm(24)
+        self.head = nn.Linear(24, 12, bias=False)
+
+    def forward(self, x):
+        x = x + self.down(self.up(self.norm(x)).square())
+        return self.head(self.layer_norm(x))
+
+
+def sharded(model, mesh, styles, rows, local=True):
+    """A copy of the model under torch's or weft's styles; `rows` says how activations lie between the layers."""
+    model = copy.deepcopy(model)
+    plan = {
+        "up": styles.ColwiseParallel(input_layouts=rows, use_local_output=local),
+        "down": styles.RowwiseParallel(output_layouts=rows, use_local_output=local),
+        "head": styles.ColwiseParallel(input_layouts=rows, output_layouts=Replicate()),
+        "embed": styles.RowwiseParallel(input_layouts=Replicate()),
+    }
+    if isinstance(rows, Shard):
+        plan["norm"] = plan["layer_norm"] = styles.SequenceParallel(sequence_dim=rows.dim, use_local_output=local)
+    parallelize_module(model, mesh, plan)
+    return model if local else distribute_module(model, mesh)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_near(ours, theirs, what=""):
+    """Apart by rounding alone, relative to the largest element."""
+    assert ours.shape == theirs.shape
+    scale = theirs.abs().max()
+    assert (ours - theirs).abs().max() <= TOLERANCE[ours.dtype] * max(1, scale), what
+
+
+def placements(model):
+    return {name: getattr(parameter, "placements", None) for name, parameter in model.named_parameters()}
+
+
+def model_and_input(world, dtype=torch.float32, seed=0):
+    """Alike on all ranks."""
+    torch.manual_seed(seed)
+    return Model().to(dtype), torch.randn(2, 6, 24, dtype=dtype), init_device_mesh("cpu", (world.ranks,))
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("rows", [Replicate(), Shard(1), Shard(0)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_styles_compute_what_torchs_do(ranks, rows):
+    on_ranks(_compare_styles, ranks, rows, [torch.float32, torch.float64, torch.bfloat16], True)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("rows", [Replicate(), Shard(1)])
+def test_styles_take_and_give_dtensors(rows):
+    on_ranks(_compare_styles, 2, rows, [torch.float32], False)
+
+
+def _compare_styles(world, rows, dtypes, local):
+    for dtype in dtypes:
+        model, x, mesh = model_and_input(world, dtype)
+        if isinstance(rows, Shard):
+            x = x.chunk(world.ranks, rows.dim)[world.rank]
+        results = {}
+        for styles in (torch_styles, weft.nn):
+            shards = sharded(model, mesh, styles, rows, local)
+            given = x.clone().requires_grad_()
+            y = shards(given if local else DTensor.from_local(given, mesh, [rows]))
+            y.square().sum().backward()
+            gradients = {name: whole(parameter.grad) for name, parameter in shards.named_parameters() if parameter.grad is not None}
+            results[styles] = {"y": y.detach(), "x": given.grad, **gradients}
+        assert results[weft.nn].keys() == results[torch_styles].keys()
+        assert len(results[weft.nn]) == 2 + 8
+        for name, theirs in results[torch_styles].items():
+            assert_near(results[weft.nn][name], theirs, name)
+
+
+@pytest.mark.data
+def test_inputs_that_lie_otherwise_are_redistributed():
+    on_ranks(_redistributed_inputs, 2)
+
+
+def _redistributed_inputs(world):
+    model, x, mesh = model_and_input(world)
+    for placement in (Replicate(), Shard(0), Shard(1), Shard(2)):
+        results = []
+        for styles in (torch_styles, weft.nn):
+            shards = sharded(model, mesh, styles, Replicate(), local=False)
+            y = shards.down(shards.up(DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[placement])))
+            assert y.placements == (Replicate(),)
+            results.append(y.to_local().detach())
+        assert_near(results[1], results[0], str(placement))
+    for styles in (torch_styles, weft.nn):  # a layer whose local input is the whole one, and whose output is cut
+        linear = copy.deepcopy(model.up)
+        parallelize_module(linear, mesh, styles.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1)))
+        results.append(linear(x).detach())
+    assert_near(results[3], results[2])
+
+
+@pytest.mark.data
+def test_sequences_that_do_not_divide():
+    on_ranks(_uneven_sequence, 2)
+
+
+def _uneven_sequence(world):
+    model, _, mesh = model_and_input(world)
+    x = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(1))
+    expected = model.down(model.up(x).square())
+    shards = sharded(model, mesh, weft.nn, Shard(1), local=False)
+    spread = DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[Shard(1)])
+    y = shards.down(shards.up(spread).square())
+    assert y.shape == x.shape
+    assert y.to_local().shape[1] == (4, 3)[world.rank]
+    assert_near(y.full_tensor(), expected)
+    y.sum().backward()
+    expected.sum().backward()
+    assert_near(shards.up.weight.grad.full_tensor(), model.up.weight.grad)
+    assert_near(shards.down.weight.grad.full_tensor(), model.down.weight.grad)
+
+
+@pytest.mark.data
+def test_parameters_and_state_dicts_are_torchs():
+    on_ranks(_state_dicts, 2)
+
+
+def _state_dicts(world):
+    model, x, mesh = model_and_input(world)
+    ours, theirs = (sharded(model, mesh, styles, Replicate()) for styles in (weft.nn, torch_styles))
+    assert placements(ours) == placements(theirs)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    other, _, _ = model_and_input(world, seed=1)
+    ours_of_other, theirs_of_other = (sharded(other, mesh, styles, Replicate()) for styles in (weft.nn, torch_styles))
+    with torch.no_grad():
+        expected, expected_of_other = theirs(x), theirs_of_other(x)
+        ours.eval()(x)  # packs the weights that are replaced now
+        ours.load_state_dict(theirs_of_other.state_dict())
+        theirs.load_state_dict(ours_of_other.state_dict())
+        assert_near(ours(x), expected_of_other)
+        assert_near(theirs(x), expected_of_other)
+        ours.load_state_dict(sharded(model, mesh, torch_styles, Replicate()).state_dict(), assign=True)
+        assert_near(ours(x), expected)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("rows", [Replicate(), Shard(1)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_weights_are_packed_for_inference_and_unpacked_by_training(rows, fused):
+    on_ranks(_packed, 2, rows, fused)
+
+
+def _packed(world, rows, fused):
+    model, x, mesh = model_and_input(world)
+    x = x.chunk(world.ranks, rows.dim)[world.rank] if isinstance(rows, Shard) else x
+    ours, theirs = (sharded(model, mesh, styles, rows) for styles in (weft.nn, torch_styles))
+    layers = ours.up, ours.down, ours.head
+    steps = [
+        torch.optim.AdamW([shards.up.weight, shards.up.bias, shards.down.weight, shards.head.weight], lr=0.1, fused=fused)
+        for shards in (ours, theirs)
+    ]
+    for _ in range(2):
+        for shards, optimizer in zip((ours, theirs), steps, strict=True):
+            shards.train()
+            shards(x).square().sum().backward()
+            optimizer.step()
+            shards.zero_grad()
+        assert not any(layer._packed for layer in layers)
+        for shards in (ours, theirs):
+            shards.eval()
+        assert_near(ours(x), theirs(x))
+        assert not any(layer._packed for layer in layers), "with gradients nothing is packed"
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                y = ours(x)
+                kept = [layer._packed for layer in layers]
+                assert all(kept)
+                assert ours(x).equal(y)
+                assert all(layer._packed is before for layer, before in zip(layers, kept, strict=True)), "packed once"
+                assert_near(y.clone(), theirs(x))
+    with torch.no_grad():
+        for shards in (ours, theirs):  # behind the back of the parameters, and through them
+            shards.up.weight.to_local().mul_(2)
+            shards.down.weight.mul_(2)
+        assert_near(ours(x), theirs(x))
+
+
+def test_explain_tells_what_runs_and_what_does_not():
+    on_ranks(_explained, 2)
+
+
+class _OwnLinear(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def _explained(world):
+    model, x, mesh = model_and_input(world)
+    shards = sharded(model, mesh, weft.nn, Shard(1))
+    lines = dict(line.split(maxsplit=1) for line in weft.nn.explain(shards).splitlines())
+    assert list(lines) == ["embed", "norm", "up", "down", "layer_norm", "head"]
+    assert lines["up"] == "weft: all_gather_matmul over dimension 1"
+    assert lines["down"] == "weft: matmul_reduce_scatter over dimension 1"
+    assert "all_gather_matmul" in repr(shards.up)
+    assert lines["embed"] == "torch: Embedding is not a plain nn.Linear"
+    shards = sharded(model, mesh, weft.nn, Replicate())
+    assert "weft: matmul_all_reduce" in weft.nn.explain(shards)
+    own = parallelize_module(_OwnLinear(24, 36), mesh, weft.nn.ColwiseParallel(output_layouts=Replicate()))
+    assert weft.nn.explain(own) == "_OwnLinear  torch: _OwnLinear is not a plain nn.Linear"
+    same = parallelize_module(copy.deepcopy(own.float()), mesh, {})
+    assert_near(own(x), same(x))
+    dropout = parallelize_module(nn.Dropout(), mesh, weft.nn.SequenceParallel())
+    assert weft.nn.explain(dropout).startswith("Dropout  torch: ")
+    assert weft.nn.explain(nn.Linear(2, 2)) == ""
+
+
+@pytest.mark.data
+def test_a_mesh_of_several_dimensions_uses_the_ranks_of_one():
+    on_ranks(_two_dimensions, 4)
+
+
+def _two_dimensions(world):
+    model, x, _ = model_and_input(world)
+    x = x + world.rank // 2  # each row of the mesh with data of its own
+    shards = sharded(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["tensor"], weft.nn, Replicate())
+    assert shards.up.world.ranks == 2
+    assert shards.up.world is shards.down.world
+    assert_near(shards(x), model(x))
+
+
+@pytest.mark.data
+def test_autocast_and_copies():
+    on_ranks(_autocast_and_copies, 2)
+
+
+def _autocast_and_copies(world):
+    model, x, mesh = model_and_input(world)
+    ours, theirs = (sharded(model, mesh, styles, Replicate()) for styles in (weft.nn, torch_styles))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours(x).dtype == torch.bfloat16
+        assert_near(ours(x), theirs(x))
+    with torch.no_grad():
+        expected = ours.eval()(x)
+        twin = copy.deepcopy(ours)
+        twin.up.weight.zero_()
+        assert twin.up.world is ours.up.world
+        assert ours(x).equal(expected)
+        assert not twin(x).equal(expected)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(("ranks", "features"), [(1, 7), (2, 8), (3, 7)])
+def test_layers_compute_what_a_whole_one_does(ranks, features):
+    on_ranks(_compare_layers, ranks, features)
+
+
+def _compare_layers(world, features):
+    for sequence_dim in (None, 0, 1):
+        _compare_layer(world, features, sequence_dim)
+
+
+def _compare_layer(world, features, sequence_dim):
+    torch.manual_seed(0)
+    whole_up, whole_down = nn.Linear(5, features), nn.Linear(features, 5)
+    torch.manual_seed(0)
+    up, down = (
+        ColumnParallelLinear(5, features, sequence_dim=sequence_dim),
+        RowParallelLinear(features, 5, sequence_dim=sequence_dim),
+    )
+    x = torch.randn(2 * world.ranks, 3 * world.ranks, 5, requires_grad=True)
+    expected = whole_down(whole_up(x).relu())
+    weights = torch.randn_like(expected)
+    (expected * weights).sum().backward()
+
+    def part(tensor):
+        return tensor if sequence_dim is None else tensor.chunk(world.ranks, sequence_dim)[world.rank]
+
+    given = part(x.detach()).clone().requires_grad_()
+    y = down(up(given).relu())
+    assert_near(y, part(expected))
+    (y * part(weights)).sum().backward()
+    assert_near(given.grad, part(x.grad))
+    size = -(-features // world.ranks)
+    own = slice(world.rank * size, (world.rank + 1) * size)
+    assert_near(up.weight.grad, whole_up.weight.grad[own])
+    assert_near(up.bias.grad, whole_up.bias.grad[own])
+    assert_near(down.weight.grad, whole_down.weight.grad[:, own])
+    assert_near(down.bias.grad, whole_down.bias.grad)
+    with torch.no_grad():
+        assert_near(down.eval()(up.eval()(part(x)).relu()), part(expected))
+    assert "all_gather_matmul" in weft.nn.explain(up) or sequence_dim is None

@@ -1,0 +1,479 @@
+"""One-sided calls on real ranks: what they move, what they order, how they fail, and the examples of their documentation."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import die, on_ranks, start
+
+import weft
+from weft import _native
+from weft.schedules.barrier import barrier as barrier_plan
+
+SOON = 2.0  # seconds; survivors take milliseconds, and the machine may be busy
+DTYPES = (torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.float64, torch.complex128)
+VIEWS = {
+    "contiguous": lambda t: t,
+    "rows": lambda t: t[1:-1],
+    "columns": lambda t: t[:, 2:5],
+    "every other": lambda t: t[::2, ::3],
+    "transposed": lambda t: t.t()[3:],
+    "one row": lambda t: t[2],
+    "one element": lambda t: t[3, 4],
+    "four dimensions": lambda t: t.view(3, 2, 2, 4).permute(2, 0, 3, 1)[:, 1:],
+    "nothing": lambda t: t[:, 8:],
+}
+
+
+def random_bytes(shape, dtype, generator):
+    size = torch.empty(shape, dtype=dtype).numel() * dtype.itemsize
+    high = 2 if dtype == torch.bool else 256
+    return torch.randint(high, (size,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+
+
+def same(one, other):
+    """Bit by bit, so that NaNs count."""
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+
+
+def every_view_to_every_peer(world, dtype):
+    generator = torch.Generator().manual_seed(5)
+    memory = world.empty(6, 8, dtype=dtype)
+    for peer in range(world.ranks):
+        for name, view in VIEWS.items():
+            before, after = (random_bytes((6, 8), dtype, generator) for _ in range(2))
+            memory.copy_(before)
+            weft.barrier()
+            expected = before.clone()
+            view(expected).copy_(view(after))
+            strided = view(after.t().clone().t())  # the same elements with other strides
+            if world.rank == 0:
+                weft.put(view(memory), strided, peer)
+            weft.barrier()
+            assert same(memory, expected if world.rank == peer else before), (name, peer)
+            if world.rank == world.ranks - 1:
+                got = random_bytes((8, 6), dtype, generator).t()
+                kept = got.clone()
+                weft.get(view(got), view(memory), peer)
+                view(kept).copy_(view(expected))
+                assert same(got, kept), (name, peer)
+            generator = torch.Generator().manual_seed(6)
+            weft.barrier()
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_view_reaches_every_peer_and_nothing_else_changes(ranks):
+    for dtype in DTYPES if ranks == 2 else DTYPES[3:5]:
+        on_ranks(every_view_to_every_peer, ranks, dtype)
+
+
+def unaligned(world):
+    memory = world.empty(4096, dtype=torch.uint8)
+    for offset in range(1, 9):
+        memory.zero_()
+        weft.barrier()
+        numbers = torch.randn(400, dtype=torch.float64)
+        local = bytearray(8 * 400 + offset)
+        source = torch.frombuffer(local, dtype=torch.float64, offset=offset, count=400)
+        source.copy_(numbers)
+        peer = 1 - world.rank
+        weft.put(memory[offset : offset + 3200], source.view(torch.uint8), peer)
+        back = torch.zeros(3200, dtype=torch.uint8)
+        weft.get(back, memory[offset : offset + 3200], peer)
+        assert same(back.view(torch.float64), numbers)
+        weft.barrier()
+        assert memory[:offset].sum() + memory[offset + 3200 :].sum() == 0
+
+
+@pytest.mark.data
+def test_unaligned_views():
+    on_ranks(unaligned, 2)
+
+
+def overlap(world):
+    memory = world.empty(100, dtype=torch.int64)
+    memory.copy_(torch.arange(100))
+    weft.put(memory[10:60], memory[:50], 0)
+    expected = torch.cat([torch.arange(10), torch.arange(50), torch.arange(60, 100)])
+    assert torch.equal(memory, expected)
+    weft.get_async(memory[:50].view(5, 10).t(), memory[5:55].view(10, 5), 0).wait()
+    expected[:50] = expected[5:55].view(10, 5).clone().t().reshape(-1)
+    assert torch.equal(memory, expected)
+
+
+@pytest.mark.data
+def test_source_and_target_may_overlap():
+    on_ranks(overlap, 1)
+
+
+def beyond_2_gib(world):
+    memory = world.empty((2 << 30) + 4096, dtype=torch.uint8)
+    end = memory[-1000:]
+    peer = 1 - world.rank
+    numbers = torch.randint(1, 255, (1000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(world.rank))
+    weft.put(end, numbers, peer)
+    weft.put(memory[0 :: 1 << 30], numbers[:3], peer)
+    weft.barrier()
+    theirs = torch.randint(1, 255, (1000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(peer))
+    assert torch.equal(end, theirs)
+    assert memory[:: 1 << 30].tolist() == theirs[:3].tolist()
+    got = torch.zeros(1000, dtype=torch.uint8)
+    weft.get_async(got, end, peer).wait()
+    assert torch.equal(got, numbers)
+
+
+@pytest.mark.data
+def test_segments_over_2_gib():
+    on_ranks(beyond_2_gib, 2)
+
+
+def bad_arguments(world):
+    memory, signals, plain = world.empty(4, 4), world.signals(4, "flags"), torch.zeros(4, 4)
+    other_world = weft.init(dist.group.WORLD)
+    other = other_world.empty(4, 4)
+    memory.fill_(7)
+    calls = [
+        (ValueError, "dst is not symmetric.*world.empty", lambda: weft.put(plain, plain, 1)),
+        (ValueError, "src is not symmetric", lambda: weft.get(plain, plain, 1)),
+        (ValueError, "src is not symmetric", lambda: weft.get_async(memory, plain, 1)),
+        (ValueError, "another world", lambda: weft.put(memory, plain, 1, world=other_world)),
+        (ValueError, "another world", lambda: weft.put_notify(other, plain, signals, 0, 1)),
+        (TypeError, "dst is float32 and src float64", lambda: weft.put(memory, plain.double(), 1)),
+        (ValueError, r"src has shape \(4, 4\) and dst \(4, 3\)", lambda: weft.get(plain[:, :3], memory, 1)),
+        (ValueError, r"dst has shape \(4, 4\) and src \(16,\)", lambda: weft.put_async(memory, plain.view(-1), 1)),
+        (ValueError, "no rank 2 in a world of 2", lambda: weft.put(memory, plain, 2)),
+        (ValueError, "no rank -1 in a world of 2", lambda: weft.get(plain, memory, -1)),
+        (TypeError, "peer is the number of a rank; got float", lambda: weft.put(memory, plain, 1.0)),
+        (TypeError, "src must be a tensor; got list", lambda: weft.put(memory, [1.0], 1)),
+        (ValueError, "src is on meta", lambda: weft.put(memory, torch.empty(4, 4, device="meta"), 1)),
+        (ValueError, "src is not a plain tensor", lambda: weft.put(memory, plain.to_sparse(), 1)),
+        (ValueError, "dst is not a plain tensor", lambda: weft.get(torch.zeros(4, 4, dtype=torch.complex64).conj().imag, memory, 1)),
+        (ValueError, "dst holds elements more than once", lambda: weft.get(torch.zeros(4, 1).expand(4, 4), memory, 1)),
+        (ValueError, "dst holds elements more than once", lambda: weft.put(memory[:1].expand(4, 4), plain, 1)),
+        (ValueError, "flags has the counters 0 to 3; got index 4", lambda: weft.notify(signals, 4, 1)),
+        (ValueError, "flags has the counters 0 to 3; got index -1", lambda: weft.wait(signals, -1, ">=", 1)),
+        (ValueError, "flags has 4 counters: a slice needs", lambda: weft.test(signals, slice(2, 5), ">=", 1)),
+        (TypeError, "an index is a number or a slice; got str", lambda: weft.test(signals, "0", ">=", 1)),
+        (ValueError, "no comparison '=>'; choose one of == != > >= < <=", lambda: weft.wait(signals, 0, "=>", 1)),
+        (ValueError, "can add or set; got op='sub'", lambda: weft.notify(signals, 0, 1, "sub")),
+        (ValueError, r"0 to 2\*\*64 - 1; got -1", lambda: weft.notify(signals, 0, 1, "add", -1)),
+        (ValueError, r"0 to 2\*\*64 - 1; got 18446744073709551616", lambda: weft.wait(signals, 0, "<", 2**64)),
+        (TypeError, "whole numbers; got float", lambda: weft.test(signals, 0, "<", 1.5)),
+        (ValueError, "no rank 2 in a world of 2", lambda: weft.notify(signals, 0, 2)),
+        (ValueError, "timeout must be a positive", lambda: weft.wait(signals, 0, "==", 1, timeout=0)),
+        (ValueError, "timeout must be a positive", lambda: weft.barrier(timeout=-1)),
+        (ValueError, "count must be a positive", lambda: world.signals(0)),
+        (ValueError, "flags has the counters 0 to 3; got index 9", lambda: weft.put_notify(memory, plain, signals, 9, 1)),
+    ]  # fmt: skip
+    for kind, words, call in calls:
+        with pytest.raises(kind, match=words):
+            call()
+    segment = weft.memory.find(memory)
+    with pytest.raises(ValueError, match="out of bounds"):
+        world.transfers.copy(True, segment, 1, 4, plain.data_ptr(), 4, (4, 4), (4, 1), (4, 1))
+    weft.barrier()
+    assert bool((memory == 7).all()), "a refused call moves nothing"
+    assert signals[:] == [0, 0, 0, 0], "and raises nothing"
+    other_world.close()
+
+
+def test_bad_arguments_are_refused_before_anything_is_moved():
+    on_ranks(bad_arguments, 2)
+
+
+def transfers_in_order(world):
+    steps, peer = 5000, 1 - world.rank
+    memory = world.empty(steps + 1, dtype=torch.int64)
+    memory.zero_()
+    weft.barrier()
+    handles = [weft.put_async(memory[:1], torch.tensor([world.rank + 7]), peer)]  # whose source lives by the transfer alone
+    for step in range(steps):
+        source = world.peer(memory, peer)[step : step + 1]
+        handles.append(weft.put_async(memory[step + 1 : step + 2], source, peer))  # reads what the one before has written
+        if step % 100 == 0:
+            torch.full((1,), -1)
+    over = [handle.done() for handle in handles]
+    assert over == sorted(over, reverse=True), "they end in the order in which they were begun"
+    handles[-1].wait()
+    assert all(handle.done() for handle in handles)
+    assert "over" in repr(handles[0])
+    weft.barrier()
+    assert bool((memory == peer + 7).all())
+
+
+@pytest.mark.data
+def test_thousands_of_transfers_in_order():
+    assert _native.Transfers.max_outstanding < 5000
+    on_ranks(transfers_in_order, 2)
+
+
+def slow_transfers(world):
+    size = 64 << 20
+    memory = world.empty(size, dtype=torch.uint8)
+    weft.barrier()
+    if world.rank == 0:
+        source = torch.full((size,), 3, dtype=torch.uint8)
+        handles = [weft.put_async(memory, source, 1) for _ in range(20)]
+        with pytest.raises(weft.PeerTimeout, match=r"rank 0 waited 1e-06 s for its put of 67,108,864 bytes to rank 1; it is still"):
+            handles[-1].wait(timeout=1e-6)
+        assert "under way" in repr(handles[-1])
+        memory.fill_(5)
+        last = weft.put_async(memory[: size // 2], memory[: size // 2], 1)
+        world.close()
+        assert last.done()
+        last.wait()
+        dist.barrier()
+        return None
+    dist.barrier()
+    return memory[0].item(), memory[-1].item()
+
+
+@pytest.mark.data
+def test_a_late_transfer_harms_nothing_and_close_completes_it():
+    assert on_ranks(slow_transfers, 2)[1] == (5, 3)
+
+
+def comparisons(world):
+    signals, peer = world.signals(3, "s"), 1 - world.rank
+    weft.notify(signals, 0, peer, "set", 5)
+    weft.notify(signals, 0, peer, value=3)
+    weft.notify(signals, slice(1, 3), peer, value=2**64 - 1)
+    weft.barrier()
+    assert len(signals) == 3
+    assert signals[0] == 8
+    assert signals[:] == [8, 2**64 - 1, 2**64 - 1]
+    for cmp, right, wrong in [("==", 8, 2), ("!=", 9, 8), (">", 7, 8), (">=", 8, 9), ("<", 9, 8), ("<=", 8, 7)]:
+        assert weft.test(signals, 0, cmp, right)
+        assert not weft.test(signals, 0, cmp, wrong)
+        weft.wait(signals, 0, cmp, right)
+        with pytest.raises(weft.PeerTimeout, match=re.escape(f"rank {world.rank} waited 0.001 s for s[0] {cmp} {wrong}: it is 8")):
+            weft.wait(signals, 0, cmp, wrong, timeout=0.001)
+    assert weft.test(signals, slice(None), ">=", 8)
+    assert not weft.test(signals, slice(None), ">", 8)
+    with pytest.raises(weft.PeerTimeout, match=r"for s\[2\] < 9: it is 18446744073709551615"):
+        weft.wait(signals, slice(0, 3, 2), "<", 9, timeout=0.001)
+    weft.wait(signals, slice(1, 3), "==", 2**64 - 1)
+    weft.wait(signals, slice(1, 1), "==", 77)  # all of nothing
+    weft.barrier()  # once all peers are gone a wait says so instead
+
+
+def test_comparisons_values_and_slices():
+    on_ranks(comparisons, 2)
+
+
+def all_of_a_slice(world):
+    signals = world.signals(4, "parts")
+    if world.rank:
+        weft.notify(signals, world.rank, 0, value=2)
+        return None
+    weft.notify(signals, 0, 0)
+    weft.notify(signals, 0, 0)
+    weft.wait(signals, slice(None), ">=", 2)
+    return signals[:]
+
+
+def test_a_slice_is_satisfied_by_all_its_counters():
+    assert on_ranks(all_of_a_slice, 4)[0] == [2, 2, 2, 2]
+
+
+def late_notify(world):
+    signals = world.signals(2, "late")
+    if world.rank == 0:
+        begun = time.monotonic()
+        with pytest.raises(weft.PeerTimeout, match=r"rank 0 waited 0.2 s for late\[1\] >= 3: it is 2"):
+            weft.wait(signals, 1, ">=", 3, timeout=0.2)
+        assert 0.2 <= time.monotonic() - begun < SOON
+        weft.notify(signals, 0, 1)
+        weft.wait(signals, 1, ">=", 3)
+        assert weft.all_gather_matmul(torch.ones(1, 1), torch.ones(1, 1)).shape == (2, 1), "collectives are in step"
+        return
+    weft.notify(signals, 1, 0, value=2)
+    weft.wait(signals, 0, ">=", 1)
+    weft.notify(signals, 1, 0)
+    weft.all_gather_matmul(torch.ones(1, 1), torch.ones(1, 1))
+
+
+def test_a_timed_out_wait_leaves_the_world_open():
+    on_ranks(late_notify, 2)
+
+
+def lost_while_waiting(world, how, call):
+    signals, memory = world.signals(2, "news"), world.empty(4)
+    weft.barrier()
+    begun = time.monotonic()
+    if world.rank == 1:
+        time.sleep(0.2)
+        if how == "die":
+            die()
+        if how == "raise":
+            raise KeyError("lost my keys")
+        world.close()
+        return None
+    calls = {
+        "wait": lambda: weft.wait(signals, 1, ">=", 1),
+        "test": lambda: weft.test(signals, 1, ">=", 1),
+        "put": lambda: weft.put(memory, torch.zeros(4), 1),
+        "get": lambda: weft.get(torch.zeros(4), memory, 1),
+        "put_async": lambda: weft.put_async(memory, torch.zeros(4), 1).wait(),
+        "notify": lambda: weft.notify(signals, 0, 1),
+        "barrier": lambda: weft.barrier(),
+    }
+    with pytest.raises(weft.PeerLost) as caught:
+        while time.monotonic() < begun + 10:
+            calls[call]()
+    late = time.monotonic() - begun
+    with pytest.raises(weft.WeftError, match="closed: PeerLost"):
+        weft.notify(signals, 0, 0)
+    return str(caught.value), late
+
+
+@pytest.mark.parametrize("call", ["wait", "test", "put", "get", "put_async", "notify", "barrier"])
+def test_a_lost_peer_ends_every_call(call):
+    outcome = start(lost_while_waiting, 2, "die", call)[0]
+    assert outcome.error is None, outcome.error
+    message, late = outcome.result
+    assert re.match(r"rank 1 \(pid \d+\) died while rank 0 waited", message)
+    assert late < SOON
+    if call in ("wait", "test"):
+        assert "for news[1] >= 1" in message
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("raise", "failed with KeyError: 'lost my keys', while"), ("close", "closed its world")]
+)
+def test_a_failed_or_departed_peer_ends_a_wait(how, words):
+    outcome = start(lost_while_waiting, 2, how, "wait")[0]
+    assert outcome.error is None, outcome.error
+    message, late = outcome.result
+    assert words in message
+    assert "for news[1] >= 1: it is 0" in message
+    assert late < SOON
+
+
+def satisfied_though_lost(world):
+    signals, memory = world.signals(1), world.empty(4)
+    if world.rank == 1:
+        weft.put_notify(memory, torch.full((4,), 9.0), signals, 0, 0)
+        world.close()
+        return None
+    time.sleep(0.3)
+    weft.wait(signals, 0, ">=", 1)
+    got = torch.zeros(4)
+    weft.get(got, memory, 1)  # a departed peer's memory is still there
+    return memory.sum().item()
+
+
+@pytest.mark.data
+def test_what_a_departed_peer_left_can_be_had():
+    assert on_ranks(satisfied_though_lost, 2)[0] == 36
+
+
+def interrupted(world):
+    signals = world.signals(1)
+    if world.rank == 1:
+        weft.wait(signals, 0, ">=", 1)
+        return None
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        weft.wait(signals, 0, ">=", 1)
+    late = time.monotonic() - begun
+    weft.notify(signals, 0, 1)
+    return late
+
+
+def test_a_wait_can_be_interrupted_and_the_world_goes_on():
+    assert on_ranks(interrupted, 2)[0] < SOON
+
+
+def many_threads(world):
+    """Each of several threads sends numbers to its counterpart on the other rank, which sends back their doubles."""
+    count, peer, wrong = 6, 1 - world.rank, []
+    signals, memory = world.signals(count), world.empty(count, dtype=torch.int64)
+
+    def play(n):
+        place = memory[n : n + 1]
+        for turn in range(1, 201):
+            if world.rank == 0:
+                weft.put_notify(place, torch.tensor([turn + n]), signals, n, peer)
+            weft.wait(signals, n, ">=", turn)
+            if place.item() != (turn + n) * (2 - world.rank):
+                wrong.append((n, turn, place.item()))
+            if world.rank == 1:
+                weft.put_notify(place, 2 * place, signals, n, peer)
+
+    threads = [threading.Thread(target=play, args=(n,)) for n in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return wrong
+
+
+@pytest.mark.data
+def test_threads_of_a_rank_may_call_at_once():
+    assert on_ranks(many_threads, 2) == [[], []]
+
+
+def barriers(world):
+    log = world.empty(world.ranks, dtype=torch.int64)
+    log.zero_()
+    weft.barrier()
+    for step in range(1, 200):
+        if step % world.ranks == world.rank and step % 50 < world.ranks:
+            time.sleep(0.005)
+        for peer in range(world.ranks):
+            weft.put(log[world.rank : world.rank + 1], torch.tensor([step]), peer)
+        weft.barrier()
+        assert log.tolist() == [step] * world.ranks
+        weft.barrier()
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_barrier_orders_all_before_it_before_all_after_it(ranks):
+    weft.verify(barrier_plan(ranks))
+    on_ranks(barriers, ranks)
+
+
+def barrier_alone(world):
+    if world.rank == 1:
+        time.sleep(1)
+        return
+    with pytest.raises(weft.PeerTimeout, match=r'waited 0.2 s .*barrier call 1 \(signal "barrier" from rank 1: 0 of 1\)'):
+        weft.barrier(timeout=0.2)
+    with pytest.raises(weft.WeftError, match="closed: PeerTimeout"):
+        weft.barrier()
+
+
+def test_a_barrier_has_a_time_limit():
+    assert start(barrier_alone, 2)[0].error is None
+
+
+def examples(world, source, names):
+    namespace = {}
+    exec(source, namespace)
+    for name in names:
+        namespace[name](world)
+
+
+PAGE = (Path(__file__).parents[1] / "docs/memory-model.md").read_text()
+SOURCE = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
+EXAMPLES = re.findall(r"^def (\w+)\(world\)", SOURCE, re.MULTILINE)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_examples_of_the_documentation(ranks):
+    assert {"publish", "mailbox", "credit", "halo"} <= set(EXAMPLES)
+    on_ranks(examples, ranks, SOURCE, 3 * EXAMPLES)

@@ -1,0 +1,351 @@
+"""What is wrong with a plan is found, and said; what is accepted is right."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import plans
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mutants import Mutant, deleted, lowered, mutant, shifted, swapped
+
+from weft.engines.reference import run
+from weft.errors import PlanError
+from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Role, Signal, Term, Value, Wait
+from weft.proof import problems, verify
+
+Lane = Iterable[Instruction]
+
+# Row patterns, and how many mutants of each kind are tried per plan: all of small plans, some of larger ones.
+PATTERNS = {(3,): 99, (2, 3): 99, (0, 3): 99, (2, 0, 3): 40, (1, 2, 1): 20, (0, 2, 1, 3): 6, (2, 0, 1, 3, 0): 4}
+patterns = pytest.mark.parametrize("rows", PATTERNS, ids=str)
+
+
+def some(mutants: Iterable[Mutant], most: int, seed: int) -> list[Mutant]:
+    found = [*mutants]
+    return random.Random(seed).sample(found, min(len(found), most))
+
+
+@patterns
+@pytest.mark.parametrize("mutation", [deleted, lowered, shifted])
+def test_no_mutant_survives(mutation, rows):
+    for seed, plan in enumerate(plans.every(rows, 2)):
+        for change, changed in some(mutation(plan), PATTERNS[rows], seed):
+            assert problems(changed), f"{plan.operator}/{plan.algorithm}, {change}"
+
+
+@patterns
+def test_instructions_that_may_be_swapped_do_not_matter(rows):
+    for seed, plan in enumerate(plans.every(rows, 2)):
+        for change, changed in some(swapped(plan), PATTERNS[rows] // 4, seed):
+            assert problems(changed) or are_right([changed] * 2, seed, tries=3), f"{plan.operator}/{plan.algorithm}, {change}"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), plans.row_counts(max_ranks=4).filter(any), st.integers(0, 2**32 - 1))
+def test_what_is_accepted_is_right(data, rows, seed):
+    """However a plan came about, and whatever is done before and after it."""
+    changed, other = (data.draw(plans.any_plan(st.just(rows))) for _ in range(2))
+    dice = random.Random(seed)
+    for _ in range(8):
+        if not problems(candidate := mutant(changed, dice)):
+            changed = candidate
+    assert are_right([changed, other, changed, changed, other], seed, tries=4), changed
+
+
+def are_right(several: list[Plan], seed: int, tries: int) -> bool:
+    """Whether plans compute their operators one after the other, in some random interleavings."""
+    calls = [plans.call(plan, seed + i) for i, plan in enumerate(several)]
+    return all(
+        plans.equal(outputs, plans.expected(call))
+        for i in range(tries)
+        for call, outputs in zip(calls, run(*calls, order=random.Random(seed + i)), strict=True)
+    )
+
+
+def rows(rank: int, buffer: str, start: int = 0, stop: int = 2) -> Region:
+    return Region(rank, buffer, start, stop)
+
+
+def go(source: int) -> Signal:
+    return Signal("go", source)
+
+
+def free(source: int) -> Signal:
+    return Signal("free", source)
+
+
+KEEP = [Copy(rows(r, "a"), rows(r, "out")) for r in range(2)]
+KEPT = {rows(r, "out"): (Term(r, "a", 0),) for r in range(2)}
+ENTER = [Wait(free(1), 0), Wait(free(0), 0)]
+LEAVE = [Notify(1, free(0)), Notify(0, free(1))]
+STAGE = Copy(rows(0, "a"), rows(0, "staged"))
+
+
+def plan(first: Lane | Mapping[str, Lane], second: Lane = (KEEP[1],), result: Mapping[Region, Value] = KEPT) -> Plan:
+    """Two ranks that have two rows each of an input, two workspaces and an output, which they promise to make equal to the input."""
+    kinds: dict[str, Role] = {"a": "input", "staged": "workspace", "inbox": "workspace", "out": "output"}
+    lanes = first if isinstance(first, Mapping) else {"compute": first}
+    return Plan(
+        "example",
+        "made up",
+        {name: Buffer(role, (2, 2)) for name, role in kinds.items()},
+        ({name: tuple(lane) for name, lane in lanes.items()}, {"compute": tuple(second)}),
+        result,
+    )
+
+
+SUM = {rows(0, "out"): (Term(0, "a", 0), Term(1, "a", 0)), rows(1, "out"): KEPT[rows(1, "out")]}
+MEET = [[Notify(1, go(0)), Wait(go(1), 1)], [Notify(0, go(1)), Wait(go(0), 1)]]
+READY = [KEEP[1], Notify(0, go(1)), Wait(go(0), 1)]
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        pytest.param(plan([KEEP[0]]), id="copy"),
+        pytest.param(plan([ENTER[0], STAGE, Copy(rows(0, "staged"), rows(0, "out")), LEAVE[0]]), id="by way of a workspace"),
+        pytest.param(
+            plan([Wait(go(1), 1), Reduce((rows(1, "a"), rows(0, "a")), rows(0, "out")), Notify(1, go(0))], READY, SUM), id="sum"
+        ),
+        pytest.param(
+            plan(
+                [
+                    *(ENTER[0], Wait(go(1), 1), STAGE),
+                    Reduce((rows(0, "staged"), rows(1, "a")), rows(0, "staged")),
+                    *(Copy(rows(0, "staged"), rows(0, "out")), LEAVE[0], Notify(1, go(0))),
+                ],
+                READY,
+                SUM,
+            ),
+            id="sum in place",
+        ),
+        pytest.param(
+            plan([Matmul(rows(0, "a"), rows(0, "out"))], result=KEPT | {rows(0, "out"): (Term(0, "a", 0, (0, "out")),)}),
+            id="product",
+        ),
+    ],
+)
+def test_right_plans_are_accepted(right):
+    verify(right)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        pytest.param(
+            plan([KEEP[0], Wait(go(1), 1), Notify(1, go(0))], [KEEP[1], Wait(go(0), 1), Notify(0, go(1))]),
+            "deadlock: rank 0 compute waits for 1 of go<1, 0 come",
+            id="deadlock",
+        ),
+        pytest.param(
+            plan([KEEP[0], Wait(Signal("arrived", 1), 2)], [KEEP[1], Notify(0, Signal("arrived", 1))]),
+            "deadlock: rank 0 compute waits for 2 of arrived<1, 1 are promised",
+            id="wait for more than is promised",
+        ),
+        pytest.param(plan([KEEP[0], Wait(go(1), -1)]), "rank 0 compute waits for -1 of go<1", id="negative wait"),
+        pytest.param(
+            plan({"compute": [ENTER[0], STAGE, Notify(0, go(0)), LEAVE[0]], "comm": [Copy(rows(0, "staged"), rows(0, "out"))]}),
+            "race on staged@0[0:2]: rank 0 comm (copy   staged@0[0:2] -> out@0[0:2]) is not ordered after rank 0 compute",
+            id="read before write",
+        ),
+        pytest.param(
+            plan(
+                {
+                    "compute": [ENTER[0], STAGE, Notify(0, go(0)), Copy(rows(0, "staged"), rows(0, "out")), LEAVE[0]],
+                    "comm": [Wait(go(0), 1), Copy(rows(0, "a", 0, 1), rows(0, "staged", 1, 2))],
+                }
+            ),
+            "race on staged@0[1:2]: rank 0 comm (copy   a@0[0:1] -> staged@0[1:2]) is not ordered after rank 0 compute",
+            id="write before read",
+        ),
+        pytest.param(
+            plan({"compute": [ENTER[0], STAGE, KEEP[0], LEAVE[0]], "comm": [Copy(rows(0, "a", 1, 2), rows(0, "staged", 0, 1))]}),
+            "race on staged@0[0:1]: rank 0 comm (copy   a@0[1:2] -> staged@0[0:1]) is not ordered after rank 0 compute",
+            id="write beside write",
+        ),
+        pytest.param(
+            plan([Copy(rows(1, "a"), rows(0, "out"))]),
+            "race on a@1[0:2]: rank 0 compute (copy   a@1[0:2] -> out@0[0:2]) is not ordered after rank 1 compute",
+            id="peer's input read too early",
+        ),
+        pytest.param(
+            plan([KEEP[0], *MEET[0]], [*MEET[1], Copy(rows(0, "a"), rows(1, "out"))], KEPT | {rows(1, "out"): (Term(0, "a", 0),)}),
+            "race on a@0[0:2]: rank 0 compute (the caller's use) is not ordered after rank 1 compute",
+            id="input still read at the end",
+        ),
+        pytest.param(
+            plan(MEET[0], [KEEP[1], *MEET[1], Copy(rows(1, "a"), rows(0, "out"))], KEPT | {rows(0, "out"): (Term(1, "a", 0),)}),
+            "race on out@0[0:2]: rank 0 compute (the caller's use) is not ordered after rank 1 compute",
+            id="output still written at the end",
+        ),
+        pytest.param(
+            plan({"compute": [KEEP[0], Notify(1, go(0))], "comm": [Notify(1, go(0))]}),
+            "counter go<0 of rank 1 has a second writer: rank 0 comm beside rank 0 compute",
+            id="two writers",
+        ),
+        pytest.param(
+            plan([KEEP[0], Notify(1, go(1))]), "counter go<1 of rank 1 has a second writer: rank 0 compute", id="another's signal"
+        ),
+        pytest.param(
+            plan([KEEP[0], Notify(2, go(0))]), "rank 0 compute: notify go<0 on 2: there is no such rank", id="no such rank"
+        ),
+        pytest.param(plan([]), "output out@0[0:2] is written 0 times", id="output not written"),
+        pytest.param(
+            plan([KEEP[0], Copy(rows(0, "a", 1, 2), rows(0, "out", 1, 2))]),
+            "output out@0[1:2] is written 2 times",
+            id="output twice",
+        ),
+        pytest.param(
+            plan([Copy(rows(0, "a", i, i + 1), rows(0, "out", 1 - i, 2 - i)) for i in range(2)]),
+            "output out@0[0:1] holds a@0[row+1] instead of a@0[row+0]",
+            id="wrong rows",
+        ),
+        pytest.param(
+            plan([Matmul(rows(0, "a"), rows(0, "out"))], result=KEPT | {rows(0, "out"): (Term(0, "a", 0, (1, "out")),)}),
+            "output out@0[0:2] holds a@0[row+0] @ B0 instead of a@0[row+0] @ B1",
+            id="wrong weights",
+        ),
+        pytest.param(
+            plan([Wait(go(1), 1), Copy(rows(1, "a"), rows(0, "out")), Notify(1, go(0))], READY, SUM),
+            "output out@0[0:2] holds a@1[row+0] instead of a@0[row+0] + a@1[row+0]",
+            id="half a sum",
+        ),
+        pytest.param(
+            plan([ENTER[0], Matmul(rows(0, "a"), rows(0, "inbox")), Matmul(rows(0, "inbox"), rows(0, "out")), LEAVE[0]]),
+            "rank 0 compute: matmul inbox@0[0:2] -> out@0[0:2]: inbox@0[0:2] holds products already",
+            id="product of a product",
+        ),
+        pytest.param(
+            plan([Copy(rows(0, "a", 1, 3), rows(0, "out"))]),
+            "rank 0 compute: copy   a@0[1:3] -> out@0[0:2]: a@0[1:3] does not exist",
+            id="out of bounds",
+        ),
+        pytest.param(
+            plan([Copy(rows(0, "b"), rows(0, "out"))]), "rank 0 compute: .*: b@0[0:2] does not exist", id="no such buffer"
+        ),
+        pytest.param(
+            plan([Copy(rows(2, "a"), rows(0, "out"))]), "rank 0 compute: .*: a@2[0:2] does not exist", id="nobody's buffer"
+        ),
+        pytest.param(
+            plan([Copy(rows(0, "a", 0, 1), rows(0, "out"))]),
+            "rank 0 compute: copy   a@0[0:1] -> out@0[0:2]: the numbers of rows differ",
+            id="row counts differ",
+        ),
+        pytest.param(
+            plan([ENTER[0], Copy(rows(0, "staged"), rows(0, "out")), LEAVE[0]]),
+            "rank 0 compute: copy   staged@0[0:2] -> out@0[0:2]: staged@0[0:2] was not written in this execution",
+            id="leftovers of an earlier plan",
+        ),
+        pytest.param(
+            plan([KEEP[0], Copy(rows(0, "a", 0, 1), rows(0, "a", 1, 2))]),
+            "rank 0 compute: copy   a@0[0:1] -> a@0[1:2]: an input is only read",
+            id="input written",
+        ),
+        pytest.param(
+            plan([Copy(rows(0, "a", 0, 1), rows(0, "out", 0, 1)), Copy(rows(0, "out", 0, 1), rows(0, "out", 0, 1))]),
+            "rank 0 compute: copy   out@0[0:1] -> out@0[0:1]: source and destination overlap",
+            id="overlap",
+        ),
+        pytest.param(plan([KEEP[0], Reduce((), rows(0, "inbox"))]), "rank 0 compute: .*: there is nothing to add", id="empty sum"),
+        pytest.param(
+            plan([STAGE, KEEP[0], LEAVE[0]]),
+            "workspace of rank 0: rank 0 compute in example does not wait until rank 1 compute is done with it",
+            id="workspace not entered",
+        ),
+        pytest.param(
+            plan([ENTER[0], STAGE, KEEP[0]]), "workspace of rank 0: .* rank 0 compute is done with it", id="workspace not left"
+        ),
+        pytest.param(
+            plan([KEEP[0]], result={rows(0, "out"): KEPT[rows(0, "out")]}),
+            "the result does not tell each of the 2 rows of output out of rank 1 once",
+            id="no result told",
+        ),
+        pytest.param(
+            plan([KEEP[0]], result=KEPT | {rows(0, "out", 0, 1): (Term(0, "a", 0),)}),
+            "the result does not tell each of the 2 rows of output out of rank 0 once",
+            id="a result told twice",
+        ),
+        pytest.param(
+            plan([KEEP[0]], result=KEPT | {rows(0, "inbox"): ()}),
+            "the result tells of inbox@0[0:2], which is no output",
+            id="result",
+        ),
+    ],
+)
+def test_wrong_plans_are_refused(wrong, complaint):
+    pattern = ".*".join(map(re.escape, complaint.split(".*")))
+    with pytest.raises(PlanError, match=pattern) as refusal:
+        verify(wrong)
+    assert str(refusal.value).startswith("example/made up on 2 ranks")
+
+
+def test_a_buffer_has_rows_on_every_rank():
+    with pytest.raises(PlanError, match="buffer a has row counts for 1 ranks"):
+        verify(replace(plan([KEEP[0]]), buffers={"a": Buffer("input", (2,)), "out": Buffer("output", (2, 2))}))
+
+
+def test_plans_of_different_sizes_cannot_follow_each_other():
+    with pytest.raises(PlanError, match="plans of different sizes: \\[2, 1\\] ranks"):
+        verify(plan([KEEP[0]]), Plan("alone", "made up", {}, ({},)))
+
+
+def test_the_first_twenty_problems_are_told():
+    many = [Copy(rows(0, "a", i, i + 1), rows(0, "out", i, i + 1)) for i in range(2, 30)]
+    with pytest.raises(PlanError, match="28 problem") as refusal:
+        verify(plan([KEEP[0], *many]))
+    assert str(refusal.value).endswith("… and 8 more")
+    assert len(str(refusal.value).splitlines()) == 22
+
+
+def test_a_workspace_is_handed_over_between_different_plans():
+    """One rank tells half of its peers too early that it has left, another the other half; a successor may ask the wrong halves."""
+
+    def four(name: str, lanes: list[Lane]) -> Plan:
+        kinds: dict[str, Role] = {"a": "input", "staged": "workspace", "out": "output"}
+        one = [(rows(r, "a", 0, 1), rows(r, "out", 0, 1)) for r in range(4)]
+        return Plan(
+            name,
+            "made up",
+            {name: Buffer(role, (1,) * 4) for name, role in kinds.items()},
+            tuple({"compute": (*lane, Copy(*one[r]))} for r, lane in enumerate(lanes)),
+            {out: (Term(r, "a", 0),) for r, (_, out) in enumerate(one)},
+        )
+
+    def leave(rank: int, *peers: int) -> Lane:
+        return [Notify(peer, free(rank)) for peer in peers]
+
+    here = rows(0, "staged", 0, 1)
+    careless = four(
+        "careless",
+        [
+            [
+                *leave(0, 3),
+                *(Wait(free(p), 0) for p in (1, 2, 3)),
+                Copy(rows(0, "a", 0, 1), here),
+                Notify(1, go(0)),
+                *leave(0, 1, 2),
+            ],
+            [*leave(1, 2), Wait(go(0), 1), *leave(1, 3, 0)],
+            leave(2, 0, 1, 3),
+            leave(3, 0, 1, 2),
+        ],
+    )
+    successor = four(
+        "successor",
+        [
+            leave(0, 1, 2, 3),
+            leave(1, 0, 2, 3),
+            [Wait(free(1), 0), Wait(go(3), 1), Copy(rows(2, "a", 0, 1), here), *leave(2, 0, 1, 3)],
+            [Wait(free(0), 0), Notify(2, go(3)), *leave(3, 0, 1, 2)],
+        ],
+    )
+    verify(successor)
+    with pytest.raises(
+        PlanError, match="workspace of rank 0: rank 2 compute in successor does not wait until rank 0 compute is done"
+    ):
+        verify(careless, successor)

@@ -1,0 +1,100 @@
+"""Traces hold what ran when, on all ranks, and come out in forms that others read."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+from ranks import on_ranks
+
+import weft
+from weft.bench.timeline import draw
+from weft.trace import KINDS, Span, Trace, record, to_perfetto
+
+
+def made_trace():
+    """Two ranks; rank 0 copies for 4 us, of which it multiplies for 3 in two pieces."""
+    spans = [
+        Span(0, "compute", "matmul", "matmul a -> out", 4, 1000, 3000),
+        Span(0, "compute", "matmul", "matmul b -> out", 2, 4000, 6000),
+        Span(0, "comm", "copy", "copy a -> b", 4, 2000, 6000),
+        Span(0, "comm", "notify", "notify x", 0, 6000, 6010),
+        Span(1, "compute", "wait", "wait x", 0, 1500, 6500),
+        Span(1, "compute", "reduce", "reduce", 1, 6500, 9000),
+    ]
+    return Trace("made up", tuple(sorted(spans, key=lambda span: span.start)))
+
+
+def test_what_a_trace_says():
+    trace = made_trace()
+    assert trace.lanes == [(0, "compute"), (0, "comm"), (1, "compute")]
+    assert trace.start == 1000
+    assert trace.seconds == pytest.approx(8e-6)
+    assert trace.hidden_copies() == pytest.approx(3 / 4)
+    assert Trace("no copies", trace.spans[:1]).hidden_copies() is None
+    assert Trace("empty", ()).seconds == 0
+
+
+def test_perfetto_structure():
+    trace = made_trace()
+    exported = json.loads(json.dumps(to_perfetto(trace, trace)))
+    events = exported["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == 2 * len(trace.spans)
+    assert {event["pid"] for event in spans} == {0, 1, 2, 3}
+    assert min(event["ts"] for event in spans) == 0
+    [copy] = [event for event in spans if event["cat"] == "copy" and event["pid"] == 0]
+    assert (copy["name"], copy["ts"], copy["dur"]) == ("copy 4 rows", 1.0, 4.0)
+    assert copy["args"] == {"instruction": "copy a -> b", "rows": 4}
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert names[copy["pid"], copy["tid"]] == "comm"
+    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert processes[1] == "made up: rank 1"
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_the_timeline_is_drawn(tmp_path, suffix):
+    path = tmp_path / f"timeline.{suffix}"
+    draw([made_trace(), made_trace()], path, "a title")
+    start = {"png": b"\x89PNG", "svg": b"<?xml"}[suffix]
+    assert path.read_bytes().startswith(start)
+
+
+def traced(world):
+    a = world.empty(24, 8)
+    a.fill_(world.rank)
+    b = torch.eye(8)
+    weft.all_gather_matmul(a, b, algorithm="push", chunk_rows=5)
+    with record(world) as recording:
+        for _ in range(2):
+            weft.all_gather_matmul(a, b, algorithm="push", chunk_rows=5)
+    weft.all_gather_matmul(a, b, algorithm="push", chunk_rows=5)
+    plans = [plan for plan, _ in recording.executions]
+    return plans, recording.gather("push")
+
+
+def test_recording_all_ranks():
+    (plans, trace), (others_plans, nothing) = on_ranks(traced, 2)
+    assert nothing is None
+    assert len(plans) == len(others_plans) == 2
+    for rank in range(2):
+        for lane, instructions in plans[0].lanes[rank].items():
+            spans = [span for span in trace.spans if (span.rank, span.lane) == (rank, lane)]
+            assert [span.text for span in spans] == [*map(str, instructions)] * 2
+            assert {span.kind for span in spans} <= {*KINDS}
+            assert all(0 < span.start <= span.stop for span in spans)
+            assert all(one.stop <= other.start for one, other in itertools.pairwise(spans)), "one after the other"
+    assert sum(span.rows for span in trace.spans if span.kind == "matmul") == 2 * 2 * 48
+
+
+def test_recording_ends():
+    with weft.init() as world:
+        with record(world) as recording:
+            weft.all_gather_matmul(torch.ones(3, 2), torch.ones(2, 2))
+        weft.all_gather_matmul(torch.ones(3, 2), torch.ones(2, 2))
+        assert world.recorder is None
+        trace = recording.gather("alone")
+    assert {span.kind for span in trace.spans} == {"matmul"}
+    assert len(recording.executions) == 1

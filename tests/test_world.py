@@ -1,0 +1,222 @@
+"""Worlds and symmetric memory on real ranks."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import none_left, on_ranks, sockets, start
+
+import weft
+from weft import memory
+from weft.rendezvous import launcher_variables
+
+
+def peers_see_each_other(world):
+    mine = world.empty(3, 5)
+    mine.copy_(torch.arange(15.0).view(3, 5) + 100 * world.rank)
+    dist.barrier()
+    for rank in range(world.ranks):
+        whole = world.peer(mine, rank)
+        assert torch.equal(whole, torch.arange(15.0).view(3, 5) + 100 * rank)
+        assert torch.equal(world.peer(mine[1:, ::2], rank), whole[1:, ::2])
+        assert torch.equal(world.peer(mine.t()[2:4], rank), whole.t()[2:4])
+    assert world.peer(mine, world.rank).data_ptr() == mine.data_ptr()
+    dist.barrier()
+    if world.rank == 0:
+        world.peer(mine, world.ranks - 1)[0, 0] = -1
+    dist.barrier()
+    return mine[0, 0].item()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_peers_see_each_others_memory(ranks):
+    results = on_ranks(peers_see_each_other if ranks > 1 else only_one, ranks)
+    assert results[-1] == -1
+
+
+def only_one(world):
+    mine = world.empty(2, 2, dtype=torch.int64)
+    world.peer(mine, 0)[0, 0] = -1
+    return mine[0, 0].item()
+
+
+def every_dtype_and_shape(world):
+    for dtype in (torch.bool, torch.uint8, torch.int16, torch.float16, torch.bfloat16, torch.float64, torch.complex64):
+        for shape in ((), (0,), (7,), (2, 0, 3), (3, 1, 2)):
+            tensor = world.empty(shape, dtype=dtype)
+            assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape)
+            assert world.peer(tensor, world.ranks - 1).shape == tensor.shape
+    assert world.empty(3).dtype == torch.float32
+
+
+def test_every_dtype_and_shape():
+    on_ranks(every_dtype_and_shape, 2)
+
+
+def symmetric_or_not(world):
+    mine = world.empty(4)
+    assert world.is_symmetric(mine)
+    assert world.is_symmetric(mine[2:])
+    assert not world.is_symmetric(torch.empty(4))
+    assert not world.is_symmetric(mine.clone())
+    with pytest.raises(ValueError, match="not a symmetric tensor"):
+        world.peer(torch.empty(4), 0)
+    with pytest.raises(ValueError, match="no rank 5 in a world of 2"):
+        world.peer(mine, 5)
+    with pytest.raises(ValueError, match="negative"):
+        world.empty(-1)
+
+
+def test_symmetric_or_not():
+    on_ranks(symmetric_or_not, 2)
+
+
+def freed_with_the_last_view(world):
+    tensor = world.empty(1 << 20)
+    address = tensor.data_ptr()
+    view = world.peer(tensor, 1 - world.rank)[5:]
+    del tensor
+    gc.collect()
+    assert address in memory._segments, "a view of the peer's part keeps the segment"
+    del view
+    gc.collect()
+    assert address not in memory._segments
+    with open("/proc/self/maps") as file:
+        return sum("memfd:weft" in line for line in file)
+
+
+def test_memory_is_freed_with_the_last_view():
+    assert on_ranks(freed_with_the_last_view, 2) == [2, 2]  # what remains are the counters of the two ranks
+
+
+def different_requests(world):
+    with pytest.raises(
+        weft.MismatchError, match=r"rank \d calls empty\(\(\d,\), float32\), but rank \d calls empty\(\(\d,\), float32\)"
+    ):
+        world.empty(4 + world.rank)
+    with pytest.raises(weft.WeftError, match="closed: MismatchError"):
+        world.empty(4)
+
+
+def test_different_requests_are_a_mismatch():
+    on_ranks(different_requests, 2)
+
+
+def too_much_memory(world):
+    with pytest.raises(weft.SymmetricMemoryError, match=r"rank 0: .* bytes asked for.*; rank 1: "):
+        world.empty(1 << 50, dtype=torch.uint8)
+    assert world.empty(4).shape == (4,), "the world goes on"
+
+
+def test_lack_of_memory_is_an_error_on_every_rank():
+    on_ranks(too_much_memory, 2)
+
+
+def large_segment(world):
+    tensor = world.empty((2 << 30) + 4096, dtype=torch.uint8)
+    tensor[-1] = 7 + world.rank
+    dist.barrier()
+    return world.peer(tensor, 1 - world.rank)[-1].item()
+
+
+def test_segments_over_2_gib():
+    assert on_ranks(large_segment, 2) == [8, 7]
+
+
+def two_worlds_and_a_subgroup(world):
+    pair = dist.new_group([0, 2])
+    other = weft.init(dist.group.WORLD)
+    mine, theirs = world.empty(4), other.empty(4)
+    assert not world.is_symmetric(theirs)
+    assert not other.is_symmetric(mine)
+    found = None
+    if world.rank != 1:
+        sub = weft.init(pair)
+        tensor = sub.empty(1, dtype=torch.int64)
+        tensor[0] = world.rank
+        dist.barrier(pair)
+        found = (sub.rank, sub.ranks, [sub.peer(tensor, p).item() for p in range(2)])
+        sub.close()
+    other.close()
+    assert world.empty(3).shape == (3,), "closing one world leaves the others"
+    return found
+
+
+def test_several_worlds_and_strided_subgroups():
+    assert on_ranks(two_worlds_and_a_subgroup, 3) == [(0, 2, [0, 2]), None, (1, 2, [0, 2])]
+
+
+def closed(world):
+    kept = world.empty(4)
+    kept.fill_(3)
+    dist.barrier()
+    world.close()
+    with pytest.raises(weft.WeftError, match=r"this world is closed: it was closed; make a new one with weft.init\(\)"):
+        world.empty(4)
+    with pytest.raises(weft.WeftError, match="closed: it was closed"):
+        weft.all_gather_matmul(torch.ones(2, 2), torch.ones(2, 2))
+    again = weft.init()
+    assert again.empty(2).shape == (2,)
+    return kept.sum().item()
+
+
+def test_a_closed_world_says_so():
+    assert on_ranks(closed, 2) == [12.0, 12.0]
+
+
+def test_a_world_of_one_needs_no_launcher():
+    with weft.init() as world:
+        assert (world.rank, world.ranks) == (0, 1)
+        y = weft.all_gather_matmul(torch.eye(3), torch.arange(9.0).view(3, 3))
+    assert torch.equal(y, torch.arange(9.0).view(3, 3))
+
+
+def test_bad_timeouts():
+    with pytest.raises(ValueError, match="positive"):
+        weft.init(timeout=0)
+
+
+def nothing(world):
+    return os.getpid()
+
+
+def test_ranks_leave_nothing_behind():
+    before, open_sockets = set(os.listdir("/dev/shm")), sockets()
+    pids = on_ranks(nothing, 3)
+    assert set(os.listdir("/dev/shm")) <= before
+    assert none_left(open_sockets)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_launchers_variables():
+    assert launcher_variables({}) is None
+    assert launcher_variables({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "5"}) == {
+        "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "5",
+    }  # fmt: skip
+    open_mpi = {
+        "OMPI_COMM_WORLD_RANK": "3",
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+        "PMIX_NAMESPACE": "prterun-7@1",
+    }
+    found = launcher_variables(open_mpi)
+    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"], found["MASTER_ADDR"]) == ("3", "4", "3", "localhost")
+    assert found["MASTER_PORT"] == launcher_variables(open_mpi | {"OMPI_COMM_WORLD_RANK": "0"})["MASTER_PORT"]
+    mpich = launcher_variables({"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_ID": "0"})
+    assert mpich["MASTER_PORT"] == launcher_variables({"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_ID": "1"})["MASTER_PORT"]
+    slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "node[03-04,9]"}
+    assert launcher_variables(slurm)["MASTER_ADDR"] == "node03"
+    assert launcher_variables(slurm | {"SLURM_STEP_NODELIST": "alpha,beta"})["MASTER_ADDR"] == "alpha"
+
+
+def test_an_error_of_one_rank_is_reported():
+    outcomes = start(raise_on_one, 2)
+    assert isinstance(outcomes[1].error, ZeroDivisionError)
+
+
+def raise_on_one(world):
+    return 1 / (1 - world.rank)

@@ -1,0 +1,75 @@
+"""weft hides communication behind compute in tensor-parallel programs.
+
+Public names are imported when they are first used, so that plans can be written and verified without loading torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weft.errors import MismatchError, PeerLost, PeerTimeout, PlanError, SymmetricMemoryError, WeftError
+    from weft.launcher import launch
+    from weft.matmul import PackedWeight, pack
+    from weft.onesided import Transfer, barrier, get, get_async, notify, put, put_async, put_notify, test, wait
+    from weft.ops.all_gather_matmul import all_gather_matmul
+    from weft.ops.collectives import (
+        all_gather,
+        all_gather_async,
+        all_reduce,
+        all_reduce_async,
+        all_to_all,
+        all_to_all_async,
+        broadcast,
+        broadcast_async,
+        reduce_scatter,
+        reduce_scatter_async,
+    )
+    from weft.ops.explain import explain
+    from weft.ops.matmul_all_reduce import matmul_all_reduce
+    from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
+    from weft.plan import Plan
+    from weft.proof import verify
+    from weft.signals import Signals
+    from weft.world import World, init
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "weft.errors": ["MismatchError", "PeerLost", "PeerTimeout", "PlanError", "SymmetricMemoryError", "WeftError"],
+    "weft.launcher": ["launch"],
+    "weft.matmul": ["PackedWeight", "pack"],
+    "weft.onesided": ["Transfer", "barrier", "get", "get_async", "notify", "put", "put_async", "put_notify", "test", "wait"],
+    "weft.ops.all_gather_matmul": ["all_gather_matmul"],
+    "weft.ops.collectives": [
+        "all_gather",
+        "all_gather_async",
+        "all_reduce",
+        "all_reduce_async",
+        "all_to_all",
+        "all_to_all_async",
+        "broadcast",
+        "broadcast_async",
+        "reduce_scatter",
+        "reduce_scatter_async",
+    ],
+    "weft.ops.explain": ["explain"],
+    "weft.ops.matmul_all_reduce": ["matmul_all_reduce"],
+    "weft.ops.matmul_reduce_scatter": ["matmul_reduce_scatter"],
+    "weft.plan": ["Plan"],
+    "weft.proof": ["verify"],
+    "weft.signals": ["Signals"],
+    "weft.world": ["World", "init"],
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [*_HOME, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'weft' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

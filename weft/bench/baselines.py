@@ -1,0 +1,105 @@
+"""What a user would write without weft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+GLOO = "gloo+torch.mm"
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def gloo_all_gather_matmul(a: Tensor, b: Tensor, out: Tensor, rows: Sequence[int]) -> Callable[[], None]:
+    """``dist.all_gather_into_tensor`` on gloo, then ``torch.mm`` into `out`.
+
+    Shards of different sizes travel padded to the largest, since the collective takes equal ones, and are multiplied one by one.
+    Where `out` is wider than the inputs both are widened before the product, the weight only once.
+    """
+    if min(rows) == max(rows):
+        gathered, shard = a.new_empty(len(out), a.shape[1]), a
+        pieces = [(gathered, out)]
+    else:
+        shard = a.new_zeros(max(rows), a.shape[1])
+        gathered = a.new_empty(max(rows) * len(rows), a.shape[1])
+        parts, targets = torch.split(gathered, max(rows)), torch.split(out, list(rows))
+        pieces = [(part[: len(target)], target) for part, target in zip(parts, targets, strict=True)]
+    wide = b.to(out.dtype)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+
+    def call() -> None:
+        if shard is not a:
+            shard[: len(a)].copy_(a)
+        if dist.is_initialized():
+            gather(gathered, shard)
+        else:
+            gathered.copy_(shard)
+        for source, target in pieces:
+            torch.mm(source.to(out.dtype), wide, out=target)
+
+    return call
+
+
+def gloo_matmul_reduce_scatter(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], None]:
+    """``torch.mm``, then ``dist.reduce_scatter_tensor`` on gloo into `out`.
+
+    Where rows do not divide evenly the product is padded, since the collective takes equal shards. Where `out` is wider than the
+    inputs both are widened before the product, the weight only once.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    shard = -(-len(a) // ranks)
+    even = len(a) == shard * ranks
+    product = out.new_zeros(shard * ranks, b.shape[1])
+    sizes = [len(a) // ranks + (rank < len(a) % ranks) for rank in range(ranks)]
+    places = [product[rank * shard : rank * shard + size] for rank, size in enumerate(sizes)]
+    kept = out if even else out.new_empty(shard, b.shape[1])
+    wide = b.to(out.dtype)
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+
+    def call() -> None:
+        if even:
+            torch.mm(a.to(out.dtype), wide, out=product)
+        else:
+            for rows, place in zip(torch.split(a, sizes), places, strict=True):
+                torch.mm(rows.to(out.dtype), wide, out=place)
+        if dist.is_initialized():
+            scatter(kept, product)
+        else:
+            kept.copy_(product)
+        if not even:
+            out.copy_(kept[: len(out)])
+
+    return call
+
+
+def gloo_matmul_all_reduce(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], None]:
+    """``torch.mm`` into `out`, then ``dist.all_reduce`` on gloo; both inputs are widened first where `out` is wider."""
+    wide = b.to(out.dtype)
+
+    def call() -> None:
+        torch.mm(a.to(out.dtype), wide, out=out)
+        if dist.is_initialized():
+            dist.all_reduce(out)
+
+    return call
+
+
+def gloo_collective(operation: str, a: Tensor, out: Tensor, op: str) -> Callable[[], object]:
+    """The call of ``torch.distributed`` that does `operation` on gloo, from `a` to `out`; broadcasts come from rank 0."""
+    match operation:
+        case "all_gather":
+            return partial(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor, out, a)
+        case "reduce_scatter":
+            return partial(getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor, out, a, op=_OPS[op])
+        case "all_reduce" if a.data_ptr() == out.data_ptr():
+            return partial(dist.all_reduce, out, op=_OPS[op])
+        case "all_reduce":  # which torch.distributed only does in place
+            return lambda: dist.all_reduce(out.copy_(a), op=_OPS[op])
+        case "broadcast":
+            return partial(dist.broadcast, out, 0)
+        case _:
+            return partial(dist.all_to_all_single, out, a)

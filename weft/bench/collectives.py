@@ -1,0 +1,356 @@
+"""The benchmarks of the collectives over message size, beside gloo in the same processes and MPI in processes of its own.
+
+What is compared takes turns, batch by batch, so that noise hits all alike; whoever is not timed sleeps. Each batch follows a call
+that is not timed and a barrier, and lasts until the slowest rank is done.
+
+Data is random, and numbers are whole and so small that sums over all ranks are exact in every dtype: every element of every result
+must be equal to what is expected, on every rank, before and after timing, on new data and poisoned outputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.text import Text
+from torch import Tensor
+
+from weft.bench import environment
+from weft.bench.baselines import gloo_collective
+from weft.bench.mpi_ranks import MPIS, MpiRanks
+from weft.bench.progress import progress
+from weft.bench.sweep import Row, bandwidths, print_table, summarize
+from weft.bench.timing import Stopwatch, largest, no_garbage_collection
+from weft.ops.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from weft.world import World, init
+
+PLACES = {
+    "all_gather": (False, True),
+    "reduce_scatter": (False, True),
+    "all_reduce": (False, True),
+    "broadcast": (True,),
+    "all_to_all": (False,),
+}
+"""The operations, and whether they are measured out of place (False), in place (True) or both."""
+
+WEFT, PLAIN, GLOO = "weft", "weft (plain)", "gloo"
+
+RUNS = 32
+"""Runs that get data of their own."""
+
+BATCH = 1e-3
+"""Seconds that the calls of a batch are to take together: much longer than reading the clock, or leaving a barrier."""
+
+BUDGET = 2.0
+"""Seconds that the batches of one row may take together; slower ones are measured fewer times, at least three."""
+
+_DIGITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53, "int8": 7, "int32": 31, "int64": 63}
+_TIMEOUT = 600.0  # seconds; a baseline may keep rank 0 longer than others
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure; `sizes` are bytes of each rank's input."""
+
+    operation: str
+    sizes: tuple[int, ...]
+    dtype: str = "float32"
+    op: str = "sum"
+    algorithm: str = "auto"
+    warmup: int = 2
+    iterations: int = 20
+    seed: int = 0
+    baselines: tuple[str, ...] = ()
+    threads: int = 1
+
+
+class Data:
+    """The numbers that every rank puts in, and what must come out on this one.
+
+    Those of run 0, 1, … are a window onto a longer stream that moves by one element, so each element differs from what lay in its
+    place before.
+    """
+
+    def __init__(self, world: World, settings: Settings, count: int) -> None:
+        self.rank, self.operation, self.op = world.rank, settings.operation, settings.op
+        self.dtype = getattr(torch, settings.dtype)
+        limit = limit_of(settings.dtype, world.ranks)
+        self.streams = []
+        for rank in range(world.ranks):
+            generator = torch.Generator().manual_seed(settings.seed * world.ranks + rank)
+            self.streams.append(torch.randint(-limit, limit + 1, (count + RUNS,), generator=generator).to(self.dtype))
+
+    def own(self, run: int, count: int) -> Tensor:
+        """This rank's input of `count` elements in this run."""
+        return self.streams[self.rank][run : run + count]
+
+    def expected(self, run: int, count: int) -> Tensor:
+        """This rank's result of inputs of `count` elements in this run."""
+        sources = [stream[run : run + count] for stream in self.streams]
+        part = count // len(sources)
+        start = self.rank * part
+        match self.operation:
+            case "all_gather":
+                return torch.cat(sources)
+            case "reduce_scatter":
+                return self._reduced([source[start : start + part] for source in sources])
+            case "all_reduce":
+                return self._reduced(sources)
+            case "broadcast":
+                return sources[0]
+            case _:
+                return torch.cat([source[start : start + part] for source in sources])
+
+    def _reduced(self, sources: Sequence[Tensor]) -> Tensor:
+        if self.op != "avg":
+            return functools.reduce(_COMBINE[self.op], sources)
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return (functools.reduce(_COMBINE["sum"], sources).to(wide) / len(sources)).to(self.dtype)
+
+
+class Contender(Protocol):
+    """An implementation of the operation, in place or not. Its methods are collective over weft's ranks."""
+
+    implementation: str
+    in_place: bool
+
+    def verify(self, run: int) -> int:
+        """Run once on the data of `run` into a poisoned output; how many elements are wrong on any rank."""
+
+    def time(self, calls: int) -> float:
+        """Seconds of that many calls until the slowest rank is done; on rank 0, on others their own."""
+
+
+class Local:
+    """A contender in this process: its tensors, and a call on them."""
+
+    def __init__(self, name: str, in_place: bool, call: Callable[[], object], tensors: tuple[Tensor, Tensor], bench: Bench) -> None:
+        self.implementation, self.in_place, self.call, self.bench = name, in_place, call, bench
+        self.a, self.out = tensors
+
+    def verify(self, run: int) -> int:
+        """As `Contender` says."""
+        self.out.fill_(torch.nan if self.out.is_floating_point() else torch.iinfo(self.out.dtype).min)
+        self.a.copy_(self.bench.data.own(run, len(self.a)))
+        self.call()
+        return _total(self.bench.world, int((self.out != self.bench.data.expected(run, len(self.a))).sum()))
+
+    def time(self, calls: int) -> float:
+        """As `Contender` says."""
+        self.call()
+        return self.bench.stopwatch.time(functools.partial(_repeat, self.call, calls))
+
+
+class Mpi:
+    """A contender in MPI's processes, which rank 0 asks while the others sleep in a collective of gloo."""
+
+    def __init__(self, name: str, in_place: bool, ranks: MpiRanks | None, bench: Bench) -> None:
+        self.implementation, self.in_place, self.ranks, self.bench = name, in_place, ranks, bench
+
+    def verify(self, run: int) -> int:
+        """As `Contender` says."""
+        return _total(self.bench.world, sum(self.ranks.ask("verify", self.in_place, run)) if self.ranks else 0)
+
+    def time(self, calls: int) -> float:
+        """As `Contender` says."""
+        dist.barrier()
+        return largest(self.bench.world, [max(self.ranks.ask("time", self.in_place, calls)) if self.ranks else 0.0])[0]
+
+
+class Bench:
+    """The measurement of one operation on this rank: its data and tensors, which all sizes share."""
+
+    def __init__(self, settings: Settings, world: World) -> None:
+        self.settings, self.world, self.stopwatch = settings, world, Stopwatch(world)
+        dtype, ranks = getattr(torch, settings.dtype), world.ranks
+        largest_count = count_of(max(settings.sizes), settings, ranks)
+        self.data = Data(world, settings, largest_count)
+        outputs = output_count(settings.operation, largest_count, ranks)
+        self.memory: dict[str, dict[bool, tuple[Tensor, ...]]] = {}
+        for name, empty in ((WEFT, world.empty), (PLAIN, torch.empty)):
+            apart = (empty(largest_count, dtype=dtype), empty(outputs, dtype=dtype)) if False in self.places else ()
+            joint = (empty(max(largest_count, outputs), dtype=dtype),) if True in self.places else ()
+            for tensor in (*apart, *joint):
+                tensor.zero_()  # pages are there before anything is timed
+            self.memory[name] = {False: apart, True: joint}
+
+    @property
+    def places(self) -> tuple[bool, ...]:
+        """Whether the operation is measured out of place, in place or both."""
+        return PLACES[self.settings.operation]
+
+    def contenders(self, count: int, mpis: dict[str, MpiRanks | None]) -> list[Contender]:
+        """All implementations, for inputs of `count` elements."""
+        settings, found = self.settings, list[Contender]()
+        for in_place in self.places:
+            # A part that lies at another place on each rank is not yet found by peers.
+            for name in (PLAIN,) if in_place and settings.operation == "all_gather" else (WEFT, PLAIN):
+                tensors = self.tensors(name, in_place, count)
+                found.append(Local(name, in_place, weft_collective(settings, *tensors, self.world), tensors, self))
+            if GLOO in settings.baselines:  # on the plain tensors
+                found.append(Local(GLOO, in_place, gloo_collective(settings.operation, *tensors, settings.op), tensors, self))
+            found += [Mpi(name, in_place, ranks, self) for name, ranks in mpis.items()]
+        carrier, limit = numpy_dtype(settings), limit_of(settings.dtype, self.world.ranks)
+        for asked in filter(None, mpis.values()):
+            asked.ask("case", settings.operation, count, carrier, limit, settings.op, settings.seed)
+        return found
+
+    def tensors(self, name: str, in_place: bool, count: int) -> tuple[Tensor, Tensor]:
+        """The input of `count` elements and the output; in place the smaller is a part of the larger."""
+        outputs, rank = output_count(self.settings.operation, count, self.world.ranks), self.world.rank
+        if not in_place:
+            a, out = self.memory[name][False]
+            return a[:count], out[:outputs]
+        whole = self.memory[name][True][0][: max(count, outputs)]
+        part = min(count, outputs)
+        own = whole if part == len(whole) else whole[rank * part : (rank + 1) * part]
+        return (whole, own) if count > outputs else (own, whole)
+
+    def rows(self, size: int, mpis: dict[str, MpiRanks | None], advance: Callable[[], None]) -> list[Row]:
+        """Verify, measure and verify again all implementations for one size."""
+        settings, world = self.settings, self.world
+        count = count_of(size, settings, world.ranks)
+        contenders = self.contenders(count, mpis)
+        wrong = [contender.verify(run) for run, contender in enumerate(contenders)]
+        timings = race(contenders, world, settings.warmup, settings.iterations, advance)
+        wrong = [
+            max(before, contender.verify(run))
+            for run, (before, contender) in enumerate(zip(wrong, contenders, strict=True), len(contenders))
+        ]
+        rows, size = [], count * self.data.dtype.itemsize
+        for contender, (calls, seconds), errors in zip(contenders, timings, wrong, strict=True):
+            times = summarize(seconds, calls)
+            widths = bandwidths(settings.operation, size, world.ranks, times.median)
+            who = contender.implementation, contender.in_place
+            rows.append(Row(size, count, settings.dtype, settings.operation, *who, times, *widths, errors, len(seconds), calls))
+        return rows
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Measure on this rank, collectively; the result as a JSON object, which is complete on rank 0."""
+    torch.set_num_threads(settings.threads)
+    with ExitStack() as stack:
+        world = stack.enter_context(init(timeout=_TIMEOUT))
+        asked = [name for name in settings.baselines if name in MPIS]
+        mpis = {name: stack.enter_context(MpiRanks(name, world.ranks)) if world.rank == 0 else None for name in asked}
+        bench = Bench(settings, world)
+        rounds = len(settings.sizes) * (settings.warmup + settings.iterations)
+        with progress("measuring", rounds, shown=world.rank == 0) as advance:
+            rows = [row for size in settings.sizes for row in bench.rows(size, mpis, advance)]
+        return {
+            "benchmark": settings.operation.replace("_", "-"),
+            "ranks": world.ranks,
+            "dtype": settings.dtype,
+            "op": settings.op if settings.operation in ("all_reduce", "reduce_scatter") else None,
+            "algorithm": settings.algorithm,
+            "size_bytes_of": "each rank's input",
+            "rows": [row.to_json() for row in rows],
+            "verified": not any(row.wrong for row in rows),
+            "machine": environment.machine(),
+            "versions": environment.versions() | {name: ranks.version for name, ranks in mpis.items() if ranks},
+        }
+
+
+def print_tables(result: dict[str, Any], console: Console) -> None:
+    """Print the rows of a result, and what one must know to read them."""
+    op = f", {result['op']}" if result["op"] else ""
+    console.print(Text(f"{result['benchmark']}: {result['ranks']} ranks, {result['dtype']}{op}, {result['algorithm']}", "bold"))
+    names = dict.fromkeys(row["implementation"] for row in result["rows"])
+    print_table(result["rows"], [name for name in names if name not in (WEFT, PLAIN)], console)
+    machine = result["machine"]
+    notes = [
+        Text(
+            "size and count: each rank's input. Times: median of batches, divided by their calls. algbw, busbw: GB/s of 1e9 bytes"
+        ),
+        Text("as nccl-tests define them. weft: tensors in symmetric memory; weft (plain) and gloo: ordinary ones; MPI: numpy's."),
+        Text("Verified: every element on every rank equals what it must be, before and after timing.", "green")
+        if result["verified"]
+        else Text("NOT VERIFIED: there are wrong results. Their times mean nothing.", "bold red"),
+        Text(f"{machine['cpu']}, {machine['cores']} cores, threads per rank: {machine['threads_per_rank']}; ", "dim"),
+        Text(", ".join(f"{name} {version}" for name, version in result["versions"].items()), "dim"),
+    ]
+    for note in notes:
+        console.print(note, soft_wrap=True)
+
+
+def race(
+    contenders: Sequence[Contender], world: World, warmup: int, iterations: int, advance: Callable[[], None]
+) -> list[tuple[int, list[float]]]:
+    """Time batches of all contenders in turn: for each the calls per batch, and the seconds of its batches.
+
+    Every round has an order of its own, alike on all ranks.
+    """
+    single = [largest(world, [contender.time(3)])[0] / 3 for contender in contenders]
+    calls = [max(1, round(BATCH / seconds)) for seconds in single]
+    turns = [min(iterations, max(3, int(BUDGET / (n * seconds)))) for n, seconds in zip(calls, single, strict=True)]
+    samples: list[list[float]] = [[] for _ in contenders]
+    order, shuffle = list(range(len(contenders))), random.Random(0).shuffle
+    with no_garbage_collection():
+        for turn in range(-warmup, iterations):
+            advance()
+            shuffle(order)
+            for index in order:
+                if turn < turns[index] and (turn >= 0 or turns[index] == iterations):
+                    seconds = contenders[index].time(calls[index])
+                    if turn >= 0:
+                        samples[index].append(seconds)
+    return [(n, largest(world, own)) for n, own in zip(calls, samples, strict=True)]
+
+
+def weft_collective(settings: Settings, a: Tensor, out: Tensor, world: World) -> Callable[[], object]:
+    """weft's call on these tensors."""
+    match settings.operation:
+        case "all_gather":
+            return functools.partial(all_gather, a, out=out, algorithm=settings.algorithm, world=world)
+        case "reduce_scatter":
+            return functools.partial(reduce_scatter, a, out=out, op=settings.op, world=world)
+        case "all_reduce":
+            return functools.partial(all_reduce, a, out=out, op=settings.op, algorithm=settings.algorithm, world=world)
+        case "broadcast":
+            return functools.partial(broadcast, out, 0, world=world)
+        case _:
+            return functools.partial(all_to_all, a, out=out, world=world)
+
+
+def limit_of(dtype: str, ranks: int) -> int:
+    """The largest whole number of which as many as there are ranks add up exactly in `dtype`."""
+    return int(2 ** _DIGITS[dtype] - 1) // ranks
+
+
+def count_of(size: int, settings: Settings, ranks: int) -> int:
+    """Elements of each rank's input for a size in bytes, rounded up to whole elements, and parts where it is cut into some."""
+    parts = ranks if settings.operation in ("reduce_scatter", "all_to_all") else 1
+    step: int = getattr(torch, settings.dtype).itemsize * parts
+    return -(-size // step) * parts
+
+
+def output_count(operation: str, count: int, ranks: int) -> int:
+    """Elements of each rank's result for inputs of `count`."""
+    return {"all_gather": count * ranks, "reduce_scatter": count // ranks}.get(operation, count)
+
+
+def numpy_dtype(settings: Settings) -> str:
+    """What MPI's ranks take for the dtype: where nothing is added up, whole numbers as wide do."""
+    itemsize: int = getattr(torch, settings.dtype).itemsize
+    return settings.dtype if itemsize > 2 or settings.dtype == "int8" else f"int{8 * itemsize}"
+
+
+def _repeat(call: Callable[[], object], calls: int) -> None:
+    for _ in itertools.repeat(None, calls):
+        call()
+
+
+def _total(world: World, value: int) -> int:
+    total = torch.tensor(value)
+    if world.ranks > 1:
+        dist.all_reduce(total)
+    return int(total)

@@ -1,0 +1,33 @@
+"""What a measurement ran on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any
+
+import torch
+
+import weft
+
+
+def machine() -> dict[str, Any]:
+    """The processor, the cores that this process may use, its compute threads, and the memory in GiB."""
+    return {
+        "cpu": _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads_per_rank": torch.get_num_threads(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "vector_instructions": torch.backends.cpu.get_cpu_capability(),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what takes part in a measurement."""
+    return {"weft": weft.__version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def _field(path: str, name: str) -> str:
+    with open(path) as file:
+        return next((line.partition(":")[2].strip() for line in file if line.startswith(name)), "")

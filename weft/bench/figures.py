@@ -1,0 +1,27 @@
+"""What measured times mean. All times of one call are in the same unit, of one run, on the same data."""
+
+from __future__ import annotations
+
+
+def speedup(sequential: float, pipelined: float) -> float:
+    """``sequential / pipelined``: how many times faster the fused operator is."""
+    return sequential / pipelined
+
+
+def overlap_percent(compute: float, communicate: float, pipelined: float) -> float:
+    """``100 · max(0, 1 − (pipelined − compute) / communicate)``: how much of the communication is hidden behind compute.
+
+    The definition of the OSU micro-benchmarks for non-blocking collectives; above 100 where the fused operator is faster than
+    compute alone. `communicate` is measured alone, not derived from the other two.
+    """
+    return 100 * max(0.0, 1 - (pipelined - compute) / communicate)
+
+
+def limit_ratio(compute: float, communicate: float, pipelined: float) -> float:
+    """``pipelined / max(compute, communicate)``: 1.0 is perfect overlap of the two, which neither can beat by overlapping."""
+    return pipelined / max(compute, communicate)
+
+
+def tflops(m: int, k: int, n: int, milliseconds: float) -> float:
+    """``2·m·k·n / time`` in 1e12 operations per second: the rate of one rank's product of (m, k) and (k, n)."""
+    return 2 * m * k * n / (milliseconds * 1e-3) / 1e12

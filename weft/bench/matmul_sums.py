@@ -1,0 +1,186 @@
+"""The benchmarks of matmul + reduce-scatter and matmul + all-reduce: their views and baselines."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from weft import matmul
+from weft.bench.baselines import GLOO, gloo_matmul_all_reduce, gloo_matmul_reduce_scatter
+from weft.bench.fused import Settings, View, balanced_gbps
+from weft.bench.timing import Stopwatch, largest
+from weft.bench.verification import Check, Sums
+from weft.engines import engine
+from weft.ops import matmul_all_reduce as reducing
+from weft.ops import matmul_reduce_scatter as scattering
+from weft.ops.choice import Choice
+from weft.ops.partial_sums import product_dtype
+from weft.plan import Buffer, Instruction, Matmul, Plan, Reduce, Region
+from weft.schedules import matmul_all_reduce as reduce_schedule
+from weft.schedules import matmul_reduce_scatter as scatter_schedule
+from weft.schedules.common import offsets, split
+from weft.world import World
+
+
+class _ProductSum:
+    """The tensors of one rank and the views on them, as `weft.bench.fused.Case` describes.
+
+    As in a model that runs many times, the weight is packed; the baseline has a plain one. ``communicate`` is the operator's own
+    plan without its products, on products that lie in symmetric memory.
+    """
+
+    baseline: Callable[[Tensor, Tensor, Tensor], Callable[[], None]]
+
+    def __init__(self, settings: Settings, world: World, stopwatch: Stopwatch) -> None:
+        dtype, self.out_dtype = getattr(torch, settings.dtype), getattr(torch, settings.out_dtype)
+        m, k, n = settings.m, settings.k, settings.n
+        self.world, self.rows = world, split(m, world.ranks)
+        self.start, self.kept = self.place()
+        product = product_dtype(dtype, self.out_dtype)
+        self.problem = Sums(m, k, n, dtype, self.out_dtype, product, seed=settings.seed, rank=world.rank)
+        self.a = torch.empty(m, k, dtype=dtype)
+        self.products = world.empty(m, n, dtype=product)
+        self.whole = torch.empty(m, n, dtype=self.out_dtype)
+        self.out = torch.empty(self.kept, n, dtype=self.out_dtype)
+        self.weight = matmul.pack(self.problem.weight)
+        if settings.link:
+            world.emulate_link(settings.link.gbps or 1.0, settings.link.latency_us)
+        self.choice = self.choose(settings.algorithm, settings.chunk_rows)
+        alone = without_products(self.plan())
+        self.views = {
+            "compute": View(lambda: matmul.multiply(self.a, self.weight, self.whole), self.whole, self.problem.check_product),
+            "communicate": View(lambda: self._add(alone), self.out, self._check(self.problem.check_sum)),
+            "sequential": self._sum(self.operator("sequential", None)),
+            "pipelined": self._sum(self.operator(settings.algorithm, settings.chunk_rows)),
+        }
+        for name in settings.baselines:
+            self.views[name] = self._sum(self.baseline(self.a, self.problem.weight, self.out))
+        self.ablation: dict[str, str] = {}
+        self.notes: tuple[str, ...] = (
+            "communicate is the operator without its products, which lie in symmetric memory.",
+            "K is of each rank. The weight is packed; baselines have a plain weight.",
+        )
+        if settings.link and settings.link.gbps is None:
+            self.renew(0)
+            compute = statistics.median([stopwatch.time(self.views["compute"].call) for _ in range(6)][1:])
+            gbps = balanced_gbps(alone, n * product.itemsize, largest(world, [compute])[0], settings.link.latency_us)
+            world.emulate_link(gbps, settings.link.latency_us)
+
+    def place(self) -> tuple[int, int]:
+        """The first row of the sum that this rank keeps, and how many."""
+        raise NotImplementedError
+
+    def choose(self, algorithm: str, chunk_rows: int | None) -> Choice:
+        """How the operator would carry out the call."""
+        raise NotImplementedError
+
+    def plan(self) -> Plan:
+        """The plan of the choice."""
+        raise NotImplementedError
+
+    def operator(self, algorithm: str, chunk_rows: int | None) -> Callable[[], object]:
+        """The call to measure."""
+        raise NotImplementedError
+
+    def renew(self, run: int) -> None:
+        """Fill the inputs with those of this run."""
+        self.a.copy_(self.problem.rows(run))
+        self.products.copy_(self.problem.products(run))
+
+    def _add(self, plan: Plan) -> None:
+        dtypes = {"inbox": self.products.dtype, "running": self.problem.accumulator, "summed": self.out_dtype}
+        tensors = {"partial": self.products, "out": self.out}
+        engine(self.world).program(("communicate", id(plan)), plan, tensors, dtypes).run(tensors, {})
+
+    def _sum(self, call: Callable[[], object]) -> View:
+        return View(call, self.out, self._check(self.problem.check_product_sum))
+
+    def _check(self, check: Callable[[Tensor, int, int], Check]) -> Callable[[Tensor, int], Check]:
+        return lambda out, run: check(out, run, self.start)
+
+
+class MatmulReduceScatter(_ProductSum):
+    """Matmul + reduce-scatter; M rows of the product are shared out over the ranks."""
+
+    baseline = staticmethod(gloo_matmul_reduce_scatter)
+
+    def place(self) -> tuple[int, int]:
+        return offsets(self.rows)[self.world.rank], self.rows[self.world.rank]
+
+    def choose(self, algorithm: str, chunk_rows: int | None) -> Choice:
+        return scattering.choose(self.rows, self.world, algorithm, chunk_rows, packed=True)
+
+    def plan(self) -> Plan:
+        return scatter_schedule.matmul_reduce_scatter(
+            self.rows, self.choice.algorithm, chunk_rows=self.choice.chunk_rows, moved=self.world.link is not None
+        )
+
+    def operator(self, algorithm: str, chunk_rows: int | None) -> Callable[[], object]:
+        return partial(
+            scattering.matmul_reduce_scatter,
+            self.a,
+            self.weight,
+            out=self.out,
+            out_dtype=self.out_dtype,
+            shard_rows=self.rows,
+            algorithm=algorithm,
+            chunk_rows=chunk_rows,
+            world=self.world,
+        )
+
+
+class MatmulAllReduce(_ProductSum):
+    """Matmul + all-reduce; every rank gets all M rows."""
+
+    baseline = staticmethod(gloo_matmul_all_reduce)
+
+    def place(self) -> tuple[int, int]:
+        return 0, sum(self.rows)
+
+    def choose(self, algorithm: str, chunk_rows: int | None) -> Choice:
+        return reducing.choose(sum(self.rows), self.world, algorithm, chunk_rows, packed=True)
+
+    def plan(self) -> Plan:
+        return reduce_schedule.matmul_all_reduce(
+            self.rows, self.choice.algorithm, chunk_rows=self.choice.chunk_rows, moved=self.world.link is not None
+        )
+
+    def operator(self, algorithm: str, chunk_rows: int | None) -> Callable[[], object]:
+        return partial(
+            reducing.matmul_all_reduce,
+            self.a,
+            self.weight,
+            out=self.out,
+            out_dtype=self.out_dtype,
+            algorithm=algorithm,
+            chunk_rows=chunk_rows,
+            world=self.world,
+        )
+
+
+def without_products(plan: Plan) -> Plan:
+    """What is left of a plan if the products are there from the beginning, as an input.
+
+    It does not wait until peers have read that, so the caller must before it writes to it again.
+    """
+
+    def left(instruction: Instruction) -> tuple[Instruction, ...]:
+        match instruction:
+            case Matmul(src, Region(_, "out") as dst):  # of a single rank, whose product is the sum
+                return (Reduce((src._replace(buffer="partial"),), dst),)
+            case Matmul():
+                return ()
+        return (instruction,)
+
+    lanes = tuple({name: tuple(kept for i in lane for kept in left(i)) for name, lane in lanes.items()} for lanes in plan.lanes)
+    buffers = {name: buffer for name, buffer in plan.buffers.items() if name != "a"}
+    return replace(plan, lanes=lanes, buffers=buffers | {"partial": Buffer("input", buffers["partial"].rows)}, result={})
+
+
+BASELINES = (GLOO,)
+"""What there is to compare with, by name."""

@@ -1,0 +1,130 @@
+"""One rank of an MPI baseline. Run by another environment's Python under its ``mpiexec``; needs numpy and mpi4py alone.
+
+It sleeps in a read from a socket until it is told what to do, so it takes no time from what is measured meanwhile. Commands and
+answers are JSON, one line each: ``case`` makes the tensors of an operation, ``verify`` runs it once on new data and answers how
+many elements are wrong on this rank, ``time`` answers the seconds that some calls took this rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import json
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+WORLD = MPI.COMM_WORLD
+OPS = {"sum": (MPI.SUM, np.add), "max": (MPI.MAX, np.maximum), "min": (MPI.MIN, np.minimum)}
+RUNS = 32
+
+
+class Case:
+    """An operation on `count` elements of each rank, with the same data, poison and check as `weft.bench.collectives`."""
+
+    def __init__(self, operation: str, count: int, dtype: str, limit: int, op: str, seed: int) -> None:
+        self.operation, self.count, self.op = operation, count, op
+        self.dtype = np.dtype(dtype)
+        self.poison = np.nan if self.dtype.kind == "f" else np.iinfo(self.dtype).min
+        self.streams = [
+            np.random.default_rng([seed, rank]).integers(-limit, limit + 1, count + RUNS).astype(self.dtype)
+            for rank in range(WORLD.size)
+        ]
+        self.tensors = {in_place: self._tensors(in_place) for in_place in (False, True)}
+
+    def call(self, in_place: bool) -> Callable[[], object]:
+        """The MPI call on this case's tensors."""
+        a, out = self.tensors[in_place]
+        sent = MPI.IN_PLACE if in_place else a
+        match self.operation:
+            case "all_gather":
+                return functools.partial(WORLD.Allgather, sent, out)
+            case "reduce_scatter":
+                return functools.partial(WORLD.Reduce_scatter_block, sent, a if in_place else out, op=OPS[self.op][0])
+            case "all_reduce":
+                return functools.partial(WORLD.Allreduce, sent, out, op=OPS[self.op][0])
+            case "broadcast":
+                return functools.partial(WORLD.Bcast, out, 0)
+            case _:
+                return functools.partial(WORLD.Alltoall, sent, out)
+
+    def verify(self, in_place: bool, run: int) -> int:
+        """Run once on the data of `run` into a poisoned output; how many elements are wrong."""
+        a, out = self.tensors[in_place]
+        out.fill(self.poison)
+        a[:] = self.streams[WORLD.rank][run : run + self.count]
+        self.call(in_place)()
+        if in_place and self.operation == "reduce_scatter":
+            out = a[: len(out)]  # where MPI puts the result in place
+        return int((out != self._expected(run)).sum())
+
+    def time(self, in_place: bool, calls: int) -> float:
+        """Seconds of `calls` calls on this rank, from a barrier on, after one that is not timed."""
+        call = self.call(in_place)
+        call()
+        WORLD.Barrier()
+        start = time.perf_counter()
+        for _ in itertools.repeat(None, calls):
+            call()
+        return time.perf_counter() - start
+
+    def _tensors(self, in_place: bool) -> tuple[Array, Array]:
+        """The input and the output; in place the smaller is a part of the larger."""
+        ranks, rank = WORLD.size, WORLD.rank
+        sizes = {"all_gather": self.count * ranks, "reduce_scatter": self.count // ranks}
+        a, out = np.zeros(self.count, self.dtype), np.zeros(sizes.get(self.operation, self.count), self.dtype)
+        if in_place and len(out) >= len(a):
+            a = out[rank * len(a) :][: len(a)] if len(out) > len(a) else out
+        elif in_place:
+            out = a[rank * len(out) :][: len(out)]
+        return a, out
+
+    def _expected(self, run: int) -> Array:
+        sources = [stream[run : run + self.count] for stream in self.streams]
+        rank, part = WORLD.rank, self.count // WORLD.size
+        own = slice(rank * part, (rank + 1) * part)
+        match self.operation:
+            case "all_gather":
+                return np.concatenate(sources)
+            case "reduce_scatter":
+                return functools.reduce(OPS[self.op][1], [source[own] for source in sources])
+            case "all_reduce":
+                return functools.reduce(OPS[self.op][1], sources)
+            case "broadcast":
+                return sources[0]
+            case _:
+                return np.concatenate([source[own] for source in sources])
+
+
+def main() -> None:
+    """Serve the commands that arrive over the socket whose path is the script's argument, until it closes."""
+    gc.disable()
+    commands = socket.socket(socket.AF_UNIX)
+    commands.connect(sys.argv[1])
+    lines = commands.makefile("rw")
+
+    def answer(value: object) -> None:
+        lines.write(json.dumps(value) + "\n")
+        lines.flush()
+
+    answer(" ".join(MPI.Get_library_version().partition("\n")[0].partition(",")[0].split()))
+    case: Case | None = None
+    for line in lines:
+        name, arguments = json.loads(line)
+        if name == "case":
+            case = None  # free its memory first
+            case = Case(*arguments)
+            answer(None)
+        else:
+            answer(getattr(case, name)(*arguments))
+
+
+main()

@@ -1,0 +1,111 @@
+"""An MPI baseline's processes, seen from weft's rank 0: started once, asleep whenever they are not asked for something.
+
+Each MPI comes from the Python package index with mpi4py, in an environment of its own, since the two clash; ``make baselines``
+makes them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+DIRECTORY = Path(".baselines")
+MPIS = ("openmpi", "mpich")
+_START = 60.0  # seconds
+_ANSWER = 600.0
+_LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "HYDRA_", "HYDI_", "SLURM_", "PYTHONPATH")
+
+
+def environment(mpi: str) -> Path:
+    """Where the Python environment of an MPI is looked for: below the working directory."""
+    return DIRECTORY / mpi
+
+
+class MpiRanks:
+    """`ranks` processes of an MPI, each of which answers what `ask` asks. A context manager; `version` is what it calls itself."""
+
+    def __init__(self, mpi: str, ranks: int) -> None:
+        self.mpi = mpi
+        # mpiexec must not take itself for a part of what started weft.
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+        variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        crowded = mpi == "openmpi" and ranks > len(os.sched_getaffinity(0))
+        programs = environment(mpi).absolute() / "bin"
+        script = Path(__file__).with_name("mpi_baseline.py")
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
+        with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listener:
+            path = f"{directory}/socket"
+            listener.bind(path)
+            listener.listen(ranks)
+            listener.settimeout(0.1)
+            command = [f"{programs}/mpiexec", "-n", str(ranks), *(["--oversubscribe"] if crowded else [])]
+            self.process = subprocess.Popen(
+                [*command, f"{programs}/python", str(script), path],
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=self.errors,
+                stderr=self.errors,
+            )
+            self.lines = [self._accept(listener) for _ in range(ranks)]
+        self.version = str(self._answers()[0])
+
+    def ask(self, name: str, *arguments: Any) -> list[Any]:
+        """Have all ranks do something, and return their answers once all have given them."""
+        try:
+            for lines in self.lines:
+                lines.write(json.dumps([name, arguments]) + "\n")
+                lines.flush()
+        except OSError:
+            raise self._failure("are gone") from None
+        return self._answers()
+
+    def close(self) -> None:
+        """Have the processes end."""
+        for lines in self.lines:
+            lines.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.errors.close()
+
+    def __enter__(self) -> MpiRanks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _accept(self, listener: socket.socket) -> TextIO:
+        deadline = time.monotonic() + _START
+        while self.process.poll() is None and time.monotonic() < deadline:
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                continue
+            connection.settimeout(_ANSWER)
+            with connection:
+                return connection.makefile("rw")
+        raise self._failure("did not start")
+
+    def _answers(self) -> list[Any]:
+        try:
+            answers = [lines.readline() for lines in self.lines]
+        except OSError:
+            answers = [""]
+        if not all(answers):
+            raise self._failure("did not answer")
+        return [json.loads(answer) for answer in answers]
+
+    def _failure(self, what: str) -> RuntimeError:
+        self.process.kill()
+        self.process.wait()
+        self.errors.seek(0)
+        return RuntimeError(f"the ranks of {self.mpi} {what}: {self.errors.read()[-2000:].strip()}")

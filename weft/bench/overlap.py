@@ -1,0 +1,199 @@
+"""The benchmark of overlap as such: a product and an all-gather that need nothing of each other.
+
+They are measured alone, one after the other, and side by side: `weft.all_gather_async` beside the local product. The baseline is
+the same with gloo and ``torch.mm``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from weft import matmul
+from weft.bench import collectives, environment, figures
+from weft.bench.baselines import gloo_collective
+from weft.bench.plots import size_name
+from weft.bench.progress import progress
+from weft.bench.timing import Statistics, Stopwatch, largest
+from weft.bench.verification import Check, Problem
+from weft.ops.collectives import all_gather, all_gather_async
+from weft.world import World, init
+
+_TIMEOUT = 600.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure: each rank's product (m, k) @ (k, n), and the bytes that each rank puts into the all-gather.
+
+    `link_gbps` emulates a slower link, of that many 1e9 bits per second, or one on which communication takes as long as
+    computation ("auto").
+    """
+
+    m: int
+    k: int
+    n: int
+    gather_bytes: int
+    dtype: str = "float32"
+    warmup: int = 3
+    iterations: int = 20
+    seed: int = 0
+    gloo: bool = True
+    link_gbps: float | str | None = None
+    threads: int = 1
+
+
+class Overlap:
+    """One rank's tensors, and the views on them by name; what is gathered lies in symmetric memory and the weight is packed."""
+
+    def __init__(self, settings: Settings, world: World) -> None:
+        dtype = getattr(torch, settings.dtype)
+        m, k, n = settings.m, settings.k, settings.n
+        self.world = world
+        self.problem = Problem(m, k, n, dtype, dtype, seed=settings.seed, rank=world.rank)
+        self.x, self.out = torch.empty(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
+        self.weight = matmul.pack(self.problem.weight)
+        sweep = collectives.Settings("all_gather", (settings.gather_bytes,), settings.dtype, seed=settings.seed)
+        count = collectives.count_of(settings.gather_bytes, sweep, world.ranks)
+        self.data = collectives.Data(world, sweep, count)
+        self.a, self.gathered = world.empty(count, dtype=dtype), world.empty(count * world.ranks, dtype=dtype)
+        product, gather = self._product, partial(all_gather, self.a, out=self.gathered, world=world)
+        self.views: dict[str, Callable[[], object]] = {
+            "compute": product,
+            "communicate": gather,
+            "sequential": partial(_both, gather, product),
+            "overlapped": self._overlapped,
+        }
+        if settings.gloo:
+            mm = partial(torch.mm, self.x, self.problem.weight, out=self.out)
+            self.views["gloo sequential"] = lambda: (
+                gloo_collective("all_gather", self.a, self.gathered, "sum")(),
+                mm(),
+            )
+            self.views["gloo overlapped"] = lambda: self._gloo_overlapped(mm)
+
+    def verify(self, run: int) -> dict[str, Check]:
+        """Run every view on inputs of its own, `run` and following, into poisoned outputs; the worst check of any rank."""
+        checks = {}
+        for name, call in self.views.items():
+            self.x.copy_(self.problem.rows(run))
+            self.a.copy_(self.data.own(run, len(self.a)))
+            self.out.fill_(torch.nan)
+            self.gathered.fill_(torch.nan)
+            call()
+            wrong, max_error, bound = 0.0, 0.0, 0.0
+            if name != "communicate":
+                wrong, max_error, bound = self.problem.check_product(self.out, run)
+            if name != "compute":
+                wrong += int((self.gathered != self.data.expected(run, len(self.a))).sum())
+            wrong, max_error, bound = largest(self.world, [wrong, max_error, bound])
+            checks[name] = Check(int(wrong), max_error, bound)
+            run += 1
+        return checks
+
+    def _product(self) -> None:
+        matmul.multiply(self.x, self.weight, self.out)
+
+    def _overlapped(self) -> None:
+        gathering = all_gather_async(self.a, out=self.gathered, world=self.world)
+        self._product()
+        gathering.wait()
+
+    def _gloo_overlapped(self, mm: Callable[[], object]) -> None:
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        work = gather(self.gathered, self.a, async_op=True)
+        mm()
+        work.wait()
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Measure on this rank, collectively; the result as a JSON object, times in milliseconds."""
+    torch.set_num_threads(settings.threads)
+    with init(timeout=_TIMEOUT) as world, torch.no_grad():
+        stopwatch, case = Stopwatch(world), Overlap(settings, world)
+        _emulate(settings, world, case, stopwatch)
+        checks = case.verify(0)
+        with progress("measuring", settings.iterations + max(settings.warmup, 1) - 1, shown=world.rank == 0) as advance:
+            times = stopwatch.interleave(case.views, settings.warmup, settings.iterations, advance)
+        for name, check in case.verify(len(case.views)).items():
+            checks[name] = check.worse(checks[name])
+        compute, communicate, sequential, overlapped = (
+            times[name].median for name in ("compute", "communicate", "sequential", "overlapped")
+        )
+        shown = {name: {"median": time.median, "min": time.min, "max": time.max} for name, time in times.items()}
+        return {
+            "benchmark": "overlap",
+            "ranks": world.ranks,
+            "shape": {"m": settings.m, "k": settings.k, "n": settings.n},
+            "gather_bytes": settings.gather_bytes,
+            "dtype": settings.dtype,
+            "algorithm": f"all-gather of {size_name(settings.gather_bytes)} per rank",
+            "link": {"gbps": world.link[0], "latency_us": world.link[1]} if world.link else None,
+            "times_ms": {name: time for name, time in shown.items() if not name.startswith("gloo")},
+            "baselines_ms": {name: time for name, time in shown.items() if name.startswith("gloo")},
+            "speedup": figures.speedup(sequential, overlapped),
+            "overlap_percent": figures.overlap_percent(compute, communicate, overlapped),
+            "limit_ratio": figures.limit_ratio(compute, communicate, overlapped),
+            "wrong": {name: check.wrong for name, check in checks.items()},
+            "verified": not any(check.wrong for check in checks.values()),
+            "machine": environment.machine(),
+            "versions": environment.versions(),
+        }
+
+
+def print_tables(result: dict[str, Any], console: Console) -> None:
+    """Print the times, the figures, and what one must know to read them."""
+    shape, link, machine = result["shape"], result["link"], result["machine"]
+    size = f"{shape['m']}x{shape['k']}x{shape['n']} {result['dtype']}"
+    where = f", EMULATED LINK of {link['gbps']:g} Gbit/s" if link else ""
+    console.print(Text(f"overlap: {result['ranks']} ranks, {size} beside an {result['algorithm']}{where}", "bold"), soft_wrap=True)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for name in ("median ms", "min", "max"):
+        table.add_column(name, justify="right")
+    for name, times in (result["times_ms"] | result["baselines_ms"]).items():
+        label = Text(f"{name} WRONG", "bold red") if result["wrong"][name] else Text(name)
+        table.add_row(label, *(f"{time:.3f}" for time in times.values()))
+    console.print(table)
+    console.print(
+        f"speedup {result['speedup']:.2f}x (sequential / overlapped); {result['overlap_percent']:.0f} % of communicate hidden; "
+        f"limit ratio {result['limit_ratio']:.3f} (overlapped / max(compute, communicate); 1 is the limit)",
+        soft_wrap=True,
+    )
+    if machine["cores"] < 2 * result["ranks"] and not link:
+        console.print(
+            f"{result['ranks']} ranks that compute have {machine['cores']} cores: copies take their time from products, and can be "
+            "hidden only where a core is free, or behind a link.",
+            style="yellow",
+            soft_wrap=True,
+        )
+    if result["verified"]:
+        console.print("Verified on every rank, before and after timing, on new inputs and poisoned outputs.", style="green")
+    else:
+        console.print("NOT VERIFIED: there are wrong results. Their times mean nothing.", style="bold red")
+
+
+def _both(one: Callable[[], object], other: Callable[[], object]) -> None:
+    one()
+    other()
+
+
+def _emulate(settings: Settings, world: World, case: Overlap, stopwatch: Stopwatch) -> None:
+    """Slow down copies as asked for."""
+    if settings.link_gbps is None:
+        return
+    gbps = settings.link_gbps
+    if gbps == "auto":
+        compute: Statistics = stopwatch.interleave({"compute": case.views["compute"]}, 2, 5)["compute"]
+        received = (world.ranks - 1) * case.a.numel() * case.a.itemsize
+        gbps = float(f"{8 * received / (compute.median * 1e-3) / 1e9:.4g}")
+    world.emulate_link(float(gbps))

@@ -1,0 +1,293 @@
+"""The benchmark of one-sided copies over message size: put and get, synchronous and asynchronous, beside local copies.
+
+Rank 0 copies to and from the last rank, which sleeps meanwhile; what is compared takes turns in one process. Each turn begins with
+a copy that is not timed, then times single copies (latency), then a window of copies back to back (bandwidth, and what they cost
+the calling thread). An asynchronous copy takes until it is complete, but costs its caller only its submission.
+
+Before and after it is timed, for every size, each implementation copies random bytes into a target that holds the complement of
+every byte; whoever owns the target compares all of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from weft import _native
+from weft.bench import environment
+from weft.bench.plots import COLOURS, size_name
+from weft.bench.progress import progress
+from weft.bench.timing import largest, no_garbage_collection
+from weft.onesided import Transfer, barrier, get, get_async, put, put_async
+from weft.world import World, init
+
+MEMCPY, COPY_ = "memcpy", "torch.copy_"
+BATCH = 1e-3
+"""Seconds that the single copies of a turn are to take together, and those of its window."""
+BUDGET = 2.0
+"""Seconds that all turns of one implementation may take together at one size; slower ones get fewer turns, at least three."""
+
+_RUNS = 32  # windows of the random bytes
+_TIMEOUT = 600.0  # seconds; peers wait for rank 0 for as long as it measures one size
+_STYLES: dict[str, dict[str, Any]] = {
+    "weft": {"color": COLOURS["matmul"]},
+    "weft (async)": {"color": COLOURS["copy"]},
+    MEMCPY: {"color": COLOURS["text"], "linestyle": (0, (4, 3))},
+    COPY_: {"color": COLOURS["muted"], "linestyle": (0, (1, 2))},
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure; `sizes` are bytes of a copy."""
+
+    sizes: tuple[int, ...]
+    warmup: int = 2
+    iterations: int = 40
+    seed: int = 0
+    threads: int = 1
+
+
+class Contender(NamedTuple):
+    """A way to copy `source` to `target`; `owner` is the rank on which `target` can be looked at, `giver` that of `source`."""
+
+    operation: str
+    implementation: str
+    call: Callable[[], object]
+    source: Tensor
+    target: Tensor
+    giver: int
+    owner: int
+
+
+class Samples(NamedTuple):
+    """Seconds of single copies, seconds per copy in windows, and cycles that a copy in a window takes of its caller."""
+
+    singles: list[float]
+    windows: list[float]
+    cycles: list[float]
+
+
+class Bench:
+    """The buffers of one rank, which all sizes share: each has its random bytes and its place to copy to."""
+
+    def __init__(self, settings: Settings, world: World) -> None:
+        self.settings, self.world = settings, world
+        largest_size = max(settings.sizes)
+        generator = torch.Generator().manual_seed(settings.seed)
+        self.stream = torch.randint(256, (largest_size + _RUNS,), dtype=torch.uint8, generator=generator)
+        self.shared = world.empty(largest_size, dtype=torch.uint8)
+        self.source, self.target = torch.empty_like(self.shared), torch.empty_like(self.shared)
+        for tensor in (self.shared, self.source, self.target):
+            tensor.zero_()  # pages are there before anything is timed
+
+    def contenders(self, size: int) -> list[Contender]:
+        """All implementations, for copies of `size` bytes."""
+        shared, source, target, peer = self.shared[:size], self.source[:size], self.target[:size], self.world.ranks - 1
+        memmove = partial(ctypes.memmove, target.data_ptr(), source.data_ptr(), size)
+        return [
+            Contender("put", "weft", partial(put, shared, source, peer), source, shared, 0, peer),
+            Contender("put", "weft (async)", partial(put_async, shared, source, peer), source, shared, 0, peer),
+            Contender("get", "weft", partial(get, target, shared, peer), shared, target, peer, 0),
+            Contender("get", "weft (async)", partial(get_async, target, shared, peer), shared, target, peer, 0),
+            Contender("local", MEMCPY, memmove, source, target, 0, 0),
+            Contender("local", COPY_, partial(target.copy_, source), source, target, 0, 0),
+        ]
+
+    def verify(self, contender: Contender, run: int) -> int:
+        """Copy the bytes of `run` to a poisoned target; how many are wrong. Collective."""
+        expected, rank = self.stream[run : run + len(contender.source)], self.world.rank
+        if rank == contender.giver:
+            contender.source.copy_(expected)
+        if rank == contender.owner:
+            contender.target.copy_(~expected)
+        barrier(self.world)
+        if rank == 0:
+            _complete(contender.call())
+        barrier(self.world)
+        wrong = int((contender.target != expected).sum()) if rank == contender.owner else 0
+        return int(largest(self.world, [wrong])[0])
+
+    def rows(self, size: int, advance: Callable[[], None]) -> list[dict[str, Any]]:
+        """Verify, measure and verify again all implementations at one size; complete on rank 0."""
+        contenders = self.contenders(size)
+        wrong = [self.verify(contender, run) for run, contender in enumerate(contenders)]
+        samples = race(contenders, self.settings, advance) if self.world.rank == 0 else []
+        barrier(self.world)
+        wrong = [
+            max(before, self.verify(c, run)) for run, (before, c) in enumerate(zip(wrong, contenders, strict=True), len(wrong))
+        ]
+        return [_row(size, *both) for both in zip(contenders, samples, wrong, strict=True)] if samples else []
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Measure on this rank, collectively; the result as a JSON object, which is complete on rank 0.
+
+    In its rows `time_us` is of single copies and `algbw_gbps` of windows, in 1e9 bytes per second (`busbw_gbps` is the same for two
+    ranks); `cycles` is what a copy takes of its caller, in ticks of the processor's time-stamp counter, null where there is none.
+    """
+    torch.set_num_threads(settings.threads)
+    with init(timeout=_TIMEOUT) as world:
+        bench = Bench(settings, world)
+        rounds = len(settings.sizes) * (settings.warmup + settings.iterations)
+        with progress("measuring", rounds, shown=world.rank == 0) as advance:
+            rows = [row for size in settings.sizes for row in bench.rows(size, advance)]
+        return {
+            "benchmark": "p2p",
+            "ranks": world.ranks,
+            "rows": rows,
+            "verified": not any(row["wrong"] for row in rows),
+            "machine": environment.machine(),
+            "versions": environment.versions(),
+        }
+
+
+def race(contenders: Sequence[Contender], settings: Settings, advance: Callable[[], None]) -> list[Samples]:
+    """Let all contenders take turns, in an order drawn anew every round, after `warmup` rounds."""
+    copies, turns = [], []
+    for contender in contenders:
+        seconds = max(_turn(contender, 1).windows)
+        copies.append(max(1, min(100, round(BATCH / seconds))))
+        turns.append(min(settings.iterations, max(3, int(BUDGET / (2 * copies[-1] * seconds)))))
+    found = [Samples([], [], []) for _ in contenders]
+    order, shuffle = list(range(len(contenders))), random.Random(settings.seed).shuffle
+    with no_garbage_collection():
+        for turn in range(-settings.warmup, settings.iterations):
+            advance()
+            shuffle(order)
+            for index in order:
+                if turn < turns[index]:
+                    taken = _turn(contenders[index], copies[index])
+                    if turn >= 0:
+                        for all_of_them, more in zip(found[index], taken, strict=True):
+                            all_of_them += more
+    return found
+
+
+def print_tables(result: dict[str, Any], console: Console) -> None:
+    """Print the rows of a result, and what one must know to read them."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("size", "", "us", "p99 us", "GB/s", "kcycles", f"vs {MEMCPY}", "wrong"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    local = {row["size_bytes"]: row["algbw_gbps"] for row in result["rows"] if row["implementation"] == MEMCPY}
+    previous = None
+    for row in result["rows"]:
+        size, name = row["size_bytes"], row["implementation"]
+        if previous not in (None, size):
+            table.add_section()
+        table.add_row(
+            size_name(size) if size != previous else "",
+            _label(row),
+            f"{row['time_us']['median']:.1f}",
+            f"{row['time_us']['p99']:.1f}",
+            f"{row['algbw_gbps']:.1f}",
+            "" if row["cycles"] is None else f"{row['cycles'] / 1e3:.1f}",
+            Text() if name == MEMCPY else _ratio(row["algbw_gbps"] / local[size]),
+            Text(str(row["wrong"]), "bold red" if row["wrong"] else ""),
+        )
+        previous = size
+    machine = result["machine"]
+    console.print(Text(f"p2p: rank 0 and rank {result['ranks'] - 1} of {result['ranks']}", "bold"), table)
+    for note in (
+        Text("us: median of single copies, until complete. GB/s of 1e9 bytes: copies back to back; these are compared."),
+        Text("kcycles: what a copy takes of its caller, in 1000 ticks of the time-stamp counter; asynchronous: its submission.")
+        if result["rows"][0]["cycles"] is not None
+        else Text("kcycles: this processor has no time-stamp counter that can be read."),
+        Text("Verified: every byte, in targets poisoned before every implementation and size, before and after timing.", "green")
+        if result["verified"]
+        else Text("NOT VERIFIED: there are wrong results. Their times mean nothing.", "bold red"),
+        Text(f"{machine['cpu']}, {machine['cores']} cores; ", "dim"),
+        Text(", ".join(f"{name} {version}" for name, version in result["versions"].items()), "dim"),
+    ):
+        console.print(note, soft_wrap=True)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draw bandwidth over size for put and for get, synchronous and asynchronous beside local copies, into a PNG or SVG file."""
+    figure = Figure(figsize=(11, 4.4), dpi=160, layout="constrained")
+    for axes, operation in zip(figure.subplots(1, 2, sharey=True), ("put", "get"), strict=True):
+        rows = [row for row in result["rows"] if row["operation"] in (operation, "local")]
+        for name, style in _STYLES.items():
+            own = [row for row in rows if row["implementation"] == name]
+            speeds = [row["algbw_gbps"] for row in own]
+            label = name if operation == "put" else None
+            axes.plot([row["size_bytes"] for row in own], speeds, label=label, linewidth=1.8, marker="o", markersize=4, **style)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks := sorted({row["size_bytes"] for row in rows}), [size_name(size) for size in ticks])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("bytes of a copy", color=COLOURS["muted"])
+        axes.set_title(f"{operation}, GB/s", loc="left", fontsize=9.5, color=COLOURS["muted"])
+        axes.set_ylim(bottom=0)
+        axes.tick_params(length=0, labelcolor=COLOURS["text"], labelsize=9)
+        axes.grid(color="#e3e6ea", linewidth=0.6, zorder=0)
+        axes.spines[:].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    unverified = "" if result["verified"] else "  NOT VERIFIED"
+    title = f"p2p: rank 0 and rank {result['ranks'] - 1}, beside local copies{unverified}"
+    figure.suptitle(title, fontsize=11, color=COLOURS["text"], x=0.012, ha="left")
+    figure.savefig(path)
+
+
+def _turn(contender: Contender, copies: int) -> Samples:
+    """One turn: a copy that is not timed, `copies` single ones, and as many (at least two) back to back."""
+    call, singles, window = contender.call, [], max(2, copies)
+    _complete(call())
+    for _ in range(copies):
+        start = perf_counter()
+        _complete(call())
+        singles.append(perf_counter() - start)
+    last, start, ticks = None, perf_counter(), _native.cycles()
+    for _ in range(window):
+        last = call()
+    ticks = _native.cycles() - ticks
+    _complete(last)
+    return Samples(singles, [(perf_counter() - start) / window], [ticks / window])
+
+
+def _label(row: dict[str, Any]) -> str:
+    if row["operation"] == "local":
+        return str(row["implementation"])
+    return f"{row['operation']} async" if "async" in row["implementation"] else str(row["operation"])
+
+
+def _complete(handle: object) -> None:
+    if isinstance(handle, Transfer):
+        handle.wait()
+
+
+def _row(size: int, contender: Contender, samples: Samples, wrong: int) -> dict[str, Any]:
+    times = sorted(1e6 * second for second in samples.singles)
+    speed = size / statistics.median(samples.windows) / 1e9
+    return {
+        "size_bytes": size,
+        "operation": contender.operation,
+        "implementation": contender.implementation,
+        "time_us": {"median": statistics.median(times), "min": times[0], "p99": times[math.ceil(0.99 * len(times)) - 1]},
+        "algbw_gbps": speed,
+        "busbw_gbps": speed,
+        "cycles": statistics.median(samples.cycles) or None,
+        "wrong": wrong,
+        "copies": len(times),
+        "windows": len(samples.windows),
+    }
+
+
+def _ratio(ratio: float) -> Text:
+    return Text(f"{ratio:.2f}x") if round(ratio, 2) >= 1 else Text(f"{ratio:.2f}x SLOWER", "bold red")

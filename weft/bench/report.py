@@ -1,0 +1,139 @@
+"""A result as JSON for programs and as tables for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from weft.bench import figures
+from weft.bench.fused import Result
+from weft.bench.timing import Statistics
+
+
+def to_json(result: Result) -> dict[str, Any]:
+    """The result as a JSON object. Times are in milliseconds; an error that is not finite is null.
+
+    `max_error` is the largest error of any of weft's own products and `error_bound` the largest bound of any element.
+    """
+    settings = result.settings
+    products = [check for name, check in result.checks.items() if name != "communicate" and name not in result.baselines]
+    report = {
+        "benchmark": settings.benchmark,
+        "ranks": result.ranks,
+        "shape": {"m": settings.m, "k": settings.k, "n": settings.n},
+        "dtype": settings.dtype,
+        "out_dtype": settings.out_dtype,
+        "algorithm": result.algorithm,
+        "chunk_rows": result.chunk_rows,
+        "link": result.link._asdict() if result.link else None,
+        "times_ms": _times(result.times),
+        "baselines_ms": _times(result.baselines),
+        **_figures(result),
+        "verified": result.verified,
+        "max_error": _finite(max(check.max_error for check in products)),
+        "error_bound": _finite(max(check.bound for check in products)),
+        "machine": result.machine,
+        "versions": result.versions,
+    }
+    return report | ({"ablation_ms": _times(result.ablation)} if result.ablation else {})
+
+
+def print_tables(result: Result, console: Console) -> None:
+    """Print the times, the figures, and what one must know to read them."""
+    console.print(Text(title(result), "bold"), soft_wrap=True)
+    console.print(_table(result, result.times | result.baselines, result.baselines), _figure_table(result))
+    if result.ablation:
+        first = next(iter(result.ablation))
+        console.print(_table(result, result.ablation, {first: result.ablation[first]}))
+    for note in _notes(result):
+        console.print(note, soft_wrap=True)
+
+
+def title(result: Result) -> str:
+    """What was measured, in one line."""
+    settings = result.settings
+    dtypes = settings.dtype if settings.out_dtype == settings.dtype else f"{settings.dtype} to {settings.out_dtype}"
+    link = f", emulated link of {result.link.gbps:g} Gbit/s" if result.link else ""
+    ranks = f"{result.ranks} rank{'s' if result.ranks > 1 else ''}"
+    return f"{settings.benchmark}: {ranks}, {settings.m}x{settings.k}x{settings.n}, {dtypes}, {result.algorithm}{link}"
+
+
+def _table(result: Result, rows: Mapping[str, Statistics], compared: Mapping[str, Statistics]) -> Table:
+    """Times of `rows`, those that do what the baselines `compared` do beside these."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for name in ("median ms", "min", "max", "runs", *(f"vs {name}" for name in compared)):
+        table.add_column(name, justify="right")
+    for name, times in rows.items():
+        alone = name in ("compute", "communicate") or name in compared
+        against = [Text() if alone else _ratio(baseline.median / times.median) for baseline in compared.values()]
+        checked = result.checks.get(name)
+        label = Text(name) if not checked or not checked.wrong else Text(f"{name} WRONG", "bold red")
+        table.add_row(label, *(f"{time:.3f}" for time in times[:3]), str(times.iterations), *against)
+    return table
+
+
+def _figure_table(result: Result) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    figure = _figures(result)
+    hidden = "of communicate is hidden behind compute"
+    table.add_row("speedup", _ratio(figure["speedup"]), "sequential / pipelined")
+    table.add_row("overlap", f"{figure['overlap_percent']:.0f} %", hidden)
+    table.add_row("limit ratio", f"{figure['limit_ratio']:.3f}", "pipelined / max(compute, communicate); 1 is the limit")
+    table.add_row("TFLOP/s", f"{figure['tflops']:.3f}", "of each rank's product, pipelined")
+    table.columns[1].justify = "right"
+    return table
+
+
+def _notes(result: Result) -> Iterator[Text]:
+    settings, machine = result.settings, result.machine
+    yield Text()
+    if result.link:
+        link = f"{result.link.gbps:g} Gbit/s, {result.link.latency_us:g} us per transfer"
+        yield Text(f"EMULATED LINK: each rank's copies to and from peers take at least as long as on a link of {link}.", "yellow")
+    yield Text(f"{result.algorithm}, at most {result.chunk_rows} rows per transfer: {result.why}.")
+    yield from map(Text, result.notes)
+    for name, times in {**result.times, **result.baselines, **result.ablation}.items():
+        if times.iterations < settings.iterations:
+            yield Text(f"{name} is too slow for {settings.iterations} runs: {times.iterations} measured.", "yellow")
+    wrong = [name for name, check in result.checks.items() if check.wrong]
+    if wrong:
+        yield Text(f"NOT VERIFIED: wrong results from {', '.join(wrong)}. The times mean nothing.", "bold red")
+    else:
+        report = to_json(result)
+        errors = f"largest error {report['max_error']:.2g}, bound {report['error_bound']:.2g}"
+        yield Text(f"Verified on every rank, before and after timing, on new inputs and poisoned outputs: {errors}.", "green")
+    yield Text(
+        f"{machine['cpu']}, {machine['cores']} cores, threads per rank: {machine['threads_per_rank']}; "
+        + ", ".join(f"{name} {version}" for name, version in result.versions.items()),
+        "dim",
+    )
+
+
+def _ratio(ratio: float) -> Text:
+    return Text(f"{ratio:.2f}x") if round(ratio, 2) >= 1 else Text(f"{ratio:.2f}x SLOWER", "bold red")
+
+
+def _figures(result: Result) -> dict[str, float]:
+    compute, communicate, sequential, pipelined = (times.median for times in result.times.values())
+    settings = result.settings
+    return {
+        "speedup": figures.speedup(sequential, pipelined),
+        "overlap_percent": figures.overlap_percent(compute, communicate, pipelined),
+        "limit_ratio": figures.limit_ratio(compute, communicate, pipelined),
+        "tflops": figures.tflops(settings.m, settings.k, settings.n, pipelined),
+    }
+
+
+def _times(rows: Mapping[str, Statistics]) -> dict[str, dict[str, float]]:
+    return {name: {"median": times.median, "min": times.min, "max": times.max} for name, times in rows.items()}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

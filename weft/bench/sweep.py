@@ -1,0 +1,146 @@
+"""Sweeps over message sizes: which sizes, what a row of the result says, its JSON and its table."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+class Times(NamedTuple):
+    """Microseconds per call, over the batches measured; each is the time of the slowest rank."""
+
+    median: float
+    min: float
+    p99: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one implementation of an operation takes for one size.
+
+    `size_bytes` and `count` (elements) are those of each rank's input. `batches` were measured, each of `calls` calls back to back.
+    """
+
+    size_bytes: int
+    count: int
+    dtype: str
+    operation: str
+    implementation: str
+    in_place: bool
+    time_us: Times
+    algbw_gbps: float
+    busbw_gbps: float
+    wrong: int
+    batches: int
+    calls: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as a JSON object."""
+        return asdict(self) | {"time_us": self.time_us._asdict()}
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Bytes from ``8,4K:64M:4``: single sizes, and ranges of first, last and factor (2 unless given); K, M and G are binary.
+
+    Raises `ValueError` that says what is wrong.
+    """
+    sizes: list[int] = []
+    for part in text.split(","):
+        fields = part.split(":")
+        if not 1 <= len(fields) <= 3 or (len(fields) == 3 and not (fields[2].isdecimal() and int(fields[2]) > 1)):
+            raise ValueError(f"expected sizes such as 8,4K:64M:4 (first, last, factor of at least 2); got {part!r}")
+        first, last = _bytes(fields[0]), _bytes(fields[min(1, len(fields) - 1)])
+        factor = int(fields[2]) if len(fields) == 3 else 2
+        if last < first:
+            raise ValueError(f"the last size comes before the first in {part!r}")
+        while first <= last:
+            sizes.append(first)
+            first *= factor
+    return sorted(set(sizes))
+
+
+def summarize(seconds: Sequence[float], calls: int) -> Times:
+    """The statistics per call of batches of `calls` calls; p99 is the smallest that 99 % of the batches do not exceed."""
+    times = sorted(1e6 * second / calls for second in seconds)
+    return Times(statistics.median(times), times[0], times[math.ceil(0.99 * len(times)) - 1])
+
+
+def bandwidths(operation: str, size_bytes: int, ranks: int, microseconds: float) -> tuple[float, float]:
+    """``(algbw, busbw)`` in GB/s of 1e9 bytes, as nccl-tests define them (``doc/PERFORMANCE.md`` there).
+
+    ``algbw = S / time`` and ``busbw = algbw · factor`` with n ranks:
+
+    - all_gather: S is the gathered whole, n times each rank's input; factor (n − 1) / n
+    - reduce_scatter: S is each rank's input; factor (n − 1) / n
+    - all_reduce: S is each rank's input; factor 2 (n − 1) / n
+    - broadcast: S is the tensor; factor 1
+    - all_to_all: S is each rank's input; factor (n − 1) / n
+
+    `size_bytes` is each rank's input for all of them.
+    """
+    whole = size_bytes * (ranks if operation == "all_gather" else 1)
+    algbw = whole / (microseconds * 1e-6) / 1e9
+    part = (ranks - 1) / ranks
+    return algbw, algbw * {"broadcast": 1.0, "all_reduce": 2 * part}.get(operation, part)
+
+
+def print_table(rows: Sequence[dict[str, Any]], baselines: Sequence[str], console: Console) -> None:
+    """Print JSON rows as nccl-tests do, a line for each size and implementation, beside how weft compares with each baseline."""
+    places = [in_place for in_place in (False, True) if any(row["in_place"] == in_place for row in rows)]
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("\nsize B", "\ncount", "\ntype"):
+        table.add_column(name, justify="right")
+    table.add_column("", no_wrap=True)
+    for in_place in places:
+        for name in (f"{'in' if in_place else 'out of'} place\nus", "\nalgbw", "\nbusbw", "\n#wrong"):
+            table.add_column(name, justify="right")
+    for name in baselines:
+        table.add_column(f"\nvs {name}", justify="right")
+    found = {(row["size_bytes"], row["implementation"], row["in_place"]): row for row in rows}
+    previous = None
+    for row in {(row["size_bytes"], row["implementation"]): row for row in rows}.values():
+        size, implementation = row["size_bytes"], row["implementation"]
+        if previous not in (None, size):
+            table.add_section()
+        head = ["", "", ""] if size == previous else [str(size), str(row["count"]), row["dtype"]]
+        cells = [cell for place in places for cell in _cells(found.get((size, implementation, place)))]
+        first = next(place for place in places if (size, implementation, place) in found)
+        ours = found[size, implementation, first]["time_us"]["median"]
+        compared = []
+        for name in baselines:
+            theirs = found.get((size, name, first))
+            compared.append(_ratio(theirs["time_us"]["median"] / ours) if theirs and implementation not in baselines else Text())
+        table.add_row(*head, implementation, *cells, *compared)
+        previous = size
+    needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
+    console.width = max(console.width, needed)  # in a pipe there is no edge to fold columns at
+    console.print(table)
+
+
+def _cells(row: dict[str, Any] | None) -> list[Text]:
+    if row is None:
+        return [Text()] * 4
+    wrong = Text(str(row["wrong"]), "bold red" if row["wrong"] else "")
+    return [Text(f"{row['time_us']['median']:.2f}"), Text(f"{row['algbw_gbps']:.2f}"), Text(f"{row['busbw_gbps']:.2f}"), wrong]
+
+
+def _ratio(ratio: float) -> Text:
+    return Text(f"{ratio:.2f}x") if round(ratio, 2) >= 1 else Text(f"{ratio:.2f}x SLOWER", "bold red")
+
+
+def _bytes(text: str) -> int:
+    number, unit = (text[:-1], text[-1:].upper()) if text[-1:].upper() in ("K", "M", "G") else (text, "")
+    if not (number.isdecimal() and int(number)):
+        raise ValueError(f"expected a positive number of bytes such as 8, 4K, 64M or 1G; got {text!r}")
+    return int(number) * _UNITS[unit]

@@ -1,0 +1,88 @@
+"""The timeline picture: what every lane of every rank did when, one panel per trace over one time axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from weft.bench.plots import COLOURS
+from weft.trace import KINDS, Span, Trace
+
+_BAR = 0.72  # of the height of a lane
+
+
+def draw(traces: Sequence[Trace], path: Path, title: str) -> None:
+    """Draw `traces` one below the other, each from its own beginning, into a PNG or SVG file by the suffix of `path`."""
+    lanes = [len(trace.lanes) for trace in traces]
+    height = 0.36 * sum(lanes) + 0.75 * len(traces) + 1.1
+    figure = Figure(figsize=(11, height), dpi=160, layout="constrained")
+    panels = figure.subplots(len(traces), 1, sharex=True, squeeze=False, height_ratios=lanes)[:, 0]
+    longest = max(trace.seconds for trace in traces)
+    for panel, trace in zip(panels, traces, strict=True):
+        _draw_panel(panel, trace, longest)
+    panels[0].set_xlim(0, 1e3 * longest * 1.01)
+    panels[-1].set_xlabel("milliseconds", color=COLOURS["muted"])
+    figure.suptitle(title, fontsize=11, color=COLOURS["text"], x=0.012, ha="left")
+    kinds = [kind for kind in KINDS if any(span.kind == kind for trace in traces for span in trace.spans)]
+    figure.legend(handles=[_key(kind) for kind in kinds], loc="outside lower center", ncols=len(kinds), frameon=False)
+    figure.savefig(path)
+
+
+def _draw_panel(panel: Axes, trace: Trace, longest: float) -> None:
+    rows = {lane: row for row, lane in enumerate(trace.lanes)}
+    for (rank, _), row in rows.items():
+        panel.axhspan(row - 0.5, row + 0.5, color="#f6f7f9" if rank % 2 == 0 else "white", linewidth=0, zorder=0)
+    for kind in ("wait", "matmul", "copy", "reduce"):
+        for lane, row in rows.items():
+            spans = [_milliseconds(span, trace) for span in trace.spans if (span.rank, span.lane) == lane and span.kind == kind]
+            height = _BAR if kind != "wait" else _BAR / 3
+            panel.broken_barh(
+                [(start, stop - start) for start, stop in spans],
+                (row - height / 2, height),
+                facecolor=COLOURS[kind],
+                edgecolor="white",
+                linewidth=0.4 if kind != "wait" else 0,
+                zorder=2,
+            )
+    for span in trace.spans:
+        if span.kind == "notify":
+            at, row = _milliseconds(span, trace)[1], rows[span.rank, span.lane]
+            panel.plot([at, at], [row - 0.5, row - _BAR / 2], color=COLOURS["notify"], linewidth=0.9, zorder=3)
+        elif span.kind == "matmul":
+            _label(panel, span, trace, rows[span.rank, span.lane], longest)
+    end = 1e3 * trace.seconds
+    panel.axvline(end, color=COLOURS["text"], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    panel.set_title(f"{trace.title}  {end:.2f} ms", loc="left", fontsize=10.5, fontweight="bold", color=COLOURS["text"])
+    panel.set_title(_hidden(trace), loc="right", fontsize=9.5, color=COLOURS["muted"])
+    panel.set_ylim(len(rows) - 0.5, -0.5)
+    panel.set_yticks(list(rows.values()), [f"rank {rank}  {lane}" for rank, lane in rows])
+    panel.tick_params(length=0, labelsize=9, labelcolor=COLOURS["text"], labelbottom=True)
+    panel.grid(axis="x", color="#e3e6ea", linewidth=0.6, zorder=0)
+    panel.spines[:].set_visible(False)
+
+
+def _label(panel: Axes, span: Span, trace: Trace, row: int, longest: float) -> None:
+    """The number of rows inside a product's bar, where there is room."""
+    start, stop = _milliseconds(span, trace)
+    if stop - start > 0.05 * 1e3 * longest:
+        panel.text((start + stop) / 2, row, f"{span.rows} rows", ha="center", va="center", color="white", fontsize=7.5, zorder=4)
+
+
+def _hidden(trace: Trace) -> str:
+    part = trace.hidden_copies()
+    return "nothing is copied" if part is None else f"{100 * part:.0f} % of copying hidden behind products"
+
+
+def _milliseconds(span: Span, trace: Trace) -> tuple[float, float]:
+    return (span.start - trace.start) / 1e6, (span.stop - trace.start) / 1e6
+
+
+def _key(kind: str) -> Patch | Line2D:
+    if kind == "notify":
+        return Line2D([], [], color=COLOURS["notify"], marker="|", markersize=8, markeredgewidth=1.2, linestyle="none", label=kind)
+    return Patch(facecolor=COLOURS[kind], label=kind)

@@ -1,0 +1,14 @@
+"""Interpreters of plans, and the one place that composes a world with the engine that serves it."""
+
+from __future__ import annotations
+
+from weft.engines.host import HostEngine
+from weft.world import World
+
+
+def engine(world: World) -> HostEngine:
+    """The engine of a world, made at its first use."""
+    found: HostEngine | None = world.engine
+    if found is None:
+        found = world.engine = HostEngine(world)
+    return found

@@ -1,0 +1,203 @@
+"""The slow, obvious interpreter of plans that tests compare the other engines with: all ranks in one process.
+
+Lanes take steps of one instruction each, in turns or in a random interleaving: what a plan computes must not depend on which.
+Memory is as unkind as real memory: the workspaces of successive calls overlap and are never cleared, outputs hold NaN when a rank
+begins a call, and inputs hold it before the rank begins and after it ends.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.errors import PlanError
+from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait, reads
+
+Buffers = dict[str, Tensor]
+Move = Copy | Matmul | Reduce
+Step = tuple[int, str]
+"""A rank and the lane that takes its next instruction, or ``""`` where the rank moves on to its next call."""
+
+NAN = 0xFF
+"""Bytes of this value are NaN in every floating-point format, and -1 in integers."""
+
+
+class Call(NamedTuple):
+    """One execution of a plan: each rank's inputs, and its weights by the buffer that their products go to."""
+
+    plan: Plan
+    inputs: Sequence[Mapping[str, Tensor]]
+    weights: Sequence[Mapping[str, Tensor]] = ()
+
+
+def run(*calls: Call, order: random.Random | None = None) -> list[list[Buffers]]:
+    """The outputs of each call on each rank; the calls are made one after the other by ranks that move on by themselves.
+
+    With `order` some lanes run ahead of others as far as signals allow; without it all take turns. Products have the dtype of the
+    weight. A deadlock raises `PlanError`.
+    """
+    memory = _memory(calls)
+    ranks = [_Rank(r, calls, memory) for r in range(calls[0].plan.ranks)]
+    choose = _at_random(order) if order else _in_turns()
+    while ready := [(rank.rank, lane) for rank in ranks for lane in rank.ready()]:
+        _step(ranks, *choose(ready))
+    if stuck := [where for rank in ranks for where in rank.stuck()]:
+        raise PlanError(f"deadlock: {'; '.join(stuck)}")
+    return [list(outputs) for outputs in zip(*(rank.outputs for rank in ranks), strict=True)]
+
+
+def _in_turns() -> Callable[[Sequence[Step]], Step]:
+    last = -1, ""
+
+    def choose(ready: Sequence[Step]) -> Step:
+        nonlocal last
+        last = min(ready, key=lambda step: (step <= last, step))
+        return last
+
+    return choose
+
+
+def _at_random(order: random.Random) -> Callable[[Sequence[Step]], Step]:
+    """Prefer lanes at random; some runs keep to their preferences for long, so that lanes run far ahead, others for a step."""
+    restlessness = order.random()
+    urgency: dict[Step, float] = {}
+
+    def choose(ready: Sequence[Step]) -> Step:
+        if order.random() < restlessness:
+            urgency.clear()
+        return max(ready, key=lambda step: urgency.setdefault(step, order.random()))
+
+    return choose
+
+
+class _Rank:
+    """A rank's counters, and what its lanes have yet to do in its current call."""
+
+    def __init__(self, rank: int, calls: Sequence[Call], memory: Sequence[Sequence[Buffers]]) -> None:
+        self.rank, self.calls, self.memory, self.number = rank, calls, memory, -1
+        self.lanes: dict[str, list[Instruction]] = {}
+        self.counters: Counter[Signal] = Counter()
+        self.base: Counter[Signal] = Counter()
+        self.outputs: list[Buffers] = []
+
+    def ready(self) -> list[str]:
+        """The lanes that can take a step."""
+        if any(self.lanes.values()):
+            return [name for name, lane in self.lanes.items() if lane and not self.held(lane[0])]
+        return [""] if self.number < len(self.calls) else []
+
+    def held(self, instruction: Instruction) -> bool:
+        match instruction:
+            case Wait(signal, count):
+                return self.counters[signal] < self.base[signal] + count
+            case _:
+                return False
+
+    def stuck(self) -> list[str]:
+        return [f"rank {self.rank} {name} in call {self.number}: {lane[0]}" for name, lane in self.lanes.items() if lane]
+
+    def move_on(self) -> None:
+        """End the current call, if any, and begin the next, if any."""
+        if self.number >= 0:
+            self.outputs.append({name: tensor.clone() for name, tensor in self.buffers("output").items()})
+            _poison(*self.buffers("input").values())
+            self.base.update(self.calls[self.number].plan.promised(self.rank))
+        self.number += 1
+        if self.number < len(self.calls):
+            call = self.calls[self.number]
+            _poison(*self.buffers("output").values())
+            for name, tensor in self.buffers("input").items():
+                tensor.copy_(call.inputs[self.rank][name])
+            self.lanes = {name: list(lane) for name, lane in call.plan.lanes[self.rank].items()}
+
+    def buffers(self, role: str) -> Buffers:
+        """This rank's buffers that have this role in its current call."""
+        kinds = self.calls[self.number].plan.buffers
+        return {name: tensor for name, tensor in self.memory[self.number][self.rank].items() if kinds[name].role == role}
+
+    def rows(self, region: Region) -> Tensor:
+        """Rows, here or on a peer, as instructions of the current call name them."""
+        return self.memory[self.number][region.rank][region.buffer][region.start : region.stop]
+
+
+def _step(ranks: Sequence[_Rank], rank: int, lane: str) -> None:
+    here = ranks[rank]
+    if not lane:
+        here.move_on()
+        return
+    match here.lanes[lane].pop(0):
+        case Notify(peer, signal):
+            ranks[peer].counters[signal] += 1
+        case Copy() | Matmul() | Reduce() as move:
+            sources = [here.rows(source) for source in reads(move)]
+            here.rows(move.dst).copy_(_result(move, sources, here.calls[here.number], rank))
+
+
+def _result(move: Move, sources: Sequence[Tensor], call: Call, rank: int) -> Tensor:
+    """What `move` writes."""
+    match move:
+        case Copy():
+            return sources[0]
+        case Matmul():
+            weight = call.weights[rank][move.dst.buffer]
+            return sources[0].to(weight.dtype) @ weight
+        case Reduce():
+            dtype = sources[0].dtype
+            wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else torch.int64
+            total = sources[0].to(wide)
+            for source in sources[1:]:
+                total = total + source.to(wide)
+            return total.to(dtype)
+
+
+def _memory(calls: Sequence[Call]) -> list[list[Buffers]]:
+    """The buffers of each call on each rank; a rank's workspaces begin, in every call, at the start of one pool."""
+    ranks, likes = range(calls[0].plan.ranks), [_like(call) for call in calls]
+    plans = [(call.plan, like) for call, like in zip(calls, likes, strict=True)]
+    largest = max(sum(_bytes(like[name], max(buffer.rows)) for name, buffer in plan.buffers.items()) for plan, like in plans)
+    pools = [torch.full((largest,), NAN, dtype=torch.uint8) for _ in ranks]
+    return [[_lay_out(plan, like, r, pools[r]) for r in ranks] for plan, like in plans]
+
+
+def _lay_out(plan: Plan, like: Buffers, rank: int, pool: Tensor) -> Buffers:
+    """Memory that nothing has been written to: workspaces one after the other in `pool`, the rest by itself."""
+    buffers = {}
+    for name, buffer in plan.buffers.items():
+        shape = buffer.rows[rank], *like[name].shape[1:]
+        size = _bytes(like[name], buffer.rows[rank])
+        if buffer.role == "workspace":
+            piece, pool = pool[:size], pool[size:]
+        else:
+            piece = torch.full((size,), NAN, dtype=torch.uint8)
+        buffers[name] = piece.view(like[name].dtype)[: math.prod(shape)].view(shape)
+    return buffers
+
+
+def _bytes(like: Tensor, rows: int) -> int:
+    """The size of a buffer, rounded up so that any dtype may follow it."""
+    return -(-rows * like.shape[1:].numel() * like.itemsize // 8) * 8
+
+
+def _like(call: Call) -> Buffers:
+    """For each buffer a tensor of no rows with its columns and dtype.
+
+    They follow from the inputs by way of the instructions. Buffers that nothing is written to look like the first input.
+    """
+    moves = [(r, i) for r, lanes in enumerate(call.plan.lanes) for lane in lanes.values() for i in lane if isinstance(i, Move)]
+    like = {name: tensor[:0] for name, tensor in call.inputs[0].items()}
+    first = next(iter(like.values()))
+    while new := [(r, i) for r, i in moves if i.dst.buffer not in like and all(source.buffer in like for source in reads(i))]:
+        for r, move in new:
+            like[move.dst.buffer] = _result(move, [like[source.buffer] for source in reads(move)], call, r)
+    return {name: like.get(name, first) for name in call.plan.buffers}
+
+
+def _poison(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        tensor.view(torch.uint8).fill_(NAN)

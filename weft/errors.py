@@ -1,0 +1,34 @@
+"""How things fail. Bad arguments are `ValueError` or `TypeError`, raised before anything is sent."""
+
+from __future__ import annotations
+
+
+class WeftError(RuntimeError):
+    """Base of all errors below; raised itself for the use of a closed world."""
+
+
+class PeerLost(WeftError):
+    """A peer died, closed its world or failed with an exception of its own while this rank needed it.
+
+    `how` says which, as a phrase.
+    """
+
+    def __init__(self, message: str, how: str = "died") -> None:
+        super().__init__(message)
+        self.how = how
+
+
+class PeerTimeout(WeftError, TimeoutError):
+    """A wait reached its time limit."""
+
+
+class MismatchError(WeftError):
+    """The ranks did not make the same call; the message shows both."""
+
+
+class PlanError(WeftError, ValueError):
+    """A plan that cannot be proved right; the message lists the defects."""
+
+
+class SymmetricMemoryError(WeftError, MemoryError):
+    """Symmetric memory could not be had on some rank."""

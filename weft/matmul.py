@@ -1,0 +1,240 @@
+"""The local matrix product on a CPU: the fastest of the ways that torch offers, and weights packed once.
+
+`torch.mm` is often not the fastest: oneDNN's linear kernel reaches twice its float32 rate on some processors, and multiplying
+float16 through float32 hundreds of times its own. Which way wins depends on the dtype, on the number of rows and on whether the
+weight is packed, so all are timed once per machine and the winners remembered (`weft.cache`).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import platform
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from weft import cache
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""The dtypes that products take."""
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Those that they take with scales."""
+
+_ROWS = (1, 8, 64, 512)  # numbers of rows at which the ways are timed; others go by the nearest one below
+_BLOCK = 256  # rows of a packed product whose result still lies in the cache when it is copied to its place
+_REPACKED_BLOCK = 1024  # the same where each product packs the weight anew, which takes as long as some hundred rows
+
+
+class PackedWeight:
+    """A weight (K, N) laid out for products; made by `pack`.
+
+    Attributes: `shape`, `dtype` and `plain`, the tensor it was made from.
+    """
+
+    def __init__(self, b: Tensor) -> None:
+        self.plain, self.shape, self.dtype = b.detach(), b.shape, b.dtype
+        self._version = _version(self.plain)
+        self._packed: dict[torch.dtype, Tensor] = {}
+
+    def packed(self, dtype: torch.dtype) -> Tensor:
+        """The weight in oneDNN's layout for products in `dtype`, packed at the first use."""
+        if dtype not in self._packed:
+            self._packed[dtype] = torch.ops.mkldnn._reorder_linear_weight(self.plain.to(dtype).t().contiguous())
+        return self._packed[dtype]
+
+    def check_unchanged(self) -> None:
+        """Raise `ValueError` if the tensor this was made from has been written to since."""
+        if _version(self.plain) != self._version:
+            raise ValueError("the weight was changed after it was packed; pack it again with weft.pack(b)")
+
+    def __repr__(self) -> str:
+        return f"PackedWeight({tuple(self.shape)}, {self.dtype})"
+
+
+class ScaledWeight:
+    """A float8 weight (K, N) with its scales (1, N), for rows that carry theirs behind their K columns; see `weft.ops.float8`.
+
+    `shape` counts the columns of such rows: K, filled up to a multiple of 4, and the 4 bytes of a scale in float32.
+    """
+
+    def __init__(self, b: Tensor, scales: Tensor) -> None:
+        self.plain, self.scales, self.dtype, self.k = b, scales, b.dtype, b.shape[0]
+        self.shape = torch.Size((-(-self.k // 4) * 4 + 4, b.shape[1]))
+
+
+Weight = Tensor | PackedWeight | ScaledWeight
+
+
+def plain(weight: Weight) -> Tensor:
+    """The tensor that a weight is or was made from."""
+    return weight if isinstance(weight, Tensor) else weight.plain
+
+
+def pack(b: Tensor) -> PackedWeight:
+    """Lay out the weight `b` (K, N), of any strides, for use in many products; worth most where these have few rows.
+
+    Operators take the result in place of `b`. It refers to `b`, which must not be changed: a changed weight is an error when used.
+    """
+    if not isinstance(b, Tensor):
+        raise TypeError(f"a weight is a tensor; got {type(b).__name__}")
+    if b.dim() != 2 or b.dtype not in DTYPES or b.device.type != "cpu":
+        raise ValueError(
+            f"a weight to pack is a CPU tensor (K, N) of a floating dtype; got {tuple(b.shape)} {b.dtype} on {b.device}"
+        )
+    return PackedWeight(b)
+
+
+def multiply(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None = None) -> None:
+    """``out = x @ weight (+ bias)`` for x (rows, K), weight (K, N), bias (N,) and out (rows, N).
+
+    `x` and `weight` have one dtype; `out` has it too, or is float32. Sums are accumulated in float32 (float64 for float64) and
+    rounded once to the dtype of `out`. The result depends on nothing but the arguments and the machine. A `ScaledWeight` goes with
+    rows that carry their scales, and gives any dtype.
+    """
+    packed = isinstance(weight, PackedWeight)
+    if 0 in x.shape or 0 in weight.shape:
+        out.copy_(bias) if bias is not None else out.zero_()
+        return
+    if isinstance(weight, ScaledWeight):
+        _scaled(x, weight, out, bias)
+        return
+    _WAYS[_way(x.dtype, out.dtype, packed, x.shape[0])](x, weight, out, bias)
+
+
+def chosen(dtype: torch.dtype, out_dtype: torch.dtype, packed: bool, rows: int) -> str:
+    """The name of the way that `multiply` takes: ``mm`` or ``onednn``, with ``/float32`` if it computes in float32."""
+    return _way(dtype, out_dtype, packed, rows)
+
+
+def _scaled(x: Tensor, weight: ScaledWeight, out: Tensor, bias: Tensor | None) -> None:
+    """The sums in float32 of what the float8 numbers stand for."""
+    scales = x[:, -4:].view(torch.float32).contiguous()
+    if weight.k:
+        product = torch._scaled_mm(x[:, : weight.k], weight.plain, scales, weight.scales, out_dtype=torch.float32)
+    else:
+        product = torch.zeros(out.shape)
+    out.copy_(product if bias is None else product.add_(bias))
+
+
+def _mm(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None) -> None:
+    b = plain(weight)
+    if bias is None:
+        torch.mm(x, b, out=out)
+    else:
+        torch.addmm(bias.to(x.dtype), x, b, out=out)
+
+
+def _mm_float32(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None) -> None:
+    b = plain(weight)
+    product = torch.mm(x.float(), b.float())
+    out.copy_(product if bias is None else product.add_(bias))
+
+
+def _onednn(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None) -> None:
+    _linear(x, weight, out, bias, x.dtype)
+
+
+def _onednn_float32(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None) -> None:
+    _linear(x, weight, out, bias, torch.float32)
+
+
+def _linear(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    """oneDNN's linear kernel, which returns a new tensor: block by block, so that it is small and copied from the cache."""
+    packed = isinstance(weight, PackedWeight)
+    w = weight.packed(dtype) if isinstance(weight, PackedWeight) else _dense(plain(weight)).to(dtype).t()
+    b = None if bias is None else bias.to(dtype)
+    size = _BLOCK if packed else _REPACKED_BLOCK
+    for start in range(0, len(x), size):
+        rows = slice(start, start + size)
+        out[rows].copy_(torch.ops.mkldnn._linear_pointwise(x[rows].to(dtype), w, b, "none", [], ""))
+
+
+def _dense(b: Tensor) -> Tensor:
+    """`b` without gaps between its rows and columns, for which oneDNN has no fast kernel."""
+    return b if b.is_contiguous() or b.t().is_contiguous() else b.contiguous()
+
+
+_WAYS: dict[str, Callable[[Tensor, Weight, Tensor, Tensor | None], None]] = {
+    "onednn": _onednn,
+    "onednn/float32": _onednn_float32,
+    "mm": _mm,
+    "mm/float32": _mm_float32,
+}
+
+
+@functools.cache
+def _way(dtype: torch.dtype, out_dtype: torch.dtype, packed: bool, rows: int) -> str:
+    table = _table(dtype, out_dtype, torch.get_num_threads())
+    nearest = max(size for size in _ROWS if size <= rows)
+    way: str = table["packed" if packed else "plain"][str(nearest)]
+    return way
+
+
+@functools.cache
+def _table(dtype: torch.dtype, out_dtype: torch.dtype, threads: int) -> dict[str, dict[str, str]]:
+    """The fastest way by number of rows, for packed and plain weights."""
+    machine = f"{_processor()} torch {torch.__version__} {threads} threads"
+    kind = f"{dtype}-{out_dtype}".replace("torch.", "")
+    name = f"matmul-{kind}-{hashlib.sha256(machine.encode()).hexdigest()[:16]}"
+    table: dict[str, dict[str, str]] = cache.once(name, lambda: _measure(dtype, out_dtype) | {"machine": machine})
+    return table
+
+
+def _candidates(dtype: torch.dtype, out_dtype: torch.dtype) -> list[str]:
+    if dtype == torch.float64:
+        return ["mm"]
+    onednn = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    ways = ["mm/float32", "onednn/float32"] if dtype != torch.float32 else []
+    if dtype == out_dtype:
+        ways += ["mm", "onednn"]
+    return [way for way in ways if onednn or not way.startswith("onednn")]
+
+
+@torch.inference_mode(False)
+def _measure(dtype: torch.dtype, out_dtype: torch.dtype) -> dict[str, dict[str, str]]:
+    """Time every way at every number of rows; a way far behind at one number is not tried at larger ones."""
+    width = 1024
+    b = torch.randn(width, width).to(dtype)
+    table: dict[str, dict[str, str]] = {}
+    weights: dict[str, Weight] = {"packed": pack(b), "plain": b}
+    for name, weight in weights.items():
+        ways, table[name] = _candidates(dtype, out_dtype), {}
+        for rows in _ROWS:
+            x, out = torch.randn(rows, width).to(dtype), torch.empty(rows, width, dtype=out_dtype)
+            seconds = {way: _time(functools.partial(_WAYS[way], x, weight, out, None)) for way in ways}
+            table[name][str(rows)] = min(seconds, key=seconds.__getitem__)
+            ways = [way for way in ways if seconds[way] < 8 * min(seconds.values())]
+    return table
+
+
+def _version(tensor: Tensor) -> int:
+    """How often the tensor has been written to; tensors made for inference do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _time(work: Callable[[], None]) -> float:
+    """The least of a few runs, after one that warms up; infinite for what this processor does not support."""
+    try:
+        work()
+    except RuntimeError:
+        return math.inf
+    seconds = []
+    for _ in range(4):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = dict(line.split("\t", 1) for line in file.read().split("\n\n")[0].splitlines() if "\t" in line)
+        return ":".join(lines.get(key, "").strip(" \t:") for key in ("model name", "cpu family", "model"))
+    except OSError:
+        return platform.processor()

@@ -1,0 +1,174 @@
+"""Checks that operators share: what was given, and what would do. Everything here is raised before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from weft import memory
+from weft.matmul import DTYPES, FLOAT8, PackedWeight, Weight
+from weft.world import World
+
+
+def name(dtype: torch.dtype) -> str:
+    """``float32`` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_tensor(tensor: object, what: str) -> None:
+    """A tensor."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{what} must be a tensor; got {type(tensor).__name__}")
+
+
+def check_input(tensor: Tensor, what: str, world: World, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
+    """A CPU tensor of a supported dtype that does not lie in another world's symmetric memory."""
+    check_tensor(tensor, what)
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{what} is on {tensor.device}; this world's ranks work on the CPU: pass {what}.cpu()")
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{what} has dtype {name(tensor.dtype)}; supported are {', '.join(map(name, dtypes))}")
+    segment = memory.find(tensor)
+    if segment is not None and segment.world != world.number:
+        raise ValueError(f"{what} is symmetric in another world; pass a plain tensor or one made by this world's empty(...)")
+
+
+def check_weight(a: Tensor, b: Weight, world: World, k: int | None = None) -> None:
+    """`b` is (K, N) of a's dtype; K is that of a, or `k` where a is a part of what is multiplied."""
+    k = a.shape[-1] if k is None else k
+    if isinstance(b, PackedWeight):
+        b.check_unchanged()
+    elif isinstance(b, Tensor):
+        check_input(b, "b", world)
+    elif k == a.shape[-1]:
+        return  # it was made for this a
+    else:
+        raise ValueError("float8 inputs cannot be split along K, since each part has scales of its own")
+    if len(b.shape) != 2:
+        raise ValueError(f"b must be a matrix (K, N); got shape {tuple(b.shape)}")
+    if k != b.shape[0]:
+        raise ValueError(f"a has {k} columns and b {b.shape[0]} rows; these inner dimensions must be equal")
+    if a.dtype != b.dtype:
+        raise TypeError(f"a is {name(a.dtype)} and b {name(b.dtype)}; they must have one dtype")
+
+
+def check_out_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of the result: the input's, or float32; for float8 bfloat16, or any other."""
+    if dtype in FLOAT8:
+        if out_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
+            raise TypeError(f"out_dtype must be bfloat16, float16 or float32 for {name(dtype)}; got {out_dtype}")
+        return out_dtype or torch.bfloat16
+    if out_dtype not in (None, dtype, torch.float32) or (dtype == torch.float64 and out_dtype == torch.float32):
+        raise TypeError(f"out_dtype must be {name(dtype)}{'' if dtype == torch.float64 else ' or float32'}; got {out_dtype}")
+    return out_dtype or dtype
+
+
+def check_parts(rows: int, shard_rows: Sequence[int] | None, world: World) -> list[int]:
+    """The parts that ranks keep of `rows` rows."""
+    if shard_rows is None:
+        if rows % world.ranks:
+            raise ValueError(f"{rows} rows do not divide evenly over {world.ranks} ranks: give shard_rows, the rows of each")
+        return [rows // world.ranks] * world.ranks
+    counts = [int(n) for n in shard_rows]
+    if len(counts) != world.ranks or min(counts) < 0 or sum(counts) != rows:
+        raise ValueError(f"shard_rows must be {world.ranks} counts, none negative, of {rows} in all; got {counts}")
+    return counts
+
+
+def check_shard_rows(rows: int, shard_rows: Sequence[int] | None, world: World) -> list[int]:
+    """The number of rows of every rank."""
+    if shard_rows is None:
+        return [rows] * world.ranks
+    counts = [int(n) for n in shard_rows]
+    if len(counts) != world.ranks or min(counts) < 0:
+        raise ValueError(f"shard_rows must be {world.ranks} counts, one per rank, none negative; got {counts}")
+    if counts[world.rank] != rows:
+        raise ValueError(f"shard_rows gives rank {world.rank} {counts[world.rank]} rows, but its input has {rows}")
+    return counts
+
+
+def check_chunk_rows(chunk_rows: int | None) -> None:
+    """At least one row."""
+    if chunk_rows is not None and chunk_rows <= 0:
+        raise ValueError(f"chunk_rows must be at least 1; got {chunk_rows}")
+
+
+def check_timeout(timeout: float | None) -> None:
+    """More than nothing."""
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds; got {timeout}")
+
+
+def check_algorithm(algorithm: str, known: Sequence[str]) -> None:
+    """One of those known, or ``auto``."""
+    if algorithm not in (*known, "auto"):
+        raise ValueError(f"there is no algorithm {algorithm!r}; choose auto or one of {', '.join(known)}")
+
+
+def check_op(op: str) -> None:
+    """``sum`` or ``avg``."""
+    if op not in ("sum", "avg"):
+        raise ValueError(f"op must be sum or avg; got {op!r}")
+
+
+def check_matrix(a: Tensor, world: World, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
+    """Rows to multiply: an input of at least two dimensions."""
+    check_input(a, "a", world, dtypes)
+    if a.dim() < 2:
+        raise ValueError(f"a must have at least 2 dimensions, (rows, …, K); got shape {tuple(a.shape)}")
+
+
+def check_bias(bias: Tensor | None, columns: int, world: World) -> None:
+    """(N,)."""
+    if bias is not None:
+        check_input(bias, "bias", world)
+        if bias.shape != (columns,):
+            raise ValueError(f"bias must have shape ({columns},); got {tuple(bias.shape)}")
+
+
+def result(out: Tensor | None, shape: Sequence[int], dtype: torch.dtype, inputs: Sequence[Tensor], world: World) -> Tensor:
+    """`out` if it fits, else a new tensor."""
+    if out is None:
+        return torch.empty(shape, dtype=dtype)
+    check_input(out, "out", world, (dtype,))
+    if out.shape != torch.Size(shape):
+        raise ValueError(f"out must have shape {tuple(shape)}; got {tuple(out.shape)}")
+    if not out.is_contiguous():
+        raise ValueError("out must be contiguous")
+    if any(overlap(out, tensor) for tensor in inputs):
+        raise ValueError("out must not overlap an input")
+    return out
+
+
+def recorded(tensors: Sequence[object]) -> bool:
+    """Whether a call is to be traced by torch, for gradients or by the compiler."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch.is_grad_enabled() and any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
+
+
+def check_no_out(out: object) -> None:
+    """What torch traces returns new tensors."""
+    if out is not None:
+        raise ValueError("out= cannot be recorded: leave it out, or call under torch.no_grad() and outside torch.compile")
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors span common bytes."""
+    (a, b), (c, d) = _span(one), _span(other)
+    return a < d and c < b
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    if tensor.numel() == 0:
+        return 0, 0
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """The tensor as a matrix whose rows are contiguous; a copy only where its strides demand one."""
+    matrix = tensor.reshape(-1, tensor.shape[-1])
+    return matrix if matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()

@@ -1,0 +1,404 @@
+"""The collectives of `torch.distributed`, on symmetric or plain CPU tensors, as plans that run wholly in the native core.
+
+Each is collective, and returns when its result is in place and its inputs are the caller's again. The ``_async`` form returns a
+`Handle` at once and works on the native lane (the first call of its kind may wait for its peers, to take a workspace together);
+until it is waited for, its tensors must not be touched. Calls are carried out in the order in which they are made. Results do not
+depend on arrival order: the same bits on every run.
+
+Passing `out`, and the same tensors again and again, is the fastest way to call: the compiled plan is then found by the tensors'
+identity. Symmetric tensors (`World.empty`), the same on all ranks, are read in place by peers; others are staged.
+
+Keywords that all share: `out`, a contiguous tensor for the result (else a new one); `world`, by default that of ``weft.init()``;
+`timeout`, the seconds any wait may take, by default the world's. Bad arguments are `ValueError` or `TypeError`, raised before
+anything is sent; lost, late or disagreeing peers are `PeerLost`, `PeerTimeout` and `MismatchError`, and close the world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+
+from weft.engines import engine
+from weft.engines.host import Geometry, Program
+from weft.errors import PeerTimeout
+from weft.matmul import DTYPES as FLOATS
+from weft.ops import arguments
+from weft.plan import Plan
+from weft.schedules import all_gather as gathering
+from weft.schedules import all_reduce as reducing
+from weft.schedules import all_to_all as exchanging
+from weft.schedules import broadcast as broadcasting
+from weft.schedules import reduce_scatter as scattering
+from weft.world import World, current
+
+NUMBERS = (*FLOATS, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+"""What can be reduced; averages are of floating dtypes."""
+
+ANY = (*NUMBERS, torch.bool)
+"""What can be moved."""
+
+REDUCTIONS = ("sum", "avg", "max", "min")
+
+ONE_SHOT_BYTES = 16 << 10  # up to this size the least waiting wins over the least work
+PIECES = 16  # transfers per shard of push and ring
+_REMEMBERED = 1024  # calls per world that are found by the identity of their tensors
+
+
+class Handle:
+    """A collective in progress, made by the ``_async`` forms."""
+
+    def __init__(self, program: Program, work: _Work) -> None:
+        self._program, self._result = program, work.result
+        self._work: _Work | None = work
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work is None or self._program.done()
+
+    def wait(self, timeout: float | None = None) -> Tensor:
+        """The result, once it is in place.
+
+        Raises `PeerTimeout` if it is not after `timeout` seconds; the collective goes on and can be waited for again. Raises what
+        the collective itself would.
+        """
+        if self._work is not None:
+            if not self._program.join(float("inf") if timeout is None else timeout):
+                raise PeerTimeout(f"{self._program.plan.operator} is not done after {timeout:g} s")
+            self._work.finish()
+            self._work = None
+        return self._result
+
+
+class _Work(NamedTuple):
+    """What a call comes to: a plan, the matrices it works on, its result, and a tensor to copy to the result at the end, if any."""
+
+    plan: Plan
+    tensors: dict[str, Tensor]
+    result: Tensor
+    copied: Tensor | None = None
+
+    def finish(self) -> None:
+        if self.copied is not None:
+            self.result.copy_(self.copied)
+
+
+class _Known(NamedTuple):
+    """A compiled call for certain tensors, and how to tell that they are still as they were."""
+
+    program: Program
+    addresses: tuple[tuple[int, int], ...]
+    seen: tuple[tuple[ReferenceType[Tensor], int, torch.Size, tuple[int, ...]], ...]
+
+    def fits(self, *tensors: Tensor) -> bool:
+        for tensor, (known, address, shape, strides) in zip(tensors, self.seen, strict=True):
+            if known() is not tensor or tensor.data_ptr() != address or tensor.shape != shape or tensor.stride() != strides:
+                return False
+        return True
+
+
+_Prepare = Callable[..., _Work]
+_Mode = Callable[["_Prepare", Tensor, Tensor | None, tuple[Hashable, ...], World | None, float | None], Any]
+
+
+def _now(
+    prepare: _Prepare, a: Tensor, out: Tensor | None, options: tuple[Hashable, ...], world: World | None, timeout: float | None
+) -> Tensor:
+    """Make a call and return its result."""
+    world = current(world)
+    calls = engine(world).calls
+    name = prepare, id(a), id(out), options
+    known: _Known | None = calls.get(name)
+    if known is not None and out is not None and known.fits(a, out):
+        known.program.execute(known.addresses, timeout)
+        return out
+    arguments.check_timeout(timeout)
+    work = prepare(world, a, out, *options)
+    program = _program(world, work)
+    addresses = program.addresses(work.tensors)
+    program.execute(addresses, timeout)
+    work.finish()
+    if out is not None and work.copied is None and all(_within(tensor, (a, out)) for tensor in work.tensors.values()):
+        if len(calls) >= _REMEMBERED:
+            calls.clear()
+        calls[name] = _Known(program, addresses, tuple((ref(t), t.data_ptr(), t.shape, t.stride()) for t in (a, out)))
+    return work.result
+
+
+def _later(
+    prepare: _Prepare, a: Tensor, out: Tensor | None, options: tuple[Hashable, ...], world: World | None, timeout: float | None
+) -> Handle:
+    """Begin a call and return at once."""
+    world = current(world)
+    arguments.check_timeout(timeout)
+    work = prepare(world, a, out, *options)
+    program = next(program for number in range(1 << 30) if (program := _program(world, work, number)).idle())
+    program.start(program.addresses(work.tensors), timeout)
+    return Handle(program, work)
+
+
+def all_gather(
+    a: Tensor,
+    *,
+    out: Tensor | None = None,
+    dim: int = 0,
+    shard_rows: Sequence[int] | None = None,
+    algorithm: str = "auto",
+    chunk_rows: int | None = None,
+    world: World | None = None,
+    timeout: float | None = None,
+    _mode: _Mode = _now,
+) -> Tensor:
+    """The tensors `a` of all ranks joined along `dim`, in rank order; any dtype of `ANY`.
+
+    `shard_rows` are the sizes of that dimension on all ranks if they differ (zero is allowed). `algorithm` is ``pull`` (every rank
+    reads its peers'; what auto chooses), ``push`` or ``ring``, these in transfers of `chunk_rows`. `a` may be this rank's own part
+    of `out`; it is then staged.
+    """
+    shards = None if shard_rows is None else tuple(shard_rows)
+    return cast(Tensor, _mode(_prepare_all_gather, a, out, (dim, shards, algorithm, chunk_rows), world, timeout))
+
+
+def all_gather_async(a: Tensor, **keywords: Any) -> Handle:
+    """`all_gather` in the background; takes the same keywords."""
+    return cast(Handle, all_gather(a, **keywords, _mode=_later))
+
+
+def reduce_scatter(
+    a: Tensor,
+    *,
+    op: str = "sum",
+    out: Tensor | None = None,
+    dim: int = 0,
+    shard_rows: Sequence[int] | None = None,
+    world: World | None = None,
+    timeout: float | None = None,
+    _mode: _Mode = _now,
+) -> Tensor:
+    """This rank's part along `dim` of the element-wise reduction of all ranks' `a`; a dtype of `NUMBERS`.
+
+    `op` is ``sum``, ``avg``, ``max`` or ``min``; sums are accumulated in rank order in float32 (float64 in float64, integers
+    exactly) and rounded once. Without `shard_rows`, the sizes of the parts, the dimension must divide evenly. `out` may be this
+    rank's own part of `a`.
+    """
+    shards = None if shard_rows is None else tuple(shard_rows)
+    return cast(Tensor, _mode(_prepare_reduce_scatter, a, out, (op, dim, shards), world, timeout))
+
+
+def reduce_scatter_async(a: Tensor, **keywords: Any) -> Handle:
+    """`reduce_scatter` in the background; takes the same keywords."""
+    return cast(Handle, reduce_scatter(a, **keywords, _mode=_later))
+
+
+def all_reduce(
+    a: Tensor,
+    *,
+    op: str = "sum",
+    out: Tensor | None = None,
+    algorithm: str = "auto",
+    world: World | None = None,
+    timeout: float | None = None,
+    _mode: _Mode = _now,
+) -> Tensor:
+    """The element-wise reduction of all ranks' `a`, with equal bits on all ranks; a dtype of `NUMBERS`.
+
+    `op` as in `reduce_scatter`. `algorithm` is ``one_shot`` (every rank reduces everything; auto's choice for few bytes),
+    ``two_shot`` (every rank reduces a part and copies the others') or ``ring`` (rounded to a's dtype at every hop). `out` may be
+    `a` itself.
+    """
+    return cast(Tensor, _mode(_prepare_all_reduce, a, out, (op, algorithm), world, timeout))
+
+
+def all_reduce_async(a: Tensor, **keywords: Any) -> Handle:
+    """`all_reduce` in the background; takes the same keywords."""
+    return cast(Handle, all_reduce(a, **keywords, _mode=_later))
+
+
+def broadcast(
+    tensor: Tensor, source: int, *, world: World | None = None, timeout: float | None = None, _mode: _Mode = _now
+) -> Tensor:
+    """Overwrite `tensor`, which must be contiguous, with that of rank `source`, and return it; any dtype of `ANY`."""
+    return cast(Tensor, _mode(_prepare_broadcast, tensor, tensor, (source,), world, timeout))
+
+
+def broadcast_async(tensor: Tensor, source: int, **keywords: Any) -> Handle:
+    """`broadcast` in the background; takes the same keywords."""
+    return cast(Handle, broadcast(tensor, source, **keywords, _mode=_later))
+
+
+def all_to_all(
+    a: Tensor,
+    *,
+    out: Tensor | None = None,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    world: World | None = None,
+    timeout: float | None = None,
+    _mode: _Mode = _now,
+) -> Tensor:
+    """Part p of a's first dimension goes to rank p; the result has the parts for this rank in rank order. Any dtype of `ANY`.
+
+    The parts are even, or as large as `input_split_sizes` and `output_split_sizes` say (all ranks give both or none; the sizes
+    are exchanged first, and those that do not fit together are a `ValueError` on all ranks).
+    """
+    given = None if input_split_sizes is None else tuple(input_split_sizes)
+    taken = None if output_split_sizes is None else tuple(output_split_sizes)
+    return cast(Tensor, _mode(_prepare_all_to_all, a, out, (given, taken), world, timeout))
+
+
+def all_to_all_async(a: Tensor, **keywords: Any) -> Handle:
+    """`all_to_all` in the background; takes the same keywords."""
+    return cast(Handle, all_to_all(a, **keywords, _mode=_later))
+
+
+def _program(world: World, work: _Work, number: int = 0) -> Program:
+    """The program for this work; `number` tells those apart that are under way at the same time."""
+    key = id(work.plan), number, *((name, Geometry.of(tensor, world)) for name, tensor in work.tensors.items())
+    return engine(world).program(key, work.plan, work.tensors)
+
+
+def _within(tensor: Tensor, owners: tuple[Tensor, ...]) -> bool:
+    return tensor.numel() == 0 or any(arguments.overlap(tensor, owner) for owner in owners)
+
+
+def _prepare_all_gather(
+    world: World, a: Tensor, out: Tensor | None, dim: int, shards: tuple[int, ...] | None, algorithm: str, chunk_rows: int | None
+) -> _Work:
+    arguments.check_input(a, "a", world, ANY)
+    dim = _dimension(a, dim)
+    arguments.check_algorithm(algorithm, ("pull", "push", "ring"))
+    arguments.check_chunk_rows(chunk_rows)
+    front = a.movedim(dim, 0)
+    rows = tuple(arguments.check_shard_rows(front.shape[0], shards, world))
+    shape = (*a.shape[:dim], sum(rows), *a.shape[dim + 1 :])
+    start = sum(rows[: world.rank])
+    own = None if out is None or dim or out.shape != torch.Size(shape) else out[start : start + rows[world.rank]]
+    in_place = own is not None and _same_place(a, own)
+    result = arguments.result(out, shape, a.dtype, [] if in_place else [a], world)
+    whole = result if dim == 0 else result.new_empty(sum(rows), *front.shape[1:])
+    matrix = _matrix(front)
+    # In place each rank's rows begin elsewhere, so they are not one symmetric tensor.
+    symmetric, symmetric_out = world.is_symmetric(matrix) and not in_place, world.is_symmetric(whole)
+    algorithm = "pull" if algorithm == "auto" else algorithm
+    plan = _plan_all_gather(rows, algorithm, chunk_rows or max(1, -(-max(rows) // PIECES)), symmetric, symmetric_out)
+    return _Work(plan, {"a": matrix, "gathered": _matrix(whole)}, result, whole.movedim(0, dim) if dim else None)
+
+
+def _prepare_reduce_scatter(
+    world: World, a: Tensor, out: Tensor | None, op: str, dim: int, shards: tuple[int, ...] | None
+) -> _Work:
+    _check_reduction(a, op, world)
+    dim = _dimension(a, dim)
+    front = a.movedim(dim, 0)
+    if shards is None and front.shape[0] % world.ranks:
+        raise ValueError(f"{front.shape[0]} rows do not divide evenly over {world.ranks} ranks: give shard_rows, the rows of each")
+    rows = shards or (front.shape[0] // world.ranks,) * world.ranks
+    if len(rows) != world.ranks or min(rows) < 0 or sum(rows) != front.shape[0]:
+        raise ValueError(f"shard_rows must be {world.ranks} counts, none negative, of {front.shape[0]} in all; got {[*rows]}")
+    matrix, start = _matrix(front), sum(rows[: world.rank])
+    shape = (*a.shape[:dim], rows[world.rank], *a.shape[dim + 1 :])
+    in_place = out is not None and not dim and out.shape == torch.Size(shape) and _same_place(out, a[start : start + shape[0]])
+    result = arguments.result(out, shape, a.dtype, [] if in_place else [a], world)
+    kept = result if dim == 0 else result.new_empty(rows[world.rank], *front.shape[1:])
+    plan = _plan_reduce_scatter(tuple(rows), op, world.is_symmetric(matrix))
+    return _Work(plan, {"a": matrix, "out": _matrix(kept)}, result, kept.movedim(0, dim) if dim else None)
+
+
+def _prepare_all_reduce(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: str) -> _Work:
+    _check_reduction(a, op, world)
+    arguments.check_algorithm(algorithm, reducing.ALGORITHMS)
+    in_place = out is not None and out.shape == a.shape and _same_place(a, out)
+    result = arguments.result(out, a.shape, a.dtype, [] if in_place else [a], world)
+    if algorithm == "auto":
+        algorithm = "one_shot" if a.numel() * a.itemsize <= ONE_SHOT_BYTES else "two_shot"
+    flat = a.reshape(-1, 1).contiguous()
+    # Where every rank reads all of a there is no moment at which its own rank may overwrite it.
+    symmetric = world.is_symmetric(flat) and not (in_place and algorithm == "one_shot")
+    plan = _plan_all_reduce(a.numel(), world.ranks, algorithm, op, symmetric)
+    return _Work(plan, {"a": flat, "out": result.view(-1, 1)}, result)
+
+
+def _prepare_broadcast(world: World, tensor: Tensor, out: Tensor, source: int) -> _Work:
+    arguments.check_input(tensor, "tensor", world, ANY)
+    if not 0 <= source < world.ranks:
+        raise ValueError(f"there is no rank {source} in a world of {world.ranks}")
+    if not tensor.is_contiguous():
+        raise ValueError("tensor must be contiguous")
+    rows = tensor.view(-1, 1)
+    plan = _plan_broadcast(len(rows), world.ranks, source, world.is_symmetric(rows))
+    mine, theirs = ("a", "out") if world.rank == source else ("out", "a")
+    return _Work(plan, {mine: rows, theirs: rows[:0]}, tensor)
+
+
+def _prepare_all_to_all(
+    world: World, a: Tensor, out: Tensor | None, given: tuple[int, ...] | None, taken: tuple[int, ...] | None
+) -> _Work:
+    arguments.check_input(a, "a", world, ANY)
+    _dimension(a, 0)
+    if given is None and taken is None:
+        if a.shape[0] % world.ranks:
+            raise ValueError(f"{a.shape[0]} rows do not divide evenly over {world.ranks} ranks: give the split sizes")
+        counts = ((a.shape[0] // world.ranks,) * world.ranks,) * world.ranks
+    else:
+        counts = _exchange_splits(world, a.shape[0], given, taken)
+    shape = (sum(row[world.rank] for row in counts), *a.shape[1:])
+    result = arguments.result(out, shape, a.dtype, [a], world)
+    matrix = _matrix(a)
+    plan = _plan_all_to_all(counts, world.is_symmetric(matrix))
+    return _Work(plan, {"a": matrix, "out": _matrix(result)}, result)
+
+
+def _exchange_splits(
+    world: World, rows: int, given: tuple[int, ...] | None, taken: tuple[int, ...] | None
+) -> tuple[tuple[int, ...], ...]:
+    """What every rank gives to every other, once all have been told; wrong sizes are an error on all ranks alike."""
+    given, taken = given or (), taken or ()
+    if not len(given) == len(taken) == world.ranks or min(given + taken) < 0 or sum(given) != rows:
+        raise ValueError(
+            f"input_split_sizes and output_split_sizes must be {world.ranks} counts each, none negative, the former of {rows} "
+            f"rows in all; got {[*given]} and {[*taken]}"
+        )
+    everyone = all_gather(torch.tensor([given, taken]).view(1, -1), world=world).view(world.ranks, 2, world.ranks)
+    sent, expected = everyone[:, 0], everyone[:, 1].t()
+    if not torch.equal(sent, expected):
+        giver, taker = [int(i) for i in (sent != expected).nonzero()[0]]
+        raise ValueError(
+            f"rank {giver} gives rank {taker} {sent[giver, taker]} rows, but rank {taker} expects {expected[giver, taker]} from it"
+        )
+    return tuple(tuple(row) for row in sent.tolist())
+
+
+def _check_reduction(a: Tensor, op: str, world: World) -> None:
+    if op not in REDUCTIONS:
+        raise ValueError(f"there is no reduction {op!r}; choose one of {', '.join(REDUCTIONS)}")
+    arguments.check_input(a, "a", world, FLOATS if op == "avg" else NUMBERS)
+
+
+def _dimension(a: Tensor, dim: int) -> int:
+    if not -a.dim() <= dim < a.dim():
+        raise ValueError(f"a has {a.dim()} dimensions; there is no dimension {dim}")
+    return dim % a.dim()
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    """The tensor as rows along its first dimension."""
+    return tensor.contiguous().view(tensor.shape[0], tensor[:1].numel() if tensor.shape[0] else tensor.shape[1:].numel())
+
+
+def _same_place(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr() and one.is_contiguous() and other.is_contiguous() and one.shape == other.shape
+
+
+_plan_all_gather = lru_cache(1024)(
+    lambda rows, algorithm, chunk, a, gathered: gathering.all_gather(
+        rows, algorithm, chunk_rows=chunk, symmetric_a=a, symmetric_gathered=gathered
+    )
+)
+_plan_reduce_scatter = lru_cache(1024)(lambda rows, op, a: scattering.reduce_scatter(rows, op, symmetric_a=a))
+_plan_all_reduce = lru_cache(1024)(lambda rows, n, algorithm, op, a: reducing.all_reduce(rows, n, algorithm, op, symmetric_a=a))
+_plan_broadcast = lru_cache(1024)(lambda rows, n, source, a: broadcasting.broadcast(rows, n, source, symmetric_a=a))
+_plan_all_to_all = lru_cache(1024)(lambda rows, a: exchanging.all_to_all(rows, symmetric_a=a))

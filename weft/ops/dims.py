@@ -1,0 +1,40 @@
+"""Gathering and scattering along any dimension: engines move rows, so the dimension comes first and goes back at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+def normal(dim: int, dims: int) -> int:
+    """`dim` counted from the front, of a tensor with `dims` dimensions; `ValueError` if there is none such."""
+    if not -dims <= dim < dims:
+        raise ValueError(f"a has {dims} dimensions; there is no dimension {dim}")
+    return dim % dims
+
+
+def to_front(tensor: Tensor, dim: int) -> Tensor:
+    """The tensor as a matrix whose rows are contiguous, those of its dimension `dim` outermost; its last dimension are the columns.
+
+    A copy only where strides demand one.
+    """
+    front = tensor.movedim(dim, 0) if dim else tensor
+    matrix = front.reshape(math.prod(front.shape[:-1]), front.shape[-1])
+    return matrix if matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def front_shape(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    """A shape with its dimension `dim` first."""
+    return (shape[dim], *shape[:dim], *shape[dim + 1 :])
+
+
+def inner(shape: Sequence[int], dim: int) -> int:
+    """Rows of the matrix of `to_front` for each index of dimension `dim`."""
+    return math.prod(shape[:dim]) * math.prod(shape[dim + 1 : -1])
+
+
+def back(front: Tensor, dim: int, result: Tensor) -> Tensor:
+    """Bring the first dimension of `front` back to its place, in `result`, which is the same tensor if that is the first place."""
+    return result if dim == 0 else result.copy_(front.movedim(0, dim))

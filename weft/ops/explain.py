@@ -1,0 +1,61 @@
+"""What a fused operator would do with given arguments, and why, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from weft.matmul import PackedWeight, Weight
+from weft.ops import all_gather_matmul, arguments, dims, matmul_all_reduce, matmul_reduce_scatter
+from weft.ops.choice import Choice
+from weft.world import World, current
+
+OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+
+
+def explain(
+    a: Tensor,
+    b: Weight,
+    *,
+    operator: str = "all_gather_matmul",
+    dim: int = 0,
+    shard_rows: Sequence[int] | None = None,
+    algorithm: str = "auto",
+    chunk_rows: int | None = None,
+    world: World | None = None,
+) -> str:
+    """What `operator` would do with these arguments and why, in words. Not collective; nothing is sent.
+
+    `operator` is ``all_gather_matmul``, ``matmul_reduce_scatter`` or ``matmul_all_reduce``; the rest as they take it. Raises
+    `ValueError` or `TypeError` for arguments that the operator would refuse.
+    """
+    world = current(world)
+    if operator not in OPERATORS:
+        raise ValueError(f"there is no operator {operator!r}; choose one of {', '.join(OPERATORS)}")
+    arguments.check_matrix(a, world)
+    dim, packed = dims.normal(dim, a.dim()), isinstance(b, PackedWeight)
+    last = dim == a.dim() - 1
+    inner = 1 if last else dims.inner(a.shape, dim)
+    if operator == "all_gather_matmul":
+        shards = arguments.check_shard_rows(a.shape[dim], shard_rows, world)
+        arguments.check_weight(a, b, world, sum(shards) if last else None)
+        choice = all_gather_matmul.choose([n * inner for n in shards], world, algorithm, chunk_rows, last)
+        where = f"; {_place(a, choice, world)}"
+    elif operator == "matmul_reduce_scatter":
+        arguments.check_weight(a, b, world)
+        parts = arguments.check_parts(b.shape[1] if last else a.shape[dim], shard_rows, world)
+        choice = matmul_reduce_scatter.choose([n * inner for n in parts], world, algorithm, chunk_rows, packed and not last)
+        where = "; the transposed product is scattered by rows" if last else ""
+    else:
+        arguments.check_weight(a, b, world)
+        choice = matmul_all_reduce.choose(len(dims.to_front(a, 0)), world, algorithm, chunk_rows, packed)
+        where = ""
+    return f"{operator} over {world.ranks} ranks: {choice}{where}; b is {'packed' if packed else 'plain'}"
+
+
+def _place(a: Tensor, choice: Choice, world: World) -> str:
+    reading = choice.algorithm in ("direct", "pull")
+    if world.is_symmetric(a):
+        return "a is symmetric and read in place" if reading else "a is symmetric"
+    return "a is staged" if reading else "a is sent from where it lies"

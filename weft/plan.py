@@ -1,0 +1,223 @@
+"""A plan is data: what every rank does in one execution of an operator, in five instructions.
+
+For each rank a plan holds a few **lanes** (``compute``, ``comm``), each a list of instructions that run in order; lanes run
+beside each other and meet only at signals. Engines interpret plans; `weft.verify` proves that a plan is free of races and
+deadlocks and computes the rows it promises, before anything runs. This module imports neither torch nor the rest of weft.
+
+Three rules make plans provable:
+
+1. *One writer per counter.* A `Signal` is a name and the rank that raises it; one lane of that rank raises it on a given peer.
+2. *Counters only grow.* A `Wait` counts from the start of its own execution, so ``Wait(s, 0)`` means "all that earlier executions
+   promised", and back-to-back executions need no barrier.
+3. *Buffers that are reused are handed back.* The reader notifies when it is done; the writer waits for that before it writes again.
+
+With 1 and 2 a plan is confluent: if one greedy run finishes, every interleaving finishes, with the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+Role = Literal["input", "output", "workspace"]
+
+
+class Region(NamedTuple):
+    """Rows ``start:stop`` of a named buffer on a rank."""
+
+    rank: int
+    buffer: str
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        return f"{self.buffer}@{self.rank}[{self.start}:{self.stop}]"
+
+
+class Signal(NamedTuple):
+    """A counter on the notified rank, named after what it counts and the one rank that raises it."""
+
+    name: str
+    source: int
+
+    def __str__(self) -> str:
+        return f"{self.name}<{self.source}"
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy the rows of `src` to `dst`; a remote `dst` is a put, a remote `src` a get."""
+
+    src: Region
+    dst: Region
+
+    def __str__(self) -> str:
+        return f"copy   {self.src} -> {self.dst}"
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """``dst = src @ B`` (+ bias) for these rows, B being the executing rank's weight for the buffer of `dst`."""
+
+    src: Region
+    dst: Region
+
+    def __str__(self) -> str:
+        return f"matmul {self.src} -> {self.dst}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """``dst = srcs[0] + srcs[1] + …`` in this order, accumulated in float32 (float64 in float64, integers exactly).
+
+    `op` is ``sum``, ``avg`` (the sum divided by the number of the plan's ranks), ``max`` or ``min``.
+    """
+
+    srcs: tuple[Region, ...]
+    dst: Region
+    op: str = "sum"
+
+    def __str__(self) -> str:
+        return f"reduce {self.op} {' + '.join(map(str, self.srcs))} -> {self.dst}"
+
+
+@dataclass(frozen=True, slots=True)
+class Notify:
+    """Add 1 to `rank`'s counter `signal`, after everything above it in this lane is visible there (release)."""
+
+    rank: int
+    signal: Signal
+
+    def __str__(self) -> str:
+        return f"notify {self.signal} on {self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Hold this lane until its rank's counter `signal` has grown by `count` in this execution (acquire)."""
+
+    signal: Signal
+    count: int
+
+    def __str__(self) -> str:
+        return f"wait   {self.signal} >= {self.count}"
+
+
+Instruction = Copy | Matmul | Reduce | Notify | Wait
+
+
+class Term(NamedTuple):
+    """What a row holds: row ``row + shift`` of `buffer` on `rank`, multiplied by the weight that `weights` names, if any.
+
+    `weights` is ``(rank, output buffer)``: the rank whose weight multiplied the row and the buffer the product went to.
+    """
+
+    rank: int
+    buffer: str
+    shift: int
+    weights: tuple[int, str] | None = None
+
+
+Value = tuple[Term, ...]
+"""The sum of these terms; an empty sum is no value at all."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Rows of each rank's buffer, and what it is to the caller: an input, an output, or workspace shared with other plans."""
+
+    role: Role
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One execution of an operator on every rank.
+
+    `lanes[rank]` maps lane names to instructions. `result` says what the outputs must hold at the end: for each rank and output
+    buffer, ``(start, stop, value)`` pieces that cover all its rows.
+    """
+
+    operator: str
+    algorithm: str
+    buffers: Mapping[str, Buffer]
+    lanes: tuple[Mapping[str, tuple[Instruction, ...]], ...]
+    result: Mapping[Region, Value] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.lanes)
+
+    def signal_names(self) -> list[str]:
+        """The names of all signals, in alphabetic order."""
+        instructions = (i for lanes in self.lanes for lane in lanes.values() for i in lane)
+        return sorted({i.signal.name for i in instructions if isinstance(i, Notify | Wait)})
+
+    def shared_buffers(self) -> set[str]:
+        """Names of the buffers that some rank accesses on another: these must lie in symmetric memory."""
+        return {
+            region.buffer
+            for rank, lanes in enumerate(self.lanes)
+            for lane in lanes.values()
+            for instruction in lane
+            for region in accesses(instruction)
+            if region.rank != rank
+        }
+
+    def promised(self, rank: int) -> dict[Signal, int]:
+        """How much each counter of `rank` grows in one execution."""
+        totals: dict[Signal, int] = {}
+        for lanes in self.lanes:
+            for lane in lanes.values():
+                for instruction in lane:
+                    if isinstance(instruction, Notify) and instruction.rank == rank:
+                        totals[instruction.signal] = totals.get(instruction.signal, 0) + 1
+        return totals
+
+    def __str__(self) -> str:
+        return show(self)
+
+
+def reads(instruction: Instruction) -> tuple[Region, ...]:
+    """The regions that an instruction reads."""
+    match instruction:
+        case Copy(src, _) | Matmul(src, _):
+            return (src,)
+        case Reduce(srcs, _):
+            return srcs
+        case _:
+            return ()
+
+
+def writes(instruction: Instruction) -> tuple[Region, ...]:
+    """The regions that an instruction writes."""
+    return () if isinstance(instruction, Notify | Wait) else (instruction.dst,)
+
+
+def accesses(instruction: Instruction) -> tuple[Region, ...]:
+    """The regions that an instruction reads or writes."""
+    return reads(instruction) + writes(instruction)
+
+
+def show(plan: Plan) -> str:
+    """The plan as text: for each rank its lanes side by side."""
+    lines = [f"{plan.operator} / {plan.algorithm} on {plan.ranks} ranks"]
+    for name, buffer in plan.buffers.items():
+        lines.append(f"  {buffer.role:<9} {name:<9} rows per rank: {', '.join(map(str, buffer.rows))}")
+    for rank, lanes in enumerate(plan.lanes):
+        lines += ["", f"rank {rank}", *_columns({name: list(map(str, lane)) for name, lane in lanes.items()})]
+    return "\n".join(lines)
+
+
+def _columns(lanes: Mapping[str, Sequence[str]]) -> Iterable[str]:
+    widths = {name: max(map(len, [name, *cells])) for name, cells in lanes.items()}
+    yield "  " + " | ".join(name.ljust(widths[name]) for name in lanes).rstrip()
+    yield "  " + "-+-".join("-" * widths[name] for name in lanes)
+    for row in range(max(map(len, lanes.values()), default=0)):
+        cells = (lane[row] if row < len(lane) else "" for lane in lanes.values())
+        yield "  " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths.values(), strict=True)).rstrip()

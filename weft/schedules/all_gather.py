@@ -1,0 +1,180 @@
+"""All-gather: every rank's rows `a` reach every rank, in rank order.
+
+A `Gathering` is one rank's part of it, taken apart so that other operators can put work between its pieces: what to do first,
+the transfers, and the order in which rows arrive. The plain all-gather runs the parts one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Value, Wait
+from weft.schedules.common import after, before, chunks, enter, leave, offsets, publish, tidy
+
+
+class Sizes(NamedTuple):
+    """What a planner is given: rows of every rank, rows per transfer, and where rows may lie.
+
+    Peers read `a` in place if it is symmetric; otherwise it is staged. Rows that are moved go `into` the workspace ``inbox`` or
+    straight into the caller's ``gathered``, which must be symmetric where peers write to it (push and ring).
+    """
+
+    rows: Sequence[int]
+    chunk: int
+    symmetric_a: bool = False
+    into: str = "inbox"
+
+
+class Arrival(NamedTuple):
+    """Rows of the gathered matrix, from row `start` on, lie in `region` once `wait` is over."""
+
+    wait: Wait
+    region: Region
+    start: int
+
+
+@dataclass
+class Gathering:
+    """One rank's part of an all-gather: `first`, then `transfers` beside the use of `arrivals` in their order, then `last`."""
+
+    first: list[Instruction]
+    transfers: list[Instruction]
+    arrivals: list[Arrival]
+    last: list[Instruction]
+
+
+def direct(sizes: Sizes, rank: int) -> Gathering:
+    """Nothing is moved: peers' rows are used where they lie."""
+    rows, ranks, starts = sizes.rows, len(sizes.rows), offsets(sizes.rows)
+    readers, sources = before(rank, ranks) if rows[rank] else [], [peer for peer in after(rank, ranks) if rows[peer]]
+    own = publish(rank, ranks, [(0, rows[rank])], sizes.symmetric_a, readers, sources)
+    arrivals = [Arrival(Wait(Signal("ready", peer), 1), Region(peer, own.buffer, 0, rows[peer]), starts[peer]) for peer in sources]
+    return Gathering(own.first, [], arrivals, own.last)
+
+
+def pull(sizes: Sizes, rank: int) -> Gathering:
+    """Each rank gets its peers' rows, chunk by chunk."""
+    published = direct(sizes, rank)
+    transfers: list[Instruction] = []
+    arrivals: list[Arrival] = []
+    pulled = Signal("pulled", rank)
+    for ready, source, start in published.arrivals:
+        transfers.append(ready)
+        for low, high in chunks(source.rows, sizes.chunk):
+            here = Region(rank, sizes.into, start + low, start + high)
+            transfers += [Copy(source._replace(start=low, stop=high), here), Notify(rank, pulled)]
+            arrivals.append(Arrival(Wait(pulled, len(arrivals) + 1), here, here.start))
+    last = published.last
+    if sizes.symmetric_a and sizes.into == "inbox" and arrivals:
+        # Staging would have waited for the workspaces of all and handed them back; here the first "ready" and each "read" say so
+        # for one peer each.
+        first, sources = published.arrivals[0].region.rank, {arrival.region.rank for arrival in published.arrivals}
+        transfers = [free for free in enter(rank, len(sizes.rows)) if free.signal.source != first] + transfers
+        last = [free for free in leave(rank, len(sizes.rows)) if free.rank not in sources] + last
+    return Gathering(published.first, transfers, arrivals, last)
+
+
+def push(sizes: Sizes, rank: int) -> Gathering:
+    """Each rank puts its rows to all peers (full mesh), first to the one that uses them first."""
+    rows, ranks, starts = sizes.rows, len(sizes.rows), offsets(sizes.rows)
+    sources = [peer for peer in after(rank, ranks) if rows[peer]]
+    targets = before(rank, ranks) if rows[rank] else []
+    first, transfers, last = _open(sizes, rank, sources, targets)
+    for peer in targets:
+        for low, high in chunks(rows[rank], sizes.chunk):
+            there = Region(peer, sizes.into, starts[rank] + low, starts[rank] + high)
+            transfers += [Copy(Region(rank, "a", low, high), there), Notify(peer, Signal("arrived", rank))]
+    arrivals = []
+    for peer in sources:
+        for count, (low, high) in enumerate(chunks(rows[peer], sizes.chunk), 1):
+            here = Region(rank, sizes.into, starts[peer] + low, starts[peer] + high)
+            arrivals.append(Arrival(Wait(Signal("arrived", peer), count), here, here.start))
+    return Gathering(first, transfers, arrivals, last)
+
+
+def ring(sizes: Sizes, rank: int) -> Gathering:
+    """Each rank puts its rows to the next one and hands on what it receives, so that only neighbours talk."""
+    rows, ranks, starts = sizes.rows, len(sizes.rows), offsets(sizes.rows)
+    following, previous = (rank + 1) % ranks, (rank - 1) % ranks
+    sent = [origin for origin in [rank, *before(rank, ranks)] if origin != following and rows[origin]]
+    received = [origin for origin in before(rank, ranks) if rows[origin]]
+    first, transfers, last = _open(sizes, rank, [previous] if received else [], [following] if sent else [])
+    arrivals: list[Arrival] = []
+    for origin in [rank, *before(rank, ranks)]:
+        for low, high in chunks(rows[origin], sizes.chunk):
+            here = Region(rank, sizes.into, starts[origin] + low, starts[origin] + high)
+            source = Region(rank, "a", low, high) if origin == rank else here
+            if origin != rank:
+                arrivals.append(Arrival(Wait(Signal("arrived", previous), len(arrivals) + 1), here, here.start))
+            if origin in sent:
+                transfers += [arrivals[-1].wait] if origin != rank else []
+                transfers += [Copy(source, here._replace(rank=following)), Notify(following, Signal("arrived", rank))]
+    return Gathering(first, transfers, arrivals, last)
+
+
+def _open(sizes: Sizes, rank: int, sources: Sequence[int], targets: Sequence[int]) -> tuple[list[Instruction], ...]:
+    """What precedes and follows puts into peers' memory: (first, before the transfers, last).
+
+    A workspace is free when all ranks have left the plan before, a caller's own tensor when the caller has made this call. A rank
+    without rows puts, if at all, only what it received, and thus after someone who has seen to it; a rank that receives nothing
+    does nothing in a workspace that others do not wait for.
+    """
+    if sizes.into == "gathered":
+        return [Notify(peer, Signal("open", rank)) for peer in sources], [Wait(Signal("open", peer), 1) for peer in targets], []
+    ranks = len(sizes.rows)
+    return [], [*enter(rank, ranks)] if sizes.rows[rank] else [], [*leave(rank, ranks)] if sources else []
+
+
+GATHERINGS: dict[str, Callable[[Sizes, int], Gathering]] = {"direct": direct, "pull": pull, "push": push, "ring": ring}
+
+
+def all_gather(
+    rows: Sequence[int],
+    algorithm: str = "pull",
+    *,
+    chunk_rows: int,
+    symmetric_a: bool = False,
+    symmetric_gathered: bool = False,
+) -> Plan:
+    """``gathered`` = the rows `a` of all ranks in rank order; `algorithm` is ``pull``, ``push`` or ``ring``.
+
+    A pull writes `gathered` itself. Push and ring, whose writer is a peer, do so if it is symmetric and else pass a workspace.
+    """
+    ranks, starts = len(rows), offsets(rows)
+    sizes = Sizes(rows, chunk_rows, symmetric_a, "gathered" if symmetric_gathered else "inbox")
+    gather = {"pull": direct, "push": push, "ring": ring}[algorithm]
+    lanes = []
+    for r in range(ranks):
+        part = gather(sizes, r)
+        lane = [*part.first, *part.transfers, *keep(Region(r, "a", 0, rows[r]), starts[r])]
+        for wait, region, start in part.arrivals:
+            lane += [wait, *keep(region, start, r)]
+        lanes.append({"compute": tidy([*lane, *part.last])})
+    return Plan("all_gather", algorithm, gather_buffers(rows), tuple(lanes), gathered_result(rows))
+
+
+def keep(region: Region, start: int, rank: int | None = None) -> list[Instruction]:
+    """Copy an arrival to its place in `gathered` on `rank` (the region's own by default), unless it lies there."""
+    here = Region(region.rank if rank is None else rank, "gathered", start, start + region.rows)
+    return [Copy(region, here)] if region.rows and region.buffer != "gathered" else []
+
+
+def gather_buffers(rows: Sequence[int], gathered: bool = True) -> dict[str, Buffer]:
+    """The buffers of any gathering; `gathered` says whether the caller wants the gathered rows."""
+    everything = (sum(rows),) * len(rows)
+    buffers = {
+        "a": Buffer("input", tuple(rows)),
+        "staged": Buffer("workspace", tuple(rows)),
+        "inbox": Buffer("workspace", everything),
+    }
+    return buffers | ({"gathered": Buffer("output", everything)} if gathered else {})
+
+
+def gathered_result(rows: Sequence[int]) -> dict[Region, Value]:
+    """What `gathered` must hold on every rank."""
+    starts, ranks = offsets(rows), range(len(rows))
+    return {
+        Region(r, "gathered", starts[p], starts[p] + rows[p]): (Term(p, "a", -starts[p]),) for r in ranks for p in ranks if rows[p]
+    }

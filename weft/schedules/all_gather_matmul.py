@@ -1,0 +1,108 @@
+"""All-gather + matmul: ``out = concatenation of all ranks' a @ B``, each rank with a B of its own.
+
+Own rows are multiplied first, without waiting; peers' rows as they arrive. Arrivals that lie side by side are joined: a product
+over many rows is faster than several over few, and only the last rows are waited for in small pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from weft.plan import Buffer, Copy, Instruction, Matmul, Plan, Region, Term
+from weft.schedules.all_gather import GATHERINGS, Arrival, Sizes, gather_buffers, gathered_result, keep, push
+from weft.schedules.common import offsets, tidy
+
+ALGORITHMS = ("direct", "pull", "push", "ring", "sequential")
+
+
+def all_gather_matmul(
+    rows: Sequence[int],
+    algorithm: str,
+    *,
+    chunk_rows: int,
+    symmetric_a: bool = False,
+    gathered: bool = False,
+    own_first: bool = True,
+    joined: bool = True,
+    weights: int = 1,
+) -> Plan:
+    """Plan for shards of `rows[rank]` rows, moved in transfers of at most `chunk_rows`.
+
+    `symmetric_a`: the input lies in symmetric memory. `gathered`: the gathered rows are an output too. `own_first` and `joined`
+    leave out one improvement each when false: own rows are multiplied last; each transfer gets a product of its own. `weights` is
+    the number of weights that rows are multiplied by, each with one of the `outputs`.
+    """
+    lanes, starts, outs = [], offsets(rows), outputs(weights)
+    into = "gathered" if gathered and algorithm == "pull" else "inbox"
+    sizes = Sizes(rows, chunk_rows, symmetric_a, into)
+    for r in range(len(rows)):
+        if algorithm == "sequential":
+            lanes.append({"compute": tuple(_gather_then_multiply(sizes, r, gathered, outs))})
+            continue
+        part = GATHERINGS[algorithm](sizes, r)
+        own = [*_multiply(Region(r, "a", 0, rows[r]), starts[r], r, outs)]
+        own += keep(Region(r, "a", 0, rows[r]), starts[r]) if gathered else []
+        peers: list[Instruction] = []
+        for wait, region, start in _joined(part.arrivals) if joined else part.arrivals:
+            peers += [wait, *_multiply(region, start, r, outs)]
+            peers += keep(region, start, r) if gathered else []
+        compute = own + peers if own_first else peers + own
+        lanes.append(
+            {"compute": tidy([*part.first, *compute, *part.last])} | ({"comm": tidy(part.transfers)} if part.transfers else {})
+        )
+    result = gathered_result(rows) if gathered else {}
+    for r in range(len(rows)):
+        for p, start in enumerate(starts):
+            for out in outs if rows[p] else ():
+                result[Region(r, out, start, start + rows[p])] = (Term(p, "a", -start, weights=(r, out)),)
+    buffers = gather_buffers(rows, gathered) | {out: Buffer("output", (sum(rows),) * len(rows)) for out in outs}
+    return Plan("all_gather_matmul", algorithm, buffers, tuple(lanes), result)
+
+
+def _gather_then_multiply(sizes: Sizes, rank: int, gathered: bool, outs: Sequence[str]) -> list[Instruction]:
+    """All rows first, then one product over all of them."""
+    rows, total, start = sizes.rows, sum(sizes.rows), offsets(sizes.rows)[rank]
+    part = push(sizes, rank)
+    everything = Region(rank, "inbox", 0, total)
+    own = Region(rank, "a", 0, rows[rank])
+    if own.rows == total:  # nothing to gather
+        return [*part.first, *part.transfers, *_multiply(own, 0, rank, outs), *(keep(own, 0) if gathered else []), *part.last]
+    # Only writes to a workspace wait for it to be free; a rank without rows writes to none.
+    stay = [Copy(own, Region(rank, "inbox", start, start + own.rows))] if own.rows else []
+    return [
+        *part.first,
+        *part.transfers,
+        *stay,
+        *[arrival.wait for arrival in _joined(part.arrivals, all_at_once=True)],
+        *_multiply(everything, 0, rank, outs),
+        *(keep(everything, 0) if gathered else []),
+        *part.last,
+    ]
+
+
+def outputs(weights: int) -> tuple[str, ...]:
+    """The names of the outputs of products with this many weights."""
+    return ("out", *(f"out{i}" for i in range(1, weights)))
+
+
+def _multiply(region: Region, start: int, rank: int, outs: Sequence[str]) -> Iterator[Instruction]:
+    for out in outs if region.rows else ():
+        yield Matmul(region, Region(rank, out, start, start + region.rows))
+
+
+def _joined(arrivals: Sequence[Arrival], all_at_once: bool = False) -> Iterator[Arrival]:
+    """Join arrivals that lie side by side and are counted by one signal: half of what is left, then half of the rest, …"""
+    i = 0
+    while i < len(arrivals):
+        last = i
+        while last + 1 < len(arrivals) and _adjacent(arrivals[last], arrivals[last + 1]):
+            last += 1
+        j = last if all_at_once else i + (last - i) // 2
+        region = arrivals[i].region._replace(stop=arrivals[j].region.stop)
+        yield Arrival(arrivals[j].wait, region, arrivals[i].start)
+        i = j + 1
+
+
+def _adjacent(one: Arrival, next_: Arrival) -> bool:
+    same_place = one.region[:2] == next_.region[:2] and one.region.stop == next_.region.start
+    return same_place and one.wait.signal == next_.wait.signal

@@ -1,0 +1,101 @@
+"""All-reduce: every rank gets the sum over all ranks of their rows. All algorithms give equal bits on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Term, Wait
+from weft.schedules.common import after, around, before, enter, leave, offsets, publish, split, tidy
+
+ALGORITHMS = ("one_shot", "two_shot", "ring")
+
+
+def all_reduce(rows: int, ranks: int, algorithm: str, op: str = "sum", *, symmetric_a: bool = False) -> Plan:
+    """Plan for `rows` rows on each of `ranks` ranks.
+
+    ``one_shot``: every rank reduces all rows in rank order where the peers' lie; least waiting. ``two_shot``: rank r reduces block
+    r so, and every rank copies the others' blocks; least work. ``ring``: block by block from neighbour to neighbour, each adding
+    its own, in the order of the ring; only neighbours talk.
+    """
+    if rows < ranks:  # not a row for everyone: there is nothing to share out
+        algorithm = "one_shot"
+    make = {"one_shot": _one_shot, "two_shot": _two_shot, "ring": _ring}[algorithm]
+    lanes = tuple({"compute": tidy(make(r, rows, ranks, op, symmetric_a)) if rows else ()} for r in range(ranks))
+    everything = (rows,) * ranks
+    buffers = {"a": Buffer("input", everything), "out": Buffer("output", everything)}
+    buffers |= {name: Buffer("workspace", everything) for name in ("staged", "reduced", "inbox")}
+    terms = tuple(Term(p, "a", 0) for p in range(ranks))
+    result = {Region(r, "out", 0, rows): terms for r in range(ranks) if rows}
+    return Plan("all_reduce", algorithm, buffers, lanes, result)
+
+
+def _one_shot(rank: int, rows: int, ranks: int, op: str, symmetric: bool) -> Sequence[Instruction]:
+    peers = after(rank, ranks)
+    own = publish(rank, ranks, [(0, rows)], symmetric, before(rank, ranks), peers)
+    everyone = tuple(Region(p, "a" if p == rank else own.buffer, 0, rows) for p in range(ranks))
+    return [
+        *own.first,
+        *(Wait(Signal("ready", peer), 1) for peer in peers),
+        Reduce(everyone, Region(rank, "out", 0, rows), op),
+        *own.last,
+    ]
+
+
+def _two_shot(rank: int, rows: int, ranks: int, op: str, symmetric: bool) -> Sequence[Instruction]:
+    blocks = split(rows, ranks)
+    starts = offsets(blocks)
+    start, stop = starts[rank], starts[rank] + blocks[rank]
+    readers = [peer for peer in before(rank, ranks) if blocks[peer]]
+    reducers = [peer for peer in after(rank, ranks) if blocks[peer]]
+    own = publish(rank, ranks, around(start, stop, rows), symmetric, readers, after(rank, ranks) if blocks[rank] else [])
+    lane: list[Instruction] = [*own.first]
+    if blocks[rank]:
+        sources = tuple(Region(p, "a" if p == rank else own.buffer, start, stop) for p in range(ranks))
+        here = Region(rank, "reduced", start, stop)
+        lane += [Wait(Signal("ready", peer), 1) for peer in after(rank, ranks)]
+        lane += [Reduce(sources, here, op), *(Notify(peer, Signal("reduced", rank)) for peer in before(rank, ranks))]
+        lane += [Copy(here, here._replace(buffer="out"))]
+    for peer in reducers:
+        there = Region(peer, "reduced", starts[peer], starts[peer] + blocks[peer])
+        lane += [Wait(Signal("reduced", peer), 1), Copy(there, there._replace(rank=rank, buffer="out"))]
+    return lane + own.last
+
+
+def _ring(rank: int, rows: int, ranks: int, op: str, symmetric: bool) -> Sequence[Instruction]:
+    """Block b starts at rank b+1 and is complete at rank b, whence it goes round again as it is."""
+    blocks = split(rows, ranks)
+    starts = offsets(blocks)
+    following, previous = (rank + 1) % ranks, Signal("arrived", (rank - 1) % ranks)
+    sent, received = Notify(following, Signal("arrived", rank)), 0
+
+    def block(b: int, buffer: str, at: int = rank) -> Region:
+        return Region(at, buffer, starts[b], starts[b] + blocks[b])
+
+    lane: list[Instruction] = [*enter(rank, ranks)]
+    for step in range(ranks):
+        b = (rank - 1 - step) % ranks
+        if not blocks[b]:
+            continue
+        if step:
+            received += 1
+            lane.append(Wait(previous, received))
+        if step == ranks - 1:
+            sources = (block(b, "inbox"), block(b, "a")) if ranks > 1 else (block(b, "a"),)
+            lane.append(Reduce(sources, block(b, "out"), op))
+        elif step:
+            lane += [Reduce((block(b, "inbox"), block(b, "a")), block(b, "inbox", following), _partial(op)), sent]
+        else:
+            lane += [Copy(block(b, "a"), block(b, "inbox", following)), sent]
+    for step in range(ranks - 1):
+        b, arriving = (rank - step) % ranks, (rank - 1 - step) % ranks
+        if blocks[b]:
+            lane += [Copy(block(b, "out"), block(b, "reduced", following)), sent]
+        if blocks[arriving]:
+            received += 1
+            lane += [Wait(previous, received), Copy(block(arriving, "reduced"), block(arriving, "out"))]
+    return [*lane, *leave(rank, ranks)]
+
+
+def _partial(op: str) -> str:
+    """What is done to parts of an average: only the last sum is divided."""
+    return "sum" if op == "avg" else op

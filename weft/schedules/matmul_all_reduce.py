@@ -1,0 +1,116 @@
+"""Matmul + all-reduce: ``out = the sum over all ranks of their a @ B`` on every rank, each with an a and a B of its own.
+
+Sums are taken in rank order by every algorithm, so all ranks hold equal bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait
+from weft.schedules.common import after, before, chunks, enter, leave, offsets, tidy
+from weft.schedules.matmul_reduce_scatter import Lanes, Sizes, multiply, wait_all
+
+ALGORITHMS = ("one_shot", "two_shot", "sequential")
+
+Pieces = Sequence[tuple[int, int]]
+
+
+def matmul_all_reduce(rows: Sequence[int], algorithm: str, *, chunk_rows: int, op: str = "sum", moved: bool = False) -> Plan:
+    """Plan for ranks that each multiply ``sum(rows)`` rows, in pieces of at most `chunk_rows`.
+
+    ``one_shot``: every rank adds up all rows, each piece while the next one is multiplied elsewhere. ``two_shot``: rank r adds up
+    its block of `rows[r]` rows, which it multiplies last, and copies the sums of the others. ``sequential``: one product, then the
+    sums. Products are added where they lie, or, if `moved`, gotten from the peers before.
+    """
+    sizes = Sizes(rows, chunk_rows, op)
+    ranks, total = len(rows), sum(rows)
+    make = _two_shot if algorithm == "two_shot" else _one_shot
+    if algorithm == "sequential":
+        sizes = sizes._replace(chunk=max(1, total))
+    if ranks == 1:
+        make = _alone
+    lanes = tuple(
+        {name: tidy(lane) for name, lane in make(sizes, r, moved).items()} if total else {"compute": ()} for r in range(ranks)
+    )
+    everything, factor = (total,) * ranks, "partial" if ranks > 1 else "out"
+    inbox = tuple(ranks * kept for kept in rows) if algorithm == "two_shot" else (ranks * total,) * ranks
+    buffers = {
+        "a": Buffer("input", everything),
+        "partial": Buffer("workspace", everything),
+        "summed": Buffer("workspace", everything),
+        "inbox": Buffer("workspace", inbox),
+        "out": Buffer("output", everything),
+    }
+    terms = tuple(Term(p, "a", 0, weights=(p, factor)) for p in range(ranks))
+    result: dict[Region, Value] = {Region(r, "out", 0, total): terms for r in range(ranks) if total}
+    return Plan("matmul_all_reduce", algorithm, buffers, lanes, result)
+
+
+def _alone(sizes: Sizes, rank: int, moved: bool) -> Lanes:
+    """A sum over one rank is its product."""
+    own = Region(rank, "a", 0, sum(sizes.rows))
+    return {"compute": [Matmul(own, own._replace(buffer="out"))]}
+
+
+def _one_shot(sizes: Sizes, rank: int, moved: bool) -> Lanes:
+    ranks, total = len(sizes.rows), sum(sizes.rows)
+    pieces = [*chunks(total, sizes.chunk)]
+    lane: list[Instruction] = [*enter(rank, ranks)]
+    for count, piece in enumerate([*pieces, None]):
+        if piece:
+            lane += [multiply(rank, *piece), *(Notify(peer, Signal("ready", rank)) for peer in before(rank, ranks))]
+        if count:  # the piece before, which the peers have meanwhile multiplied too
+            lane += _arrived(rank, ranks, count, count, moved)
+            lane.append(_add(sizes, rank, pieces[count - 1], (0, total), "out", moved))
+    comm = _get(rank, ranks, pieces, (0, total), [*range(1, len(pieces) + 1)]) if moved else []
+    return {"compute": [*lane, *leave(rank, ranks)]} | ({"comm": comm} if comm else {})
+
+
+def _two_shot(sizes: Sizes, rank: int, moved: bool) -> Lanes:
+    rows, ranks, starts = sizes.rows, len(sizes.rows), offsets(sizes.rows)
+    own = starts[rank], starts[rank] + rows[rank]
+    pieces = [(own[0] + low, own[0] + high) for low, high in chunks(rows[rank], sizes.chunk)]
+    lane: list[Instruction] = [*enter(rank, ranks)]
+    for peer in after(rank, ranks):
+        if rows[peer]:
+            lane += [multiply(rank, starts[peer], starts[peer] + rows[peer]), Notify(peer, Signal("ready", rank))]
+    for count, piece in enumerate(pieces, 1):
+        lane += [multiply(rank, *piece), *_arrived(rank, ranks, 1, count, moved)]
+        lane.append(_add(sizes, rank, piece, own, "summed", moved))
+    lane += [Notify(peer, Signal("summed", rank)) for peer in before(rank, ranks) if rows[rank]]
+    for owner in [rank, *after(rank, ranks)]:
+        if rows[owner]:
+            sums = Region(owner, "summed", starts[owner], starts[owner] + rows[owner])
+            lane += [] if owner == rank else [Wait(Signal("summed", owner), 1)]
+            lane.append(Copy(sums, sums._replace(rank=rank, buffer="out")))
+    comm = _get(rank, ranks, pieces, own, [1] * len(pieces)) if moved else []
+    return {"compute": [*lane, *leave(rank, ranks)]} | ({"comm": comm} if comm else {})
+
+
+def _get(rank: int, ranks: int, pieces: Pieces, block: tuple[int, int], ready: Sequence[int]) -> list[Instruction]:
+    """Get the peers' products of the pieces of a block into the inbox, piece i once ``ready[i]`` of their signals have come."""
+    lane: list[Instruction] = []
+    for count, (start, stop) in zip(ready, pieces, strict=True):
+        for peer in after(rank, ranks):
+            place = peer * (block[1] - block[0]) - block[0]
+            lane.append(Wait(Signal("ready", peer), count))
+            lane.append(Copy(Region(peer, "partial", start, stop), Region(rank, "inbox", place + start, place + stop)))
+        lane.append(Notify(rank, Signal("gotten", rank)))
+    return lane
+
+
+def _arrived(rank: int, ranks: int, ready: int, gotten: int, moved: bool) -> list[Instruction]:
+    """Wait until the peers' products can be added."""
+    return [Wait(Signal("gotten", rank), gotten)] if moved else wait_all("ready", rank, ranks, ready)
+
+
+def _add(sizes: Sizes, rank: int, piece: tuple[int, int], block: tuple[int, int], into: str, moved: bool) -> Instruction:
+    """Add up a piece of a block in rank order."""
+    start, stop = piece
+    place = [p * (block[1] - block[0]) - block[0] for p in range(len(sizes.rows))]
+    products = tuple(
+        Region(rank, "inbox", place[p] + start, place[p] + stop) if moved and p != rank else Region(p, "partial", start, stop)
+        for p in range(len(sizes.rows))
+    )
+    return Reduce(products, Region(rank, into, start, stop), sizes.op)

@@ -1,0 +1,176 @@
+"""Matmul + reduce-scatter: ``out = block r of the sum over all ranks of their a @ B``, each rank with an a and a B of its own.
+
+Peers' blocks are multiplied first, each for the peer that needs it next, and the own block last, in pieces: while they are made the
+peers' sums arrive, and a piece is added up while it still lies in the cache. Every algorithm adds in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait
+from weft.schedules.common import after, before, chunks, enter, leave, offsets, tidy
+
+ALGORITHMS = ("direct", "push", "ring", "sequential")
+
+Lanes = dict[str, list[Instruction]]
+
+
+class Sizes(NamedTuple):
+    """What a planner is given: the rows that each rank keeps, rows per piece, and ``sum`` or ``avg``."""
+
+    rows: Sequence[int]
+    chunk: int
+    op: str
+
+
+def matmul_reduce_scatter(rows: Sequence[int], algorithm: str, *, chunk_rows: int, op: str = "sum", moved: bool = False) -> Plan:
+    """Plan for ranks that multiply ``sum(rows)`` rows and keep `rows[rank]` of them, in pieces of at most `chunk_rows`.
+
+    ``direct``: peers' products are added where they lie. ``push``: they are put to the rank that keeps them. ``ring``: running sums
+    go from neighbour to neighbour, beginning at rank 0 so that they are taken in rank order, and finished sums go on to their
+    owners. ``sequential``: one product, then the sums; if `moved` the products are put, else added where they lie.
+    """
+    sizes = Sizes(rows, chunk_rows, op)
+    ranks, total, starts = len(rows), sum(rows), offsets(rows)
+    make: Callable[[Sizes, int], Lanes] = {
+        "direct": _direct,
+        "push": _push,
+        "ring": _ring,
+        "sequential": _then_push if moved else _then_add,
+    }[algorithm]
+    if ranks == 1:
+        make = _alone
+    lanes = tuple({name: tidy(lane) for name, lane in make(sizes, r).items()} if total else {"compute": ()} for r in range(ranks))
+    everything, factor = (total,) * ranks, "partial" if ranks > 1 else "out"
+    buffers = {
+        "a": Buffer("input", everything),
+        "partial": Buffer("workspace", everything),
+        "running": Buffer("workspace", everything),
+        "summed": Buffer("workspace", everything),
+        "inbox": Buffer("workspace", tuple(ranks * kept for kept in rows)),
+        "out": Buffer("output", tuple(rows)),
+    }
+    result: dict[Region, Value] = {
+        Region(r, "out", 0, kept): tuple(Term(p, "a", starts[r], weights=(p, factor)) for p in range(ranks))
+        for r, kept in enumerate(rows)
+        if kept
+    }
+    return Plan("matmul_reduce_scatter", algorithm, buffers, lanes, result)
+
+
+def _alone(sizes: Sizes, rank: int) -> Lanes:
+    """A sum over one rank is its product."""
+    own = Region(rank, "a", 0, sum(sizes.rows))
+    return {"compute": [Matmul(own, own._replace(buffer="out"))]}
+
+
+def _direct(sizes: Sizes, rank: int) -> Lanes:
+    rows, ranks, starts = sizes.rows, len(sizes.rows), offsets(sizes.rows)
+    lane: list[Instruction] = [*enter(rank, ranks)]
+    for peer in after(rank, ranks):
+        if rows[peer]:
+            lane += [multiply(rank, starts[peer], starts[peer] + rows[peer]), Notify(peer, Signal("ready", rank))]
+    for low, high in chunks(rows[rank], sizes.chunk):
+        lane += [multiply(rank, starts[rank] + low, starts[rank] + high), *wait_all("ready", rank, ranks)]
+        lane.append(_add(sizes, rank, low, high))
+    return {"compute": [*lane, *(leave(rank, ranks) if rows[rank] else [])]}
+
+
+def _push(sizes: Sizes, rank: int) -> Lanes:
+    rows, ranks, starts = sizes.rows, len(sizes.rows), offsets(sizes.rows)
+    lane: list[Instruction] = [*enter(rank, ranks)]
+    puts: list[Instruction] = []
+    pieces = [(peer, *piece) for peer in after(rank, ranks) for piece in chunks(rows[peer], sizes.chunk)]
+    for count, (peer, low, high) in enumerate(pieces, 1):
+        lane += [multiply(rank, starts[peer] + low, starts[peer] + high), Notify(rank, Signal("made", rank))]
+        puts += [Wait(Signal("made", rank), count), *_put(sizes, rank, peer, low, high)]
+    for count, (low, high) in enumerate(chunks(rows[rank], sizes.chunk), 1):
+        lane += [multiply(rank, starts[rank] + low, starts[rank] + high), *wait_all("arrived", rank, ranks, count)]
+        lane.append(_add(sizes, rank, low, high, put=True))
+    return {"compute": [*lane, *(leave(rank, ranks) if rows[rank] else [])]} | ({"comm": puts} if puts else {})
+
+
+def _ring(sizes: Sizes, rank: int) -> Lanes:
+    """Products are made in the order of the rows; ``comm`` adds them to what comes from the rank before and hands it on."""
+    rows, ranks, starts = sizes.rows, len(sizes.rows), offsets(sizes.rows)
+    last, following, previous = ranks - 1, (rank + 1) % ranks, (rank - 1) % ranks
+    compute: list[Instruction] = [*enter(rank, ranks)]
+    comm: list[Instruction] = []
+    pieces = [
+        (owner, starts[owner] + low, starts[owner] + high)
+        for owner in range(ranks)
+        for low, high in chunks(rows[owner], sizes.chunk)
+    ]
+    for count, (owner, start, stop) in enumerate(pieces, 1):
+        product = Region(rank, "partial", start, stop)
+        running, summed = product._replace(buffer="running"), product._replace(buffer="summed")
+        compute += [multiply(rank, start, stop), Notify(rank, Signal("made", rank))]
+        comm += [Wait(Signal("made", rank), count), *([Wait(Signal("running", previous), count)] if rank else [])]
+        if rank < last:
+            comm += [Reduce((running, product) if rank else (product,), running)]
+            comm += [Copy(running, running._replace(rank=following)), Notify(following, Signal("running", rank))]
+        elif owner < last:
+            comm += [Reduce((running, product), summed, sizes.op), Copy(summed, summed._replace(rank=following))]
+            comm += [Notify(following, Signal("summed", rank))]
+        else:
+            comm += [Reduce((running, product), Region(rank, "out", start - starts[rank], stop - starts[rank]), sizes.op)]
+    if rank < last:  # finished sums go on from rank to rank until they reach their owner
+        passing = [piece for piece in pieces if rank <= piece[0] < last]
+        for count, (owner, start, stop) in enumerate(passing, 1):
+            summed = Region(rank, "summed", start, stop)
+            comm.append(Wait(Signal("summed", previous), count))
+            if owner != rank:
+                comm += [Copy(summed, summed._replace(rank=following)), Notify(following, Signal("summed", rank))]
+        if rows[rank]:
+            comm.append(Copy(Region(rank, "summed", starts[rank], starts[rank] + rows[rank]), Region(rank, "out", 0, rows[rank])))
+    return {"compute": compute, "comm": [*comm, *(leave(rank, ranks) if rows[rank] else [])]}
+
+
+def _then_add(sizes: Sizes, rank: int) -> Lanes:
+    rows, ranks = sizes.rows, len(sizes.rows)
+    lane = [*enter(rank, ranks), multiply(rank, 0, sum(rows))]
+    lane += [Notify(peer, Signal("ready", rank)) for peer in before(rank, ranks) if rows[peer]]
+    if rows[rank]:
+        lane += [*wait_all("ready", rank, ranks), _add(sizes, rank, 0, rows[rank]), *leave(rank, ranks)]
+    return {"compute": lane}
+
+
+def _then_push(sizes: Sizes, rank: int) -> Lanes:
+    rows, ranks = sizes.rows, len(sizes.rows)
+    lane = [*enter(rank, ranks), multiply(rank, 0, sum(rows))]
+    for peer in after(rank, ranks):
+        lane += _put(sizes, rank, peer, 0, rows[peer]) if rows[peer] else []
+    if rows[rank]:
+        lane += [*wait_all("arrived", rank, ranks), _add(sizes, rank, 0, rows[rank], put=True), *leave(rank, ranks)]
+    return {"compute": lane}
+
+
+def multiply(rank: int, start: int, stop: int) -> Instruction:
+    """This rank's product of these rows."""
+    return Matmul(Region(rank, "a", start, stop), Region(rank, "partial", start, stop))
+
+
+def wait_all(signal: str, rank: int, ranks: int, count: int = 1) -> list[Instruction]:
+    """Wait for `count` of a signal from every peer."""
+    return [Wait(Signal(signal, peer), count) for peer in after(rank, ranks)]
+
+
+def _put(sizes: Sizes, rank: int, peer: int, low: int, high: int) -> list[Instruction]:
+    """Put the product of the peer's rows ``low:high`` into its inbox, which has a place for each source."""
+    start, place = offsets(sizes.rows)[peer], rank * sizes.rows[peer]
+    source, target = Region(rank, "partial", start + low, start + high), Region(peer, "inbox", place + low, place + high)
+    return [Copy(source, target), Notify(peer, Signal("arrived", rank))]
+
+
+def _add(sizes: Sizes, rank: int, low: int, high: int, put: bool = False) -> Instruction:
+    """Add up this rank's rows ``low:high``, in rank order: where the peers' products lie, or from its inbox if they were put."""
+    start, kept = offsets(sizes.rows)[rank], sizes.rows[rank]
+    products = tuple(
+        Region(rank, "inbox", p * kept + low, p * kept + high)
+        if put and p != rank
+        else Region(p, "partial", start + low, start + high)
+        for p in range(len(sizes.rows))
+    )
+    return Reduce(products, Region(rank, "out", low, high), sizes.op)

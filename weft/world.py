@@ -1,0 +1,246 @@
+"""The ranks that work together: `init` makes a `World`, which owns what they share and knows how they fail."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from weft import _native, errors, memory
+from weft.errors import PeerLost, PeerTimeout, SymmetricMemoryError, WeftError
+from weft.plan import Plan
+from weft.rendezvous import Listener, Place, default_group, host_identity
+from weft.signals import Signals
+
+
+class Recorder(Protocol):
+    """What takes note of every execution of a plan, as `weft.trace` does."""
+
+    def add(self, plan: Plan, spans: list[tuple[str, int, int, int]]) -> None:
+        """Called after each execution with ``(lane, index of the instruction, start, stop)``, in nanoseconds."""
+
+
+class Guard:
+    """A part of a call that all ranks must get through: an exception in it closes the world."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and not isinstance(error, SymmetricMemoryError):  # which all ranks raise together
+            self.world.fail(error)
+
+
+_numbers = itertools.count(1)
+_default: World | None = None
+_alive: weakref.WeakValueDictionary[int, World] = weakref.WeakValueDictionary()  # by number
+
+
+class World:
+    """A set of ranks with shared memory, signals and a common order of calls. Made by `init`; a context manager.
+
+    Every operator on a world is collective: all ranks make the same calls in the same order. Worlds are independent of each other;
+    one world is used by one thread at a time.
+
+    Attributes: `rank`, `ranks` (their number), `timeout` (seconds any wait may take unless a call says otherwise), `pids`,
+    `recorder` (told of every execution, or None), `link` (the emulated one, or None).
+    """
+
+    def __init__(self, rank: int, places: Sequence[Place], sockets: list[int], timeout: float) -> None:
+        self.rank, self.ranks, self.timeout = rank, len(places), timeout
+        self.pids = [place.pid for place in places]
+        self.number = next(_numbers)
+        self.engine: Any = None  # made and found by `weft.engines.engine`
+        self.closed: str | None = None
+        self.guard = Guard(self)
+        self.recorder: Recorder | None = None
+        self.link: tuple[float, float] | None = None
+        self.mesh = _native.Mesh(rank, sockets)
+        cores = len(frozenset[int]().union(*(place.cores for place in places)))
+        self.spins = 200 if self.ranks <= cores else 0  # some microseconds; the scheduler may put two ranks on one core
+        control = self._control_segment()
+        self.native = _native.World(self.mesh, control, self.spins)
+        self.transfers = _native.Transfers(self.mesh, self.spins)
+        _alive[self.number] = self
+
+    def empty(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A symmetric tensor with undefined contents; collective, with the same `shape` and `dtype` on all ranks.
+
+        `dtype` defaults to torch's default dtype. The memory is reserved at once. Raises `SymmetricMemoryError` on every rank if
+        any rank lacks it, `MismatchError` if ranks ask for different things.
+        """
+        self.check()
+        dims = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+        sizes = [int(n) for n in dims]  # type: ignore[arg-type]
+        if any(n < 0 for n in sizes):
+            raise ValueError(f"a shape has no negative sizes; got {tuple(sizes)}")
+        with self.guard:
+            return memory.allocate(self, sizes, dtype or torch.get_default_dtype())
+
+    def signals(self, count: int, name: str = "signals") -> Signals:
+        """`count` zeroed counters on every rank for one-sided calls; collective, with the same `count` on all ranks.
+
+        `name` is what errors call them. Raises as `empty` does.
+        """
+        self.check()
+        if not (isinstance(count, int) and count > 0):
+            raise ValueError(f"count must be a positive whole number; got {count!r}")
+        with self.guard:
+            return Signals(self, count, name)
+
+    def is_symmetric(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is this rank's part of a symmetric tensor of this world, or a view of one."""
+        segment = memory.find(tensor)
+        return segment is not None and segment.world == self.number
+
+    def peer(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """`rank`'s part of a symmetric tensor (or of the same view of it), as a tensor over the peer's own memory.
+
+        Reads and writes go straight to the peer; order them with signals or an operator.
+        """
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"there is no rank {rank} in a world of {self.ranks}")
+        segment = memory.find(tensor)
+        if segment is None or segment.world != self.number:
+            raise ValueError("not a symmetric tensor of this world; make it with world.empty(...)")
+        return memory.peer_view(tensor, segment, rank)
+
+    def emulate_link(self, gbps: float, latency_us: float = 0.0) -> None:
+        """From now on every copy to or from a peer takes at least `latency_us` plus its bytes at `gbps` (1e9 bits per second).
+
+        Copies of a rank share one link and take it in turn. 0 Gbit/s ends the emulation.
+        """
+        if gbps < 0 or latency_us < 0:
+            raise ValueError(f"bandwidth and latency are not negative; got {gbps} Gbit/s and {latency_us} us")
+        self.link = (gbps, latency_us) if gbps else None
+        self.native.emulate_link(gbps * 1e9 / 8, latency_us * 1e-6)
+
+    def check(self) -> None:
+        """Raise `WeftError` if this world is closed."""
+        if self.closed is not None:
+            raise WeftError(f"this world is closed: {self.closed}; make a new one with weft.init()")
+
+    def failure(self, doing: str) -> WeftError:
+        """The error for a failure that a peer caused or reported while this rank was `doing` something; closes the world."""
+        kind, culprit, text = self.mesh.failure()
+        if kind in ("MismatchError", "PeerTimeout"):
+            return self.fail(getattr(errors, kind)(text), culprit)
+        return self.lost(culprit, text or "died" if kind == "PeerLost" else f"failed with {kind}: {text},", doing)
+
+    def lost(self, peer: int, how: str, doing: str) -> WeftError:
+        """The error for a peer that this rank needed while `doing` something; closes the world."""
+        return self.fail(PeerLost(f"rank {peer} (pid {self.pids[peer]}) {how} while rank {self.rank} waited {doing}", how), peer)
+
+    def timed_out(self, doing: str, timeout: float | None = None) -> WeftError:
+        """The error for a wait that took too long; closes the world."""
+        return self.fail(PeerTimeout(f"rank {self.rank} waited {timeout or self.timeout:g} s {doing}"))
+
+    def fail(self, error: BaseException, culprit: int | None = None) -> WeftError:
+        """Close the world because of `error`, tell all peers, and return it."""
+        if self.closed is None:
+            text = error.how if isinstance(error, PeerLost) else str(error)
+            self.mesh.abort(type(error).__name__, self.rank if culprit is None else culprit, text[:8000])
+            self.closed = f"{type(error).__name__}: {error}"
+        return error  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Leave the world, once all asynchronous transfers are complete.
+
+        Peers may go on with what they do not need this rank for; memory lives until its last tensor is gone.
+        """
+        self.transfers.finish()
+        if self.closed is None:
+            self.mesh.leave()
+            self.closed = "it was closed"
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self.fail(error)
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"World(rank={self.rank}, ranks={self.ranks}{', closed' if self.closed else ''})"
+
+    def _control_segment(self) -> _native.Segment:
+        """The segment of headers and counters; it comes before the calls that could check what others do."""
+        size = _native.World.control_bytes(self.ranks)
+        own, fd = _native.create_mapping(size)
+        parts = [own] * self.ranks
+        peers = [peer for peer in range(self.ranks) if peer != self.rank]
+        for peer in peers:
+            self.mesh.send(peer, "control", fd)
+        for peer in peers:
+            try:
+                _, theirs = self.mesh.receive(peer, self.timeout)
+            except RuntimeError:
+                raise PeerLost(f"rank {peer} (pid {self.pids[peer]}) was lost while the world was made") from None
+            parts[peer] = _native.attach_mapping(theirs, size)
+            os.close(theirs)
+        os.close(fd)
+        return _native.Segment(parts, self.rank, self.number, 0)
+
+
+def init(group: dist.ProcessGroup | None = None, *, timeout: float = 30.0) -> World:
+    """Make a world of the ranks of `group`, collectively.
+
+    Without a group: all ranks of `torch.distributed`, which is initialised from the variables of torchrun, mpirun or SLURM if it
+    is not yet; with none of these, a world of one. A world made without a group is the default of every operator.
+
+    `timeout` is in seconds and bounds every wait. Raises `WeftError` if the ranks are not all on one host, `PeerTimeout` if some
+    do not appear.
+    """
+    global _default
+    if not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds; got {timeout}")
+    members = default_group() if group is None else group
+    listener = Listener()
+    own = Place(os.getpid(), host_identity(), listener.address, frozenset(os.sched_getaffinity(0)))
+    rank, places = 0, [own]
+    if members is not None:
+        rank, places = dist.get_rank(members), [own] * dist.get_world_size(members)
+        if rank < 0:
+            raise ValueError("this process is not a member of the group")
+        dist.all_gather_object(places, own, group=members)
+    try:
+        hosts = {place.host for place in places}
+        if len(hosts) > 1:
+            raise WeftError(f"the ranks are on {len(hosts)} hosts; this version of weft serves ranks of one host")
+        world = World(rank, places, listener.connect(rank, places, timeout), timeout)
+    finally:
+        listener.close()
+    if group is None:
+        _default = world
+    return world
+
+
+def current(world: World | None = None) -> World:
+    """`world`, or the default world; it must be open."""
+    chosen = world or _default
+    if chosen is None:
+        raise WeftError("there is no default world: call weft.init() first, or pass world=...")
+    chosen.check()
+    return chosen
+
+
+def numbered(number: int) -> World | None:
+    """The world of this number in this process, if it is still there."""
+    return _default if _default is not None and _default.number == number else _alive.get(number)
+
+
+@atexit.register
+def _leave_all() -> None:
+    for world in list(_alive.values()):
+        world.close()
