@@ -17,7 +17,7 @@ import torch
 import weft
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "weft.ops.all_gather_matmul", "ranks"])
+_context.set_forkserver_preload(["torch", "weft.ops.all_gather_matmul", "weft.nn", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "ranks"])
 
 
 class Outcome(NamedTuple):
