@@ -292,7 +292,7 @@ def test_an_mpi_that_does_not_start_is_an_error(monkeypatch, tmp_path):
     (programs / "mpiexec").chmod(0o755)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RuntimeError, match="did not start: no such luck"):
-        mpi_ranks.MpiRanks("mpich", 2)
+        mpi_ranks.MpiRanks("mpich", [frozenset({0})] * 2)
 
 
 @pytest.mark.data

@@ -100,6 +100,9 @@ def different_requests(world):
         world.empty(4 + world.rank)
     with pytest.raises(weft.WeftError, match="closed: MismatchError"):
         world.empty(4)
+    other = weft.init()
+    with pytest.raises(weft.MismatchError, match=r"rank \d calls signals\(\d\), but rank \d calls signals\(\d\)"):
+        other.signals(4 + world.rank)
 
 
 def test_different_requests_are_a_mismatch():

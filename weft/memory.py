@@ -29,10 +29,10 @@ def find(tensor: torch.Tensor) -> _native.Segment | None:
     return _segments.get(tensor.untyped_storage().data_ptr()) if tensor.is_cpu else None
 
 
-def allocate(world: World, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in a new segment; see `World.empty`."""
+def allocate(world: World, shape: Sequence[int], dtype: torch.dtype, call: str | None = None) -> torch.Tensor:
+    """A tensor in a new segment, see `World.empty`; `call` is what errors say that ranks called."""
     size = math.prod(shape) * dtype.itemsize
-    call = f"empty({tuple(shape)}, {str(dtype).removeprefix('torch.')})"
+    call = call or f"empty({tuple(shape)}, {str(dtype).removeprefix('torch.')})"
     compiled = _native.Compiled(call, 0, [], [], world.ranks)
     world.native.begin(compiled, world.timeout)
     own, fd, trouble = None, -1, ""

@@ -52,8 +52,8 @@ class World:
     Every operator on a world is collective: all ranks make the same calls in the same order. Worlds are independent of each other;
     one world is used by one thread at a time.
 
-    Attributes: `rank`, `ranks` (their number), `timeout` (seconds any wait may take unless a call says otherwise), `pids`,
-    `recorder` (told of every execution, or None), `link` (the emulated one, or None).
+    Attributes: `rank`, `ranks` (their number), `timeout` (seconds any wait may take unless a call says otherwise), `pids`, `cores`
+    (the processor cores that each rank may use), `recorder` (told of every execution, or None), `link` (the emulated one, or None).
     """
 
     def __init__(self, rank: int, places: Sequence[Place], sockets: list[int], timeout: float) -> None:
@@ -66,8 +66,10 @@ class World:
         self.recorder: Recorder | None = None
         self.link: tuple[float, float] | None = None
         self.mesh = _native.Mesh(rank, sockets)
-        cores = len(frozenset[int]().union(*(place.cores for place in places)))
-        self.spins = 200 if self.ranks <= cores else 0  # some microseconds; the scheduler may put two ranks on one core
+        self.cores = [place.cores for place in places]
+        self.spins = (
+            200 if self.ranks <= len(frozenset[int]().union(*self.cores)) else 0
+        )  # some microseconds; the scheduler may put two ranks on one core
         control = self._control_segment()
         self.native = _native.World(self.mesh, control, self.spins)
         self.transfers = _native.Transfers(self.mesh, self.spins)

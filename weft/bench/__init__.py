@@ -1,6 +1,8 @@
 """What is measured and how it is shown.
 
-`timing` measures on all ranks, `verification` says what must come out, `baselines` what to compare with, `figures` what the times
-mean; `fused` puts them together for operators that overlap a collective with a product. `report` prints results and writes them
-as JSON, `plots` and `timeline` draw them.
+`timing` measures on all ranks, `verification` says what must come out, `baselines` and `mpi_ranks` what to compare with, `figures`
+what the times mean. `fused` puts them together for operators that overlap a collective with a product (`all_gather_matmul`,
+`matmul_sums`), `collectives` for the collectives over message size, `p2p` for one-sided copies, `overlap` for a product and an
+all-gather that are independent. `report` and `sweep` print results and write them as JSON; `plots` and `timeline` draw them. The
+commands are in `commands`, `collective_commands` and `p2p_commands`, and what these share in `options`.
 """

@@ -241,7 +241,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     with ExitStack() as stack:
         world = stack.enter_context(init(timeout=_TIMEOUT))
         asked = [name for name in settings.baselines if name in MPIS]
-        mpis = {name: stack.enter_context(MpiRanks(name, world.ranks)) if world.rank == 0 else None for name in asked}
+        mpis = {name: stack.enter_context(MpiRanks(name, world.cores)) if world.rank == 0 else None for name in asked}
         bench = Bench(settings, world)
         rounds = len(settings.sizes) * (settings.warmup + settings.iterations)
         with progress("measuring", rounds, shown=world.rank == 0) as advance:
@@ -255,7 +255,7 @@ def measure(settings: Settings) -> dict[str, Any]:
             "size_bytes_of": "each rank's input",
             "rows": [row.to_json() for row in rows],
             "verified": not any(row.wrong for row in rows),
-            "machine": environment.machine(),
+            "machine": environment.machine(world),
             "versions": environment.versions() | {name: ranks.version for name, ranks in mpis.items() if ranks},
         }
 

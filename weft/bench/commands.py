@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Callable, Collection
 from enum import Enum
 from pathlib import Path
@@ -13,19 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 
+from weft.bench import options
+from weft.bench.options import Dtype, Gbps, Iterations, Json, Plot, Seed, Threads, Warmup
+
 if TYPE_CHECKING:
     from weft.bench.fused import Link, Result
 
 app = typer.Typer(help="Measure operators against their limits and what one would write without weft.", no_args_is_help=True)
-
-
-class Dtype(str, Enum):
-    """Of inputs or outputs."""
-
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-    float64 = "float64"
 
 
 class Algorithm(str, Enum):
@@ -63,20 +55,11 @@ _MOVING = (Algorithm.pull, Algorithm.push, Algorithm.ring)
 _Ranks = Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="Ranks to start; 2 unless a launcher did.")]
 _Type = Annotated[Dtype, typer.Option(help="Of the inputs.")]
 _OutType = Annotated[Dtype | None, typer.Option(help="Of the output: the inputs' or float32.")]
-_Warmup = Annotated[int, typer.Option(min=0, help="Rounds before the measured ones.")]
-_Iterations = Annotated[int, typer.Option(min=1, help="Rounds measured.")]
-_Seed = Annotated[int, typer.Option(min=0, help="Of the random inputs.")]
 _Baseline = Annotated[str | None, typer.Option(help="gloo, or none; by default gloo, and none on an emulated link.")]
-_Gbps = Annotated[
-    str | None, typer.Option(metavar="GBPS|auto", help="Emulate a slower link; auto: communicate takes as long as compute.")
-]
 _Latency = Annotated[float | None, typer.Option(min=0, help="Latency of each transfer on the emulated link.")]
-_Json = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write the result as JSON; -: stdout.")]
-_Plot = Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Draw the times.")]
 _Trace = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for https://ui.perfetto.dev.")]
 _Timeline = Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Draw what ran when.")]
 _Outputs = Annotated[Path | None, typer.Option(metavar="DIR", help="Save each rank's output as rank<r>.pt.")]
-_Threads = Annotated[int | None, typer.Option(min=1, help="Compute threads per rank; by default the cores are shared out.")]
 _SumShape = Annotated[str, typer.Option(metavar="MxKxN", help="M rows, of any number, and K columns of each rank, times (K, N).")]
 _AddedRows = Annotated[int | None, typer.Option(min=1, help="Rows that are added, or sent, together.")]
 
@@ -89,27 +72,27 @@ def all_gather_matmul(
     out_dtype: _OutType = None,
     algorithm: Annotated[Algorithm, typer.Option(help="How rows travel.")] = Algorithm.auto,
     chunk_rows: Annotated[int | None, typer.Option(min=1, help="Rows per transfer of pull, push and ring.")] = None,
-    warmup: _Warmup = 3,
-    iterations: _Iterations = 20,
-    seed: _Seed = 0,
+    warmup: Warmup = 3,
+    iterations: Iterations = 20,
+    seed: Seed = 0,
     baseline: _Baseline = None,
-    link_gbps: _Gbps = None,
+    link_gbps: Gbps = None,
     link_latency_us: _Latency = None,
-    json_file: _Json = None,
-    plot: _Plot = None,
+    json_file: Json = None,
+    plot: Plot = None,
     trace: _Trace = None,
     timeline: _Timeline = None,
     save_outputs: _Outputs = None,
-    threads: _Threads = None,
+    threads: Threads = None,
     ablate: Annotated[bool, typer.Option("--ablate", help="Also measure each step from the cascade to the operator.")] = False,
 ) -> None:
     """All-gather + matmul: compute alone, communication alone, one after the other, and overlapped."""
     if chunk_rows and algorithm not in _MOVING:
-        _refuse("--chunk-rows", f"{algorithm.value} does not take a chunk size: use --algorithm pull, push or ring")
-    size = _world_size(ranks)
+        options.refuse("--chunk-rows", f"{algorithm.value} does not take a chunk size: use --algorithm pull, push or ring")
+    size = options.world_size(ranks)
     if ablate and (size[1] == 1 or algorithm not in (*_MOVING, Algorithm.auto)):
         what = "a single rank" if size[1] == 1 else algorithm.value
-        _refuse("--ablate", f"{what} has no transfers to overlap: use 2 or more ranks and --algorithm pull, push or ring")
+        options.refuse("--ablate", f"{what} has no transfers to overlap: use 2 or more ranks and --algorithm pull, push or ring")
     more = {"warmup": warmup, "iterations": iterations, "seed": seed, "ablate": ablate, "chunk_rows": chunk_rows}
     link = link_gbps, link_latency_us
     files = _Files(json_file, plot, trace, timeline, save_outputs)
@@ -124,26 +107,26 @@ def matmul_reduce_scatter(
     out_dtype: _OutType = None,
     algorithm: Annotated[Scattering, typer.Option(help="How products reach the rank that keeps their sum.")] = Scattering.auto,
     chunk_rows: _AddedRows = None,
-    warmup: _Warmup = 3,
-    iterations: _Iterations = 20,
-    seed: _Seed = 0,
+    warmup: Warmup = 3,
+    iterations: Iterations = 20,
+    seed: Seed = 0,
     baseline: _Baseline = None,
-    link_gbps: _Gbps = None,
+    link_gbps: Gbps = None,
     link_latency_us: _Latency = None,
-    json_file: _Json = None,
-    plot: _Plot = None,
+    json_file: Json = None,
+    plot: Plot = None,
     trace: _Trace = None,
     timeline: _Timeline = None,
     save_outputs: _Outputs = None,
-    threads: _Threads = None,
+    threads: Threads = None,
 ) -> None:
     """Matmul + reduce-scatter: compute alone, communication alone, one after the other, and overlapped."""
     if chunk_rows and algorithm == Scattering.sequential:
-        _refuse("--chunk-rows", "sequential does not take a chunk size: use --algorithm direct, push or ring")
+        options.refuse("--chunk-rows", "sequential does not take a chunk size: use --algorithm direct, push or ring")
     more = {"warmup": warmup, "iterations": iterations, "seed": seed, "chunk_rows": chunk_rows}
     link = link_gbps, link_latency_us
     files = _Files(json_file, plot, trace, timeline, save_outputs)
-    size = _world_size(ranks)
+    size = options.world_size(ranks)
     _measure("matmul-reduce-scatter", size, shape, dtype, out_dtype, algorithm.value, baseline, link, files, threads, **more)
 
 
@@ -155,26 +138,26 @@ def matmul_all_reduce(
     out_dtype: _OutType = None,
     algorithm: Annotated[Reducing, typer.Option(help="How the sums are shared out.")] = Reducing.auto,
     chunk_rows: _AddedRows = None,
-    warmup: _Warmup = 3,
-    iterations: _Iterations = 20,
-    seed: _Seed = 0,
+    warmup: Warmup = 3,
+    iterations: Iterations = 20,
+    seed: Seed = 0,
     baseline: _Baseline = None,
-    link_gbps: _Gbps = None,
+    link_gbps: Gbps = None,
     link_latency_us: _Latency = None,
-    json_file: _Json = None,
-    plot: _Plot = None,
+    json_file: Json = None,
+    plot: Plot = None,
     trace: _Trace = None,
     timeline: _Timeline = None,
     save_outputs: _Outputs = None,
-    threads: _Threads = None,
+    threads: Threads = None,
 ) -> None:
     """Matmul + all-reduce: compute alone, communication alone, one after the other, and overlapped."""
     if chunk_rows and algorithm == Reducing.sequential:
-        _refuse("--chunk-rows", "sequential does not take a chunk size: use --algorithm one_shot or two_shot")
+        options.refuse("--chunk-rows", "sequential does not take a chunk size: use --algorithm one_shot or two_shot")
     more = {"warmup": warmup, "iterations": iterations, "seed": seed, "chunk_rows": chunk_rows}
     link = link_gbps, link_latency_us
     files = _Files(json_file, plot, trace, timeline, save_outputs)
-    size = _world_size(ranks)
+    size = options.world_size(ranks)
     _measure("matmul-all-reduce", size, shape, dtype, out_dtype, algorithm.value, baseline, link, files, threads, **more)
 
 
@@ -205,7 +188,7 @@ def _measure(
     from weft.bench.all_gather_matmul import BASELINES, AllGatherMatmul
     from weft.bench.fused import Case, Settings, measure
     from weft.bench.matmul_sums import MatmulAllReduce, MatmulReduceScatter
-    from weft.launcher import launch, threads_per_rank
+    from weft.launcher import threads_per_rank
 
     cases: dict[str, Callable[..., Case]] = {
         "all-gather-matmul": AllGatherMatmul,
@@ -213,8 +196,8 @@ def _measure(
         "matmul-all-reduce": MatmulAllReduce,
     }
     joined, ranks = size
-    m, k, n = _shape(shape)
-    _check_files(files.json_file, files.trace, files.plot, files.timeline)
+    m, k, n = options.parse_shape(shape)
+    options.check_files(files.json_file, files.trace, files.plot, files.timeline)
     _check_directory(files.outputs)
     _check_out_dtype(dtype, out_dtype)
     slow = _link(*link, algorithm, ranks)
@@ -233,14 +216,7 @@ def _measure(
         threads=threads or threads_per_rank(ranks),
         **more,
     )
-    try:
-        if joined is None:
-            result = launch(measure, ranks, cases[benchmark], settings, threads=settings.threads)[0]
-        else:
-            result = measure(cases[benchmark], settings)
-    except RuntimeError as error:
-        typer.echo(f"weft bench: {error}", err=True)
-        raise typer.Exit(1) from None
+    result = options.run(measure, joined, ranks, cases[benchmark], settings, threads=settings.threads)
     if not joined:
         _hand_over(result, files)
     if not result.verified:
@@ -256,10 +232,7 @@ def _hand_over(result: Result, files: _Files) -> None:
     json_file, plot, trace, timeline, _ = files
     report.print_tables(result, Console(stderr=json_file == "-"))
     as_json = report.to_json(result)
-    if json_file == "-":
-        sys.stdout.write(json.dumps(as_json, indent=1, allow_nan=False) + "\n")
-    elif json_file:
-        Path(json_file).write_text(json.dumps(as_json, indent=1, allow_nan=False) + "\n")
+    options.write_json(as_json, json_file)
     if plot:
         plots.draw_times(as_json, plot)
     if trace:
@@ -268,53 +241,19 @@ def _hand_over(result: Result, files: _Files) -> None:
         draw(result.traces, timeline, report.title(result))
 
 
-def _refuse(option: str, why: str) -> None:
-    raise typer.BadParameter(why, param_hint=option)
-
-
-def _world_size(ranks: int | None) -> tuple[int | None, int]:
-    """This process's rank among those that a launcher started, None without a launcher; and the number of ranks."""
-    from weft.rendezvous import launcher_variables
-
-    variables = launcher_variables(os.environ)
-    if variables is None:
-        return None, ranks or 2
-    size = int(variables["WORLD_SIZE"])
-    if ranks not in (None, size):
-        _refuse("--ranks", f"a launcher has started {size} rank(s) already: leave --ranks out, or run weft bench by itself")
-    return int(variables["RANK"]), size
-
-
-def _shape(text: str) -> tuple[int, int, int]:
-    sizes = text.lower().split("x")
-    if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
-        _refuse("--shape", f"expected three positive numbers MxKxN such as 2048x2048x1024; got {text!r}")
-    m, k, n = map(int, sizes)
-    return m, k, n
-
-
-def _check_files(json_file: str | None, trace: Path | None, *pictures: Path | None) -> None:
-    for picture in filter(None, pictures):
-        if picture.suffix.lower() not in (".png", ".svg"):
-            _refuse("--plot / --timeline", f"pictures are .png or .svg files; got {picture}")
-    for file in (json_file if json_file != "-" else None, trace, *pictures):
-        if file and not Path(file).absolute().parent.is_dir():
-            _refuse("--json / --plot / --trace / --timeline", f"there is no directory for {file}; make it first")
-
-
 def _check_directory(path: Path | None) -> None:
     try:
         if path:
             path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        _refuse("--save-outputs", f"cannot make the directory: {error}")
+        options.refuse("--save-outputs", f"cannot make the directory: {error}")
 
 
 def _check_out_dtype(dtype: Dtype, out_dtype: Dtype | None) -> None:
     possible = {dtype, Dtype.float32} if dtype != Dtype.float64 else {dtype}
     if out_dtype and out_dtype not in possible:
         names = " or ".join(sorted(choice.value for choice in possible))
-        _refuse("--out-dtype", f"a product of {dtype.value} comes as {names}; got {out_dtype.value}")
+        options.refuse("--out-dtype", f"a product of {dtype.value} comes as {names}; got {out_dtype.value}")
 
 
 def _link(gbps: str | None, latency_us: float | None, algorithm: str, ranks: int) -> Link | None:
@@ -322,19 +261,14 @@ def _link(gbps: str | None, latency_us: float | None, algorithm: str, ranks: int
 
     if gbps is None:
         if latency_us is not None:
-            _refuse("--link-latency-us", "an emulated link needs a bandwidth too: add --link-gbps GBPS, or --link-gbps auto")
+            options.refuse("--link-latency-us", "an emulated link needs a bandwidth too: add --link-gbps GBPS, or --link-gbps auto")
         return None
     if algorithm == "direct":
-        _refuse("--link-gbps", "direct moves no rows, so an emulated link cannot slow it: use --algorithm push or ring")
+        options.refuse("--link-gbps", "direct moves no rows, so an emulated link cannot slow it: use --algorithm push or ring")
     if ranks == 1:
-        _refuse("--link-gbps", "a single rank sends nothing over a link: use --ranks 2 or more")
-    try:
-        bandwidth = None if gbps == "auto" else float(gbps)
-    except ValueError:
-        bandwidth = 0.0
-    if bandwidth is not None and not 0 < bandwidth < float("inf"):
-        _refuse("--link-gbps", f"expected a positive number of Gbit/s, or auto; got {gbps!r}")
-    return Link(bandwidth, latency_us or 0.0)
+        options.refuse("--link-gbps", "a single rank sends nothing over a link: use --ranks 2 or more")
+    bandwidth = options.parse_gbps(gbps)
+    return Link(None if isinstance(bandwidth, str) else bandwidth, latency_us or 0.0)
 
 
 def _baselines(text: str | None, link: Link | None, known: Collection[str]) -> tuple[str, ...]:
@@ -343,7 +277,7 @@ def _baselines(text: str | None, link: Link | None, known: Collection[str]) -> t
     short = {name.partition("+")[0]: name for name in known}
     asked = (text or "gloo").split(",")
     if unknown := [name for name in asked if name not in short]:
-        _refuse("--baseline", f"there is no baseline {unknown[0]!r}: use none or {', '.join(short)}")
+        options.refuse("--baseline", f"there is no baseline {unknown[0]!r}: use none or {', '.join(short)}")
     if link:
-        _refuse("--baseline", "a baseline does not pass the emulated link, so they cannot be compared: use --baseline none")
+        options.refuse("--baseline", "a baseline does not pass the emulated link, so they cannot be compared: use --baseline none")
     return tuple(short[name] for name in asked)

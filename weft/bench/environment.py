@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 import weft
+from weft.world import World
 
 
-def machine() -> dict[str, Any]:
-    """The processor, the cores that this process may use, its compute threads, and the memory in GiB."""
+def machine(world: World) -> dict[str, Any]:
+    """The processor, the cores that the ranks may use together, the compute threads of each, and the memory in GiB."""
     return {
         "cpu": _field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(frozenset[int]().union(*world.cores)),
         "threads_per_rank": torch.get_num_threads(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "vector_instructions": torch.backends.cpu.get_cpu_capability(),

@@ -133,7 +133,7 @@ def measure(make_case: Callable[[Settings, World, Stopwatch], Case], settings: S
             {name: times[name] for name in settings.baselines},
             {step: times[name] for step, name in case.ablation.items()},
             checks,
-            environment.machine(),
+            environment.machine(world),
             environment.versions(),
             [trace for trace in traces if trace],
             case.notes,

@@ -11,6 +11,7 @@ import functools
 import gc
 import itertools
 import json
+import os
 import socket
 import sys
 import time
@@ -105,8 +106,12 @@ class Case:
 
 
 def main() -> None:
-    """Serve the commands that arrive over the socket whose path is the script's argument, until it closes."""
+    """Serve the commands that arrive over a socket, until it closes.
+
+    The script's arguments are the socket's path and, as JSON, the cores of every rank.
+    """
     gc.disable()
+    os.sched_setaffinity(0, json.loads(sys.argv[2])[WORLD.rank])
     commands = socket.socket(socket.AF_UNIX)
     commands.connect(sys.argv[1])
     lines = commands.makefile("rw")

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -29,14 +30,17 @@ def environment(mpi: str) -> Path:
 
 
 class MpiRanks:
-    """`ranks` processes of an MPI, each of which answers what `ask` asks. A context manager; `version` is what it calls itself."""
+    """Processes of an MPI, each of which answers what `ask` asks. A context manager; `version` is what the MPI calls itself.
 
-    def __init__(self, mpi: str, ranks: int) -> None:
-        self.mpi = mpi
+    `cores` are those that each rank may use: the same as weft's rank of that number, so that the two are compared on equal terms.
+    """
+
+    def __init__(self, mpi: str, cores: Sequence[frozenset[int]]) -> None:
+        self.mpi, ranks, everywhere = mpi, len(cores), frozenset[int]().union(*cores)
         # mpiexec must not take itself for a part of what started weft.
         variables = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        crowded = mpi == "openmpi" and ranks > len(os.sched_getaffinity(0))
+        placing = ["--bind-to", "none", *(["--oversubscribe"] if ranks > len(everywhere) else [])] if mpi == "openmpi" else []
         programs = environment(mpi).absolute() / "bin"
         script = Path(__file__).with_name("mpi_baseline.py")
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
@@ -45,14 +49,19 @@ class MpiRanks:
             listener.bind(path)
             listener.listen(ranks)
             listener.settimeout(0.1)
-            command = [f"{programs}/mpiexec", "-n", str(ranks), *(["--oversubscribe"] if crowded else [])]
-            self.process = subprocess.Popen(
-                [*command, f"{programs}/python", str(script), path],
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=self.errors,
-                stderr=self.errors,
-            )
+            command = [f"{programs}/mpiexec", "-n", str(ranks), *placing, f"{programs}/python", str(script)]
+            mine = os.sched_getaffinity(0)
+            os.sched_setaffinity(0, everywhere)  # mpiexec inherits it; this rank may be bound to a core
+            try:
+                self.process = subprocess.Popen(
+                    [*command, path, json.dumps([sorted(own) for own in cores])],
+                    env=variables,
+                    stdin=subprocess.DEVNULL,
+                    stdout=self.errors,
+                    stderr=self.errors,
+                )
+            finally:
+                os.sched_setaffinity(0, mine)
             self.lines = [self._accept(listener) for _ in range(ranks)]
         self.version = str(self._answers()[0])
 

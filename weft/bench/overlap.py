@@ -145,7 +145,7 @@ def measure(settings: Settings) -> dict[str, Any]:
             "limit_ratio": figures.limit_ratio(compute, communicate, overlapped),
             "wrong": {name: check.wrong for name, check in checks.items()},
             "verified": not any(check.wrong for check in checks.values()),
-            "machine": environment.machine(),
+            "machine": environment.machine(world),
             "versions": environment.versions(),
         }
 

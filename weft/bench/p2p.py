@@ -154,7 +154,7 @@ def measure(settings: Settings) -> dict[str, Any]:
             "ranks": world.ranks,
             "rows": rows,
             "verified": not any(row["wrong"] for row in rows),
-            "machine": environment.machine(),
+            "machine": environment.machine(world),
             "versions": environment.versions(),
         }
 

@@ -1,0 +1,140 @@
+"""What the commands of ``weft bench`` share: common options, what they may not be, who measures, and where results go.
+
+Loads torch only once a benchmark runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+from rich.console import Console
+
+Result = TypeVar("Result")
+
+
+class Dtype(str, Enum):
+    """Of inputs or outputs."""
+
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+    float64 = "float64"
+
+
+Warmup = Annotated[int, typer.Option(min=0, help="Rounds before the measured ones.")]
+Iterations = Annotated[int, typer.Option(min=1, help="Rounds measured.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of the random data.")]
+Gbps = Annotated[
+    str | None, typer.Option(metavar="GBPS|auto", help="Emulate a slower link; auto: communicate takes as long as compute.")
+]
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write the result as JSON; -: stdout.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Draw the result.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Compute threads per rank; by default the cores are shared out.")]
+
+
+def refuse(option: str, why: str) -> NoReturn:
+    """End with exit status 2 because of what was given for `option`."""
+    raise typer.BadParameter(why, param_hint=option)
+
+
+def world_size(ranks: int | None) -> tuple[int | None, int]:
+    """This process's rank among those that a launcher started, None without a launcher; and the number of ranks."""
+    from weft.rendezvous import launcher_variables
+
+    variables = launcher_variables(os.environ)
+    if variables is None:
+        return None, ranks or 2
+    size = int(variables["WORLD_SIZE"])
+    if ranks not in (None, size):
+        refuse("--ranks", f"a launcher has started {size} rank(s) already: leave --ranks out, or run weft bench by itself")
+    return int(variables["RANK"]), size
+
+
+def parse_shape(text: str) -> tuple[int, int, int]:
+    """``MxKxN``."""
+    sizes = text.lower().split("x")
+    if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
+        refuse("--shape", f"expected three positive numbers MxKxN such as 2048x2048x1024; got {text!r}")
+    m, k, n = map(int, sizes)
+    return m, k, n
+
+
+def parse_sizes(text: str, option: str) -> list[int]:
+    """Bytes from ``4K:64M:4`` and the like."""
+    from weft.bench import sweep
+
+    try:
+        return sweep.parse_sizes(text)
+    except ValueError as error:
+        refuse(option, str(error))
+
+
+def parse_gbps(text: str | None) -> float | str | None:
+    """The bandwidth of an emulated link in 1e9 bits per second, ``"auto"``, or None without one."""
+    if text in (None, "auto"):
+        return text
+    try:
+        gbps = float(text)
+    except ValueError:
+        gbps = 0.0
+    if not 0 < gbps < float("inf"):
+        refuse("--link-gbps", f"expected a positive number of Gbit/s, or auto; got {text!r}")
+    return gbps
+
+
+def check_files(json_file: str | None, trace: Path | None, *pictures: Path | None) -> None:
+    """Refuse files that could not be written, before anything is measured."""
+    for picture in filter(None, pictures):
+        if picture.suffix.lower() not in (".png", ".svg"):
+            refuse("--plot / --timeline", f"pictures are .png or .svg files; got {picture}")
+    for file in (json_file if json_file != "-" else None, trace, *pictures):
+        if file and not Path(file).absolute().parent.is_dir():
+            refuse("--json / --plot / --trace / --timeline", f"there is no directory for {file}; make it first")
+
+
+def run(measure: Callable[..., Result], rank: int | None, ranks: int, *arguments: Any, threads: int) -> Result:
+    """What `measure` finds on rank 0 of ranks started for it, or as the rank that a launcher made this. Failure: exit status 1."""
+    from weft.launcher import launch
+
+    try:
+        return measure(*arguments) if rank is not None else launch(measure, ranks, *arguments, threads=threads)[0]
+    except RuntimeError as error:
+        typer.echo(f"weft bench: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def write_json(result: dict[str, Any], file: str | None) -> None:
+    """Write a result to where ``--json`` says."""
+    text = json.dumps(result, indent=1, allow_nan=False) + "\n"
+    if file == "-":
+        sys.stdout.write(text)
+    elif file:
+        Path(file).write_text(text)
+
+
+def hand_over(
+    measure: Callable[[Any], dict[str, Any]],
+    settings: Any,
+    joined: int | None,
+    ranks: int,
+    tell: Callable[[dict[str, Any], Console], None],
+    draw: Callable[[dict[str, Any], Path], None],
+    json_file: str | None,
+    plot: Path | None,
+) -> None:
+    """Measure, and hand over a result that is a JSON object: as tables, file and picture. Wrong results end with status 1."""
+    result = run(measure, joined, ranks, settings, threads=settings.threads)
+    if not joined:
+        tell(result, Console(stderr=json_file == "-"))
+        write_json(result, json_file)
+        if plot:
+            draw(result, plot)
+    if not result["verified"]:
+        raise typer.Exit(1)
