@@ -1,10 +1,15 @@
-"""Set-up of all tests: helpers are importable, and nothing is written to the user's cache."""
+"""Set-up of all tests: helpers are importable, new ranks find them loaded, and nothing is written to the user's cache."""
 
 import os
 import sys
 import tempfile
+from multiprocessing import forkserver
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 os.environ.setdefault("WEFT_CACHE", tempfile.mkdtemp(prefix="weft-test-cache-"))
+
+import ranks  # noqa: F401  (says what the server of new processes loads, before anyone else starts it)
+
+forkserver.ensure_running()

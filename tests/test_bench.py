@@ -52,10 +52,7 @@ def kinds(value):
     return {key: kinds(inner) for key, inner in value.items()} if isinstance(value, dict) else type(value)
 
 
-def weft_command(*arguments):
-    """Run ``weft`` in a process of its own."""
-    command = [sys.executable, "-c", "from weft.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+COMMAND = [sys.executable, "-c", "from weft.cli import main; main()"]  # weft in a process of its own
 
 
 def result(**changes):
@@ -302,7 +299,8 @@ def test_ranks_must_agree_with_the_launcher(monkeypatch):
 def test_bench_on_two_ranks(tmp_path):
     files = ["--plot", tmp_path / "times.png", "--trace", tmp_path / "trace.json", "--timeline", tmp_path / "timeline.svg"]
     more = ["--json", "-", "--save-outputs", tmp_path / "outputs", "--seed", "5"]
-    outcome = weft_command("bench", "all-gather-matmul", "-n", "2", *SMALL, *map(str, [*files, *more]))
+    command = [*COMMAND, "bench", "all-gather-matmul", "-n", "2", *SMALL, *map(str, [*files, *more])]
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert outcome.returncode == 0, outcome.stderr
     made = json.loads(outcome.stdout)
     assert kinds(made) == SCHEMA
@@ -340,8 +338,8 @@ def test_bench_on_two_ranks(tmp_path):
 )
 def test_bench_of_sums(operator, arguments, tmp_path):
     more = ["--json", "-", "--timeline", str(tmp_path / "timeline.png"), "--save-outputs", str(tmp_path)]
-    outcome = weft_command("bench", operator, *SMALL, *arguments, *more)
-    assert outcome.returncode == 0, outcome.stderr
+    outcome = CliRunner().invoke(app, ["bench", operator, *SMALL, *arguments, *more])
+    assert outcome.exit_code == 0, outcome.stderr
     made = json.loads(outcome.stdout)
     assert made["benchmark"] == operator
     assert made["verified"]
@@ -356,8 +354,8 @@ def test_bench_of_sums(operator, arguments, tmp_path):
 def test_bench_with_uneven_shards_steps_and_a_link():
     arguments = ["-n", "3", "--shape", "41x24x8", "--dtype", "float16", "--out-dtype", "float32", "--algorithm", "push"]
     more = ["--ablate", "--link-gbps", "10", "--link-latency-us", "2", "--chunk-rows", "5", "--json", "-"]
-    outcome = weft_command("bench", "all-gather-matmul", *SMALL, *arguments, *more)
-    assert outcome.returncode == 0, outcome.stderr
+    outcome = CliRunner().invoke(app, ["bench", "all-gather-matmul", *SMALL, *arguments, *more])
+    assert outcome.exit_code == 0, outcome.stderr
     made = json.loads(outcome.stdout)
     assert made["link"] == {"gbps": 10.0, "latency_us": 2.0}
     assert made["baselines_ms"] == {}
@@ -397,8 +395,7 @@ def test_an_operator_that_does_nothing_fails_the_benchmark(monkeypatch):
 
 @pytest.mark.data
 def test_bench_joins_the_ranks_of_a_launcher():
-    weft_main = [sys.executable, "-c", "from weft.cli import main; main()"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", *weft_main]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", *COMMAND]
     command = [*torchrun, "bench", "all-gather-matmul", *SMALL, "--json", "-"]
     outcome = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert outcome.returncode == 0, outcome.stderr
@@ -421,13 +418,3 @@ def test_plans_are_shown_and_proved():
 def test_help_and_plans_do_not_load_torch():
     code = "import sys; from weft.cli import app; app(['plan', 'show', 'all-gather'], standalone_mode=False); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
-def test_scripts_run_on_local_ranks(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys, weft\nwith weft.init() as world:\n    print(world.ranks, *sys.argv[1:], flush=True)\nsys.exit(3)\n"
-    )
-    outcome = weft_command("run", "-n", "2", str(script), "--flag", "value")
-    assert outcome.stdout.splitlines().count("2 --flag value") == 2
-    assert outcome.returncode == 3, outcome.stderr

@@ -13,7 +13,7 @@ ARRIVED = Signal("arrived", 1)
     [
         (Copy(HERE, THERE), "copy   a@0[0:2] -> inbox@1[4:6]", (HERE,), (THERE,)),
         (Matmul(HERE, OUT), "matmul a@0[0:2] -> out@0[0:2]", (HERE,), (OUT,)),
-        (Reduce((HERE, THERE), OUT), "reduce a@0[0:2] + inbox@1[4:6] -> out@0[0:2]", (HERE, THERE), (OUT,)),
+        (Reduce((HERE, THERE), OUT), "reduce sum a@0[0:2] + inbox@1[4:6] -> out@0[0:2]", (HERE, THERE), (OUT,)),
         (Notify(1, Signal("arrived", 0)), "notify arrived<0 on 1", (), ()),
         (Wait(ARRIVED, 2), "wait   arrived<1 >= 2", (), ()),
     ],
