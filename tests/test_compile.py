@@ -64,12 +64,13 @@ def test_a_layer_compiles_whole(default):
 
 
 def reshaped(world):
-    """One compiled function for tensors of several sizes, and for weights that were packed."""
+    """One compiled function for tensors of several sizes."""
     call = torch.compile(lambda a, b: weft.all_gather_matmul(a, b), fullgraph=True, backend="aot_eager", dynamic=True)
+    generator = torch.Generator().manual_seed(3)
     b = torch.randn(6, 5)
     for rows in (4, 7, 9):
-        a = torch.randn(rows, 6)
-        torch.testing.assert_close(call(a, b), weft.all_gather_matmul(a, b))
+        everyone = torch.randn(world.ranks, rows, 6, generator=generator)
+        torch.testing.assert_close(call(everyone[world.rank], b), everyone.flatten(0, 1) @ b)
 
 
 @pytest.mark.data
