@@ -53,7 +53,8 @@ class World:
     one world is used by one thread at a time.
 
     Attributes: `rank`, `ranks` (their number), `timeout` (seconds any wait may take unless a call says otherwise), `pids`, `cores`
-    (the processor cores that each rank may use), `recorder` (told of every execution, or None), `link` (the emulated one, or None).
+    (the processor cores that each rank may use), `recorder` (told of every execution, or None), `link` (the emulated one, or None),
+    `sharing` (how many ranks work on this rank's GPU, if it has one).
     """
 
     def __init__(self, rank: int, places: Sequence[Place], sockets: list[int], timeout: float) -> None:
@@ -65,6 +66,7 @@ class World:
         self.guard = Guard(self)
         self.recorder: Recorder | None = None
         self.link: tuple[float, float] | None = None
+        self.sharing = 1
         self.mesh = _native.Mesh(rank, sockets)
         self.cores = [place.cores for place in places]
         self.spins = (

@@ -1,0 +1,115 @@
+"""Triton's kernels under its interpreter, between real processes: the memory and the counters of peers are real.
+
+What runs on a rank imports the kernels only after it has said that they are to be interpreted.
+"""
+
+import os
+import threading
+
+import pytest
+import torch
+from ranks import on_ranks
+
+import weft
+from weft.errors import PeerTimeout
+from weft.world import World
+
+pytest.importorskip("triton")
+
+
+def interpret() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def data(rank: int, *shape: int, dtype: torch.dtype = torch.float32, call: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(100 * call + rank), dtype=torch.float32).to(dtype)
+
+
+def gathers(world: World) -> None:
+    interpret()
+    from weft.kernels.all_gather import AllGather, Traffic
+
+    rank, ranks = world.rank, world.ranks
+    for dtype, words in ((torch.float32, 1300), (torch.bfloat16, 2048)):
+        gathered = world.empty(ranks, words, dtype=dtype)
+        gather = AllGather(world, gathered, Traffic(sms=2 + rank, tile=1024, warps=1))
+        for call in range(3):
+            gathered.fill_(float("nan"))
+            gather(data(rank, words, dtype=dtype, call=call))
+            gather.check()
+            expected = torch.stack([data(r, words, dtype=dtype, call=call) for r in range(ranks)])
+            assert torch.equal(gathered, expected), (dtype, call)
+            weft.barrier(world=world)  # peers poison theirs only now
+        with pytest.raises(ValueError, match="a shard is contiguous"):
+            gather(data(rank, words + 1, dtype=dtype))
+    in_place = world.empty(ranks, 256)
+    in_place.fill_(float("nan"))[rank] = data(rank, 256)
+    AllGather(world, in_place, Traffic(sms=1, tile=1024, warps=1))(in_place[rank])
+    assert torch.equal(in_place, torch.stack([data(r, 256) for r in range(ranks)]))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_gather_between_processes(ranks: int) -> None:
+    on_ranks(gathers, ranks)
+
+
+def primitives(world: World) -> None:
+    interpret()
+    import primitive_kernels as kernels
+
+    from weft.kernels import symmetric
+
+    rank, ranks = world.rank, world.ranks
+    following, previous = (rank + 1) % ranks, (rank - 1) % ranks
+    box = world.empty(3, 100).fill_(float("nan"))
+    counters = symmetric.counters(world, 4)
+    ledger = symmetric.ledger(box.device)
+    tables = symmetric.bases(world, box), symmetric.bases(world, counters)
+    box[0] = data(rank, 100)
+    # Row 0 goes to the next rank's row 1; when it has come the previous rank's row 0 is fetched to row 2.
+    kernels.put_and_get[(1,)](box, counters, ledger, *tables, rank, following, previous, 1 << 20, BLOCK=32)
+    symmetric.check(ledger, "a test")
+    assert torch.equal(box[1], data(previous, 100))
+    assert torch.equal(box[2], data(previous, 100))
+
+    with pytest.raises(ValueError, match="not a symmetric tensor"):
+        symmetric.bases(world, torch.zeros(3))
+    weft.barrier(world=world)
+    if rank == 0:
+        late(world, kernels, symmetric)
+        never(world, kernels, symmetric)
+
+
+def late(world: World, kernels, symmetric) -> None:
+    """Four producers, released one by one in an order that is not that of the waits, after the consumer has begun to wait."""
+    counters = torch.zeros(5, symmetric.COUNTER, dtype=torch.int64)
+    source, result = torch.full((4, 64), float("nan")), torch.full((4, 64), float("nan"))
+    ledger = symmetric.ledger(source.device)
+
+    def produce() -> None:
+        while not counters[4, 0]:  # raised by the kernel
+            pass
+        for index in (3, 1, 0, 2):
+            source[index] = data(index, 64)
+            counters[index, 0] += 2
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    kernels.consume[(1,)](source, result, counters, ledger, 2, 1 << 30, ROWS=4, COLUMNS=64)
+    producer.join()
+    symmetric.check(ledger, "a test")
+    assert torch.equal(result, torch.stack([data(index, 64) for index in range(4)]))
+
+
+def never(world: World, kernels, symmetric) -> None:
+    """Nobody raises counter 1: the kernel ends, and says what it waited for; a later wait does not hold it up again."""
+    counters = torch.zeros(5, symmetric.COUNTER, dtype=torch.int64)
+    counters[0, 0], counters[1, 0] = 2, 1
+    source, ledger = torch.zeros(4, 64), symmetric.ledger(torch.device("cpu"))
+    kernels.consume[(1,)](source, torch.empty(4, 64), counters, ledger, 2, 50, ROWS=4, COLUMNS=64)
+    with pytest.raises(PeerTimeout, match=r"a test waited too long for counter 1: 1 of 2"):
+        symmetric.check(ledger, "a test")
+
+
+def test_primitives_between_processes() -> None:
+    on_ranks(primitives, 3)

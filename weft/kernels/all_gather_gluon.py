@@ -1,0 +1,60 @@
+"""The all-gather of `weft.kernels.all_gather` in Gluon, where the layout of a tile over threads is stated, not inferred.
+
+Each thread holds 16 bytes of a tile side by side and `TILE / (4 * threads)` such pieces, so that every load and every store of a
+warp covers a contiguous stretch of memory in the widest accesses there are. Triton infers the same layout; stating it makes that a
+property of the source, and lets threads per warp and warps be chosen against the tile.
+
+Gluon has no interpreter: this kernel is compiled in tests, and runs only on GPUs.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from weft.kernels.symmetric import last_to_arrive, notify, peer_pointer, wait
+
+
+@gluon.jit
+def all_gather_gluon_kernel(
+    shard,
+    gathered,
+    gathered_bases,
+    counters,
+    counter_bases,
+    calls,
+    tickets,
+    ledger,
+    vectors,
+    rank,
+    polls,
+    RANKS: gl.constexpr,
+    TILE: gl.constexpr,
+    LANES: gl.constexpr,
+):
+    layout: gl.constexpr = gl.BlockedLayout([4], [LANES], [gl.num_warps()], [0])
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    call = gl.load(calls) + 1
+    words = vectors * 4
+    if program == 0:
+        for step in gl.static_range(1, RANKS):
+            notify(counters + rank * 8, counter_bases, rank, (rank + step) % RANKS)
+    mine = gathered + rank.to(gl.int64) * words
+    targets = ()
+    for step in gl.static_range(RANKS):
+        targets = targets + (peer_pointer(mine, gathered_bases, rank, (rank + step) % RANKS),)
+    for step in gl.static_range(1, RANKS):
+        wait(counters, (rank + step) % RANKS, call, ledger, polls)
+    start = program * TILE + words * 0
+    while start < words:
+        offsets = start + gl.arange(0, TILE, layout=layout)
+        inside = offsets < words
+        tile = gl.load(shard + offsets, mask=inside)
+        for step in gl.static_range(RANKS):
+            gl.store(gl.max_contiguous(gl.multiple_of(targets[step] + offsets, 16), TILE), tile, mask=inside)
+        start += programs * TILE
+    if last_to_arrive(tickets):
+        for step in gl.static_range(1, RANKS):
+            notify(counters + (RANKS + rank) * 8, counter_bases, rank, (rank + step) % RANKS)
+        for step in gl.static_range(1, RANKS):
+            wait(counters, RANKS + (rank + step) % RANKS, call, ledger, polls)

@@ -1,0 +1,161 @@
+"""Device-side primitives for kernels over symmetric memory: where a peer's memory lies, put, get, notify, wait.
+
+They are a small language for Triton kernels, each for one pattern of use. All take **bases**: a table on the device of where each
+rank's part of one symmetric allocation begins (`bases` makes it). Kernels are compiled for GPUs, and with ``TRITON_INTERPRET=1``
+set before this module is imported they run on CPU tensors, against the memory and the counters of real peers.
+
+A **counter** is 64 bits wide in symmetric memory, raised by one rank only, and only grows. A wait compares it with what it must
+have reached, never with "has changed", so nothing is reset between calls.
+
+A **ledger** (`ledger` makes it) takes note of the first wait of a rank that ran out of time: a kernel that hangs would take the GPU
+with it, one that goes on with wrong data and says so can be reported as an error. What was computed after that is void.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft import memory
+from weft.errors import PeerTimeout
+from weft.onesided import barrier
+from weft.world import World
+
+POLLS = 1 << 26
+"""How often a wait looks at its counter before it gives up unless told otherwise: a minute or so on a GPU."""
+
+COUNTER = 8
+"""Counters lie this many 64-bit words apart: a cache line each, so that those who raise neighbours do not disturb each other."""
+
+
+def bases(world: World, tensor: Tensor) -> Tensor:
+    """Where each rank's part of the symmetric allocation of `tensor` begins: int64 (ranks,) on its device.
+
+    Raises `ValueError` unless `tensor` is symmetric in `world`.
+    """
+    segment = memory.find(tensor)
+    if segment is None or segment.world != world.number:
+        raise ValueError("not a symmetric tensor of this world; make it with world.empty(...)")
+    return torch.tensor([segment.base(rank) for rank in range(world.ranks)], dtype=torch.int64, device=tensor.device)
+
+
+def counters(world: World, count: int) -> Tensor:
+    """`count` zeroed counters on every rank, symmetric; int64 (count, COUNTER), of which column 0 counts. Collective."""
+    made = world.empty(count, COUNTER, dtype=torch.int64).zero_()
+    if made.is_cuda:
+        torch.cuda.synchronize(made.device)
+    barrier(world=world)
+    return made
+
+
+def ledger(device: torch.device) -> Tensor:
+    """Where waits report that they ran out of time: int64 (3,), of zeros while all is well; on the host, where GPUs see it too.
+
+    ``[0]`` is 1 + the index of the counter, ``[1]`` what was expected of it, ``[2]`` what it was.
+    """
+    return torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+
+def check_grid(programs: int, ranks: int, device: torch.device) -> None:
+    """Raise `ValueError` if `ranks` ranks that share `device` cannot all keep grids of `programs` programs running.
+
+    A program that waits holds its place; one that it waits for must not be left outside. One program per SM is counted.
+    """
+    if device.type == "cuda":
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        if programs * ranks > sms:
+            raise ValueError(
+                f"{programs} programs on each of {ranks} ranks that share a GPU of {sms} SMs could keep those out that they "
+                f"wait for: use at most {sms // ranks}"
+            )
+
+
+def check(ledger: Tensor, what: str) -> None:
+    """Raise `PeerTimeout` if a wait of a kernel that has run reported to this ledger."""
+    index, expected, actual = ledger.tolist()
+    if index:
+        raise PeerTimeout(f"{what} waited too long for counter {index - 1}: {actual} of {expected}")
+
+
+@triton.jit
+def peer_pointer(pointer, bases, rank, peer):
+    """Where `pointer`, into this rank's part of an allocation, lies in the part of `peer`: the same distance from its beginning."""
+    distance = pointer.to(tl.int64) - tl.load(bases + rank)
+    return (tl.load(bases + peer) + distance).to(pointer.dtype)
+
+
+@triton.jit
+def put(dst, src, count, bases, rank, peer, BLOCK: tl.constexpr):
+    """Copy `count` elements from `src`, which this rank may read, to where `dst` lies on `peer`; one program does it all.
+
+    Pattern: the producer sends. Follow it by `notify`, which makes what was put visible to a peer that waits.
+    """
+    there = peer_pointer(dst, bases, rank, peer)
+    start = count * 0
+    while start < count:
+        offsets = start + tl.arange(0, BLOCK)
+        tl.store(there + offsets, tl.load(src + offsets, mask=offsets < count), mask=offsets < count)
+        start += BLOCK
+
+
+@triton.jit
+def get(dst, src, count, bases, rank, peer, BLOCK: tl.constexpr):
+    """Copy `count` elements from where `src` lies on `peer` to `dst`, which this rank may write; one program does it all.
+
+    Pattern: the consumer fetches. Precede it by `wait`, so that what is fetched is there.
+    """
+    there = peer_pointer(src, bases, rank, peer)
+    start = count * 0
+    while start < count:
+        offsets = start + tl.arange(0, BLOCK)
+        tl.store(dst + offsets, tl.load(there + offsets, mask=offsets < count), mask=offsets < count)
+        start += BLOCK
+
+
+@triton.jit
+def notify(counter, bases, rank, peer):
+    """Add 1 to where `counter` lies on `peer`.
+
+    Pattern: "all that this program wrote before is there". The barrier gathers the writes of all its threads behind the one that
+    notifies. For the writes of other programs each of them has to arrive first; see `last_to_arrive`.
+    """
+    tl.debug_barrier()
+    tl.atomic_add(peer_pointer(counter, bases, rank, peer), 1, sem="release", scope="sys")
+
+
+@triton.jit
+def last_to_arrive(tickets):
+    """True in the last program of the grid that comes here, which may then notify on behalf of all.
+
+    Pattern: many programs put, one notifies, so that a counter counts calls whatever the size of the grid. All that the others
+    wrote before is visible to the last. `tickets` is an int32 of this rank's own, zero between kernels.
+    """
+    tl.debug_barrier()
+    last = tl.atomic_add(tickets, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
+    if last:
+        tl.atomic_xchg(tickets, 0, sem="relaxed", scope="gpu")
+    return last
+
+
+@triton.jit
+def wait(counter, index, expected, ledger, polls):
+    """Hold this program until its rank's counter number `index` has reached `expected`, for at most `polls` looks.
+
+    Pattern: "all that the notifier wrote before is here", for every thread of this program. Out of time it reports to `ledger` and
+    goes on; later waits then do not wait at all. An addition of 0 is compiled to a load that acquires; AMD's compiler takes a
+    volatile load for one that it may move out of the loop.
+    """
+    address = counter + index * 8
+    left = tl.where(tl.load(ledger) == 0, polls, 0).to(tl.int32)
+    actual = tl.atomic_add(address, 0, sem="acquire", scope="sys")
+    while (actual < expected) & (left > 0):
+        actual = tl.atomic_add(address, 0, sem="acquire", scope="sys")
+        left -= 1
+    tl.debug_barrier()
+    if actual < expected:
+        free = actual * 0  # as the counters' dtype, in every language that this is compiled as
+        if tl.atomic_cas(ledger, free, free + index + 1, sem="relaxed", scope="sys") == 0:
+            tl.store(ledger + 1, expected)
+            tl.store(ledger + 2, actual)
