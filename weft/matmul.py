@@ -1,8 +1,8 @@
 """The local matrix product on a CPU: the fastest of the ways that torch offers, and weights packed once.
 
 `torch.mm` is often not the fastest: oneDNN's linear kernel reaches twice its float32 rate on some processors, and multiplying
-float16 through float32 hundreds of times its own. Which way wins depends on the dtype, on the number of rows and on whether the
-weight is packed, so all are timed once per machine and the winners remembered (`weft.cache`).
+float16 through float32 hundreds of times its own. Which way wins depends on the dtype, on the number of rows and on how the weight
+lies, so all are timed once per machine and the winners remembered (`weft.cache`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Those that they take with scales."""
 
-_ROWS = (1, 8, 64, 512)  # numbers of rows at which the ways are timed; others go by the nearest one below
+_ROWS = (1, 2, 8, 64, 512)  # numbers of rows at which the ways are timed; others go by the nearest one below
+_COLD_ROWS = 8  # up to this many the weight is timed as it comes from memory: reading it is most of the work
 _BLOCK = 256  # rows of a packed product whose result still lies in the cache when it is copied to its place
 _REPACKED_BLOCK = 1024  # the same where each product packs the weight anew, which takes as long as some hundred rows
 
@@ -39,13 +40,15 @@ class PackedWeight:
     def __init__(self, b: Tensor) -> None:
         self.plain, self.shape, self.dtype = b.detach(), b.shape, b.dtype
         self._version = _version(self.plain)
-        self._packed: dict[torch.dtype, Tensor] = {}
+        self._laid: dict[str, Tensor] = {}
 
-    def packed(self, dtype: torch.dtype) -> Tensor:
-        """The weight in oneDNN's layout for products in `dtype`, packed at the first use."""
-        if dtype not in self._packed:
-            self._packed[dtype] = torch.ops.mkldnn._reorder_linear_weight(self.plain.to(dtype).t().contiguous())
-        return self._packed[dtype]
+    def laid_out(self, way: str) -> Tensor:
+        """The weight as this way of multiplying wants it; made at the first use."""
+        if way not in self._laid:
+            dtype = torch.float32 if way.endswith("/float32") else self.dtype
+            wide = self.plain.to(dtype)
+            self._laid[way] = torch.ops.mkldnn._reorder_linear_weight(wide.t().contiguous()) if way.startswith("onednn") else wide
+        return self._laid[way]
 
     def check_unchanged(self) -> None:
         """Raise `ValueError` if the tensor this was made from has been written to since."""
@@ -79,6 +82,8 @@ def pack(b: Tensor) -> PackedWeight:
     """Lay out the weight `b` (K, N), of any strides, for use in many products; worth most where these have few rows.
 
     Operators take the result in place of `b`. It refers to `b`, which must not be changed: a changed weight is an error when used.
+    Beside `b` it keeps at most one copy for each dtype of results, made at the first product that is faster with it: of b's dtype,
+    or in float32 on processors that do not multiply 16-bit numbers themselves.
     """
     if not isinstance(b, Tensor):
         raise TypeError(f"a weight is a tensor; got {type(b).__name__}")
@@ -96,19 +101,20 @@ def multiply(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None = None)
     rounded once to the dtype of `out`. The result depends on nothing but the arguments and the machine. A `ScaledWeight` goes with
     rows that carry their scales, and gives any dtype.
     """
-    packed = isinstance(weight, PackedWeight)
     if 0 in x.shape or 0 in weight.shape:
         out.copy_(bias) if bias is not None else out.zero_()
         return
     if isinstance(weight, ScaledWeight):
         _scaled(x, weight, out, bias)
         return
-    _WAYS[_way(x.dtype, out.dtype, packed, x.shape[0])](x, weight, out, bias)
+    _WAYS[chosen(x.dtype, out.dtype, _lies(weight), x.shape[0])](x, weight, out, bias)
 
 
-def chosen(dtype: torch.dtype, out_dtype: torch.dtype, packed: bool, rows: int) -> str:
-    """The name of the way that `multiply` takes: ``mm`` or ``onednn``, with ``/float32`` if it computes in float32."""
-    return _way(dtype, out_dtype, packed, rows)
+def _lies(weight: Tensor | PackedWeight) -> str:
+    """How a weight (K, N) lies in memory: ``plain``, or ``transposed`` like that of a linear layer; and whether it is packed."""
+    b = plain(weight)
+    lies = "transposed" if b.stride(0) == 1 and b.stride(1) > 1 else "plain"
+    return f"packed {lies}" if isinstance(weight, PackedWeight) else lies
 
 
 def _scaled(x: Tensor, weight: ScaledWeight, out: Tensor, bias: Tensor | None) -> None:
@@ -130,23 +136,28 @@ def _mm(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None) -> None:
 
 
 def _mm_float32(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None) -> None:
-    b = plain(weight)
-    product = torch.mm(x.float(), b.float())
-    out.copy_(product if bias is None else product.add_(bias))
+    b = weight.laid_out("mm/float32") if isinstance(weight, PackedWeight) else plain(weight).float()
+    if out.dtype == torch.float32:
+        torch.mm(x.float(), b, out=out)
+        if bias is not None:
+            out.add_(bias)
+    else:
+        product = torch.mm(x.float(), b)
+        out.copy_(product if bias is None else product.add_(bias))
 
 
 def _onednn(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None) -> None:
-    _linear(x, weight, out, bias, x.dtype)
+    _linear(x, weight, out, bias, "onednn", x.dtype)
 
 
 def _onednn_float32(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None) -> None:
-    _linear(x, weight, out, bias, torch.float32)
+    _linear(x, weight, out, bias, "onednn/float32", torch.float32)
 
 
-def _linear(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+def _linear(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None, way: str, dtype: torch.dtype) -> None:
     """oneDNN's linear kernel, which returns a new tensor: block by block, so that it is small and copied from the cache."""
     packed = isinstance(weight, PackedWeight)
-    w = weight.packed(dtype) if isinstance(weight, PackedWeight) else _dense(plain(weight)).to(dtype).t()
+    w = weight.laid_out(way) if isinstance(weight, PackedWeight) else _dense(plain(weight)).to(dtype).t()
     b = None if bias is None else bias.to(dtype)
     size = _BLOCK if packed else _REPACKED_BLOCK
     for start in range(0, len(x), size):
@@ -168,19 +179,23 @@ _WAYS: dict[str, Callable[[Tensor, Weight, Tensor, Tensor | None], None]] = {
 
 
 @functools.cache
-def _way(dtype: torch.dtype, out_dtype: torch.dtype, packed: bool, rows: int) -> str:
+def chosen(dtype: torch.dtype, out_dtype: torch.dtype, lies: str, rows: int) -> str:
+    """The name of the way that `multiply` takes: ``mm`` or ``onednn``, with ``/float32`` if it computes in float32.
+
+    `lies` says how the weight does: ``plain``, ``transposed`` (as the weight of a linear layer), ``packed plain``, ….
+    """
     table = _table(dtype, out_dtype, torch.get_num_threads())
     nearest = max(size for size in _ROWS if size <= rows)
-    way: str = table["packed" if packed else "plain"][str(nearest)]
+    way: str = table[lies][str(nearest)]
     return way
 
 
 @functools.cache
 def _table(dtype: torch.dtype, out_dtype: torch.dtype, threads: int) -> dict[str, dict[str, str]]:
-    """The fastest way by number of rows, for packed and plain weights."""
+    """The fastest way by number of rows, for weights that lie in one way or another."""
     machine = f"{_processor()} torch {torch.__version__} {threads} threads"
     kind = f"{dtype}-{out_dtype}".replace("torch.", "")
-    name = f"matmul-{kind}-{hashlib.sha256(machine.encode()).hexdigest()[:16]}"
+    name = f"product-{kind}-{hashlib.sha256(machine.encode()).hexdigest()[:16]}"
     table: dict[str, dict[str, str]] = cache.once(name, lambda: _measure(dtype, out_dtype) | {"machine": machine})
     return table
 
@@ -201,15 +216,30 @@ def _measure(dtype: torch.dtype, out_dtype: torch.dtype) -> dict[str, dict[str, 
     width = 1024
     b = torch.randn(width, width).to(dtype)
     table: dict[str, dict[str, str]] = {}
-    weights: dict[str, Weight] = {"packed": pack(b), "plain": b}
-    for name, weight in weights.items():
-        ways, table[name] = _candidates(dtype, out_dtype), {}
+    for weight in (pack(b), pack(b.t()), b, b.t()):
+        ways, seconds = _candidates(dtype, out_dtype), {}
         for rows in _ROWS:
             x, out = torch.randn(rows, width).to(dtype), torch.empty(rows, width, dtype=out_dtype)
-            seconds = {way: _time(functools.partial(_WAYS[way], x, weight, out, None)) for way in ways}
-            table[name][str(rows)] = min(seconds, key=seconds.__getitem__)
-            ways = [way for way in ways if seconds[way] < 8 * min(seconds.values())]
+            seconds[rows] = {way: _time(functools.partial(_WAYS[way], x, weight, out, None), rows <= _COLD_ROWS) for way in ways}
+            ways = [way for way in ways if seconds[rows][way] < 8 * min(seconds[rows].values())]
+        table[_lies(weight)] = _fastest(seconds, isinstance(weight, PackedWeight))
     return table
+
+
+def _fastest(seconds: dict[int, dict[str, float]], packed: bool) -> dict[str, str]:
+    """The fastest way by number of rows. Those for `packed` weights together need one layout: that of ``mm`` is the weight itself,
+    so it goes with the one other way with which the times are least, relative to the fastest.
+    """
+    ways = {way for timed in seconds.values() for way in timed}
+
+    def loss(other: str) -> float:
+        return sum(
+            math.log(min(timed.get(way, math.inf) for way in ("mm", other)) / min(timed.values())) for timed in seconds.values()
+        )
+
+    if packed:
+        ways = {"mm", min(ways - {"mm"} or ways, key=loss)}
+    return {str(rows): min(ways & set(timed), key=timed.__getitem__) for rows, timed in seconds.items()}
 
 
 def _version(tensor: Tensor) -> int:
@@ -217,18 +247,26 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _time(work: Callable[[], None]) -> float:
-    """The least of a few runs, after one that warms up; infinite for what this processor does not support."""
+def _time(work: Callable[[], None], cold: bool) -> float:
+    """The least of a few runs, after one that warms up; if `cold`, each with empty caches. Infinite for what cannot run here."""
     try:
         work()
     except RuntimeError:
         return math.inf
     seconds = []
     for _ in range(4):
+        if cold:
+            _flood().add_(1)
         start = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - start)
     return min(seconds)
+
+
+@functools.cache
+def _flood() -> Tensor:
+    """64 MiB, more than most caches."""
+    return torch.zeros(1 << 24)
 
 
 def _processor() -> str:
