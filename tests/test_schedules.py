@@ -20,13 +20,13 @@ from weft.schedules.common import after, before, chunks, enter, leave, offsets, 
 seeds = st.integers(0, 2**32 - 1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(plans.any_plan())
 def test_is_proved(plan):
     verify(plan)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(plans.any_plan(), seeds)
 def test_computes_its_operator_however_lanes_interleave(plan, seed):
     calls = [plans.call(plan, seed + i) for i in range(3)]
@@ -43,13 +43,13 @@ def successions(draw: st.DrawFn, length: int, max_ranks: int) -> list[Plan]:
     return [draw(plans.any_plan(rows)) for _ in range(length)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(successions(3, max_ranks=5))
 def test_any_three_may_follow_one_another(three):
     verify(*three)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(successions(5, max_ranks=5), seeds)
 def test_any_five_compute_their_operators_in_one_workspace(five, seed):
     calls = [plans.call(plan, seed + i) for i, plan in enumerate(five)]
