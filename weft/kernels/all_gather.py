@@ -141,9 +141,9 @@ def all_gather_kernel(
         inside = offsets < words
         tile = tl.load(shard + offsets, mask=inside)
         for step in tl.static_range(RANKS):
-            tl.store(tl.max_contiguous(tl.multiple_of(targets[step] + offsets, 16), TILE), tile, mask=inside)
+            tl.store(targets[step] + offsets, tile, mask=inside)
         start += programs * TILE
-    if last_to_arrive(tickets):
+    if last_to_arrive(tickets, programs):
         for step in tl.static_range(1, RANKS):
             notify(counters + (RANKS + rank) * 8, counter_bases, rank, (rank + step) % RANKS)
         for step in tl.static_range(1, RANKS):

@@ -51,9 +51,9 @@ def all_gather_gluon_kernel(
         inside = offsets < words
         tile = gl.load(shard + offsets, mask=inside)
         for step in gl.static_range(RANKS):
-            gl.store(gl.max_contiguous(gl.multiple_of(targets[step] + offsets, 16), TILE), tile, mask=inside)
+            gl.store(targets[step] + offsets, tile, mask=inside)
         start += programs * TILE
-    if last_to_arrive(tickets):
+    if last_to_arrive(tickets, programs):
         for step in gl.static_range(1, RANKS):
             notify(counters + (RANKS + rank) * 8, counter_bases, rank, (rank + step) % RANKS)
         for step in gl.static_range(1, RANKS):
