@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import product
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -20,10 +21,35 @@ from weft.schedules.matmul_reduce_scatter import matmul_reduce_scatter
 
 COLUMNS = 3
 
+
+def interleaved_gather(rows: Sequence[int], algorithm: str, **choices: Any) -> Plan:
+    """All-gather whose ranks use the first chunk of every peer first, and send over two links."""
+    return all_gather(rows, algorithm, order="interleaved", links=2, **choices)
+
+
+def interleaved(rows: Sequence[int], algorithm: str, **choices: Any) -> Plan:
+    """All-gather + matmul in that order."""
+    return all_gather_matmul(rows, algorithm, order="interleaved", **choices)
+
+
+def linked(rows: Sequence[int], algorithm: str, **choices: Any) -> Plan:
+    """All-gather + matmul over two links."""
+    return all_gather_matmul(rows, algorithm, links=2, **choices)
+
+
+def scattered(rows: Sequence[int], algorithm: str, **choices: Any) -> Plan:
+    """Matmul + reduce-scatter that makes the first piece for every peer first, over two links."""
+    return matmul_reduce_scatter(rows, algorithm, order="interleaved", links=2, **choices)
+
+
 SCHEDULES: dict[Callable[..., Plan], tuple[Sequence[str], Sequence[str]]] = {
     all_gather: (("pull", "push", "ring"), ("symmetric_a", "symmetric_gathered")),
     all_gather_matmul: (ALGORITHMS, ("symmetric_a", "gathered", "own_first", "joined")),
+    interleaved_gather: (("push",), ("symmetric_gathered",)),
+    interleaved: (("push", "sequential"), ("gathered",)),
+    linked: (("push", "sequential"), ("gathered", "joined")),
     matmul_reduce_scatter: (REDUCE_SCATTERS, ("moved",)),
+    scattered: (("push", "sequential"), ("moved",)),
     matmul_all_reduce: (ALL_REDUCES, ("moved",)),
 }
 """Planners with their algorithms and flags."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from weft.schedules.all_gather import all_gather
 from weft.schedules.common import offsets, split
 from weft.world import World
 
-_STEPS = {
+_STEPS: dict[str, dict[str, Any]] = {
     "overlapped": {"own_first": False, "joined": False},
     "+ own rows first": {"own_first": True, "joined": False},
     "+ arrivals joined": {"own_first": True, "joined": True},

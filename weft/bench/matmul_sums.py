@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -20,10 +19,10 @@ from weft.ops import matmul_all_reduce as reducing
 from weft.ops import matmul_reduce_scatter as scattering
 from weft.ops.choice import Choice
 from weft.ops.partial_sums import product_dtype
-from weft.plan import Buffer, Instruction, Matmul, Plan, Reduce, Region
+from weft.plan import Plan
 from weft.schedules import matmul_all_reduce as reduce_schedule
 from weft.schedules import matmul_reduce_scatter as scatter_schedule
-from weft.schedules.common import offsets, split
+from weft.schedules.common import offsets, split, without_products
 from weft.world import World
 
 
@@ -161,25 +160,6 @@ class MatmulAllReduce(_ProductSum):
             chunk_rows=chunk_rows,
             world=self.world,
         )
-
-
-def without_products(plan: Plan) -> Plan:
-    """What is left of a plan if the products are there from the beginning, as an input.
-
-    It does not wait until peers have read that, so the caller must before it writes to it again.
-    """
-
-    def left(instruction: Instruction) -> tuple[Instruction, ...]:
-        match instruction:
-            case Matmul(src, Region(_, "out") as dst):  # of a single rank, whose product is the sum
-                return (Reduce((src._replace(buffer="partial"),), dst),)
-            case Matmul():
-                return ()
-        return (instruction,)
-
-    lanes = tuple({name: tuple(kept for i in lane for kept in left(i)) for name, lane in lanes.items()} for lanes in plan.lanes)
-    buffers = {name: buffer for name, buffer in plan.buffers.items() if name != "a"}
-    return replace(plan, lanes=lanes, buffers=buffers | {"partial": Buffer("input", buffers["partial"].rows)}, result={})
 
 
 BASELINES = (GLOO,)

@@ -8,23 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Value, Wait
-from weft.schedules.common import after, before, chunks, enter, leave, offsets, publish, tidy
+from weft.schedules.common import after, before, chunks, enter, in_all, in_order, leave, offsets, publish, side_lanes, tidy
 
 
 class Sizes(NamedTuple):
-    """What a planner is given: rows of every rank, rows per transfer, and where rows may lie.
+    """What a planner is given: rows of every rank, rows per transfer, where rows may lie, and how a push goes about it.
 
     Peers read `a` in place if it is symmetric; otherwise it is staged. Rows that are moved go `into` the workspace ``inbox`` or
-    straight into the caller's ``gathered``, which must be symmetric where peers write to it (push and ring).
+    straight into the caller's ``gathered``, which must be symmetric where peers write to it (push and ring). `order` and `links`
+    are those of a push (`push`).
     """
 
     rows: Sequence[int]
     chunk: int
     symmetric_a: bool = False
     into: str = "inbox"
+    order: str = "peer"
+    links: int = 1
 
 
 class Arrival(NamedTuple):
@@ -37,10 +41,13 @@ class Arrival(NamedTuple):
 
 @dataclass
 class Gathering:
-    """One rank's part of an all-gather: `first`, then `transfers` beside the use of `arrivals` in their order, then `last`."""
+    """One rank's part of an all-gather: `first`, then `transfers` beside the use of `arrivals` in their order, then `last`.
+
+    Each list of transfers is one lane's.
+    """
 
     first: list[Instruction]
-    transfers: list[Instruction]
+    transfers: list[list[Instruction]]
     arrivals: list[Arrival]
     last: list[Instruction]
 
@@ -73,24 +80,31 @@ def pull(sizes: Sizes, rank: int) -> Gathering:
         first, sources = published.arrivals[0].region.rank, {arrival.region.rank for arrival in published.arrivals}
         transfers = [free for free in enter(rank, len(sizes.rows)) if free.signal.source != first] + transfers
         last = [free for free in leave(rank, len(sizes.rows)) if free.rank not in sources] + last
-    return Gathering(published.first, transfers, arrivals, last)
+    return Gathering(published.first, [transfers] if transfers else [], arrivals, last)
 
 
 def push(sizes: Sizes, rank: int) -> Gathering:
-    """Each rank puts its rows to all peers (full mesh), first to the one that uses them first."""
+    """Each rank puts its rows to all peers (full mesh), first to the one that uses them first.
+
+    In the `order` ``peer`` a rank sends and uses rows peer after peer; ``interleaved`` the first chunk of every peer, then the
+    second …, which suits links that deliver beside each other. Peers are dealt out to as many lanes as there are `links`.
+    """
     rows, ranks, starts = sizes.rows, len(sizes.rows), offsets(sizes.rows)
     sources = [peer for peer in after(rank, ranks) if rows[peer]]
     targets = before(rank, ranks) if rows[rank] else []
-    first, transfers, last = _open(sizes, rank, sources, targets)
-    for peer in targets:
-        for low, high in chunks(rows[rank], sizes.chunk):
+    first, last = _open(sizes, rank, sources)
+    transfers = []
+    for link in range(min(sizes.links, len(targets))):
+        dealt = targets[link :: sizes.links]
+        lane = _enter(sizes, rank, dealt)
+        for peer, _, (low, high) in in_order(sizes.order, dict.fromkeys(dealt, rows[rank]), sizes.chunk):
             there = Region(peer, sizes.into, starts[rank] + low, starts[rank] + high)
-            transfers += [Copy(Region(rank, "a", low, high), there), Notify(peer, Signal("arrived", rank))]
+            lane += [Copy(Region(rank, "a", low, high), there), Notify(peer, Signal("arrived", rank))]
+        transfers.append(lane)
     arrivals = []
-    for peer in sources:
-        for count, (low, high) in enumerate(chunks(rows[peer], sizes.chunk), 1):
-            here = Region(rank, sizes.into, starts[peer] + low, starts[peer] + high)
-            arrivals.append(Arrival(Wait(Signal("arrived", peer), count), here, here.start))
+    for peer, count, (low, high) in in_order(sizes.order, {peer: rows[peer] for peer in sources}, sizes.chunk):
+        here = Region(rank, sizes.into, starts[peer] + low, starts[peer] + high)
+        arrivals.append(Arrival(Wait(Signal("arrived", peer), count), here, here.start))
     return Gathering(first, transfers, arrivals, last)
 
 
@@ -100,7 +114,8 @@ def ring(sizes: Sizes, rank: int) -> Gathering:
     following, previous = (rank + 1) % ranks, (rank - 1) % ranks
     sent = [origin for origin in [rank, *before(rank, ranks)] if origin != following and rows[origin]]
     received = [origin for origin in before(rank, ranks) if rows[origin]]
-    first, transfers, last = _open(sizes, rank, [previous] if received else [], [following] if sent else [])
+    first, last = _open(sizes, rank, [previous] if received else [])
+    transfers = _enter(sizes, rank, [following] if sent else [])
     arrivals: list[Arrival] = []
     for origin in [rank, *before(rank, ranks)]:
         for low, high in chunks(rows[origin], sizes.chunk):
@@ -111,20 +126,28 @@ def ring(sizes: Sizes, rank: int) -> Gathering:
             if origin in sent:
                 transfers += [arrivals[-1].wait] if origin != rank else []
                 transfers += [Copy(source, here._replace(rank=following)), Notify(following, Signal("arrived", rank))]
-    return Gathering(first, transfers, arrivals, last)
+    return Gathering(first, [transfers] if transfers else [], arrivals, last)
 
 
-def _open(sizes: Sizes, rank: int, sources: Sequence[int], targets: Sequence[int]) -> tuple[list[Instruction], ...]:
-    """What precedes and follows puts into peers' memory: (first, before the transfers, last).
+def _open(sizes: Sizes, rank: int, sources: Sequence[int]) -> tuple[list[Instruction], list[Instruction]]:
+    """What precedes and follows puts into this rank's memory: (first, last).
 
-    A workspace is free when all ranks have left the plan before, a caller's own tensor when the caller has made this call. A rank
-    without rows puts, if at all, only what it received, and thus after someone who has seen to it; a rank that receives nothing
-    does nothing in a workspace that others do not wait for.
+    A rank that receives nothing does nothing in a workspace that others do not wait for.
     """
     if sizes.into == "gathered":
-        return [Notify(peer, Signal("open", rank)) for peer in sources], [Wait(Signal("open", peer), 1) for peer in targets], []
-    ranks = len(sizes.rows)
-    return [], [*enter(rank, ranks)] if sizes.rows[rank] else [], [*leave(rank, ranks)] if sources else []
+        return [Notify(peer, Signal("open", rank)) for peer in sources], []
+    return [], [*leave(rank, len(sizes.rows))] if sources else []
+
+
+def _enter(sizes: Sizes, rank: int, targets: Sequence[int]) -> list[Instruction]:
+    """What precedes a lane's puts into the memory of `targets`.
+
+    A workspace is free when all ranks have left the plan before, a caller's own tensor when the caller has made this call. A rank
+    without rows puts, if at all, only what it received, and thus after someone who has seen to it.
+    """
+    if sizes.into == "gathered":
+        return [Wait(Signal("open", peer), 1) for peer in targets]
+    return [*enter(rank, len(sizes.rows))] if sizes.rows[rank] else []
 
 
 GATHERINGS: dict[str, Callable[[Sizes, int], Gathering]] = {"direct": direct, "pull": pull, "push": push, "ring": ring}
@@ -137,22 +160,28 @@ def all_gather(
     chunk_rows: int,
     symmetric_a: bool = False,
     symmetric_gathered: bool = False,
+    order: str = "peer",
+    links: int = 1,
+    planned: int | None = None,
 ) -> Plan:
     """``gathered`` = the rows `a` of all ranks in rank order; `algorithm` is ``pull``, ``push`` or ``ring``.
 
-    A pull writes `gathered` itself. Push and ring, whose writer is a peer, do so if it is symmetric and else pass a workspace.
+    A pull writes `gathered` itself. Push and ring, whose writer is a peer, do so if it is symmetric and else pass a workspace. A
+    push over several `links` has a lane for each. `planned`: how many ranks get their lanes, all unless given.
     """
     ranks, starts = len(rows), offsets(rows)
-    sizes = Sizes(rows, chunk_rows, symmetric_a, "gathered" if symmetric_gathered else "inbox")
+    sizes = Sizes(rows, chunk_rows, symmetric_a, "gathered" if symmetric_gathered else "inbox", order, links)
     gather = {"pull": direct, "push": push, "ring": ring}[algorithm]
-    lanes = []
-    for r in range(ranks):
+    lanes: list[dict[str, tuple[Instruction, ...]]] = []
+    for r in range(ranks if planned is None else planned):
         part = gather(sizes, r)
-        lane = [*part.first, *part.transfers, *keep(Region(r, "a", 0, rows[r]), starts[r])]
+        own = keep(Region(r, "a", 0, rows[r]), starts[r])
+        beside = part.transfers if links > 1 else []
+        lane = [*part.first, *([] if beside else chain(*part.transfers)), *own]
         for wait, region, start in part.arrivals:
             lane += [wait, *keep(region, start, r)]
-        lanes.append({"compute": tidy([*lane, *part.last])})
-    return Plan("all_gather", algorithm, gather_buffers(rows), tuple(lanes), gathered_result(rows))
+        lanes.append({"compute": tidy([*lane, *part.last])} | side_lanes(beside))
+    return Plan("all_gather", algorithm, gather_buffers(rows), in_all(lanes, ranks), gathered_result(rows, len(lanes)))
 
 
 def keep(region: Region, start: int, rank: int | None = None) -> list[Instruction]:
@@ -172,9 +201,12 @@ def gather_buffers(rows: Sequence[int], gathered: bool = True) -> dict[str, Buff
     return buffers | ({"gathered": Buffer("output", everything)} if gathered else {})
 
 
-def gathered_result(rows: Sequence[int]) -> dict[Region, Value]:
-    """What `gathered` must hold on every rank."""
+def gathered_result(rows: Sequence[int], planned: int) -> dict[Region, Value]:
+    """What `gathered` must hold on every rank that is `planned`."""
     starts, ranks = offsets(rows), range(len(rows))
     return {
-        Region(r, "gathered", starts[p], starts[p] + rows[p]): (Term(p, "a", -starts[p]),) for r in ranks for p in ranks if rows[p]
+        Region(r, "gathered", starts[p], starts[p] + rows[p]): (Term(p, "a", -starts[p]),)
+        for r in range(planned)
+        for p in ranks
+        if rows[p]
     }

@@ -6,11 +6,12 @@ over many rows is faster than several over few, and only the last rows are waite
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 from weft.plan import Buffer, Copy, Instruction, Matmul, Plan, Region, Term
 from weft.schedules.all_gather import GATHERINGS, Arrival, Sizes, gather_buffers, gathered_result, keep, push
-from weft.schedules.common import offsets, tidy
+from weft.schedules.common import enter, in_all, offsets, side_lanes, tidy
 
 ALGORITHMS = ("direct", "pull", "push", "ring", "sequential")
 
@@ -25,19 +26,25 @@ def all_gather_matmul(
     own_first: bool = True,
     joined: bool = True,
     weights: int = 1,
+    order: str = "peer",
+    links: int = 1,
+    planned: int | None = None,
 ) -> Plan:
     """Plan for shards of `rows[rank]` rows, moved in transfers of at most `chunk_rows`.
 
     `symmetric_a`: the input lies in symmetric memory. `gathered`: the gathered rows are an output too. `own_first` and `joined`
     leave out one improvement each when false: own rows are multiplied last; each transfer gets a product of its own. `weights` is
-    the number of weights that rows are multiplied by, each with one of the `outputs`.
+    the number of weights that rows are multiplied by, each with one of the `outputs`. `order` and `links` are those of a push, and
+    of the one in ``sequential``: ``peer`` or ``interleaved``, and how many lanes send beside each other. `planned`: how many ranks
+    get their lanes, all unless given.
     """
-    lanes, starts, outs = [], offsets(rows), outputs(weights)
+    lanes: list[Mapping[str, tuple[Instruction, ...]]] = []
+    starts, outs = offsets(rows), outputs(weights)
     into = "gathered" if gathered and algorithm == "pull" else "inbox"
-    sizes = Sizes(rows, chunk_rows, symmetric_a, into)
-    for r in range(len(rows)):
+    sizes = Sizes(rows, chunk_rows, symmetric_a, into, order, links)
+    for r in range(len(rows) if planned is None else planned):
         if algorithm == "sequential":
-            lanes.append({"compute": tuple(_gather_then_multiply(sizes, r, gathered, outs))})
+            lanes.append(_gather_then_multiply(sizes, r, gathered, outs))
             continue
         part = GATHERINGS[algorithm](sizes, r)
         own = [*_multiply(Region(r, "a", 0, rows[r]), starts[r], r, outs)]
@@ -47,37 +54,31 @@ def all_gather_matmul(
             peers += [wait, *_multiply(region, start, r, outs)]
             peers += keep(region, start, r) if gathered else []
         compute = own + peers if own_first else peers + own
-        lanes.append(
-            {"compute": tidy([*part.first, *compute, *part.last])} | ({"comm": tidy(part.transfers)} if part.transfers else {})
-        )
-    result = gathered_result(rows) if gathered else {}
-    for r in range(len(rows)):
+        lanes.append({"compute": tidy([*part.first, *compute, *part.last])} | side_lanes(part.transfers))
+    result = gathered_result(rows, len(lanes)) if gathered else {}
+    for r in range(len(lanes)):
         for p, start in enumerate(starts):
             for out in outs if rows[p] else ():
                 result[Region(r, out, start, start + rows[p])] = (Term(p, "a", -start, weights=(r, out)),)
     buffers = gather_buffers(rows, gathered) | {out: Buffer("output", (sum(rows),) * len(rows)) for out in outs}
-    return Plan("all_gather_matmul", algorithm, buffers, tuple(lanes), result)
+    return Plan("all_gather_matmul", algorithm, buffers, in_all(lanes, len(rows)), result)
 
 
-def _gather_then_multiply(sizes: Sizes, rank: int, gathered: bool, outs: Sequence[str]) -> list[Instruction]:
-    """All rows first, then one product over all of them."""
+def _gather_then_multiply(sizes: Sizes, rank: int, gathered: bool, outs: Sequence[str]) -> dict[str, tuple[Instruction, ...]]:
+    """All rows first, then one product over all of them; a single link is served by the lane that multiplies."""
     rows, total, start = sizes.rows, sum(sizes.rows), offsets(sizes.rows)[rank]
     part = push(sizes, rank)
-    everything = Region(rank, "inbox", 0, total)
-    own = Region(rank, "a", 0, rows[rank])
+    beside = part.transfers if sizes.links > 1 else []
+    own, everything = Region(rank, "a", 0, rows[rank]), Region(rank, "inbox", 0, total)
+    lane = [*part.first, *([] if beside else chain(*part.transfers))]
     if own.rows == total:  # nothing to gather
-        return [*part.first, *part.transfers, *_multiply(own, 0, rank, outs), *(keep(own, 0) if gathered else []), *part.last]
-    # Only writes to a workspace wait for it to be free; a rank without rows writes to none.
-    stay = [Copy(own, Region(rank, "inbox", start, start + own.rows))] if own.rows else []
-    return [
-        *part.first,
-        *part.transfers,
-        *stay,
-        *[arrival.wait for arrival in _joined(part.arrivals, all_at_once=True)],
-        *_multiply(everything, 0, rank, outs),
-        *(keep(everything, 0) if gathered else []),
-        *part.last,
-    ]
+        everything = own
+    elif own.rows:  # only writes to a workspace wait for it to be free; a rank without rows writes to none
+        lane += enter(rank, len(rows)) if beside else []
+        lane.append(Copy(own, Region(rank, "inbox", start, start + own.rows)))
+    lane += [arrival.wait for arrival in _joined(part.arrivals, all_at_once=True)]
+    lane += [*_multiply(everything, 0, rank, outs), *(keep(everything, 0) if gathered else []), *part.last]
+    return {"compute": tidy(lane)} | side_lanes(beside)
 
 
 def outputs(weights: int) -> tuple[str, ...]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from weft.plan import Copy, Instruction, Notify, Region, Signal, Wait
+from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait
 
 
 def after(rank: int, ranks: int) -> list[int]:
@@ -75,16 +76,58 @@ def split(total: int, parts: int) -> list[int]:
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
+def without_products(plan: Plan) -> Plan:
+    """What is left of a plan if the products are there from the beginning, as an input.
+
+    It does not wait until peers have read that, so the caller must before it writes to it again.
+    """
+
+    def left(instruction: Instruction) -> tuple[Instruction, ...]:
+        match instruction:
+            case Matmul(src, Region(_, "out") as dst):  # of a single rank, whose product is the sum
+                return (Reduce((src._replace(buffer="partial"),), dst),)
+            case Matmul():
+                return ()
+        return (instruction,)
+
+    lanes = tuple({name: tuple(kept for i in lane for kept in left(i)) for name, lane in lanes.items()} for lanes in plan.lanes)
+    buffers = {name: buffer for name, buffer in plan.buffers.items() if name != "a"}
+    return replace(plan, lanes=lanes, buffers=buffers | {"partial": Buffer("input", buffers["partial"].rows)}, result={})
+
+
 def tidy(lane: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """The lane without the waits that add nothing: those an earlier one includes, and those that the next one overtakes."""
+    """The lane without the waits that add nothing: those an earlier one includes, and those that a later one overtakes at once."""
     kept: list[Instruction] = []
     waited: dict[Signal, int] = {}
+    waits: dict[Signal, int] = {}  # where those are kept that nothing has followed yet but waits
     for instruction in lane:
         if isinstance(instruction, Wait):
             if waited.get(instruction.signal, -1) >= instruction.count:
                 continue
             waited[instruction.signal] = instruction.count
-            if kept and isinstance(kept[-1], Wait) and kept[-1].signal == instruction.signal:
-                kept.pop()
+            if (place := waits.setdefault(instruction.signal, len(kept))) < len(kept):
+                kept[place] = instruction
+                continue
+        else:
+            waits.clear()
         kept.append(instruction)
     return tuple(kept)
+
+
+def in_order(order: str, shards: Mapping[int, int], size: int) -> list[tuple[int, int, tuple[int, int]]]:
+    """``(peer, number, chunk)`` of all chunks of the peers' `shards`, numbered from 1 for each.
+
+    `order` is ``peer``, peer after peer, or ``interleaved``: the first chunk of every peer, then the second …
+    """
+    found = [(peer, *piece) for peer, shard in shards.items() for piece in enumerate(chunks(shard, size), 1)]
+    return sorted(found, key=lambda piece: piece[1]) if order == "interleaved" else found
+
+
+def side_lanes(transfers: Sequence[Sequence[Instruction]]) -> dict[str, tuple[Instruction, ...]]:
+    """Lanes for transfers: ``comm``, ``comm1``, …"""
+    return {f"comm{number or ''}": tidy(lane) for number, lane in enumerate(transfers)}
+
+
+def in_all(lanes: Sequence[Mapping[str, tuple[Instruction, ...]]], ranks: int) -> tuple[Mapping[str, tuple[Instruction, ...]], ...]:
+    """The lanes of `ranks` ranks of which the first are planned. Only the simulator takes a plan in which others are left out."""
+    return (*lanes, *({} for _ in range(ranks - len(lanes))))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait
-from weft.schedules.common import after, before, chunks, enter, leave, offsets, tidy
+from weft.schedules.common import after, before, chunks, enter, in_all, leave, offsets, tidy
 from weft.schedules.matmul_reduce_scatter import Lanes, Sizes, multiply, wait_all
 
 ALGORITHMS = ("one_shot", "two_shot", "sequential")
@@ -16,12 +16,15 @@ ALGORITHMS = ("one_shot", "two_shot", "sequential")
 Pieces = Sequence[tuple[int, int]]
 
 
-def matmul_all_reduce(rows: Sequence[int], algorithm: str, *, chunk_rows: int, op: str = "sum", moved: bool = False) -> Plan:
+def matmul_all_reduce(
+    rows: Sequence[int], algorithm: str, *, chunk_rows: int, op: str = "sum", moved: bool = False, planned: int | None = None
+) -> Plan:
     """Plan for ranks that each multiply ``sum(rows)`` rows, in pieces of at most `chunk_rows`.
 
     ``one_shot``: every rank adds up all rows, each piece while the next one is multiplied elsewhere. ``two_shot``: rank r adds up
     its block of `rows[r]` rows, which it multiplies last, and copies the sums of the others. ``sequential``: one product, then the
-    sums. Products are added where they lie, or, if `moved`, gotten from the peers before.
+    sums. Products are added where they lie, or, if `moved`, gotten from the peers before. `planned`: how many ranks get their
+    lanes, all unless given.
     """
     sizes = Sizes(rows, chunk_rows, op)
     ranks, total = len(rows), sum(rows)
@@ -30,9 +33,10 @@ def matmul_all_reduce(rows: Sequence[int], algorithm: str, *, chunk_rows: int, o
         sizes = sizes._replace(chunk=max(1, total))
     if ranks == 1:
         make = _alone
-    lanes = tuple(
-        {name: tidy(lane) for name, lane in make(sizes, r, moved).items()} if total else {"compute": ()} for r in range(ranks)
-    )
+    planned = ranks if planned is None else planned
+    lanes = [
+        {name: tidy(lane) for name, lane in make(sizes, r, moved).items()} if total else {"compute": ()} for r in range(planned)
+    ]
     everything, factor = (total,) * ranks, "partial" if ranks > 1 else "out"
     inbox = tuple(ranks * kept for kept in rows) if algorithm == "two_shot" else (ranks * total,) * ranks
     buffers = {
@@ -43,8 +47,8 @@ def matmul_all_reduce(rows: Sequence[int], algorithm: str, *, chunk_rows: int, o
         "out": Buffer("output", everything),
     }
     terms = tuple(Term(p, "a", 0, weights=(p, factor)) for p in range(ranks))
-    result: dict[Region, Value] = {Region(r, "out", 0, total): terms for r in range(ranks) if total}
-    return Plan("matmul_all_reduce", algorithm, buffers, lanes, result)
+    result: dict[Region, Value] = {Region(r, "out", 0, total): terms for r in range(planned) if total}
+    return Plan("matmul_all_reduce", algorithm, buffers, in_all(lanes, ranks), result)
 
 
 def _alone(sizes: Sizes, rank: int, moved: bool) -> Lanes:

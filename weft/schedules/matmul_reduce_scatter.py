@@ -6,33 +6,49 @@ peers' sums arrive, and a piece is added up while it still lies in the cache. Ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait
-from weft.schedules.common import after, before, chunks, enter, leave, offsets, tidy
+from weft.schedules.common import after, before, chunks, enter, in_all, in_order, leave, offsets, side_lanes, tidy
 
 ALGORITHMS = ("direct", "push", "ring", "sequential")
 
-Lanes = dict[str, list[Instruction]]
+Lanes = Mapping[str, Sequence[Instruction]]
 
 
 class Sizes(NamedTuple):
-    """What a planner is given: the rows that each rank keeps, rows per piece, and ``sum`` or ``avg``."""
+    """What a planner is given: the rows that each rank keeps, rows per piece, ``sum`` or ``avg``, and how a push goes about it."""
 
     rows: Sequence[int]
     chunk: int
     op: str
+    order: str = "peer"
+    links: int = 1
 
 
-def matmul_reduce_scatter(rows: Sequence[int], algorithm: str, *, chunk_rows: int, op: str = "sum", moved: bool = False) -> Plan:
+def matmul_reduce_scatter(
+    rows: Sequence[int],
+    algorithm: str,
+    *,
+    chunk_rows: int,
+    op: str = "sum",
+    moved: bool = False,
+    order: str = "peer",
+    links: int = 1,
+    planned: int | None = None,
+) -> Plan:
     """Plan for ranks that multiply ``sum(rows)`` rows and keep `rows[rank]` of them, in pieces of at most `chunk_rows`.
 
     ``direct``: peers' products are added where they lie. ``push``: they are put to the rank that keeps them. ``ring``: running sums
     go from neighbour to neighbour, beginning at rank 0 so that they are taken in rank order, and finished sums go on to their
     owners. ``sequential``: one product, then the sums; if `moved` the products are put, else added where they lie.
+
+    In the `order` ``peer`` a push makes and sends the products of one peer after the other; ``interleaved`` the first piece of
+    every peer, then the second … Peers are dealt out to as many lanes as there are `links`. `planned`: how many ranks get their
+    lanes, all unless given.
     """
-    sizes = Sizes(rows, chunk_rows, op)
+    sizes = Sizes(rows, chunk_rows, op, order, links)
     ranks, total, starts = len(rows), sum(rows), offsets(rows)
     make: Callable[[Sizes, int], Lanes] = {
         "direct": _direct,
@@ -42,7 +58,8 @@ def matmul_reduce_scatter(rows: Sequence[int], algorithm: str, *, chunk_rows: in
     }[algorithm]
     if ranks == 1:
         make = _alone
-    lanes = tuple({name: tidy(lane) for name, lane in make(sizes, r).items()} if total else {"compute": ()} for r in range(ranks))
+    planned = ranks if planned is None else planned
+    lanes = [{name: tidy(lane) for name, lane in make(sizes, r).items()} if total else {"compute": ()} for r in range(planned)]
     everything, factor = (total,) * ranks, "partial" if ranks > 1 else "out"
     buffers = {
         "a": Buffer("input", everything),
@@ -54,10 +71,10 @@ def matmul_reduce_scatter(rows: Sequence[int], algorithm: str, *, chunk_rows: in
     }
     result: dict[Region, Value] = {
         Region(r, "out", 0, kept): tuple(Term(p, "a", starts[r], weights=(p, factor)) for p in range(ranks))
-        for r, kept in enumerate(rows)
+        for r, kept in enumerate(rows[:planned])
         if kept
     }
-    return Plan("matmul_reduce_scatter", algorithm, buffers, lanes, result)
+    return Plan("matmul_reduce_scatter", algorithm, buffers, in_all(lanes, ranks), result)
 
 
 def _alone(sizes: Sizes, rank: int) -> Lanes:
@@ -81,15 +98,16 @@ def _direct(sizes: Sizes, rank: int) -> Lanes:
 def _push(sizes: Sizes, rank: int) -> Lanes:
     rows, ranks, starts = sizes.rows, len(sizes.rows), offsets(sizes.rows)
     lane: list[Instruction] = [*enter(rank, ranks)]
-    puts: list[Instruction] = []
-    pieces = [(peer, *piece) for peer in after(rank, ranks) for piece in chunks(rows[peer], sizes.chunk)]
-    for count, (peer, low, high) in enumerate(pieces, 1):
+    puts: list[list[Instruction]] = [[] for _ in range(sizes.links)]
+    peers = {peer: rows[peer] for peer in after(rank, ranks) if rows[peer]}
+    places = {peer: number % sizes.links for number, peer in enumerate(peers)}
+    for count, (peer, _, (low, high)) in enumerate(in_order(sizes.order, peers, sizes.chunk), 1):
         lane += [multiply(rank, starts[peer] + low, starts[peer] + high), Notify(rank, Signal("made", rank))]
-        puts += [Wait(Signal("made", rank), count), *_put(sizes, rank, peer, low, high)]
+        puts[places[peer]] += [Wait(Signal("made", rank), count), *_put(sizes, rank, peer, low, high)]
     for count, (low, high) in enumerate(chunks(rows[rank], sizes.chunk), 1):
         lane += [multiply(rank, starts[rank] + low, starts[rank] + high), *wait_all("arrived", rank, ranks, count)]
         lane.append(_add(sizes, rank, low, high, put=True))
-    return {"compute": [*lane, *(leave(rank, ranks) if rows[rank] else [])]} | ({"comm": puts} if puts else {})
+    return {"compute": [*lane, *(leave(rank, ranks) if rows[rank] else [])], **side_lanes([put for put in puts if put])}
 
 
 def _ring(sizes: Sizes, rank: int) -> Lanes:
@@ -140,11 +158,17 @@ def _then_add(sizes: Sizes, rank: int) -> Lanes:
 def _then_push(sizes: Sizes, rank: int) -> Lanes:
     rows, ranks = sizes.rows, len(sizes.rows)
     lane = [*enter(rank, ranks), multiply(rank, 0, sum(rows))]
-    for peer in after(rank, ranks):
-        lane += _put(sizes, rank, peer, 0, rows[peer]) if rows[peer] else []
+    peers = [peer for peer in after(rank, ranks) if rows[peer]]
+    dealt = [peers[link :: sizes.links] for link in range(sizes.links)]
+    puts = [[i for peer in share for i in _put(sizes, rank, peer, 0, rows[peer])] for share in dealt]
+    if sizes.links == 1:
+        lane, beside = lane + puts[0], []
+    else:
+        beside = [[Wait(Signal("made", rank), 1), *put] for put in puts if put]
+        lane += [Notify(rank, Signal("made", rank))] if beside else []
     if rows[rank]:
         lane += [*wait_all("arrived", rank, ranks), _add(sizes, rank, 0, rows[rank], put=True), *leave(rank, ranks)]
-    return {"compute": lane}
+    return {"compute": lane, **side_lanes(beside)}
 
 
 def multiply(rank: int, start: int, stop: int) -> Instruction:
