@@ -19,6 +19,22 @@ def directory() -> Path:
     return Path(os.environ.get("WEFT_CACHE") or Path(home) / "weft")
 
 
+def stored(name: str) -> Any:
+    """The JSON value stored under `name`, None if there is none."""
+    try:
+        return json.loads((directory() / f"{name}.json").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def store(name: str, value: Any) -> None:
+    """Store a JSON value under `name` in place of what was there. Raises `OSError` without a writable directory."""
+    directory().mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=directory(), suffix=".tmp", delete=False) as file:
+        json.dump(value, file, indent=1)
+    os.replace(file.name, directory() / f"{name}.json")
+
+
 def once(name: str, measure: Callable[[], Any]) -> Any:
     """The JSON value stored under `name`, measured if there is none yet.
 

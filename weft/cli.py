@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from weft.bench import collective_commands, commands, p2p_commands
+from weft.bench import collective_commands, commands, p2p_commands, predict_commands
 from weft.errors import PlanError
 from weft.plan import Plan
 from weft.proof import verify
@@ -27,6 +27,7 @@ commands.app.add_typer(collective_commands.app)
 commands.app.add_typer(p2p_commands.app)
 app.add_typer(commands.app, name="bench")
 app.add_typer(plans, name="plan")
+app.command()(predict_commands.predict)
 
 
 class Operator(str, Enum):

@@ -1,0 +1,161 @@
+"""The simulator obeys the plan, shares what is shared, and finds of equal ranks what it finds of all."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
+
+import plans
+import pytest
+import torch
+from ranks import on_ranks
+
+import weft
+from weft import predict
+from weft.engines.simulator import Rows, seconds, simulate
+from weft.errors import PlanError
+from weft.machine import Link, Machine, Product
+from weft.plan import Buffer, Copy, Matmul, Notify, Plan, Reduce, Region, Signal, Wait
+from weft.predict import Candidate
+from weft.trace import Trace, record
+
+# Products take 1 s per row and 10 s beside communication; a link moves a row in 1 s, memory 8 rows.
+SLOW = Machine(
+    "slow",
+    {"float32": Product(2 * 16 * 16 / 1e12)},
+    (Link(64e-9),),
+    memory_gbs=8 * 64e-9,
+    reduce_gbs=64e-9,
+    compute_slowdown=10.0,
+    communicate_slowdown=2.0,
+)
+ROWS = defaultdict(lambda: Rows(16, "float32"))
+
+
+def obeys(trace: Trace, plan: Plan) -> None:
+    """Lanes run in order, and no wait ends before enough notifies of its signal have begun."""
+    lanes = {
+        (rank, name): [span for span in trace.spans if (span.rank, span.lane) == (rank, name)]
+        for rank, of_rank in enumerate(plan.lanes)
+        for name in of_rank
+    }
+    notified = defaultdict(list)
+    for (rank, name), spans in lanes.items():
+        assert [span.text for span in spans] == [str(i) for i in plan.lanes[rank][name]]
+        assert all(one.start <= one.stop <= other.start for one, other in pairwise(spans))
+        for span, instruction in zip(spans, plan.lanes[rank][name], strict=True):
+            if isinstance(instruction, Notify):
+                notified[instruction.rank, instruction.signal].append(span.start)
+    for (rank, name), spans in lanes.items():
+        for span, instruction in zip(spans, plan.lanes[rank][name], strict=True):
+            if isinstance(instruction, Wait) and instruction.count:
+                assert span.stop >= sorted(notified[rank, instruction.signal])[instruction.count - 1]
+
+
+@pytest.mark.parametrize("rows", [(2, 1, 3), (0, 4), (3, 3, 3, 3)], ids=str)
+def test_the_order_of_events_obeys_every_plan(rows):
+    for plan in plans.every(rows, 2):
+        obeys(simulate(plan, replace(SLOW, notify_us=1e5, launch_us=1e5), ROWS), plan)
+
+
+def recorded(world):
+    """The traces of real executions, and their plans, on rank 0."""
+    a, weight = world.empty(6, 16), weft.pack(torch.ones(16, 16))
+    a.fill_(1)
+    with record(world) as recording:
+        for algorithm in ("push", "ring"):
+            weft.all_gather_matmul(a, weight, algorithm=algorithm, chunk_rows=2)
+        weft.matmul_reduce_scatter(a, weight, algorithm="push", chunk_rows=1)
+    found = []
+    for plan, spans in recording.executions:
+        recording.executions = [(plan, spans)]
+        found.append((recording.gather("real"), plan))
+    return found if world.rank == 0 else None
+
+
+def test_the_order_of_events_is_checked_as_that_of_real_ranks():
+    for trace, plan in on_ranks(recorded, 2)[0]:
+        obeys(trace, plan)
+
+
+def test_a_trace_that_does_not_obey_is_noticed():
+    plan = predict.plan(predict.Case("all_gather_matmul", (2, 2), 16, 16, "float32", "float32"), Candidate("push", 1), SLOW)
+    full = replace(plan, lanes=plans.all_gather_matmul((2, 2), "push", chunk_rows=1, symmetric_a=True).lanes)
+    trace = simulate(full, SLOW, ROWS)
+    early = [span._replace(start=0, stop=0) if span.kind == "wait" else span for span in trace.spans]
+    with pytest.raises(AssertionError):
+        obeys(Trace("early", tuple(early)), full)
+
+
+@pytest.mark.parametrize(
+    "links", [(Link(64e-9),), (Link(64e-9, shared=True),), (Link(1e-6, reach=2), Link(64e-9, 1e5, shared=True))]
+)
+@pytest.mark.parametrize("operator", predict.OPERATORS)
+def test_equal_ranks_are_simulated_once(operator, links, monkeypatch):
+    machine = replace(SLOW, links=links, lanes=2, notify_us=1e5)
+    case = predict.Case(operator, (4,) * 6, 16, 16, "float32", "float32")
+    ways = predict.candidates(case, machine, chunk_rows=2)
+    once = [predict.plan(case, way, machine) for way in ways]
+    monkeypatch.setattr(predict, "planned", lambda case, *_: case.ranks)
+    for way, first in zip(ways, once, strict=True):
+        unequal = (operator, way.algorithm) in (("matmul_reduce_scatter", "ring"), ("all_gather_matmul", "pull"))
+        assert sum(map(bool, first.lanes)) == (6 if unequal else machine.group(6))
+        everything = predict.plan(case, way, machine)
+        assert all(everything.lanes)
+        assert seconds(first, machine, case.buffers) == pytest.approx(seconds(everything, machine, case.buffers)), way
+
+
+def lane(*instructions, other=(), more=None):
+    """A plan of two ranks of which the first does this."""
+    lanes = ({"compute": instructions, **(more or {})}, {"compute": other})
+    buffers = {name: Buffer("input", (9, 9)) for name in "abc"}
+    return Plan("example", "made up", buffers, lanes)
+
+
+def rows(rank, count, buffer="a"):
+    return Region(rank, buffer, 0, count)
+
+
+GO = Signal("go", 0)
+PUT = Copy(rows(0, 4), rows(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        pytest.param(lane(Matmul(rows(0, 3), rows(0, 3, "b"))), 3, id="product"),
+        pytest.param(lane(Copy(rows(0, 8), rows(0, 8, "b"))), 1, id="local copy"),
+        pytest.param(lane(Reduce((rows(0, 2), rows(0, 2, "b")), rows(0, 2, "c"))), 4, id="sum"),
+        pytest.param(lane(PUT), 4, id="transfer"),
+        pytest.param(lane(PUT, other=[PUT]), 8, id="a link is shared"),
+        pytest.param(lane(PUT, other=[Copy(rows(1, 4), rows(0, 4))]), 4, id="its directions are not"),
+        pytest.param(lane(PUT, Notify(1, GO), other=[Wait(GO, 1), Matmul(rows(1, 1), rows(1, 1, "b"))]), 5, id="signal"),
+        # The transfer takes 8 s beside the product, which does 0.8 rows in this time and the rest alone.
+        pytest.param(lane(Matmul(rows(0, 3), rows(0, 3, "b")), more={"comm": [PUT]}), 8 + 2.2, id="interference"),
+        pytest.param(lane(Matmul(rows(1, 2), rows(0, 2, "b"))), 2, id="product of a peer's rows"),
+    ],
+)
+def test_what_takes_how_long(plan, expected):
+    assert seconds(plan, SLOW, ROWS) == pytest.approx(expected)
+    assert simulate(plan, SLOW, ROWS).seconds == pytest.approx(expected)
+
+
+def test_transfers_over_an_emulated_link_take_turns_and_leave_the_core_free():
+    machine = SLOW.emulating(gbps=8 * 64e-9, latency_us=5e5)
+    plan = lane(Matmul(rows(0, 9), rows(0, 9, "b")), more={"comm": [PUT, PUT]})
+    # Copying 4 rows takes 0.5 s, 1 s beside the product; each transfer takes 4.5 s.
+    trace = simulate(plan, machine, ROWS)
+    assert [span.stop / 1e9 for span in trace.spans if span.lane == "comm"] == pytest.approx([4.5, 9.0])
+    assert trace.seconds == pytest.approx(9 + 2 - 0.2)
+
+
+def test_launch_and_notify_come_on_top():
+    machine = replace(SLOW, launch_us=1e6, notify_us=2e6)
+    plan = lane(Notify(1, GO), other=[Wait(GO, 1), Matmul(rows(1, 1), rows(1, 1, "b"))])
+    assert seconds(plan, machine, ROWS) == pytest.approx(1 + 2 + 1)
+
+
+def test_a_standstill_is_an_error():
+    with pytest.raises(PlanError, match="rank 1 compute at: wait"):
+        simulate(lane(other=[Wait(GO, 1)]), SLOW, ROWS)

@@ -1,0 +1,179 @@
+"""Predictions for people and programs: the figures of a benchmark, every way, what holds the best one up, and a plain answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from weft import predict
+from weft.bench import figures
+from weft.bench.plots import COLOURS
+from weft.machine import Machine
+from weft.predict import Candidate, Case
+
+_WORTH = 0.02  # what a change must save to be worth telling
+_RESOURCES = {
+    "products twice as fast": "the product",
+    "links of twice the bandwidth": "the link",
+    "memory twice as fast": "memory",
+    "no latencies": "latency",
+    "no interference": "interference of communication and computation",
+}
+
+
+def answer(case: Case, machine: Machine, algorithm: str = "auto", chunk_rows: int | None = None) -> dict[str, Any]:
+    """What is predicted for a case, as a JSON object. Times are in milliseconds; K is that of a rank's product."""
+    found = predict.forecast(case, machine, algorithm, chunk_rows)
+    best, took = found.ways[0]
+    times = {
+        "compute": 1e3 * found.compute,
+        "communicate": 1e3 * found.communicate,
+        "sequential": 1e3 * found.sequential,
+        "pipelined": 1e3 * took,
+    }
+    return {
+        "predicted": case.operator.replace("_", "-"),
+        "machine": machine.name,
+        "ranks": case.ranks,
+        "shape": {"m": sum(case.rows), "k": case.k, "n": case.n},
+        "dtype": case.dtype,
+        "out_dtype": case.out_dtype,
+        "link": machine.links[-1].gbs * 8 if machine.links[-1].idle else None,
+        "algorithm": best.algorithm,
+        "order": best.order,
+        "chunk_rows": best.chunk_rows,
+        "times_ms": times,
+        "ways": [{**way._asdict(), "ms": 1e3 * seconds} for way, seconds in found.ways],
+        "speedup": figures.speedup(found.sequential, took),
+        "overlap_percent": figures.overlap_percent(found.compute, found.communicate, took) if found.communicate else None,
+        "limit_ratio": figures.limit_ratio(found.compute, found.communicate, took),
+        "saved_percent": {what: 100 * saved for what, saved in predict.savings(case, best, machine)},
+        "measured_on": machine.ranks,
+    }
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Print an answer as tables, and in plain words."""
+    shape, times = result["shape"], result["times_ms"]
+    size, link = f"{shape['m']}x{shape['k']}x{shape['n']}", result["link"]
+    where = f"{result['machine']}{f', emulated link of {link:g} Gbit/s' if link else ''}"
+    title = f"{result['predicted']} on {where}, PREDICTED: {result['ranks']} ranks, {size}, {result['dtype']}"
+    console.print(Text(title, "bold"), soft_wrap=True)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("", "ms", "vs sequential", "rows per piece"):
+        table.add_column(name, justify="right" if name else "left")
+    for name in ("compute", "communicate"):
+        table.add_row(name, _ms(times[name]), "", "")
+    for way in result["ways"]:
+        name = str(Candidate(way["algorithm"], way["chunk_rows"], way["order"]))
+        table.add_row(name, _ms(way["ms"]), f"{times['sequential'] / way['ms']:.2f}x", str(way["chunk_rows"]))
+    if all(way["algorithm"] != "sequential" for way in result["ways"]):
+        table.add_row("sequential", _ms(times["sequential"]), "1.00x", "")
+    console.print(table)
+    overlap = "" if result["overlap_percent"] is None else f"overlap {result['overlap_percent']:.0f} %, "
+    console.print(f"speedup {result['speedup']:.2f}x, {overlap}limit ratio {result['limit_ratio']:.3f}", highlight=False)
+    for line in (*words(result), ""):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def words(result: dict[str, Any]) -> list[str]:
+    """The answer in plain words: whether overlap helps, by how much, what holds it up and what would change that."""
+    times, ways = result["times_ms"], result["ways"]
+    best = str(Candidate(result["algorithm"], result["chunk_rows"], result["order"]))
+    if result["algorithm"] == "sequential":
+        lines = [
+            f"Overlap would not help: one after the other takes {_ms(times['sequential'])} ms, and no overlapping way is faster."
+        ]
+    elif result["speedup"] < 1 + _WORTH:
+        lines = [f"Overlap would hardly help: {best} takes {_ms(times['pipelined'])} ms, sequential {_ms(times['sequential'])}."]
+    else:
+        lines = [
+            f"Overlap helps: {best} takes {_ms(times['pipelined'])} ms instead of {_ms(times['sequential'])}, "
+            f"{result['speedup']:.2f} times as fast."
+        ]
+    if len(ways) > 1 and (second := next((w for w in ways[1:] if w["algorithm"] != "sequential"), None)):
+        name = str(Candidate(second["algorithm"], second["chunk_rows"], second["order"]))
+        lines[0] += f" {name[0].upper()}{name[1:]} would take {_ms(second['ms'])} ms."
+    saved = [(what, percent) for what, percent in result["saved_percent"].items() if percent > 100 * _WORTH]
+    if saved:
+        most = [f"{what} would save {percent:.0f} %" for what, percent in saved]
+        lines.append(f"The bottleneck is {_RESOURCES[saved[0][0]]}: {', '.join(most)}.")
+    if result["measured_on"] and result["ranks"] > result["measured_on"]:
+        lines.append(f"The profile was fitted on {result['measured_on']} ranks; beyond them its second link is an assumption.")
+    return lines
+
+
+def total(results: list[dict[str, Any]]) -> str:
+    """What several operators, one after the other, take together."""
+    sequential, pipelined = (sum(result["times_ms"][name] for result in results) for name in ("sequential", "pipelined"))
+    compute = sum(result["times_ms"]["compute"] for result in results)
+    gain = f"{sequential / pipelined:.2f} times as fast, {100 * (1 - pipelined / sequential):.0f} % less time"
+    return (
+        f"Together: {_ms(pipelined)} ms instead of {_ms(sequential)}: {gain}. "
+        f"The products alone take {_ms(compute)} ms, which no overlap can beat."
+    )
+
+
+def show_comparison(result: dict[str, Any], measured: dict[str, Any], console: Console) -> None:
+    """Print predicted beside measured times in one table."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("", "predicted ms", "measured ms", "error"):
+        table.add_column(name, justify="right" if name else "left")
+    for name, times in measured["times_ms"].items():
+        ms = result["times_ms"][name]
+        table.add_row(name, _ms(ms), _ms(times["median"]), f"{100 * (ms / times['median'] - 1):+.0f} %")
+    for name in ("speedup", "limit_ratio"):
+        table.add_row(name, f"{result[name]:.3f}", f"{measured[name]:.3f}", f"{100 * (result[name] / measured[name] - 1):+.0f} %")
+    console.print(table)
+
+
+def show_sweep(what: str, results: list[dict[str, Any]], values: Sequence[float], console: Console) -> None:
+    """Print the times of a sweep in one table."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in (what, "compute ms", "communicate", "sequential", "pipelined", "speedup", "by", "bottleneck"):
+        table.add_column(name, justify="left" if name in ("by", "bottleneck") else "right")
+    for value, result in zip(values, results, strict=True):
+        cells = [_ms(result["times_ms"][name]) for name in ("compute", "communicate", "sequential", "pipelined")]
+        way = str(Candidate(result["algorithm"], result["chunk_rows"], result["order"]))
+        table.add_row(f"{value:g}", *cells, f"{result['speedup']:.2f}x", way, _RESOURCES[next(iter(result["saved_percent"]))])
+    console.print(table)
+
+
+def draw_sweep(what: str, results: list[dict[str, Any]], values: Sequence[float], path: Path) -> None:
+    """Draw the times of a sweep, and what overlap gains, into a PNG or SVG file."""
+    figure = Figure(figsize=(11, 4.4), dpi=160, layout="constrained")
+    times, gains = figure.subplots(1, 2)
+    lines = {"compute": COLOURS["matmul"], "communicate": COLOURS["copy"], "sequential": "#9aa3b0", "pipelined": COLOURS["reduce"]}
+    for name, colour in lines.items():
+        style = {"linestyle": (0, (4, 3))} if name in ("compute", "communicate") else {"marker": "o", "markersize": 4}
+        times.plot(values, [result["times_ms"][name] for result in results], color=colour, label=name, linewidth=1.8, **style)
+    gains.plot(values, [result["speedup"] for result in results], color=COLOURS["reduce"], marker="o", markersize=4, linewidth=1.8)
+    gains.axhline(1, color=COLOURS["text"], linewidth=1, linestyle=(0, (4, 3)))
+    times.set_yscale("log")
+    for axes, title in ((times, "milliseconds, predicted"), (gains, "speedup: sequential / pipelined, predicted")):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(values, [f"{value:g}" for value in values], rotation=30 if len(values) > 8 else 0)
+        axes.minorticks_off()
+        axes.set_xlabel({"link": "GB/s of the link"}.get(what, what), color=COLOURS["muted"])
+        axes.set_title(title, loc="left", fontsize=9.5, color=COLOURS["muted"])
+        axes.tick_params(length=0, labelcolor=COLOURS["text"], labelsize=9)
+        axes.grid(color="#e3e6ea", linewidth=0.6, zorder=0)
+        axes.spines[:].set_visible(False)
+    first = results[0]
+    shape = {**first["shape"], **({what: what.upper()} if what in first["shape"] else {})}
+    ranks = "" if what == "ranks" else f"{first['ranks']} ranks, "
+    size = f"{shape['m']}x{shape['k']}x{shape['n']} {first['dtype']}"
+    figure.suptitle(f"{first['predicted']} on {first['machine']}: {ranks}{size}", fontsize=11, x=0.012, ha="left")
+    figure.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path)
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:.3f}" if milliseconds < 100 else f"{milliseconds:.1f}"

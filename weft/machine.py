@@ -1,0 +1,174 @@
+"""Machines as the simulator sees them: how fast ranks multiply, add, copy and reach each other, and how these disturb each other.
+
+A profile is a TOML file in ``weft/machines``, fitted from published figures, or the one of this machine that ``weft calibrate``
+leaves in the cache. `load` reads them, `names` lists them. Sizes are in bytes, bandwidths in GB/s of 1e9 bytes, times in
+microseconds where a name says so and else in seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+from weft import cache
+
+ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of an element, by dtype."""
+
+_DIRECTORY = Path(__file__).parent / "machines"
+THIS = "this"
+"""The name of the machine that ``weft calibrate`` measured."""
+DEFAULT = "cpu"
+"""The profile of operators on a machine that was not calibrated."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """The local product ``(rows, K) @ (K, N)``: ``fixed + K·N·itemsize / weight_gbs + 2·rows·K·N / tflops``.
+
+    `weight_gbs` is how fast the weight is read (packed), or read and laid out (plain).
+    """
+
+    tflops: float
+    weight_gbs: float = 1e6
+    fixed_us: float = 0.0
+
+    def seconds(self, rows: int, k: int, n: int, itemsize: int) -> float:
+        """The time of one product."""
+        return self.fixed_us * 1e-6 + k * n * itemsize / (self.weight_gbs * 1e9) + 2 * rows * k * n / (self.tflops * 1e12)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What rows pass between two ranks: ``latency + bytes / gbs`` for each transfer.
+
+    `reach`: it joins ranks of the same group of this many; None: all. `shared`: a rank's transfers share one link out and one in,
+    instead of having one for each peer. `idle`: a transfer first copies at memory speed, and then waits until the link would have
+    been done, as an emulated link does; transfers of a rank take turns.
+    """
+
+    gbs: float
+    latency_us: float = 0.0
+    reach: int | None = None
+    shared: bool = False
+    idle: bool = False
+
+    def seconds(self, size: int) -> float:
+        """The time of a transfer that has the link for itself."""
+        return self.latency_us * 1e-6 + size / (self.gbs * 1e9)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a plan runs on.
+
+    Attributes:
+        products: by dtype, and by ``dtype packed`` where that differs.
+        links: the nearest first.
+        memory_gbs, reduce_gbs: bytes per second that a local copy moves, and that a sum reads.
+        notify_us: from a notify until the peer's wait is over.
+        launch_us: from the call until a rank's lanes begin.
+        compute_slowdown: how many times slower the compute lane is while the rank's comm lanes work, and
+        communicate_slowdown: these while the compute lane works.
+        lanes: how many comm lanes a rank has, each feeding a link.
+        in_place: products and sums read the memory of peers as their own.
+        ranks: how many the figures were measured on, if that matters.
+        source: where the figures come from; `residuals`: by what the fit misses them, in percent.
+    """
+
+    name: str
+    products: Mapping[str, Product]
+    links: tuple[Link, ...]
+    memory_gbs: float
+    reduce_gbs: float
+    notify_us: float = 0.0
+    launch_us: float = 0.0
+    compute_slowdown: float = 1.0
+    communicate_slowdown: float = 1.0
+    lanes: int = 1
+    in_place: bool = False
+    ranks: int | None = None
+    source: str = ""
+    residuals: Mapping[str, float] = field(default_factory=dict)
+
+    def product(self, rows: int, k: int, n: int, dtype: str, packed: bool) -> float:
+        """Seconds of a local product."""
+        found = self.products.get(f"{dtype} packed") if packed else None
+        found = found or self.products.get(dtype)
+        if found is None:
+            known = sorted({name.removesuffix(" packed") for name in self.products})
+            raise ValueError(f"{self.name} has no product rate for {dtype}; it has {', '.join(known)}")
+        return found.seconds(rows, k, n, ITEMSIZE[dtype])
+
+    def link(self, one: int, other: int) -> Link:
+        """The nearest link that joins two ranks."""
+        return next(link for link in self.links if link.reach is None or one // link.reach == other // link.reach)
+
+    def group(self, ranks: int) -> int:
+        """A rotation of so many ranks by this number is not noticed by any link."""
+        return max((link.reach for link in self.links if link.reach and link.reach < ranks), default=1)
+
+    def with_link(self, ranks: int, gbs: float | None = None, latency_us: float | None = None) -> Machine:
+        """The same machine with other figures for the link that joins all of so many ranks."""
+
+        def changed(link: Link) -> Link:
+            return replace(link, gbs=gbs or link.gbs, latency_us=link.latency_us if latency_us is None else latency_us)
+
+        joining = next(link for link in self.links if link.reach is None or link.reach >= ranks)
+        return replace(self, links=tuple(changed(link) if link is joining else link for link in self.links))
+
+    def emulating(self, gbps: float, latency_us: float) -> Machine:
+        """The same machine with the link of `World.emulate_link`: `gbps` counts 1e9 bits per second."""
+        return replace(self, links=(Link(gbps / 8, latency_us, idle=True),))
+
+
+def names() -> list[str]:
+    """What `load` knows: the profiles, and ``this`` where ``weft calibrate`` has been run."""
+    found = []
+    for path in sorted(_DIRECTORY.glob("*.toml")):
+        found += [path.stem, *(f"{path.stem}/{variant}" for variant in _read(path).get("variants", {}))]
+    return [THIS, *found] if calibrated() else found
+
+
+def load(name: str) -> Machine:
+    """The profile of this name; ``machine/variant`` for another way to use the same machine.
+
+    Raises `ValueError` that lists what there is.
+    """
+    stem, _, variant = name.partition("/")
+    if name == THIS and (mine := calibrated()):
+        return from_dict(mine)
+    path = _DIRECTORY / f"{stem}.toml"
+    if stem.replace("-", "").isalnum() and path.exists():
+        profile = _read(path)
+        variants = profile.pop("variants", {})
+        if not variant or variant in variants:
+            return from_dict(profile | variants.get(variant, {}) | {"name": name})
+    hint = "" if calibrated() else f"; {THIS!r} is there once weft calibrate has been run"
+    raise ValueError(f"there is no machine {name!r}; there are {', '.join(names())}{hint}")
+
+
+def calibrated() -> dict[str, Any] | None:
+    """The profile of this machine, if ``weft calibrate`` has been run."""
+    found: dict[str, Any] | None = cache.stored("machine")
+    return found
+
+
+def from_dict(profile: Mapping[str, Any]) -> Machine:
+    """A machine from what a profile says; other keys than a machine's are notes for readers."""
+    known = {key: value for key, value in profile.items() if key in Machine.__dataclass_fields__}
+    known["products"] = {name: Product(**product) for name, product in profile["products"].items()}
+    known["links"] = tuple(Link(**link) for link in profile["links"])
+    return Machine(**known)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return tomllib.loads(path.read_text())

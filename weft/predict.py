@@ -1,0 +1,215 @@
+"""What an operator would take on a machine: its plans under the simulator, the figures of a benchmark, and which way is fastest.
+
+A `Case` is what is to be done and a `Candidate` one way to do it. `times` predicts a benchmark's views, `choose` the fastest
+candidate, `limits` what holds it up. Plans and figures are those of the real operators and benchmarks; only the engine differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from weft.engines.simulator import Rows, seconds, simulate
+from weft.machine import Machine
+from weft.plan import Plan
+from weft.schedules import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from weft.schedules.all_gather import all_gather
+from weft.schedules.common import split, without_products
+from weft.trace import Trace
+
+OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+ALGORITHMS: Mapping[str, tuple[str, ...]] = {
+    "all_gather_matmul": all_gather_matmul.ALGORITHMS,
+    "matmul_reduce_scatter": matmul_reduce_scatter.ALGORITHMS,
+    "matmul_all_reduce": matmul_all_reduce.ALGORITHMS,
+}
+ORDERS = ("peer", "interleaved")
+PIECES = (1, 2, 4, 8, 16, 32, 64)
+"""Into how many pieces a shard may be cut."""
+
+_UNEQUAL = {
+    ("matmul_reduce_scatter", "ring"),  # its sums begin at rank 0
+    ("all_gather_matmul", "pull"),  # it joins products of adjacent peers, which for most ranks are not all peers
+}
+"""Algorithms in which ranks differ even where their rows do not."""
+_MANY = 64  # ranks from which on it takes too long to simulate them all for every candidate
+
+
+class Case(NamedTuple):
+    """What is to be done: `operator` on ranks with these `rows`, each product by (K, N).
+
+    `rows` are those that each rank gives (all_gather_matmul) or keeps. `symmetric`: the input lies in symmetric memory.
+    """
+
+    operator: str
+    rows: tuple[int, ...]
+    k: int
+    n: int
+    dtype: str
+    out_dtype: str
+    packed: bool = True
+    symmetric: bool = True
+
+    @property
+    def ranks(self) -> int:
+        return len(self.rows)
+
+    @property
+    def buffers(self) -> dict[str, Rows]:
+        """What the buffers of its plans hold."""
+        given, result = Rows(self.k, self.dtype), Rows(self.n, self.out_dtype)
+        if self.operator == "all_gather_matmul":
+            return {**dict.fromkeys(("a", "staged", "inbox", "gathered"), given), "out": result}
+        wide = "float64" if self.dtype == "float64" else "float32"
+        product = Rows(self.n, "bfloat16" if self.dtype == self.out_dtype == "bfloat16" else wide)
+        return {"a": given, "partial": product, "inbox": product, "running": Rows(self.n, wide), "summed": result, "out": result}
+
+
+class Candidate(NamedTuple):
+    """A way to do it: the algorithm, the rows of a piece (all where it has none), and the order of a push."""
+
+    algorithm: str
+    chunk_rows: int
+    order: str = "peer"
+
+    def __str__(self) -> str:
+        return self.algorithm + (" interleaved" if self.order == "interleaved" else "")
+
+
+def case(
+    operator: str, ranks: int, shape: tuple[int, int, int], dtype: str, out_dtype: str | None = None, packed: bool = True
+) -> Case:
+    """The case of a benchmark: `shape` is (M, K, N), M rows shared out over the ranks as evenly as it goes."""
+    return Case(operator, tuple(split(shape[0], ranks)), shape[1], shape[2], dtype, out_dtype or dtype)
+
+
+def plan(case: Case, way: Candidate, machine: Machine, communicate: bool = False) -> Plan:
+    """The plan that an engine of the machine would execute, or that of its communication alone, as benchmarks measure it.
+
+    Equal ranks are planned once: of a rotation that changes nothing there is only the first part (`weft.engines.simulator`).
+    """
+    options: dict[str, Any] = {"chunk_rows": way.chunk_rows, "planned": planned(case, way, machine)}
+    if way.algorithm in ("push", "sequential"):
+        options |= {"order": way.order, "links": max(1, min(machine.lanes, case.ranks - 1))}
+    if case.operator == "all_gather_matmul":
+        if communicate:
+            moving = {"direct": "pull", "sequential": "push"}.get(way.algorithm, way.algorithm)
+            return all_gather(case.rows, moving, symmetric_a=True, symmetric_gathered=True, **options)
+        return all_gather_matmul.all_gather_matmul(case.rows, way.algorithm, symmetric_a=case.symmetric, **options)
+    moved = not machine.in_place or machine.links[-1].idle
+    if case.operator == "matmul_reduce_scatter":
+        made = matmul_reduce_scatter.matmul_reduce_scatter(case.rows, way.algorithm, moved=moved, **options)
+    else:
+        options = {"chunk_rows": way.chunk_rows, "planned": options["planned"]}
+        made = matmul_all_reduce.matmul_all_reduce(case.rows, way.algorithm, moved=moved, **options)
+    return without_products(made) if communicate else made
+
+
+def planned(case: Case, way: Candidate, machine: Machine) -> int:
+    """How many ranks have to be simulated: those of one group if all ranks do the same, else all."""
+    equal = len(set(case.rows)) == 1 and (case.operator, way.algorithm) not in _UNEQUAL
+    group = machine.group(case.ranks)
+    return group if equal and case.ranks % group == 0 else case.ranks
+
+
+def time(case: Case, way: Candidate, machine: Machine, communicate: bool = False) -> float:
+    """Predicted seconds of the case done this way, or of its communication alone."""
+    return seconds(plan(case, way, machine, communicate), machine, case.buffers, case.packed)
+
+
+def trace(case: Case, way: Candidate, machine: Machine, title: str = "") -> Trace:
+    """What would run when; of equal ranks the first."""
+    return simulate(plan(case, way, machine), machine, case.buffers, case.packed, title or str(way))
+
+
+def compute(case: Case, machine: Machine) -> float:
+    """Predicted seconds of the product alone, over all rows."""
+    return machine.launch_us * 1e-6 + machine.product(sum(case.rows), case.k, case.n, case.dtype, case.packed)
+
+
+def candidates(case: Case, machine: Machine, algorithm: str = "auto", chunk_rows: int | None = None) -> list[Candidate]:
+    """The ways in which the machine's engine could do it, or those of one algorithm; of equally fast ones the first is taken.
+
+    Ways in which ranks differ are left out where there are many, unless they are asked for.
+    """
+    largest = max(1, *case.rows)
+    sizes = [chunk_rows] if chunk_rows else list(dict.fromkeys(-(-largest // pieces) for pieces in PIECES))
+    found = []
+    for name in ("sequential", *(name for name in ALGORITHMS[case.operator] if name != "sequential")):
+        if algorithm not in ("auto", name) or (name == "direct" and not _reads_peers(machine)):
+            continue
+        if algorithm == "auto" and (case.operator, name) in _UNEQUAL and case.ranks > _MANY:
+            continue
+        whole = name == "sequential" or (name, case.operator) == ("direct", "all_gather_matmul")
+        orders = ORDERS if name == "push" and case.ranks > 2 else ORDERS[:1]
+        found += [Candidate(name, size, order) for size in ([largest] if whole else sizes) for order in orders]
+    return found
+
+
+def _reads_peers(machine: Machine) -> bool:
+    """Whether products and sums can read what lies on peers. What they read does not pass an emulated link, so not beside one."""
+    return machine.in_place and not machine.links[-1].idle
+
+
+class Forecast(NamedTuple):
+    """Predicted seconds of a benchmark's views.
+
+    `ways` has the fastest candidate of each algorithm and order with its time, the fastest of all first; `communicate` is that of
+    the fastest that overlaps.
+    """
+
+    compute: float
+    communicate: float
+    sequential: float
+    ways: list[tuple[Candidate, float]]
+
+    @property
+    def best(self) -> Candidate:
+        return self.ways[0][0]
+
+    @property
+    def pipelined(self) -> float:
+        return self.ways[0][1]
+
+
+def forecast(case: Case, machine: Machine, algorithm: str = "auto", chunk_rows: int | None = None) -> Forecast:
+    """Predict a case, over all candidates or those of one algorithm."""
+    ways = rank(case, machine, candidates(case, machine, algorithm, chunk_rows))
+    [(_, sequential)] = rank(case, machine, candidates(case, machine, "sequential"))
+    moving = next((way for way, _ in ways if way.algorithm != "sequential"), ways[0][0])
+    return Forecast(compute(case, machine), time(case, moving, machine, communicate=True), sequential, ways)
+
+
+def rank(case: Case, machine: Machine, ways: list[Candidate]) -> list[tuple[Candidate, float]]:
+    """The fastest way of each algorithm and order, with its predicted seconds, the fastest first."""
+    found: dict[tuple[str, str], tuple[Candidate, float]] = {}
+    for way in ways:
+        took, kind = time(case, way, machine), (way.algorithm, way.order)
+        if kind not in found or took < found[kind][1]:
+            found[kind] = way, took
+    return sorted(found.values(), key=lambda way: way[1])
+
+
+def changes(machine: Machine) -> dict[str, Machine]:
+    """Machines that are better in one respect each, by what is better."""
+    faster = {
+        name: replace(p, tflops=2 * p.tflops, weight_gbs=2 * p.weight_gbs, fixed_us=p.fixed_us / 2)
+        for name, p in machine.products.items()
+    }
+    return {
+        "products twice as fast": replace(machine, products=faster),
+        "links of twice the bandwidth": replace(machine, links=tuple(replace(link, gbs=2 * link.gbs) for link in machine.links)),
+        "memory twice as fast": replace(machine, memory_gbs=2 * machine.memory_gbs, reduce_gbs=2 * machine.reduce_gbs),
+        "no latencies": replace(
+            machine, launch_us=0.0, notify_us=0.0, links=tuple(replace(link, latency_us=0.0) for link in machine.links)
+        ),
+        "no interference": replace(machine, compute_slowdown=1.0, communicate_slowdown=1.0),
+    }
+
+
+def savings(case: Case, way: Candidate, machine: Machine) -> list[tuple[str, float]]:
+    """What each of `changes` would take off the time of this way, from 0 to 1, the most first: the first names the bottleneck."""
+    now = time(case, way, machine)
+    saved = {what: 1 - time(case, way, changed) / now for what, changed in changes(machine).items()}
+    return sorted(saved.items(), key=lambda change: -change[1])
