@@ -21,7 +21,7 @@ from weft.plan import Wait
 from weft.schedules.all_gather_matmul import ALGORITHMS, all_gather_matmul
 
 ROWS, VICTIM = (2, 2, 2), 1
-SOON = 2.0  # seconds; survivors take milliseconds, and the machine may be busy
+SOON = 10.0  # seconds, half the time limit: survivors take milliseconds, but the machine may be busy
 
 
 def plan_of(algorithm):

@@ -18,7 +18,7 @@ import weft
 from weft import _native
 from weft.schedules.barrier import barrier as barrier_plan
 
-SOON = 2.0  # seconds; survivors take milliseconds, and the machine may be busy
+SOON = 10.0  # seconds, half the time limit: survivors take milliseconds, but the machine may be busy
 DTYPES = (torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.float64, torch.complex128)
 VIEWS = {
     "contiguous": lambda t: t,
