@@ -62,7 +62,7 @@ def primitives(world: World) -> None:
     rank, ranks = world.rank, world.ranks
     following, previous = (rank + 1) % ranks, (rank - 1) % ranks
     box = world.empty(3, 100).fill_(float("nan"))
-    counters = symmetric.counters(world, 4)
+    counters = symmetric.zeroed(world, 4)
     ledger = symmetric.ledger(box.device)
     tables = symmetric.bases(world, box), symmetric.bases(world, counters)
     box[0] = data(rank, 100)
@@ -127,7 +127,7 @@ def products(world: World) -> None:
     rank, shards, k, n = world.rank, [40, 56], 80, 48
     starts, names = offsets(shards), ("arrived", "free")
     inbox = world.empty(sum(shards), k, dtype=torch.float16)
-    counters, ledger = symmetric.counters(world, len(names) * world.ranks), symmetric.ledger(inbox.device)
+    counters, ledger = symmetric.zeroed(world, len(names) * world.ranks), symmetric.ledger(inbox.device)
     base = torch.zeros(len(counters), dtype=torch.int64)
     bias = data(7, n, dtype=torch.float16)
 

@@ -81,10 +81,10 @@ def freed_with_the_last_view(world):
     view = world.peer(tensor, 1 - world.rank)[5:]
     del tensor
     gc.collect()
-    assert address in memory._segments, "a view of the peer's part keeps the segment"
+    assert address in memory.segments, "a view of the peer's part keeps the segment"
     del view
     gc.collect()
-    assert address not in memory._segments
+    assert address not in memory.segments
     with open("/proc/self/maps") as file:
         return sum("memfd:weft" in line for line in file)
 

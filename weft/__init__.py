@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weft.errors import MismatchError, PeerLost, PeerTimeout, PlanError, SymmetricMemoryError, WeftError
     from weft.launcher import launch
+    from weft.local import LocalWorld, local_world
     from weft.matmul import PackedWeight, pack
     from weft.onesided import Transfer, barrier, get, get_async, notify, put, put_async, put_notify, test, wait
     from weft.ops.all_gather_matmul import all_gather_matmul
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "weft.errors": ["MismatchError", "PeerLost", "PeerTimeout", "PlanError", "SymmetricMemoryError", "WeftError"],
     "weft.launcher": ["launch"],
+    "weft.local": ["LocalWorld", "local_world"],
     "weft.matmul": ["PackedWeight", "pack"],
     "weft.onesided": ["Transfer", "barrier", "get", "get_async", "notify", "put", "put_async", "put_notify", "test", "wait"],
     "weft.ops.all_gather_matmul": ["all_gather_matmul"],

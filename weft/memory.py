@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,12 +21,29 @@ from weft.errors import MismatchError, SymmetricMemoryError
 if TYPE_CHECKING:
     from weft.world import World
 
-_segments: WeakValueDictionary[int, _native.Segment] = WeakValueDictionary()  # by the address of this rank's part
+
+class Segment(Protocol):
+    """One symmetric allocation as a rank sees it: all ranks' parts of `size` bytes, each mapped here.
+
+    `world` is the number of its world in this process, `number` that of the call that made it.
+    """
+
+    @property
+    def world(self) -> int: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def base(self, rank: int) -> int: ...
+    def bytes(self, rank: int) -> torch.Tensor: ...
 
 
-def find(tensor: torch.Tensor) -> _native.Segment | None:
+segments: WeakValueDictionary[int, Segment] = WeakValueDictionary()  # by the address of this rank's part
+
+
+def find(tensor: torch.Tensor) -> Segment | None:
     """The segment that a tensor lies in, if it lies in symmetric memory of any world."""
-    return _segments.get(tensor.untyped_storage().data_ptr()) if tensor.is_cpu else None
+    return segments.get(tensor.untyped_storage().data_ptr()) if tensor.is_cpu or tensor.is_cuda else None
 
 
 def allocate(world: World, shape: Sequence[int], dtype: torch.dtype, call: str | None = None) -> torch.Tensor:
@@ -43,13 +60,7 @@ def allocate(world: World, shape: Sequence[int], dtype: torch.dtype, call: str |
         trouble = str(error)
     parts = {} if own is None else {world.rank: own}
     failures = {world.rank: trouble} if trouble else {}
-    peers = [peer for peer in range(world.ranks) if peer != world.rank]
-    for peer in peers:
-        world.mesh.send(peer, f"{call}\n{trouble}", fd)
-    for peer in peers:
-        their_call, text, theirs = _receive(world, compiled, peer, call)
-        if their_call != call:
-            raise world.fail(_mismatch(world, call, peer, their_call))
+    for peer, text, theirs in exchange(world, compiled, call, trouble, fd):
         if theirs >= 0:
             parts[peer] = _native.attach_mapping(theirs, size)
             os.close(theirs)
@@ -61,11 +72,23 @@ def allocate(world: World, shape: Sequence[int], dtype: torch.dtype, call: str |
         raise SymmetricMemoryError(f"{call}: " + "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
     in_order = [parts[rank] for rank in range(world.ranks)]
     segment = _native.Segment(in_order, world.rank, world.number, world.native.calls)
-    _segments[segment.base(world.rank)] = segment
+    segments[segment.base(world.rank)] = segment
     return segment.bytes(world.rank).view(dtype).view(tuple(shape))
 
 
-def peer_view(tensor: torch.Tensor, segment: _native.Segment, rank: int) -> torch.Tensor:
+def exchange(world: World, compiled: _native.Compiled, call: str, note: str, fd: int = -1) -> Iterator[tuple[int, str, int]]:
+    """Send every peer a note and a file (or -1), and give ``(peer, note, file)`` of each; all ranks make the same `call`."""
+    peers = [peer for peer in range(world.ranks) if peer != world.rank]
+    for peer in peers:
+        world.mesh.send(peer, f"{call}\n{note}", fd)
+    for peer in peers:
+        their_call, text, theirs = _receive(world, compiled, peer, call)
+        if their_call != call:
+            raise world.fail(_mismatch(world, call, peer, their_call))
+        yield peer, text, theirs
+
+
+def peer_view(tensor: torch.Tensor, segment: Segment, rank: int) -> torch.Tensor:
     """The same view of `rank`'s part of the segment."""
     whole = segment.bytes(rank)[: segment.size // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -31,7 +31,7 @@ class Signals:
     def __init__(self, world: World, count: int, name: str) -> None:
         self.world, self.name = world, name
         segment = memory.find(memory.allocate(world, [count * COUNTER_BYTES], torch.uint8, f"signals({count})"))
-        assert segment is not None
+        assert isinstance(segment, _native.Segment)
         self.native = _native.Board(world.mesh, segment, world.spins)
         self._count = count
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import threading
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from weft import _native, errors, memory
+from weft import _native, device_memory, errors, memory
 from weft.errors import PeerLost, PeerTimeout, SymmetricMemoryError, WeftError
 from weft.plan import Plan
 from weft.rendezvous import Listener, Place, default_group, host_identity
@@ -43,6 +44,7 @@ class Guard:
 
 _numbers = itertools.count(1)
 _default: World | None = None
+_here = threading.local()  # the default world of this thread, if it is a rank by itself
 _alive: weakref.WeakValueDictionary[int, World] = weakref.WeakValueDictionary()  # by number
 
 
@@ -54,7 +56,8 @@ class World:
 
     Attributes: `rank`, `ranks` (their number), `timeout` (seconds any wait may take unless a call says otherwise), `pids`, `cores`
     (the processor cores that each rank may use), `recorder` (told of every execution, or None), `link` (the emulated one, or None),
-    `sharing` (how many ranks work on this rank's GPU, if it has one).
+    `device` (where its tensors are), `streams` (whether lanes are streams, as on a GPU), `sharing` (how many ranks work on this
+    rank's GPU, if it has one), `group` (the process group it was made on, or None).
     """
 
     def __init__(self, rank: int, places: Sequence[Place], sockets: list[int], timeout: float) -> None:
@@ -66,7 +69,9 @@ class World:
         self.guard = Guard(self)
         self.recorder: Recorder | None = None
         self.link: tuple[float, float] | None = None
-        self.sharing = 1
+        self.device, self.streams, self.sharing = torch.device("cpu"), False, 1
+        self.group: dist.ProcessGroup | None = None
+        self.kept: list[memory.Segment] = []  # memory that lives as long as the world
         self.mesh = _native.Mesh(rank, sockets)
         self.cores = [place.cores for place in places]
         self.spins = (
@@ -78,7 +83,7 @@ class World:
         _alive[self.number] = self
 
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A symmetric tensor with undefined contents; collective, with the same `shape` and `dtype` on all ranks.
+        """A symmetric tensor with undefined contents, on the world's device; collective, with one `shape` and `dtype` on all ranks.
 
         `dtype` defaults to torch's default dtype. The memory is reserved at once. Raises `SymmetricMemoryError` on every rank if
         any rank lacks it, `MismatchError` if ranks ask for different things.
@@ -88,8 +93,9 @@ class World:
         sizes = [int(n) for n in dims]  # type: ignore[arg-type]
         if any(n < 0 for n in sizes):
             raise ValueError(f"a shape has no negative sizes; got {tuple(sizes)}")
+        allocate = device_memory.allocate if self.device.type == "cuda" else memory.allocate
         with self.guard:
-            return memory.allocate(self, sizes, dtype or torch.get_default_dtype())
+            return allocate(self, sizes, dtype or torch.get_default_dtype())
 
     def signals(self, count: int, name: str = "signals") -> Signals:
         """`count` zeroed counters on every rank for one-sided calls; collective, with the same `count` on all ranks.
@@ -163,6 +169,7 @@ class World:
         Peers may go on with what they do not need this rank for; memory lives until its last tensor is gone.
         """
         self.transfers.finish()
+        self.kept.clear()
         if self.closed is None:
             self.mesh.leave()
             self.closed = "it was closed"
@@ -197,16 +204,23 @@ class World:
         return _native.Segment(parts, self.rank, self.number, 0)
 
 
-def init(group: dist.ProcessGroup | None = None, *, timeout: float = 30.0) -> World:
+def init(group: dist.ProcessGroup | None = None, *, timeout: float = 30.0, device: torch.device | str = "cpu") -> World:
     """Make a world of the ranks of `group`, collectively.
 
     Without a group: all ranks of `torch.distributed`, which is initialised from the variables of torchrun, mpirun or SLURM if it
     is not yet; with none of these, a world of one. A world made without a group is the default of every operator.
 
-    `timeout` is in seconds and bounds every wait. Raises `WeftError` if the ranks are not all on one host, `PeerTimeout` if some
-    do not appear.
+    `timeout` is in seconds and bounds every wait. `device` is where the ranks' tensors are: ``cpu``, or ``cuda``, this process's
+    current GPU, whose memory peers reach through torch's symmetric memory (several ranks on one GPU with the variable
+    TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1). On a rank of a `local_world` this is its world there.
+
+    Raises `WeftError` if the ranks are not all on one host or there is no GPU, `PeerTimeout` if some do not appear.
     """
     global _default
+    if group is None and (here := getattr(_here, "world", None)) is not None:
+        found: World = here
+        return found
+    place = device_memory.check_device(device)
     if not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds; got {timeout}")
     members = default_group() if group is None else group
@@ -225,14 +239,20 @@ def init(group: dist.ProcessGroup | None = None, *, timeout: float = 30.0) -> Wo
         world = World(rank, places, listener.connect(rank, places, timeout), timeout)
     finally:
         listener.close()
+    world.device, world.streams, world.group = place, place.type == "cuda", members
     if group is None:
         _default = world
     return world
 
 
+def default_here(world: World) -> None:
+    """Make `world` the default of this thread."""
+    _here.world = world
+
+
 def current(world: World | None = None) -> World:
     """`world`, or the default world; it must be open."""
-    chosen = world or _default
+    chosen = world or getattr(_here, "world", None) or _default
     if chosen is None:
         raise WeftError("there is no default world: call weft.init() first, or pass world=...")
     chosen.check()

@@ -10,5 +10,13 @@ def engine(world: World) -> HostEngine:
     """The engine of a world, made at its first use."""
     found: HostEngine | None = world.engine
     if found is None:
-        found = world.engine = HostEngine(world)
+        found = world.engine = _made(world)
     return found
+
+
+def _made(world: World) -> HostEngine:
+    if not world.streams:
+        return HostEngine(world)
+    from weft.engines.device import DeviceEngine
+
+    return DeviceEngine(world)

@@ -23,7 +23,7 @@ from weft.matmul import Weight, multiply
 from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait, reads, writes
 from weft.world import World
 
-_LANES = ("compute", "comm")
+LANES = ("compute", "comm")
 _CACHED = 256  # compiled plans; a program is small, and its workspace is shared
 
 
@@ -51,6 +51,8 @@ class Geometry(NamedTuple):
 
 class HostEngine:
     """Executes plans for one rank of a world."""
+
+    remembers = True  # calls may be found again by the identity of their tensors
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -82,11 +84,15 @@ class HostEngine:
         """
         program = self.compiled.get(key)
         if program is None:
-            program = Program(self, plan, tensors, dtypes or {})
+            program = self.compile(plan, tensors, dtypes or {})
             self.compiled[key] = program
             if len(self.compiled) > _CACHED:
                 self.compiled.popitem(last=False)
         return program
+
+    def compile(self, plan: Plan, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> Program:
+        """The plan for this rank and tensors that look like these."""
+        return Program(self, plan, tensors, dtypes)
 
     def settle(self) -> None:
         """Wait until all that was started is done, and raise what went wrong with it."""
@@ -104,7 +110,7 @@ class HostEngine:
         """Where a signal's counter lies among a rank's counters."""
         return self.names[signal.name] * self.world.ranks + signal.source
 
-    def reserve(self, size: int, call: str) -> _native.Segment:
+    def reserve(self, size: int, call: str) -> memory.Segment:
         """The workspace's segment, of at least `size` bytes. Growing it is collective: ranks first agree on the call."""
         if self.workspace is None or self.workspace.numel() < size:
             self.agree(call)
@@ -133,9 +139,15 @@ class HostEngine:
                 raise self.stopped(compiled, 0, f"to begin {call}", call, world.timeout)
 
     def stopped(self, compiled: _native.Compiled, lane: int, doing: str, call: str, timeout: float) -> WeftError:
-        """The error for a wait that ended early."""
-        world = self.world
+        """The error for a wait of a native lane that ended early."""
         trouble, _, source, _, _ = compiled.stop(lane)
+        return self.ended(trouble, source, compiled, doing, call, timeout)
+
+    def ended(
+        self, trouble: _native.Trouble, source: int, compiled: _native.Compiled, doing: str, call: str, timeout: float
+    ) -> WeftError:
+        """The error for a wait for rank `source` that ended early because of `trouble`."""
+        world = self.world
         match trouble:
             case _native.Trouble.mismatch:
                 theirs = world.native.peer_call(source, compiled.call)
@@ -157,22 +169,27 @@ class Program:
 
     def __init__(self, engine: HostEngine, plan: Plan, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
         self.engine, self.world, self.plan = engine, engine.world, plan
-        rank, lanes = self.world.rank, plan.lanes[self.world.rank]
+        lanes = plan.lanes[self.world.rank]
         if plan.ranks != self.world.ranks:
             raise PlanError(f"a plan for {plan.ranks} ranks cannot run in a world of {self.world.ranks}")
-        if not set(lanes) <= set(_LANES):
-            raise PlanError(f"the host engine has the lanes {' and '.join(_LANES)}; the plan has {', '.join(lanes)}")
+        if not set(lanes) <= set(LANES):
+            raise PlanError(f"the host engine has the lanes {' and '.join(LANES)}; the plan has {', '.join(lanes)}")
         engine.name(plan.signal_names())
-        self.lanes = [lanes.get(name, ()) for name in _LANES]
+        self.lanes = [lanes.get(name, ()) for name in LANES]
         self.geometry = _geometry(plan, tensors, dtypes, self.world)
         self.call = self._describe()
         self._check(tensors)
         self.segments = {name: segment for name, t in tensors.items() if (segment := memory.find(t)) is not None}
         self.workspace = self._reserve()
+        self.build(tensors)
+
+    def build(self, tensors: Mapping[str, Tensor]) -> None:
+        """Turn this rank's lanes into what the engine carries out."""
+        engine, plan, rank = self.engine, self.plan, self.world.rank
         self.slots: dict[tuple[int, str], int] = {}
         addresses = [self._address(slot) for slot in self._find_slots()]
         promised = [(engine.index(signal), count) for signal, count in plan.promised(rank).items()]
-        self.native = _native.Compiled(self.call, len(_LANES), addresses, promised, plan.ranks)
+        self.native = _native.Compiled(self.call, len(LANES), addresses, promised, plan.ranks)
         self.own = [(name, self.slots[rank, name]) for name in tensors if (rank, name) in self.slots]
         self.bound: tuple[tuple[int, int], ...] | None = None
         self.products: list[tuple[Tensor | Region, Tensor | Region, str]] = []
@@ -275,21 +292,25 @@ class Program:
     def _spans(self) -> list[tuple[str, int, int, int]]:
         return [
             (name, index, start, stop)
-            for lane, name in enumerate(_LANES)
+            for lane, name in enumerate(LANES)
             for index, (start, stop) in enumerate(self.native.spans(lane))
         ]
 
     def _stopped(self, lane: int, timeout: float) -> WeftError:
-        """The error for a wait of this program that ended early: which rows of what it held up, and what it counted."""
+        """The error for a wait of this program that ended early."""
         _, index, source, expected, actual = self.native.stop(lane)
+        doing = self.doing(lane, index, self.native.call, source, expected, actual)
+        return self.engine.stopped(self.native, lane, doing, self.call, timeout)
+
+    def doing(self, lane: int, index: int, call: int, source: int, expected: int, actual: int) -> str:
+        """What a wait of this program is for: which rows of what it holds up, and what it counts."""
         wait = self.lanes[lane][index]
         assert isinstance(wait, Wait)
         held = next((writes(i)[0] for i in self.lanes[lane][index:] if writes(i)), None)
         rows = f"rows {held.start}:{held.stop}" if held else "the end"
         come = f"{actual} of {expected}" if expected else "still owed by an earlier call"
         signal = f'signal "{wait.signal.name}" from rank {source}: {come}'
-        doing = f"for {rows} of {self.plan.operator} call {self.native.call} ({signal})"
-        return self.engine.stopped(self.native, lane, doing, self.call, timeout)
+        return f"for {rows} of {self.plan.operator} call {call} ({signal})"
 
     def _describe(self) -> str:
         """What ranks must agree on, in words: what they call, with which rows, and a digest of the rest of the plan."""

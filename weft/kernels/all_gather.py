@@ -74,7 +74,7 @@ class AllGather:
             )
         self.world, self.gathered, self.traffic, self.size = world, gathered, traffic, size
         device = gathered.device
-        self.counters = symmetric.counters(world, 2 * world.ranks)
+        self.counters = symmetric.zeroed(world, 2 * world.ranks)
         self.calls = torch.zeros(1, dtype=torch.int64, device=device)
         self.tickets = torch.zeros(1, dtype=torch.int32, device=device)
         self.ledger = symmetric.ledger(device)

@@ -55,7 +55,7 @@ class MatmulSums:
         blocks = blocks or blocks_for(device)._replace(n=256 if dtype == torch.bfloat16 and not torch.version.hip else 128)
         self.world, self.out = world, out
         self.inbox = world.empty(ranks, max(kept), columns, dtype=dtype)
-        self.counters = symmetric.counters(world, 2 * ranks)
+        self.counters = symmetric.zeroed(world, 2 * ranks)
         self.calls = torch.zeros(1, dtype=torch.int64, device=device)
         self.ledger = symmetric.ledger(device)
         made = _tiles(world, len(x), rows, triton.cdiv(columns, blocks.n), blocks.m)

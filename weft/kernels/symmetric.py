@@ -20,11 +20,13 @@ from torch import Tensor
 
 from weft import memory
 from weft.errors import PeerTimeout
-from weft.onesided import barrier
 from weft.world import World
 
 POLLS = 1 << 26
-"""How often a wait looks at its counter before it gives up unless told otherwise: a minute or so on a GPU."""
+"""How often a wait looks at its counter before it gives up unless told otherwise."""
+
+_PER_SECOND = 1 << 20
+"""Looks in a second, if one takes a microsecond; it may take half of that or twice as long."""
 
 COUNTER = 8
 """Counters lie this many 64-bit words apart: a cache line each, so that those who raise neighbours do not disturb each other."""
@@ -41,13 +43,14 @@ def bases(world: World, tensor: Tensor) -> Tensor:
     return torch.tensor([segment.base(rank) for rank in range(world.ranks)], dtype=torch.int64, device=tensor.device)
 
 
-def counters(world: World, count: int) -> Tensor:
-    """`count` zeroed counters on every rank, symmetric; int64 (count, COUNTER), of which column 0 counts. Collective."""
-    made = world.empty(count, COUNTER, dtype=torch.int64).zero_()
-    if made.is_cuda:
-        torch.cuda.synchronize(made.device)
-    barrier(world=world)
-    return made
+def polls(seconds: float) -> int:
+    """The number of looks that takes about so long on a GPU."""
+    return min(int(seconds * _PER_SECOND), (1 << 31) - 1)
+
+
+def zeroed(world: World, count: int) -> Tensor:
+    """`count` counters on every rank, symmetric; int64 (count, COUNTER), of which column 0 counts. Collective."""
+    return world.empty(count, COUNTER, dtype=torch.int64)  # new symmetric memory is zero, on peers too
 
 
 def ledger(device: torch.device) -> Tensor:

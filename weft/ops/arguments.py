@@ -24,10 +24,12 @@ def check_tensor(tensor: object, what: str) -> None:
 
 
 def check_input(tensor: Tensor, what: str, world: World, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
-    """A CPU tensor of a supported dtype that does not lie in another world's symmetric memory."""
+    """A tensor on the world's device, of a supported dtype, that does not lie in another world's symmetric memory."""
     check_tensor(tensor, what)
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{what} is on {tensor.device}; this world's ranks work on the CPU: pass {what}.cpu()")
+    if tensor.device != world.device:
+        raise ValueError(
+            f"{what} is on {tensor.device}; this world's ranks work on {world.device}: pass {what}.to({str(world.device)!r})"
+        )
     if tensor.dtype not in dtypes:
         raise TypeError(f"{what} has dtype {name(tensor.dtype)}; supported are {', '.join(map(name, dtypes))}")
     segment = memory.find(tensor)
@@ -131,7 +133,7 @@ def check_bias(bias: Tensor | None, columns: int, world: World) -> None:
 def result(out: Tensor | None, shape: Sequence[int], dtype: torch.dtype, inputs: Sequence[Tensor], world: World) -> Tensor:
     """`out` if it fits, else a new tensor."""
     if out is None:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device=world.device)
     check_input(out, "out", world, (dtype,))
     if out.shape != torch.Size(shape):
         raise ValueError(f"out must have shape {tuple(shape)}; got {tuple(out.shape)}")

@@ -122,7 +122,8 @@ def _now(
     addresses = program.addresses(work.tensors)
     program.execute(addresses, timeout)
     work.finish()
-    if out is not None and work.copied is None and all(_within(tensor, (a, out)) for tensor in work.tensors.values()):
+    lasting = engine(world).remembers and work.copied is None
+    if lasting and out is not None and all(_within(tensor, (a, out)) for tensor in work.tensors.values()):
         if len(calls) >= _REMEMBERED:
             calls.clear()
         calls[name] = _Known(program, addresses, tuple((ref(t), t.data_ptr(), t.shape, t.stride()) for t in (a, out)))

@@ -1,0 +1,134 @@
+"""Ranks that are threads of this process."""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+import weft
+from weft import device_memory, memory
+
+
+def shard(rank, *shape, call=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(10 * call + rank))
+
+
+def every_operator():
+    world = weft.init()
+    rank, ranks = world.rank, world.ranks
+    shards, b = [shard(r, 6, 5) for r in range(ranks)], shard(99, 5, 4)
+    whole = torch.cat(shards)
+    products = [s @ b for s in shards]
+    for algorithm in ("direct", "pull", "push", "ring", "sequential"):
+        out = torch.full((6 * ranks, 4), float("nan"))
+        y = weft.all_gather_matmul(shards[rank], b, algorithm=algorithm, out=out)
+        torch.testing.assert_close(y, whole @ b)
+    torch.testing.assert_close(weft.matmul_all_reduce(shards[rank], b), sum(products))
+    part = 6 // ranks
+    torch.testing.assert_close(weft.matmul_reduce_scatter(shards[rank], b), sum(products)[part * rank : part * (rank + 1)])
+    assert torch.equal(weft.all_gather_async(shards[rank]).wait(), whole)
+    symmetric = world.empty(6, 5).copy_(shards[rank])
+    weft.barrier()
+    weft.get(out := torch.empty(6, 5), symmetric, (rank + 1) % ranks)
+    assert torch.equal(out, shards[(rank + 1) % ranks])
+    leaf = shards[rank].clone().requires_grad_()
+    weft.all_gather_matmul(leaf, b).square().sum().backward()
+    torch.testing.assert_close(leaf.grad, ranks * 2 * (shards[rank] @ b) @ b.t())
+    return rank, threading.get_ident()
+
+
+@pytest.mark.parametrize(("ranks", "streams"), [(1, False), (2, False), (3, False), (2, True)])
+def test_every_operator(ranks, streams):
+    threads = threading.active_count()
+    with weft.local_world(ranks, streams=streams) as local:
+        first = local.run(every_operator)
+        assert [rank for rank, _ in first] == list(range(ranks))
+        assert local.run(every_operator) == first, "the same threads"
+    with pytest.raises(weft.WeftError, match="no default world"):
+        weft.barrier()
+    assert threading.active_count() <= threads + 2 * ranks * streams  # lanes end when they are collected
+
+
+def test_calls_back_to_back():
+    def calls():
+        world = weft.init()
+        for call in range(100):
+            a = shard(world.rank, 3, 2, call=call)
+            b = torch.full((2, 2), float(call))
+            y = weft.all_gather_matmul(a, b, algorithm=("pull", "push", "ring", "direct")[call % 4])
+            assert torch.equal(y, torch.cat([shard(r, 3, 2, call=call) for r in range(world.ranks)]) @ b)
+
+    with weft.local_world(3) as local:
+        local.run(calls)
+
+
+def test_an_error_on_one_rank_ends_all():
+    def fails():
+        if weft.init().rank == 1:
+            raise KeyError("mine")
+        weft.barrier()
+
+    local = weft.local_world(3)
+    with pytest.raises(KeyError, match="mine"):
+        local.run(fails)
+    with pytest.raises(weft.WeftError, match="this world is closed"):
+        local.run(weft.barrier)
+    local.close()
+
+
+def test_ranks_that_call_different_things():
+    with weft.local_world(2) as local, pytest.raises(weft.MismatchError, match=r"rank 0 calls|rank 1 calls"):
+        local.run(lambda: weft.barrier() if weft.init().rank else weft.all_reduce(torch.ones(3)))
+
+
+def test_two_at_once_and_nested_defaults():
+    def sums(value):
+        return weft.all_reduce(torch.full((2,), float(value))).tolist()
+
+    with weft.local_world(2) as one, weft.local_world(3) as other:
+        assert one.run(sums, 1) == [[2.0, 2.0]] * 2
+        assert other.run(sums, 1) == [[3.0, 3.0]] * 3
+        assert one.run(sums, 5) == [[10.0, 10.0]] * 2
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="at least one rank"):
+        weft.local_world(0)
+    with pytest.raises(ValueError, match="positive number of seconds"):
+        weft.local_world(2, timeout=0)
+    with pytest.raises(weft.WeftError, match="weft serves cpu and cuda"):
+        weft.local_world(2, "meta")
+    if not torch.cuda.is_available():
+        with pytest.raises(weft.WeftError, match="no GPU"):
+            weft.local_world(2, "cuda")
+        with pytest.raises(weft.WeftError, match="no GPU"):
+            weft.init(device="cuda")
+
+
+def test_memory_that_ranks_of_a_process_share():
+    """What local ranks on one GPU use, here on a CPU."""
+
+    def shares():
+        world = weft.init()
+        rank, ranks = world.rank, world.ranks
+        tensor = device_memory.allocate(world, [4, 3], torch.float16)
+        assert torch.equal(tensor, torch.zeros(4, 3, dtype=torch.float16))
+        assert world.is_symmetric(tensor)
+        assert world.is_symmetric(tensor[1:])
+        weft.barrier()
+        world.peer(tensor[1:], (rank + 1) % ranks)[0] = rank
+        weft.barrier()
+        assert tensor[1].tolist() == [(rank - 1) % ranks] * 3
+        assert [memory.find(tensor).base(r) == world.peer(tensor, r).data_ptr() for r in range(ranks)] == [True] * ranks
+        y = weft.all_gather_matmul(tensor, torch.eye(3, dtype=torch.float16), algorithm="direct")
+        assert torch.equal(y, torch.cat([world.peer(tensor, r) for r in range(ranks)]))
+        weft.barrier()
+        return tensor
+
+    with weft.local_world(2, streams=True) as local:
+        tensor, _ = local.run(shares)
+    gc.collect()
+    assert memory.find(tensor) is None, "the segment ends with its world"
+    with pytest.raises(weft.MismatchError, match="empty"), weft.local_world(2) as local:
+        local.run(lambda: device_memory.allocate(weft.init(), [1 + weft.init().rank], torch.int8))

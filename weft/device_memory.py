@@ -1,0 +1,88 @@
+"""Symmetric memory on GPUs: between processes torch's own, within a process plain tensors that all ranks may touch.
+
+A segment is one allocation: every rank's part of it as a tensor here. It lives as long as its world, as torch's does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from weft import _native, memory
+from weft.errors import WeftError
+
+if TYPE_CHECKING:
+    from weft.world import World
+
+_parts: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()  # of ranks of this process, by address
+
+
+class DeviceSegment:
+    """All ranks' parts of an allocation, as tensors of bytes."""
+
+    def __init__(self, parts: Sequence[torch.Tensor], world: int, number: int) -> None:
+        self.parts, self.world, self.number = parts, world, number
+        self.size = parts[0].numel()
+
+    def base(self, rank: int) -> int:
+        """Where the rank's part begins."""
+        return self.parts[rank].data_ptr()
+
+    def bytes(self, rank: int) -> torch.Tensor:
+        """The rank's part."""
+        return self.parts[rank]
+
+
+def check_device(device: torch.device | str) -> torch.device:
+    """The device by its full name. Raises `WeftError` for one that is not there or that weft does not serve."""
+    place = torch.device(device)
+    if place.type == "cuda":
+        if not torch.cuda.is_available():
+            raise WeftError('no GPU that torch can use was found; use device="cpu"')
+        return torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
+    if place.type != "cpu":
+        raise WeftError(f"weft serves cpu and cuda; got {place}")
+    return place
+
+
+def allocate(world: World, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in a new segment on the world's device, zero when any rank gets it; see `World.empty`."""
+    size = math.prod(shape) * dtype.itemsize
+    call = f"empty({tuple(shape)}, {str(dtype).removeprefix('torch.')})"
+    compiled = _native.Compiled(call, 0, [], [], world.ranks)
+    world.native.begin(compiled, world.timeout)
+    parts = _in_this_process(world, size, compiled, call) if world.group is None else _between_processes(world, size)
+    segment = DeviceSegment(parts, world.number, world.native.calls)
+    world.kept.append(segment)
+    memory.segments[segment.base(world.rank)] = segment
+    return parts[world.rank][:size].view(dtype).view(tuple(shape))
+
+
+def _in_this_process(world: World, size: int, compiled: _native.Compiled, call: str) -> list[torch.Tensor]:
+    own = torch.zeros(max(size, 1), dtype=torch.uint8, device=world.device)
+    _settle(world)
+    _parts[own.data_ptr()] = own
+    parts = {world.rank: own}
+    for peer, address, _ in memory.exchange(world, compiled, call, str(own.data_ptr())):
+        parts[peer] = _parts[int(address)]
+    return [parts[rank] for rank in range(world.ranks)]
+
+
+def _between_processes(world: World, size: int) -> list[torch.Tensor]:
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    assert world.group is not None
+    own = symmetric_memory.empty(max(size, 1), dtype=torch.uint8, device=world.device).zero_()
+    _settle(world)
+    handle: Any = symmetric_memory.rendezvous(own, world.group)
+    return [own if rank == world.rank else handle.get_buffer(rank, own.shape, own.dtype) for rank in range(world.ranks)]
+
+
+def _settle(world: World) -> None:
+    """Zeros are there before any peer hears of them."""
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)

@@ -1,0 +1,108 @@
+"""What the lanes of a plan become on a device: on a GPU streams, on a CPU threads that each do in order what they are given.
+
+A lane is given a list of steps at a time. `begin` puts what it is given next behind what the caller's stream holds so far, and the
+`Ticket` of a list puts the caller behind it. Nothing here waits on a GPU: what waits are streams.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Protocol
+
+import torch
+
+Step = Callable[[], None]
+
+
+class Ticket(Protocol):
+    """A list of steps that a lane was given."""
+
+    def done(self) -> bool:
+        """Whether all of it is done."""
+
+    def join(self, seconds: float = math.inf) -> bool:
+        """Go on after it: wait for a thread, or have the current stream wait for a lane's. False if the time is over first."""
+
+
+class Lane(Protocol):
+    """Does steps in order, beside the caller and other lanes."""
+
+    def begin(self) -> None:
+        """What is given from now on comes after what the caller has done, or put on its current stream."""
+
+    def start(self, steps: Sequence[Step]) -> Ticket:
+        """Do these steps; an exception ends the list."""
+
+
+class ThreadTicket:
+    """A list of steps on a `ThreadLane`."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self.future = future
+
+    def done(self) -> bool:
+        return self.future.done()
+
+    def join(self, seconds: float = math.inf) -> bool:
+        done, _ = wait([self.future], None if seconds == math.inf else seconds)
+        for future in done:
+            future.result()
+        return bool(done)
+
+
+class ThreadLane:
+    """A lane of a CPU: one thread."""
+
+    def __init__(self, name: str) -> None:
+        threads = torch.get_num_threads()
+        self.thread = ThreadPoolExecutor(1, name, torch.set_num_threads, (threads,))  # ends with the lane
+
+    def begin(self) -> None:
+        pass  # what the caller has done is done
+
+    def start(self, steps: Sequence[Step]) -> ThreadTicket:
+        return ThreadTicket(self.thread.submit(_all, steps))
+
+
+def _all(steps: Sequence[Step]) -> None:
+    with torch.no_grad():  # which is a thread's own affair
+        for step in steps:
+            step()
+
+
+class StreamTicket:
+    """A list of steps on a `StreamLane`."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def join(self, seconds: float = math.inf) -> bool:
+        torch.cuda.current_stream().wait_event(self.event)
+        return True
+
+
+class StreamLane:
+    """A lane of a GPU: one stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+
+    def begin(self) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream())
+
+    def start(self, steps: Sequence[Step]) -> StreamTicket:
+        with torch.cuda.stream(self.stream):
+            _all(steps)
+            event = torch.cuda.Event()
+            event.record()
+        return StreamTicket(event)
+
+
+def lane(device: torch.device, name: str) -> Lane:
+    """A lane of this device."""
+    return StreamLane(device) if device.type == "cuda" else ThreadLane(name)
