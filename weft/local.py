@@ -120,6 +120,7 @@ def _check_queues(ranks: int) -> None:
     """Streams that share a hardware queue wait for each other: a wait must not stand before what it waits for."""
     if not torch.cuda.is_initialized():
         os.environ.setdefault(_QUEUES, "32")
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # loading at first use may wait for kernels that wait for this rank
     queues = int(os.environ.get(_QUEUES, "8"))
     if ranks * _STREAMS > queues:
         raise ValueError(

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from weft.bench import options
-from weft.bench.options import Dtype, Gbps, Json, Plot, Seed, Threads
+from weft.bench.options import Device, Dtype, Gbps, Json, OnDevice, Plot, Seed, Threads
 
 app = typer.Typer()
 
@@ -78,10 +79,34 @@ def all_gather(
     json_file: Json = None,
     plot: Plot = None,
     threads: Threads = None,
+    device: OnDevice = Device.cpu,
+    comm_sms: Annotated[str, typer.Option(metavar="N,…", help="With --device cuda: SMs that the kernels may take.")] = "4,8,16,32",
 ) -> None:
     """All-gather over message size, out of place and in place."""
+    if device is Device.cuda:
+        _gathers_on_gpu(ranks or 2, sizes, comm_sms, warmup, iterations, json_file, plot)
+        return
     more = {"algorithm": algorithm.value, "warmup": warmup, "iterations": iterations, "seed": seed}
     _sweep("all_gather", ranks, sizes, dtype, baseline, json_file, plot, threads, **more)
+
+
+def _gathers_on_gpu(
+    ranks: int, sizes: str, comm_sms: str, warmup: int, iterations: int, json_file: str | None, plot: Path | None
+) -> None:
+    """Measure the kernels over SMs; sizes are those of each rank's input, as on a CPU."""
+    options.check_files(json_file, None, plot)
+    sms, shards = options.parse_numbers(comm_sms, "--comm-sms"), options.parse_sizes(sizes, "--sizes")
+    options.need_gpu()
+    from weft.bench import gpu, plots
+
+    settings = gpu.Gathers(ranks, tuple(ranks * shard for shard in shards), sms, iterations, warmup)
+    result = options.run(gpu.all_gathers, 0, ranks, settings, threads=1)
+    Console(stderr=json_file == "-").print(gpu.table(result))
+    options.write_json(result, json_file)
+    if plot:
+        plots.draw_over_sms(result, plot)
+    if not result["verified"]:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -50,6 +50,13 @@ class Reducing(str, Enum):
     sequential = "sequential"
 
 
+class Peers(str, Enum):
+    """Where the other ranks' rows are."""
+
+    ranks = "ranks"
+    host = "host"
+
+
 _MOVING = (Algorithm.pull, Algorithm.push, Algorithm.ring)
 
 _Ranks = Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="Ranks to start; 2 unless a launcher did.")]
@@ -85,8 +92,12 @@ def all_gather_matmul(
     save_outputs: _Outputs = None,
     threads: Threads = None,
     ablate: Annotated[bool, typer.Option("--ablate", help="Also measure each step from the cascade to the operator.")] = False,
+    peers: Annotated[Peers, typer.Option(help="host: on one GPU, with the other ranks' rows in pinned host memory.")] = Peers.ranks,
 ) -> None:
     """All-gather + matmul: compute alone, communication alone, one after the other, and overlapped."""
+    if peers is Peers.host:
+        _from_host(ranks or 2, shape, dtype, warmup, iterations, seed, json_file, plot)
+        return
     if chunk_rows and algorithm not in _MOVING:
         options.refuse("--chunk-rows", f"{algorithm.value} does not take a chunk size: use --algorithm pull, push or ring")
     size = options.world_size(ranks)
@@ -97,6 +108,25 @@ def all_gather_matmul(
     link = link_gbps, link_latency_us
     files = _Files(json_file, plot, trace, timeline, save_outputs)
     _measure("all-gather-matmul", size, shape, dtype, out_dtype, algorithm.value, baseline, link, files, threads, **more)
+
+
+def _from_host(
+    ranks: int, shape: str, dtype: Dtype, warmup: int, iterations: int, seed: int, json_file: str | None, plot: Path | None
+) -> None:
+    """One GPU, and peers behind the bus."""
+    options.check_files(json_file, None, plot)
+    m, k, n = options.parse_shape(shape)
+    options.need_gpu()
+    from weft.bench import gpu, plots
+
+    settings = gpu.Products(ranks, m, k, n, dtype.value, iterations, warmup, seed)
+    result = options.run(gpu.from_host, 0, ranks, settings, threads=1)
+    Console(stderr=json_file == "-").print(gpu.summary_of(result))
+    options.write_json(result, json_file)
+    if plot:
+        plots.draw_times(result, plot)
+    if not result["verified"]:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -28,6 +28,14 @@ class Dtype(str, Enum):
     float64 = "float64"
 
 
+class Device(str, Enum):
+    """Where ranks compute."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+OnDevice = Annotated[Device, typer.Option(help="cpu: ranks are processes; cuda: ranks share this process's GPU.")]
 Warmup = Annotated[int, typer.Option(min=0, help="Rounds before the measured ones.")]
 Iterations = Annotated[int, typer.Option(min=1, help="Rounds measured.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of the random data.")]
@@ -42,6 +50,22 @@ Threads = Annotated[int | None, typer.Option(min=1, help="Compute threads per ra
 def refuse(option: str, why: str) -> NoReturn:
     """End with exit status 2 because of what was given for `option`."""
     raise typer.BadParameter(why, param_hint=option)
+
+
+def need_gpu() -> None:
+    """End with exit status 2 where there is no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        refuse("--device", "torch finds no GPU here: leave it out, or use --device cpu")
+
+
+def parse_numbers(text: str, option: str) -> tuple[int, ...]:
+    """Positive numbers from ``4,8,16``."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        refuse(option, f"expected positive numbers such as 4,8,16; got {text!r}")
+    return tuple(int(part) for part in parts)
 
 
 def world_size(ranks: int | None) -> tuple[int | None, int]:

@@ -102,3 +102,31 @@ def size_name(size: int) -> str:
         if size and size % (1 << power) == 0:
             return f"{size >> power}{unit}"
     return str(size)
+
+
+def draw_over_sms(result: dict[str, Any], path: Path) -> None:
+    """Draw the bandwidth of all-gathers on a GPU over the SMs they may take, a panel for each size, into a PNG or SVG file."""
+    sizes = sorted({row["size_bytes"] for row in result["rows"]})
+    figure = Figure(figsize=(3.6 * len(sizes), 3.4), dpi=160, layout="constrained")
+    colours = {
+        "triton": COLOURS["matmul"],
+        "gluon": COLOURS["copy"],
+        "copy engine": COLOURS["reduce"],
+        "plain copy": COLOURS["muted"],
+    }
+    for axes, size in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
+        rows = [row for row in result["rows"] if row["size_bytes"] == size]
+        for kind, colour in colours.items():
+            points = [(row["comm_sms"], row["algbw_gbps"]) for row in rows if row["implementation"] == kind]
+            if points and points[0][0] is None:
+                axes.axhline(points[0][1], color=colour, linestyle=(0, (4, 3)), linewidth=1.2, label=kind)
+            elif points:
+                axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=3.5, linewidth=1.5, label=kind)
+        axes.set_title(f"{size / 1e6:g} MB gathered", fontsize=10, loc="left", color=COLOURS["text"])
+        axes.set_xlabel("SMs", color=COLOURS["muted"])
+        axes.set_ylim(0)
+        axes.grid(color="#e3e6ea", linewidth=0.6)
+        axes.spines[:].set_visible(False)
+    figure.axes[0].set_ylabel("GB/s", color=COLOURS["muted"])
+    figure.axes[0].legend(frameon=False, fontsize=8)
+    figure.savefig(path)

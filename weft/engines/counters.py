@@ -91,17 +91,21 @@ class DeviceCounters:
         from weft.kernels import stream_signals, symmetric
 
         self.world, self.kernels, self.symmetric = world, stream_signals, symmetric
-        self.counters = symmetric.zeroed(world, count)
+        self.counters = symmetric.zeroed(world, count + 1)
         self.bases = symmetric.bases(world, self.counters)
-        self.base = torch.zeros(count, dtype=torch.int64, device=world.device)
+        self.base = torch.zeros(count + 1, dtype=torch.int64, device=world.device)
         self.ledger = symmetric.ledger(world.device)
         self.grown: dict[tuple[tuple[int, int], ...], torch.Tensor] = {}
+        # Loading a kernel may wait for the device: both are loaded before anything on it waits for this rank.
+        self.notify(world.rank, count)
+        self.wait(Awaited(count, world.rank, 1), None, world.timeout)
+        torch.cuda.synchronize(world.device)
 
     def notify(self, peer: int, index: int) -> None:
         kernel: Any = self.kernels.notify_kernel
         kernel[(1,)](self.counters[index], self.bases, self.world.rank, peer, num_warps=1)
 
-    def wait(self, awaited: Awaited, compiled: _native.Compiled, timeout: float) -> None:
+    def wait(self, awaited: Awaited, compiled: _native.Compiled | None, timeout: float) -> None:
         kernel: Any = self.kernels.wait_kernel
         kernel[(1,)](
             self.counters, awaited.index, self.base, awaited.count, self.ledger, self.symmetric.polls(timeout), num_warps=1

@@ -1,0 +1,42 @@
+"""The results of `gpu_check.sh` in a folder as a page of tables; what is missing is said to be."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def load(folder: Path, name: str) -> dict[str, Any] | None:
+    file = folder / f"{name}.json"
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def main(folder: Path) -> None:
+    print("# GPU check\n")
+    host, gathers, products = (load(folder, name) for name in ("from-host", "all-gather", "products"))
+    for missing in [name for name, found in (("from-host", host), ("all-gather", gathers), ("products", products)) if not found]:
+        print(f"- {missing}: no result; see {missing}.log")
+    if host:
+        times = ", ".join(f"{name} {time['median']:.3f}" for name, time in host["times_ms"].items())
+        print(f"\nPeers in host memory on {host['machine']['gpu']}: {times} ms; limit_ratio {host['limit_ratio']:.3f}, ", end="")
+        print(f"speedup {host['speedup']:.2f}, {'verified' if host['verified'] else 'WRONG'}")
+    if gathers:
+        print("\n| bytes gathered | implementation | SMs | us | GB/s | wrong |\n|---|---|---|---|---|---|")
+        for row in gathers["rows"]:
+            print(
+                f"| {row['size_bytes']} | {row['implementation']} | {row['comm_sms'] or '-'} | {row['time_us']['median']:.1f} ",
+                end="",
+            )
+            print(f"| {row['algbw_gbps']:.1f} | {row['wrong']} |")
+    if products:
+        print("\n| product | kernel TFLOP/s | torch.mm TFLOP/s | ratio | wrong |\n|---|---|---|---|---|")
+        for row in products["products"]:
+            shape = "x".join(str(row["shape"][name]) for name in "mkn")
+            print(f"| {shape} | {row['kernel_tflops']:.0f} | {row['torch_mm_tflops']:.0f} | {row['ratio']:.3f} | {row['wrong']} |")
+        print("\n| ranks on one GPU | " + " | ".join(products["local_worlds"][0]["times_ms"]) + " (ms) |\n|---|---|---|---|---|")
+        for row in products["local_worlds"]:
+            print(f"| {row['ranks']} | " + " | ".join(f"{time:.3f}" for time in row["times_ms"].values()) + " |")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

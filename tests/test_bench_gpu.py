@@ -1,0 +1,70 @@
+"""What of the GPU benchmarks can be seen without one: refusals, the plan that they run, tables and pictures."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import weft
+from weft.bench import gpu, plots
+from weft.cli import app
+from weft.engines import engine
+from weft.schedules.matmul_from_host import matmul_from_host
+
+without = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@without
+@pytest.mark.parametrize("options", [["all-gather", "--device", "cuda"], ["all-gather-matmul", "--peers", "host"]], ids=" ".join)
+def test_no_gpu_is_said_at_once(options):
+    result = CliRunner().invoke(app, ["bench", *options])
+    assert result.exit_code == 2
+    assert "torch finds no GPU here" in result.output
+
+
+def test_numbers_of_sms():
+    result = CliRunner().invoke(app, ["bench", "all-gather", "--device", "cuda", "--comm-sms", "4,none"])
+    assert result.exit_code == 2
+    assert "expected positive numbers" in result.output
+
+
+@without
+def test_the_script_says_that_there_is_no_gpu(tmp_path):
+    script = Path(__file__).parent.parent / "scripts" / "gpu_check.sh"
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
+    import sys
+
+    done = subprocess.run([script, tmp_path], env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True)
+    assert done.returncode == 3
+    assert "finds no GPU here; nothing was run" in done.stderr
+
+
+@pytest.mark.parametrize(("own", "away", "chunk"), [(8, 24, 5), (0, 7, 7), (6, 0, 1)])
+def test_rows_from_another_memory(own, away, chunk):
+    plan = matmul_from_host(own, away, chunk_rows=chunk)
+    weft.verify(plan)
+    rows, weight = torch.randn(own + away, 6), torch.randn(6, 4)
+
+    def multiply():
+        out = torch.full((own + away, 4), float("nan"))
+        engine(weft.init()).execute(plan, {"a": rows[:own], "away": rows[own:], "out": out}, {"out": weight})
+        return out
+
+    for streams in (False, True):
+        with weft.local_world(1, streams=streams) as local:
+            torch.testing.assert_close(local.run(multiply)[0], rows @ weight)
+
+
+def test_results_are_shown(tmp_path):
+    def row(kind, sms, gbps):
+        time = {"median": 10.0, "min": 9.0, "p99": 12.0}
+        return {"size_bytes": 1 << 20, "implementation": kind, "comm_sms": sms, "time_us": time, "algbw_gbps": gbps, "wrong": 0}
+
+    rows = [row("triton", 4, 50.0), row("triton", 8, 90.0), row("gluon", 4, 55.0), row("plain copy", None, 200.0)]
+    result = {"ranks": 2, "machine": {"gpu": "a GPU"}, "rows": rows}
+    assert gpu.table(result).row_count == 4
+    plots.draw_over_sms(result, tmp_path / "sms.png")
+    assert (tmp_path / "sms.png").stat().st_size > 1000
