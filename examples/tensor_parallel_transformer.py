@@ -2,13 +2,15 @@
 
     python examples/tensor_parallel_transformer.py --ranks 2 --dtype float32
 
-Both run the same plan of styles with the same random weights; only the module that the styles come from differs. Logits and
-gradients are compared first, then a prompt is read (prefill), tokens are generated one at a time (decode), and the model is trained
-with sequence parallelism. Times are medians of interleaved runs, each from a barrier to the last rank's finish.
+Both run the same plan of styles with the same random weights; only the module that the styles come from differs, and how layers
+that take the same part of a sequence share its gather. Logits and gradients are compared first, then a prompt is read
+(prefill), tokens are generated one at a time (decode), and the model is trained with sequence parallelism. Times are medians of
+interleaved runs, each from a barrier to the last rank's finish.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Annotated, Any, NamedTuple
@@ -130,9 +132,17 @@ def parallel_model(sizes: Sizes, mesh: DeviceMesh, styles: ModuleType, sequence_
     model = Transformer(sizes).to(getattr(torch, sizes.dtype))
     rows = Shard(1) if sequence_parallel else Replicate()  # how activations lie between the layers that compute with all heads
     plan = {"head": styles.ColwiseParallel(input_layouts=rows, output_layouts=Replicate())}
+    inputs = {"attention": ("wq", "wk", "wv"), "feed_forward": ("w1", "w3")}
+    for i, (part, names) in itertools.product(range(sizes.layers), inputs.items()):
+        if styles is weft.nn:
+            plan[f"blocks.{i}.{part}"] = weft.nn.SharedColwiseParallel(*names, input_layouts=rows)
+            continue
+        if sequence_parallel:
+            layouts = [(rows, None, None), (Replicate(), None, None)] if part == "attention" else [(rows,), (Replicate(),)]
+            plan[f"blocks.{i}.{part}"] = torch_styles.PrepareModuleInput(input_layouts=layouts[0], desired_input_layouts=layouts[1])
+        for name in names:
+            plan[f"blocks.{i}.{part}.{name}"] = styles.ColwiseParallel()
     for i in range(sizes.layers):
-        for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"):
-            plan[f"blocks.{i}.{name}"] = styles.ColwiseParallel(input_layouts=rows)
         for name in ("attention.wo", "feed_forward.w2"):
             plan[f"blocks.{i}.{name}"] = styles.RowwiseParallel(output_layouts=rows)
         if sequence_parallel:

@@ -54,11 +54,14 @@ def gathers(world, dim, uneven):
     assert_same([x.grad for x in mine], [own, *(x.grad for x in alone[1:])])
 
 
+def every_gather(world):
+    for dim, uneven in itertools.product((0, 1, -1), (False, True)):
+        gathers(world, dim, uneven)
+
+
 @pytest.mark.data
-@pytest.mark.parametrize("uneven", [False, True])
-@pytest.mark.parametrize("dim", [0, 1, -1])
-def test_all_gather_matmul(dim, uneven):
-    on_ranks(gathers, 3, dim, uneven)
+def test_all_gather_matmul():
+    on_ranks(every_gather, 3)
 
 
 def scatters(world, dim, uneven, op):
@@ -82,11 +85,17 @@ def scatters(world, dim, uneven, op):
     assert_same([x.grad for x in mine], [*(x.grad for x in pairs[world.rank]), common.grad])
 
 
+def every_sum(world):
+    for dim, (uneven, op) in itertools.product((0, 1, 2), ((False, "sum"), (True, "avg"))):
+        scatters(world, dim, uneven, op)
+    for op in SUMS:
+        reduces(world, op)
+    exact(world)
+
+
 @pytest.mark.data
-@pytest.mark.parametrize(("uneven", "op"), [(False, "sum"), (True, "avg")])
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_matmul_reduce_scatter(dim, uneven, op):
-    on_ranks(scatters, 3, dim, uneven, op)
+def test_matmul_reduce_scatter_and_all_reduce():
+    on_ranks(every_sum, 3)
 
 
 def reduces(world, op):
@@ -104,12 +113,6 @@ def reduces(world, op):
     y = weft.matmul_all_reduce(mine[0], mine[1])
     with pytest.raises(NotImplementedError, match="no second derivatives"):
         torch.autograd.grad(y.sum(), mine[0], create_graph=True)
-
-
-@pytest.mark.data
-@pytest.mark.parametrize("op", SUMS)
-def test_matmul_all_reduce(op):
-    on_ranks(reduces, 3, op)
 
 
 def exact(world):
@@ -138,11 +141,6 @@ def exact(world):
         assert torch.equal(weight.grad.double(), whole.t() @ torch.ones(6, k).double())
 
 
-@pytest.mark.data
-def test_whole_numbers_are_exact():
-    on_ranks(exact, 3)
-
-
 def twice(world):
     """An operator called twice in one graph, a second backward through it, and second derivatives."""
     a, b = torch.randn(4, 6).double(), torch.randn(6, 6).double()
@@ -169,11 +167,6 @@ def twice(world):
     found = second(weft.all_gather_matmul(x, w), x, w)
     for_whole, *for_weights = second(torch.cat([whole @ v for v in weights]), whole, *weights)
     assert_same(found, [torch.split(for_whole, 4)[world.rank], for_weights[world.rank]])
-
-
-@pytest.mark.data
-def test_calls_follow_one_another_and_can_be_differentiated_again():
-    on_ranks(twice, 2)
 
 
 def gradchecked(world):
@@ -219,11 +212,6 @@ def options(world):
         assert torch.equal(x.grad, again.grad)
 
 
-@pytest.mark.data
-def test_options():
-    on_ranks(options, 2)
-
-
 def every_algorithm_has_gradients(world):
     a, b = torch.randn(6, 5).double(), torch.randn(5, 6).double()
     first = {}
@@ -239,6 +227,22 @@ def every_algorithm_has_gradients(world):
             assert_same([x.grad for x in mine], grads)
 
 
+def nothing_to_do(world):
+    """Tensors without elements have gradients without elements, or of zeros."""
+    for rows, k, n in ((0, 3, 4), (2, 0, 4), (2, 3, 0)):
+        for operator in (weft.all_gather_matmul, weft.matmul_reduce_scatter, weft.matmul_all_reduce):
+            a, b = leaves(torch.ones(rows, k), torch.ones(k, n))
+            operator(a, b).sum().backward()
+            assert a.grad.shape == a.shape
+            assert b.grad.shape == b.shape
+            assert not rows or n or not a.grad.any()
+
+
+def everything_else(world):
+    for check in (twice, options, every_algorithm_has_gradients, nothing_to_do):
+        check(world)
+
+
 @pytest.mark.data
-def test_every_algorithm():
-    on_ranks(every_algorithm_has_gradients, 2)
+def test_second_derivatives_options_algorithms_and_empty_tensors():
+    on_ranks(everything_else, 2)

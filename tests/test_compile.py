@@ -40,6 +40,7 @@ def block(x, up, gate, down, bias, world):
 
 
 def compiled(world, default):
+    """Forward and backward, with the default world or one that is given."""
     given = None if default else world
     tensors = [torch.randn(2, 3, 8), torch.randn(8, 10), torch.randn(8, 10), torch.randn(10, 8), torch.ones(8)]
 
@@ -57,25 +58,17 @@ def compiled(world, default):
             torch.testing.assert_close(one, other)
 
 
-@pytest.mark.data
-@pytest.mark.parametrize("default", [True, False])
-def test_a_layer_compiles_whole(default):
-    on_ranks(compiled, 2, default, limit=110)
-
-
 def reshaped(world):
-    """One compiled function for tensors of several sizes."""
+    """One compiled function for tensors of several sizes, and one with a weight that was packed."""
     call = torch.compile(lambda a, b: weft.all_gather_matmul(a, b), fullgraph=True, backend="aot_eager", dynamic=True)
     generator = torch.Generator().manual_seed(3)
     b = torch.randn(6, 5)
     for rows in (4, 7, 9):
         everyone = torch.randn(world.ranks, rows, 6, generator=generator)
         torch.testing.assert_close(call(everyone[world.rank], b), everyone.flatten(0, 1) @ b)
-
-
-@pytest.mark.data
-def test_sizes_may_change():
-    on_ranks(reshaped, 2, limit=110)
+    packed = weft.pack(b)
+    fixed = torch.compile(lambda a: weft.all_gather_matmul(a, packed), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(fixed(everyone[world.rank]), everyone.flatten(0, 1) @ b)
 
 
 def inductor(world):
@@ -94,6 +87,12 @@ def inductor(world):
         torch.testing.assert_close(one, other)
 
 
+def in_turn(world):
+    for check, *arguments in ((compiled, True), (compiled, False), (reshaped,), (inductor,)):
+        torch.compiler.reset()
+        check(world, *arguments)
+
+
 @pytest.mark.data
-def test_inductor():
-    on_ranks(inductor, 2, limit=110)
+def test_layers_compile_whole():
+    on_ranks(in_turn, 2, limit=110)

@@ -167,6 +167,9 @@ def explained(world):
     for dim, words in ((0, "direct"), (1, "transposed product")):
         assert words in weft.explain(a, b, operator="matmul_reduce_scatter", dim=dim)
     assert "one product" in weft.explain(a[:2], b, operator="matmul_reduce_scatter")
+    assert "direct" in weft.explain(a, [b, weft.pack(b)])
+    with pytest.raises(ValueError, match="a list of 2 weights"):
+        weft.explain(a, [b, b], operator="matmul_reduce_scatter")
     assert "as asked for" in weft.explain(a, weft.pack(b), operator="matmul_reduce_scatter", algorithm="ring")
 
 
@@ -184,6 +187,7 @@ def bad_arguments(world):
         (ValueError, "op must be sum or avg; got 'max'", (a, b), {"op": "max"}),
         (ValueError, "there is no dimension -3", (a, b), {"dim": -3}),
         (ValueError, "a has 6 columns and b 5 rows", (a, b.t())),
+        (TypeError, "b must be a tensor .* got list", (a, [b])),
         (ValueError, "at least 2 dimensions", (a[0], b)),
         (TypeError, "a has dtype int64", (a.long(), b)),
         (ValueError, r"bias must have shape \(5,\)", (a, b), {"bias": torch.ones(6)}),

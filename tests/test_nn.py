@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -73,16 +74,16 @@ def model_and_input(world, dtype=torch.float32, seed=0):
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("rows", [Replicate(), Shard(1), Shard(0)])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_styles_compute_what_torchs_do(ranks, rows):
-    on_ranks(_compare_styles, ranks, rows, [torch.float32, torch.float64, torch.bfloat16], True)
+def test_styles_compute_what_torchs_do(ranks):
+    on_ranks(_every_style, ranks)
 
 
-@pytest.mark.data
-@pytest.mark.parametrize("rows", [Replicate(), Shard(1)])
-def test_styles_take_and_give_dtensors(rows):
-    on_ranks(_compare_styles, 2, rows, [torch.float32], False)
+def _every_style(world):
+    for rows in (Replicate(), Shard(1), Shard(0)):
+        _compare_styles(world, rows, [torch.float32, torch.float64, torch.bfloat16], True)
+    for rows in (Replicate(), Shard(1)):
+        _compare_styles(world, rows, [torch.float32], False)
 
 
 def _compare_styles(world, rows, dtypes, local):
@@ -105,8 +106,13 @@ def _compare_styles(world, rows, dtypes, local):
 
 
 @pytest.mark.data
-def test_inputs_that_lie_otherwise_are_redistributed():
-    on_ranks(_redistributed_inputs, 2)
+def test_styles_take_whatever_torchs_take():
+    on_ranks(_in_turn, 2, [_redistributed_inputs, _uneven_sequence, _state_dicts, _autocast_and_copies, _shared_gather, _explained])
+
+
+def _in_turn(world, checks):
+    for check in checks:
+        check(world)
 
 
 def _redistributed_inputs(world):
@@ -126,11 +132,6 @@ def _redistributed_inputs(world):
     assert_near(results[3], results[2])
 
 
-@pytest.mark.data
-def test_sequences_that_do_not_divide():
-    on_ranks(_uneven_sequence, 2)
-
-
 def _uneven_sequence(world):
     model, _, mesh = model_and_input(world)
     x = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(1))
@@ -145,11 +146,6 @@ def _uneven_sequence(world):
     expected.sum().backward()
     assert_near(shards.up.weight.grad.full_tensor(), model.up.weight.grad)
     assert_near(shards.down.weight.grad.full_tensor(), model.down.weight.grad)
-
-
-@pytest.mark.data
-def test_parameters_and_state_dicts_are_torchs():
-    on_ranks(_state_dicts, 2)
 
 
 def _state_dicts(world):
@@ -171,19 +167,22 @@ def _state_dicts(world):
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("rows", [Replicate(), Shard(1)])
-@pytest.mark.parametrize("fused", [False, True])
-def test_weights_are_packed_for_inference_and_unpacked_by_training(rows, fused):
-    on_ranks(_packed, 2, rows, fused)
+def test_weights_are_packed_for_inference_and_unpacked_by_training():
+    on_ranks(_packed, 2)
 
 
-def _packed(world, rows, fused):
+def _packed(world):
+    for rows, how in itertools.product((Replicate(), Shard(1)), ({}, {"fused": True}, {"foreach": True})):
+        _packed_and_trained(world, rows, how)
+
+
+def _packed_and_trained(world, rows, how):
     model, x, mesh = model_and_input(world)
     x = x.chunk(world.ranks, rows.dim)[world.rank] if isinstance(rows, Shard) else x
     ours, theirs = (sharded(model, mesh, styles, rows) for styles in (weft.nn, torch_styles))
     layers = ours.up, ours.down, ours.head
     steps = [
-        torch.optim.AdamW([shards.up.weight, shards.up.bias, shards.down.weight, shards.head.weight], lr=0.1, fused=fused)
+        torch.optim.AdamW([shards.up.weight, shards.up.bias, shards.down.weight, shards.head.weight], lr=0.1, **how)
         for shards in (ours, theirs)
     ]
     for _ in range(2):
@@ -210,10 +209,9 @@ def _packed(world, rows, fused):
             shards.up.weight.to_local().mul_(2)
             shards.down.weight.mul_(2)
         assert_near(ours(x), theirs(x))
-
-
-def test_explain_tells_what_runs_and_what_does_not():
-    on_ranks(_explained, 2)
+        for shards in (ours, theirs):  # uncounted by torch, too
+            shards.up.weight.to_local().data.mul_(2)
+        assert_near(ours(x), theirs(x))
 
 
 class _OwnLinear(nn.Linear):
@@ -241,6 +239,46 @@ def _explained(world):
     assert weft.nn.explain(nn.Linear(2, 2)) == ""
 
 
+class Attention(nn.Module):
+    """Layers that take the same input."""
+
+    def __init__(self):
+        super().__init__()
+        self.wq, self.wk, self.wv = nn.Linear(16, 24), nn.Linear(16, 8, bias=False), nn.Linear(16, 8)
+        self.wo = nn.Linear(24, 16)
+
+    def forward(self, x):
+        return self.wo(self.wq(x) * torch.cat([self.wk(x), self.wv(x), self.wk(x)], -1))
+
+
+def _shared_gather(world):
+    torch.manual_seed(0)
+    mesh, model, x = init_device_mesh("cpu", (world.ranks,)), Attention(), torch.randn(2, 6, 16)
+    x = x.chunk(world.ranks, 1)[world.rank]
+    apart = {name: weft.nn.ColwiseParallel(input_layouts=Shard(1)) for name in ("wq", "wk", "wv")}
+    shared = {"attention": weft.nn.SharedColwiseParallel("wq", "wk", "wv", input_layouts=Shard(1))}
+    results = []
+    for plan in ({f"attention.{name}": style for name, style in apart.items()}, shared):
+        holder = nn.ModuleDict({"attention": copy.deepcopy(model)})
+        parallelize_module(holder, mesh, plan | {"attention.wo": weft.nn.RowwiseParallel(output_layouts=Shard(1))})
+        shards = holder["attention"]
+        for call in (shards, copy.deepcopy(shards), torch.compile(shards, fullgraph=True, backend="aot_eager")):
+            shards.zero_grad()
+            given = x.clone().requires_grad_()
+            y = call(given)
+            y.square().sum().backward()
+            with torch.no_grad():
+                assert_near(call(given), y.detach())
+            gradients = [whole(p.grad) for p in call.parameters()]
+            results.append([y.detach(), given.grad, *gradients])
+    assert "one gather for 3 layers" in weft.nn.explain(shards)
+    for found in results:
+        for one, other in zip(found, results[0], strict=True):
+            assert_near(one, other)
+    frozen = shards.requires_grad_(False)
+    assert_near(frozen(x), results[0][0])  # gradients are on, and nothing has any
+
+
 @pytest.mark.data
 def test_a_mesh_of_several_dimensions_uses_the_ranks_of_one():
     on_ranks(_two_dimensions, 4)
@@ -253,11 +291,6 @@ def _two_dimensions(world):
     assert shards.up.world.ranks == 2
     assert shards.up.world is shards.down.world
     assert_near(shards(x), model(x))
-
-
-@pytest.mark.data
-def test_autocast_and_copies():
-    on_ranks(_autocast_and_copies, 2)
 
 
 def _autocast_and_copies(world):
@@ -276,7 +309,7 @@ def _autocast_and_copies(world):
 
 
 @pytest.mark.data
-@pytest.mark.parametrize(("ranks", "features"), [(1, 7), (2, 8), (3, 7)])
+@pytest.mark.parametrize(("ranks", "features"), [(2, 8), (3, 7)])
 def test_layers_compute_what_a_whole_one_does(ranks, features):
     on_ranks(_compare_layers, ranks, features)
 

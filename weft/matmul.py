@@ -27,6 +27,8 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _ROWS = (1, 2, 8, 64, 512)  # numbers of rows at which the ways are timed; others go by the nearest one below
 _COLD_ROWS = 8  # up to this many the weight is timed as it comes from memory: reading it is most of the work
+_PROBED = 64  # elements of a packed weight that are compared to see whether it was changed
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 256  # rows of a packed product whose result still lies in the cache when it is copied to its place
 _REPACKED_BLOCK = 1024  # the same where each product packs the weight anew, which takes as long as some hundred rows
 
@@ -40,6 +42,9 @@ class PackedWeight:
     def __init__(self, b: Tensor) -> None:
         self.plain, self.shape, self.dtype = b.detach(), b.shape, b.dtype
         self._version = _version(self.plain)
+        step = max(1, min(b.shape) // _PROBED)
+        self._probed = self.plain.view(_BITS[b.itemsize]).diagonal()[::step]
+        self._probe = self._probed.clone()
         self._laid: dict[str, Tensor] = {}
 
     def laid_out(self, way: str) -> Tensor:
@@ -50,9 +55,16 @@ class PackedWeight:
             self._laid[way] = torch.ops.mkldnn._reorder_linear_weight(wide.t().contiguous()) if way.startswith("onednn") else wide
         return self._laid[way]
 
+    def changed(self) -> bool:
+        """Whether the tensor this was made from has been written to since.
+
+        Torch counts writes, except those through ``.data`` and the like; these are told by some elements of the diagonal.
+        """
+        return _version(self.plain) != self._version or not torch.equal(self._probed, self._probe)
+
     def check_unchanged(self) -> None:
-        """Raise `ValueError` if the tensor this was made from has been written to since."""
-        if _version(self.plain) != self._version:
+        """Raise `ValueError` if it has."""
+        if self.changed():
             raise ValueError("the weight was changed after it was packed; pack it again with weft.pack(b)")
 
     def __repr__(self) -> str:
@@ -97,9 +109,9 @@ def pack(b: Tensor) -> PackedWeight:
 def multiply(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None = None) -> None:
     """``out = x @ weight (+ bias)`` for x (rows, K), weight (K, N), bias (N,) and out (rows, N).
 
-    `x` and `weight` have one dtype; `out` has it too, or is float32. Sums are accumulated in float32 (float64 for float64) and
-    rounded once to the dtype of `out`. The result depends on nothing but the arguments and the machine. A `ScaledWeight` goes with
-    rows that carry their scales, and gives any dtype.
+    The rows of `x` or its columns are contiguous. `x` and `weight` have one dtype; `out` has it too, or is float32. Sums are
+    accumulated in float32 (float64 for float64) and rounded once to the dtype of `out`. The result depends on nothing but the
+    arguments and the machine. A `ScaledWeight` goes with rows that carry their scales, and gives any dtype.
     """
     if 0 in x.shape or 0 in weight.shape:
         out.copy_(bias) if bias is not None else out.zero_()
@@ -107,14 +119,24 @@ def multiply(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None = None)
     if isinstance(weight, ScaledWeight):
         _scaled(x, weight, out, bias)
         return
-    _WAYS[chosen(x.dtype, out.dtype, _lies(weight), x.shape[0])](x, weight, out, bias)
+    _WAYS[chosen(x.dtype, out.dtype, _lie(x, weight), x.shape[0])](x, weight, out, bias)
 
 
-def _lies(weight: Tensor | PackedWeight) -> str:
-    """How a weight (K, N) lies in memory: ``plain``, or ``transposed`` like that of a linear layer; and whether it is packed."""
-    b = plain(weight)
-    lies = "transposed" if b.stride(0) == 1 and b.stride(1) > 1 else "plain"
+def _lie(x: Tensor, weight: Tensor | PackedWeight) -> str:
+    """How the factors lie in memory, in words.
+
+    A weight (K, N) is ``plain``, or ``transposed`` like that of a linear layer, and may be packed. An `x` that is transposed, as it
+    is for the gradient of a weight, goes with any.
+    """
+    if transposed(x):
+        return "columns"
+    lies = "transposed" if transposed(plain(weight)) else "plain"
     return f"packed {lies}" if isinstance(weight, PackedWeight) else lies
+
+
+def transposed(matrix: Tensor) -> bool:
+    """Whether its columns are contiguous, and its rows are not."""
+    return matrix.stride(0) == 1 and matrix.stride(1) > 1
 
 
 def _scaled(x: Tensor, weight: ScaledWeight, out: Tensor, bias: Tensor | None) -> None:
@@ -158,6 +180,7 @@ def _linear(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None, way: st
     """oneDNN's linear kernel, which returns a new tensor: block by block, so that it is small and copied from the cache."""
     packed = isinstance(weight, PackedWeight)
     w = weight.laid_out(way) if isinstance(weight, PackedWeight) else _dense(plain(weight)).to(dtype).t()
+    x = x.contiguous() if transposed(x) else x
     b = None if bias is None else bias.to(dtype)
     size = _BLOCK if packed else _REPACKED_BLOCK
     for start in range(0, len(x), size):
@@ -179,23 +202,24 @@ _WAYS: dict[str, Callable[[Tensor, Weight, Tensor, Tensor | None], None]] = {
 
 
 @functools.cache
-def chosen(dtype: torch.dtype, out_dtype: torch.dtype, lies: str, rows: int) -> str:
+def chosen(dtype: torch.dtype, out_dtype: torch.dtype, lie: str, rows: int) -> str:
     """The name of the way that `multiply` takes: ``mm`` or ``onednn``, with ``/float32`` if it computes in float32.
 
-    `lies` says how the weight does: ``plain``, ``transposed`` (as the weight of a linear layer), ``packed plain``, ….
+    `lie` says how the factors do: ``plain`` (the weight), ``transposed`` (as that of a linear layer), ``packed plain`` or ``packed
+    transposed``; ``columns`` if x is transposed.
     """
     table = _table(dtype, out_dtype, torch.get_num_threads())
     nearest = max(size for size in _ROWS if size <= rows)
-    way: str = table[lies][str(nearest)]
+    way: str = table[lie][str(nearest)]
     return way
 
 
 @functools.cache
 def _table(dtype: torch.dtype, out_dtype: torch.dtype, threads: int) -> dict[str, dict[str, str]]:
-    """The fastest way by number of rows, for weights that lie in one way or another."""
+    """The fastest way by number of rows, for factors that lie in one way or another."""
     machine = f"{_processor()} torch {torch.__version__} {threads} threads"
     kind = f"{dtype}-{out_dtype}".replace("torch.", "")
-    name = f"product-{kind}-{hashlib.sha256(machine.encode()).hexdigest()[:16]}"
+    name = f"ways-{kind}-{hashlib.sha256(machine.encode()).hexdigest()[:16]}"
     table: dict[str, dict[str, str]] = cache.once(name, lambda: _measure(dtype, out_dtype) | {"machine": machine})
     return table
 
@@ -216,13 +240,21 @@ def _measure(dtype: torch.dtype, out_dtype: torch.dtype) -> dict[str, dict[str, 
     width = 1024
     b = torch.randn(width, width).to(dtype)
     table: dict[str, dict[str, str]] = {}
-    for weight in (pack(b), pack(b.t()), b, b.t()):
+    cases: list[tuple[bool, Tensor | PackedWeight]] = [
+        (False, pack(b)),
+        (False, pack(b.t())),
+        (False, b),
+        (False, b.t()),
+        (True, b),
+    ]
+    for columns, weight in cases:
         ways, seconds = _candidates(dtype, out_dtype), {}
         for rows in _ROWS:
             x, out = torch.randn(rows, width).to(dtype), torch.empty(rows, width, dtype=out_dtype)
+            x = x.t().contiguous().t() if columns else x
             seconds[rows] = {way: _time(functools.partial(_WAYS[way], x, weight, out, None), rows <= _COLD_ROWS) for way in ways}
             ways = [way for way in ways if seconds[rows][way] < 8 * min(seconds[rows].values())]
-        table[_lies(weight)] = _fastest(seconds, isinstance(weight, PackedWeight))
+        table[_lie(x, weight)] = _fastest(seconds, isinstance(weight, PackedWeight))
     return table
 
 

@@ -11,8 +11,8 @@ def speedup(sequential: float, pipelined: float) -> float:
 def overlap_percent(compute: float, communicate: float, pipelined: float) -> float:
     """``100 · max(0, 1 − (pipelined − compute) / communicate)``: how much of the communication is hidden behind compute.
 
-    The definition of the OSU micro-benchmarks for non-blocking collectives; above 100 where the fused operator is faster than
-    compute alone. `communicate` is measured alone, not derived from the other two.
+    The definition of the OSU micro-benchmarks for non-blocking collectives. `communicate` is measured alone, not derived from the
+    other two. Not cut off at 100: more says that the fused operator took less than compute alone, that is, how far noise reaches.
     """
     return 100 * max(0.0, 1 - (pipelined - compute) / communicate)
 

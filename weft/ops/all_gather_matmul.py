@@ -66,7 +66,7 @@ def all_gather_matmul(
         shard_rows: the size of the gathered dimension of a on every rank, if they differ; zero is allowed.
         algorithm: ``direct`` (peers' rows are read where they lie), ``pull``, ``push``, ``ring``, ``sequential`` (gather, then one
             product) or ``auto``; `explain` says what auto chooses.
-        chunk_rows: rows (of a as a matrix of K columns) per transfer of pull, push and ring.
+        chunk_rows: rows (of a as a matrix of K columns) per transfer of pull, push and ring; the others make no use of it.
         world: by default the world made by ``weft.init()``.
         timeout: seconds any wait may take; by default the world's.
 
@@ -175,7 +175,7 @@ def gather_and_multiply(
 
 def _gather_columns(a: Tensor, columns: tuple[int, ...], choice: Choice, world: World, timeout: float | None) -> Tensor:
     """All ranks' `a` side by side, as a matrix; what is moved are its columns."""
-    own = a.reshape(-1, a.shape[-1]).t().contiguous()
+    own = a.flatten(0, -2).t().contiguous()
     gathered = own.new_empty(sum(columns), own.shape[1])
     tensors = {"a": own, "gathered": gathered}
     key = "all_gather_columns", choice, columns, own.dtype, own.shape[1]

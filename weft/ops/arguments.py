@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weft import memory
-from weft.matmul import DTYPES, FLOAT8, PackedWeight, Weight
+from weft.matmul import DTYPES, FLOAT8, PackedWeight, ScaledWeight, Weight
 from weft.world import World
 
 
@@ -44,6 +44,8 @@ def check_weight(a: Tensor, b: Weight, world: World, k: int | None = None) -> No
         b.check_unchanged()
     elif isinstance(b, Tensor):
         check_input(b, "b", world)
+    elif not isinstance(b, ScaledWeight):
+        raise TypeError(f"b must be a tensor (K, N), or made of one by weft.pack; got {type(b).__name__}")
     elif k == a.shape[-1]:
         return  # it was made for this a
     else:
@@ -168,9 +170,3 @@ def _span(tensor: Tensor) -> tuple[int, int]:
         return 0, 0
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
-
-
-def as_rows(tensor: Tensor) -> Tensor:
-    """The tensor as a matrix whose rows are contiguous; a copy only where its strides demand one."""
-    matrix = tensor.reshape(-1, tensor.shape[-1])
-    return matrix if matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()

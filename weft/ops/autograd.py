@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import WeftError
-from weft.matmul import multiply
+from weft.matmul import multiply, transposed
 from weft.ops import dims
 from weft.ops.all_gather_matmul import gather_and_multiply
 from weft.ops.matmul_all_reduce import multiply_and_reduce
@@ -231,7 +231,7 @@ def _matmul_all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 def product(x: Tensor, b: Tensor) -> Tensor:
     """The local product of two matrices of one dtype, the fastest way there is."""
     out = x.new_empty(x.shape[0], b.shape[1])
-    multiply(dims.to_front(x, 0), b, out)
+    multiply(x if transposed(x) else dims.to_front(x, 0), b, out)
     return out
 
 
@@ -251,7 +251,7 @@ def _product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 def _rows(tensor: Tensor) -> Tensor:
     """The tensor as a matrix of its last dimension."""
-    return tensor.reshape(-1, tensor.shape[-1])
+    return tensor.flatten(0, -2)
 
 
 all_gather_matmul.register_autograd(_all_gather_matmul_backward, setup_context=_keep_all_gather_matmul)

@@ -22,7 +22,9 @@ def to_front(tensor: Tensor, dim: int) -> Tensor:
     """
     front = tensor.movedim(dim, 0) if dim else tensor
     matrix = front.reshape(math.prod(front.shape[:-1]), front.shape[-1])
-    return matrix if matrix.shape[1] <= 1 or matrix.stride(1) == 1 else matrix.contiguous()
+    if matrix.shape[1] <= 1 or matrix.stride(1) == 1:
+        return matrix
+    return matrix.contiguous() if matrix.numel() else matrix.new_empty(matrix.shape)  # an empty one is contiguous with any strides
 
 
 def front_shape(shape: Sequence[int], dim: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 def explain(
     a: Tensor,
-    b: Weight,
+    b: Weight | Sequence[Weight],
     *,
     operator: str = "all_gather_matmul",
     dim: int = 0,
@@ -34,21 +34,25 @@ def explain(
     if operator not in OPERATORS:
         raise ValueError(f"there is no operator {operator!r}; choose one of {', '.join(OPERATORS)}")
     arguments.check_matrix(a, world)
-    dim, packed = dims.normal(dim, a.dim()), isinstance(b, PackedWeight)
+    weights: list[Weight] = [*b] if isinstance(b, list | tuple) else [b]  # type: ignore[list-item]
+    if not weights or (len(weights) > 1 and operator != "all_gather_matmul"):
+        raise ValueError(f"b is a list of {len(weights)} weights; all_gather_matmul takes one or more, others take one")
+    dim, packed = dims.normal(dim, a.dim()), all(isinstance(weight, PackedWeight) for weight in weights)
     last = dim == a.dim() - 1
     inner = 1 if last else dims.inner(a.shape, dim)
     if operator == "all_gather_matmul":
         shards = arguments.check_shard_rows(a.shape[dim], shard_rows, world)
-        arguments.check_weight(a, b, world, sum(shards) if last else None)
+        for weight in weights:
+            arguments.check_weight(a, weight, world, sum(shards) if last else None)
         choice = all_gather_matmul.choose([n * inner for n in shards], world, algorithm, chunk_rows, last)
         where = f"; {_place(a, choice, world)}"
     elif operator == "matmul_reduce_scatter":
-        arguments.check_weight(a, b, world)
-        parts = arguments.check_parts(b.shape[1] if last else a.shape[dim], shard_rows, world)
+        arguments.check_weight(a, weights[0], world)
+        parts = arguments.check_parts(weights[0].shape[1] if last else a.shape[dim], shard_rows, world)
         choice = matmul_reduce_scatter.choose([n * inner for n in parts], world, algorithm, chunk_rows, packed and not last)
         where = "; the transposed product is scattered by rows" if last else ""
     else:
-        arguments.check_weight(a, b, world)
+        arguments.check_weight(a, weights[0], world)
         choice = matmul_all_reduce.choose(len(dims.to_front(a, 0)), world, algorithm, chunk_rows, packed)
         where = ""
     return f"{operator} over {world.ranks} ranks: {choice}{where}; b is {'packed' if packed else 'plain'}"

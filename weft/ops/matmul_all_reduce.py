@@ -53,7 +53,7 @@ def matmul_all_reduce(
         out_dtype: a's dtype (default) or float32; for float8 bfloat16 (default), float16 or float32.
         algorithm: ``one_shot`` (every rank adds up everything where the products lie), ``two_shot`` (every rank adds up a part and
             copies the others), ``sequential`` (one product, then the sums) or ``auto``; `explain` says what auto chooses.
-        chunk_rows: rows (of the product as a matrix of N columns) that are added together.
+        chunk_rows: rows (of the product as a matrix of N columns) that are added together; sequential makes no use of it.
         world: by default the world made by ``weft.init()``.
         timeout: seconds any wait may take; by default the world's.
 
@@ -120,6 +120,7 @@ def choose(rows: int, world: World, algorithm: str = "auto", chunk_rows: int | N
             )
         else:
             algorithm, why = "two_shot", "each rank adds up a part, so the work does not grow with the number of ranks"
-    added = -(-rows // (2 * PIECES)) if world.link else min(rows, ADDED_ROWS[packed])
+    # One_shot waits for all peers once per piece, so few and large ones let a rank be late now and then at no cost.
+    added = -(-rows // (2 * PIECES)) if world.link else min(rows, ADDED_ROWS[packed and algorithm == "two_shot"])
     chunk = rows if algorithm == "sequential" else chunk_rows or added
     return Choice(algorithm, max(1, chunk), why)

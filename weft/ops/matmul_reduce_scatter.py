@@ -14,7 +14,7 @@ from weft.ops.partial_sums import Sums
 from weft.schedules import matmul_reduce_scatter as schedule
 from weft.world import World, current
 
-FEW_ROWS = 32  # up to this many rows per rank one product over all rows beats one per rank, which reads b each time
+FEW_ROWS = 32  # up to this many rows one product beats one for each rank, which reads b each time
 ADDED_ROWS = {True: 256, False: 1024}  # whether b is packed: rows still in the cache when they are added up; or worth packing b for
 
 
@@ -62,7 +62,7 @@ def matmul_reduce_scatter(
         algorithm: ``direct`` (peers' products are added where they lie), ``push`` (they are put to the rank that keeps them),
             ``ring`` (running sums pass from neighbour to neighbour), ``sequential`` (one product, then the sums) or ``auto``;
             `explain` says what auto chooses.
-        chunk_rows: rows (of the product as a matrix of N columns) that are added, or sent, together.
+        chunk_rows: rows (of the product as a matrix of N columns) that are added, or sent, together; sequential makes no use of it.
         world: by default the world made by ``weft.init()``.
         timeout: seconds any wait may take; by default the world's.
 
@@ -146,5 +146,5 @@ def choose(
         else:
             algorithm, why = "direct", "peers' products can be added where they lie at the speed of own memory"
     largest = max(rows)
-    sizes = {"sequential": largest, "direct": min(largest, ADDED_ROWS[packed])}
-    return Choice(algorithm, max(1, chunk_rows or sizes.get(algorithm) or -(-largest // PIECES)), why)
+    chunk = chunk_rows or (min(largest, ADDED_ROWS[packed]) if algorithm == "direct" else -(-largest // PIECES))
+    return Choice(algorithm, max(1, largest if algorithm == "sequential" else chunk), why)

@@ -1,0 +1,72 @@
+"""What a layer does besides the fused operators, with its gradients: a local product, and a gather of its columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.matmul import PackedWeight, Weight, multiply
+from weft.nn.layout import chunk_sizes
+from weft.ops import dims
+from weft.ops.collectives import all_gather
+from weft.ops.matmul_all_reduce import matmul_all_reduce
+from weft.world import World
+
+
+class _ColumnProduct(torch.autograd.Function):
+    """``x @ weight + bias`` with a weight that differs between ranks and an x that does not: its gradient is the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, world: World) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.world = world
+        return product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
+        rows = grad.flatten(0, -2)
+        return (
+            matmul_all_reduce(grad, weight.t(), world=ctx.world) if for_x else None,
+            product(rows.t(), x.flatten(0, -2)).t() if for_weight else None,
+            rows.sum(0) if for_bias else None,
+            None,
+        )
+
+
+def column_product(x: Tensor, weight: Weight, bias: Tensor | None, world: World) -> Tensor:
+    if isinstance(weight, PackedWeight) or not torch.is_grad_enabled():
+        return product(x, weight, bias)
+    y: Tensor = _ColumnProduct.apply(x, weight, bias, world)  # type: ignore[no-untyped-call]
+    return y
+
+
+def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """This rank's ``x @ weight + bias``."""
+    if torch.compiler.is_compiling():
+        y: Tensor = torch.ops.weft.product(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+        return y if bias is None else y + bias
+    y = x.new_empty(*x.shape[:-1], weight.shape[1])
+    multiply(dims.to_front(x, 0), weight, y.view(-1, weight.shape[1]), bias)
+    return y
+
+
+class _AllColumns(torch.autograd.Function):
+    """All ranks' parts of the last dimension; every rank is taken to use the whole alike, and keeps its part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, sizes: list[int], world: World) -> Tensor:
+        ctx.start, ctx.size = sum(sizes[: world.rank]), sizes[world.rank]
+        return all_gather(y, dim=-1, shard_rows=sizes, world=world)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad.narrow(-1, ctx.start, ctx.size), None, None
+
+
+def all_columns(y: Tensor, columns: int, world: World) -> Tensor:
+    whole: Tensor = _AllColumns.apply(y, chunk_sizes(columns, world.ranks), world)  # type: ignore[no-untyped-call]
+    return whole

@@ -1,0 +1,126 @@
+"""torch's tensor-parallel styles with weft's operators in them."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard, distribute_module
+from torch.distributed.tensor.parallel import style as torch_styles
+
+from weft.matmul import DTYPES
+from weft.nn.layers import ColumnParallelLinear, Gather, RowParallelLinear, ShardedLinear, note
+from weft.nn.layout import Layout
+from weft.nn.norms import NORMS, ShardedNorm
+from weft.ops import arguments
+from weft.world import World, init
+
+
+class ColwiseParallel(torch_styles.ColwiseParallel):
+    """torch's `ColwiseParallel`; weft runs an `nn.Linear` whose input is replicated or sharded.
+
+    Same arguments, parameters and results. Layers that weft does not run behave as under torch's style; `explain` tells which.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        layout = Layout(self.input_layouts[0], self.output_layouts[0], device_mesh, self.use_local_output)
+        if reason := _obstacle(module, device_mesh, layout.input):
+            return note(super()._apply(module, device_mesh), f"torch: {reason}")
+        distribute_module(module, device_mesh, self._partition_linear_fn)
+        return _become(module, ColumnParallelLinear, layout)
+
+
+class SharedColwiseParallel(torch_styles.ParallelStyle):
+    """`ColwiseParallel` for layers of one module that take the same input, sharded along a dimension: it is gathered once.
+
+        parallelize_module(block, mesh, {"attention": weft.nn.SharedColwiseParallel("wq", "wk", "wv", input_layouts=Shard(1))})
+
+    The one that is called first multiplies for all of them while the input is gathered, and its backward is one too. All are to be
+    called, in any order, each with the very same tensor, which is not written to in between; a layer that is not called keeps its
+    result until the next input. Parameters and results are those of the layers under `ColwiseParallel`.
+
+    Args:
+        names: of the layers, in the module that the style is applied to.
+        input_layouts, output_layouts, use_local_output: as `ColwiseParallel` takes them.
+    """
+
+    def __init__(
+        self,
+        *names: str,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__()
+        self.names = names
+        self.style = ColwiseParallel(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        layers = [self.style._apply(module.get_submodule(name), device_mesh) for name in self.names]
+        sharing = [layer for layer in layers if isinstance(layer, ColumnParallelLinear)]
+        Gather(sharing)
+        for layer in sharing:
+            note(layer, layer._describe())
+        return module
+
+
+class RowwiseParallel(torch_styles.RowwiseParallel):
+    """torch's `RowwiseParallel`; weft runs an `nn.Linear` whose output is replicated or sharded.
+
+    Same arguments, parameters and results. Layers that weft does not run behave as under torch's style; `explain` tells which.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        layout = Layout(self.input_layouts[0], self.output_layouts[0], device_mesh, self.use_local_output)
+        if reason := _obstacle(module, device_mesh, layout.output):
+            return note(super()._apply(module, device_mesh), f"torch: {reason}")
+        distribute_module(module, device_mesh, self._partition_linear_fn)
+        return _become(module, RowParallelLinear, layout)
+
+
+class SequenceParallel(torch_styles.SequenceParallel):
+    """torch's `SequenceParallel`, on plain tensors for `nn.RMSNorm` and `nn.LayerNorm`, which need no communication.
+
+    Same arguments, parameters and results. Other modules behave as under torch's style; `explain` tells which.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if type(module) not in NORMS:
+            return note(super()._apply(module, device_mesh), f"torch: {type(module).__name__} is not a norm that weft knows")
+        distribute_module(module, device_mesh, self._replicate_module_fn)
+        module.__class__ = NORMS[type(module)]
+        assert isinstance(module, ShardedNorm)
+        module.layout = Layout(self.sequence_sharding[0], self.sequence_sharding[0], device_mesh, self.use_local_output)
+        return note(module, "weft: on plain tensors")
+
+
+_worlds: WeakKeyDictionary[dist.ProcessGroup, World] = WeakKeyDictionary()
+
+
+def _world_of(mesh: DeviceMesh) -> World:
+    """The world of a mesh's process group, made at its first use; collective."""
+    group = mesh.get_group()
+    if group not in _worlds or _worlds[group].closed:
+        _worlds[group] = init(group)
+    return _worlds[group]
+
+
+def _obstacle(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> str | None:
+    """Why weft cannot run a layer whose rows come or go as `placement`, or None."""
+    if type(module) is not nn.Linear:
+        return f"{type(module).__name__} is not a plain nn.Linear"
+    if mesh.device_type != "cpu" or module.weight.dtype not in DTYPES:
+        return f"{arguments.name(module.weight.dtype)} on {mesh.device_type} is not supported"
+    if not (placement.is_replicate() or isinstance(placement, Shard)):
+        return f"weft has no operator for {placement}"
+    return None
+
+
+def _become(linear: nn.Module, kind: type[ShardedLinear], layout: Layout) -> nn.Module:
+    """Make a linear layer, whose parameters are sharded by now, a layer of weft; hooks, name and state dict remain."""
+    linear.__class__ = kind
+    assert isinstance(linear, kind)
+    linear._spread(_world_of(layout.on_mesh()), layout)
+    return linear
