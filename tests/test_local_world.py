@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import weft
-from weft import device_memory, memory
+from weft import device_memory, memory, trace
 
 
 def shard(rank, *shape, call=0):
@@ -132,3 +132,20 @@ def test_memory_that_ranks_of_a_process_share():
     assert memory.find(tensor) is None, "the segment ends with its world"
     with pytest.raises(weft.MismatchError, match="empty"), weft.local_world(2) as local:
         local.run(lambda: device_memory.allocate(weft.init(), [1 + weft.init().rank], torch.int8))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_every_instruction_is_recorded(streams):
+    def recorded():
+        with trace.record(weft.init()) as recording:
+            weft.all_gather_matmul(torch.ones(6, 3), torch.ones(3, 2), algorithm="push", chunk_rows=2)
+            weft.all_gather_async(torch.ones(2)).wait()
+        return recording.executions
+
+    with weft.local_world(2, streams=streams) as local:
+        for rank, executions in enumerate(local.run(recorded)):
+            assert [plan.operator for plan, _ in executions] == ["all_gather_matmul", "all_gather"]
+            for plan, spans in executions:
+                every = {(lane, index) for lane, instructions in plan.lanes[rank].items() for index in range(len(instructions))}
+                assert {(lane, index) for lane, index, _, _ in spans} == every
+                assert all(0 < start <= stop for _, _, start, stop in spans)

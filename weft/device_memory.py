@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -43,6 +44,8 @@ def check_device(device: torch.device | str) -> torch.device:
     if place.type == "cuda":
         if not torch.cuda.is_available():
             raise WeftError('no GPU that torch can use was found; use device="cpu"')
+        if find_spec("triton") is None:
+            raise WeftError("GPUs need Triton: install weft[gpu]")
         return torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
     if place.type != "cpu":
         raise WeftError(f"weft serves cpu and cuda; got {place}")

@@ -24,6 +24,8 @@ from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, W
 from weft.world import World
 
 Tensors = Mapping[str, Tensor]
+Span = Callable[[], tuple[str, int, int, int]]
+"""Tells, when all is over, the lane, the index of an instruction, and when it began and ended."""
 
 
 class DeviceEngine(HostEngine):
@@ -73,15 +75,10 @@ class DeviceProgram(Program):
         seconds, spans = self._begin(timeout)
         with world.guard:
             tickets = []
-            for name, instructions in reversed(
-                [*zip(LANES, self.lanes, strict=True)]
-            ):  # transfers first: products take the host longer
-                if instructions:
+            for name in ("comm", "compute"):  # transfers first: they are soon put on their stream, and go on beside the rest
+                if self.lanes[LANES.index(name)]:
                     engine.lanes[name].begin()
-                    steps = [
-                        self._step(name, at, i, tensors, weights, bias or {}, seconds, spans) for at, i in enumerate(instructions)
-                    ]
-                    tickets.append(engine.lanes[name].start(steps))
+                    tickets.append(engine.lanes[name].start(self._steps(name, tensors, weights, bias or {}, seconds, spans)))
             self._join(tickets)
             engine.counters.advance(self.promised)
         if world.recorder is not None:
@@ -111,7 +108,7 @@ class DeviceProgram(Program):
         seconds, spans = self._begin(timeout)
         background = self.engine.lanes["comm"]
         background.begin()
-        steps = [self._step("compute", at, i, addresses, {}, {}, seconds, spans) for at, i in enumerate(self.lanes[0])]
+        steps = self._steps("compute", addresses, {}, {}, seconds, spans)
         self.ticket = background.start([*steps, lambda: self.engine.counters.advance(self.promised)])
         self.spans = spans
         self.engine.pending.append(self)
@@ -134,13 +131,29 @@ class DeviceProgram(Program):
             self.world.recorder.add(self.plan, [span() for span in self.spans])
         return True
 
-    def _begin(self, timeout: float | None) -> tuple[float, list[Callable[[], tuple[str, int, int, int]]]]:
+    def _begin(self, timeout: float | None) -> tuple[float, list[Span]]:
         """Tell peers what is called; the seconds that waits may take, and where spans are put."""
         seconds = self.world.timeout if timeout is None else timeout
         self.engine.check()
         self.engine.last = self
         self.world.native.begin(self.native, seconds)
         return seconds, []
+
+    def _steps(
+        self,
+        name: str,
+        tensors: Tensors,
+        weights: Mapping[str, Weight],
+        bias: Tensors,
+        timeout: float,
+        spans: list[Span],
+    ) -> list[Step]:
+        """What the instructions of a lane come to with these tensors."""
+        lane = self.lanes[LANES.index(name)]
+        steps = [self._step(name, at, i, tensors, weights, bias, timeout) for at, i in enumerate(lane)]
+        if self.world.recorder is None:
+            return steps
+        return [_timed(step, name, at, spans, self.world.device) for at, step in enumerate(steps)]
 
     def _step(
         self,
@@ -151,24 +164,8 @@ class DeviceProgram(Program):
         weights: Mapping[str, Weight],
         bias: Tensors,
         timeout: float,
-        spans: list[Callable[[], tuple[str, int, int, int]]],
     ) -> Step:
-        """What an instruction comes to with these tensors."""
-        step = self._work(name, at, instruction, tensors, weights, bias, timeout)
-        if self.world.recorder is None:
-            return step
-        return _timed(step, name, at, spans, self.world.device)
-
-    def _work(
-        self,
-        name: str,
-        at: int,
-        instruction: Instruction,
-        tensors: Tensors,
-        weights: Mapping[str, Weight],
-        bias: Tensors,
-        timeout: float,
-    ) -> Step:
+        """What one instruction comes to."""
         engine, call = self.engine, self.native.call
 
         def rows(region: Region) -> Tensor:
@@ -206,7 +203,7 @@ def _done(_: object) -> None:
     pass
 
 
-def _timed(step: Step, name: str, at: int, spans: list[Callable[[], tuple[str, int, int, int]]], device: torch.device) -> Step:
+def _timed(step: Step, name: str, at: int, spans: list[Span], device: torch.device) -> Step:
     """The step, noting when it begins and ends on its lane; the times of a stream are read when all is over."""
 
     def on_thread() -> None:

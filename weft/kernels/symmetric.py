@@ -155,14 +155,15 @@ def wait(counter, index, expected, ledger, polls):
     volatile load for one that it may move out of the loop.
     """
     address = counter + index * 8
-    left = tl.where(tl.load(ledger) == 0, polls, 0).to(tl.int32)
     actual = tl.atomic_add(address, 0, sem="acquire", scope="sys")
-    while (actual < expected) & (left > 0):
-        actual = tl.atomic_add(address, 0, sem="acquire", scope="sys")
-        left -= 1
+    if actual < expected:  # only now is the ledger looked at, which is on the other side of the bus
+        left = tl.where(tl.load(ledger) == 0, polls, 0).to(tl.int32)
+        while (actual < expected) & (left > 0):
+            actual = tl.atomic_add(address, 0, sem="acquire", scope="sys")
+            left -= 1
+        if actual < expected:
+            free = actual * 0  # as the counters' dtype, in every language that this is compiled as
+            if tl.atomic_cas(ledger, free, free + index + 1, sem="relaxed", scope="sys") == 0:
+                tl.store(ledger + 1, expected)
+                tl.store(ledger + 2, actual)
     tl.debug_barrier()
-    if actual < expected:
-        free = actual * 0  # as the counters' dtype, in every language that this is compiled as
-        if tl.atomic_cas(ledger, free, free + index + 1, sem="relaxed", scope="sys") == 0:
-            tl.store(ledger + 1, expected)
-            tl.store(ledger + 2, actual)
