@@ -6,10 +6,9 @@ import itertools
 import platform
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from weft import __version__
@@ -20,6 +19,9 @@ from weft.onesided import barrier
 from weft.ops.collectives import all_gather
 from weft.schedules.matmul_from_host import matmul_from_host
 from weft.world import init
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _PIECES = 16  # transfers of what lies in the host's memory
 
@@ -265,6 +267,8 @@ def product_rates(shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, wa
 
 def table(result: dict[str, Any]) -> Table:
     """All-gathers as rows."""
+    from rich.table import Table
+
     made = Table(title=f"all-gather of {result['ranks']} ranks that share one {result['machine']['gpu']}")
     for column in ("bytes gathered", "implementation", "SMs", "us", "GB/s", "#wrong"):
         made.add_column(column, justify="left" if column == "implementation" else "right")
