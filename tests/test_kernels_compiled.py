@@ -113,10 +113,9 @@ def gathers(made: Compiled, target: str, ranks: int, per_thread: int) -> None:
     assert made.spills == 0
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_all_gather(target: str, ranks: int) -> None:
-    made = build(all_gather_kernel, GATHER, {"RANKS": ranks, "TILE": 4096}, target, num_warps=4)
-    gathers(made, target, ranks, 4096 // 4 // (4 * TARGETS[target].warp_size))
+def test_all_gather(target: str) -> None:
+    made = build(all_gather_kernel, GATHER, {"RANKS": 8, "TILE": 4096}, target, num_warps=4)
+    gathers(made, target, 8, 4096 // 4 // (4 * TARGETS[target].warp_size))
 
 
 def test_all_gather_gluon(target: str) -> None:
