@@ -170,6 +170,7 @@ NB_MODULE(_native, m) {
         self.execution.slots[slot] = reinterpret_cast<char*>(address);
       })
       .def_prop_ro("call", [](Compiled& self) { return self.execution.call; })
+      .def_prop_ro("hash", [](Compiled& self) { return self.program.hash; })
       .def("set_span", [](Compiled& self, size_t lane, size_t at, int64_t start, int64_t stop) {
         self.execution.spans[lane][at] = {start, stop};
       })
@@ -227,6 +228,7 @@ NB_MODULE(_native, m) {
       })
       .def("mismatch", [](World& self, Compiled& c, int peer) { return self.mismatch(peer, c.program, c.execution.call); })
       .def("peer_call", &World::peer_call)
+      .def("hear", &World::hear)
       .def("emulate_link", &World::emulate_link)
       .def("trace", &World::trace);
 

@@ -64,14 +64,20 @@ void World::begin(const Program& program, Execution& execution) {
     for (size_t at = 0; at < program.lanes[lane].size(); ++at)
       if (const Instruction& i = program.lanes[lane][at]; i.op == Op::wait) execution.targets[lane][at] = base_[i.index] + i.count;
   for (auto [index, count] : program.promised) base_[index] += count;  // what the next call's waits begin from
-  Header& mine = header(rank_, calls_);
-  mine.call.store(0, std::memory_order_relaxed);  // not to be read while it is written
-  mine.hash.store(program.hash, std::memory_order_relaxed);
-  size_t length = std::min(program.call.size(), sizeof mine.text - 1);
-  std::memcpy(mine.text, program.call.data(), length);
-  mine.text[length] = 0;
-  mine.call.store(calls_, std::memory_order_release);
+  publish(rank_, calls_, program.hash, program.call);
 }
+
+void World::publish(int rank, uint64_t call, uint64_t hash, const std::string& text) {
+  Header& said = header(rank, call);
+  said.call.store(0, std::memory_order_relaxed);  // not to be read while it is written
+  said.hash.store(hash, std::memory_order_relaxed);
+  size_t length = std::min(text.size(), sizeof said.text - 1);
+  std::memcpy(said.text, text.data(), length);
+  said.text[length] = 0;
+  said.call.store(call, std::memory_order_release);
+}
+
+void World::hear(int peer, uint64_t call, uint64_t hash, const std::string& text) { publish(peer, call, hash, text); }
 
 bool World::mismatch(int peer, const Program& program, uint64_t call) const {
   const Header& theirs = header(peer, call);

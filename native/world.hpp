@@ -27,7 +27,7 @@ static_assert(sizeof(Header) == 512);
 class World {
  public:
   static constexpr size_t kHeaders = 16;  // a rank is never this many calls ahead of a peer that still waits for it
-  static constexpr size_t kNames = 64;    // signal names of all plans of a world
+  static constexpr size_t kNames = 256;   // signal names of all plans of a world
 
   static size_t control_bytes(size_t ranks) { return kHeaders * sizeof(Header) + kNames * ranks * sizeof(Counter); }
 
@@ -57,6 +57,8 @@ class World {
   // Does `peer` say that it made another call than this rank?
   bool mismatch(int peer, const Program& program, uint64_t call) const;
   uint64_t calls() const { return calls_; }
+  // What a peer on another host says of a call it makes; it comes by message, and is kept where a peer's header is looked for.
+  void hear(int peer, uint64_t call, uint64_t hash, const std::string& text);
 
   // An emulated link: every copy to or from a peer takes at least this long, one after the other. A lane that is not held up
   // feeds it without a gap, as if its copies were queued, so that a late wake-up of its thread costs the link nothing.
@@ -70,6 +72,7 @@ class World {
     size_t lane;
   };
   Header& header(int rank, uint64_t call) const;
+  void publish(int rank, uint64_t call, uint64_t hash, const std::string& text);
   bool wait(const Program& program, Execution& execution, size_t lane, int at, const Instruction& instruction);
   void copy(const Execution& execution, size_t lane, const Instruction& instruction);
   void reduce(const Execution& execution, const Instruction& instruction) const;

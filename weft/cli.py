@@ -1,7 +1,8 @@
-"""The command line: ``weft bench``, ``weft plan`` and ``weft run``. Loads torch only where a command needs it."""
+"""The command line: ``weft bench``, ``weft plan``, ``weft run`` and ``weft doctor``. Loads torch only where a command needs it."""
 
 from __future__ import annotations
 
+import os
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -87,6 +88,16 @@ def run(
     from weft.launcher import run as run_ranks
 
     raise typer.Exit(run_ranks(ranks, str(script), arguments or []))
+
+
+@app.command()
+def doctor() -> None:
+    """Say what the ranks of a job see of each other and of their machines, and what is wrong; start it as the job is started."""
+    from rich.console import Console
+
+    from weft.doctor import diagnose
+
+    raise typer.Exit(0 if diagnose(Console(width=None if os.isatty(1) else 160)) else 1)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -58,10 +58,12 @@ def allocate(world: World, shape: Sequence[int], dtype: torch.dtype, call: str |
         own, fd = _native.create_mapping(size)
     except OSError as error:
         trouble = str(error)
-    parts = {} if own is None else {world.rank: own}
+    parts: dict[int, Any] = {} if own is None else {world.rank: own}
     failures = {world.rank: trouble} if trouble else {}
     for peer, text, theirs in exchange(world, compiled, call, trouble, fd):
-        if theirs >= 0:
+        if not world.near(peer) and not text:
+            parts[peer] = None  # on a host whose memory cannot be mapped
+        elif theirs >= 0:
             parts[peer] = _native.attach_mapping(theirs, size)
             os.close(theirs)
         else:

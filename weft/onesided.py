@@ -256,6 +256,8 @@ def _rank(peer: int, world: World) -> int:
         raise TypeError(f"peer is the number of a rank; got {type(peer).__name__}") from None
     if not 0 <= rank < world.ranks:
         raise ValueError(f"there is no rank {rank} in a world of {world.ranks}")
+    if not world.near(rank):
+        raise ValueError(f"rank {rank} is on another host; one-sided calls reach the ranks of this host: use a collective")
     return rank
 
 

@@ -92,13 +92,14 @@ class Listener:
         self.socket.listen(1024)
 
     def connect(self, rank: int, places: list[Place], timeout: float) -> list[int]:
-        """Connect to all peers and return a socket for each, in rank order, -1 for this rank.
+        """Connect to all peers on this host and return a socket for each, in rank order, -1 for the others.
 
         Lower ranks are called, higher ones call. Raises `PeerTimeout` naming the ranks that did not appear.
         """
         deadline = time.monotonic() + timeout
         peers = [-1] * len(places)
-        for peer in range(rank):
+        near = [peer for peer, place in enumerate(places) if place.host == places[rank].host]
+        for peer in [peer for peer in near if peer < rank]:
             to = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
             to.settimeout(max(0.001, deadline - time.monotonic()))
             try:
@@ -108,7 +109,7 @@ class Listener:
                 raise PeerTimeout(f"rank {rank} cannot reach rank {peer} (pid {places[peer].pid}): {error}") from error
             to.settimeout(None)
             peers[peer] = to.detach()
-        while missing := [peer for peer in range(rank + 1, len(places)) if peers[peer] < 0]:
+        while missing := [peer for peer in near if peer > rank and peers[peer] < 0]:
             self.socket.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 caller, _ = self.socket.accept()

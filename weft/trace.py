@@ -11,25 +11,29 @@ Every engine reports the same spans, so figures, pictures and exports are made h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
+from weft import _native
 from weft.plan import Plan, writes
 from weft.world import World
 
 KINDS = ("matmul", "copy", "reduce", "wait", "notify")
 """The kinds of spans: the five instructions."""
 
+_ROUNDS = 20  # of asking another host for the time
+
 
 class Span(NamedTuple):
     """One instruction as it ran.
 
     `kind` is one of `KINDS`, `text` the instruction as `weft.plan.show` prints it, `rows` how many it writes. `start` and `stop`
-    are nanoseconds of the host's monotonic clock, which all ranks of a host share.
+    are nanoseconds of the monotonic clock of rank 0's host.
     """
 
     rank: int
@@ -89,10 +93,11 @@ class Recording:
         spans = [*self._spans()]
         if self.world.ranks > 1:
             parts: list[Any] | None = [None] * self.world.ranks if self.world.rank == 0 else None
+            offsets = clock_offsets(self.world, group)
             dist.gather_object(spans, parts, group=group, group_dst=0)
             if parts is None:
                 return None
-            spans = [span for part in parts for span in part]
+            spans = [_shifted(span, offset) for part, offset in zip(parts, offsets, strict=True) for span in part]
         return Trace(title, tuple(sorted(spans, key=lambda span: span.start)))
 
     def _spans(self) -> Iterator[Span]:
@@ -101,6 +106,37 @@ class Recording:
                 instruction = plan.lanes[self.world.rank][lane][index]
                 rows = sum(region.rows for region in writes(instruction))
                 yield Span(self.world.rank, lane, type(instruction).__name__.lower(), str(instruction), rows, start, stop)
+
+
+def clock_offsets(world: World, group: dist.ProcessGroup | None = None, now: Callable[[], int] = _native.now) -> list[int]:
+    """By how many nanoseconds each rank's clock `now` is ahead of rank 0's; known to rank 0, zeros elsewhere. Collective.
+
+    Rank 0 asks one rank of each other host for the time, and takes it for that of half-way between its question and the answer, in
+    the fastest of several rounds (F. Cristian, "Probabilistic clock synchronization"). It is off by less than half that round.
+    """
+    offsets, stamp = [0] * world.ranks, torch.zeros(1, dtype=torch.int64)
+    for host in sorted({*world.hosts} - {world.hosts[0]}):
+        asked = world.hosts.index(host)
+        rounds: list[tuple[int, int]] = []
+        for _ in range(_ROUNDS if world.rank in (0, asked) else 0):
+            if world.rank:
+                dist.recv(stamp, group=group, group_src=0)
+                stamp.fill_(now())
+                dist.send(stamp, group=group, group_dst=0)
+            else:
+                begun = now()
+                dist.send(stamp, group=group, group_dst=asked)
+                dist.recv(stamp, group=group, group_src=asked)
+                ended = now()
+                rounds.append((ended - begun, int(stamp) - (begun + ended) // 2))
+        for rank in range(world.ranks):
+            if rounds and world.hosts[rank] == host:
+                offsets[rank] = min(rounds)[1]
+    return offsets
+
+
+def _shifted(span: Span, offset: int) -> Span:
+    return span._replace(start=span.start - offset, stop=span.stop - offset)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from weft import _native, device_memory, errors, memory
 from weft.errors import PeerLost, PeerTimeout, SymmetricMemoryError, WeftError
 from weft.plan import Plan
+from weft.relay import Relay
 from weft.rendezvous import Listener, Place, default_group, host_identity
 from weft.signals import Signals
 
@@ -57,11 +58,13 @@ class World:
     Attributes: `rank`, `ranks` (their number), `timeout` (seconds any wait may take unless a call says otherwise), `pids`, `cores`
     (the processor cores that each rank may use), `recorder` (told of every execution, or None), `link` (the emulated one, or None),
     `device` (where its tensors are), `streams` (whether lanes are streams, as on a GPU), `sharing` (how many ranks work on this
-    rank's GPU, if it has one), `group` (the process group it was made on, or None).
+    rank's GPU, if it has one), `group` (the process group it was made on, or None), `hosts` (the host of each rank, numbered from
+    0), `relay` (to the ranks on other hosts, or None if there are none).
     """
 
-    def __init__(self, rank: int, places: Sequence[Place], sockets: list[int], timeout: float) -> None:
-        self.rank, self.ranks, self.timeout = rank, len(places), timeout
+    def __init__(self, rank: int, places: Sequence[Place], sockets: list[int], timeout: float, relay: Relay | None = None) -> None:
+        self.rank, self.ranks, self.timeout, self.relay = rank, len(places), timeout, relay
+        self.hosts = number_hosts(places)
         self.pids = [place.pid for place in places]
         self.number = next(_numbers)
         self.engine: Any = None  # made and found by `weft.engines.engine`
@@ -74,12 +77,14 @@ class World:
         self.kept: list[memory.Segment] = []  # memory that lives as long as the world
         self.mesh = _native.Mesh(rank, sockets)
         self.cores = [place.cores for place in places]
-        self.spins = (
-            200 if self.ranks <= len(frozenset[int]().union(*self.cores)) else 0
-        )  # some microseconds; the scheduler may put two ranks on one core
+        here = [place for place in places if place.host == places[rank].host]
+        cores = len(frozenset[int]().union(*(place.cores for place in here)))
+        self.spins = 200 if len(here) <= cores else 0  # some microseconds; the scheduler may put two ranks on one core
         control = self._control_segment()
         self.native = _native.World(self.mesh, control, self.spins)
         self.transfers = _native.Transfers(self.mesh, self.spins)
+        if relay is not None:
+            relay.start(self.native)
         _alive[self.number] = self
 
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -123,7 +128,13 @@ class World:
         segment = memory.find(tensor)
         if segment is None or segment.world != self.number:
             raise ValueError("not a symmetric tensor of this world; make it with world.empty(...)")
+        if not self.near(rank):
+            raise ValueError(f"rank {rank} is on another host, whose memory cannot be mapped; use an operator")
         return memory.peer_view(tensor, segment, rank)
+
+    def near(self, rank: int) -> bool:
+        """Whether a rank is on this rank's host, so that they share memory."""
+        return self.hosts[rank] == self.hosts[self.rank]
 
     def emulate_link(self, gbps: float, latency_us: float = 0.0) -> None:
         """From now on every copy to or from a peer takes at least `latency_us` plus its bytes at `gbps` (1e9 bits per second).
@@ -132,6 +143,8 @@ class World:
         """
         if gbps < 0 or latency_us < 0:
             raise ValueError(f"bandwidth and latency are not negative; got {gbps} Gbit/s and {latency_us} us")
+        if gbps and self.relay:
+            raise ValueError("ranks on several hosts have a real link between them, which is not to be slowed by an emulated one")
         self.link = (gbps, latency_us) if gbps else None
         self.native.emulate_link(gbps * 1e9 / 8, latency_us * 1e-6)
 
@@ -173,6 +186,8 @@ class World:
         if self.closed is None:
             self.mesh.leave()
             self.closed = "it was closed"
+        if self.relay is not None:
+            self.relay.close()
 
     def __enter__(self) -> World:
         return self
@@ -190,7 +205,11 @@ class World:
         size = _native.World.control_bytes(self.ranks)
         own, fd = _native.create_mapping(size)
         parts = [own] * self.ranks
-        peers = [peer for peer in range(self.ranks) if peer != self.rank]
+        for peer in range(self.ranks):
+            if not self.near(peer):  # what it says comes by message, and is noted in a part of this rank's own
+                parts[peer], theirs = _native.create_mapping(size)
+                os.close(theirs)
+        peers = [peer for peer in range(self.ranks) if peer != self.rank and self.near(peer)]
         for peer in peers:
             self.mesh.send(peer, "control", fd)
         for peer in peers:
@@ -210,11 +229,12 @@ def init(group: dist.ProcessGroup | None = None, *, timeout: float = 30.0, devic
     Without a group: all ranks of `torch.distributed`, which is initialised from the variables of torchrun, mpirun or SLURM if it
     is not yet; with none of these, a world of one. A world made without a group is the default of every operator.
 
-    `timeout` is in seconds and bounds every wait. `device` is where the ranks' tensors are: ``cpu``, or ``cuda``, this process's
-    current GPU, whose memory peers reach through torch's symmetric memory (several ranks on one GPU with the variable
-    TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1). On a rank of a `local_world` this is its world there.
+    Ranks of one host share memory; hosts are joined by the group's backend, which must move CPU tensors with tags (gloo, MPI, UCC).
+    Which ranks share a host is found out. `timeout` is in seconds and bounds every wait. `device` is where the ranks' tensors are:
+    ``cpu``, or ``cuda``, this process's current GPU, whose memory peers reach through torch's symmetric memory (several ranks on
+    one GPU with the variable TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1). On a rank of a `local_world` this is its world there.
 
-    Raises `WeftError` if the ranks are not all on one host or there is no GPU, `PeerTimeout` if some do not appear.
+    Raises `WeftError` if there is no GPU, or ranks with GPUs are on several hosts; `PeerTimeout` if some ranks do not appear.
     """
     global _default
     if group is None and (here := getattr(_here, "world", None)) is not None:
@@ -233,10 +253,14 @@ def init(group: dist.ProcessGroup | None = None, *, timeout: float = 30.0, devic
             raise ValueError("this process is not a member of the group")
         dist.all_gather_object(places, own, group=members)
     try:
-        hosts = {place.host for place in places}
-        if len(hosts) > 1:
-            raise WeftError(f"the ranks are on {len(hosts)} hosts; this version of weft serves ranks of one host")
-        world = World(rank, places, listener.connect(rank, places, timeout), timeout)
+        sockets = listener.connect(rank, places, timeout)
+        far = [peer for peer, other in enumerate(places) if other.host != own.host]
+        if far and place.type == "cuda":
+            raise WeftError("ranks with GPUs must be on one host in this version of weft")
+        relay = Relay(members, rank, far, timeout) if members is not None and far else None
+        for peer, end in relay.sockets().items() if relay else ():
+            sockets[peer] = end
+        world = World(rank, places, sockets, timeout, relay)
     finally:
         listener.close()
     world.device, world.streams, world.group = place, place.type == "cuda", members
@@ -248,6 +272,17 @@ def init(group: dist.ProcessGroup | None = None, *, timeout: float = 30.0, devic
 def default_here(world: World) -> None:
     """Make `world` the default of this thread."""
     _here.world = world
+
+
+def number_hosts(places: Sequence[Place]) -> tuple[int, ...]:
+    """The host of each rank, numbered in the order in which ranks are found on them."""
+    names = [*dict.fromkeys(place.host for place in places)]
+    return tuple(names.index(place.host) for place in places)
+
+
+def several_hosts(world: World) -> tuple[int, ...] | None:
+    """The host of each rank, if they are not all on one: what planners want to know."""
+    return world.hosts if world.relay else None
 
 
 def current(world: World | None = None) -> World:

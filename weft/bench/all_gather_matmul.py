@@ -19,7 +19,7 @@ from weft.ops.all_gather_matmul import all_gather_matmul, choose
 from weft.schedules import all_gather_matmul as schedule
 from weft.schedules.all_gather import all_gather
 from weft.schedules.common import offsets, split
-from weft.world import World
+from weft.world import World, several_hosts
 
 _STEPS: dict[str, dict[str, Any]] = {
     "overlapped": {"own_first": False, "joined": False},
@@ -48,8 +48,11 @@ class AllGatherMatmul:
         if settings.link:
             world.emulate_link(settings.link.gbps or 1.0, settings.link.latency_us)
         self.choice = choose(self.rows, world, settings.algorithm, settings.chunk_rows)
+        hosts = several_hosts(world)
         moving = {"direct": "pull", "sequential": "push"}.get(self.choice.algorithm, self.choice.algorithm)
-        gather = all_gather(self.rows, moving, chunk_rows=self.choice.chunk_rows, symmetric_a=True, symmetric_gathered=True)
+        gather = all_gather(
+            self.rows, moving, chunk_rows=self.choice.chunk_rows, symmetric_a=True, symmetric_gathered=True, hosts=hosts
+        )
         self.views = {
             "compute": self._product(lambda: matmul.multiply(self.whole, self.weight, self.out)),
             "communicate": View(
@@ -99,7 +102,9 @@ class AllGatherMatmul:
 
     def _step(self, name: str, algorithm: str, chunk_rows: int | None) -> Callable[[], object]:
         chunk = choose(self.rows, self.world, algorithm, chunk_rows).chunk_rows
-        plan = schedule.all_gather_matmul(self.rows, algorithm, chunk_rows=chunk, symmetric_a=True, **_STEPS[name])
+        plan = schedule.all_gather_matmul(
+            self.rows, algorithm, chunk_rows=chunk, symmetric_a=True, hosts=several_hosts(self.world), **_STEPS[name]
+        )
         return lambda: engine(self.world).execute(plan, {"a": self.a, "out": self.out}, {"out": self.weight})
 
     def _compute_seconds(self) -> float:

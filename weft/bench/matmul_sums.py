@@ -22,8 +22,8 @@ from weft.ops.partial_sums import product_dtype
 from weft.plan import Plan
 from weft.schedules import matmul_all_reduce as reduce_schedule
 from weft.schedules import matmul_reduce_scatter as scatter_schedule
-from weft.schedules.common import offsets, split, without_products
-from weft.world import World
+from weft.schedules.common import apart, offsets, split, without_products
+from weft.world import World, several_hosts
 
 
 class _ProductSum:
@@ -41,7 +41,8 @@ class _ProductSum:
         self.world, self.rows = world, split(m, world.ranks)
         self.start, self.kept = self.place()
         product = product_dtype(dtype, self.out_dtype)
-        self.problem = Sums(m, k, n, dtype, self.out_dtype, product, seed=settings.seed, rank=world.rank)
+        hosted = world.relay is not None and not apart(world.hosts)
+        self.problem = Sums(m, k, n, dtype, self.out_dtype, product, seed=settings.seed, rank=world.rank, hosted=hosted)
         self.a = torch.empty(m, k, dtype=dtype)
         self.products = world.empty(m, n, dtype=product)
         self.whole = torch.empty(m, n, dtype=self.out_dtype)
@@ -116,7 +117,11 @@ class MatmulReduceScatter(_ProductSum):
 
     def plan(self) -> Plan:
         return scatter_schedule.matmul_reduce_scatter(
-            self.rows, self.choice.algorithm, chunk_rows=self.choice.chunk_rows, moved=self.world.link is not None
+            self.rows,
+            self.choice.algorithm,
+            chunk_rows=self.choice.chunk_rows,
+            moved=self.world.link is not None or self.world.relay is not None,
+            hosts=several_hosts(self.world),
         )
 
     def operator(self, algorithm: str, chunk_rows: int | None) -> Callable[[], object]:
@@ -146,7 +151,11 @@ class MatmulAllReduce(_ProductSum):
 
     def plan(self) -> Plan:
         return reduce_schedule.matmul_all_reduce(
-            self.rows, self.choice.algorithm, chunk_rows=self.choice.chunk_rows, moved=self.world.link is not None
+            self.rows,
+            self.choice.algorithm,
+            chunk_rows=self.choice.chunk_rows,
+            moved=self.world.link is not None or self.world.relay is not None,
+            hosts=several_hosts(self.world),
         )
 
     def operator(self, algorithm: str, chunk_rows: int | None) -> Callable[[], object]:

@@ -64,8 +64,19 @@ class Sums(Problem):
     """
 
     def __init__(
-        self, m: int, k: int, n: int, dtype: torch.dtype, out_dtype: torch.dtype, product: torch.dtype, *, seed: int, rank: int
+        self,
+        m: int,
+        k: int,
+        n: int,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        product: torch.dtype,
+        *,
+        seed: int,
+        rank: int,
+        hosted: bool = False,
     ) -> None:
+        self.hosted = _unit(product) if hosted else 0.0  # by how much the sum of each host is rounded before it is sent
         super().__init__(m, k, n, dtype, out_dtype, seed=seed + 1000 * rank, rank=rank)
         self.accumulator = torch.float64 if dtype == torch.float64 else torch.float32
         self.everything_made = _random(m + RUNS, n, product, seed + 1000 * rank + 500)
@@ -93,6 +104,7 @@ class Sums(Problem):
         """The exact sum over ranks, and the error of a sum of terms off by up to `errors`: as for a product of K = ranks."""
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         exact, off, size = (everyones_sum(tensor) for tensor in (terms, errors, terms.abs() + errors))
+        off = off + self.hosted * size
         return exact, off + error_bound(size, exact, ranks, self.accumulator, out_dtype) + _unit(out_dtype) * off
 
 

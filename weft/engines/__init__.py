@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from weft.engines.host import HostEngine
+from weft.engines.network import NetworkEngine
 from weft.world import World
 
 
@@ -16,7 +17,7 @@ def engine(world: World) -> HostEngine:
 
 def _made(world: World) -> HostEngine:
     if not world.streams:
-        return HostEngine(world)
+        return NetworkEngine(world) if world.relay else HostEngine(world)
     from weft.engines.device import DeviceEngine
 
     return DeviceEngine(world)

@@ -20,7 +20,7 @@ from torch import Tensor
 from weft import _native, memory
 from weft.errors import MismatchError, PlanError, WeftError
 from weft.matmul import Weight, multiply
-from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait, reads, writes
+from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait, accesses, reads, writes
 from weft.world import World
 
 LANES = ("compute", "comm")
@@ -50,7 +50,12 @@ class Geometry(NamedTuple):
 
 
 class HostEngine:
-    """Executes plans for one rank of a world."""
+    """Executes plans for one rank of a world.
+
+    `refused` are the algorithms that this kind of engine cannot carry out, and why not.
+    """
+
+    refused: Mapping[str, str] = {}
 
     remembers = True  # calls may be found again by the identity of their tensors
 
@@ -167,9 +172,18 @@ class HostEngine:
 class Program:
     """A plan compiled for one rank and one geometry of its tensors."""
 
-    def __init__(self, engine: HostEngine, plan: Plan, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> None:
+    more_lanes = 0  # of the native program, beside those of `LANES`
+
+    def __init__(
+        self,
+        engine: HostEngine,
+        plan: Plan,
+        tensors: Mapping[str, Tensor],
+        dtypes: Mapping[str, torch.dtype],
+        call: str | None = None,
+    ) -> None:
         self.engine, self.world, self.plan = engine, engine.world, plan
-        lanes = plan.lanes[self.world.rank]
+        lanes = self.own_lanes()
         if plan.ranks != self.world.ranks:
             raise PlanError(f"a plan for {plan.ranks} ranks cannot run in a world of {self.world.ranks}")
         if not set(lanes) <= set(LANES):
@@ -177,7 +191,15 @@ class Program:
         engine.name(plan.signal_names())
         self.lanes = [lanes.get(name, ()) for name in LANES]
         self.geometry = _geometry(plan, tensors, dtypes, self.world)
-        self.call = self._describe()
+        self.shared = {  # what ranks of one host access of each other
+            region.buffer
+            for rank, own in enumerate(plan.lanes)
+            for lane in own.values()
+            for instruction in lane
+            for region in accesses(instruction)
+            if region.rank != rank and self.world.hosts[region.rank] == self.world.hosts[rank]
+        }
+        self.call = call or self._describe()
         self._check(tensors)
         self.segments = {name: segment for name, t in tensors.items() if (segment := memory.find(t)) is not None}
         self.workspace = self._reserve()
@@ -189,13 +211,21 @@ class Program:
         self.slots: dict[tuple[int, str], int] = {}
         addresses = [self._address(slot) for slot in self._find_slots()]
         promised = [(engine.index(signal), count) for signal, count in plan.promised(rank).items()]
-        self.native = _native.Compiled(self.call, len(LANES), addresses, promised, plan.ranks)
+        self.native = _native.Compiled(self.call, len(LANES) + self.more_lanes, addresses, promised, plan.ranks)
         self.own = [(name, self.slots[rank, name]) for name in tensors if (rank, name) in self.slots]
         self.bound: tuple[tuple[int, int], ...] | None = None
         self.products: list[tuple[Tensor | Region, Tensor | Region, str]] = []
         for lane, instructions in enumerate(self.lanes):
             for instruction in instructions:
                 self._compile(lane, instruction)
+
+    def own_lanes(self) -> Mapping[str, Sequence[Instruction]]:
+        """The lanes of this rank that the native core interprets."""
+        return self.plan.lanes[self.world.rank]
+
+    def begin(self, seconds: float) -> None:
+        """Publish the call; its waits may take `seconds`."""
+        self.world.native.begin(self.native, seconds)
 
     def run(
         self,
@@ -210,9 +240,9 @@ class Program:
         self.bind(self.addresses(tensors))
         if self.engine.pending:
             self.engine.settle()
-        native.begin(compiled, seconds)
         try:
             with world.guard:
+                self.begin(seconds)
                 if self.lanes[1]:
                     native.start(compiled, 1)
                 at = native.run(compiled, 0, 0)
@@ -262,7 +292,7 @@ class Program:
         """Begin what `execute` does, on the native lane."""
         self.bind(addresses)
         self.timeout = timeout or self.world.timeout
-        self.world.native.begin(self.native, self.timeout)
+        self.begin(self.timeout)
         self.world.native.start(self.native, 0)
         self.engine.pending.append(self)
 
@@ -314,7 +344,7 @@ class Program:
 
     def _describe(self) -> str:
         """What ranks must agree on, in words: what they call, with which rows, and a digest of the rest of the plan."""
-        shared = self.plan.shared_buffers()
+        shared = self.shared
         every = (i for lanes in self.plan.lanes for lane in lanes.values() for i in lane)
         moved = {region.buffer for i in every if isinstance(i, Copy | Reduce) for region in reads(i)}
         words = []
@@ -330,7 +360,6 @@ class Program:
         return f"{self.plan.operator}({', '.join(words)}, algorithm={self.plan.algorithm}, plan {digest:08x})"
 
     def _check(self, tensors: Mapping[str, Tensor]) -> None:
-        shared = self.plan.shared_buffers()
         for name, buffer in self.plan.buffers.items():
             if buffer.role == "workspace":
                 continue
@@ -338,7 +367,7 @@ class Program:
                 raise ValueError(f"{self.plan.operator} needs a tensor for the {buffer.role} {name!r}")
             if len(tensors[name]) != buffer.rows[self.world.rank]:
                 raise ValueError(f"{name!r} has {len(tensors[name])} rows; the plan gives it {buffer.rows[self.world.rank]}")
-            if name in shared and self.geometry[name].place is None:
+            if name in self.shared and self.geometry[name].place is None:
                 raise ValueError(f"peers access {name!r} in this plan, so it must be symmetric: make it with world.empty(...)")
 
     def _reserve(self) -> dict[str, int]:

@@ -16,7 +16,8 @@ from weft.ops.choice import PIECES, Choice, check
 from weft.plan import Plan
 from weft.schedules import all_gather as gathering
 from weft.schedules import all_gather_matmul as schedule
-from weft.world import World, current
+from weft.schedules.common import Hosts
+from weft.world import World, current, several_hosts
 
 FEW_ROWS = 32  # up to this many rows per rank one product over all rows beats one per rank, which reads b each time
 
@@ -162,7 +163,7 @@ def gather_and_multiply(
         tensors["gathered"] = gathered.view(sum(rows), a.shape[-1])
     geometry = Geometry.of(tensors["a"], world)
     key = "all_gather_matmul", choice, rows, geometry, out_dtype, tuple(b.shape[1] for b in weights), keep
-    plan = plan_for(rows, choice, world.is_symmetric(tensors["a"]), keep, len(weights))
+    plan = plan_for(rows, choice, world.is_symmetric(tensors["a"]), keep, len(weights), several_hosts(world))
     program = engine(world).program(key, plan, tensors)
     added = {name: bias for name, bias in zip(names, biases, strict=True) if bias is not None}
     program.run(tensors, dict(zip(names, weights, strict=True)), added, timeout)
@@ -179,7 +180,7 @@ def _gather_columns(a: Tensor, columns: tuple[int, ...], choice: Choice, world: 
     gathered = own.new_empty(sum(columns), own.shape[1])
     tensors = {"a": own, "gathered": gathered}
     key = "all_gather_columns", choice, columns, own.dtype, own.shape[1]
-    engine(world).program(key, columns_plan_for(columns, choice), tensors).run(tensors, {}, timeout=timeout)
+    engine(world).program(key, columns_plan_for(columns, choice, several_hosts(world)), tensors).run(tensors, {}, timeout=timeout)
     return gathered.t().contiguous()
 
 
@@ -191,7 +192,8 @@ def choose(
     largest = max(rows)
     why = "as asked for"
     if split:
-        algorithm = {"auto": "pull", "direct": "pull", "sequential": "push"}.get(algorithm, algorithm)
+        reading = "push" if world.relay else "pull"
+        algorithm = {"auto": reading, "direct": "pull", "sequential": "push"}.get(algorithm, algorithm)
         why = "the last dimension is gathered, a split of K: no product can begin before all columns are there"
     elif algorithm == "auto":
         if world.ranks == 1 or not any(rows):
@@ -200,6 +202,8 @@ def choose(
             algorithm, why = "push", "the emulated link is slower than memory, so rows are moved while others are multiplied"
         elif largest <= FEW_ROWS:
             algorithm, why = "sequential", f"at most {FEW_ROWS} rows per rank: one product that reads b once beats one per rank"
+        elif world.relay:
+            algorithm, why = "push", "rows cross to each other host once, and are multiplied as they arrive"
         else:
             algorithm, why = "direct", "peers' rows can be read where they lie at the speed of own memory"
     whole = algorithm in ("direct", "sequential")
@@ -208,14 +212,22 @@ def choose(
 
 
 @lru_cache(maxsize=1024)
-def plan_for(rows: tuple[int, ...], choice: Choice, symmetric_a: bool, gathered: bool, weights: int = 1) -> Plan:
+def plan_for(
+    rows: tuple[int, ...], choice: Choice, symmetric_a: bool, gathered: bool, weights: int = 1, hosts: Hosts | None = None
+) -> Plan:
     """The plan of a call."""
     return schedule.all_gather_matmul(
-        rows, choice.algorithm, chunk_rows=choice.chunk_rows, symmetric_a=symmetric_a, gathered=gathered, weights=weights
+        rows,
+        choice.algorithm,
+        chunk_rows=choice.chunk_rows,
+        symmetric_a=symmetric_a,
+        gathered=gathered,
+        weights=weights,
+        hosts=hosts,
     )
 
 
 @lru_cache(maxsize=1024)
-def columns_plan_for(columns: tuple[int, ...], choice: Choice) -> Plan:
+def columns_plan_for(columns: tuple[int, ...], choice: Choice, hosts: Hosts | None = None) -> Plan:
     """The plan of a gather of columns."""
-    return gathering.all_gather(columns, choice.algorithm, chunk_rows=choice.chunk_rows)
+    return gathering.all_gather(columns, choice.algorithm, chunk_rows=choice.chunk_rows, hosts=hosts)

@@ -28,13 +28,15 @@ from weft.engines.host import Geometry, Program
 from weft.errors import PeerTimeout
 from weft.matmul import DTYPES as FLOATS
 from weft.ops import arguments
+from weft.ops.choice import check_possible
 from weft.plan import Plan
 from weft.schedules import all_gather as gathering
 from weft.schedules import all_reduce as reducing
 from weft.schedules import all_to_all as exchanging
 from weft.schedules import broadcast as broadcasting
 from weft.schedules import reduce_scatter as scattering
-from weft.world import World, current
+from weft.schedules.common import Hosts
+from weft.world import World, current, several_hosts
 
 NUMBERS = (*FLOATS, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 """What can be reduced; averages are of floating dtypes."""
@@ -271,7 +273,7 @@ def _prepare_all_gather(
 ) -> _Work:
     arguments.check_input(a, "a", world, ANY)
     dim = _dimension(a, dim)
-    arguments.check_algorithm(algorithm, ("pull", "push", "ring"))
+    check_possible(algorithm, ("pull", "push", "ring"), world)
     arguments.check_chunk_rows(chunk_rows)
     front = a.movedim(dim, 0)
     rows = tuple(arguments.check_shard_rows(front.shape[0], shards, world))
@@ -284,8 +286,11 @@ def _prepare_all_gather(
     matrix = _matrix(front)
     # In place each rank's rows begin elsewhere, so they are not one symmetric tensor.
     symmetric, symmetric_out = world.is_symmetric(matrix) and not in_place, world.is_symmetric(whole)
-    algorithm = "pull" if algorithm == "auto" else algorithm
-    plan = _plan_all_gather(rows, algorithm, chunk_rows or max(1, -(-max(rows) // PIECES)), symmetric, symmetric_out)
+    hosts = several_hosts(world)
+    if algorithm == "auto":
+        algorithm = "push" if hosts else "pull"
+    chunk = chunk_rows or max(1, -(-max(rows) // PIECES))
+    plan = _plan_all_gather(rows, algorithm, chunk, symmetric, symmetric_out, hosts)
     return _Work(plan, {"a": matrix, "gathered": _matrix(whole)}, result, whole.movedim(0, dim) if dim else None)
 
 
@@ -305,13 +310,13 @@ def _prepare_reduce_scatter(
     in_place = out is not None and not dim and out.shape == torch.Size(shape) and _same_place(out, a[start : start + shape[0]])
     result = arguments.result(out, shape, a.dtype, [] if in_place else [a], world)
     kept = result if dim == 0 else result.new_empty(rows[world.rank], *front.shape[1:])
-    plan = _plan_reduce_scatter(tuple(rows), op, world.is_symmetric(matrix))
+    plan = _plan_reduce_scatter(tuple(rows), op, world.is_symmetric(matrix), several_hosts(world))
     return _Work(plan, {"a": matrix, "out": _matrix(kept)}, result, kept.movedim(0, dim) if dim else None)
 
 
 def _prepare_all_reduce(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: str) -> _Work:
     _check_reduction(a, op, world)
-    arguments.check_algorithm(algorithm, reducing.ALGORITHMS)
+    check_possible(algorithm, reducing.ALGORITHMS, world)
     in_place = out is not None and out.shape == a.shape and _same_place(a, out)
     result = arguments.result(out, a.shape, a.dtype, [] if in_place else [a], world)
     if algorithm == "auto":
@@ -319,7 +324,7 @@ def _prepare_all_reduce(world: World, a: Tensor, out: Tensor | None, op: str, al
     flat = a.reshape(-1, 1).contiguous()
     # Where every rank reads all of a there is no moment at which its own rank may overwrite it.
     symmetric = world.is_symmetric(flat) and not (in_place and algorithm == "one_shot")
-    plan = _plan_all_reduce(a.numel(), world.ranks, algorithm, op, symmetric)
+    plan = _plan_all_reduce(a.numel(), world.ranks, algorithm, op, symmetric, several_hosts(world))
     return _Work(plan, {"a": flat, "out": result.view(-1, 1)}, result)
 
 
@@ -330,7 +335,7 @@ def _prepare_broadcast(world: World, tensor: Tensor, out: Tensor, source: int) -
     if not tensor.is_contiguous():
         raise ValueError("tensor must be contiguous")
     rows = tensor.view(-1, 1)
-    plan = _plan_broadcast(len(rows), world.ranks, source, world.is_symmetric(rows))
+    plan = _plan_broadcast(len(rows), world.ranks, source, world.is_symmetric(rows), several_hosts(world))
     mine, theirs = ("a", "out") if world.rank == source else ("out", "a")
     return _Work(plan, {mine: rows, theirs: rows[:0]}, tensor)
 
@@ -349,7 +354,7 @@ def _prepare_all_to_all(
     shape = (sum(row[world.rank] for row in counts), *a.shape[1:])
     result = arguments.result(out, shape, a.dtype, [a], world)
     matrix = _matrix(a)
-    plan = _plan_all_to_all(counts, world.is_symmetric(matrix))
+    plan = _plan_all_to_all(counts, world.is_symmetric(matrix), several_hosts(world))
     return _Work(plan, {"a": matrix, "out": _matrix(result)}, result)
 
 
@@ -395,11 +400,31 @@ def _same_place(one: Tensor, other: Tensor) -> bool:
 
 
 _plan_all_gather = lru_cache(1024)(
-    lambda rows, algorithm, chunk, a, gathered: gathering.all_gather(
-        rows, algorithm, chunk_rows=chunk, symmetric_a=a, symmetric_gathered=gathered
+    lambda rows, algorithm, chunk, a, gathered, hosts: gathering.all_gather(
+        rows, algorithm, chunk_rows=chunk, symmetric_a=a, symmetric_gathered=gathered, hosts=hosts
     )
 )
-_plan_reduce_scatter = lru_cache(1024)(lambda rows, op, a: scattering.reduce_scatter(rows, op, symmetric_a=a))
-_plan_all_reduce = lru_cache(1024)(lambda rows, n, algorithm, op, a: reducing.all_reduce(rows, n, algorithm, op, symmetric_a=a))
-_plan_broadcast = lru_cache(1024)(lambda rows, n, source, a: broadcasting.broadcast(rows, n, source, symmetric_a=a))
-_plan_all_to_all = lru_cache(1024)(lambda rows, a: exchanging.all_to_all(rows, symmetric_a=a))
+
+
+@lru_cache(1024)
+def _plan_reduce_scatter(rows: tuple[int, ...], op: str, symmetric: bool, hosts: Hosts | None) -> Plan:
+    if hosts is not None:
+        return scattering.push(rows, op, chunk_rows=max(1, -(-max(rows) // PIECES)), hosts=hosts)
+    return scattering.reduce_scatter(rows, op, symmetric_a=symmetric)
+
+
+@lru_cache(1024)
+def _plan_all_reduce(rows: int, ranks: int, algorithm: str, op: str, symmetric: bool, hosts: Hosts | None) -> Plan:
+    if hosts is not None and (algorithm != "ring" or rows < ranks):
+        return reducing.push(rows, ranks, op, chunk_rows=max(1, -(-rows // (ranks * PIECES))), hosts=hosts)
+    return reducing.all_reduce(rows, ranks, algorithm, op, symmetric_a=symmetric)
+
+
+@lru_cache(1024)
+def _plan_broadcast(rows: int, ranks: int, source: int, symmetric: bool, hosts: Hosts | None) -> Plan:
+    if hosts is not None:
+        return broadcasting.push(rows, source, hosts)
+    return broadcasting.broadcast(rows, ranks, source, symmetric_a=symmetric)
+
+
+_plan_all_to_all = lru_cache(1024)(lambda rows, a, hosts: exchanging.all_to_all(rows, symmetric_a=a, hosts=hosts))

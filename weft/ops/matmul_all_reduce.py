@@ -113,6 +113,8 @@ def choose(rows: int, world: World, algorithm: str = "auto", chunk_rows: int | N
             algorithm, why = "sequential", "there is nothing to sum"
         elif rows <= FEW_ROWS:
             algorithm, why = "sequential", f"at most {FEW_ROWS} rows: one product that reads b once beats several"
+        elif world.relay:
+            algorithm, why = "two_shot", "each rank adds up a part, to which each host sends its sum of it once"
         elif world.ranks == 2:
             algorithm, why = (
                 "one_shot",
@@ -121,6 +123,7 @@ def choose(rows: int, world: World, algorithm: str = "auto", chunk_rows: int | N
         else:
             algorithm, why = "two_shot", "each rank adds up a part, so the work does not grow with the number of ranks"
     # One_shot waits for all peers once per piece, so few and large ones let a rank be late now and then at no cost.
-    added = -(-rows // (2 * PIECES)) if world.link else min(rows, ADDED_ROWS[packed and algorithm == "two_shot"])
+    few = min(rows, ADDED_ROWS[packed and algorithm == "two_shot"])
+    added = -(-rows // (2 * PIECES)) if world.link or world.relay else few
     chunk = rows if algorithm == "sequential" else chunk_rows or added
     return Choice(algorithm, max(1, chunk), why)

@@ -139,6 +139,8 @@ def choose(
     if algorithm == "auto":
         if world.ranks == 1 or not any(rows):
             algorithm, why = "sequential", "there is nothing to scatter"
+        elif world.relay and sum(rows) > FEW_ROWS:
+            algorithm, why = "push", "each host adds up its products and puts them to the others while more are made"
         elif world.link:
             algorithm, why = "push", "the emulated link is slower than memory, so products are moved while others are made"
         elif sum(rows) <= FEW_ROWS:

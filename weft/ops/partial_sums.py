@@ -14,7 +14,8 @@ from weft.engines.host import Geometry
 from weft.matmul import Weight
 from weft.ops.choice import Choice
 from weft.plan import Plan
-from weft.world import World
+from weft.schedules.common import Hosts
+from weft.world import World, several_hosts
 
 
 class Sums(NamedTuple):
@@ -43,10 +44,10 @@ def add_up(work: Sums, x: Tensor, weight: Weight, bias: Tensor | None, out: Tens
     """
     tensors = {"a": x, "out": out}
     wide, product = accumulator(x.dtype), product_dtype(x.dtype, out.dtype)
-    moved = world.link is not None
+    moved, hosts = world.link is not None or world.relay is not None, several_hosts(world)
     key = work, moved, Geometry.of(x, world), Geometry.of(out, world)
     dtypes = {"partial": product, "inbox": product, "running": wide, "summed": out.dtype}
-    program = engine(world).program(key, _plan(work, moved), tensors, dtypes)
+    program = engine(world).program(key, _plan(work, moved, hosts), tensors, dtypes)
     into = "partial" if world.ranks > 1 else "out"
     added = {}
     if bias is not None and world.rank == 0:
@@ -55,5 +56,5 @@ def add_up(work: Sums, x: Tensor, weight: Weight, bias: Tensor | None, out: Tens
 
 
 @lru_cache(maxsize=1024)
-def _plan(work: Sums, moved: bool) -> Plan:
-    return work.planner(work.rows, work.choice.algorithm, chunk_rows=work.choice.chunk_rows, op=work.op, moved=moved)
+def _plan(work: Sums, moved: bool, hosts: Hosts | None) -> Plan:
+    return work.planner(work.rows, work.choice.algorithm, chunk_rows=work.choice.chunk_rows, op=work.op, moved=moved, hosts=hosts)

@@ -12,15 +12,33 @@ from itertools import chain
 from typing import NamedTuple
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Value, Wait
-from weft.schedules.common import after, before, chunks, enter, in_all, in_order, leave, offsets, publish, side_lanes, tidy
+from weft.schedules.common import (
+    Hosts,
+    after,
+    apart,
+    before,
+    carrier,
+    chunks,
+    enter,
+    in_all,
+    in_order,
+    leave,
+    members,
+    neighbours,
+    offsets,
+    others,
+    publish,
+    side_lanes,
+    tidy,
+)
 
 
 class Sizes(NamedTuple):
     """What a planner is given: rows of every rank, rows per transfer, where rows may lie, and how a push goes about it.
 
     Peers read `a` in place if it is symmetric; otherwise it is staged. Rows that are moved go `into` the workspace ``inbox`` or
-    straight into the caller's ``gathered``, which must be symmetric where peers write to it (push and ring). `order` and `links`
-    are those of a push (`push`).
+    straight into the caller's ``gathered``, which must be symmetric where peers of this host write to it (push and ring). `order`
+    and `links` are those of a push (`push`). `hosts` are given where there are several.
     """
 
     rows: Sequence[int]
@@ -29,6 +47,7 @@ class Sizes(NamedTuple):
     into: str = "inbox"
     order: str = "peer"
     links: int = 1
+    hosts: Hosts | None = None
 
 
 class Arrival(NamedTuple):
@@ -87,8 +106,11 @@ def push(sizes: Sizes, rank: int) -> Gathering:
     """Each rank puts its rows to all peers (full mesh), first to the one that uses them first.
 
     In the `order` ``peer`` a rank sends and uses rows peer after peer; ``interleaved`` the first chunk of every peer, then the
-    second …, which suits links that deliver beside each other. Peers are dealt out to as many lanes as there are `links`.
+    second …, which suits links that deliver beside each other. Peers are dealt out to as many lanes as there are `links`. Where
+    hosts have several ranks it puts them to one rank of each other host, and peers of a host read each other's in place.
     """
+    if sizes.hosts is not None and not apart(sizes.hosts):
+        return _push_to_hosts(sizes, sizes.hosts, rank)
     rows, ranks, starts = sizes.rows, len(sizes.rows), offsets(sizes.rows)
     sources = [peer for peer in after(rank, ranks) if rows[peer]]
     targets = before(rank, ranks) if rows[rank] else []
@@ -106,6 +128,31 @@ def push(sizes: Sizes, rank: int) -> Gathering:
         here = Region(rank, sizes.into, starts[peer] + low, starts[peer] + high)
         arrivals.append(Arrival(Wait(Signal("arrived", peer), count), here, here.start))
     return Gathering(first, transfers, arrivals, last)
+
+
+def _push_to_hosts(sizes: Sizes, hosts: Hosts, rank: int) -> Gathering:
+    """Rows cross to each host once and are read by all its ranks where they arrive; those of neighbours where they are staged."""
+    rows, ranks, starts = sizes.rows, len(sizes.rows), offsets(sizes.rows)
+    near = [peer for peer in neighbours(rank, hosts) if rows[peer]]
+    far = [peer for peer in after(rank, ranks) if hosts[peer] != hosts[rank] and rows[peer]]
+    own, first, transfers = Region(rank, "a", 0, rows[rank]), list[Instruction](), list[Instruction]()
+    if rows[rank] and neighbours(rank, hosts):
+        first = [*enter(rank, ranks), Copy(own, own._replace(buffer="staged"))]
+        first += [Notify(peer, Signal("ready", rank)) for peer in neighbours(rank, hosts)]
+    if rows[rank] and others(rank, hosts):
+        transfers = [*enter(rank, ranks)]
+        for host in others(rank, hosts):
+            for low, high in chunks(rows[rank], sizes.chunk):
+                there = Region(carrier(rank, host, hosts), "inbox", starts[rank] + low, starts[rank] + high)
+                transfers.append(Copy(own._replace(start=low, stop=high), there))
+                transfers += [Notify(peer, Signal("arrived", rank)) for peer in members(host, hosts)]
+    arrivals = [Arrival(Wait(Signal("ready", peer), 1), Region(peer, "staged", 0, rows[peer]), starts[peer]) for peer in near]
+    for peer in far:
+        holder = carrier(peer, hosts[rank], hosts)
+        for count, (low, high) in enumerate(chunks(rows[peer], sizes.chunk), 1):
+            there = Region(holder, "inbox", starts[peer] + low, starts[peer] + high)
+            arrivals.append(Arrival(Wait(Signal("arrived", peer), count), there, there.start))
+    return Gathering(first, [transfers] if transfers else [], arrivals, [*leave(rank, ranks)] if near or far else [])
 
 
 def ring(sizes: Sizes, rank: int) -> Gathering:
@@ -163,14 +210,18 @@ def all_gather(
     order: str = "peer",
     links: int = 1,
     planned: int | None = None,
+    hosts: Hosts | None = None,
 ) -> Plan:
     """``gathered`` = the rows `a` of all ranks in rank order; `algorithm` is ``pull``, ``push`` or ``ring``.
 
-    A pull writes `gathered` itself. Push and ring, whose writer is a peer, do so if it is symmetric and else pass a workspace. A
-    push over several `links` has a lane for each. `planned`: how many ranks get their lanes, all unless given.
+    A pull writes `gathered` itself. Push and ring, whose writer is a peer, do so if it is symmetric or every rank has a host of
+    its own, and else pass a workspace. A push over several `links` has a lane for each. `planned`: how many ranks get their lanes,
+    all unless given.
     """
     ranks, starts = len(rows), offsets(rows)
-    sizes = Sizes(rows, chunk_rows, symmetric_a, "gathered" if symmetric_gathered else "inbox", order, links)
+    shared = hosts is not None and not apart(hosts) and algorithm == "push"  # rows that arrive are read by several ranks
+    straight = (symmetric_gathered and not shared) or apart(hosts)
+    sizes = Sizes(rows, chunk_rows, symmetric_a, "gathered" if straight else "inbox", order, links, hosts)
     gather = {"pull": direct, "push": push, "ring": ring}[algorithm]
     lanes: list[dict[str, tuple[Instruction, ...]]] = []
     for r in range(ranks if planned is None else planned):

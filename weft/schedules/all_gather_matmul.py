@@ -11,7 +11,7 @@ from itertools import chain
 
 from weft.plan import Buffer, Copy, Instruction, Matmul, Plan, Region, Term
 from weft.schedules.all_gather import GATHERINGS, Arrival, Sizes, gather_buffers, gathered_result, keep, push
-from weft.schedules.common import enter, in_all, offsets, side_lanes, tidy
+from weft.schedules.common import Hosts, enter, in_all, offsets, side_lanes, tidy
 
 ALGORITHMS = ("direct", "pull", "push", "ring", "sequential")
 
@@ -29,6 +29,7 @@ def all_gather_matmul(
     order: str = "peer",
     links: int = 1,
     planned: int | None = None,
+    hosts: Hosts | None = None,
 ) -> Plan:
     """Plan for shards of `rows[rank]` rows, moved in transfers of at most `chunk_rows`.
 
@@ -36,12 +37,12 @@ def all_gather_matmul(
     leave out one improvement each when false: own rows are multiplied last; each transfer gets a product of its own. `weights` is
     the number of weights that rows are multiplied by, each with one of the `outputs`. `order` and `links` are those of a push, and
     of the one in ``sequential``: ``peer`` or ``interleaved``, and how many lanes send beside each other. `planned`: how many ranks
-    get their lanes, all unless given.
+    get their lanes, all unless given. `hosts` are given where there are several.
     """
     lanes: list[Mapping[str, tuple[Instruction, ...]]] = []
     starts, outs = offsets(rows), outputs(weights)
     into = "gathered" if gathered and algorithm == "pull" else "inbox"
-    sizes = Sizes(rows, chunk_rows, symmetric_a, into, order, links)
+    sizes = Sizes(rows, chunk_rows, symmetric_a, into, order, links, hosts)
     for r in range(len(rows) if planned is None else planned):
         if algorithm == "sequential":
             lanes.append(_gather_then_multiply(sizes, r, gathered, outs))
@@ -76,7 +77,9 @@ def _gather_then_multiply(sizes: Sizes, rank: int, gathered: bool, outs: Sequenc
     elif own.rows:  # only writes to a workspace wait for it to be free; a rank without rows writes to none
         lane += enter(rank, len(rows)) if beside else []
         lane.append(Copy(own, Region(rank, "inbox", start, start + own.rows)))
-    lane += [arrival.wait for arrival in _joined(part.arrivals, all_at_once=True)]
+    for wait, region, at in _joined(part.arrivals, all_at_once=True):
+        here = Region(rank, "inbox", at, at + region.rows)
+        lane += [wait, *([Copy(region, here)] if region != here else [])]
     lane += [*_multiply(everything, 0, rank, outs), *(keep(everything, 0) if gathered else []), *part.last]
     return {"compute": tidy(lane)} | side_lanes(beside)
 

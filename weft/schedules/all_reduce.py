@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Term, Wait
-from weft.schedules.common import after, around, before, enter, leave, offsets, publish, split, tidy
+from weft.schedules.common import Hosts, after, apart, around, before, enter, leave, offsets, publish, split, tidy
+from weft.schedules.host_sums import HostSums, inbox_rows, part_of, reduce
+from weft.schedules.reduce_scatter import stage
 
 ALGORITHMS = ("one_shot", "two_shot", "ring")
 
@@ -27,6 +29,18 @@ def all_reduce(rows: int, ranks: int, algorithm: str, op: str = "sum", *, symmet
     terms = tuple(Term(p, "a", 0) for p in range(ranks))
     result = {Region(r, "out", 0, rows): terms for r in range(ranks) if rows}
     return Plan("all_reduce", algorithm, buffers, lanes, result)
+
+
+def push(rows: int, ranks: int, op: str = "sum", *, chunk_rows: int, hosts: Hosts) -> Plan:
+    """``two_shot`` over several hosts: each adds up what its ranks have; those who keep a block put its sum to all hosts."""
+    blocks, everything = split(rows, ranks), (rows,) * ranks
+    sums = HostSums(blocks, chunk_rows, op, hosts, "at once", "a" if apart(hosts) else "partial")
+    lanes = tuple({"compute": tidy(reduce(sums._replace(rank=r), stage)) if rows else ()} for r in range(ranks))
+    buffers = {"a": Buffer("input", everything), "out": Buffer("output", everything)}
+    buffers |= {name: Buffer("workspace", everything) for name in ("partial", "hosted", "summed")}
+    buffers["inbox"] = Buffer("workspace", inbox_rows(blocks, hosts))
+    terms = tuple(Term(p, "a", 0) for p in range(ranks))
+    return Plan("all_reduce", "two_shot", buffers, lanes, {Region(r, "out", 0, rows): terms for r in range(ranks) if rows})
 
 
 def _one_shot(rank: int, rows: int, ranks: int, op: str, symmetric: bool) -> Sequence[Instruction]:
@@ -83,7 +97,8 @@ def _ring(rank: int, rows: int, ranks: int, op: str, symmetric: bool) -> Sequenc
             sources = (block(b, "inbox"), block(b, "a")) if ranks > 1 else (block(b, "a"),)
             lane.append(Reduce(sources, block(b, "out"), op))
         elif step:
-            lane += [Reduce((block(b, "inbox"), block(b, "a")), block(b, "inbox", following), _partial(op)), sent]
+            here = block(b, "inbox")
+            lane += [Reduce((here, block(b, "a")), here, part_of(op)), Copy(here, block(b, "inbox", following)), sent]
         else:
             lane += [Copy(block(b, "a"), block(b, "inbox", following)), sent]
     for step in range(ranks - 1):
@@ -94,8 +109,3 @@ def _ring(rank: int, rows: int, ranks: int, op: str, symmetric: bool) -> Sequenc
             received += 1
             lane += [Wait(previous, received), Copy(block(arriving, "reduced"), block(arriving, "out"))]
     return [*lane, *leave(rank, ranks)]
-
-
-def _partial(op: str) -> str:
-    """What is done to parts of an average: only the last sum is divided."""
-    return "sum" if op == "avg" else op

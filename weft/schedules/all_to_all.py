@@ -4,21 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.plan import Buffer, Copy, Instruction, Plan, Region, Signal, Term, Wait
-from weft.schedules.common import after, around, before, offsets, publish
+from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
+from weft.schedules.common import Hosts, after, around, before, offsets, publish
 
 
-def all_to_all(rows: Sequence[Sequence[int]], *, symmetric_a: bool = False) -> Plan:
-    """Plan for `rows[r][p]` rows from rank r to rank p; every rank gets its blocks where they lie."""
+def all_to_all(rows: Sequence[Sequence[int]], *, symmetric_a: bool = False, hosts: Hosts | None = None) -> Plan:
+    """Plan for `rows[r][p]` rows from rank r to rank p; every rank gets its blocks where they lie.
+
+    Those for ranks of another of the `hosts` are put there, once a rank has made this call.
+    """
     ranks = len(rows)
     lanes, result = [], {}
     for r in range(ranks):
         received = [rows[p][r] for p in range(ranks)]
         at, into = offsets(rows[r]), offsets(received)
-        sources = [p for p in after(r, ranks) if rows[p][r]]
-        readers = [p for p in before(r, ranks) if rows[r][p]]
-        own = publish(r, ranks, around(at[r], at[r] + rows[r][r], sum(rows[r])), symmetric_a, readers, sources)
-        lane: list[Instruction] = [*own.first]
+        near = [p for p in range(ranks) if hosts is None or hosts[p] == hosts[r]]
+        sources = [p for p in after(r, ranks) if rows[p][r] and p in near]
+        readers = [p for p in before(r, ranks) if rows[r][p] and p in near]
+        givers = [p for p in after(r, ranks) if rows[p][r] and p not in near]
+        takers = [p for p in before(r, ranks) if rows[r][p] and p not in near]
+        pieces = around(at[r], at[r] + rows[r][r], sum(rows[r]))
+        if hosts is not None:
+            pieces = [(at[p], at[p] + rows[r][p]) for p in near if p != r]
+        own = publish(r, ranks, pieces, symmetric_a, readers, sources)
+        lane: list[Instruction] = [*(Notify(p, Signal("open", r)) for p in givers), *own.first]
+        for p in takers:
+            there = offsets([rows[q][p] for q in range(ranks)])[r]
+            block = Region(r, "a", at[p], at[p] + rows[r][p])
+            lane += [Wait(Signal("open", p), 1), Copy(block, Region(p, "out", there, there + block.rows))]
+            lane.append(Notify(p, Signal("arrived", r)))
         for p in [r, *sources]:
             start = offsets(rows[p])[r]
             here = Region(r, "out", into[p], into[p] + rows[p][r])
@@ -26,6 +40,9 @@ def all_to_all(rows: Sequence[Sequence[int]], *, symmetric_a: bool = False) -> P
             lane += [Copy(Region(p, "a" if p == r else own.buffer, start, start + here.rows), here)] if here.rows else []
             if here.rows:
                 result[here] = (Term(p, "a", start - here.start),)
+        for p in givers:
+            lane.append(Wait(Signal("arrived", p), 1))
+            result[Region(r, "out", into[p], into[p] + rows[p][r])] = (Term(p, "a", offsets(rows[p])[r] - into[p]),)
         lanes.append({"compute": (*lane, *own.last)})
     sent = tuple(sum(counts) for counts in rows)
     buffers = {

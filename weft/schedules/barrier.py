@@ -10,11 +10,11 @@ from weft.schedules.common import after, before
 
 
 @cache
-def barrier(ranks: int) -> Plan:
-    """No rank ends it before all have begun it; exits are as close together as signals travel."""
+def barrier(ranks: int, name: str = "barrier") -> Plan:
+    """No rank ends it before all have begun it; exits are as close together as signals travel. `name` is that of its signals."""
     lanes: list[Mapping[str, tuple[Instruction, ...]]] = []
     for rank in range(ranks):
-        notifies = [Notify(peer, Signal("barrier", rank)) for peer in before(rank, ranks)]
-        waits = [Wait(Signal("barrier", peer), 1) for peer in after(rank, ranks)]
+        notifies = [Notify(peer, Signal(name, rank)) for peer in before(rank, ranks)]
+        waits = [Wait(Signal(name, peer), 1) for peer in after(rank, ranks)]
         lanes.append({"compute": (*notifies, *waits)})
-    return Plan("barrier", "mesh", {}, tuple(lanes))
+    return Plan(name, "mesh", {}, tuple(lanes))

@@ -20,6 +20,35 @@ def before(rank: int, ranks: int) -> list[int]:
     return [(rank - step) % ranks for step in range(1, ranks)]
 
 
+Hosts = Sequence[int]
+"""The host of each rank, numbered from 0. Ranks of a host share memory; others can only be sent rows."""
+
+
+def apart(hosts: Hosts | None) -> bool:
+    """Whether every rank has a host of its own."""
+    return hosts is not None and len(set(hosts)) == len(hosts)
+
+
+def members(host: int, hosts: Hosts) -> list[int]:
+    """The ranks of a host."""
+    return [rank for rank, its in enumerate(hosts) if its == host]
+
+
+def others(rank: int, hosts: Hosts) -> list[int]:
+    """The other hosts, in the order in which their ranks come after `rank`."""
+    return [*dict.fromkeys(hosts[peer] for peer in after(rank, len(hosts)) if hosts[peer] != hosts[rank])]
+
+
+def neighbours(rank: int, hosts: Hosts) -> list[int]:
+    """The other ranks of its host, in rotated order."""
+    return [peer for peer in after(rank, len(hosts)) if hosts[peer] == hosts[rank]]
+
+
+def carrier(rank: int, host: int, hosts: Hosts) -> int:
+    """The rank of `host` that deals with `rank` of another host on behalf of all: each has about as many to deal with."""
+    return members(host, hosts)[members(hosts[rank], hosts).index(rank) % hosts.count(host)]
+
+
 def offsets(rows: Sequence[int]) -> list[int]:
     """Where each rank's rows begin in the gathered matrix."""
     return [0, *accumulate(rows)][:-1]

@@ -5,10 +5,11 @@ Sums are taken in rank order by every algorithm, so all ranks hold equal bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait
-from weft.schedules.common import after, before, chunks, enter, in_all, leave, offsets, tidy
+from weft.schedules.common import Hosts, after, before, chunks, enter, in_all, leave, offsets, tidy
+from weft.schedules.host_sums import HostSums, inbox_rows, reduce_products
 from weft.schedules.matmul_reduce_scatter import Lanes, Sizes, multiply, wait_all
 
 ALGORITHMS = ("one_shot", "two_shot", "sequential")
@@ -17,32 +18,46 @@ Pieces = Sequence[tuple[int, int]]
 
 
 def matmul_all_reduce(
-    rows: Sequence[int], algorithm: str, *, chunk_rows: int, op: str = "sum", moved: bool = False, planned: int | None = None
+    rows: Sequence[int],
+    algorithm: str,
+    *,
+    chunk_rows: int,
+    op: str = "sum",
+    moved: bool = False,
+    planned: int | None = None,
+    hosts: Hosts | None = None,
 ) -> Plan:
     """Plan for ranks that each multiply ``sum(rows)`` rows, in pieces of at most `chunk_rows`.
 
     ``one_shot``: every rank adds up all rows, each piece while the next one is multiplied elsewhere. ``two_shot``: rank r adds up
     its block of `rows[r]` rows, which it multiplies last, and copies the sums of the others. ``sequential``: one product, then the
     sums. Products are added where they lie, or, if `moved`, gotten from the peers before. `planned`: how many ranks get their
-    lanes, all unless given.
+    lanes, all unless given. `hosts` are given where there are several: products are then put to the rank that adds them up
+    (``two_shot`` and ``sequential``), once from each host.
     """
     sizes = Sizes(rows, chunk_rows, op)
     ranks, total = len(rows), sum(rows)
-    make = _two_shot if algorithm == "two_shot" else _one_shot
+    make: Callable[[Sizes, int, bool], Lanes] = _two_shot if algorithm == "two_shot" else _one_shot
     if algorithm == "sequential":
         sizes = sizes._replace(chunk=max(1, total))
     if ranks == 1:
         make = _alone
+    elif hosts is not None and algorithm != "one_shot":
+        sums = HostSums(rows, sizes.chunk, op, hosts, "at once" if algorithm == "sequential" else "rounds")
+        make = lambda _, rank, __: reduce_products(sums._replace(rank=rank), multiply)  # noqa: E731
     planned = ranks if planned is None else planned
     lanes = [
         {name: tidy(lane) for name, lane in make(sizes, r, moved).items()} if total else {"compute": ()} for r in range(planned)
     ]
     everything, factor = (total,) * ranks, "partial" if ranks > 1 else "out"
     inbox = tuple(ranks * kept for kept in rows) if algorithm == "two_shot" else (ranks * total,) * ranks
+    if hosts is not None:
+        inbox = inbox_rows(rows, hosts)
     buffers = {
         "a": Buffer("input", everything),
         "partial": Buffer("workspace", everything),
         "summed": Buffer("workspace", everything),
+        "hosted": Buffer("workspace", everything),
         "inbox": Buffer("workspace", inbox),
         "out": Buffer("output", everything),
     }

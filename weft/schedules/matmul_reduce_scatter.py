@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait
-from weft.schedules.common import after, before, chunks, enter, in_all, in_order, leave, offsets, side_lanes, tidy
+from weft.schedules.common import Hosts, after, before, chunks, enter, in_all, in_order, leave, offsets, side_lanes, tidy
+from weft.schedules.host_sums import HostSums, inbox_rows, scatter_products
 
 ALGORITHMS = ("direct", "push", "ring", "sequential")
 
@@ -37,6 +38,7 @@ def matmul_reduce_scatter(
     order: str = "peer",
     links: int = 1,
     planned: int | None = None,
+    hosts: Hosts | None = None,
 ) -> Plan:
     """Plan for ranks that multiply ``sum(rows)`` rows and keep `rows[rank]` of them, in pieces of at most `chunk_rows`.
 
@@ -46,7 +48,8 @@ def matmul_reduce_scatter(
 
     In the `order` ``peer`` a push makes and sends the products of one peer after the other; ``interleaved`` the first piece of
     every peer, then the second … Peers are dealt out to as many lanes as there are `links`. `planned`: how many ranks get their
-    lanes, all unless given.
+    lanes, all unless given. `hosts` are given where there are several: a push then adds up what a host has before it is put to
+    another.
     """
     sizes = Sizes(rows, chunk_rows, op, order, links)
     ranks, total, starts = len(rows), sum(rows), offsets(rows)
@@ -58,6 +61,9 @@ def matmul_reduce_scatter(
     }[algorithm]
     if ranks == 1:
         make = _alone
+    elif hosts is not None and algorithm == "push":
+        sums = HostSums(rows, chunk_rows, op, hosts, "blocks")
+        make = lambda _, rank: scatter_products(sums._replace(rank=rank), multiply)  # noqa: E731
     planned = ranks if planned is None else planned
     lanes = [{name: tidy(lane) for name, lane in make(sizes, r).items()} if total else {"compute": ()} for r in range(planned)]
     everything, factor = (total,) * ranks, "partial" if ranks > 1 else "out"
@@ -66,7 +72,8 @@ def matmul_reduce_scatter(
         "partial": Buffer("workspace", everything),
         "running": Buffer("workspace", everything),
         "summed": Buffer("workspace", everything),
-        "inbox": Buffer("workspace", tuple(ranks * kept for kept in rows)),
+        "hosted": Buffer("workspace", everything),
+        "inbox": Buffer("workspace", inbox_rows(rows, hosts or range(ranks))),
         "out": Buffer("output", tuple(rows)),
     }
     result: dict[Region, Value] = {

@@ -4,8 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.plan import Buffer, Instruction, Plan, Reduce, Region, Signal, Term, Wait
-from weft.schedules.common import after, around, before, offsets, publish
+from weft.plan import Buffer, Copy, Instruction, Plan, Reduce, Region, Signal, Term, Wait
+from weft.schedules.common import Hosts, after, apart, around, before, offsets, publish, tidy
+from weft.schedules.host_sums import HostSums, inbox_rows, scatter
+
+
+def push(rows: Sequence[int], op: str = "sum", *, chunk_rows: int, hosts: Hosts) -> Plan:
+    """`reduce_scatter` over several hosts: each adds up what its ranks have, and puts it to the ranks of the others."""
+    ranks, starts, total = len(rows), offsets(rows), sum(rows)
+    sums = HostSums(rows, chunk_rows, op, hosts, "at once", "a" if apart(hosts) else "partial")
+    lanes = [{"compute": tidy(scatter(sums._replace(rank=r), stage)) if total else ()} for r in range(ranks)]
+    result = {
+        Region(r, "out", 0, kept): tuple(Term(p, "a", starts[r]) for p in range(ranks)) for r, kept in enumerate(rows) if kept
+    }
+    buffers = {
+        "a": Buffer("input", (total,) * ranks),
+        "partial": Buffer("workspace", (total,) * ranks),
+        "hosted": Buffer("workspace", (total,) * ranks),
+        "inbox": Buffer("workspace", inbox_rows(rows, hosts)),
+        "out": Buffer("output", tuple(rows)),
+    }
+    return Plan("reduce_scatter", "push", buffers, tuple(lanes), result)
+
+
+def stage(rank: int, start: int, stop: int) -> Instruction:
+    """Put this rank's rows where others can read them."""
+    return Copy(Region(rank, "a", start, stop), Region(rank, "partial", start, stop))
 
 
 def reduce_scatter(rows: Sequence[int], op: str = "sum", *, symmetric_a: bool = False) -> Plan:

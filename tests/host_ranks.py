@@ -1,0 +1,183 @@
+"""What ranks on several hosts do in tests: a script for torchrun, with the name of a part and the folder for what it finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+
+LIMIT = 2.0  # seconds that a wait may take where something goes wrong
+
+
+def whole(rank, *shape, call=0):
+    """Whole numbers whose products and sums floats hold exactly, other ones for each rank and call."""
+    return torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(1000 * call + rank)).float()
+
+
+def operators(world):
+    """Every operator and collective with every algorithm there is, on new data each time, equals the single-process result."""
+    ranks = range(world.ranks)
+    shards = [5 + 7 * rank for rank in ranks]
+    total, k, n = 96, 6, 5
+    for call in range(3):
+        b = whole(world.rank, k, n, call=call + 50)
+        weights = [whole(r, k, n, call=call + 50) for r in ranks]
+        pieces = [whole(r, shards[r], k, call=call) for r in ranks]
+        gathered = torch.cat(pieces)
+        for algorithm in ("auto", "push", "ring", "sequential"):
+            out, kept = weft.all_gather_matmul(
+                pieces[world.rank], b, shard_rows=shards, algorithm=algorithm, chunk_rows=3, return_gathered=True
+            )
+            assert torch.equal(out, gathered @ b), algorithm
+            assert torch.equal(kept, gathered), algorithm
+        whole_a = [whole(r, total, k, call=call + 9) for r in ranks]
+        products = [whole_a[r] @ weights[r] for r in ranks]
+        summed, own = sum(products), slice(world.rank * total // world.ranks, (world.rank + 1) * total // world.ranks)
+        for algorithm in ("auto", "push", "ring", "sequential"):
+            y = weft.matmul_reduce_scatter(whole_a[world.rank], b, algorithm=algorithm)
+            assert torch.equal(y, summed[own]), algorithm
+        for algorithm in ("auto", "two_shot", "sequential"):
+            assert torch.equal(weft.matmul_all_reduce(whole_a[world.rank], b, algorithm=algorithm), summed), algorithm
+        for algorithm in ("auto", "push", "ring"):
+            got = weft.all_gather(pieces[world.rank], shard_rows=shards, algorithm=algorithm, chunk_rows=4)
+            assert torch.equal(got, gathered), algorithm
+        into = torch.empty(total // world.ranks, n)
+        assert torch.equal(weft.reduce_scatter(products[world.rank], out=into), summed[own])
+        for algorithm in ("auto", "two_shot", "ring"):
+            for rows in (total, 1):
+                got = weft.all_reduce(products[world.rank][:rows].contiguous(), algorithm=algorithm)
+                assert torch.equal(got, summed[:rows]), algorithm
+        same = products[world.rank].clone()
+        assert torch.equal(weft.all_reduce(same, out=same, op="max"), torch.stack(products).max(0).values)
+        for source in ranks:
+            sent = products[source].clone() if world.rank == source else torch.full((total, n), torch.nan)
+            assert torch.equal(weft.broadcast(sent, source), products[source])
+        taken = [products[r].chunk(world.ranks)[world.rank] for r in ranks]
+        assert torch.equal(weft.all_to_all(products[world.rank]), torch.cat(taken))
+        handles = [weft.all_gather_async(pieces[world.rank], shard_rows=shards), weft.all_reduce_async(products[world.rank])]
+        assert torch.equal(handles[1].wait(), summed)
+        assert torch.equal(handles[0].wait(), gathered)
+        weft.barrier()
+    noise = torch.randn(64, 32, generator=torch.Generator().manual_seed(world.rank))
+    once, again = (weft.matmul_all_reduce(noise, torch.randn(32, 8, generator=torch.Generator().manual_seed(7))) for _ in range(2))
+    assert torch.equal(once, again)  # the same bits on every run, and on every rank
+    everyone = weft.all_gather(once.view(1, -1))
+    assert all(torch.equal(everyone[0], theirs) for theirs in everyone)
+    wide = torch.randn(40, 64)[:, ::2][:, :6]  # rows that are not contiguous
+    assert torch.equal(weft.all_gather(wide, algorithm="push")[world.rank * 40 :][:40], wide)
+    symmetric = world.empty(8, 4)
+    symmetric.fill_(world.rank)
+    assert torch.equal(weft.all_gather(symmetric)[:, 0], torch.arange(world.ranks).repeat_interleave(8).float())
+
+
+def refusals(world):
+    """What hosts cannot do is refused by name, before anything is sent."""
+    a, b = torch.ones(64, 4), torch.ones(4, 4)
+    far = next(rank for rank in range(world.ranks) if not world.near(rank))
+    symmetric, signals = world.empty(4), world.signals(1)
+    for words, call in {
+        "direct is not possible in this world": lambda: weft.all_gather_matmul(a, b, algorithm="direct"),
+        "pull is not possible in this world": lambda: weft.all_gather(a, algorithm="pull"),
+        "one_shot is not possible in this world": lambda: weft.matmul_all_reduce(a, b, algorithm="one_shot"),
+        f"rank {far} is on another host; one-sided": lambda: weft.put(symmetric, torch.ones(4), far),
+        f"rank {far} is on another host; one-sided calls": lambda: weft.notify(signals, 0, far),
+        f"rank {far} is on another host, whose memory": lambda: world.peer(symmetric, far),
+        "have a real link": lambda: world.emulate_link(1.0),
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            call()
+    assert "push" in weft.explain(a, b)
+
+
+def error_of(call):
+    """The error that a call raises, as (class, words, seconds until then)."""
+    begun = time.monotonic()
+    try:
+        while True:
+            call()
+    except weft.WeftError as error:
+        return type(error).__name__, str(error), time.monotonic() - begun
+
+
+def mismatch():
+    """Ranks that call something else are shown both calls; nothing is received in place of something else."""
+    with weft.init(timeout=20) as world:
+        a, b = torch.ones(64, 8), torch.ones(8, 8)
+        weft.all_gather_matmul(a, b)
+        odd = world.rank == world.ranks - 1
+        name, words, _ = error_of(lambda: weft.all_reduce(a) if odd else weft.all_gather_matmul(a, b))
+        assert name == "MismatchError", words
+        assert "all_gather_matmul(" in words, words
+        assert "all_reduce(" in words, words
+
+
+def traffic(world):
+    """Bytes that this host sends in an all_gather_matmul and in a matmul_reduce_scatter, each over the least that could do."""
+    a, b = torch.randn(2048, 512), torch.eye(512)
+    rows, ratios = world.ranks * len(a), []
+    least = world.hosts.count(world.hosts[0]) * a.numel() * a.itemsize
+    for call in (lambda: weft.all_gather_matmul(a, b), lambda: weft.matmul_reduce_scatter(torch.ones(rows, 512), b)):
+        call()
+        weft.barrier()
+        before = sent()
+        call()
+        weft.barrier()
+        ratios.append((sent() - before) / least)
+    return ratios
+
+
+def sent():
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+
+
+def cut_off(folder):
+    """A host's interface goes down in mid-operator: every rank gives up within its limit, and says so."""
+    with weft.init(timeout=LIMIT) as world:
+        a, b = torch.ones(256, 64), torch.ones(64, 8)
+        weft.all_gather_matmul(a, b)
+        (folder / f"running{world.rank}").touch()
+        found = error_of(lambda: weft.all_gather_matmul(a, b))
+    (folder / f"gave_up{dist.get_rank()}").touch()
+    while not (folder / "reconnected").exists():
+        time.sleep(0.01)
+    return found
+
+
+def killed(folder):
+    """A rank dies in mid-operator; all others learn of it at once."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from the agent of the dead rank's host
+    with weft.init(timeout=20) as world:
+        a, b = torch.ones(256, 64), torch.ones(64, 8)
+        weft.all_gather_matmul(a, b)
+        if world.rank == world.ranks - 1:
+            (folder / "death").write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        name, words, _ = error_of(lambda: weft.all_gather_matmul(a, b))
+        return name, words, time.time()
+
+
+def main():
+    torch.set_num_threads(1)
+    parts, folder = sys.argv[1].split(","), Path(sys.argv[2])
+    for part in parts:
+        if part in ("operators", "refusals", "traffic"):
+            with weft.init(timeout=20) as world:
+                found = globals()[part](world)
+        else:
+            found = globals()[part](*([folder] if part in ("cut_off", "killed") else []))
+        (folder / f"{part}{dist.get_rank()}").write_text(json.dumps(found))
+    if "killed" in parts:
+        os._exit(0)  # the group has lost a member
+
+
+if __name__ == "__main__":
+    main()

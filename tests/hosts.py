@@ -1,0 +1,146 @@
+"""Real hosts for tests: network namespaces that a bridge joins, each with an address and a shaped link of its own.
+
+Ranks are started by torchrun, one agent per host. All namespaces and processes are gone when the ``with`` block ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+PORT = 29400
+WHY_NOT = (
+    "network namespaces need root"
+    if os.geteuid()
+    else "network namespaces need iproute2 (ip, tc)"
+    if not (shutil.which("ip") and shutil.which("tc"))
+    else ""
+)
+needs_hosts = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+
+class Hosts:
+    """`count` namespaces on one bridge, which lies in a namespace of its own; host i has the address 10.77.0.i+1."""
+
+    def __init__(self, count: int, gbps: float | None = None) -> None:
+        prefix = f"weft{os.getpid()}"
+        self.hub, self.names = f"{prefix}hub", [f"{prefix}h{i}" for i in range(count)]
+        self.running: list[tuple[subprocess.Popen[str], IO[str]]] = []
+        for name in [self.hub, *self.names]:
+            ip("netns", "add", name)
+        ip("-n", self.hub, "link", "add", "hub", "type", "bridge")
+        ip("-n", self.hub, "link", "set", "hub", "up")
+        for i, name in enumerate(self.names):
+            ip("-n", self.hub, "link", "add", f"port{i}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("-n", self.hub, "link", "set", f"port{i}", "master", "hub", "up")
+            ip("-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                ip("-n", name, "link", "set", device, "up")
+        if gbps:
+            self.shape(gbps)
+
+    def shape(self, gbps: float) -> None:
+        """Let every host send, and be sent to, at no more than `gbps`."""
+        burst = max(64 << 10, int(gbps * 1e9 / 8 / 4000))  # bytes that may go at once
+        for i, name in enumerate(self.names):
+            for place, device in ((name, "eth0"), (self.hub, f"port{i}")):
+                limit = ["rate", f"{gbps}gbit", "burst", str(burst), "latency", "50ms"]
+                command(["tc", "-n", place, "qdisc", "replace", "dev", device, "root", "tbf", *limit])
+
+    def cut_off(self, host: int) -> None:
+        """Take the host's interface down."""
+        ip("-n", self.hub, "link", "set", f"port{host}", "down")
+
+    def reconnect(self, host: int) -> None:
+        ip("-n", self.hub, "link", "set", f"port{host}", "up")
+
+    def sent(self, host: int) -> int:
+        """Bytes that a host has sent since it was made."""
+        path = "/sys/class/net/eth0/statistics/tx_bytes"
+        return int(command(["ip", "netns", "exec", self.names[host], "cat", path]))
+
+    def start(self, script: Path, ranks: int, *arguments: object, module: bool = False) -> None:
+        """Start `ranks` ranks on each host, bound to a core per host where there are enough."""
+        cores = sorted(os.sched_getaffinity(0))
+        for i, name in enumerate(self.names):
+            environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+            pin = ["taskset", "-c", str(cores[i % len(cores)])] if ranks == 1 else []
+            torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(self.names)}", f"--node-rank={i}"]
+            torchrun += [f"--nproc-per-node={ranks}", "--master-addr=10.77.0.1", f"--master-port={PORT}", "--monitor-interval=0.05"]
+            whole = ["ip", "netns", "exec", name, *pin, *torchrun, *(["-m"] if module else []), str(script), *map(str, arguments)]
+            out = tempfile.TemporaryFile("w+")  # noqa: SIM115
+            agent = subprocess.Popen(whole, stdout=out, stderr=out, text=True, env=environment, start_new_session=True)
+            self.running.append((agent, out))
+
+    def finish(self, limit: float = 90.0) -> list[tuple[int, str]]:
+        """Wait for all agents; their exit codes and what was printed."""
+        deadline, ended = time.monotonic() + limit, []
+        for agent, out in self.running:
+            try:
+                agent.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                kill(agent)
+            out.seek(0)
+            ended.append((agent.returncode, out.read()))
+            out.close()
+        self.running.clear()
+        return ended
+
+    def over(self) -> bool:
+        """Whether any agent has ended."""
+        return any(agent.poll() is not None for agent, _ in self.running)
+
+    def run(self, script: Path, ranks: int, *arguments: object, limit: float = 90.0, module: bool = False) -> list[str]:
+        """What the agents printed, all of which must succeed."""
+        self.start(script, ranks, *arguments, module=module)
+        ended = self.finish(limit)
+        for code, text in ended:
+            assert code == 0, text
+        return [text for _, text in ended]
+
+    def close(self) -> None:
+        for agent, _ in self.running:
+            kill(agent)
+        for name in [*self.names, self.hub]:
+            for pid in command(["ip", "netns", "pids", name], check=False).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            ip("netns", "delete", name, check=False)
+
+
+@contextlib.contextmanager
+def hosts(count: int, gbps: float | None = None) -> Iterator[Hosts]:
+    """Hosts that are gone when the block ends."""
+    made = Hosts.__new__(Hosts)
+    try:
+        made.__init__(count, gbps)  # type: ignore[misc]
+        yield made
+    finally:
+        made.close()
+
+
+def kill(agent: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(agent.pid, signal.SIGKILL)
+    agent.wait()
+
+
+def ip(*words: str, check: bool = True) -> None:
+    command(["ip", *words], check)
+
+
+def command(words: Sequence[str], check: bool = True) -> str:
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0 or not check, f"{' '.join(words)}: {done.stderr}"
+    return done.stdout

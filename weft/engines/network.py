@@ -1,0 +1,287 @@
+"""The network engine: ranks on several hosts. What stays on a host is the host engine's; what crosses goes as messages.
+
+It runs the plan that `weft.messages.posted` makes of a plan. The lanes that compute and copy within the host are interpreted by the
+native core as ever. A wire is interpreted at both of its ends: the sender posts an ``isend`` for each message, straight from the
+rows; the receiver, which knows the sender's plan, has posted the ``irecv``, straight into the rows, and raises the signals that
+come with it when it is over. Messages of a call have tags of their own: rows never reach a rank that calls something else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft import _native
+from weft.engines.host import LANES, HostEngine, Program
+from weft.messages import Message, batches, incoming, is_wire, posted, target, wire
+from weft.plan import Instruction, Notify, Plan, Region, Wait
+from weft.relay import FOREVER
+from weft.schedules.barrier import barrier
+from weft.world import World
+
+OUTSTANDING = 8  # messages under way on a wire: enough that the link never waits for Python
+
+_IN_PLACE = "it reads rows of other hosts where they lie, and hosts can only send each other rows"
+_NONE = _native.Trouble.none
+
+
+class NetworkEngine(HostEngine):
+    """Executes plans for one rank of a world on several hosts."""
+
+    refused: Mapping[str, str] = {"direct": _IN_PLACE, "pull": _IN_PLACE, "one_shot": _IN_PLACE}
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        assert world.relay is not None
+        self.relay = world.relay
+
+    def compile(self, plan: Plan, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> Program:
+        return NetworkProgram(self, plan, tensors, dtypes)
+
+    def agree(self, call: str) -> None:
+        NetworkProgram(self, barrier(self.world.ranks, "agree"), {}, {}, call).execute(())
+
+
+class _Rows(NamedTuple):
+    """Rows in one of the program's slots; none stand for a token."""
+
+    slot: int
+    offset: int
+    stride: int
+    rows: int
+    row_bytes: int
+
+    def tensor(self, base: int) -> Tensor:
+        """The rows as bytes in memory, where their buffer begins at `base`; strided where they are."""
+        if not self.rows * self.row_bytes:
+            return torch.zeros(1, dtype=torch.uint8)
+        span = (self.rows - 1) * self.stride + self.row_bytes
+        memory = (ctypes.c_uint8 * span).from_address(base + self.offset)
+        return torch.frombuffer(memory, dtype=torch.uint8).as_strided((self.rows, self.row_bytes), (self.stride, 1))
+
+
+_TOKEN = _Rows(0, 0, 0, 0, 0)
+
+
+class _Sent(NamedTuple):
+    """A batch to send: to whom, and for each message its place in its wire and its rows."""
+
+    to: int
+    indices: Sequence[int]
+    rows: Sequence[_Rows]
+
+
+class NetworkProgram(Program):
+    """A plan compiled for one rank of several hosts."""
+
+    engine: NetworkEngine
+
+    def __init__(
+        self,
+        engine: NetworkEngine,
+        plan: Plan,
+        tensors: Mapping[str, Tensor],
+        dtypes: Mapping[str, torch.dtype],
+        call: str | None = None,
+    ) -> None:
+        world, rank = engine.world, engine.world.rank
+        plan = posted(plan, world.hosts)
+        self.outgoing: dict[str, list[tuple[int, tuple[Wait, list[Message], Notify]]]] = {}  # by the lane that is sent for
+        for name in plan.lanes[rank]:
+            if is_wire(name):
+                lane, to = target(name)
+                self.outgoing.setdefault(lane, []).extend((to, batch) for batch in batches(plan, rank, lane, to))
+        self.incoming = [
+            (sender, lane, [message for _, messages, _ in batches(plan, sender, lane, rank) for message in messages])
+            for sender, lane in incoming(plan, rank)
+        ]
+        self.more_lanes = len(self.outgoing) + len(self.incoming)
+        super().__init__(engine, plan, tensors, dtypes, call)
+        self.bases = [self._address(slot) for slot in self.slots]
+        self.sends: list[tuple[str, list[_Sent]]] = []
+        self.receives: list[tuple[int, str, list[_Rows]]] = []
+        self._compile_wires()
+        self.made: dict[_Rows, Tensor] = {}  # the tensors over rows, while their buffers stay where they are
+        self.spans: list[tuple[str, int, int, int]] = []
+
+    def own_lanes(self) -> Mapping[str, Sequence[Instruction]]:
+        return {name: lane for name, lane in self.plan.lanes[self.world.rank].items() if not is_wire(name)}
+
+    def bind(self, addresses: tuple[tuple[int, int], ...]) -> None:
+        if self.bound is not addresses:
+            for slot, address in addresses:
+                self.bases[slot] = address
+            self.made = {}
+        super().bind(addresses)
+
+    def begin(self, seconds: float) -> None:
+        """Publish the call, post what will come and let what is to go wait for its turn."""
+        super().begin(seconds)
+        relay, call, digest = self.engine.relay, self.native.call, self.native.hash
+        relay.announce(call, digest, self.call)
+        self.spans = []
+        for number, (sender, lane, rows) in enumerate(self.receives, len(LANES) + len(self.sends)):
+            job = _Receiving(self, number, sender, _tag(call, digest, lane), rows)
+            relay.work((sender, lane), job.run)
+        for number, (lane, sent) in enumerate(self.sends, len(LANES)):
+            relay.work(lane, _Sending(self, number, lane, _tag(call, digest, lane), sent, self.spans).run)
+
+    def execute(self, addresses: tuple[tuple[int, int], ...], timeout: float | None = None) -> None:
+        world, seconds = self.world, timeout or self.world.timeout
+        if self.engine.pending:
+            self.engine.settle()
+        self.bind(addresses)
+        with world.guard:
+            self.begin(seconds)
+            if world.native.run(self.native, 0, 0) < 0:
+                raise self._stopped(0, seconds)
+        if world.recorder is not None:
+            world.recorder.add(self.plan, self._spans())
+
+    def tensor(self, rows: _Rows) -> Tensor:
+        """The memory of these rows in this call."""
+        made = self.made.get(rows)
+        if made is None:
+            made = self.made[rows] = rows.tensor(self.bases[rows.slot] if self.bases else 0)
+        return made
+
+    def _spans(self) -> list[tuple[str, int, int, int]]:
+        return super()._spans() + self.spans
+
+    def _find_slots(self) -> list[tuple[int, str]]:
+        super()._find_slots()
+        for region in [
+            *(
+                message.copy.src
+                for sent in self.outgoing.values()
+                for _, (_, messages, _) in sent
+                for message in messages
+                if message.copy
+            ),
+            *(message.copy.dst for _, _, messages in self.incoming for message in messages if message.copy),
+        ]:
+            self.slots.setdefault((region.rank, region.buffer), len(self.slots))
+        return list(self.slots)
+
+    def _compile_wires(self) -> None:
+        native = self.native
+        for number, (lane, sent) in enumerate(self.outgoing.items(), len(LANES)):
+            several = sorted(sent, key=lambda one: one[1][0].count)  # as the lane comes to them
+            for _, (begin, _, end) in several:
+                self._compile(number, begin)
+                native.pause(number)
+                self._compile(number, end)
+            self.sends.append(
+                (
+                    lane,
+                    [
+                        _Sent(to, [m.index for m in messages], [self._message(m.copy.src if m.copy else None) for m in messages])
+                        for to, (_, messages, _) in several
+                    ],
+                )
+            )
+        for number, (sender, lane, messages) in enumerate(self.incoming, len(LANES) + len(self.outgoing)):
+            for message in messages:
+                native.pause(number)
+                for notify in message.signals:
+                    self._compile(number, notify)
+            self.receives.append((sender, lane, [self._message(m.copy.dst if m.copy else None) for m in messages]))
+
+    def _message(self, region: Region | None) -> _Rows:
+        if region is None:
+            return _TOKEN
+        geometry = self.geometry[region.buffer]
+        return _Rows(*self._operand(region), region.rows, geometry.columns * geometry.dtype.itemsize)
+
+
+class _Sending:
+    """The sending of what one lane of one call has for other hosts."""
+
+    def __init__(
+        self,
+        program: NetworkProgram,
+        number: int,
+        lane: str,
+        tag: int,
+        batches: list[_Sent],
+        spans: list[tuple[str, int, int, int]],
+    ) -> None:
+        self.program, self.number, self.lane, self.tag, self.batches, self.spans = program, number, lane, tag, batches, spans
+        self.tensors = [[program.tensor(rows) for rows in batch.rows] for batch in batches]
+
+    def run(self) -> None:
+        try:
+            at = self.advance(0)
+            for batch, tensors in zip(self.batches, self.tensors, strict=True):
+                if at < 0:
+                    return
+                self.send(batch, tensors)
+                at = self.advance(at + 1)
+        except RuntimeError:
+            pass  # a connection is closed; the relay notices too, and tells the world
+
+    def send(self, batch: _Sent, tensors: Sequence[Tensor]) -> None:
+        group, name = self.program.engine.relay.group, wire(self.lane, batch.to)
+        under_way: deque[tuple[dist.Work, Tensor, int, int]] = deque()
+
+        def finish() -> None:
+            work, _, index, begun = under_way.popleft()
+            work.wait(FOREVER)
+            self.spans.append((name, index, begun, _native.now()))
+
+        for index, tensor in zip(batch.indices, tensors, strict=True):
+            rows, begun = tensor.contiguous(), _native.now()
+            under_way.append((group.send([rows], batch.to, self.tag), rows, index, begun))
+            if len(under_way) == OUTSTANDING:
+                finish()
+        while under_way:
+            finish()
+
+    def advance(self, at: int) -> int:
+        """Wait for the next batch's turn; -1 if there will be none. That the lane is still computing is no reason to give up."""
+        native, compiled = self.program.world.native, self.program.native
+        while True:
+            reached = native.run(compiled, self.number, at)
+            trouble, stopped, *_ = compiled.stop(self.number)
+            if reached >= 0 or trouble != _native.Trouble.timeout or self.program.world.closed is not None:
+                return reached
+            at = stopped
+
+
+class _Receiving:
+    """The receiving of what one lane of one rank has for this rank in one call."""
+
+    def __init__(self, program: NetworkProgram, number: int, sender: int, tag: int, messages: Sequence[_Rows]) -> None:
+        self.program, self.number, self.sender, self.tag = program, number, sender, tag
+        self.tensors = [program.tensor(rows) for rows in messages]
+
+    def run(self) -> None:
+        group, program = self.program.engine.relay.group, self.program
+        coming: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
+        try:
+            at, ahead = program.world.native.run(program.native, self.number, 0), iter(self.tensors)
+            for _ in self.tensors:
+                for tensor in ahead:
+                    rows = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
+                    coming.append((group.recv([rows], self.sender, self.tag), rows, tensor))
+                    if len(coming) == OUTSTANDING:
+                        break
+                work, rows, tensor = coming.popleft()
+                work.wait(FOREVER)
+                if rows is not tensor:
+                    tensor.copy_(rows)
+                at = program.world.native.run(program.native, self.number, at + 1)
+        except RuntimeError:
+            pass  # a connection is closed; the relay notices too, and tells the world
+
+
+def _tag(call: int, digest: int, lane: str) -> int:
+    """The tag of a lane's messages in a call, alike on ranks that make the same call; 0 and 2**31 - 1 are the relay's."""
+    return 1 + zlib.crc32(f"{call} {digest} {lane}".encode()) % 0x7FFFFFFD

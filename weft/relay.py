@@ -1,0 +1,176 @@
+"""What a rank has with ranks on other hosts: a process group of its own, and what goes over it beside the rows.
+
+To the rest of weft a peer on another host has a Unix socket as any peer has: its other end is held here, and what is written to it
+is carried to the peer's relay, which writes it to a socket there. So notes, bad news, farewells and deaths have one way on one host
+and on many.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+
+from weft import _native
+from weft.errors import WeftError
+
+CONTROL = 0  # the tag of frames; rows have the others
+_NOTHING = 0x7FFFFFFF  # a tag under which nothing is ever sent
+_FRAME = 512  # bytes
+_PAYLOAD = _FRAME - 3
+_LONGEST = 16385  # of a message on the Unix sockets
+_HEADER = struct.Struct("<cQQ")
+_LINGER = 1.0  # seconds in which peers acknowledge a farewell or bad news
+FOREVER = timedelta(days=30)  # waits have no limit here: whoever needs what they wait for has one, and then hangs up
+_ANNOUNCED = 16  # calls whose headers may be on their way to a peer
+
+
+class Relay:
+    """The connections of rank `rank` of `group` to `peers`, its ranks on other hosts; made collectively.
+
+    `timeout` is the seconds that making the connections may take. Attribute `group`: a process group of the same ranks, over which
+    only this relay and the engine send.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, peers: Sequence[int], timeout: float) -> None:
+        _check_backend(group)
+        ranks, limit = dist.get_process_group_ranks(group), timedelta(seconds=timeout)
+        self.group: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, use_local_synchronization=True, group_desc="weft")
+        self.rank, self.peers = rank, list(peers)
+        self.ends: dict[int, socket.socket] = {}
+        self.locks = {peer: threading.Lock() for peer in peers}  # a message's frames go together
+        self.over = {peer: threading.Event() for peer in peers}  # the peer has all that it will get from here
+        self.announced: deque[object] = deque(maxlen=_ANNOUNCED * max(1, len(peers)))  # kept until they are surely sent
+        self.workers: dict[Hashable, SimpleQueue[Callable[[], None] | None]] = {}
+        self.threads: list[threading.Thread] = []
+        self.closing = threading.Lock()
+        self.closed = False
+
+    def sockets(self) -> dict[int, int]:
+        """A socket for each peer, for the world's mesh to own."""
+        near = {}
+        for peer in self.peers:
+            one, self.ends[peer] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            near[peer] = one.detach()
+        return near
+
+    def start(self, native: _native.World) -> None:
+        """Begin to carry messages, and to tell `native` what peers say they call."""
+        self.native = native
+        for peer in self.peers:
+            self._run(self._listen, peer)
+            self._run(self._speak, peer)
+
+    def announce(self, call: int, digest: int, text: str) -> None:
+        """Tell all peers what this rank calls, so that one that calls something else can show both."""
+        header = _HEADER.pack(b"h", call, digest) + text.encode()[: _PAYLOAD - _HEADER.size]
+        with contextlib.suppress(RuntimeError):  # a closed connection is noticed by who listens
+            for peer in self.peers:
+                self.announced.append(self._post(peer, header))
+
+    def work(self, key: Hashable, job: Callable[[], None]) -> None:
+        """Do `job` on the thread of this key, after its earlier ones."""
+        queue = self.workers.get(key)
+        if queue is None:
+            queue = self.workers[key] = SimpleQueue()
+            self._run(_work, queue)
+        queue.put(job)
+
+    def close(self) -> None:
+        """Hang up, once peers have acknowledged the farewell or the bad news that the world has sent, or a second has passed."""
+        with self.closing:
+            if self.closed:
+                return
+            self.closed = True
+        deadline = time.monotonic() + _LINGER
+        for over in self.over.values():
+            over.wait(max(0.0, deadline - time.monotonic()))
+        for peer in self.peers:  # a receive that times out closes all connections of its group, and of no other
+            with contextlib.suppress(RuntimeError):
+                self.group.recv([torch.empty(1)], peer, _NOTHING).wait(timedelta(milliseconds=1))
+        for end in self.ends.values():
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        for queue in self.workers.values():
+            queue.put(None)
+        for thread in self.threads:
+            if thread is not threading.current_thread():
+                thread.join(_LINGER)
+        for end in self.ends.values():
+            end.close()
+
+    def _run(self, target: Callable[..., None], *args: object) -> None:
+        self.threads.append(threading.Thread(target=target, args=args, daemon=True))
+        self.threads[-1].start()
+
+    def _post(self, peer: int, message: bytes) -> list[tuple[dist.Work, torch.Tensor]]:
+        """Send a message in frames; they are under way when this returns."""
+        posted = []
+        with self.locks[peer]:
+            for start in range(0, len(message), _PAYLOAD):
+                part = message[start : start + _PAYLOAD]
+                frame = torch.zeros(_FRAME, dtype=torch.uint8)
+                head = struct.pack("<H?", len(part), start + _PAYLOAD < len(message))
+                frame[: 3 + len(part)] = torch.frombuffer(bytearray(head + part), dtype=torch.uint8)
+                posted.append((self.group.send([frame], peer, CONTROL), frame))
+        return posted
+
+    def _speak(self, peer: int) -> None:
+        """Carry what the world writes for `peer`."""
+        with contextlib.suppress(RuntimeError, OSError):
+            while message := self.ends[peer].recv(_LONGEST):  # without the files that come with notes, which stay on this host
+                for work, _ in self._post(peer, message):
+                    work.wait(FOREVER)
+            if not self.closed:  # the world is gone without a word
+                for over in self.over.values():
+                    over.set()
+                self.close()
+
+    def _listen(self, peer: int) -> None:
+        """Carry what comes from `peer`, until it hangs up or its host is lost."""
+        frame = torch.empty(_FRAME, dtype=torch.uint8)
+        message = b""
+        with contextlib.suppress(RuntimeError, OSError):
+            while True:
+                self.group.recv([frame], peer, CONTROL).wait(FOREVER)
+                got = frame.numpy().tobytes()
+                length, more = struct.unpack_from("<H?", got)
+                message += got[3 : 3 + length]
+                if not more:
+                    self._hear(peer, message)
+                    message = b""
+        self.over[peer].set()
+        with contextlib.suppress(OSError):
+            self.ends[peer].shutdown(socket.SHUT_RDWR)
+
+    def _hear(self, peer: int, message: bytes) -> None:
+        kind = message[:1]
+        if kind == b"h":
+            _, call, digest = _HEADER.unpack_from(message)
+            self.native.hear(peer, call, digest, message[_HEADER.size :].decode(errors="replace"))
+        elif kind == b"k":
+            self.over[peer].set()
+        else:
+            self.ends[peer].send(message)
+            if kind in b"af":  # the peer hangs up when it knows that this has arrived
+                self._post(peer, b"k")[0][0].wait(FOREVER)
+
+
+def _work(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    while job := queue.get():
+        job()
+
+
+def _check_backend(group: dist.ProcessGroup) -> None:
+    if torch.device("cpu") not in group._device_types:
+        name = dist.get_backend(group)
+        raise WeftError(f'the backend {name} moves no CPU tensors: initialise torch.distributed with "cpu:gloo,cuda:nccl", or gloo')
