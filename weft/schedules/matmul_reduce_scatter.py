@@ -73,7 +73,7 @@ def matmul_reduce_scatter(
         "running": Buffer("workspace", everything),
         "summed": Buffer("workspace", everything),
         "hosted": Buffer("workspace", everything),
-        "inbox": Buffer("workspace", inbox_rows(rows, hosts or range(ranks))),
+        "inbox": Buffer("workspace", inbox_rows(rows, hosts if hosts and algorithm == "push" else range(ranks))),
         "out": Buffer("output", tuple(rows)),
     }
     result: dict[Region, Value] = {
