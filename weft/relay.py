@@ -16,12 +16,15 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from weft import _native
 from weft.errors import WeftError
+
+if TYPE_CHECKING:
+    from weft.world import World
 
 CONTROL = 0  # the tag of frames; rows have the others
 _NOTHING = 0x7FFFFFFF  # a tag under which nothing is ever sent
@@ -63,9 +66,9 @@ class Relay:
             near[peer] = one.detach()
         return near
 
-    def start(self, native: _native.World) -> None:
-        """Begin to carry messages, and to tell `native` what peers say they call."""
-        self.native = native
+    def start(self, world: World) -> None:
+        """Begin to carry messages of `world`, and to tell its native core what peers say they call."""
+        self.world = world  # which lives until it is closed, at the latest when the interpreter ends
         for peer in self.peers:
             self._run(self._listen, peer)
             self._run(self._speak, peer)
@@ -156,7 +159,7 @@ class Relay:
         kind = message[:1]
         if kind == b"h":
             _, call, digest = _HEADER.unpack_from(message)
-            self.native.hear(peer, call, digest, message[_HEADER.size :].decode(errors="replace"))
+            self.world.native.hear(peer, call, digest, message[_HEADER.size :].decode(errors="replace"))
         elif kind == b"k":
             self.over[peer].set()
         else:

@@ -84,7 +84,7 @@ class World:
         self.native = _native.World(self.mesh, control, self.spins)
         self.transfers = _native.Transfers(self.mesh, self.spins)
         if relay is not None:
-            relay.start(self.native)
+            relay.start(self)
         _alive[self.number] = self
 
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -174,6 +174,8 @@ class World:
             text = error.how if isinstance(error, PeerLost) else str(error)
             self.mesh.abort(type(error).__name__, self.rank if culprit is None else culprit, text[:8000])
             self.closed = f"{type(error).__name__}: {error}"
+            if self.relay is not None:
+                self.relay.close()  # no message may arrive in memory that is the caller's again
         return error  # type: ignore[return-value]
 
     def close(self) -> None:
