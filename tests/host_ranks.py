@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 import weft
+from weft.doctor import diagnose
 
 LIMIT = 2.0  # seconds that a wait may take where something goes wrong
 
@@ -150,6 +153,13 @@ def cut_off(folder):
     while not (folder / "reconnected").exists():
         time.sleep(0.01)
     return found
+
+
+def doctor():
+    """What is printed of the hosts and the link between them."""
+    printed = io.StringIO()
+    diagnose(Console(file=printed, width=200))
+    return printed.getvalue()
 
 
 def killed(folder):

@@ -53,7 +53,7 @@ def test_two_hosts_of_two_ranks_and_one_that_dies(two_hosts, tmp_path):
 @pytest.mark.data
 def test_two_hosts_of_one_rank_and_one_that_is_cut_off(two_hosts, tmp_path):
     """Also that a job can begin right after another that lost a rank, and a world after one that lost a host."""
-    two_hosts.start(SCRIPT, 1, "operators,refusals,mismatch,cut_off,operators", tmp_path)
+    two_hosts.start(SCRIPT, 1, "operators,refusals,mismatch,doctor,cut_off,operators", tmp_path)
     wait_for(two_hosts, *(tmp_path / f"running{rank}" for rank in range(2)))
     two_hosts.cut_off(1)
     wait_for(two_hosts, *(tmp_path / f"gave_up{rank}" for rank in range(2)))
@@ -61,6 +61,8 @@ def test_two_hosts_of_one_rank_and_one_that_is_cut_off(two_hosts, tmp_path):
     (tmp_path / "reconnected").touch()
     for code, text in two_hosts.finish():
         assert code == 0, text
+    printed, _ = found(tmp_path, "doctor", 2)
+    assert all(words in printed for words in ("eth0 10.77.0.1", "eth0 10.77.0.2", "0 - 1", "Gbit/s")), printed
     for name, words, seconds in found(tmp_path, "cut_off", 2):
         assert name == "PeerTimeout", words
         assert "of all_gather_matmul call" in words
