@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from weft.engines.simulator import Rows, seconds, simulate
@@ -25,14 +26,17 @@ ALGORITHMS: Mapping[str, tuple[str, ...]] = {
     "matmul_all_reduce": matmul_all_reduce.ALGORITHMS,
 }
 ORDERS = ("peer", "interleaved")
-PIECES = (1, 2, 4, 8, 16, 32, 64)
-"""Into how many pieces a shard may be cut."""
+PIECES = (16, 8, 32, 4, 64, 1)
+"""Into how many pieces a shard may be cut, the one that is mostly right first."""
+_PREFERRED = ("direct", "push", "pull", "ring", "one_shot", "two_shot", "sequential")
+_SAME = 0.02  # predictions that differ by less are taken to be equal
 
 _UNEQUAL = {
     ("matmul_reduce_scatter", "ring"),  # its sums begin at rank 0
     ("all_gather_matmul", "pull"),  # it joins products of adjacent peers, which for most ranks are not all peers
 }
 """Algorithms in which ranks differ even where their rows do not."""
+_TRANSFERS = 16_384  # simulated transfers up to which shards are cut into pieces: among thousands of ranks there are many anyway
 _MANY = 64  # ranks from which on it takes too long to simulate them all for every candidate
 
 
@@ -89,21 +93,25 @@ def plan(case: Case, way: Candidate, machine: Machine, communicate: bool = False
 
     Equal ranks are planned once: of a rotation that changes nothing there is only the first part (`weft.engines.simulator`).
     """
-    options: dict[str, Any] = {"chunk_rows": way.chunk_rows, "planned": planned(case, way, machine)}
+    links = max(1, min(machine.lanes, case.ranks - 1))
+    return _plan(case, way, planned(case, way, machine), links, not _reads_peers(machine), communicate)
+
+
+@lru_cache(maxsize=64)
+def _plan(case: Case, way: Candidate, planned: int, links: int, moved: bool, communicate: bool) -> Plan:
+    options: dict[str, Any] = {"chunk_rows": way.chunk_rows, "planned": planned}
+    if case.operator == "matmul_all_reduce":
+        made = matmul_all_reduce.matmul_all_reduce(case.rows, way.algorithm, moved=moved, **options)
+        return without_products(made) if communicate else made
     if way.algorithm in ("push", "sequential"):
-        options |= {"order": way.order, "links": max(1, min(machine.lanes, case.ranks - 1))}
-    if case.operator == "all_gather_matmul":
-        if communicate:
-            moving = {"direct": "pull", "sequential": "push"}.get(way.algorithm, way.algorithm)
-            return all_gather(case.rows, moving, symmetric_a=True, symmetric_gathered=True, **options)
-        return all_gather_matmul.all_gather_matmul(case.rows, way.algorithm, symmetric_a=case.symmetric, **options)
-    moved = not machine.in_place or machine.links[-1].idle
+        options |= {"order": way.order, "links": links}
     if case.operator == "matmul_reduce_scatter":
         made = matmul_reduce_scatter.matmul_reduce_scatter(case.rows, way.algorithm, moved=moved, **options)
-    else:
-        options = {"chunk_rows": way.chunk_rows, "planned": options["planned"]}
-        made = matmul_all_reduce.matmul_all_reduce(case.rows, way.algorithm, moved=moved, **options)
-    return without_products(made) if communicate else made
+        return without_products(made) if communicate else made
+    if communicate:
+        moving = {"direct": "pull", "sequential": "push"}.get(way.algorithm, way.algorithm)
+        return all_gather(case.rows, moving, symmetric_a=True, symmetric_gathered=True, **options)
+    return all_gather_matmul.all_gather_matmul(case.rows, way.algorithm, symmetric_a=case.symmetric, **options)
 
 
 def planned(case: Case, way: Candidate, machine: Machine) -> int:
@@ -134,7 +142,10 @@ def candidates(case: Case, machine: Machine, algorithm: str = "auto", chunk_rows
     Ways in which ranks differ are left out where there are many, unless they are asked for.
     """
     largest = max(1, *case.rows)
-    sizes = [chunk_rows] if chunk_rows else list(dict.fromkeys(-(-largest // pieces) for pieces in PIECES))
+    most = _TRANSFERS // (case.ranks * machine.group(case.ranks))
+    sizes = (
+        [chunk_rows] if chunk_rows else list(dict.fromkeys(-(-largest // pieces) for pieces in PIECES if pieces <= max(1, most)))
+    )
     found = []
     for name in ("sequential", *(name for name in ALGORITHMS[case.operator] if name != "sequential")):
         if algorithm not in ("auto", name) or (name == "direct" and not _reads_peers(machine)):
@@ -182,13 +193,18 @@ def forecast(case: Case, machine: Machine, algorithm: str = "auto", chunk_rows: 
 
 
 def rank(case: Case, machine: Machine, ways: list[Candidate]) -> list[tuple[Candidate, float]]:
-    """The fastest way of each algorithm and order, with its predicted seconds, the fastest first."""
+    """The fastest way of each algorithm and order, with its predicted seconds, the fastest first.
+
+    Where predictions are all but equal the more usual number of pieces comes first, and the way that needs fewer transfers; what
+    overlaps comes before what does not.
+    """
     found: dict[tuple[str, str], tuple[Candidate, float]] = {}
     for way in ways:
         took, kind = time(case, way, machine), (way.algorithm, way.order)
-        if kind not in found or took < found[kind][1]:
+        if kind not in found or took < found[kind][1] * (1 - _SAME):
             found[kind] = way, took
-    return sorted(found.values(), key=lambda way: way[1])
+    equal = min(took for _, took in found.values()) * (1 + _SAME)
+    return sorted(found.values(), key=lambda way: (max(way[1], equal), _PREFERRED.index(way[0].algorithm), way[1]))
 
 
 def changes(machine: Machine) -> dict[str, Machine]:

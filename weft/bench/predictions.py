@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -156,7 +157,8 @@ def draw_sweep(what: str, results: list[dict[str, Any]], values: Sequence[float]
         times.plot(values, [result["times_ms"][name] for result in results], color=colour, label=name, linewidth=1.8, **style)
     gains.plot(values, [result["speedup"] for result in results], color=COLOURS["reduce"], marker="o", markersize=4, linewidth=1.8)
     gains.axhline(1, color=COLOURS["text"], linewidth=1, linestyle=(0, (4, 3)))
-    times.set_yscale("log")
+    times.set_yscale("log", base=2)
+    times.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     for axes, title in ((times, "milliseconds, predicted"), (gains, "speedup: sequential / pipelined, predicted")):
         axes.set_xscale("log", base=2)
         axes.set_xticks(values, [f"{value:g}" for value in values], rotation=30 if len(values) > 8 else 0)

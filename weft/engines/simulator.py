@@ -244,6 +244,6 @@ class _Run:
     def resources(self, link: Link, src: int, dst: int) -> tuple[Resource, ...]:
         """What a transfer shares with others; of ranks that are not planned, their counterparts'."""
         if link.shared:
-            return ("out", src % self.planned, 0), ("in", dst % self.planned, 0)
+            return ("out", src % self.planned, link.reach or 0), ("in", dst % self.planned, link.reach or 0)
         here = src % self.planned
         return (("link", here, (dst - src + here) % self.plan.ranks),)
