@@ -37,7 +37,7 @@ struct Compiled {
   }
 
   void add(size_t lane, Instruction instruction) {
-    program.lanes[lane].push_back(std::move(instruction));
+    program.add(lane, std::move(instruction));
     execution.spans[lane].emplace_back();
     execution.targets[lane].emplace_back();
   }
@@ -259,22 +259,21 @@ NB_MODULE(_native, m) {
         return std::make_tuple(outcome.trouble, outcome.index, outcome.actual);
       });
 
+  nb::class_<StridedCopy>(m, "StridedCopy");
+  m.def("one_sided", &one_sided);
+
   nb::class_<Lane>(m, "Transfers")
       .def("__init__", [](Lane* self, std::shared_ptr<Mesh> mesh, int spins) { new (self) Lane{{}, {mesh, spins}}; })
       .def_prop_ro_static("max_outstanding", [](nb::handle) { return Transfers::kOutstanding; })
-      .def("copy", [](Lane& self, bool put, Segment& segment, int peer, size_t offset, uintptr_t local, size_t item, const Sizes& shape,
-                      const Sizes& remote_strides, const Sizes& local_strides) {
-        StridedCopy copy = one_sided(put, segment, peer, offset, local, item, shape, remote_strides, local_strides);
+      .def("copy", [](Lane& self, const StridedCopy& copy) {
         nb::gil_scoped_release release;
         return self.transfers.copy(copy);
       })
-      .def("submit", [](Lane& self, nb::object kept, bool put, Segment& segment, int peer, size_t offset, uintptr_t local, size_t item,
-                        const Sizes& shape, const Sizes& remote_strides, const Sizes& local_strides) {
-        StridedCopy copy = one_sided(put, segment, peer, offset, local, item, shape, remote_strides, local_strides);
+      .def("submit", [](Lane& self, nb::object kept, const StridedCopy& copy) {
         uint64_t number;
         {
           nb::gil_scoped_release release;
-          number = self.transfers.submit(std::move(copy), signal_pending);
+          number = self.transfers.submit(copy, signal_pending);
         }
         if (!number) throw_pending();
         self.kept.emplace_back(number, std::move(kept));

@@ -16,6 +16,8 @@ struct Operand {
   uint32_t slot;
   size_t offset;
   size_t stride;
+
+  bool operator==(const Operand& other) const { return slot == other.slot && offset == other.offset && stride == other.stride; }
 };
 
 enum class Op : int { copy, reduce, notify, wait, pause };
@@ -32,6 +34,7 @@ struct Instruction {
   uint32_t index = 0;           // of the counter waited for, among this rank's
   int source = 0;               // who raises the counter waited for
   uint64_t count = 0;
+  bool follows = false;         // a copy of the same rows as the one before it, made in one pass with that
 };
 
 // One rank's part of a plan: its lanes, and how much each of its counters grows in one execution.
@@ -40,7 +43,24 @@ struct Program {
   std::vector<std::pair<uint32_t, uint64_t>> promised;
   std::string call;   // operator, shapes and dtypes: what all ranks must agree on, in words
   uint64_t hash = 0;  // of the call
+
+  void add(size_t lane, Instruction instruction);
 };
+
+// Does `next` copy the rows that `first` copies or makes?
+inline bool joins(const Instruction& first, const Instruction& next) {
+  if (next.op != Op::copy || first.rows != next.rows) return false;
+  if (first.op == Op::copy) return first.operands[1] == next.operands[1] && first.columns == next.columns;
+  return first.op == Op::reduce && first.operands[0] == next.operands[1] && first.columns * size_of(first.dtypes[0]) == next.columns;
+}
+
+inline void Program::add(size_t lane, Instruction instruction) {
+  auto& instructions = lanes[lane];
+  auto first = instructions.rbegin();
+  while (first != instructions.rend() && first->follows) ++first;
+  instruction.follows = first != instructions.rend() && joins(*first, instruction);
+  instructions.push_back(std::move(instruction));
+}
 
 // How a wait ended early.
 enum class Trouble : int { none, timeout, failed, left, mismatch, interrupted };

@@ -86,6 +86,9 @@ WEFT_WIDE void divide(Wide* total, size_t n, Wide by) {
   for (size_t i = 0; i < n; ++i) total[i] /= by;
 }
 
+size_t item_of(const Rows& rows, size_t) { return size_of(rows.dtype); }
+size_t item_of(const Target&, size_t item) { return item; }
+
 // One block at a time, so that the accumulator stays in the first-level cache while the sources stream through.
 constexpr size_t kBlock = 1024;
 
@@ -143,12 +146,16 @@ void write(Dtype dtype, char* at, const Wide* total, size_t n) {
 }
 
 template <class Wide>
-void reduce_all(Combine combine, const std::vector<Rows>& operands, size_t rows, size_t columns, int ranks) {
-  Wide total[kBlock];
+void reduce_all(Combine combine, const std::vector<Rows>& operands, size_t rows, size_t columns, int ranks, const Target* copies,
+                size_t count) {
+  alignas(64) Wide total[kBlock];
+  alignas(64) char rounded[kBlock * sizeof(Wide)];
+  const size_t item = size_of(operands[0].dtype);
+  const bool past_caches = streamed(rows * columns * item * (1 + count), columns * item);
   for (size_t row = 0; row < rows; ++row)
     for (size_t start = 0; start < columns; start += kBlock) {
       size_t n = std::min(kBlock, columns - start);
-      auto at = [&](const Rows& x) { return x.base + row * x.stride + start * size_of(x.dtype); };
+      auto at = [&](const auto& x) { return x.base + row * x.stride + start * item_of(x, item); };
       read<Wide>(operands[1].dtype, at(operands[1]), n, [&](const auto* src) { begin(total, src, n); });
       for (size_t s = 2; s < operands.size(); ++s)
         read<Wide>(operands[s].dtype, at(operands[s]), n, [&](const auto* src) {
@@ -157,13 +164,21 @@ void reduce_all(Combine combine, const std::vector<Rows>& operands, size_t rows,
           else add(total, src, n);
         });
       if (combine == Combine::avg) divide(total, n, static_cast<Wide>(ranks));
-      write(operands[0].dtype, at(operands[0]), total, n);
+      char* first = at(operands[0]);
+      char* made = past_caches ? rounded : first;
+      write(operands[0].dtype, made, total, n);
+      if (past_caches) stream(first, made, n * item);
+      for (const Target* copy = copies; copy < copies + count; ++copy)
+        past_caches ? stream(at(*copy), made, n * item) : void(std::memcpy(at(*copy), made, n * item));
     }
+  if (past_caches) streams_done();
 }
 
 // Rows without gaps are one long row.
-bool joined(const std::vector<Rows>& operands, size_t columns) {
-  return std::all_of(operands.begin(), operands.end(), [&](const Rows& x) { return x.stride == columns * size_of(x.dtype); });
+bool joined(const std::vector<Rows>& operands, const Target* copies, size_t count, size_t columns) {
+  const size_t row = columns * size_of(operands[0].dtype);
+  return std::all_of(operands.begin(), operands.end(), [&](const Rows& x) { return x.stride == columns * size_of(x.dtype); }) &&
+         std::all_of(copies, copies + count, [&](const Target& x) { return x.stride == row; });
 }
 
 }  // namespace
@@ -178,21 +193,22 @@ size_t size_of(Dtype dtype) {
   return 0;
 }
 
-void reduce_rows(Combine combine, const std::vector<Rows>& operands, size_t rows, size_t columns, int ranks) {
+void reduce_rows(Combine combine, const std::vector<Rows>& operands, size_t rows, size_t columns, int ranks, const Target* copies,
+                 size_t count) {
 #ifdef WEFT_MUTANT_NO_COPY  // a build that moves nothing, to prove that the tests would notice
   return;
 #endif
-  if (joined(operands, columns)) columns *= rows, rows = columns > 0;
+  if (joined(operands, copies, count, columns)) columns *= rows, rows = columns > 0;
   switch (operands[0].dtype) {
     case Dtype::float16: case Dtype::bfloat16: case Dtype::float32:
-      return reduce_all<float>(combine, operands, rows, columns, ranks);
-    case Dtype::float64: return reduce_all<double>(combine, operands, rows, columns, ranks);
-    case Dtype::int8: return reduce_all<int8_t>(combine, operands, rows, columns, ranks);
-    case Dtype::int16: return reduce_all<int16_t>(combine, operands, rows, columns, ranks);
-    case Dtype::int32: return reduce_all<int32_t>(combine, operands, rows, columns, ranks);
-    case Dtype::int64: return reduce_all<int64_t>(combine, operands, rows, columns, ranks);
-    case Dtype::uint8: return reduce_all<uint8_t>(combine, operands, rows, columns, ranks);
-    case Dtype::boolean: return reduce_all<bool>(combine, operands, rows, columns, ranks);
+      return reduce_all<float>(combine, operands, rows, columns, ranks, copies, count);
+    case Dtype::float64: return reduce_all<double>(combine, operands, rows, columns, ranks, copies, count);
+    case Dtype::int8: return reduce_all<int8_t>(combine, operands, rows, columns, ranks, copies, count);
+    case Dtype::int16: return reduce_all<int16_t>(combine, operands, rows, columns, ranks, copies, count);
+    case Dtype::int32: return reduce_all<int32_t>(combine, operands, rows, columns, ranks, copies, count);
+    case Dtype::int64: return reduce_all<int64_t>(combine, operands, rows, columns, ranks, copies, count);
+    case Dtype::uint8: return reduce_all<uint8_t>(combine, operands, rows, columns, ranks, copies, count);
+    case Dtype::boolean: return reduce_all<bool>(combine, operands, rows, columns, ranks, copies, count);
   }
 }
 

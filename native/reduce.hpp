@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <vector>
 
+#include "copy.hpp"
+
 namespace weft {
 
 enum class Dtype : int { float16, bfloat16, float32, float64, int8, int16, int32, int64, uint8, boolean };
@@ -21,7 +23,9 @@ struct Rows {
 // operands[0] = operands[1] + operands[2] + … for each element, in this order, or their extreme; `avg` divides the sum by `ranks`.
 // float16, bfloat16 and float32 are accumulated in float32, float64 in float64, and rounded once; integers are exact (modulo
 // their width; an average is cut off), a sum of booleans is "or". Floating operands may differ in dtype, except that float64 goes
-// with float64. The extreme of a NaN and anything is NaN. The destination may be one of the sources.
-void reduce_rows(Combine combine, const std::vector<Rows>& operands, size_t rows, size_t columns, int ranks);
+// with float64. The extreme of a NaN and anything is NaN. The destination may be one of the sources. The result is also written to
+// `count` further `copies`, in the same pass; these too may be sources.
+void reduce_rows(Combine combine, const std::vector<Rows>& operands, size_t rows, size_t columns, int ranks,
+                 const Target* copies = nullptr, size_t count = 0);
 
 }  // namespace weft

@@ -68,7 +68,7 @@ bool wait_until(Counter& counter, Compare compare, uint64_t expected, int spins,
     if (holds(compare, counter.value.load(std::memory_order_acquire), expected)) return true;
     pause();
   }
-  for (int i = 0; i < kYields; ++i) {
+  for (int i = 0; i < kYields && now() < deadline; ++i) {
     if (holds(compare, counter.value.load(std::memory_order_acquire), expected)) return true;
     sched_yield();
   }

@@ -10,6 +10,9 @@ namespace weft {
 
 namespace {
 
+constexpr size_t kLine = 64;  // bytes that travel together
+constexpr size_t kTile = 64;  // rows and columns that are transposed together
+
 template <size_t size>
 void copy_elements(char* dst, size_t dst_stride, const char* src, size_t src_stride, size_t count) {
   for (size_t i = 0; i < count; ++i) std::memcpy(dst + i * dst_stride, src + i * src_stride, size);  // one load and one store
@@ -63,7 +66,19 @@ void StridedCopy::run_from(size_t dimension, char* dst, const char* src) const {
   if (dimension == dimensions_.size()) return copy_rows(dst, run_, src, run_, 1, run_);
   const Dimension& outer = dimensions_[dimension];
   if (dimension + 1 == dimensions_.size()) return run_rows(outer, dst, src);
+  if (dimension + 2 == dimensions_.size() && outer.src < dimensions_.back().src && run_ < kLine)
+    return run_tiles(outer, dimensions_.back(), dst, src);
   for (size_t i = 0; i < outer.size; ++i) run_from(dimension + 1, dst + i * outer.dst, src + i * outer.src);
+}
+
+// One view is walked along its rows and the other across them. In tiles, lines of both are used up while they are in the cache.
+void StridedCopy::run_tiles(const Dimension& outer, const Dimension& inner, char* dst, const char* src) const {
+  for (size_t i = 0; i < outer.size; i += kTile)
+    for (size_t j = 0; j < inner.size; j += kTile) {
+      const Dimension part{std::min(kTile, inner.size - j), inner.dst, inner.src};
+      for (size_t k = i; k < std::min(i + kTile, outer.size); ++k)
+        run_rows(part, dst + k * outer.dst + j * inner.dst, src + k * outer.src + j * inner.src);
+    }
 }
 
 void StridedCopy::run_rows(const Dimension& rows, char* dst, const char* src) const {

@@ -23,6 +23,7 @@ class StridedCopy {
     size_t size, dst, src;  // strides in bytes
   };
   void run_from(size_t dimension, char* dst, const char* src) const;
+  void run_tiles(const Dimension& outer, const Dimension& inner, char* dst, const char* src) const;
   void run_rows(const Dimension& rows, char* dst, const char* src) const;
   void run_staged() const;
 

@@ -31,13 +31,13 @@ uint64_t Transfers::submit(StridedCopy copy, const Interrupted& interrupted) {
   uint64_t number = submitted_->value.load(std::memory_order_relaxed) + 1;
   if (number > kOutstanding && !wait(number - kOutstanding, kForever, interrupted)) return 0;
   if (!thread_.joinable()) thread_ = std::thread(&Transfers::work, this);
-  ring_[number % kOutstanding] = std::move(copy);
+  slot(number).copy = std::move(copy);
   add(*submitted_, 1);
   return number;
 }
 
 bool Transfers::wait(uint64_t number, int64_t deadline, const Interrupted& interrupted) {
-  return wait_until(*done_, Compare::greater_equal, number, spins_, deadline, sleepers_, interrupted);
+  return wait_until(slot(number).done, Compare::greater_equal, number, spins_, deadline, sleepers_, interrupted);
 }
 
 void Transfers::finish() {
@@ -48,10 +48,10 @@ void Transfers::work() {
   for (uint64_t number = 1;; ++number) {
     auto stopping = [&] { return stopping_.load(); };
     if (!wait_until(*submitted_, Compare::greater_equal, number, std::min(spins_, kLaneSpins), kForever, sleepers_, stopping)) return;
-    std::optional<StridedCopy>& next = ring_[number % kOutstanding];
-    if (!copy(*next) && refused_.load() == kNever) refused_.store(number, std::memory_order_release);
-    next.reset();
-    add(*done_, 1);
+    Slot& next = slot(number);
+    if (!copy(*next.copy) && refused_.load() == kNever) refused_.store(number, std::memory_order_release);
+    next.copy.reset();
+    set(next.done, number);
   }
 }
 

@@ -28,8 +28,7 @@ class Transfers {
   // Queue a copy behind all earlier ones; holds the caller while kOutstanding are under way. Its number, or 0 if interrupted.
   uint64_t submit(StridedCopy copy, const Interrupted& interrupted);
   // Are this copy and all before it over?
-  bool done(uint64_t number) const { return finished() >= number; }
-  uint64_t finished() const { return done_->value.load(std::memory_order_acquire); }
+  bool done(uint64_t number) const { return slot(number).done.value.load(std::memory_order_acquire) >= number; }
   // Wait until they are; false at the deadline or if interrupted.
   bool wait(uint64_t number, int64_t deadline, const Interrupted& interrupted);
   // Was this copy, when its turn came, not made because a peer had failed?
@@ -39,14 +38,20 @@ class Transfers {
 
  private:
   static constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();
+  // Copies are numbered from 1 and end in order. Number n is in slot n % kOutstanding from when it is submitted until it is done;
+  // the copy is the thread's in between and the submitters' else. Each slot says which number was the last done in it, so that
+  // whoever waits for a copy is woken by that one and not by those before it.
+  struct Slot {
+    Counter done;
+    std::optional<StridedCopy> copy;
+  };
+  Slot& slot(uint64_t number) const { return ring_[number % kOutstanding]; }
   void work();
 
   std::shared_ptr<Mesh> mesh_;
   int spins_;
-  // Copies are numbered from 1 and end in order, so two counters tell everything: number n is in slot n % kOutstanding from when
-  // it is submitted until it is done. The slot is the thread's in between and the submitters' else.
-  std::vector<std::optional<StridedCopy>> ring_{kOutstanding};
-  std::unique_ptr<Counter> submitted_ = std::make_unique<Counter>(), done_ = std::make_unique<Counter>();
+  std::unique_ptr<Slot[]> ring_ = std::make_unique<Slot[]>(kOutstanding);
+  std::unique_ptr<Counter> submitted_ = std::make_unique<Counter>();
   std::atomic<uint64_t> refused_{kNever};  // the first number refused; a failure is for good
   std::atomic<bool> stopping_{false};
   Sleepers sleepers_;

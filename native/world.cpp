@@ -93,43 +93,54 @@ std::string World::peer_call(int peer, uint64_t call) const {
 
 int World::run(const Program& program, Execution& execution, size_t lane, int at) {
   const auto& instructions = program.lanes[lane];
-  auto computed = [&] {  // a copy may have had to wait for that, so the link was not fed
-    if (seconds_per_byte_ > 0) execution.held[lane] = now();
-  };
-  computed();
-  for (; at < static_cast<int>(instructions.size()); ++at) {
+  const int end = static_cast<int>(instructions.size());
+  feed(execution, lane);
+  while (at < end) {
     const Instruction& instruction = instructions[at];
-    if (instruction.op == Op::pause) return at;
     int64_t start = tracing_ ? now() : 0;
+    int count = 1;
     switch (instruction.op) {
-      case Op::copy: copy(execution, lane, instruction); break;
-      case Op::reduce: reduce(execution, instruction), computed(); break;
+      case Op::copy: case Op::reduce:
+        while (at + count < end && instructions[at + count].follows) ++count;
+        move(execution, lane, &instruction, count);
+        break;
       case Op::notify: add(*instruction.counter, 1); break;
       case Op::wait:
         if (!wait(program, execution, lane, at, instruction)) return -1;
         break;
-      case Op::pause: break;
+      case Op::pause: return at;
     }
-    if (tracing_) execution.spans[lane][at] = {start, now()};
+    if (tracing_) {  // what is made in one pass shares its time
+      int64_t each = (now() - start) / count;
+      for (int i = 0; i < count; ++i) execution.spans[lane][at + i] = {start + i * each, start + (i + 1) * each};
+    }
+    at += count;
   }
   return at;
 }
 
-void World::copy(const Execution& execution, size_t lane, const Instruction& instruction) {
-  const Operand &dst = instruction.operands[0], &src = instruction.operands[1];
-  copy_rows(execution.slots[dst.slot] + dst.offset, dst.stride, execution.slots[src.slot] + src.offset, src.stride,
-            instruction.rows, instruction.columns);
-  if (instruction.remote && seconds_per_byte_ > 0) pass_link(execution.held[lane], instruction.rows * instruction.columns);
+void World::move(Execution& execution, size_t lane, const Instruction* first, size_t count) {
+  thread_local std::vector<Target> targets;  // kept, so that a repeated call allocates nothing
+  thread_local std::vector<Rows> operands;
+  targets.clear(), operands.clear();
+  auto place = [&](const Operand& operand) { return execution.slots[operand.slot] + operand.offset; };
+  for (size_t i = 0; i < count; ++i) targets.push_back({place(first[i].operands[0]), first[i].operands[0].stride});
+  if (first->op == Op::copy) {
+    copy_rows(targets.data(), count, place(first->operands[1]), first->operands[1].stride, first->rows, first->columns);
+  } else {
+    for (size_t i = 0; i < first->operands.size(); ++i)
+      operands.push_back({place(first->operands[i]), first->operands[i].stride, first->dtypes[i]});
+    reduce_rows(first->combine, operands, first->rows, first->columns, ranks_, targets.data() + 1, count - 1);
+    feed(execution, lane);
+  }
+  if (seconds_per_byte_ > 0)
+    for (size_t i = 0; i < count; ++i)
+      if (first[i].remote) pass_link(execution.held[lane], first[i].rows * first[i].columns);
 }
 
-void World::reduce(const Execution& execution, const Instruction& instruction) const {
-  thread_local std::vector<Rows> rows;  // kept, so that a repeated call allocates nothing
-  rows.clear();
-  for (size_t i = 0; i < instruction.operands.size(); ++i) {
-    const Operand& operand = instruction.operands[i];
-    rows.push_back({execution.slots[operand.slot] + operand.offset, operand.stride, instruction.dtypes[i]});
-  }
-  reduce_rows(instruction.combine, rows, instruction.rows, instruction.columns, ranks_);
+// From now on copies can have been ready for the link: what they copy was not there before.
+void World::feed(Execution& execution, size_t lane) const {
+  if (seconds_per_byte_ > 0) execution.held[lane] = now();
 }
 
 void World::pass_link(int64_t ready, size_t bytes) {
@@ -159,7 +170,7 @@ bool World::wait(const Program& program, Execution& execution, size_t lane, int 
     else if (instruction.count) execution.agreed[lane][source] = 1;
   }
   if (come) {
-    if (begun) execution.held[lane] = now();
+    if (begun) feed(execution, lane);
     return true;
   }
   uint64_t base = expected - instruction.count, actual = instruction.counter->value.load();

@@ -74,8 +74,8 @@ class World {
   Header& header(int rank, uint64_t call) const;
   void publish(int rank, uint64_t call, uint64_t hash, const std::string& text);
   bool wait(const Program& program, Execution& execution, size_t lane, int at, const Instruction& instruction);
-  void copy(const Execution& execution, size_t lane, const Instruction& instruction);
-  void reduce(const Execution& execution, const Instruction& instruction) const;
+  void move(Execution& execution, size_t lane, const Instruction* first, size_t count);
+  void feed(Execution& execution, size_t lane) const;
   void pass_link(int64_t ready, size_t bytes);
   void work();
 

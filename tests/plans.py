@@ -14,10 +14,15 @@ from weft.engines.reference import Call
 from weft.plan import Plan
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import ALGORITHMS, all_gather_matmul
+from weft.schedules.all_reduce import ALGORITHMS as PLAIN_ALL_REDUCES
+from weft.schedules.all_reduce import all_reduce
+from weft.schedules.all_to_all import all_to_all
+from weft.schedules.broadcast import broadcast
 from weft.schedules.matmul_all_reduce import ALGORITHMS as ALL_REDUCES
 from weft.schedules.matmul_all_reduce import matmul_all_reduce
 from weft.schedules.matmul_reduce_scatter import ALGORITHMS as REDUCE_SCATTERS
 from weft.schedules.matmul_reduce_scatter import matmul_reduce_scatter
+from weft.schedules.reduce_scatter import reduce_scatter
 
 COLUMNS = 3
 
@@ -42,6 +47,27 @@ def scattered(rows: Sequence[int], algorithm: str, **choices: Any) -> Plan:
     return matmul_reduce_scatter(rows, algorithm, order="interleaved", links=2, **choices)
 
 
+def reduced(rows: Sequence[int], algorithm: str, *, chunk_rows: int, symmetric_a: bool, symmetric_out: bool) -> Plan:
+    """The all-reduce of as many rows as there are in all."""
+    return all_reduce(sum(rows), len(rows), algorithm, symmetric_a=symmetric_a, symmetric_out=symmetric_out)
+
+
+def collected(rows: Sequence[int], algorithm: str, *, chunk_rows: int, symmetric_a: bool) -> Plan:
+    """A collective that has but one algorithm; `chunk_rows` tells broadcasts apart."""
+    if algorithm == "reduce_scatter":
+        return reduce_scatter(rows, symmetric_a=symmetric_a)
+    if algorithm == "broadcast":
+        return broadcast(max(rows), len(rows), chunk_rows % len(rows), symmetric_a=symmetric_a)
+    return all_to_all(
+        [[share if odd else 0 for odd in _odd(r, len(rows))] for r, share in enumerate(rows)], symmetric_a=symmetric_a
+    )
+
+
+def _odd(rank: int, ranks: int) -> list[int]:
+    """Of each rank whether it is an odd number away: these get the rows of an all-to-all, in equal shares."""
+    return [(rank + other) % 2 for other in range(ranks)]
+
+
 SCHEDULES: dict[Callable[..., Plan], tuple[Sequence[str], Sequence[str]]] = {
     all_gather: (("pull", "push", "ring"), ("symmetric_a", "symmetric_gathered")),
     all_gather_matmul: (ALGORITHMS, ("symmetric_a", "gathered", "own_first", "joined")),
@@ -51,6 +77,8 @@ SCHEDULES: dict[Callable[..., Plan], tuple[Sequence[str], Sequence[str]]] = {
     matmul_reduce_scatter: (REDUCE_SCATTERS, ("moved",)),
     scattered: (("push", "sequential"), ("moved",)),
     matmul_all_reduce: (ALL_REDUCES, ("moved",)),
+    reduced: (PLAIN_ALL_REDUCES, ("symmetric_a", "symmetric_out")),
+    collected: (("reduce_scatter", "broadcast", "all_to_all"), ("symmetric_a",)),
 }
 """Planners with their algorithms and flags."""
 
@@ -96,14 +124,31 @@ def call(plan: Plan, seed: int) -> Call:
 
 def expected(call: Call) -> list[dict[str, Tensor]]:
     """What the operator of a call means, without any plan."""
-    gathered = torch.cat([inputs["a"] for inputs in call.inputs])
-    meaning = [{"gathered": gathered, "out": gathered @ weights["out"]} for weights in call.weights]
-    if call.plan.operator in ("matmul_reduce_scatter", "matmul_all_reduce"):
-        total = sum(inputs["a"] @ weights["out"] for inputs, weights in zip(call.inputs, call.weights, strict=True))
-        kept = call.plan.buffers["out"].rows
-        blocks = torch.split(total, kept) if call.plan.operator == "matmul_reduce_scatter" else [total] * len(kept)
-        meaning = [{"out": block} for block in blocks]
-    outputs = [name for name, buffer in call.plan.buffers.items() if buffer.role == "output"]
+    plan, inputs = call.plan, [inputs["a"] for inputs in call.inputs]
+    gathered = torch.cat(inputs)
+    kept = plan.buffers["out"].rows if "out" in plan.buffers else ()
+    match plan.operator:
+        case "matmul_reduce_scatter" | "matmul_all_reduce":
+            terms = [a @ weights["out"] for a, weights in zip(inputs, call.weights, strict=True)]
+        case "reduce_scatter" | "all_reduce":
+            terms = inputs
+        case _:
+            terms = []
+    if plan.operator.endswith("reduce_scatter"):
+        meaning = [{"out": block} for block in torch.split(sum(terms), kept)]
+    elif plan.operator.endswith("all_reduce"):
+        meaning = [{"out": sum(terms)} for _ in inputs]
+    elif plan.operator == "broadcast":
+        meaning = [{"out": gathered[:rows]} for rows in kept]
+    elif plan.operator == "all_to_all":
+        shares = [
+            [len(a) // sum(odd) if x else 0 for x in odd] for a, odd in ((a, _odd(r, plan.ranks)) for r, a in enumerate(inputs))
+        ]
+        blocks = [torch.split(a, share) for a, share in zip(inputs, shares, strict=True)]
+        meaning = [{"out": torch.cat([of_rank[p] for of_rank in blocks])} for p in range(plan.ranks)]
+    else:
+        meaning = [{"gathered": gathered, "out": gathered @ weights["out"]} for weights in call.weights]
+    outputs = [name for name, buffer in plan.buffers.items() if buffer.role == "output"]
     return [{name: of_rank[name] for name in outputs} for of_rank in meaning]
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -51,10 +53,11 @@ ROW = {
 }
 
 
-def weft_command(*arguments, directory=None):
-    """Run ``weft`` in a process of its own."""
-    command = [sys.executable, "-c", "from weft.cli import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=directory)
+def bench(*arguments):
+    """What ``weft bench`` says, on ranks from the server of the tests."""
+    outcome = CliRunner().invoke(app, ["bench", *map(str, arguments)])
+    assert outcome.exit_code == 0, outcome.stderr
+    return outcome
 
 
 def kinds(value):
@@ -151,8 +154,13 @@ def test_counts_are_rounded_up_to_whole_parts():
     assert [output_count(name, 8, 4) for name in ("all_gather", "reduce_scatter", "all_reduce")] == [32, 2, 8]
 
 
-def verify_all(world, dtype, op, spoil):
-    """How many elements the benchmark finds wrong, by operation, implementation and place, if `spoil` is done to every output."""
+def verify_all(world, cases):
+    """For each ``(dtype, op, spoil)`` how many elements the benchmark finds wrong if `spoil` is done to every output."""
+    return [verify_one(world, *case) for case in cases]
+
+
+def verify_one(world, dtype, op, spoil):
+    """The elements found wrong, by operation, implementation and place."""
     found = {}
     for operation in PLACES:
         settings = Settings(operation, (60,), dtype, op, baselines=("gloo",) if op != "avg" else ())
@@ -172,17 +180,16 @@ SPOILS = {
 
 
 @pytest.mark.data
-@pytest.mark.parametrize(("dtype", "op"), [("float32", "sum"), ("bfloat16", "avg"), ("int8", "max")])
-def test_right_results_are_accepted(dtype, op):
-    [found, _, _] = on_ranks(verify_all, 3, dtype, op, None)
-    assert {operation for operation, _, _ in found} == {*PLACES}
-    assert not any(found.values())
+def test_right_results_are_accepted():
+    [found, _, _] = on_ranks(verify_all, 3, [("float32", "sum", None), ("bfloat16", "avg", None), ("int8", "max", None)])
+    for of_case in found:
+        assert {operation for operation, _, _ in of_case} == {*PLACES}
+        assert not any(of_case.values())
 
 
-@pytest.mark.parametrize(("spoil", "wrong"), [("last element of rank 1", 1), ("not a number", 2)])
-def test_wrong_results_are_counted_on_every_rank(spoil, wrong):
-    for found in on_ranks(verify_all, 2, "float32", "sum", spoil):
-        assert set(found.values()) == {wrong}
+def test_wrong_results_are_counted_on_every_rank():
+    for found in on_ranks(verify_all, 2, [("float32", "sum", spoil) for spoil in ("last element of rank 1", "not a number")]):
+        assert [set(of_case.values()) for of_case in found] == [{1}, {2}]
 
 
 def verify_nothing(world):
@@ -249,8 +256,7 @@ def test_what_cannot_be_served_is_refused(arguments, advice, monkeypatch, tmp_pa
 
 @pytest.mark.data
 def test_a_sweep_on_two_ranks(tmp_path):
-    outcome = weft_command("bench", "all-reduce", *SHORT, "--json", "-", "--plot", str(tmp_path / "sweep.svg"))
-    assert outcome.returncode == 0, outcome.stderr
+    outcome = bench("all-reduce", *SHORT, "--json", "-", "--plot", tmp_path / "sweep.svg")
     made = json.loads(outcome.stdout)
     assert kinds(made) == SCHEMA
     assert made["verified"]
@@ -274,15 +280,35 @@ def test_a_sweep_joins_the_ranks_of_a_launcher():
 
 @pytest.mark.data
 @pytest.mark.skipif(not MPIS, reason="run `make baselines` first")
-@pytest.mark.parametrize("command", ["all-gather", "reduce-scatter", "all-reduce", "broadcast", "all-to-all"])
-def test_mpi_is_measured_beside(command):
-    more = ["--baseline", ",".join(MPIS), "--json", "-"]
-    outcome = weft_command("bench", command, *SHORT, *more, directory=Path(__file__).parents[1])
-    assert outcome.returncode == 0, outcome.stderr
-    made = json.loads(outcome.stdout)
+def test_mpi_is_measured_beside(monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[1])
+    made = json.loads(bench("all-reduce", *SHORT, "--baseline", ",".join(MPIS), "--json", "-").stdout)
     assert made["verified"]
     assert {*MPIS} < {row["implementation"] for row in made["rows"]}
     assert {*MPIS} < {*made["versions"]}
+
+
+def measure_mpi(world, directory):
+    """The rows of all operations beside MPI, by one set of MPI's processes."""
+    os.chdir(directory)
+    with ExitStack() as stack:
+        mpis = {name: stack.enter_context(mpi_ranks.MpiRanks(name, world.cores)) if world.rank == 0 else None for name in MPIS}
+        rows = []
+        for operation in PLACES:
+            settings = Settings(operation, (8, 4096), warmup=0, iterations=1)
+            of_operation = collectives.Bench(settings, world)
+            for size in settings.sizes:
+                rows += of_operation.rows(size, mpis, lambda: None)
+        return [(row.operation, row.implementation, row.in_place, row.wrong) for row in rows]
+
+
+@pytest.mark.data
+@pytest.mark.skipif(not MPIS, reason="run `make baselines` first")
+def test_every_operation_of_mpi_is_verified():
+    [rows, _] = on_ranks(measure_mpi, 2, Path(__file__).parents[1])
+    for operation, places in PLACES.items():
+        assert {(operation, name, place, 0) for name in MPIS for place in places} <= {*rows}
+    assert not any(wrong for *_, wrong in rows)
 
 
 def test_an_mpi_that_does_not_start_is_an_error(monkeypatch, tmp_path):
@@ -299,9 +325,7 @@ def test_an_mpi_that_does_not_start_is_an_error(monkeypatch, tmp_path):
 @pytest.mark.parametrize("link", [[], ["--link-gbps", "auto"]])
 def test_overlap_of_what_is_independent(link, tmp_path):
     small = ["--shape", "64x64x32", "--size", "64K", "--warmup", "1", "--iterations", "2", "--threads", "1"]
-    outcome = weft_command("bench", "overlap", *small, *link, "--json", "-", "--plot", str(tmp_path / "overlap.svg"))
-    assert outcome.returncode == 0, outcome.stderr
-    made = json.loads(outcome.stdout)
+    made = json.loads(bench("overlap", *small, *link, "--json", "-", "--plot", tmp_path / "overlap.svg").stdout)
     assert made["verified"]
     assert [*made["times_ms"]] == ["compute", "communicate", "sequential", "overlapped"]
     assert [*made["baselines_ms"]] == ([] if link else ["gloo sequential", "gloo overlapped"])

@@ -126,6 +126,7 @@ def beyond_2_gib(world):
     theirs = torch.randint(1, 255, (1000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(peer))
     assert torch.equal(end, theirs)
     assert memory[:: 1 << 30].tolist() == theirs[:3].tolist()
+    assert torch.equal(world.peer(memory, peer)[-1000:], numbers)
     got = torch.zeros(1000, dtype=torch.uint8)
     weft.get_async(got, end, peer).wait()
     assert torch.equal(got, numbers)
@@ -179,7 +180,7 @@ def bad_arguments(world):
             call()
     segment = weft.memory.find(memory)
     with pytest.raises(ValueError, match="out of bounds"):
-        world.transfers.copy(True, segment, 1, 4, plain.data_ptr(), 4, (4, 4), (4, 1), (4, 1))
+        _native.one_sided(True, segment, 1, 4, plain.data_ptr(), 4, (4, 4), (4, 1), (4, 1))
     weft.barrier()
     assert bool((memory == 7).all()), "a refused call moves nothing"
     assert signals[:] == [0, 0, 0, 0], "and raises nothing"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 from ranks import on_ranks
@@ -27,9 +25,8 @@ NAMES = [
 def test_rows_and_picture(tmp_path):
     saved, picture = tmp_path / "p2p.json", tmp_path / "p2p.svg"
     options = ["--sizes", "100,4K", "--iterations", "2", "--warmup", "0", "--json", str(saved), "--plot", str(picture)]
-    command = [sys.executable, "-c", "from weft.cli import main; main()", "bench", "p2p", *options]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = CliRunner().invoke(app, ["bench", "p2p", *options])
+    assert done.exit_code == 0, done.stderr
     result = json.loads(saved.read_text())
     assert (result["benchmark"], result["ranks"], result["verified"]) == ("p2p", 2, True)
     assert [(row["operation"], row["implementation"]) for row in result["rows"]] == 2 * NAMES

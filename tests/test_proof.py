@@ -49,12 +49,16 @@ def test_instructions_that_may_be_swapped_do_not_matter(rows):
 @given(st.data(), plans.row_counts(max_ranks=4).filter(any), st.integers(0, 2**32 - 1))
 def test_what_is_accepted_is_right(data, rows, seed):
     """However a plan came about, and whatever is done before and after it."""
-    changed, other = (data.draw(plans.any_plan(st.just(rows))) for _ in range(2))
+    changed, other = (data.draw(plans.any_plan(st.just(rows)).filter(does_something)) for _ in range(2))
     dice = random.Random(seed)
     for _ in range(8):
         if not problems(candidate := mutant(changed, dice)):
             changed = candidate
     assert are_right([changed, other, changed, changed, other], seed, tries=4), changed
+
+
+def does_something(plan: Plan) -> bool:
+    return any(lane for lanes in plan.lanes for lane in lanes.values())
 
 
 def are_right(several: list[Plan], seed: int, tries: int) -> bool:

@@ -119,17 +119,6 @@ def test_lack_of_memory_is_an_error_on_every_rank():
     on_ranks(too_much_memory, 2)
 
 
-def large_segment(world):
-    tensor = world.empty((2 << 30) + 4096, dtype=torch.uint8)
-    tensor[-1] = 7 + world.rank
-    dist.barrier()
-    return world.peer(tensor, 1 - world.rank)[-1].item()
-
-
-def test_segments_over_2_gib():
-    assert on_ranks(large_segment, 2) == [8, 7]
-
-
 def two_worlds_and_a_subgroup(world):
     pair = dist.new_group([0, 2])
     other = weft.init(dist.group.WORLD)

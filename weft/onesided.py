@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 import operator
 from functools import partial
-from typing import Any
+from typing import NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -41,8 +42,26 @@ _STRIDED = torch.strided
 _FOREVER = 1e9  # seconds; what a clock of 64 bits in nanoseconds can count to without care
 
 
-_Copy = tuple[Any, ...]
-"""What the native core wants to know of a copy to or from a peer, checked: see `_native.Transfers.copy`."""
+_REMEMBERED = 1024  # copies that are found by the identity of their tensors
+
+
+class _Copy(NamedTuple):
+    """A copy between a peer's counterpart of `remote` and `local`, checked and made ready."""
+
+    owner: ReferenceType[World]
+    put: bool
+    peer: int
+    size: int  # bytes
+    native: _native.StridedCopy
+    remote: memory.Seen
+    local: memory.Seen
+
+    def __str__(self) -> str:
+        return f"{'put' if self.put else 'get'} of {self.size:,} bytes {'to' if self.put else 'from'} rank {self.peer}"
+
+
+_copies: dict[tuple[bool, int, int, int], _Copy] = {}
+"""By direction, the identities of both tensors, and the peer."""
 
 
 class Transfer:
@@ -53,8 +72,8 @@ class Transfer:
     live until it is over. `World.close` completes what is under way.
     """
 
-    def __init__(self, world: World, number: int, what: str) -> None:
-        self._world, self._number, self._what = world, number, what
+    def __init__(self, world: World, number: int, what: object) -> None:
+        self._world, self._number, self._what = world, number, what  # in words, where it is turned into a string
 
     def done(self) -> bool:
         """Whether it is over. False at first, then True for ever; what it did may be used once True, as after `wait`."""
@@ -88,8 +107,7 @@ def put(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> N
     is, is checked. Raises `ValueError` (not symmetric, of another world, no such peer, shapes differ, out of bounds), `TypeError`
     (dtypes differ), `PeerLost`.
     """
-    own, copy = _checked(dst, src, peer, world, True)
-    _run(own, copy)
+    _run(*_prepared(dst, src, peer, world, True))
 
 
 def get(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> None:
@@ -98,8 +116,7 @@ def get(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> N
     `src` is this rank's part of a symmetric tensor or any view of it, `dst` any CPU tensor of that dtype and shape; the rest is as
     for `put`. What is read is only certain if the peer has said that it is there, and does not write it meanwhile.
     """
-    own, copy = _checked(src, dst, peer, world, False)
-    _run(own, copy)
+    _run(*_prepared(src, dst, peer, world, False))
 
 
 def put_async(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> Transfer:
@@ -107,19 +124,17 @@ def put_async(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None
 
     A world has 1024 transfers under way at most; while it has, this call holds its thread until one ends.
     """
-    own, copy = _checked(dst, src, peer, world, True)
-    return Transfer(own, own.transfers.submit((dst, src), *copy), _say(copy))
+    return _begin((dst, src), *_prepared(dst, src, peer, world, True))
 
 
 def get_async(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> Transfer:
     """Begin a `get` and return at once; `dst` holds nothing certain until the returned `Transfer` is over. Else as `put_async`."""
-    own, copy = _checked(src, dst, peer, world, False)
-    return Transfer(own, own.transfers.submit((dst, src), *copy), _say(copy))
+    return _begin((dst, src), *_prepared(src, dst, peer, world, False))
 
 
 def put_notify(dst: Tensor, src: Tensor, signals: Signals, index: int | slice, peer: int, op: str = "add", value: int = 1) -> None:
     """`put`, then `notify` the same peer: who sees the counter sees the data. Everything is checked before anything is moved."""
-    own, copy = _checked(dst, src, peer, signals.world, True)
+    own, copy = _prepared(dst, src, peer, signals.world, True)
     raising = _notification(signals, index, peer, op, value)
     _run(own, copy)
     if not raising():
@@ -184,19 +199,42 @@ def barrier(world: World | None = None, timeout: float | None = None) -> None:
     engine(chosen).execute(barrier_plan(chosen.ranks), {}, timeout=timeout)
 
 
+def _prepared(remote: Tensor, local: Tensor, peer: int, world: World | None, put: bool) -> tuple[World, _Copy]:
+    """Its world, and the copy between `peer`'s counterpart of `remote` and `local`; the same tensors again find theirs ready."""
+    known = _copies.get((put, id(remote), id(local), peer)) if type(peer) is int else None
+    if known is not None and known.remote.is_now(remote) and known.local.is_now(local):
+        own = known.owner()
+        if own is not None and (world is None or world is own):
+            own.check()
+            return own, known
+    own, copy = _checked(remote, local, peer, world, put)
+    if len(_copies) >= _REMEMBERED:
+        _copies.clear()
+    _copies[put, id(remote), id(local), copy.peer] = copy
+    return own, copy
+
+
 def _checked(remote: Tensor, local: Tensor, peer: int, world: World | None, put: bool) -> tuple[World, _Copy]:
-    """The world of `remote`, and the copy between `peer`'s counterpart of it and `local`."""
+    """The same, made of arguments that have been checked."""
     if not (_is_plain(remote) and _is_plain(local)):
         raise _refusal(remote, local, put)
     segment = memory.find(remote)
     own = None if segment is None else numbered(segment.world)
     shape, dtype = remote.shape, remote.dtype
-    if segment is None or own is None or world not in (None, own) or dtype is not local.dtype or shape != local.shape:
+    if (
+        not isinstance(segment, _native.Segment)
+        or own is None
+        or world not in (None, own)
+        or dtype is not local.dtype
+        or shape != local.shape
+    ):
         raise _refusal(remote, local, put)
     own.check()
     rank, item = _rank(peer, own), dtype.itemsize
-    offset = remote.storage_offset() * item
-    return own, (put, segment, rank, offset, local.data_ptr(), item, shape, remote.stride(), local.stride())
+    offset = int(remote.storage_offset()) * item
+    native = _native.one_sided(put, segment, rank, offset, local.data_ptr(), item, shape, remote.stride(), local.stride())
+    size = math.prod(shape) * item
+    return own, _Copy(ref(own), put, rank, size, native, memory.Seen.of(remote), memory.Seen.of(local))
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -230,13 +268,12 @@ def _refusal(remote: Tensor, local: Tensor, put: bool) -> Exception:
 
 
 def _run(world: World, copy: _Copy) -> None:
-    if not world.transfers.copy(*copy):
-        raise world.failure(f"to make a {_say(copy)}")
+    if not world.transfers.copy(copy.native):
+        raise world.failure(f"to make a {copy}")
 
 
-def _say(copy: _Copy) -> str:
-    put, _, peer, _, _, item, shape, *_ = copy
-    return f"{'put' if put else 'get'} of {math.prod(shape) * item:,} bytes {'to' if put else 'from'} rank {peer}"
+def _begin(tensors: tuple[Tensor, Tensor], world: World, copy: _Copy) -> Transfer:
+    return Transfer(world, world.transfers.submit(tensors, copy.native), copy)
 
 
 def _notification(signals: Signals, index: int | slice, peer: int, op: str, value: int) -> partial[bool]:

@@ -41,6 +41,27 @@ void test_copies() {
     for (int i = 0; i < 20; ++i) CHECK(dst[row * 20 + i] == (i < 13 ? src[row * 30 + i] : 0));
 }
 
+void test_several_targets() {
+  std::mt19937 random(3);
+  for (size_t bytes : {1, 100, 70'000, 2 << 20, 5 << 20}) {
+    std::vector<char> src(bytes), one(bytes + 8), other(bytes + 8);
+    for (auto& x : src) x = static_cast<char>(random());
+    Target targets[] = {{one.data() + 3, bytes}, {src.data(), bytes}, {other.data() + 1, bytes}};  // the source may be among them
+    std::vector<char> wanted = src;
+    copy_rows(targets, 3, src.data(), bytes, 1, bytes);
+    CHECK(src == wanted && !std::memcmp(one.data() + 3, wanted.data(), bytes) && !std::memcmp(other.data() + 1, wanted.data(), bytes));
+  }
+}
+
+void test_transposing() {
+  constexpr size_t rows = 70, columns = 131;
+  std::vector<uint32_t> src(rows * columns), dst(rows * columns);
+  for (size_t i = 0; i < src.size(); ++i) src[i] = static_cast<uint32_t>(i);
+  StridedCopy(reinterpret_cast<char*>(dst.data()), reinterpret_cast<char*>(src.data()), 4, {rows, columns}, {1, rows}, {columns, 1}).run();
+  for (size_t r = 0; r < rows; ++r)
+    for (size_t c = 0; c < columns; ++c) CHECK(dst[c * rows + r] == src[r * columns + c]);
+}
+
 void test_sums() {
   std::mt19937 random(2);
   std::uniform_real_distribution<float> uniform(-1, 1);
@@ -53,6 +74,16 @@ void test_sums() {
   }
   reduce_rows(Combine::sum, places, rows, columns, 4);
   for (size_t i = 0; i < rows * columns; ++i) CHECK(all[0][i] == ((all[1][i] + all[2][i]) + all[3][i]) + all[4][i]);
+  std::vector<float> copy(rows * columns);
+  Target copies[] = {{reinterpret_cast<char*>(copy.data()), columns * 4}, {reinterpret_cast<char*>(all[2].data()), columns * 4}};
+  reduce_rows(Combine::sum, places, rows, columns, 4, copies, 2);  // a source is overwritten, once it has been read
+  CHECK(copy == all[0] && all[2] == all[0]);
+  size_t many = (size_t{9} << 20) / 4;  // written past the caches
+  std::vector<float> left(many, 1), right(many, 2), total(many), twice(many);
+  auto whole = [&](std::vector<float>& x) { return Rows{reinterpret_cast<char*>(x.data()), many * 4, Dtype::float32}; };
+  Target again{reinterpret_cast<char*>(twice.data()), many * 4};
+  reduce_rows(Combine::avg, {whole(total), whole(left), whole(right)}, 1, many, 2, &again, 1);
+  for (size_t i = 0; i < many; ++i) CHECK(total[i] == 1.5f && twice[i] == 1.5f);
   uint16_t one = 0x3f80, tiny = 0x3b80, sum = 0, nan = 0x7fc1;  // bfloat16: 1, 1/256 and a NaN
   auto place = [](uint16_t& x) { return Rows{reinterpret_cast<char*>(&x), 2, Dtype::bfloat16}; };
   reduce_rows(Combine::sum, {place(sum), place(one), place(tiny)}, 1, 1, 2);
@@ -238,7 +269,7 @@ void test_transfers() {
       for (uint64_t x : chain) CHECK(x == 42);
     });
   for (auto& thread : threads) thread.join();
-  CHECK(!transfers.wait(transfers.finished() + 1, now() + 1'000'000, [] { return false; }));
+  CHECK(!transfers.wait(chains.size() * n + 1, now() + 1'000'000, [] { return false; }));
   host.meshes[1]->abort({"KeyError", 1, "gone"});
   while (!host.meshes[0]->failed()) weft::pause();
   uint64_t source = 1, target = 0;
@@ -285,6 +316,8 @@ void test_boards() {
 
 int main() {
   test_copies();
+  test_several_targets();
+  test_transposing();
   test_sums();
   test_lanes(2, 300);
   test_lanes(4, 200);

@@ -192,8 +192,7 @@ class Bench:
         """All implementations, for inputs of `count` elements."""
         settings, found = self.settings, list[Contender]()
         for in_place in self.places:
-            # A part that lies at another place on each rank is not yet found by peers.
-            for name in (PLAIN,) if in_place and settings.operation == "all_gather" else (WEFT, PLAIN):
+            for name in (WEFT, PLAIN):
                 tensors = self.tensors(name, in_place, count)
                 found.append(Local(name, in_place, weft_collective(settings, *tensors, self.world), tensors, self))
             if GLOO in settings.baselines:  # on the plain tensors

@@ -282,9 +282,13 @@ class Program:
         if self.engine.pending:
             self.engine.settle()
         self.bind(addresses)
-        with world.guard:
-            if not world.native.execute(self.native, timeout or world.timeout):
-                raise self._stopped(0, timeout or world.timeout)
+        try:
+            done = world.native.execute(self.native, timeout or world.timeout)
+        except BaseException as error:  # what a signal handler raised; a `with` would cost every call
+            world.fail(error)
+            raise
+        if not done:
+            raise self._stopped(0, timeout or world.timeout)
         if world.recorder is not None:
             world.recorder.add(self.plan, self._spans())
 

@@ -6,7 +6,7 @@ until it is waited for, its tensors must not be touched. Calls are carried out i
 depend on arrival order: the same bits on every run.
 
 Passing `out`, and the same tensors again and again, is the fastest way to call: the compiled plan is then found by the tensors'
-identity. Symmetric tensors (`World.empty`), the same on all ranks, are read in place by peers; others are staged.
+identity. Symmetric tensors (`World.empty`), the same on all ranks, are read and written in place by peers; others are staged.
 
 Keywords that all share: `out`, a contiguous tensor for the result (else a new one); `world`, by default that of ``weft.init()``;
 `timeout`, the seconds any wait may take, by default the world's. Bad arguments are `ValueError` or `TypeError`, raised before
@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from weft.engines import engine
 from weft.engines.host import Geometry, Program
 from weft.errors import PeerTimeout
 from weft.matmul import DTYPES as FLOATS
+from weft.memory import Seen
 from weft.ops import arguments
 from weft.ops.choice import check_possible
 from weft.plan import Plan
@@ -47,7 +47,8 @@ ANY = (*NUMBERS, torch.bool)
 REDUCTIONS = ("sum", "avg", "max", "min")
 
 ONE_SHOT_BYTES = 16 << 10  # up to this size the least waiting wins over the least work
-PIECES = 16  # transfers per shard of push and ring
+PUSH_BYTES = 256 << 10  # from this size on of a rank's rows, not reading them from memory twice wins over finding them in the cache
+PIECES = 16  # transfers per shard of a ring, and of a push through a workspace
 _REMEMBERED = 1024  # calls per world that are found by the identity of their tensors
 
 
@@ -94,13 +95,8 @@ class _Known(NamedTuple):
 
     program: Program
     addresses: tuple[tuple[int, int], ...]
-    seen: tuple[tuple[ReferenceType[Tensor], int, torch.Size, tuple[int, ...]], ...]
-
-    def fits(self, *tensors: Tensor) -> bool:
-        for tensor, (known, address, shape, strides) in zip(tensors, self.seen, strict=True):
-            if known() is not tensor or tensor.data_ptr() != address or tensor.shape != shape or tensor.stride() != strides:
-                return False
-        return True
+    a: Seen
+    out: Seen
 
 
 _Prepare = Callable[..., _Work]
@@ -115,7 +111,7 @@ def _now(
     calls = engine(world).calls
     name = prepare, id(a), id(out), options
     known: _Known | None = calls.get(name)
-    if known is not None and out is not None and known.fits(a, out):
+    if known is not None and out is not None and known.a.is_now(a) and (out is a or known.out.is_now(out)):
         known.program.execute(known.addresses, timeout)
         return out
     arguments.check_timeout(timeout)
@@ -128,7 +124,7 @@ def _now(
     if lasting and out is not None and all(_within(tensor, (a, out)) for tensor in work.tensors.values()):
         if len(calls) >= _REMEMBERED:
             calls.clear()
-        calls[name] = _Known(program, addresses, tuple((ref(t), t.data_ptr(), t.shape, t.stride()) for t in (a, out)))
+        calls[name] = _Known(program, addresses, Seen.of(a), Seen.of(out))
     return work.result
 
 
@@ -159,11 +155,13 @@ def all_gather(
     """The tensors `a` of all ranks joined along `dim`, in rank order; any dtype of `ANY`.
 
     `shard_rows` are the sizes of that dimension on all ranks if they differ (zero is allowed). `algorithm` is ``pull`` (every rank
-    reads its peers'; what auto chooses), ``push`` or ``ring``, these in transfers of `chunk_rows`. `a` may be this rank's own part
-    of `out`; it is then staged.
+    reads its peers'), ``push`` (every rank writes to its peers) or ``ring``, these two in transfers of `chunk_rows`; auto pushes
+    where `out` is symmetric, unless `a` is so too and small. `a` may be this rank's own part of `out`; where that is symmetric a
+    push copies nothing but what peers get.
     """
     shards = None if shard_rows is None else tuple(shard_rows)
-    return cast(Tensor, _mode(_prepare_all_gather, a, out, (dim, shards, algorithm, chunk_rows), world, timeout))
+    made: Tensor = _mode(_prepare_all_gather, a, out, (dim, shards, algorithm, chunk_rows), world, timeout)
+    return made
 
 
 def all_gather_async(a: Tensor, **keywords: Any) -> Handle:
@@ -189,7 +187,8 @@ def reduce_scatter(
     rank's own part of `a`.
     """
     shards = None if shard_rows is None else tuple(shard_rows)
-    return cast(Tensor, _mode(_prepare_reduce_scatter, a, out, (op, dim, shards), world, timeout))
+    made: Tensor = _mode(_prepare_reduce_scatter, a, out, (op, dim, shards), world, timeout)
+    return made
 
 
 def reduce_scatter_async(a: Tensor, **keywords: Any) -> Handle:
@@ -213,7 +212,8 @@ def all_reduce(
     ``two_shot`` (every rank reduces a part and copies the others') or ``ring`` (rounded to a's dtype at every hop). `out` may be
     `a` itself.
     """
-    return cast(Tensor, _mode(_prepare_all_reduce, a, out, (op, algorithm), world, timeout))
+    made: Tensor = _mode(_prepare_all_reduce, a, out, (op, algorithm), world, timeout)
+    return made
 
 
 def all_reduce_async(a: Tensor, **keywords: Any) -> Handle:
@@ -225,7 +225,8 @@ def broadcast(
     tensor: Tensor, source: int, *, world: World | None = None, timeout: float | None = None, _mode: _Mode = _now
 ) -> Tensor:
     """Overwrite `tensor`, which must be contiguous, with that of rank `source`, and return it; any dtype of `ANY`."""
-    return cast(Tensor, _mode(_prepare_broadcast, tensor, tensor, (source,), world, timeout))
+    made: Tensor = _mode(_prepare_broadcast, tensor, tensor, (source,), world, timeout)
+    return made
 
 
 def broadcast_async(tensor: Tensor, source: int, **keywords: Any) -> Handle:
@@ -250,7 +251,8 @@ def all_to_all(
     """
     given = None if input_split_sizes is None else tuple(input_split_sizes)
     taken = None if output_split_sizes is None else tuple(output_split_sizes)
-    return cast(Tensor, _mode(_prepare_all_to_all, a, out, (given, taken), world, timeout))
+    made: Tensor = _mode(_prepare_all_to_all, a, out, (given, taken), world, timeout)
+    return made
 
 
 def all_to_all_async(a: Tensor, **keywords: Any) -> Handle:
@@ -288,8 +290,11 @@ def _prepare_all_gather(
     symmetric, symmetric_out = world.is_symmetric(matrix) and not in_place, world.is_symmetric(whole)
     hosts = several_hosts(world)
     if algorithm == "auto":
-        algorithm = "push" if hosts else "pull"
-    chunk = chunk_rows or max(1, -(-max(rows) // PIECES))
+        most = max(rows) * matrix.shape[1] * matrix.itemsize
+        straight = symmetric_out and (not symmetric or most >= PUSH_BYTES)
+        algorithm = "push" if hosts or straight else "pull"
+    pieces = 1 if algorithm == "push" and symmetric_out and hosts is None else PIECES
+    chunk = chunk_rows or max(1, -(-max(rows) // pieces))
     plan = _plan_all_gather(rows, algorithm, chunk, symmetric, symmetric_out, hosts)
     return _Work(plan, {"a": matrix, "gathered": _matrix(whole)}, result, whole.movedim(0, dim) if dim else None)
 
@@ -324,7 +329,8 @@ def _prepare_all_reduce(world: World, a: Tensor, out: Tensor | None, op: str, al
     flat = a.reshape(-1, 1).contiguous()
     # Where every rank reads all of a there is no moment at which its own rank may overwrite it.
     symmetric = world.is_symmetric(flat) and not (in_place and algorithm == "one_shot")
-    plan = _plan_all_reduce(a.numel(), world.ranks, algorithm, op, symmetric, several_hosts(world))
+    places = symmetric, world.is_symmetric(result)
+    plan = _plan_all_reduce(a.numel(), world.ranks, algorithm, op, *places, several_hosts(world))
     return _Work(plan, {"a": flat, "out": result.view(-1, 1)}, result)
 
 
@@ -414,10 +420,12 @@ def _plan_reduce_scatter(rows: tuple[int, ...], op: str, symmetric: bool, hosts:
 
 
 @lru_cache(1024)
-def _plan_all_reduce(rows: int, ranks: int, algorithm: str, op: str, symmetric: bool, hosts: Hosts | None) -> Plan:
+def _plan_all_reduce(
+    rows: int, ranks: int, algorithm: str, op: str, symmetric: bool, symmetric_out: bool, hosts: Hosts | None
+) -> Plan:
     if hosts is not None and (algorithm != "ring" or rows < ranks):
         return reducing.push(rows, ranks, op, chunk_rows=max(1, -(-rows // (ranks * PIECES))), hosts=hosts)
-    return reducing.all_reduce(rows, ranks, algorithm, op, symmetric_a=symmetric)
+    return reducing.all_reduce(rows, ranks, algorithm, op, symmetric_a=symmetric, symmetric_out=symmetric_out)
 
 
 @lru_cache(1024)

@@ -216,23 +216,45 @@ def all_gather(
 
     A pull writes `gathered` itself. Push and ring, whose writer is a peer, do so if it is symmetric or every rank has a host of
     its own, and else pass a workspace. A push over several `links` has a lane for each. `planned`: how many ranks get their lanes,
-    all unless given.
+    all unless given. On one host a push into a symmetric `gathered` needs nothing of `a` but to read it, so it may be this rank's
+    own part of `gathered`.
     """
     ranks, starts = len(rows), offsets(rows)
     shared = hosts is not None and not apart(hosts) and algorithm == "push"  # rows that arrive are read by several ranks
     straight = (symmetric_gathered and not shared) or apart(hosts)
     sizes = Sizes(rows, chunk_rows, symmetric_a, "gathered" if straight else "inbox", order, links, hosts)
+    count = ranks if planned is None else planned
+    if algorithm == "push" and symmetric_gathered and links == 1 and hosts is None:
+        fanned = [{"compute": tidy(_fan_out(sizes, r))} for r in range(count)]
+        return Plan("all_gather", algorithm, gather_buffers(rows), in_all(fanned, ranks), gathered_result(rows, count))
     gather = {"pull": direct, "push": push, "ring": ring}[algorithm]
     lanes: list[dict[str, tuple[Instruction, ...]]] = []
-    for r in range(ranks if planned is None else planned):
+    for r in range(count):
         part = gather(sizes, r)
         own = keep(Region(r, "a", 0, rows[r]), starts[r])
         beside = part.transfers if links > 1 else []
-        lane = [*part.first, *([] if beside else chain(*part.transfers)), *own]
+        lane = [*part.first, *([] if beside else chain(*part.transfers))]
+        staged = [at for at, instruction in enumerate(part.first) if isinstance(instruction, Copy)]
+        at = staged[-1] + 1 if staged else len(lane)  # own rows are copied in one pass with their staging
+        lane[at:at] = own
         for wait, region, start in part.arrivals:
             lane += [wait, *keep(region, start, r)]
         lanes.append({"compute": tidy([*lane, *part.last])} | side_lanes(beside))
     return Plan("all_gather", algorithm, gather_buffers(rows), in_all(lanes, ranks), gathered_result(rows, len(lanes)))
+
+
+def _fan_out(sizes: Sizes, rank: int) -> list[Instruction]:
+    """Put each chunk to its place on all ranks, this one included, before the next: an engine then reads it from memory once."""
+    rows, ranks, start = sizes.rows, len(sizes.rows), offsets(sizes.rows)[rank]
+    sources = [peer for peer in after(rank, ranks) if rows[peer]]
+    targets = before(rank, ranks) if rows[rank] else []
+    first, _ = _open(sizes, rank, sources)
+    lane = [*first, *_enter(sizes, rank, targets)]
+    for low, high in chunks(rows[rank], sizes.chunk):
+        own = Region(rank, "a", low, high)
+        lane += [Copy(own, Region(r, "gathered", start + low, start + high)) for r in [rank, *targets]]
+        lane += [Notify(peer, Signal("arrived", rank)) for peer in targets]
+    return lane + [Wait(Signal("arrived", peer), len([*chunks(rows[peer], sizes.chunk)])) for peer in sources]
 
 
 def keep(region: Region, start: int, rank: int | None = None) -> list[Instruction]:

@@ -12,16 +12,19 @@ from weft.schedules.reduce_scatter import stage
 ALGORITHMS = ("one_shot", "two_shot", "ring")
 
 
-def all_reduce(rows: int, ranks: int, algorithm: str, op: str = "sum", *, symmetric_a: bool = False) -> Plan:
+def all_reduce(
+    rows: int, ranks: int, algorithm: str, op: str = "sum", *, symmetric_a: bool = False, symmetric_out: bool = False
+) -> Plan:
     """Plan for `rows` rows on each of `ranks` ranks.
 
     ``one_shot``: every rank reduces all rows in rank order where the peers' lie; least waiting. ``two_shot``: rank r reduces block
-    r so, and every rank copies the others' blocks; least work. ``ring``: block by block from neighbour to neighbour, each adding
-    its own, in the order of the ring; only neighbours talk.
+    r so, and puts it to all ranks' ``out`` if that is symmetric; else every rank copies the others' blocks. Least work.
+    ``ring``: block by block from neighbour to neighbour, each adding its own, in the order of the ring; only neighbours talk.
     """
     if rows < ranks:  # not a row for everyone: there is nothing to share out
         algorithm = "one_shot"
-    make = {"one_shot": _one_shot, "two_shot": _two_shot, "ring": _ring}[algorithm]
+    two_shot = _two_shot_into_out if symmetric_out else _two_shot
+    make = {"one_shot": _one_shot, "two_shot": two_shot, "ring": _ring}[algorithm]
     lanes = tuple({"compute": tidy(make(r, rows, ranks, op, symmetric_a)) if rows else ()} for r in range(ranks))
     everything = (rows,) * ranks
     buffers = {"a": Buffer("input", everything), "out": Buffer("output", everything)}
@@ -67,12 +70,35 @@ def _two_shot(rank: int, rows: int, ranks: int, op: str, symmetric: bool) -> Seq
         sources = tuple(Region(p, "a" if p == rank else own.buffer, start, stop) for p in range(ranks))
         here = Region(rank, "reduced", start, stop)
         lane += [Wait(Signal("ready", peer), 1) for peer in after(rank, ranks)]
-        lane += [Reduce(sources, here, op), *(Notify(peer, Signal("reduced", rank)) for peer in before(rank, ranks))]
-        lane += [Copy(here, here._replace(buffer="out"))]
+        lane += [Reduce(sources, here, op), Copy(here, here._replace(buffer="out"))]
+        lane += [Notify(peer, Signal("reduced", rank)) for peer in before(rank, ranks)]
     for peer in reducers:
         there = Region(peer, "reduced", starts[peer], starts[peer] + blocks[peer])
         lane += [Wait(Signal("reduced", peer), 1), Copy(there, there._replace(rank=rank, buffer="out"))]
     return lane + own.last
+
+
+def _two_shot_into_out(rank: int, rows: int, ranks: int, op: str, symmetric: bool) -> Sequence[Instruction]:
+    """A block is put to its place on every rank in one pass with its sum.
+
+    "ready" says that a rank's rows may be read and its ``out`` written; "reduced" that both is done, so nothing else need be handed
+    back. Of ``a`` and ``out`` a rank
+    uses the same block only, so they may be the same tensor.
+    """
+    blocks, peers = split(rows, ranks), after(rank, ranks)
+    start = offsets(blocks)[rank]
+    stop = start + blocks[rank]
+    own = publish(rank, ranks, around(start, stop, rows), symmetric, before(rank, ranks), peers)
+    sources = tuple(Region(p, "a" if p == rank else own.buffer, start, stop) for p in range(ranks))
+    here = Region(rank, "out", start, stop)
+    return [
+        *own.first,
+        *(Wait(Signal("ready", peer), 1) for peer in peers),
+        Reduce(sources, here, op),
+        *(Copy(here, here._replace(rank=peer)) for peer in before(rank, ranks)),
+        *(Notify(peer, Signal("reduced", rank)) for peer in before(rank, ranks)),
+        *(Wait(Signal("reduced", peer), 1) for peer in peers),
+    ]
 
 
 def _ring(rank: int, rows: int, ranks: int, op: str, symmetric: bool) -> Sequence[Instruction]:

@@ -1,0 +1,14 @@
+#!/bin/sh
+# Measure the floor below the operators: every collective beside gloo, Open MPI and MPICH, one-sided copies, overlap of the independent.
+# usage: benchmarks/collectives.sh WEFT DIRECTORY RANKS     after `make baselines`, from the root of the repository
+set -eu
+weft=$1 into=$2 ranks=$3
+mkdir -p "$into"
+for operation in all-gather all-reduce reduce-scatter broadcast all-to-all; do
+  "$weft" bench $operation -n "$ranks" --sizes 8,4K,64K,1M,16M,64M --baseline gloo,openmpi,mpich \
+    --warmup 1 --iterations 5 --json "$into/$operation-$ranks.json" --plot "$into/$operation-$ranks.png" >"$into/$operation-$ranks.txt"
+done
+if [ "$ranks" = 2 ]; then
+  "$weft" bench p2p --iterations 9 --json "$into/p2p.json" --plot "$into/p2p.png" >"$into/p2p.txt"
+  "$weft" bench overlap --iterations 10 --link-gbps auto --json "$into/overlap.json" --plot "$into/overlap.png" >"$into/overlap.txt"
+fi
