@@ -20,6 +20,7 @@ from weft.bench.fused import Link, Result, Settings, measure
 from weft.bench.timing import Statistics, Stopwatch, summarize
 from weft.bench.verification import RUNS, Check, Problem, Sums, compare
 from weft.cli import app
+from weft.plan_commands import PLANNERS
 
 SMALL = ["--shape", "64x64x32", "--warmup", "1", "--iterations", "2", "--threads", "1"]
 SCHEMA = {
@@ -416,10 +417,11 @@ def test_plans_are_shown_and_proved():
     assert outcome.exit_code == 0
     assert "all_gather_matmul / push on 3 ranks" in outcome.stdout
     assert "verified: no race, no deadlock" in outcome.stdout
-    for operator, algorithm in (("matmul-reduce-scatter", "ring"), ("matmul-all-reduce", "two_shot")):
-        outcome = CliRunner().invoke(app, ["plan", "show", operator, "-n", "3", "--algorithm", algorithm])
-        assert outcome.exit_code == 0
-        assert f" / {algorithm} on 3 ranks" in outcome.stdout
+    for operator, (algorithms, _) in PLANNERS.items():
+        for algorithm in algorithms:
+            outcome = CliRunner().invoke(app, ["plan", "show", operator.value, "-n", "3", "--algorithm", algorithm])
+            assert outcome.exit_code == 0, outcome.output
+            assert f"{operator.name} / {algorithm} on 3 ranks" in outcome.stdout
     for wrong in (["--rows", "4,4", "-n", "3"], ["--rows", "4,-4"], ["--algorithm", "auto"], ["--algorithm", "star"]):
         assert CliRunner().invoke(app, ["plan", "show", "all-gather-matmul", *wrong]).exit_code == 2
 

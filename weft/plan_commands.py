@@ -1,0 +1,113 @@
+"""``weft plan``: look at what every rank does in one execution of an operator, and have it proved. Does not load torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Annotated, NamedTuple
+
+import typer
+
+from weft.errors import PlanError
+from weft.plan import Plan
+from weft.proof import verify
+from weft.schedules import all_gather_matmul, all_reduce, matmul_all_reduce, matmul_reduce_scatter
+from weft.schedules.all_gather import all_gather
+from weft.schedules.all_to_all import all_to_all
+from weft.schedules.broadcast import broadcast
+from weft.schedules.reduce_scatter import reduce_scatter
+
+app = typer.Typer(help="Look at plans: what every rank does in one execution of an operator.", no_args_is_help=True)
+
+
+class Operator(str, Enum):
+    """What there are plans for."""
+
+    all_gather_matmul = "all-gather-matmul"
+    matmul_reduce_scatter = "matmul-reduce-scatter"
+    matmul_all_reduce = "matmul-all-reduce"
+    all_gather = "all-gather"
+    reduce_scatter = "reduce-scatter"
+    all_reduce = "all-reduce"
+    broadcast = "broadcast"
+    all_to_all = "all-to-all"
+
+
+class Request(NamedTuple):
+    """What a planner is asked for."""
+
+    rows: list[int]
+    algorithm: str
+    chunk_rows: int
+    symmetric: bool
+
+
+def _gather(r: Request) -> Plan:
+    return all_gather(r.rows, r.algorithm, chunk_rows=r.chunk_rows, symmetric_a=r.symmetric, symmetric_gathered=r.symmetric)
+
+
+def _gather_matmul(r: Request) -> Plan:
+    return all_gather_matmul.all_gather_matmul(r.rows, r.algorithm, chunk_rows=r.chunk_rows, symmetric_a=r.symmetric)
+
+
+def _reduce(r: Request) -> Plan:
+    return all_reduce.all_reduce(sum(r.rows), len(r.rows), r.algorithm, symmetric_a=r.symmetric, symmetric_out=r.symmetric)
+
+
+PLANNERS: Mapping[Operator, tuple[tuple[str, ...], Callable[[Request], Plan]]] = {
+    Operator.all_gather_matmul: (("push", "direct", "pull", "ring", "sequential"), _gather_matmul),
+    Operator.matmul_reduce_scatter: (
+        matmul_reduce_scatter.ALGORITHMS,
+        lambda r: matmul_reduce_scatter.matmul_reduce_scatter(r.rows, r.algorithm, chunk_rows=r.chunk_rows),
+    ),
+    Operator.matmul_all_reduce: (
+        matmul_all_reduce.ALGORITHMS,
+        lambda r: matmul_all_reduce.matmul_all_reduce(r.rows, r.algorithm, chunk_rows=r.chunk_rows),
+    ),
+    Operator.all_gather: (("push", "pull", "ring"), _gather),
+    Operator.reduce_scatter: (("direct",), lambda r: reduce_scatter(r.rows, symmetric_a=r.symmetric)),
+    Operator.all_reduce: (all_reduce.ALGORITHMS, _reduce),
+    Operator.broadcast: (("pull",), lambda r: broadcast(sum(r.rows), len(r.rows), 0, symmetric_a=r.symmetric)),
+    Operator.all_to_all: (("pull",), lambda r: all_to_all([r.rows] * len(r.rows), symmetric_a=r.symmetric)),
+}
+"""Of each operator its algorithms, the one shown by default first, and its planner."""
+
+
+@app.callback()
+def plan() -> None:
+    """Keep ``show`` a command of its own while it is the only one."""
+
+
+@app.command()
+def show(
+    operator: Annotated[Operator, typer.Argument(help="What to plan.")],
+    ranks: Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="How many; as many as --rows, else 2.")] = None,
+    algorithm: Annotated[str | None, typer.Option(help="How rows travel; by default push, or the first that there is.")] = None,
+    rows: Annotated[str | None, typer.Option(metavar="R0,R1,…", help="Rows of each rank's part; 4 each by default.")] = None,
+    chunk_rows: Annotated[int, typer.Option(min=1, help="Rows per transfer.")] = 2,
+    symmetric: Annotated[bool, typer.Option("--symmetric", help="The caller's tensors lie in symmetric memory.")] = False,
+) -> None:
+    """Print a plan, and prove that it has no race and no deadlock and computes what it promises."""
+    known, planner = PLANNERS[operator]
+    chosen = algorithm or known[0]
+    if chosen not in known:
+        raise typer.BadParameter(f"{operator.value} is planned with {', '.join(known)}; got {chosen!r}", param_hint="--algorithm")
+    made = planner(Request(_rows(rows, ranks), chosen, chunk_rows, symmetric))
+    typer.echo(made)
+    try:
+        verify(made)
+    except PlanError as error:
+        typer.echo(f"\nNOT VERIFIED: {error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo("\nverified: no race, no deadlock, every output row as promised")
+
+
+def _rows(text: str | None, ranks: int | None) -> list[int]:
+    if text is None:
+        return [4] * (ranks or 2)
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise typer.BadParameter(f"expected the rows of each rank, such as 4,4,3; got {text!r}", param_hint="--rows")
+    if ranks not in (None, len(parts)):
+        raise typer.BadParameter(f"{text!r} gives the rows of {len(parts)} ranks, not {ranks}", param_hint="--rows")
+    return [int(part) for part in parts]
