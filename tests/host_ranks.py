@@ -186,7 +186,7 @@ def main():
             found = globals()[part](*([folder] if part in ("cut_off", "killed") else []))
         (folder / f"{part}{dist.get_rank()}").write_text(json.dumps(found))
     if "killed" in parts:
-        os._exit(0)  # the group has lost a member
+        os._exit(1)  # the group has lost a member; agents whose ranks succeed wait minutes for those whose ranks do not
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Ranks are started by torchrun, one agent per host. All namespaces and processes 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -28,13 +29,14 @@ WHY_NOT = (
     else ""
 )
 needs_hosts = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+_numbers = itertools.count()  # several sets of hosts may be there at a time
 
 
 class Hosts:
     """`count` namespaces on one bridge, which lies in a namespace of its own; host i has the address 10.77.0.i+1."""
 
     def __init__(self, count: int, gbps: float | None = None) -> None:
-        prefix = f"weft{os.getpid()}"
+        prefix = f"weft{os.getpid()}n{next(_numbers)}"
         self.hub, self.names = f"{prefix}hub", [f"{prefix}h{i}" for i in range(count)]
         self.running: list[tuple[subprocess.Popen[str], IO[str]]] = []
         for name in [self.hub, *self.names]:

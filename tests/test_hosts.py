@@ -56,7 +56,7 @@ def test_two_hosts_of_one_rank(two_hosts, tmp_path):
     two_hosts.run(SCRIPT, 1, "operators,refusals,mismatch", tmp_path)
 
 
-@pytest.mark.skip(reason="has not been seen to pass yet: a host that is cut off, and the doctor, on two hosts")
+@pytest.mark.data
 def test_a_host_that_is_cut_off(two_hosts, tmp_path):
     two_hosts.start(SCRIPT, 1, "doctor,cut_off,operators", tmp_path)
     wait_for(two_hosts, *(tmp_path / f"running{rank}" for rank in range(2)))
