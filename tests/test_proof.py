@@ -21,7 +21,7 @@ from weft.proof import problems, verify
 Lane = Iterable[Instruction]
 
 # Row patterns, and how many mutants of each kind are tried per plan: all of small plans, some of larger ones.
-PATTERNS = {(3,): 99, (2, 3): 99, (0, 3): 99, (2, 0, 3): 40, (1, 2, 1): 20, (0, 2, 1, 3): 6, (2, 0, 1, 3, 0): 4}
+PATTERNS = {(3,): 99, (2, 3): 60, (0, 3): 30, (2, 0, 3): 12, (1, 2, 1): 8, (0, 2, 1, 3): 4, (2, 0, 1, 3, 0): 4}
 patterns = pytest.mark.parametrize("rows", PATTERNS, ids=str)
 
 

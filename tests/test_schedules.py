@@ -59,7 +59,8 @@ def test_any_five_compute_their_operators_in_one_workspace(five, seed):
 
 @pytest.mark.parametrize(("rows", "others"), [((2, 1), (1, 0)), ((0, 2, 1), (2, 0, 0))], ids=str)
 def test_any_two_may_follow_each_other(rows, others):
-    for one, other in product(plans.every(rows, 1), plans.every(others, 1)):
+    pairs = [*product(plans.every(rows, 1), plans.every(others, 1))]
+    for one, other in random.Random(1).sample(pairs, 500):
         verify(one, other)
         verify(other, one)
 

@@ -4,10 +4,17 @@ set -euo pipefail
 cd "$(dirname "$0")"
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
-for sanitizer in none thread address,undefined; do
+sources=(core.cpp ../board.cpp ../copy.cpp ../mesh.cpp ../reduce.cpp ../segment.cpp ../signals.cpp ../strided.cpp ../transfers.cpp ../world.cpp)
+sanitizers=(none thread address,undefined)
+builds=()
+for sanitizer in "${sanitizers[@]}"; do
   flags=(-std=c++17 -O1 -g -Wall -Wextra -pthread)
   [ "$sanitizer" = none ] || flags+=("-fsanitize=$sanitizer" -fno-omit-frame-pointer -fno-sanitize-recover=all)
+  "${CXX:-c++}" "${flags[@]}" "${sources[@]}" -o "$out/$sanitizer" &
+  builds+=($!)
+done
+for build in "${builds[@]}"; do wait "$build"; done
+for sanitizer in "${sanitizers[@]}"; do
   echo "== $sanitizer"
-  "${CXX:-c++}" "${flags[@]}" core.cpp ../board.cpp ../copy.cpp ../mesh.cpp ../reduce.cpp ../segment.cpp ../signals.cpp ../strided.cpp ../transfers.cpp ../world.cpp -o "$out/core"
-  TSAN_OPTIONS=halt_on_error=1 "$out/core"
+  TSAN_OPTIONS=halt_on_error=1 "$out/$sanitizer"
 done
