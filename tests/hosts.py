@@ -54,7 +54,7 @@ class Hosts:
 
     def shape(self, gbps: float) -> None:
         """Let every host send, and be sent to, at no more than `gbps`."""
-        burst = max(64 << 10, int(gbps * 1e9 / 8 / 4000))  # bytes that may go at once
+        burst = max(72 << 10, int(gbps * 1e9 / 8 / 4000))  # bytes that may go at once: a packet that is not cut up yet
         for i, name in enumerate(self.names):
             for place, device in ((name, "eth0"), (self.hub, f"port{i}")):
                 limit = ["rate", f"{gbps}gbit", "burst", str(burst), "latency", "50ms"]

@@ -26,7 +26,7 @@ from weft.relay import FOREVER
 from weft.schedules.barrier import barrier
 from weft.world import World
 
-OUTSTANDING = 8  # messages under way on a wire: enough that the link never waits for Python
+OUTSTANDING = 8  # messages that are being sent on a wire: enough that the link never waits for Python
 
 _IN_PLACE = "it reads rows of other hosts where they lie, and hosts can only send each other rows"
 _NONE = _native.Trouble.none
@@ -256,7 +256,10 @@ class _Sending:
 
 
 class _Receiving:
-    """The receiving of what one lane of one rank has for this rank in one call."""
+    """The receiving of what one lane of one rank has for this rank in one call.
+
+    All is asked for at once: gloo sends nothing before it was, and a later request would wait behind the rows going the other way.
+    """
 
     def __init__(self, program: NetworkProgram, number: int, sender: int, tag: int, messages: Sequence[_Rows]) -> None:
         self.program, self.number, self.sender, self.tag = program, number, sender, tag
@@ -264,16 +267,13 @@ class _Receiving:
 
     def run(self) -> None:
         group, program = self.program.engine.relay.group, self.program
-        coming: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
+        coming: list[tuple[dist.Work, Tensor, Tensor]] = []
         try:
-            at, ahead = program.world.native.run(program.native, self.number, 0), iter(self.tensors)
-            for _ in self.tensors:
-                for tensor in ahead:
-                    rows = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
-                    coming.append((group.recv([rows], self.sender, self.tag), rows, tensor))
-                    if len(coming) == OUTSTANDING:
-                        break
-                work, rows, tensor = coming.popleft()
+            at = program.world.native.run(program.native, self.number, 0)
+            for tensor in self.tensors:
+                rows = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
+                coming.append((group.recv([rows], self.sender, self.tag), rows, tensor))
+            for work, rows, tensor in coming:
                 work.wait(FOREVER)
                 if rows is not tensor:
                     tensor.copy_(rows)
