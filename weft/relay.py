@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
-from queue import SimpleQueue
+from queue import Queue
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,7 +53,7 @@ class Relay:
         self.locks = {peer: threading.Lock() for peer in peers}  # a message's frames go together
         self.over = {peer: threading.Event() for peer in peers}  # the peer has all that it will get from here
         self.announced: deque[object] = deque(maxlen=_ANNOUNCED * max(1, len(peers)))  # kept until they are surely sent
-        self.workers: dict[Hashable, SimpleQueue[Callable[[], None] | None]] = {}
+        self.workers: dict[Hashable, Queue[Callable[[], None] | None]] = {}
         self.threads: list[threading.Thread] = []
         self.closing = threading.Lock()
         self.closed = False
@@ -84,7 +84,7 @@ class Relay:
         """Do `job` on the thread of this key, after its earlier ones."""
         queue = self.workers.get(key)
         if queue is None:
-            queue = self.workers[key] = SimpleQueue()
+            queue = self.workers[key] = Queue()
             self._run(_work, queue)
         queue.put(job)
 
@@ -155,6 +155,14 @@ class Relay:
         with contextlib.suppress(OSError):
             self.ends[peer].shutdown(socket.SHUT_RDWR)
 
+    def _catch_up(self, peer: int) -> None:
+        """Let the threads that receive from `peer` tell of what came before its farewell; what they lack after that never comes."""
+        deadline = time.monotonic() + _LINGER / 2
+        for key, queue in [*self.workers.items()]:
+            if isinstance(key, tuple) and key[0] == peer:
+                with queue.all_tasks_done:
+                    queue.all_tasks_done.wait_for(lambda q=queue: not q.unfinished_tasks, max(0.0, deadline - time.monotonic()))
+
     def _hear(self, peer: int, message: bytes) -> None:
         kind = message[:1]
         if kind == b"h":
@@ -163,14 +171,17 @@ class Relay:
         elif kind == b"k":
             self.over[peer].set()
         else:
+            if kind == b"f":
+                self._catch_up(peer)
             self.ends[peer].send(message)
             if kind in b"af":  # the peer hangs up when it knows that this has arrived
                 self._post(peer, b"k")[0][0].wait(FOREVER)
 
 
-def _work(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+def _work(queue: Queue[Callable[[], None] | None]) -> None:
     while job := queue.get():
         job()
+        queue.task_done()
 
 
 def _check_backend(group: dist.ProcessGroup) -> None:
