@@ -161,7 +161,8 @@ class Relay:
         for key, queue in [*self.workers.items()]:
             if isinstance(key, tuple) and key[0] == peer:
                 with queue.all_tasks_done:
-                    queue.all_tasks_done.wait_for(lambda q=queue: not q.unfinished_tasks, max(0.0, deadline - time.monotonic()))
+                    while queue.unfinished_tasks and (left := deadline - time.monotonic()) > 0:
+                        queue.all_tasks_done.wait(left)
 
     def _hear(self, peer: int, message: bytes) -> None:
         kind = message[:1]
