@@ -56,21 +56,20 @@ Board::Outcome Board::wait(Selection selection, Compare compare, uint64_t value,
   int64_t deadline = now() + timeout;
   Trouble trouble = Trouble::timeout;
   auto is = [&](bool condition, Trouble what) { return condition && (trouble = what, true); };
-  auto ended = [&] {
-    if (is(interrupted(), Trouble::interrupted)) return true;
-    return is(failed(), Trouble::failed) || is(deserted(), Trouble::left);
-  };
+  auto ended = [&] { return is(interrupted(), Trouble::interrupted) || is(failed(), Trouble::failed); };
+  auto gone = [&] { return is(deserted(), Trouble::left); };
   auto stopped = [&](size_t i) -> Outcome {
     uint64_t actual = counter(segment_->rank, selection, i).value.load(std::memory_order_acquire);
     return {trouble, selection.start + i * selection.step, actual};
   };
   while (true) {
     for (size_t i = 0; i < selection.count; ++i)
-      if (!wait_until(counter(segment_->rank, selection, i), compare, value, spins_, deadline, mesh_->sleepers(), ended))
+      if (!wait_until(counter(segment_->rank, selection, i), compare, value, spins_, deadline, mesh_->sleepers(), ended, gone))
         return stopped(i);
     size_t i = selection.count > 1 ? unsatisfied(selection, compare, value) : selection.count;
     if (i == selection.count) return {Trouble::none, 0, 0};
     if (now() > deadline || ended()) return stopped(i);  // counters that come and go must not keep this loop for ever
+    if (gone() && (i = unsatisfied(selection, compare, value)) < selection.count) return stopped(i);
   }
 }
 

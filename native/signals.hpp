@@ -59,11 +59,13 @@ constexpr int64_t kSlice = 20'000'000;  // a sleeper looks around at least this 
 
 constexpr int kYields = 300;  // about as long as a peer that shares this core may need
 
+inline bool nobody() { return false; }
+
 // Wait until `compare` holds: spin, then give way to whoever may share the core, then sleep. False if `interrupted()` returned true
-// or the deadline passed first.
-template <class Interrupted>
+// or the deadline passed first, or if `gone()` did: whoever raises the counter will not any more, but what they raised before counts.
+template <class Interrupted, class Gone = bool (*)()>
 bool wait_until(Counter& counter, Compare compare, uint64_t expected, int spins, int64_t deadline, Sleepers& sleepers,
-                Interrupted&& interrupted) {
+                Interrupted&& interrupted, Gone&& gone = nobody) {
   for (int i = 0; i <= spins; ++i) {
     if (holds(compare, counter.value.load(std::memory_order_acquire), expected)) return true;
     pause();
@@ -77,6 +79,7 @@ bool wait_until(Counter& counter, Compare compare, uint64_t expected, int spins,
     uint64_t seen = counter.value.load(std::memory_order_seq_cst);
     if (holds(compare, seen, expected)) return true;
     if (interrupted()) return false;
+    if (gone()) return holds(compare, counter.value.load(std::memory_order_seq_cst), expected);
     int64_t left = deadline - now();
     if (left <= 0) return false;
     sleep_on(counter, seen, left < kSlice ? left : kSlice);

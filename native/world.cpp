@@ -161,10 +161,11 @@ bool World::wait(const Program& program, Execution& execution, size_t lane, int 
   auto interrupted = [&] {
     if (is(source != rank_ && mismatch(source, program, execution.call), Trouble::mismatch)) return true;
     if (is(mine && caller_interrupted(), Trouble::interrupted)) return true;
-    return is(mesh_->failed(), Trouble::failed) || is(source != rank_ && mesh_->left(source), Trouble::left);
+    return is(mesh_->failed(), Trouble::failed);
   };
+  auto gone = [&] { return is(source != rank_ && mesh_->left(source), Trouble::left); };
   bool come = wait_until(*instruction.counter, Compare::greater_equal, expected, spins_, now() + execution.timeout,
-                         mesh_->sleepers(), interrupted);
+                         mesh_->sleepers(), interrupted, gone);
   if (come && source != rank_ && !execution.agreed[lane][source]) {
     if (mismatch(source, program, execution.call)) come = false, trouble = Trouble::mismatch;
     else if (instruction.count) execution.agreed[lane][source] = 1;

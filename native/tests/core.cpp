@@ -210,6 +210,19 @@ void test_a_wait_ends_early() {
   killer.join();
 }
 
+// A peer may raise a counter and leave between the waiter's look at the counter and its look at who is there.
+void test_what_was_raised_before_leaving_counts() {
+  Counter counter{};
+  Sleepers sleepers;
+  auto never = [] { return false; };
+  auto raise_and_leave = [&] { return add(counter, 1), true; };
+  auto wait_for = [&](uint64_t value) {
+    return wait_until(counter, Compare::greater_equal, value, 0, now() + 20'000'000'000, sleepers, never, raise_and_leave);
+  };
+  CHECK(wait_for(1));
+  CHECK(!wait_for(3));
+}
+
 // Every shape, order and gap of dimensions against one element at a time; nothing between the elements is touched.
 void test_strided_copies() {
   std::mt19937 random(3);
@@ -322,6 +335,7 @@ int main() {
   test_lanes(2, 300);
   test_lanes(4, 200);
   test_a_wait_ends_early();
+  test_what_was_raised_before_leaving_counts();
   test_strided_copies();
   test_transfers();
   test_boards();
