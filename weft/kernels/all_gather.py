@@ -108,6 +108,30 @@ class AllGather:
 
 
 @triton.jit
+def tell_open(counters, counter_bases, rank, RANKS: tl.constexpr):
+    """Tell all peers that this rank has made the call: they may write to its `gathered`."""
+    for step in tl.static_range(1, RANKS):
+        notify(counters + rank * 8, counter_bases, rank, (rank + step) % RANKS)
+
+
+@triton.jit
+def await_open(counters, call, ledger, rank, polls, RANKS: tl.constexpr):
+    """Wait until all peers have made the call."""
+    for step in tl.static_range(1, RANKS):
+        wait(counters, (rank + step) % RANKS, call, ledger, polls)
+
+
+@triton.jit
+def complete(counters, counter_bases, call, tickets, ledger, rank, programs, polls, RANKS: tl.constexpr):
+    """Behind all programs' stores: the last of them tells all peers that this rank's shard has arrived, and waits for theirs."""
+    if last_to_arrive(tickets, programs):
+        for step in tl.static_range(1, RANKS):
+            notify(counters + (RANKS + rank) * 8, counter_bases, rank, (rank + step) % RANKS)
+        for step in tl.static_range(1, RANKS):
+            wait(counters, RANKS + (rank + step) % RANKS, call, ledger, polls)
+
+
+@triton.jit
 def all_gather_kernel(
     shard,  # int32*: this rank's rows as words
     gathered,  # int32*: symmetric; rank r's shard lies at word r * words
@@ -127,14 +151,12 @@ def all_gather_kernel(
     call = tl.load(calls) + 1
     words = vectors * 4
     if program == 0:
-        for step in tl.static_range(1, RANKS):
-            notify(counters + rank * 8, counter_bases, rank, (rank + step) % RANKS)
+        tell_open(counters, counter_bases, rank, RANKS)
     mine = gathered + rank.to(tl.int64) * words
     targets = ()
     for step in tl.static_range(RANKS):
         targets = targets + (peer_pointer(mine, gathered_bases, rank, (rank + step) % RANKS),)
-    for step in tl.static_range(1, RANKS):
-        wait(counters, (rank + step) % RANKS, call, ledger, polls)
+    await_open(counters, call, ledger, rank, polls, RANKS)
     start = program * TILE + words * 0
     while start < words:
         offsets = start + tl.arange(0, TILE)
@@ -143,8 +165,4 @@ def all_gather_kernel(
         for step in tl.static_range(RANKS):
             tl.store(targets[step] + offsets, tile, mask=inside)
         start += programs * TILE
-    if last_to_arrive(tickets, programs):
-        for step in tl.static_range(1, RANKS):
-            notify(counters + (RANKS + rank) * 8, counter_bases, rank, (rank + step) % RANKS)
-        for step in tl.static_range(1, RANKS):
-            wait(counters, RANKS + (rank + step) % RANKS, call, ledger, polls)
+    complete(counters, counter_bases, call, tickets, ledger, rank, programs, polls, RANKS)

@@ -12,7 +12,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from weft.kernels.symmetric import last_to_arrive, notify, peer_pointer, wait
+from weft.kernels.all_gather import await_open, complete, tell_open
+from weft.kernels.symmetric import peer_pointer
 
 
 @gluon.jit
@@ -37,14 +38,12 @@ def all_gather_gluon_kernel(
     call = gl.load(calls) + 1
     words = vectors * 4
     if program == 0:
-        for step in gl.static_range(1, RANKS):
-            notify(counters + rank * 8, counter_bases, rank, (rank + step) % RANKS)
+        tell_open(counters, counter_bases, rank, RANKS)
     mine = gathered + rank.to(gl.int64) * words
     targets = ()
     for step in gl.static_range(RANKS):
         targets = targets + (peer_pointer(mine, gathered_bases, rank, (rank + step) % RANKS),)
-    for step in gl.static_range(1, RANKS):
-        wait(counters, (rank + step) % RANKS, call, ledger, polls)
+    await_open(counters, call, ledger, rank, polls, RANKS)
     start = program * TILE + words * 0
     while start < words:
         offsets = start + gl.arange(0, TILE, layout=layout)
@@ -53,8 +52,4 @@ def all_gather_gluon_kernel(
         for step in gl.static_range(RANKS):
             gl.store(targets[step] + offsets, tile, mask=inside)
         start += programs * TILE
-    if last_to_arrive(tickets, programs):
-        for step in gl.static_range(1, RANKS):
-            notify(counters + (RANKS + rank) * 8, counter_bases, rank, (rank + step) % RANKS)
-        for step in gl.static_range(1, RANKS):
-            wait(counters, RANKS + (rank + step) % RANKS, call, ledger, polls)
+    complete(counters, counter_bases, call, tickets, ledger, rank, programs, polls, RANKS)

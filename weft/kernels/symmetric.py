@@ -94,17 +94,22 @@ def peer_pointer(pointer, bases, rank, peer):
 
 
 @triton.jit
+def copy(dst, src, count, BLOCK: tl.constexpr):
+    """Copy `count` elements between addresses that this rank may access; one program does it all."""
+    start = count * 0
+    while start < count:
+        offsets = start + tl.arange(0, BLOCK)
+        tl.store(dst + offsets, tl.load(src + offsets, mask=offsets < count), mask=offsets < count)
+        start += BLOCK
+
+
+@triton.jit
 def put(dst, src, count, bases, rank, peer, BLOCK: tl.constexpr):
     """Copy `count` elements from `src`, which this rank may read, to where `dst` lies on `peer`; one program does it all.
 
     Pattern: the producer sends. Follow it by `notify`, which makes what was put visible to a peer that waits.
     """
-    there = peer_pointer(dst, bases, rank, peer)
-    start = count * 0
-    while start < count:
-        offsets = start + tl.arange(0, BLOCK)
-        tl.store(there + offsets, tl.load(src + offsets, mask=offsets < count), mask=offsets < count)
-        start += BLOCK
+    copy(peer_pointer(dst, bases, rank, peer), src, count, BLOCK)
 
 
 @triton.jit
@@ -113,12 +118,7 @@ def get(dst, src, count, bases, rank, peer, BLOCK: tl.constexpr):
 
     Pattern: the consumer fetches. Precede it by `wait`, so that what is fetched is there.
     """
-    there = peer_pointer(src, bases, rank, peer)
-    start = count * 0
-    while start < count:
-        offsets = start + tl.arange(0, BLOCK)
-        tl.store(dst + offsets, tl.load(there + offsets, mask=offsets < count), mask=offsets < count)
-        start += BLOCK
+    copy(dst, peer_pointer(src, bases, rank, peer), count, BLOCK)
 
 
 @triton.jit
