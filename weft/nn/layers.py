@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,30 @@ class ShardedLinear(nn.Linear):
     world: World
     layout: Layout
     _natural: Placement  # what inputs that are not taken as they lie become
+    _parts: ClassVar[Mapping[str, int]]  # the parameters of which a rank holds a part, and along which dimension
     _packed: tuple[tuple[object, ...], PackedWeight] | None  # of a weight in this state
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        sequence_dim: int | None = None,
+        world: World | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        world = current(world)
+        for name, dim in self._parts.items():
+            if (whole := getattr(self, name)) is not None:
+                setattr(self, name, part(whole, dim, world))
+        self._spread(world, self._sharded_along(Replicate() if sequence_dim is None else Shard(sequence_dim)))
+
+    def _sharded_along(self, sequence: Placement) -> Layout:
+        """How inputs and outputs lie, given how the sequence does."""
+        raise NotImplementedError
 
     def _spread(self, world: World, layout: Layout) -> None:
         self.world, self.layout, self._packed = world, layout, None
@@ -108,28 +131,14 @@ class ColumnParallelLinear(ShardedLinear):
 
     gather: Gather
     _natural = Replicate()
+    _parts: ClassVar = {"weight": 0, "bias": 0}
 
     def _spread(self, world: World, layout: Layout) -> None:
         self.gather = Gather([self])
         super()._spread(world, layout)
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        sequence_dim: int | None = None,
-        world: World | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
-        world = current(world)
-        self.weight = part(self.weight, 0, world)
-        if bias:
-            self.bias = part(self.bias, 0, world)
-        self._spread(world, Layout(Replicate() if sequence_dim is None else Shard(sequence_dim), Shard(-1)))
+    def _sharded_along(self, sequence: Placement) -> Layout:
+        return Layout(sequence, Shard(-1))
 
     def forward(self, given: Tensor) -> Tensor:
         x, placement = self._enter(given)
@@ -214,22 +223,10 @@ class RowParallelLinear(ShardedLinear):
     """
 
     _natural = Shard(-1)
+    _parts: ClassVar = {"weight": 1}
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        sequence_dim: int | None = None,
-        world: World | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
-        world = current(world)
-        self.weight = part(self.weight, 1, world)
-        self._spread(world, Layout(Shard(-1), Replicate() if sequence_dim is None else Shard(sequence_dim)))
+    def _sharded_along(self, sequence: Placement) -> Layout:
+        return Layout(Shard(-1), sequence)
 
     def forward(self, x: Tensor) -> Tensor:
         x, _ = self._enter(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -25,11 +26,7 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        layout = Layout(self.input_layouts[0], self.output_layouts[0], device_mesh, self.use_local_output)
-        if reason := _obstacle(module, device_mesh, layout.input):
-            return note(super()._apply(module, device_mesh), f"torch: {reason}")
-        distribute_module(module, device_mesh, self._partition_linear_fn)
-        return _become(module, ColumnParallelLinear, layout)
+        return _spread(self, super()._apply, module, device_mesh, ColumnParallelLinear)
 
 
 class SharedColwiseParallel(torch_styles.ParallelStyle):
@@ -73,11 +70,7 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        layout = Layout(self.input_layouts[0], self.output_layouts[0], device_mesh, self.use_local_output)
-        if reason := _obstacle(module, device_mesh, layout.output):
-            return note(super()._apply(module, device_mesh), f"torch: {reason}")
-        distribute_module(module, device_mesh, self._partition_linear_fn)
-        return _become(module, RowParallelLinear, layout)
+        return _spread(self, super()._apply, module, device_mesh, RowParallelLinear)
 
 
 class SequenceParallel(torch_styles.SequenceParallel):
@@ -118,9 +111,19 @@ def _obstacle(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> str 
     return None
 
 
-def _become(linear: nn.Module, kind: type[ShardedLinear], layout: Layout) -> nn.Module:
-    """Make a linear layer, whose parameters are sharded by now, a layer of weft; hooks, name and state dict remain."""
-    linear.__class__ = kind
-    assert isinstance(linear, kind)
-    linear._spread(_world_of(layout.on_mesh()), layout)
-    return linear
+def _spread(
+    style: ColwiseParallel | RowwiseParallel,
+    by_torch: Callable[[nn.Module, DeviceMesh], nn.Module],
+    module: nn.Module,
+    mesh: DeviceMesh,
+    kind: type[ShardedLinear],
+) -> nn.Module:
+    """Shard a linear layer's parameters and make it a layer of weft, or let torch; hooks, name and state dict remain."""
+    layout = Layout(style.input_layouts[0], style.output_layouts[0], mesh, style.use_local_output)
+    if reason := _obstacle(module, mesh, layout.input if kind is ColumnParallelLinear else layout.output):
+        return note(by_torch(module, mesh), f"torch: {reason}")
+    distribute_module(module, mesh, style._partition_linear_fn)
+    module.__class__ = kind
+    assert isinstance(module, kind)
+    module._spread(_world_of(mesh), layout)
+    return module
