@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 import weft
-from weft.bench.gpu import hardware, milliseconds, product_rates, versions
+from weft.bench.gpu import hardware, milliseconds, versions
+from weft.bench.gpu_products import product_rates
 
 SHAPES = [(8192, 8192, 8192), (4096, 10240, 5120), (2048, 2048, 1024)]
 

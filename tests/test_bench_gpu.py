@@ -2,14 +2,16 @@
 
 import os
 import subprocess
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import weft
-from weft.bench import gpu, plots
+from weft.bench import gpu_gathers, plots
 from weft.cli import app
 from weft.engines import engine
 from weft.schedules.matmul_from_host import matmul_from_host
@@ -65,6 +67,10 @@ def test_results_are_shown(tmp_path):
 
     rows = [row("triton", 4, 50.0), row("triton", 8, 90.0), row("gluon", 4, 55.0), row("plain copy", None, 200.0)]
     result = {"ranks": 2, "machine": {"gpu": "a GPU"}, "rows": rows}
-    assert gpu.table(result).row_count == 4
+    shown = StringIO()
+    gpu_gathers.print_table(result, Console(file=shown, width=100))
+    assert [line.replace("│", " ").split() for line in shown.getvalue().splitlines() if "gluon" in line] == [
+        ["1,048,576", "gluon", "4", "10.0", "55.0", "0"]
+    ]
     plots.draw_over_sms(result, tmp_path / "sms.png")
     assert (tmp_path / "sms.png").stat().st_size > 1000

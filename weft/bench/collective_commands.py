@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from weft.bench import options
 from weft.bench.options import Device, Dtype, Gbps, Json, OnDevice, Plot, Seed, Threads
@@ -97,16 +96,10 @@ def _gathers_on_gpu(
     options.check_files(json_file, None, plot)
     sms, shards = options.parse_numbers(comm_sms, "--comm-sms"), options.parse_sizes(sizes, "--sizes")
     options.need_gpu()
-    from weft.bench import gpu, plots
+    from weft.bench import gpu_gathers, plots
 
-    settings = gpu.Gathers(ranks, tuple(ranks * shard for shard in shards), sms, iterations, warmup)
-    result = options.run(gpu.all_gathers, 0, ranks, settings, threads=1)
-    Console(stderr=json_file == "-").print(gpu.table(result))
-    options.write_json(result, json_file)
-    if plot:
-        plots.draw_over_sms(result, plot)
-    if not result["verified"]:
-        raise typer.Exit(1)
+    settings = gpu_gathers.Gathers(ranks, tuple(ranks * shard for shard in shards), sms, iterations, warmup)
+    options.hand_over(gpu_gathers.all_gathers, settings, 0, 1, gpu_gathers.print_table, plots.draw_over_sms, json_file, plot)
 
 
 @app.command()

@@ -117,16 +117,10 @@ def _from_host(
     options.check_files(json_file, None, plot)
     m, k, n = options.parse_shape(shape)
     options.need_gpu()
-    from weft.bench import gpu, plots
+    from weft.bench import gpu_products, plots
 
-    settings = gpu.Products(ranks, m, k, n, dtype.value, iterations, warmup, seed)
-    result = options.run(gpu.from_host, 0, ranks, settings, threads=1)
-    Console(stderr=json_file == "-").print(gpu.summary_of(result))
-    options.write_json(result, json_file)
-    if plot:
-        plots.draw_times(result, plot)
-    if not result["verified"]:
-        raise typer.Exit(1)
+    settings = gpu_products.Products(ranks, m, k, n, dtype.value, iterations, warmup, seed)
+    options.hand_over(gpu_products.from_host, settings, 0, 1, gpu_products.print_times, plots.draw_times, json_file, plot)
 
 
 @app.command()
