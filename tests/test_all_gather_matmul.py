@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 
 import pytest
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from ranks import on_ranks
 
 import weft
+from weft.ops.choice import Choice
+from weft.predict import Candidate
 from weft.schedules.all_gather_matmul import ALGORITHMS
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -244,7 +247,9 @@ def emulated(world):
     world.emulate_link(0.01, 50)
     with pytest.raises(ValueError, match="direct moves no rows"):
         weft.all_gather_matmul(a, b, algorithm="direct")
-    assert "push" in weft.explain(a, b)
+    said = weft.explain(a, b)
+    assert "ms  push, " in said
+    assert "direct" not in said
     for algorithm in ("pull", "push", "ring", "sequential"):
         assert_close(weft.all_gather_matmul(a, b, algorithm=algorithm), gathered(a), b)
 
@@ -254,14 +259,35 @@ def test_an_emulated_link():
     on_ranks(emulated, 2)
 
 
+def unlike(world):
+    """Ranks whose widths differ would choose differently by themselves; rank 0 decides."""
+    operator = importlib.import_module("weft.ops.all_gather_matmul")
+    ways = [Choice(Candidate(name, 1), name) for name in ("sequential", "push", "direct")]
+    operator.preferred = lambda *_: ways[world.rank]  # in this process, which ends with the rank
+    a, b = torch.randn(16, 4), torch.randn(4, 4 + world.rank)
+    for _ in range(2):
+        assert_close(weft.all_gather_matmul(a, b), gathered(a), b)
+    assert [choice.way for choice in world.choices.values()] == [ways[0].way]
+    assert ("as rank 0 decided" in weft.explain(a, b)) == (world.rank > 0)
+    with pytest.raises(weft.MismatchError, match=r"all_gather_matmul\(a=\[9, 9, 9\] rows x 4 float32, algorithm=auto\)"):
+        weft.all_gather_matmul(torch.randn(8 if world.rank == 2 else 9, 4), b)
+
+
+@pytest.mark.data
+def test_rank_0_chooses_for_all():
+    on_ranks(unlike, 3)
+
+
 def explained(world):
-    a, b = torch.randn(64, 4), torch.randn(4, 4)
-    assert "direct" in weft.explain(a, b)
-    assert "staged" in weft.explain(a, b)
-    assert "one product" in weft.explain(a[:2], b)
+    a, b = torch.randn(1024, 256), torch.randn(256, 256)
+    said = weft.explain(a, b)
+    assert "ranks: direct" in said
+    assert "staged" in said
+    assert all(f"ms  {algorithm}, " in said for algorithm in ALGORITHMS)
+    assert "ranks: sequential" in weft.explain(a[:2], b)
     assert "as asked for" in weft.explain(a, weft.pack(b), algorithm="ring")
-    assert "read in place" in weft.explain(world.empty(64, 4), b)
-    assert "a split of K" in weft.explain(torch.randn(64, 2), b, dim=1)
+    assert "read in place" in weft.explain(world.empty(1024, 256), b)
+    assert "a split of K" in weft.explain(torch.randn(64, 128), b, dim=1)
     with pytest.raises(ValueError, match="there is no operator 'magic'"):
         weft.explain(a, b, operator="magic")
 

@@ -151,7 +151,9 @@ def emulated(world):
     world.emulate_link(0.01, 50)
     with pytest.raises(ValueError, match="direct moves no rows"):
         weft.matmul_reduce_scatter(a, b, algorithm="direct")
-    assert "push" in weft.explain(a, b, operator="matmul_reduce_scatter")
+    said = weft.explain(a, b, operator="matmul_reduce_scatter")
+    assert "ms  push, " in said
+    assert "direct" not in said
     for algorithm in ("push", "ring", "sequential"):
         y = weft.matmul_reduce_scatter(a, b, algorithm=algorithm)
         assert_close(y, a, b, lambda x: x[8 * world.rank :][:8])
@@ -163,10 +165,10 @@ def test_an_emulated_link():
 
 
 def explained(world):
-    a, b = torch.randn(64, 4), torch.randn(4, 4)
-    for dim, words in ((0, "direct"), (1, "transposed product")):
+    a, b = torch.randn(2048, 256), torch.randn(256, 256)
+    for dim, words in ((0, "ranks: direct"), (1, "transposed product")):
         assert words in weft.explain(a, b, operator="matmul_reduce_scatter", dim=dim)
-    assert "one product" in weft.explain(a[:2], b, operator="matmul_reduce_scatter")
+    assert "ranks: sequential" in weft.explain(a[:2], b, operator="matmul_reduce_scatter")
     assert "direct" in weft.explain(a, [b, weft.pack(b)])
     with pytest.raises(ValueError, match="a list of 2 weights"):
         weft.explain(a, [b, b], operator="matmul_reduce_scatter")

@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from ranks import on_ranks
 from typer.testing import CliRunner
 
-from weft import machine, predict
+from weft import calibrate, machine, predict, tuned
+from weft.bench import tune
 from weft.cli import app
 from weft.machine import Link
+from weft.ops import choice
+from weft.predict import Candidate, Case
 
 FIT = Path(__file__).parents[1] / "benchmarks" / "fit_machines.py"
 
@@ -21,6 +25,8 @@ FIT = Path(__file__).parents[1] / "benchmarks" / "fit_machines.py"
 @pytest.fixture(autouse=True)
 def uncalibrated(tmp_path, monkeypatch):
     monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
+    for remembered in (choice._machine, tuned._known):
+        remembered.cache_clear()
 
 
 def weft(*arguments, status=0):
@@ -87,9 +93,9 @@ def test_a_better_machine_is_never_slower():
         assert saved[-1][1] > -0.02
 
 
-def test_ten_thousand_ranks_over_two_kinds_of_links():
+def test_thousands_of_ranks_over_two_kinds_of_links():
     on = machine.load("h100-nvlink-8")
-    for ranks in (1024, 10_000):
+    for ranks in (1024, 4096):
         case = predict.case("all_gather_matmul", ranks, (ranks * 8, 1024, 1024), "bfloat16")
         way = predict.Candidate("push", 8)
         assert predict.planned(case, way, on) == 8
@@ -169,3 +175,109 @@ def test_beside_a_measured_run(tmp_path):
 def test_what_cannot_be_asked(arguments, says):
     given = [*arguments] if arguments[0] == "--machine" else ["--machine", "ascend-950", *arguments]
     assert says in " ".join(weft("predict", "all-gather-matmul", *given, status=2).replace("│", " ").split())
+
+
+def test_products_are_fitted_without_negative_times():
+    sizes = [(1, 256, 64), (8, 64, 64), (64, 512, 512), (512, 64, 1024)]
+    rows = [[1 / t, k * n / t, m * k * n / t] for m, k, n in sizes for t in [3 + 2 * k * n + 5 * m * k * n]]
+    assert calibrate.least_squares(rows) == pytest.approx([3, 2, 5])
+    rows = [[1 / t, k * n / t, m * k * n / t] for m, k, n in sizes for t in [m * k * n - 0.5 * k * n]]
+    assert min(calibrate.least_squares(rows)) == 0
+
+
+@pytest.mark.parametrize(
+    ("times", "slowdowns"),
+    [
+        ((10, 4, 0, 14, 0, 8), [2, 2]),  # both share a core until the shorter one is over
+        ((10, 4, 0, 10, 2, 6), [1, 1]),  # neither minds
+        ((10, 4, 0, 12, 0, 4), [2, 1]),
+        ((10, 4, 0, 100, 0, 99), [4, 4]),  # something else was going on
+    ],
+)
+def test_interference_from_times(times, slowdowns):
+    assert calibrate.slowed(*times) == pytest.approx(slowdowns)
+
+
+def measured(world):
+    calibrate._RUNS, calibrate._PRODUCTS, calibrate.ITEMSIZE = 2, calibrate._PRODUCTS[:4], {"float32": 4}
+    profile = calibrate.measure(1)
+    cases = [predict.case(operator, 2, (8, 16, 8), "float32") for operator in predict.OPERATORS]
+    questions = [tune.Question(case, predict.candidates(case, machine.load("cpu")), None) for case in cases]
+    slow = machine.load("cpu").emulating(1.0, 20.0)
+    questions.append(tune.Question(cases[0], predict.candidates(cases[0], slow), (1.0, 20.0)))
+    return profile, [ways for _, ways, _ in questions], tune.measure(questions, 1, 1)
+
+
+def test_this_machine_is_measured(tmp_path):
+    (profile, asked, answers), _ = on_ranks(measured, 2)
+    calibrate.store(json.loads(json.dumps(profile)))
+    mine = machine.load("this")
+    assert machine.names()[0] == "this"
+    assert mine.in_place
+    assert min(mine.memory_gbs, mine.reduce_gbs, mine.links[0].gbs, mine.products["float32 packed"].tflops) > 0
+    assert {"float32 1x256x256", "notify_us 64 rounds", "launch_us"} <= profile["spread"].keys()
+    assert all({*ways} <= {answer.way for answer in found} for ways, found in zip(asked, answers, strict=True))
+    assert all(0 < answer.least <= answer.median for found in answers for answer in found)
+
+
+def usual(case, *ways):
+    """A rule whose first way is the usual one."""
+
+    def rule(name):
+        for way in ways:
+            if name in ("auto", way.algorithm):
+                return choice.Choice(way, "as usual")
+        raise ValueError(name)
+
+    return lambda link=None, chunk_rows=None: choice.preferred(case, rule, link, chunk_rows)
+
+
+def test_what_was_tuned_beats_what_is_predicted():
+    case, way = predict.case("matmul_reduce_scatter", 2, (64, 64, 64), "float32"), Candidate("ring", 7)
+    assert tuned.find(case, None) is None
+    tuned.remember(case, None, way)
+    assert tuned.find(case, None) == way
+    assert tuned.find(case, (1.0, 0.0)) is None
+    decide = usual(case, Candidate("direct", 32), Candidate("ring", 2))
+    assert decide().way == way
+    assert decide(chunk_rows=9).way != way
+    assert decide(link=(1.0, 0.0)).way != way
+    assert usual(case, Candidate("direct", 32))().way == Candidate("direct", 32)
+
+
+def test_a_prediction_has_to_beat_the_usual_way_clearly():
+    large = predict.case("all_gather_matmul", 2, (2048, 2048, 1024), "float32")
+    decide = usual(large, Candidate("sequential", 1024), Candidate("push", 64))
+    found = decide()
+    assert found.predicted[0][0].algorithm != "sequential"  # but only by a little
+    assert found.way.algorithm == "sequential"
+    assert found.why.startswith("as usual; predicted for the profile cpu")
+    slow = decide((1.0, 0.0))
+    assert slow.algorithm == "push"
+    assert {way.chunk_rows for way, _ in slow.predicted if way.algorithm == "push"} == {64, 128, 32}
+    assert {way.chunk_rows for way, _ in decide((1.0, 0.0), 64).predicted if way.algorithm == "push"} == {64}
+    few = predict.case("all_gather_matmul", 2, (8, 2048, 1024), "float32")
+    decide = usual(few, Candidate("push", 1), Candidate("sequential", 4))
+    assert decide((16.0, 0.0)).algorithm == "sequential"
+    unknown = predict.case("all_gather_matmul", 2, (8, 2048, 1024), "int8")
+    assert usual(unknown, Candidate("push", 1), Candidate("sequential", 4))() == choice.Choice(Candidate("push", 1), "as usual")
+
+
+def test_a_calibrated_machine_is_believed_sooner():
+    case = predict.case("matmul_reduce_scatter", 2, (2048, 1024, 1024), "float32")
+    decide = usual(case, Candidate("push", 64), Candidate("direct", 256))
+    by_cpu = decide()
+    assert by_cpu.algorithm == "push"
+    calibrate.store({**asdict(machine.load("cpu")), "name": "this"})
+    choice._machine.cache_clear()
+    assert decide().predicted == by_cpu.predicted
+    assert decide().algorithm == "direct"
+    assert "this machine" in decide().why
+
+
+def test_many_ranks_are_taken_to_be_equal():
+    case = Case("all_gather_matmul", (*[64] * 15, 63), 256, 256, "float32", "float32")
+    names = "push", "pull", "ring", "direct", "sequential"
+    found = usual(case, *[Candidate(name, 16) for name in names])()
+    assert {way.algorithm for way, _ in found.predicted} == {*names} - {"pull"}
+    assert Candidate("push", 16, "interleaved") in dict(found.predicted)

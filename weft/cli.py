@@ -22,7 +22,8 @@ commands.app.add_typer(collective_commands.app)
 commands.app.add_typer(p2p_commands.app)
 app.add_typer(commands.app, name="bench")
 app.add_typer(plan_commands.app, name="plan")
-app.command()(predict_commands.predict)
+for command in (predict_commands.predict, predict_commands.calibrate, predict_commands.tune):
+    app.command()(command)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

@@ -99,6 +99,10 @@ class Machine:
     source: str = ""
     residuals: Mapping[str, float] = field(default_factory=dict)
 
+    def multiplies(self, dtype: str) -> bool:
+        """Whether the rate of products of this dtype is known."""
+        return dtype in self.products
+
     def product(self, rows: int, k: int, n: int, dtype: str, packed: bool) -> float:
         """Seconds of a local product."""
         found = self.products.get(f"{dtype} packed") if packed else None

@@ -217,7 +217,7 @@ def chosen(dtype: torch.dtype, out_dtype: torch.dtype, lie: str, rows: int) -> s
 @functools.cache
 def _table(dtype: torch.dtype, out_dtype: torch.dtype, threads: int) -> dict[str, dict[str, str]]:
     """The fastest way by number of rows, for factors that lie in one way or another."""
-    machine = f"{_processor()} torch {torch.__version__} {threads} threads"
+    machine = f"{processor()} torch {torch.__version__} {threads} threads"
     kind = f"{dtype}-{out_dtype}".replace("torch.", "")
     name = f"ways-{kind}-{hashlib.sha256(machine.encode()).hexdigest()[:16]}"
     table: dict[str, dict[str, str]] = cache.once(name, lambda: _measure(dtype, out_dtype) | {"machine": machine})
@@ -301,7 +301,7 @@ def _flood() -> Tensor:
     return torch.zeros(1 << 24)
 
 
-def _processor() -> str:
+def processor() -> str:
     try:
         with open("/proc/cpuinfo") as file:
             lines = dict(line.split("\t", 1) for line in file.read().split("\n\n")[0].splitlines() if "\t" in line)

@@ -31,7 +31,7 @@ PIECES = (16, 8, 32, 4, 64, 1)
 _PREFERRED = ("direct", "push", "pull", "ring", "one_shot", "two_shot", "sequential")
 _SAME = 0.02  # predictions that differ by less are taken to be equal
 
-_UNEQUAL = {
+UNEQUAL = {
     ("matmul_reduce_scatter", "ring"),  # its sums begin at rank 0
     ("all_gather_matmul", "pull"),  # it joins products of adjacent peers, which for most ranks are not all peers
 }
@@ -116,7 +116,7 @@ def _plan(case: Case, way: Candidate, planned: int, links: int, moved: bool, com
 
 def planned(case: Case, way: Candidate, machine: Machine) -> int:
     """How many ranks have to be simulated: those of one group if all ranks do the same, else all."""
-    equal = len(set(case.rows)) == 1 and (case.operator, way.algorithm) not in _UNEQUAL
+    equal = len(set(case.rows)) == 1 and (case.operator, way.algorithm) not in UNEQUAL
     group = machine.group(case.ranks)
     return group if equal and case.ranks % group == 0 else case.ranks
 
@@ -150,7 +150,7 @@ def candidates(case: Case, machine: Machine, algorithm: str = "auto", chunk_rows
     for name in ("sequential", *(name for name in ALGORITHMS[case.operator] if name != "sequential")):
         if algorithm not in ("auto", name) or (name == "direct" and not _reads_peers(machine)):
             continue
-        if algorithm == "auto" and (case.operator, name) in _UNEQUAL and case.ranks > _MANY:
+        if algorithm == "auto" and (case.operator, name) in UNEQUAL and case.ranks > _MANY:
             continue
         whole = name == "sequential" or (name, case.operator) == ("direct", "all_gather_matmul")
         orders = ORDERS if name == "push" and case.ranks > 2 else ORDERS[:1]

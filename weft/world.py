@@ -7,7 +7,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -75,6 +75,7 @@ class World:
         self.device, self.streams, self.sharing = torch.device("cpu"), False, 1
         self.group: dist.ProcessGroup | None = None
         self.kept: list[memory.Segment] = []  # memory that lives as long as the world
+        self.choices: dict[Hashable, Any] = {}  # what `weft.ops.choice` has agreed on
         self.mesh = _native.Mesh(rank, sockets)
         self.cores = [place.cores for place in places]
         here = [place for place in places if place.host == places[rank].host]

@@ -15,7 +15,9 @@ from weft.bench.fused import Settings, View, balanced_gbps
 from weft.bench.timing import Stopwatch, largest
 from weft.bench.verification import Problem
 from weft.engines import engine
-from weft.ops.all_gather_matmul import all_gather_matmul, choose
+from weft.ops.all_gather_matmul import all_gather_matmul, choose, question
+from weft.ops.choice import best
+from weft.plan import Plan
 from weft.schedules import all_gather_matmul as schedule
 from weft.schedules.all_gather import all_gather
 from weft.schedules.common import offsets, split
@@ -47,14 +49,17 @@ class AllGatherMatmul:
         self.weight = matmul.pack(self.problem.weight)
         if settings.link:
             world.emulate_link(settings.link.gbps or 1.0, settings.link.latency_us)
+        self.views = {"compute": self._product(lambda: matmul.multiply(self.whole, self.weight, self.out))}
         self.choice = choose(self.rows, world, settings.algorithm, settings.chunk_rows)
-        hosts = several_hosts(world)
-        moving = {"direct": "pull", "sequential": "push"}.get(self.choice.algorithm, self.choice.algorithm)
-        gather = all_gather(
-            self.rows, moving, chunk_rows=self.choice.chunk_rows, symmetric_a=True, symmetric_gathered=True, hosts=hosts
-        )
-        self.views = {
-            "compute": self._product(lambda: matmul.multiply(self.whole, self.weight, self.out)),
+        if settings.link and settings.link.gbps is None:
+            size = k * dtype.itemsize
+            gbps = balanced_gbps(self._gather(), size, self._compute_seconds(), settings.link.latency_us)
+            world.emulate_link(gbps, settings.link.latency_us)
+        if settings.algorithm == "auto" and m:
+            asked = question(tuple(self.rows), self.a, [self.weight], out_dtype, world, settings.chunk_rows)
+            self.choice = best(world, *asked, self.choice, None)
+        gather = self._gather()
+        self.views |= {
             "communicate": View(
                 lambda: engine(world).execute(gather, {"a": self.a, "gathered": self.gathered}),
                 self.gathered,
@@ -73,16 +78,22 @@ class AllGatherMatmul:
         self.ablation = {"cascade": "sequential"} if settings.ablate else {}
         for name in _STEPS if settings.ablate else ():
             self.ablation[name] = name
-            self.views[name] = self._product(self._step(name, moving, settings.chunk_rows))
-        if settings.link and settings.link.gbps is None:
-            gbps = balanced_gbps(gather, k * dtype.itemsize, self._compute_seconds(), settings.link.latency_us)
-            world.emulate_link(gbps, settings.link.latency_us)
+            self.views[name] = self._product(self._step(name, gather.algorithm, settings.chunk_rows))
 
     def renew(self, run: int) -> None:
         """Fill the inputs with those of this run."""
         start = offsets(self.rows)[self.world.rank]
         self.whole.copy_(self.problem.rows(run))
         self.a.copy_(self.whole[start : start + len(self.a)])
+
+    def _gather(self) -> Plan:
+        """The gather alone, in the way of the choice."""
+        algorithm, chunk_rows, order = self.choice.way
+        moving = {"direct": "pull", "sequential": "push"}.get(algorithm, algorithm)
+        hosts = several_hosts(self.world)
+        return all_gather(
+            self.rows, moving, chunk_rows=chunk_rows, symmetric_a=True, symmetric_gathered=True, order=order, hosts=hosts
+        )
 
     def _product(self, call: Callable[[], object]) -> View:
         return View(call, self.out, self.problem.check_product)

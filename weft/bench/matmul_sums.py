@@ -17,7 +17,7 @@ from weft.bench.verification import Check, Sums
 from weft.engines import engine
 from weft.ops import matmul_all_reduce as reducing
 from weft.ops import matmul_reduce_scatter as scattering
-from weft.ops.choice import Choice
+from weft.ops.choice import Choice, Signature, best
 from weft.ops.partial_sums import product_dtype
 from weft.plan import Plan
 from weft.schedules import matmul_all_reduce as reduce_schedule
@@ -50,10 +50,20 @@ class _ProductSum:
         self.weight = matmul.pack(self.problem.weight)
         if settings.link:
             world.emulate_link(settings.link.gbps or 1.0, settings.link.latency_us)
-        self.choice = self.choose(settings.algorithm, settings.chunk_rows)
-        alone = without_products(self.plan())
         self.views = {
-            "compute": View(lambda: matmul.multiply(self.a, self.weight, self.whole), self.whole, self.problem.check_product),
+            "compute": View(lambda: matmul.multiply(self.a, self.weight, self.whole), self.whole, self.problem.check_product)
+        }
+        self.choice = self.choose(settings.algorithm, settings.chunk_rows)
+        if settings.link and settings.link.gbps is None:
+            self.renew(0)
+            compute = statistics.median([stopwatch.time(self.views["compute"].call) for _ in range(6)][1:])
+            seconds, size = largest(world, [compute])[0], n * product.itemsize
+            gbps = balanced_gbps(without_products(self.plan()), size, seconds, settings.link.latency_us)
+            world.emulate_link(gbps, settings.link.latency_us)
+        if settings.algorithm == "auto" and m:
+            self.choice = best(world, *self.question(settings.chunk_rows), self.choice, None)
+        alone = without_products(self.plan())
+        self.views |= {
             "communicate": View(lambda: self._add(alone), self.out, self._check(self.problem.check_sum)),
             "sequential": self._sum(self.operator("sequential", None)),
             "pipelined": self._sum(self.operator(settings.algorithm, settings.chunk_rows)),
@@ -65,18 +75,17 @@ class _ProductSum:
             "communicate is the operator without its products, which lie in symmetric memory.",
             "K is of each rank. The weight is packed; baselines have a plain weight.",
         )
-        if settings.link and settings.link.gbps is None:
-            self.renew(0)
-            compute = statistics.median([stopwatch.time(self.views["compute"].call) for _ in range(6)][1:])
-            gbps = balanced_gbps(alone, n * product.itemsize, largest(world, [compute])[0], settings.link.latency_us)
-            world.emulate_link(gbps, settings.link.latency_us)
 
     def place(self) -> tuple[int, int]:
         """The first row of the sum that this rank keeps, and how many."""
         raise NotImplementedError
 
     def choose(self, algorithm: str, chunk_rows: int | None) -> Choice:
-        """How the operator would carry out the call."""
+        """How the operator would usually carry out the call."""
+        raise NotImplementedError
+
+    def question(self, chunk_rows: int | None) -> tuple[Signature, Callable[[], Choice]]:
+        """What is to be decided for ``auto``."""
         raise NotImplementedError
 
     def plan(self) -> Plan:
@@ -115,11 +124,15 @@ class MatmulReduceScatter(_ProductSum):
     def choose(self, algorithm: str, chunk_rows: int | None) -> Choice:
         return scattering.choose(self.rows, self.world, algorithm, chunk_rows, packed=True)
 
+    def question(self, chunk_rows: int | None) -> tuple[Signature, Callable[[], Choice]]:
+        return scattering.question(tuple(self.rows), self.a, self.weight, self.out_dtype, self.world, chunk_rows)
+
     def plan(self) -> Plan:
         return scatter_schedule.matmul_reduce_scatter(
             self.rows,
             self.choice.algorithm,
             chunk_rows=self.choice.chunk_rows,
+            order=self.choice.way.order,
             moved=self.world.link is not None or self.world.relay is not None,
             hosts=several_hosts(self.world),
         )
@@ -148,6 +161,9 @@ class MatmulAllReduce(_ProductSum):
 
     def choose(self, algorithm: str, chunk_rows: int | None) -> Choice:
         return reducing.choose(sum(self.rows), self.world, algorithm, chunk_rows, packed=True)
+
+    def question(self, chunk_rows: int | None) -> tuple[Signature, Callable[[], Choice]]:
+        return reducing.question(tuple(self.rows), self.a, self.weight, self.out_dtype, self.world, chunk_rows)
 
     def plan(self) -> Plan:
         return reduce_schedule.matmul_all_reduce(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from weft.engines import engine
 from weft.engines.host import Geometry
-from weft.matmul import DTYPES, FLOAT8, Weight, multiply, plain
+from weft.matmul import DTYPES, FLOAT8, PackedWeight, Weight, multiply, plain
 from weft.ops import arguments, dims, float8
-from weft.ops.choice import PIECES, Choice, check
+from weft.ops.choice import PIECES, Choice, Signature, best, check, dtype_name, preferred
 from weft.plan import Plan
+from weft.predict import Candidate, Case
 from weft.schedules import all_gather as gathering
 from weft.schedules import all_gather_matmul as schedule
 from weft.schedules.common import Hosts
@@ -144,6 +145,8 @@ def gather_and_multiply(
     inner = 1 if split else dims.inner(a.shape, dim)
     rows = tuple(shard * inner for shard in shards)
     choice = choose(rows, world, algorithm, chunk_rows, split)
+    if algorithm == "auto" and not split and any(rows):
+        choice = best(world, *question(rows, a, weights, out_dtype, world, chunk_rows), choice, timeout)
     whole = (*a.shape[:dim], sum(shards), *a.shape[dim + 1 :])
     inputs = [a, *map(plain, weights), *(x for x in biases if x is not None)]
     results = [
@@ -162,8 +165,8 @@ def gather_and_multiply(
     if gathered is not None:
         tensors["gathered"] = gathered.view(sum(rows), a.shape[-1])
     geometry = Geometry.of(tensors["a"], world)
-    key = "all_gather_matmul", choice, rows, geometry, out_dtype, tuple(b.shape[1] for b in weights), keep
-    plan = plan_for(rows, choice, world.is_symmetric(tensors["a"]), keep, len(weights), several_hosts(world))
+    key = "all_gather_matmul", choice.way, rows, geometry, out_dtype, tuple(b.shape[1] for b in weights), keep
+    plan = plan_for(rows, choice.way, world.is_symmetric(tensors["a"]), keep, len(weights), several_hosts(world))
     program = engine(world).program(key, plan, tensors)
     added = {name: bias for name, bias in zip(names, biases, strict=True) if bias is not None}
     program.run(tensors, dict(zip(names, weights, strict=True)), added, timeout)
@@ -179,15 +182,30 @@ def _gather_columns(a: Tensor, columns: tuple[int, ...], choice: Choice, world: 
     own = a.flatten(0, -2).t().contiguous()
     gathered = own.new_empty(sum(columns), own.shape[1])
     tensors = {"a": own, "gathered": gathered}
-    key = "all_gather_columns", choice, columns, own.dtype, own.shape[1]
-    engine(world).program(key, columns_plan_for(columns, choice, several_hosts(world)), tensors).run(tensors, {}, timeout=timeout)
+    key = "all_gather_columns", choice.way, columns, own.dtype, own.shape[1]
+    plan = columns_plan_for(columns, choice.way, several_hosts(world))
+    engine(world).program(key, plan, tensors).run(tensors, {}, timeout=timeout)
     return gathered.t().contiguous()
+
+
+def question(
+    rows: tuple[int, ...], a: Tensor, weights: Sequence[Weight], out_dtype: torch.dtype, world: World, chunk_rows: int | None
+) -> tuple[Signature, Callable[[], Choice]]:
+    """What all ranks know of a call with ``auto``, and how one of them decides. Several weights are as one as wide as all."""
+
+    def decide() -> Choice:
+        columns, packed = sum(b.shape[1] for b in weights), all(isinstance(b, PackedWeight) for b in weights)
+        dtypes = dtype_name(a.dtype), dtype_name(out_dtype)
+        case = Case("all_gather_matmul", rows, a.shape[-1], columns, *dtypes, packed, world.is_symmetric(a))
+        return preferred(case, partial(choose, rows, world, chunk_rows=chunk_rows), world.link, chunk_rows)
+
+    return Signature("all_gather_matmul", rows, a.shape[-1], a.dtype, chunk_rows), decide
 
 
 def choose(
     rows: Sequence[int], world: World, algorithm: str = "auto", chunk_rows: int | None = None, split: bool = False
 ) -> Choice:
-    """The algorithm and chunk size for shards of `rows[rank]` rows (of a as a matrix), or of as many columns if K is `split`."""
+    """The usual way for shards of `rows[rank]` rows (of a as a matrix), or of as many columns if K is `split`."""
     check(algorithm, schedule.ALGORITHMS, chunk_rows, ("direct",), world)
     largest = max(rows)
     why = "as asked for"
@@ -208,18 +226,19 @@ def choose(
             algorithm, why = "direct", "peers' rows can be read where they lie at the speed of own memory"
     whole = algorithm in ("direct", "sequential")
     chunk = largest if whole else chunk_rows or -(-largest // PIECES)
-    return Choice(algorithm, max(1, chunk), why)
+    return Choice(Candidate(algorithm, max(1, chunk)), why)
 
 
 @lru_cache(maxsize=1024)
 def plan_for(
-    rows: tuple[int, ...], choice: Choice, symmetric_a: bool, gathered: bool, weights: int = 1, hosts: Hosts | None = None
+    rows: tuple[int, ...], way: Candidate, symmetric_a: bool, gathered: bool, weights: int = 1, hosts: Hosts | None = None
 ) -> Plan:
     """The plan of a call."""
     return schedule.all_gather_matmul(
         rows,
-        choice.algorithm,
-        chunk_rows=choice.chunk_rows,
+        way.algorithm,
+        chunk_rows=way.chunk_rows,
+        order=way.order,
         symmetric_a=symmetric_a,
         gathered=gathered,
         weights=weights,
@@ -228,6 +247,6 @@ def plan_for(
 
 
 @lru_cache(maxsize=1024)
-def columns_plan_for(columns: tuple[int, ...], choice: Choice, hosts: Hosts | None = None) -> Plan:
+def columns_plan_for(columns: tuple[int, ...], way: Candidate, hosts: Hosts | None = None) -> Plan:
     """The plan of a gather of columns."""
-    return gathering.all_gather(columns, choice.algorithm, chunk_rows=choice.chunk_rows, hosts=hosts)
+    return gathering.all_gather(columns, way.algorithm, chunk_rows=way.chunk_rows, hosts=hosts)

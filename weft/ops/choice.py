@@ -1,25 +1,78 @@
-"""How a fused operator carries out a call, and why: what `weft.explain` tells."""
+"""How a fused operator carries out a call, and why: what `weft.explain` tells.
+
+``auto`` has a usual way, by the operator's rules. In shared memory, with or without an emulated link, what was fastest when the
+case was tuned comes before it, and so does what is predicted (`weft.predict`) to be clearly faster on the machine that
+``weft calibrate`` measured or, without that, on the profile ``cpu``. Rank 0 decides for all.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
+import torch
+
+from weft import machine, predict, tuned
 from weft.engines import engine
+from weft.engines.host import Program
+from weft.machine import Machine
 from weft.ops import arguments
+from weft.predict import ORDERS, Candidate, Case
+from weft.schedules.broadcast import broadcast
 from weft.world import World
 
 PIECES = 16  # transfers per shard: enough that little is left to do when the last one arrives
+_OTHER_PIECES = (8, 32)  # that are considered where pieces pass a link
+_CLEARLY = {True: 0.05, False: 0.2}  # by how much a prediction has to beat the usual way; whether this machine is calibrated
+_MANY = 4  # ranks from which on they are taken to be equal, and ways in which they are not are not considered
+_SIGNATURES = 256  # that a world decides on, each in some milliseconds; where sizes change all the time the usual way has to do
+_ALGORITHMS = sorted({name for names in predict.ALGORITHMS.values() for name in names})
 
 
 class Choice(NamedTuple):
-    """An algorithm, the rows of a piece, and why these."""
+    """A way to do it, why this one, and all that were considered with their predicted milliseconds, the fastest first."""
 
-    algorithm: str
-    chunk_rows: int
+    way: Candidate
     why: str
+    predicted: tuple[tuple[Candidate, float], ...] = ()
+
+    @property
+    def algorithm(self) -> str:
+        return self.way.algorithm
+
+    @property
+    def chunk_rows(self) -> int:
+        return self.way.chunk_rows
+
+    @property
+    def candidates(self) -> str:
+        """What was predicted, in lines."""
+        lines = [f"\n  {ms:9.3f} ms  {way}, at most {way.chunk_rows} rows per transfer" for way, ms in self.predicted]
+        return "".join(["\npredicted:", *lines]) if lines else ""
 
     def __str__(self) -> str:
-        return f"{self.algorithm}, at most {self.chunk_rows} rows per transfer: {self.why}"
+        return f"{self.way}, at most {self.chunk_rows} rows per transfer: {self.why}"
+
+
+class Signature(NamedTuple):
+    """What all ranks know of a call with ``auto``; `columns` are those of the rows that ranks exchange."""
+
+    operator: str
+    rows: tuple[int, ...]
+    columns: int
+    dtype: torch.dtype
+    chunk_rows: int | None
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        pieces = "" if self.chunk_rows is None else f", chunk_rows={self.chunk_rows}"
+        of = "a" if self.operator == "all_gather_matmul" else "sum"
+        return f"{self.operator}({of}={[*self.rows]} rows x {self.columns} {dtype}{pieces}, algorithm=auto)"
+
+
+Rule = Callable[[str], Choice]
+"""An operator's usual choice for ``auto`` or for one algorithm. Raises `ValueError` for an algorithm that is not possible."""
 
 
 def check_possible(algorithm: str, known: tuple[str, ...], world: World) -> None:
@@ -38,3 +91,100 @@ def check(algorithm: str, known: tuple[str, ...], chunk_rows: int | None, in_pla
     if algorithm in in_place and world.link:
         others = ", ".join(name for name in known if name not in in_place)
         raise ValueError(f"{algorithm} moves no rows, so an emulated link cannot slow it: choose {others}")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype whose products are predicted: float8 is taken as bfloat16."""
+    name = str(dtype).removeprefix("torch.")
+    return "bfloat16" if name.startswith("float8") else name
+
+
+def best(world: World, signature: Signature, decide: Callable[[], Choice], usual: Choice, timeout: float | None) -> Choice:
+    """What rank 0 decides for a `signature` that all ranks share; collective where the signature is new.
+
+    Ranks may differ in what is local (N of a gather, K of a sum) and would then choose differently. Since they make the same calls
+    in the same order, a signature is new on all of them in the same call. Where nothing can be predicted, or after very many
+    signatures, it is the `usual` choice.
+    """
+    if not _predictable(world):
+        return usual
+    known, key = world.choices, (signature, world.link)
+    found: Choice | None = known.get(key)
+    if found is None:
+        if len(known) >= _SIGNATURES:
+            return usual
+        found = known[key] = _of_rank_0(world, signature, decide, timeout)
+    return found
+
+
+def explained(world: World, signature: Signature, decide: Callable[[], Choice], usual: Choice) -> Choice:
+    """What `best` returns, or would return if this rank decided; not collective."""
+    if not _predictable(world):
+        return usual
+    own, decided = decide(), world.choices.get((signature, world.link))
+    return own if decided is None or decided.way == own.way else decided
+
+
+def preferred(case: Case, rule: Rule, link: tuple[float, float] | None, chunk_rows: int | None = None) -> Choice:
+    """The way that is known or predicted to be fastest for a case, perhaps over an emulated `link`, as this rank sees it."""
+    usual, on = rule("auto"), _machine()
+    on = on.emulating(*link) if link else on
+    possible = _ways(case, usual, rule, link is not None and chunk_rows is None)
+    if chunk_rows is None and (way := tuned.find(case, link)) and way.algorithm in {other.algorithm for other in possible}:
+        return Choice(way, "weft tune measured it to be the fastest")
+    if not on.multiplies(case.dtype):
+        return usual
+    if case.ranks > _MANY:
+        case = case._replace(rows=(max(case.rows),) * case.ranks)
+    times = {way: 1e3 * predict.time(case, way, on) for way in possible}
+    found = tuple(sorted(times.items(), key=lambda way: (way[1], way[0].algorithm != usual.algorithm)))
+    (fastest, ms), before = found[0], times[usual.way]
+    where, mine = ("this machine", True) if on.name == machine.THIS else (f"the profile {on.name}", False)
+    if fastest == usual.way or ms > before * (1 - _CLEARLY[mine]):
+        return Choice(usual.way, f"{usual.why}; predicted for {where}: {before:.3g} ms", found)
+    return Choice(fastest, f"predicted for {where}: {ms:.3g} ms, and {before:.3g} for {usual.way}, {usual.chunk_rows} rows", found)
+
+
+def _predictable(world: World) -> bool:
+    """Whether machine profiles say anything about the world's engine: they are of ranks that share a host's memory."""
+    return world.ranks > 1 and world.relay is None and not world.streams
+
+
+def _ways(case: Case, usual: Choice, rule: Rule, sizes: bool) -> list[Candidate]:
+    """The usual way, and that of each algorithm; with other `sizes` of pieces, which matter where they pass a link."""
+    ways = [usual.way]
+    for name in predict.ALGORITHMS[case.operator]:
+        if case.ranks > _MANY and (case.operator, name) in predict.UNEQUAL:
+            continue
+        try:
+            way = rule(name).way
+        except ValueError:  # not possible in this world
+            continue
+        ways.append(way)
+        if sizes and name != "sequential":
+            ways += [way._replace(chunk_rows=-(-way.chunk_rows * PIECES // pieces)) for pieces in _OTHER_PIECES]
+    if case.ranks > 2 and case.operator != "matmul_all_reduce":
+        ways += [way._replace(order="interleaved") for way in ways if way.algorithm == "push"]
+    return [*dict.fromkeys(ways)]
+
+
+@cache
+def _machine() -> Machine:
+    return machine.load(machine.THIS if machine.calibrated() else machine.DEFAULT)
+
+
+def _of_rank_0(world: World, signature: Signature, decide: Callable[[], Choice], timeout: float | None) -> Choice:
+    """What rank 0 decides and tells to all, in a call described by `signature`, so that ranks that make different calls notice."""
+    own = decide() if world.rank == 0 else None
+    said = torch.zeros(3, 1, dtype=torch.int64)
+    if own:
+        said = torch.tensor([[_ALGORITHMS.index(own.algorithm)], [own.chunk_rows], [ORDERS.index(own.way.order)]])
+    tensors = {"a": said, "out": said[:0]} if own else {"a": said[:0], "out": said}
+    recorder, world.recorder = world.recorder, None  # traces show the operator, not what was said before
+    try:
+        telling = Program(engine(world), broadcast(len(said), world.ranks, 0), tensors, {}, str(signature))
+        telling.run(tensors, {}, timeout=timeout)
+    finally:
+        world.recorder = recorder
+    name, chunk_rows, order = said.flatten().tolist()
+    return own or Choice(Candidate(_ALGORITHMS[name], chunk_rows, ORDERS[order]), "as rank 0 decided")

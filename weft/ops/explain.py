@@ -8,7 +8,8 @@ from torch import Tensor
 
 from weft.matmul import PackedWeight, Weight
 from weft.ops import all_gather_matmul, arguments, dims, matmul_all_reduce, matmul_reduce_scatter
-from weft.ops.choice import Choice
+from weft.ops.choice import Choice, explained
+from weft.schedules.common import split
 from weft.world import World, current
 
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -25,7 +26,9 @@ def explain(
     chunk_rows: int | None = None,
     world: World | None = None,
 ) -> str:
-    """What `operator` would do with these arguments and why, in words. Not collective; nothing is sent.
+    """What `operator` would do with these arguments and why, in words, and the other ways with their predicted times.
+
+    Not collective; nothing is sent. For ``auto`` it is what this rank would decide, where rank 0 has not decided yet.
 
     `operator` is ``all_gather_matmul``, ``matmul_reduce_scatter`` or ``matmul_all_reduce``; the rest as they take it. Raises
     `ValueError` or `TypeError` for arguments that the operator would refuse.
@@ -44,18 +47,29 @@ def explain(
         shards = arguments.check_shard_rows(a.shape[dim], shard_rows, world)
         for weight in weights:
             arguments.check_weight(a, weight, world, sum(shards) if last else None)
-        choice = all_gather_matmul.choose([n * inner for n in shards], world, algorithm, chunk_rows, last)
+        rows = tuple(n * inner for n in shards)
+        choice = all_gather_matmul.choose(rows, world, algorithm, chunk_rows, last)
+        if algorithm == "auto" and not last and any(rows):
+            choice = explained(world, *all_gather_matmul.question(rows, a, weights, a.dtype, world, chunk_rows), choice)
         where = f"; {_place(a, choice, world)}"
     elif operator == "matmul_reduce_scatter":
         arguments.check_weight(a, weights[0], world)
         parts = arguments.check_parts(weights[0].shape[1] if last else a.shape[dim], shard_rows, world)
-        choice = matmul_reduce_scatter.choose([n * inner for n in parts], world, algorithm, chunk_rows, packed and not last)
+        rows = tuple(n * inner for n in parts)
+        choice = matmul_reduce_scatter.choose(rows, world, algorithm, chunk_rows, packed and not last)
+        if algorithm == "auto" and any(rows):
+            asked = matmul_reduce_scatter.question(rows, a, weights[0], a.dtype, world, chunk_rows, last)
+            choice = explained(world, *asked, choice)
         where = "; the transposed product is scattered by rows" if last else ""
     else:
         arguments.check_weight(a, weights[0], world)
-        choice = matmul_all_reduce.choose(len(dims.to_front(a, 0)), world, algorithm, chunk_rows, packed)
+        x = dims.to_front(a, 0)
+        rows = tuple(split(len(x), world.ranks))
+        choice = matmul_all_reduce.choose(len(x), world, algorithm, chunk_rows, packed)
+        if algorithm == "auto" and any(rows):
+            choice = explained(world, *matmul_all_reduce.question(rows, x, weights[0], a.dtype, world, chunk_rows), choice)
         where = ""
-    return f"{operator} over {world.ranks} ranks: {choice}{where}; b is {'packed' if packed else 'plain'}"
+    return f"{operator} over {world.ranks} ranks: {choice}{where}; b is {'packed' if packed else 'plain'}{choice.candidates}"
 
 
 def _place(a: Tensor, choice: Choice, world: World) -> str:

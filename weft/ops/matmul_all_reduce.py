@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from weft.matmul import DTYPES, FLOAT8, PackedWeight, Weight, plain
 from weft.ops import arguments, dims, float8, partial_sums
-from weft.ops.choice import PIECES, Choice, check
+from weft.ops.choice import PIECES, Choice, Signature, best, check, dtype_name, preferred
 from weft.ops.matmul_reduce_scatter import ADDED_ROWS, FEW_ROWS
 from weft.ops.partial_sums import Sums
+from weft.predict import Candidate, Case
 from weft.schedules import matmul_all_reduce as schedule
 from weft.schedules.common import split
 from weft.world import World, current
@@ -97,15 +101,31 @@ def multiply_and_reduce(
     out_dtype = arguments.check_out_dtype(a.dtype, out_dtype)
     x = dims.to_front(a, 0)
     choice = choose(len(x), world, algorithm, chunk_rows, isinstance(b, PackedWeight))
+    rows = tuple(split(len(x), world.ranks))
+    if algorithm == "auto" and any(rows):
+        choice = best(world, *question(rows, x, b, out_dtype, world, chunk_rows), choice, timeout)
     inputs = [t for t in (a, plain(b), bias) if t is not None]
     result = arguments.result(out, (*a.shape[:-1], b.shape[1]), out_dtype, inputs, world)
-    work = Sums(schedule.matmul_all_reduce, tuple(split(len(x), world.ranks)), choice, op)
+    work = Sums(schedule.matmul_all_reduce, rows, choice.way, op)
     partial_sums.add_up(work, x, b, bias, result.view(len(x), b.shape[1]), world, timeout)
     return result
 
 
+def question(
+    rows: tuple[int, ...], x: Tensor, b: Weight, out_dtype: torch.dtype, world: World, chunk_rows: int | None
+) -> tuple[Signature, Callable[[], Choice]]:
+    """What all ranks know of a call with ``auto``, and how one of them decides; `rows` are the shares that ranks add up."""
+
+    def decide() -> Choice:
+        packed = isinstance(b, PackedWeight)
+        case = Case("matmul_all_reduce", rows, x.shape[1], b.shape[1], dtype_name(x.dtype), dtype_name(out_dtype), packed)
+        return preferred(case, partial(choose, len(x), world, chunk_rows=chunk_rows, packed=packed), world.link, chunk_rows)
+
+    return Signature("matmul_all_reduce", rows, b.shape[1], x.dtype, chunk_rows), decide
+
+
 def choose(rows: int, world: World, algorithm: str = "auto", chunk_rows: int | None = None, packed: bool = False) -> Choice:
-    """The algorithm and chunk size for `rows` rows (of a as a matrix) where b is `packed` or not."""
+    """The usual way for `rows` rows (of a as a matrix) where b is `packed` or not."""
     check(algorithm, schedule.ALGORITHMS, chunk_rows, (), world)
     why = "as asked for"
     if algorithm == "auto":
@@ -126,4 +146,4 @@ def choose(rows: int, world: World, algorithm: str = "auto", chunk_rows: int | N
     few = min(rows, ADDED_ROWS[packed and algorithm == "two_shot"])
     added = -(-rows // (2 * PIECES)) if world.link or world.relay else few
     chunk = rows if algorithm == "sequential" else chunk_rows or added
-    return Choice(algorithm, max(1, chunk), why)
+    return Choice(Candidate(algorithm, max(1, chunk)), why)

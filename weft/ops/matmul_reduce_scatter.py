@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from weft.matmul import DTYPES, FLOAT8, PackedWeight, ScaledWeight, Weight, plain
 from weft.ops import arguments, dims, float8, partial_sums
-from weft.ops.choice import PIECES, Choice, check
+from weft.ops.choice import PIECES, Choice, Signature, best, check, dtype_name, preferred
 from weft.ops.partial_sums import Sums
+from weft.predict import Candidate, Case
 from weft.schedules import matmul_reduce_scatter as schedule
 from weft.world import World, current
 
@@ -115,25 +117,46 @@ def multiply_and_scatter(
     rows = tuple(part * inner for part in parts)
     kept = rows[world.rank]
     choice = choose(rows, world, algorithm, chunk_rows, isinstance(b, PackedWeight) and not transposed)
+    if algorithm == "auto" and any(rows):
+        choice = best(world, *question(rows, a, b, out_dtype, world, chunk_rows, transposed), choice, timeout)
     shape = (*whole[:dim], parts[world.rank], *whole[dim + 1 :])
     result = arguments.result(out, shape, out_dtype, [t for t in (a, plain(b), bias) if t is not None], world)
     if transposed:
         matrix = dims.to_front(a, 0)
         columns = matrix.new_empty(kept, len(matrix), dtype=out_dtype if bias is None else partial_sums.accumulator(out_dtype))
-        work = Sums(schedule.matmul_reduce_scatter, rows, choice, op)
+        work = Sums(schedule.matmul_reduce_scatter, rows, choice.way, op)
         partial_sums.add_up(work, dims.to_front(plain(b).t(), 0), matrix.t(), None, columns, world, timeout)
         own = sum(rows[: world.rank])
         return result.copy_((columns if bias is None else columns + bias[own : own + kept, None]).t().reshape(shape))
     front = result if dim == 0 else result.new_empty(dims.front_shape(shape, dim))
-    work = Sums(schedule.matmul_reduce_scatter, rows, choice, op)
+    work = Sums(schedule.matmul_reduce_scatter, rows, choice.way, op)
     partial_sums.add_up(work, dims.to_front(a, dim), b, bias, front.view(kept, b.shape[1]), world, timeout)
     return dims.back(front, dim, result)
+
+
+def question(
+    rows: tuple[int, ...],
+    a: Tensor,
+    b: Weight,
+    out_dtype: torch.dtype,
+    world: World,
+    chunk_rows: int | None,
+    transposed: bool = False,
+) -> tuple[Signature, Callable[[], Choice]]:
+    """What all ranks know of a call with ``auto``, and how one of them decides."""
+    columns, packed = (len(dims.to_front(a, 0)), False) if transposed else (b.shape[1], isinstance(b, PackedWeight))
+
+    def decide() -> Choice:
+        case = Case("matmul_reduce_scatter", rows, a.shape[-1], columns, dtype_name(a.dtype), dtype_name(out_dtype), packed)
+        return preferred(case, partial(choose, rows, world, chunk_rows=chunk_rows, packed=packed), world.link, chunk_rows)
+
+    return Signature("matmul_reduce_scatter", rows, columns, a.dtype, chunk_rows), decide
 
 
 def choose(
     rows: Sequence[int], world: World, algorithm: str = "auto", chunk_rows: int | None = None, packed: bool = False
 ) -> Choice:
-    """The algorithm and chunk size where rank r keeps `rows[r]` rows (of the product as a matrix) and b is `packed` or not."""
+    """The usual way where rank r keeps `rows[r]` rows (of the product as a matrix) and b is `packed` or not."""
     check(algorithm, schedule.ALGORITHMS, chunk_rows, ("direct",), world)
     why = "as asked for"
     if algorithm == "auto":
@@ -149,4 +172,4 @@ def choose(
             algorithm, why = "direct", "peers' products can be added where they lie at the speed of own memory"
     largest = max(rows)
     chunk = chunk_rows or (min(largest, ADDED_ROWS[packed]) if algorithm == "direct" else -(-largest // PIECES))
-    return Choice(algorithm, max(1, largest if algorithm == "sequential" else chunk), why)
+    return Choice(Candidate(algorithm, max(1, largest if algorithm == "sequential" else chunk)), why)

@@ -12,18 +12,18 @@ from torch import Tensor
 from weft.engines import engine
 from weft.engines.host import Geometry
 from weft.matmul import Weight
-from weft.ops.choice import Choice
 from weft.plan import Plan
+from weft.predict import Candidate
 from weft.schedules.common import Hosts
 from weft.world import World, several_hosts
 
 
 class Sums(NamedTuple):
-    """What is planned: by whom, for which rows of each rank, how, and ``sum`` or ``avg``."""
+    """What is planned: by whom, for which rows of each rank, in which way, and ``sum`` or ``avg``."""
 
     planner: Callable[..., Plan]
     rows: tuple[int, ...]
-    choice: Choice
+    way: Candidate
     op: str
 
 
@@ -57,4 +57,6 @@ def add_up(work: Sums, x: Tensor, weight: Weight, bias: Tensor | None, out: Tens
 
 @lru_cache(maxsize=1024)
 def _plan(work: Sums, moved: bool, hosts: Hosts | None) -> Plan:
-    return work.planner(work.rows, work.choice.algorithm, chunk_rows=work.choice.chunk_rows, op=work.op, moved=moved, hosts=hosts)
+    order = {"order": work.way.order} if work.way.order != "peer" else {}
+    options = {"op": work.op, "moved": moved, "hosts": hosts, **order}
+    return work.planner(work.rows, work.way.algorithm, chunk_rows=work.way.chunk_rows, **options)
