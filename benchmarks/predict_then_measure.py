@@ -38,7 +38,7 @@ def configurations() -> list[tuple[Case, tuple[float, float] | None, random.Rand
         dtype, packed = dice.choice(("float32", "bfloat16", "float16", "float64")), dice.random() < 0.5
         link = (round(2 ** dice.uniform(0.5, 4), 2), 0.0) if dice.random() < 0.5 else None
         if 2 * m * k * n <= FLOPS:
-            case = predict.case(operator, RANKS, (m, k, n), dtype)._replace(packed=packed)
+            case = predict.case(operator, RANKS, (m, k, n), dtype, packed=packed)
             found.append((case, link, random.Random(dice.random())))
     return found
 

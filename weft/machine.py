@@ -26,8 +26,7 @@ ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _DIRECTORY = Path(__file__).parent / "machines"
 THIS = "this"
 """The name of the machine that ``weft calibrate`` measured."""
-DEFAULT = "cpu"
-"""The profile of operators on a machine that was not calibrated."""
+_UNMEASURED = "cpu"  # what is taken for this machine if it was not calibrated
 
 
 @dataclass(frozen=True)
@@ -132,6 +131,11 @@ class Machine:
     def emulating(self, gbps: float, latency_us: float) -> Machine:
         """The same machine with the link of `World.emulate_link`: `gbps` counts 1e9 bits per second."""
         return replace(self, links=(Link(gbps / 8, latency_us, idle=True),))
+
+
+def here() -> Machine:
+    """This machine as ``weft calibrate`` measured it; where it was not, the profile ``cpu`` has to do."""
+    return load(THIS if calibrated() else _UNMEASURED)
 
 
 def names() -> list[str]:

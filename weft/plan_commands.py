@@ -55,7 +55,7 @@ def _reduce(r: Request) -> Plan:
 
 
 PLANNERS: Mapping[Operator, tuple[tuple[str, ...], Callable[[Request], Plan]]] = {
-    Operator.all_gather_matmul: (("push", "direct", "pull", "ring", "sequential"), _gather_matmul),
+    Operator.all_gather_matmul: (all_gather_matmul.ALGORITHMS, _gather_matmul),
     Operator.matmul_reduce_scatter: (
         matmul_reduce_scatter.ALGORITHMS,
         lambda r: matmul_reduce_scatter.matmul_reduce_scatter(r.rows, r.algorithm, chunk_rows=r.chunk_rows),
@@ -70,7 +70,7 @@ PLANNERS: Mapping[Operator, tuple[tuple[str, ...], Callable[[Request], Plan]]] =
     Operator.broadcast: (("pull",), lambda r: broadcast(sum(r.rows), len(r.rows), 0, symmetric_a=r.symmetric)),
     Operator.all_to_all: (("pull",), lambda r: all_to_all([r.rows] * len(r.rows), symmetric_a=r.symmetric)),
 }
-"""Of each operator its algorithms, the one shown by default first, and its planner."""
+"""Of each operator its algorithms and its planner."""
 
 
 @app.callback()
@@ -89,7 +89,7 @@ def show(
 ) -> None:
     """Print a plan, and prove that it has no race and no deadlock and computes what it promises."""
     known, planner = PLANNERS[operator]
-    chosen = algorithm or known[0]
+    chosen = algorithm or ("push" if "push" in known else known[0])
     if chosen not in known:
         raise typer.BadParameter(f"{operator.value} is planned with {', '.join(known)}; got {chosen!r}", param_hint="--algorithm")
     made = planner(Request(_rows(rows, ranks), chosen, chunk_rows, symmetric))

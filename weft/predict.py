@@ -85,7 +85,7 @@ def case(
     operator: str, ranks: int, shape: tuple[int, int, int], dtype: str, out_dtype: str | None = None, packed: bool = True
 ) -> Case:
     """The case of a benchmark: `shape` is (M, K, N), M rows shared out over the ranks as evenly as it goes."""
-    return Case(operator, tuple(split(shape[0], ranks)), shape[1], shape[2], dtype, out_dtype or dtype)
+    return Case(operator, tuple(split(shape[0], ranks)), shape[1], shape[2], dtype, out_dtype or dtype, packed)
 
 
 def plan(case: Case, way: Candidate, machine: Machine, communicate: bool = False) -> Plan:

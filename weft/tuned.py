@@ -32,5 +32,5 @@ def _known() -> dict[str, tuple[str, int, str]]:
 
 def _key(case: Case, link: Link | None) -> str:
     over = f"over {link[0]:g} Gbit/s {link[1]:g} us" if link else "in shared memory"
-    rows, packed = ",".join(map(str, case.rows)), "packed" if case.packed else "plain"
-    return f"{case.operator} {rows} rows x {case.k} x {case.n} {case.dtype} to {case.out_dtype} {packed} {over}"
+    rows, lies = ",".join(map(str, case.rows)), f"{'' if case.symmetric else 'staged, '}{'packed' if case.packed else 'plain'}"
+    return f"{case.operator} {rows} rows x {case.k} x {case.n} {case.dtype} to {case.out_dtype} {lies} {over}"

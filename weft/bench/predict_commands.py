@@ -73,7 +73,7 @@ def predict(
         if measured["link"]:
             link_gbps, link_latency_us = measured["link"]["gbps"], measured["link"]["latency_us"]
     size = options.parse_shape(shape)
-    question = _Question(operator, ranks, *size, link, latency_us, dtype, out_dtype, algorithm, chunk_rows, packed=True)
+    question = _Question(operator, ranks, *size, link, latency_us, dtype, out_dtype, algorithm, chunk_rows)
     question = replace(question, machine=_machine(machine), emulated=(link_gbps, link_latency_us) if link_gbps else None)
     console = Console(stderr=json_file == "-")
     from weft.bench import predictions
@@ -160,12 +160,14 @@ def tune(
     from weft.bench import tune as tuning
     from weft.launcher import threads_per_rank
 
+    if staged and operator is not Tunable.all_gather_matmul:
+        refuse("--staged", "only the input of all-gather-matmul can lie in symmetric memory")
     on, link = _machine(""), (link_gbps, link_latency_us) if link_gbps else None
     on = on.emulating(*link) if link else on
     questions = []
     for text in shape:
         case = predict.case(operator.value.replace("-", "_"), ranks, options.parse_shape(text), dtype.value)
-        case = case._replace(out_dtype=(out_dtype or dtype).value, packed=not plain, symmetric=_symmetric(operator, staged))
+        case = case._replace(out_dtype=(out_dtype or dtype).value, packed=not plain, symmetric=not staged)
         questions.append(tuning.Question(case, [way for way, _ in tuning.ways(case, on)], link))
     try:
         answers = tuning.tune(questions, iterations, threads or threads_per_rank(ranks))
@@ -186,10 +188,6 @@ def tune(
     options.write_json({"tuned": results}, json_file)
 
 
-def _symmetric(operator: Tunable, staged: bool) -> bool:
-    return operator is not Tunable.all_gather_matmul or not staged
-
-
 @dataclass(frozen=True)
 class _Question:
     """What is asked, as the options say it."""
@@ -205,7 +203,6 @@ class _Question:
     out_dtype: Dtype | None
     algorithm: str
     chunk_rows: int | None
-    packed: bool
     machine: Any = None
     emulated: tuple[float, float] | None = None
 
@@ -248,9 +245,13 @@ def _machine(name: str) -> Any:
     from weft import machine
 
     try:
-        return machine.load(name or (machine.THIS if machine.calibrated() else machine.DEFAULT))
+        found = machine.load(name) if name else machine.here()
     except ValueError as error:
         refuse("--machine", str(error))
+    if not name and found.name != machine.THIS:
+        unknown = f"This machine is not calibrated, so the profile {found.name} is taken; weft calibrate measures this one."
+        typer.echo(unknown, err=True)
+    return found
 
 
 def _measured(path: Path, operator: Operator) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import torch
 from weft import machine, predict, tuned
 from weft.engines import engine
 from weft.engines.host import Program
-from weft.machine import Machine
 from weft.ops import arguments
 from weft.predict import ORDERS, Candidate, Case
 from weft.schedules.broadcast import broadcast
@@ -27,6 +26,7 @@ _OTHER_PIECES = (8, 32)  # that are considered where pieces pass a link
 _CLEARLY = {True: 0.05, False: 0.2}  # by how much a prediction has to beat the usual way; whether this machine is calibrated
 _MANY = 4  # ranks from which on they are taken to be equal, and ways in which they are not are not considered
 _SIGNATURES = 256  # that a world decides on, each in some milliseconds; where sizes change all the time the usual way has to do
+_here = cache(machine.here)
 _ALGORITHMS = sorted({name for names in predict.ALGORITHMS.values() for name in names})
 
 
@@ -127,7 +127,7 @@ def explained(world: World, signature: Signature, decide: Callable[[], Choice], 
 
 def preferred(case: Case, rule: Rule, link: tuple[float, float] | None, chunk_rows: int | None = None) -> Choice:
     """The way that is known or predicted to be fastest for a case, perhaps over an emulated `link`, as this rank sees it."""
-    usual, on = rule("auto"), _machine()
+    usual, on = rule("auto"), _here()
     on = on.emulating(*link) if link else on
     possible = _ways(case, usual, rule, link is not None and chunk_rows is None)
     if chunk_rows is None and (way := tuned.find(case, link)) and way.algorithm in {other.algorithm for other in possible}:
@@ -166,11 +166,6 @@ def _ways(case: Case, usual: Choice, rule: Rule, sizes: bool) -> list[Candidate]
     if case.ranks > 2 and case.operator != "matmul_all_reduce":
         ways += [way._replace(order="interleaved") for way in ways if way.algorithm == "push"]
     return [*dict.fromkeys(ways)]
-
-
-@cache
-def _machine() -> Machine:
-    return machine.load(machine.THIS if machine.calibrated() else machine.DEFAULT)
 
 
 def _of_rank_0(world: World, signature: Signature, decide: Callable[[], Choice], timeout: float | None) -> Choice:
