@@ -42,8 +42,8 @@ weft=("$python" -c 'from weft.cli import main; main()')
 step tests 120 "$python" -m pytest -q tests/test_gpu.py -p no:cacheprovider
 step from-host 60 "${weft[@]}" bench all-gather-matmul --peers host --shape 8192x8192x8192 --dtype float16 --ranks 2 \
   --json "$out/from-host.json" --plot "$out/from-host.png"
-step all-gather 100 "${weft[@]}" bench all-gather --device cuda --ranks 2 --sizes 1M:256M:16 --comm-sms 4,8,16,32,64 \
+step all-gather 130 "${weft[@]}" bench all-gather --device cuda --ranks 2 --sizes 1M:256M:16 --comm-sms 4,8,16,32,64 \
   --json "$out/all-gather.json" --plot "$out/all-gather.png"
-step products 60 "$python" scripts/gpu_products.py "$out"
+step products 90 "$python" scripts/gpu_products.py "$out"
 "$python" scripts/gpu_summary.py "$out" | tee "$out/summary.md"
 exit $failed

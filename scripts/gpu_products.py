@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 
 import weft
+from weft.bench import gpu_processes
 from weft.bench.gpu import hardware, milliseconds, versions
 from weft.bench.gpu_products import product_rates
+from weft.launcher import launch
 
 SHAPES = [(8192, 8192, 8192), (4096, 10240, 5120), (2048, 2048, 1024)]
 
@@ -44,6 +46,7 @@ if __name__ == "__main__":
         "machine": hardware(),
         "versions": versions(),
         "products": product_rates(SHAPES, torch.bfloat16, 3, 20),
+        "processes": launch(gpu_processes.fused, 2, 8192, 8192, 8192, torch.bfloat16, 2, 10, threads=1)[0],
         "local_worlds": [fused(ranks) for ranks in (2, 4, 8)],
     }
     (Path(sys.argv[1]) / "products.json").write_text(json.dumps(result, indent=1))

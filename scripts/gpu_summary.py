@@ -33,6 +33,8 @@ def main(folder: Path) -> None:
         for row in products["products"]:
             shape = "x".join(str(row["shape"][name]) for name in "mkn")
             print(f"| {shape} | {row['kernel_tflops']:.0f} | {row['torch_mm_tflops']:.0f} | {row['ratio']:.3f} | {row['wrong']} |")
+        print("\nTwo processes on one GPU, 8192 x 8192 x 8192: ", end="")
+        print(", ".join(f"{name} {time:.3f} ms" for name, time in products["processes"].items()))
         print("\n| ranks on one GPU | " + " | ".join(products["local_worlds"][0]["times_ms"]) + " (ms) |\n|---|---|---|---|---|")
         for row in products["local_worlds"]:
             print(f"| {row['ranks']} | " + " | ".join(f"{time:.3f}" for time in row["times_ms"].values()) + " |")

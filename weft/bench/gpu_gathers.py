@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from weft.bench import sweep
+from weft.bench import gpu_processes, sweep
 from weft.bench.gpu import hardware, milliseconds, versions
+from weft.launcher import launch
 from weft.local import local_world
 from weft.onesided import barrier
 from weft.ops.collectives import all_gather
@@ -28,10 +30,9 @@ class Gathers(NamedTuple):
 
 
 def all_gathers(settings: Gathers) -> dict[str, Any]:
-    """The kernels over SMs, the copy engine, and a plain copy of as many bytes, of ranks that share this GPU."""
+    """The kernels over SMs, the copy engine, torch's own, and a plain copy of as many bytes, of ranks that share this GPU."""
     from weft.kernels.all_gather import AllGather, Traffic
 
-    rows: list[dict[str, Any]] = []
     lanes = 64 if torch.version.hip else 32
 
     def measure(size: int, kind: str, sms: int | None) -> tuple[list[float], int]:
@@ -56,24 +57,13 @@ def all_gathers(settings: Gathers) -> dict[str, Any]:
         return times, int((gathered != whole).sum())
 
     kinds = [(kind, sms) for kind in ("triton", "gluon") for sms in settings.sms] + [("copy engine", None), ("plain copy", None)]
+    of_processes = launch(gpu_processes.gathers, settings.ranks, settings.sizes, settings.warmup, settings.iterations, threads=1)
+    rows = []
     for size in settings.sizes:
         for kind, sms in kinds:
             with local_world(settings.ranks, "cuda") as local:
-                found = local.run(measure, size, kind, sms)
-            time = sweep.summarize([1e-3 * max(times) for times in zip(*(times for times, _ in found), strict=True)], 1)
-            algbw, busbw = sweep.bandwidths("all_gather", size // settings.ranks, settings.ranks, time.median)
-            rows.append(
-                {
-                    "size_bytes": size,
-                    "operation": "all-gather",
-                    "implementation": kind,
-                    "comm_sms": sms,
-                    "time_us": time._asdict(),
-                    "algbw_gbps": algbw,
-                    "busbw_gbps": busbw,
-                    "wrong": sum(wrong for _, wrong in found),
-                }
-            )
+                rows.append(_row(size, kind, sms, local.run(measure, size, kind, sms)))
+        rows += [_row(size, kind, None, [found[size][kind] for found in of_processes]) for kind in of_processes[0][size]]
     verified = all(row["wrong"] == 0 for row in rows)
     return {
         "benchmark": "all-gather",
@@ -83,6 +73,22 @@ def all_gathers(settings: Gathers) -> dict[str, Any]:
         "verified": verified,
         "machine": hardware(),
         "versions": versions(),
+    }
+
+
+def _row(size: int, kind: str, sms: int | None, found: Sequence[tuple[list[float], int]]) -> dict[str, Any]:
+    """What all ranks found: their milliseconds and wrong elements."""
+    time = sweep.summarize([1e-3 * max(times) for times in zip(*(times for times, _ in found), strict=True)], 1)
+    algbw, busbw = sweep.bandwidths("all_gather", size // len(found), len(found), time.median)
+    return {
+        "size_bytes": size,
+        "operation": "all-gather",
+        "implementation": kind,
+        "comm_sms": sms,
+        "time_us": time._asdict(),
+        "algbw_gbps": algbw,
+        "busbw_gbps": busbw,
+        "wrong": sum(wrong for _, wrong in found),
     }
 
 

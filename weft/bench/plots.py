@@ -112,6 +112,8 @@ def draw_over_sms(result: dict[str, Any], path: Path) -> None:
         "triton": COLOURS["matmul"],
         "gluon": COLOURS["copy"],
         "copy engine": COLOURS["reduce"],
+        "copy engine, processes": "#a8cdb3",
+        "torch, processes": "#b0574a",
         "plain copy": COLOURS["muted"],
     }
     for axes, size in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
