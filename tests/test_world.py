@@ -12,7 +12,7 @@ from ranks import none_left, on_ranks, sockets, start
 
 import weft
 from weft import memory
-from weft.rendezvous import launcher_variables
+from weft.rendezvous import default_group, launcher_variables
 
 
 def peers_see_each_other(world):
@@ -200,6 +200,10 @@ def test_launchers_variables():
     assert found["MASTER_PORT"] == launcher_variables(open_mpi | {"OMPI_COMM_WORLD_RANK": "0"})["MASTER_PORT"]
     mpich = launcher_variables({"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_ID": "0"})
     assert mpich["MASTER_PORT"] == launcher_variables({"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_ID": "1"})["MASTER_PORT"]
+    spread = {"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2", "MASTER_ADDR": "node0"}
+    assert launcher_variables(spread)["MASTER_PORT"] == "29500"
+    with pytest.raises(weft.WeftError, match="several hosts and does not say where rank 0 is"):
+        default_group({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
     slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "node[03-04,9]"}
     assert launcher_variables(slurm)["MASTER_ADDR"] == "node03"
     assert launcher_variables(slurm | {"SLURM_STEP_NODELIST": "alpha,beta"})["MASTER_ADDR"] == "alpha"

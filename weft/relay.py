@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
-from queue import Queue
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,7 +52,8 @@ class Relay:
         self.locks = {peer: threading.Lock() for peer in peers}  # a message's frames go together
         self.over = {peer: threading.Event() for peer in peers}  # the peer has all that it will get from here
         self.announced: deque[object] = deque(maxlen=_ANNOUNCED * max(1, len(peers)))  # kept until they are surely sent
-        self.workers: dict[Hashable, Queue[Callable[[], None] | None]] = {}
+        self.workers: dict[Hashable, _Worker] = {}
+        self.called = dict.fromkeys(peers, 0)  # the last call that a peer has announced
         self.threads: list[threading.Thread] = []
         self.closing = threading.Lock()
         self.closed = False
@@ -80,13 +80,13 @@ class Relay:
             for peer in self.peers:
                 self.announced.append(self._post(peer, header))
 
-    def work(self, key: Hashable, job: Callable[[], None]) -> None:
-        """Do `job` on the thread of this key, after its earlier ones."""
-        queue = self.workers.get(key)
-        if queue is None:
-            queue = self.workers[key] = Queue()
-            self._run(_work, queue)
-        queue.put(job)
+    def work(self, key: Hashable, call: int, job: Callable[[], None]) -> None:
+        """Do `job` of a call on the thread of this key, after its earlier ones. Keys of jobs that receive are (the sender, …)."""
+        worker = self.workers.get(key)
+        if worker is None:
+            worker = self.workers[key] = _Worker()
+            self._run(worker.run)
+        worker.add(call, job)
 
     def close(self) -> None:
         """Hang up, once peers have acknowledged the farewell or the bad news that the world has sent, or a second has passed."""
@@ -103,8 +103,8 @@ class Relay:
         for end in self.ends.values():
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-        for queue in self.workers.values():
-            queue.put(None)
+        for worker in self.workers.values():
+            worker.add(0, None)
         for thread in self.threads:
             if thread is not threading.current_thread():
                 thread.join(_LINGER)
@@ -141,7 +141,7 @@ class Relay:
     def _listen(self, peer: int) -> None:
         """Carry what comes from `peer`, until it hangs up or its host is lost."""
         frame = torch.empty(_FRAME, dtype=torch.uint8)
-        message = b""
+        message = farewell = b""
         with contextlib.suppress(RuntimeError, OSError):
             while True:
                 self.group.recv([frame], peer, CONTROL).wait(FOREVER)
@@ -149,40 +149,72 @@ class Relay:
                 length, more = struct.unpack_from("<H?", got)
                 message += got[3 : 3 + length]
                 if not more:
-                    self._hear(peer, message)
+                    farewell = self._hear(peer, message)
                     message = b""
         self.over[peer].set()
         with contextlib.suppress(OSError):
+            if farewell:  # told only now: a peer hangs up when every rank of this host has what it sent, to whomever it counts
+                self.ends[peer].send(farewell)
             self.ends[peer].shutdown(socket.SHUT_RDWR)
 
-    def _catch_up(self, peer: int) -> None:
-        """Let the threads that receive from `peer` tell of what came before its farewell; what they lack after that never comes."""
-        deadline = time.monotonic() + _LINGER / 2
-        for key, queue in [*self.workers.items()]:
-            if isinstance(key, tuple) and key[0] == peer:
-                with queue.all_tasks_done:
-                    while queue.unfinished_tasks and (left := deadline - time.monotonic()) > 0:
-                        queue.all_tasks_done.wait(left)
-
-    def _hear(self, peer: int, message: bytes) -> None:
+    def _hear(self, peer: int, message: bytes) -> bytes:
+        """Take a message; returns it if it is a farewell."""
         kind = message[:1]
         if kind == b"h":
             _, call, digest = _HEADER.unpack_from(message)
+            self.called[peer] = call
             self.world.native.hear(peer, call, digest, message[_HEADER.size :].decode(errors="replace"))
         elif kind == b"k":
             self.over[peer].set()
+        elif kind == b"f":
+            deadline = time.monotonic() + _LINGER
+            for key, worker in [*self.workers.items()]:
+                if isinstance(key, tuple) and key[0] == peer:
+                    worker.finish(self.called[peer], deadline)
+            self._acknowledge(peer)
+            return message
         else:
-            if kind == b"f":
-                self._catch_up(peer)
             self.ends[peer].send(message)
-            if kind in b"af":  # the peer hangs up when it knows that this has arrived
-                self._post(peer, b"k")[0][0].wait(FOREVER)
+            if kind == b"a":
+                self._acknowledge(peer)
+        return b""
+
+    def _acknowledge(self, peer: int) -> None:
+        """Tell a peer that it may hang up."""
+        self._post(peer, b"k")[0][0].wait(FOREVER)
 
 
-def _work(queue: Queue[Callable[[], None] | None]) -> None:
-    while job := queue.get():
-        job()
-        queue.task_done()
+class _Worker:
+    """The jobs of one thread, in the order of their calls."""
+
+    def __init__(self) -> None:
+        self.jobs: deque[tuple[int, Callable[[], None] | None]] = deque()  # the first may be under way
+        self.changed = threading.Condition()
+
+    def add(self, call: int, job: Callable[[], None] | None) -> None:
+        """Queue a job of a call; None ends the thread."""
+        with self.changed:
+            self.jobs.append((call, job))
+            self.changed.notify_all()
+
+    def run(self) -> None:
+        while True:
+            with self.changed:
+                while not self.jobs:
+                    self.changed.wait()
+                _, job = self.jobs[0]
+            if job is None:
+                return
+            job()
+            with self.changed:
+                self.jobs.popleft()
+                self.changed.notify_all()
+
+    def finish(self, call: int, deadline: float) -> None:
+        """Wait until the jobs of all calls up to `call` are done, or for the deadline."""
+        with self.changed:
+            while self.jobs and self.jobs[0][0] <= call and (left := deadline - time.monotonic()) > 0:
+                self.changed.wait(left)
 
 
 def _check_backend(group: dist.ProcessGroup) -> None:

@@ -38,6 +38,11 @@ def default_group(environment: Mapping[str, str] = os.environ) -> dist.ProcessGr
         variables = launcher_variables(environment)
         if variables is None:
             return None
+        if variables["MASTER_ADDR"] == "localhost" and _several_hosts(variables):
+            raise WeftError(
+                "mpirun has started ranks on several hosts and does not say where rank 0 is: give all ranks MASTER_ADDR, the "
+                "address of its host (mpirun -x MASTER_ADDR=node0 with Open MPI, mpiexec -genv MASTER_ADDR node0 with MPICH)"
+            )
         for name, value in variables.items():
             os.environ.setdefault(name, value)
         dist.init_process_group("gloo")
@@ -55,25 +60,35 @@ def launcher_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
     """What torch's ``env://`` initialisation needs, translated from the variables of torchrun, mpirun or srun.
 
     mpirun and SLURM do not say where rank 0 listens. Unless ``MASTER_ADDR`` is set it is the first host of a SLURM step and this
-    host otherwise; unless ``MASTER_PORT`` is set the port is derived from the job, which all its ranks know.
+    host otherwise; unless ``MASTER_PORT`` is set the port is derived from the job, which all its ranks know. MPICH names no job:
+    where it has started ranks on several hosts the port is torch's own, 29500.
     """
     known = {
         "RANK": ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
         "WORLD_SIZE": ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
         "LOCAL_RANK": ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
+        "LOCAL_WORLD_SIZE": ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
     }
     found = {name: next((environment[key] for key in keys if key in environment), None) for name, keys in known.items()}
     if found["RANK"] is None or found["WORLD_SIZE"] is None:
         return None
+    variables = {name: value for name, value in found.items() if value is not None}
     job = next((environment[key] for key in ("PMIX_NAMESPACE", "SLURM_JOB_ID", "PMI_ID") if key in environment), str(os.getppid()))
     if "PMI_RANK" in environment:  # MPICH names no job, but its ranks on a host have one parent
         job = str(os.getppid())
+    port = 20000 + sum(map(ord, job)) * 7919 % 12000
+    if "PMI_RANK" in environment and _several_hosts(variables):
+        port = 29500
     first = re.split(r"[,\[]", environment.get("SLURM_STEP_NODELIST", "localhost"))
     bracket = re.match(r"[^\[,]*\[(\d+)", environment.get("SLURM_STEP_NODELIST", ""))
-    variables = {name: value for name, value in found.items() if value is not None}
     variables["MASTER_ADDR"] = environment.get("MASTER_ADDR", first[0] + (bracket.group(1) if bracket else ""))
-    variables["MASTER_PORT"] = environment.get("MASTER_PORT", str(20000 + sum(map(ord, job)) * 7919 % 12000))
+    variables["MASTER_PORT"] = environment.get("MASTER_PORT", str(port))
     return variables
+
+
+def _several_hosts(variables: Mapping[str, str]) -> bool:
+    """Whether the launcher says that not all ranks are on this host."""
+    return int(variables.get("LOCAL_WORLD_SIZE", variables["WORLD_SIZE"])) < int(variables["WORLD_SIZE"])
 
 
 def host_identity() -> str:

@@ -8,6 +8,7 @@ come with it when it is over. Messages of a call have tags of their own: rows ne
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import zlib
 from collections import deque
@@ -128,10 +129,11 @@ class NetworkProgram(Program):
         relay.announce(call, digest, self.call)
         self.spans = []
         for number, (sender, lane, rows) in enumerate(self.receives, len(LANES) + len(self.sends)):
-            job = _Receiving(self, number, sender, _tag(call, digest, lane), rows)
-            relay.work((sender, lane), job.run)
+            coming = _Receiving(self, number, sender, _tag(call, digest, lane), rows)
+            relay.work((sender, lane), call, coming.run)
         for number, (lane, sent) in enumerate(self.sends, len(LANES)):
-            relay.work(lane, _Sending(self, number, lane, _tag(call, digest, lane), sent, self.spans).run)
+            going = _Sending(self, number, lane, _tag(call, digest, lane), sent, self.spans)
+            relay.work(lane, call, going.run)
 
     def execute(self, addresses: tuple[tuple[int, int], ...], timeout: float | None = None) -> None:
         world, seconds = self.world, timeout or self.world.timeout
@@ -217,15 +219,13 @@ class _Sending:
         self.tensors = [[program.tensor(rows) for rows in batch.rows] for batch in batches]
 
     def run(self) -> None:
-        try:
-            at = self.advance(0)
-            for batch, tensors in zip(self.batches, self.tensors, strict=True):
-                if at < 0:
-                    return
+        at = self.advance(0)
+        for batch, tensors in zip(self.batches, self.tensors, strict=True):
+            if at < 0:
+                return
+            with contextlib.suppress(RuntimeError):  # a peer that has hung up wants nothing more, and the relay tells who misses it
                 self.send(batch, tensors)
-                at = self.advance(at + 1)
-        except RuntimeError:
-            pass  # a connection is closed; the relay notices too, and tells the world
+            at = self.advance(at + 1)
 
     def send(self, batch: _Sent, tensors: Sequence[Tensor]) -> None:
         group, name = self.program.engine.relay.group, wire(self.lane, batch.to)
