@@ -329,7 +329,7 @@ def test_overlap_of_what_is_independent(link, tmp_path):
     assert made["verified"]
     assert [*made["times_ms"]] == ["compute", "communicate", "sequential", "overlapped"]
     assert [*made["baselines_ms"]] == ([] if link else ["gloo sequential", "gloo overlapped"])
-    assert bool(made["link"]) == bool(link)
+    assert bool(made["link"]) == bool(link) == bool(made["copies_ms"])
     assert "<svg" in (tmp_path / "overlap.svg").read_text()
 
 
