@@ -5,7 +5,6 @@
 #include <cstring>
 
 #if defined(__x86_64__)
-#include <cpuid.h>
 #include <emmintrin.h>
 #endif
 
@@ -13,39 +12,12 @@ namespace weft {
 
 namespace {
 
-// From this size on the processor's own string copy wins over memcpy's loops: it need not read the target before it writes it, and
-// keeps its pace at any alignment.
-constexpr size_t kString = size_t{2} << 20;
 // From so many written bytes on they do not stay in the caches until somebody looks at them again. Stores past the caches then leave
-// these to others, and take a third less time than the string copy.
+// these to others, and save reading what is written over.
 constexpr size_t kStreamed = size_t{8} << 20;
 constexpr size_t kPage = 4096;
 // Of a source with several targets: stays in the second-level cache from one target to the next.
 constexpr size_t kBlock = size_t{32} << 10;
-
-using Copy = void (*)(char*, const char*, size_t);
-
-void copy_plainly(char* dst, const char* src, size_t bytes) { std::memcpy(dst, src, bytes); }
-
-#if defined(__x86_64__)
-bool has_fast_string_copy() {
-  unsigned a, b, c, d;
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b >> 9 & 1);  // "enhanced REP MOVSB"
-}
-
-void copy_string(char* dst, const char* src, size_t bytes) {
-  asm volatile("rep movsb" : "+D"(dst), "+S"(src), "+c"(bytes) : : "memory");
-}
-#endif
-
-Copy way(size_t bytes, size_t run, size_t targets) {
-  if (streamed(bytes * targets, run)) return stream;
-#if defined(__x86_64__)
-  static const bool fast = has_fast_string_copy();
-  if (fast && bytes >= kString && run >= kBlock) return copy_string;
-#endif
-  return copy_plainly;
-}
 
 }  // namespace
 
@@ -78,16 +50,16 @@ void copy_rows(const Target* targets, size_t count, const char* src, size_t src_
   bool joined = src_stride == row_bytes;
   for (size_t i = 0; i < count; ++i) joined = joined && targets[i].stride == row_bytes;
   if (joined) row_bytes *= rows, rows = row_bytes > 0;
-  const Copy copy = way(rows * row_bytes, row_bytes, count);
   const size_t block = count > 1 ? kBlock : row_bytes;
   for (size_t row = 0; row < rows; ++row)
     for (size_t start = 0; start < row_bytes; start += block)
       for (const Target* to = targets; to < targets + count; ++to) {
         const char* from = src + row * src_stride + start;
         char* dst = to->base + row * to->stride + start;
-        if (dst != from) copy(dst, from, std::min(block, row_bytes - start));
+        const size_t bytes = std::min(block, row_bytes - start);
+        if (dst != from) streamed(to->whole, row_bytes) ? stream(dst, from, bytes) : void(std::memcpy(dst, from, bytes));
       }
-  if (copy == stream) streams_done();
+  if (std::any_of(targets, targets + count, [&](const Target& to) { return streamed(to.whole, row_bytes); })) streams_done();
 }
 
 }  // namespace weft

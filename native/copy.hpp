@@ -5,10 +5,12 @@
 
 namespace weft {
 
-// Where rows go: the first begins at `base`, the others `stride` bytes apart.
+// Where rows go: the first begins at `base`, the others `stride` bytes apart. They are part of `whole` bytes that are written before
+// anybody looks at them again.
 struct Target {
   char* base;
   size_t stride;
+  size_t whole;
 };
 
 // Copy `rows` rows of `row_bytes` bytes, `src_stride` bytes apart, to each of `count` targets, reading them from memory once. A
@@ -17,7 +19,7 @@ void copy_rows(const Target* targets, size_t count, const char* src, size_t src_
 
 // Copy them to one target.
 inline void copy_rows(char* dst, size_t dst_stride, const char* src, size_t src_stride, size_t rows, size_t row_bytes) {
-  Target target{dst, dst_stride};
+  Target target{dst, dst_stride, rows * row_bytes};
   copy_rows(&target, 1, src, src_stride, rows, row_bytes);
 }
 

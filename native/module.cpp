@@ -13,6 +13,7 @@
 
 #include "board.hpp"
 #include "copy.hpp"
+#include "seen.hpp"
 #include "transfers.hpp"
 #include "world.hpp"
 
@@ -56,6 +57,19 @@ bool signal_pending() {
 
 void throw_pending() {
   if (PyErr_Occurred()) throw nb::python_error();  // a signal handler raised during a wait
+}
+
+// A whole call of a program that is one lane without pauses; whether it came to its end.
+bool execute(World& world, Compiled& c, double timeout) {
+  c.execution.timeout = static_cast<int64_t>(timeout * 1e9);
+  bool done;
+  {
+    nb::gil_scoped_release release;
+    world.begin(c.program, c.execution);
+    done = world.run(c.program, c.execution, 0, 0) >= 0;
+  }
+  throw_pending();
+  return done;
 }
 
 using Sizes = std::vector<size_t>;
@@ -106,6 +120,8 @@ NB_MODULE(_native, m) {
       .value("left", Trouble::left).value("mismatch", Trouble::mismatch)
       .value("interrupted", Trouble::interrupted);
 
+  nb::class_<Seen>(m, "Seen").def(nb::init<nb::handle, nb::handle>(), "tensor"_a, "api"_a.none()).def("is_now", &Seen::is_now, "tensor"_a.none());
+
   nb::class_<Mapping>(m, "Mapping").def_prop_ro("base", [](Mapping& x) { return reinterpret_cast<uintptr_t>(x.base()); });
   m.def("create_mapping", [](size_t bytes) {
     int fd = -1;
@@ -146,14 +162,14 @@ NB_MODULE(_native, m) {
 
   nb::class_<Compiled>(m, "Compiled")
       .def(nb::init<std::string, size_t, std::vector<uintptr_t>, std::vector<std::pair<uint32_t, uint64_t>>, size_t>())
-      .def("copy", [](Compiled& self, size_t lane, Place dst, Place src, size_t rows, size_t row_bytes, bool remote) {
-        Instruction i{Op::copy, operands({dst, src}), rows, row_bytes};
+      .def("copy", [](Compiled& self, size_t lane, Place dst, Place src, size_t rows, size_t row_bytes, size_t whole, bool remote) {
+        Instruction i{Op::copy, operands({dst, src}), rows, row_bytes, whole};
         i.remote = remote;
         self.add(lane, i);
       })
       .def("reduce", [](Compiled& self, size_t lane, std::vector<Place> places, std::vector<Dtype> dtypes, size_t rows,
-                        size_t columns, Combine combine) {
-        self.add(lane, {Op::reduce, operands(places), rows, columns, dtypes, combine});
+                        size_t columns, size_t whole, Combine combine) {
+        self.add(lane, {Op::reduce, operands(places), rows, columns, whole, dtypes, combine});
       })
       .def("notify", [](Compiled& self, size_t lane, World& world, int rank, uint32_t index) {
         Instruction i{Op::notify, {}};
@@ -214,18 +230,12 @@ NB_MODULE(_native, m) {
         return self.join(c.execution, seconds);
       })
       .def_prop_ro("busy", &World::busy)
-      .def("execute", [](World& self, Compiled& c, double timeout) {
-        // A whole call of a program that is one lane without pauses.
-        c.execution.timeout = static_cast<int64_t>(timeout * 1e9);
-        bool done;
-        {
-          nb::gil_scoped_release release;
-          self.begin(c.program, c.execution);
-          done = self.run(c.program, c.execution, 0, 0) >= 0;
-        }
-        if (PyErr_Occurred()) throw nb::python_error();
-        return done;
-      })
+      .def("execute", &execute)
+      .def("repeat", [](World& self, Compiled& c, const Seen& a, const Seen& out, nb::handle now_a, nb::handle now_out, double timeout) {
+        // The same, if its tensors are as they were; else nothing, and None.
+        if (!a.is_now(now_a) || (!now_out.is(now_a) && !out.is_now(now_out))) return nb::object(nb::none());
+        return nb::object(nb::bool_(execute(self, c, timeout)));
+      }, "compiled"_a, "a"_a, "out"_a, "now_a"_a.none(), "now_out"_a.none(), "timeout"_a)
       .def("mismatch", [](World& self, Compiled& c, int peer) { return self.mismatch(peer, c.program, c.execution.call); })
       .def("peer_call", &World::peer_call)
       .def("hear", &World::hear)
@@ -269,6 +279,17 @@ NB_MODULE(_native, m) {
         nb::gil_scoped_release release;
         return self.transfers.copy(copy);
       })
+      .def("repeat", [](Lane& self, const StridedCopy& copy, const Seen& remote, const Seen& local, nb::handle now_remote,
+                        nb::handle now_local) {
+        // The same, if its tensors are as they were; else nothing, and None.
+        if (!remote.is_now(now_remote) || !local.is_now(now_local)) return nb::object(nb::none());
+        bool made;
+        {
+          nb::gil_scoped_release release;
+          made = self.transfers.copy(copy);
+        }
+        return nb::object(nb::bool_(made));
+      }, "copy"_a, "remote"_a, "local"_a, "now_remote"_a.none(), "now_local"_a.none())
       .def("submit", [](Lane& self, nb::object kept, const StridedCopy& copy) {
         uint64_t number;
         {

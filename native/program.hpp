@@ -27,6 +27,7 @@ struct Instruction {
   std::vector<Operand> operands;  // the destination first, then the sources
   size_t rows = 0;
   size_t columns = 0;  // bytes in a copy, elements in a reduction
+  size_t whole = 0;    // bytes that are written, of which these are a part, before anybody looks at them again
   std::vector<Dtype> dtypes = {};    // of the operands of a reduction
   Combine combine = Combine::sum;
   bool remote = false;          // crosses the link to a peer

@@ -146,12 +146,13 @@ void write(Dtype dtype, char* at, const Wide* total, size_t n) {
 }
 
 template <class Wide>
-void reduce_all(Combine combine, const std::vector<Rows>& operands, size_t rows, size_t columns, int ranks, const Target* copies,
-                size_t count) {
+void reduce_all(Combine combine, const std::vector<Rows>& operands, size_t rows, size_t columns, int ranks, size_t whole,
+                const Target* copies, size_t count) {
   alignas(64) Wide total[kBlock];
   alignas(64) char rounded[kBlock * sizeof(Wide)];
   const size_t item = size_of(operands[0].dtype);
-  const bool past_caches = streamed(rows * columns * item * (1 + count), columns * item);
+  const size_t run = columns * item;
+  const bool past_caches = streamed(whole, run);
   for (size_t row = 0; row < rows; ++row)
     for (size_t start = 0; start < columns; start += kBlock) {
       size_t n = std::min(kBlock, columns - start);
@@ -169,9 +170,9 @@ void reduce_all(Combine combine, const std::vector<Rows>& operands, size_t rows,
       write(operands[0].dtype, made, total, n);
       if (past_caches) stream(first, made, n * item);
       for (const Target* copy = copies; copy < copies + count; ++copy)
-        past_caches ? stream(at(*copy), made, n * item) : void(std::memcpy(at(*copy), made, n * item));
+        streamed(copy->whole, run) ? stream(at(*copy), made, n * item) : void(std::memcpy(at(*copy), made, n * item));
     }
-  if (past_caches) streams_done();
+  if (past_caches || std::any_of(copies, copies + count, [&](const Target& x) { return streamed(x.whole, run); })) streams_done();
 }
 
 // Rows without gaps are one long row.
@@ -193,22 +194,22 @@ size_t size_of(Dtype dtype) {
   return 0;
 }
 
-void reduce_rows(Combine combine, const std::vector<Rows>& operands, size_t rows, size_t columns, int ranks, const Target* copies,
-                 size_t count) {
+void reduce_rows(Combine combine, const std::vector<Rows>& operands, size_t rows, size_t columns, int ranks, size_t whole,
+                 const Target* copies, size_t count) {
 #ifdef WEFT_MUTANT_NO_COPY  // a build that moves nothing, to prove that the tests would notice
   return;
 #endif
   if (joined(operands, copies, count, columns)) columns *= rows, rows = columns > 0;
   switch (operands[0].dtype) {
     case Dtype::float16: case Dtype::bfloat16: case Dtype::float32:
-      return reduce_all<float>(combine, operands, rows, columns, ranks, copies, count);
-    case Dtype::float64: return reduce_all<double>(combine, operands, rows, columns, ranks, copies, count);
-    case Dtype::int8: return reduce_all<int8_t>(combine, operands, rows, columns, ranks, copies, count);
-    case Dtype::int16: return reduce_all<int16_t>(combine, operands, rows, columns, ranks, copies, count);
-    case Dtype::int32: return reduce_all<int32_t>(combine, operands, rows, columns, ranks, copies, count);
-    case Dtype::int64: return reduce_all<int64_t>(combine, operands, rows, columns, ranks, copies, count);
-    case Dtype::uint8: return reduce_all<uint8_t>(combine, operands, rows, columns, ranks, copies, count);
-    case Dtype::boolean: return reduce_all<bool>(combine, operands, rows, columns, ranks, copies, count);
+      return reduce_all<float>(combine, operands, rows, columns, ranks, whole, copies, count);
+    case Dtype::float64: return reduce_all<double>(combine, operands, rows, columns, ranks, whole, copies, count);
+    case Dtype::int8: return reduce_all<int8_t>(combine, operands, rows, columns, ranks, whole, copies, count);
+    case Dtype::int16: return reduce_all<int16_t>(combine, operands, rows, columns, ranks, whole, copies, count);
+    case Dtype::int32: return reduce_all<int32_t>(combine, operands, rows, columns, ranks, whole, copies, count);
+    case Dtype::int64: return reduce_all<int64_t>(combine, operands, rows, columns, ranks, whole, copies, count);
+    case Dtype::uint8: return reduce_all<uint8_t>(combine, operands, rows, columns, ranks, whole, copies, count);
+    case Dtype::boolean: return reduce_all<bool>(combine, operands, rows, columns, ranks, whole, copies, count);
   }
 }
 

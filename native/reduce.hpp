@@ -23,9 +23,9 @@ struct Rows {
 // operands[0] = operands[1] + operands[2] + … for each element, in this order, or their extreme; `avg` divides the sum by `ranks`.
 // float16, bfloat16 and float32 are accumulated in float32, float64 in float64, and rounded once; integers are exact (modulo
 // their width; an average is cut off), a sum of booleans is "or". Floating operands may differ in dtype, except that float64 goes
-// with float64. The extreme of a NaN and anything is NaN. The destination may be one of the sources. The result is also written to
-// `count` further `copies`, in the same pass; these too may be sources.
-void reduce_rows(Combine combine, const std::vector<Rows>& operands, size_t rows, size_t columns, int ranks,
+// with float64. The extreme of a NaN and anything is NaN. The destination may be one of the sources; what it holds is part of `whole`
+// bytes, as `Target` says. The result is also written to `count` further `copies`, in the same pass; these too may be sources.
+void reduce_rows(Combine combine, const std::vector<Rows>& operands, size_t rows, size_t columns, int ranks, size_t whole = 0,
                  const Target* copies = nullptr, size_t count = 0);
 
 }  // namespace weft

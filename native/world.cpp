@@ -124,13 +124,13 @@ void World::move(Execution& execution, size_t lane, const Instruction* first, si
   thread_local std::vector<Rows> operands;
   targets.clear(), operands.clear();
   auto place = [&](const Operand& operand) { return execution.slots[operand.slot] + operand.offset; };
-  for (size_t i = 0; i < count; ++i) targets.push_back({place(first[i].operands[0]), first[i].operands[0].stride});
+  for (size_t i = 0; i < count; ++i) targets.push_back({place(first[i].operands[0]), first[i].operands[0].stride, first[i].whole});
   if (first->op == Op::copy) {
     copy_rows(targets.data(), count, place(first->operands[1]), first->operands[1].stride, first->rows, first->columns);
   } else {
     for (size_t i = 0; i < first->operands.size(); ++i)
       operands.push_back({place(first->operands[i]), first->operands[i].stride, first->dtypes[i]});
-    reduce_rows(first->combine, operands, first->rows, first->columns, ranks_, targets.data() + 1, count - 1);
+    reduce_rows(first->combine, operands, first->rows, first->columns, ranks_, first->whole, targets.data() + 1, count - 1);
     feed(execution, lane);
   }
   if (seconds_per_byte_ > 0)

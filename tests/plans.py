@@ -49,18 +49,18 @@ def scattered(rows: Sequence[int], algorithm: str, **choices: Any) -> Plan:
 
 def reduced(rows: Sequence[int], algorithm: str, *, chunk_rows: int, symmetric_a: bool, symmetric_out: bool) -> Plan:
     """The all-reduce of as many rows as there are in all."""
-    return all_reduce(sum(rows), len(rows), algorithm, symmetric_a=symmetric_a, symmetric_out=symmetric_out)
+    return all_reduce(sum(rows), len(rows), algorithm, symmetric_a=symmetric_a, symmetric_out=symmetric_out, chunk_rows=chunk_rows)
 
 
 def collected(rows: Sequence[int], algorithm: str, *, chunk_rows: int, symmetric_a: bool) -> Plan:
     """A collective that has but one algorithm; `chunk_rows` tells broadcasts apart."""
     if algorithm == "reduce_scatter":
-        return reduce_scatter(rows, symmetric_a=symmetric_a)
+        return reduce_scatter(rows, symmetric_a=symmetric_a, chunk_rows=chunk_rows)
     if algorithm == "broadcast":
-        return broadcast(max(rows), len(rows), chunk_rows % len(rows), symmetric_a=symmetric_a)
-    return all_to_all(
-        [[share if odd else 0 for odd in _odd(r, len(rows))] for r, share in enumerate(rows)], symmetric_a=symmetric_a
-    )
+        choices = {"symmetric_a": symmetric_a, "shared": symmetric_a and chunk_rows > 2, "chunk_rows": chunk_rows}
+        return broadcast(max(rows), len(rows), chunk_rows % len(rows), **choices)
+    counts = [[share if odd else 0 for odd in _odd(r, len(rows))] for r, share in enumerate(rows)]
+    return all_to_all(counts, symmetric_a=symmetric_a, chunk_rows=chunk_rows)
 
 
 def _odd(rank: int, ranks: int) -> list[int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from ranks import die, on_ranks, start
 
 import weft
+from weft import _native, memory
 from weft.ops.collectives import ANY, NUMBERS
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -215,6 +218,16 @@ def the_same_tensors_again(world):
         a.fill_(float(10 * turn + world.rank))
         weft.all_gather(a, out=out)
         assert out.view(world.ranks, 6)[:, 0].tolist() == [10.0 * turn + rank for rank in range(world.ranks)]
+    with pytest.raises(ValueError, match="timeout must be a positive"):
+        weft.all_gather(a, out=out, timeout=-1.0)
+    a.data = a.data.view(torch.int32)  # at the same address, and as large
+    with pytest.raises(TypeError, match="out has dtype float32; supported are int32"):
+        weft.all_gather(a, out=out)
+    a.data = a.data.view(torch.float32)
+    out.unsqueeze_(1)
+    with pytest.raises(ValueError, match=r"out must have shape \(12,\)"):
+        weft.all_gather(a, out=out)
+    out.squeeze_(1)
     a.resize_(4)
     out.resize_(4 * world.ranks)
     a.fill_(world.rank)
@@ -229,6 +242,67 @@ def the_same_tensors_again(world):
 @pytest.mark.data
 def test_the_same_tensors_again():
     on_ranks(the_same_tensors_again, 2)
+
+
+CHANGES = (
+    lambda a: a.t_(),
+    lambda a: a.resize_(3, 2),
+    lambda a: a.set_(torch.empty(2, 3)),
+    lambda a: a.unsqueeze_(0),
+    lambda a: setattr(a, "data", a.data.view(torch.int32)),
+)
+
+
+@pytest.mark.parametrize("api", {None, memory.LOOK})
+def test_what_is_seen_of_a_tensor(api):
+    for change in CHANGES:
+        a = torch.empty(2, 3)
+        seen = _native.Seen(a, api)
+        assert seen.is_now(a)
+        assert not seen.is_now(a.view(2, 3)), "another tensor, if of the same memory"
+        assert not seen.is_now(None)
+        change(a)
+        assert not seen.is_now(a)
+    seen = _native.Seen(torch.empty(2, 3), api)
+    assert not any(seen.is_now(torch.empty(2, 3)) for _ in range(9)), "it is gone, and others may have its place"
+
+
+def elsewhere(world):
+    """Symmetric tensors at an offset that differs from rank to rank: right results, or both ranks say what differs."""
+    at, ours, theirs = 8 * world.rank, torch.arange(8.0) + 100 * world.rank, torch.arange(8.0) + 100 * (1 - world.rank)
+    parts = [theirs, ours] if world.rank else [ours, theirs]
+    total, half = ours + theirs, slice(4 * world.rank, 4 * world.rank + 4)
+    found = []
+    for symmetric, again in itertools.product(("a", "out", "both"), (False, True)):
+        for call, size, right in (
+            [(partial(weft.all_gather, algorithm=which), 16, torch.cat(parts)) for which in ("auto", "pull", "push", "ring")]
+            + [(partial(weft.all_reduce, algorithm=which), 8, total) for which in ("one_shot", "two_shot", "ring")]
+            + [
+                (weft.reduce_scatter, 4, total[half]),
+                (weft.all_to_all, 8, torch.cat([part[half] for part in parts])),
+                (lambda a, out, world: weft.broadcast(out.copy_(a), 0, world=world), 8, parts[0]),
+            ]
+        ):
+            with contextlib.suppress(weft.MismatchError), weft.init(dist.group.WORLD) as own:
+                shared = own.empty(64).fill_(-1)
+                a = shared[at : at + 8] if symmetric != "out" else torch.empty(8)
+                out = shared[32 + at : 32 + at + size] if symmetric != "a" else torch.empty(size)
+                if again:  # first at places that agree, so that a prepared call is there
+                    call(shared[:8].clone() if symmetric == "out" else shared[:8], out=out.clone(), world=own)
+                a.copy_(ours)
+                found.append(False)
+                assert torch.equal(call(a, out=out, world=own), right)
+                found[-1] = True
+            dist.barrier()
+    return found
+
+
+@pytest.mark.data
+def test_symmetric_tensors_that_lie_elsewhere_on_other_ranks():
+    first, second = on_ranks(elsewhere, 2)
+    assert first == second
+    assert any(first), "some need not agree"
+    assert not all(first), "the others are told"
 
 
 def mixed_back_to_back(world):

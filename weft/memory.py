@@ -10,8 +10,8 @@ import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
-from weakref import ReferenceType, WeakValueDictionary, ref
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -41,24 +41,13 @@ class Segment(Protocol):
 segments: WeakValueDictionary[int, Segment] = WeakValueDictionary()  # by the address of this rank's part
 
 
-class Seen(NamedTuple):
-    """A tensor as it was when something was made for it, such as a compiled call; `is_now` tells whether that still serves.
+LOOK = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+"""How native code can look at a tensor; torch 2.9 does not offer it."""
 
-    Tensors are known by their identity, which may pass to another once they are gone, and they can be changed in place.
-    """
 
-    tensor: ReferenceType[torch.Tensor]
-    address: int
-    shape: torch.Size
-    strides: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Seen:
-        return cls(ref(tensor), tensor.data_ptr(), tensor.shape, tensor.stride())
-
-    def is_now(self, tensor: torch.Tensor) -> bool:
-        known, address, shape, strides = self
-        return known() is tensor and tensor.data_ptr() == address and tensor.shape == shape and tensor.stride() == strides
+def seen(tensor: torch.Tensor) -> _native.Seen:
+    """A tensor as it is when something is made for it, such as a compiled call; `is_now` tells whether that still serves."""
+    return _native.Seen(tensor, LOOK)
 
 
 def find(tensor: torch.Tensor) -> Segment | None:

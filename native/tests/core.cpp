@@ -46,7 +46,7 @@ void test_several_targets() {
   for (size_t bytes : {1, 100, 70'000, 2 << 20, 5 << 20}) {
     std::vector<char> src(bytes), one(bytes + 8), other(bytes + 8);
     for (auto& x : src) x = static_cast<char>(random());
-    Target targets[] = {{one.data() + 3, bytes}, {src.data(), bytes}, {other.data() + 1, bytes}};  // the source may be among them
+    Target targets[] = {{one.data() + 3, bytes, bytes}, {src.data(), bytes, 0}, {other.data() + 1, bytes, 3 * bytes}};  // the source may be among them
     std::vector<char> wanted = src;
     copy_rows(targets, 3, src.data(), bytes, 1, bytes);
     CHECK(src == wanted && !std::memcmp(one.data() + 3, wanted.data(), bytes) && !std::memcmp(other.data() + 1, wanted.data(), bytes));
@@ -75,14 +75,14 @@ void test_sums() {
   reduce_rows(Combine::sum, places, rows, columns, 4);
   for (size_t i = 0; i < rows * columns; ++i) CHECK(all[0][i] == ((all[1][i] + all[2][i]) + all[3][i]) + all[4][i]);
   std::vector<float> copy(rows * columns);
-  Target copies[] = {{reinterpret_cast<char*>(copy.data()), columns * 4}, {reinterpret_cast<char*>(all[2].data()), columns * 4}};
-  reduce_rows(Combine::sum, places, rows, columns, 4, copies, 2);  // a source is overwritten, once it has been read
+  Target copies[] = {{reinterpret_cast<char*>(copy.data()), columns * 4, 0}, {reinterpret_cast<char*>(all[2].data()), columns * 4, 0}};
+  reduce_rows(Combine::sum, places, rows, columns, 4, 0, copies, 2);  // a source is overwritten, once it has been read
   CHECK(copy == all[0] && all[2] == all[0]);
   size_t many = (size_t{9} << 20) / 4;  // written past the caches
   std::vector<float> left(many, 1), right(many, 2), total(many), twice(many);
   auto whole = [&](std::vector<float>& x) { return Rows{reinterpret_cast<char*>(x.data()), many * 4, Dtype::float32}; };
-  Target again{reinterpret_cast<char*>(twice.data()), many * 4};
-  reduce_rows(Combine::avg, {whole(total), whole(left), whole(right)}, 1, many, 2, &again, 1);
+  Target again{reinterpret_cast<char*>(twice.data()), many * 4, 2 * many * 4};
+  reduce_rows(Combine::avg, {whole(total), whole(left), whole(right)}, 1, many, 2, many * 4, &again, 1);
   for (size_t i = 0; i < many; ++i) CHECK(total[i] == 1.5f && twice[i] == 1.5f);
   uint16_t one = 0x3f80, tiny = 0x3b80, sum = 0, nan = 0x7fc1;  // bfloat16: 1, 1/256 and a NaN
   auto place = [](uint16_t& x) { return Rows{reinterpret_cast<char*>(&x), 2, Dtype::bfloat16}; };

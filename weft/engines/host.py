@@ -12,6 +12,7 @@ import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -215,6 +216,9 @@ class Program:
         self.own = [(name, self.slots[rank, name]) for name in tensors if (rank, name) in self.slots]
         self.bound: tuple[tuple[int, int], ...] | None = None
         self.products: list[tuple[Tensor | Region, Tensor | Region, str]] = []
+        every = [instruction for lane in self.lanes for instruction in lane]
+        outputs = [region for instruction in every for region in writes(instruction) if region.buffer not in self.workspace]
+        self.written = 0 if any(isinstance(i, Matmul) for i in every) else sum(map(self._bytes, outputs))
         for lane, instructions in enumerate(self.lanes):
             for instruction in instructions:
                 self._compile(lane, instruction)
@@ -405,6 +409,14 @@ class Program:
         stride = self.geometry[region.buffer].stride
         return self.slots[region.rank, region.buffer], region.start * stride, stride
 
+    def _whole(self, region: Region) -> int:
+        """How many bytes are written before anybody looks at these again: in a workspace only these, as in what products read."""
+        return self.written if region.buffer not in self.workspace and self.written else self._bytes(region)
+
+    def _bytes(self, region: Region) -> int:
+        geometry = self.geometry[region.buffer]
+        return region.rows * geometry.columns * geometry.dtype.itemsize
+
     def _compile(self, lane: int, instruction: Instruction) -> None:
         native, world, rank = self.native, self.world.native, self.world.rank
         match instruction:
@@ -412,12 +424,12 @@ class Program:
                 geometry = self.geometry[src.buffer]
                 remote = src.rank != rank or dst.rank != rank
                 row = geometry.columns * geometry.dtype.itemsize
-                native.copy(lane, self._operand(dst), self._operand(src), src.rows, row, remote)
+                native.copy(lane, self._operand(dst), self._operand(src), src.rows, row, self._whole(dst), remote)
             case Reduce(srcs, dst, op):
                 regions = (dst, *srcs)
                 dtypes = [getattr(_native.Dtype, str(self.geometry[r.buffer].dtype).removeprefix("torch.")) for r in regions]
                 combine, columns = getattr(_native.Combine, op), self.geometry[dst.buffer].columns
-                native.reduce(lane, [self._operand(r) for r in regions], dtypes, dst.rows, columns, combine)
+                native.reduce(lane, [self._operand(r) for r in regions], dtypes, dst.rows, columns, self._whole(dst), combine)
             case Notify(peer, signal):
                 native.notify(lane, world, peer, self.engine.index(signal))
             case Wait(signal, count):
@@ -440,6 +452,31 @@ class Program:
         whole = segment.bytes(region.rank)[: segment.size // dtype.itemsize * dtype.itemsize].view(dtype)
         step = stride // dtype.itemsize
         return whole.as_strided((region.rows, columns), (step, 1), offset // dtype.itemsize + region.start * step)
+
+
+class Repeat:
+    """A call of a program of one lane on certain tensors, to be made again on the same: little more than one native call."""
+
+    def __init__(self, program: Program, addresses: tuple[tuple[int, int], ...], a: Tensor, out: Tensor) -> None:
+        self.program, self.addresses, self.world, self.engine = program, addresses, program.world, program.engine
+        self.repeat = partial(program.world.native.repeat, program.native, memory.seen(a), memory.seen(out))
+
+    def made(self, a: Tensor, out: Tensor, timeout: float | None) -> bool:
+        """Make the call if its tensors are as they were; else, or where there is more to do than the call, do nothing: False."""
+        program, world = self.program, self.world
+        if self.engine.pending or world.recorder is not None:
+            return False
+        if program.bound is not self.addresses:
+            program.bind(self.addresses)
+        seconds = world.timeout if timeout is None else timeout
+        try:
+            done = self.repeat(a, out, seconds)
+        except BaseException as error:  # what a signal handler raised; a `with` would cost every call
+            world.fail(error)
+            raise
+        if done is False:
+            raise program._stopped(0, seconds)
+        return done is not None
 
 
 def _geometry(plan: Plan, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], world: World) -> dict[str, Geometry]:

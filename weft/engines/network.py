@@ -37,6 +37,7 @@ class NetworkEngine(HostEngine):
     """Executes plans for one rank of a world on several hosts."""
 
     refused: Mapping[str, str] = {"direct": _IN_PLACE, "pull": _IN_PLACE, "one_shot": _IN_PLACE}
+    remembers = False  # a call is more than a native one
 
     def __init__(self, world: World) -> None:
         super().__init__(world)

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from weft.engines import engine
-from weft.engines.host import Geometry, Program
+from weft.engines.host import Geometry, Program, Repeat
 from weft.errors import PeerTimeout
 from weft.matmul import DTYPES as FLOATS
-from weft.memory import Seen
 from weft.ops import arguments
 from weft.ops.choice import check_possible
 from weft.plan import Plan
@@ -48,6 +47,10 @@ REDUCTIONS = ("sum", "avg", "max", "min")
 
 ONE_SHOT_BYTES = 16 << 10  # up to this size the least waiting wins over the least work
 PUSH_BYTES = 256 << 10  # from this size on of a rank's rows, not reading them from memory twice wins over finding them in the cache
+SHARED_BYTES = 256 << 10  # from this size on of a broadcast its source moves rows, too
+STAGED_BYTES = 1 << 20  # up to so much for each peer, what peers cannot read is staged at once, and in pieces above
+SLOT_BYTES = 256 << 10  # what a rank then stages at a time: few enough that it stays in the caches until it is read
+STEPS = 32  # in which it does so at most: a plan is a list of all of them
 PIECES = 16  # transfers per shard of a ring, and of a push through a workspace
 _REMEMBERED = 1024  # calls per world that are found by the identity of their tensors
 
@@ -90,15 +93,6 @@ class _Work(NamedTuple):
             self.result.copy_(self.copied)
 
 
-class _Known(NamedTuple):
-    """A compiled call for certain tensors, and how to tell that they are still as they were."""
-
-    program: Program
-    addresses: tuple[tuple[int, int], ...]
-    a: Seen
-    out: Seen
-
-
 _Prepare = Callable[..., _Work]
 _Mode = Callable[["_Prepare", Tensor, Tensor | None, tuple[Hashable, ...], World | None, float | None], Any]
 
@@ -107,14 +101,15 @@ def _now(
     prepare: _Prepare, a: Tensor, out: Tensor | None, options: tuple[Hashable, ...], world: World | None, timeout: float | None
 ) -> Tensor:
     """Make a call and return its result."""
-    world = current(world)
-    calls = engine(world).calls
+    if world is None or world.closed is not None:
+        world = current(world)
+    if timeout is not None:
+        arguments.check_timeout(timeout)
+    calls = (world.engine or engine(world)).calls
     name = prepare, id(a), id(out), options
-    known: _Known | None = calls.get(name)
-    if known is not None and out is not None and known.a.is_now(a) and (out is a or known.out.is_now(out)):
-        known.program.execute(known.addresses, timeout)
+    known: Repeat | None = calls.get(name)
+    if known is not None and out is not None and known.made(a, out, timeout):
         return out
-    arguments.check_timeout(timeout)
     work = prepare(world, a, out, *options)
     program = _program(world, work)
     addresses = program.addresses(work.tensors)
@@ -124,7 +119,7 @@ def _now(
     if lasting and out is not None and all(_within(tensor, (a, out)) for tensor in work.tensors.values()):
         if len(calls) >= _REMEMBERED:
             calls.clear()
-        calls[name] = _Known(program, addresses, Seen.of(a), Seen.of(out))
+        calls[name] = Repeat(program, addresses, a, out)
     return work.result
 
 
@@ -295,6 +290,8 @@ def _prepare_all_gather(
         algorithm = "push" if hosts or straight else "pull"
     pieces = 1 if algorithm == "push" and symmetric_out and hosts is None else PIECES
     chunk = chunk_rows or max(1, -(-max(rows) // pieces))
+    if algorithm == "pull" and not symmetric and chunk_rows is None:
+        chunk = _slot_rows(matrix, max(rows), 1)
     plan = _plan_all_gather(rows, algorithm, chunk, symmetric, symmetric_out, hosts)
     return _Work(plan, {"a": matrix, "gathered": _matrix(whole)}, result, whole.movedim(0, dim) if dim else None)
 
@@ -315,7 +312,8 @@ def _prepare_reduce_scatter(
     in_place = out is not None and not dim and out.shape == torch.Size(shape) and _same_place(out, a[start : start + shape[0]])
     result = arguments.result(out, shape, a.dtype, [] if in_place else [a], world)
     kept = result if dim == 0 else result.new_empty(rows[world.rank], *front.shape[1:])
-    plan = _plan_reduce_scatter(tuple(rows), op, world.is_symmetric(matrix), several_hosts(world))
+    slot = _slot_rows(matrix, max(rows), world.ranks - 1)
+    plan = _plan_reduce_scatter(tuple(rows), op, world.is_symmetric(matrix), slot, several_hosts(world))
     return _Work(plan, {"a": matrix, "out": _matrix(kept)}, result, kept.movedim(0, dim) if dim else None)
 
 
@@ -330,7 +328,8 @@ def _prepare_all_reduce(world: World, a: Tensor, out: Tensor | None, op: str, al
     # Where every rank reads all of a there is no moment at which its own rank may overwrite it.
     symmetric = world.is_symmetric(flat) and not (in_place and algorithm == "one_shot")
     places = symmetric, world.is_symmetric(result)
-    plan = _plan_all_reduce(a.numel(), world.ranks, algorithm, op, *places, several_hosts(world))
+    slot = _slot_rows(flat, -(-a.numel() // world.ranks), world.ranks - 1)
+    plan = _plan_all_reduce(a.numel(), world.ranks, algorithm, op, *places, slot, several_hosts(world))
     return _Work(plan, {"a": flat, "out": result.view(-1, 1)}, result)
 
 
@@ -341,7 +340,8 @@ def _prepare_broadcast(world: World, tensor: Tensor, out: Tensor, source: int) -
     if not tensor.is_contiguous():
         raise ValueError("tensor must be contiguous")
     rows = tensor.view(-1, 1)
-    plan = _plan_broadcast(len(rows), world.ranks, source, world.is_symmetric(rows), several_hosts(world))
+    slot, shared = _slot_rows(rows, len(rows), 1), rows.numel() * rows.itemsize >= SHARED_BYTES
+    plan = _plan_broadcast(len(rows), world.ranks, source, world.is_symmetric(rows), shared, slot, several_hosts(world))
     mine, theirs = ("a", "out") if world.rank == source else ("out", "a")
     return _Work(plan, {mine: rows, theirs: rows[:0]}, tensor)
 
@@ -360,7 +360,8 @@ def _prepare_all_to_all(
     shape = (sum(row[world.rank] for row in counts), *a.shape[1:])
     result = arguments.result(out, shape, a.dtype, [a], world)
     matrix = _matrix(a)
-    plan = _plan_all_to_all(counts, world.is_symmetric(matrix), several_hosts(world))
+    slot = _slot_rows(matrix, max(map(max, counts)), world.ranks - 1)
+    plan = _plan_all_to_all(counts, world.is_symmetric(matrix), slot, several_hosts(world))
     return _Work(plan, {"a": matrix, "out": _matrix(result)}, result)
 
 
@@ -401,6 +402,12 @@ def _matrix(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(tensor.shape[0], tensor[:1].numel() if tensor.shape[0] else tensor.shape[1:].numel())
 
 
+def _slot_rows(matrix: Tensor, most: int, readers: int) -> int:
+    """How many of at most `most` rows go to each of as many readers at a time, where they are staged."""
+    row = max(1, matrix.shape[1] * matrix.itemsize)
+    return max(1, most if most * row <= STAGED_BYTES else SLOT_BYTES // (row * max(1, readers)), -(-most // STEPS))
+
+
 def _same_place(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.is_contiguous() and other.is_contiguous() and one.shape == other.shape
 
@@ -413,26 +420,29 @@ _plan_all_gather = lru_cache(1024)(
 
 
 @lru_cache(1024)
-def _plan_reduce_scatter(rows: tuple[int, ...], op: str, symmetric: bool, hosts: Hosts | None) -> Plan:
+def _plan_reduce_scatter(rows: tuple[int, ...], op: str, symmetric: bool, slot: int, hosts: Hosts | None) -> Plan:
     if hosts is not None:
         return scattering.push(rows, op, chunk_rows=max(1, -(-max(rows) // PIECES)), hosts=hosts)
-    return scattering.reduce_scatter(rows, op, symmetric_a=symmetric)
+    return scattering.reduce_scatter(rows, op, symmetric_a=symmetric, chunk_rows=slot)
 
 
 @lru_cache(1024)
 def _plan_all_reduce(
-    rows: int, ranks: int, algorithm: str, op: str, symmetric: bool, symmetric_out: bool, hosts: Hosts | None
+    rows: int, ranks: int, algorithm: str, op: str, symmetric: bool, symmetric_out: bool, slot: int, hosts: Hosts | None
 ) -> Plan:
     if hosts is not None and (algorithm != "ring" or rows < ranks):
         return reducing.push(rows, ranks, op, chunk_rows=max(1, -(-rows // (ranks * PIECES))), hosts=hosts)
-    return reducing.all_reduce(rows, ranks, algorithm, op, symmetric_a=symmetric, symmetric_out=symmetric_out)
+    places = {"symmetric_a": symmetric, "symmetric_out": symmetric_out}
+    return reducing.all_reduce(rows, ranks, algorithm, op, chunk_rows=slot, **places)
 
 
 @lru_cache(1024)
-def _plan_broadcast(rows: int, ranks: int, source: int, symmetric: bool, hosts: Hosts | None) -> Plan:
+def _plan_broadcast(rows: int, ranks: int, source: int, symmetric: bool, shared: bool, slot: int, hosts: Hosts | None) -> Plan:
     if hosts is not None:
         return broadcasting.push(rows, source, hosts)
-    return broadcasting.broadcast(rows, ranks, source, symmetric_a=symmetric)
+    return broadcasting.broadcast(rows, ranks, source, symmetric_a=symmetric, shared=shared, chunk_rows=slot)
 
 
-_plan_all_to_all = lru_cache(1024)(lambda rows, a, hosts: exchanging.all_to_all(rows, symmetric_a=a, hosts=hosts))
+_plan_all_to_all = lru_cache(1024)(
+    lambda rows, a, slot, hosts: exchanging.all_to_all(rows, symmetric_a=a, chunk_rows=slot, hosts=hosts)
+)

@@ -31,6 +31,7 @@ from weft.schedules.common import (
     side_lanes,
     tidy,
 )
+from weft.schedules.slots import Part, Stream, pipeline
 
 
 class Sizes(NamedTuple):
@@ -214,7 +215,8 @@ def all_gather(
 ) -> Plan:
     """``gathered`` = the rows `a` of all ranks in rank order; `algorithm` is ``pull``, ``push`` or ``ring``.
 
-    A pull writes `gathered` itself. Push and ring, whose writer is a peer, do so if it is symmetric or every rank has a host of
+    A pull writes `gathered` itself, from where `a` lies if that is symmetric; else ranks hand out `chunk_rows` at a time. Push and
+    ring, whose writer is a peer, do so if it is symmetric or every rank has a host of
     its own, and else pass a workspace. A push over several `links` has a lane for each. `planned`: how many ranks get their lanes,
     all unless given. On one host a push into a symmetric `gathered` needs nothing of `a` but to read it, so it may be this rank's
     own part of `gathered`.
@@ -227,6 +229,11 @@ def all_gather(
     if algorithm == "push" and symmetric_gathered and links == 1 and hosts is None:
         fanned = [{"compute": tidy(_fan_out(sizes, r))} for r in range(count)]
         return Plan("all_gather", algorithm, gather_buffers(rows), in_all(fanned, ranks), gathered_result(rows, count))
+    if algorithm == "pull" and not symmetric_a and ranks > 1:
+        handed = Stream("staged", [[Part(before(r, ranks), 0, rows[r])] for r in range(ranks)], chunk_rows)
+        passed = [{"compute": _through_slots(handed, starts, r)} for r in range(count)]
+        buffers = gather_buffers(rows) | {"staged": Buffer("workspace", handed.rows)}
+        return Plan("all_gather", algorithm, buffers, in_all(passed, ranks), gathered_result(rows, count))
     gather = {"pull": direct, "push": push, "ring": ring}[algorithm]
     lanes: list[dict[str, tuple[Instruction, ...]]] = []
     for r in range(count):
@@ -241,6 +248,22 @@ def all_gather(
             lane += [wait, *keep(region, start, r)]
         lanes.append({"compute": tidy([*lane, *part.last])} | side_lanes(beside))
     return Plan("all_gather", algorithm, gather_buffers(rows), in_all(lanes, ranks), gathered_result(rows, len(lanes)))
+
+
+def _through_slots(handed: Stream, starts: Sequence[int], rank: int) -> tuple[Instruction, ...]:
+    """Stage own rows, in one pass with their copy to `gathered`, and fetch what peers stage."""
+
+    def stage(part: Part, there: Region) -> list[Instruction]:
+        own = Region(rank, "a", part.start, part.stop)
+        return [Copy(own, there), *keep(own, starts[rank] + part.start)]
+
+    def fetch(step: int) -> list[Instruction]:
+        found: list[Instruction] = []
+        for peer, wait, region, at, thanks in handed.arrivals(rank, step):
+            found += [wait, *keep(region, starts[peer] + at, rank), *thanks]
+        return found
+
+    return pipeline(rank, [handed], [lambda step: handed.stage(rank, step, stage), fetch])
 
 
 def _fan_out(sizes: Sizes, rank: int) -> list[Instruction]:

@@ -7,28 +7,43 @@ from collections.abc import Sequence
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Term, Wait
 from weft.schedules.common import Hosts, after, apart, around, before, enter, leave, offsets, publish, split, tidy
 from weft.schedules.host_sums import HostSums, inbox_rows, part_of, reduce
-from weft.schedules.reduce_scatter import stage
+from weft.schedules.reduce_scatter import blocks_of, stage, sum_of
+from weft.schedules.slots import Part, Stream, copies, pipeline
 
 ALGORITHMS = ("one_shot", "two_shot", "ring")
 
 
 def all_reduce(
-    rows: int, ranks: int, algorithm: str, op: str = "sum", *, symmetric_a: bool = False, symmetric_out: bool = False
+    rows: int,
+    ranks: int,
+    algorithm: str,
+    op: str = "sum",
+    *,
+    symmetric_a: bool = False,
+    symmetric_out: bool = False,
+    chunk_rows: int | None = None,
 ) -> Plan:
     """Plan for `rows` rows on each of `ranks` ranks.
 
     ``one_shot``: every rank reduces all rows in rank order where the peers' lie; least waiting. ``two_shot``: rank r reduces block
-    r so, and puts it to all ranks' ``out`` if that is symmetric; else every rank copies the others' blocks. Least work.
+    r so, and puts it to all ranks' ``out`` if that is symmetric; else every rank copies the others' blocks. Least work. Where
+    neither `a` nor ``out`` is symmetric, both ways go `chunk_rows` of each block at a time.
     ``ring``: block by block from neighbour to neighbour, each adding its own, in the order of the ring; only neighbours talk.
     """
     if rows < ranks:  # not a row for everyone: there is nothing to share out
         algorithm = "one_shot"
     two_shot = _two_shot_into_out if symmetric_out else _two_shot
     make = {"one_shot": _one_shot, "two_shot": two_shot, "ring": _ring}[algorithm]
-    lanes = tuple({"compute": tidy(make(r, rows, ranks, op, symmetric_a)) if rows else ()} for r in range(ranks))
     everything = (rows,) * ranks
+    spaces = dict.fromkeys(("staged", "reduced", "inbox"), everything)
+    if algorithm == "two_shot" and not (symmetric_a or symmetric_out) and ranks > 1:
+        staged, reduced = _streams(split(rows, ranks), chunk_rows)
+        lanes = tuple({"compute": _through_slots(r, op, staged, reduced)} for r in range(ranks))
+        spaces = {"staged": staged.rows, "reduced": reduced.rows}
+    else:
+        lanes = tuple({"compute": tidy(make(r, rows, ranks, op, symmetric_a)) if rows else ()} for r in range(ranks))
     buffers = {"a": Buffer("input", everything), "out": Buffer("output", everything)}
-    buffers |= {name: Buffer("workspace", everything) for name in ("staged", "reduced", "inbox")}
+    buffers |= {name: Buffer("workspace", space) for name, space in spaces.items()}
     terms = tuple(Term(p, "a", 0) for p in range(ranks))
     result = {Region(r, "out", 0, rows): terms for r in range(ranks) if rows}
     return Plan("all_reduce", algorithm, buffers, lanes, result)
@@ -76,6 +91,42 @@ def _two_shot(rank: int, rows: int, ranks: int, op: str, symmetric: bool) -> Seq
         there = Region(peer, "reduced", starts[peer], starts[peer] + blocks[peer])
         lane += [Wait(Signal("reduced", peer), 1), Copy(there, there._replace(rank=rank, buffer="out"))]
     return lane + own.last
+
+
+def _streams(blocks: Sequence[int], chunk_rows: int | None) -> tuple[Stream, Stream]:
+    """What is handed to those who reduce it, and what they hand back to all: it shows that they have read the former.
+
+    Who hands out a step to be reduced has long fetched what it was given in the steps before.
+    """
+    staged, ranks = blocks_of(blocks, chunk_rows, None), len(blocks)
+    sums = [[Part(after(r, ranks), start, start + blocks[r])] for r, start in enumerate(offsets(blocks))]
+    return staged, Stream("reduced", sums, staged.chunk, "reduced", None)
+
+
+def _through_slots(rank: int, op: str, staged: Stream, reduced: Stream) -> tuple[Instruction, ...]:
+    """Stage a step, reduce the one before, fetch the one before that.
+
+    Rows of ``out`` are written when this rank has staged those of ``a``, so they may be the same tensor.
+    """
+
+    def reduce_own(step: int) -> list[Instruction]:
+        arrivals = staged.arrivals(rank, step)
+
+        def make(part: Part, there: Region) -> list[Instruction]:
+            own = Region(rank, "a", part.start, part.stop)
+            out = own._replace(buffer="out")
+            return sum_of(rank, own, arrivals, out, op, Copy(out, there))
+
+        return reduced.stage(rank, step, make)
+
+    def fetch(step: int) -> list[Instruction]:
+        found: list[Instruction] = []
+        for peer, wait, region, at, thanks in reduced.arrivals(rank, step):
+            start = reduced.parts[peer][0].start + at
+            found += [wait, Copy(region, Region(rank, "out", start, start + region.rows)), *thanks]
+        return found
+
+    return pipeline(rank, [staged, reduced], [lambda step: staged.stage(rank, step, copies(rank, "a")), reduce_own, fetch])
 
 
 def _two_shot_into_out(rank: int, rows: int, ranks: int, op: str, symmetric: bool) -> Sequence[Instruction]:

@@ -6,14 +6,20 @@ from collections.abc import Sequence
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
 from weft.schedules.common import Hosts, after, around, before, offsets, publish
+from weft.schedules.slots import Part, Stream, copies, pipeline
 
 
-def all_to_all(rows: Sequence[Sequence[int]], *, symmetric_a: bool = False, hosts: Hosts | None = None) -> Plan:
-    """Plan for `rows[r][p]` rows from rank r to rank p; every rank gets its blocks where they lie.
+def all_to_all(
+    rows: Sequence[Sequence[int]], *, symmetric_a: bool = False, chunk_rows: int | None = None, hosts: Hosts | None = None
+) -> Plan:
+    """Plan for `rows[r][p]` rows from rank r to rank p.
 
-    Those for ranks of another of the `hosts` are put there, once a rank has made this call.
+    Every rank gets its blocks where they lie if `symmetric_a`; else they are handed out, `chunk_rows` of each at a time. Blocks for
+    ranks of another of the `hosts` are put there, once a rank has made this call.
     """
     ranks = len(rows)
+    if hosts is None and not symmetric_a and ranks > 1:
+        return _through_slots(rows, chunk_rows)
     lanes, result = [], {}
     for r in range(ranks):
         received = [rows[p][r] for p in range(ranks)]
@@ -45,9 +51,44 @@ def all_to_all(rows: Sequence[Sequence[int]], *, symmetric_a: bool = False, host
             result[Region(r, "out", into[p], into[p] + rows[p][r])] = (Term(p, "a", offsets(rows[p])[r] - into[p]),)
         lanes.append({"compute": (*lane, *own.last)})
     sent = tuple(sum(counts) for counts in rows)
-    buffers = {
-        "a": Buffer("input", sent),
-        "staged": Buffer("workspace", sent),
+    return Plan("all_to_all", "pull", _buffers(rows, sent), tuple(lanes), result)
+
+
+def _through_slots(rows: Sequence[Sequence[int]], chunk_rows: int | None) -> Plan:
+    ranks = range(len(rows))
+    parts = [
+        [Part([p] if p != r else [], start, start + count) for p, (start, count) in enumerate(zip(offsets(own), own, strict=True))]
+        for r, own in enumerate(rows)
+    ]
+    handed = Stream("staged", parts, chunk_rows or max(1, *(count for counts in rows for count in counts)))
+    into = [offsets([rows[p][r] for p in ranks]) for r in ranks]
+    result = {
+        Region(r, "out", into[r][p], into[r][p] + rows[p][r]): (Term(p, "a", parts[p][r].start - into[r][p]),)
+        for r in ranks
+        for p in ranks
+        if rows[p][r]
+    }
+
+    def lane(rank: int) -> tuple[Instruction, ...]:
+        own, start = parts[rank][rank], into[rank][rank]
+        kept = [Copy(Region(rank, "a", own.start, own.stop), Region(rank, "out", start, start + own.stop - own.start))]
+
+        def fetch(step: int) -> list[Instruction]:
+            found: list[Instruction] = []
+            for peer, wait, region, at, thanks in handed.arrivals(rank, step):
+                start = into[rank][peer] + at
+                found += [wait, Copy(region, Region(rank, "out", start, start + region.rows)), *thanks]
+            return found
+
+        passed = pipeline(rank, [handed], [lambda step: handed.stage(rank, step, copies(rank, "a")), fetch])
+        return (*(kept if rows[rank][rank] else ()), *passed)
+
+    return Plan("all_to_all", "pull", _buffers(rows, handed.rows), tuple({"compute": lane(r)} for r in ranks), result)
+
+
+def _buffers(rows: Sequence[Sequence[int]], staged: tuple[int, ...]) -> dict[str, Buffer]:
+    return {
+        "a": Buffer("input", tuple(sum(counts) for counts in rows)),
+        "staged": Buffer("workspace", staged),
         "out": Buffer("output", tuple(sum(counts) for counts in zip(*rows, strict=True))),
     }
-    return Plan("all_to_all", "pull", buffers, tuple(lanes), result)

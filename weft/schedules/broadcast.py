@@ -4,29 +4,61 @@ from __future__ import annotations
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
 from weft.schedules.common import Hosts, apart, before, carrier, enter, leave, members, neighbours, others, publish
+from weft.schedules.slots import Part, Stream, copies, pipeline
 
 
-def broadcast(rows: int, ranks: int, source: int, *, symmetric_a: bool = False) -> Plan:
-    """All ranks but `source` get its rows where they lie. The source has them as ``a``, the others as ``out``."""
-    lanes, result = [], {}
-    for r in range(ranks):
-        if r == source:
-            own = publish(r, ranks, [(0, rows)], symmetric_a, before(r, ranks) if rows else [], [])
-            lanes.append({"compute": (*own.first, *own.last)})
-            continue
-        own = publish(r, ranks, [], symmetric_a, [], [source] if rows else [])
-        there, here = Region(source, own.buffer, 0, rows), Region(r, "out", 0, rows)
-        fetch: list[Instruction] = [Wait(Signal("ready", source), 1), Copy(there, here)] if rows else []
-        lanes.append({"compute": (*fetch, *own.last)})
-        if rows:
-            result[here] = (Term(source, "a", 0),)
+def broadcast(
+    rows: int, ranks: int, source: int, *, symmetric_a: bool = False, shared: bool = False, chunk_rows: int | None = None
+) -> Plan:
+    """All ranks but `source` get its rows. The source has them as ``a``, the others as ``out``.
+
+    Where `symmetric_a` they read them where they lie, and if the work is `shared` the source, too, puts as many rows as every rank
+    then moves; else it hands them out, `chunk_rows` at a time.
+    """
+    parts = [[Part(before(r, ranks), 0, rows)] if r == source else [] for r in range(ranks)]
+    handed = Stream("staged", parts, chunk_rows or max(1, rows))
+    put = rows // ranks if shared else 0
+
+    def lane(rank: int) -> tuple[Instruction, ...]:
+        if symmetric_a:
+            return _from_source(source, rows, put, ranks) if rank == source else _to_others(rank, source, rows, put, ranks)
+        return _through_slots(rank, handed)
+
+    lanes = tuple({"compute": lane(r) if rows and ranks > 1 else ()} for r in range(ranks))
+    result = {Region(r, "out", 0, rows): (Term(source, "a", 0),) for r in range(ranks) if rows and r != source}
     at_source = tuple(rows if r == source else 0 for r in range(ranks))
     buffers = {
         "a": Buffer("input", at_source),
-        "staged": Buffer("workspace", at_source),
+        "staged": Buffer("workspace", handed.rows),
         "out": Buffer("output", tuple(rows - there for there in at_source)),
     }
-    return Plan("broadcast", "pull", buffers, tuple(lanes), result)
+    return Plan("broadcast", "pull", buffers, lanes, result)
+
+
+def _from_source(source: int, rows: int, put: int, ranks: int) -> tuple[Instruction, ...]:
+    peers, puts = before(source, ranks), list[Instruction]()
+    if put:
+        puts = [Wait(Signal("open", peer), 1) for peer in peers]
+        puts += [Copy(Region(source, "a", 0, put), Region(peer, "out", 0, put)) for peer in peers]
+        puts += [Notify(peer, Signal("arrived", source)) for peer in peers]
+    published = publish(source, ranks, [], True, peers, [])
+    return (*published.first, *puts, *published.last)
+
+
+def _to_others(rank: int, source: int, rows: int, put: int, ranks: int) -> tuple[Instruction, ...]:
+    there, published = Region(source, "a", put, rows), publish(rank, ranks, [], True, [], [source])
+    fetch = [Wait(Signal("ready", source), 1), Copy(there, there._replace(rank=rank, buffer="out")), *published.last]
+    return (Notify(source, Signal("open", rank)), *fetch, Wait(Signal("arrived", source), 1)) if put else tuple(fetch)
+
+
+def _through_slots(rank: int, handed: Stream) -> tuple[Instruction, ...]:
+    def fetch(step: int) -> list[Instruction]:
+        found: list[Instruction] = []
+        for _, wait, region, at, thanks in handed.arrivals(rank, step):
+            found += [wait, Copy(region, Region(rank, "out", at, at + region.rows)), *thanks]
+        return found
+
+    return pipeline(rank, [handed], [lambda step: handed.stage(rank, step, copies(rank, "a")), fetch])
 
 
 def push(rows: int, source: int, hosts: Hosts) -> Plan:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from weft.plan import Buffer, Copy, Instruction, Plan, Reduce, Region, Signal, Term, Wait
-from weft.schedules.common import Hosts, after, apart, around, before, offsets, publish, tidy
+from weft.schedules.common import Hosts, after, apart, before, offsets, publish, tidy
 from weft.schedules.host_sums import HostSums, inbox_rows, scatter
+from weft.schedules.slots import Arrival, Part, Stream, copies, pipeline
 
 
 def push(rows: Sequence[int], op: str = "sum", *, chunk_rows: int, hosts: Hosts) -> Plan:
@@ -32,24 +34,57 @@ def stage(rank: int, start: int, stop: int) -> Instruction:
     return Copy(Region(rank, "a", start, stop), Region(rank, "partial", start, stop))
 
 
-def reduce_scatter(rows: Sequence[int], op: str = "sum", *, symmetric_a: bool = False) -> Plan:
-    """Every rank has ``sum(rows)`` rows and keeps block r of `rows[r]`, reduced in rank order where the peers' rows lie."""
+def reduce_scatter(rows: Sequence[int], op: str = "sum", *, symmetric_a: bool = False, chunk_rows: int | None = None) -> Plan:
+    """Every rank has ``sum(rows)`` rows and keeps block r of `rows[r]`, reduced in rank order.
+
+    Where `symmetric_a` peers' rows are read where they lie; else they are handed out, `chunk_rows` of each block at a time.
+    """
     ranks, starts, total = len(rows), offsets(rows), sum(rows)
+    handed = blocks_of(rows, chunk_rows)
     lanes, result = [], {}
     for r in range(ranks):
-        stop = starts[r] + rows[r]
-        readers = [peer for peer in before(r, ranks) if rows[peer]]
-        sources = after(r, ranks) if rows[r] else []
-        own = publish(r, ranks, around(starts[r], stop, total), symmetric_a, readers, sources)
-        lane: list[Instruction] = [*own.first, *(Wait(Signal("ready", peer), 1) for peer in sources)]
+        lanes.append({"compute": _direct(r, rows, op) if symmetric_a or ranks == 1 else _through_slots(r, rows, op, handed)})
         if rows[r]:
-            blocks = tuple(Region(p, "a" if p == r else own.buffer, starts[r], stop) for p in range(ranks))
-            lane.append(Reduce(blocks, Region(r, "out", 0, rows[r]), op))
             result[Region(r, "out", 0, rows[r])] = tuple(Term(p, "a", starts[r]) for p in range(ranks))
-        lanes.append({"compute": (*lane, *own.last)})
     buffers = {
         "a": Buffer("input", (total,) * ranks),
-        "staged": Buffer("workspace", (total,) * ranks),
+        "staged": Buffer("workspace", handed.rows),
         "out": Buffer("output", tuple(rows)),
     }
     return Plan("reduce_scatter", "direct", buffers, tuple(lanes), result)
+
+
+def blocks_of(rows: Sequence[int], chunk_rows: int | None, taken: str | None = "taken") -> Stream:
+    """Every rank hands each peer its rows of that peer's block."""
+    starts, ranks = offsets(rows), range(len(rows))
+    parts = [[Part([p] if p != r else [], starts[p], starts[p] + rows[p]) for p in ranks] for r in ranks]
+    return Stream("staged", parts, chunk_rows or max(1, *rows), taken=taken)
+
+
+def _direct(rank: int, rows: Sequence[int], op: str) -> tuple[Instruction, ...]:
+    ranks, start = len(rows), offsets(rows)[rank]
+    readers, sources = [peer for peer in before(rank, ranks) if rows[peer]], after(rank, ranks) if rows[rank] else []
+    own = publish(rank, ranks, [], True, readers, sources)
+    blocks = tuple(Region(p, "a", start, start + rows[rank]) for p in range(ranks))
+    reduced = [Reduce(blocks, Region(rank, "out", 0, rows[rank]), op)] if rows[rank] else []
+    return (*own.first, *(Wait(Signal("ready", peer), 1) for peer in sources), *reduced, *own.last)
+
+
+def _through_slots(rank: int, rows: Sequence[int], op: str, handed: Stream) -> tuple[Instruction, ...]:
+    start = offsets(rows)[rank]
+
+    def reduced(step: int) -> list[Instruction]:
+        if not (arrivals := handed.arrivals(rank, step)):
+            return []
+        own = Region(rank, "a", start + arrivals[0].at, start + arrivals[0].at + arrivals[0].region.rows)
+        here = Region(rank, "out", own.start - start, own.stop - start)
+        return sum_of(rank, own, arrivals, here, op)
+
+    return pipeline(rank, [handed], [lambda step: handed.stage(rank, step, copies(rank, "a")), reduced])
+
+
+def sum_of(rank: int, own: Region, arrivals: Sequence[Arrival], into: Region, op: str, *copies: Copy) -> list[Instruction]:
+    """Reduce a rank's own rows and those that its peers have handed to it, in rank order, copy the sum, and thank them."""
+    found = {rank: own} | {arrival.peer: arrival.region for arrival in arrivals}
+    reduced = Reduce(tuple(found[r] for r in sorted(found)), into, op)
+    return [*(a.wait for a in arrivals), reduced, *copies, *chain(*(a.thanks for a in arrivals))]
