@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.console import Console
@@ -59,156 +59,99 @@ class Peers(str, Enum):
 
 _MOVING = (Algorithm.pull, Algorithm.push, Algorithm.ring)
 
-_Ranks = Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="Ranks to start; 2 unless a launcher did.")]
-_Type = Annotated[Dtype, typer.Option(help="Of the inputs.")]
-_OutType = Annotated[Dtype | None, typer.Option(help="Of the output: the inputs' or float32.")]
-_Baseline = Annotated[str | None, typer.Option(help="gloo, or none; by default gloo, and none on an emulated link.")]
-_Latency = Annotated[float | None, typer.Option(min=0, help="Latency of each transfer on the emulated link.")]
-_Trace = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for https://ui.perfetto.dev.")]
-_Timeline = Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Draw what ran when.")]
-_Outputs = Annotated[Path | None, typer.Option(metavar="DIR", help="Save each rank's output as rank<r>.pt.")]
+
+class _Common(NamedTuple):
+    """What every fused operator takes."""
+
+    ranks: Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="Ranks to start; 2 unless a launcher did.")] = None
+    dtype: Annotated[Dtype, typer.Option(help="Of the inputs.")] = Dtype.float32
+    out_dtype: Annotated[Dtype | None, typer.Option(help="Of the output: the inputs' or float32.")] = None
+    warmup: Warmup = 3
+    iterations: Iterations = 20
+    seed: Seed = 0
+    baseline: Annotated[str | None, typer.Option(help="gloo, or none; by default gloo, and none on an emulated link.")] = None
+    link_gbps: Gbps = None
+    link_latency_us: Annotated[float | None, typer.Option(min=0, help="Latency of each transfer on the emulated link.")] = None
+    json_file: Json = None
+    plot: Plot = None
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for https://ui.perfetto.dev.")] = None
+    timeline: Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Draw what ran when.")] = None
+    save_outputs: Annotated[Path | None, typer.Option(metavar="DIR", help="Save each rank's output as rank<r>.pt.")] = None
+    threads: Threads = None
+
+
 _SumShape = Annotated[str, typer.Option(metavar="MxKxN", help="M rows, of any number, and K columns of each rank, times (K, N).")]
 _AddedRows = Annotated[int | None, typer.Option(min=1, help="Rows that are added, or sent, together.")]
 
 
 @app.command()
+@options.taking(_Common)
 def all_gather_matmul(
-    ranks: _Ranks = None,
+    common: _Common,
     shape: Annotated[str, typer.Option(metavar="MxKxN", help="M gathered rows, of any number, times (K, N).")] = "2048x2048x1024",
-    dtype: _Type = Dtype.float32,
-    out_dtype: _OutType = None,
     algorithm: Annotated[Algorithm, typer.Option(help="How rows travel.")] = Algorithm.auto,
     chunk_rows: Annotated[int | None, typer.Option(min=1, help="Rows per transfer of pull, push and ring.")] = None,
-    warmup: Warmup = 3,
-    iterations: Iterations = 20,
-    seed: Seed = 0,
-    baseline: _Baseline = None,
-    link_gbps: Gbps = None,
-    link_latency_us: _Latency = None,
-    json_file: Json = None,
-    plot: Plot = None,
-    trace: _Trace = None,
-    timeline: _Timeline = None,
-    save_outputs: _Outputs = None,
-    threads: Threads = None,
     ablate: Annotated[bool, typer.Option("--ablate", help="Also measure each step from the cascade to the operator.")] = False,
     peers: Annotated[Peers, typer.Option(help="host: on one GPU, with the other ranks' rows in pinned host memory.")] = Peers.ranks,
 ) -> None:
     """All-gather + matmul: compute alone, communication alone, one after the other, and overlapped."""
     if peers is Peers.host:
-        _from_host(ranks or 2, shape, dtype, warmup, iterations, seed, json_file, plot)
+        _from_host(common, shape)
         return
     if chunk_rows and algorithm not in _MOVING:
         options.refuse("--chunk-rows", f"{algorithm.value} does not take a chunk size: use --algorithm pull, push or ring")
-    size = options.world_size(ranks)
-    if ablate and (size[1] == 1 or algorithm not in (*_MOVING, Algorithm.auto)):
-        what = "a single rank" if size[1] == 1 else algorithm.value
-        options.refuse("--ablate", f"{what} has no transfers to overlap: use 2 or more ranks and --algorithm pull, push or ring")
-    more = {"warmup": warmup, "iterations": iterations, "seed": seed, "ablate": ablate, "chunk_rows": chunk_rows}
-    link = link_gbps, link_latency_us
-    files = _Files(json_file, plot, trace, timeline, save_outputs)
-    _measure("all-gather-matmul", size, shape, dtype, out_dtype, algorithm.value, baseline, link, files, threads, **more)
+    if ablate:
+        alone = options.world_size(common.ranks)[1] == 1
+        if alone or algorithm not in (*_MOVING, Algorithm.auto):
+            what = "one rank" if alone else algorithm.value
+            options.refuse(
+                "--ablate", f"{what} has no transfers to overlap: use 2 or more ranks and --algorithm pull, push or ring"
+            )
+    _measure("all-gather-matmul", common, shape, algorithm.value, chunk_rows, ablate)
 
 
-def _from_host(
-    ranks: int, shape: str, dtype: Dtype, warmup: int, iterations: int, seed: int, json_file: str | None, plot: Path | None
-) -> None:
+def _from_host(common: _Common, shape: str) -> None:
     """One GPU, and peers behind the bus."""
-    options.check_files(json_file, None, plot)
+    options.check_files(common.json_file, None, common.plot)
     m, k, n = options.parse_shape(shape)
     options.need_gpu()
     from weft.bench import gpu_products, plots
 
-    settings = gpu_products.Products(ranks, m, k, n, dtype.value, iterations, warmup, seed)
-    options.hand_over(gpu_products.from_host, settings, 0, 1, gpu_products.print_times, plots.draw_times, json_file, plot)
+    settings = gpu_products.Products(common.ranks or 2, m, k, n, common.dtype.value, common.iterations, common.warmup, common.seed)
+    show = gpu_products.print_times
+    options.hand_over(gpu_products.from_host, settings, 0, 1, show, plots.draw_times, common.json_file, common.plot)
 
 
 @app.command()
+@options.taking(_Common)
 def matmul_reduce_scatter(
-    ranks: _Ranks = None,
+    common: _Common,
     shape: _SumShape = "2048x2048x1024",
-    dtype: _Type = Dtype.float32,
-    out_dtype: _OutType = None,
     algorithm: Annotated[Scattering, typer.Option(help="How products reach the rank that keeps their sum.")] = Scattering.auto,
     chunk_rows: _AddedRows = None,
-    warmup: Warmup = 3,
-    iterations: Iterations = 20,
-    seed: Seed = 0,
-    baseline: _Baseline = None,
-    link_gbps: Gbps = None,
-    link_latency_us: _Latency = None,
-    json_file: Json = None,
-    plot: Plot = None,
-    trace: _Trace = None,
-    timeline: _Timeline = None,
-    save_outputs: _Outputs = None,
-    threads: Threads = None,
 ) -> None:
     """Matmul + reduce-scatter: compute alone, communication alone, one after the other, and overlapped."""
     if chunk_rows and algorithm == Scattering.sequential:
         options.refuse("--chunk-rows", "sequential does not take a chunk size: use --algorithm direct, push or ring")
-    more = {"warmup": warmup, "iterations": iterations, "seed": seed, "chunk_rows": chunk_rows}
-    link = link_gbps, link_latency_us
-    files = _Files(json_file, plot, trace, timeline, save_outputs)
-    size = options.world_size(ranks)
-    _measure("matmul-reduce-scatter", size, shape, dtype, out_dtype, algorithm.value, baseline, link, files, threads, **more)
+    _measure("matmul-reduce-scatter", common, shape, algorithm.value, chunk_rows)
 
 
 @app.command()
+@options.taking(_Common)
 def matmul_all_reduce(
-    ranks: _Ranks = None,
+    common: _Common,
     shape: _SumShape = "2048x2048x1024",
-    dtype: _Type = Dtype.float32,
-    out_dtype: _OutType = None,
     algorithm: Annotated[Reducing, typer.Option(help="How the sums are shared out.")] = Reducing.auto,
     chunk_rows: _AddedRows = None,
-    warmup: Warmup = 3,
-    iterations: Iterations = 20,
-    seed: Seed = 0,
-    baseline: _Baseline = None,
-    link_gbps: Gbps = None,
-    link_latency_us: _Latency = None,
-    json_file: Json = None,
-    plot: Plot = None,
-    trace: _Trace = None,
-    timeline: _Timeline = None,
-    save_outputs: _Outputs = None,
-    threads: Threads = None,
 ) -> None:
     """Matmul + all-reduce: compute alone, communication alone, one after the other, and overlapped."""
     if chunk_rows and algorithm == Reducing.sequential:
         options.refuse("--chunk-rows", "sequential does not take a chunk size: use --algorithm one_shot or two_shot")
-    more = {"warmup": warmup, "iterations": iterations, "seed": seed, "chunk_rows": chunk_rows}
-    link = link_gbps, link_latency_us
-    files = _Files(json_file, plot, trace, timeline, save_outputs)
-    size = options.world_size(ranks)
-    _measure("matmul-all-reduce", size, shape, dtype, out_dtype, algorithm.value, baseline, link, files, threads, **more)
+    _measure("matmul-all-reduce", common, shape, algorithm.value, chunk_rows)
 
 
-class _Files(NamedTuple):
-    """Where results go."""
-
-    json_file: str | None
-    plot: Path | None
-    trace: Path | None
-    timeline: Path | None
-    outputs: Path | None
-
-
-def _measure(
-    benchmark: str,
-    size: tuple[int | None, int],
-    shape: str,
-    dtype: Dtype,
-    out_dtype: Dtype | None,
-    algorithm: str,
-    baseline: str | None,
-    link: tuple[str | None, float | None],
-    files: _Files,
-    threads: int | None,
-    **more: Any,
-) -> None:
-    """Check what remains to be checked, measure on `size` (rank, ranks), and hand over the result."""
+def _measure(benchmark: str, common: _Common, shape: str, algorithm: str, chunk_rows: int | None, ablate: bool = False) -> None:
+    """Check what remains to be checked, measure, and hand over the result."""
     from weft.bench.all_gather_matmul import BASELINES, AllGatherMatmul
     from weft.bench.fused import Case, Settings, measure
     from weft.bench.matmul_sums import MatmulAllReduce, MatmulReduceScatter
@@ -219,50 +162,53 @@ def _measure(
         "matmul-reduce-scatter": MatmulReduceScatter,
         "matmul-all-reduce": MatmulAllReduce,
     }
-    joined, ranks = size
+    joined, ranks = options.world_size(common.ranks)
     m, k, n = options.parse_shape(shape)
-    options.check_files(files.json_file, files.trace, files.plot, files.timeline)
-    _check_directory(files.outputs)
-    _check_out_dtype(dtype, out_dtype)
-    slow = _link(*link, algorithm, ranks)
+    options.check_files(common.json_file, common.trace, common.plot, common.timeline)
+    _check_directory(common.save_outputs)
+    _check_out_dtype(common.dtype, common.out_dtype)
+    slow = _link(common.link_gbps, common.link_latency_us, algorithm, ranks)
     settings = Settings(
         benchmark,
         m,
         k,
         n,
-        dtype=dtype.value,
-        out_dtype=(out_dtype or dtype).value,
+        dtype=common.dtype.value,
+        out_dtype=(common.out_dtype or common.dtype).value,
         algorithm=algorithm,
-        baselines=_baselines(baseline, slow, BASELINES),
+        chunk_rows=chunk_rows,
+        warmup=common.warmup,
+        iterations=common.iterations,
+        seed=common.seed,
+        baselines=_baselines(common.baseline, slow, BASELINES),
         link=slow,
-        traced=bool(files.trace or files.timeline),
-        save_outputs=files.outputs,
-        threads=threads or threads_per_rank(ranks),
-        **more,
+        ablate=ablate,
+        traced=bool(common.trace or common.timeline),
+        save_outputs=common.save_outputs,
+        threads=common.threads or threads_per_rank(ranks),
     )
     result = options.run(measure, joined, ranks, cases[benchmark], settings, threads=settings.threads)
     if not joined:
-        _hand_over(result, files)
+        _hand_over(result, common)
     if not result.verified:
         raise typer.Exit(1)
 
 
-def _hand_over(result: Result, files: _Files) -> None:
+def _hand_over(result: Result, common: _Common) -> None:
     """Print the result and write the files asked for."""
     from weft.bench import plots, report
     from weft.bench.timeline import draw
     from weft.trace import to_perfetto
 
-    json_file, plot, trace, timeline, _ = files
-    report.print_tables(result, Console(stderr=json_file == "-"))
+    report.print_tables(result, Console(stderr=common.json_file == "-"))
     as_json = report.to_json(result)
-    options.write_json(as_json, json_file)
-    if plot:
-        plots.draw_times(as_json, plot)
-    if trace:
-        trace.write_text(json.dumps(to_perfetto(*result.traces)))
-    if timeline:
-        draw(result.traces, timeline, report.title(result))
+    options.write_json(as_json, common.json_file)
+    if common.plot:
+        plots.draw_times(as_json, common.plot)
+    if common.trace:
+        common.trace.write_text(json.dumps(to_perfetto(*result.traces)))
+    if common.timeline:
+        draw(result.traces, common.timeline, report.title(result))
 
 
 def _check_directory(path: Path | None) -> None:

@@ -5,13 +5,14 @@ Loads torch only once a benchmark runs.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 
 import typer
 from rich.console import Console
@@ -45,6 +46,26 @@ Gbps = Annotated[
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write the result as JSON; -: stdout.")]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Draw the result.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Compute threads per rank; by default the cores are shared out.")]
+
+
+def taking(fields: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command whose first argument is a named tuple has the tuple's fields as options, behind those of its own."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        _, *own = inspect.signature(command).parameters.values()
+        shared = inspect.signature(fields).parameters.values()
+        hints = get_type_hints(command, include_extras=True) | get_type_hints(fields, include_extras=True)
+
+        def taken(**given: Any) -> None:
+            command(fields(*[given.pop(each.name) for each in shared]), **given)
+
+        parameters = [each.replace(kind=each.KEYWORD_ONLY, annotation=hints[each.name]) for each in (*own, *shared)]
+        taken.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        taken.__annotations__ = {each.name: each.annotation for each in parameters}
+        taken.__name__, taken.__doc__ = command.__name__, command.__doc__
+        return taken
+
+    return decorate
 
 
 def refuse(option: str, why: str) -> NoReturn:
