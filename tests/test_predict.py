@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import on_ranks
 from typer.testing import CliRunner
 
+import weft
 from weft import calibrate, machine, predict, tuned
 from weft.bench import tune
 from weft.cli import app
+from weft.interpolation import Grid
 from weft.machine import Link
 from weft.ops import choice
 from weft.predict import Candidate, Case
@@ -29,7 +33,7 @@ def uncalibrated(tmp_path, monkeypatch):
         remembered.cache_clear()
 
 
-def weft(*arguments, status=0):
+def command(*arguments, status=0):
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
     assert result.exit_code == status, result.output
     return result.output
@@ -101,7 +105,7 @@ def test_a_thousand_ranks_over_two_kinds_of_links():
 
 
 def test_it_answers_in_words():
-    said = weft(
+    said = command(
         "predict", "all-gather-matmul", "--machine", "ascend-910b1", "--ranks", 4, "--shape", "8192x4096x4096", "--dtype", "float16"
     )
     for word in (
@@ -115,7 +119,7 @@ def test_it_answers_in_words():
         "The bottleneck is",
     ):
         assert word in said
-    both = weft("predict", "mlp", "--machine", "h100-nvlink-8", "-n", 8, "--shape", "8192x8192x28672", "--link", 200)
+    both = command("predict", "mlp", "--machine", "h100-nvlink-8", "-n", 8, "--shape", "8192x8192x28672", "--link", 200)
     assert "8192x8192x7168" in both
     assert "8192x3584x8192" in both
     assert "Together" in both
@@ -123,28 +127,28 @@ def test_it_answers_in_words():
 
 def test_without_a_machine_it_is_this_one():
     base = ["predict", "all-gather-matmul", "--shape", "64x64x64"]
-    said = weft(*base)
+    said = command(*base)
     assert "not calibrated, so the profile cpu is taken; weft calibrate" in said
     assert "on cpu, PREDICTED" in said
     calibrate.store({**asdict(machine.load("cpu")), "name": "this"})
-    said = weft(*base)
+    said = command(*base)
     assert "calibrated" not in said
     assert "on this, PREDICTED" in said
 
 
 def test_files(tmp_path):
     base = ["predict", "matmul-reduce-scatter", "--machine", "ascend-950", "-n", 4, "--shape", "256x512x512"]
-    weft(*base, "--json", tmp_path / "a.json", "--trace", tmp_path / "a.trace", "--timeline", tmp_path / "a.svg")
+    command(*base, "--json", tmp_path / "a.json", "--trace", tmp_path / "a.trace", "--timeline", tmp_path / "a.svg")
     found = json.loads((tmp_path / "a.json").read_text())
     assert found["speedup"] == pytest.approx(found["times_ms"]["sequential"] / found["times_ms"]["pipelined"])
     assert min(way["ms"] for way in found["ways"]) == found["times_ms"]["pipelined"]
     assert json.loads((tmp_path / "a.trace").read_text())["traceEvents"]
     assert "<svg" in (tmp_path / "a.svg").read_text()
-    weft(*base, "--sweep", "ranks=2:8", "--json", tmp_path / "b.json", "--plot", tmp_path / "b.svg")
+    command(*base, "--sweep", "ranks=2:8", "--json", tmp_path / "b.json", "--plot", tmp_path / "b.svg")
     swept = json.loads((tmp_path / "b.json").read_text())
     assert [result["ranks"] for result in swept["results"]] == swept["values"] == [2, 4, 8]
     assert "<svg" in (tmp_path / "b.svg").read_text()
-    assert "16" in weft(*base, "--sweep", "link=4:16:2")
+    assert "16" in command(*base, "--sweep", "link=4:16:2")
 
 
 def test_beside_a_measured_run(tmp_path):
@@ -158,10 +162,10 @@ def test_beside_a_measured_run(tmp_path):
     }
     run |= {"algorithm": "push", "chunk_rows": 8, "link": None, "times_ms": times, "speedup": 1.0, "limit_ratio": 1.0}
     (tmp_path / "run.json").write_text(json.dumps(run))
-    said = weft("predict", "all-gather-matmul", "--machine", "ascend-950", "--compare", tmp_path / "run.json")
+    said = command("predict", "all-gather-matmul", "--machine", "ascend-950", "--compare", tmp_path / "run.json")
     assert "measured ms" in said
     assert "2.000" in said
-    assert "not the JSON of weft bench" in weft("predict", "matmul-all-reduce", "--compare", tmp_path / "run.json", status=2)
+    assert "not the JSON of weft bench" in command("predict", "matmul-all-reduce", "--compare", tmp_path / "run.json", status=2)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +187,7 @@ def test_beside_a_measured_run(tmp_path):
 )
 def test_what_cannot_be_asked(arguments, says):
     given = [*arguments] if arguments[0] == "--machine" else ["--machine", "ascend-950", *arguments]
-    assert says in " ".join(weft("predict", "all-gather-matmul", *given, status=2).replace("│", " ").split())
+    assert says in " ".join(command("predict", "all-gather-matmul", *given, status=2).replace("│", " ").split())
 
 
 def test_products_are_fitted_without_negative_times():
@@ -194,37 +198,56 @@ def test_products_are_fitted_without_negative_times():
     assert min(calibrate.least_squares(rows)) == 0
 
 
+def test_between_what_was_measured():
+    grid = Grid(((1, 4), (10, 1000)), (1, 100, 2, 200))
+    points = (1, 10), (4, 1000), (1, 100), (2, 100), (9, 5), (0.5, 5000)
+    assert [grid.at(*point) for point in points] == pytest.approx([1, 200, 10, 10 * 2**0.5, 2, 100])
+
+
 @pytest.mark.parametrize(
-    ("times", "slowdowns"),
+    ("times", "slower"),
     [
-        ((10, 4, 0, 14, 0, 8), [2, 2]),  # both share a core until the shorter one is over
-        ((10, 4, 0, 10, 2, 6), [1, 1]),  # neither minds
-        ((10, 4, 0, 12, 0, 4), [2, 1]),
-        ((10, 4, 0, 100, 0, 99), [4, 4]),  # something else was going on
+        ((10, 4, 14), 2),  # both share a core until the shorter one is over
+        ((10, 4, 10), 1),  # neither minds
+        ((10, 4, 9), 1),
+        ((10, 4, 12), 1.5),
+        ((10, 4, 100), 4),  # something else was going on
     ],
 )
-def test_interference_from_times(times, slowdowns):
-    assert calibrate.slowed(*times) == pytest.approx(slowdowns)
+def test_interference_from_times(times, slower):
+    assert calibrate.slowdown(*times) == pytest.approx(slower)
 
 
-def measured(world):
-    calibrate._RUNS, calibrate._PRODUCTS, calibrate.ITEMSIZE = 2, calibrate._PRODUCTS[:4], {"float32": 4}
+def measured(world, directory):
+    os.environ["WEFT_CACHE"] = str(directory)
+    calibrate._PASSES, calibrate._ROWS, calibrate._WIDTHS, calibrate._COPIED = 2, (1, 8), (64, 128), (1, 16)
+    calibrate.ITEMSIZE = {"float32": 4}
     profile = calibrate.measure(1)
     cases = [predict.case(operator, 2, (8, 16, 8), "float32") for operator in predict.OPERATORS]
     questions = [tune.Question(case, predict.candidates(case, machine.load("cpu")), None) for case in cases]
     slow = machine.load("cpu").emulating(1.0, 20.0)
     questions.append(tune.Question(cases[0], predict.candidates(cases[0], slow), (1.0, 20.0)))
-    return profile, [ways for _, ways, _ in questions], tune.measure(questions, 1, 1)
+    answers = tune.measure(questions, 1, 1)
+    a, b, found = world.empty(4, 16).fill_(1), weft.pack(torch.ones(16, 8)), []
+    for way in (None, Candidate("ring", 3)):
+        if way:  # only rank 0 need know
+            tuned.remember(cases[0], None, way) if world.rank == 0 else None
+            world.choices.clear()
+        assert torch.equal(weft.all_gather_matmul(a, b, world=world), torch.full((8, 8), 16.0))
+        found += [choice.way for choice in world.choices.values()]
+    return profile, [ways for _, ways, _ in questions], answers, found
 
 
 def test_this_machine_is_measured(tmp_path):
-    (profile, asked, answers), _ = on_ranks(measured, 2)
+    (profile, asked, answers, chosen), others = on_ranks(measured, 2, tmp_path / "of ranks")
+    assert chosen == others[-1]
+    assert chosen[0] != Candidate("ring", 3) == chosen[1]
     calibrate.store(json.loads(json.dumps(profile)))
     mine = machine.load("this")
     assert machine.names()[0] == "this"
     assert mine.in_place
     assert min(mine.memory_gbs, mine.reduce_gbs, mine.links[0].gbs, mine.products["float32 packed"].tflops) > 0
-    assert {"float32 1x256x256", "notify_us 64 rounds", "launch_us"} <= profile["spread"].keys()
+    assert {"float32 1x64x64", "memory 16", "64 signals", "call"} <= profile["spread"].keys()
     assert all({*ways} <= {answer.way for answer in found} for ways, found in zip(asked, answers, strict=True))
     assert all(0 < answer.least <= answer.median for found in answers for answer in found)
 

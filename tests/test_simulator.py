@@ -148,6 +148,19 @@ def test_transfers_over_an_emulated_link_take_turns_and_leave_the_core_free():
     trace = simulate(plan, machine, ROWS)
     assert [span.stop / 1e9 for span in trace.spans if span.lane == "comm"] == pytest.approx([4.5, 9.0])
     assert trace.seconds == pytest.approx(9 + 2 - 0.2)
+    late = simulate(plan, replace(machine, wake_us=1e5), ROWS)  # the second transfer makes up for what the first overslept
+    assert [span.stop / 1e9 for span in late.spans if span.lane == "comm"] == pytest.approx([4.6, 9.1])
+
+
+def test_a_comm_lane_waits_for_its_turn_where_products_keep_the_core():
+    machine = replace(SLOW, turn_us=3e6, compute_slowdown=1.0)
+    product = Matmul(rows(0, 2), rows(0, 2, "b"))
+    ends = []
+    for products in (3, 1):  # the signal comes after 2 s; the core is free 3 s later, or when there is nothing left to multiply
+        plan = lane(product, Notify(0, GO), *[product] * products, more={"comm": [Wait(GO, 1), PUT]})
+        spans = [span for span in simulate(plan, machine, ROWS).spans if span.lane == "comm"]
+        ends.append(spans[0].stop / 1e9)
+    assert ends == pytest.approx([2 + 3, 2 + 2])
 
 
 def test_launch_and_notify_come_on_top():

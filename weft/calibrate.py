@@ -1,7 +1,8 @@
 """The profile of this machine, measured: what `weft calibrate` stores and `weft.machine.load("this")` reads.
 
-All ranks measure at the same time, since that is how they will work. Of each figure the least of several runs counts, the one that
-was disturbed least; `spread` says by how many percent the median was above it.
+All ranks measure at the same time, since that is how they will work. Cores are faster at one time than at another, above all those
+of virtual machines, so everything is timed in several passes with some seconds between them. Of these the lower quartile counts,
+since others' work only ever makes a run slower; `spread` says by how many percent the median run took longer.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -20,72 +23,98 @@ import torch.distributed as dist
 
 from weft import cache, matmul
 from weft.engines import engine
+from weft.interpolation import Grid
 from weft.machine import ITEMSIZE, Link, Machine, Product
-from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait, writes
 from weft.schedules.barrier import barrier
 from weft.schedules.common import after, before, enter, leave
 from weft.trace import record
 from weft.world import World, init
 
-_PRODUCTS = [(1, 256, 256), (1, 1024, 1024), (8, 512, 1024), (32, 1024, 512), (64, 1024, 1024), (256, 512, 512), (512, 1024, 768)]
-"""Rows, K and N at which products are timed: few rows tell what reading the weight takes, many the rate."""
-_RUNS = 7
-_ROUNDS = 64
+_ROWS = (1, 2, 4, 7, 8, 16, 32, 63, 64, 128, 256, 512)
+"""Rows at which products are timed: also those around which `weft.matmul` changes the way it multiplies."""
+_WIDTHS = (256, 448, 800, 1408, 2048)
+"""K and N of their weights."""
 _COLUMNS = 1024  # of float32, so rows of 4 KiB
-_SMALL, _LARGE = 32, 1024  # rows that are copied and added
+_COPIED = (1, 4, 16, 64, 256, 1024, 4096)
+"""Rows that are copied and added."""
+_PASSES = 7
+_ROUNDS = 64
+_TURNS = 4  # in a pass: how long one takes is a matter of chance
+_GBPS, _ASLEEP_US = 1000.0, 500.0  # of an emulated link
+_WARM = 20  # calls before one that is to show what a call takes in a loop
+
+Lane = tuple[Instruction, ...]
+Lanes = dict[str, Lane]
 
 
 class _Bench:
-    """Times on all ranks of a world, and their spread."""
+    """Seconds on all ranks of a world, by what was timed."""
 
     def __init__(self, world: World) -> None:
-        self.world, self.spread = world, dict[str, float]()
+        self.world = world
         self.barrier = barrier(world.ranks)
+        self.times = defaultdict[str, list[float]](list)
 
-    def time(self, what: str, call: Callable[[], object]) -> float:
-        """The seconds of a call that all ranks make at once: the least of some runs, each as long as on the slowest rank."""
-        call()
-        times = []
-        for _ in range(_RUNS):
-            engine(self.world).execute(self.barrier, {})
-            start = perf_counter()
+    def together(self) -> None:
+        """Wait for all ranks."""
+        engine(self.world).execute(self.barrier, {})
+
+    def time(self, what: str, call: Callable[[], object], before: int = 1) -> None:
+        """Time a call that all ranks make at once, and made `before`: it finds its operands in the caches as far as they fit."""
+        for _ in range(before):
             call()
-            times.append(perf_counter() - start)
-        slowest = torch.tensor(times, dtype=torch.float64)
+        self.together()
+        start = perf_counter()
+        call()
+        self.times[what].append(perf_counter() - start)
+
+    def summarize(self) -> tuple[dict[str, float], dict[str, float]]:
+        """The lower quartile of each, and its spread in percent; a run takes as long as on the slowest rank. Collective."""
+        merged = torch.tensor([second for seconds in self.times.values() for second in seconds], dtype=torch.float64)
         if self.world.ranks > 1:
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        self.spread[what] = 100 * (statistics.median(slowest.tolist()) / slowest.min().item() - 1)
-        return slowest.min().item()
+            dist.all_reduce(merged, dist.ReduceOp.MAX)
+        taken = iter(merged.tolist())
+        runs = {what: sorted(next(taken) for _ in seconds) for what, seconds in self.times.items()}
+        quartiles = {what: seconds[len(seconds) // 4] for what, seconds in runs.items()}
+        quartiles["turn"] = statistics.fmean(runs["turn"])
+        return quartiles, {what: 100 * (statistics.median(runs[what]) / least - 1) for what, least in quartiles.items()}
 
 
 def measure(threads: int) -> dict[str, Any]:
-    """The profile of the machine as seen from this rank's world, alike on all ranks; collective. Takes some seconds."""
+    """The profile of the machine as seen from this rank's world, alike on all ranks; collective. Takes about a minute."""
     torch.set_num_threads(threads)
+    kinds = {f"{name} packed" if packed else name: (name, packed) for name in ITEMSIZE for packed in (False, True)}
     with init(timeout=120) as world, torch.no_grad():
         bench = _Bench(world)
-        products = {}
-        for name, itemsize in ITEMSIZE.items():
-            for packed in (False, True):
-                key = f"{name} packed" if packed else name
-                products[key] = _product(bench, key, getattr(torch, name), packed, itemsize)
-        signal = _signal(bench)
-        local, remote, added = (_slope(bench, name) for name in ("memory_gbs", "links", "reduce_gbs"))
-        compute_slowdown, communicate_slowdown = _interference(bench)
+        for _ in range(_PASSES):
+            for kind, (name, packed) in kinds.items():
+                _products(bench, kind, getattr(torch, name), packed)
+            _copies(bench)
+            _calls(bench)
+            _lanes(bench)
+        found, spread = bench.summarize()
+        slower = slowdown(found["products"], found["copies"], found["products and copies"])
+        signal = (found["64 signals"] - found["1 signals"]) / (_ROUNDS - 1)
         machine = Machine(
             "this",
-            products,
-            (Link(remote),),
-            memory_gbs=local,
-            reduce_gbs=added,
-            notify_us=1e6 * signal,
-            compute_slowdown=compute_slowdown,
-            communicate_slowdown=communicate_slowdown,
+            {kind: _product(found, kind, ITEMSIZE[name]) for kind, (name, _) in kinds.items()},
+            (Link(_rate(found, "link"), factors=_factors(found, "link")),),
+            memory_gbs=_rate(found, "memory"),
+            reduce_gbs=_rate(found, "reduce"),
+            memory_factors=_factors(found, "memory"),
+            reduce_factors=_factors(found, "reduce"),
+            notify_us=1e6 * max(0.0, signal),
+            launch_us=1e6 * max(0.0, found["call"] - found["product of a call"] - signal),
+            lane_us=1e6 * max(0.0, found["two lanes"] - found["one lane"]),
+            wake_us=max(0.0, 1e6 * (found["a slow copy"] - found["a fast copy"]) - _ASLEEP_US),
+            turn_us=1e6 * found["turn"],
+            compute_slowdown=slower,
+            communicate_slowdown=slower,
             in_place=True,
             source=_where(world, threads),
         )
-        machine = replace(machine, launch_us=1e6 * max(0.0, _call(bench) - machine.product(2, 64, 64, "float32", True) - signal))
-        return asdict(machine) | {"spread": {name: round(percent, 1) for name, percent in bench.spread.items()}}
+        return asdict(machine) | {"spread": {name: round(percent, 1) for name, percent in spread.items()}}
 
 
 def store(profile: dict[str, Any]) -> None:
@@ -93,16 +122,27 @@ def store(profile: dict[str, Any]) -> None:
     cache.store("machine", profile)
 
 
-def _product(bench: _Bench, name: str, dtype: torch.dtype, packed: bool, itemsize: int) -> Product:
-    """The product of a dtype, fitted to times at several sizes with equal relative errors."""
-    rows = []
-    for m, k, n in _PRODUCTS:
-        b = torch.randn(k, n).to(dtype)
-        weight, x, out = matmul.pack(b) if packed else b, torch.randn(m, k).to(dtype), torch.empty(m, n, dtype=dtype)
-        took = bench.time(f"{name} {m}x{k}x{n}", lambda x=x, weight=weight, out=out: matmul.multiply(x, weight, out))  # type: ignore[misc]
-        rows.append([1 / took, k * n * itemsize / took, 2 * m * k * n / took])
-    fixed, weight_seconds, flop_seconds = least_squares(rows)
-    return Product(1e-12 / flop_seconds, 1e-9 / max(weight_seconds, 1e-15), 1e6 * fixed)
+def _sizes() -> Iterator[tuple[int, int]]:
+    return itertools.product(_ROWS, _WIDTHS)
+
+
+def _products(bench: _Bench, kind: str, dtype: torch.dtype, packed: bool) -> None:
+    """Time products of one kind once at every size."""
+    for width in _WIDTHS:
+        b = torch.randn(width, width).to(dtype)
+        weight = matmul.pack(b) if packed else b
+        for rows in _ROWS:
+            x, out = torch.randn(rows, width).to(dtype), torch.empty(rows, width, dtype=dtype)
+            bench.time(f"{kind} {rows}x{width}x{width}", partial(matmul.multiply, x, weight, out))
+
+
+def _product(found: dict[str, float], kind: str, itemsize: int) -> Product:
+    """The product of a kind, fitted to all sizes with equal relative errors, and by what each differs from that."""
+    times = [(rows, width * width, found[f"{kind} {rows}x{width}x{width}"]) for rows, width in _sizes()]
+    fixed, weight, operation = least_squares([[1 / took, size * itemsize / took, 2 * m * size / took] for m, size, took in times])
+    roughly = Product(1e-12 / operation, 1e-9 / max(weight, 1e-15), 1e6 * fixed)
+    factors = [found[f"{kind} {m}x{w}x{w}"] / roughly.seconds(m, w, w, itemsize) for m, w in _sizes()]
+    return replace(roughly, factors=Grid((_ROWS, tuple(width * width for width in _WIDTHS)), tuple(factors)))
 
 
 def least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
@@ -120,100 +160,120 @@ def least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
     return best
 
 
-def _signal(bench: _Bench) -> float:
-    """Seconds from a notify until the peer's wait is over, from the difference between many rounds of a barrier and one."""
-    world, times = bench.world, []
-    for rounds in (1, _ROUNDS):
-        lanes = []
-        for r in range(world.ranks):
-            lane: list[Instruction] = []
-            for count in range(1, rounds + 1):
-                lane += [Notify(peer, Signal("barrier", r)) for peer in before(r, world.ranks)]
-                lane += [Wait(Signal("barrier", peer), count) for peer in after(r, world.ranks)]
-            lanes.append({"compute": tuple(lane)})
-        plan = Plan("calibrate", "barriers", {}, tuple(lanes))
-        times.append(bench.time(f"notify_us {rounds} rounds", lambda plan=plan: engine(world).execute(plan, {})))  # type: ignore[misc]
-    return max(0.0, times[1] - times[0]) / (_ROUNDS - 1)
+def _copies(bench: _Bench) -> None:
+    """Time local copies, copies to a peer, and sums that read a peer's rows, of several sizes."""
+    ranks, own = bench.world.ranks, bench.world.rank
+    for rows in _COPIED:
+        tensors = {"a": torch.ones(rows, _COLUMNS), "out": torch.ones(rows, _COLUMNS)}
+        lanes: list[Lanes] = []
+        for r in range(ranks):
+            peer, a, near = (r + 1) % ranks, Region(r, "a", 0, rows), Region(r, "partial", 0, rows)
+            copies = Copy(a, near), *_signals(r, ranks, 1), Copy(a, Region(peer, "inbox", 0, rows))
+            added = Reduce((near, near._replace(rank=peer)), a._replace(buffer="out"))
+            lanes.append({"compute": (*enter(r, ranks), *copies, added, *leave(r, ranks))})
+        plan = _plan(lanes, rows)
+        for warm in (True, False):
+            bench.together()
+            with record(bench.world) as recording:
+                engine(bench.world).execute(plan, tensors)
+            if warm:
+                continue
+            took = {i: stop - start for _, i, start, stop in recording.executions[0][1]}
+            work = (took[i] for i, instruction in enumerate(plan.lanes[own]["compute"]) if writes(instruction))
+            for what, nanoseconds in zip(("memory", "link", "reduce"), work, strict=True):
+                bench.times[f"{what} {rows}"].append(1e-9 * max(nanoseconds, 1))
 
 
-def _slope(bench: _Bench, what: str) -> float:
-    """GB/s of local copies, copies to a peer, or sums, from the difference between many rows and few."""
+def _rate(found: dict[str, float], what: str) -> float:
+    """GB/s of the largest size."""
+    return _bytes(what, _COPIED[-1]) / found[f"{what} {_COPIED[-1]}"] / 1e9
+
+
+def _factors(found: dict[str, float], what: str) -> Grid:
+    """By what times of other sizes differ."""
+    rate = 1e9 * _rate(found, what)
+    sizes = [_bytes(what, rows) for rows in _COPIED]
+    return Grid((sizes,), [found[f"{what} {rows}"] * rate / size for rows, size in zip(_COPIED, sizes, strict=True)])
+
+
+def _bytes(what: str, rows: int) -> int:
+    return rows * _COLUMNS * 4 * (2 if what == "reduce" else 1)
+
+
+def _calls(bench: _Bench) -> None:
+    """Time what is the same for every size: signals, a call, its lanes, waking up."""
     world = bench.world
-    tensors = {"a": torch.ones(_LARGE, _COLUMNS), "out": torch.ones(_LARGE, _COLUMNS)}
-    times = []
-    for rows in (_SMALL, _LARGE):
-        lanes = []
-        for r in range(world.ranks):
-            own, place = Region(r, "a", 0, rows), Region(r, "inbox", 0, rows)
-            work: Instruction = Copy(own, place)
-            if what == "links":
-                work = Copy(own, place._replace(rank=(r + 1) % world.ranks))
-            elif what == "reduce_gbs":
-                work = Reduce((own, place._replace(rank=(r + 1) % world.ranks)), own._replace(buffer="out"))
-            lanes.append({"compute": (*enter(r, world.ranks), work, *leave(r, world.ranks))})
-        plan = _plan(lanes)
-        times.append(bench.time(f"{what} {rows} rows", lambda plan=plan: engine(world).execute(plan, tensors)))  # type: ignore[misc]
-    size = (_LARGE - _SMALL) * _COLUMNS * 4 * (2 if what == "reduce_gbs" else 1)
-    return size / max(times[1] - times[0], 1e-9) / 1e9
+    everyone, tensors = range(world.ranks), {"a": torch.ones(1, _COLUMNS), "out": torch.ones(1, _COLUMNS)}
+    for rounds in (1, _ROUNDS):
+        plan = _plan([{"compute": _signals(r, world.ranks, rounds)} for r in everyone], 1)
+        bench.time(f"{rounds} signals", partial(engine(world).execute, plan, tensors), _WARM)
+    for what, lane in (("one lane", "compute"), ("two lanes", "comm")):
+        plan = _plan([{"compute": (), lane: _signals(r, world.ranks, 1)} for r in everyone], 1)
+        bench.time(what, partial(engine(world).execute, plan, tensors), _WARM)
+    world.emulate_link(_GBPS, _ASLEEP_US)
+    copied = [Copy(Region(r, "a", 0, 1), Region((r + 1) % world.ranks, "inbox", 0, 1)) for r in everyone]
+    plan = _plan([{"compute": (*enter(r, world.ranks), copied[r], *leave(r, world.ranks))} for r in everyone], 1)
+    bench.time("a slow copy", partial(engine(world).execute, plan, tensors), _WARM)
+    world.emulate_link(0)
+    bench.time("a fast copy", partial(engine(world).execute, plan, tensors), _WARM)
+    few, out, weight = torch.ones(1, 64), torch.empty(1, 64), {"out": torch.ones(64, 64)}
+    product = [Matmul(Region(r, "a", 0, 1), Region(r, "out", 0, 1)) for r in everyone]
+    plan = _plan([{"compute": (product[r], *_signals(r, world.ranks, 1))} for r in everyone], 1)
+    bench.time("call", partial(engine(world).execute, plan, {"a": few, "out": out}, weight), _WARM)
+    bench.time("product of a call", partial(matmul.multiply, few, weight["out"], out), _WARM)
 
 
-def _interference(bench: _Bench) -> tuple[float, float]:
-    """How many times slower a product is beside copies to a peer, and these beside the product."""
+def _signals(rank: int, ranks: int, rounds: int) -> tuple[Instruction, ...]:
+    """Rounds of a barrier."""
+    lane: list[Instruction] = []
+    for count in range(1, rounds + 1):
+        lane += [Notify(peer, Signal("barrier", rank)) for peer in before(rank, ranks)]
+        lane += [Wait(Signal("barrier", peer), count) for peer in after(rank, ranks)]
+    return tuple(lane)
+
+
+def _lanes(bench: _Bench) -> None:
+    """Time products and copies alone and beside each other, and how long a comm lane waits for its turn beside products."""
     world, rows = bench.world, 256
-    tensors = {"a": torch.ones(_LARGE, _COLUMNS), "out": torch.ones(_LARGE, 512)}
+    tensors = {"a": torch.ones(rows, _COLUMNS), "out": torch.ones(rows, 512)}
     weight = {"out": matmul.pack(torch.ones(_COLUMNS, 512))}
-    found: list[list[float]] = []
-    for multiplies, copies in ((True, False), (False, True), (True, True)):
-        lanes: list[dict[str, tuple[Instruction, ...]]] = []
+    for what in ("products", "copies", "products and copies", "turn"):
+        lanes: list[Lanes] = []
         for r in range(world.ranks):
-            own = Region(r, "a", 0, rows)
-            there = own._replace(rank=(r + 1) % world.ranks, buffer="inbox")
-            product = (Matmul(own, own._replace(buffer="out")),) if multiplies else ()
-            moved: tuple[Instruction, ...] = (*enter(r, world.ranks), *[Copy(own, there)] * 16) if copies else ()
-            lanes.append({"compute": (*product, *leave(r, world.ranks)), "comm": moved})
-        plan, spans = _plan(lanes), []
-        for _ in range(_RUNS):
-            engine(world).execute(bench.barrier, {})
+            own, made = Region(r, "a", 0, rows), Signal("made", r)
+            product, copy = Matmul(own, own._replace(buffer="out")), Copy(own, Region((r + 1) % world.ranks, "inbox", 0, rows))
+            compute: Lane = (product,) * 3 if "products" in what else ()
+            comm: Lane = (copy,) * 16 if "copies" in what else ()
+            if what == "turn":
+                compute, comm = (product, Notify(r, made), *[product] * 3), (Wait(made, 1), copy)
+            lanes.append({"compute": (*compute, *leave(r, world.ranks)), "comm": (*enter(r, world.ranks), *comm)})
+        plan = _plan(lanes, rows)
+        if what != "turn":
+            bench.time(what, partial(engine(world).execute, plan, tensors, weight))
+            continue
+        for _ in range(_TURNS):
+            bench.together()
             with record(world) as recording:
                 engine(world).execute(plan, tensors, weight)
-            of_plan = recording.executions[0][1]
-            spans.append([*_extent(of_plan, "compute", plan, world.rank), *_extent(of_plan, "comm", plan, world.rank)])
-        spans.sort(key=lambda extents: extents[1] - extents[0] + extents[3] - extents[2])
-        found.append(spans[len(spans) // 2])  # the least would be one in which they hardly met
-    product_alone, copies_alone, both = found
-    slowdowns = torch.tensor(slowed(product_alone[1] - product_alone[0], copies_alone[3] - copies_alone[2], *both))
-    if world.ranks > 1:
-        dist.all_reduce(slowdowns, dist.ReduceOp.MAX)
-    return slowdowns[0].item(), slowdowns[1].item()
+            spans = {(lane, i): (start, stop) for lane, i, start, stop in recording.executions[0][1]}
+            waited = spans["comm", world.ranks][0] - spans["compute", 0][1]
+            bench.times["turn"].append(1e-9 * max(waited, 1))
 
 
-def slowed(one: float, other: float, start: float, stop: float, begun: float, over: float) -> list[float]:
-    """By what two things are slowed that take `one` and `other` alone and run from `start` to `stop` and `begun` to `over`.
+def slowdown(products: float, copies: float, both: float) -> float:
+    """By what two things slow each other down that take this long alone, and `both` seconds beside each other.
 
-    All in nanoseconds. While both ran, each did what it did not do alone before or after. Two that share a core take twice as
-    long; more than four times is taken to be a disturbance.
+    While the copies last, `slowdown` times as long as alone, as much is multiplied as alone in that time. Two that share a core
+    take twice as long; more than four times is taken to be a disturbance.
     """
-    together = max(0.0, min(stop, over) - max(start, begun))
-    alone = (stop - start - together, over - begun - together)
-    return [max(1.0, together / max(together / 4, work - rest, 1.0)) for work, rest in zip((one, other), alone, strict=True)]
+    return min(4.0, max(1.0, 1 + (both - products) / copies))
 
 
-def _extent(spans: list[tuple[str, int, int, int]], lane: str, plan: Plan, rank: int) -> tuple[float, float]:
-    """When a lane's products or copies began and ended."""
-    found = [(start, stop) for name, i, start, stop in spans if name == lane and writes(plan.lanes[rank][lane][i])]
-    return min((start for start, _ in found), default=0), max((stop for _, stop in found), default=0)
-
-
-def _call(bench: _Bench) -> float:
-    """Seconds of a call of an operator that has hardly anything to do."""
-    a, weight, out = torch.ones(1, 64), matmul.pack(torch.ones(64, 64)), torch.empty(bench.world.ranks, 64)
-    return bench.time("launch_us", lambda: all_gather_matmul(a, weight, out=out, algorithm="sequential", world=bench.world))
-
-
-def _plan(lanes: Sequence[dict[str, tuple[Instruction, ...]]]) -> Plan:
-    rows = (_LARGE,) * len(lanes)
-    buffers = {"a": Buffer("input", rows), "inbox": Buffer("workspace", rows), "out": Buffer("output", rows)}
-    return Plan("calibrate", "copies", buffers, tuple(lanes))
+def _plan(lanes: Sequence[Lanes], rows: int) -> Plan:
+    of_all = (rows,) * len(lanes)
+    buffers = {"a": Buffer("input", of_all), "out": Buffer("output", of_all)}
+    buffers |= {name: Buffer("workspace", of_all) for name in ("partial", "inbox")}
+    return Plan("calibrate", "made up", buffers, tuple(lanes))
 
 
 def _where(world: World, threads: int) -> str:

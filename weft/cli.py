@@ -1,4 +1,4 @@
-"""The command line: ``weft bench``, ``weft plan``, ``weft run`` and ``weft doctor``. Loads torch only where a command needs it."""
+"""The command line: ``weft bench``, ``plan``, ``predict``, ``calibrate``, ``tune``, ``run``, ``doctor``. Loads torch at need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from weft import plan_commands
-from weft.bench import collective_commands, commands, p2p_commands, predict_commands
+from weft.bench import collective_commands, commands, machine_commands, p2p_commands, predict_commands
 
 app = typer.Typer(
     help="Hides communication behind compute in tensor-parallel programs.",
@@ -22,7 +22,7 @@ commands.app.add_typer(collective_commands.app)
 commands.app.add_typer(p2p_commands.app)
 app.add_typer(commands.app, name="bench")
 app.add_typer(plan_commands.app, name="plan")
-for command in (predict_commands.predict, predict_commands.calibrate, predict_commands.tune):
+for command in (predict_commands.predict, machine_commands.calibrate, machine_commands.tune):
     app.command()(command)
 
 

@@ -18,7 +18,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from weft import cache
+from weft import cache, interpolation
+from weft.interpolation import Grid
 
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of an element, by dtype."""
@@ -33,16 +34,19 @@ _UNMEASURED = "cpu"  # what is taken for this machine if it was not calibrated
 class Product:
     """The local product ``(rows, K) @ (K, N)``: ``fixed + K·N·itemsize / weight_gbs + 2·rows·K·N / tflops``.
 
-    `weight_gbs` is how fast the weight is read (packed), or read and laid out (plain).
+    `weight_gbs` is how fast the weight is read (packed), or read and laid out (plain). `factors`: by what measured times differ
+    from that, by rows and by elements of the weight, K·N.
     """
 
     tflops: float
     weight_gbs: float = 1e6
     fixed_us: float = 0.0
+    factors: Grid | None = None
 
     def seconds(self, rows: int, k: int, n: int, itemsize: int) -> float:
         """The time of one product."""
-        return self.fixed_us * 1e-6 + k * n * itemsize / (self.weight_gbs * 1e9) + 2 * rows * k * n / (self.tflops * 1e12)
+        roughly = self.fixed_us * 1e-6 + k * n * itemsize / (self.weight_gbs * 1e9) + 2 * rows * k * n / (self.tflops * 1e12)
+        return roughly * (self.factors.at(rows, k * n) if self.factors else 1.0)
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Link:
 
     `reach`: it joins ranks of the same group of this many; None: all. `shared`: a rank's transfers share one link out and one in,
     instead of having one for each peer. `idle`: a transfer first copies at memory speed, and then waits until the link would have
-    been done, as an emulated link does; transfers of a rank take turns.
+    been done, as an emulated link does; transfers of a rank take turns. `factors`: by what measured times differ, by bytes.
     """
 
     gbs: float
@@ -59,10 +63,15 @@ class Link:
     reach: int | None = None
     shared: bool = False
     idle: bool = False
+    factors: Grid | None = None
 
     def seconds(self, size: int) -> float:
         """The time of a transfer that has the link for itself."""
-        return self.latency_us * 1e-6 + size / (self.gbs * 1e9)
+        return self.latency_us * 1e-6 + self.passing(size)
+
+    def passing(self, size: int) -> float:
+        """The same without the latency: as long as it occupies the link."""
+        return size / (self.gbs * 1e9) * (self.factors.at(size) if self.factors and size else 1.0)
 
 
 @dataclass(frozen=True)
@@ -72,9 +81,11 @@ class Machine:
     Attributes:
         products: by dtype, and by ``dtype packed`` where that differs.
         links: the nearest first.
-        memory_gbs, reduce_gbs: bytes per second that a local copy moves, and that a sum reads.
+        memory_gbs, reduce_gbs: bytes per second that a local copy moves, and that a sum reads; with factors like a link's.
         notify_us: from a notify until the peer's wait is over.
-        launch_us: from the call until a rank's lanes begin.
+        launch_us: from the call until a rank's lanes begin; where it has comm lanes lane_us later.
+        wake_us: by how much a lane oversleeps that waits for an idle link.
+        turn_us: how long a comm lane that has waited for a signal then waits for its turn on a core where the compute lane works.
         compute_slowdown: how many times slower the compute lane is while the rank's comm lanes work, and
         communicate_slowdown: these while the compute lane works.
         lanes: how many comm lanes a rank has, each feeding a link.
@@ -90,10 +101,15 @@ class Machine:
     reduce_gbs: float
     notify_us: float = 0.0
     launch_us: float = 0.0
+    lane_us: float = 0.0
+    wake_us: float = 0.0
+    turn_us: float = 0.0
     compute_slowdown: float = 1.0
     communicate_slowdown: float = 1.0
     lanes: int = 1
     in_place: bool = False
+    memory_factors: Grid | None = None
+    reduce_factors: Grid | None = None
     ranks: int | None = None
     source: str = ""
     residuals: Mapping[str, float] = field(default_factory=dict)
@@ -110,6 +126,14 @@ class Machine:
             known = sorted({name.removesuffix(" packed") for name in self.products})
             raise ValueError(f"{self.name} has no product rate for {dtype}; it has {', '.join(known)}")
         return found.seconds(rows, k, n, ITEMSIZE[dtype])
+
+    def copy(self, size: int) -> float:
+        """Seconds of a local copy of so many bytes."""
+        return size / (self.memory_gbs * 1e9) * (self.memory_factors.at(size) if self.memory_factors and size else 1.0)
+
+    def reduce(self, size: int) -> float:
+        """Seconds of a sum that reads so many bytes."""
+        return size / (self.reduce_gbs * 1e9) * (self.reduce_factors.at(size) if self.reduce_factors and size else 1.0)
 
     def link(self, one: int, other: int) -> Link:
         """The nearest link that joins two ranks."""
@@ -173,9 +197,14 @@ def calibrated() -> dict[str, Any] | None:
 def from_dict(profile: Mapping[str, Any]) -> Machine:
     """A machine from what a profile says; other keys than a machine's are notes for readers."""
     known = {key: value for key, value in profile.items() if key in Machine.__dataclass_fields__}
-    known["products"] = {name: Product(**product) for name, product in profile["products"].items()}
-    known["links"] = tuple(Link(**link) for link in profile["links"])
+    known |= {key: interpolation.from_dict(known.get(key)) for key in ("memory_factors", "reduce_factors")}
+    known["products"] = {name: Product(**_with_grid(product)) for name, product in profile["products"].items()}
+    known["links"] = tuple(Link(**_with_grid(link)) for link in profile["links"])
     return Machine(**known)
+
+
+def _with_grid(figures: Mapping[str, Any]) -> dict[str, Any]:
+    return {**figures, "factors": interpolation.from_dict(figures.get("factors"))}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -218,7 +218,13 @@ def changes(machine: Machine) -> dict[str, Machine]:
         "links of twice the bandwidth": replace(machine, links=tuple(replace(link, gbs=2 * link.gbs) for link in machine.links)),
         "memory twice as fast": replace(machine, memory_gbs=2 * machine.memory_gbs, reduce_gbs=2 * machine.reduce_gbs),
         "no latencies": replace(
-            machine, launch_us=0.0, notify_us=0.0, links=tuple(replace(link, latency_us=0.0) for link in machine.links)
+            machine,
+            launch_us=0.0,
+            lane_us=0.0,
+            wake_us=0.0,
+            turn_us=0.0,
+            notify_us=0.0,
+            links=tuple(replace(link, latency_us=0.0) for link in machine.links),
         ),
         "no interference": replace(machine, compute_slowdown=1.0, communicate_slowdown=1.0),
     }

@@ -73,6 +73,20 @@ def refuse(option: str, why: str) -> NoReturn:
     raise typer.BadParameter(why, param_hint=option)
 
 
+def load_machine(name: str) -> Any:
+    """The profile of this name, or without one that of this machine; ends with exit status 2 if there is none."""
+    from weft import machine
+
+    try:
+        found = machine.load(name) if name else machine.here()
+    except ValueError as error:
+        refuse("--machine", str(error))
+    if not name and found.name != machine.THIS:
+        unknown = f"This machine is not calibrated, so the profile {found.name} is taken; weft calibrate measures this one."
+        typer.echo(unknown, err=True)
+    return found
+
+
 def need_gpu() -> None:
     """End with exit status 2 where there is no GPU."""
     import torch

@@ -56,14 +56,14 @@ def seconds(plan: Plan, machine: Machine, rows: Mapping[str, Rows], packed: bool
 
 
 class _Lane:
-    """A lane, the instruction it is `at`, and since when."""
+    """A lane, the instruction it is `at` and since when, and when it last did anything but copy: its rows are `ready` since."""
 
-    __slots__ = ("at", "begun", "compute", "instructions", "name", "rank", "spans")
+    __slots__ = ("at", "begun", "compute", "instructions", "name", "rank", "ready", "spans")
 
     def __init__(self, rank: int, name: str, instructions: Sequence[Instruction]) -> None:
         self.rank, self.name, self.instructions = rank, name, instructions
         self.compute = name == "compute"
-        self.at, self.begun = 0, 0.0
+        self.at, self.begun, self.ready = 0, 0.0, 0.0
         self.spans: list[tuple[float, float]] = []
 
 
@@ -94,12 +94,15 @@ class _Run:
         self.waiting: dict[tuple[int, Signal], list[_Lane]] = {}
         self.users: dict[Resource, Users] = defaultdict(dict)
         self.working: dict[tuple[int, bool], Users] = defaultdict(dict)  # by rank, and whether in its compute lane
-        self.turn: dict[int, float] = defaultdict(float)  # when a rank's idle link is free
+        self.free: dict[int, float] = defaultdict(float)  # when a rank's idle link is
+        self.queued: dict[int, list[_Lane]] = defaultdict(list)  # comm lanes that could go on, by rank, once they have the core
 
     def go(self) -> None:
         """Run to the end."""
+        several = {lane.rank for lane in self.lanes if not lane.compute}
         for lane in self.lanes:
-            self.schedule(self.machine.launch_us * 1e-6, self.launch, lane)
+            late = self.machine.launch_us + (self.machine.lane_us if lane.rank in several else 0.0)
+            self.schedule(late * 1e-6, self.launch, lane)
         while self.events:
             self.now, _, happen, what = heappop(self.events)
             happen(what)
@@ -120,7 +123,7 @@ class _Run:
         heappush(self.events, (time, self.scheduled, happen, what))
 
     def launch(self, lane: _Lane) -> None:
-        lane.begun = self.now
+        lane.begun = lane.ready = self.now
         self.proceed(lane)
 
     def goes_on(self, lane: _Lane) -> bool:
@@ -134,7 +137,7 @@ class _Run:
                 counter = lane.rank, instruction.signal
                 if instruction.count > self.counters[counter]:
                     self.waiting.setdefault(counter, []).append(lane)
-                    return
+                    break
             elif isinstance(instruction, Notify):
                 # If the notified rank is not planned: what its planned counterpart gets from this rank's counterpart.
                 here = instruction.rank % self.planned
@@ -145,10 +148,15 @@ class _Run:
                 self.begin(lane, instruction)
                 return
             self.done(lane)
+        if lane.compute:  # it leaves the core to others
+            for other in self.queued.pop(lane.rank, ()):
+                self.proceed(other)
 
     def done(self, lane: _Lane) -> None:
         """Note that a lane is through with an instruction."""
         lane.spans.append((lane.begun, self.now))
+        if lane.begun < self.now and not isinstance(lane.instructions[lane.at], Copy):
+            lane.ready = self.now
         lane.at += 1
         lane.begun = self.now
 
@@ -156,11 +164,21 @@ class _Run:
         """Add 1 to a counter; whoever waits for it looks again."""
         self.counters[counter] += 1
         for lane in self.waiting.pop(counter, ()):
+            if self.machine.turn_us and not lane.compute and self.working[lane.rank, True]:
+                self.queued[lane.rank].append(lane)
+                self.schedule(self.now + self.machine.turn_us * 1e-6, self.take_turn, lane)
+            else:
+                self.proceed(lane)
+
+    def take_turn(self, lane: _Lane) -> None:
+        """Let a comm lane go on that has not done so yet."""
+        if lane in self.queued[lane.rank]:
+            self.queued[lane.rank].remove(lane)
             self.proceed(lane)
 
     def begin(self, lane: _Lane, instruction: Copy | Matmul | Reduce) -> None:
         """Begin an instruction that takes time."""
-        work, links, until = self.cost(lane.rank, instruction)
+        work, links, until = self.cost(lane, instruction)
         activity = _Activity(lane, work, links, self.now, until)
         affected = {activity: None}
         for link in links:
@@ -188,7 +206,7 @@ class _Run:
             affected |= self.working[lane.rank, not lane.compute]
         self.repace(affected)
         if activity.until > self.now:
-            self.schedule(activity.until, self.leave, lane)
+            self.schedule(activity.until + self.machine.wake_us * 1e-6, self.leave, lane)
         else:
             self.leave(lane)
 
@@ -212,9 +230,9 @@ class _Run:
                 activity.version += 1
                 self.schedule(self.now + max(activity.left, 0.0) / pace, self.finish, (activity, activity.version))
 
-    def cost(self, rank: int, instruction: Copy | Matmul | Reduce) -> tuple[float, tuple[Resource, ...], float]:
+    def cost(self, lane: _Lane, instruction: Copy | Matmul | Reduce) -> tuple[float, tuple[Resource, ...], float]:
         """``(seconds of work, the links it uses, the earliest end)`` of an instruction that begins now."""
-        machine = self.machine
+        machine, rank = self.machine, lane.rank
         match instruction:
             case Matmul(src, dst):
                 shape = self.rows[src.buffer]
@@ -222,15 +240,15 @@ class _Run:
                 return max(work, self.fetching(rank, (src,))), (), 0.0
             case Reduce(srcs):
                 size = sum(self.size(src) for src in srcs)
-                return max(size / (machine.reduce_gbs * 1e9), self.fetching(rank, srcs)), (), 0.0
+                return max(machine.reduce(size), self.fetching(rank, srcs)), (), 0.0
             case Copy(src, dst):
                 size = self.size(src)
                 if src.rank == dst.rank:
-                    return size / (machine.memory_gbs * 1e9), (), 0.0
+                    return machine.copy(size), (), 0.0
                 link = machine.link(src.rank, dst.rank)
                 if link.idle:
-                    self.turn[rank] = max(self.turn[rank], self.now) + link.seconds(size)
-                    return size / (machine.memory_gbs * 1e9), (), self.turn[rank]
+                    self.free[rank] = max(self.free[rank], lane.ready) + link.seconds(size)
+                    return machine.copy(size), (), self.free[rank]
                 return link.seconds(size), self.resources(link, src.rank, dst.rank), 0.0
 
     def size(self, region: Region) -> int:
@@ -239,7 +257,7 @@ class _Run:
     def fetching(self, rank: int, srcs: Iterable[Region]) -> float:
         """How long peers' rows that are read in place take to come over the links."""
         links = ((self.machine.link(rank, src.rank), self.size(src)) for src in srcs if src.rank != rank)
-        return sum(0.0 if link.idle else size / (link.gbs * 1e9) for link, size in links)
+        return sum(0.0 if link.idle else link.passing(size) for link, size in links)
 
     def resources(self, link: Link, src: int, dst: int) -> tuple[Resource, ...]:
         """What a transfer shares with others; of ranks that are not planned, their counterparts'."""

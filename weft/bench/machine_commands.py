@@ -1,0 +1,110 @@
+"""``weft calibrate`` and ``weft tune``: measure this machine for predictions, and what is fastest on it."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from enum import Enum
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Column, Table
+
+from weft.bench import options
+from weft.bench.options import Dtype, Json, Threads, refuse
+
+
+class Tunable(str, Enum):
+    """What can be tuned."""
+
+    all_gather_matmul = "all-gather-matmul"
+    matmul_reduce_scatter = "matmul-reduce-scatter"
+    matmul_all_reduce = "matmul-all-reduce"
+
+
+def calibrate(
+    ranks: Annotated[int | None, typer.Option("--ranks", "-n", min=2, help="That measure together; one per core.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Compute threads per rank.")] = 1,
+    json_file: Json = None,
+) -> None:
+    """Measure this machine for predictions, and remember it as the profile this. Takes about a minute."""
+    from weft import calibrate as calibration
+    from weft.launcher import launch
+
+    count = ranks or max(2, len(os.sched_getaffinity(0)) // threads)
+    try:
+        profile = launch(calibration.measure, count, threads, threads=threads)[0]
+        calibration.store(profile)
+    except (RuntimeError, OSError) as error:
+        typer.echo(f"weft calibrate: {error}", err=True)
+        raise typer.Exit(1) from None
+    console = Console(stderr=json_file == "-")
+    table = Table("", "", Column("spread", justify="right"), box=SIMPLE_HEAD, pad_edge=False)
+    spread = profile["spread"]
+    lines = {
+        kind: f"{1e3 * product['tflops']:.1f} GFLOP/s, weight {product['weight_gbs']:.1f} GB/s, {product['fixed_us']:.0f} us"
+        for kind, product in profile["products"].items()
+    }
+    lines |= {"memory": f"{profile['memory_gbs']:.1f} GB/s", "link": f"{profile['links'][0]['gbs']:.1f} GB/s"}
+    lines |= {"reduce": f"{profile['reduce_gbs']:.1f} GB/s", "64 signals": f"{profile['notify_us']:.1f} us each"}
+    lines |= {"call": f"{profile['launch_us']:.1f} us", "two lanes": f"{profile['lane_us']:.1f} us more"}
+    lines |= {"a slow copy": f"{profile['wake_us']:.1f} us late", "turn": f"{profile['turn_us']:.0f} us"}
+    for what, text in lines.items():
+        found = [percent for timed, percent in spread.items() if what in (timed, timed.rpartition(" ")[0])]
+        table.add_row(what, text, f"{statistics.median(found):.0f} %")
+    slowdowns = f"products and copies {profile['compute_slowdown']:.2f}x slower"
+    table.add_row("interference", slowdowns, "")
+    console.print(table)
+    console.print(
+        "Rates are of large sizes, in the lower quartile of runs; spread: by how much the median took longer.", highlight=False
+    )
+    options.write_json(profile, json_file)
+
+
+def tune(
+    operator: Annotated[Tunable, typer.Argument(help="What to tune.")],
+    shape: Annotated[list[str], typer.Option(metavar="MxKxN", help="A shape of weft bench; may be given several times.")],
+    ranks: Annotated[int, typer.Option("--ranks", "-n", min=2, help="How many to start.")] = 2,
+    dtype: Annotated[Dtype, typer.Option(help="Of the inputs.")] = Dtype.float32,
+    out_dtype: Annotated[Dtype | None, typer.Option(help="Of the output: the inputs' or float32.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="The weight is a plain tensor, not packed.")] = False,
+    staged: Annotated[bool, typer.Option("--staged", help="The input of all-gather-matmul is not in symmetric memory.")] = False,
+    link_gbps: Annotated[float | None, typer.Option(help="Gbit/s of an emulated link.")] = None,
+    link_latency_us: Annotated[float, typer.Option(min=0, help="Latency of the emulated link.")] = 0.0,
+    iterations: Annotated[int, typer.Option(min=1, help="Rounds measured.")] = 10,
+    threads: Threads = None,
+    json_file: Json = None,
+) -> None:
+    """Measure the candidates for given shapes on this machine, and remember the winners: from now on auto takes them."""
+    from weft import predict
+    from weft.bench import tune as tuning
+    from weft.launcher import threads_per_rank
+
+    if staged and operator is not Tunable.all_gather_matmul:
+        refuse("--staged", "only the input of all-gather-matmul can lie in symmetric memory")
+    on, link = options.load_machine(""), (link_gbps, link_latency_us) if link_gbps else None
+    on = on.emulating(*link) if link else on
+    questions = []
+    for text in shape:
+        case = predict.case(operator.value.replace("-", "_"), ranks, options.parse_shape(text), dtype.value)
+        case = case._replace(out_dtype=(out_dtype or dtype).value, packed=not plain, symmetric=not staged)
+        questions.append(tuning.Question(case, [way for way, _ in tuning.ways(case, on)], link))
+    try:
+        answers = tuning.tune(questions, iterations, threads or threads_per_rank(ranks))
+    except (RuntimeError, OSError) as error:
+        typer.echo(f"weft tune: {error}", err=True)
+        raise typer.Exit(1) from None
+    console, results = Console(stderr=json_file == "-"), []
+    for text, (case, _, _), found in zip(shape, questions, answers, strict=True):
+        rows = tuning.show(case, on, found)
+        results.append({"operator": operator.value, "shape": text, "ways": rows})
+        table = Table(f"{operator.value} {text}", box=SIMPLE_HEAD, pad_edge=False)
+        for name in ("rows per piece", "predicted ms", "measured ms"):
+            table.add_column(name, justify="right")
+        for row, answer in zip(rows, found, strict=True):
+            table.add_row(str(answer.way), str(answer.way.chunk_rows), f"{row['predicted_ms']:.3f}", f"{row['measured_ms']:.3f}")
+        console.print(table)
+        console.print(f"Remembered: {found[0].way}, at most {found[0].way.chunk_rows} rows per transfer.", highlight=False)
+    options.write_json({"tuned": results}, json_file)
