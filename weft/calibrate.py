@@ -41,8 +41,8 @@ _COPIED = (1, 4, 16, 64, 256, 1024, 4096)
 _PASSES = 7
 _ROUNDS = 64
 _TURNS = 4  # in a pass: how long one takes is a matter of chance
-_GBPS, _ASLEEP_US = 1000.0, 500.0  # of an emulated link
-_WARM = 20  # calls before one that is to show what a call takes in a loop
+_GBPS, _ASLEEP_US = 1000.0, 50.0  # of an emulated link
+_WARM = 3  # calls before one that is short
 
 Lane = tuple[Instruction, ...]
 Lanes = dict[str, Lane]
@@ -62,6 +62,7 @@ class _Bench:
 
     def time(self, what: str, call: Callable[[], object], before: int = 1) -> None:
         """Time a call that all ranks make at once, and made `before`: it finds its operands in the caches as far as they fit."""
+        self.together()  # a rank that had to wait for the others would be slow at first
         for _ in range(before):
             call()
         self.together()
@@ -77,8 +78,8 @@ class _Bench:
         taken = iter(merged.tolist())
         runs = {what: sorted(next(taken) for _ in seconds) for what, seconds in self.times.items()}
         quartiles = {what: seconds[len(seconds) // 4] for what, seconds in runs.items()}
-        quartiles["turn"] = statistics.fmean(runs["turn"])
-        return quartiles, {what: 100 * (statistics.median(runs[what]) / least - 1) for what, least in quartiles.items()}
+        spread = {what: 100 * (statistics.median(runs[what]) / least - 1) for what, least in quartiles.items()}
+        return {**quartiles, "turn": statistics.fmean(runs["turn"])}, spread
 
 
 def measure(threads: int) -> dict[str, Any]:
@@ -133,7 +134,7 @@ def _products(bench: _Bench, kind: str, dtype: torch.dtype, packed: bool) -> Non
         weight = matmul.pack(b) if packed else b
         for rows in _ROWS:
             x, out = torch.randn(rows, width).to(dtype), torch.empty(rows, width, dtype=dtype)
-            bench.time(f"{kind} {rows}x{width}x{width}", partial(matmul.multiply, x, weight, out))
+            bench.time(f"{kind} {rows}x{width}x{width}", partial(matmul.multiply, x, weight, out), _WARM if rows < 16 else 1)
 
 
 def _product(found: dict[str, float], kind: str, itemsize: int) -> Product:
