@@ -49,8 +49,8 @@ ONE_SHOT_BYTES = 16 << 10  # up to this size the least waiting wins over the lea
 PUSH_BYTES = 256 << 10  # from this size on of a rank's rows, not reading them from memory twice wins over finding them in the cache
 SHARED_BYTES = 256 << 10  # from this size on of a broadcast its source moves rows, too
 STAGED_BYTES = 1 << 20  # up to so much for each peer, what peers cannot read is staged at once, and in pieces above
-SLOT_BYTES = 256 << 10  # what a rank then stages at a time: few enough that it stays in the caches until it is read
-STEPS = 32  # in which it does so at most: a plan is a list of all of them
+SLOT_BYTES = 512 << 10  # what a rank then stages at a time: few enough that it stays in the caches until it is read
+STEPS = 64  # in which it does so at most: a plan is a list of all of them
 PIECES = 16  # transfers per shard of a ring, and of a push through a workspace
 _REMEMBERED = 1024  # calls per world that are found by the identity of their tensors
 
