@@ -70,8 +70,12 @@ def _through_slots(rows: Sequence[Sequence[int]], chunk_rows: int | None) -> Pla
     }
 
     def lane(rank: int) -> tuple[Instruction, ...]:
-        own, start = parts[rank][rank], into[rank][rank]
-        kept = [Copy(Region(rank, "a", own.start, own.stop), Region(rank, "out", start, start + own.stop - own.start))]
+        own, at = parts[rank][rank], into[rank][rank]
+        kept = [Copy(Region(rank, "a", own.start, own.stop), Region(rank, "out", at, at + own.stop - own.start))]
+        kept = kept if own.start < own.stop else []
+
+        def stage(step: int) -> list[Instruction]:
+            return [*handed.stage(rank, step, copies(rank, "a")), *(kept if step == 0 else [])]  # peers need not wait for it
 
         def fetch(step: int) -> list[Instruction]:
             found: list[Instruction] = []
@@ -80,8 +84,7 @@ def _through_slots(rows: Sequence[Sequence[int]], chunk_rows: int | None) -> Pla
                 found += [wait, Copy(region, Region(rank, "out", start, start + region.rows)), *thanks]
             return found
 
-        passed = pipeline(rank, [handed], [lambda step: handed.stage(rank, step, copies(rank, "a")), fetch])
-        return (*(kept if rows[rank][rank] else ()), *passed)
+        return pipeline(rank, [handed], [stage, fetch]) if any(map(handed.steps, ranks)) else tuple(kept)
 
     return Plan("all_to_all", "pull", _buffers(rows, handed.rows), tuple({"compute": lane(r)} for r in ranks), result)
 
