@@ -4,11 +4,13 @@
 set -eu
 weft=$1 into=$2 ranks=$3
 mkdir -p "$into"
+baselines=gloo,openmpi,mpich sizes=8,4K,64K,1M,16M,64M
+[ "$ranks" = 2 ] || baselines=mpich sizes=8,4K,64K,1M,16M
 for operation in all-gather all-reduce reduce-scatter broadcast all-to-all; do
-  "$weft" bench $operation -n "$ranks" --sizes 8,4K,64K,1M,16M,64M --baseline gloo,openmpi,mpich \
-    --warmup 1 --iterations 5 --json "$into/$operation-$ranks.json" --plot "$into/$operation-$ranks.png" >"$into/$operation-$ranks.txt"
+  "$weft" bench $operation -n "$ranks" --sizes $sizes --baseline $baselines \
+    --warmup 1 --iterations 7 --json "$into/$operation-$ranks.json" --plot "$into/$operation-$ranks.png" >"$into/$operation-$ranks.txt"
 done
 if [ "$ranks" = 2 ]; then
-  "$weft" bench p2p --iterations 9 --json "$into/p2p.json" --plot "$into/p2p.png" >"$into/p2p.txt"
-  "$weft" bench overlap --iterations 10 --link-gbps auto --json "$into/overlap.json" --plot "$into/overlap.png" >"$into/overlap.txt"
+  "$weft" bench p2p --iterations 15 --json "$into/p2p.json" --plot "$into/p2p.png" >"$into/p2p.txt"
+  "$weft" bench overlap --shape 2048x2048x1024 --iterations 12 --link-gbps auto --json "$into/overlap.json" --plot "$into/overlap.png" >"$into/overlap.txt"
 fi
