@@ -52,7 +52,7 @@ def all_reduce(
 def push(rows: int, ranks: int, op: str = "sum", *, chunk_rows: int, hosts: Hosts) -> Plan:
     """``two_shot`` over several hosts: each adds up what its ranks have; those who keep a block put its sum to all hosts."""
     blocks, everything = split(rows, ranks), (rows,) * ranks
-    sums = HostSums(blocks, chunk_rows, op, hosts, "at once", "a" if apart(hosts) else "partial")
+    sums = HostSums(blocks, chunk_rows, op, hosts, True, "a" if apart(hosts) else "partial")
     lanes = tuple({"compute": tidy(reduce(sums._replace(rank=r), stage)) if rows else ()} for r in range(ranks))
     buffers = {"a": Buffer("input", everything), "out": Buffer("output", everything)}
     buffers |= {name: Buffer("workspace", everything) for name in ("partial", "hosted", "summed")}

@@ -8,7 +8,7 @@ same bits on every run. With one rank on each host that is the order of ranks, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from weft.plan import Copy, Instruction, Notify, Reduce, Region, Signal, Wait
 from weft.schedules.common import Hosts, after, apart, carrier, chunks, enter, leave, members, neighbours, offsets, others
@@ -17,7 +17,7 @@ Lanes = dict[str, list[Instruction]]
 Make = Callable[[int, int, int], Instruction]
 """From (rank, start, stop) to what puts a rank's own rows there into the buffer that is added up."""
 
-LAG = 2  # pieces of each block that are sent before the first is added up, so that its keeper need not wait for it
+PARTS = 4  # products that a block has at least: few, since large products are faster, and many, since a link waits for the first
 
 
 class Piece(NamedTuple):
@@ -32,15 +32,15 @@ class Piece(NamedTuple):
 class HostSums(NamedTuple):
     """One rank's part: the rows that each rank keeps, rows per piece, ``sum`` or another reduction, and the hosts.
 
-    Rows are made in the `order` ``blocks`` (other hosts' blocks, the neighbours', own), ``rounds`` (the first piece of every block,
-    the second, …) or ``at once``. They are added up from the buffer `source`.
+    Rows are made block by block (other hosts', the neighbours', the own one), or all `at_once`. They are added up from the buffer
+    `source`.
     """
 
     rows: Sequence[int]
     chunk: int
     op: str
     hosts: Hosts
-    order: Literal["blocks", "rounds", "at once"]
+    at_once: bool = False
     source: str = "partial"
     rank: int = 0
 
@@ -59,13 +59,17 @@ class HostSums(NamedTuple):
         cut = enumerate(chunks(self.rows[keeper], self.chunk))
         return [Piece(keeper, number, start + low, start + high) for number, (low, high) in cut]
 
-    def made_in_order(self) -> list[Piece]:
-        """All pieces in the order in which the ranks of this host make them; own ones last, or last of their round."""
+    def made(self, maker: int) -> list[list[Piece]]:
+        """What a rank of this host makes by one product each, in order.
+
+        First what crosses, from one piece to ever more, so that the link has soon something to send and never waits for the next;
+        then the neighbours' blocks; then the own one, from many pieces to one, which is all that is left to add in the end.
+        """
         first = self.here[0]
-        far = [keeper for host in others(first, self.hosts) for keeper in members(host, self.hosts)]
-        keepers = [*far, *neighbours(self.rank, self.hosts), self.rank]
-        every = [piece for keeper in keepers for piece in self.pieces(keeper)]
-        return sorted(every, key=lambda piece: piece.number) if self.order == "rounds" else every
+        far = [grown(self.pieces(keeper)) for host in others(first, self.hosts) for keeper in members(host, self.hosts)]
+        near = [[self.pieces(peer)] for peer in neighbours(maker, self.hosts) if self.rows[peer]]
+        own = [group[::-1] for group in grown(self.pieces(maker)[::-1])][::-1]
+        return [group for block in [*far, *near, own] for group in block]
 
     def listener(self, piece: Piece) -> int:
         """Who of this host adds up a piece: its keeper, or the adder on behalf of a keeper elsewhere."""
@@ -74,22 +78,21 @@ class HostSums(NamedTuple):
 
     def far(self) -> list[Piece]:
         """The pieces that this rank adds up for other hosts."""
-        return [p for p in self.made_in_order() if self.listener(p) == self.rank != p.keeper]
+        return [piece for group in self.made(self.rank) for piece in group if self.listener(piece) == self.rank != piece.keeper]
 
-    def told(self, piece: Piece) -> Notify:
-        """Tell who adds up a piece that this rank's rows of it are there."""
-        return Notify(self.listener(piece), Signal("made", self.rank))
+    def multiply(self, group: Sequence[Piece], make: Make) -> Instruction:
+        """Make this rank's rows of some pieces that lie side by side."""
+        return make(self.rank, group[0].start, group[-1].stop)
+
+    def told(self, group: Sequence[Piece]) -> Notify:
+        """Tell who adds up some pieces that this rank's rows of them are there."""
+        return Notify(self.listener(group[0]), Signal("made", self.rank))
 
     def wait_for(self, piece: Piece, makers: Sequence[int]) -> list[Instruction]:
         """Wait until these ranks of the host have told this one that their rows of a piece are there."""
-        heard = [p for p in self.made_in_order() if self.listener(p) == self.rank]
-        if self.order == "at once":
-            count = 1
-        elif self.order == "blocks" and piece.keeper == self.rank:  # told once for the whole block
-            count = 1 + sum(p.keeper != self.rank for p in heard)
-        else:
-            count = 1 + heard.index(piece)
-        return [Wait(Signal("made", peer), count) for peer in makers]
+        heard = {peer: [group for group in self.made(peer) if self.listener(group[0]) == self.rank] for peer in makers}
+        count = {peer: next(number for number, group in enumerate(groups, 1) if piece in group) for peer, groups in heard.items()}
+        return [Wait(Signal("made", peer), 1 if self.at_once else count[peer]) for peer in makers]
 
     def put(self, piece: Piece, makers: Sequence[int]) -> list[Instruction]:
         """Add up this host's rows of a piece, once `makers` have told that theirs are there, and put them to the keeper."""
@@ -147,7 +150,7 @@ class HostSums(NamedTuple):
         """Make all rows at once, and tell those of `listeners` who add up some of them."""
         lane: list[Instruction] = [*enter(self.rank, self.ranks)]
         if self.source == "partial":
-            hearing = {self.listener(piece) for piece in self.made_in_order()}
+            hearing = {self.listener(group[0]) for group in self.made(self.rank)}
             lane.append(make(self.rank, 0, sum(self.rows)))
             lane += [Notify(peer, Signal("made", self.rank)) for peer in listeners if peer in hearing]
         return lane
@@ -163,18 +166,28 @@ def part_of(op: str) -> str:
     return "sum" if op == "avg" else op
 
 
+def grown(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """Pieces in groups, each as large as all before it, but no larger than one of `PARTS`."""
+    groups: list[list[Piece]] = []
+    done = 0
+    while done < len(pieces):
+        size = max(1, min(done, len(pieces) // PARTS))
+        groups.append([*pieces[done : done + size]])
+        done += size
+    return groups
+
+
 def scatter_products(sums: HostSums, make: Make) -> Lanes:
     """Reduce-scatter while rows are made: those that cross first, own ones last."""
     rank, starts, neighbouring = sums.rank, offsets(sums.rows), neighbours(sums.rank, sums.hosts)
     lane: list[Instruction] = [*enter(rank, sums.ranks)]
-    for piece in sums.made_in_order():
-        if piece.keeper == rank:
-            lane += [make(rank, piece.start, piece.stop)]
+    for group in sums.made(rank):
+        lane.append(sums.multiply(group, make))
+        if group[0].keeper != rank:
+            lane.append(sums.told(group))
+            continue
+        for piece in group:
             lane += sums.add(piece, neighbouring, "out", piece.start - starts[rank])
-        elif piece.keeper not in sums.here:
-            lane += [make(rank, piece.start, piece.stop), sums.told(piece)]
-        elif piece.number == 0:
-            lane += [make(rank, piece.start, piece.start + sums.rows[piece.keeper]), sums.told(piece)]
     comm = [instruction for piece in sums.far() for instruction in sums.put(piece, sums.here)]
     return {"compute": [*lane, *(leave(rank, sums.ranks) if sums.rows[rank] else [])]} | ({"comm": comm} if comm else {})
 
@@ -182,17 +195,13 @@ def scatter_products(sums: HostSums, make: Make) -> Lanes:
 def reduce_products(sums: HostSums, make: Make) -> Lanes:
     """All-reduce while rows are made: each piece is put to its keeper, added up there, and put to all."""
     rank, own = sums.rank, sums.pieces(sums.rank)
-    if sums.order == "at once":
+    if sums.at_once:
         lane = sums.publish(make, sums.here)
     else:
-        made = ((make(rank, piece.start, piece.stop), sums.told(piece)) for piece in sums.made_in_order())
+        made = ((sums.multiply(group, make), sums.told(group)) for group in sums.made(rank))
         lane = [*enter(rank, sums.ranks), *(instruction for pair in made for instruction in pair)]
-    comm: list[Instruction] = []
-    for number in range(max(map(len, map(sums.pieces, range(sums.ranks)))) + LAG):
-        for piece in sums.far():
-            comm += sums.put(piece, sums.here) if piece.number == number else []
-        if 0 <= number - LAG < len(own):
-            comm += sums.share(own[number - LAG], sums.here)
+    comm = [instruction for piece in sums.far() for instruction in sums.put(piece, sums.here)]
+    comm += [instruction for piece in own for instruction in sums.share(piece, sums.here)]
     if own and not apart(sums.hosts):
         comm.append(Notify(rank, Signal("summed", rank)))
     return {"compute": [*lane, *sums.collect(own_elsewhere=True)]} | ({"comm": comm} if comm else {})

@@ -43,7 +43,7 @@ def matmul_all_reduce(
     if ranks == 1:
         make = _alone
     elif hosts is not None and algorithm != "one_shot":
-        sums = HostSums(rows, sizes.chunk, op, hosts, "at once" if algorithm == "sequential" else "rounds")
+        sums = HostSums(rows, sizes.chunk, op, hosts, algorithm == "sequential")
         make = lambda _, rank, __: reduce_products(sums._replace(rank=rank), multiply)  # noqa: E731
     planned = ranks if planned is None else planned
     lanes = [

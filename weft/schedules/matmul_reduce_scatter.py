@@ -62,7 +62,7 @@ def matmul_reduce_scatter(
     if ranks == 1:
         make = _alone
     elif hosts is not None and algorithm == "push":
-        sums = HostSums(rows, chunk_rows, op, hosts, "blocks")
+        sums = HostSums(rows, chunk_rows, op, hosts)
         make = lambda _, rank: scatter_products(sums._replace(rank=rank), multiply)  # noqa: E731
     planned = ranks if planned is None else planned
     lanes = [{name: tidy(lane) for name, lane in make(sizes, r).items()} if total else {"compute": ()} for r in range(planned)]

@@ -14,7 +14,7 @@ from weft.schedules.slots import Arrival, Part, Stream, copies, pipeline
 def push(rows: Sequence[int], op: str = "sum", *, chunk_rows: int, hosts: Hosts) -> Plan:
     """`reduce_scatter` over several hosts: each adds up what its ranks have, and puts it to the ranks of the others."""
     ranks, starts, total = len(rows), offsets(rows), sum(rows)
-    sums = HostSums(rows, chunk_rows, op, hosts, "at once", "a" if apart(hosts) else "partial")
+    sums = HostSums(rows, chunk_rows, op, hosts, True, "a" if apart(hosts) else "partial")
     lanes = [{"compute": tidy(scatter(sums._replace(rank=r), stage)) if total else ()} for r in range(ranks)]
     result = {
         Region(r, "out", 0, kept): tuple(Term(p, "a", starts[r]) for p in range(ranks)) for r, kept in enumerate(rows) if kept
