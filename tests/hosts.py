@@ -96,6 +96,7 @@ class Hosts:
             out.seek(0)
             ended.append((agent.returncode, out.read()))
             out.close()
+            print(f"an agent ended with {ended[-1][0]}:\n{ended[-1][1]}")  # which pytest shows, whole, of a test that fails
         self.running.clear()
         return ended
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -53,133 +52,90 @@ class Reducing(str, Enum):
     ring = "ring"
 
 
-_Ranks = Annotated[int | None, typer.Option("--ranks", "-n", min=2, help="Ranks to start; 2 unless a launcher did.")]
-_Sizes = Annotated[str, typer.Option(metavar="FIRST:LAST:FACTOR,…", help="Bytes of each rank's input; K, M, G are binary.")]
-_Type = Annotated[ElementType, typer.Option("--dtype", help="Of the elements.")]
+class _Common(NamedTuple):
+    """What every collective takes."""
+
+    ranks: Annotated[int | None, typer.Option("--ranks", "-n", min=2, help="Ranks to start; 2 unless a launcher did.")] = None
+    sizes: Annotated[str, typer.Option(metavar="FIRST:LAST:FACTOR,…", help="Bytes of each rank's input; K, M, G are binary.")] = (
+        "4K:64M:4"
+    )
+    dtype: Annotated[ElementType, typer.Option(help="Of the elements.")] = ElementType.float32
+    warmup: Annotated[int, typer.Option(min=0, help="Rounds of batches before the measured ones.")] = 2
+    iterations: Annotated[int, typer.Option(min=1, help="Rounds of batches measured.")] = 20
+    seed: Seed = 0
+    baseline: Annotated[
+        str | None, typer.Option(help="Of gloo, openmpi, mpich, or none; by default gloo. `make baselines` installs the MPIs.")
+    ] = None
+    json_file: Json = None
+    plot: Plot = None
+    threads: Threads = None
+
+
 _Op = Annotated[Op, typer.Option(help="The reduction.")]
-_Warmup = Annotated[int, typer.Option(min=0, help="Rounds of batches before the measured ones.")]
-_Iterations = Annotated[int, typer.Option(min=1, help="Rounds of batches measured.")]
-_Baseline = Annotated[
-    str | None, typer.Option(help="Of gloo, openmpi, mpich, or none; by default gloo. `make baselines` installs the MPIs.")
-]
-_SIZES = "4K:64M:4"
 
 
 @app.command()
+@options.taking(_Common)
 def all_gather(
-    ranks: _Ranks = None,
-    sizes: _Sizes = _SIZES,
-    dtype: _Type = ElementType.float32,
+    common: _Common,
     algorithm: Annotated[Gathering, typer.Option(help="How rows travel.")] = Gathering.auto,
-    warmup: _Warmup = 2,
-    iterations: _Iterations = 20,
-    seed: Seed = 0,
-    baseline: _Baseline = None,
-    json_file: Json = None,
-    plot: Plot = None,
-    threads: Threads = None,
     device: OnDevice = Device.cpu,
     comm_sms: Annotated[str, typer.Option(metavar="N,…", help="With --device cuda: SMs that the kernels may take.")] = "4,8,16,32",
 ) -> None:
     """All-gather over message size, out of place and in place."""
     if device is Device.cuda:
-        _gathers_on_gpu(ranks or 2, sizes, comm_sms, warmup, iterations, json_file, plot)
-        return
-    more = {"algorithm": algorithm.value, "warmup": warmup, "iterations": iterations, "seed": seed}
-    _sweep("all_gather", ranks, sizes, dtype, baseline, json_file, plot, threads, **more)
+        _gathers_on_gpu(common, comm_sms)
+    else:
+        _sweep("all_gather", common, algorithm=algorithm.value)
 
 
-def _gathers_on_gpu(
-    ranks: int, sizes: str, comm_sms: str, warmup: int, iterations: int, json_file: str | None, plot: Path | None
-) -> None:
+def _gathers_on_gpu(common: _Common, comm_sms: str) -> None:
     """Measure the kernels over SMs; sizes are those of each rank's input, as on a CPU."""
-    options.check_files(json_file, None, plot)
-    sms, shards = options.parse_numbers(comm_sms, "--comm-sms"), options.parse_sizes(sizes, "--sizes")
+    options.check_files(common.json_file, None, common.plot)
+    sms, shards = options.parse_numbers(comm_sms, "--comm-sms"), options.parse_sizes(common.sizes, "--sizes")
     options.need_gpu()
     from weft.bench import gpu_gathers, plots
 
-    settings = gpu_gathers.Gathers(ranks, tuple(ranks * shard for shard in shards), sms, iterations, warmup)
-    options.hand_over(gpu_gathers.all_gathers, settings, 0, 1, gpu_gathers.print_table, plots.draw_over_sms, json_file, plot)
+    ranks, show, draw = common.ranks or 2, gpu_gathers.print_table, plots.draw_over_sms
+    settings = gpu_gathers.Gathers(ranks, tuple(ranks * shard for shard in shards), sms, common.iterations, common.warmup)
+    options.hand_over(gpu_gathers.all_gathers, settings, 0, 1, show, draw, common.json_file, common.plot)
 
 
 @app.command()
-def reduce_scatter(
-    ranks: _Ranks = None,
-    sizes: _Sizes = _SIZES,
-    dtype: _Type = ElementType.float32,
-    op: _Op = Op.sum,
-    warmup: _Warmup = 2,
-    iterations: _Iterations = 20,
-    seed: Seed = 0,
-    baseline: _Baseline = None,
-    json_file: Json = None,
-    plot: Plot = None,
-    threads: Threads = None,
-) -> None:
+@options.taking(_Common)
+def reduce_scatter(common: _Common, op: _Op = Op.sum) -> None:
     """Reduce-scatter over message size, out of place and in place."""
-    more = {"op": op.value, "warmup": warmup, "iterations": iterations, "seed": seed}
-    _sweep("reduce_scatter", ranks, sizes, dtype, baseline, json_file, plot, threads, **more)
+    _sweep("reduce_scatter", common, op=op.value)
 
 
 @app.command()
+@options.taking(_Common)
 def all_reduce(
-    ranks: _Ranks = None,
-    sizes: _Sizes = _SIZES,
-    dtype: _Type = ElementType.float32,
+    common: _Common,
     op: _Op = Op.sum,
     algorithm: Annotated[Reducing, typer.Option(help="How the work is shared out.")] = Reducing.auto,
-    warmup: _Warmup = 2,
-    iterations: _Iterations = 20,
-    seed: Seed = 0,
-    baseline: _Baseline = None,
-    json_file: Json = None,
-    plot: Plot = None,
-    threads: Threads = None,
 ) -> None:
     """All-reduce over message size, out of place and in place."""
-    more = {"op": op.value, "algorithm": algorithm.value, "warmup": warmup, "iterations": iterations, "seed": seed}
-    _sweep("all_reduce", ranks, sizes, dtype, baseline, json_file, plot, threads, **more)
+    _sweep("all_reduce", common, op=op.value, algorithm=algorithm.value)
 
 
 @app.command()
-def broadcast(
-    ranks: _Ranks = None,
-    sizes: _Sizes = _SIZES,
-    dtype: _Type = ElementType.float32,
-    warmup: _Warmup = 2,
-    iterations: _Iterations = 20,
-    seed: Seed = 0,
-    baseline: _Baseline = None,
-    json_file: Json = None,
-    plot: Plot = None,
-    threads: Threads = None,
-) -> None:
+@options.taking(_Common)
+def broadcast(common: _Common) -> None:
     """Broadcast from rank 0 over message size, in place."""
-    more = {"warmup": warmup, "iterations": iterations, "seed": seed}
-    _sweep("broadcast", ranks, sizes, dtype, baseline, json_file, plot, threads, **more)
+    _sweep("broadcast", common)
 
 
 @app.command()
-def all_to_all(
-    ranks: _Ranks = None,
-    sizes: _Sizes = _SIZES,
-    dtype: _Type = ElementType.float32,
-    warmup: _Warmup = 2,
-    iterations: _Iterations = 20,
-    seed: Seed = 0,
-    baseline: _Baseline = None,
-    json_file: Json = None,
-    plot: Plot = None,
-    threads: Threads = None,
-) -> None:
+@options.taking(_Common)
+def all_to_all(common: _Common) -> None:
     """All-to-all of equal parts over message size, out of place."""
-    more = {"warmup": warmup, "iterations": iterations, "seed": seed}
-    _sweep("all_to_all", ranks, sizes, dtype, baseline, json_file, plot, threads, **more)
+    _sweep("all_to_all", common)
 
 
 @app.command()
 def overlap(
-    ranks: _Ranks = None,
+    ranks: Annotated[int | None, typer.Option("--ranks", "-n", min=2, help="Ranks to start; 2 unless a launcher did.")] = None,
     shape: Annotated[
         str, typer.Option(metavar="MxKxN", help="Each rank's product, which needs nothing of others.")
     ] = "1024x1024x1024",
@@ -199,7 +155,6 @@ def overlap(
     """A product and an all-gather that need nothing of each other: each alone, one after the other, and side by side."""
     from weft.bench import overlap as bench
     from weft.bench.plots import draw_times
-    from weft.launcher import threads_per_rank
 
     joined, ranks = options.world_size(ranks)
     options.check_files(json_file, None, plot)
@@ -217,42 +172,35 @@ def overlap(
         seed,
         gloo=baseline != "none" and link_gbps is None,
         link_gbps=options.parse_gbps(link_gbps),
-        threads=threads or threads_per_rank(ranks),
+        threads=options.threads_for(threads, ranks),
     )
     options.hand_over(bench.measure, settings, joined, ranks, bench.print_tables, draw_times, json_file, plot)
 
 
-def _sweep(
-    operation: str,
-    ranks: int | None,
-    sizes: str,
-    dtype: ElementType,
-    baseline: str | None,
-    json_file: str | None,
-    plot: Path | None,
-    threads: int | None,
-    **more: Any,
-) -> None:
+def _sweep(operation: str, common: _Common, **more: str) -> None:
+    """Check what remains to be checked, measure, and hand over the result; `more`: the reduction, or the algorithm."""
     from weft.bench import collectives
     from weft.bench.plots import draw_sweep
-    from weft.launcher import threads_per_rank
 
-    joined, ranks = options.world_size(ranks)
+    joined, ranks = options.world_size(common.ranks)
     if ranks < 2:
         options.refuse("--ranks", "a single rank has nobody to exchange anything with: use 2 or more")
-    options.check_files(json_file, None, plot)
-    reduced = operation in ("all_reduce", "reduce_scatter")
+    options.check_files(common.json_file, None, common.plot)
     settings = collectives.Settings(
         operation,
-        tuple(options.parse_sizes(sizes, "--sizes")),
-        dtype.value,
-        baselines=_baselines(baseline, dtype, more.get("op") if reduced else None),
-        threads=threads or threads_per_rank(ranks),
+        tuple(options.parse_sizes(common.sizes, "--sizes")),
+        common.dtype.value,
+        warmup=common.warmup,
+        iterations=common.iterations,
+        seed=common.seed,
+        baselines=_baselines(common.baseline, common.dtype, more.get("op")),
+        threads=options.threads_for(common.threads, ranks),
         **more,
     )
-    if reduced and more["op"] == "avg" and not dtype.value.startswith(("float", "bfloat")):
-        options.refuse("--op", f"averages are of floating dtypes; got {dtype.value}")
-    options.hand_over(collectives.measure, settings, joined, ranks, collectives.print_tables, draw_sweep, json_file, plot)
+    if more.get("op") == "avg" and not common.dtype.value.startswith(("float", "bfloat")):
+        options.refuse("--op", f"averages are of floating dtypes; got {common.dtype.value}")
+    show, draw = collectives.print_tables, draw_sweep
+    options.hand_over(collectives.measure, settings, joined, ranks, show, draw, common.json_file, common.plot)
 
 
 def _baselines(text: str | None, dtype: ElementType, op: str | None) -> tuple[str, ...]:

@@ -155,7 +155,6 @@ def _measure(benchmark: str, common: _Common, shape: str, algorithm: str, chunk_
     from weft.bench.all_gather_matmul import BASELINES, AllGatherMatmul
     from weft.bench.fused import Case, Settings, measure
     from weft.bench.matmul_sums import MatmulAllReduce, MatmulReduceScatter
-    from weft.launcher import threads_per_rank
 
     cases: dict[str, Callable[..., Case]] = {
         "all-gather-matmul": AllGatherMatmul,
@@ -185,7 +184,7 @@ def _measure(benchmark: str, common: _Common, shape: str, algorithm: str, chunk_
         ablate=ablate,
         traced=bool(common.trace or common.timeline),
         save_outputs=common.save_outputs,
-        threads=common.threads or threads_per_rank(ranks),
+        threads=options.threads_for(common.threads, ranks),
     )
     result = options.run(measure, joined, ranks, cases[benchmark], settings, threads=settings.threads)
     if not joined:

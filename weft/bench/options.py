@@ -116,6 +116,14 @@ def world_size(ranks: int | None) -> tuple[int | None, int]:
     return int(variables["RANK"]), size
 
 
+def threads_for(given: int | None, ranks: int) -> int:
+    """Compute threads per rank: as given, or this host's cores shared out among its ranks, all of `ranks` without a launcher."""
+    from weft.launcher import threads_per_rank
+    from weft.rendezvous import launcher_variables
+
+    return given or threads_per_rank(int((launcher_variables(os.environ) or {}).get("LOCAL_WORLD_SIZE", ranks)))
+
+
 def parse_shape(text: str) -> tuple[int, int, int]:
     """``MxKxN``."""
     sizes = text.lower().split("x")

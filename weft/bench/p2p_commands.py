@@ -25,13 +25,12 @@ def p2p(
 ) -> None:
     """One-sided put and get over size, synchronous and asynchronous, beside local copies."""
     from weft.bench import p2p as bench
-    from weft.launcher import threads_per_rank
 
     joined, ranks = options.world_size(ranks)
     if ranks < 2:
         options.refuse("--ranks", "a single rank has no peer to copy to: use 2 or more")
     options.check_files(json_file, None, plot)
     settings = bench.Settings(
-        tuple(options.parse_sizes(sizes, "--sizes")), warmup, iterations, seed, threads=threads or threads_per_rank(ranks)
+        tuple(options.parse_sizes(sizes, "--sizes")), warmup, iterations, seed, threads=options.threads_for(threads, ranks)
     )
     options.hand_over(bench.measure, settings, joined, ranks, bench.print_tables, bench.draw, json_file, plot)
