@@ -34,7 +34,7 @@ check: .venv/installed
 	$(BIN)/mypy
 
 test: .venv/installed
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # The native core under ThreadSanitizer and AddressSanitizer, driven by a program of its own.
 sanitize:

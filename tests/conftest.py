@@ -6,6 +6,8 @@ import tempfile
 from multiprocessing import forkserver
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 os.environ.setdefault("WEFT_CACHE", tempfile.mkdtemp(prefix="weft-test-cache-"))
@@ -13,3 +15,8 @@ os.environ.setdefault("WEFT_CACHE", tempfile.mkdtemp(prefix="weft-test-cache-"))
 import ranks  # noqa: F401  (says what the server of new processes loads, before anyone else starts it)
 
 forkserver.ensure_running()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The file that takes longest begins first: at the end one process would work on it alone."""
+    items.sort(key=lambda item: item.path.name != "test_native.py")
