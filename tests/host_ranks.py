@@ -162,6 +162,21 @@ def doctor():
     return printed.getvalue()
 
 
+def leaves():
+    """A rank that leaves its world is named by those that still need it, and they do not lose each other."""
+    with weft.init(timeout=20) as world:
+        weft.barrier()
+        leaver = world.ranks - 1
+        if world.rank == leaver:
+            return
+        while not world.relay.over[leaver].is_set():
+            time.sleep(0.001)
+        name, words, _ = error_of(weft.barrier)
+        assert name == "PeerLost", words
+        assert words.startswith(f"rank {leaver} (pid "), words
+        assert "closed its world" in words, words
+
+
 def killed(folder):
     """A rank dies in mid-operator; all others learn of it at once."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from the agent of the dead rank's host

@@ -75,9 +75,9 @@ def test_a_host_that_is_cut_off(two_hosts, tmp_path):
 
 
 @pytest.mark.data
-def test_three_hosts_and_one_that_dies(tmp_path):
+def test_three_hosts_and_one_that_leaves_and_one_that_dies(tmp_path):
     with hosts(3) as net:
-        net.start(SCRIPT, 1, "operators,killed", tmp_path)
+        net.start(SCRIPT, 1, "operators,leaves,killed", tmp_path)
         ended = net.finish()
     assert (tmp_path / "death").exists(), ended
     assert_told_of_the_death(tmp_path, 3)

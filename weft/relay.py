@@ -133,7 +133,7 @@ class Relay:
             while message := self.ends[peer].recv(_LONGEST):  # without the files that come with notes, which stay on this host
                 for work, _ in self._post(peer, message):
                     work.wait(FOREVER)
-            if not self.closed:  # the world is gone without a word
+            if not (self.closed or self.over[peer].is_set()):  # not the peer: the world is gone, without a word
                 for over in self.over.values():
                     over.set()
                 self.close()
