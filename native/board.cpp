@@ -64,7 +64,8 @@ Board::Outcome Board::wait(Selection selection, Compare compare, uint64_t value,
   };
   while (true) {
     for (size_t i = 0; i < selection.count; ++i)
-      if (!wait_until(counter(segment_->rank, selection, i), compare, value, spins_, deadline, mesh_->sleepers(), ended, gone))
+      if (!wait_until(counter(segment_->rank, selection, i), compare, value, usual(spins_), deadline, mesh_->sleepers(), ended,
+                      gone))
         return stopped(i);
     size_t i = selection.count > 1 ? unsatisfied(selection, compare, value) : selection.count;
     if (i == selection.count) return {Trouble::none, 0, 0};

@@ -37,7 +37,7 @@ uint64_t Transfers::submit(StridedCopy copy, const Interrupted& interrupted) {
 }
 
 bool Transfers::wait(uint64_t number, int64_t deadline, const Interrupted& interrupted) {
-  return wait_until(slot(number).done, Compare::greater_equal, number, spins_, deadline, sleepers_, interrupted);
+  return wait_until(slot(number).done, Compare::greater_equal, number, usual(spins_), deadline, sleepers_, interrupted);
 }
 
 void Transfers::finish() {
@@ -47,7 +47,8 @@ void Transfers::finish() {
 void Transfers::work() {
   for (uint64_t number = 1;; ++number) {
     auto stopping = [&] { return stopping_.load(); };
-    if (!wait_until(*submitted_, Compare::greater_equal, number, std::min(spins_, kLaneSpins), kForever, sleepers_, stopping)) return;
+    const Patience patience = usual(std::min(spins_, kLaneSpins));
+    if (!wait_until(*submitted_, Compare::greater_equal, number, patience, kForever, sleepers_, stopping)) return;
     Slot& next = slot(number);
     if (!copy(*next.copy) && refused_.load() == kNever) refused_.store(number, std::memory_order_release);
     next.copy.reset();

@@ -165,7 +165,8 @@ bool World::wait(const Program& program, Execution& execution, size_t lane, int 
     return is(mesh_->failed(), Trouble::failed);
   };
   auto gone = [&] { return is(source != rank_ && mesh_->left(source), Trouble::left); };
-  bool come = wait_until(*instruction.counter, Compare::greater_equal, expected, spins_, now() + execution.timeout,
+  const Patience patience = !mine && source == rank_ ? beside_products(spins_) : usual(spins_);
+  bool come = wait_until(*instruction.counter, Compare::greater_equal, expected, patience, now() + execution.timeout,
                          mesh_->sleepers(), interrupted, gone);
   if (come && source != rank_ && !execution.agreed[lane][source]) {
     if (mismatch(source, program, execution.call)) come = false, trouble = Trouble::mismatch;

@@ -217,7 +217,7 @@ void test_what_was_raised_before_leaving_counts() {
   auto never = [] { return false; };
   auto raise_and_leave = [&] { return add(counter, 1), true; };
   auto wait_for = [&](uint64_t value) {
-    return wait_until(counter, Compare::greater_equal, value, 0, now() + 20'000'000'000, sleepers, never, raise_and_leave);
+    return wait_until(counter, Compare::greater_equal, value, usual(0), now() + 20'000'000'000, sleepers, never, raise_and_leave);
   };
   CHECK(wait_for(1));
   CHECK(!wait_for(3));
