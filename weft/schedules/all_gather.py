@@ -257,13 +257,7 @@ def _through_slots(handed: Stream, starts: Sequence[int], rank: int) -> tuple[In
         own = Region(rank, "a", part.start, part.stop)
         return [Copy(own, there), *keep(own, starts[rank] + part.start)]
 
-    def fetch(step: int) -> list[Instruction]:
-        found: list[Instruction] = []
-        for peer, wait, region, at, thanks in handed.arrivals(rank, step):
-            found += [wait, *keep(region, starts[peer] + at, rank), *thanks]
-        return found
-
-    return pipeline(rank, [handed], [lambda step: handed.stage(rank, step, stage), fetch])
+    return pipeline(rank, [handed], [lambda step: handed.stage(rank, step, stage), handed.fetch(rank, "gathered", starts)])
 
 
 def _fan_out(sizes: Sizes, rank: int) -> list[Instruction]:

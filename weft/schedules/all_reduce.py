@@ -119,13 +119,7 @@ def _through_slots(rank: int, op: str, staged: Stream, reduced: Stream) -> tuple
 
         return reduced.stage(rank, step, make)
 
-    def fetch(step: int) -> list[Instruction]:
-        found: list[Instruction] = []
-        for peer, wait, region, at, thanks in reduced.arrivals(rank, step):
-            start = reduced.parts[peer][0].start + at
-            found += [wait, Copy(region, Region(rank, "out", start, start + region.rows)), *thanks]
-        return found
-
+    fetch = reduced.fetch(rank, "out", [own[0].start for own in reduced.parts])
     return pipeline(rank, [staged, reduced], [lambda step: staged.stage(rank, step, copies(rank, "a")), reduce_own, fetch])
 
 

@@ -77,13 +77,7 @@ def _through_slots(rows: Sequence[Sequence[int]], chunk_rows: int | None) -> Pla
         def stage(step: int) -> list[Instruction]:
             return [*handed.stage(rank, step, copies(rank, "a")), *(kept if step == 0 else [])]  # peers need not wait for it
 
-        def fetch(step: int) -> list[Instruction]:
-            found: list[Instruction] = []
-            for peer, wait, region, at, thanks in handed.arrivals(rank, step):
-                start = into[rank][peer] + at
-                found += [wait, Copy(region, Region(rank, "out", start, start + region.rows)), *thanks]
-            return found
-
+        fetch = handed.fetch(rank, "out", into[rank])
         return pipeline(rank, [handed], [stage, fetch]) if any(map(handed.steps, ranks)) else tuple(kept)
 
     return Plan("all_to_all", "pull", _buffers(rows, handed.rows), tuple({"compute": lane(r)} for r in ranks), result)

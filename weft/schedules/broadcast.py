@@ -52,12 +52,7 @@ def _to_others(rank: int, source: int, rows: int, put: int, ranks: int) -> tuple
 
 
 def _through_slots(rank: int, handed: Stream) -> tuple[Instruction, ...]:
-    def fetch(step: int) -> list[Instruction]:
-        found: list[Instruction] = []
-        for _, wait, region, at, thanks in handed.arrivals(rank, step):
-            found += [wait, Copy(region, Region(rank, "out", at, at + region.rows)), *thanks]
-        return found
-
+    fetch = handed.fetch(rank, "out", [0] * handed.ranks)
     return pipeline(rank, [handed], [lambda step: handed.stage(rank, step, copies(rank, "a")), fetch])
 
 

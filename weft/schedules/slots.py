@@ -78,6 +78,18 @@ class Stream:
                     found.append(Arrival(peer, Wait(Signal(self.ready, peer), step + 1), region, step * self.chunk, thanks))
         return found
 
+    def fetch(self, rank: int, buffer: str, starts: Sequence[int]) -> Callable[[int], list[Instruction]]:
+        """What a rank does in a step with what its peers hand to it: copy it to a buffer, where the part of each has its start."""
+
+        def fetched(step: int) -> list[Instruction]:
+            found: list[Instruction] = []
+            for peer, wait, region, at, thanks in self.arrivals(rank, step):
+                start = starts[peer] + at
+                found += [wait, Copy(region, Region(rank, buffer, start, start + region.rows)), *thanks]
+            return found
+
+        return fetched
+
     def _readers(self, rank: int, step: int) -> list[int]:
         readers = {reader for part, _ in self.pieces[rank][step] for reader in part.readers}
         return [peer for peer in before(rank, self.ranks) if peer in readers]
