@@ -92,6 +92,8 @@ def reducing(world, symmetric):
             if shape[0] and len(shape) == 2:
                 turned = a.t().contiguous()
                 assert_same(weft.reduce_scatter(turned, op=op, dim=1), mine.t())
+                twice = torch.stack([a, a])
+                assert_same(weft.reduce_scatter(twice, op=op, dim=1), torch.stack([mine, mine]))
 
 
 def assert_same(ours, right):

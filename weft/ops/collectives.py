@@ -15,6 +15,7 @@ anything is sent; lost, late or disagreeing peers are `PeerLost`, `PeerTimeout` 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
@@ -81,16 +82,16 @@ class Handle:
 
 
 class _Work(NamedTuple):
-    """What a call comes to: a plan, the matrices it works on, its result, and a tensor to copy to the result at the end, if any."""
+    """What a call comes to: a plan, the matrices it works on, its result, and what is copied to which parts of it at the end."""
 
     plan: Plan
     tensors: dict[str, Tensor]
     result: Tensor
-    copied: Tensor | None = None
+    copied: Sequence[tuple[Tensor, Tensor]] = ()
 
     def finish(self) -> None:
-        if self.copied is not None:
-            self.result.copy_(self.copied)
+        for part, block in self.copied:
+            part.copy_(block)
 
 
 _Prepare = Callable[..., _Work]
@@ -115,7 +116,7 @@ def _now(
     addresses = program.addresses(work.tensors)
     program.execute(addresses, timeout)
     work.finish()
-    lasting = engine(world).remembers and work.copied is None
+    lasting = engine(world).remembers and not work.copied
     if lasting and out is not None and all(_within(tensor, (a, out)) for tensor in work.tensors.values()):
         if len(calls) >= _REMEMBERED:
             calls.clear()
@@ -272,15 +273,16 @@ def _prepare_all_gather(
     dim = _dimension(a, dim)
     check_possible(algorithm, ("pull", "push", "ring"), world)
     arguments.check_chunk_rows(chunk_rows)
-    front = a.movedim(dim, 0)
-    rows = tuple(arguments.check_shard_rows(front.shape[0], shards, world))
-    shape = (*a.shape[:dim], sum(rows), *a.shape[dim + 1 :])
-    start = sum(rows[: world.rank])
-    own = None if out is None or dim or out.shape != torch.Size(shape) else out[start : start + rows[world.rank]]
+    sizes = arguments.check_shard_rows(a.shape[dim], shards, world)
+    shape = (*a.shape[:dim], sum(sizes), *a.shape[dim + 1 :])
+    lead = math.prod(a.shape[:dim])
+    rows = tuple(lead * size for size in sizes)
+    fits = out is not None and lead == 1 and out.shape == torch.Size(shape)
+    own = out.narrow(dim, sum(sizes[: world.rank]), a.shape[dim]) if out is not None and fits else None
     in_place = own is not None and _same_place(a, own)
     result = arguments.result(out, shape, a.dtype, [] if in_place else [a], world)
-    whole = result if dim == 0 else result.new_empty(sum(rows), *front.shape[1:])
-    matrix = _matrix(front)
+    matrix, gathered = _matrix(a, dim), _matrix(result, dim)
+    whole = gathered if lead == 1 else torch.empty_like(gathered)  # else the rows of a rank do not lie side by side in the result
     # In place each rank's rows begin elsewhere, so they are not one symmetric tensor.
     symmetric, symmetric_out = world.is_symmetric(matrix) and not in_place, world.is_symmetric(whole)
     hosts = several_hosts(world)
@@ -289,11 +291,12 @@ def _prepare_all_gather(
         straight = symmetric_out and (not symmetric or most >= PUSH_BYTES)
         algorithm = "push" if hosts or straight else "pull"
     pieces = 1 if algorithm == "push" and symmetric_out and hosts is None else PIECES
-    chunk = chunk_rows or max(1, -(-max(rows) // pieces))
+    chunk = max(1, lead * chunk_rows if chunk_rows else -(-max(rows) // pieces))
     if algorithm == "pull" and not symmetric and chunk_rows is None:
         chunk = _slot_rows(matrix, max(rows), 1)
     plan = _plan_all_gather(rows, algorithm, chunk, symmetric, symmetric_out, hosts)
-    return _Work(plan, {"a": matrix, "gathered": _matrix(whole)}, result, whole.movedim(0, dim) if dim else None)
+    copied = _parts(result, whole, dim, sizes) if lead != 1 else ()
+    return _Work(plan, {"a": matrix, "gathered": whole}, result, copied)
 
 
 def _prepare_reduce_scatter(
@@ -301,20 +304,21 @@ def _prepare_reduce_scatter(
 ) -> _Work:
     _check_reduction(a, op, world)
     dim = _dimension(a, dim)
-    front = a.movedim(dim, 0)
-    if shards is None and front.shape[0] % world.ranks:
-        raise ValueError(f"{front.shape[0]} rows do not divide evenly over {world.ranks} ranks: give shard_rows, the rows of each")
-    rows = shards or (front.shape[0] // world.ranks,) * world.ranks
-    if len(rows) != world.ranks or min(rows) < 0 or sum(rows) != front.shape[0]:
-        raise ValueError(f"shard_rows must be {world.ranks} counts, none negative, of {front.shape[0]} in all; got {[*rows]}")
-    matrix, start = _matrix(front), sum(rows[: world.rank])
-    shape = (*a.shape[:dim], rows[world.rank], *a.shape[dim + 1 :])
-    in_place = out is not None and not dim and out.shape == torch.Size(shape) and _same_place(out, a[start : start + shape[0]])
+    sizes = arguments.check_parts(a.shape[dim], shards, world)
+    lead = math.prod(a.shape[:dim])
+    rows, start = tuple(lead * size for size in sizes), sum(sizes[: world.rank])
+    shape = (*a.shape[:dim], sizes[world.rank], *a.shape[dim + 1 :])
+    own = a.narrow(dim, start, sizes[world.rank])
+    in_place = out is not None and lead == 1 and out.shape == torch.Size(shape) and _same_place(out, own)
     result = arguments.result(out, shape, a.dtype, [] if in_place else [a], world)
-    kept = result if dim == 0 else result.new_empty(rows[world.rank], *front.shape[1:])
+    matrix = _matrix(a, dim)
+    if lead != 1:
+        matrix = torch.empty_like(matrix)
+        for part, block in _parts(a, matrix, dim, sizes):
+            block.copy_(part)
     slot = _slot_rows(matrix, max(rows), world.ranks - 1)
-    plan = _plan_reduce_scatter(tuple(rows), op, world.is_symmetric(matrix), slot, several_hosts(world))
-    return _Work(plan, {"a": matrix, "out": _matrix(kept)}, result, kept.movedim(0, dim) if dim else None)
+    plan = _plan_reduce_scatter(rows, op, world.is_symmetric(matrix), slot, several_hosts(world))
+    return _Work(plan, {"a": matrix, "out": _matrix(result, dim)}, result)
 
 
 def _prepare_all_reduce(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: str) -> _Work:
@@ -397,9 +401,16 @@ def _dimension(a: Tensor, dim: int) -> int:
     return dim % a.dim()
 
 
-def _matrix(tensor: Tensor) -> Tensor:
-    """The tensor as rows along its first dimension."""
-    return tensor.contiguous().view(tensor.shape[0], tensor[:1].numel() if tensor.shape[0] else tensor.shape[1:].numel())
+def _matrix(tensor: Tensor, dim: int = 0) -> Tensor:
+    """The tensor as contiguous rows: one for each index of the dimensions up to `dim`."""
+    return tensor.contiguous().view(math.prod(tensor.shape[: dim + 1]), math.prod(tensor.shape[dim + 1 :]))
+
+
+def _parts(tensor: Tensor, blocks: Tensor, dim: int, sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """The parts of a tensor along `dim`, of these sizes, each with its place in `blocks`, where they lie one after another."""
+    parts = tensor.split([*sizes], dim)
+    places = blocks.view(-1).split([part.numel() for part in parts])
+    return [(part, place.view(part.shape)) for part, place in zip(parts, places, strict=True)]
 
 
 def _slot_rows(matrix: Tensor, most: int, readers: int) -> int:
