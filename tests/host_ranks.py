@@ -124,18 +124,41 @@ def mismatch():
 
 
 def traffic(world):
-    """Bytes that this host sends in an all_gather_matmul and in a matmul_reduce_scatter, each over the least that could do."""
-    a, b = torch.randn(2048, 512), torch.eye(512)
-    rows, ratios = world.ranks * len(a), []
-    least = world.hosts.count(world.hosts[0]) * a.numel() * a.itemsize
-    for call in (lambda: weft.all_gather_matmul(a, b), lambda: weft.matmul_reduce_scatter(torch.ones(rows, 512), b)):
-        call()
-        weft.barrier()
-        before = sent()
-        call()
-        weft.barrier()
-        ratios.append((sent() - before) / least)
-    return ratios
+    """What this host sends for each operator and collective, in bytes, and the least that could do.
+
+    Rows reach each other host once, and so do sums of a host's rows: what a rank of another host keeps goes to it, and comes back
+    where all are to have it.
+    """
+    rows, columns = 1024, 512
+    size, hosts = rows * columns * 4, len(set(world.hosts))
+    here = world.hosts.count(world.hosts[world.rank])
+    far, mine, part = world.ranks - here, here * (hosts - 1), torch.randn(rows, columns)
+    whole, b = torch.randn(world.ranks * rows, columns), torch.eye(columns)
+    calls = {
+        "all_gather": (lambda: weft.all_gather(part), mine),
+        "all_gather_matmul": (lambda: weft.all_gather_matmul(part, b), mine),
+        "all_gather_matmul, sequential": (lambda: weft.all_gather_matmul(part, b, algorithm="sequential"), mine),
+        "reduce_scatter": (lambda: weft.reduce_scatter(whole), far),
+        "matmul_reduce_scatter": (lambda: weft.matmul_reduce_scatter(whole, b), far),
+        "matmul_reduce_scatter, sequential": (lambda: weft.matmul_reduce_scatter(whole, b, algorithm="sequential"), far),
+        "all_reduce": (lambda: weft.all_reduce(whole), far + mine),
+        "matmul_all_reduce": (lambda: weft.matmul_all_reduce(whole, b), far + mine),
+        "matmul_all_reduce, sequential": (lambda: weft.matmul_all_reduce(whole, b, algorithm="sequential"), far + mine),
+        "broadcast": (lambda: weft.broadcast(whole, 0), world.ranks * (hosts - 1) if world.near(0) else 0),
+        "all_to_all": (lambda: weft.all_to_all(whole), here * far),
+    }
+    found = {}
+    for name, (call, least) in calls.items():
+        rounds = []
+        for _ in range(2):  # since now and then something is sent again
+            weft.barrier()
+            before = sent()
+            weft.barrier()  # nobody begins until all have looked
+            call()
+            weft.barrier()
+            rounds.append(sent() - before)
+        found[name] = min(rounds), least * size
+    return found
 
 
 def sent():

@@ -19,6 +19,7 @@ from weft.proof import problems, verify
 from weft.schedules import all_reduce, all_to_all, broadcast, reduce_scatter
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import all_gather_matmul
+from weft.schedules.common import members, split
 from weft.schedules.matmul_all_reduce import matmul_all_reduce
 from weft.schedules.matmul_reduce_scatter import matmul_reduce_scatter
 
@@ -96,13 +97,25 @@ def crossings(plan, hosts):
     return rows
 
 
-def test_rows_cross_to_each_host_once():
-    rows, hosts = (4, 4, 4, 4), (0, 0, 1, 1)
-    assert crossings(all_gather_matmul(rows, "push", chunk_rows=2, hosts=hosts), hosts) == {0: 8, 1: 8}
-    assert crossings(all_gather(rows, "push", chunk_rows=2, hosts=hosts), hosts) == {0: 8, 1: 8}
-    assert crossings(matmul_reduce_scatter(rows, "push", chunk_rows=2, hosts=hosts), hosts) == {0: 8, 1: 8}
-    assert crossings(matmul_all_reduce(rows, "two_shot", chunk_rows=2, hosts=hosts), hosts) == {0: 16, 1: 16}
-    assert crossings(broadcast.push(5, 1, hosts), hosts) == {1: 5}
+@settings(max_examples=60, deadline=None)
+@given(groupings(), st.sampled_from([name for name in [*FUSED, *PLAIN] if "ring" not in name]), st.integers(1, 3))
+def test_rows_cross_to_each_host_once(grouping, name, chunk):
+    """The least that can do: gathered rows go to each host that has them not, and the sums of a host's ranks to who keeps them."""
+    rows, hosts = grouping
+    plan, ranks, total = (FUSED | PLAIN)[name](rows, hosts, chunk), range(len(rows)), sum(rows)
+    kept = split(total, len(rows)) if name == "all_reduce" else rows
+    for host in set(hosts):
+        scattered = (len(set(hosts)) - 1) * sum(kept[rank] for rank in members(host, hosts))
+        gathered = sum(kept[rank] for rank in ranks if hosts[rank] != host)
+        least = {
+            "gather": gathered,
+            "scatter": scattered,
+            "all_reduce": scattered + gathered,
+            "broadcast": total if host != hosts[chunk % len(rows)] else 0,
+            "all_to_all": sum((a * rows[b]) % 3 for r, a in enumerate(rows) if hosts[r] != host for b in members(host, hosts)),
+        }
+        [what] = [what for what in least if what in name]
+        assert crossings(plan, hosts).get(host, 0) == least[what]
 
 
 def test_what_hosts_cannot_do_is_refused():

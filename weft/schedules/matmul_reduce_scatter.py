@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait
 from weft.schedules.common import Hosts, after, before, chunks, enter, in_all, in_order, leave, offsets, side_lanes, tidy
-from weft.schedules.host_sums import HostSums, inbox_rows, scatter_products
+from weft.schedules.host_sums import HostSums, inbox_rows, scatter, scatter_products
 
 ALGORITHMS = ("direct", "push", "ring", "sequential")
 
@@ -48,8 +48,8 @@ def matmul_reduce_scatter(
 
     In the `order` ``peer`` a push makes and sends the products of one peer after the other; ``interleaved`` the first piece of
     every peer, then the second … Peers are dealt out to as many lanes as there are `links`. `planned`: how many ranks get their
-    lanes, all unless given. `hosts` are given where there are several: a push then adds up what a host has before it is put to
-    another.
+    lanes, all unless given. `hosts` are given where there are several: what a host has is then added up before it is put to
+    another (push and sequential).
     """
     sizes = Sizes(rows, chunk_rows, op, order, links)
     ranks, total, starts = len(rows), sum(rows), offsets(rows)
@@ -64,6 +64,9 @@ def matmul_reduce_scatter(
     elif hosts is not None and algorithm == "push":
         sums = HostSums(rows, chunk_rows, op, hosts)
         make = lambda _, rank: scatter_products(sums._replace(rank=rank), multiply)  # noqa: E731
+    elif hosts is not None and algorithm == "sequential":
+        sums = HostSums(rows, max(1, *rows), op, hosts, at_once=True)
+        make = lambda _, rank: {"compute": scatter(sums._replace(rank=rank), multiply)}  # noqa: E731
     planned = ranks if planned is None else planned
     lanes = [{name: tidy(lane) for name, lane in make(sizes, r).items()} if total else {"compute": ()} for r in range(planned)]
     everything, factor = (total,) * ranks, "partial" if ranks > 1 else "out"
@@ -73,7 +76,7 @@ def matmul_reduce_scatter(
         "running": Buffer("workspace", everything),
         "summed": Buffer("workspace", everything),
         "hosted": Buffer("workspace", everything),
-        "inbox": Buffer("workspace", inbox_rows(rows, hosts if hosts and algorithm == "push" else range(ranks))),
+        "inbox": Buffer("workspace", inbox_rows(rows, hosts if hosts and algorithm != "ring" else range(ranks))),
         "out": Buffer("output", tuple(rows)),
     }
     result: dict[Region, Value] = {
