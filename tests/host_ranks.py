@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 import weft
+from weft import relay
 from weft.doctor import diagnose
 
 LIMIT = 2.0  # seconds that a wait may take where something goes wrong
@@ -111,9 +113,17 @@ def error_of(call):
         return type(error).__name__, str(error), time.monotonic() - begun
 
 
+@contextlib.contextmanager
+def patient_farewell():
+    """Let ranks that leave wait long for an answer: that all get one shows in that the test ends."""
+    usual, relay._LINGER = relay._LINGER, 300.0
+    yield
+    relay._LINGER = usual
+
+
 def mismatch():
     """Ranks that call something else are shown both calls; nothing is received in place of something else."""
-    with weft.init(timeout=20) as world:
+    with patient_farewell(), weft.init(timeout=20) as world:
         a, b = torch.ones(64, 8), torch.ones(8, 8)
         weft.all_gather_matmul(a, b)
         odd = world.rank == world.ranks - 1
@@ -159,6 +169,17 @@ def traffic(world):
             rounds.append(sent() - before)
         found[name] = min(rounds), least * size
     return found
+
+
+def traces(world):
+    """What rank 0 makes of a barrier on all ranks: when each began and ended it; and by how much the clocks of others are ahead."""
+    with weft.trace.record(world) as recording:
+        weft.barrier()
+    trace, ahead = recording.gather("a barrier"), weft.trace.clock_offsets(world)
+    if trace is None:
+        return None
+    spans = [[span for span in trace.spans if span.rank == rank] for rank in range(world.ranks)]
+    return [[min(span.start for span in own), max(span.stop for span in own)] for own in spans], ahead
 
 
 def sent():
@@ -217,8 +238,8 @@ def main():
     torch.set_num_threads(1)
     parts, folder = sys.argv[1].split(","), Path(sys.argv[2])
     for part in parts:
-        if part in ("operators", "refusals", "traffic"):
-            with weft.init(timeout=20) as world:
+        if part in ("operators", "refusals", "traces", "traffic"):
+            with patient_farewell(), weft.init(timeout=20) as world:
                 found = globals()[part](world)
         else:
             found = globals()[part](*([folder] if part in ("cut_off", "killed") else []))

@@ -29,6 +29,8 @@ WHY_NOT = (
     else ""
 )
 needs_hosts = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+AHEAD = 1000 if not WHY_NOT and not subprocess.run(["unshare", "--time", "true"], capture_output=True).returncode else 0
+"""Seconds by which the monotonic clock of each host is ahead of the one before, where there are namespaces of time."""
 _numbers = itertools.count()  # several sets of hosts may be there at a time
 
 
@@ -73,14 +75,26 @@ class Hosts:
         return int(command(["ip", "netns", "exec", self.names[host], "cat", path]))
 
     def start(self, script: Path, ranks: int, *arguments: object, module: bool = False) -> None:
-        """Start `ranks` ranks on each host, bound to a core per host where there are enough."""
+        """Start `ranks` ranks on each host, bound to a core per host where there are enough; no two hosts' clocks agree."""
         cores = sorted(os.sched_getaffinity(0))
         for i, name in enumerate(self.names):
             environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
             pin = ["taskset", "-c", str(cores[i % len(cores)])] if ranks == 1 else []
             torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(self.names)}", f"--node-rank={i}"]
             torchrun += [f"--nproc-per-node={ranks}", "--master-addr=10.77.0.1", f"--master-port={PORT}", "--monitor-interval=0.05"]
-            whole = ["ip", "netns", "exec", name, *pin, *torchrun, *(["-m"] if module else []), str(script), *map(str, arguments)]
+            clock = ["unshare", "--time", "--monotonic", str(i * AHEAD)] if AHEAD else []
+            whole = [
+                "ip",
+                "netns",
+                "exec",
+                name,
+                *clock,
+                *pin,
+                *torchrun,
+                *(["-m"] if module else []),
+                str(script),
+                *map(str, arguments),
+            ]
             out = tempfile.TemporaryFile("w+")  # noqa: SIM115
             agent = subprocess.Popen(whole, stdout=out, stderr=out, text=True, env=environment, start_new_session=True)
             self.running.append((agent, out))

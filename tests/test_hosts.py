@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
 import host_ranks
 import pytest
-from hosts import hosts, needs_hosts
+from hosts import AHEAD, hosts, needs_hosts
 
 SCRIPT = Path(host_ranks.__file__)
 SOON = 5.0  # seconds; survivors take milliseconds, and the machine may be busy
+SLACK = 0.1  # seconds by which clocks may be off on a busy machine; they are off by less than the fastest message takes
 pytestmark = needs_hosts
 
 
@@ -40,27 +42,42 @@ def assert_told_of_the_death(folder, ranks):
         assert when - death < SOON
 
 
-@pytest.mark.data
-def test_two_hosts_of_two_ranks_and_one_that_dies(two_hosts, tmp_path):
-    two_hosts.start(SCRIPT, 2, "operators,traffic,killed", tmp_path)
+@pytest.fixture(scope="module")
+def two_by_two(two_hosts, tmp_path_factory):
+    """What two ranks on each of two hosts have found, of which the last has died."""
+    folder = tmp_path_factory.mktemp("two_by_two")
+    two_hosts.start(SCRIPT, 2, "operators,traces,traffic,killed", folder)
     ended = two_hosts.finish()
-    assert (tmp_path / "death").exists(), ended
-    assert_told_of_the_death(tmp_path, 4)
-    one, _, other, _ = found(tmp_path, "traffic", 4)  # of which two each are of one host
+    assert (folder / "death").exists(), ended
+    return folder
+
+
+@pytest.mark.data
+def test_two_hosts_of_two_ranks_and_one_that_dies(two_by_two):
+    assert found(two_by_two, "operators", 4) == [None] * 4
+    assert_told_of_the_death(two_by_two, 4)
+
+
+def test_rows_cross_to_each_host_once(two_by_two):
+    """Bytes are counted where they leave a host; ranks 0 and 1 are on one."""
+    one, _, other, _ = found(two_by_two, "traffic", 4)
     ratios = {name: (one[name][0] + other[name][0]) / (one[name][1] + other[name][1]) for name in one}
-    print(ratios)
     assert all(ratio <= 1.05 for ratio in ratios.values()), ratios
 
 
-@pytest.mark.data
-def test_two_hosts_of_one_rank(two_hosts, tmp_path):
-    """Also that a job can begin right after another that lost a rank."""
-    two_hosts.run(SCRIPT, 1, "operators,refusals,mismatch", tmp_path)
+@pytest.mark.skipif(not AHEAD, reason="hosts share a clock where unshare has no --time")
+def test_traces_of_several_hosts_are_aligned(two_by_two):
+    """Nobody is through a barrier before all have come to it, whatever their clocks say."""
+    (barrier, ahead), *_ = found(two_by_two, "traces", 4)
+    assert [round(offset / 1e9) for offset in ahead] == [0, 0, AHEAD, AHEAD]
+    assert max(begun for begun, _ in barrier) < min(ended for _, ended in barrier) + 1e9 * SLACK
 
 
 @pytest.mark.data
-def test_a_host_that_is_cut_off(two_hosts, tmp_path):
-    two_hosts.start(SCRIPT, 1, "doctor,cut_off,operators", tmp_path)
+def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path):
+    """Right after a job that lost a rank, over a slower link."""
+    two_hosts.shape(gbps=4)
+    two_hosts.start(SCRIPT, 1, "doctor,cut_off,operators,refusals,mismatch", tmp_path)
     wait_for(two_hosts, *(tmp_path / f"running{rank}" for rank in range(2)))
     two_hosts.cut_off(1)
     wait_for(two_hosts, *(tmp_path / f"gave_up{rank}" for rank in range(2)))
@@ -69,7 +86,9 @@ def test_a_host_that_is_cut_off(two_hosts, tmp_path):
     for code, text in two_hosts.finish():
         assert code == 0, text
     printed, _ = found(tmp_path, "doctor", 2)
-    assert all(words in printed for words in ("eth0 10.77.0.1", "eth0 10.77.0.2", "0 - 1", "Gbit/s")), printed
+    assert all(words in printed for words in ("eth0 10.77.0.1", "eth0 10.77.0.2")), printed
+    gbps = float(re.search(r"0 - 1 *│ *([0-9.]+)", printed)[1])
+    assert 0 < gbps < 1.1 * 4, printed
     for name, words, seconds in found(tmp_path, "cut_off", 2):
         assert name == "PeerTimeout", words
         assert "of all_gather_matmul call" in words
@@ -78,7 +97,7 @@ def test_a_host_that_is_cut_off(two_hosts, tmp_path):
 
 @pytest.mark.data
 def test_three_hosts_and_one_that_leaves_and_one_that_dies(tmp_path):
-    with hosts(3) as net:
+    with hosts(3, gbps=1) as net:
         net.start(SCRIPT, 1, "operators,leaves,killed", tmp_path)
         ended = net.finish()
     assert (tmp_path / "death").exists(), ended

@@ -180,8 +180,8 @@ class Relay:
         return b""
 
     def _acknowledge(self, peer: int) -> None:
-        """Tell a peer that it may hang up."""
-        self._post(peer, b"k")[0][0].wait(FOREVER)
+        """Tell a peer that it may hang up; not waiting until it is sent, for the peer may be about to tell the same."""
+        self.announced.append(self._post(peer, b"k"))
 
 
 class _Worker:
