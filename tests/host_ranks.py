@@ -18,6 +18,7 @@ from rich.console import Console
 
 import weft
 from weft import relay
+from weft.cli import app
 from weft.doctor import diagnose
 
 LIMIT = 2.0  # seconds that a wait may take where something goes wrong
@@ -206,6 +207,46 @@ def doctor():
     return printed.getvalue()
 
 
+def benches(folder):
+    """Benchmarks of every kind measure, or say what cannot be measured on several hosts."""
+    few = ["--warmup", "0", "--iterations", "1", "--threads", "1"]
+    fused, sizes = ["--shape", "64x32x16", *few], ["--sizes", "4K", *few]
+    measured = {
+        **dict.fromkeys(("all-gather-matmul", "matmul-all-reduce"), fused),
+        **dict.fromkeys(("reduce-scatter", "all-to-all"), sizes),
+        "overlap": ["--shape", "64x64x64", "--size", "4K", *few],
+    }
+    found = []
+    for name, options in measured.items():
+        code, _ = command("bench", name, *options, "--json", folder / name)
+        assert code == 0, name
+        if dist.get_rank() == 0:
+            found.append(json.loads((folder / name).read_text()))
+    refused = {
+        "one-sided calls stay within one": ["p2p", *sizes],
+        "direct is not possible in this world": ["all-gather-matmul", *fused, "--algorithm", "direct"],
+        "pull is not possible in this world": ["all-gather", *sizes, "--algorithm", "pull"],
+        "one_shot is not possible in this world": ["all-reduce", *sizes, "--algorithm", "one_shot"],
+        "have a real link between them": ["matmul-all-reduce", *fused, "--link-gbps", "1"],
+        "not to be slowed by an emulated one": ["overlap", "--link-gbps", "1", *few],
+    }
+    for words, arguments in refused.items():
+        code, text = command("bench", *arguments)
+        assert (code, words in text) == (1, True), text
+    return found
+
+
+def command(*arguments):
+    """The exit code of a weft command that this rank joins in, and what it says of errors."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            app([str(argument) for argument in arguments], standalone_mode=True)
+        except SystemExit as end:
+            return end.code or 0, said.getvalue()
+    return 0, said.getvalue()
+
+
 def leaves():
     """A rank that leaves its world is named by those that still need it, and they do not lose each other."""
     with weft.init(timeout=20) as world:
@@ -242,7 +283,7 @@ def main():
             with patient_farewell(), weft.init(timeout=20) as world:
                 found = globals()[part](world)
         else:
-            found = globals()[part](*([folder] if part in ("cut_off", "killed") else []))
+            found = globals()[part](*([folder] if part in ("benches", "cut_off", "killed") else []))
         (folder / f"{part}{dist.get_rank()}").write_text(json.dumps(found))
     if "killed" in parts:
         os._exit(1)  # the group has lost a member; agents whose ranks succeed wait minutes for those whose ranks do not

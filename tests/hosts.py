@@ -95,9 +95,24 @@ class Hosts:
                 str(script),
                 *map(str, arguments),
             ]
-            out = tempfile.TemporaryFile("w+")  # noqa: SIM115
-            agent = subprocess.Popen(whole, stdout=out, stderr=out, text=True, env=environment, start_new_session=True)
-            self.running.append((agent, out))
+            self._begin(whole, environment)
+
+    def start_by_mpi(self, mpiexec: str, folder: Path, script: Path, *arguments: object) -> None:
+        """Start a rank on each host by Hydra's mpiexec on the first; to the others it gets by a script in place of ssh."""
+        agent, addresses = folder / "agent", [f"10.77.0.{i + 1}" for i in range(len(self.names))]
+        cases = [f'{at}) exec ip netns exec {name} sh -c "$*" ;;' for at, name in zip(addresses, self.names, strict=True)]
+        agent.write_text("\n".join(["#!/bin/sh", "shift", "host=$1", "shift", "case $host in", *cases, "esac", ""]))  # -x first
+        agent.chmod(0o755)
+        launcher = ["-launcher", "ssh", "-launcher-exec", str(agent), "-iface", "eth0", "-hosts", ",".join(addresses), "-ppn", "1"]
+        variables = {"MASTER_ADDR": addresses[0], "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        launcher += [word for name, value in variables.items() for word in ("-genv", name, value)]
+        ranks = [*launcher, "-n", str(len(addresses)), sys.executable, str(script), *map(str, arguments)]
+        self._begin(["ip", "netns", "exec", self.names[0], mpiexec, *ranks], dict(os.environ))
+
+    def _begin(self, words: Sequence[str], environment: dict[str, str]) -> None:
+        out = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        agent = subprocess.Popen(words, stdout=out, stderr=out, text=True, env=environment, start_new_session=True)
+        self.running.append((agent, out))
 
     def finish(self, limit: float = 90.0) -> list[tuple[int, str]]:
         """Wait for all agents; their exit codes and what was printed."""

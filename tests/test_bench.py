@@ -26,6 +26,7 @@ SMALL = ["--shape", "64x64x32", "--warmup", "1", "--iterations", "2", "--threads
 SCHEMA = {
     "benchmark": str,
     "ranks": int,
+    "hosts": int,
     "shape": {"m": int, "k": int, "n": int},
     "dtype": str,
     "out_dtype": str,

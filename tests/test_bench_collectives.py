@@ -28,6 +28,7 @@ MPIS = [mpi for mpi in mpi_ranks.MPIS if (Path(__file__).parents[1] / mpi_ranks.
 SCHEMA = {
     "benchmark": str,
     "ranks": int,
+    "hosts": int,
     "dtype": str,
     "op": str,
     "algorithm": str,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -77,7 +80,7 @@ def test_traces_of_several_hosts_are_aligned(two_by_two):
 def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path):
     """Right after a job that lost a rank, over a slower link."""
     two_hosts.shape(gbps=4)
-    two_hosts.start(SCRIPT, 1, "doctor,cut_off,operators,refusals,mismatch", tmp_path)
+    two_hosts.start(SCRIPT, 1, "doctor,cut_off,operators,refusals,mismatch,benches", tmp_path)
     wait_for(two_hosts, *(tmp_path / f"running{rank}" for rank in range(2)))
     two_hosts.cut_off(1)
     wait_for(two_hosts, *(tmp_path / f"gave_up{rank}" for rank in range(2)))
@@ -89,10 +92,23 @@ def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path
     assert all(words in printed for words in ("eth0 10.77.0.1", "eth0 10.77.0.2")), printed
     gbps = float(re.search(r"0 - 1 *│ *([0-9.]+)", printed)[1])
     assert 0 < gbps < 1.1 * 4, printed
+    measured, _ = found(tmp_path, "benches", 2)
+    assert all((result["ranks"], result["hosts"], result["verified"]) == (2, 2, True) for result in measured)
     for name, words, seconds in found(tmp_path, "cut_off", 2):
         assert name == "PeerTimeout", words
         assert "of all_gather_matmul call" in words
         assert seconds < host_ranks.LIMIT + SOON
+
+
+@pytest.mark.data
+def test_mpiexec_starts_ranks_on_two_hosts(two_hosts, tmp_path):
+    mpiexec = shutil.which("mpiexec.hydra", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if not mpiexec:
+        pytest.skip("there is no mpiexec.hydra, which comes with the package mpich")
+    two_hosts.start_by_mpi(mpiexec, tmp_path, SCRIPT, "operators", tmp_path)
+    [(code, text)] = two_hosts.finish()
+    assert code == 0, text
+    assert found(tmp_path, "operators", 2) == [None] * 2
 
 
 @pytest.mark.data

@@ -261,7 +261,7 @@ def usual(case, *ways):
                 return choice.Choice(way, "as usual")
         raise ValueError(name)
 
-    return lambda link=None, chunk_rows=None: choice.preferred(case, rule, link, chunk_rows)
+    return lambda link=None, chunk_rows=None, hosts=None: choice.preferred(case, rule, link, chunk_rows, hosts)
 
 
 def test_what_was_tuned_beats_what_is_predicted():
@@ -313,3 +313,29 @@ def test_many_ranks_are_taken_to_be_equal():
     found = usual(case, *[Candidate(name, 16) for name in names])()
     assert {way.algorithm for way, _ in found.predicted} == {*names} - {"pull"}
     assert Candidate("push", 16, "interleaved") in dict(found.predicted)
+
+
+def test_hosts_are_joined_by_a_link_of_their_own(tmp_path):
+    asked = ["predict", "matmul-all-reduce", "--ranks", 4, "--hosts", 2, "--shape", "512x256x256"]
+    for gbs in ("0.125", "12.5"):
+        assert "4 ranks on 2 hosts" in command(*asked, "--machine", "cpu", "--link", gbs, "--json", tmp_path / gbs)
+    slow, fast = (json.loads((tmp_path / gbs).read_text()) for gbs in ("0.125", "12.5"))
+    assert (slow["hosts"], fast["hosts"]) == (2, 2)
+    assert slow["times_ms"]["communicate"] > 2 * fast["times_ms"]["communicate"]
+    assert {way["algorithm"] for way in slow["ways"]} == {"two_shot", "sequential"}  # what reads rows of peers is left out
+    assert "spread evenly over 3 hosts" in command(*asked, "--hosts", 3, status=2)
+    assert "knows no link to other hosts" in command(*asked, "--machine", "ascend-910b1", "--dtype", "float16", status=2)
+    assert "use --link instead" in command(*asked, "--link-gbps", 1, status=2)
+
+
+def test_predictions_decide_over_hosts_once_their_link_was_measured():
+    case = predict.case("all_gather_matmul", 2, (512, 1024, 1024), "float32")
+    ways = Candidate("sequential", 256), Candidate("push", 16)
+    decide = usual(case, *ways)
+    assert decide(hosts=(0, 1)) == choice.Choice(ways[0], "as usual")
+    cpu = machine.load("cpu")
+    calibrate.store({**asdict(replace(cpu, network=replace(cpu.network, gbs=0.25))), "name": "this"})
+    choice._here.cache_clear()
+    found = decide(hosts=(0, 1))
+    assert found.algorithm == "push"
+    assert {way.algorithm for way, _ in found.predicted} == {"push", "sequential"}

@@ -89,11 +89,13 @@ def test_a_trace_that_does_not_obey_is_noticed():
 
 
 @pytest.mark.parametrize(
-    "links", [(Link(64e-9),), (Link(64e-9, shared=True),), (Link(1e-6, reach=2), Link(64e-9, 1e5, shared=True))]
+    "links", [(Link(64e-9),), (Link(64e-9, shared=True),), (Link(1e-6, reach=2), Link(64e-9, 1e5, shared=True)), None]
 )
 @pytest.mark.parametrize("operator", predict.OPERATORS)
 def test_equal_ranks_are_simulated_once(operator, links, monkeypatch):
-    machine = replace(SLOW, links=links, lanes=2, notify_us=1e5)
+    machine = replace(SLOW, links=links or SLOW.links, lanes=2, notify_us=1e5)
+    if links is None:  # three hosts
+        machine = replace(machine, network=Link(32e-9, 1e5, core_gbs=64e-9)).over([rank // 2 for rank in range(6)])
     case = predict.Case(operator, (4,) * 6, 16, 16, "float32", "float32")
     ways = predict.candidates(case, machine, chunk_rows=2)
     once = [predict.plan(case, way, machine) for way in ways]
@@ -172,3 +174,35 @@ def test_launch_and_notify_come_on_top():
 def test_a_standstill_is_an_error():
     with pytest.raises(PlanError, match="rank 1 compute at: wait"):
         simulate(lane(other=[Wait(GO, 1)]), SLOW, ROWS)
+
+
+@pytest.mark.parametrize(("core_gbs", "rows", "took"), [(4 * 64e-9, 6, 7.0), (64e-9, 2, 7.0)])
+def test_a_transfer_between_hosts_takes_its_part_of_both_cores(core_gbs, rows, took):
+    """Four rows in 4 s take a quarter of a core, or would take all of it; a signal takes 1 s more."""
+    machine = replace(SLOW, network=Link(64e-9, 1e6, core_gbs=core_gbs)).over((0, 1))
+    everything, arrived = (8, 8), Signal("arrived", 0)
+    buffers = {name: Buffer("workspace", everything) for name in ("a", "out", "inbox")}
+    sender = (Copy(Region(0, "a", 0, 4), Region(1, "inbox", 0, 4)), Notify(1, arrived))
+    receiver = (Matmul(Region(1, "a", 0, rows), Region(1, "out", 0, rows)), Wait(arrived, 1))
+    plan = Plan("made up", "once", buffers, ({"comm": sender}, {"compute": receiver}))
+    assert seconds(plan, machine, ROWS) == pytest.approx(took)
+
+
+def test_ranks_of_a_host_share_its_link():
+    case = predict.Case("all_gather_matmul", (4,) * 4, 16, 16, "float32", "float32")
+    fast = replace(SLOW, links=(Link(1.0),), memory_gbs=1.0, network=Link(64e-9))
+    took = {
+        hosts: predict.time(case, Candidate("push", 4), fast.over(hosts), communicate=True)
+        for hosts in ((0, 0, 1, 1), (0, 1, 1, 1))
+    }
+    assert took[0, 0, 1, 1] == pytest.approx(8, rel=1e-3)  # what each host has, once
+    assert took[0, 1, 1, 1] == pytest.approx(12, rel=1e-3)
+
+
+def test_a_machine_knows_what_joins_its_hosts():
+    with pytest.raises(ValueError, match="slow knows no link to other hosts; weft calibrate"):
+        SLOW.over((0, 1))
+    two = replace(SLOW, network=Link(1e-9, 7.0)).over((0, 0, 1, 1))
+    assert (two.link(0, 1).gbs, two.link(1, 2).gbs, two.signal_us(1, 2), two.group(4)) == (64e-9, 1e-9, 7.0, 2)
+    assert two.with_link(4, gbs=5.0).link(0, 3) == Link(5.0, 7.0)
+    assert replace(SLOW, links=(Link(2.0, reach=2), Link(1.0))).over((0, 0, 1, 1)).link(0, 2).gbs == 1.0

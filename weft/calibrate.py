@@ -23,11 +23,12 @@ import torch.distributed as dist
 
 from weft import cache, matmul
 from weft.engines import engine
+from weft.errors import WeftError
 from weft.interpolation import Grid
 from weft.machine import ITEMSIZE, Link, Machine, Product
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait, writes
 from weft.schedules.barrier import barrier
-from weft.schedules.common import after, before, enter, leave
+from weft.schedules.common import after, before, enter, leave, members
 from weft.trace import record
 from weft.world import World, init
 
@@ -43,6 +44,10 @@ _ROUNDS = 64
 _TURNS = 4  # in a pass: how long one takes is a matter of chance
 _GBPS, _ASLEEP_US = 1000.0, 50.0  # of an emulated link
 _WARM = 3  # calls before one that is short
+_SENT = (1, 4, 16, 64, 256, 1024)
+"""Rows that are sent between hosts in one message."""
+_MESSAGES = 8  # one after the other
+_PRODUCT = 256  # rows of the products beside them
 
 Lane = tuple[Instruction, ...]
 Lanes = dict[str, Lane]
@@ -79,7 +84,7 @@ class _Bench:
         runs = {what: sorted(next(taken) for _ in seconds) for what, seconds in self.times.items()}
         quartiles = {what: seconds[len(seconds) // 4] for what, seconds in runs.items()}
         spread = {what: 100 * (statistics.median(runs[what]) / least - 1) for what, least in quartiles.items()}
-        return {**quartiles, "turn": statistics.fmean(runs["turn"])}, spread
+        return quartiles | ({"turn": statistics.fmean(runs["turn"])} if "turn" in runs else {}), spread
 
 
 def measure(threads: int) -> dict[str, Any]:
@@ -116,6 +121,64 @@ def measure(threads: int) -> dict[str, Any]:
             source=_where(world, threads),
         )
         return asdict(machine) | {"spread": {name: round(percent, 1) for name, percent in spread.items()}}
+
+
+def measure_network(threads: int) -> Link:
+    """What joins the hosts of this rank's world, alike on all ranks; collective. Takes some seconds.
+
+    One rank of each host sends to that of the next while it is sent as much. What that takes of a core is what a product beside
+    it takes longer.
+    """
+    torch.set_num_threads(threads)
+    with init(timeout=120) as world, torch.no_grad():
+        bench = _Bench(world)
+        if world.relay is None:
+            raise WeftError("all ranks are on one host: there is no link to others to measure")
+        for _ in range(_PASSES):
+            for rounds in (1, _ROUNDS):
+                plan = _plan([{"compute": _signals(r, world.ranks, rounds)} for r in range(world.ranks)], 1)
+                bench.time(f"{rounds} signals", partial(engine(world).execute, plan, _sent(1)), _WARM)
+            for rows in _SENT:
+                bench.time(f"sent {rows}", _sending(world, rows, 0))
+            bench.time("a product", _sending(world, 0, 1))
+        found, _ = bench.summarize()
+        signal = (found[f"{_ROUNDS} signals"] - found["1 signals"]) / (_ROUNDS - 1)
+        rows = _SENT[-2]
+        products = math.ceil(1.5 * found[f"sent {rows}"] / found["a product"])
+        for _ in range(_PASSES):
+            bench.time("products", _sending(world, 0, products))
+            bench.time("both", _sending(world, rows, products))
+        found, _ = bench.summarize()
+    took = {rows: max(found[f"sent {rows}"] - signal, 1e-9) / _MESSAGES for rows in _SENT}
+    rate = _bytes("sent", _SENT[-1]) / took[_SENT[-1]]
+    sizes = [_bytes("sent", rows) for rows in _SENT]
+    factors = Grid((sizes,), [took[rows] * rate / size for rows, size in zip(_SENT, sizes, strict=True)])
+    busy = min(1.0, max(0.01, (found["both"] - found["products"]) / found[f"sent {rows}"]))
+    return Link(rate / 1e9, 1e6 * signal, shared=True, factors=factors, core_gbs=2 * rate / 1e9 / busy)
+
+
+def _sending(world: World, rows: int, products: int) -> Callable[[], None]:
+    """Messages of so many rows from one rank of each host to that of the next, beside so many products."""
+    leaders = [members(host, world.hosts)[0] for host in range(len(set(world.hosts)))]
+    lanes: list[Lanes] = []
+    for r in range(world.ranks):
+        compute: list[Instruction] = [*enter(r, world.ranks)]
+        comm: list[Instruction] = [*enter(r, world.ranks)]
+        if r in leaders:
+            to, source = (leaders[(leaders.index(r) + step) % len(leaders)] for step in (1, -1))
+            own = Region(r, "a", 0, _PRODUCT)
+            compute += [Matmul(own, own._replace(buffer="out"))] * products
+            if rows:
+                comm += [Copy(Region(r, "a", 0, rows), Region(to, "inbox", 0, rows))] * _MESSAGES
+                comm.append(Notify(to, Signal("arrived", r)))
+                compute.append(Wait(Signal("arrived", source), 1))
+        lanes.append({"compute": (*compute, *leave(r, world.ranks)), "comm": tuple(comm)})
+    plan = _plan(lanes, max(rows, _PRODUCT))
+    return partial(engine(world).execute, plan, _sent(max(rows, _PRODUCT)), {"out": matmul.pack(torch.ones(_COLUMNS, 512))})
+
+
+def _sent(rows: int) -> dict[str, torch.Tensor]:
+    return {"a": torch.ones(rows, _COLUMNS), "out": torch.ones(rows, 512)}
 
 
 def store(profile: dict[str, Any]) -> None:

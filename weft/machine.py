@@ -8,7 +8,7 @@ microseconds where a name says so and else in seconds.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ class Link:
     `reach`: it joins ranks of the same group of this many; None: all. `shared`: a rank's transfers share one link out and one in,
     instead of having one for each peer. `idle`: a transfer first copies at memory speed, and then waits until the link would have
     been done, as an emulated link does; transfers of a rank take turns. `factors`: by what measured times differ, by bytes.
+    `core_gbs`: a core that did nothing else could send, or receive, this much; for links that need the processor.
     """
 
     gbs: float
@@ -64,6 +65,12 @@ class Link:
     shared: bool = False
     idle: bool = False
     factors: Grid | None = None
+    core_gbs: float | None = None
+
+    @property
+    def core(self) -> float:
+        """The part of a core's time that a transfer takes, at each of its ends."""
+        return self.gbs / self.core_gbs if self.core_gbs else 0.0
 
     def seconds(self, size: int) -> float:
         """The time of a transfer that has the link for itself."""
@@ -81,6 +88,8 @@ class Machine:
     Attributes:
         products: by dtype, and by ``dtype packed`` where that differs.
         links: the nearest first.
+        network: what joins two hosts, if that is known: all ranks of a host share it, its latency is that of a signal.
+        hosts: the host of each rank, where they are on several (`over`).
         memory_gbs, reduce_gbs: bytes per second that a local copy moves, and that a sum reads; with factors like a link's.
         notify_us: from a notify until the peer's wait is over.
         launch_us: from the call until a rank's lanes begin; where it has comm lanes lane_us later.
@@ -110,6 +119,8 @@ class Machine:
     in_place: bool = False
     memory_factors: Grid | None = None
     reduce_factors: Grid | None = None
+    network: Link | None = None
+    hosts: tuple[int, ...] | None = None
     ranks: int | None = None
     source: str = ""
     residuals: Mapping[str, float] = field(default_factory=dict)
@@ -137,11 +148,34 @@ class Machine:
 
     def link(self, one: int, other: int) -> Link:
         """The nearest link that joins two ranks."""
+        if self.network and self.apart(one, other):
+            return self.network
         return next(link for link in self.links if link.reach is None or one // link.reach == other // link.reach)
+
+    def apart(self, one: int, other: int) -> bool:
+        """Whether two ranks are on different hosts."""
+        return self.hosts is not None and self.hosts[one] != self.hosts[other]
+
+    def signal_us(self, one: int, other: int) -> float:
+        """From a notify of a rank until another's wait is over."""
+        return self.network.latency_us if self.network and self.apart(one, other) else self.notify_us
 
     def group(self, ranks: int) -> int:
         """A rotation of so many ranks by this number is not noticed by any link."""
+        if self.hosts is not None:
+            here = self.hosts.count(self.hosts[0])
+            return here if self.hosts == tuple(rank // here for rank in range(ranks)) else ranks
         return max((link.reach for link in self.links if link.reach and link.reach < ranks), default=1)
+
+    def over(self, hosts: Sequence[int]) -> Machine:
+        """Several such machines, with a rank on each of `hosts`, joined by the network, or by the link that reaches farthest.
+
+        Raises `ValueError` for a machine of which no link to others is known.
+        """
+        network = self.network or (self.links[-1] if len(self.links) > 1 else None)
+        if network is None:
+            raise ValueError(f"{self.name} knows no link to other hosts; weft calibrate, started by torchrun on two, measures it")
+        return replace(self, network=network, hosts=tuple(hosts))
 
     def with_link(self, ranks: int, gbs: float | None = None, latency_us: float | None = None) -> Machine:
         """The same machine with other figures for the link that joins all of so many ranks."""
@@ -149,6 +183,8 @@ class Machine:
         def changed(link: Link) -> Link:
             return replace(link, gbs=gbs or link.gbs, latency_us=link.latency_us if latency_us is None else latency_us)
 
+        if self.hosts is not None and self.network:
+            return replace(self, network=changed(self.network))
         joining = next(link for link in self.links if link.reach is None or link.reach >= ranks)
         return replace(self, links=tuple(changed(link) if link is joining else link for link in self.links))
 
@@ -200,6 +236,7 @@ def from_dict(profile: Mapping[str, Any]) -> Machine:
     known |= {key: interpolation.from_dict(known.get(key)) for key in ("memory_factors", "reduce_factors")}
     known["products"] = {name: Product(**_with_grid(product)) for name, product in profile["products"].items()}
     known["links"] = tuple(Link(**_with_grid(link)) for link in profile["links"])
+    known["network"] = Link(**_with_grid(known["network"])) if known.get("network") else None
     return Machine(**known)
 
 

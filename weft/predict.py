@@ -6,13 +6,14 @@ candidate, `limits` what holds it up. Plans and figures are those of the real op
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from weft.engines.simulator import Rows, seconds, simulate
-from weft.machine import Machine
+from weft.machine import Link, Machine
+from weft.messages import posted
 from weft.plan import Plan
 from weft.schedules import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from weft.schedules.all_gather import all_gather
@@ -28,6 +29,8 @@ ALGORITHMS: Mapping[str, tuple[str, ...]] = {
 ORDERS = ("peer", "interleaved")
 PIECES = (16, 8, 32, 4, 64, 1)
 """Into how many pieces a shard may be cut, the one that is mostly right first."""
+IN_PLACE = ("direct", "pull", "one_shot")
+"""Algorithms that read peers' rows, which those of other hosts do not allow."""
 _PREFERRED = ("direct", "push", "pull", "ring", "one_shot", "two_shot", "sequential")
 _SAME = 0.02  # predictions that differ by less are taken to be equal
 
@@ -67,7 +70,15 @@ class Case(NamedTuple):
             return {**dict.fromkeys(("a", "staged", "inbox", "gathered"), given), "out": result}
         wide = "float64" if self.dtype == "float64" else "float32"
         product = Rows(self.n, "bfloat16" if self.dtype == self.out_dtype == "bfloat16" else wide)
-        return {"a": given, "partial": product, "inbox": product, "running": Rows(self.n, wide), "summed": result, "out": result}
+        return {
+            "a": given,
+            "partial": product,
+            "hosted": product,
+            "inbox": product,
+            "running": Rows(self.n, wide),
+            "summed": result,
+            "out": result,
+        }
 
 
 class Candidate(NamedTuple):
@@ -94,12 +105,20 @@ def plan(case: Case, way: Candidate, machine: Machine, communicate: bool = False
     Equal ranks are planned once: of a rotation that changes nothing there is only the first part (`weft.engines.simulator`).
     """
     links = max(1, min(machine.lanes, case.ranks - 1))
-    return _plan(case, way, planned(case, way, machine), links, not _reads_peers(machine), communicate)
+    return _plan(case, way, planned(case, way, machine), links, not _reads_peers(machine), machine.hosts, communicate)
 
 
 @lru_cache(maxsize=64)
-def _plan(case: Case, way: Candidate, planned: int, links: int, moved: bool, communicate: bool) -> Plan:
-    options: dict[str, Any] = {"chunk_rows": way.chunk_rows, "planned": planned}
+def _plan(
+    case: Case, way: Candidate, planned: int, links: int, moved: bool, hosts: tuple[int, ...] | None, communicate: bool
+) -> Plan:
+    if hosts is not None:
+        return posted(_written(case, way, {"planned": planned, "hosts": hosts}, 1, True, communicate), hosts)
+    return _written(case, way, {"planned": planned}, links, moved, communicate)
+
+
+def _written(case: Case, way: Candidate, options: dict[str, Any], links: int, moved: bool, communicate: bool) -> Plan:
+    options = {"chunk_rows": way.chunk_rows, **options}
     if case.operator == "matmul_all_reduce":
         made = matmul_all_reduce.matmul_all_reduce(case.rows, way.algorithm, moved=moved, **options)
         return without_products(made) if communicate else made
@@ -150,6 +169,8 @@ def candidates(case: Case, machine: Machine, algorithm: str = "auto", chunk_rows
     for name in ("sequential", *(name for name in ALGORITHMS[case.operator] if name != "sequential")):
         if algorithm not in ("auto", name) or (name == "direct" and not _reads_peers(machine)):
             continue
+        if machine.hosts is not None and name in IN_PLACE:
+            continue
         if algorithm == "auto" and (case.operator, name) in UNEQUAL and case.ranks > _MANY:
             continue
         whole = name == "sequential" or (name, case.operator) == ("direct", "all_gather_matmul")
@@ -160,7 +181,7 @@ def candidates(case: Case, machine: Machine, algorithm: str = "auto", chunk_rows
 
 def _reads_peers(machine: Machine) -> bool:
     """Whether products and sums can read what lies on peers. What they read does not pass an emulated link, so not beside one."""
-    return machine.in_place and not machine.links[-1].idle
+    return machine.in_place and not machine.links[-1].idle and machine.hosts is None
 
 
 class Forecast(NamedTuple):
@@ -215,19 +236,26 @@ def changes(machine: Machine) -> dict[str, Machine]:
     }
     return {
         "products twice as fast": replace(machine, products=faster),
-        "links of twice the bandwidth": replace(machine, links=tuple(replace(link, gbs=2 * link.gbs) for link in machine.links)),
+        "links of twice the bandwidth": _linked(machine, lambda link: replace(link, gbs=2 * link.gbs)),
         "memory twice as fast": replace(machine, memory_gbs=2 * machine.memory_gbs, reduce_gbs=2 * machine.reduce_gbs),
         "no latencies": replace(
-            machine,
+            _linked(machine, lambda link: replace(link, latency_us=0.0)),
             launch_us=0.0,
             lane_us=0.0,
             wake_us=0.0,
             turn_us=0.0,
             notify_us=0.0,
-            links=tuple(replace(link, latency_us=0.0) for link in machine.links),
         ),
-        "no interference": replace(machine, compute_slowdown=1.0, communicate_slowdown=1.0),
+        "no interference": replace(
+            _linked(machine, lambda link: replace(link, core_gbs=None)), compute_slowdown=1.0, communicate_slowdown=1.0
+        ),
     }
+
+
+def _linked(machine: Machine, changed: Callable[[Link], Link]) -> Machine:
+    """The machine with other links, that between hosts among them."""
+    network = changed(machine.network) if machine.network else None
+    return replace(machine, links=tuple(map(changed, machine.links)), network=network)
 
 
 def savings(case: Case, way: Candidate, machine: Machine) -> list[tuple[str, float]]:

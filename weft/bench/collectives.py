@@ -239,7 +239,8 @@ def measure(settings: Settings) -> dict[str, Any]:
     torch.set_num_threads(settings.threads)
     with ExitStack() as stack:
         world = stack.enter_context(init(timeout=_TIMEOUT))
-        asked = [name for name in settings.baselines if name in MPIS]
+        if asked := [name for name in settings.baselines if name in MPIS]:
+            environment.need_one_host(world, f"the baseline {asked[0]} starts its ranks on one: use --baseline gloo, or none")
         mpis = {name: stack.enter_context(MpiRanks(name, world.cores)) if world.rank == 0 else None for name in asked}
         bench = Bench(settings, world)
         rounds = len(settings.sizes) * (settings.warmup + settings.iterations)
@@ -248,6 +249,7 @@ def measure(settings: Settings) -> dict[str, Any]:
         return {
             "benchmark": settings.operation.replace("_", "-"),
             "ranks": world.ranks,
+            "hosts": len(set(world.hosts)),
             "dtype": settings.dtype,
             "op": settings.op if settings.operation in ("all_reduce", "reduce_scatter") else None,
             "algorithm": settings.algorithm,

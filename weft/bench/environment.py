@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import weft
+from weft.errors import WeftError
 from weft.world import World
 
 
@@ -22,6 +23,12 @@ def machine(world: World) -> dict[str, Any]:
         "vector_instructions": torch.backends.cpu.get_cpu_capability(),
         "system": f"{platform.system()} {platform.release()}",
     }
+
+
+def need_one_host(world: World, why: str) -> None:
+    """Raise `WeftError` where ranks are on several hosts: `why` says what cannot be done there, and what would do."""
+    if world.relay is not None:
+        raise WeftError(f"ranks are on {len(set(world.hosts))} hosts: {why}")
 
 
 def versions() -> dict[str, str]:

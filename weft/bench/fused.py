@@ -80,6 +80,7 @@ class Result:
     versions: dict[str, str]
     traces: list[Trace]
     notes: tuple[str, ...] = ()
+    hosts: int = 1
 
     @property
     def verified(self) -> bool:
@@ -137,6 +138,7 @@ def measure(make_case: Callable[[Settings, World, Stopwatch], Case], settings: S
             environment.versions(),
             [trace for trace in traces if trace],
             case.notes,
+            len(set(world.hosts)),
         )
 
 

@@ -29,10 +29,16 @@ def calibrate(
     threads: Annotated[int, typer.Option(min=1, help="Compute threads per rank.")] = 1,
     json_file: Json = None,
 ) -> None:
-    """Measure this machine for predictions, and remember it as the profile this. Takes about a minute."""
+    """Measure this machine for predictions, and remember it as the profile this. Takes about a minute.
+
+    Started by torchrun on several machines that know themselves already: measure what joins them.
+    """
     from weft import calibrate as calibration
     from weft.launcher import launch
 
+    if options.world_size(ranks)[0] is not None:
+        _calibrate_network(threads, json_file)
+        return
     count = ranks or max(2, len(os.sched_getaffinity(0)) // threads)
     try:
         profile = launch(calibration.measure, count, threads, threads=threads)[0]
@@ -63,6 +69,34 @@ def calibrate(
     options.write_json(profile, json_file)
 
 
+def _calibrate_network(threads: int, json_file: str | None) -> None:
+    """Measure the link between hosts, and let each remember it."""
+    from dataclasses import asdict
+
+    from weft import calibrate as calibration
+    from weft import machine
+
+    mine = machine.calibrated()
+    if mine is None:
+        refuse("calibrate", "measure each machine by itself first, and then what joins them: run weft calibrate without torchrun")
+    try:
+        network = asdict(calibration.measure_network(threads))
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            calibration.store(mine | {"network": network})
+    except (RuntimeError, OSError) as error:
+        typer.echo(f"weft calibrate: {error}", err=True)
+        raise typer.Exit(1) from None
+    if options.world_size(None)[0] == 0:
+        console = Console(stderr=json_file == "-")
+        console.print(
+            f"between hosts: {8 * network['gbs']:.2f} Gbit/s each way, a signal takes {network['latency_us']:.0f} us, a core moves "
+            f"{8 * network['core_gbs']:.1f} Gbit/s",
+            highlight=False,
+            soft_wrap=True,
+        )
+        options.write_json(network, json_file)
+
+
 def tune(
     operator: Annotated[Tunable, typer.Argument(help="What to tune.")],
     shape: Annotated[list[str], typer.Option(metavar="MxKxN", help="A shape of weft bench; may be given several times.")],
@@ -82,6 +116,8 @@ def tune(
     from weft.bench import tune as tuning
     from weft.launcher import threads_per_rank
 
+    if options.world_size(None)[0] is not None:
+        refuse("tune", "it starts its own ranks, on one host: run it by itself")
     if staged and operator is not Tunable.all_gather_matmul:
         refuse("--staged", "only the input of all-gather-matmul can lie in symmetric memory")
     on, link = options.load_machine(""), (link_gbps, link_latency_us) if link_gbps else None

@@ -167,12 +167,15 @@ def check_files(json_file: str | None, trace: Path | None, *pictures: Path | Non
 
 
 def run(measure: Callable[..., Result], rank: int | None, ranks: int, *arguments: Any, threads: int) -> Result:
-    """What `measure` finds on rank 0 of ranks started for it, or as the rank that a launcher made this. Failure: exit status 1."""
+    """What `measure` finds on rank 0 of ranks started for it, or as the rank that a launcher made this.
+
+    A failure, or something that these ranks cannot do, ends with exit status 1.
+    """
     from weft.launcher import launch
 
     try:
         return measure(*arguments) if rank is not None else launch(measure, ranks, *arguments, threads=threads)[0]
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         typer.echo(f"weft bench: {error}", err=True)
         raise typer.Exit(1) from None
 

@@ -136,6 +136,7 @@ def measure(settings: Settings) -> dict[str, Any]:
         return {
             "benchmark": "overlap",
             "ranks": world.ranks,
+            "hosts": len(set(world.hosts)),
             "shape": {"m": settings.m, "k": settings.k, "n": settings.n},
             "gather_bytes": settings.gather_bytes,
             "dtype": settings.dtype,

@@ -145,6 +145,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     """
     torch.set_num_threads(settings.threads)
     with init(timeout=_TIMEOUT) as world:
+        environment.need_one_host(world, "one-sided calls stay within one: run weft bench p2p by itself there")
         bench = Bench(settings, world)
         rounds = len(settings.sizes) * (settings.warmup + settings.iterations)
         with progress("measuring", rounds, shown=world.rank == 0) as advance:

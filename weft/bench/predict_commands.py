@@ -29,12 +29,13 @@ def predict(
     operator: Annotated[Operator, typer.Argument(help="mlp: both of a gated MLP; --shape is then tokens x hidden x intermediate.")],
     machine: Annotated[str, typer.Option(help="A profile; without one, this machine if it is calibrated, else cpu.")] = "",
     ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="How many share the work.")] = 2,
+    hosts: Annotated[int, typer.Option(min=1, help="Over how many hosts they are spread, as many on each.")] = 1,
     shape: Annotated[str, typer.Option(metavar="MxKxN", help="M rows in all, times each rank's (K, N).")] = "2048x2048x1024",
     dtype: Annotated[Dtype | None, typer.Option(help="Of the inputs; by default the first that the machine has.")] = None,
     out_dtype: Annotated[Dtype | None, typer.Option(help="Of the output; by default the inputs'.")] = None,
     algorithm: Annotated[str, typer.Option(help="One of the operator's, or auto for the fastest.")] = "auto",
     chunk_rows: Annotated[int | None, typer.Option(min=1, help="Rows per piece; by default the fastest.")] = None,
-    link: Annotated[float | None, typer.Option(metavar="GB/s", help="Another bandwidth of the link that joins the ranks.")] = None,
+    link: Annotated[float | None, typer.Option(metavar="GB/s", help="Another bandwidth of the link that joins all ranks.")] = None,
     latency_us: Annotated[float | None, typer.Option(min=0, help="Another latency of that link.")] = None,
     link_gbps: Annotated[float | None, typer.Option(help="Gbit/s of an emulated link, as of weft bench.")] = None,
     link_latency_us: Annotated[float, typer.Option(min=0, help="Latency of the emulated link.")] = 0.0,
@@ -58,11 +59,13 @@ def predict(
     if measured:
         ranks, shape = measured["ranks"], "x".join(str(measured["shape"][name]) for name in "mkn")
         dtype, out_dtype = Dtype(measured["dtype"]), Dtype(measured["out_dtype"])
-        algorithm, chunk_rows = measured["algorithm"], measured["chunk_rows"]
+        algorithm, chunk_rows, hosts = measured["algorithm"], measured["chunk_rows"], measured.get("hosts", 1)
         if measured["link"]:
             link_gbps, link_latency_us = measured["link"]["gbps"], measured["link"]["latency_us"]
     size = options.parse_shape(shape)
-    question = _Question(operator, ranks, *size, link, latency_us, dtype, out_dtype, algorithm, chunk_rows)
+    if hosts > 1 and link_gbps:
+        refuse("--hosts", "links between hosts are real ones: use --link instead of --link-gbps")
+    question = _Question(operator, ranks, hosts, *size, link, latency_us, dtype, out_dtype, algorithm, chunk_rows)
     question = replace(
         question, machine=options.load_machine(machine), emulated=(link_gbps, link_latency_us) if link_gbps else None
     )
@@ -99,6 +102,7 @@ class _Question:
 
     operator: Operator
     ranks: int
+    hosts: int
     m: int
     k: int
     n: int
@@ -125,6 +129,13 @@ class _Question:
         if dtype not in known:
             refuse("--dtype", f"{self.machine.name} has product rates for {', '.join(dict.fromkeys(known))}; got {dtype}")
         on = self.machine.emulating(*self.emulated) if self.emulated else self.machine
+        if self.ranks % self.hosts:
+            refuse("--hosts", f"{self.ranks} ranks are not spread evenly over {self.hosts} hosts: give another --ranks")
+        if self.hosts > 1:
+            try:
+                on = on.over([rank * self.hosts // self.ranks for rank in range(self.ranks)])
+            except ValueError as error:
+                refuse("--hosts", str(error))
         if self.link is not None or self.latency_us is not None:
             on = on.with_link(self.ranks, self.link, self.latency_us)
         parts = {self.operator.value.replace("-", "_"): (self.m, self.k, self.n)}
@@ -141,7 +152,7 @@ class _Question:
             if not predict.candidates(case, on, self.algorithm, self.chunk_rows):
                 refuse(
                     "--algorithm",
-                    f"{self.algorithm} reads peers' memory in place, which cannot be done on {on.name} over this link",
+                    f"{self.algorithm} reads peers' memory, which cannot be done on {on.name} over this link",
                 )
             yield case, on, self.algorithm, self.chunk_rows
 

@@ -43,6 +43,7 @@ def answer(case: Case, machine: Machine, algorithm: str = "auto", chunk_rows: in
         "predicted": case.operator.replace("_", "-"),
         "machine": machine.name,
         "ranks": case.ranks,
+        "hosts": len(set(machine.hosts or (0,))),
         "shape": {"m": sum(case.rows), "k": case.k, "n": case.n},
         "dtype": case.dtype,
         "out_dtype": case.out_dtype,
@@ -65,7 +66,8 @@ def show(result: dict[str, Any], console: Console) -> None:
     shape, times = result["shape"], result["times_ms"]
     size, link = f"{shape['m']}x{shape['k']}x{shape['n']}", result["link"]
     where = f"{result['machine']}{f', emulated link of {link:g} Gbit/s' if link else ''}"
-    title = f"{result['predicted']} on {where}, PREDICTED: {result['ranks']} ranks, {size}, {result['dtype']}"
+    hosts = f" on {result['hosts']} hosts" if result["hosts"] > 1 else ""
+    title = f"{result['predicted']} on {where}, PREDICTED: {result['ranks']} ranks{hosts}, {size}, {result['dtype']}"
     console.print(Text(title, "bold"), soft_wrap=True)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in ("", "ms", "vs sequential", "rows per piece"):

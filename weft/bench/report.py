@@ -26,6 +26,7 @@ def to_json(result: Result) -> dict[str, Any]:
     report = {
         "benchmark": settings.benchmark,
         "ranks": result.ranks,
+        "hosts": result.hosts,
         "shape": {"m": settings.m, "k": settings.k, "n": settings.n},
         "dtype": settings.dtype,
         "out_dtype": settings.out_dtype,
@@ -60,7 +61,7 @@ def title(result: Result) -> str:
     settings = result.settings
     dtypes = settings.dtype if settings.out_dtype == settings.dtype else f"{settings.dtype} to {settings.out_dtype}"
     link = f", emulated link of {result.link.gbps:g} Gbit/s" if result.link else ""
-    ranks = f"{result.ranks} rank{'s' if result.ranks > 1 else ''}"
+    ranks = f"{result.ranks} rank{'s' if result.ranks > 1 else ''}{f' on {result.hosts} hosts' if result.hosts > 1 else ''}"
     return f"{settings.benchmark}: {ranks}, {settings.m}x{settings.k}x{settings.n}, {dtypes}, {result.algorithm}{link}"
 
 

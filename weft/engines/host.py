@@ -100,6 +100,10 @@ class HostEngine:
         """The plan for this rank and tensors that look like these."""
         return Program(self, plan, tensors, dtypes)
 
+    def compile_as(self, call: str, plan: Plan, tensors: Mapping[str, Tensor]) -> Program:
+        """`compile` for a plan that peers are told of as `call`, and not by its sizes."""
+        return Program(self, plan, tensors, {}, call)
+
     def settle(self) -> None:
         """Wait until all that was started is done, and raise what went wrong with it."""
         while self.pending:

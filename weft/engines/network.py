@@ -47,8 +47,11 @@ class NetworkEngine(HostEngine):
     def compile(self, plan: Plan, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> Program:
         return NetworkProgram(self, plan, tensors, dtypes)
 
+    def compile_as(self, call: str, plan: Plan, tensors: Mapping[str, Tensor]) -> Program:
+        return NetworkProgram(self, plan, tensors, {}, call)
+
     def agree(self, call: str) -> None:
-        NetworkProgram(self, barrier(self.world.ranks, "agree"), {}, {}, call).execute(())
+        self.compile_as(call, barrier(self.world.ranks, "agree"), {}).execute(())
 
 
 class _Rows(NamedTuple):
@@ -94,6 +97,7 @@ class NetworkProgram(Program):
         call: str | None = None,
     ) -> None:
         world, rank = engine.world, engine.world.rank
+        self.unposted = plan  # alive as long as this: compiled plans are found by the identity of what was written
         plan = posted(plan, world.hosts)
         self.outgoing: dict[str, list[tuple[int, tuple[Wait, list[Message], Notify]]]] = {}  # by the lane that is sent for
         for name in plan.lanes[rank]:

@@ -68,13 +68,28 @@ class _Lane:
 
 
 class _Activity:
-    """Work of a lane under way: `left` seconds of it at the time `since`, at a `pace`; not over before `until`."""
+    """Work of a lane under way: `left` seconds of it at the time `since`, at a `pace`; not over before `until`.
 
-    __slots__ = ("lane", "left", "links", "pace", "since", "until", "version")
+    It keeps the cores of `ranks` busy; a transfer between hosts only for the part `core` of its time.
+    """
 
-    def __init__(self, lane: _Lane, left: float, links: tuple[Resource, ...], since: float, until: float) -> None:
-        self.lane, self.left, self.links, self.since, self.until = lane, left, links, since, until
+    __slots__ = ("core", "lane", "left", "links", "pace", "ranks", "since", "until", "version")
+
+    def __init__(self, lane: _Lane, work: _Work, since: float) -> None:
+        self.lane, self.since = lane, since
+        self.left, self.links, self.until, self.core = work.seconds, work.links, work.until, work.core
+        self.ranks = work.ranks or (lane.rank,)
         self.pace, self.version = 0.0, 0
+
+
+class _Work(NamedTuple):
+    """What an instruction takes: seconds, the links it uses, its earliest end, and of whose cores it takes which part."""
+
+    seconds: float
+    links: tuple[Resource, ...] = ()
+    until: float = 0.0
+    ranks: tuple[int, ...] = ()
+    core: float = 0.0
 
 
 Users = dict[_Activity, None]  # a set that keeps its order, so that a run is always the same
@@ -143,7 +158,7 @@ class _Run:
                 here = instruction.rank % self.planned
                 source = (instruction.signal.source - instruction.rank + here) % self.plan.ranks
                 counter = here, Signal(instruction.signal.name, source)
-                self.schedule(self.now + self.machine.notify_us * 1e-6, self.count, counter)
+                self.schedule(self.now + self.machine.signal_us(lane.rank, instruction.rank) * 1e-6, self.count, counter)
             else:
                 self.begin(lane, instruction)
                 return
@@ -178,16 +193,16 @@ class _Run:
 
     def begin(self, lane: _Lane, instruction: Copy | Matmul | Reduce) -> None:
         """Begin an instruction that takes time."""
-        work, links, until = self.cost(lane, instruction)
-        activity = _Activity(lane, work, links, self.now, until)
+        activity = _Activity(lane, self.cost(lane, instruction), self.now)
         affected = {activity: None}
-        for link in links:
+        for link in activity.links:
             affected |= self.users[link]
             self.users[link][activity] = None
-        beside = self.working[lane.rank, lane.compute]
-        if not beside:
-            affected |= self.working[lane.rank, not lane.compute]
-        beside[activity] = None
+        for rank in activity.ranks:
+            beside = self.working[rank, lane.compute]
+            if not beside:
+                affected |= self.working[rank, not lane.compute]
+            beside[activity] = None
         self.repace(affected)
 
     def finish(self, due: tuple[_Activity, int]) -> None:
@@ -200,10 +215,11 @@ class _Run:
         for link in activity.links:
             del self.users[link][activity]
             affected |= self.users[link]
-        beside = self.working[lane.rank, lane.compute]
-        del beside[activity]
-        if not beside:
-            affected |= self.working[lane.rank, not lane.compute]
+        for rank in activity.ranks:
+            beside = self.working[rank, lane.compute]
+            del beside[activity]
+            if not beside:
+                affected |= self.working[rank, not lane.compute]
         self.repace(affected)
         if activity.until > self.now:
             self.schedule(activity.until + self.machine.wake_us * 1e-6, self.leave, lane)
@@ -217,39 +233,62 @@ class _Run:
 
     def repace(self, affected: Iterable[_Activity]) -> None:
         """Let activities go on at the pace that links and interference now allow, and foresee their ends anew."""
+        affected = dict.fromkeys(affected)
+        for rank in {rank for activity in affected if activity.core for rank in activity.ranks}:
+            affected |= self.working[rank, True] | self.working[rank, False]
         for activity in affected:
             pace = 1.0
             for link in activity.links:
                 pace = min(pace, 1 / len(self.users[link]))
-            lane = activity.lane
-            if self.working[lane.rank, not lane.compute]:
-                pace /= self.machine.compute_slowdown if lane.compute else self.machine.communicate_slowdown
+            pace *= self.left_beside(activity)
             if pace != activity.pace:
                 activity.left -= (self.now - activity.since) * activity.pace
                 activity.since, activity.pace = self.now, pace
                 activity.version += 1
                 self.schedule(self.now + max(activity.left, 0.0) / pace, self.finish, (activity, activity.version))
 
-    def cost(self, lane: _Lane, instruction: Copy | Matmul | Reduce) -> tuple[float, tuple[Resource, ...], float]:
-        """``(seconds of work, the links it uses, the earliest end)`` of an instruction that begins now."""
+    def left_beside(self, activity: _Activity) -> float:
+        """The part of its pace that what works beside an activity leaves it."""
+        lane = activity.lane
+        if activity.core:  # a core is shared evenly with the product on it, where a transfer needs more than half of it
+            busy = max((self.moving(rank) for rank in activity.ranks if self.working[rank, True]), default=0.0)
+            return 0.5 / max(0.5, busy)
+        others = self.working[lane.rank, not lane.compute]
+        if lane.compute:
+            copying = any(not other.core for other in others)
+            return (1 - min(0.5, self.moving(lane.rank))) / (self.machine.compute_slowdown if copying else 1.0)
+        return 1 / self.machine.communicate_slowdown if others else 1.0
+
+    def moving(self, rank: int) -> float:
+        """The part of a rank's core that its transfers to and from other hosts need."""
+        beside = (other for other in self.working[rank, False] if other.core)
+        return sum(other.core / max(len(self.users[link]) for link in other.links) for other in beside)
+
+    def cost(self, lane: _Lane, instruction: Copy | Matmul | Reduce) -> _Work:
+        """What an instruction takes that begins now."""
         machine, rank = self.machine, lane.rank
         match instruction:
             case Matmul(src, dst):
                 shape = self.rows[src.buffer]
                 work = machine.product(src.rows, shape.columns, self.rows[dst.buffer].columns, shape.dtype, self.packed)
-                return max(work, self.fetching(rank, (src,))), (), 0.0
+                return _Work(max(work, self.fetching(rank, (src,))))
             case Reduce(srcs):
                 size = sum(self.size(src) for src in srcs)
-                return max(machine.reduce(size), self.fetching(rank, srcs)), (), 0.0
+                return _Work(max(machine.reduce(size), self.fetching(rank, srcs)))
             case Copy(src, dst):
                 size = self.size(src)
                 if src.rank == dst.rank:
-                    return machine.copy(size), (), 0.0
+                    return _Work(machine.copy(size))
                 link = machine.link(src.rank, dst.rank)
                 if link.idle:
                     self.free[rank] = max(self.free[rank], lane.ready) + link.seconds(size)
-                    return machine.copy(size), (), self.free[rank]
-                return link.seconds(size), self.resources(link, src.rank, dst.rank), 0.0
+                    return _Work(machine.copy(size), (), self.free[rank])
+                used = self.resources(link, src.rank, dst.rank)
+                if machine.apart(src.rank, dst.rank):  # its latency is the signal's: messages follow each other without it
+                    ends = tuple({rank, dst.rank % self.planned})  # one, if it sends to its counterpart, as it is sent to by it
+                    busy = (ends, link.core * 2 / len(ends)) if link.core else ()
+                    return _Work(link.passing(size), used, 0.0, *busy)
+                return _Work(link.seconds(size), used)
 
     def size(self, region: Region) -> int:
         return region.rows * self.rows[region.buffer].size
@@ -261,6 +300,8 @@ class _Run:
 
     def resources(self, link: Link, src: int, dst: int) -> tuple[Resource, ...]:
         """What a transfer shares with others; of ranks that are not planned, their counterparts'."""
+        if (hosts := self.machine.hosts) and self.machine.apart(src, dst):
+            return ("out", hosts[src % self.planned], -1), ("in", hosts[dst % self.planned], -1)
         if link.shared:
             return ("out", src % self.planned, link.reach or 0), ("in", dst % self.planned, link.reach or 0)
         here = src % self.planned

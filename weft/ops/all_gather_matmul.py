@@ -197,7 +197,8 @@ def question(
         columns, packed = sum(b.shape[1] for b in weights), all(isinstance(b, PackedWeight) for b in weights)
         dtypes = dtype_name(a.dtype), dtype_name(out_dtype)
         case = Case("all_gather_matmul", rows, a.shape[-1], columns, *dtypes, packed, world.is_symmetric(a))
-        return preferred(case, partial(choose, rows, world, chunk_rows=chunk_rows), world.link, chunk_rows)
+        rule = partial(choose, rows, world, chunk_rows=chunk_rows)
+        return preferred(case, rule, world.link, chunk_rows, several_hosts(world))
 
     return Signature("all_gather_matmul", rows, a.shape[-1], a.dtype, chunk_rows), decide
 

@@ -2,7 +2,8 @@
 
 ``auto`` has a usual way, by the operator's rules. In shared memory, with or without an emulated link, what was fastest when the
 case was tuned comes before it, and so does what is predicted (`weft.predict`) to be clearly faster on the machine that
-``weft calibrate`` measured or, without that, on the profile ``cpu``. Rank 0 decides for all.
+``weft calibrate`` measured or, without that, on the profile ``cpu``. On several hosts predictions count where the link between
+them was measured. Rank 0 decides for all.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ import torch
 
 from weft import machine, predict, tuned
 from weft.engines import engine
-from weft.engines.host import Program
 from weft.ops import arguments
 from weft.predict import ORDERS, Candidate, Case
-from weft.schedules.broadcast import broadcast
-from weft.world import World
+from weft.schedules.broadcast import broadcast, push
+from weft.world import World, several_hosts
 
 PIECES = 16  # transfers per shard: enough that little is left to do when the last one arrives
 _OTHER_PIECES = (8, 32)  # that are considered where pieces pass a link
@@ -125,16 +125,28 @@ def explained(world: World, signature: Signature, decide: Callable[[], Choice], 
     return own if decided is None or decided.way == own.way else decided
 
 
-def preferred(case: Case, rule: Rule, link: tuple[float, float] | None, chunk_rows: int | None = None) -> Choice:
-    """The way that is known or predicted to be fastest for a case, perhaps over an emulated `link`, as this rank sees it."""
+def preferred(
+    case: Case,
+    rule: Rule,
+    link: tuple[float, float] | None,
+    chunk_rows: int | None = None,
+    hosts: tuple[int, ...] | None = None,
+) -> Choice:
+    """The way that is known or predicted to be fastest for a case, perhaps over an emulated `link`, as this rank sees it.
+
+    `hosts`: the host of each rank, where they are on several.
+    """
     usual, on = rule("auto"), _here()
     on = on.emulating(*link) if link else on
-    possible = _ways(case, usual, rule, link is not None and chunk_rows is None)
-    if chunk_rows is None and (way := tuned.find(case, link)) and way.algorithm in {other.algorithm for other in possible}:
+    possible = _ways(case, usual, rule, (link or hosts) is not None and chunk_rows is None)
+    known = chunk_rows is None and hosts is None  # winners were measured in shared memory
+    if known and (way := tuned.find(case, link)) and way.algorithm in {other.algorithm for other in possible}:
         return Choice(way, "weft tune measured it to be the fastest")
-    if not on.multiplies(case.dtype):
+    if not on.multiplies(case.dtype) or (hosts is not None and (on.name != machine.THIS or on.network is None)):
         return usual
-    if case.ranks > _MANY:
+    if hosts is not None:
+        on = on.over(hosts)
+    elif case.ranks > _MANY:
         case = case._replace(rows=(max(case.rows),) * case.ranks)
     times = {way: 1e3 * predict.time(case, way, on) for way in possible}
     found = tuple(sorted(times.items(), key=lambda way: (way[1], way[0].algorithm != usual.algorithm)))
@@ -146,8 +158,8 @@ def preferred(case: Case, rule: Rule, link: tuple[float, float] | None, chunk_ro
 
 
 def _predictable(world: World) -> bool:
-    """Whether machine profiles say anything about the world's engine: they are of ranks that share a host's memory."""
-    return world.ranks > 1 and world.relay is None and not world.streams
+    """Whether machine profiles say anything about the world's engine: they are of CPUs."""
+    return world.ranks > 1 and not world.streams
 
 
 def _ways(case: Case, usual: Choice, rule: Rule, sizes: bool) -> list[Candidate]:
@@ -177,8 +189,9 @@ def _of_rank_0(world: World, signature: Signature, decide: Callable[[], Choice],
     tensors = {"a": said, "out": said[:0]} if own else {"a": said[:0], "out": said}
     recorder, world.recorder = world.recorder, None  # traces show the operator, not what was said before
     try:
-        telling = Program(engine(world), broadcast(len(said), world.ranks, 0), tensors, {}, str(signature))
-        telling.run(tensors, {}, timeout=timeout)
+        hosts = several_hosts(world)
+        plan = push(len(said), 0, hosts) if hosts else broadcast(len(said), world.ranks, 0)
+        engine(world).compile_as(str(signature), plan, tensors).run(tensors, {}, timeout=timeout)
     finally:
         world.recorder = recorder
     name, chunk_rows, order = said.flatten().tolist()

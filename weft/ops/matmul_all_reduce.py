@@ -16,7 +16,7 @@ from weft.ops.partial_sums import Sums
 from weft.predict import Candidate, Case
 from weft.schedules import matmul_all_reduce as schedule
 from weft.schedules.common import split
-from weft.world import World, current
+from weft.world import World, current, several_hosts
 
 
 def matmul_all_reduce(
@@ -119,7 +119,8 @@ def question(
     def decide() -> Choice:
         packed = isinstance(b, PackedWeight)
         case = Case("matmul_all_reduce", rows, x.shape[1], b.shape[1], dtype_name(x.dtype), dtype_name(out_dtype), packed)
-        return preferred(case, partial(choose, len(x), world, chunk_rows=chunk_rows, packed=packed), world.link, chunk_rows)
+        rule = partial(choose, len(x), world, chunk_rows=chunk_rows, packed=packed)
+        return preferred(case, rule, world.link, chunk_rows, several_hosts(world))
 
     return Signature("matmul_all_reduce", rows, b.shape[1], x.dtype, chunk_rows), decide
 

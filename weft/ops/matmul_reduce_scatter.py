@@ -14,7 +14,7 @@ from weft.ops.choice import PIECES, Choice, Signature, best, check, dtype_name, 
 from weft.ops.partial_sums import Sums
 from weft.predict import Candidate, Case
 from weft.schedules import matmul_reduce_scatter as schedule
-from weft.world import World, current
+from weft.world import World, current, several_hosts
 
 FEW_ROWS = 32  # up to this many rows one product beats one for each rank, which reads b each time
 ADDED_ROWS = {True: 256, False: 1024}  # whether b is packed: rows still in the cache when they are added up; or worth packing b for
@@ -148,7 +148,8 @@ def question(
 
     def decide() -> Choice:
         case = Case("matmul_reduce_scatter", rows, a.shape[-1], columns, dtype_name(a.dtype), dtype_name(out_dtype), packed)
-        return preferred(case, partial(choose, rows, world, chunk_rows=chunk_rows, packed=packed), world.link, chunk_rows)
+        rule = partial(choose, rows, world, chunk_rows=chunk_rows, packed=packed)
+        return preferred(case, rule, world.link, chunk_rows, several_hosts(world))
 
     return Signature("matmul_reduce_scatter", rows, columns, a.dtype, chunk_rows), decide
 
