@@ -7,6 +7,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -201,10 +202,30 @@ def cut_off(folder):
 
 
 def doctor():
-    """What is printed of the hosts and the link between them."""
-    printed = io.StringIO()
-    diagnose(Console(file=printed, width=200))
-    return printed.getvalue()
+    """What is printed of hosts that something is wrong with: a firewall, an interface, and the clock of the last; the rest is well."""
+    first, last = os.environ["RANK"] == "0", os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+    firewall = ["ip", "rule", "{}", "ipproto", "tcp", "sport", "30000-60999", "blackhole"]  # its answers do not get out
+
+    def diagnosed():
+        printed = io.StringIO()
+        well = diagnose(Console(file=printed, width=200))
+        return well, printed.getvalue()
+
+    with contextlib.ExitStack() as stack:
+        for word, undo in (("add", "delete"),) if first else ():
+            subprocess.run([part.format(word) for part in firewall], check=True)
+            stack.callback(subprocess.run, [part.format(undo) for part in firewall], check=True)
+        found = [diagnosed()]
+    with pytest.MonkeyPatch.context() as patch:
+        if last:
+            patch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+        found.append(diagnosed())
+    with pytest.MonkeyPatch.context() as patch:
+        if last:
+            now = time.time_ns
+            patch.setattr(time, "time_ns", lambda: now() + 90 * 10**9)
+        found.append(diagnosed())
+    return found
 
 
 def benches(folder):

@@ -88,10 +88,20 @@ def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path
     (tmp_path / "reconnected").touch()
     for code, text in two_hosts.finish():
         assert code == 0, text
-    printed, _ = found(tmp_path, "doctor", 2)
-    assert all(words in printed for words in ("eth0 10.77.0.1", "eth0 10.77.0.2")), printed
-    gbps = float(re.search(r"0 - 1 *│ *([0-9.]+)", printed)[1])
-    assert 0 < gbps < 1.1 * 4, printed
+    diagnoses, others = found(tmp_path, "doctor", 2)
+    assert [well for well, _ in diagnoses] == [well for well, _ in others] == [False] * 3
+    firewalled, on_wrong_interface, late = (printed for _, printed in diagnoses)
+    assert re.search(
+        r"rank 1 on .* cannot connect to rank 0 on .* at 10.77.0.1, port .*: no answer. Is there a firewall", firewalled
+    )
+    assert "rank 1 on" in on_wrong_interface
+    assert (
+        "GLOO_SOCKET_IFNAME=eth7 is no interface with an address there; set it to one that the other hosts reach: eth0 10.77.0.2"
+        in (on_wrong_interface)
+    )
+    assert all(words in late for words in ("eth0 10.77.0.1", "eth0 10.77.0.2", "(rank 1) is 90.0 s ahead of that of")), late
+    gbps = float(re.search(r"0 - 1 *│ *([0-9.]+)", late)[1])
+    assert 0 < gbps < 1.1 * 4, late
     measured, _ = found(tmp_path, "benches", 2)
     assert all((result["ranks"], result["hosts"], result["verified"]) == (2, 2, True) for result in measured)
     for name, words, seconds in found(tmp_path, "cut_off", 2):

@@ -1,32 +1,40 @@
 """``weft doctor``: what the ranks of a job see of each other and of their machines, and in words what is wrong.
 
-Run it as the job would run: ``torchrun … -m weft doctor`` on every host. A rank that cannot even connect says from where it
-tried.
+Run it as the job would run: ``torchrun … -m weft doctor`` on every host. Before gloo is asked to connect, which
+takes minutes to give up and says little, ranks try it themselves. One that cannot even join the job says from where it tried.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from weft import _native, matmul
 from weft.errors import SymmetricMemoryError
 from weft.onesided import barrier
-from weft.rendezvous import host_identity, launcher_variables
+from weft.rendezvous import host_identity, join, launcher_variables, translated
 from weft.trace import clock_offsets
 from weft.world import World, init
 
 PING, BULK, ROUNDS = 1, 8 << 20, 20  # bytes of a small and a large message, and how many small ones
 PRODUCT = 1024  # rows and columns of the product that is timed
 _BEHIND = 1.0  # seconds by which a host's clock may be wrong before logs and certificates are
+_MEETING, _CONNECTING = 60.0, 2.0  # seconds for all ranks to come, and for a connection
+_diagnoses = itertools.count()
 _UNEVEN = 0.5  # of the best link or processor of a job, below which another one is worth a word
 
 
@@ -42,22 +50,40 @@ class Seen(NamedTuple):
     cores: tuple[int, ...]
     threads: int
     shared: str
-    named: str
     providers: dict[str, float]
+
+
+class Met(NamedTuple):
+    """What one rank tells before there is a connection: its host, and where it can be reached as gloo would reach it."""
+
+    name: str
+    host: str
+    interface: str
+    addresses: dict[str, str]
+    address: str
+    port: int
 
 
 def diagnose(console: Console) -> bool:
     """Print what the ranks see, on rank 0; whether nothing is wrong. Collective."""
-    place = f"{socket.gethostname()} ({', '.join(f'{name} {address}' for name, address in _addresses().items())})"
-    variables = launcher_variables(os.environ) or {}
-    master = f"{variables.get('MASTER_ADDR', '')}:{variables.get('MASTER_PORT', '')}"
     try:
+        if not dist.is_initialized() and translated(os.environ):
+            store, rank, ranks = next(rendezvous("env://", timeout=timedelta(seconds=_MEETING)))
+            troubles = _reach(PrefixStore(f"weft doctor {next(_diagnoses)}", store), rank, ranks)
+            if rank == 0:
+                _tell(troubles, console)
+            if troubles:
+                return False
+            join(store, rank, ranks)
         world = init(timeout=60.0)
     except (RuntimeError, ValueError) as error:
+        variables = launcher_variables(os.environ) or {}
+        master = f"{variables.get('MASTER_ADDR', '')}:{variables.get('MASTER_PORT', '')}"
+        place = f"{socket.gethostname()} ({_listed(_addresses())})"
         console.print(f"[bold red]No connection[/]: {place} cannot join the job at {master}: {error}", soft_wrap=True)
         console.print(
-            f"Is {variables.get('MASTER_ADDR', 'the master')} reachable from here, are its ports open between all hosts, and does "
-            f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME', '(not set)')} name the interface of that network?",
+            f"Is {variables.get('MASTER_ADDR', 'that')} the address of the first host on a network that reaches from here, is "
+            f"port {variables.get('MASTER_PORT', '')} open there, and has every host started the job?",
             soft_wrap=True,
         )
         return False
@@ -66,10 +92,96 @@ def diagnose(console: Console) -> bool:
         if world.ranks > 1:
             dist.all_gather_object(everyone, everyone[0])
         links = _links(world)
-        troubles = [*_troubles(everyone, links, clock_offsets(world, now=time.time_ns))]
+        found = [[*_troubles(everyone, links, clock_offsets(world, now=time.time_ns))]]
+        if world.ranks > 1:
+            dist.broadcast_object_list(found)  # only rank 0 knows of clocks
+        [troubles] = found
         if world.rank == 0:
-            _print(everyone, links, troubles, console)
+            _print(everyone, links, console)
+            _tell(troubles, console)
+            if not troubles:
+                hosts = len(set(world.hosts))
+                console.print(f"Nothing is wrong: {len(everyone)} rank(s) on {hosts} host(s).", style="green")
         return not troubles
+
+
+def _reach(store: Store, rank: int, ranks: int) -> list[str]:
+    """Whether ranks of other hosts can connect to each other where gloo would; in words, alike on all ranks, who cannot and why.
+
+    Every rank listens on a port that the system chooses, as gloo does, and tries to connect to all of other hosts.
+    """
+    interface, addresses = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], _addresses()
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener, ThreadPoolExecutor() as pool:
+        try:
+            listener.bind((addresses[interface] if interface else _named(), 0))
+        except (OSError, KeyError):  # no address of this host: gloo then takes this one
+            listener.bind(("127.0.0.1", 0))
+        listener.listen(ranks)
+        own = Met(socket.gethostname(), host_identity(), interface, addresses, *listener.getsockname())
+        everyone = [Met(*json.loads(said)) for said in _exchange(store, "met", rank, ranks, json.dumps(own))]
+        far = [peer for peer, met in enumerate(everyone) if met.host != own.host]
+        tries = zip(far, pool.map(lambda peer: _connect(everyone[peer]), far), strict=True)
+        failed = {peer: why for peer, why in tries if why}
+        reports = _exchange(store, "tried", rank, ranks, json.dumps(failed))  # after which nobody needs the listener
+    return [*_unreachable(everyone, [{int(peer): why for peer, why in json.loads(said).items()} for said in reports])]
+
+
+def _exchange(store: Store, key: str, rank: int, ranks: int, said: str) -> list[bytes]:
+    """What every rank says."""
+    store.set(f"{key} {rank}", said)
+    store.wait([f"{key} {peer}" for peer in range(ranks)], timedelta(seconds=_MEETING))
+    return [store.get(f"{key} {peer}") for peer in range(ranks)]
+
+
+def _connect(to: Met) -> str:
+    """Why no connection comes about; empty if it does."""
+    try:
+        socket.create_connection((to.address, to.port), timeout=_CONNECTING).close()
+    except TimeoutError:
+        return "no answer"
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _unreachable(everyone: Sequence[Met], failed: Sequence[dict[int, str]]) -> Iterator[str]:
+    """In words who cannot be reached; `failed`: for every rank why it could not connect to which others."""
+    hosts = {met.host for met in everyone}
+    excused = set()
+    for rank, met in enumerate(everyone):
+        others = _listed({name: address for name, address in met.addresses.items() if name != "lo"})
+        if met.interface and met.interface not in met.addresses:
+            excused.add(rank)
+            yield (
+                f"rank {rank} on {met.name}: GLOO_SOCKET_IFNAME={met.interface} is no interface with an address there; set it to "
+                f"one that the other hosts reach: {others}"
+            )
+        elif met.address.startswith("127.") and len(hosts) > 1:
+            excused.add(rank)
+            what = f"the interface {met.interface}" if met.interface else f"the name {met.name}"
+            yield (
+                f"rank {rank} on {met.name}: {what} stands for {met.address}, which other hosts cannot reach; set "
+                f"GLOO_SOCKET_IFNAME to the interface that they can: {others}"
+            )
+    for rank, report in enumerate(failed):
+        for peer, why in report.items():
+            if peer not in excused:
+                met = everyone[peer]
+                yield (
+                    f"rank {rank} on {everyone[rank].name} cannot connect to rank {peer} on {met.name} at {met.address}, port "
+                    f"{met.port}: {why}. Is there a firewall? All ports must be open between the hosts, since gloo takes any. Is "
+                    "that address on the network that joins them? GLOO_SOCKET_IFNAME says which interface to use: "
+                    f"{_listed(met.addresses)}"
+                )
+
+
+def _listed(addresses: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {address}" for name, address in addresses.items()) or "none has an address"
+
+
+def _tell(troubles: Sequence[str], console: Console) -> None:
+    for trouble in troubles:
+        console.print(f"[bold red]wrong:[/] {trouble}", soft_wrap=True)
 
 
 def _look(world: World) -> Seen:
@@ -88,7 +200,6 @@ def _look(world: World) -> Seen:
         tuple(sorted(os.sched_getaffinity(0))),
         torch.get_num_threads(),
         shared,
-        _named(),
         {str(dtype).removeprefix("torch."): _gflops(dtype) for dtype in (torch.float32, torch.bfloat16)},
     )
 
@@ -114,7 +225,7 @@ def _named() -> str:
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
-        return ""
+        return "127.0.0.1"
 
 
 def _gflops(dtype: torch.dtype) -> float:
@@ -163,13 +274,9 @@ def _troubles(everyone: Sequence[Seen], links: dict[tuple[int, int], tuple[float
     for seen in everyone:
         if seen.shared != "works":
             yield f"rank {seen.rank} on {seen.name} cannot reserve symmetric memory: {seen.shared}"
-        if seen.interface and seen.interface.split(",")[0] not in seen.addresses:
-            yield (
-                f"rank {seen.rank} on {seen.name}: GLOO_SOCKET_IFNAME={seen.interface} has no address there, unlike "
-                + ", ".join(seen.addresses)
-            )
         if seen.threads > len(seen.cores):
-            yield f"rank {seen.rank} on {seen.name} computes with {seen.threads} threads on {len(seen.cores)} core(s)"
+            few = f"with {seen.threads} threads on {len(seen.cores)} core(s): set OMP_NUM_THREADS"
+            yield f"rank {seen.rank} on {seen.name} computes {few}"
     for host in dict.fromkeys(seen.host for seen in everyone):
         here = [seen for seen in everyone if seen.host == host]
         cores, threads = {core for seen in here for core in seen.cores}, sum(seen.threads for seen in here)
@@ -178,32 +285,31 @@ def _troubles(everyone: Sequence[Seen], links: dict[tuple[int, int], tuple[float
                 f"{here[0].name} is over-subscribed: {len(here)} rank(s) with {threads} threads in all on {len(cores)} core(s); "
                 "start fewer ranks or set OMP_NUM_THREADS"
             )
-    hosts = {seen.host for seen in everyone}
-    for seen in everyone if len(hosts) > 1 else ():
-        if not seen.interface and seen.named.startswith("127."):
-            others = ", ".join(name for name in seen.addresses if name != "lo")
-            yield (
-                f"rank {seen.rank}: the name {seen.name} stands for {seen.named}, which other hosts cannot reach; set "
-                f"GLOO_SOCKET_IFNAME to the interface that they can: one of {others}"
-            )
     for seen, offset in zip(everyone, offsets, strict=True):
         if abs(offset) > _BEHIND * 1e9:
             way = "ahead of" if offset > 0 else "behind"
-            yield f"the clock of {seen.name} is {abs(offset) / 1e9:.1f} s {way} that of {everyone[0].name} (rank {seen.rank})"
+            yield (
+                f"the clock of {seen.name} (rank {seen.rank}) is {abs(offset) / 1e9:.1f} s {way} that of {everyone[0].name}: let "
+                "both be set by NTP, or their logs will not fit together; weft itself does not mind"
+            )
     best = max((gbps for gbps, _ in links.values()), default=0.0)
     for (one, other), (gbps, _) in links.items():
         if gbps < _UNEVEN * best:
-            yield f"ranks {one} and {other} are joined by {gbps:.2f} Gbit/s, others by {best:.2f}: the wrong interface?"
+            yield (
+                f"ranks {one} and {other} are joined by {gbps:.2f} Gbit/s, others by {best:.2f}: the wrong interface? "
+                "GLOO_SOCKET_IFNAME sets it"
+            )
     for name in everyone[0].providers:
         fastest = max(seen.providers[name] for seen in everyone)
         for seen in everyone:
             if seen.providers[name] < _UNEVEN * fastest:
-                yield f"rank {seen.rank} multiplies {name} at {seen.providers[name]:.0f} GFLOP/s, another at {fastest:.0f}"
+                yield (
+                    f"rank {seen.rank} on {seen.name} multiplies {name} at {seen.providers[name]:.0f} GFLOP/s, another rank at "
+                    f"{fastest:.0f}: does something else run there, or do ranks share a core?"
+                )
 
 
-def _print(
-    everyone: Sequence[Seen], links: dict[tuple[int, int], tuple[float, float]], troubles: Sequence[str], console: Console
-) -> None:
+def _print(everyone: Sequence[Seen], links: dict[tuple[int, int], tuple[float, float]], console: Console) -> None:
     hosts = [*dict.fromkeys(seen.host for seen in everyone)]
     table = Table("rank", "host", "pid", "addresses", "interface", "cores", "threads", "shared memory", "GFLOP/s")
     for seen in everyone:
@@ -224,7 +330,3 @@ def _print(
         for (one, other), (gbps, latency) in sorted(links.items()):
             table.add_row(f"{one} - {other}", f"{gbps:.2f}", f"{latency:.0f}")
         console.print(table)
-    for trouble in troubles:
-        console.print(f"[bold red]wrong:[/] {trouble}", soft_wrap=True)
-    if not troubles:
-        console.print(f"Nothing is wrong: {len(everyone)} rank(s) on {len(hosts)} host(s).", style="green")

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft.errors import PeerTimeout, WeftError
 
@@ -35,19 +36,32 @@ def default_group(environment: Mapping[str, str] = os.environ) -> dist.ProcessGr
     if not dist.is_available():
         raise WeftError("this torch is built without torch.distributed")
     if not dist.is_initialized():
-        variables = launcher_variables(environment)
-        if variables is None:
+        if not translated(environment):
             return None
-        if variables["MASTER_ADDR"] == "localhost" and _several_hosts(variables):
-            raise WeftError(
-                "mpirun has started ranks on several hosts and does not say where rank 0 is: give all ranks MASTER_ADDR, the "
-                "address of its host (mpirun -x MASTER_ADDR=node0 with Open MPI, mpiexec -genv MASTER_ADDR node0 with MPICH)"
-            )
-        for name, value in variables.items():
-            os.environ.setdefault(name, value)
         dist.init_process_group("gloo")
         atexit.register(_leave_group)
     return dist.group.WORLD
+
+
+def join(store: Store, rank: int, ranks: int) -> None:
+    """Initialise the default process group of ranks that share a store already."""
+    dist.init_process_group("gloo", store=PrefixStore("weft", store), rank=rank, world_size=ranks)
+    atexit.register(_leave_group)
+
+
+def translated(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher started this process; if so torch's variables are set. Raises `WeftError` if one is missing."""
+    variables = launcher_variables(environment)
+    if variables is None:
+        return False
+    if variables["MASTER_ADDR"] == "localhost" and _several_hosts(variables):
+        raise WeftError(
+            "mpirun has started ranks on several hosts and does not say where rank 0 is: give all ranks MASTER_ADDR, the "
+            "address of its host (mpirun -x MASTER_ADDR=node0 with Open MPI, mpiexec -genv MASTER_ADDR node0 with MPICH)"
+        )
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+    return True
 
 
 def _leave_group() -> None:
