@@ -52,13 +52,14 @@ def operators(world):
         for algorithm in ("auto", "push", "ring", "sequential"):
             y = weft.matmul_reduce_scatter(whole_a[world.rank], b, algorithm=algorithm)
             assert torch.equal(y, summed[own]), algorithm
-        for algorithm in ("auto", "two_shot", "sequential"):
+        for algorithm in ("auto", "two_shot", "ring", "sequential"):
             assert torch.equal(weft.matmul_all_reduce(whole_a[world.rank], b, algorithm=algorithm), summed), algorithm
         for algorithm in ("auto", "push", "ring"):
             got = weft.all_gather(pieces[world.rank], shard_rows=shards, algorithm=algorithm, chunk_rows=4)
             assert torch.equal(got, gathered), algorithm
         into = torch.empty(total // world.ranks, n)
-        assert torch.equal(weft.reduce_scatter(products[world.rank], out=into), summed[own])
+        for algorithm in ("push", "ring"):
+            assert torch.equal(weft.reduce_scatter(products[world.rank], out=into, algorithm=algorithm), summed[own])
         for algorithm in ("auto", "two_shot", "ring"):
             for rows in (total, 1):
                 got = weft.all_reduce(products[world.rank][:rows].contiguous(), algorithm=algorithm)
@@ -67,7 +68,7 @@ def operators(world):
         assert torch.equal(weft.all_reduce(same, out=same, op="max"), torch.stack(products).max(0).values)
         for source in ranks:
             sent = products[source].clone() if world.rank == source else torch.full((total, n), torch.nan)
-            assert torch.equal(weft.broadcast(sent, source), products[source])
+            assert torch.equal(weft.broadcast(sent, source, algorithm=("auto", "ring")[call % 2]), products[source])
         taken = [products[r].chunk(world.ranks)[world.rank] for r in ranks]
         assert torch.equal(weft.all_to_all(products[world.rank]), torch.cat(taken))
         handles = [weft.all_gather_async(pieces[world.rank], shard_rows=shards), weft.all_reduce_async(products[world.rank])]
@@ -156,6 +157,7 @@ def traffic(world):
         "all_reduce": (lambda: weft.all_reduce(whole), far + mine),
         "matmul_all_reduce": (lambda: weft.matmul_all_reduce(whole, b), far + mine),
         "matmul_all_reduce, sequential": (lambda: weft.matmul_all_reduce(whole, b, algorithm="sequential"), far + mine),
+        "all_gather, ring": (lambda: weft.all_gather(part, algorithm="ring"), mine),
         "broadcast": (lambda: weft.broadcast(whole, 0), world.ranks * (hosts - 1) if world.near(0) else 0),
         "all_to_all": (lambda: weft.all_to_all(whole), here * far),
     }

@@ -34,19 +34,32 @@ FUSED: dict[str, Planner] = {
             all_gather: ("push", "ring"),
             all_gather_matmul: ("push", "ring", "sequential"),
             matmul_reduce_scatter: ("push", "ring", "sequential"),
-            matmul_all_reduce: ("two_shot", "sequential"),
+            matmul_all_reduce: ("two_shot", "ring", "sequential"),
         }.items()
         for algorithm in algorithms
     }
 }
 GATHERS = (all_gather, all_gather_matmul)
 PLAIN: dict[str, Planner] = {
-    "reduce_scatter": lambda rows, hosts, chunk: reduce_scatter.push(rows, chunk_rows=chunk, hosts=hosts),
-    "all_reduce": lambda rows, hosts, chunk: all_reduce.push(sum(rows), len(rows), chunk_rows=chunk, hosts=hosts),
-    "all_reduce ring": lambda rows, hosts, chunk: all_reduce.all_reduce(sum(rows) + len(rows), len(rows), "ring"),
-    "broadcast": lambda rows, hosts, chunk: broadcast.push(sum(rows), chunk % len(rows), hosts),
+    **{
+        f"{schedule.__name__.split('.')[-1]} {algorithm}": lambda rows, hosts, chunk, schedule=schedule, algorithm=algorithm: (
+            schedule.put(rows, algorithm, chunk_rows=chunk, hosts=hosts)
+            if schedule is reduce_scatter
+            else schedule.put(sum(rows), len(rows), algorithm, chunk_rows=chunk, hosts=hosts)
+        )
+        for schedule, algorithms in {reduce_scatter: ("push", "ring"), all_reduce: ("two_shot", "ring")}.items()
+        for algorithm in algorithms
+    },
+    "all_reduce of neighbours": lambda rows, hosts, chunk: all_reduce.all_reduce(sum(rows) + len(rows), len(rows), "ring"),
+    "broadcast push": lambda rows, hosts, chunk: broadcast.push(sum(rows), chunk % len(rows), hosts),
+    "broadcast ring": lambda rows, hosts, chunk: broadcast.ring(sum(rows), chunk % len(rows), hosts, chunk_rows=chunk),
+    "broadcast staged push": lambda rows, hosts, chunk: broadcast.push(sum(rows), chunk % len(rows), hosts, staged=True),
+    "broadcast staged ring": lambda rows, hosts, chunk: broadcast.ring(
+        sum(rows), chunk % len(rows), hosts, chunk_rows=chunk, staged=True
+    ),
     "all_to_all": lambda rows, hosts, chunk: all_to_all.all_to_all([[(a * b) % 3 for b in rows] for a in rows], hosts=hosts),
 }
+FRUGAL = [name for name in [*FUSED, *PLAIN] if "gather" in name or not name.endswith(("ring", "neighbours"))] + ["broadcast ring"]
 
 
 @st.composite
@@ -82,8 +95,8 @@ def test_messages_compute_the_operator_in_any_order(grouping, name, chunk, seed)
 def test_no_signal_is_too_many(rows, hosts):
     for name, planner in (FUSED | PLAIN).items():
         plan = planner(rows, hosts, 2)
-        for change, changed in random.Random(0).sample(found := [*deleted(plan)], min(len(found), 25)):
-            assert problems(changed), f"{name}: {change}"
+        for change, changed in random.Random(0).sample(found := [*deleted(plan)], min(len(found), 12)):
+            assert problems(changed) or problems(posted(changed, hosts)), f"{name}: {change}"
 
 
 def crossings(plan, hosts):
@@ -98,12 +111,12 @@ def crossings(plan, hosts):
 
 
 @settings(max_examples=60, deadline=None)
-@given(groupings(), st.sampled_from([name for name in [*FUSED, *PLAIN] if "ring" not in name]), st.integers(1, 3))
+@given(groupings(), st.sampled_from(FRUGAL), st.integers(1, 3))
 def test_rows_cross_to_each_host_once(grouping, name, chunk):
     """The least that can do: gathered rows go to each host that has them not, and the sums of a host's ranks to who keeps them."""
     rows, hosts = grouping
     plan, ranks, total = (FUSED | PLAIN)[name](rows, hosts, chunk), range(len(rows)), sum(rows)
-    kept = split(total, len(rows)) if name == "all_reduce" else rows
+    kept = split(total, len(rows)) if name.startswith("all_reduce") else rows
     for host in set(hosts):
         scattered = (len(set(hosts)) - 1) * sum(kept[rank] for rank in members(host, hosts))
         gathered = sum(kept[rank] for rank in ranks if hosts[rank] != host)

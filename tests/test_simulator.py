@@ -101,7 +101,7 @@ def test_equal_ranks_are_simulated_once(operator, links, monkeypatch):
     once = [predict.plan(case, way, machine) for way in ways]
     monkeypatch.setattr(predict, "planned", lambda case, *_: case.ranks)
     for way, first in zip(ways, once, strict=True):
-        unequal = (operator, way.algorithm) in (("matmul_reduce_scatter", "ring"), ("all_gather_matmul", "pull"))
+        unequal = (operator, way.algorithm) in predict.UNEQUAL
         assert sum(map(bool, first.lanes)) == (6 if unequal else machine.group(6))
         everything = predict.plan(case, way, machine)
         assert all(everything.lanes)

@@ -11,11 +11,9 @@ import typer
 from weft.errors import PlanError
 from weft.plan import Plan
 from weft.proof import verify
-from weft.schedules import all_gather_matmul, all_reduce, matmul_all_reduce, matmul_reduce_scatter
+from weft.schedules import all_gather_matmul, all_reduce, broadcast, matmul_all_reduce, matmul_reduce_scatter, reduce_scatter
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_to_all import all_to_all
-from weft.schedules.broadcast import broadcast
-from weft.schedules.reduce_scatter import reduce_scatter
 
 app = typer.Typer(help="Look at plans: what every rank does in one execution of an operator.", no_args_is_help=True)
 
@@ -54,6 +52,23 @@ def _reduce(r: Request) -> Plan:
     return all_reduce.all_reduce(sum(r.rows), len(r.rows), r.algorithm, symmetric_a=r.symmetric, symmetric_out=r.symmetric)
 
 
+def _scatter(r: Request) -> Plan:
+    if r.algorithm == "direct":
+        return reduce_scatter.reduce_scatter(r.rows, symmetric_a=r.symmetric)
+    return reduce_scatter.put(r.rows, r.algorithm, chunk_rows=r.chunk_rows, hosts=range(len(r.rows)))
+
+
+def _broadcast(r: Request) -> Plan:
+    rows, ranks = sum(r.rows), len(r.rows)
+    if r.algorithm == "pull":
+        return broadcast.broadcast(rows, ranks, 0, symmetric_a=r.symmetric)
+    return (
+        broadcast.push(rows, 0, range(ranks))
+        if r.algorithm == "push"
+        else broadcast.ring(rows, 0, range(ranks), chunk_rows=r.chunk_rows)
+    )
+
+
 PLANNERS: Mapping[Operator, tuple[tuple[str, ...], Callable[[Request], Plan]]] = {
     Operator.all_gather_matmul: (all_gather_matmul.ALGORITHMS, _gather_matmul),
     Operator.matmul_reduce_scatter: (
@@ -65,9 +80,9 @@ PLANNERS: Mapping[Operator, tuple[tuple[str, ...], Callable[[Request], Plan]]] =
         lambda r: matmul_all_reduce.matmul_all_reduce(r.rows, r.algorithm, chunk_rows=r.chunk_rows),
     ),
     Operator.all_gather: (("push", "pull", "ring"), _gather),
-    Operator.reduce_scatter: (("direct",), lambda r: reduce_scatter(r.rows, symmetric_a=r.symmetric)),
+    Operator.reduce_scatter: (("direct", "push", "ring"), _scatter),
     Operator.all_reduce: (all_reduce.ALGORITHMS, _reduce),
-    Operator.broadcast: (("pull",), lambda r: broadcast(sum(r.rows), len(r.rows), 0, symmetric_a=r.symmetric)),
+    Operator.broadcast: (("pull", "push", "ring"), _broadcast),
     Operator.all_to_all: (("pull",), lambda r: all_to_all([r.rows] * len(r.rows), symmetric_a=r.symmetric)),
 }
 """Of each operator its algorithms and its planner."""

@@ -36,6 +36,7 @@ _SAME = 0.02  # predictions that differ by less are taken to be equal
 
 UNEQUAL = {
     ("matmul_reduce_scatter", "ring"),  # its sums begin at rank 0
+    ("matmul_all_reduce", "ring"),
     ("all_gather_matmul", "pull"),  # it joins products of adjacent peers, which for most ranks are not all peers
 }
 """Algorithms in which ranks differ even where their rows do not."""

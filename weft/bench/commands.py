@@ -47,6 +47,7 @@ class Reducing(str, Enum):
     auto = "auto"
     one_shot = "one_shot"
     two_shot = "two_shot"
+    ring = "ring"
     sequential = "sequential"
 
 
@@ -146,7 +147,7 @@ def matmul_all_reduce(
 ) -> None:
     """Matmul + all-reduce: compute alone, communication alone, one after the other, and overlapped."""
     if chunk_rows and algorithm == Reducing.sequential:
-        options.refuse("--chunk-rows", "sequential does not take a chunk size: use --algorithm one_shot or two_shot")
+        options.refuse("--chunk-rows", "sequential does not take a chunk size: use --algorithm one_shot, two_shot or ring")
     _measure("matmul-all-reduce", common, shape, algorithm.value, chunk_rows)
 
 

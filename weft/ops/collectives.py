@@ -35,7 +35,7 @@ from weft.schedules import all_reduce as reducing
 from weft.schedules import all_to_all as exchanging
 from weft.schedules import broadcast as broadcasting
 from weft.schedules import reduce_scatter as scattering
-from weft.schedules.common import Hosts
+from weft.schedules.common import Hosts, apart
 from weft.world import World, current, several_hosts
 
 NUMBERS = (*FLOATS, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
@@ -172,6 +172,7 @@ def reduce_scatter(
     out: Tensor | None = None,
     dim: int = 0,
     shard_rows: Sequence[int] | None = None,
+    algorithm: str = "auto",
     world: World | None = None,
     timeout: float | None = None,
     _mode: _Mode = _now,
@@ -181,9 +182,13 @@ def reduce_scatter(
     `op` is ``sum``, ``avg``, ``max`` or ``min``; sums are accumulated in rank order in float32 (float64 in float64, integers
     exactly) and rounded once. Without `shard_rows`, the sizes of the parts, the dimension must divide evenly. `out` may be this
     rank's own part of `a`.
+
+    `algorithm` is ``direct`` (every rank reads its peers' rows; auto's choice on one host), ``push`` (they are put to it, a host's
+    sum once; auto's choice on several) or ``ring`` (sums go from host to host, or from rank to rank on one, rounded to a's dtype at
+    every hop).
     """
     shards = None if shard_rows is None else tuple(shard_rows)
-    made: Tensor = _mode(_prepare_reduce_scatter, a, out, (op, dim, shards), world, timeout)
+    made: Tensor = _mode(_prepare_reduce_scatter, a, out, (op, dim, shards, algorithm), world, timeout)
     return made
 
 
@@ -205,8 +210,8 @@ def all_reduce(
     """The element-wise reduction of all ranks' `a`, with equal bits on all ranks; a dtype of `NUMBERS`.
 
     `op` as in `reduce_scatter`. `algorithm` is ``one_shot`` (every rank reduces everything; auto's choice for few bytes),
-    ``two_shot`` (every rank reduces a part and copies the others') or ``ring`` (rounded to a's dtype at every hop). `out` may be
-    `a` itself.
+    ``two_shot`` (every rank reduces a part and copies the others') or ``ring`` (from neighbour to neighbour, rounded to a's dtype
+    at every hop). `out` may be `a` itself.
     """
     made: Tensor = _mode(_prepare_all_reduce, a, out, (op, algorithm), world, timeout)
     return made
@@ -218,10 +223,20 @@ def all_reduce_async(a: Tensor, **keywords: Any) -> Handle:
 
 
 def broadcast(
-    tensor: Tensor, source: int, *, world: World | None = None, timeout: float | None = None, _mode: _Mode = _now
+    tensor: Tensor,
+    source: int,
+    *,
+    algorithm: str = "auto",
+    world: World | None = None,
+    timeout: float | None = None,
+    _mode: _Mode = _now,
 ) -> Tensor:
-    """Overwrite `tensor`, which must be contiguous, with that of rank `source`, and return it; any dtype of `ANY`."""
-    made: Tensor = _mode(_prepare_broadcast, tensor, tensor, (source,), world, timeout)
+    """Overwrite `tensor`, which must be contiguous, with that of rank `source`, and return it; any dtype of `ANY`.
+
+    `algorithm` is ``pull`` (ranks read it; auto's choice on one host), ``push`` (the source puts it to each other host, or rank on
+    one; auto's choice on several) or ``ring`` (each hands it to the next, so the source sends it once).
+    """
+    made: Tensor = _mode(_prepare_broadcast, tensor, tensor, (source, algorithm), world, timeout)
     return made
 
 
@@ -242,6 +257,7 @@ def all_to_all(
 ) -> Tensor:
     """Part p of a's first dimension goes to rank p; the result has the parts for this rank in rank order. Any dtype of `ANY`.
 
+    Every row goes straight to its rank, also where hosts are several: round a ring it would be sent several times.
     The parts are even, or as large as `input_split_sizes` and `output_split_sizes` say (all ranks give both or none; the sizes
     are exchanged first, and those that do not fit together are a `ValueError` on all ranks).
     """
@@ -300,9 +316,10 @@ def _prepare_all_gather(
 
 
 def _prepare_reduce_scatter(
-    world: World, a: Tensor, out: Tensor | None, op: str, dim: int, shards: tuple[int, ...] | None
+    world: World, a: Tensor, out: Tensor | None, op: str, dim: int, shards: tuple[int, ...] | None, algorithm: str
 ) -> _Work:
     _check_reduction(a, op, world)
+    check_possible(algorithm, ("direct", "push", "ring"), world)
     dim = _dimension(a, dim)
     sizes = arguments.check_parts(a.shape[dim], shards, world)
     lead = math.prod(a.shape[:dim])
@@ -317,7 +334,7 @@ def _prepare_reduce_scatter(
         for part, block in _parts(a, matrix, dim, sizes):
             block.copy_(part)
     slot = _slot_rows(matrix, max(rows), world.ranks - 1)
-    plan = _plan_reduce_scatter(rows, op, world.is_symmetric(matrix), slot, several_hosts(world))
+    plan = _plan_reduce_scatter(rows, algorithm, op, world.is_symmetric(matrix), slot, several_hosts(world))
     return _Work(plan, {"a": matrix, "out": _matrix(result, dim)}, result)
 
 
@@ -337,15 +354,16 @@ def _prepare_all_reduce(world: World, a: Tensor, out: Tensor | None, op: str, al
     return _Work(plan, {"a": flat, "out": result.view(-1, 1)}, result)
 
 
-def _prepare_broadcast(world: World, tensor: Tensor, out: Tensor, source: int) -> _Work:
+def _prepare_broadcast(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: str) -> _Work:
     arguments.check_input(tensor, "tensor", world, ANY)
+    check_possible(algorithm, ("pull", "push", "ring"), world)
     if not 0 <= source < world.ranks:
         raise ValueError(f"there is no rank {source} in a world of {world.ranks}")
     if not tensor.is_contiguous():
         raise ValueError("tensor must be contiguous")
     rows = tensor.view(-1, 1)
     slot, shared = _slot_rows(rows, len(rows), 1), rows.numel() * rows.itemsize >= SHARED_BYTES
-    plan = _plan_broadcast(len(rows), world.ranks, source, world.is_symmetric(rows), shared, slot, several_hosts(world))
+    plan = _plan_broadcast(len(rows), world.ranks, source, algorithm, world.is_symmetric(rows), shared, slot, several_hosts(world))
     mine, theirs = ("a", "out") if world.rank == source else ("out", "a")
     return _Work(plan, {mine: rows, theirs: rows[:0]}, tensor)
 
@@ -431,9 +449,10 @@ _plan_all_gather = lru_cache(1024)(
 
 
 @lru_cache(1024)
-def _plan_reduce_scatter(rows: tuple[int, ...], op: str, symmetric: bool, slot: int, hosts: Hosts | None) -> Plan:
-    if hosts is not None:
-        return scattering.push(rows, op, chunk_rows=max(1, -(-max(rows) // PIECES)), hosts=hosts)
+def _plan_reduce_scatter(rows: tuple[int, ...], algorithm: str, op: str, symmetric: bool, slot: int, hosts: Hosts | None) -> Plan:
+    if hosts is not None or algorithm in ("push", "ring"):
+        way = "ring" if algorithm == "ring" else "push"
+        return scattering.put(rows, way, op, chunk_rows=max(1, -(-max(rows) // PIECES)), hosts=hosts or range(len(rows)))
     return scattering.reduce_scatter(rows, op, symmetric_a=symmetric, chunk_rows=slot)
 
 
@@ -441,16 +460,22 @@ def _plan_reduce_scatter(rows: tuple[int, ...], op: str, symmetric: bool, slot: 
 def _plan_all_reduce(
     rows: int, ranks: int, algorithm: str, op: str, symmetric: bool, symmetric_out: bool, slot: int, hosts: Hosts | None
 ) -> Plan:
-    if hosts is not None and (algorithm != "ring" or rows < ranks):
-        return reducing.push(rows, ranks, op, chunk_rows=max(1, -(-rows // (ranks * PIECES))), hosts=hosts)
+    if hosts is not None and not (algorithm == "ring" and apart(hosts) and rows >= ranks):
+        way = "ring" if algorithm == "ring" else "two_shot"
+        return reducing.put(rows, ranks, way, op, chunk_rows=max(1, -(-rows // (ranks * PIECES))), hosts=hosts)
     places = {"symmetric_a": symmetric, "symmetric_out": symmetric_out}
     return reducing.all_reduce(rows, ranks, algorithm, op, chunk_rows=slot, **places)
 
 
 @lru_cache(1024)
-def _plan_broadcast(rows: int, ranks: int, source: int, symmetric: bool, shared: bool, slot: int, hosts: Hosts | None) -> Plan:
-    if hosts is not None:
-        return broadcasting.push(rows, source, hosts)
+def _plan_broadcast(
+    rows: int, ranks: int, source: int, algorithm: str, symmetric: bool, shared: bool, slot: int, hosts: Hosts | None
+) -> Plan:
+    places, staged = hosts or range(ranks), hosts is None and not symmetric
+    if algorithm == "ring":
+        return broadcasting.ring(rows, source, places, chunk_rows=max(1, -(-rows // PIECES)), staged=staged)
+    if hosts is not None or algorithm == "push":
+        return broadcasting.push(rows, source, places, staged=staged)
     return broadcasting.broadcast(rows, ranks, source, symmetric_a=symmetric, shared=shared, chunk_rows=slot)
 
 

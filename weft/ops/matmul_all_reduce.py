@@ -56,7 +56,8 @@ def matmul_all_reduce(
         out: contiguous (…, N), not overlapping an input.
         out_dtype: a's dtype (default) or float32; for float8 bfloat16 (default), float16 or float32.
         algorithm: ``one_shot`` (every rank adds up everything where the products lie), ``two_shot`` (every rank adds up a part and
-            copies the others), ``sequential`` (one product, then the sums) or ``auto``; `explain` says what auto chooses.
+            copies the others), ``ring`` (sums pass from neighbour to neighbour), ``sequential`` (one product, then the sums) or
+            ``auto``; `explain` says what auto chooses.
         chunk_rows: rows (of the product as a matrix of N columns) that are added together; sequential makes no use of it.
         world: by default the world made by ``weft.init()``.
         timeout: seconds any wait may take; by default the world's.

@@ -157,7 +157,12 @@ def _push_to_hosts(sizes: Sizes, hosts: Hosts, rank: int) -> Gathering:
 
 
 def ring(sizes: Sizes, rank: int) -> Gathering:
-    """Each rank puts its rows to the next one and hands on what it receives, so that only neighbours talk."""
+    """Each rank puts its rows to the next one and hands on what it receives, so that only neighbours talk.
+
+    Where hosts have several ranks it is the hosts that are neighbours, and a host's ranks read what one of them has received.
+    """
+    if sizes.hosts is not None and not apart(sizes.hosts):
+        return _ring_of_hosts(sizes, sizes.hosts, rank)
     rows, ranks, starts = sizes.rows, len(sizes.rows), offsets(sizes.rows)
     following, previous = (rank + 1) % ranks, (rank - 1) % ranks
     sent = [origin for origin in [rank, *before(rank, ranks)] if origin != following and rows[origin]]
@@ -175,6 +180,51 @@ def ring(sizes: Sizes, rank: int) -> Gathering:
                 transfers += [arrivals[-1].wait] if origin != rank else []
                 transfers += [Copy(source, here._replace(rank=following)), Notify(following, Signal("arrived", rank))]
     return Gathering(first, [transfers] if transfers else [], arrivals, last)
+
+
+def _ring_of_hosts(sizes: Sizes, hosts: Hosts, rank: int) -> Gathering:
+    """Every rank hands all that it has to one rank of the next host, the rows of near hosts first."""
+    rows, ranks, around, starts = sizes.rows, len(sizes.rows), max(hosts) + 1, offsets(sizes.rows)
+    near = [peer for peer in neighbours(rank, hosts) if rows[peer]]
+
+    def following(holder: int) -> int:
+        return carrier(holder, (hosts[holder] + 1) % around, hosts)
+
+    def chain(origin: int) -> list[int]:
+        """Who holds its rows, host by host."""
+        holders = [origin]
+        while len(holders) < around:
+            holders.append(following(holders[-1]))
+        return holders
+
+    def sent(holder: int) -> list[tuple[int, int, int]]:
+        """``(origin, low, high)`` of what a rank hands on, in order."""
+        held = [(chain(origin).index(holder), origin) for origin in range(ranks) if holder in chain(origin)[:-1]]
+        return [(origin, low, high) for _, origin in sorted(held) for low, high in chunks(rows[origin], sizes.chunk)]
+
+    def arrival(origin: int, low: int, high: int) -> Arrival:
+        """Rows of another host's rank, where they come to this one."""
+        step = (hosts[rank] - hosts[origin]) % around
+        before, holder = chain(origin)[step - 1 : step + 1]
+        here = Region(holder, "inbox", starts[origin] + low, starts[origin] + high)
+        return Arrival(Wait(Signal("arrived", before), sent(before).index((origin, low, high)) + 1), here, here.start)
+
+    first = list[Instruction]()
+    own = Region(rank, "a", 0, rows[rank])
+    if rows[rank] and neighbours(rank, hosts):
+        first = [*enter(rank, ranks), Copy(own, own._replace(buffer="staged"))]
+        first += [Notify(peer, Signal("ready", rank)) for peer in neighbours(rank, hosts)]
+    transfers: list[Instruction] = [*enter(rank, ranks)] if rows[rank] else []
+    for origin, low, high in sent(rank):
+        there = Region(following(rank), "inbox", starts[origin] + low, starts[origin] + high)
+        if origin != rank:
+            transfers.append(arrival(origin, low, high).wait)
+        source = own._replace(start=low, stop=high) if origin == rank else there._replace(rank=rank)
+        transfers += [Copy(source, there), *(Notify(peer, Signal("arrived", rank)) for peer in members(hosts[there.rank], hosts))]
+    arrivals = [Arrival(Wait(Signal("ready", peer), 1), Region(peer, "staged", 0, rows[peer]), starts[peer]) for peer in near]
+    far = sorted((p for p in range(ranks) if hosts[p] != hosts[rank]), key=lambda p: (hosts[rank] - hosts[p]) % around)
+    arrivals += [arrival(origin, low, high) for origin in far for low, high in chunks(rows[origin], sizes.chunk)]
+    return Gathering(first, [transfers] if transfers else [], arrivals, [*leave(rank, ranks)] if arrivals else [])
 
 
 def _open(sizes: Sizes, rank: int, sources: Sequence[int]) -> tuple[list[Instruction], list[Instruction]]:
@@ -222,7 +272,7 @@ def all_gather(
     own part of `gathered`.
     """
     ranks, starts = len(rows), offsets(rows)
-    shared = hosts is not None and not apart(hosts) and algorithm == "push"  # rows that arrive are read by several ranks
+    shared = hosts is not None and not apart(hosts)  # rows that arrive are read by several ranks
     straight = (symmetric_gathered and not shared) or apart(hosts)
     sizes = Sizes(rows, chunk_rows, symmetric_a, "gathered" if straight else "inbox", order, links, hosts)
     count = ranks if planned is None else planned

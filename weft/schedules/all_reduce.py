@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Term, Wait
 from weft.schedules.common import Hosts, after, apart, around, before, enter, leave, offsets, publish, split, tidy
+from weft.schedules.host_rings import HostRing, of_rows
 from weft.schedules.host_sums import HostSums, inbox_rows, part_of, reduce
 from weft.schedules.reduce_scatter import blocks_of, stage, sum_of
 from weft.schedules.slots import Part, Stream, copies, pipeline
@@ -49,16 +50,24 @@ def all_reduce(
     return Plan("all_reduce", algorithm, buffers, lanes, result)
 
 
-def push(rows: int, ranks: int, op: str = "sum", *, chunk_rows: int, hosts: Hosts) -> Plan:
-    """``two_shot`` over several hosts: each adds up what its ranks have; those who keep a block put its sum to all hosts."""
+def put(rows: int, ranks: int, algorithm: str, op: str = "sum", *, chunk_rows: int, hosts: Hosts) -> Plan:
+    """All-reduce over several hosts, each of which adds up what its ranks have.
+
+    ``two_shot``: it puts that to the ranks that keep a block each, and these put its sum to all hosts. ``ring``: it puts it to the
+    next host, which adds its own, and complete sums go round once more.
+    """
     blocks, everything = split(rows, ranks), (rows,) * ranks
     sums = HostSums(blocks, chunk_rows, op, hosts, True, "a" if apart(hosts) else "partial")
-    lanes = tuple({"compute": tidy(reduce(sums._replace(rank=r), stage)) if rows else ()} for r in range(ranks))
+    every = [sums._replace(rank=r) for r in range(ranks)]
+    ring = algorithm == "ring"
+    made = (
+        [of_rows(HostRing(own, everywhere=True), stage) if ring else reduce(own, stage) for own in every] if rows else [[]] * ranks
+    )
     buffers = {"a": Buffer("input", everything), "out": Buffer("output", everything)}
-    buffers |= {name: Buffer("workspace", everything) for name in ("partial", "hosted", "summed")}
+    buffers |= {name: Buffer("workspace", everything) for name in ("partial", "hosted", "running", "summed")}
     buffers["inbox"] = Buffer("workspace", inbox_rows(blocks, hosts))
-    terms = tuple(Term(p, "a", 0) for p in range(ranks))
-    return Plan("all_reduce", "two_shot", buffers, lanes, {Region(r, "out", 0, rows): terms for r in range(ranks) if rows})
+    terms, lanes = tuple(Term(p, "a", 0) for p in range(ranks)), tuple({"compute": tidy(lane)} for lane in made)
+    return Plan("all_reduce", algorithm, buffers, lanes, {Region(r, "out", 0, rows): terms for r in range(ranks) if rows})
 
 
 def _one_shot(rank: int, rows: int, ranks: int, op: str, symmetric: bool) -> Sequence[Instruction]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
-from weft.schedules.common import Hosts, apart, before, carrier, enter, leave, members, neighbours, others, publish
+from weft.schedules.common import Hosts, apart, before, carrier, chunks, enter, leave, members, neighbours, others, publish, tidy
 from weft.schedules.slots import Part, Stream, copies, pipeline
 
 
@@ -56,10 +56,13 @@ def _through_slots(rank: int, handed: Stream) -> tuple[Instruction, ...]:
     return pipeline(rank, [handed], [lambda step: handed.stage(rank, step, copies(rank, "a")), fetch])
 
 
-def push(rows: int, source: int, hosts: Hosts) -> Plan:
-    """`broadcast` over several hosts: rows are put to one rank of each other host, and its other ranks read them there."""
+def push(rows: int, source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
+    """`broadcast` over several hosts: rows are put to one rank of each other host, and its other ranks read them there.
+
+    Where every rank has a host of its own they are put into its ``out``, unless they are to be `staged`.
+    """
     ranks, lanes, result = len(hosts), [], {}
-    arrived, alone = Signal("arrived", source), apart(hosts)
+    arrived, alone = Signal("arrived", source), apart(hosts) and not staged
     for r in range(ranks):
         lane: list[Instruction] = []
         if r == source:
@@ -87,3 +90,47 @@ def push(rows: int, source: int, hosts: Hosts) -> Plan:
         "out": Buffer("output", tuple(rows - there for there in at_source)),
     }
     return Plan("broadcast", "push", buffers, tuple(lanes), result)
+
+
+def ring(rows: int, source: int, hosts: Hosts, *, chunk_rows: int, staged: bool = False) -> Plan:
+    """`push`, but each host puts rows to the next one as they come, so that the source sends them once."""
+    ranks, around, lanes = len(hosts), max(hosts) + 1, []
+    at_source = tuple(rows if r == source else 0 for r in range(ranks))
+    into = "out" if apart(hosts) and not staged else "staged"
+    holders = [source, *(carrier(source, (hosts[source] + step) % around, hosts) for step in range(1, around))]
+    pieces = [*chunks(rows, chunk_rows)]
+    for r in range(ranks):
+        step = (hosts[r] - hosts[source]) % around
+        before, holder = Signal("arrived", holders[step - 1]), holders[step]
+        following = holders[step + 1] if r == holder and step + 1 < around else None
+        lane: list[Instruction] = []
+        if into == "out":  # which a rank's holder before may write to once it has made the call
+            lane += [Notify(holders[step - 1], Signal("open", r))] if step else []
+            lane += [Wait(Signal("open", following), 1)] if following is not None else []
+        elif r == source:
+            lane += enter(r, ranks)
+            if neighbours(r, hosts):
+                own = Region(r, "a", 0, rows)
+                lane.append(Copy(own, own._replace(buffer="staged")))
+                lane += [Notify(peer, Signal("ready", r)) for peer in neighbours(r, hosts)]
+        for count, (low, high) in enumerate(pieces, 1):
+            here = Region(r, "a" if r == source else into, low, high)
+            lane += [Wait(before, count)] if step else []
+            if following is not None:
+                lane.append(Copy(here, Region(following, into, low, high)))
+                lane += [Notify(peer, Signal("arrived", r)) for peer in members(hosts[following], hosts)]
+            if into == "staged" and step:
+                lane.append(Copy(here._replace(rank=holder), Region(r, "out", low, high)))
+        if into == "staged" and r != source:
+            if not step:
+                kept = Region(source, "staged", 0, rows)
+                lane += [Wait(Signal("ready", source), 1), Copy(kept, kept._replace(rank=r, buffer="out"))]
+            lane += leave(r, ranks)
+        lanes.append({"compute": tidy(lane) if rows else ()})
+    result = {Region(r, "out", 0, rows): (Term(source, "a", 0),) for r in range(ranks) if rows and r != source}
+    buffers = {
+        "a": Buffer("input", at_source),
+        "staged": Buffer("workspace", (rows,) * ranks),
+        "out": Buffer("output", tuple(rows - there for there in at_source)),
+    }
+    return Plan("broadcast", "ring", buffers, tuple(lanes), result)

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait
 from weft.schedules.common import Hosts, after, before, chunks, enter, in_all, leave, offsets, tidy
+from weft.schedules.host_rings import HostRing, of_products
 from weft.schedules.host_sums import HostSums, inbox_rows, reduce_products
 from weft.schedules.matmul_reduce_scatter import Lanes, Sizes, multiply, wait_all
 
-ALGORITHMS = ("one_shot", "two_shot", "sequential")
+ALGORITHMS = ("one_shot", "two_shot", "ring", "sequential")
 
 Pieces = Sequence[tuple[int, int]]
 
@@ -42,6 +43,9 @@ def matmul_all_reduce(
         sizes = sizes._replace(chunk=max(1, total))
     if ranks == 1:
         make = _alone
+    elif algorithm == "ring":
+        sums = HostSums(rows, sizes.chunk, op, hosts or range(ranks))
+        make = lambda _, rank, __: of_products(HostRing(sums._replace(rank=rank), everywhere=True), multiply)  # noqa: E731
     elif hosts is not None and algorithm != "one_shot":
         sums = HostSums(rows, sizes.chunk, op, hosts, algorithm == "sequential")
         make = lambda _, rank, __: reduce_products(sums._replace(rank=rank), multiply)  # noqa: E731
@@ -57,6 +61,7 @@ def matmul_all_reduce(
         "a": Buffer("input", everything),
         "partial": Buffer("workspace", everything),
         "summed": Buffer("workspace", everything),
+        "running": Buffer("workspace", everything),
         "hosted": Buffer("workspace", everything),
         "inbox": Buffer("workspace", inbox),
         "out": Buffer("output", everything),

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait
 from weft.schedules.common import Hosts, after, before, chunks, enter, in_all, in_order, leave, offsets, side_lanes, tidy
+from weft.schedules.host_rings import HostRing, of_products
 from weft.schedules.host_sums import HostSums, inbox_rows, scatter, scatter_products
 
 ALGORITHMS = ("direct", "push", "ring", "sequential")
@@ -67,6 +68,9 @@ def matmul_reduce_scatter(
     elif hosts is not None and algorithm == "sequential":
         sums = HostSums(rows, max(1, *rows), op, hosts, at_once=True)
         make = lambda _, rank: {"compute": scatter(sums._replace(rank=rank), multiply)}  # noqa: E731
+    elif hosts is not None and algorithm == "ring":
+        sums = HostSums(rows, chunk_rows, op, hosts)
+        make = lambda _, rank: of_products(HostRing(sums._replace(rank=rank)), multiply)  # noqa: E731
     planned = ranks if planned is None else planned
     lanes = [{name: tidy(lane) for name, lane in make(sizes, r).items()} if total else {"compute": ()} for r in range(planned)]
     everything, factor = (total,) * ranks, "partial" if ranks > 1 else "out"

@@ -7,26 +7,29 @@ from itertools import chain
 
 from weft.plan import Buffer, Copy, Instruction, Plan, Reduce, Region, Signal, Term, Wait
 from weft.schedules.common import Hosts, after, apart, before, offsets, publish, tidy
+from weft.schedules.host_rings import HostRing, of_rows
 from weft.schedules.host_sums import HostSums, inbox_rows, scatter
 from weft.schedules.slots import Arrival, Part, Stream, copies, pipeline
 
 
-def push(rows: Sequence[int], op: str = "sum", *, chunk_rows: int, hosts: Hosts) -> Plan:
-    """`reduce_scatter` over several hosts: each adds up what its ranks have, and puts it to the ranks of the others."""
+def put(rows: Sequence[int], algorithm: str, op: str = "sum", *, chunk_rows: int, hosts: Hosts) -> Plan:
+    """`reduce_scatter` over several hosts, each of which adds up what its ranks have.
+
+    ``push``: it puts that to the ranks of the others; ``ring``: to the next host, which adds its own.
+    """
     ranks, starts, total = len(rows), offsets(rows), sum(rows)
     sums = HostSums(rows, chunk_rows, op, hosts, True, "a" if apart(hosts) else "partial")
-    lanes = [{"compute": tidy(scatter(sums._replace(rank=r), stage)) if total else ()} for r in range(ranks)]
+    every = [sums._replace(rank=r) for r in range(ranks)]
+    made = (
+        [of_rows(HostRing(own), stage) if algorithm == "ring" else scatter(own, stage) for own in every] if total else [[]] * ranks
+    )
     result = {
         Region(r, "out", 0, kept): tuple(Term(p, "a", starts[r]) for p in range(ranks)) for r, kept in enumerate(rows) if kept
     }
-    buffers = {
-        "a": Buffer("input", (total,) * ranks),
-        "partial": Buffer("workspace", (total,) * ranks),
-        "hosted": Buffer("workspace", (total,) * ranks),
-        "inbox": Buffer("workspace", inbox_rows(rows, hosts)),
-        "out": Buffer("output", tuple(rows)),
-    }
-    return Plan("reduce_scatter", "push", buffers, tuple(lanes), result)
+    buffers = {"a": Buffer("input", (total,) * ranks), "out": Buffer("output", tuple(rows))}
+    buffers |= {name: Buffer("workspace", (total,) * ranks) for name in ("partial", "hosted", "running", "summed")}
+    buffers["inbox"] = Buffer("workspace", inbox_rows(rows, hosts))
+    return Plan("reduce_scatter", algorithm, buffers, tuple({"compute": tidy(lane)} for lane in made), result)
 
 
 def stage(rank: int, start: int, stop: int) -> Instruction:
