@@ -12,7 +12,7 @@ import hashlib
 import math
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _ROWS = (1, 2, 8, 64, 512)  # numbers of rows at which the ways are timed; others go by the nearest one below
 _COLD_ROWS = 8  # up to this many the weight is timed as it comes from memory: reading it is most of the work
+_ROUNDS = 7  # in which they are
+_FAR = 8  # times as slow as the fastest is not tried again
+_WORTH = 1.05  # times as fast as torch.mm is another way to be, so that it is not noise that chooses
 _PROBED = 64  # elements of a packed weight that are compared to see whether it was changed
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BLOCK = 256  # rows of a packed product whose result still lies in the cache when it is copied to its place
@@ -219,7 +222,7 @@ def _table(dtype: torch.dtype, out_dtype: torch.dtype, threads: int) -> dict[str
     """The fastest way by number of rows, for factors that lie in one way or another."""
     machine = f"{processor()} torch {torch.__version__} {threads} threads"
     kind = f"{dtype}-{out_dtype}".replace("torch.", "")
-    name = f"ways-{kind}-{hashlib.sha256(machine.encode()).hexdigest()[:16]}"
+    name = f"fastest-{kind}-{hashlib.sha256(machine.encode()).hexdigest()[:16]}"
     table: dict[str, dict[str, str]] = cache.once(name, lambda: _measure(dtype, out_dtype) | {"machine": machine})
     return table
 
@@ -252,8 +255,9 @@ def _measure(dtype: torch.dtype, out_dtype: torch.dtype) -> dict[str, dict[str, 
         for rows in _ROWS:
             x, out = torch.randn(rows, width).to(dtype), torch.empty(rows, width, dtype=out_dtype)
             x = x.t().contiguous().t() if columns else x
-            seconds[rows] = {way: _time(functools.partial(_WAYS[way], x, weight, out, None), rows <= _COLD_ROWS) for way in ways}
-            ways = [way for way in ways if seconds[rows][way] < 8 * min(seconds[rows].values())]
+            works = {way: functools.partial(_WAYS[way], x, weight, out, None) for way in ways}
+            seconds[rows] = _times(works, rows <= _COLD_ROWS)
+            ways = [way for way in ways if seconds[rows][way] < _FAR * min(seconds[rows].values())]
         table[_lie(x, weight)] = _fastest(seconds, isinstance(weight, PackedWeight))
     return table
 
@@ -271,7 +275,10 @@ def _fastest(seconds: dict[int, dict[str, float]], packed: bool) -> dict[str, st
 
     if packed:
         ways = {"mm", min(ways - {"mm"} or ways, key=loss)}
-    return {str(rows): min(ways & set(timed), key=timed.__getitem__) for rows, timed in seconds.items()}
+    return {
+        str(rows): min(ways & set(timed), key=lambda way: timed[way] * (1 if way == "mm" else _WORTH))
+        for rows, timed in seconds.items()
+    }
 
 
 def _version(tensor: Tensor) -> int:
@@ -279,20 +286,26 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _time(work: Callable[[], None], cold: bool) -> float:
-    """The least of a few runs, after one that warms up; if `cold`, each with empty caches. Infinite for what cannot run here."""
-    try:
-        work()
-    except RuntimeError:
-        return math.inf
-    seconds = []
-    for _ in range(4):
-        if cold:
-            _flood().add_(1)
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+def _times(works: Mapping[str, Callable[[], None]], cold: bool) -> dict[str, float]:
+    """The least time of each in a few rounds, after one that warms up; if `cold`, with empty caches. Infinite where it cannot run.
+
+    In each round all take their turn, so that a machine that is slow for a while is so for all of them.
+    """
+    seconds = dict.fromkeys(works, math.inf)
+    for turn in range(_ROUNDS):
+        for way, work in works.items():
+            if turn and seconds[way] > _FAR * min(seconds.values()):
+                continue
+            if cold:
+                _flood().add_(1)
+            start = time.perf_counter()
+            try:
+                work()
+            except RuntimeError:
+                continue
+            taken = time.perf_counter() - start
+            seconds[way] = min(taken, seconds[way]) if turn > 1 else taken
+    return seconds
 
 
 @functools.cache

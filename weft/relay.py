@@ -1,4 +1,4 @@
-"""What a rank has with ranks on other hosts: a process group of its own, and what goes over it beside the rows.
+"""What a rank has with ranks on other hosts: process groups of its own, and what goes over them beside the rows.
 
 To the rest of weft a peer on another host has a Unix socket as any peer has: its other end is held here, and what is written to it
 is carried to the peer's relay, which writes it to a socket there. So notes, bad news, farewells and deaths have one way on one host
@@ -8,12 +8,14 @@ and on many.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import socket
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -39,14 +41,19 @@ _ANNOUNCED = 16  # calls whose headers may be on their way to a peer
 class Relay:
     """The connections of rank `rank` of `group` to `peers`, its ranks on other hosts; made collectively.
 
-    `timeout` is the seconds that making the connections may take. Attribute `group`: a process group of the same ranks, over which
-    only this relay and the engine send.
+    `timeout` is the seconds that making the connections may take.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, peers: Sequence[int], timeout: float) -> None:
         _check_backend(group)
         ranks, limit = dist.get_process_group_ranks(group), timedelta(seconds=timeout)
-        self.group: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, use_local_synchronization=True, group_desc="weft")
+        # One for each direction. On one connection for both, gloo's thread finds what has come while another thread writes, and,
+        # unable to take it, asks again and again until that one is done: on a shared core as long as a time slice.
+        with _patient_threads():
+            self.groups: list[dist.ProcessGroup] = [
+                dist.new_group(ranks, timeout=limit, use_local_synchronization=True, group_desc=f"weft {way}")
+                for way in ("down", "up")
+            ]
         self.rank, self.peers = rank, list(peers)
         self.ends: dict[int, socket.socket] = {}
         self.locks = {peer: threading.Lock() for peer in peers}  # a message's frames go together
@@ -80,6 +87,14 @@ class Relay:
             for peer in self.peers:
                 self.announced.append(self._post(peer, header))
 
+    def send(self, rows: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        """Begin to send contiguous rows; those of one tag arrive in order."""
+        return self.groups[self.rank < peer].send([rows], peer, tag)
+
+    def receive(self, rows: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        """Begin to receive what `peer` sends under this tag, in as many bytes."""
+        return self.groups[peer < self.rank].recv([rows], peer, tag)
+
     def work(self, key: Hashable, call: int, job: Callable[[], None]) -> None:
         """Do `job` of a call on the thread of this key, after its earlier ones. Keys of jobs that receive are (the sender, …)."""
         worker = self.workers.get(key)
@@ -97,9 +112,9 @@ class Relay:
         deadline = time.monotonic() + _LINGER
         for over in self.over.values():
             over.wait(max(0.0, deadline - time.monotonic()))
-        for peer in self.peers:  # a receive that times out closes all connections of its group, and of no other
+        for group, peer in itertools.product(self.groups, self.peers):  # a receive that times out closes its group's connections
             with contextlib.suppress(RuntimeError):
-                self.group.recv([torch.empty(1)], peer, _NOTHING).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1)], peer, _NOTHING).wait(timedelta(milliseconds=1))
         for end in self.ends.values():
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
@@ -113,7 +128,8 @@ class Relay:
 
     def _run(self, target: Callable[..., None], *args: object) -> None:
         self.threads.append(threading.Thread(target=target, args=args, daemon=True))
-        self.threads[-1].start()
+        with _patient_threads():
+            self.threads[-1].start()
 
     def _post(self, peer: int, message: bytes) -> list[tuple[dist.Work, torch.Tensor]]:
         """Send a message in frames; they are under way when this returns."""
@@ -124,7 +140,7 @@ class Relay:
                 frame = torch.zeros(_FRAME, dtype=torch.uint8)
                 head = struct.pack("<H?", len(part), start + _PAYLOAD < len(message))
                 frame[: 3 + len(part)] = torch.frombuffer(bytearray(head + part), dtype=torch.uint8)
-                posted.append((self.group.send([frame], peer, CONTROL), frame))
+                posted.append((self.send(frame, peer, CONTROL), frame))
         return posted
 
     def _speak(self, peer: int) -> None:
@@ -144,7 +160,7 @@ class Relay:
         message = farewell = b""
         with contextlib.suppress(RuntimeError, OSError):
             while True:
-                self.group.recv([frame], peer, CONTROL).wait(FOREVER)
+                self.receive(frame, peer, CONTROL).wait(FOREVER)
                 got = frame.numpy().tobytes()
                 length, more = struct.unpack_from("<H?", got)
                 message += got[3 : 3 + length]
@@ -215,6 +231,21 @@ class _Worker:
         with self.changed:
             while self.jobs and self.jobs[0][0] <= call and (left := deadline - time.monotonic()) > 0:
                 self.changed.wait(left)
+
+
+@contextlib.contextmanager
+def _patient_threads() -> Iterator[None]:
+    """Threads that are started meanwhile, gloo's too, do not interrupt others that compute: where all cores are busy they wait for
+    their turn, some milliseconds, and then take all that has come. Packet by packet they slowed a product by half as much again.
+    """
+    if os.sched_getscheduler(0) != os.SCHED_OTHER:  # whoever chose another policy knows better
+        yield
+        return
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # which threads inherit
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def _check_backend(group: dist.ProcessGroup) -> None:

@@ -233,7 +233,7 @@ class _Sending:
             at = self.advance(at + 1)
 
     def send(self, batch: _Sent, tensors: Sequence[Tensor]) -> None:
-        group, name = self.program.engine.relay.group, wire(self.lane, batch.to)
+        relay, name = self.program.engine.relay, wire(self.lane, batch.to)
         under_way: deque[tuple[dist.Work, Tensor, int, int]] = deque()
 
         def finish() -> None:
@@ -243,7 +243,7 @@ class _Sending:
 
         for index, tensor in zip(batch.indices, tensors, strict=True):
             rows, begun = tensor.contiguous(), _native.now()
-            under_way.append((group.send([rows], batch.to, self.tag), rows, index, begun))
+            under_way.append((relay.send(rows, batch.to, self.tag), rows, index, begun))
             if len(under_way) == OUTSTANDING:
                 finish()
         while under_way:
@@ -271,13 +271,13 @@ class _Receiving:
         self.tensors = [program.tensor(rows) for rows in messages]
 
     def run(self) -> None:
-        group, program = self.program.engine.relay.group, self.program
+        relay, program = self.program.engine.relay, self.program
         coming: list[tuple[dist.Work, Tensor, Tensor]] = []
         try:
             at = program.world.native.run(program.native, self.number, 0)
             for tensor in self.tensors:
                 rows = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
-                coming.append((group.recv([rows], self.sender, self.tag), rows, tensor))
+                coming.append((relay.receive(rows, self.sender, self.tag), rows, tensor))
             for work, rows, tensor in coming:
                 work.wait(FOREVER)
                 if rows is not tensor:

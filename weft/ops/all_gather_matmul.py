@@ -12,7 +12,7 @@ from weft.engines import engine
 from weft.engines.host import Geometry
 from weft.matmul import DTYPES, FLOAT8, PackedWeight, Weight, multiply, plain
 from weft.ops import arguments, dims, float8
-from weft.ops.choice import PIECES, Choice, Signature, best, check, dtype_name, preferred
+from weft.ops.choice import Choice, Signature, best, check, dtype_name, pieces, preferred
 from weft.plan import Plan
 from weft.predict import Candidate, Case
 from weft.schedules import all_gather as gathering
@@ -226,7 +226,7 @@ def choose(
         else:
             algorithm, why = "direct", "peers' rows can be read where they lie at the speed of own memory"
     whole = algorithm in ("direct", "sequential")
-    chunk = largest if whole else chunk_rows or -(-largest // PIECES)
+    chunk = largest if whole else chunk_rows or -(-largest // pieces(world))
     return Choice(Candidate(algorithm, max(1, chunk)), why)
 
 

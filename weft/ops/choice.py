@@ -22,7 +22,9 @@ from weft.schedules.broadcast import broadcast, push
 from weft.world import World, several_hosts
 
 PIECES = 16  # transfers per shard: enough that little is left to do when the last one arrives
-_OTHER_PIECES = (8, 32)  # that are considered where pieces pass a link
+HOST_PIECES = (
+    8  # between hosts, where cores pay for each transfer, and for each small product, more than for what is left in the end
+)
 _CLEARLY = {True: 0.05, False: 0.2}  # by how much a prediction has to beat the usual way; whether this machine is calibrated
 _MANY = 4  # ranks from which on they are taken to be equal, and ways in which they are not are not considered
 _SIGNATURES = 256  # that a world decides on, each in some milliseconds; where sizes change all the time the usual way has to do
@@ -157,6 +159,11 @@ def preferred(
     return Choice(fastest, f"predicted for {where}: {ms:.3g} ms, and {before:.3g} for {usual.way}, {usual.chunk_rows} rows", found)
 
 
+def pieces(world: World) -> int:
+    """Transfers per shard."""
+    return HOST_PIECES if world.relay else PIECES
+
+
 def _predictable(world: World) -> bool:
     """Whether machine profiles say anything about the world's engine: they are of CPUs."""
     return world.ranks > 1 and not world.streams
@@ -174,7 +181,7 @@ def _ways(case: Case, usual: Choice, rule: Rule, sizes: bool) -> list[Candidate]
             continue
         ways.append(way)
         if sizes and name != "sequential":
-            ways += [way._replace(chunk_rows=-(-way.chunk_rows * PIECES // pieces)) for pieces in _OTHER_PIECES]
+            ways += [way._replace(chunk_rows=rows) for rows in (2 * way.chunk_rows, -(-way.chunk_rows // 2))]
     if case.ranks > 2 and case.operator != "matmul_all_reduce":
         ways += [way._replace(order="interleaved") for way in ways if way.algorithm == "push"]
     return [*dict.fromkeys(ways)]

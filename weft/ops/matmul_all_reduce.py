@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.matmul import DTYPES, FLOAT8, PackedWeight, Weight, plain
 from weft.ops import arguments, dims, float8, partial_sums
-from weft.ops.choice import PIECES, Choice, Signature, best, check, dtype_name, preferred
+from weft.ops.choice import Choice, Signature, best, check, dtype_name, pieces, preferred
 from weft.ops.matmul_reduce_scatter import ADDED_ROWS, FEW_ROWS
 from weft.ops.partial_sums import Sums
 from weft.predict import Candidate, Case
@@ -146,6 +146,6 @@ def choose(rows: int, world: World, algorithm: str = "auto", chunk_rows: int | N
             algorithm, why = "two_shot", "each rank adds up a part, so the work does not grow with the number of ranks"
     # One_shot waits for all peers once per piece, so few and large ones let a rank be late now and then at no cost.
     few = min(rows, ADDED_ROWS[packed and algorithm == "two_shot"])
-    added = -(-rows // (2 * PIECES)) if world.link or world.relay else few
+    added = -(-rows // (2 * pieces(world))) if world.link or world.relay else few
     chunk = rows if algorithm == "sequential" else chunk_rows or added
     return Choice(Candidate(algorithm, max(1, chunk)), why)

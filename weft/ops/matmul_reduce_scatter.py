@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.matmul import DTYPES, FLOAT8, PackedWeight, ScaledWeight, Weight, plain
 from weft.ops import arguments, dims, float8, partial_sums
-from weft.ops.choice import PIECES, Choice, Signature, best, check, dtype_name, preferred
+from weft.ops.choice import Choice, Signature, best, check, dtype_name, pieces, preferred
 from weft.ops.partial_sums import Sums
 from weft.predict import Candidate, Case
 from weft.schedules import matmul_reduce_scatter as schedule
@@ -172,5 +172,5 @@ def choose(
         else:
             algorithm, why = "direct", "peers' products can be added where they lie at the speed of own memory"
     largest = max(rows)
-    chunk = chunk_rows or (min(largest, ADDED_ROWS[packed]) if algorithm == "direct" else -(-largest // PIECES))
+    chunk = chunk_rows or (min(largest, ADDED_ROWS[packed]) if algorithm == "direct" else -(-largest // pieces(world)))
     return Choice(Candidate(algorithm, max(1, largest if algorithm == "sequential" else chunk)), why)
