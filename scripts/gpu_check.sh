@@ -33,17 +33,17 @@ fi
 
 tree=$(mktemp -d)
 trap 'rm -rf "$tree"' EXIT
-step build 120 "$python" -m pip install --no-index --no-deps --no-build-isolation --target "$tree" .
+step build 60 "$python" -m pip install --no-index --no-deps --no-build-isolation --target "$tree" .
 export PYTHONPATH=$tree${PYTHONPATH:+:$PYTHONPATH} WEFT_CACHE=$tree/cache TRITON_CACHE_DIR=$tree/triton
 export PYTHONSAFEPATH=1  # the weft that was built, not the sources here
 export CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER
 weft=("$python" -c 'from weft.cli import main; main()')
 
-step tests 120 "$python" -m pytest -q tests/test_gpu.py -p no:cacheprovider
-step from-host 60 "${weft[@]}" bench all-gather-matmul --peers host --shape 8192x8192x8192 --dtype float16 --ranks 2 \
+step tests 100 "$python" -m pytest -q tests/test_gpu.py -p no:cacheprovider
+step from-host 50 "${weft[@]}" bench all-gather-matmul --peers host --shape 8192x8192x8192 --dtype float16 --ranks 2 \
   --json "$out/from-host.json" --plot "$out/from-host.png"
-step all-gather 130 "${weft[@]}" bench all-gather --device cuda --ranks 2 --sizes 1M:256M:16 --comm-sms 4,8,16,32,64 \
+step all-gather 120 "${weft[@]}" bench all-gather --device cuda --ranks 2 --sizes 1M,16M,64M,256M --comm-sms 4,8,16,32,64 \
   --json "$out/all-gather.json" --plot "$out/all-gather.png"
-step products 90 "$python" scripts/gpu_products.py "$out"
+step products 130 "$python" scripts/gpu_products.py "$out"
 "$python" scripts/gpu_summary.py "$out" | tee "$out/summary.md"
 exit $failed

@@ -3,7 +3,11 @@
 import json
 import statistics
 import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,38 +20,74 @@ from weft.launcher import launch
 SHAPES = [(8192, 8192, 8192), (4096, 10240, 5120), (2048, 2048, 1024)]
 
 
-def fused(ranks: int) -> dict[str, object]:
-    """All-gather + matmul of 8192 x 8192 x 8192 bfloat16 in a local world, beside gathering first and one product."""
+M = N = K = 8192
+
+
+def medians(every: list[dict[str, list[float]]]) -> dict[str, float]:
+    """Of each view the median over iterations of the slowest rank."""
+    return {view: statistics.median(map(max, zip(*(one[view] for one in every), strict=True))) for view in every[0]}
+
+
+def fused(ranks: int, products: str) -> dict[str, Any]:
+    """Fused operators of 8192 x 8192 x 8192 bfloat16 in a local world, beside one after the other, and the product alone."""
 
     def measure() -> dict[str, list[float]]:
         world = weft.init()
-        rows = 8192 // world.ranks
-        a = torch.randn(rows, 8192, device=world.device).bfloat16()
-        b = torch.randn(8192, 8192 // world.ranks, device=world.device).bfloat16()
-        out = torch.empty(8192, b.shape[1], device=world.device, dtype=a.dtype)
-        gathered = torch.empty(8192, 8192, device=world.device, dtype=a.dtype)
+        rows, columns, device = M // world.ranks, N // world.ranks, world.device
+        a, b = torch.randn(rows, K, device=device).bfloat16(), (torch.randn(K, columns, device=device) / K**0.5).bfloat16()
+        out, gathered = a.new_empty(M, columns), a.new_empty(M, K)
+        x, w = torch.randn(M, columns, device=device).bfloat16(), (torch.randn(columns, N, device=device) / K**0.5).bfloat16()
+        scattered, product = x.new_empty(rows, N), x.new_empty(M, N)
+
+        def gather(algorithm: str) -> Any:
+            return partial(weft.all_gather_matmul, a, b, out=out, algorithm=algorithm)
+
+        def scatter(algorithm: str) -> Any:
+            return partial(weft.matmul_reduce_scatter, x, w, out=scattered, algorithm=algorithm)
+
+        views = {f"gather {algorithm}": gather(algorithm) for algorithm in ("pull", "direct", "push")}
+        views |= {f"scatter {algorithm}": scatter(algorithm) for algorithm in ("push", "direct", "put")}
+        if products == "torch":
+            views["gather, then product"] = lambda: torch.mm(weft.all_gather(a, out=gathered), b, out=out)
+            views["product of the gather"] = lambda: torch.mm(gathered, b, out=out)
+            views["product, then scatter"] = lambda: weft.reduce_scatter(torch.mm(x, w, out=product), out=scattered)
+            views["product of the scatter"] = lambda: torch.mm(x, w, out=product)
         found = {}
-        for algorithm in ("pull", "direct"):
-            found[algorithm] = milliseconds(lambda way=algorithm: weft.all_gather_matmul(a, b, out=out, algorithm=way), 2, 10)
-        found["sequential"] = milliseconds(lambda: torch.mm(weft.all_gather(a, out=gathered), b, out=out), 2, 10)
-        found["compute"] = milliseconds(lambda: torch.mm(gathered, b, out=out), 2, 10)
+        for name, view in views.items():
+            weft.barrier()
+            found[name] = milliseconds(view, 2, 8)
+        right = weft.all_gather(a).float() @ b.float()
+        torch.testing.assert_close(weft.all_gather_matmul(a, b, algorithm="push").float(), right, rtol=2e-2, atol=2e-2)
+        right = weft.reduce_scatter(x.float() @ w.float())
+        torch.testing.assert_close(weft.matmul_reduce_scatter(x, w, algorithm="put").float(), right, rtol=2e-2, atol=4e-2)
         return found
 
-    with weft.local_world(ranks, "cuda") as local:
-        every = local.run(measure)
-    medians = {
-        view: statistics.median(max(times) for times in zip(*(one[view] for one in every), strict=True)) for view in every[0]
+    with weft.local_world(ranks, "cuda", products=products) as local:
+        return {"ranks": ranks, "products": products, "times_ms": medians(local.run(measure))}
+
+
+def tried(step: Callable[[], Any]) -> Any:
+    """What a step finds, or in words what went wrong: the others are still to be measured."""
+    try:
+        return step()
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def main(file: Path) -> bool:
+    steps: dict[str, Callable[[], Any]] = {
+        "products": lambda: product_rates(SHAPES, torch.bfloat16, 3, 20),
+        **{f"{ranks} ranks, {how}": partial(fused, ranks, how) for ranks in (2, 4, 8) for how in ("torch", "triton")},
+        "processes": lambda: launch(gpu_processes.fused, 2, M, K, N, torch.bfloat16, 2, 10, threads=1)[0],
     }
-    return {"ranks": ranks, "times_ms": medians}
+    result: dict[str, Any] = {"machine": hardware(), "versions": versions()}
+    for name, step in steps.items():
+        result[name] = tried(step)
+        file.write_text(json.dumps(result, indent=1))  # what is there survives what follows
+    wrong = any(row["wrong"] for row in result["products"]) if isinstance(result["products"], list) else True
+    return wrong or any("error" in found for found in result.values())
 
 
 if __name__ == "__main__":
-    result = {
-        "machine": hardware(),
-        "versions": versions(),
-        "products": product_rates(SHAPES, torch.bfloat16, 3, 20),
-        "processes": launch(gpu_processes.fused, 2, 8192, 8192, 8192, torch.bfloat16, 2, 10, threads=1)[0],
-        "local_worlds": [fused(ranks) for ranks in (2, 4, 8)],
-    }
-    (Path(sys.argv[1]) / "products.json").write_text(json.dumps(result, indent=1))
-    sys.exit(any(row["wrong"] for row in result["products"]))
+    sys.exit(main(Path(sys.argv[1]) / "products.json"))

@@ -19,6 +19,7 @@ def main(folder: Path) -> None:
     if host:
         times = ", ".join(f"{name} {time['median']:.3f}" for name, time in host["times_ms"].items())
         print(f"\nPeers in host memory on {host['machine']['gpu']}: {times} ms; limit_ratio {host['limit_ratio']:.3f}, ", end="")
+        print(f"by the persistent kernel {host['limit_ratio_triton']:.3f}, ", end="")
         print(f"speedup {host['speedup']:.2f}, {'verified' if host['verified'] else 'WRONG'}")
     if gathers:
         print("\n| bytes gathered | implementation | SMs | us | GB/s | wrong |\n|---|---|---|---|---|---|")
@@ -29,15 +30,28 @@ def main(folder: Path) -> None:
             )
             print(f"| {row['algbw_gbps']:.1f} | {row['wrong']} |")
     if products:
-        print("\n| product | kernel TFLOP/s | torch.mm TFLOP/s | ratio | wrong |\n|---|---|---|---|---|")
-        for row in products["products"]:
-            shape = "x".join(str(row["shape"][name]) for name in "mkn")
-            print(f"| {shape} | {row['kernel_tflops']:.0f} | {row['torch_mm_tflops']:.0f} | {row['ratio']:.3f} | {row['wrong']} |")
-        print("\nTwo processes on one GPU, 8192 x 8192 x 8192: ", end="")
-        print(", ".join(f"{name} {time:.3f} ms" for name, time in products["processes"].items()))
-        print("\n| ranks on one GPU | " + " | ".join(products["local_worlds"][0]["times_ms"]) + " (ms) |\n|---|---|---|---|---|")
-        for row in products["local_worlds"]:
-            print(f"| {row['ranks']} | " + " | ".join(f"{time:.3f}" for time in row["times_ms"].values()) + " |")
+        rates = products.get("products")
+        if isinstance(rates, list):
+            print("\n| product | kernel TFLOP/s | torch.mm TFLOP/s | ratio | wrong |\n|---|---|---|---|---|")
+            for row in rates:
+                shape = "x".join(str(row["shape"][name]) for name in "mkn")
+                print(
+                    f"| {shape} | {row['kernel_tflops']:.0f} | {row['torch_mm_tflops']:.0f} | {row['ratio']:.3f} | {row['wrong']} |"
+                )
+        if processes := products.get("processes"):
+            print("\nTwo processes on one GPU, 8192 x 8192 x 8192: ", end="")
+            print(", ".join(f"{name} {time if isinstance(time, str) else f'{time:.3f} ms'}" for name, time in processes.items()))
+        worlds = [found for found in products.values() if isinstance(found, dict) and "times_ms" in found]
+        views = [*dict.fromkeys(view for world in worlds for view in world["times_ms"])]
+        if worlds:
+            print("\n| 8192 cubed, ms | " + " | ".join(f"{world['ranks']} {world['products']}" for world in worlds) + " |")
+            print("|---" * (len(worlds) + 1) + "|")
+            for view in views:
+                cells = [f"{world['times_ms'][view]:.3f}" if view in world["times_ms"] else "-" for world in worlds]
+                print(f"| {view} | " + " | ".join(cells) + " |")
+        for name, found in products.items():
+            if isinstance(found, dict) and "error" in found:
+                print(f"\n- {name}: {found['error']}")
 
 
 if __name__ == "__main__":

@@ -20,11 +20,16 @@ TARGETS = {
 }
 
 
+SHARED = {"sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
+"""The shared memory that a program may have, in bytes."""
+
+
 class Compiled(NamedTuple):
-    """The assembly of a kernel, and how many registers it spills to memory."""
+    """The assembly of a kernel, how many registers it spills to memory, and the bytes of shared memory that it takes."""
 
     assembly: str
     spills: int
+    shared: int
 
     def count(self, pattern: str) -> int:
         return len(re.findall(pattern, self.assembly))
@@ -42,11 +47,11 @@ def build(
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, types, dict(constants), aligned)
     made = triton.compile(source, target=TARGETS[target], options=options)
     if "ptx" in made.asm:
-        return Compiled(made.asm["ptx"], _local_bytes(made.asm["cubin"]))
+        return Compiled(made.asm["ptx"], _local_bytes(made.asm["cubin"]), made.metadata.shared)
     assembly = made.asm["amdgcn"]
     spills = re.findall(r"\.vgpr_spill_count:\s*(\d+)", assembly)  # scalar registers are spilled to vector registers
     assert len(spills) == 1
-    return Compiled(assembly, int(spills[0]))
+    return Compiled(assembly, int(spills[0]), made.metadata.shared)
 
 
 def _local_bytes(cubin: bytes) -> int:

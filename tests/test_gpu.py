@@ -1,5 +1,7 @@
 """What only a GPU can show; skipped where there is none. `scripts/gpu_check.sh` runs it."""
 
+import threading
+
 import pytest
 import torch
 
@@ -17,35 +19,66 @@ def close(found, exact):
     torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=2e-1)
 
 
-def every_operator():
+def every_operator(products):
     world = weft.init()
     rank, ranks = world.rank, world.ranks
     shards = [shard(world, r, 256, 128) for r in range(ranks)]
-    b = shard(world, 99, 128, 64)
+    b, bias = shard(world, 99, 128, 64), shard(world, 98, 64)
     exact = [s.double() @ b.double() for s in shards]
     for algorithm in ("direct", "pull", "push", "ring", "sequential"):
-        for _ in range(3):
+        for weight in (b, b.t().contiguous().t()):
             out = torch.full((256 * ranks, 64), float("nan"), device=world.device, dtype=b.dtype)
-            weft.all_gather_matmul(shards[rank], b, algorithm=algorithm, out=out)
-            close(out, torch.cat(exact))
+            weft.all_gather_matmul(shards[rank], weight, bias=bias, algorithm=algorithm, out=out)
+            close(out, torch.cat(exact) + bias.double())
     part = 256 // ranks
-    for algorithm in ("direct", "push", "ring", "sequential"):
-        close(weft.matmul_reduce_scatter(shards[rank], b, algorithm=algorithm), sum(exact)[part * rank : part * (rank + 1)])
-    close(weft.matmul_all_reduce(shards[rank], b), sum(exact))
+    for algorithm in ("direct", "push", "put", "ring", "sequential"):
+        y = weft.matmul_reduce_scatter(shards[rank], b, algorithm=algorithm, out_dtype=torch.float32)
+        close(y, sum(exact)[part * rank : part * (rank + 1)])
+    for algorithm in ("one_shot", "two_shot", "put", "sequential"):
+        close(weft.matmul_all_reduce(shards[rank], b, algorithm=algorithm), sum(exact))
+    wide = shards[rank].float()
+    close(weft.all_gather_matmul(wide, b.float(), algorithm="push"), torch.cat(exact))
     assert torch.equal(weft.all_gather(shards[rank]), torch.cat(shards))
     assert torch.equal(weft.all_gather_async(shards[rank]).wait(), torch.cat(shards))
     close(weft.all_reduce(shards[rank]), sum(s.double() for s in shards))
+    assert ("persistent kernel" in weft.explain(shards[rank], b)) == (products == "triton")
 
 
+@pytest.mark.parametrize("products", ["torch", "triton"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_operator(ranks):
-    with weft.local_world(ranks, "cuda") as local:
-        local.run(every_operator)
+def test_every_operator(ranks, products):
+    with weft.local_world(ranks, "cuda", products=products) as local:
+        local.run(every_operator, products)
+
+
+def gradients():
+    world = weft.init()
+    a = shard(world, world.rank, 64, 32, dtype=torch.float32).requires_grad_()
+    b = shard(world, 99, 32, 16, dtype=torch.float32).requires_grad_()
+    weft.all_gather_matmul(a, b).square().sum().backward()
+    close(a.grad, world.ranks * 2 * (a.detach().double() @ b.detach().double()) @ b.detach().double().t())
+
+
+def on_two_streams():
+    """Calls from one stream after the other come in the order in which they were made."""
+    world = weft.init()
+    a, other = torch.ones(1 << 20, device=world.device), torch.cuda.Stream(world.device)
+    for turn in range(4):
+        with torch.cuda.stream(other if turn % 2 else torch.cuda.current_stream()):
+            a = weft.all_reduce(a, op="avg") + 1
+        torch.cuda.current_stream().wait_stream(other)
+        other.wait_stream(torch.cuda.current_stream())
+    assert torch.equal(a, torch.full_like(a, 5.0))
+
+
+@pytest.mark.parametrize("work", [gradients, on_two_streams])
+def test_streams_and_threads(work):
+    with weft.local_world(2, "cuda") as local:
+        local.run(work)
 
 
 def kernels():
     from weft.kernels.all_gather import AllGather, Traffic
-    from weft.kernels.matmul_sums import MatmulSums
 
     world = weft.init()
     rank, ranks = world.rank, world.ranks
@@ -60,14 +93,6 @@ def kernels():
             assert torch.equal(gathered, torch.cat(shards))
             gather.check()
             weft.barrier()
-    b = shard(world, 99, 128, 256)
-    exact = sum(s.double() @ b.double() for s in shards)
-    out = torch.full((512, 256), float("nan"), device=world.device, dtype=torch.bfloat16)
-    sums = MatmulSums(world, shards[rank], b, out, programs=16)
-    for _ in range(3):
-        sums()
-        close(out, exact)
-        sums.check()
     with pytest.raises(ValueError, match="could keep those out that they"):
         AllGather(world, gathered, Traffic(sms=1024))
 
@@ -85,22 +110,26 @@ def test_the_product_kernel_is_torchs():
         assert row["wrong"] == 0
 
 
-def captured():
+def captured(together):
     world = weft.init()
-    a, out = torch.ones(64, 8, device=world.device), torch.empty(64, 8, device=world.device)
-    weft.all_reduce(a, out=out)
-    torch.cuda.synchronize()
+    a, b = torch.ones(64, 32, device=world.device), torch.ones(32, 16, device=world.device)
+    out = torch.empty(64, 16, device=world.device)
+    weft.matmul_all_reduce(a, b, out=out)
+    torch.cuda.current_stream().synchronize()
     graph = torch.cuda.CUDAGraph()
+    together.wait()  # to begin a capture is to wait for the device, which must not wait for this rank meanwhile
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-        weft.all_reduce(a, out=out)
+        weft.matmul_all_reduce(a, b, out=out)
+    together.wait()
     for turn in range(1, 4):
         a.fill_(float(turn))
         weft.barrier()
         graph.replay()
         torch.cuda.current_stream().synchronize()
-        assert torch.equal(out, torch.full_like(out, float(turn * world.ranks)))
+        assert torch.equal(out, torch.full_like(out, 32.0 * turn * world.ranks))
 
 
-def test_a_call_in_a_graph():
-    with weft.local_world(2, "cuda") as local:
-        local.run(captured)
+@pytest.mark.parametrize("products", ["torch", "triton"])
+def test_a_call_in_a_graph(products):
+    with weft.local_world(2, "cuda", products=products) as local:
+        local.run(captured, threading.Barrier(2))

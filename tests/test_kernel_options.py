@@ -6,11 +6,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from weft import local
+import weft
+from weft import device_memory, local
 from weft.kernels import symmetric
 from weft.kernels.all_gather import Traffic
-from weft.kernels.tiles import follow, tiles
-from weft.plan import Matmul, Notify, Region, Signal, Wait
+from weft.kernels.tiles import follow, launches, runs, tiles
+from weft.plan import Copy, Matmul, Notify, Region, Signal, Wait
 
 GPU = torch.device("cuda", 0)
 
@@ -24,7 +25,7 @@ def a_gpu(monkeypatch):
     ("options", "why"),
     [
         ({"sms": 0}, "at least one SM"),
-        ({"sms": 67}, "67 programs on each of 2 ranks that share a GPU of 132 SMs .* use at most 66"),
+        ({"sms": 67}, "67 programs on each of 2 ranks that share a GPU could .* use at most 66"),
         ({"warps": 3}, "1, 2, 4, … of them"),
         ({"warps": 32, "threads_per_warp": 64}, "at most 1024 threads"),
         ({"threads_per_warp": 16}, "32 or 64 threads"),
@@ -57,14 +58,61 @@ def test_tiles_cover_every_row_and_column_once(start, stop, columns, block):
     assert all(0 < last - first <= block for first, last, _ in tiles(start, stop, columns, block))
 
 
-def test_tiles_follow_the_lane():
-    def product(low, high):
-        return Matmul(Region(0, "x", low, high), Region(0, "out", 100 + low, 100 + high))
+def product(low, high, source="x", to=0, out="out"):
+    return Matmul(Region(0, source, low, high), Region(to, out, 100 + low, 100 + high))
 
-    first, second = Signal("arrived", 1), Signal("arrived", 2)
-    made, waits = follow([product(0, 4), Wait(first, 3), product(4, 6), Wait(second, 1), product(6, 9)], 2, 4)
-    assert waits == [(first, 3), (second, 1)]
-    assert {(low, high, needed) for low, high, _, shift, needed in made if shift == 100} == {(0, 4, 0), (4, 6, 1), (6, 9, 2)}
-    assert [needed for *_, needed in made] == sorted(needed for *_, needed in made)
-    with pytest.raises(ValueError, match="waits and multiplies"):
-        follow([Notify(1, first)], 1, 4)
+
+FIRST, SECOND = Signal("arrived", 1), Signal("arrived", 2)
+
+
+def test_tiles_follow_the_lane():
+    made = follow([product(0, 4), Wait(FIRST, 3), product(4, 6), Wait(SECOND, 1), product(6, 9, "y")], 2, 4)
+    assert made.waits == [(FIRST, 3), (SECOND, 1)]
+    assert {(low, high, needed) for low, high, _, shift, _, needed, _ in made.tiles if shift == 100} == {
+        (0, 4, 0),
+        (4, 6, 1),
+        (6, 9, 2),
+    }
+    needed = [tile[5] for tile in made.tiles]
+    assert needed == sorted(needed)
+    assert [tile[:2] for tile in made.tiles[made.first :]] == [(6, 9)] * 2
+    with pytest.raises(ValueError, match="waits, multiplies and notifies"):
+        follow([Copy(Region(0, "x", 0, 1), Region(0, "y", 0, 1))], 1, 4)
+
+
+def test_a_notify_counts_the_tiles_since_the_one_before_and_that_one():
+    made = follow([product(0, 8, to=1), Notify(1, FIRST), product(8, 9, to=2), Notify(2, FIRST), product(9, 10)], 2, 4)
+    assert made.notifies == [(1, FIRST, 4), (2, FIRST, 2 + 1)]
+    assert [tile[4::2] for tile in made.tiles] == [(1, 0)] * 4 + [(2, 1)] * 2 + [(0, 2)] * 2
+
+
+def test_runs_of_a_lane_and_their_launches():
+    wait, tell = Wait(FIRST, 1), Notify(1, SECOND)
+    copy = Copy(Region(0, "x", 0, 1), Region(0, "y", 0, 1))
+    lane = [wait, tell, product(0, 2), wait, product(2, 4, "y"), tell, product(4, 5, "y"), tell, wait]
+    assert runs(lane) == [(2, 7)]
+    assert runs([product(0, 1), wait, tell, product(1, 2)]) == [(0, 1), (3, 4)], "the notify says that the wait is over"
+    assert runs([product(0, 1), copy, product(1, 2)]) == [(0, 1), (2, 3)]
+    assert runs([product(0, 1), product(0, 1, out="other"), tell, product(1, 2)]) == [(0, 2), (3, 4)]
+    three = [product(0, 1), wait, product(0, 1, "y"), Wait(SECOND, 1), product(0, 1, "z")]
+    assert [*launches(three)] == [three[:3], three[3:]], "rows from two tensors at most; what is waited for is waited for there"
+    several = [product(0, 1), product(0, 1, out="other"), wait, product(1, 2), product(1, 2, out="other")]
+    assert [*launches(several)] == [[several[0], wait, several[3]], [several[1], wait, several[4]]]
+
+
+def test_product_kernels_leave_room(a_gpu):
+    assert symmetric.room(1, GPU, symmetric.BESIDE) == 128
+    assert symmetric.room(8, GPU, symmetric.BESIDE) == 12
+    with pytest.raises(ValueError, match="33 ranks that share a GPU of 132 SMs have 4 each; kernels that wait need more than 4"):
+        symmetric.room(33, GPU, symmetric.BESIDE)
+
+
+def test_products_that_cannot_be(monkeypatch):
+    with pytest.raises(ValueError, match="by torch or by triton; got 'cublas'"):
+        weft.local_world(2, products="cublas")
+    monkeypatch.setattr(symmetric, "INTERPRETED", False)
+    with pytest.raises(weft.WeftError, match="set TRITON_INTERPRET=1"):
+        weft.init(products="triton")
+    monkeypatch.setattr(device_memory, "find_spec", lambda name: None)
+    with pytest.raises(weft.WeftError, match=r"install weft\[gpu\]"):
+        weft.local_world(2, products="triton")

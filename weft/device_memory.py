@@ -52,6 +52,25 @@ def check_device(device: torch.device | str) -> torch.device:
     return place
 
 
+def check_products(products: str, device: torch.device) -> str:
+    """How a world on `device` multiplies: ``torch`` or ``triton``. Raises `ValueError` or `WeftError` for what cannot be."""
+    if products not in ("torch", "triton"):
+        raise ValueError(f"products are made by torch or by triton; got {products!r}")
+    if products == "triton":
+        if find_spec("triton") is None:
+            raise WeftError('weft\'s product kernel needs Triton: install weft[gpu], or use products="torch"')
+        if device.type == "cpu":
+            from weft.kernels import interpreter, symmetric
+
+            if not symmetric.INTERPRETED:
+                raise WeftError(
+                    "on a CPU Triton's kernels run only under its interpreter: set TRITON_INTERPRET=1 before anything imports "
+                    'them, or use products="torch"'
+                )
+            interpreter.serve_threads()
+    return products
+
+
 def allocate(world: World, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor in a new segment on the world's device, zero when any rank gets it; see `World.empty`."""
     size = math.prod(shape) * dtype.itemsize
@@ -67,7 +86,7 @@ def allocate(world: World, shape: Sequence[int], dtype: torch.dtype) -> torch.Te
 
 def _in_this_process(world: World, size: int, compiled: _native.Compiled, call: str) -> list[torch.Tensor]:
     own = torch.zeros(max(size, 1), dtype=torch.uint8, device=world.device)
-    _settle(world)
+    drain(world.device)  # zeros are there before any peer hears of them
     _parts[own.data_ptr()] = own
     parts = {world.rank: own}
     for peer, address, _ in memory.exchange(world, compiled, call, str(own.data_ptr())):
@@ -77,15 +96,19 @@ def _in_this_process(world: World, size: int, compiled: _native.Compiled, call: 
 
 def _between_processes(world: World, size: int) -> list[torch.Tensor]:
     import torch.distributed._symmetric_memory as symmetric_memory
+    from torch._C._distributed_c10d import _SymmetricMemory
 
     assert world.group is not None
-    own = symmetric_memory.empty(max(size, 1), dtype=torch.uint8, device=world.device).zero_()
-    _settle(world)
+    # An allocation of its own: what torch's `empty` takes from a pool begins somewhere in it, and peers' buffers are those of the
+    # whole block.
+    make: Any = _SymmetricMemory.empty_strided_p2p
+    own: torch.Tensor = make((max(size, 1),), (1,), torch.uint8, world.device).zero_()
+    drain(world.device)
     handle: Any = symmetric_memory.rendezvous(own, world.group)
     return [own if rank == world.rank else handle.get_buffer(rank, own.shape, own.dtype) for rank in range(world.ranks)]
 
 
-def _settle(world: World) -> None:
-    """Zeros are there before any peer hears of them."""
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
+def drain(device: torch.device) -> None:
+    """Wait for what is on the current stream; other streams may hold what waits for this rank, so they are not waited for."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

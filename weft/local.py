@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from weft.device_memory import check_device
+from weft.device_memory import check_device, check_products
 from weft.errors import PeerLost
 from weft.launcher import threads_per_rank
 from weft.rendezvous import Place, host_identity
@@ -33,7 +33,7 @@ class LocalWorld:
     Attributes: `ranks` (their number), `worlds` (each rank's, for use on its own thread).
     """
 
-    def __init__(self, ranks: int, device: torch.device, timeout: float, streams: bool) -> None:
+    def __init__(self, ranks: int, device: torch.device, timeout: float, streams: bool, products: str) -> None:
         self.ranks, self.device = ranks, device
         self.threads = [ThreadPoolExecutor(1, f"rank {rank}") for rank in range(ranks)]
         place = Place(os.getpid(), host_identity(), "", frozenset(os.sched_getaffinity(0)))
@@ -42,8 +42,10 @@ class LocalWorld:
         def make(rank: int) -> World:
             torch.set_num_threads(threads_per_rank(ranks))
             world = World(rank, [place] * ranks, sockets[rank], timeout)
-            world.device, world.streams, world.sharing = device, streams or device.type == "cuda", ranks
+            world.device, world.streams, world.sharing, world.products = device, streams, ranks, products
             default_here(world)
+            if device.type == "cuda":  # gradients on a thread of each rank's own: they would share one, and wait for each other
+                torch.autograd.set_multithreading_enabled(False)
             return world
 
         self.before = torch.get_num_threads()
@@ -97,14 +99,18 @@ class LocalWorld:
         return [future.result() for future in futures]
 
 
-def local_world(ranks: int, device: torch.device | str = "cpu", *, timeout: float = 30.0, streams: bool = False) -> LocalWorld:
+def local_world(
+    ranks: int, device: torch.device | str = "cpu", *, timeout: float = 30.0, streams: bool = False, products: str = "torch"
+) -> LocalWorld:
     """Make a world of `ranks` ranks that are threads of this process and share `device`: the CPU, or one GPU.
 
     On a GPU the ranks' work runs at the same time on streams of their own, and what waits on the device leaves room for what it
     waits for: kernels that wait are refused grids that could fill the GPU. `timeout` is in seconds and bounds every wait. With
-    `streams` plans run on a CPU as on a GPU, each lane on a thread: slower, to see what a GPU would do.
+    `streams` plans run on a CPU as on a GPU, each lane on a thread: slower, to see what a GPU would do. `products` is that of
+    `weft.init`; with ``triton`` a CPU has streams.
 
-    Raises `ValueError` for fewer than one rank, or more than a GPU can run streams for at once; `WeftError` where there is no GPU.
+    Raises `ValueError` for fewer than one rank, or more than a GPU can run streams for at once; `WeftError` where there is no GPU,
+    or no Triton for products by it.
     """
     if ranks < 1:
         raise ValueError(f"at least one rank is needed; got {ranks}")
@@ -113,7 +119,8 @@ def local_world(ranks: int, device: torch.device | str = "cpu", *, timeout: floa
     place = check_device(device)
     if place.type == "cuda":
         _check_queues(ranks)
-    return LocalWorld(ranks, place, timeout, streams)
+    check_products(products, place)
+    return LocalWorld(ranks, place, timeout, streams or place.type == "cuda" or products == "triton", products)
 
 
 def _check_queues(ranks: int) -> None:

@@ -21,10 +21,10 @@ from weft.schedules.common import split, without_products
 from weft.trace import Trace
 
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-ALGORITHMS: Mapping[str, tuple[str, ...]] = {
+ALGORITHMS: Mapping[str, tuple[str, ...]] = {  # no machine says yet how fast products write to another's memory, as in put
     "all_gather_matmul": all_gather_matmul.ALGORITHMS,
-    "matmul_reduce_scatter": matmul_reduce_scatter.ALGORITHMS,
-    "matmul_all_reduce": matmul_all_reduce.ALGORITHMS,
+    "matmul_reduce_scatter": tuple(name for name in matmul_reduce_scatter.ALGORITHMS if name != "put"),
+    "matmul_all_reduce": tuple(name for name in matmul_all_reduce.ALGORITHMS if name != "put"),
 }
 ORDERS = ("peer", "interleaved")
 PIECES = (16, 8, 32, 4, 64, 1)

@@ -57,9 +57,10 @@ class World:
 
     Attributes: `rank`, `ranks` (their number), `timeout` (seconds any wait may take unless a call says otherwise), `pids`, `cores`
     (the processor cores that each rank may use), `recorder` (told of every execution, or None), `link` (the emulated one, or None),
-    `device` (where its tensors are), `streams` (whether lanes are streams, as on a GPU), `sharing` (how many ranks work on this
-    rank's GPU, if it has one), `group` (the process group it was made on, or None), `hosts` (the host of each rank, numbered from
-    0), `relay` (to the ranks on other hosts, or None if there are none).
+    `device` (where its tensors are), `streams` (whether lanes are streams, as on a GPU), `products` (how streams multiply:
+    ``torch`` or ``triton``), `sharing` (how many ranks work on this rank's GPU, if it has one), `group` (the process group it was
+    made on, or None), `hosts` (the host of each rank, numbered from 0), `relay` (to the ranks on other hosts, or None if there are
+    none).
     """
 
     def __init__(self, rank: int, places: Sequence[Place], sockets: list[int], timeout: float, relay: Relay | None = None) -> None:
@@ -72,7 +73,7 @@ class World:
         self.guard = Guard(self)
         self.recorder: Recorder | None = None
         self.link: tuple[float, float] | None = None
-        self.device, self.streams, self.sharing = torch.device("cpu"), False, 1
+        self.device, self.streams, self.products, self.sharing = torch.device("cpu"), False, "torch", 1
         self.group: dist.ProcessGroup | None = None
         self.kept: list[memory.Segment] = []  # memory that lives as long as the world
         self.choices: dict[Hashable, Any] = {}  # what `weft.ops.choice` has agreed on
@@ -226,7 +227,13 @@ class World:
         return _native.Segment(parts, self.rank, self.number, 0)
 
 
-def init(group: dist.ProcessGroup | None = None, *, timeout: float = 30.0, device: torch.device | str = "cpu") -> World:
+def init(
+    group: dist.ProcessGroup | None = None,
+    *,
+    timeout: float = 30.0,
+    device: torch.device | str = "cpu",
+    products: str = "torch",
+) -> World:
     """Make a world of the ranks of `group`, collectively.
 
     Without a group: all ranks of `torch.distributed`, which is initialised from the variables of torchrun, mpirun or SLURM if it
@@ -235,7 +242,9 @@ def init(group: dist.ProcessGroup | None = None, *, timeout: float = 30.0, devic
     Ranks of one host share memory; hosts are joined by the group's backend, which must move CPU tensors with tags (gloo, MPI, UCC).
     Which ranks share a host is found out. `timeout` is in seconds and bounds every wait. `device` is where the ranks' tensors are:
     ``cpu``, or ``cuda``, this process's current GPU, whose memory peers reach through torch's symmetric memory (several ranks on
-    one GPU with the variable TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1). On a rank of a `local_world` this is its world there.
+    one GPU with the variable TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1). There fused operators multiply by `products`: ``torch``,
+    a product behind each wait, or ``triton``, one persistent kernel that waits for rows and puts and announces its tiles itself; on
+    a CPU that kernel runs under TRITON_INTERPRET=1. On a rank of a `local_world` this is its world there.
 
     Raises `WeftError` if there is no GPU, or ranks with GPUs are on several hosts; `PeerTimeout` if some ranks do not appear.
     """
@@ -244,6 +253,9 @@ def init(group: dist.ProcessGroup | None = None, *, timeout: float = 30.0, devic
         found: World = here
         return found
     place = device_memory.check_device(device)
+    device_memory.check_products(products, place)
+    if place.type == "cuda" and place.index != torch.cuda.current_device():
+        raise ValueError(f"ranks work on their process's current GPU: call torch.cuda.set_device({place.index}) first")
     if not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds; got {timeout}")
     members = default_group() if group is None else group
@@ -258,7 +270,7 @@ def init(group: dist.ProcessGroup | None = None, *, timeout: float = 30.0, devic
     try:
         sockets = listener.connect(rank, places, timeout)
         far = [peer for peer, other in enumerate(places) if other.host != own.host]
-        if far and place.type == "cuda":
+        if far and (place.type == "cuda" or products == "triton"):
             raise WeftError("ranks with GPUs must be on one host in this version of weft")
         relay = Relay(members, rank, far, timeout) if members is not None and far else None
         for peer, end in relay.sockets().items() if relay else ():
@@ -266,7 +278,8 @@ def init(group: dist.ProcessGroup | None = None, *, timeout: float = 30.0, devic
         world = World(rank, places, sockets, timeout, relay)
     finally:
         listener.close()
-    world.device, world.streams, world.group = place, place.type == "cuda", members
+    world.device, world.products, world.group = place, products, members
+    world.streams = place.type == "cuda" or products == "triton"
     if group is None:
         _default = world
     return world

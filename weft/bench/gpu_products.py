@@ -34,16 +34,22 @@ class Products(NamedTuple):
 
 
 def from_host(settings: Products) -> dict[str, Any]:
-    """A product alone, the transfers alone, one after the other, and overlapped; peers' rows come from pinned host memory."""
+    """A product alone, the transfers alone, one after the other, and overlapped; peers' rows come from pinned host memory.
+
+    ``pipelined`` multiplies by torch, one product for each transfer; ``pipelined triton`` by one persistent kernel.
+    """
     dtype: torch.dtype = getattr(torch, settings.dtype)
     m, k, n = settings.m, settings.k, settings.n
     own = m // settings.ranks
     generator = torch.Generator().manual_seed(settings.seed)
     rows = torch.randn(m, k, generator=generator).to(dtype)
     b = (torch.randn(k, n, generator=generator) / k**0.5).to(dtype)
-    with local_world(1, "cuda") as local:
-        found: dict[str, Any] = local.run(_from_host, settings, rows, b, own)[0]
-    times = found["times_ms"]
+    by: dict[str, dict[str, Any]] = {}
+    for products in ("torch", "triton"):
+        with local_world(1, "cuda", products=products) as local:
+            by[products] = local.run(_from_host, settings, rows, b, own)[0]
+    found, kernel = by["torch"], by["triton"]
+    times = found["times_ms"] | {"pipelined triton": kernel["times_ms"]["pipelined"]}
     compute, communicate, sequential, pipelined = (
         times[name]["median"] for name in ("compute", "communicate", "sequential", "pipelined")
     )
@@ -62,9 +68,10 @@ def from_host(settings: Products) -> dict[str, Any]:
         "speedup": figures.speedup(sequential, pipelined),
         "overlap_percent": figures.overlap_percent(compute, communicate, pipelined),
         "limit_ratio": figures.limit_ratio(compute, communicate, pipelined),
+        "limit_ratio_triton": figures.limit_ratio(compute, communicate, times["pipelined triton"]["median"]),
         "tflops": figures.tflops(m, k, n, pipelined),
-        "verified": found["verified"],
-        "max_error": found["max_error"],
+        "verified": found["verified"] and kernel["verified"],
+        "max_error": max(found["max_error"], kernel["max_error"]),
         "error_bound": found["error_bound"],
         "machine": hardware(),
         "versions": versions(),
@@ -132,9 +139,12 @@ def product_rates(shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, wa
     for m, k, n in shapes:
         x, weight = torch.randn(m, k, device=device).to(dtype), (torch.randn(k, n, device=device) / k**0.5).to(dtype)
         right, out = torch.mm(x, weight), torch.full((m, n), float("nan"), device=device, dtype=dtype)
-        product = Product([Matmul(Region(0, "x", 0, m), Region(0, "out", 0, m))], x, weight, out, lambda _: 0, sms)
+        lane = [Matmul(Region(0, "x", 0, m), Region(0, "out", 0, m))]
+        product = Product(lane, n, dtype, dtype, lambda _: 0, 0, sms, device)
         counters = torch.zeros(1, symmetric.COUNTER, dtype=torch.int64, device=device)
-        arguments = None, counters, counters[:, 0].contiguous(), symmetric.ledger(device)
+        bases = counters[:, 0].contiguous()
+        counting = symmetric.Counting(counters, bases, bases, symmetric.ledger(device))
+        arguments = x, x, weight, None, out, bases, counting, symmetric.POLLS
         ours = summary(milliseconds(lambda p=product, a=arguments: p(*a), warmup, iterations))  # type: ignore[misc]
         theirs = summary(milliseconds(lambda x=x, w=weight, o=right: torch.mm(x, w, out=o), warmup, iterations))  # type: ignore[misc]
         wrong = int((~torch.isclose(out.float(), right.float(), rtol=2e-2, atol=2e-2)).sum())
@@ -154,7 +164,8 @@ def product_rates(shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, wa
 
 def print_times(result: dict[str, Any], console: Console) -> None:
     """Print what a fused operator took, in lines."""
-    times = [f"{name:<12} {time['median']:9.3f} ms" for name, time in result["times_ms"].items()]
+    times = [f"{name:<16} {time['median']:9.3f} ms" for name, time in result["times_ms"].items()]
     ratios = f"speedup {result['speedup']:.2f}, limit_ratio {result['limit_ratio']:.3f}, overlap {result['overlap_percent']:.0f} %"
+    ratios += f", limit_ratio by triton {result['limit_ratio_triton']:.3f}"
     wrong = "" if result["verified"] else ", WRONG"
     console.print("\n".join([*times, f"{ratios}, {result['tflops']:.1f} TFLOP/s{wrong}"]))

@@ -1,17 +1,18 @@
-"""The counters of a device engine: in host memory for lanes that are threads, in device memory for lanes that are streams.
+"""The counters of a device engine: in host memory for lanes that are threads, in device memory for streams and kernels.
 
 Both count as the host engine does: an execution starts from what earlier ones promised, the base, which `advance` raises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from weft import _native
+from weft.device_memory import drain
 from weft.onesided import notify
 from weft.world import World
 
@@ -46,8 +47,11 @@ class Counters(Protocol):
     def advance(self, promised: Mapping[int, int]) -> None:
         """This execution is over, and raised counters so much."""
 
-    def check(self) -> None:
-        """Raise `PeerTimeout` for a wait that ended early in a lane that cannot raise it."""
+    def prepare(self, promised: Mapping[int, int]) -> object:
+        """Make ready for `advance`."""
+
+    def check(self, name: Callable[[int], str]) -> None:
+        """Raise `PeerTimeout` for a wait that ended early in a lane that cannot raise it; `name` says what a counter is called."""
 
 
 class HostCounters:
@@ -80,12 +84,15 @@ class HostCounters:
         for index, count in promised.items():
             self.base[index] += count
 
-    def check(self) -> None:
+    def prepare(self, promised: Mapping[int, int]) -> None:
+        pass
+
+    def check(self, name: Callable[[int], str]) -> None:
         pass  # lanes raise
 
 
 class DeviceCounters:
-    """Counters for streams, in symmetric device memory; what is promised is counted there too, so that graphs can be replayed."""
+    """Counters for kernels, in symmetric memory; what is promised is counted there too, so that graphs can be replayed."""
 
     def __init__(self, world: World, count: int) -> None:
         from weft.kernels import stream_signals, symmetric
@@ -95,15 +102,17 @@ class DeviceCounters:
         self.bases = symmetric.bases(world, self.counters)
         self.base = torch.zeros(count + 1, dtype=torch.int64, device=world.device)
         self.ledger = symmetric.ledger(world.device)
+        self.counting = symmetric.Counting(self.counters, self.bases, self.base, self.ledger)
         self.grown: dict[tuple[tuple[int, int], ...], torch.Tensor] = {}
         # Loading a kernel may wait for the device: both are loaded before anything on it waits for this rank.
-        self.notify(world.rank, count)
-        self.wait(Awaited(count, world.rank, 1), None, world.timeout)
-        torch.cuda.synchronize(world.device)
+        with symmetric.LOADING:
+            self.notify(world.rank, count)
+            self.wait(Awaited(count, world.rank, 1), None, world.timeout)
+            drain(world.device)
 
     def notify(self, peer: int, index: int) -> None:
         kernel: Any = self.kernels.notify_kernel
-        kernel[(1,)](self.counters[index], self.bases, self.world.rank, peer, num_warps=1)
+        kernel[(1,)](self.counters, index, self.bases, self.world.rank, peer, num_warps=1)
 
     def wait(self, awaited: Awaited, compiled: _native.Compiled | None, timeout: float) -> None:
         kernel: Any = self.kernels.wait_kernel
@@ -112,18 +121,22 @@ class DeviceCounters:
         )
 
     def advance(self, promised: Mapping[int, int]) -> None:
+        self.base.add_(self.prepare(promised))
+
+    def prepare(self, promised: Mapping[int, int]) -> torch.Tensor:
+        """What `advance` adds; made at its first use, which cannot be captured in a graph."""
         key = tuple(sorted(promised.items()))
         if key not in self.grown:
             grown = torch.zeros(len(self.base), dtype=torch.int64)
             for index, count in key:
                 grown[index] = count
             self.grown[key] = grown.to(self.base.device)
-        self.base.add_(self.grown[key])
+        return self.grown[key]
 
-    def check(self) -> None:
-        self.symmetric.check(self.ledger, f"rank {self.world.rank}")
+    def check(self, name: Callable[[int], str]) -> None:
+        self.symmetric.check(self.ledger, f"rank {self.world.rank}", name)
 
 
 def counters(world: World, count: int) -> Counters:
     """Counters for the lanes of this world's device; collective."""
-    return DeviceCounters(world, count) if world.device.type == "cuda" else HostCounters(world, count)
+    return DeviceCounters(world, count) if world.device.type == "cuda" or world.products == "triton" else HostCounters(world, count)

@@ -1,31 +1,38 @@
 """The device engine: lanes are streams of a GPU, on which copies, products, sums, notifies and waits are put in order.
 
 The host puts an execution on the streams and goes on; it never waits for the device, so that calls queue up and can be captured in
-a CUDA graph. Copies are torch's, which a copy engine carries out beside the products. On a CPU lanes are threads: slower than the
-host engine, but the same engine as on a GPU, which is how it is tested where there is none.
+a CUDA graph. Copies are torch's, which a copy engine carries out beside the products; those are torch's too, or weft's own
+(`weft.engines.device_products`). On a CPU lanes are threads: slower than the host engine, but the same engine as on a GPU, which is
+how it is tested where there is none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from weft import _native
-from weft.engines.counters import Awaited, Short, counters
+from weft.device_memory import drain
+from weft.engines.counters import Awaited, Counters, Short, counters
 from weft.engines.host import LANES, HostEngine, Program
 from weft.engines.lanes import Step, Ticket, lane
-from weft.errors import PeerTimeout
+from weft.errors import PeerTimeout, WeftError
 from weft.matmul import Weight, multiply, plain
 from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Wait, accesses
 from weft.world import World
 
+if TYPE_CHECKING:
+    from weft.engines.device_products import Run
+    from weft.kernels.sum_in_rank_order import Sum
+
 Tensors = Mapping[str, Tensor]
-Span = Callable[[], tuple[str, int, int, int]]
-"""Tells, when all is over, the lane, the index of an instruction, and when it began and ended."""
+Span = Callable[[], list[tuple[str, int, int, int]]]
+"""Tells, when all is over, of each instruction of a step the lane, its index, and when it began and ended."""
 
 
 class DeviceEngine(HostEngine):
@@ -35,27 +42,69 @@ class DeviceEngine(HostEngine):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
+        self.kernels, self.room = world.products == "triton", 0
+        self.products = "products by torch, one after each wait"
+        if self.kernels:
+            from weft.kernels import symmetric
+
+            self.room = symmetric.room(world.sharing, world.device, symmetric.BESIDE)
+            self.products = "products by one persistent kernel, which waits per tile"
         self.lanes = {name: lane(world.device, f"{name} of rank {world.rank}") for name in LANES}
-        self.counters = counters(world, _native.World.max_names * world.ranks)
+        self._counters: Counters | None = None
         self.last: DeviceProgram | None = None
+        self.stream: torch.cuda.Stream | None = None  # that the last call was made on
+        self.loaded: set[str] = set()  # calls whose kernels are there, on this rank and those that share its GPU
+
+    @property
+    def counters(self) -> Counters:
+        """Made by the first call, collectively."""
+        if self._counters is None:
+            self._counters = counters(self.world, _native.World.max_names * self.world.ranks)
+            if self.world.sharing > 1:
+                self.agree("the first call on a device")  # what waits for others does so only when all have loaded it
+        return self._counters
+
+    def check_product(self, x: Tensor, weight: Weight, out_dtype: torch.dtype) -> None:
+        """Raise `ValueError` for a product that this engine cannot make."""
+        if self.kernels and 0 not in (*x.shape, *weight.shape):
+            from weft.kernels.all_gather_matmul import check
+
+            check(x.new_empty(2, x.shape[1]), plain(weight), x.new_empty(1, 1, dtype=out_dtype))  # rows as they arrive
 
     def compile(self, plan: Plan, tensors: Tensors, dtypes: Mapping[str, torch.dtype]) -> DeviceProgram:
+        if self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise WeftError(f"the first {plan.operator} of its kind takes memory and loads kernels: make one before you capture it")
         return DeviceProgram(self, plan, tensors, dtypes)
 
+    def begin(self) -> None:
+        """What the caller does comes after all calls before, on whatever stream they were made."""
+        if self.world.device.type == "cuda":
+            stream = torch.cuda.current_stream()
+            if self.stream not in (None, stream) and not torch.cuda.is_current_stream_capturing():
+                stream.wait_stream(self.stream)
+            self.stream = stream
+
     def check(self) -> None:
-        """Raise what a stream could not: that peers called something else than this rank's last call, or a wait was too long."""
+        """Raise what a stream could not: that a peer failed, or called something else than this rank's last call, or was late."""
         last, world = self.last, self.world
         for peer in range(world.ranks) if last is not None else ():
             if last is not None and world.native.mismatch(last.native, peer):
                 raise self.ended(_native.Trouble.mismatch, peer, last.native, "", last.call, world.timeout)
+        if world.mesh.failure()[0]:
+            raise world.failure("to make its next call")
         try:
-            self.counters.check()
+            self.counters.check(self.counted)
         except PeerTimeout as error:
             raise world.fail(error) from None
 
+    def counted(self, index: int) -> str:
+        """What a counter counts, and for which call it may have been waited for."""
+        name, source = [*self.names][index // self.world.ranks], index % self.world.ranks
+        return f'signal "{name}" from rank {source} in {self.last.plan.operator if self.last else "a call"} or before'
+
 
 class DeviceProgram(Program):
-    """A plan for one rank and one geometry of its tensors, put on lanes instruction by instruction."""
+    """A plan for one rank and one geometry of its tensors, put on lanes instruction by instruction, or by runs of products."""
 
     engine: DeviceEngine
 
@@ -65,6 +114,32 @@ class DeviceProgram(Program):
         self.promised = {engine.index(signal): count for signal, count in self.plan.promised(rank).items()}
         self.fixed = {region: self._rows(region) for instructions in self.lanes for i in instructions for region in accesses(i)}
         self.ticket: Ticket | None = None
+        self.held: Tensors = {}  # that a call in the background works on
+        self.runs: dict[int, Run] = {}
+        self.sums: dict[tuple[Region, ...], Sum] = {}
+        engine.counters.prepare(self.promised)
+        if engine.kernels:
+            self._use_kernels()
+
+    def _use_kernels(self) -> None:
+        """Leave products, and sums of what lies still, to kernels."""
+        from weft.engines.device_products import Run
+        from weft.kernels.sum_in_rank_order import Sum
+        from weft.kernels.tiles import runs
+
+        if all(self.geometry[r.buffer].columns for i in self.lanes[0] if isinstance(i, Matmul) for r in (i.src, i.dst)):
+            self.runs = {start: Run(self, start, stop) for start, stop in runs(self.lanes[0])}
+        for i in self.lanes[0]:
+            if isinstance(i, Reduce) and i.op in ("sum", "avg"):
+                parts = [part for src in i.srcs if isinstance(part := self.fixed[src], Tensor)]
+                if len(parts) == len(i.srcs) and Sum.fits(parts, self.geometry[i.dst.buffer].dtype):
+                    self.sums[i.srcs] = Sum(parts, i.op == "avg", self.engine.room)
+
+    def whole(self, rank: int, buffer: str) -> Tensor | str:
+        """A rank's buffer, or its name if it is the caller's own. Workspaces have room for the largest rank's rows everywhere."""
+        rows = self.plan.buffers[buffer].rows
+        found = self._rows(Region(rank, buffer, 0, max(rows) if buffer in self.workspace else rows[rank]))
+        return found if isinstance(found, Tensor) else buffer
 
     def run(
         self, tensors: Tensors, weights: Mapping[str, Weight], bias: Tensors | None = None, timeout: float | None = None
@@ -72,17 +147,42 @@ class DeviceProgram(Program):
         """Put one execution on the lanes; the caller's stream goes on after it (on a CPU, it is over when this returns)."""
         engine, world = self.engine, self.world
         engine.settle()
-        seconds, spans = self._begin(timeout)
+        engine.begin()
+        seconds, added = world.timeout if timeout is None else timeout, bias or {}
+        products = self._products(tensors, weights, added, seconds)
+        spans = self._begin(seconds)
         with world.guard:
             tickets = []
             for name in ("comm", "compute"):  # transfers first: they are soon put on their stream, and go on beside the rest
                 if self.lanes[LANES.index(name)]:
                     engine.lanes[name].begin()
-                    tickets.append(engine.lanes[name].start(self._steps(name, tensors, weights, bias or {}, seconds, spans)))
+                    steps = self._steps(name, tensors, weights, added, seconds, spans, products)
+                    tickets.append(engine.lanes[name].start(steps))
             self._join(tickets)
             engine.counters.advance(self.promised)
+        if world.device.type == "cpu":
+            engine.check()
         if world.recorder is not None:
-            world.recorder.add(self.plan, [span() for span in spans])
+            world.recorder.add(self.plan, [each for span in spans for each in span()])
+
+    def _products(self, tensors: Tensors, weights: Mapping[str, Weight], bias: Tensors, seconds: float) -> dict[int, Step]:
+        """What the runs of products come to, checked before anything is sent; their kernels are there when anything waits."""
+        made = {at: [launch.step(tensors, weights, bias, seconds) for launch in run.launches] for at, run in self.runs.items()}
+        if made and self.world.device.type == "cuda" and self.call not in self.engine.loaded:
+            from weft.kernels.symmetric import LOADING
+
+            with LOADING:
+                for run in self.runs.values():
+                    for launch in run.launches:
+                        launch.step(tensors, weights, bias, seconds, idle=True)()
+                for instruction in self.lanes[0]:
+                    if isinstance(instruction, Reduce) and instruction.srcs in self.sums:
+                        self.sums[instruction.srcs](self._find(instruction.dst, tensors), idle=True)
+                drain(self.world.device)
+            if self.world.sharing > 1:
+                self.engine.agree(self.call)
+            self.engine.loaded.add(self.call)
+        return {at: partial(_all, steps) for at, steps in made.items()}
 
     def _join(self, tickets: list[Ticket]) -> None:
         """Go on after all of them; of several errors the first is raised, but no lane is left at work."""
@@ -105,12 +205,14 @@ class DeviceProgram(Program):
 
     def start(self, addresses: Any, timeout: float | None = None) -> None:
         """Begin what `execute` does, in the background: behind what was started before, on the lane for transfers."""
-        seconds, spans = self._begin(timeout)
+        self.engine.begin()
+        seconds = self.world.timeout if timeout is None else timeout
+        self.spans = self._begin(seconds)
         background = self.engine.lanes["comm"]
         background.begin()
-        steps = self._steps("compute", addresses, {}, {}, seconds, spans)
+        steps = self._steps("compute", addresses, {}, {}, seconds, self.spans, {})
         self.ticket = background.start([*steps, lambda: self.engine.counters.advance(self.promised)])
-        self.spans = spans
+        self.held = addresses  # their memory is the caller's stream's, which may be far ahead
         self.engine.pending.append(self)
 
     def done(self) -> bool:
@@ -127,17 +229,17 @@ class DeviceProgram(Program):
             self.engine.pending.remove(self)
             raise self.world.fail(error) from None
         self.engine.pending.remove(self)
+        self.held = {}
         if self.world.recorder is not None:
-            self.world.recorder.add(self.plan, [span() for span in self.spans])
+            self.world.recorder.add(self.plan, [each for span in self.spans for each in span()])
         return True
 
-    def _begin(self, timeout: float | None) -> tuple[float, list[Span]]:
-        """Tell peers what is called; the seconds that waits may take, and where spans are put."""
-        seconds = self.world.timeout if timeout is None else timeout
+    def _begin(self, seconds: float) -> list[Span]:
+        """Tell peers what is called; where spans are put."""
         self.engine.check()
         self.engine.last = self
         self.world.native.begin(self.native, seconds)
-        return seconds, []
+        return []
 
     def _steps(
         self,
@@ -147,13 +249,26 @@ class DeviceProgram(Program):
         bias: Tensors,
         timeout: float,
         spans: list[Span],
+        products: Mapping[int, Step],
     ) -> list[Step]:
-        """What the instructions of a lane come to with these tensors."""
+        """What the instructions of a lane come to with these tensors; `products` are those of its runs."""
         lane = self.lanes[LANES.index(name)]
-        steps = [self._step(name, at, i, tensors, weights, bias, timeout) for at, i in enumerate(lane)]
+        runs = self.runs if name == "compute" else {}
+        inside = {at for run in runs.values() for at in range(run.start + 1, run.stop)}
+        steps: dict[range, Step] = {}
+        for at, instruction in enumerate(lane):
+            if at in products and at in runs:
+                steps[range(at, runs[at].stop)] = products[at]
+            elif at not in inside:
+                steps[range(at, at + 1)] = self._step(name, at, instruction, tensors, weights, bias, timeout)
         if self.world.recorder is None:
-            return steps
-        return [_timed(step, name, at, spans, self.world.device) for at, step in enumerate(steps)]
+            return [*steps.values()]
+        return [_timed(step, name, every, spans, self.world.device) for every, step in steps.items()]
+
+    def _find(self, region: Region, tensors: Tensors) -> Tensor:
+        """The rows of a region."""
+        fixed = self.fixed[region]
+        return fixed if isinstance(fixed, Tensor) else tensors[region.buffer][region.start : region.stop]
 
     def _step(
         self,
@@ -166,12 +281,7 @@ class DeviceProgram(Program):
         timeout: float,
     ) -> Step:
         """What one instruction comes to."""
-        engine, call = self.engine, self.native.call
-
-        def rows(region: Region) -> Tensor:
-            fixed = self.fixed[region]
-            return fixed if isinstance(fixed, Tensor) else tensors[region.buffer][region.start : region.stop]
-
+        engine, call, rows = self.engine, self.native.call, partial(self._find, tensors=tensors)
         match instruction:
             case Copy(src, dst):
                 there, here = rows(dst), rows(src)
@@ -181,6 +291,8 @@ class DeviceProgram(Program):
                 return lambda: _multiply(x, weight, out, addend)
             case Reduce(srcs, dst, op):
                 parts, total = [rows(src) for src in srcs], rows(dst)
+                if srcs in self.sums and total.is_contiguous():
+                    return partial(self.sums[srcs], total)
                 return lambda: _reduce(parts, total, op, self.plan.ranks)
             case Notify(peer, signal):
                 raised = engine.index(signal)
@@ -203,21 +315,29 @@ def _done(_: object) -> None:
     pass
 
 
-def _timed(step: Step, name: str, at: int, spans: list[Span], device: torch.device) -> Step:
-    """The step, noting when it begins and ends on its lane; the times of a stream are read when all is over."""
+def _all(steps: Sequence[Step]) -> None:
+    for step in steps:
+        step()
+
+
+def _timed(step: Step, name: str, every: range, spans: list[Span], device: torch.device) -> Step:
+    """The step, noting when it begins and ends on its lane; the times of a stream are read when all is over.
+
+    Of several instructions that are one step, each takes all of its time.
+    """
 
     def on_thread() -> None:
         start = _native.now()
         step()
         stop = _native.now()
-        spans.append(lambda: (name, at, start, stop))
+        spans.append(lambda: [(name, at, start, stop) for at in every])
 
     def on_stream() -> None:
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record()
         step()
         after.record()
-        spans.append(lambda: (name, at, _clock(before), _clock(after)))
+        spans.append(lambda: [(name, at, start, stop) for start, stop in [(_clock(before), _clock(after))] for at in every])
 
     return on_stream if device.type == "cuda" else on_thread
 

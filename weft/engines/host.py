@@ -53,10 +53,12 @@ class Geometry(NamedTuple):
 class HostEngine:
     """Executes plans for one rank of a world.
 
-    `refused` are the algorithms that this kind of engine cannot carry out, and why not.
+    `refused` are the algorithms that this kind of engine cannot carry out, and why not. `products` says how it makes products, if
+    there is more to say than that the caller's thread does.
     """
 
     refused: Mapping[str, str] = {}
+    products = ""
 
     remembers = True  # calls may be found again by the identity of their tensors
 
@@ -103,6 +105,9 @@ class HostEngine:
     def compile_as(self, call: str, plan: Plan, tensors: Mapping[str, Tensor]) -> Program:
         """`compile` for a plan that peers are told of as `call`, and not by its sizes."""
         return Program(self, plan, tensors, {}, call)
+
+    def check_product(self, x: Tensor, weight: Weight, out_dtype: torch.dtype) -> None:
+        """Raise `ValueError` for a product that this engine cannot make, with a result of `out_dtype`."""
 
     def settle(self) -> None:
         """Wait until all that was started is done, and raise what went wrong with it."""
@@ -439,10 +444,8 @@ class Program:
             case Wait(signal, count):
                 native.wait(lane, world, rank, self.engine.index(signal), signal.source, count)
             case Matmul(src, dst):
-                if lane or dst.rank != rank:
-                    raise PlanError(
-                        f"the host engine multiplies on the compute lane, into this rank's own rows; the plan has {instruction}"
-                    )
+                if lane:
+                    raise PlanError(f"products are made on the compute lane; the plan has {instruction} on another")
                 native.pause(lane)
                 self.products.append((self._rows(src), self._rows(dst), dst.buffer))
 

@@ -271,7 +271,7 @@ class _Run:
             case Matmul(src, dst):
                 shape = self.rows[src.buffer]
                 work = machine.product(src.rows, shape.columns, self.rows[dst.buffer].columns, shape.dtype, self.packed)
-                return _Work(max(work, self.fetching(rank, (src,))))
+                return _Work(max(work, self.fetching(rank, (src, dst))))
             case Reduce(srcs):
                 size = sum(self.size(src) for src in srcs)
                 return _Work(max(machine.reduce(size), self.fetching(rank, srcs)))
@@ -293,9 +293,9 @@ class _Run:
     def size(self, region: Region) -> int:
         return region.rows * self.rows[region.buffer].size
 
-    def fetching(self, rank: int, srcs: Iterable[Region]) -> float:
-        """How long peers' rows that are read in place take to come over the links."""
-        links = ((self.machine.link(rank, src.rank), self.size(src)) for src in srcs if src.rank != rank)
+    def fetching(self, rank: int, regions: Iterable[Region]) -> float:
+        """How long peers' rows that are read or written in place take to pass the links."""
+        links = ((self.machine.link(rank, there.rank), self.size(there)) for there in regions if there.rank != rank)
         return sum(0.0 if link.idle else link.passing(size) for link, size in links)
 
     def resources(self, link: Link, src: int, dst: int) -> tuple[Resource, ...]:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.device_memory import drain
 from weft.kernels import symmetric
 from weft.kernels.symmetric import POLLS, last_to_arrive, notify, peer_pointer, wait
 from weft.world import World
@@ -74,13 +75,9 @@ class AllGather:
             )
         self.world, self.gathered, self.traffic, self.size = world, gathered, traffic, size
         device = gathered.device
-        self.counters = symmetric.zeroed(world, 2 * world.ranks)
         self.calls = torch.zeros(1, dtype=torch.int64, device=device)
         self.tickets = torch.zeros(1, dtype=torch.int32, device=device)
         self.ledger = symmetric.ledger(device)
-        tables = symmetric.bases(world, gathered), self.counters, symmetric.bases(world, self.counters)
-        self.arguments = gathered.view(torch.uint8).view(-1).view(torch.int32), *tables, self.calls, self.tickets, self.ledger
-        self.rest = size // VECTOR, world.rank, polls
         self.options: dict[str, Any] = {"RANKS": world.ranks, "TILE": traffic.tile // 4, "num_warps": traffic.warps}
         self.kernel: Any = all_gather_kernel
         if gluon:
@@ -88,6 +85,15 @@ class AllGather:
 
             self.kernel = all_gather_gluon_kernel
             self.options["LANES"] = traffic.threads_per_warp
+        words, table = gathered.view(torch.uint8).view(-1).view(torch.int32), self.calls
+        counted = self.calls, self.tickets, self.ledger
+        with symmetric.LOADING:  # before all make the counters together: no kernel waits for a rank that is still to load it
+            self.kernel[(1,)](words, words, table, table, table, *counted, 0, world.rank, polls, **self.options)
+            drain(device)
+        self.counters = symmetric.zeroed(world, 2 * world.ranks)
+        tables = symmetric.bases(world, gathered), self.counters, symmetric.bases(world, self.counters)
+        self.arguments = words, *tables, *counted
+        self.rest = size // VECTOR, world.rank, polls
 
     def __call__(self, shard: Tensor) -> None:
         """Gather `shard`, contiguous and of the size of a rank's part of `gathered`; it may be that part itself."""
@@ -131,7 +137,7 @@ def complete(counters, counter_bases, call, tickets, ledger, rank, programs, pol
             wait(counters, RANKS + (rank + step) % RANKS, call, ledger, polls)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vectors", "rank", "polls"])
 def all_gather_kernel(
     shard,  # int32*: this rank's rows as words
     gathered,  # int32*: symmetric; rank r's shard lies at word r * words
@@ -141,15 +147,17 @@ def all_gather_kernel(
     calls,  # int64*: how many calls came before
     tickets,
     ledger,
-    vectors,  # the size of the shard in 16 bytes
+    vectors,  # the size of the shard in 16 bytes; 0 does nothing
     rank,
     polls,
     RANKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    if vectors == 0:
+        return
     program, programs = tl.program_id(0), tl.num_programs(0)
     call = tl.load(calls) + 1
-    words = vectors * 4
+    words = vectors.to(tl.int64) * 4
     if program == 0:
         tell_open(counters, counter_bases, rank, RANKS)
     mine = gathered + rank.to(tl.int64) * words

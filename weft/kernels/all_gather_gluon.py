@@ -16,7 +16,7 @@ from weft.kernels.all_gather import await_open, complete, tell_open
 from weft.kernels.symmetric import peer_pointer
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["vectors", "rank", "polls"])
 def all_gather_gluon_kernel(
     shard,
     gathered,
@@ -34,9 +34,11 @@ def all_gather_gluon_kernel(
     LANES: gl.constexpr,
 ):
     layout: gl.constexpr = gl.BlockedLayout([4], [LANES], [gl.num_warps()], [0])
+    if vectors == 0:
+        return
     program, programs = gl.program_id(0), gl.num_programs(0)
     call = gl.load(calls) + 1
-    words = vectors * 4
+    words = vectors.to(gl.int64) * 4
     if program == 0:
         tell_open(counters, counter_bases, rank, RANKS)
     mine = gathered + rank.to(gl.int64) * words

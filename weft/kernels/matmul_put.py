@@ -1,8 +1,8 @@
-"""A product whose finished tiles go straight to the ranks that add them up: half of a matmul + reduce-scatter or all-reduce.
+"""What follows a tile of a product: it is put where its plan wants it, and with the last one before a notify a rank is told.
 
-Peers' rows are multiplied first, each rank beginning with another peer, and the own rows last. Every tile is stored in the inbox of
-its owner, where each source has a place of its own; with the last tile for an owner that owner is notified. The sums are taken by
-`weft.kernels.sum_in_rank_order`, not here by adding to what is there: the order of arrival must not decide the result.
+Half of a matmul + reduce-scatter or all-reduce: every tile is stored in the memory of the rank that adds it up, in a place of this
+rank's own. The sums are taken by `weft.kernels.sum_in_rank_order`, not here by adding to what is there: the order of arrival must
+not decide the result.
 """
 
 from __future__ import annotations
@@ -10,53 +10,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.kernels.all_gather_matmul import product
-from weft.kernels.symmetric import last_to_arrive, notify, peer_pointer, wait
+from weft.kernels.symmetric import last_to_arrive, notify, peer_pointer
 
 
 @triton.jit
-def matmul_put_kernel(
-    x,  # descriptor of (rows, K)
-    weight,  # descriptor of (K, N), or of its transpose
-    inbox,  # symmetric; (ranks, rows that an owner keeps at most, N)
-    inbox_bases,
-    tiles,  # int32 (tiles, 5): first row, last + 1, column, owner (or -1: all ranks), row in the inbox
-    totals,  # int32 (ranks,): tiles for each owner
-    number,
-    counters,  # 0 to RANKS - 1 "open", then "arrived", by source
-    counter_bases,
-    calls,
-    tickets,  # int32 (ranks,)
-    ledger,
-    rank,
-    polls,
-    N,
-    RANKS: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-):
-    tile, call = tl.program_id(0), tl.load(calls) + 1
-    if tile == 0:
-        for step in tl.static_range(1, RANKS):
-            notify(counters + rank * 8, counter_bases, rank, (rank + step) % RANKS)
-    while tile < number:
-        entry = tiles + tile * 5
-        first, last, column = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2) * BLOCK_N
-        owner, place = tl.load(entry + 3), tl.load(entry + 4)
-        total = product(x, weight, first, column, K, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED).to(inbox.dtype.element_ty)
-        rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-        corner = inbox + place.to(tl.int64) * N + column
-        offsets = rows[:, None] * N + columns[None, :]
-        inside = (first + rows < last)[:, None] & (column + columns < N)[None, :]
-        peer, left = tl.where(owner < 0, (rank + 1) % RANKS, owner), tl.where(owner < 0, RANKS, 1)
-        while left > 0:
-            if peer != rank:
-                wait(counters, peer, call, ledger, polls)
-            tl.store(peer_pointer(corner, inbox_bases, rank, peer) + offsets, total, mask=inside)
-            if last_to_arrive(tickets + peer, tl.load(totals + peer)):
-                notify(counters + (RANKS + rank) * 8, counter_bases, rank, peer)
-            peer, left = (peer + 1) % RANKS, left - 1
-        tile += tl.num_programs(0)
+def put_tile(total, out, out_bases, rank, owner, row, column, rows, N, stride, PUTS: tl.constexpr):
+    """Store a tile, of which `rows` rows are meant, from `row` and `column` of ``out`` on: this rank's, or that of `owner`."""
+    BLOCK_M: tl.constexpr = total.shape[0]
+    BLOCK_N: tl.constexpr = total.shape[1]
+    corner = out + row.to(tl.int64) * stride + column
+    if PUTS:
+        corner = peer_pointer(corner, out_bases, rank, owner)
+    down, across = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    inside = (down < rows)[:, None] & (column + across < N)[None, :]
+    tl.store(corner + down[:, None] * stride + across[None, :], total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def arrive(link, notifies, links, tickets, counters, counter_bases, rank):
+    """A tile before notify number `link` is made: with the last one, tell its rank, and arrive at the notify after it.
+
+    `notifies` is int32 (links, 3): rank, counter, arrivals. So each says what a notify of a plan says: all before it is there.
+    """
+    while link < links:
+        entry = notifies + link * 3
+        if last_to_arrive(tickets + link, tl.load(entry + 2)):
+            notify(counters + tl.load(entry + 1) * 8, counter_bases, rank, tl.load(entry))
+            link += 1
+        else:
+            link = links

@@ -1,45 +1,68 @@
-"""The sum over ranks of what they put into this rank's inbox, in rank order, in float32, rounded once.
+"""A sum of parts in their order, in float32, rounded once: one pass over all of them.
 
 The same bits on every run, whatever arrived first, and on every rank that adds the same things.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from weft.kernels.symmetric import wait
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_BLOCK = 2048  # elements that a program adds up at once
 
 
-@triton.jit
+class Sum:
+    """``out = parts[0] + parts[1] + …``, or their average, for parts that do not change place; made once, called for every sum."""
+
+    def __init__(self, parts: list[Tensor], average: bool, programs: int) -> None:
+        self.parts, self.programs = parts, programs
+        steps = [(part.data_ptr() - parts[0].data_ptr()) // 16 for part in parts]
+        self.steps = torch.tensor(steps, dtype=torch.int64).to(parts[0].device)
+        self.options = {"PARTS": len(parts), "AVERAGE": average, "BLOCK": _BLOCK}
+
+    @staticmethod
+    def fits(parts: list[Tensor], out: torch.dtype) -> bool:
+        """Whether the kernel can add these up: floats of one dtype without gaps, a whole number of 16 bytes apart."""
+        dtype = parts[0].dtype
+        alike = all(p.dtype == dtype and p.is_contiguous() and p.data_ptr() % 16 == 0 for p in parts)
+        return alike and dtype in DTYPES and out in DTYPES
+
+    def __call__(self, out: Tensor, idle: bool = False) -> None:
+        """Put the sum into `out`, contiguous, on the current stream; an `idle` kernel is loaded and does nothing."""
+        kernel: Any = sum_in_rank_order_kernel
+        grid = (max(1, min(self.programs, triton.cdiv(out.numel(), _BLOCK))),)
+        kernel[grid](self.parts[0], self.steps, out, out.numel(), int(idle), **self.options)
+
+
+@triton.jit(do_not_specialize=["idle"])
 def sum_in_rank_order_kernel(
-    inbox,  # (RANKS, pitch): a place for each source
-    bias,
+    parts,  # where the first part begins
+    steps,  # int64 (PARTS,): where the others do, in 16 bytes from there
     out,
-    counters,
-    calls,
-    ledger,
-    size,  # elements to add up
-    pitch,  # elements between the places of two sources
-    N,
-    share,  # what the sum is multiplied by: 1, or 1 / RANKS for an average
-    polls,
-    RANKS: tl.constexpr,
+    size,
+    idle,
+    PARTS: tl.constexpr,
+    AVERAGE: tl.constexpr,
     BLOCK: tl.constexpr,
-    BIAS: tl.constexpr,
 ):
-    call = tl.load(calls) + 1
-    for source in tl.static_range(RANKS):
-        wait(counters, RANKS + source, call, ledger, polls)
+    if idle != 0:
+        return
+    places = ()
+    for part in tl.static_range(PARTS):
+        places = places + (parts + tl.load(steps + part) * (128 // parts.dtype.element_ty.primitive_bitwidth),)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     while start < size:
         offsets = start + tl.arange(0, BLOCK)
         inside = offsets < size
-        total = tl.load(inbox + offsets, mask=inside).to(tl.float32)
-        for source in tl.static_range(1, RANKS):
-            total += tl.load(inbox + source * pitch + offsets, mask=inside).to(tl.float32)
-        total *= share
-        if BIAS:
-            total += tl.load(bias + offsets % N, mask=inside).to(tl.float32)
+        total = tl.load(places[0] + offsets, mask=inside).to(tl.float32)  # type: ignore[misc]
+        for part in tl.static_range(1, PARTS):
+            total += tl.load(places[part] + offsets, mask=inside).to(tl.float32)
+        if AVERAGE:
+            total = tl.div_rn(total, PARTS * 1.0)
         tl.store(out + offsets, total.to(out.dtype.element_ty), mask=inside)
         start += tl.num_programs(0).to(tl.int64) * BLOCK

@@ -2,7 +2,8 @@
 
 They are a small language for Triton kernels, each for one pattern of use. All take **bases**: a table on the device of where each
 rank's part of one symmetric allocation begins (`bases` makes it). Kernels are compiled for GPUs, and with ``TRITON_INTERPRET=1``
-set before this module is imported they run on CPU tensors, against the memory and the counters of real peers.
+set before this module is imported they run on CPU tensors, against the memory and the counters of real peers. Numbers that kernels
+are given are `do_not_specialize` where a kernel must not be compiled anew for some of them.
 
 A **counter** is 64 bits wide in symmetric memory, raised by one rank only, and only grows. A wait compares it with what it must
 have reached, never with "has changed", so nothing is reset between calls.
@@ -12,6 +13,10 @@ with it, one that goes on with wrong data and says so can be reported as an erro
 """
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,11 +30,30 @@ from weft.world import World
 POLLS = 1 << 26
 """How often a wait looks at its counter before it gives up unless told otherwise."""
 
-_PER_SECOND = 1 << 20
-"""Looks in a second, if one takes a microsecond; it may take half of that or twice as long."""
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether kernels run on the CPU under Triton's interpreter in this process; it is decided when they are imported."""
+
+LOADING = threading.Lock()
+"""Held while kernels are compiled and loaded, so that ranks of one process do it once."""
+
+_PER_SECOND = 1 << 13 if INTERPRETED else 1 << 20
+"""Looks in a second, if one takes a microsecond (or, interpreted, a hundred); it may take half of that or twice as long."""
 
 COUNTER = 8
 """Counters lie this many 64-bit words apart: a cache line each, so that those who raise neighbours do not disturb each other."""
+
+
+class Counting(NamedTuple):
+    """What kernels need to notify and to wait as a plan does.
+
+    `counters`, symmetric int64 (n, COUNTER); their `bases` on all ranks; `base`, int64 (n,), what they had reached when this
+    execution began; and a `ledger`.
+    """
+
+    counters: Tensor
+    bases: Tensor
+    base: Tensor
+    ledger: Tensor
 
 
 def bases(world: World, tensor: Tensor) -> Tensor:
@@ -61,25 +85,39 @@ def ledger(device: torch.device) -> Tensor:
     return torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
+BESIDE = 4
+"""SMs that each rank leaves to others by its product kernel, whose programs fill an SM's registers: copies, notifies and waits."""
+
+
+def room(ranks: int, device: torch.device, beside: int = 0) -> int:
+    """The programs that each of `ranks` ranks that share `device` can keep running, with `beside` SMs left; one takes one SM."""
+    if device.type != "cuda":
+        return 3  # one after the other, under the interpreter
+    sms: int = torch.cuda.get_device_properties(device).multi_processor_count
+    if sms // ranks <= beside:
+        raise ValueError(
+            f"{ranks} ranks that share a GPU of {sms} SMs have {sms // ranks} each; kernels that wait need more than {beside}"
+        )
+    return sms // ranks - beside
+
+
 def check_grid(programs: int, ranks: int, device: torch.device) -> None:
     """Raise `ValueError` if `ranks` ranks that share `device` cannot all keep grids of `programs` programs running.
 
-    A program that waits holds its place; one that it waits for must not be left outside. One program per SM is counted.
+    A program that waits holds its place; one that it waits for must not be left outside.
     """
-    if device.type == "cuda":
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
-        if programs * ranks > sms:
-            raise ValueError(
-                f"{programs} programs on each of {ranks} ranks that share a GPU of {sms} SMs could keep those out that they "
-                f"wait for: use at most {sms // ranks}"
-            )
+    if device.type == "cuda" and programs > (most := room(ranks, device)):
+        raise ValueError(
+            f"{programs} programs on each of {ranks} ranks that share a GPU could keep those out that they wait for: "
+            f"use at most {most}"
+        )
 
 
-def check(ledger: Tensor, what: str) -> None:
-    """Raise `PeerTimeout` if a wait of a kernel that has run reported to this ledger."""
+def check(ledger: Tensor, what: str, name: Callable[[int], str] = "counter {}".format) -> None:
+    """Raise `PeerTimeout` if a wait of a kernel that has run reported to this ledger; `name` says what a counter is called."""
     index, expected, actual = ledger.tolist()
     if index:
-        raise PeerTimeout(f"{what} waited too long for counter {index - 1}: {actual} of {expected}")
+        raise PeerTimeout(f"{what} waited too long for {name(index - 1)}: {actual} of {expected}")
 
 
 @triton.jit

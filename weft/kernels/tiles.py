@@ -7,10 +7,13 @@ made column by column, so that what is read of both factors stays in the cache w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from weft.plan import Instruction, Matmul, Signal, Wait
+from weft.plan import Instruction, Matmul, Notify, Signal, Wait
 
 GROUP = 8
+SOURCES = 2
+"""The tensors from which one launch takes rows: those of this rank, and those that arrive."""
 
 
 def tiles(start: int, stop: int, columns: int, block_m: int) -> Iterator[tuple[int, int, int]]:
@@ -22,23 +25,85 @@ def tiles(start: int, stop: int, columns: int, block_m: int) -> Iterator[tuple[i
                 yield row, min(row + block_m, bottom), column
 
 
-def follow(
-    lane: Sequence[Instruction], columns: int, block_m: int
-) -> tuple[list[tuple[int, int, int, int, int]], list[tuple[Signal, int]]]:
-    """The tiles and the waits of a lane of `Matmul` and `Wait`, in their order.
+def runs(lane: Sequence[Instruction]) -> list[tuple[int, int]]:
+    """The parts of a compute lane, from a `Matmul` to a `Matmul`, that product kernels carry out: ``lane[start:stop]``.
 
-    A tile is ``(first row of the source, last + 1, column, what to add for the row of the result, waits before it)``: whoever makes
-    it must have been through so many of the waits, each ``(signal, count)``.
+    They hold nothing but products, waits and notifies. A notify says that the products before it are made, so what it says of a
+    wait directly before it is not for a kernel to say; and where products go to several outputs, which are made one after the
+    other, it says nothing that a kernel knows.
     """
-    made: list[tuple[int, int, int, int, int]] = []
-    waits: list[tuple[Signal, int]] = []
-    for instruction in lane:
+    several = len({i.dst.buffer for i in lane if isinstance(i, Matmul)}) > 1
+    found: list[tuple[int, int]] = []
+    open_ = False
+    for at, instruction in enumerate(lane):
+        match instruction:
+            case Matmul():
+                found.append((found.pop()[0] if open_ else at, at + 1))
+                open_ = True
+            case Wait():
+                pass
+            case Notify() if not several and not isinstance(lane[at - 1], Wait):
+                pass
+            case _:
+                open_ = False
+    return found
+
+
+def launches(run: Sequence[Instruction]) -> Iterator[list[Instruction]]:
+    """A run taken apart into launches: each makes one output, from rows of at most `SOURCES` tensors, one after the other."""
+    for output in dict.fromkeys(i.dst.buffer for i in run if isinstance(i, Matmul)):
+        part: list[Instruction] = []
+        held: list[Instruction] = []  # waits for the product that follows
+        sources: list[tuple[int, str]] = []
+        for instruction in run:
+            match instruction:
+                case Matmul(src, dst) if dst.buffer == output:
+                    if src[:2] != (sources[-1] if sources else None):
+                        if len(sources) == SOURCES:
+                            yield part
+                            part, sources = [], []
+                        sources.append(src[:2])
+                    part += [*held, instruction]
+                    held = []
+                case Wait():
+                    held.append(instruction)
+                case Notify():
+                    part.append(instruction)
+        yield part
+
+
+class Tables(NamedTuple):
+    """What a launch does: its tiles, how many of them are of the first source, its waits, and its notifies.
+
+    A tile is ``(first row of the source, last + 1, column, what to add for the row of the result, the rank that gets it, waits
+    before it, notifies before it)``: whoever makes it must have been through so many of the waits, each ``(signal, count)``. A
+    notify is ``(rank, signal, arrivals)``: it is due when it has been arrived at so often, once by each tile since the notify
+    before, and once by that one.
+    """
+
+    tiles: list[tuple[int, int, int, int, int, int, int]]
+    first: int
+    waits: list[tuple[Signal, int]]
+    notifies: list[tuple[int, Signal, int]]
+
+
+def follow(part: Sequence[Instruction], columns: int, block_m: int) -> Tables:
+    """The tables of a launch; `columns` is the number of tiles side by side."""
+    made = Tables([], 0, [], [])
+    source, notified = None, 0
+    for instruction in part:
         match instruction:
             case Wait(signal, count):
-                waits.append((signal, count))
+                made.waits.append((signal, count))
             case Matmul(src, dst):
-                shift = dst.start - src.start
-                made += [(*tile, shift, len(waits)) for tile in tiles(src.start, src.stop, columns, block_m)]
+                source = source or src[:2]
+                before = dst.start - src.start, dst.rank, len(made.waits), len(made.notifies)
+                made.tiles.extend((*tile, *before) for tile in tiles(src.start, src.stop, columns, block_m))
+                if src[:2] == source:
+                    made = made._replace(first=len(made.tiles))
+            case Notify(rank, signal):
+                made.notifies.append((rank, signal, len(made.tiles) - notified + (len(made.notifies) > 0)))
+                notified = len(made.tiles)
             case _:
-                raise ValueError(f"a product kernel waits and multiplies; the lane has {instruction}")
-    return made, waits
+                raise ValueError(f"a product kernel waits, multiplies and notifies; the lane has {instruction}")
+    return made

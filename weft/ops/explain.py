@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from weft.engines import engine
 from weft.matmul import PackedWeight, Weight
 from weft.ops import all_gather_matmul, arguments, dims, matmul_all_reduce, matmul_reduce_scatter
 from weft.ops.choice import Choice, explained
@@ -69,7 +70,11 @@ def explain(
         if algorithm == "auto" and any(rows):
             choice = explained(world, *matmul_all_reduce.question(rows, x, weights[0], a.dtype, world, chunk_rows), choice)
         where = ""
-    return f"{operator} over {world.ranks} ranks: {choice}{where}; b is {'packed' if packed else 'plain'}{choice.candidates}"
+    own = engine(world)
+    for weight in weights:
+        own.check_product(a.flatten(0, -2), weight, a.dtype)
+    made = f"{own.products}; " if own.products else ""
+    return f"{operator} over {world.ranks} ranks: {choice}{where}; {made}b is {'packed' if packed else 'plain'}{choice.candidates}"
 
 
 def _place(a: Tensor, choice: Choice, world: World) -> str:

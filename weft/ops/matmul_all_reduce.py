@@ -56,8 +56,9 @@ def matmul_all_reduce(
         out: contiguous (…, N), not overlapping an input.
         out_dtype: a's dtype (default) or float32; for float8 bfloat16 (default), float16 or float32.
         algorithm: ``one_shot`` (every rank adds up everything where the products lie), ``two_shot`` (every rank adds up a part and
-            copies the others), ``ring`` (sums pass from neighbour to neighbour), ``sequential`` (one product, then the sums) or
-            ``auto``; `explain` says what auto chooses.
+            copies the others), ``put`` (the same, with products made in the memory of the rank that adds them up), ``ring`` (sums
+            pass from neighbour to neighbour), ``sequential`` (one product, then the sums) or ``auto``; `explain` says what auto
+            chooses.
         chunk_rows: rows (of the product as a matrix of N columns) that are added together; sequential makes no use of it.
         world: by default the world made by ``weft.init()``.
         timeout: seconds any wait may take; by default the world's.
@@ -128,7 +129,7 @@ def question(
 
 def choose(rows: int, world: World, algorithm: str = "auto", chunk_rows: int | None = None, packed: bool = False) -> Choice:
     """The usual way for `rows` rows (of a as a matrix) where b is `packed` or not."""
-    check(algorithm, schedule.ALGORITHMS, chunk_rows, (), world)
+    check(algorithm, schedule.ALGORITHMS, chunk_rows, ("put",), world)
     why = "as asked for"
     if algorithm == "auto":
         if world.ranks == 1 or not rows:
@@ -147,5 +148,5 @@ def choose(rows: int, world: World, algorithm: str = "auto", chunk_rows: int | N
     # One_shot waits for all peers once per piece, so few and large ones let a rank be late now and then at no cost.
     few = min(rows, ADDED_ROWS[packed and algorithm == "two_shot"])
     added = -(-rows // (2 * pieces(world))) if world.link or world.relay else few
-    chunk = rows if algorithm == "sequential" else chunk_rows or added
+    chunk = rows if algorithm == "sequential" else chunk_rows or (rows if algorithm == "put" else added)
     return Choice(Candidate(algorithm, max(1, chunk)), why)

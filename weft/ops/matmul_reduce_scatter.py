@@ -61,9 +61,9 @@ def matmul_reduce_scatter(
         out_dtype: a's dtype (default) or float32; for float8 bfloat16 (default), float16 or float32.
         shard_rows: the size of the scattered dimension that each rank keeps; zero is allowed. Without it the dimension must
             divide evenly, as `torch.distributed.reduce_scatter_tensor` demands.
-        algorithm: ``direct`` (peers' products are added where they lie), ``push`` (they are put to the rank that keeps them),
-            ``ring`` (running sums pass from neighbour to neighbour), ``sequential`` (one product, then the sums) or ``auto``;
-            `explain` says what auto chooses.
+        algorithm: ``direct`` (peers' products are added where they lie), ``push`` (they are copied to the rank that keeps them),
+            ``put`` (they are made in its memory), ``ring`` (running sums pass from neighbour to neighbour), ``sequential`` (one
+            product, then the sums) or ``auto``; `explain` says what auto chooses.
         chunk_rows: rows (of the product as a matrix of N columns) that are added, or sent, together; sequential makes no use of it.
         world: by default the world made by ``weft.init()``.
         timeout: seconds any wait may take; by default the world's.
@@ -158,7 +158,7 @@ def choose(
     rows: Sequence[int], world: World, algorithm: str = "auto", chunk_rows: int | None = None, packed: bool = False
 ) -> Choice:
     """The usual way where rank r keeps `rows[r]` rows (of the product as a matrix) and b is `packed` or not."""
-    check(algorithm, schedule.ALGORITHMS, chunk_rows, ("direct",), world)
+    check(algorithm, schedule.ALGORITHMS, chunk_rows, ("direct", "put"), world)
     why = "as asked for"
     if algorithm == "auto":
         if world.ranks == 1 or not any(rows):
@@ -172,5 +172,6 @@ def choose(
         else:
             algorithm, why = "direct", "peers' products can be added where they lie at the speed of own memory"
     largest = max(rows)
-    chunk = chunk_rows or (min(largest, ADDED_ROWS[packed]) if algorithm == "direct" else -(-largest // pieces(world)))
+    usual = {"direct": min(largest, ADDED_ROWS[packed]), "put": largest}.get(algorithm, -(-largest // pieces(world)))
+    chunk = chunk_rows or usual
     return Choice(Candidate(algorithm, max(1, largest if algorithm == "sequential" else chunk)), why)

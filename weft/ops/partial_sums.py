@@ -15,6 +15,7 @@ from weft.matmul import Weight
 from weft.plan import Plan
 from weft.predict import Candidate
 from weft.schedules.common import Hosts
+from weft.schedules.matmul_reduce_scatter import product_buffer
 from weft.world import World, several_hosts
 
 
@@ -48,7 +49,7 @@ def add_up(work: Sums, x: Tensor, weight: Weight, bias: Tensor | None, out: Tens
     key = work, moved, Geometry.of(x, world), Geometry.of(out, world)
     dtypes = {"partial": product, "inbox": product, "running": wide, "summed": out.dtype}
     program = engine(world).program(key, _plan(work, moved, hosts), tensors, dtypes)
-    into = "partial" if world.ranks > 1 else "out"
+    into = product_buffer(work.way.algorithm, world.ranks)
     added = {}
     if bias is not None and world.rank == 0:
         added[into] = bias.to(wide) * world.ranks if work.op == "avg" else bias

@@ -51,7 +51,7 @@ def all_gather_matmul(
         own = [*_multiply(Region(r, "a", 0, rows[r]), starts[r], r, outs)]
         own += keep(Region(r, "a", 0, rows[r]), starts[r]) if gathered else []
         peers: list[Instruction] = []
-        for wait, region, start in _joined(part.arrivals) if joined else part.arrivals:
+        for wait, region, start in join(part.arrivals) if joined else part.arrivals:
             peers += [wait, *_multiply(region, start, r, outs)]
             peers += keep(region, start, r) if gathered else []
         compute = own + peers if own_first else peers + own
@@ -77,7 +77,7 @@ def _gather_then_multiply(sizes: Sizes, rank: int, gathered: bool, outs: Sequenc
     elif own.rows:  # only writes to a workspace wait for it to be free; a rank without rows writes to none
         lane += enter(rank, len(rows)) if beside else []
         lane.append(Copy(own, Region(rank, "inbox", start, start + own.rows)))
-    for wait, region, at in _joined(part.arrivals, all_at_once=True):
+    for wait, region, at in join(part.arrivals, all_at_once=True):
         here = Region(rank, "inbox", at, at + region.rows)
         lane += [wait, *([Copy(region, here)] if region != here else [])]
     lane += [*_multiply(everything, 0, rank, outs), *(keep(everything, 0) if gathered else []), *part.last]
@@ -94,7 +94,7 @@ def _multiply(region: Region, start: int, rank: int, outs: Sequence[str]) -> Ite
         yield Matmul(region, Region(rank, out, start, start + region.rows))
 
 
-def _joined(arrivals: Sequence[Arrival], all_at_once: bool = False) -> Iterator[Arrival]:
+def join(arrivals: Sequence[Arrival], all_at_once: bool = False) -> Iterator[Arrival]:
     """Join arrivals that lie side by side and are counted by one signal: half of what is left, then half of the rest, …"""
     i = 0
     while i < len(arrivals):

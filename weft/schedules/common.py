@@ -115,6 +115,8 @@ def without_products(plan: Plan) -> Plan:
         match instruction:
             case Matmul(src, Region(_, "out") as dst):  # of a single rank, whose product is the sum
                 return (Reduce((src._replace(buffer="partial"),), dst),)
+            case Matmul(src, Region(_, "inbox") as dst):  # made where it is added up
+                return (Copy(src._replace(buffer="partial"), dst),)
             case Matmul():
                 return ()
         return (instruction,)

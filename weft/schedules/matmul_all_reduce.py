@@ -11,9 +11,18 @@ from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, R
 from weft.schedules.common import Hosts, after, before, chunks, enter, in_all, leave, offsets, tidy
 from weft.schedules.host_rings import HostRing, of_products
 from weft.schedules.host_sums import HostSums, inbox_rows, reduce_products
-from weft.schedules.matmul_reduce_scatter import Lanes, Sizes, multiply, wait_all
+from weft.schedules.matmul_reduce_scatter import (
+    Lanes,
+    Sizes,
+    multiply,
+    multiply_into,
+    product_buffer,
+    put_products,
+    put_to_peers,
+    wait_all,
+)
 
-ALGORITHMS = ("one_shot", "two_shot", "ring", "sequential")
+ALGORITHMS = ("one_shot", "two_shot", "put", "ring", "sequential")
 
 Pieces = Sequence[tuple[int, int]]
 
@@ -31,14 +40,15 @@ def matmul_all_reduce(
     """Plan for ranks that each multiply ``sum(rows)`` rows, in pieces of at most `chunk_rows`.
 
     ``one_shot``: every rank adds up all rows, each piece while the next one is multiplied elsewhere. ``two_shot``: rank r adds up
-    its block of `rows[r]` rows, which it multiplies last, and copies the sums of the others. ``sequential``: one product, then the
-    sums. Products are added where they lie, or, if `moved`, gotten from the peers before. `planned`: how many ranks get their
-    lanes, all unless given. `hosts` are given where there are several: products are then put to the rank that adds them up
-    (``two_shot`` and ``sequential``), once from each host.
+    its block of `rows[r]` rows, which it multiplies last, and copies the sums of the others. ``put``: the same, with products made
+    in the memory of the rank that adds them up. ``sequential``: one product, then the sums. Other products are added where they
+    lie, or, if `moved`, gotten from the peers before. `planned`: how many ranks get their lanes, all unless given. `hosts` are
+    given where there are several: products are then put to the rank that adds them up (``two_shot`` and ``sequential``), once from
+    each host.
     """
     sizes = Sizes(rows, chunk_rows, op)
     ranks, total = len(rows), sum(rows)
-    make: Callable[[Sizes, int, bool], Lanes] = _two_shot if algorithm == "two_shot" else _one_shot
+    make: Callable[[Sizes, int, bool], Lanes] = {"two_shot": _two_shot, "put": _put}.get(algorithm, _one_shot)
     if algorithm == "sequential":
         sizes = sizes._replace(chunk=max(1, total))
     if ranks == 1:
@@ -53,8 +63,8 @@ def matmul_all_reduce(
     lanes = [
         {name: tidy(lane) for name, lane in make(sizes, r, moved).items()} if total else {"compute": ()} for r in range(planned)
     ]
-    everything, factor = (total,) * ranks, "partial" if ranks > 1 else "out"
-    inbox = tuple(ranks * kept for kept in rows) if algorithm == "two_shot" else (ranks * total,) * ranks
+    everything, factor = (total,) * ranks, product_buffer(algorithm, ranks)
+    inbox = tuple(ranks * kept for kept in rows) if algorithm in ("two_shot", "put") else (ranks * total,) * ranks
     if hosts is not None:
         inbox = inbox_rows(rows, hosts)
     buffers = {
@@ -102,14 +112,29 @@ def _two_shot(sizes: Sizes, rank: int, moved: bool) -> Lanes:
     for count, piece in enumerate(pieces, 1):
         lane += [multiply(rank, *piece), *_arrived(rank, ranks, 1, count, moved)]
         lane.append(_add(sizes, rank, piece, own, "summed", moved))
-    lane += [Notify(peer, Signal("summed", rank)) for peer in before(rank, ranks) if rows[rank]]
+    comm = _get(rank, ranks, pieces, own, [1] * len(pieces)) if moved else []
+    return {"compute": [*lane, *_share(rows, rank)]} | ({"comm": comm} if comm else {})
+
+
+def _put(sizes: Sizes, rank: int, moved: bool) -> Lanes:
+    rows, ranks, start = sizes.rows, len(sizes.rows), offsets(sizes.rows)[rank]
+    lane: list[Instruction] = [*enter(rank, ranks), *put_to_peers(rows, rank, sizes.chunk)]
+    for count, (low, high) in enumerate(chunks(rows[rank], sizes.chunk), 1):
+        lane += [multiply_into(rows, rank, rank, low, high), *wait_all("arrived", rank, ranks, count)]
+        lane.append(Reduce(put_products(rows, rank, low, high), Region(rank, "summed", start + low, start + high), sizes.op))
+    return {"compute": [*lane, *_share(rows, rank)]}
+
+
+def _share(rows: Sequence[int], rank: int) -> list[Instruction]:
+    """Let peers copy this rank's sums, and copy all: the end of a plan in which each rank adds up a block."""
+    ranks, starts = len(rows), offsets(rows)
+    lane: list[Instruction] = [Notify(peer, Signal("summed", rank)) for peer in before(rank, ranks) if rows[rank]]
     for owner in [rank, *after(rank, ranks)]:
         if rows[owner]:
             sums = Region(owner, "summed", starts[owner], starts[owner] + rows[owner])
             lane += [] if owner == rank else [Wait(Signal("summed", owner), 1)]
             lane.append(Copy(sums, sums._replace(rank=rank, buffer="out")))
-    comm = _get(rank, ranks, pieces, own, [1] * len(pieces)) if moved else []
-    return {"compute": [*lane, *leave(rank, ranks)]} | ({"comm": comm} if comm else {})
+    return [*lane, *leave(rank, ranks)]
 
 
 def _get(rank: int, ranks: int, pieces: Pieces, block: tuple[int, int], ready: Sequence[int]) -> list[Instruction]:

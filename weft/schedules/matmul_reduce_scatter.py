@@ -14,7 +14,7 @@ from weft.schedules.common import Hosts, after, before, chunks, enter, in_all, i
 from weft.schedules.host_rings import HostRing, of_products
 from weft.schedules.host_sums import HostSums, inbox_rows, scatter, scatter_products
 
-ALGORITHMS = ("direct", "push", "ring", "sequential")
+ALGORITHMS = ("direct", "push", "put", "ring", "sequential")
 
 Lanes = Mapping[str, Sequence[Instruction]]
 
@@ -43,9 +43,10 @@ def matmul_reduce_scatter(
 ) -> Plan:
     """Plan for ranks that multiply ``sum(rows)`` rows and keep `rows[rank]` of them, in pieces of at most `chunk_rows`.
 
-    ``direct``: peers' products are added where they lie. ``push``: they are put to the rank that keeps them. ``ring``: running sums
-    go from neighbour to neighbour, beginning at rank 0 so that they are taken in rank order, and finished sums go on to their
-    owners. ``sequential``: one product, then the sums; if `moved` the products are put, else added where they lie.
+    ``direct``: peers' products are added where they lie. ``push``: they are copied to the rank that keeps them. ``put``: they are
+    made in its memory. ``ring``: running sums go from neighbour to neighbour, beginning at rank 0 so that they are taken in rank
+    order, and finished sums go on to their owners. ``sequential``: one product, then the sums; if `moved` the products are put,
+    else added where they lie.
 
     In the `order` ``peer`` a push makes and sends the products of one peer after the other; ``interleaved`` the first piece of
     every peer, then the second … Peers are dealt out to as many lanes as there are `links`. `planned`: how many ranks get their
@@ -57,6 +58,7 @@ def matmul_reduce_scatter(
     make: Callable[[Sizes, int], Lanes] = {
         "direct": _direct,
         "push": _push,
+        "put": _put_products,
         "ring": _ring,
         "sequential": _then_push if moved else _then_add,
     }[algorithm]
@@ -73,7 +75,7 @@ def matmul_reduce_scatter(
         make = lambda _, rank: of_products(HostRing(sums._replace(rank=rank)), multiply)  # noqa: E731
     planned = ranks if planned is None else planned
     lanes = [{name: tidy(lane) for name, lane in make(sizes, r).items()} if total else {"compute": ()} for r in range(planned)]
-    everything, factor = (total,) * ranks, "partial" if ranks > 1 else "out"
+    everything, factor = (total,) * ranks, product_buffer(algorithm, ranks)
     buffers = {
         "a": Buffer("input", everything),
         "partial": Buffer("workspace", everything),
@@ -89,6 +91,11 @@ def matmul_reduce_scatter(
         if kept
     }
     return Plan("matmul_reduce_scatter", algorithm, buffers, in_all(lanes, ranks), result)
+
+
+def product_buffer(algorithm: str, ranks: int) -> str:
+    """The buffer that products of an algorithm are made in, and that names their weight."""
+    return "out" if ranks == 1 else "inbox" if algorithm == "put" else "partial"
 
 
 def _alone(sizes: Sizes, rank: int) -> Lanes:
@@ -122,6 +129,36 @@ def _push(sizes: Sizes, rank: int) -> Lanes:
         lane += [multiply(rank, starts[rank] + low, starts[rank] + high), *wait_all("arrived", rank, ranks, count)]
         lane.append(_add(sizes, rank, low, high, put=True))
     return {"compute": [*lane, *(leave(rank, ranks) if rows[rank] else [])], **side_lanes([put for put in puts if put])}
+
+
+def _put_products(sizes: Sizes, rank: int) -> Lanes:
+    rows, ranks = sizes.rows, len(sizes.rows)
+    lane = [*enter(rank, ranks), *put_to_peers(rows, rank, sizes.chunk)]
+    for count, (low, high) in enumerate(chunks(rows[rank], sizes.chunk), 1):
+        lane += [multiply_into(rows, rank, rank, low, high), *wait_all("arrived", rank, ranks, count)]
+        lane.append(Reduce(put_products(rows, rank, low, high), Region(rank, "out", low, high), sizes.op))
+    return {"compute": [*lane, *(leave(rank, ranks) if rows[rank] else [])]}
+
+
+def put_to_peers(rows: Sequence[int], rank: int, chunk: int) -> list[Instruction]:
+    """Make every peer's products in its inbox, and tell it of each piece."""
+    return [
+        instruction
+        for peer in after(rank, len(rows))
+        for low, high in chunks(rows[peer], chunk)
+        for instruction in (multiply_into(rows, rank, peer, low, high), Notify(peer, Signal("arrived", rank)))
+    ]
+
+
+def multiply_into(rows: Sequence[int], rank: int, keeper: int, low: int, high: int) -> Instruction:
+    """This rank's product of the rows ``low:high`` that `keeper` keeps, in its inbox, which has a place for each source."""
+    start, place = offsets(rows)[keeper], rank * rows[keeper]
+    return Matmul(Region(rank, "a", start + low, start + high), Region(keeper, "inbox", place + low, place + high))
+
+
+def put_products(rows: Sequence[int], rank: int, low: int, high: int) -> tuple[Region, ...]:
+    """Where all ranks have made the products of this rank's rows ``low:high``, in rank order."""
+    return tuple(Region(rank, "inbox", p * rows[rank] + low, p * rows[rank] + high) for p in range(len(rows)))
 
 
 def _ring(sizes: Sizes, rank: int) -> Lanes:

@@ -1,0 +1,68 @@
+"""Kernels compiled for a GPU that is not there just as they are launched: by their users, with the arguments that ranks give them.
+
+What ahead-of-time compilation leaves open is seen here: how Triton takes each argument (a rank of 1 is a constant to it, unless it
+is told not to), descriptors, and how often a kernel is compiled. Nothing runs, so what operators return is void.
+"""
+
+import pytest
+import torch
+
+import weft
+
+pytest.importorskip("triton")
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from weft.kernels import stream_signals
+from weft.kernels.all_gather import AllGather, Traffic, all_gather_kernel
+from weft.kernels.all_gather_gluon import all_gather_gluon_kernel
+from weft.kernels.all_gather_matmul import all_gather_matmul_kernel
+from weft.kernels.sum_in_rank_order import sum_in_rank_order_kernel
+
+
+class Driver:
+    """A GPU as far as compiling for it goes."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture(autouse=True)
+def compiles(monkeypatch, tmp_path):
+    """Launches compile, and do nothing else."""
+    run = JITFunction.run
+    monkeypatch.setattr(JITFunction, "run", lambda self, *args, warmup, **options: run(self, *args, warmup=True, **options))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+
+
+def variants(kernel) -> int:
+    return len(kernel.device_caches[0][0])
+
+
+def operators():
+    world = weft.init()
+    world.products = "triton"
+    a, b = torch.ones(32, 64, dtype=torch.float16), torch.ones(64, 32, dtype=torch.float16)
+    weft.all_gather_matmul(a, b, algorithm="push")
+    weft.matmul_reduce_scatter(a, b, algorithm="put")
+    gathered = world.empty(2, 1024)
+    for gluon in (False, True):
+        AllGather(world, gathered, Traffic(sms=2), gluon=gluon)(torch.ones(1024))
+
+
+def test_every_kernel_compiles_once_for_all_ranks():
+    with weft.local_world(2, streams=True) as local:
+        local.run(operators)
+    signals = stream_signals.notify_kernel, stream_signals.wait_kernel
+    assert [variants(kernel) for kernel in (*signals, all_gather_kernel, all_gather_gluon_kernel, sum_in_rank_order_kernel)] == [
+        1
+    ] * 5
+    assert variants(all_gather_matmul_kernel) == 2  # rows from two tensors into this rank's own; from one into peers'
