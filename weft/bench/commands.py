@@ -37,6 +37,7 @@ class Scattering(str, Enum):
     auto = "auto"
     direct = "direct"
     push = "push"
+    put = "put"
     ring = "ring"
     sequential = "sequential"
 
@@ -47,6 +48,7 @@ class Reducing(str, Enum):
     auto = "auto"
     one_shot = "one_shot"
     two_shot = "two_shot"
+    put = "put"
     ring = "ring"
     sequential = "sequential"
 
@@ -233,8 +235,9 @@ def _link(gbps: str | None, latency_us: float | None, algorithm: str, ranks: int
         if latency_us is not None:
             options.refuse("--link-latency-us", "an emulated link needs a bandwidth too: add --link-gbps GBPS, or --link-gbps auto")
         return None
-    if algorithm == "direct":
-        options.refuse("--link-gbps", "direct moves no rows, so an emulated link cannot slow it: use --algorithm push or ring")
+    if algorithm in ("direct", "put"):
+        moving = "push or ring" if algorithm == "direct" else "push, or two_shot of an all-reduce"
+        options.refuse("--link-gbps", f"{algorithm} moves no rows, so an emulated link cannot slow it: use --algorithm {moving}")
     if ranks == 1:
         options.refuse("--link-gbps", "a single rank sends nothing over a link: use --ranks 2 or more")
     bandwidth = options.parse_gbps(gbps)
