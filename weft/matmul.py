@@ -25,9 +25,12 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Those that they take with scales."""
 
-_ROWS = (1, 2, 8, 64, 512)  # numbers of rows at which the ways are timed; others go by the nearest one below
-_COLD_ROWS = 8  # up to this many the weight is timed as it comes from memory: reading it is most of the work
-_ROUNDS = 7  # in which they are
+_ROWS = {1: 2048, 2: 2048, 8: 2048, 64: 2048, 512: 1024}
+"""Numbers of rows at which the ways are timed, and the width of the weight: where rows are few one that most caches do not hold.
+
+Other numbers of rows go by the nearest one below.
+"""
+_ROUNDS = 5  # in which they are
 _FAR = 8  # times as slow as the fastest is not tried again
 _WORTH = 1.05  # times as fast as torch.mm is another way to be, so that it is not noise that chooses
 _PROBED = 64  # elements of a packed weight that are compared to see whether it was changed
@@ -240,23 +243,21 @@ def _candidates(dtype: torch.dtype, out_dtype: torch.dtype) -> list[str]:
 @torch.inference_mode(False)
 def _measure(dtype: torch.dtype, out_dtype: torch.dtype) -> dict[str, dict[str, str]]:
     """Time every way at every number of rows; a way far behind at one number is not tried at larger ones."""
-    width = 1024
-    b = torch.randn(width, width).to(dtype)
     table: dict[str, dict[str, str]] = {}
-    cases: list[tuple[bool, Tensor | PackedWeight]] = [
-        (False, pack(b)),
-        (False, pack(b.t())),
-        (False, b),
-        (False, b.t()),
-        (True, b),
+    weights = {width: torch.randn(width, width).to(dtype) for width in _ROWS.values()}
+    cases: list[tuple[bool, Callable[[Tensor], Tensor | PackedWeight]]] = [
+        (False, pack),
+        (False, lambda b: pack(b.t())),
+        (False, lambda b: b),
+        (False, lambda b: b.t()),
+        (True, lambda b: b),
     ]
-    for columns, weight in cases:
-        ways, seconds = _candidates(dtype, out_dtype), {}
-        for rows in _ROWS:
-            x, out = torch.randn(rows, width).to(dtype), torch.empty(rows, width, dtype=out_dtype)
+    for columns, laid in cases:
+        ways, seconds, made = _candidates(dtype, out_dtype), {}, {width: laid(b) for width, b in weights.items()}
+        for rows, width in _ROWS.items():
+            x, out, weight = torch.randn(rows, width).to(dtype), torch.empty(rows, width, dtype=out_dtype), made[width]
             x = x.t().contiguous().t() if columns else x
-            works = {way: functools.partial(_WAYS[way], x, weight, out, None) for way in ways}
-            seconds[rows] = _times(works, rows <= _COLD_ROWS)
+            seconds[rows] = _times({way: functools.partial(_WAYS[way], x, weight, out, None) for way in ways})
             ways = [way for way in ways if seconds[rows][way] < _FAR * min(seconds[rows].values())]
         table[_lie(x, weight)] = _fastest(seconds, isinstance(weight, PackedWeight))
     return table
@@ -286,32 +287,24 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _times(works: Mapping[str, Callable[[], None]], cold: bool) -> dict[str, float]:
-    """The least time of each in a few rounds, after one that warms up; if `cold`, with empty caches. Infinite where it cannot run.
+def _times(works: Mapping[str, Callable[[], None]]) -> dict[str, float]:
+    """The least time of each in a few rounds, after one that warms up. Infinite for what cannot run here.
 
     In each round all take their turn, so that a machine that is slow for a while is so for all of them.
     """
     seconds = dict.fromkeys(works, math.inf)
     for turn in range(_ROUNDS):
         for way, work in works.items():
-            if turn and seconds[way] > _FAR * min(seconds.values()):
+            if turn > 1 and seconds[way] > _FAR * min(seconds.values()):
                 continue
-            if cold:
-                _flood().add_(1)
             start = time.perf_counter()
             try:
                 work()
             except RuntimeError:
                 continue
-            taken = time.perf_counter() - start
-            seconds[way] = min(taken, seconds[way]) if turn > 1 else taken
+            if turn:
+                seconds[way] = min(seconds[way], time.perf_counter() - start)
     return seconds
-
-
-@functools.cache
-def _flood() -> Tensor:
-    """64 MiB, more than most caches."""
-    return torch.zeros(1 << 24)
 
 
 def processor() -> str:
