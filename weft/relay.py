@@ -35,7 +35,7 @@ _LONGEST = 16385  # of a message on the Unix sockets
 _HEADER = struct.Struct("<cQQ")
 _LINGER = 1.0  # seconds in which peers acknowledge a farewell or bad news
 FOREVER = timedelta(days=30)  # waits have no limit here: whoever needs what they wait for has one, and then hangs up
-_ANNOUNCED = 16  # calls whose headers may be on their way to a peer
+_POSTED = 64  # frames that may be on their way to a peer
 
 
 class Relay:
@@ -58,7 +58,7 @@ class Relay:
         self.ends: dict[int, socket.socket] = {}
         self.locks = {peer: threading.Lock() for peer in peers}  # a message's frames go together
         self.over = {peer: threading.Event() for peer in peers}  # the peer has all that it will get from here
-        self.announced: deque[object] = deque(maxlen=_ANNOUNCED * max(1, len(peers)))  # kept until they are surely sent
+        self.posted: deque[object] = deque(maxlen=_POSTED * max(1, len(peers)))  # frames, kept until they are surely sent
         self.workers: dict[Hashable, _Worker] = {}
         self.called = dict.fromkeys(peers, 0)  # the last call that a peer has announced
         self.threads: list[threading.Thread] = []
@@ -85,7 +85,7 @@ class Relay:
         header = _HEADER.pack(b"h", call, digest) + text.encode()[: _PAYLOAD - _HEADER.size]
         with contextlib.suppress(RuntimeError):  # a closed connection is noticed by who listens
             for peer in self.peers:
-                self.announced.append(self._post(peer, header))
+                self._post(peer, header)
 
     def send(self, rows: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Begin to send contiguous rows; those of one tag arrive in order."""
@@ -131,24 +131,24 @@ class Relay:
         with _patient_threads():
             self.threads[-1].start()
 
-    def _post(self, peer: int, message: bytes) -> list[tuple[dist.Work, torch.Tensor]]:
-        """Send a message in frames; they are under way when this returns."""
-        posted = []
+    def _post(self, peer: int, message: bytes) -> None:
+        """Send a message in frames, which are under way when this returns.
+
+        Nobody waits until they are sent: when the peer hangs up gloo ends what waits to be received, but not what waits to be sent.
+        """
         with self.locks[peer]:
             for start in range(0, len(message), _PAYLOAD):
                 part = message[start : start + _PAYLOAD]
                 frame = torch.zeros(_FRAME, dtype=torch.uint8)
                 head = struct.pack("<H?", len(part), start + _PAYLOAD < len(message))
                 frame[: 3 + len(part)] = torch.frombuffer(bytearray(head + part), dtype=torch.uint8)
-                posted.append((self.send(frame, peer, CONTROL), frame))
-        return posted
+                self.posted.append((self.send(frame, peer, CONTROL), frame))
 
     def _speak(self, peer: int) -> None:
         """Carry what the world writes for `peer`."""
         with contextlib.suppress(RuntimeError, OSError):
             while message := self.ends[peer].recv(_LONGEST):  # without the files that come with notes, which stay on this host
-                for work, _ in self._post(peer, message):
-                    work.wait(FOREVER)
+                self._post(peer, message)
             if not (self.closed or self.over[peer].is_set()):  # not the peer: the world is gone, without a word
                 for over in self.over.values():
                     over.set()
@@ -196,8 +196,8 @@ class Relay:
         return b""
 
     def _acknowledge(self, peer: int) -> None:
-        """Tell a peer that it may hang up; not waiting until it is sent, for the peer may be about to tell the same."""
-        self.announced.append(self._post(peer, b"k"))
+        """Tell a peer that it may hang up."""
+        self._post(peer, b"k")
 
 
 class _Worker:
