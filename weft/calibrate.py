@@ -11,7 +11,7 @@ import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from time import perf_counter
@@ -101,7 +101,7 @@ def measure(threads: int) -> dict[str, Any]:
             _lanes(bench)
         found, spread = bench.summarize()
         slower = slowdown(found["products"], found["copies"], found["products and copies"])
-        signal = (found["64 signals"] - found["1 signals"]) / (_ROUNDS - 1)
+        signal = _signal(found)
         machine = Machine(
             "this",
             {kind: _product(found, kind, ITEMSIZE[name]) for kind, (name, _) in kinds.items()},
@@ -135,14 +135,12 @@ def measure_network(threads: int) -> Link:
         if world.relay is None:
             raise WeftError("all ranks are on one host: there is no link to others to measure")
         for _ in range(_PASSES):
-            for rounds in (1, _ROUNDS):
-                plan = _plan([{"compute": _signals(r, world.ranks, rounds)} for r in range(world.ranks)], 1)
-                bench.time(f"{rounds} signals", partial(engine(world).execute, plan, _sent(1)), _WARM)
+            _time_signals(bench)
             for rows in _SENT:
                 bench.time(f"sent {rows}", _sending(world, rows, 0))
             bench.time("a product", _sending(world, 0, 1))
         found, _ = bench.summarize()
-        signal = (found[f"{_ROUNDS} signals"] - found["1 signals"]) / (_ROUNDS - 1)
+        signal = _signal(found)
         rows = _SENT[-2]
         products = math.ceil(1.5 * found[f"sent {rows}"] / found["a product"])
         for _ in range(_PASSES):
@@ -264,13 +262,24 @@ def _bytes(what: str, rows: int) -> int:
     return rows * _COLUMNS * 4 * (2 if what == "reduce" else 1)
 
 
+def _time_signals(bench: _Bench) -> None:
+    """Time one round of signals between all ranks, and many."""
+    world, tensors = bench.world, {"a": torch.ones(1, _COLUMNS), "out": torch.ones(1, _COLUMNS)}
+    for rounds in (1, _ROUNDS):
+        plan = _plan([{"compute": _signals(r, world.ranks, rounds)} for r in range(world.ranks)], 1)
+        bench.time(f"{rounds} signals", partial(engine(world).execute, plan, tensors), _WARM)
+
+
+def _signal(found: Mapping[str, float]) -> float:
+    """Seconds of one round."""
+    return (found[f"{_ROUNDS} signals"] - found["1 signals"]) / (_ROUNDS - 1)
+
+
 def _calls(bench: _Bench) -> None:
     """Time what is the same for every size: signals, a call, its lanes, waking up."""
     world = bench.world
     everyone, tensors = range(world.ranks), {"a": torch.ones(1, _COLUMNS), "out": torch.ones(1, _COLUMNS)}
-    for rounds in (1, _ROUNDS):
-        plan = _plan([{"compute": _signals(r, world.ranks, rounds)} for r in everyone], 1)
-        bench.time(f"{rounds} signals", partial(engine(world).execute, plan, tensors), _WARM)
+    _time_signals(bench)
     for what, lane in (("one lane", "compute"), ("two lanes", "comm")):
         plan = _plan([{"compute": (), lane: _signals(r, world.ranks, 1)} for r in everyone], 1)
         bench.time(what, partial(engine(world).execute, plan, tensors), _WARM)

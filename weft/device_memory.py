@@ -52,8 +52,8 @@ def check_device(device: torch.device | str) -> torch.device:
     return place
 
 
-def check_products(products: str, device: torch.device) -> str:
-    """How a world on `device` multiplies: ``torch`` or ``triton``. Raises `ValueError` or `WeftError` for what cannot be."""
+def check_products(products: str, device: torch.device) -> None:
+    """Raise `ValueError` or `WeftError` unless a world on `device` can multiply by `products`, ``torch`` or ``triton``."""
     if products not in ("torch", "triton"):
         raise ValueError(f"products are made by torch or by triton; got {products!r}")
     if products == "triton":
@@ -68,7 +68,6 @@ def check_products(products: str, device: torch.device) -> str:
                     'them, or use products="torch"'
                 )
             interpreter.serve_threads()
-    return products
 
 
 def allocate(world: World, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -62,11 +62,9 @@ def _broadcast(r: Request) -> Plan:
     rows, ranks = sum(r.rows), len(r.rows)
     if r.algorithm == "pull":
         return broadcast.broadcast(rows, ranks, 0, symmetric_a=r.symmetric)
-    return (
-        broadcast.push(rows, 0, range(ranks))
-        if r.algorithm == "push"
-        else broadcast.ring(rows, 0, range(ranks), chunk_rows=r.chunk_rows)
-    )
+    if r.algorithm == "push":
+        return broadcast.push(rows, 0, range(ranks))
+    return broadcast.ring(rows, 0, range(ranks), chunk_rows=r.chunk_rows)
 
 
 PLANNERS: Mapping[Operator, tuple[tuple[str, ...], Callable[[Request], Plan]]] = {

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from weft.engines.network import NetworkEngine
 from weft.engines.simulator import Rows, seconds, simulate
 from weft.machine import Link, Machine
 from weft.messages import posted
@@ -29,8 +30,6 @@ ALGORITHMS: Mapping[str, tuple[str, ...]] = {  # no machine says yet how fast pr
 ORDERS = ("peer", "interleaved")
 PIECES = (16, 8, 32, 4, 64, 1)
 """Into how many pieces a shard may be cut, the one that is mostly right first."""
-IN_PLACE = ("direct", "pull", "one_shot")
-"""Algorithms that read peers' rows, which those of other hosts do not allow."""
 _PREFERRED = ("direct", "push", "pull", "ring", "one_shot", "two_shot", "sequential")
 _SAME = 0.02  # predictions that differ by less are taken to be equal
 
@@ -170,7 +169,7 @@ def candidates(case: Case, machine: Machine, algorithm: str = "auto", chunk_rows
     for name in ("sequential", *(name for name in ALGORITHMS[case.operator] if name != "sequential")):
         if algorithm not in ("auto", name) or (name == "direct" and not _reads_peers(machine)):
             continue
-        if machine.hosts is not None and name in IN_PLACE:
+        if machine.hosts is not None and name in NetworkEngine.refused:
             continue
         if algorithm == "auto" and (case.operator, name) in UNEQUAL and case.ranks > _MANY:
             continue

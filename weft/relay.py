@@ -32,6 +32,7 @@ _NOTHING = 0x7FFFFFFF  # a tag under which nothing is ever sent
 _FRAME = 512  # bytes
 _PAYLOAD = _FRAME - 3
 _LONGEST = 16385  # of a message on the Unix sockets
+_HEARD = b"k"  # tells a peer that it may hang up
 _HEADER = struct.Struct("<cQQ")
 _LINGER = 1.0  # seconds in which peers acknowledge a farewell or bad news
 FOREVER = timedelta(days=30)  # waits have no limit here: whoever needs what they wait for has one, and then hangs up
@@ -180,24 +181,20 @@ class Relay:
             _, call, digest = _HEADER.unpack_from(message)
             self.called[peer] = call
             self.world.native.hear(peer, call, digest, message[_HEADER.size :].decode(errors="replace"))
-        elif kind == b"k":
+        elif kind == _HEARD:
             self.over[peer].set()
         elif kind == b"f":
             deadline = time.monotonic() + _LINGER
             for key, worker in [*self.workers.items()]:
                 if isinstance(key, tuple) and key[0] == peer:
                     worker.finish(self.called[peer], deadline)
-            self._acknowledge(peer)
+            self._post(peer, _HEARD)
             return message
         else:
             self.ends[peer].send(message)
             if kind == b"a":
-                self._acknowledge(peer)
+                self._post(peer, _HEARD)
         return b""
-
-    def _acknowledge(self, peer: int) -> None:
-        """Tell a peer that it may hang up."""
-        self._post(peer, b"k")
 
 
 class _Worker:

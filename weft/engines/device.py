@@ -71,10 +71,10 @@ class DeviceEngine(HostEngine):
 
             check(x.new_empty(2, x.shape[1]), plain(weight), x.new_empty(1, 1, dtype=out_dtype))  # rows as they arrive
 
-    def compile(self, plan: Plan, tensors: Tensors, dtypes: Mapping[str, torch.dtype]) -> DeviceProgram:
+    def compile(self, plan: Plan, tensors: Tensors, dtypes: Mapping[str, torch.dtype], call: str | None = None) -> DeviceProgram:
         if self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise WeftError(f"the first {plan.operator} of its kind takes memory and loads kernels: make one before you capture it")
-        return DeviceProgram(self, plan, tensors, dtypes)
+        return DeviceProgram(self, plan, tensors, dtypes, call)
 
     def begin(self) -> None:
         """What the caller does comes after all calls before, on whatever stream they were made."""

@@ -98,13 +98,11 @@ class HostEngine:
                 self.compiled.popitem(last=False)
         return program
 
-    def compile(self, plan: Plan, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> Program:
-        """The plan for this rank and tensors that look like these."""
-        return Program(self, plan, tensors, dtypes)
-
-    def compile_as(self, call: str, plan: Plan, tensors: Mapping[str, Tensor]) -> Program:
-        """`compile` for a plan that peers are told of as `call`, and not by its sizes."""
-        return Program(self, plan, tensors, {}, call)
+    def compile(
+        self, plan: Plan, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], call: str | None = None
+    ) -> Program:
+        """The plan for this rank and tensors that look like these; peers are told of it as `call`, or else by its sizes."""
+        return Program(self, plan, tensors, dtypes, call)
 
     def check_product(self, x: Tensor, weight: Weight, out_dtype: torch.dtype) -> None:
         """Raise `ValueError` for a product that this engine cannot make, with a result of `out_dtype`."""

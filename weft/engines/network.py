@@ -45,14 +45,13 @@ class NetworkEngine(HostEngine):
         assert world.relay is not None
         self.relay = world.relay
 
-    def compile(self, plan: Plan, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> Program:
-        return NetworkProgram(self, plan, tensors, dtypes)
-
-    def compile_as(self, call: str, plan: Plan, tensors: Mapping[str, Tensor]) -> Program:
-        return NetworkProgram(self, plan, tensors, {}, call)
+    def compile(
+        self, plan: Plan, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], call: str | None = None
+    ) -> Program:
+        return NetworkProgram(self, plan, tensors, dtypes, call)
 
     def agree(self, call: str) -> None:
-        self.compile_as(call, barrier(self.world.ranks, "agree"), {}).execute(())
+        self.compile(barrier(self.world.ranks, "agree"), {}, {}, call).execute(())
 
 
 class _Rows(NamedTuple):

@@ -22,9 +22,7 @@ from weft.schedules.broadcast import broadcast, push
 from weft.world import World, several_hosts
 
 PIECES = 16  # transfers per shard: enough that little is left to do when the last one arrives
-HOST_PIECES = (
-    8  # between hosts, where cores pay for each transfer, and for each small product, more than for what is left in the end
-)
+HOST_PIECES = 8  # between hosts, where each transfer and each small product costs a core more than what is left in the end
 _CLEARLY = {True: 0.05, False: 0.2}  # by how much a prediction has to beat the usual way; whether this machine is calibrated
 _MANY = 4  # ranks from which on they are taken to be equal, and ways in which they are not are not considered
 _SIGNATURES = 256  # that a world decides on, each in some milliseconds; where sizes change all the time the usual way has to do
@@ -198,7 +196,7 @@ def _of_rank_0(world: World, signature: Signature, decide: Callable[[], Choice],
     try:
         hosts = several_hosts(world)
         plan = push(len(said), 0, hosts) if hosts else broadcast(len(said), world.ranks, 0)
-        engine(world).compile_as(str(signature), plan, tensors).run(tensors, {}, timeout=timeout)
+        engine(world).compile(plan, tensors, {}, str(signature)).run(tensors, {}, timeout=timeout)
     finally:
         world.recorder = recorder
     name, chunk_rows, order = said.flatten().tolist()

@@ -292,10 +292,9 @@ def _prepare_all_gather(
     sizes = arguments.check_shard_rows(a.shape[dim], shards, world)
     shape = (*a.shape[:dim], sum(sizes), *a.shape[dim + 1 :])
     lead = math.prod(a.shape[:dim])
-    rows = tuple(lead * size for size in sizes)
+    rows, start = tuple(lead * size for size in sizes), sum(sizes[: world.rank])
     fits = out is not None and lead == 1 and out.shape == torch.Size(shape)
-    own = out.narrow(dim, sum(sizes[: world.rank]), a.shape[dim]) if out is not None and fits else None
-    in_place = own is not None and _same_place(a, own)
+    in_place = out is not None and fits and _same_place(a, out.narrow(dim, start, a.shape[dim]))
     result = arguments.result(out, shape, a.dtype, [] if in_place else [a], world)
     matrix, gathered = _matrix(a, dim), _matrix(result, dim)
     whole = gathered if lead == 1 else torch.empty_like(gathered)  # else the rows of a rank do not lie side by side in the result
@@ -325,12 +324,13 @@ def _prepare_reduce_scatter(
     lead = math.prod(a.shape[:dim])
     rows, start = tuple(lead * size for size in sizes), sum(sizes[: world.rank])
     shape = (*a.shape[:dim], sizes[world.rank], *a.shape[dim + 1 :])
-    own = a.narrow(dim, start, sizes[world.rank])
-    in_place = out is not None and lead == 1 and out.shape == torch.Size(shape) and _same_place(out, own)
+    fits = out is not None and lead == 1 and out.shape == torch.Size(shape)
+    in_place = out is not None and fits and _same_place(out, a.narrow(dim, start, sizes[world.rank]))
     result = arguments.result(out, shape, a.dtype, [] if in_place else [a], world)
-    matrix = _matrix(a, dim)
-    if lead != 1:
-        matrix = torch.empty_like(matrix)
+    if lead == 1:
+        matrix = _matrix(a, dim)
+    else:
+        matrix = a.new_empty(sum(rows), math.prod(a.shape[dim + 1 :]))
         for part, block in _parts(a, matrix, dim, sizes):
             block.copy_(part)
     slot = _slot_rows(matrix, max(rows), world.ranks - 1)

@@ -134,12 +134,9 @@ def push(sizes: Sizes, rank: int) -> Gathering:
 def _push_to_hosts(sizes: Sizes, hosts: Hosts, rank: int) -> Gathering:
     """Rows cross to each host once and are read by all its ranks where they arrive; those of neighbours where they are staged."""
     rows, ranks, starts = sizes.rows, len(sizes.rows), offsets(sizes.rows)
-    near = [peer for peer in neighbours(rank, hosts) if rows[peer]]
     far = [peer for peer in after(rank, ranks) if hosts[peer] != hosts[rank] and rows[peer]]
-    own, first, transfers = Region(rank, "a", 0, rows[rank]), list[Instruction](), list[Instruction]()
-    if rows[rank] and neighbours(rank, hosts):
-        first = [*enter(rank, ranks), Copy(own, own._replace(buffer="staged"))]
-        first += [Notify(peer, Signal("ready", rank)) for peer in neighbours(rank, hosts)]
+    own, transfers = Region(rank, "a", 0, rows[rank]), list[Instruction]()
+    first, arrivals = _share_with_neighbours(sizes, hosts, rank)
     if rows[rank] and others(rank, hosts):
         transfers = [*enter(rank, ranks)]
         for host in others(rank, hosts):
@@ -147,13 +144,24 @@ def _push_to_hosts(sizes: Sizes, hosts: Hosts, rank: int) -> Gathering:
                 there = Region(carrier(rank, host, hosts), "inbox", starts[rank] + low, starts[rank] + high)
                 transfers.append(Copy(own._replace(start=low, stop=high), there))
                 transfers += [Notify(peer, Signal("arrived", rank)) for peer in members(host, hosts)]
-    arrivals = [Arrival(Wait(Signal("ready", peer), 1), Region(peer, "staged", 0, rows[peer]), starts[peer]) for peer in near]
     for peer in far:
         holder = carrier(peer, hosts[rank], hosts)
         for count, (low, high) in enumerate(chunks(rows[peer], sizes.chunk), 1):
             there = Region(holder, "inbox", starts[peer] + low, starts[peer] + high)
             arrivals.append(Arrival(Wait(Signal("arrived", peer), count), there, there.start))
-    return Gathering(first, [transfers] if transfers else [], arrivals, [*leave(rank, ranks)] if near or far else [])
+    return Gathering(first, [transfers] if transfers else [], arrivals, [*leave(rank, ranks)] if arrivals else [])
+
+
+def _share_with_neighbours(sizes: Sizes, hosts: Hosts, rank: int) -> tuple[list[Instruction], list[Arrival]]:
+    """Stage this rank's rows for the others of its host, and what of theirs can be read where they stage it."""
+    rows, starts, near = sizes.rows, offsets(sizes.rows), neighbours(rank, hosts)
+    first: list[Instruction] = []
+    if rows[rank] and near:
+        own = Region(rank, "a", 0, rows[rank])
+        first = [*enter(rank, len(rows)), Copy(own, own._replace(buffer="staged"))]
+        first += [Notify(peer, Signal("ready", rank)) for peer in near]
+    staged = [(peer, Region(peer, "staged", 0, rows[peer])) for peer in near if rows[peer]]
+    return first, [Arrival(Wait(Signal("ready", peer), 1), region, starts[peer]) for peer, region in staged]
 
 
 def ring(sizes: Sizes, rank: int) -> Gathering:
@@ -185,7 +193,6 @@ def ring(sizes: Sizes, rank: int) -> Gathering:
 def _ring_of_hosts(sizes: Sizes, hosts: Hosts, rank: int) -> Gathering:
     """Every rank hands all that it has to one rank of the next host, the rows of near hosts first."""
     rows, ranks, around, starts = sizes.rows, len(sizes.rows), max(hosts) + 1, offsets(sizes.rows)
-    near = [peer for peer in neighbours(rank, hosts) if rows[peer]]
 
     def following(holder: int) -> int:
         return carrier(holder, (hosts[holder] + 1) % around, hosts)
@@ -209,11 +216,8 @@ def _ring_of_hosts(sizes: Sizes, hosts: Hosts, rank: int) -> Gathering:
         here = Region(holder, "inbox", starts[origin] + low, starts[origin] + high)
         return Arrival(Wait(Signal("arrived", before), sent(before).index((origin, low, high)) + 1), here, here.start)
 
-    first = list[Instruction]()
+    first, arrivals = _share_with_neighbours(sizes, hosts, rank)
     own = Region(rank, "a", 0, rows[rank])
-    if rows[rank] and neighbours(rank, hosts):
-        first = [*enter(rank, ranks), Copy(own, own._replace(buffer="staged"))]
-        first += [Notify(peer, Signal("ready", rank)) for peer in neighbours(rank, hosts)]
     transfers: list[Instruction] = [*enter(rank, ranks)] if rows[rank] else []
     for origin, low, high in sent(rank):
         there = Region(following(rank), "inbox", starts[origin] + low, starts[origin] + high)
@@ -221,7 +225,6 @@ def _ring_of_hosts(sizes: Sizes, hosts: Hosts, rank: int) -> Gathering:
             transfers.append(arrival(origin, low, high).wait)
         source = own._replace(start=low, stop=high) if origin == rank else there._replace(rank=rank)
         transfers += [Copy(source, there), *(Notify(peer, Signal("arrived", rank)) for peer in members(hosts[there.rank], hosts))]
-    arrivals = [Arrival(Wait(Signal("ready", peer), 1), Region(peer, "staged", 0, rows[peer]), starts[peer]) for peer in near]
     far = sorted((p for p in range(ranks) if hosts[p] != hosts[rank]), key=lambda p: (hosts[rank] - hosts[p]) % around)
     arrivals += [arrival(origin, low, high) for origin in far for low, high in chunks(rows[origin], sizes.chunk)]
     return Gathering(first, [transfers] if transfers else [], arrivals, [*leave(rank, ranks)] if arrivals else [])

@@ -11,16 +11,7 @@ from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, R
 from weft.schedules.common import Hosts, after, before, chunks, enter, in_all, leave, offsets, tidy
 from weft.schedules.host_rings import HostRing, of_products
 from weft.schedules.host_sums import HostSums, inbox_rows, reduce_products
-from weft.schedules.matmul_reduce_scatter import (
-    Lanes,
-    Sizes,
-    multiply,
-    multiply_into,
-    product_buffer,
-    put_products,
-    put_to_peers,
-    wait_all,
-)
+from weft.schedules.matmul_reduce_scatter import Lanes, Sizes, multiply, product_buffer, put_and_add, wait_all
 
 ALGORITHMS = ("one_shot", "two_shot", "put", "ring", "sequential")
 
@@ -117,12 +108,7 @@ def _two_shot(sizes: Sizes, rank: int, moved: bool) -> Lanes:
 
 
 def _put(sizes: Sizes, rank: int, moved: bool) -> Lanes:
-    rows, ranks, start = sizes.rows, len(sizes.rows), offsets(sizes.rows)[rank]
-    lane: list[Instruction] = [*enter(rank, ranks), *put_to_peers(rows, rank, sizes.chunk)]
-    for count, (low, high) in enumerate(chunks(rows[rank], sizes.chunk), 1):
-        lane += [multiply_into(rows, rank, rank, low, high), *wait_all("arrived", rank, ranks, count)]
-        lane.append(Reduce(put_products(rows, rank, low, high), Region(rank, "summed", start + low, start + high), sizes.op))
-    return {"compute": [*lane, *_share(rows, rank)]}
+    return {"compute": [*put_and_add(sizes, rank, "summed", offsets(sizes.rows)[rank]), *_share(sizes.rows, rank)]}
 
 
 def _share(rows: Sequence[int], rank: int) -> list[Instruction]:

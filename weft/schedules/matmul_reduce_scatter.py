@@ -132,33 +132,27 @@ def _push(sizes: Sizes, rank: int) -> Lanes:
 
 
 def _put_products(sizes: Sizes, rank: int) -> Lanes:
+    return {"compute": [*put_and_add(sizes, rank, "out", 0), *(leave(rank, len(sizes.rows)) if sizes.rows[rank] else [])]}
+
+
+def put_and_add(sizes: Sizes, rank: int, into: str, start: int) -> list[Instruction]:
+    """Make every peer's products in its inbox, and add up this rank's rows, from row `start` of `into` on, in rank order."""
     rows, ranks = sizes.rows, len(sizes.rows)
-    lane = [*enter(rank, ranks), *put_to_peers(rows, rank, sizes.chunk)]
+    lane: list[Instruction] = [*enter(rank, ranks)]
+    for peer in after(rank, ranks):
+        for low, high in chunks(rows[peer], sizes.chunk):
+            lane += [_multiply_into(rows, rank, peer, low, high), Notify(peer, Signal("arrived", rank))]
     for count, (low, high) in enumerate(chunks(rows[rank], sizes.chunk), 1):
-        lane += [multiply_into(rows, rank, rank, low, high), *wait_all("arrived", rank, ranks, count)]
-        lane.append(Reduce(put_products(rows, rank, low, high), Region(rank, "out", low, high), sizes.op))
-    return {"compute": [*lane, *(leave(rank, ranks) if rows[rank] else [])]}
+        lane += [_multiply_into(rows, rank, rank, low, high), *wait_all("arrived", rank, ranks, count)]
+        products = tuple(Region(rank, "inbox", p * rows[rank] + low, p * rows[rank] + high) for p in range(ranks))
+        lane.append(Reduce(products, Region(rank, into, start + low, start + high), sizes.op))
+    return lane
 
 
-def put_to_peers(rows: Sequence[int], rank: int, chunk: int) -> list[Instruction]:
-    """Make every peer's products in its inbox, and tell it of each piece."""
-    return [
-        instruction
-        for peer in after(rank, len(rows))
-        for low, high in chunks(rows[peer], chunk)
-        for instruction in (multiply_into(rows, rank, peer, low, high), Notify(peer, Signal("arrived", rank)))
-    ]
-
-
-def multiply_into(rows: Sequence[int], rank: int, keeper: int, low: int, high: int) -> Instruction:
+def _multiply_into(rows: Sequence[int], rank: int, keeper: int, low: int, high: int) -> Instruction:
     """This rank's product of the rows ``low:high`` that `keeper` keeps, in its inbox, which has a place for each source."""
     start, place = offsets(rows)[keeper], rank * rows[keeper]
     return Matmul(Region(rank, "a", start + low, start + high), Region(keeper, "inbox", place + low, place + high))
-
-
-def put_products(rows: Sequence[int], rank: int, low: int, high: int) -> tuple[Region, ...]:
-    """Where all ranks have made the products of this rank's rows ``low:high``, in rank order."""
-    return tuple(Region(rank, "inbox", p * rows[rank] + low, p * rows[rank] + high) for p in range(len(rows)))
 
 
 def _ring(sizes: Sizes, rank: int) -> Lanes:
