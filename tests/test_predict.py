@@ -15,7 +15,7 @@ from ranks import on_ranks
 from typer.testing import CliRunner
 
 import weft
-from weft import calibrate, machine, predict, tuned
+from weft import cache, calibrate, machine, predict, tuned
 from weft.bench import tune
 from weft.cli import app
 from weft.interpolation import Grid
@@ -29,8 +29,19 @@ FIT = Path(__file__).parents[1] / "benchmarks" / "fit_machines.py"
 @pytest.fixture(autouse=True)
 def uncalibrated(tmp_path, monkeypatch):
     monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
-    for remembered in (choice._here, tuned._known):
+    forget()
+
+
+def forget():
+    """What this process knows of the cache."""
+    for remembered in (choice._calibrated, tuned._known):
         remembered.cache_clear()
+
+
+def calibrated(**figures):
+    """From now on this is a calibrated machine: the profile cpu, with other figures."""
+    machine.remember({**asdict(replace(machine.load("cpu"), **figures)), "name": "this"})
+    forget()
 
 
 def command(*arguments, status=0):
@@ -130,7 +141,7 @@ def test_without_a_machine_it_is_this_one():
     said = command(*base)
     assert "not calibrated, so the profile cpu is taken; weft calibrate" in said
     assert "on cpu, PREDICTED" in said
-    calibrate.store({**asdict(machine.load("cpu")), "name": "this"})
+    calibrated()
     said = command(*base)
     assert "calibrated" not in said
     assert "on this, PREDICTED" in said
@@ -242,7 +253,7 @@ def test_this_machine_is_measured(tmp_path):
     (profile, asked, answers, chosen), others = on_ranks(measured, 2, tmp_path / "of ranks")
     assert chosen == others[-1]
     assert chosen[0] != Candidate("ring", 3) == chosen[1]
-    calibrate.store(json.loads(json.dumps(profile)))
+    machine.remember(json.loads(json.dumps(profile)))
     mine = machine.load("this")
     assert machine.names()[0] == "this"
     assert mine.in_place
@@ -278,12 +289,13 @@ def test_what_was_tuned_beats_what_is_predicted():
 
 
 def test_a_prediction_has_to_beat_the_usual_way_clearly():
+    calibrated()
     large = predict.case("all_gather_matmul", 2, (2048, 2048, 1024), "float32")
     decide = usual(large, Candidate("sequential", 1024), Candidate("push", 64))
     found = decide()
     assert found.predicted[0][0].algorithm != "sequential"  # but only by a little
     assert found.way.algorithm == "sequential"
-    assert found.why.startswith("as usual; predicted for the profile cpu")
+    assert found.why == "as usual; no other is predicted to be clearly faster on this machine"
     slow = decide((1.0, 0.0))
     assert slow.algorithm == "push"
     assert {way.chunk_rows for way, _ in slow.predicted if way.algorithm == "push"} == {64, 128, 32}
@@ -295,19 +307,27 @@ def test_a_prediction_has_to_beat_the_usual_way_clearly():
     assert usual(unknown, Candidate("push", 1), Candidate("sequential", 4))() == choice.Choice(Candidate("push", 1), "as usual")
 
 
-def test_a_calibrated_machine_is_believed_sooner():
-    case = predict.case("matmul_reduce_scatter", 2, (2048, 1024, 1024), "float32")
-    decide = usual(case, Candidate("push", 64), Candidate("direct", 256))
-    by_cpu = decide()
-    assert by_cpu.algorithm == "push"
-    calibrate.store({**asdict(machine.load("cpu")), "name": "this"})
-    choice._here.cache_clear()
-    assert decide().predicted == by_cpu.predicted
-    assert decide().algorithm == "direct"
-    assert "this machine" in decide().why
+def test_a_machine_that_is_not_there_decides_nothing(monkeypatch):
+    case, processor = predict.case("matmul_reduce_scatter", 2, (2048, 1024, 1024), "float32"), cache.processor()
+    ways = Candidate("push", 64), Candidate("direct", 256)
+    decide = usual(case, *ways)
+    assert decide() == choice.Choice(ways[0], "as usual")
+    assert decide((1.0, 0.0)) == choice.Choice(ways[0], "as usual")
+    calibrated()
+    assert decide().way == ways[1]
+    assert decide().why == "predicted to be clearly faster on this machine than push, 64 rows"
+    tuned.remember(case, None, ways[1])
+    monkeypatch.setattr(cache, "processor", lambda: "another that shares the cache directory")
+    forget()
+    assert decide() == choice.Choice(ways[0], "as usual")
+    assert "this" not in machine.names()
+    monkeypatch.setattr(cache, "processor", lambda: processor)
+    forget()
+    assert decide().why == "weft tune measured it to be the fastest"
 
 
 def test_many_ranks_are_taken_to_be_equal():
+    calibrated()
     case = Case("all_gather_matmul", (*[64] * 15, 63), 256, 256, "float32", "float32")
     names = "push", "pull", "ring", "direct", "sequential"
     found = usual(case, *[Candidate(name, 16) for name in names])()
@@ -333,9 +353,9 @@ def test_predictions_decide_over_hosts_once_their_link_was_measured():
     ways = Candidate("sequential", 256), Candidate("push", 16)
     decide = usual(case, *ways)
     assert decide(hosts=(0, 1)) == choice.Choice(ways[0], "as usual")
-    cpu = machine.load("cpu")
-    calibrate.store({**asdict(replace(cpu, network=replace(cpu.network, gbs=0.25))), "name": "this"})
-    choice._here.cache_clear()
+    calibrated(network=None)
+    assert decide(hosts=(0, 1)) == choice.Choice(ways[0], "as usual")
+    calibrated(network=replace(machine.load("cpu").network, gbs=0.25))
     found = decide(hosts=(0, 1))
     assert found.algorithm == "push"
     assert {way.algorithm for way, _ in found.predicted} == {"push", "sequential"}

@@ -1,12 +1,16 @@
 """What is measured once per machine is remembered in the user's cache directory.
 
-The directory is ``WEFT_CACHE``, by default ``weft`` in ``XDG_CACHE_HOME`` or ``~/.cache``.
+The directory is ``WEFT_CACHE``, by default ``weft`` in ``XDG_CACHE_HOME`` or ``~/.cache``. Machines may share it, as they do
+with a home directory: what is true of one processor only is stored under a name that is `of_this_machine`.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import os
+import platform
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +21,22 @@ def directory() -> Path:
     """Where weft remembers things."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("WEFT_CACHE") or Path(home) / "weft")
+
+
+def of_this_machine(name: str, and_also: str = "") -> str:
+    """`name`, and a digest of this machine's processor and of what else it depends on."""
+    return f"{name}-{hashlib.sha256(f'{processor()} {and_also}'.encode()).hexdigest()[:16]}"
+
+
+@functools.cache
+def processor() -> str:
+    """Model, family and model number of this machine's processor."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = dict(line.split("\t", 1) for line in file.read().split("\n\n")[0].splitlines() if "\t" in line)
+        return ":".join(lines.get(key, "").strip(" \t:") for key in ("model name", "cpu family", "model"))
+    except OSError:
+        return platform.processor()
 
 
 def stored(name: str) -> Any:

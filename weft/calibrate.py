@@ -179,11 +179,6 @@ def _sent(rows: int) -> dict[str, torch.Tensor]:
     return {"a": torch.ones(rows, _COLUMNS), "out": torch.ones(rows, 512)}
 
 
-def store(profile: dict[str, Any]) -> None:
-    """Remember a profile as that of this machine."""
-    cache.store("machine", profile)
-
-
 def _sizes() -> Iterator[tuple[int, int]]:
     return itertools.product(_ROWS, _WIDTHS)
 
@@ -350,5 +345,5 @@ def _plan(lanes: Sequence[Lanes], rows: int) -> Plan:
 
 
 def _where(world: World, threads: int) -> str:
-    processor = matmul.processor()
+    processor = cache.processor()
     return f"measured by weft calibrate: {world.ranks} ranks of {threads} threads, processor {processor}, torch {torch.__version__}"

@@ -226,8 +226,13 @@ def load(name: str) -> Machine:
 
 def calibrated() -> dict[str, Any] | None:
     """The profile of this machine, if ``weft calibrate`` has been run."""
-    found: dict[str, Any] | None = cache.stored("machine")
+    found: dict[str, Any] | None = cache.stored(cache.of_this_machine("machine"))
     return found
+
+
+def remember(profile: Mapping[str, Any]) -> None:
+    """Store what ``weft calibrate`` measured as the profile of this machine."""
+    cache.store(cache.of_this_machine("machine"), profile)
 
 
 def from_dict(profile: Mapping[str, Any]) -> Machine:

@@ -8,9 +8,7 @@ lies, so all are timed once per machine and the winners remembered (`weft.cache`
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
-import platform
 import time
 from collections.abc import Callable, Mapping
 
@@ -223,10 +221,9 @@ def chosen(dtype: torch.dtype, out_dtype: torch.dtype, lie: str, rows: int) -> s
 @functools.cache
 def _table(dtype: torch.dtype, out_dtype: torch.dtype, threads: int) -> dict[str, dict[str, str]]:
     """The fastest way by number of rows, for factors that lie in one way or another."""
-    machine = f"{processor()} torch {torch.__version__} {threads} threads"
-    kind = f"{dtype}-{out_dtype}".replace("torch.", "")
-    name = f"fastest-{kind}-{hashlib.sha256(machine.encode()).hexdigest()[:16]}"
-    table: dict[str, dict[str, str]] = cache.once(name, lambda: _measure(dtype, out_dtype) | {"machine": machine})
+    kind, software = f"{dtype}-{out_dtype}".replace("torch.", ""), f"torch {torch.__version__} {threads} threads"
+    name, machine = cache.of_this_machine(f"fastest-{kind}", software), {"machine": f"{cache.processor()} {software}"}
+    table: dict[str, dict[str, str]] = cache.once(name, lambda: _measure(dtype, out_dtype) | machine)
     return table
 
 
@@ -305,12 +302,3 @@ def _times(works: Mapping[str, Callable[[], None]]) -> dict[str, float]:
             if turn:
                 seconds[way] = min(seconds[way], time.perf_counter() - start)
     return seconds
-
-
-def processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            lines = dict(line.split("\t", 1) for line in file.read().split("\n\n")[0].splitlines() if "\t" in line)
-        return ":".join(lines.get(key, "").strip(" \t:") for key in ("model name", "cpu family", "model"))
-    except OSError:
-        return platform.processor()

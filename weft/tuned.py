@@ -10,8 +10,6 @@ from weft.predict import Candidate, Case
 Link = tuple[float, float]
 """The Gbit/s and microseconds of an emulated link."""
 
-_NAME = "tuned"
-
 
 def find(case: Case, link: Link | None) -> Candidate | None:
     """The way that was fastest when this case was tuned; None if it was not."""
@@ -21,13 +19,13 @@ def find(case: Case, link: Link | None) -> Candidate | None:
 
 def remember(case: Case, link: Link | None, way: Candidate) -> None:
     """Let `find` return this way, here and in processes that start from now on."""
-    cache.store(_NAME, {**_known(), _key(case, link): [*way]})
+    cache.store(cache.of_this_machine("tuned"), {**_known(), _key(case, link): [*way]})
     _known.cache_clear()
 
 
 @once
 def _known() -> dict[str, tuple[str, int, str]]:
-    return cache.stored(_NAME) or {}
+    return cache.stored(cache.of_this_machine("tuned")) or {}
 
 
 def _key(case: Case, link: Link | None) -> str:

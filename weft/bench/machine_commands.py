@@ -34,6 +34,7 @@ def calibrate(
     Started by torchrun on several machines that know themselves already: measure what joins them.
     """
     from weft import calibrate as calibration
+    from weft import machine
     from weft.launcher import launch
 
     if options.world_size(ranks)[0] is not None:
@@ -42,7 +43,7 @@ def calibrate(
     count = ranks or max(2, len(os.sched_getaffinity(0)) // threads)
     try:
         profile = launch(calibration.measure, count, threads, threads=threads)[0]
-        calibration.store(profile)
+        machine.remember(profile)
     except (RuntimeError, OSError) as error:
         typer.echo(f"weft calibrate: {error}", err=True)
         raise typer.Exit(1) from None
@@ -82,7 +83,7 @@ def _calibrate_network(threads: int, json_file: str | None) -> None:
     try:
         network = asdict(calibration.measure_network(threads))
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            calibration.store(mine | {"network": network})
+            machine.remember(mine | {"network": network})
     except (RuntimeError, OSError) as error:
         typer.echo(f"weft calibrate: {error}", err=True)
         raise typer.Exit(1) from None

@@ -1,9 +1,9 @@
 """How a fused operator carries out a call, and why: what `weft.explain` tells.
 
 ``auto`` has a usual way, by the operator's rules. In shared memory, with or without an emulated link, what was fastest when the
-case was tuned comes before it, and so does what is predicted (`weft.predict`) to be clearly faster on the machine that
-``weft calibrate`` measured or, without that, on the profile ``cpu``. On several hosts predictions count where the link between
-them was measured. Rank 0 decides for all.
+case was tuned comes before it. So does what is predicted (`weft.predict`) to be clearly faster, where ``weft calibrate`` measured
+this machine and, for ranks on several hosts, the link between them; figures of another machine decide nothing. Rank 0 decides for
+all.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from weft.world import World, several_hosts
 
 PIECES = 16  # transfers per shard: enough that little is left to do when the last one arrives
 HOST_PIECES = 8  # between hosts, where each transfer and each small product costs a core more than what is left in the end
-_CLEARLY = {True: 0.05, False: 0.2}  # by how much a prediction has to beat the usual way; whether this machine is calibrated
+_CLEARLY = 0.05  # by how much of its time a prediction has to beat the usual way
 _MANY = 4  # ranks from which on they are taken to be equal, and ways in which they are not are not considered
 _SIGNATURES = 256  # that a world decides on, each in some milliseconds; where sizes change all the time the usual way has to do
-_here = cache(machine.here)
+_calibrated = cache(machine.calibrated)
 _ALGORITHMS = sorted({name for names in predict.ALGORITHMS.values() for name in names})
 
 
@@ -136,14 +136,15 @@ def preferred(
 
     `hosts`: the host of each rank, where they are on several.
     """
-    usual, on = rule("auto"), _here()
-    on = on.emulating(*link) if link else on
+    usual, profile = rule("auto"), _calibrated()
     possible = _ways(case, usual, rule, (link or hosts) is not None and chunk_rows is None)
     known = chunk_rows is None and hosts is None  # winners were measured in shared memory
     if known and (way := tuned.find(case, link)) and way.algorithm in {other.algorithm for other in possible}:
         return Choice(way, "weft tune measured it to be the fastest")
-    if not on.multiplies(case.dtype) or (hosts is not None and (on.name != machine.THIS or on.network is None)):
+    on = machine.from_dict(profile) if profile else None
+    if on is None or not on.multiplies(case.dtype) or (hosts is not None and on.network is None):
         return usual
+    on = on.emulating(*link) if link else on
     if hosts is not None:
         on = on.over(hosts)
     elif case.ranks > _MANY:
@@ -151,10 +152,9 @@ def preferred(
     times = {way: 1e3 * predict.time(case, way, on) for way in possible}
     found = tuple(sorted(times.items(), key=lambda way: (way[1], way[0].algorithm != usual.algorithm)))
     (fastest, ms), before = found[0], times[usual.way]
-    where, mine = ("this machine", True) if on.name == machine.THIS else (f"the profile {on.name}", False)
-    if fastest == usual.way or ms > before * (1 - _CLEARLY[mine]):
-        return Choice(usual.way, f"{usual.why}; predicted for {where}: {before:.3g} ms", found)
-    return Choice(fastest, f"predicted for {where}: {ms:.3g} ms, and {before:.3g} for {usual.way}, {usual.chunk_rows} rows", found)
+    if fastest == usual.way or ms > before * (1 - _CLEARLY):
+        return Choice(usual.way, f"{usual.why}; no other is predicted to be clearly faster on this machine", found)
+    return Choice(fastest, f"predicted to be clearly faster on this machine than {usual.way}, {usual.chunk_rows} rows", found)
 
 
 def pieces(world: World) -> int:
