@@ -118,7 +118,7 @@ NB_MODULE(_native, m) {
   nb::enum_<Trouble>(m, "Trouble")
       .value("none", Trouble::none).value("timeout", Trouble::timeout).value("failed", Trouble::failed)
       .value("left", Trouble::left).value("mismatch", Trouble::mismatch)
-      .value("interrupted", Trouble::interrupted);
+      .value("interrupted", Trouble::interrupted).value("lane", Trouble::lane);
 
   nb::class_<Seen>(m, "Seen").def(nb::init<nb::handle, nb::handle>(), "tensor"_a, "api"_a.none()).def("is_now", &Seen::is_now, "tensor"_a.none());
 
@@ -195,6 +195,7 @@ NB_MODULE(_native, m) {
         for (const Span& span : self.execution.spans[lane]) spans.emplace_back(span.start, span.stop);
         return spans;
       })
+      .def_prop_ro("stopped", [](Compiled& self) { return self.execution.stopped.load(std::memory_order_acquire); })
       .def("stop", [](Compiled& self, size_t lane) {
         const Stop& s = self.execution.stops[lane];
         return std::make_tuple(s.trouble, s.instruction, s.source, s.expected, s.actual);

@@ -1,6 +1,7 @@
 // A plan's lane, compiled: instructions over addresses instead of names.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -64,7 +65,7 @@ inline void Program::add(size_t lane, Instruction instruction) {
 }
 
 // How a wait ended early.
-enum class Trouble : int { none, timeout, failed, left, mismatch, interrupted };
+enum class Trouble : int { none, timeout, failed, left, mismatch, interrupted, lane };  // lane: another lane of this rank ended
 
 struct Stop {
   Trouble trouble = Trouble::none;
@@ -87,6 +88,7 @@ struct Execution {
   std::vector<char*> slots;
   std::vector<std::vector<Span>> spans;  // by lane and instruction, when tracing
   std::vector<Stop> stops;               // by lane
+  std::atomic<int> stopped{-1};          // the lane that ended early on the lane thread: no other need wait any more
   std::vector<std::vector<uint64_t>> targets;  // by lane and instruction: what a wait waits for, fixed when the call begins
   std::vector<int64_t> held;             // by lane: when it last began, computed or had to wait
   std::vector<std::vector<char>> agreed; // by lane: peers seen to have made the same call
@@ -103,6 +105,7 @@ inline void Execution::reset(uint64_t new_call) {
   call = new_call;
   for (auto& peers : agreed) peers.assign(peers.size(), 0);
   stops.assign(stops.size(), Stop{});
+  stopped.store(-1, std::memory_order_relaxed);
 }
 
 }  // namespace weft

@@ -162,7 +162,8 @@ bool World::wait(const Program& program, Execution& execution, size_t lane, int 
   auto interrupted = [&] {
     if (is(source != rank_ && mismatch(source, program, execution.call), Trouble::mismatch)) return true;
     if (is(mine && caller_interrupted(), Trouble::interrupted)) return true;
-    return is(mesh_->failed(), Trouble::failed);
+    if (is(mesh_->failed(), Trouble::failed)) return true;
+    return is(execution.stopped.load(std::memory_order_acquire) >= 0, Trouble::lane);
   };
   auto gone = [&] { return is(source != rank_ && mesh_->left(source), Trouble::left); };
   const Patience patience = !mine && source == rank_ ? beside_products(spins_) : usual(spins_);
@@ -209,7 +210,10 @@ void World::work() {
     if (jobs_.empty()) return;
     Job job = jobs_.front();
     lock.unlock();
-    run(*job.program, *job.execution, job.lane, 0);
+    if (run(*job.program, *job.execution, job.lane, 0) < 0) {  // what other lanes wait for may never come
+      job.execution->stopped.store(static_cast<int>(job.lane), std::memory_order_release);
+      mesh_->sleepers().wake_all();
+    }
     lock.lock();
     jobs_.pop_front();
     outstanding_.store(jobs_.size(), std::memory_order_release);

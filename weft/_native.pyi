@@ -48,6 +48,8 @@ class Trouble(enum.Enum):
 
     interrupted = 5
 
+    lane = 6
+
 class Seen:
     def __init__(self, tensor: object, api: object | None) -> None: ...
 
@@ -116,6 +118,9 @@ class Compiled:
     def set_span(self, arg0: int, arg1: int, arg2: int, arg3: int, /) -> None: ...
 
     def spans(self, arg: int, /) -> list[tuple[int, int]]: ...
+
+    @property
+    def stopped(self) -> int: ...
 
     def stop(self, arg: int, /) -> tuple[Trouble, int, int, int, int]: ...
 

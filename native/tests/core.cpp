@@ -194,7 +194,7 @@ void test_a_wait_ends_early() {
   world.begin(program, execution);
   CHECK(world.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::timeout);
   Program other = program;
-  Execution theirs = execution;
+  Execution theirs(other, 2);
   other.hash = 4;
   host.worlds[1]->begin(other, theirs);
   execution.timeout = 20'000'000'000;
@@ -208,6 +208,29 @@ void test_a_wait_ends_early() {
   CHECK(world.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::failed);
   CHECK(host.meshes[0]->failure().kind == "KeyError" && host.meshes[0]->failure().culprit == 1);
   killer.join();
+}
+
+// A lane that ends early ends the waits of its rank's other lanes, for whatever they wait.
+void test_lanes_end_together() {
+  for (int source : {0, 2}) {  // lane 0 waits for its own rank's lane 1, or for a peer that is there
+    Host host(3, 64);
+    World& world = *host.worlds[0];
+    Program program;
+    program.call = "wait", program.hash = 3, program.lanes.resize(2);
+    program.lanes[0].push_back(signal(Op::wait, world.counter(0, 4), 4, source, 1));
+    program.lanes[1].push_back(signal(Op::wait, world.counter(0, 1), 1, 1, 1));
+    Execution execution(program, 3);
+    execution.timeout = INT64_MAX / 4;
+    world.begin(program, execution);
+    world.start(program, execution, 1);
+    host.meshes[1]->leave();
+    CHECK(world.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::lane);
+    CHECK(execution.stopped == 1 && execution.stops[1].trouble == Trouble::left && execution.stops[1].source == 1);
+    world.join();
+    execution.timeout = 1'000'000;
+    world.begin(program, execution);
+    CHECK(world.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::timeout);  // not of the call before
+  }
 }
 
 // A peer may raise a counter and leave between the waiter's look at the counter and its look at who is there.
@@ -335,6 +358,7 @@ int main() {
   test_lanes(2, 300);
   test_lanes(4, 200);
   test_a_wait_ends_early();
+  test_lanes_end_together();
   test_what_was_raised_before_leaving_counts();
   test_strided_copies();
   test_transfers();

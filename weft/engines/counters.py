@@ -75,6 +75,10 @@ class HostCounters:
             quiet = trouble in (_native.Trouble.none, _native.Trouble.timeout)
             if quiet and self.world.native.mismatch(compiled, awaited.source):
                 trouble = _native.Trouble.mismatch
+            if trouble == _native.Trouble.timeout and self.world.mesh.left(awaited.source):
+                trouble = _native.Trouble.left  # but what it raised before it left counts
+                if self.signals.native.test(awaited.index, 1, 1, _native.Compare.greater_equal, base + awaited.count):
+                    trouble = _native.Trouble.none
             if trouble == _native.Trouble.none:
                 return
             if trouble != _native.Trouble.timeout or left <= 0:

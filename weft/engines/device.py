@@ -157,7 +157,7 @@ class DeviceProgram(Program):
                 if self.lanes[LANES.index(name)]:
                     engine.lanes[name].begin()
                     steps = self._steps(name, tensors, weights, added, seconds, spans, products)
-                    tickets.append(engine.lanes[name].start(steps))
+                    tickets.append(engine.lanes[name].start([partial(self._guarded, steps)]))
             self._join(tickets)
             engine.counters.advance(self.promised)
         if world.device.type == "cpu":
@@ -185,7 +185,7 @@ class DeviceProgram(Program):
         return {at: partial(_all, steps) for at, steps in made.items()}
 
     def _join(self, tickets: list[Ticket]) -> None:
-        """Go on after all of them; of several errors the first is raised, but no lane is left at work."""
+        """Go on after all of them; of several errors that of this rank's own making is raised, but no lane is left at work."""
         errors: list[BaseException] = []
         for ticket in tickets:
             try:
@@ -194,7 +194,7 @@ class DeviceProgram(Program):
                 self.world.fail(error)
                 errors.append(error)
         if errors:
-            raise next((error for error in errors if not isinstance(error, PeerTimeout)), errors[0])
+            raise min(errors, key=lambda error: (isinstance(error, WeftError), isinstance(error, PeerTimeout)))
 
     def addresses(self, tensors: Tensors) -> Any:
         """What `execute` and `start` take."""
@@ -211,7 +211,8 @@ class DeviceProgram(Program):
         background = self.engine.lanes["comm"]
         background.begin()
         steps = self._steps("compute", addresses, {}, {}, seconds, self.spans, {})
-        self.ticket = background.start([*steps, lambda: self.engine.counters.advance(self.promised)])
+        steps.append(lambda: self.engine.counters.advance(self.promised))
+        self.ticket = background.start([partial(self._guarded, steps)])
         self.held = addresses  # their memory is the caller's stream's, which may be far ahead
         self.engine.pending.append(self)
 
@@ -264,6 +265,11 @@ class DeviceProgram(Program):
         if self.world.recorder is None:
             return [*steps.values()]
         return [_timed(step, name, every, spans, self.world.device) for every, step in steps.items()]
+
+    def _guarded(self, steps: Sequence[Step]) -> None:
+        """Do these steps; what goes wrong with one ends the waits of this rank's other lanes, and of its peers, at once."""
+        with self.world.guard:
+            _all(steps)
 
     def _find(self, region: Region, tensors: Tensors) -> Tensor:
         """The rows of a region."""

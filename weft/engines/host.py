@@ -126,8 +126,8 @@ class HostEngine:
     def reserve(self, size: int, call: str) -> memory.Segment:
         """The workspace's segment, of at least `size` bytes. Growing it is collective: ranks first agree on the call."""
         if self.workspace is None or self.workspace.numel() < size:
+            self.settle()  # first: what went wrong with a call before this one is the cause of what goes wrong here
             self.agree(call)
-            self.settle()
             self.compiled.clear()  # programs over the old workspace
             self.calls.clear()
             self.workspace = None
@@ -342,7 +342,9 @@ class Program:
         ]
 
     def _stopped(self, lane: int, timeout: float) -> WeftError:
-        """The error for a wait of this program that ended early."""
+        """The error for a wait of this program that ended early; if another lane's end was the reason, for that one's."""
+        if self.native.stop(lane)[0] == _native.Trouble.lane:
+            lane = self.native.stopped
         _, index, source, expected, actual = self.native.stop(lane)
         doing = self.doing(lane, index, self.native.call, source, expected, actual)
         return self.engine.stopped(self.native, lane, doing, self.call, timeout)
