@@ -1,11 +1,63 @@
-"""Which way of multiplying is taken for the fastest, with a clock of the test's own."""
+"""The local product: every way to make one, against float64; and which is taken for the fastest, with a clock of the test's own."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from weft import matmul
+from weft.bench.verification import compare, error_bound
+
+ROWS = (0, 1, 7, 1025)  # ragged beyond the blocks in which oneDNN multiplies
+SHAPES = ((37, 29), (5, 1), (1, 6), (0, 3))  # (K, N) of weights
+DTYPES = [*((dtype, dtype) for dtype in matmul.DTYPES), (torch.float16, torch.float32), (torch.bfloat16, torch.float32)]
+LAID = {
+    "plain": torch.clone,
+    "transposed": lambda t: t.t().contiguous().t(),
+    "rows apart": lambda t: torch.cat([t, t], 1)[:, : t.shape[1]],
+    "apart both ways": lambda t: t.repeat_interleave(3, 0).repeat_interleave(2, 1)[::3, ::2],
+}
+"""How a matrix may lie in memory."""
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["as it lies", "packed"])
+@pytest.mark.parametrize("lie", LAID)
+@pytest.mark.parametrize(("dtype", "out_dtype"), DTYPES, ids=str)
+@pytest.mark.parametrize("way", matmul._WAYS)
+def test_every_way_makes_the_product(way, dtype, out_dtype, lie, packed, monkeypatch):
+    if way not in matmul._candidates(dtype, out_dtype):
+        return  # it is never taken for these dtypes
+    monkeypatch.setattr(matmul, "chosen", lambda *_: way)
+    random, biased = torch.Generator().manual_seed(len(way)), itertools.cycle([False, True, True])
+    for (k, n), rows, x_lie in itertools.product(SHAPES, ROWS, ("plain", "transposed")):
+        x, b, bias = (torch.randn(*shape, generator=random).to(dtype) for shape in ((rows, k), (k, n), (n,)))
+        bias, given, weight = bias if next(biased) else None, LAID[x_lie](x), LAID[lie](b)
+        used, whole = matmul.pack(weight) if packed else weight, torch.full((rows, n + 3), math.nan, dtype=out_dtype)
+        try:
+            matmul.multiply(given, used, whole[:, :n], bias)
+        except RuntimeError as error:
+            if way == "onednn" and dtype in (torch.float16, torch.bfloat16):
+                pytest.skip(f"this processor cannot: {error}")  # then it is never the fastest
+            raise
+        more = torch.zeros(n).double() if bias is None else bias.double()
+        exact, size = x.double() @ b.double() + more, x.double().abs() @ b.double().abs() + more.abs()
+        found = compare(whole[:, :n], exact, error_bound(size, exact, k + 1, dtype, out_dtype))
+        assert not found.wrong, (k, n, rows, x_lie, found)
+        assert whole[:, n:].isnan().all()
+        assert given.equal(x)
+        assert weight.equal(b)
+
+
+def test_every_way_is_one_that_can_be_chosen():
+    assert {way for pair in DTYPES for way in matmul._candidates(*pair)} == {*matmul._WAYS}
+
+
+def test_rows_decide_among_the_ways_by_what_was_timed(monkeypatch):
+    monkeypatch.setattr(matmul, "_table", lambda *_: {"plain": {str(rows): f"way of {rows}" for rows in matmul._ROWS}})
+    found = [matmul.chosen.__wrapped__(torch.float32, torch.float32, "plain", rows) for rows in (1, 7, 8, 511, 512, 9999)]
+    assert found == ["way of 1", "way of 2", "way of 8", "way of 64", "way of 512", "way of 512"]
 
 
 @pytest.fixture
