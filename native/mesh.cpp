@@ -81,7 +81,7 @@ bool Mesh::read(int peer) {
   header.msg_control = control;
   header.msg_controllen = sizeof control;
   ssize_t n = recvmsg(peers_[peer]->fd, &header, MSG_CMSG_CLOEXEC);
-  if (n < 0 && errno == EINTR) return true;
+  if (n < 0 && (errno == EINTR || errno == ECONNRESET)) return true;  // what was sent before a reset comes after it
   if (n <= 0) {
     if (!left(peer)) fail({"PeerLost", peer, ""});
     return false;
@@ -132,7 +132,7 @@ void Mesh::leave() {
 }
 
 void Mesh::send(int peer, const std::string& text, int fd) {
-  if (transmit(peers_[peer]->fd, std::string(1, kNote) + text, fd, 0)) return;
+  if (transmit(peers_[peer]->fd, std::string(1, kNote) + text, fd, 0) || errno == EPIPE || errno == ECONNRESET) return;
   throw std::system_error(errno, std::generic_category(), "sending to rank " + std::to_string(peer));
 }
 

@@ -33,6 +33,7 @@ class Mesh {
   Mesh(int rank, std::vector<int> fds);
   ~Mesh();
 
+  // A peer that has hung up takes no notes: `receive` says why. Throws std::system_error for what this rank lacks.
   void send(int peer, const std::string& text, int fd);
   // The next note of `peer`; throws std::runtime_error if the world fails, the peer leaves or the time is over.
   Note receive(int peer, double seconds);

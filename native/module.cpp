@@ -10,6 +10,7 @@
 
 #include <deque>
 #include <functional>
+#include <system_error>
 
 #include "board.hpp"
 #include "copy.hpp"
@@ -105,6 +106,13 @@ struct Lane {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const std::system_error& error) {  // what the operating system refuses
+      PyErr_SetObject(PyExc_OSError, nb::make_tuple(error.code().value(), error.what()).ptr());
+    }
+  });
   nb::set_leak_warnings(false);  // a tensor in a global variable outlives the interpreter, and that is no leak
 
   nb::enum_<Dtype>(m, "Dtype")

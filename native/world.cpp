@@ -72,6 +72,7 @@ void World::publish(int rank, uint64_t call, uint64_t hash, const std::string& t
   said.call.store(0, std::memory_order_relaxed);  // not to be read while it is written
   said.hash.store(hash, std::memory_order_relaxed);
   size_t length = std::min(text.size(), sizeof said.text - 1);
+  while (length < text.size() && length && (text[length] & 0xc0) == 0x80) --length;  // no half characters
   std::memcpy(said.text, text.data(), length);
   said.text[length] = 0;
   said.call.store(call, std::memory_order_release);

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from weft import _native
 from weft.device_memory import check_device, check_products
 from weft.errors import PeerLost
 from weft.launcher import threads_per_rank
@@ -41,7 +42,7 @@ class LocalWorld:
 
         def make(rank: int) -> World:
             torch.set_num_threads(threads_per_rank(ranks))
-            world = World(rank, [place] * ranks, sockets[rank], timeout)
+            world = World(rank, [place] * ranks, _native.Mesh(rank, sockets[rank]), timeout)
             world.device, world.streams, world.sharing, world.products = device, streams, ranks, products
             default_here(world)
             if device.type == "cuda":  # gradients on a thread of each rank's own: they would share one, and wait for each other

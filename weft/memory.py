@@ -6,6 +6,7 @@ behind whatever dies, and it lives until the last tensor over it, on any rank, i
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import time
@@ -16,7 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from weft import _native
-from weft.errors import MismatchError, SymmetricMemoryError
+from weft.errors import MismatchError, SymmetricMemoryError, WeftError
 
 if TYPE_CHECKING:
     from weft.world import World
@@ -69,16 +70,18 @@ def allocate(world: World, shape: Sequence[int], dtype: torch.dtype, call: str |
         trouble = str(error)
     parts: dict[int, Any] = {} if own is None else {world.rank: own}
     failures = {world.rank: trouble} if trouble else {}
-    for peer, text, theirs in exchange(world, compiled, call, trouble, fd):
-        if not world.near(peer) and not text:
-            parts[peer] = None  # on a host whose memory cannot be mapped
-        elif theirs >= 0:
-            parts[peer] = _native.attach_mapping(theirs, size)
-            os.close(theirs)
-        else:
-            failures[peer] = text
-    if fd >= 0:
-        os.close(fd)
+    try:
+        for peer, text, theirs in exchange(world, compiled, call, trouble, fd):
+            if text:
+                failures[peer] = text
+            elif trouble:
+                if theirs >= 0:
+                    os.close(theirs)
+            else:  # a host whose memory cannot be mapped has no part here
+                parts[peer] = attach(world, peer, theirs, size, call) if world.near(peer) else None
+    finally:
+        if fd >= 0:
+            os.close(fd)
     if failures:
         raise SymmetricMemoryError(f"{call}: " + "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
     in_order = [parts[rank] for rank in range(world.ranks)]
@@ -87,16 +90,39 @@ def allocate(world: World, shape: Sequence[int], dtype: torch.dtype, call: str |
     return segment.bytes(world.rank).view(dtype).view(tuple(shape))
 
 
+def attach(world: World, peer: int, file: int, size: int, doing: str) -> Any:
+    """A peer's part of a segment, of which it sent the file; that this rank cannot take it closes the world, since peers go on."""
+    try:
+        if file < 0:  # the kernel hands over none where there is no room for it
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return _native.attach_mapping(file, size)
+    except OSError as error:
+        raise world.fail(SymmetricMemoryError(f"{doing}: rank {world.rank} cannot map the part of rank {peer}: {error}")) from None
+    finally:
+        if file >= 0:
+            os.close(file)
+
+
 def exchange(world: World, compiled: _native.Compiled, call: str, note: str, fd: int = -1) -> Iterator[tuple[int, str, int]]:
     """Send every peer a note and a file (or -1), and give ``(peer, note, file)`` of each; all ranks make the same `call`."""
     peers = [peer for peer in range(world.ranks) if peer != world.rank]
     for peer in peers:
-        world.mesh.send(peer, f"{call}\n{note}", fd)
+        send(world, peer, f"{call}\n{note}", fd, f"in {call}")
     for peer in peers:
         their_call, text, theirs = _receive(world, compiled, peer, call)
         if their_call != call:
+            if theirs >= 0:
+                os.close(theirs)
             raise world.fail(_mismatch(world, call, peer, their_call))
         yield peer, text, theirs
+
+
+def send(world: World, peer: int, note: str, fd: int, doing: str) -> None:
+    """Send a peer a note and a file (or -1)."""
+    try:
+        world.mesh.send(peer, note, fd)
+    except OSError as error:
+        raise world.fail(WeftError(f"rank {world.rank} cannot send to rank {peer} {doing}: {error}")) from None
 
 
 def peer_view(tensor: torch.Tensor, segment: Segment, rank: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from weft.errors import WeftError
+from weft.errors import PeerTimeout, WeftError
 
 if TYPE_CHECKING:
     from weft.world import World
@@ -50,11 +50,14 @@ class Relay:
         ranks, limit = dist.get_process_group_ranks(group), timedelta(seconds=timeout)
         # One for each direction. On one connection for both, gloo's thread finds what has come while another thread writes, and,
         # unable to take it, asks again and again until that one is done: on a shared core as long as a time slice.
-        with _patient_threads():
-            self.groups: list[dist.ProcessGroup] = [
-                dist.new_group(ranks, timeout=limit, use_local_synchronization=True, group_desc=f"weft {way}")
-                for way in ("down", "up")
-            ]
+        try:
+            with _patient_threads():
+                self.groups: list[dist.ProcessGroup] = [
+                    dist.new_group(ranks, timeout=limit, use_local_synchronization=True, group_desc=f"weft {way}")
+                    for way in ("down", "up")
+                ]
+        except RuntimeError as error:  # which rank it was that did not come, torch does not say
+            raise PeerTimeout(f"rank {rank} cannot reach all of the ranks {[*peers]} on other hosts: {error}") from error
         self.rank, self.peers = rank, list(peers)
         self.ends: dict[int, socket.socket] = {}
         self.locks = {peer: threading.Lock() for peer in peers}  # a message's frames go together

@@ -7,19 +7,26 @@ is one); who is connected is checked to be the same user.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import pickle
 import re
 import secrets
+import select
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from weft.errors import PeerTimeout, WeftError
+from weft.errors import PeerLost, PeerTimeout, WeftError
+
+_PLACE, _PLACES = 1 << 14, 0x7FFFFFFE  # bytes of a message that says where a rank is, and its tag
 
 
 class Place(NamedTuple):
@@ -111,6 +118,47 @@ def host_identity() -> str:
         return f"{file.read().strip()}-{os.stat('/proc/self/ns/net').st_ino}"
 
 
+@contextlib.contextmanager
+def exchanged(group: dist.ProcessGroup | None, own: Place, timeout: float) -> Iterator[list[Place]]:
+    """The places of all ranks of `group`, each of which gives its `own`; in the ``with`` block what is on its way may still arrive.
+
+    Raises `PeerLost` or `PeerTimeout` naming the rank whose place does not come, where the group is gloo's.
+    """
+    if group is None:
+        yield [own]
+        return
+    rank, places = dist.get_rank(group), [own] * dist.get_world_size(group)
+    on_cpu = torch.device("cpu") in group._device_types
+    if not on_cpu or group._get_backend(torch.device("cpu")).name() != "gloo":
+        dist.all_gather_object(places, own, group=group)
+        yield places
+        return
+    deadline, said = time.monotonic() + timeout, pickle.dumps(own)
+    mine = torch.zeros(_PLACE, dtype=torch.uint8)
+    mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+    peers = [peer for peer in range(len(places)) if peer != rank]
+    under_way = []
+    for peer in peers:
+        with contextlib.suppress(RuntimeError):  # which the receive says, too
+            under_way.append(group.send([mine], peer, _PLACES))
+    for peer in peers:
+        theirs = torch.empty_like(mine)
+        try:
+            group.recv([theirs], peer, _PLACES).wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except RuntimeError as error:
+            if time.monotonic() < deadline:
+                raise PeerLost(f"rank {peer} was lost while rank {rank} waited to learn where it is: {error}") from error
+            raise PeerTimeout(f"rank {rank} waited {timeout:g} s for rank {peer} to say where it is") from error
+        places[peer] = Place(*pickle.loads(theirs.numpy().tobytes()))
+    yield places
+    del under_way
+
+
+def _lost(rank: int, peer: int, places: Sequence[Place]) -> PeerLost:
+    how = "died or gave up"
+    return PeerLost(f"rank {peer} (pid {places[peer].pid}) {how} while rank {rank} waited to connect to it", how)
+
+
 class Listener:
     """This rank's socket, to which peers connect."""
 
@@ -119,38 +167,81 @@ class Listener:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self.socket.bind("\0" + self.address)
         self.socket.listen(1024)
+        self.answered: list[socket.socket] = []
 
     def connect(self, rank: int, places: list[Place], timeout: float) -> list[int]:
         """Connect to all peers on this host and return a socket for each, in rank order, -1 for the others.
 
-        Lower ranks are called, higher ones call. Raises `PeerTimeout` naming the ranks that did not appear.
+        Every two ranks call each other. The call of the higher one becomes their socket; that of the lower one only shows, by
+        hanging up, that the higher one is gone. Raises `PeerTimeout` naming the ranks that did not appear, `PeerLost` one that
+        is gone.
         """
         deadline = time.monotonic() + timeout
-        peers = [-1] * len(places)
-        near = [peer for peer, place in enumerate(places) if place.host == places[rank].host]
-        for peer in [peer for peer in near if peer < rank]:
-            to = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        near = [peer for peer, place in enumerate(places) if place.host == places[rank].host and peer != rank]
+        called: dict[int, socket.socket | None] = {}  # None: it does not listen any more
+        callers: dict[int, socket.socket] = {}
+        try:
+            for peer in near:
+                called[peer] = self._call(rank, peer, places, deadline)
+            while missing := [peer for peer in near if peer > rank and peer not in callers]:
+                watched = {at.fileno(): peer for peer in missing if (at := called[peer]) is not None}
+                here = select.poll()
+                for fd in (self.socket.fileno(), *watched):
+                    here.register(fd, select.POLLIN)
+                left = deadline - time.monotonic() if len(watched) == len(missing) else 0.0
+                ready = [fd for fd, _ in here.poll(max(0.0, left) * 1000)]
+                if self.socket.fileno() in ready:  # first: who has called may go
+                    if (hello := self._answer(deadline)) is not None:
+                        callers.update([hello])
+                elif gone := [peer for peer in missing if (at := called[peer]) is None or at.fileno() in ready]:
+                    raise _lost(rank, gone[0], places)
+                else:
+                    raise PeerTimeout(f"rank {rank} waited {timeout:g} s for ranks {missing} to connect")
+            peers = [-1] * len(places)
+            for peer in near:
+                end = callers.pop(peer) if peer > rank else called.pop(peer)
+                assert end is not None
+                end.settimeout(None)
+                peers[peer] = end.detach()
+            return peers
+        finally:
+            for each in (*called.values(), *callers.values()):
+                if each is not None:
+                    each.close()
+
+    def _call(self, rank: int, peer: int, places: Sequence[Place], deadline: float) -> socket.socket | None:
+        """A connection to a peer; None if a higher one listens no more, since it may have called and gone on."""
+        to = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
             to.settimeout(max(0.001, deadline - time.monotonic()))
-            try:
-                to.connect("\0" + places[peer].address)
-                to.send(struct.pack("i", rank))
-            except OSError as error:
+            to.connect("\0" + places[peer].address)
+            to.send(struct.pack("i", rank))
+        except (ConnectionError, TimeoutError) as error:
+            to.close()
+            if isinstance(error, TimeoutError):
                 raise PeerTimeout(f"rank {rank} cannot reach rank {peer} (pid {places[peer].pid}): {error}") from error
-            to.settimeout(None)
-            peers[peer] = to.detach()
-        while missing := [peer for peer in near if peer > rank and peers[peer] < 0]:
-            self.socket.settimeout(max(0.001, deadline - time.monotonic()))
-            try:
-                caller, _ = self.socket.accept()
-                _, uid, _ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-                caller.settimeout(max(0.001, deadline - time.monotonic()))
-                hello = caller.recv(4) if uid == os.getuid() else b""
-            except TimeoutError as error:
-                raise PeerTimeout(f"rank {rank} waited {timeout:g} s for ranks {missing} to connect") from error
-            if len(hello) == 4:
-                caller.settimeout(None)
-                peers[struct.unpack("i", hello)[0]] = caller.detach()
-        return peers
+            if peer < rank:
+                raise _lost(rank, peer, places) from error
+            return None
+        except BaseException:
+            to.close()
+            raise
+        return to
+
+    def _answer(self, deadline: float) -> tuple[int, socket.socket] | None:
+        """Who calls, with the connection; None for a stranger, or one that is gone again."""
+        caller, _ = self.socket.accept()
+        self.answered.append(caller)
+        _, uid, _ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        caller.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            hello = caller.recv(4) if uid == os.getuid() else b""
+        except (ConnectionError, TimeoutError):
+            return None
+        return (struct.unpack("i", hello)[0], caller) if len(hello) == 4 else None
 
     def close(self) -> None:
+        """Hang up on all whose calls have not become this rank's sockets."""
         self.socket.close()
+        for caller in self.answered:
+            caller.close()

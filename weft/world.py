@@ -6,6 +6,7 @@ import atexit
 import itertools
 import os
 import threading
+import time
 import weakref
 from collections.abc import Hashable, Sequence
 from types import TracebackType
@@ -18,7 +19,7 @@ from weft import _native, device_memory, errors, memory
 from weft.errors import PeerLost, PeerTimeout, SymmetricMemoryError, WeftError
 from weft.plan import Plan
 from weft.relay import Relay
-from weft.rendezvous import Listener, Place, default_group, host_identity
+from weft.rendezvous import Listener, Place, default_group, exchanged, host_identity
 from weft.signals import Signals
 
 
@@ -63,7 +64,7 @@ class World:
     none).
     """
 
-    def __init__(self, rank: int, places: Sequence[Place], sockets: list[int], timeout: float, relay: Relay | None = None) -> None:
+    def __init__(self, rank: int, places: Sequence[Place], mesh: _native.Mesh, timeout: float, relay: Relay | None = None) -> None:
         self.rank, self.ranks, self.timeout, self.relay = rank, len(places), timeout, relay
         self.hosts = number_hosts(places)
         self.pids = [place.pid for place in places]
@@ -77,12 +78,16 @@ class World:
         self.group: dist.ProcessGroup | None = None
         self.kept: list[memory.Segment] = []  # memory that lives as long as the world
         self.choices: dict[Hashable, Any] = {}  # what `weft.ops.choice` has agreed on
-        self.mesh = _native.Mesh(rank, sockets)
+        self.mesh = mesh
         self.cores = [place.cores for place in places]
         here = [place for place in places if place.host == places[rank].host]
         cores = len(frozenset[int]().union(*(place.cores for place in here)))
         self.spins = 200 if len(here) <= cores else 0  # some microseconds; the scheduler may put two ranks on one core
-        control = self._control_segment()
+        try:
+            control = self._control_segment()
+        except BaseException as error:
+            self.fail(error)
+            raise
         self.native = _native.World(self.mesh, control, self.spins)
         self.transfers = _native.Transfers(self.mesh, self.spins)
         if relay is not None:
@@ -173,8 +178,10 @@ class World:
     def fail(self, error: BaseException, culprit: int | None = None) -> WeftError:
         """Close the world because of `error`, tell all peers, and return it."""
         if self.closed is None:
-            text = error.how if isinstance(error, PeerLost) else str(error)
-            self.mesh.abort(type(error).__name__, self.rank if culprit is None else culprit, text[:8000])
+            text = (
+                (error.how if isinstance(error, PeerLost) else str(error)).encode(errors="replace")[:8000].decode(errors="ignore")
+            )
+            self.mesh.abort(type(error).__name__, self.rank if culprit is None else culprit, text)
             self.closed = f"{type(error).__name__}: {error}"
             if self.relay is not None:
                 self.relay.close()  # no message may arrive in memory that is the caller's again
@@ -207,24 +214,40 @@ class World:
     def _control_segment(self) -> _native.Segment:
         """The segment of headers and counters; it comes before the calls that could check what others do."""
         size = _native.World.control_bytes(self.ranks)
-        own, fd = _native.create_mapping(size)
-        parts = [own] * self.ranks
-        for peer in range(self.ranks):
-            if not self.near(peer):  # what it says comes by message, and is noted in a part of this rank's own
-                parts[peer], theirs = _native.create_mapping(size)
-                os.close(theirs)
-        peers = [peer for peer in range(self.ranks) if peer != self.rank and self.near(peer)]
-        for peer in peers:
-            self.mesh.send(peer, "control", fd)
-        for peer in peers:
-            try:
-                _, theirs = self.mesh.receive(peer, self.timeout)
-            except RuntimeError:
-                raise PeerLost(f"rank {peer} (pid {self.pids[peer]}) was lost while the world was made") from None
-            parts[peer] = _native.attach_mapping(theirs, size)
-            os.close(theirs)
-        os.close(fd)
+        doing = "to make the world"
+        own, fd = self._mapping(size)
+        try:
+            parts = [own] * self.ranks
+            for peer in range(self.ranks):
+                if not self.near(peer):  # what it says comes by message, and is noted in a part of this rank's own
+                    parts[peer], theirs = self._mapping(size)
+                    os.close(theirs)
+            peers = [peer for peer in range(self.ranks) if peer != self.rank and self.near(peer)]
+            for peer in peers:
+                memory.send(self, peer, "control", fd, doing)
+            deadline = time.monotonic() + self.timeout
+            for peer in peers:
+                while True:
+                    try:
+                        _, theirs = self.mesh.receive(peer, 0.05)  # now and then Python may handle a signal
+                        break
+                    except RuntimeError as error:
+                        if str(error) == "failed":
+                            raise self.failure(doing) from None
+                        if str(error) == "left":
+                            raise self.lost(peer, "closed its world", doing) from None
+                        if time.monotonic() > deadline:
+                            raise self.timed_out(f"for rank {peer} (pid {self.pids[peer]}) {doing}") from None
+                parts[peer] = memory.attach(self, peer, theirs, size, doing)
+        finally:
+            os.close(fd)
         return _native.Segment(parts, self.rank, self.number, 0)
+
+    def _mapping(self, size: int) -> tuple[_native.Mapping, int]:
+        try:
+            return _native.create_mapping(size)
+        except OSError as error:
+            raise SymmetricMemoryError(f"rank {self.rank} has no memory to make the world: {error}") from None
 
 
 def init(
@@ -246,7 +269,9 @@ def init(
     a product behind each wait, or ``triton``, one persistent kernel that waits for rows and puts and announces its tiles itself; on
     a CPU that kernel runs under TRITON_INTERPRET=1. On a rank of a `local_world` this is its world there.
 
-    Raises `WeftError` if there is no GPU, or ranks with GPUs are on several hosts; `PeerTimeout` if some ranks do not appear.
+    Raises `WeftError` if there is no GPU, or ranks with GPUs are on several hosts; `PeerTimeout` if some ranks do not appear;
+    `PeerLost` if one dies or gives up meanwhile, at once if it is on this host. After either the group is of no more use.
+    `SymmetricMemoryError` if this rank lacks memory.
     """
     global _default
     if group is None and (here := getattr(_here, "world", None)) is not None:
@@ -259,25 +284,29 @@ def init(
     if not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds; got {timeout}")
     members = default_group() if group is None else group
+    rank = 0 if members is None else dist.get_rank(members)
+    if rank < 0:
+        raise ValueError("this process is not a member of the group")
     listener = Listener()
     own = Place(os.getpid(), host_identity(), listener.address, frozenset(os.sched_getaffinity(0)))
-    rank, places = 0, [own]
-    if members is not None:
-        rank, places = dist.get_rank(members), [own] * dist.get_world_size(members)
-        if rank < 0:
-            raise ValueError("this process is not a member of the group")
-        dist.all_gather_object(places, own, group=members)
+    sockets: list[int] = []
     try:
-        sockets = listener.connect(rank, places, timeout)
-        far = [peer for peer, other in enumerate(places) if other.host != own.host]
-        if far and (place.type == "cuda" or products == "triton"):
-            raise WeftError("ranks with GPUs must be on one host in this version of weft")
-        relay = Relay(members, rank, far, timeout) if members is not None and far else None
-        for peer, end in relay.sockets().items() if relay else ():
-            sockets[peer] = end
-        world = World(rank, places, sockets, timeout, relay)
+        with exchanged(members, own, timeout) as places:
+            sockets = listener.connect(rank, places, timeout)
+            far = [peer for peer, other in enumerate(places) if other.host != own.host]
+            if far and (place.type == "cuda" or products == "triton"):
+                raise WeftError("ranks with GPUs must be on one host in this version of weft")
+            relay = Relay(members, rank, far, timeout) if members is not None and far else None
+            for peer, end in relay.sockets().items() if relay else ():
+                sockets[peer] = end
+            mesh = _native.Mesh(rank, sockets)
+            sockets = []
+            world = World(rank, places, mesh, timeout, relay)
     finally:
         listener.close()
+        for end in sockets:
+            if end >= 0:
+                os.close(end)
     world.device, world.products, world.group = place, products, members
     world.streams = place.type == "cuda" or products == "triton"
     if group is None:

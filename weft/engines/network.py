@@ -242,12 +242,20 @@ class _Sending:
             self.spans.append((name, index, begun, _native.now()))
 
         for index, tensor in zip(batch.indices, tensors, strict=True):
-            rows, begun = tensor.contiguous(), _native.now()
+            rows, begun = self.contiguous(tensor), _native.now()
             under_way.append((relay.send(rows, batch.to, self.tag), rows, index, begun))
             if len(under_way) == OUTSTANDING:
                 finish()
         while under_way:
             finish()
+
+    def contiguous(self, tensor: Tensor) -> Tensor:
+        """Its elements side by side; a lack of memory is no hang-up."""
+        try:
+            return tensor.contiguous()
+        except RuntimeError as error:
+            self.program.world.fail(error)
+            raise
 
     def advance(self, at: int) -> int:
         """Wait for the next batch's turn; -1 if there will be none. That the lane is still computing is no reason to give up."""
@@ -269,14 +277,14 @@ class _Receiving:
     def __init__(self, program: NetworkProgram, number: int, sender: int, tag: int, messages: Sequence[_Rows]) -> None:
         self.program, self.number, self.sender, self.tag = program, number, sender, tag
         self.tensors = [program.tensor(rows) for rows in messages]
+        self.rows = [tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in self.tensors]
 
     def run(self) -> None:
         relay, program = self.program.engine.relay, self.program
         coming: list[tuple[dist.Work, Tensor, Tensor]] = []
         try:
             at = program.world.native.run(program.native, self.number, 0)
-            for tensor in self.tensors:
-                rows = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
+            for rows, tensor in zip(self.rows, self.tensors, strict=True):
                 coming.append((relay.receive(rows, self.sender, self.tag), rows, tensor))
             for work, rows, tensor in coming:
                 work.wait(FOREVER)

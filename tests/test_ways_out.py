@@ -1,0 +1,187 @@
+"""Every way out of a collective call is an error that names who is missing, or what this rank lacks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pkgutil
+import re
+import resource
+import socket
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import die, start
+
+import weft
+from weft import _native
+
+
+@contextlib.contextmanager
+def at(step, then, calls=1):
+    """Do `then` as this rank comes to a step for the `calls`-th time, instead of it."""
+    kept, seen = pkgutil.resolve_name(step), []
+
+    def turn(*arguments, **named):
+        seen.append(step)
+        return then() if len(seen) == calls else kept(*arguments, **named)
+
+    with mock.patch(step, turn):
+        yield
+
+
+def lacks():
+    raise OSError(12, "Cannot allocate memory")
+
+
+def grows(world, how, step, calls):
+    """Rank 1 ends as it comes to a step of growing the workspace."""
+    weft.all_gather_matmul(torch.ones(2, 4), torch.eye(4), algorithm="push")
+    rows = torch.ones(5000, 4)
+    if world.rank != 1:
+        weft.all_gather_matmul(rows, torch.eye(4), algorithm="push")
+        return
+    end = {"dies": die, "leaves": lambda: (world.close(), os._exit(0)), "lacks": lacks}[how]
+    with at(step, end, calls):
+        weft.all_gather_matmul(rows, torch.eye(4), algorithm="push")
+
+
+@pytest.mark.parametrize(
+    ("how", "step", "calls", "words"),
+    [
+        ("dies", "weft.memory.send", 2, "died while rank"),
+        ("leaves", "weft.memory.send", 2, "closed its world while rank"),
+        ("dies", "weft.memory._receive", 1, "died while rank"),
+        ("leaves", "weft._native.attach_mapping", 1, "closed its world while rank"),
+        ("lacks", "weft._native.attach_mapping", 2, "failed with SymmetricMemoryError: empty("),
+    ],
+)
+def test_a_peer_that_is_gone_while_the_workspace_grows(how, step, calls, words):
+    outcomes = start(grows, 3, how, step, calls)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert isinstance(outcome.error, weft.PeerLost), outcome
+        assert str(outcome.error).startswith("rank 1 (pid "), outcome.error
+        assert words in str(outcome.error)
+    if how == "lacks":
+        assert isinstance(outcomes[1].error, weft.SymmetricMemoryError), outcomes[1].trace
+        assert "rank 1 cannot map the part of rank 2: [Errno 12]" in str(outcomes[1].error)
+
+
+def sends_to_the_dead(world):
+    weft.barrier()
+    if world.rank == 1:
+        die()
+    while not world.mesh.failure()[0]:
+        time.sleep(0.001)
+    world.empty(3)
+
+
+def test_a_note_to_a_dead_peer_is_no_error_of_its_own():
+    first, _ = start(sends_to_the_dead, 2)
+    assert isinstance(first.error, weft.PeerLost), first.trace
+    assert "died while rank 0 waited for empty((3,), float32) (call 2)" in str(first.error)
+
+
+@pytest.mark.parametrize(("last", "left", "kind"), [(b"f", True, ""), (b"aKeyError\n1\ngone", False, "KeyError")])
+def test_last_words_count_though_notes_to_who_said_them_are_unread(last, left, kind):
+    """The kernel resets such a connection, and says so before it gives what was sent."""
+    own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mesh = _native.Mesh(0, [-1, own.detach()])
+    mesh.send(1, "unread", -1)
+    theirs.send(last)
+    theirs.close()
+    while not (mesh.left(1) or mesh.failure()[0]):
+        time.sleep(0.001)
+    assert (mesh.left(1), mesh.failure()[0]) == (left, kind)
+
+
+def joins(world, how, step):
+    """Rank 1 ends as it comes to a step of making a second world."""
+    ends = {"dies": die, "lacks": lacks}[how]
+    with at(step, ends) if world.rank == 1 else contextlib.nullcontext(), weft.init(dist.group.WORLD, timeout=20):
+        weft.barrier()
+
+
+@pytest.mark.parametrize(
+    ("how", "step"),
+    [
+        ("dies", "weft.world.exchanged"),
+        ("dies", "weft.rendezvous.Listener.connect"),
+        ("dies", "weft.rendezvous.Listener._call"),
+        ("dies", "weft.rendezvous.Listener._answer"),
+        ("dies", "weft._native.Mesh"),
+        ("dies", "weft._native.create_mapping"),
+        ("dies", "weft.memory.send"),
+        ("dies", "weft._native.attach_mapping"),
+        ("lacks", "weft.rendezvous.Listener._call"),
+        ("lacks", "weft._native.create_mapping"),
+        ("lacks", "weft._native.attach_mapping"),
+    ],
+)
+def test_a_peer_that_is_gone_while_a_world_is_made(how, step):
+    outcomes = start(joins, 3, how, step)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert isinstance(outcome.error, weft.PeerLost), outcome
+        assert re.match(r"rank [012] ", str(outcome.error)), outcome.error
+    if how == "lacks" and "mapping" in step:
+        assert isinstance(outcomes[1].error, weft.SymmetricMemoryError), outcomes[1].trace
+
+
+def absent(world):
+    if world.rank != 1:
+        weft.init(dist.group.WORLD, timeout=0.5)
+    else:
+        time.sleep(2)
+
+
+def test_a_rank_that_makes_no_world_is_named():
+    outcomes = start(absent, 3)
+    errors = [outcomes[0].error, outcomes[2].error]
+    assert all(isinstance(error, weft.PeerTimeout | weft.PeerLost) for error in errors), errors
+    assert any("waited 0.5 s for rank 1" in str(error) for error in errors), errors
+
+
+def few_files(world, room):
+    """A rank with room for no, or only one, more open file."""
+    weft.barrier()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if world.rank == 1:
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free + room, limits[1]))
+    try:
+        world.empty(1000)
+    except weft.SymmetricMemoryError as error:
+        if room:
+            raise
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        weft.barrier()
+        return str(error)
+    weft.barrier()
+    return None
+
+
+def test_a_rank_that_has_too_many_files_open():
+    for outcome in start(few_files, 2, 0):
+        assert outcome.error is None, outcome.trace
+        assert "rank 1: [Errno 24] Too many open files" in outcome.result
+    first, second = start(few_files, 2, 1)
+    assert isinstance(second.error, weft.SymmetricMemoryError), second.trace
+    assert "rank 1 cannot map the part of rank 0: [Errno 24] Too many open files" in str(second.error)
+    assert isinstance(first.error, weft.PeerLost), first.trace
+
+
+def verbose(world):
+    weft.barrier()
+    if world.rank:
+        raise KeyError("€" * 20000 + "\udc80")
+    weft.barrier()
+
+
+def test_errors_may_say_anything():
+    first, _ = start(verbose, 2)
+    assert isinstance(first.error, weft.PeerLost), first.trace
+    assert "failed with KeyError: '€€€" in str(first.error)
