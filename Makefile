@@ -4,7 +4,7 @@ BIN := .venv/bin
 RESULTS := results
 NATIVE := $(wildcard native/*)
 
-.PHONY: bench baselines test check sanitize clean
+.PHONY: bench baselines test check collected sanitize clean
 
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv
@@ -35,6 +35,10 @@ check: .venv/installed
 
 test: .venv/installed
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+# Several workers share the tests, which they can if all find the same list, always.
+collected: .venv/installed
+	$(BIN)/python .ci/collected.py
 
 # The native core under ThreadSanitizer and AddressSanitizer, driven by a program of its own.
 sanitize:

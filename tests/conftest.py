@@ -17,6 +17,13 @@ import ranks  # noqa: F401  (says what the server of new processes loads, before
 forkserver.ensure_running()
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Refuse parameters in no order: by chance, two workers would collect them differently."""
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        if any(isinstance(given, (set, frozenset)) for given in (*mark.args, *mark.kwargs.values())):
+            raise TypeError(f"{metafunc.definition.nodeid} takes its parameters from a set: give a list, which has an order")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The file that takes longest begins first: at the end one process would work on it alone."""
     items.sort(key=lambda item: item.path.name != "test_native.py")

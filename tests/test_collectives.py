@@ -259,7 +259,7 @@ CHANGES = (
 )
 
 
-@pytest.mark.parametrize("api", {None, memory.LOOK})
+@pytest.mark.parametrize("api", [None, memory.LOOK], ids=["looked up", "exchanged"])
 def test_what_is_seen_of_a_tensor(api):
     for change in CHANGES:
         a = torch.empty(2, 3)
