@@ -110,7 +110,7 @@ def test_product_kernels_leave_room(a_gpu):
 def test_products_that_cannot_be(monkeypatch):
     with pytest.raises(ValueError, match="by torch or by triton; got 'cublas'"):
         weft.local_world(2, products="cublas")
-    monkeypatch.setattr(symmetric, "INTERPRETED", False)
+    monkeypatch.setattr(symmetric.triton.knobs.runtime, "interpret", False)
     with pytest.raises(weft.WeftError, match="set TRITON_INTERPRET=1"):
         weft.init(products="triton")
     monkeypatch.setattr(device_memory, "find_spec", lambda name: None)

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from weft.launcher import launch
     from weft.local import LocalWorld, local_world
     from weft.matmul import PackedWeight, pack
-    from weft.onesided import Transfer, barrier, get, get_async, notify, put, put_async, put_notify, test, wait
+    from weft.onesided import Transfer, get, get_async, notify, put, put_async, put_notify, test, wait
     from weft.ops.all_gather_matmul import all_gather_matmul
+    from weft.ops.barrier import barrier
     from weft.ops.collectives import (
         all_gather,
         all_gather_async,
@@ -42,8 +43,9 @@ _HOMES = {
     "weft.launcher": ["launch"],
     "weft.local": ["LocalWorld", "local_world"],
     "weft.matmul": ["PackedWeight", "pack"],
-    "weft.onesided": ["Transfer", "barrier", "get", "get_async", "notify", "put", "put_async", "put_notify", "test", "wait"],
+    "weft.onesided": ["Transfer", "get", "get_async", "notify", "put", "put_async", "put_notify", "test", "wait"],
     "weft.ops.all_gather_matmul": ["all_gather_matmul"],
+    "weft.ops.barrier": ["barrier"],
     "weft.ops.collectives": [
         "all_gather",
         "all_gather_async",

@@ -60,14 +60,13 @@ def check_products(products: str, device: torch.device) -> None:
         if find_spec("triton") is None:
             raise WeftError('weft\'s product kernel needs Triton: install weft[gpu], or use products="torch"')
         if device.type == "cpu":
-            from weft.kernels import interpreter, symmetric
+            import triton
 
-            if not symmetric.INTERPRETED:
+            if not triton.knobs.runtime.interpret:
                 raise WeftError(
                     "on a CPU Triton's kernels run only under its interpreter: set TRITON_INTERPRET=1 before anything imports "
                     'them, or use products="torch"'
                 )
-            interpreter.serve_threads()
 
 
 def allocate(world: World, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

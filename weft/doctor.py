@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from weft import _native, matmul
 from weft.errors import SymmetricMemoryError
-from weft.onesided import barrier
+from weft.ops.barrier import barrier
 from weft.rendezvous import host_identity, join, launcher_variables, translated
 from weft.trace import clock_offsets
 from weft.world import World, init

@@ -22,13 +22,11 @@ import torch
 from torch import Tensor
 
 from weft import _native, memory
-from weft.engines import engine
+from weft.checks import check_timeout
+from weft.checks import name as name_of
 from weft.errors import PeerTimeout, WeftError
-from weft.ops.arguments import check_timeout
-from weft.ops.arguments import name as name_of
-from weft.schedules.barrier import barrier as barrier_plan
 from weft.signals import LARGEST, Signals
-from weft.world import World, current, numbered
+from weft.world import World, numbered
 
 _COMPARISONS = {
     "==": _native.Compare.equal,
@@ -185,18 +183,6 @@ def test(signals: Signals, index: int | slice, cmp: str, value: int) -> bool:
     if not satisfied and signals.native.failed:
         raise signals.world.failure(f"for {signals.name}[{index}] {cmp} {number}")
     return satisfied
-
-
-def barrier(world: World | None = None, timeout: float | None = None) -> None:
-    """Return once all ranks have called it; collective.
-
-    Everything that any rank put, wrote or notified before is visible to all ranks after. Asynchronous transfers count only if
-    they were over before. `timeout` is in seconds, the world's by default. As of every collective call, a time-out or an interrupt
-    closes the world on all ranks. Raises `PeerTimeout`, `PeerLost`, `MismatchError` (a peer makes another collective call).
-    """
-    check_timeout(timeout)
-    chosen = current(world)
-    engine(chosen).execute(barrier_plan(chosen.ranks), {}, timeout=timeout)
 
 
 def _copy(remote: Tensor, local: Tensor, peer: int, world: World | None, put: bool) -> None:

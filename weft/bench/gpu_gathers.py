@@ -13,7 +13,7 @@ from weft.bench import gpu_processes, sweep
 from weft.bench.gpu import hardware, milliseconds, versions
 from weft.launcher import launch
 from weft.local import local_world
-from weft.onesided import barrier
+from weft.ops.barrier import barrier
 from weft.ops.collectives import all_gather
 from weft.world import init
 

@@ -12,8 +12,8 @@ import torch.distributed._symmetric_memory  # its operators
 from torch import Tensor
 
 from weft.bench.gpu import milliseconds
-from weft.onesided import barrier
 from weft.ops.all_gather_matmul import all_gather_matmul
+from weft.ops.barrier import barrier
 from weft.ops.collectives import all_gather
 from weft.world import World, init
 

@@ -13,7 +13,6 @@ import torch
 
 from weft import _native
 from weft.device_memory import drain
-from weft.onesided import notify
 from weft.world import World
 
 _LOOKS = 0.2  # seconds between looks at what peers call
@@ -63,7 +62,8 @@ class HostCounters:
         self.base = [0] * count
 
     def notify(self, peer: int, index: int) -> None:
-        notify(self.signals, index, peer)
+        if not self.signals.native.add(peer, index, 1, 1, 1):
+            raise self.world.failure(f"to notify rank {peer}")
 
     def wait(self, awaited: Awaited, compiled: _native.Compiled, timeout: float) -> None:
         base, left = self.base[awaited.index], timeout

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weft import _native
 from weft.device_memory import drain
-from weft.engines.counters import Awaited, Counters, Short, counters
+from weft.engines.counters import Awaited, Counters, DeviceCounters, Short, counters
 from weft.engines.host import LANES, HostEngine, Program
 from weft.engines.lanes import Step, Ticket, lane
 from weft.errors import PeerTimeout, WeftError
@@ -45,8 +45,12 @@ class DeviceEngine(HostEngine):
         self.kernels, self.room = world.products == "triton", 0
         self.products = "products by torch, one after each wait"
         if self.kernels:
-            from weft.kernels import symmetric
+            from weft.kernels import interpreter, symmetric
 
+            if world.device.type == "cpu":
+                if not symmetric.INTERPRETED:
+                    raise WeftError("weft's kernels were imported before TRITON_INTERPRET=1 was set; set it when Python starts")
+                interpreter.serve_threads()
             self.room = symmetric.room(world.sharing, world.device, symmetric.BESIDE)
             self.products = "products by one persistent kernel, which waits per tile"
         self.lanes = {name: lane(world.device, f"{name} of rank {world.rank}") for name in LANES}
@@ -123,12 +127,16 @@ class DeviceProgram(Program):
 
     def _use_kernels(self) -> None:
         """Leave products, and sums of what lies still, to kernels."""
-        from weft.engines.device_products import Run
+        from weft.engines.device_products import ProgramMemory, Run
         from weft.kernels.sum_in_rank_order import Sum
         from weft.kernels.tiles import runs
 
+        assert isinstance(self.engine.counters, DeviceCounters)
+        memory = ProgramMemory(self.whole, self.geometry, self.engine.index, self.engine.room)
         if all(self.geometry[r.buffer].columns for i in self.lanes[0] if isinstance(i, Matmul) for r in (i.src, i.dst)):
-            self.runs = {start: Run(self, start, stop) for start, stop in runs(self.lanes[0])}
+            self.runs = {
+                start: Run(memory, self.engine.counters, self.lanes[0], start, stop) for start, stop in runs(self.lanes[0])
+            }
         for i in self.lanes[0]:
             if isinstance(i, Reduce) and i.op in ("sum", "avg"):
                 parts = [part for src in i.srcs if isinstance(part := self.fixed[src], Tensor)]

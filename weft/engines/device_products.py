@@ -6,50 +6,59 @@ one launch of `weft.kernels.all_gather_matmul`, which does the waiting and the t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from weft.engines.counters import DeviceCounters
+from weft.engines.host import Geometry
 from weft.engines.lanes import Step
 from weft.kernels import symmetric
 from weft.kernels.all_gather_matmul import Product, check
 from weft.kernels.tiles import launches
 from weft.matmul import Weight, plain
-from weft.plan import Instruction, Matmul
+from weft.plan import Instruction, Matmul, Signal
 
-if TYPE_CHECKING:
-    from weft.engines.device import DeviceProgram
+
+class ProgramMemory(NamedTuple):
+    """Where a program's buffers and counters lie, and how many programs of a kernel there is room for.
+
+    `whole` gives a rank's buffer, or its name if it is the caller's own; `counter` the index of a signal's counter.
+    """
+
+    whole: Callable[[int, str], Tensor | str]
+    geometry: Mapping[str, Geometry]
+    counter: Callable[[Signal], int]
+    room: int
 
 
 class Run:
     """A part of a program's compute lane that is carried out by product kernels: ``lane[start:stop]``."""
 
-    def __init__(self, program: DeviceProgram, start: int, stop: int) -> None:
+    def __init__(self, memory: ProgramMemory, counters: DeviceCounters, lane: Sequence[Instruction], start: int, stop: int) -> None:
         self.start, self.stop = start, stop
-        self.launches = [Launch(program, part) for part in launches(program.lanes[0][start:stop])]
+        self.launches = [Launch(memory, counters, part) for part in launches(lane[start:stop])]
 
 
 class Launch:
     """One launch of the product kernel in a program."""
 
-    def __init__(self, program: DeviceProgram, part: Sequence[Instruction]) -> None:
+    def __init__(self, memory: ProgramMemory, counters: DeviceCounters, part: Sequence[Instruction]) -> None:
         products = [i for i in part if isinstance(i, Matmul)]
-        world, counters = program.world, program.engine.counters
-        assert isinstance(counters, DeviceCounters)
+        world = counters.world
         self.counters, self.output = counters, products[0].dst.buffer
         sources = [*dict.fromkeys(i.src[:2] for i in products)]
-        self.sources = [program.whole(rank, buffer) for rank, buffer in (sources[0], sources[-1])]
-        self.out = program.whole(world.rank, self.output)
+        self.sources = [memory.whole(rank, buffer) for rank, buffer in (sources[0], sources[-1])]
+        self.out = memory.whole(world.rank, self.output)
         self.bases = counters.bases  # of no use where only this rank's own rows are written
         if any(i.dst.rank != world.rank for i in products):
             assert isinstance(self.out, Tensor)
             self.bases = symmetric.bases(world, self.out)
-        geometry = program.geometry
-        dtypes = geometry[sources[0][1]].dtype, geometry[self.output].dtype
-        room, columns = program.engine.room, geometry[self.output].columns
-        self.product = Product(part, columns, *dtypes, program.engine.index, world.rank, room, world.device)
+        source, output = memory.geometry[sources[0][1]], memory.geometry[self.output]
+        self.product = Product(
+            part, output.columns, source.dtype, output.dtype, memory.counter, world.rank, memory.room, world.device
+        )
 
     def step(
         self,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.device_memory import drain
 from weft.kernels import symmetric
-from weft.kernels.symmetric import POLLS, last_to_arrive, notify, peer_pointer, wait
+from weft.kernels.symmetric import POLLS, await_open, complete, peer_pointer, tell_open
 from weft.world import World
 
 VECTOR = 16
@@ -111,30 +111,6 @@ class AllGather:
     def check(self) -> None:
         """Raise `PeerTimeout` if a wait of a call that the device has finished ran out of time."""
         symmetric.check(self.ledger, f"an all_gather of rank {self.world.rank}")
-
-
-@triton.jit
-def tell_open(counters, counter_bases, rank, RANKS: tl.constexpr):
-    """Tell all peers that this rank has made the call: they may write to its `gathered`."""
-    for step in tl.static_range(1, RANKS):
-        notify(counters + rank * 8, counter_bases, rank, (rank + step) % RANKS)
-
-
-@triton.jit
-def await_open(counters, call, ledger, rank, polls, RANKS: tl.constexpr):
-    """Wait until all peers have made the call."""
-    for step in tl.static_range(1, RANKS):
-        wait(counters, (rank + step) % RANKS, call, ledger, polls)
-
-
-@triton.jit
-def complete(counters, counter_bases, call, tickets, ledger, rank, programs, polls, RANKS: tl.constexpr):
-    """Behind all programs' stores: the last of them tells all peers that this rank's shard has arrived, and waits for theirs."""
-    if last_to_arrive(tickets, programs):
-        for step in tl.static_range(1, RANKS):
-            notify(counters + (RANKS + rank) * 8, counter_bases, rank, (rank + step) % RANKS)
-        for step in tl.static_range(1, RANKS):
-            wait(counters, RANKS + (rank + step) % RANKS, call, ledger, polls)
 
 
 @triton.jit(do_not_specialize=["vectors", "rank", "polls"])

@@ -12,8 +12,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from weft.kernels.all_gather import await_open, complete, tell_open
-from weft.kernels.symmetric import peer_pointer
+from weft.kernels.symmetric import await_open, complete, peer_pointer, tell_open
 
 
 @gluon.jit(do_not_specialize=["vectors", "rank", "polls"])

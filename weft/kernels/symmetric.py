@@ -205,3 +205,27 @@ def wait(counter, index, expected, ledger, polls):
                 tl.store(ledger + 1, expected)
                 tl.store(ledger + 2, actual)
     tl.debug_barrier()
+
+
+@triton.jit
+def tell_open(counters, counter_bases, rank, RANKS: tl.constexpr):
+    """Tell all peers that this rank has made the call: they may write to its `gathered`."""
+    for step in tl.static_range(1, RANKS):
+        notify(counters + rank * 8, counter_bases, rank, (rank + step) % RANKS)
+
+
+@triton.jit
+def await_open(counters, call, ledger, rank, polls, RANKS: tl.constexpr):
+    """Wait until all peers have made the call."""
+    for step in tl.static_range(1, RANKS):
+        wait(counters, (rank + step) % RANKS, call, ledger, polls)
+
+
+@triton.jit
+def complete(counters, counter_bases, call, tickets, ledger, rank, programs, polls, RANKS: tl.constexpr):
+    """Behind all programs' stores: the last of them tells all peers that this rank's shard has arrived, and waits for theirs."""
+    if last_to_arrive(tickets, programs):
+        for step in tl.static_range(1, RANKS):
+            notify(counters + (RANKS + rank) * 8, counter_bases, rank, (rank + step) % RANKS)
+        for step in tl.static_range(1, RANKS):
+            wait(counters, RANKS + (rank + step) % RANKS, call, ledger, polls)

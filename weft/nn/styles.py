@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard, distribute_module
 from torch.distributed.tensor.parallel import style as torch_styles
 
+from weft.checks import name
 from weft.matmul import DTYPES
 from weft.nn.layers import ColumnParallelLinear, Gather, RowParallelLinear, ShardedLinear, note
 from weft.nn.layout import Layout
 from weft.nn.norms import NORMS, ShardedNorm
-from weft.ops import arguments
 from weft.world import World, init
 
 
@@ -105,7 +105,7 @@ def _obstacle(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> str 
     if type(module) is not nn.Linear:
         return f"{type(module).__name__} is not a plain nn.Linear"
     if mesh.device_type != "cpu" or module.weight.dtype not in DTYPES:
-        return f"{arguments.name(module.weight.dtype)} on {mesh.device_type} is not supported"
+        return f"{name(module.weight.dtype)} on {mesh.device_type} is not supported"
     if not (placement.is_replicate() or isinstance(placement, Shard)):
         return f"weft has no operator for {placement}"
     return None

@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from weft.checks import check_timeout
 from weft.engines import engine
 from weft.engines.host import Geometry
 from weft.matmul import DTYPES, FLOAT8, PackedWeight, Weight, multiply, plain
@@ -140,7 +141,7 @@ def gather_and_multiply(
     for b, bias in zip(weights, biases, strict=True):
         arguments.check_weight(a, b, world, sum(shards) if split else None)
         arguments.check_bias(bias, b.shape[1], world)
-    arguments.check_timeout(timeout)
+    check_timeout(timeout)
     out_dtype = arguments.check_out_dtype(a.dtype, out_dtype)
     inner = 1 if split else dims.inner(a.shape, dim)
     rows = tuple(shard * inner for shard in shards)

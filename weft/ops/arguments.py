@@ -8,13 +8,9 @@ import torch
 from torch import Tensor
 
 from weft import memory
+from weft.checks import name
 from weft.matmul import DTYPES, FLOAT8, PackedWeight, ScaledWeight, Weight
 from weft.world import World
-
-
-def name(dtype: torch.dtype) -> str:
-    """``float32`` for torch.float32."""
-    return str(dtype).removeprefix("torch.")
 
 
 def check_tensor(tensor: object, what: str) -> None:
@@ -97,12 +93,6 @@ def check_chunk_rows(chunk_rows: int | None) -> None:
     """At least one row."""
     if chunk_rows is not None and chunk_rows <= 0:
         raise ValueError(f"chunk_rows must be at least 1; got {chunk_rows}")
-
-
-def check_timeout(timeout: float | None) -> None:
-    """More than nothing."""
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds; got {timeout}")
 
 
 def check_algorithm(algorithm: str, known: Sequence[str]) -> None:

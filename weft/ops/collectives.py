@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from weft.checks import check_timeout
 from weft.engines import engine
 from weft.engines.host import Geometry, Program, Repeat
 from weft.errors import PeerTimeout
@@ -105,7 +106,7 @@ def _now(
     if world is None or world.closed is not None:
         world = current(world)
     if timeout is not None:
-        arguments.check_timeout(timeout)
+        check_timeout(timeout)
     calls = (world.engine or engine(world)).calls
     name = prepare, id(a), id(out), options
     known: Repeat | None = calls.get(name)
@@ -129,7 +130,7 @@ def _later(
 ) -> Handle:
     """Begin a call and return at once."""
     world = current(world)
-    arguments.check_timeout(timeout)
+    check_timeout(timeout)
     work = prepare(world, a, out, *options)
     program = next(program for number in range(1 << 30) if (program := _program(world, work, number)).idle())
     program.start(program.addresses(work.tensors), timeout)

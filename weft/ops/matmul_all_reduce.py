@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from weft.checks import check_timeout
 from weft.matmul import DTYPES, FLOAT8, PackedWeight, Weight, plain
 from weft.ops import arguments, dims, float8, partial_sums
 from weft.ops.choice import Choice, Signature, best, check, dtype_name, pieces, preferred
@@ -99,7 +100,7 @@ def multiply_and_reduce(
     arguments.check_weight(a, b, world)
     arguments.check_bias(bias, b.shape[1], world)
     arguments.check_op(op)
-    arguments.check_timeout(timeout)
+    check_timeout(timeout)
     out_dtype = arguments.check_out_dtype(a.dtype, out_dtype)
     x = dims.to_front(a, 0)
     choice = choose(len(x), world, algorithm, chunk_rows, isinstance(b, PackedWeight))

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from weft.checks import check_timeout
 from weft.matmul import DTYPES, FLOAT8, PackedWeight, ScaledWeight, Weight, plain
 from weft.ops import arguments, dims, float8, partial_sums
 from weft.ops.choice import Choice, Signature, best, check, dtype_name, pieces, preferred
@@ -105,7 +106,7 @@ def multiply_and_scatter(
     arguments.check_weight(a, b, world)
     arguments.check_bias(bias, b.shape[1], world)
     arguments.check_op(op)
-    arguments.check_timeout(timeout)
+    check_timeout(timeout)
     out_dtype = arguments.check_out_dtype(a.dtype, out_dtype)
     dim = dims.normal(dim, a.dim())
     whole = (*a.shape[:-1], b.shape[1])
