@@ -17,7 +17,7 @@ from weft import _native, memory
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
-    from weft.world import World
+    from weft.peers import Peers
 
 _parts: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()  # of ranks of this process, by address
 
@@ -69,7 +69,7 @@ def check_products(products: str, device: torch.device) -> None:
                 )
 
 
-def allocate(world: World, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def allocate(world: Peers, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor in a new segment on the world's device, zero when any rank gets it; see `World.empty`."""
     size = math.prod(shape) * dtype.itemsize
     call = f"empty({tuple(shape)}, {str(dtype).removeprefix('torch.')})"
@@ -82,7 +82,7 @@ def allocate(world: World, shape: Sequence[int], dtype: torch.dtype) -> torch.Te
     return parts[world.rank][:size].view(dtype).view(tuple(shape))
 
 
-def _in_this_process(world: World, size: int, compiled: _native.Compiled, call: str) -> list[torch.Tensor]:
+def _in_this_process(world: Peers, size: int, compiled: _native.Compiled, call: str) -> list[torch.Tensor]:
     own = torch.zeros(max(size, 1), dtype=torch.uint8, device=world.device)
     drain(world.device)  # zeros are there before any peer hears of them
     _parts[own.data_ptr()] = own
@@ -92,7 +92,7 @@ def _in_this_process(world: World, size: int, compiled: _native.Compiled, call: 
     return [parts[rank] for rank in range(world.ranks)]
 
 
-def _between_processes(world: World, size: int) -> list[torch.Tensor]:
+def _between_processes(world: Peers, size: int) -> list[torch.Tensor]:
     import torch.distributed._symmetric_memory as symmetric_memory
     from torch._C._distributed_c10d import _SymmetricMemory
 

@@ -21,6 +21,7 @@ from weft import _native
 from weft.device_memory import check_device, check_products
 from weft.errors import PeerLost
 from weft.launcher import threads_per_rank
+from weft.peers import Backend
 from weft.rendezvous import Place, host_identity
 from weft.world import World, default_here
 
@@ -42,8 +43,9 @@ class LocalWorld:
 
         def make(rank: int) -> World:
             torch.set_num_threads(threads_per_rank(ranks))
-            world = World(rank, [place] * ranks, _native.Mesh(rank, sockets[rank]), timeout)
-            world.device, world.streams, world.sharing, world.products = device, streams, ranks, products
+            world = World(
+                rank, [place] * ranks, _native.Mesh(rank, sockets[rank]), timeout, Backend(device, streams, products, ranks)
+            )
             default_here(world)
             if device.type == "cuda":  # gradients on a thread of each rank's own: they would share one, and wait for each other
                 torch.autograd.set_multithreading_enabled(False)

@@ -6,21 +6,18 @@ behind whatever dies, and it lives until the last tensor over it, on any rank, i
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 
 from weft import _native
-from weft.errors import MismatchError, SymmetricMemoryError, WeftError
-
-if TYPE_CHECKING:
-    from weft.world import World
+from weft.errors import MismatchError, SymmetricMemoryError
+from weft.peers import Peers, attach, send
 
 
 class Segment(Protocol):
@@ -56,7 +53,7 @@ def find(tensor: torch.Tensor) -> Segment | None:
     return segments.get(tensor.untyped_storage().data_ptr()) if tensor.is_cpu or tensor.is_cuda else None
 
 
-def allocate(world: World, shape: Sequence[int], dtype: torch.dtype, call: str | None = None) -> torch.Tensor:
+def allocate(world: Peers, shape: Sequence[int], dtype: torch.dtype, call: str | None = None) -> torch.Tensor:
     """A tensor in a new segment, see `World.empty`; `call` is what errors say that ranks called."""
     size = math.prod(shape) * dtype.itemsize
     call = call or f"empty({tuple(shape)}, {str(dtype).removeprefix('torch.')})"
@@ -90,20 +87,7 @@ def allocate(world: World, shape: Sequence[int], dtype: torch.dtype, call: str |
     return segment.bytes(world.rank).view(dtype).view(tuple(shape))
 
 
-def attach(world: World, peer: int, file: int, size: int, doing: str) -> Any:
-    """A peer's part of a segment, of which it sent the file; that this rank cannot take it closes the world, since peers go on."""
-    try:
-        if file < 0:  # the kernel hands over none where there is no room for it
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return _native.attach_mapping(file, size)
-    except OSError as error:
-        raise world.fail(SymmetricMemoryError(f"{doing}: rank {world.rank} cannot map the part of rank {peer}: {error}")) from None
-    finally:
-        if file >= 0:
-            os.close(file)
-
-
-def exchange(world: World, compiled: _native.Compiled, call: str, note: str, fd: int = -1) -> Iterator[tuple[int, str, int]]:
+def exchange(world: Peers, compiled: _native.Compiled, call: str, note: str, fd: int = -1) -> Iterator[tuple[int, str, int]]:
     """Send every peer a note and a file (or -1), and give ``(peer, note, file)`` of each; all ranks make the same `call`."""
     peers = [peer for peer in range(world.ranks) if peer != world.rank]
     for peer in peers:
@@ -117,25 +101,17 @@ def exchange(world: World, compiled: _native.Compiled, call: str, note: str, fd:
         yield peer, text, theirs
 
 
-def send(world: World, peer: int, note: str, fd: int, doing: str) -> None:
-    """Send a peer a note and a file (or -1)."""
-    try:
-        world.mesh.send(peer, note, fd)
-    except OSError as error:
-        raise world.fail(WeftError(f"rank {world.rank} cannot send to rank {peer} {doing}: {error}")) from None
-
-
 def peer_view(tensor: torch.Tensor, segment: Segment, rank: int) -> torch.Tensor:
     """The same view of `rank`'s part of the segment."""
     whole = segment.bytes(rank)[: segment.size // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def _mismatch(world: World, call: str, peer: int, theirs: str) -> MismatchError:
+def _mismatch(world: Peers, call: str, peer: int, theirs: str) -> MismatchError:
     return MismatchError(f"rank {world.rank} calls {call}, but rank {peer} calls {theirs}")
 
 
-def _receive(world: World, compiled: _native.Compiled, peer: int, call: str) -> tuple[str, str, int]:
+def _receive(world: Peers, compiled: _native.Compiled, peer: int, call: str) -> tuple[str, str, int]:
     """The peer's call, its trouble if any and the file of its part, unless it does something else or is lost."""
     deadline = time.monotonic() + world.timeout
     while True:

@@ -25,6 +25,7 @@ from weft import _native, memory
 from weft.checks import check_timeout
 from weft.checks import name as name_of
 from weft.errors import PeerTimeout, WeftError
+from weft.peers import Peers
 from weft.signals import LARGEST, Signals
 from weft.world import World, numbered
 
@@ -197,7 +198,7 @@ def _copy(remote: Tensor, local: Tensor, peer: int, world: World | None, put: bo
     _run(*_prepared(remote, local, peer, world, put))
 
 
-def _prepared(remote: Tensor, local: Tensor, peer: int, world: World | None, put: bool) -> tuple[World, _Copy]:
+def _prepared(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put: bool) -> tuple[World, _Copy]:
     """Its world, and the copy between `peer`'s counterpart of `remote` and `local`; the same tensors again find theirs ready."""
     known = _copies.get((put, id(remote), id(local), peer)) if type(peer) is int else None
     if known is not None and known.remote.is_now(remote) and known.local.is_now(local):
@@ -212,7 +213,7 @@ def _prepared(remote: Tensor, local: Tensor, peer: int, world: World | None, put
     return own, copy
 
 
-def _checked(remote: Tensor, local: Tensor, peer: int, world: World | None, put: bool) -> tuple[World, _Copy]:
+def _checked(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put: bool) -> tuple[World, _Copy]:
     """The same, made of arguments that have been checked."""
     if not (_is_plain(remote) and _is_plain(local)):
         raise _refusal(remote, local, put)
@@ -284,7 +285,7 @@ def _notification(signals: Signals, index: int | slice, peer: int, op: str, valu
     return partial(raising, _rank(peer, world), *signals.select(index), _value(value))
 
 
-def _rank(peer: int, world: World) -> int:
+def _rank(peer: int, world: Peers) -> int:
     try:
         rank = operator.index(peer)
     except TypeError:
@@ -312,7 +313,7 @@ def _value(value: int) -> int:
     return number
 
 
-def _seconds(timeout: float | None, world: World) -> float:
+def _seconds(timeout: float | None, world: Peers) -> float:
     check_timeout(timeout)
     return min(world.timeout if timeout is None else timeout, _FOREVER)
 

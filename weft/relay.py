@@ -17,15 +17,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from weft import _native
 from weft.errors import PeerTimeout, WeftError
-
-if TYPE_CHECKING:
-    from weft.world import World
 
 CONTROL = 0  # the tag of frames; rows have the others
 _NOTHING = 0x7FFFFFFF  # a tag under which nothing is ever sent
@@ -77,9 +74,9 @@ class Relay:
             near[peer] = one.detach()
         return near
 
-    def start(self, world: World) -> None:
-        """Begin to carry messages of `world`, and to tell its native core what peers say they call."""
-        self.world = world  # which lives until it is closed, at the latest when the interpreter ends
+    def start(self, native: _native.World) -> None:
+        """Begin to carry messages, and to tell the native core what peers say they call."""
+        self.native = native  # which lives until the world is closed, at the latest when the interpreter ends
         for peer in self.peers:
             self._run(self._listen, peer)
             self._run(self._speak, peer)
@@ -183,7 +180,7 @@ class Relay:
         if kind == b"h":
             _, call, digest = _HEADER.unpack_from(message)
             self.called[peer] = call
-            self.world.native.hear(peer, call, digest, message[_HEADER.size :].decode(errors="replace"))
+            self.native.hear(peer, call, digest, message[_HEADER.size :].decode(errors="replace"))
         elif kind == _HEARD:
             self.over[peer].set()
         elif kind == b"f":

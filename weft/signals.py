@@ -13,7 +13,7 @@ import torch
 from weft import _native, memory
 
 if TYPE_CHECKING:
-    from weft.world import World
+    from weft.peers import Peers
 
 COUNTER_BYTES = 64  # a cache line each, so that those who raise neighbouring counters do not disturb each other
 LARGEST = 2**64 - 1
@@ -28,7 +28,7 @@ class Signals:
     Attributes: `world`, and `name`, by which errors call them.
     """
 
-    def __init__(self, world: World, count: int, name: str) -> None:
+    def __init__(self, world: Peers, count: int, name: str) -> None:
         self.world, self.name = world, name
         segment = memory.find(memory.allocate(world, [count * COUNTER_BYTES], torch.uint8, f"signals({count})"))
         assert isinstance(segment, _native.Segment)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import threading
-import time
 import weakref
 from collections.abc import Hashable, Sequence
 from types import TracebackType
@@ -15,8 +13,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from weft import _native, device_memory, errors, memory
-from weft.errors import PeerLost, PeerTimeout, SymmetricMemoryError, WeftError
+from weft import _native, device_memory, memory
+from weft.errors import WeftError
+from weft.peers import CPU, Backend, Peers
 from weft.plan import Plan
 from weft.relay import Relay
 from weft.rendezvous import Listener, Place, default_group, exchanged, host_identity
@@ -30,27 +29,12 @@ class Recorder(Protocol):
         """Called after each execution with ``(lane, index of the instruction, start, stop)``, in nanoseconds."""
 
 
-class Guard:
-    """A part of a call that all ranks must get through: an exception in it closes the world."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None and not isinstance(error, SymmetricMemoryError):  # which all ranks raise together
-            self.world.fail(error)
-
-
-_numbers = itertools.count(1)
 _default: World | None = None
 _here = threading.local()  # the default world of this thread, if it is a rank by itself
 _alive: weakref.WeakValueDictionary[int, World] = weakref.WeakValueDictionary()  # by number
 
 
-class World:
+class World(Peers):
     """A set of ranks with shared memory, signals and a common order of calls. Made by `init`; a context manager.
 
     Every operator on a world is collective: all ranks make the same calls in the same order. Worlds are independent of each other;
@@ -64,34 +48,22 @@ class World:
     none).
     """
 
-    def __init__(self, rank: int, places: Sequence[Place], mesh: _native.Mesh, timeout: float, relay: Relay | None = None) -> None:
-        self.rank, self.ranks, self.timeout, self.relay = rank, len(places), timeout, relay
-        self.hosts = number_hosts(places)
-        self.pids = [place.pid for place in places]
-        self.number = next(_numbers)
+    def __init__(
+        self,
+        rank: int,
+        places: Sequence[Place],
+        mesh: _native.Mesh,
+        timeout: float,
+        backend: Backend = CPU,
+        group: dist.ProcessGroup | None = None,
+        relay: Relay | None = None,
+    ) -> None:
+        super().__init__(rank, places, mesh, timeout, backend, group, relay)
         self.engine: Any = None  # made and found by `weft.engines.engine`
-        self.closed: str | None = None
-        self.guard = Guard(self)
         self.recorder: Recorder | None = None
         self.link: tuple[float, float] | None = None
-        self.device, self.streams, self.products, self.sharing = torch.device("cpu"), False, "torch", 1
-        self.group: dist.ProcessGroup | None = None
-        self.kept: list[memory.Segment] = []  # memory that lives as long as the world
         self.choices: dict[Hashable, Any] = {}  # what `weft.ops.choice` has agreed on
-        self.mesh = mesh
-        self.cores = [place.cores for place in places]
-        here = [place for place in places if place.host == places[rank].host]
-        cores = len(frozenset[int]().union(*(place.cores for place in here)))
-        self.spins = 200 if len(here) <= cores else 0  # some microseconds; the scheduler may put two ranks on one core
-        try:
-            control = self._control_segment()
-        except BaseException as error:
-            self.fail(error)
-            raise
-        self.native = _native.World(self.mesh, control, self.spins)
         self.transfers = _native.Transfers(self.mesh, self.spins)
-        if relay is not None:
-            relay.start(self)
         _alive[self.number] = self
 
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -139,10 +111,6 @@ class World:
             raise ValueError(f"rank {rank} is on another host, whose memory cannot be mapped; use an operator")
         return memory.peer_view(tensor, segment, rank)
 
-    def near(self, rank: int) -> bool:
-        """Whether a rank is on this rank's host, so that they share memory."""
-        return self.hosts[rank] == self.hosts[self.rank]
-
     def emulate_link(self, gbps: float, latency_us: float = 0.0) -> None:
         """From now on every copy to or from a peer takes at least `latency_us` plus its bytes at `gbps` (1e9 bits per second).
 
@@ -154,38 +122,6 @@ class World:
             raise ValueError("ranks on several hosts have a real link between them, which is not to be slowed by an emulated one")
         self.link = (gbps, latency_us) if gbps else None
         self.native.emulate_link(gbps * 1e9 / 8, latency_us * 1e-6)
-
-    def check(self) -> None:
-        """Raise `WeftError` if this world is closed."""
-        if self.closed is not None:
-            raise WeftError(f"this world is closed: {self.closed}; make a new one with weft.init()")
-
-    def failure(self, doing: str) -> WeftError:
-        """The error for a failure that a peer caused or reported while this rank was `doing` something; closes the world."""
-        kind, culprit, text = self.mesh.failure()
-        if kind in ("MismatchError", "PeerTimeout"):
-            return self.fail(getattr(errors, kind)(text), culprit)
-        return self.lost(culprit, text or "died" if kind == "PeerLost" else f"failed with {kind}: {text},", doing)
-
-    def lost(self, peer: int, how: str, doing: str) -> WeftError:
-        """The error for a peer that this rank needed while `doing` something; closes the world."""
-        return self.fail(PeerLost(f"rank {peer} (pid {self.pids[peer]}) {how} while rank {self.rank} waited {doing}", how), peer)
-
-    def timed_out(self, doing: str, timeout: float | None = None) -> WeftError:
-        """The error for a wait that took too long; closes the world."""
-        return self.fail(PeerTimeout(f"rank {self.rank} waited {timeout or self.timeout:g} s {doing}"))
-
-    def fail(self, error: BaseException, culprit: int | None = None) -> WeftError:
-        """Close the world because of `error`, tell all peers, and return it."""
-        if self.closed is None:
-            text = (
-                (error.how if isinstance(error, PeerLost) else str(error)).encode(errors="replace")[:8000].decode(errors="ignore")
-            )
-            self.mesh.abort(type(error).__name__, self.rank if culprit is None else culprit, text)
-            self.closed = f"{type(error).__name__}: {error}"
-            if self.relay is not None:
-                self.relay.close()  # no message may arrive in memory that is the caller's again
-        return error  # type: ignore[return-value]
 
     def close(self) -> None:
         """Leave the world, once all asynchronous transfers are complete.
@@ -210,44 +146,6 @@ class World:
 
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, ranks={self.ranks}{', closed' if self.closed else ''})"
-
-    def _control_segment(self) -> _native.Segment:
-        """The segment of headers and counters; it comes before the calls that could check what others do."""
-        size = _native.World.control_bytes(self.ranks)
-        doing = "to make the world"
-        own, fd = self._mapping(size)
-        try:
-            parts = [own] * self.ranks
-            for peer in range(self.ranks):
-                if not self.near(peer):  # what it says comes by message, and is noted in a part of this rank's own
-                    parts[peer], theirs = self._mapping(size)
-                    os.close(theirs)
-            peers = [peer for peer in range(self.ranks) if peer != self.rank and self.near(peer)]
-            for peer in peers:
-                memory.send(self, peer, "control", fd, doing)
-            deadline = time.monotonic() + self.timeout
-            for peer in peers:
-                while True:
-                    try:
-                        _, theirs = self.mesh.receive(peer, 0.05)  # now and then Python may handle a signal
-                        break
-                    except RuntimeError as error:
-                        if str(error) == "failed":
-                            raise self.failure(doing) from None
-                        if str(error) == "left":
-                            raise self.lost(peer, "closed its world", doing) from None
-                        if time.monotonic() > deadline:
-                            raise self.timed_out(f"for rank {peer} (pid {self.pids[peer]}) {doing}") from None
-                parts[peer] = memory.attach(self, peer, theirs, size, doing)
-        finally:
-            os.close(fd)
-        return _native.Segment(parts, self.rank, self.number, 0)
-
-    def _mapping(self, size: int) -> tuple[_native.Mapping, int]:
-        try:
-            return _native.create_mapping(size)
-        except OSError as error:
-            raise SymmetricMemoryError(f"rank {self.rank} has no memory to make the world: {error}") from None
 
 
 def init(
@@ -301,14 +199,13 @@ def init(
                 sockets[peer] = end
             mesh = _native.Mesh(rank, sockets)
             sockets = []
-            world = World(rank, places, mesh, timeout, relay)
+            backend = Backend(place, place.type == "cuda" or products == "triton", products)
+            world = World(rank, places, mesh, timeout, backend, members, relay)
     finally:
         listener.close()
         for end in sockets:
             if end >= 0:
                 os.close(end)
-    world.device, world.products, world.group = place, products, members
-    world.streams = place.type == "cuda" or products == "triton"
     if group is None:
         _default = world
     return world
@@ -317,12 +214,6 @@ def init(
 def default_here(world: World) -> None:
     """Make `world` the default of this thread."""
     _here.world = world
-
-
-def number_hosts(places: Sequence[Place]) -> tuple[int, ...]:
-    """The host of each rank, numbered in the order in which ranks are found on them."""
-    names = [*dict.fromkeys(place.host for place in places)]
-    return tuple(names.index(place.host) for place in places)
 
 
 def several_hosts(world: World) -> tuple[int, ...] | None:
