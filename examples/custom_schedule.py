@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 
 import weft
-from weft import trace
 from weft.bench.timeline import draw
 from weft.engines import engine
+from weft.engines.recording import record
 from weft.plan import Buffer, Copy, Matmul, Notify, Plan, Region, Signal, Term, Wait
 from weft.schedules.common import enter, leave
+from weft.trace import Trace
 
 
 def doubling(ranks: int, rows: int) -> Plan:
@@ -39,13 +40,13 @@ def doubling(ranks: int, rows: int) -> Plan:
     return Plan("all_gather_matmul", "doubling", buffers, tuple(lanes), result)
 
 
-def run(plan: Plan, rows: int) -> trace.Trace | None:
+def run(plan: Plan, rows: int) -> Trace | None:
     """What each rank does: execute the plan, the second time on record, and compare with gloo's gather and torch.mm."""
     with weft.init() as world:
         world.emulate_link(gbps=4)  # a link slower than memory, so that the picture shows the transfers
         a, b, out = torch.randn(rows, 1024), torch.randn(1024, 1024), torch.empty(world.ranks * rows, 1024)
         engine(world).execute(plan, {"a": a, "out": out}, {"out": b})
-        with trace.record(world) as recording:
+        with record(world) as recording:
             engine(world).execute(plan, {"a": a, "out": out.fill_(torch.nan)}, {"out": b})
         gathered = torch.empty(world.ranks, rows, 1024)
         torch.distributed.all_gather([*gathered], a)

@@ -21,6 +21,7 @@ import weft
 from weft import relay
 from weft.cli import app
 from weft.doctor import diagnose
+from weft.engines.recording import clock_offsets, record
 
 LIMIT = 2.0  # seconds that a wait may take where something goes wrong
 
@@ -177,9 +178,9 @@ def traffic(world):
 
 def traces(world):
     """What rank 0 makes of a barrier on all ranks: when each began and ended it; and by how much the clocks of others are ahead."""
-    with weft.trace.record(world) as recording:
+    with record(world) as recording:
         weft.barrier()
-    trace, ahead = recording.gather("a barrier"), weft.trace.clock_offsets(world)
+    trace, ahead = recording.gather("a barrier"), clock_offsets(world)
     if trace is None:
         return None
     spans = [[span for span in trace.spans if span.rank == rank] for rank in range(world.ranks)]

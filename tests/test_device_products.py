@@ -10,8 +10,8 @@ import torch
 from ranks import on_ranks
 
 import weft
-from weft import trace
 from weft.engines import device
+from weft.engines.recording import record
 from weft.world import World
 
 pytest.importorskip("triton")
@@ -99,7 +99,7 @@ def refused() -> None:
 def recorded() -> None:
     """Every instruction has a span; those of one launch have the same."""
     world = weft.init()
-    with trace.record(world) as recording:
+    with record(world) as recording:
         weft.all_gather_matmul(torch.ones(6, 16), torch.ones(16, 8), algorithm="push", chunk_rows=2)
     ((plan, spans),) = recording.executions
     lanes = plan.lanes[world.rank]

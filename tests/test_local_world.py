@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import weft
-from weft import device_memory, memory, trace
+from weft import device_memory, memory
+from weft.engines.recording import record
 
 
 def shard(rank, *shape, call=0):
@@ -137,7 +138,7 @@ def test_memory_that_ranks_of_a_process_share():
 @pytest.mark.parametrize("streams", [False, True])
 def test_every_instruction_is_recorded(streams):
     def recorded():
-        with trace.record(weft.init()) as recording:
+        with record(weft.init()) as recording:
             weft.all_gather_matmul(torch.ones(6, 3), torch.ones(3, 2), algorithm="push", chunk_rows=2)
             weft.all_gather_async(torch.ones(2)).wait()
         return recording.executions

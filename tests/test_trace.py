@@ -11,7 +11,8 @@ from ranks import on_ranks
 
 import weft
 from weft.bench.timeline import draw
-from weft.trace import KINDS, Span, Trace, record, to_perfetto
+from weft.engines.recording import record
+from weft.trace import KINDS, Span, Trace, to_perfetto
 
 
 def made_trace():

@@ -23,13 +23,13 @@ import torch.distributed as dist
 
 from weft import cache, matmul
 from weft.engines import engine
+from weft.engines.recording import record
 from weft.errors import WeftError
 from weft.interpolation import Grid
 from weft.machine import ITEMSIZE, Link, Machine, Product
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait, writes
 from weft.schedules.barrier import barrier
 from weft.schedules.common import after, before, enter, leave, members
-from weft.trace import record
 from weft.world import World, init
 
 _ROWS = (1, 2, 4, 7, 8, 16, 32, 63, 64, 128, 256, 512)

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from weft.engines.network import NetworkEngine
 from weft.engines.simulator import Rows, seconds, simulate
 from weft.machine import Link, Machine
 from weft.messages import posted
@@ -19,6 +18,7 @@ from weft.plan import Plan
 from weft.schedules import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from weft.schedules.all_gather import all_gather
 from weft.schedules.common import split, without_products
+from weft.schedules.operators import SHARED_MEMORY_ONLY
 from weft.trace import Trace
 
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -169,7 +169,7 @@ def candidates(case: Case, machine: Machine, algorithm: str = "auto", chunk_rows
     for name in ("sequential", *(name for name in ALGORITHMS[case.operator] if name != "sequential")):
         if algorithm not in ("auto", name) or (name == "direct" and not _reads_peers(machine)):
             continue
-        if machine.hosts is not None and name in NetworkEngine.refused:
+        if machine.hosts is not None and name in SHARED_MEMORY_ONLY:
             continue
         if algorithm == "auto" and (case.operator, name) in UNEQUAL and case.ranks > _MANY:
             continue

@@ -1,32 +1,16 @@
 """Where the time of an execution went: a span for every instruction of every rank, and their export to Perfetto.
 
-    with weft.trace.record(world) as recording:
-        weft.all_gather_matmul(a, b)
-    trace = recording.gather("pipelined")       # collective; a Trace on rank 0, None elsewhere
-    if trace:
-        json.dump(weft.trace.to_perfetto(trace), file)
-
 Every engine reports the same spans, so figures, pictures and exports are made here and in `weft.bench.timeline` alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
-
-from weft import _native
-from weft.plan import Plan, writes
-from weft.world import World
-
 KINDS = ("matmul", "copy", "reduce", "wait", "notify")
 """The kinds of spans: the five instructions."""
-
-_ROUNDS = 20  # of asking another host for the time
 
 
 class Span(NamedTuple):
@@ -75,80 +59,6 @@ class Trace:
             copying += sum(stop - start for start, stop in copies)
             hidden += sum(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a in copies for b in products)
         return hidden / copying if copying else None
-
-
-class Recording:
-    """The executions of one rank since `record` began."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.executions: list[tuple[Plan, list[tuple[str, int, int, int]]]] = []
-
-    def add(self, plan: Plan, spans: list[tuple[str, int, int, int]]) -> None:
-        """Take note of an execution; called by engines with ``(lane, index of the instruction, start, stop)``."""
-        self.executions.append((plan, spans))
-
-    def gather(self, title: str, group: dist.ProcessGroup | None = None) -> Trace | None:
-        """The trace of all ranks on rank 0, None elsewhere; collective over `group`, the one the world was made with."""
-        spans = [*self._spans()]
-        if self.world.ranks > 1:
-            parts: list[Any] | None = [None] * self.world.ranks if self.world.rank == 0 else None
-            offsets = clock_offsets(self.world, group)
-            dist.gather_object(spans, parts, group=group, group_dst=0)
-            if parts is None:
-                return None
-            spans = [_shifted(span, offset) for part, offset in zip(parts, offsets, strict=True) for span in part]
-        return Trace(title, tuple(sorted(spans, key=lambda span: span.start)))
-
-    def _spans(self) -> Iterator[Span]:
-        for plan, spans in self.executions:
-            for lane, index, start, stop in spans:
-                instruction = plan.lanes[self.world.rank][lane][index]
-                rows = sum(region.rows for region in writes(instruction))
-                yield Span(self.world.rank, lane, type(instruction).__name__.lower(), str(instruction), rows, start, stop)
-
-
-def clock_offsets(world: World, group: dist.ProcessGroup | None = None, now: Callable[[], int] = _native.now) -> list[int]:
-    """By how many nanoseconds each rank's clock `now` is ahead of rank 0's; known to rank 0, zeros elsewhere. Collective.
-
-    Rank 0 asks one rank of each other host for the time, and takes it for that of half-way between its question and the answer, in
-    the fastest of several rounds (F. Cristian, "Probabilistic clock synchronization"). It is off by less than half that round.
-    """
-    offsets, stamp = [0] * world.ranks, torch.zeros(1, dtype=torch.int64)
-    for host in sorted({*world.hosts} - {world.hosts[0]}):
-        asked = world.hosts.index(host)
-        rounds: list[tuple[int, int]] = []
-        for _ in range(_ROUNDS if world.rank in (0, asked) else 0):
-            if world.rank:
-                dist.recv(stamp, group=group, group_src=0)
-                stamp.fill_(now())
-                dist.send(stamp, group=group, group_dst=0)
-            else:
-                begun = now()
-                dist.send(stamp, group=group, group_dst=asked)
-                dist.recv(stamp, group=group, group_src=asked)
-                ended = now()
-                rounds.append((ended - begun, int(stamp) - (begun + ended) // 2))
-        for rank in range(world.ranks):
-            if rounds and world.hosts[rank] == host:
-                offsets[rank] = min(rounds)[1]
-    return offsets
-
-
-def _shifted(span: Span, offset: int) -> Span:
-    return span._replace(start=span.start - offset, stop=span.stop - offset)
-
-
-@contextmanager
-def record(world: World) -> Iterator[Recording]:
-    """Record this rank's part of every execution in `world` inside the ``with`` block; not collective."""
-    world.recorder = recording = Recording(world)
-    world.native.trace(True)
-    try:
-        yield recording
-    finally:
-        world.native.trace(False)
-        world.recorder = None
 
 
 def to_perfetto(*traces: Trace) -> dict[str, Any]:

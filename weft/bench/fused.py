@@ -17,9 +17,10 @@ from weft.bench import environment
 from weft.bench.progress import progress
 from weft.bench.timing import Statistics, Stopwatch, largest
 from weft.bench.verification import Check
+from weft.engines.recording import record
 from weft.ops.choice import Choice
 from weft.plan import Copy, Plan
-from weft.trace import Trace, record
+from weft.trace import Trace
 from weft.world import World, init
 
 VIEWS = ("compute", "communicate", "sequential", "pipelined")

@@ -25,19 +25,18 @@ from weft.messages import Message, batches, incoming, is_wire, posted, target, w
 from weft.plan import Instruction, Notify, Plan, Region, Wait
 from weft.relay import FOREVER
 from weft.schedules.barrier import barrier
+from weft.schedules.operators import SHARED_MEMORY_ONLY
 from weft.world import World
 
 OUTSTANDING = 8  # messages that are being sent on a wire: enough that the link never waits for Python
 
-_IN_PLACE = "it reads rows of other hosts where they lie, and hosts can only send each other rows"
-_THERE = "it multiplies into the memory of other hosts, and hosts can only send each other rows"
 _NONE = _native.Trouble.none
 
 
 class NetworkEngine(HostEngine):
     """Executes plans for one rank of a world on several hosts."""
 
-    refused: Mapping[str, str] = {"direct": _IN_PLACE, "pull": _IN_PLACE, "one_shot": _IN_PLACE, "put": _THERE}
+    refused = SHARED_MEMORY_ONLY
     remembers = False  # a call is more than a native one
 
     def __init__(self, world: World) -> None:
