@@ -1,6 +1,6 @@
 """The network engine: ranks on several hosts. What stays on a host is the host engine's; what crosses goes as messages.
 
-It runs the plan that `weft.messages.posted` makes of a plan. The lanes that compute and copy within the host are interpreted by the
+It runs what `weft.messages.posted` makes of a plan. The lanes that compute and copy within the host are interpreted by the
 native core as ever. A wire is interpreted at both of its ends: the sender posts an ``isend`` for each message, straight from the
 rows; the receiver, which knows the sender's plan, has posted the ``irecv``, straight into the rows, and raises the signals that
 come with it when it is over. Messages of a call have tags of their own: rows never reach a rank that calls something else.
