@@ -32,6 +32,7 @@ check: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 test: .venv/installed
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder

@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from weft.engines.simulator import Rows, seconds
-from weft.machine import Link, Machine, Product
 from weft.plan import Buffer, Copy, Matmul, Plan, Region
+from weft.predict.machine import Link, Machine, Product
+from weft.predict.simulator import Rows, seconds
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import all_gather_matmul
 from weft.schedules.common import split
@@ -277,7 +277,7 @@ def profile_of(system: System) -> str:
 def profile(all_errors: Sequence[Errors], name: str) -> str:
     """The TOML profile of a machine, with the residuals of the fit."""
     own = [errors for errors in all_errors if profile_of(errors.system) == name]
-    lines = ["# Written by benchmarks/fit_machines.py --write; see docs/prediction.md. weft.machine says what each figure means."]
+    lines = ["# Written by benchmarks/fit_machines.py --write; see docs/prediction.md and weft/predict/machine.py."]
     residuals: dict[str, float] = {}
     machine, variants = None, []
     for system, parameters, fitted, _ in own:

@@ -20,9 +20,9 @@ from typing import Annotated, Any
 
 import typer
 
-from weft import launch, machine, predict
+from weft import launch, predict
 from weft.bench import tune
-from weft.predict import Candidate, Case
+from weft.predict import Candidate, Case, machine
 
 CONFIGURATIONS, RANKS = 40, 2
 PASSES, RUNS = 5, 3  # over all configurations, and of each in a pass: the machine is faster at one time than at another

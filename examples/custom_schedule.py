@@ -14,8 +14,8 @@ from weft.bench.timeline import draw
 from weft.engines import engine
 from weft.engines.recording import record
 from weft.plan import Buffer, Copy, Matmul, Notify, Plan, Region, Signal, Term, Wait
+from weft.plan.trace import Trace
 from weft.schedules.common import enter, leave
-from weft.trace import Trace
 
 
 def doubling(ranks: int, rows: int) -> Plan:

@@ -15,7 +15,7 @@ import weft
 from weft.bench import gpu_processes
 from weft.bench.gpu import hardware, milliseconds, versions
 from weft.bench.gpu_products import product_rates
-from weft.launcher import launch
+from weft.world.launcher import launch
 
 SHAPES = [(8192, 8192, 8192), (4096, 10240, 5120), (2048, 2048, 1024)]
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from rich.console import Console
 
 import weft
-from weft import relay
 from weft.cli import app
 from weft.doctor import diagnose
 from weft.engines.recording import clock_offsets, record
+from weft.world import relay
 
 LIMIT = 2.0  # seconds that a wait may take where something goes wrong
 

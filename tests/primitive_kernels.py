@@ -1,9 +1,9 @@
-"""Kernels that test the primitives of `weft.kernels.symmetric`."""
+"""Kernels that test the primitives of `kernels.symmetric`."""
 
 import triton
 import triton.language as tl
 
-from weft.kernels.symmetric import get, notify, put, wait
+from weft.engines.device.kernels.symmetric import get, notify, put, wait
 
 
 @triton.jit

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from ranks import on_ranks
 
 import weft
-from weft import machine
 from weft.ops import choice
 from weft.ops.choice import Choice
-from weft.predict import Candidate
+from weft.predict import Candidate, machine
 from weft.schedules.all_gather_matmul import ALGORITHMS
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

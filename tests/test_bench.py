@@ -383,7 +383,7 @@ def test_a_wrong_output_fails_the_benchmark(monkeypatch, tmp_path):
         return [fn(*arguments)]
 
     monkeypatch.setattr(case, "all_gather_matmul", wrong)
-    monkeypatch.setattr(import_module("weft.launcher"), "launch", in_this_process)
+    monkeypatch.setattr(import_module("weft.world.launcher"), "launch", in_this_process)
     outcome = CliRunner().invoke(app, ["bench", "all-gather-matmul", "-n", "1", *SMALL, "--json", str(tmp_path / "result.json")])
     assert outcome.exit_code == 1
     assert "NOT VERIFIED" in outcome.stdout

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from ranks import die, on_ranks, start
 
 import weft
-from weft import _native, memory
+from weft import _native
 from weft.ops.collectives import ANY, NUMBERS
+from weft.world import memory
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -12,7 +12,7 @@ from ranks import die, on_ranks, start
 
 import weft
 from weft.engines import engine
-from weft.engines.device import DeviceEngine
+from weft.engines.device.engine import DeviceEngine
 
 
 def on_lanes(world, *checks):

@@ -136,7 +136,7 @@ def test_local_worlds():
 def between_processes(world: World) -> None:
     interpreted()
     world.streams, world.products = True, "triton"
-    weft.device_memory.check_products("triton", world.device)
+    weft.world.device_memory.check_products("triton", world.device)
     for call in range(3):
         gathers((20, 33), ("push", "pull", "direct")[call], torch.float16, call)
         sums((24, 8), "put", bool(call % 2), torch.float16, call)

@@ -78,7 +78,7 @@ def test_streams_and_threads(work):
 
 
 def kernels():
-    from weft.kernels.all_gather import AllGather, Traffic
+    from weft.engines.device.kernels.all_gather import AllGather, Traffic
 
     world = weft.init()
     rank, ranks = world.rank, world.ranks

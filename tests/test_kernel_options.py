@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 import weft
-from weft import device_memory, local
-from weft.kernels import symmetric
-from weft.kernels.all_gather import Traffic
-from weft.kernels.tiles import follow, launches, runs, tiles
+from weft.engines.device.kernels import symmetric
+from weft.engines.device.kernels.all_gather import Traffic
+from weft.engines.device.kernels.tiles import follow, launches, runs, tiles
 from weft.plan import Copy, Matmul, Notify, Region, Signal, Wait
+from weft.world import device_memory, local
 
 GPU = torch.device("cuda", 0)
 

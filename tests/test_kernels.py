@@ -27,7 +27,7 @@ def data(rank: int, *shape: int, dtype: torch.dtype = torch.float32, call: int =
 
 def gathers(world: World) -> None:
     interpret()
-    from weft.kernels.all_gather import AllGather, Traffic
+    from weft.engines.device.kernels.all_gather import AllGather, Traffic
 
     rank, ranks = world.rank, world.ranks
     for dtype, words in ((torch.float32, 1300), (torch.bfloat16, 2048)):
@@ -56,7 +56,7 @@ def primitives(world: World) -> None:
     interpret()
     import primitive_kernels as kernels
 
-    from weft.kernels import symmetric
+    from weft.engines.device.kernels import symmetric
 
     rank, ranks = world.rank, world.ranks
     following, previous = (rank + 1) % ranks, (rank - 1) % ranks

@@ -10,10 +10,10 @@ pytest.importorskip("triton")
 import torch
 from compiled import SHARED, TARGETS, Compiled, build
 
-from weft.kernels.all_gather import all_gather_kernel
-from weft.kernels.all_gather_gluon import all_gather_gluon_kernel
-from weft.kernels.all_gather_matmul import all_gather_matmul_kernel, sizes
-from weft.kernels.sum_in_rank_order import sum_in_rank_order_kernel
+from weft.engines.device.kernels.all_gather import all_gather_kernel
+from weft.engines.device.kernels.all_gather_gluon import all_gather_gluon_kernel
+from weft.engines.device.kernels.all_gather_matmul import all_gather_matmul_kernel, sizes
+from weft.engines.device.kernels.sum_in_rank_order import sum_in_rank_order_kernel
 
 pytestmark = pytest.mark.parametrize("target", TARGETS)
 

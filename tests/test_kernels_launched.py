@@ -14,11 +14,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from weft.kernels import stream_signals
-from weft.kernels.all_gather import AllGather, Traffic, all_gather_kernel
-from weft.kernels.all_gather_gluon import all_gather_gluon_kernel
-from weft.kernels.all_gather_matmul import all_gather_matmul_kernel
-from weft.kernels.sum_in_rank_order import sum_in_rank_order_kernel
+from weft.engines.device.kernels import stream_signals
+from weft.engines.device.kernels.all_gather import AllGather, Traffic, all_gather_kernel
+from weft.engines.device.kernels.all_gather_gluon import all_gather_gluon_kernel
+from weft.engines.device.kernels.all_gather_matmul import all_gather_matmul_kernel
+from weft.engines.device.kernels.sum_in_rank_order import sum_in_rank_order_kernel
 
 
 class Driver:

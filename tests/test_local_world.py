@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import weft
-from weft import device_memory, memory
 from weft.engines.recording import record
+from weft.world import device_memory, memory
 
 
 def shard(rank, *shape, call=0):

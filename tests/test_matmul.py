@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weft import matmul
 from weft.bench.verification import compare, error_bound
+from weft.engines import matmul
 
 ROWS = (0, 1, 7, 1025)  # ragged beyond the blocks in which oneDNN multiplies
 SHAPES = ((37, 29), (5, 1), (1, 6), (0, 3))  # (K, N) of weights

@@ -13,9 +13,9 @@ from mutants import deleted
 
 from weft.engines.reference import run
 from weft.errors import PlanError
-from weft.messages import batches, incoming, is_wire, posted, target
 from weft.plan import Copy, Notify, Plan
-from weft.proof import problems, verify
+from weft.plan.messages import batches, incoming, is_wire, posted, target
+from weft.plan.proof import problems, verify
 from weft.schedules import all_reduce, all_to_all, broadcast, reduce_scatter
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import all_gather_matmul

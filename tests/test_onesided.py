@@ -178,7 +178,7 @@ def bad_arguments(world):
     for kind, words, call in calls:
         with pytest.raises(kind, match=words):
             call()
-    segment = weft.memory.find(memory)
+    segment = weft.world.memory.find(memory)
     with pytest.raises(ValueError, match="out of bounds"):
         _native.one_sided(True, segment, 1, 4, plain.data_ptr(), 4, (4, 4), (4, 1), (4, 1))
     weft.barrier()

@@ -15,13 +15,13 @@ from ranks import on_ranks
 from typer.testing import CliRunner
 
 import weft
-from weft import cache, calibrate, machine, predict, tuned
+from weft import cache, calibrate, predict
 from weft.bench import tune
 from weft.cli import app
-from weft.interpolation import Grid
-from weft.machine import Link
 from weft.ops import choice
-from weft.predict import Candidate, Case
+from weft.predict import Candidate, Case, machine, tuned
+from weft.predict.interpolation import Grid
+from weft.predict.machine import Link
 
 FIT = Path(__file__).parents[1] / "benchmarks" / "fit_machines.py"
 

@@ -16,7 +16,7 @@ from mutants import Mutant, deleted, lowered, mutant, shifted, swapped
 from weft.engines.reference import run
 from weft.errors import PlanError
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Role, Signal, Term, Value, Wait
-from weft.proof import problems, verify
+from weft.plan.proof import problems, verify
 
 Lane = Iterable[Instruction]
 

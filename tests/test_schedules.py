@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from weft.engines.reference import run
 from weft.plan import Copy, Matmul, Notify, Plan, Signal, Wait, accesses
-from weft.proof import verify
+from weft.plan.proof import verify
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import ALGORITHMS, all_gather_matmul
 from weft.schedules.common import after, before, chunks, enter, leave, offsets, tidy

@@ -14,12 +14,12 @@ from ranks import on_ranks
 import weft
 from weft import predict
 from weft.engines.recording import record
-from weft.engines.simulator import Rows, seconds, simulate
 from weft.errors import PlanError
-from weft.machine import Link, Machine, Product
 from weft.plan import Buffer, Copy, Matmul, Notify, Plan, Reduce, Region, Signal, Wait
+from weft.plan.trace import Trace
 from weft.predict import Candidate
-from weft.trace import Trace
+from weft.predict.machine import Link, Machine, Product
+from weft.predict.simulator import Rows, seconds, simulate
 
 # Products take 1 s per row and 10 s beside communication; a link moves a row in 1 s, memory 8 rows.
 SLOW = Machine(

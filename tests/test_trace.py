@@ -12,7 +12,7 @@ from ranks import on_ranks
 import weft
 from weft.bench.timeline import draw
 from weft.engines.recording import record
-from weft.trace import KINDS, Span, Trace, to_perfetto
+from weft.plan.trace import KINDS, Span, Trace, to_perfetto
 
 
 def made_trace():

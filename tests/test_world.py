@@ -11,8 +11,8 @@ import torch.distributed as dist
 from ranks import none_left, on_ranks, sockets, start
 
 import weft
-from weft import memory
-from weft.rendezvous import default_group, launcher_variables
+from weft.world import memory
+from weft.world.rendezvous import default_group, launcher_variables
 
 
 def peers_see_each_other(world):

@@ -9,11 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weft.engines.matmul import PackedWeight, pack
     from weft.errors import MismatchError, PeerLost, PeerTimeout, PlanError, SymmetricMemoryError, WeftError
-    from weft.launcher import launch
-    from weft.local import LocalWorld, local_world
-    from weft.matmul import PackedWeight, pack
-    from weft.onesided import Transfer, get, get_async, notify, put, put_async, put_notify, test, wait
     from weft.ops.all_gather_matmul import all_gather_matmul
     from weft.ops.barrier import barrier
     from weft.ops.collectives import (
@@ -32,18 +29,21 @@ if TYPE_CHECKING:
     from weft.ops.matmul_all_reduce import matmul_all_reduce
     from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
     from weft.plan import Plan
-    from weft.proof import verify
-    from weft.signals import Signals
+    from weft.plan.proof import verify
     from weft.world import World, init
+    from weft.world.launcher import launch
+    from weft.world.local import LocalWorld, local_world
+    from weft.world.onesided import Transfer, get, get_async, notify, put, put_async, put_notify, test, wait
+    from weft.world.signals import Signals
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "weft.errors": ["MismatchError", "PeerLost", "PeerTimeout", "PlanError", "SymmetricMemoryError", "WeftError"],
-    "weft.launcher": ["launch"],
-    "weft.local": ["LocalWorld", "local_world"],
-    "weft.matmul": ["PackedWeight", "pack"],
-    "weft.onesided": ["Transfer", "get", "get_async", "notify", "put", "put_async", "put_notify", "test", "wait"],
+    "weft.world.launcher": ["launch"],
+    "weft.world.local": ["LocalWorld", "local_world"],
+    "weft.engines.matmul": ["PackedWeight", "pack"],
+    "weft.world.onesided": ["Transfer", "get", "get_async", "notify", "put", "put_async", "put_notify", "test", "wait"],
     "weft.ops.all_gather_matmul": ["all_gather_matmul"],
     "weft.ops.barrier": ["barrier"],
     "weft.ops.collectives": [
@@ -62,8 +62,8 @@ _HOMES = {
     "weft.ops.matmul_all_reduce": ["matmul_all_reduce"],
     "weft.ops.matmul_reduce_scatter": ["matmul_reduce_scatter"],
     "weft.plan": ["Plan"],
-    "weft.proof": ["verify"],
-    "weft.signals": ["Signals"],
+    "weft.plan.proof": ["verify"],
+    "weft.world.signals": ["Signals"],
     "weft.world": ["World", "init"],
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

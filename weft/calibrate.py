@@ -1,4 +1,4 @@
-"""The profile of this machine, measured: what `weft calibrate` stores and `weft.machine.load("this")` reads.
+"""The profile of this machine, measured: what `weft calibrate` stores and `weft.predict.machine.load("this")` reads.
 
 All ranks measure at the same time, since that is how they will work. Cores are faster at one time than at another, above all those
 of virtual machines, so everything is timed in several passes with some seconds between them. Of these the lower quartile counts,
@@ -21,19 +21,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from weft import cache, matmul
-from weft.engines import engine
+from weft import cache
+from weft.engines import engine, matmul
 from weft.engines.recording import record
 from weft.errors import WeftError
-from weft.interpolation import Grid
-from weft.machine import ITEMSIZE, Link, Machine, Product
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait, writes
+from weft.predict.interpolation import Grid
+from weft.predict.machine import ITEMSIZE, Link, Machine, Product
 from weft.schedules.barrier import barrier
 from weft.schedules.common import after, before, enter, leave, members
 from weft.world import World, init
 
 _ROWS = (1, 2, 4, 7, 8, 16, 32, 63, 64, 128, 256, 512)
-"""Rows at which products are timed: also those around which `weft.matmul` changes the way it multiplies."""
+"""Rows at which products are timed: also those around which `weft.engines.matmul` changes the way it multiplies."""
 _WIDTHS = (256, 448, 800, 1408, 2048)
 """K and N of their weights."""
 _COLUMNS = 1024  # of float32, so rows of 4 KiB

@@ -33,7 +33,7 @@ def run(
     ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="How many to start on this host.")] = 2,
 ) -> None:
     """Run a script on local ranks."""
-    from weft.launcher import run as run_ranks
+    from weft.world.launcher import run as run_ranks
 
     raise typer.Exit(run_ranks(ranks, str(script), arguments or []))
 

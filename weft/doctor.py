@@ -23,12 +23,13 @@ from rich.table import Table
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from weft import _native, matmul
+from weft import _native
+from weft.engines import matmul
 from weft.engines.recording import clock_offsets
 from weft.errors import SymmetricMemoryError
 from weft.ops.barrier import barrier
-from weft.rendezvous import host_identity, join, launcher_variables, translated
 from weft.world import World, init
+from weft.world.rendezvous import host_identity, join, launcher_variables, translated
 
 PING, BULK, ROUNDS = 1, 8 << 20, 20  # bytes of a small and a large message, and how many small ones
 PRODUCT = 1024  # rows and columns of the product that is timed

@@ -10,7 +10,7 @@ import typer
 
 from weft.errors import PlanError
 from weft.plan import Plan
-from weft.proof import verify
+from weft.plan.proof import verify
 from weft.schedules import all_gather_matmul, all_reduce, broadcast, matmul_all_reduce, matmul_reduce_scatter, reduce_scatter
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_to_all import all_to_all

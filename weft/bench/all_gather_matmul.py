@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from weft import matmul
 from weft.bench.baselines import GLOO, gloo_all_gather_matmul
 from weft.bench.fused import Settings, View, balanced_gbps
 from weft.bench.timing import Stopwatch, largest
 from weft.bench.verification import Problem
-from weft.engines import engine
+from weft.engines import engine, matmul
 from weft.ops.all_gather_matmul import all_gather_matmul, choose, question
 from weft.ops.choice import best
 from weft.plan import Plan

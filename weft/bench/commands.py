@@ -200,7 +200,7 @@ def _hand_over(result: Result, common: _Common) -> None:
     """Print the result and write the files asked for."""
     from weft.bench import plots, report
     from weft.bench.timeline import draw
-    from weft.trace import to_perfetto
+    from weft.plan.trace import to_perfetto
 
     report.print_tables(result, Console(stderr=common.json_file == "-"))
     as_json = report.to_json(result)

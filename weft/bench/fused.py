@@ -20,7 +20,7 @@ from weft.bench.verification import Check
 from weft.engines.recording import record
 from weft.ops.choice import Choice
 from weft.plan import Copy, Plan
-from weft.trace import Trace
+from weft.plan.trace import Trace
 from weft.world import World, init
 
 VIEWS = ("compute", "communicate", "sequential", "pipelined")

@@ -11,11 +11,11 @@ from rich.table import Table
 
 from weft.bench import gpu_processes, sweep
 from weft.bench.gpu import hardware, milliseconds, versions
-from weft.launcher import launch
-from weft.local import local_world
 from weft.ops.barrier import barrier
 from weft.ops.collectives import all_gather
 from weft.world import init
+from weft.world.launcher import launch
+from weft.world.local import local_world
 
 
 class Gathers(NamedTuple):
@@ -31,7 +31,7 @@ class Gathers(NamedTuple):
 
 def all_gathers(settings: Gathers) -> dict[str, Any]:
     """The kernels over SMs, the copy engine, torch's own, and a plain copy of as many bytes, of ranks that share this GPU."""
-    from weft.kernels.all_gather import AllGather, Traffic
+    from weft.engines.device.kernels.all_gather import AllGather, Traffic
 
     lanes = 64 if torch.version.hip else 32
 

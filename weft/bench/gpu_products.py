@@ -12,9 +12,9 @@ from torch import Tensor
 from weft.bench import figures, timing
 from weft.bench.gpu import hardware, milliseconds, versions
 from weft.engines import engine
-from weft.local import local_world
 from weft.schedules.matmul_from_host import matmul_from_host
 from weft.world import init
+from weft.world.local import local_world
 
 _PIECES = 16  # transfers of what lies in the host's memory
 
@@ -129,8 +129,8 @@ def summary(milliseconds: Sequence[float]) -> dict[str, float]:
 
 def product_rates(shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, warmup: int, iterations: int) -> list[dict[str, Any]]:
     """The persistent kernel, which here waits for nothing, beside `torch.mm`."""
-    from weft.kernels import symmetric
-    from weft.kernels.all_gather_matmul import Product
+    from weft.engines.device.kernels import symmetric
+    from weft.engines.device.kernels.all_gather_matmul import Product
     from weft.plan import Matmul, Region
 
     device = torch.device("cuda", torch.cuda.current_device())

@@ -34,8 +34,8 @@ def calibrate(
     Started by torchrun on several machines that know themselves already: measure what joins them.
     """
     from weft import calibrate as calibration
-    from weft import machine
-    from weft.launcher import launch
+    from weft.predict import machine
+    from weft.world.launcher import launch
 
     if options.world_size(ranks)[0] is not None:
         _calibrate_network(threads, json_file)
@@ -75,7 +75,7 @@ def _calibrate_network(threads: int, json_file: str | None) -> None:
     from dataclasses import asdict
 
     from weft import calibrate as calibration
-    from weft import machine
+    from weft.predict import machine
 
     mine = machine.calibrated()
     if mine is None:
@@ -115,7 +115,7 @@ def tune(
     """Measure the candidates for given shapes on this machine, and remember the winners: from now on auto takes them."""
     from weft import predict
     from weft.bench import tune as tuning
-    from weft.launcher import threads_per_rank
+    from weft.world.launcher import threads_per_rank
 
     if options.world_size(None)[0] is not None:
         refuse("tune", "it starts its own ranks, on one host: run it by itself")

@@ -9,12 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from weft import matmul
 from weft.bench.baselines import GLOO, gloo_matmul_all_reduce, gloo_matmul_reduce_scatter
 from weft.bench.fused import Settings, View, balanced_gbps
 from weft.bench.timing import Stopwatch, largest
 from weft.bench.verification import Check, Sums
-from weft.engines import engine
+from weft.engines import engine, matmul
 from weft.ops import matmul_all_reduce as reducing
 from weft.ops import matmul_reduce_scatter as scattering
 from weft.ops.choice import Choice, Signature, best

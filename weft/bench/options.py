@@ -75,7 +75,7 @@ def refuse(option: str, why: str) -> NoReturn:
 
 def load_machine(name: str) -> Any:
     """The profile of this name, or without one that of this machine; ends with exit status 2 if there is none."""
-    from weft import machine
+    from weft.predict import machine
 
     try:
         found = machine.load(name) if name else machine.here()
@@ -105,7 +105,7 @@ def parse_numbers(text: str, option: str) -> tuple[int, ...]:
 
 def world_size(ranks: int | None) -> tuple[int | None, int]:
     """This process's rank among those that a launcher started, None without a launcher; and the number of ranks."""
-    from weft.rendezvous import launcher_variables
+    from weft.world.rendezvous import launcher_variables
 
     variables = launcher_variables(os.environ)
     if variables is None:
@@ -118,8 +118,8 @@ def world_size(ranks: int | None) -> tuple[int | None, int]:
 
 def threads_for(given: int | None, ranks: int) -> int:
     """Compute threads per rank: as given, or this host's cores shared out among its ranks, all of `ranks` without a launcher."""
-    from weft.launcher import threads_per_rank
-    from weft.rendezvous import launcher_variables
+    from weft.world.launcher import threads_per_rank
+    from weft.world.rendezvous import launcher_variables
 
     return given or threads_per_rank(int((launcher_variables(os.environ) or {}).get("LOCAL_WORLD_SIZE", ranks)))
 
@@ -171,7 +171,7 @@ def run(measure: Callable[..., Result], rank: int | None, ranks: int, *arguments
 
     A failure, or something that these ranks cannot do, ends with exit status 1.
     """
-    from weft.launcher import launch
+    from weft.world.launcher import launch
 
     try:
         return measure(*arguments) if rank is not None else launch(measure, ranks, *arguments, threads=threads)[0]

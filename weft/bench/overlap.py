@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft import matmul
 from weft.bench import collectives, environment, figures
 from weft.bench.baselines import gloo_collective
 from weft.bench.plots import size_name
 from weft.bench.progress import progress
 from weft.bench.timing import Stopwatch, largest
 from weft.bench.verification import Check, Problem
+from weft.engines import matmul
 from weft.ops.collectives import all_gather, all_gather_async
 from weft.world import World, init
 

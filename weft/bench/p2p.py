@@ -35,9 +35,9 @@ from weft.bench import environment
 from weft.bench.plots import COLOURS, size_name
 from weft.bench.progress import progress
 from weft.bench.timing import largest, no_garbage_collection
-from weft.onesided import Transfer, get, get_async, put, put_async
 from weft.ops.barrier import barrier
 from weft.world import World, init
+from weft.world.onesided import Transfer, get, get_async, put, put_async
 
 MEMCPY, COPY_ = "memcpy", "torch.copy_"
 BATCH = 1e-3

@@ -191,8 +191,8 @@ def _draw(question: _Question, results: list[dict[str, Any]], trace: Path | None
         return
     from weft import predict
     from weft.bench.timeline import draw
+    from weft.plan.trace import to_perfetto
     from weft.predict import Candidate
-    from weft.trace import to_perfetto
 
     traces = []
     for (case, on, _, _), result in zip(question.asked(), results, strict=True):

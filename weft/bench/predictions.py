@@ -16,8 +16,8 @@ from rich.text import Text
 from weft import predict
 from weft.bench import figures
 from weft.bench.plots import COLOURS
-from weft.machine import Machine
 from weft.predict import Candidate, Case
+from weft.predict.machine import Machine
 
 _WORTH = 0.02  # what a change must save to be worth telling
 _RESOURCES = {

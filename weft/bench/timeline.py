@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from weft.bench.plots import COLOURS
-from weft.trace import KINDS, Span, Trace
+from weft.plan.trace import KINDS, Span, Trace
 
 _BAR = 0.72  # of the height of a lane
 

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from weft import matmul, predict, tuned
+from weft import predict
 from weft.bench.timing import Stopwatch
-from weft.engines import engine
-from weft.machine import Machine
+from weft.engines import engine, matmul
 from weft.ops import all_gather_matmul as gathering
 from weft.ops import matmul_all_reduce as reducing
 from weft.ops import matmul_reduce_scatter as scattering
 from weft.ops import partial_sums
-from weft.predict import Candidate, Case
+from weft.predict import Candidate, Case, tuned
+from weft.predict.machine import Machine
 from weft.schedules.matmul_all_reduce import matmul_all_reduce
 from weft.schedules.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.world import World, init
@@ -58,7 +58,7 @@ def measure(questions: list[Question], iterations: int, threads: int) -> list[li
 
 def tune(questions: list[Question], iterations: int, threads: int) -> list[list[Answer]]:
     """Measure, and remember the fastest way of every case. Answers come fastest first."""
-    from weft.launcher import launch
+    from weft.world.launcher import launch
 
     answers: list[list[Answer]] = launch(measure, questions[0].case.ranks, questions, iterations, threads, threads=threads)[0]
     for (case, _, link), found in zip(questions, answers, strict=True):

@@ -18,6 +18,6 @@ def engine(world: World) -> HostEngine:
 def _made(world: World) -> HostEngine:
     if not world.streams:
         return NetworkEngine(world) if world.relay else HostEngine(world)
-    from weft.engines.device import DeviceEngine
+    from weft.engines.device.engine import DeviceEngine
 
     return DeviceEngine(world)

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from weft import _native, memory
+from weft import _native
+from weft.engines.matmul import Weight, multiply
 from weft.errors import MismatchError, PlanError, WeftError
-from weft.matmul import Weight, multiply
 from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait, accesses, reads, writes
-from weft.world import World
+from weft.world import World, memory
 
 LANES = ("compute", "comm")
 _CACHED = 256  # compiled plans; a program is small, and its workspace is shared

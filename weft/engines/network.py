@@ -1,6 +1,6 @@
 """The network engine: ranks on several hosts. What stays on a host is the host engine's; what crosses goes as messages.
 
-It runs what `weft.messages.posted` makes of a plan. The lanes that compute and copy within the host are interpreted by the
+It runs what `weft.plan.messages.posted` makes of a plan. The lanes that compute and copy within the host are interpreted by the
 native core as ever. A wire is interpreted at both of its ends: the sender posts an ``isend`` for each message, straight from the
 rows; the receiver, which knows the sender's plan, has posted the ``irecv``, straight into the rows, and raises the signals that
 come with it when it is over. Messages of a call have tags of their own: rows never reach a rank that calls something else.
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from weft import _native
 from weft.engines.host import LANES, HostEngine, Program
-from weft.messages import Message, batches, incoming, is_wire, posted, target, wire
 from weft.plan import Instruction, Notify, Plan, Region, Wait
-from weft.relay import FOREVER
+from weft.plan.messages import Message, batches, incoming, is_wire, posted, target, wire
 from weft.schedules.barrier import barrier
 from weft.schedules.operators import SHARED_MEMORY_ONLY
 from weft.world import World
+from weft.world.relay import FOREVER
 
 OUTSTANDING = 8  # messages that are being sent on a wire: enough that the link never waits for Python
 

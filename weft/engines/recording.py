@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from weft import _native
 from weft.plan import Plan, writes
-from weft.trace import Span, Trace
+from weft.plan.trace import Span, Trace
 from weft.world import World
 
 _ROUNDS = 20  # of asking another host for the time

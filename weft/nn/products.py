@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.matmul import PackedWeight, Weight, multiply
+from weft.engines.matmul import PackedWeight, Weight, multiply
 from weft.nn.layout import chunk_sizes
 from weft.ops import dims
 from weft.ops.collectives import all_gather

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft import memory
 from weft.checks import name
-from weft.matmul import DTYPES, FLOAT8, PackedWeight, ScaledWeight, Weight
-from weft.world import World
+from weft.engines.matmul import DTYPES, FLOAT8, PackedWeight, ScaledWeight, Weight
+from weft.world import World, memory
 
 
 def check_tensor(tensor: object, what: str) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.engines.matmul import multiply, transposed
 from weft.errors import WeftError
-from weft.matmul import multiply, transposed
 from weft.ops import dims
 from weft.ops.all_gather_matmul import gather_and_multiply
 from weft.ops.matmul_all_reduce import multiply_and_reduce

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 
-from weft import machine, predict, tuned
+from weft import predict
 from weft.engines import engine
 from weft.ops import arguments
-from weft.predict import ORDERS, Candidate, Case
+from weft.predict import ORDERS, Candidate, Case, machine, tuned
 from weft.schedules.broadcast import broadcast, push
 from weft.world import World, several_hosts
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from weft.checks import check_timeout
 from weft.engines import engine
 from weft.engines.host import Geometry, Program, Repeat
+from weft.engines.matmul import DTYPES as FLOATS
 from weft.errors import PeerTimeout
-from weft.matmul import DTYPES as FLOATS
 from weft.ops import arguments
 from weft.ops.choice import check_possible
 from weft.plan import Plan

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.matmul import FLOAT8, ScaledWeight, Weight
+from weft.engines.matmul import FLOAT8, ScaledWeight, Weight
 from weft.ops import arguments
 from weft.world import World
 

@@ -31,7 +31,7 @@ from weft.schedules.common import (
     side_lanes,
     tidy,
 )
-from weft.schedules.slots import Part, Stream, pipeline
+from weft.schedules.staging import Part, Stream, pipeline
 
 
 class Sizes(NamedTuple):

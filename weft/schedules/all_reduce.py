@@ -9,7 +9,7 @@ from weft.schedules.common import Hosts, after, apart, around, before, enter, le
 from weft.schedules.host_rings import HostRing, of_rows
 from weft.schedules.host_sums import HostSums, inbox_rows, part_of, reduce
 from weft.schedules.reduce_scatter import blocks_of, stage, sum_of
-from weft.schedules.slots import Part, Stream, copies, pipeline
+from weft.schedules.staging import Part, Stream, copies, pipeline
 
 ALGORITHMS = ("one_shot", "two_shot", "ring")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
 from weft.schedules.common import Hosts, after, around, before, offsets, publish
-from weft.schedules.slots import Part, Stream, copies, pipeline
+from weft.schedules.staging import Part, Stream, copies, pipeline
 
 
 def all_to_all(

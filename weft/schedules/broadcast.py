@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
 from weft.schedules.common import Hosts, apart, before, carrier, chunks, enter, leave, members, neighbours, others, publish, tidy
-from weft.schedules.slots import Part, Stream, copies, pipeline
+from weft.schedules.staging import Part, Stream, copies, pipeline
 
 
 def broadcast(

@@ -9,7 +9,7 @@ from weft.plan import Buffer, Copy, Instruction, Plan, Reduce, Region, Signal, T
 from weft.schedules.common import Hosts, after, apart, before, offsets, publish, tidy
 from weft.schedules.host_rings import HostRing, of_rows
 from weft.schedules.host_sums import HostSums, inbox_rows, scatter
-from weft.schedules.slots import Arrival, Part, Stream, copies, pipeline
+from weft.schedules.staging import Arrival, Part, Stream, copies, pipeline
 
 
 def put(rows: Sequence[int], algorithm: str, op: str = "sum", *, chunk_rows: int, hosts: Hosts) -> Plan:

@@ -1,0 +1,146 @@
+"""The counters of a device engine: in host memory for lanes that are threads, in device memory for streams and kernels.
+
+Both count as the host engine does: an execution starts from what earlier ones promised, the base, which `advance` raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from weft import _native
+from weft.world import World
+from weft.world.device_memory import drain
+
+_LOOKS = 0.2  # seconds between looks at what peers call
+
+
+class Short(Exception):
+    """A wait that ended early: what happened, what was expected since this execution began and what had come."""
+
+    def __init__(self, trouble: Any, expected: int, actual: int) -> None:
+        self.trouble, self.expected, self.actual = trouble, expected, actual
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """A counter of this rank, who raises it, and how much it must grow."""
+
+    index: int
+    source: int
+    count: int
+
+
+class Counters(Protocol):
+    """Counters by index, as many on every rank."""
+
+    def notify(self, peer: int, index: int) -> None:
+        """Add 1 on `peer`, after everything before it in this lane."""
+
+    def wait(self, awaited: Awaited, compiled: _native.Compiled, timeout: float) -> None:
+        """Hold this lane; raises `Short` where a lane can."""
+
+    def advance(self, promised: Mapping[int, int]) -> None:
+        """This execution is over, and raised counters so much."""
+
+    def prepare(self, promised: Mapping[int, int]) -> object:
+        """Make ready for `advance`."""
+
+    def check(self, name: Callable[[int], str]) -> None:
+        """Raise `PeerTimeout` for a wait that ended early in a lane that cannot raise it; `name` says what a counter is called."""
+
+
+class HostCounters:
+    """Counters for threads: signals of one-sided calls."""
+
+    def __init__(self, world: World, count: int) -> None:
+        self.world = world
+        self.signals = world.signals(count, "counters of lanes")
+        self.base = [0] * count
+
+    def notify(self, peer: int, index: int) -> None:
+        if not self.signals.native.add(peer, index, 1, 1, 1):
+            raise self.world.failure(f"to notify rank {peer}")
+
+    def wait(self, awaited: Awaited, compiled: _native.Compiled, timeout: float) -> None:
+        base, left = self.base[awaited.index], timeout
+        while True:
+            trouble, _, actual = self.signals.native.wait(
+                awaited.index, 1, 1, _native.Compare.greater_equal, base + awaited.count, min(left, _LOOKS)
+            )
+            left -= _LOOKS
+            quiet = trouble in (_native.Trouble.none, _native.Trouble.timeout)
+            if quiet and self.world.native.mismatch(compiled, awaited.source):
+                trouble = _native.Trouble.mismatch
+            if trouble == _native.Trouble.timeout and self.world.mesh.left(awaited.source):
+                trouble = _native.Trouble.left  # but what it raised before it left counts
+                if self.signals.native.test(awaited.index, 1, 1, _native.Compare.greater_equal, base + awaited.count):
+                    trouble = _native.Trouble.none
+            if trouble == _native.Trouble.none:
+                return
+            if trouble != _native.Trouble.timeout or left <= 0:
+                raise Short(trouble, awaited.count, actual - base)
+
+    def advance(self, promised: Mapping[int, int]) -> None:
+        for index, count in promised.items():
+            self.base[index] += count
+
+    def prepare(self, promised: Mapping[int, int]) -> None:
+        pass
+
+    def check(self, name: Callable[[int], str]) -> None:
+        pass  # lanes raise
+
+
+class DeviceCounters:
+    """Counters for kernels, in symmetric memory; what is promised is counted there too, so that graphs can be replayed."""
+
+    def __init__(self, world: World, count: int) -> None:
+        from weft.engines.device.kernels import stream_signals, symmetric
+
+        self.world, self.kernels, self.symmetric = world, stream_signals, symmetric
+        self.counters = symmetric.zeroed(world, count + 1)
+        self.bases = symmetric.bases(world, self.counters)
+        self.base = torch.zeros(count + 1, dtype=torch.int64, device=world.device)
+        self.ledger = symmetric.ledger(world.device)
+        self.counting = symmetric.Counting(self.counters, self.bases, self.base, self.ledger)
+        self.grown: dict[tuple[tuple[int, int], ...], torch.Tensor] = {}
+        # Loading a kernel may wait for the device: both are loaded before anything on it waits for this rank.
+        with symmetric.LOADING:
+            self.notify(world.rank, count)
+            self.wait(Awaited(count, world.rank, 1), None, world.timeout)
+            drain(world.device)
+
+    def notify(self, peer: int, index: int) -> None:
+        kernel: Any = self.kernels.notify_kernel
+        kernel[(1,)](self.counters, index, self.bases, self.world.rank, peer, num_warps=1)
+
+    def wait(self, awaited: Awaited, compiled: _native.Compiled | None, timeout: float) -> None:
+        kernel: Any = self.kernels.wait_kernel
+        kernel[(1,)](
+            self.counters, awaited.index, self.base, awaited.count, self.ledger, self.symmetric.polls(timeout), num_warps=1
+        )
+
+    def advance(self, promised: Mapping[int, int]) -> None:
+        self.base.add_(self.prepare(promised))
+
+    def prepare(self, promised: Mapping[int, int]) -> torch.Tensor:
+        """What `advance` adds; made at its first use, which cannot be captured in a graph."""
+        key = tuple(sorted(promised.items()))
+        if key not in self.grown:
+            grown = torch.zeros(len(self.base), dtype=torch.int64)
+            for index, count in key:
+                grown[index] = count
+            self.grown[key] = grown.to(self.base.device)
+        return self.grown[key]
+
+    def check(self, name: Callable[[int], str]) -> None:
+        self.symmetric.check(self.ledger, f"rank {self.world.rank}", name)
+
+
+def counters(world: World, count: int) -> Counters:
+    """Counters for the lanes of this world's device; collective."""
+    return DeviceCounters(world, count) if world.device.type == "cuda" or world.products == "triton" else HostCounters(world, count)

@@ -1,0 +1,393 @@
+"""The device engine: lanes are streams of a GPU, on which copies, products, sums, notifies and waits are put in order.
+
+The host puts an execution on the streams and goes on; it never waits for the device, so that calls queue up and can be captured in
+a CUDA graph. Copies are torch's, which a copy engine carries out beside the products; those are torch's too, or weft's own
+(`weft.engines.device.products`). On a CPU lanes are threads: slower than the host engine, but the same engine as on a GPU, which is
+how it is tested where there is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from weft import _native
+from weft.engines.device.counters import Awaited, Counters, DeviceCounters, Short, counters
+from weft.engines.device.lanes import Step, Ticket, lane
+from weft.engines.host import LANES, HostEngine, Program
+from weft.engines.matmul import Weight, multiply, plain
+from weft.errors import PeerTimeout, WeftError
+from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Wait, accesses
+from weft.world import World
+from weft.world.device_memory import drain
+
+if TYPE_CHECKING:
+    from weft.engines.device.kernels.sum_in_rank_order import Sum
+    from weft.engines.device.products import Run
+
+Tensors = Mapping[str, Tensor]
+Span = Callable[[], list[tuple[str, int, int, int]]]
+"""Tells, when all is over, of each instruction of a step the lane, its index, and when it began and ended."""
+
+
+class DeviceEngine(HostEngine):
+    """Executes plans for one rank of a world on the lanes of its device."""
+
+    remembers = False  # tensors are not known by address alone
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.kernels, self.room = world.products == "triton", 0
+        self.products = "products by torch, one after each wait"
+        if self.kernels:
+            from weft.engines.device.kernels import interpreter, symmetric
+
+            if world.device.type == "cpu":
+                if not symmetric.INTERPRETED:
+                    raise WeftError("weft's kernels were imported before TRITON_INTERPRET=1 was set; set it when Python starts")
+                interpreter.serve_threads()
+            self.room = symmetric.room(world.sharing, world.device, symmetric.BESIDE)
+            self.products = "products by one persistent kernel, which waits per tile"
+        self.lanes = {name: lane(world.device, f"{name} of rank {world.rank}") for name in LANES}
+        self._counters: Counters | None = None
+        self.last: DeviceProgram | None = None
+        self.stream: torch.cuda.Stream | None = None  # that the last call was made on
+        self.loaded: set[str] = set()  # calls whose kernels are there, on this rank and those that share its GPU
+
+    @property
+    def counters(self) -> Counters:
+        """Made by the first call, collectively."""
+        if self._counters is None:
+            self._counters = counters(self.world, _native.World.max_names * self.world.ranks)
+            if self.world.sharing > 1:
+                self.agree("the first call on a device")  # what waits for others does so only when all have loaded it
+        return self._counters
+
+    def check_product(self, x: Tensor, weight: Weight, out_dtype: torch.dtype) -> None:
+        """Raise `ValueError` for a product that this engine cannot make."""
+        if self.kernels and 0 not in (*x.shape, *weight.shape):
+            from weft.engines.device.kernels.all_gather_matmul import check
+
+            check(x.new_empty(2, x.shape[1]), plain(weight), x.new_empty(1, 1, dtype=out_dtype))  # rows as they arrive
+
+    def compile(self, plan: Plan, tensors: Tensors, dtypes: Mapping[str, torch.dtype], call: str | None = None) -> DeviceProgram:
+        if self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise WeftError(f"the first {plan.operator} of its kind takes memory and loads kernels: make one before you capture it")
+        return DeviceProgram(self, plan, tensors, dtypes, call)
+
+    def begin(self) -> None:
+        """What the caller does comes after all calls before, on whatever stream they were made."""
+        if self.world.device.type == "cuda":
+            stream = torch.cuda.current_stream()
+            if self.stream not in (None, stream) and not torch.cuda.is_current_stream_capturing():
+                stream.wait_stream(self.stream)
+            self.stream = stream
+
+    def check(self) -> None:
+        """Raise what a stream could not: that a peer failed, or called something else than this rank's last call, or was late."""
+        last, world = self.last, self.world
+        for peer in range(world.ranks) if last is not None else ():
+            if last is not None and world.native.mismatch(last.native, peer):
+                raise self.ended(_native.Trouble.mismatch, peer, last.native, "", last.call, world.timeout)
+        if world.mesh.failure()[0]:
+            raise world.failure("to make its next call")
+        try:
+            self.counters.check(self.counted)
+        except PeerTimeout as error:
+            raise world.fail(error) from None
+
+    def counted(self, index: int) -> str:
+        """What a counter counts, and for which call it may have been waited for."""
+        name, source = [*self.names][index // self.world.ranks], index % self.world.ranks
+        return f'signal "{name}" from rank {source} in {self.last.plan.operator if self.last else "a call"} or before'
+
+
+class DeviceProgram(Program):
+    """A plan for one rank and one geometry of its tensors, put on lanes instruction by instruction, or by runs of products."""
+
+    engine: DeviceEngine
+
+    def build(self, tensors: Tensors) -> None:
+        rank, engine = self.world.rank, self.engine
+        self.native = _native.Compiled(self.call, len(LANES), [], [], self.plan.ranks)
+        self.promised = {engine.index(signal): count for signal, count in self.plan.promised(rank).items()}
+        self.fixed = {region: self._rows(region) for instructions in self.lanes for i in instructions for region in accesses(i)}
+        self.ticket: Ticket | None = None
+        self.held: Tensors = {}  # that a call in the background works on
+        self.runs: dict[int, Run] = {}
+        self.sums: dict[tuple[Region, ...], Sum] = {}
+        engine.counters.prepare(self.promised)
+        if engine.kernels:
+            self._use_kernels()
+
+    def _use_kernels(self) -> None:
+        """Leave products, and sums of what lies still, to kernels."""
+        from weft.engines.device.kernels.sum_in_rank_order import Sum
+        from weft.engines.device.kernels.tiles import runs
+        from weft.engines.device.products import ProgramMemory, Run
+
+        assert isinstance(self.engine.counters, DeviceCounters)
+        memory = ProgramMemory(self.whole, self.geometry, self.engine.index, self.engine.room)
+        if all(self.geometry[r.buffer].columns for i in self.lanes[0] if isinstance(i, Matmul) for r in (i.src, i.dst)):
+            self.runs = {
+                start: Run(memory, self.engine.counters, self.lanes[0], start, stop) for start, stop in runs(self.lanes[0])
+            }
+        for i in self.lanes[0]:
+            if isinstance(i, Reduce) and i.op in ("sum", "avg"):
+                parts = [part for src in i.srcs if isinstance(part := self.fixed[src], Tensor)]
+                if len(parts) == len(i.srcs) and Sum.fits(parts, self.geometry[i.dst.buffer].dtype):
+                    self.sums[i.srcs] = Sum(parts, i.op == "avg", self.engine.room)
+
+    def whole(self, rank: int, buffer: str) -> Tensor | str:
+        """A rank's buffer, or its name if it is the caller's own. Workspaces have room for the largest rank's rows everywhere."""
+        rows = self.plan.buffers[buffer].rows
+        found = self._rows(Region(rank, buffer, 0, max(rows) if buffer in self.workspace else rows[rank]))
+        return found if isinstance(found, Tensor) else buffer
+
+    def run(
+        self, tensors: Tensors, weights: Mapping[str, Weight], bias: Tensors | None = None, timeout: float | None = None
+    ) -> None:
+        """Put one execution on the lanes; the caller's stream goes on after it (on a CPU, it is over when this returns)."""
+        engine, world = self.engine, self.world
+        engine.settle()
+        engine.begin()
+        seconds, added = world.timeout if timeout is None else timeout, bias or {}
+        products = self._products(tensors, weights, added, seconds)
+        spans = self._begin(seconds)
+        with world.guard:
+            tickets = []
+            for name in ("comm", "compute"):  # transfers first: they are soon put on their stream, and go on beside the rest
+                if self.lanes[LANES.index(name)]:
+                    engine.lanes[name].begin()
+                    steps = self._steps(name, tensors, weights, added, seconds, spans, products)
+                    tickets.append(engine.lanes[name].start([partial(self._guarded, steps)]))
+            self._join(tickets)
+            engine.counters.advance(self.promised)
+        if world.device.type == "cpu":
+            engine.check()
+        if world.recorder is not None:
+            world.recorder.add(self.plan, [each for span in spans for each in span()])
+
+    def _products(self, tensors: Tensors, weights: Mapping[str, Weight], bias: Tensors, seconds: float) -> dict[int, Step]:
+        """What the runs of products come to, checked before anything is sent; their kernels are there when anything waits."""
+        made = {at: [launch.step(tensors, weights, bias, seconds) for launch in run.launches] for at, run in self.runs.items()}
+        if made and self.world.device.type == "cuda" and self.call not in self.engine.loaded:
+            from weft.engines.device.kernels.symmetric import LOADING
+
+            with LOADING:
+                for run in self.runs.values():
+                    for launch in run.launches:
+                        launch.step(tensors, weights, bias, seconds, idle=True)()
+                for instruction in self.lanes[0]:
+                    if isinstance(instruction, Reduce) and instruction.srcs in self.sums:
+                        self.sums[instruction.srcs](self._find(instruction.dst, tensors), idle=True)
+                drain(self.world.device)
+            if self.world.sharing > 1:
+                self.engine.agree(self.call)
+            self.engine.loaded.add(self.call)
+        return {at: partial(_all, steps) for at, steps in made.items()}
+
+    def _join(self, tickets: list[Ticket]) -> None:
+        """Go on after all of them; of several errors that of this rank's own making is raised, but no lane is left at work."""
+        errors: list[BaseException] = []
+        for ticket in tickets:
+            try:
+                ticket.join()
+            except BaseException as error:
+                self.world.fail(error)
+                errors.append(error)
+        if errors:
+            raise min(errors, key=lambda error: (isinstance(error, WeftError), isinstance(error, PeerTimeout)))
+
+    def addresses(self, tensors: Tensors) -> Any:
+        """What `execute` and `start` take."""
+        return tensors
+
+    def execute(self, addresses: Any, timeout: float | None = None) -> None:
+        self.run(addresses, {}, timeout=timeout)
+
+    def start(self, addresses: Any, timeout: float | None = None) -> None:
+        """Begin what `execute` does, in the background: behind what was started before, on the lane for transfers."""
+        self.engine.begin()
+        seconds = self.world.timeout if timeout is None else timeout
+        self.spans = self._begin(seconds)
+        background = self.engine.lanes["comm"]
+        background.begin()
+        steps = self._steps("compute", addresses, {}, {}, seconds, self.spans, {})
+        steps.append(lambda: self.engine.counters.advance(self.promised))
+        self.ticket = background.start([partial(self._guarded, steps)])
+        self.held = addresses  # their memory is the caller's stream's, which may be far ahead
+        self.engine.pending.append(self)
+
+    def done(self) -> bool:
+        return self.idle() or (self.ticket is not None and self.ticket.done())
+
+    def join(self, timeout: float = math.inf) -> bool:
+        if self.idle():
+            return True
+        assert self.ticket is not None
+        try:
+            if not self.ticket.join(timeout):
+                return False
+        except BaseException as error:
+            self.engine.pending.remove(self)
+            raise self.world.fail(error) from None
+        self.engine.pending.remove(self)
+        self.held = {}
+        if self.world.recorder is not None:
+            self.world.recorder.add(self.plan, [each for span in self.spans for each in span()])
+        return True
+
+    def _begin(self, seconds: float) -> list[Span]:
+        """Tell peers what is called; where spans are put."""
+        self.engine.check()
+        self.engine.last = self
+        self.world.native.begin(self.native, seconds)
+        return []
+
+    def _steps(
+        self,
+        name: str,
+        tensors: Tensors,
+        weights: Mapping[str, Weight],
+        bias: Tensors,
+        timeout: float,
+        spans: list[Span],
+        products: Mapping[int, Step],
+    ) -> list[Step]:
+        """What the instructions of a lane come to with these tensors; `products` are those of its runs."""
+        lane = self.lanes[LANES.index(name)]
+        runs = self.runs if name == "compute" else {}
+        inside = {at for run in runs.values() for at in range(run.start + 1, run.stop)}
+        steps: dict[range, Step] = {}
+        for at, instruction in enumerate(lane):
+            if at in products and at in runs:
+                steps[range(at, runs[at].stop)] = products[at]
+            elif at not in inside:
+                steps[range(at, at + 1)] = self._step(name, at, instruction, tensors, weights, bias, timeout)
+        if self.world.recorder is None:
+            return [*steps.values()]
+        return [_timed(step, name, every, spans, self.world.device) for every, step in steps.items()]
+
+    def _guarded(self, steps: Sequence[Step]) -> None:
+        """Do these steps; what goes wrong with one ends the waits of this rank's other lanes, and of its peers, at once."""
+        with self.world.guard:
+            _all(steps)
+
+    def _find(self, region: Region, tensors: Tensors) -> Tensor:
+        """The rows of a region."""
+        fixed = self.fixed[region]
+        return fixed if isinstance(fixed, Tensor) else tensors[region.buffer][region.start : region.stop]
+
+    def _step(
+        self,
+        name: str,
+        at: int,
+        instruction: Instruction,
+        tensors: Tensors,
+        weights: Mapping[str, Weight],
+        bias: Tensors,
+        timeout: float,
+    ) -> Step:
+        """What one instruction comes to."""
+        engine, call, rows = self.engine, self.native.call, partial(self._find, tensors=tensors)
+        match instruction:
+            case Copy(src, dst):
+                there, here = rows(dst), rows(src)
+                return lambda: _done(there.copy_(here, non_blocking=True))
+            case Matmul(src, dst):
+                x, weight, out, addend = rows(src), weights[dst.buffer], rows(dst), bias.get(dst.buffer)
+                return lambda: _multiply(x, weight, out, addend)
+            case Reduce(srcs, dst, op):
+                parts, total = [rows(src) for src in srcs], rows(dst)
+                if srcs in self.sums and total.is_contiguous():
+                    return partial(self.sums[srcs], total)
+                return lambda: _reduce(parts, total, op, self.plan.ranks)
+            case Notify(peer, signal):
+                raised = engine.index(signal)
+                return lambda: engine.counters.notify(peer, raised)
+            case Wait(signal, count):
+                awaited = Awaited(engine.index(signal), signal.source, count)
+
+                def hold() -> None:
+                    try:
+                        engine.counters.wait(awaited, self.native, timeout)
+                    except Short as short:
+                        lane = LANES.index(name)
+                        doing = self.doing(lane, at, call, signal.source, short.expected, short.actual)
+                        raise engine.ended(short.trouble, signal.source, self.native, doing, self.call, timeout) from None
+
+                return hold
+
+
+def _done(_: object) -> None:
+    pass
+
+
+def _all(steps: Sequence[Step]) -> None:
+    for step in steps:
+        step()
+
+
+def _timed(step: Step, name: str, every: range, spans: list[Span], device: torch.device) -> Step:
+    """The step, noting when it begins and ends on its lane; the times of a stream are read when all is over.
+
+    Of several instructions that are one step, each takes all of its time.
+    """
+
+    def on_thread() -> None:
+        start = _native.now()
+        step()
+        stop = _native.now()
+        spans.append(lambda: [(name, at, start, stop) for at in every])
+
+    def on_stream() -> None:
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record()
+        step()
+        after.record()
+        spans.append(lambda: [(name, at, start, stop) for start, stop in [(_clock(before), _clock(after))] for at in every])
+
+    return on_stream if device.type == "cuda" else on_thread
+
+
+def _clock(event: torch.cuda.Event) -> int:
+    """When an event happened, in nanoseconds of the host's clock; waits for the device, as only recordings do."""
+    now = torch.cuda.Event(enable_timing=True)
+    now.record()
+    now.synchronize()
+    return int(_native.now() - event.elapsed_time(now) * 1e6)
+
+
+def _multiply(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None) -> None:
+    """``out = x @ weight (+ bias)``; on a GPU by torch's product, on a CPU by the fastest there is."""
+    if not x.is_cuda or 0 in x.shape or 0 in weight.shape:
+        multiply(x, weight, out, bias)
+        return
+    if out.dtype == x.dtype:
+        torch.mm(x, plain(weight), out=out)
+    else:
+        torch.mm(x, plain(weight), out_dtype=out.dtype, out=out)
+    if bias is not None:
+        out.add_(bias)
+
+
+def _reduce(parts: list[Tensor], total: Tensor, op: str, ranks: int) -> None:
+    """Combine `parts` in their order: sums in float32 (float64 in float64, integers exactly), rounded once."""
+    if op in ("max", "min"):
+        best = parts[0]
+        for part in parts[1:]:
+            best = torch.maximum(best, part) if op == "max" else torch.minimum(best, part)
+        total.copy_(best)
+        return
+    dtype = parts[0].dtype
+    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else torch.int64
+    summed = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        summed.add_(part)
+    total.copy_(summed.div_(ranks) if op == "avg" else summed)

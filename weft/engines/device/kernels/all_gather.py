@@ -1,0 +1,152 @@
+"""All-gather on a GPU: every rank puts its shard to all ranks, in one kernel that takes as few SMs as it is given.
+
+Each program walks over tiles of the shard: one vector load, then one vector store for each rank. The tables of addresses are read
+once, before the loop. Destinations are rotated by rank, so that at any time each rank is the target of one other: the traffic has
+the shape of a permutation, not of a fan-in.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.engines.device.kernels import symmetric
+from weft.engines.device.kernels.symmetric import POLLS, await_open, complete, peer_pointer, tell_open
+from weft.world import World
+from weft.world.device_memory import drain
+
+VECTOR = 16
+"""Bytes of the widest access of a thread; a shard is a whole number of them."""
+
+
+class Traffic(NamedTuple):
+    """How the kernel is laid out.
+
+    `sms`: programs, each on an SM of its own. `tile`: bytes that a program loads at once, and stores to every rank before it loads
+    more. `warps`: warps per program. `threads_per_warp`: 32 on NVIDIA's GPUs, 64 on AMD's of the CDNA family.
+    """
+
+    sms: int = 16
+    tile: int = 16384
+    warps: int = 8
+    threads_per_warp: int = 32
+
+    def check(self, world: World, device: torch.device) -> None:
+        """Raise `ValueError` for what the kernel cannot do."""
+        threads = self.warps * self.threads_per_warp
+        if self.sms < 1:
+            raise ValueError(f"at least one SM is needed; got sms={self.sms}")
+        if self.threads_per_warp not in (32, 64) or self.warps not in (1, 2, 4, 8, 16, 32) or threads > 1024:
+            raise ValueError(
+                f"warps are of 32 or 64 threads, and 1, 2, 4, … of them make a program of at most 1024 threads; "
+                f"got {self.warps} of {self.threads_per_warp}"
+            )
+        if self.tile & (self.tile - 1) or self.tile < threads * VECTOR:
+            raise ValueError(
+                f"a tile is a power of two and gives each of {threads} threads {VECTOR} bytes, at least {threads * VECTOR} in all; "
+                f"got {self.tile}"
+            )
+        symmetric.check_grid(self.sms, world.sharing, device)
+
+
+DEFAULT = Traffic()
+
+
+class AllGather:
+    """All-gathers into one symmetric tensor by this kernel; made, and called, collectively.
+
+    `gathered` holds the shards of all ranks in rank order. A call is put on the current stream and returns at once; when the
+    stream has passed it, `gathered` is complete on this rank. Calls may be captured in a CUDA graph: what is counted is kept on the
+    device. `polls` bounds every wait; `check` raises `PeerTimeout` if one ran out. Peers write to `gathered` from the moment this
+    rank makes its next call, so what reads it must be on the same stream, or done.
+    """
+
+    def __init__(self, world: World, gathered: Tensor, traffic: Traffic = DEFAULT, polls: int = POLLS, gluon: bool = False) -> None:
+        traffic.check(world, gathered.device)
+        size = gathered.numel() * gathered.itemsize // world.ranks
+        if not gathered.is_contiguous() or gathered.numel() % world.ranks or size % VECTOR or gathered.data_ptr() % VECTOR:
+            raise ValueError(
+                f"gathered must be contiguous, begin at a multiple of {VECTOR} bytes and hold whole {VECTOR} bytes for each of "
+                f"{world.ranks} ranks; got shape {tuple(gathered.shape)} of {gathered.dtype}"
+            )
+        self.world, self.gathered, self.traffic, self.size = world, gathered, traffic, size
+        device = gathered.device
+        self.calls = torch.zeros(1, dtype=torch.int64, device=device)
+        self.tickets = torch.zeros(1, dtype=torch.int32, device=device)
+        self.ledger = symmetric.ledger(device)
+        self.options: dict[str, Any] = {"RANKS": world.ranks, "TILE": traffic.tile // 4, "num_warps": traffic.warps}
+        self.kernel: Any = all_gather_kernel
+        if gluon:
+            from weft.engines.device.kernels.all_gather_gluon import all_gather_gluon_kernel
+
+            self.kernel = all_gather_gluon_kernel
+            self.options["LANES"] = traffic.threads_per_warp
+        words, table = gathered.view(torch.uint8).view(-1).view(torch.int32), self.calls
+        counted = self.calls, self.tickets, self.ledger
+        with symmetric.LOADING:  # before all make the counters together: no kernel waits for a rank that is still to load it
+            self.kernel[(1,)](words, words, table, table, table, *counted, 0, world.rank, polls, **self.options)
+            drain(device)
+        self.counters = symmetric.zeroed(world, 2 * world.ranks)
+        tables = symmetric.bases(world, gathered), self.counters, symmetric.bases(world, self.counters)
+        self.arguments = words, *tables, *counted
+        self.rest = size // VECTOR, world.rank, polls
+
+    def __call__(self, shard: Tensor) -> None:
+        """Gather `shard`, contiguous and of the size of a rank's part of `gathered`; it may be that part itself."""
+        if not shard.is_contiguous() or shard.numel() * shard.itemsize != self.size or shard.data_ptr() % VECTOR:
+            raise ValueError(
+                f"a shard is contiguous, begins at a multiple of {VECTOR} bytes and has {self.size} bytes; "
+                f"got shape {tuple(shard.shape)} of {shard.dtype}"
+            )
+        if self.world.ranks == 1 or not self.size:
+            self.gathered.view(-1).copy_(shard.view(-1).view(self.gathered.dtype))
+            return
+        self.kernel[(self.traffic.sms,)](shard.view(-1).view(torch.int32), *self.arguments, *self.rest, **self.options)
+        self.calls.add_(1)
+
+    def check(self) -> None:
+        """Raise `PeerTimeout` if a wait of a call that the device has finished ran out of time."""
+        symmetric.check(self.ledger, f"an all_gather of rank {self.world.rank}")
+
+
+@triton.jit(do_not_specialize=["vectors", "rank", "polls"])
+def all_gather_kernel(
+    shard,  # int32*: this rank's rows as words
+    gathered,  # int32*: symmetric; rank r's shard lies at word r * words
+    gathered_bases,
+    counters,  # int64*: symmetric; 0 to RANKS - 1 "open", then "arrived", by source
+    counter_bases,
+    calls,  # int64*: how many calls came before
+    tickets,
+    ledger,
+    vectors,  # the size of the shard in 16 bytes; 0 does nothing
+    rank,
+    polls,
+    RANKS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    if vectors == 0:
+        return
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    call = tl.load(calls) + 1
+    words = vectors.to(tl.int64) * 4
+    if program == 0:
+        tell_open(counters, counter_bases, rank, RANKS)
+    mine = gathered + rank.to(tl.int64) * words
+    targets = ()
+    for step in tl.static_range(RANKS):
+        targets = targets + (peer_pointer(mine, gathered_bases, rank, (rank + step) % RANKS),)
+    await_open(counters, call, ledger, rank, polls, RANKS)
+    start = program * TILE + words * 0
+    while start < words:
+        offsets = start + tl.arange(0, TILE)
+        inside = offsets < words
+        tile = tl.load(shard + offsets, mask=inside)
+        for step in tl.static_range(RANKS):
+            tl.store(targets[step] + offsets, tile, mask=inside)
+        start += programs * TILE
+    complete(counters, counter_bases, call, tickets, ledger, rank, programs, polls, RANKS)

@@ -1,0 +1,254 @@
+"""The compute lane of a fused operator as one persistent kernel: it multiplies rows as they arrive.
+
+Each program goes through the tiles in the order of the lane, taking one in so many, and through the lane's waits when a tile is the
+first that needs them: this rank's own rows first, then those of peers; no launch, no wave of programs that drains, and no host
+between two products. Both factors are read through tensor descriptors, which are TMA transfers on sm_90 and later. The rows are
+put in place by somebody else: a copy engine, peers, or `kernels.all_gather`. Where the tiles go, and who is told, is in
+`kernels.matmul_put`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from weft.engines.device.kernels.matmul_put import arrive, put_tile
+from weft.engines.device.kernels.symmetric import Counting, wait
+from weft.engines.device.kernels.tiles import follow
+from weft.plan import Instruction, Signal
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Blocks(NamedTuple):
+    """Sizes of a tile and of the steps along K, warps per program and stages of the pipeline that loads."""
+
+    m: int = 128
+    n: int = 256
+    k: int = 64
+    warps: int = 8
+    stages: int = 3
+
+
+def blocks_for(device: torch.device, dtype: torch.dtype, out: torch.dtype) -> Blocks:
+    """Sizes at which nothing is spilled from registers, and all fits in shared memory, on the makers' GPUs that tests compile for.
+
+    `dtype` is that of the factors, `out` that of the result.
+    """
+    return sizes(device.type == "cuda" and torch.version.hip is not None, dtype == torch.float32, out == torch.float32)
+
+
+def sizes(amd: bool, wide: bool, wide_out: bool) -> Blocks:
+    """The same for AMD's or NVIDIA's GPUs, by whether factors and results are of 4 bytes."""
+    if wide:  # multiplied in all of float32, which NVIDIA's matrix instructions do not do
+        return Blocks(64, 128, 16, 8, 3)
+    if amd:
+        return Blocks(n=128, k=32, stages=2)
+    return Blocks(n=128) if wide_out else Blocks()
+
+
+def fits(x: Tensor, weight: Tensor, out: Tensor) -> bool:
+    """Whether the kernel can multiply these: rows that begin at multiples of 16 bytes, as descriptors demand."""
+    aligned = all(
+        t.stride(1) == 1 and t.stride(0) * t.itemsize % 16 == 0 and t.data_ptr() % 16 == 0 and t.numel() > 0
+        for t in (x, _rows(weight))
+    )
+    return aligned and x.dtype in DTYPES and weight.dtype == x.dtype and out.dtype in DTYPES and out.stride(1) == 1
+
+
+def check(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Raise `ValueError` unless the kernel can multiply these."""
+    if not fits(x, weight, out):
+        raise ValueError(
+            f"weft's product kernel takes {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}, and rows of x and "
+            f"of the weight, or of its transpose, that begin at multiples of 16 bytes; got x {_said(x)}, weight {_said(weight)}, "
+            f'out {_said(out)}. Pad them, or multiply by torch.mm in a world with products="torch"'
+        )
+
+
+def _said(t: Tensor) -> str:
+    return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} with strides {t.stride()}"
+
+
+def _rows(weight: Tensor) -> Tensor:
+    """The weight (K, N) or its transpose, whichever has contiguous rows."""
+    return weight if weight.stride(1) == 1 else weight.t()
+
+
+class Product:
+    """``out = x @ weight (+ bias)`` for the rows and in the order of a launch (`kernels.tiles`) of a compute lane.
+
+    `columns` is N, `dtype` that of the factors and `out` that of the result; `index` says where a signal's counter lies among this
+    rank's. The kernel has `programs` programs.
+    """
+
+    def __init__(
+        self,
+        part: Sequence[Instruction],
+        columns: int,
+        dtype: torch.dtype,
+        out: torch.dtype,
+        index: Callable[[Signal], int],
+        rank: int,
+        programs: int,
+        device: torch.device,
+        blocks: Blocks | None = None,
+    ) -> None:
+        self.blocks = blocks = blocks or blocks_for(device, dtype, out)
+        made = follow(part, triton.cdiv(columns, blocks.n), blocks.m)
+        waits = [(index(signal), count) for signal, count in made.waits] or [(0, 0)]
+        notifies = [(peer, index(signal), arrivals) for peer, signal, arrivals in made.notifies] or [(0, 0, 0)]
+        self.grid = (max(1, min(programs, len(made.tiles))),)
+        self.sizes = made.first, len(made.tiles)
+        self.links, self.rank = len(made.notifies), rank
+        self.tables = (
+            torch.tensor(made.tiles, dtype=torch.int32).to(device),
+            torch.tensor(waits, dtype=torch.int64).to(device),
+            torch.tensor(notifies, dtype=torch.int32).to(device),
+            torch.zeros(len(notifies), dtype=torch.int32, device=device),
+        )
+        self.options: dict[str, Any] = {
+            "SOURCES": 1 + (made.first < len(made.tiles)),
+            "PUTS": any(tile[4] != rank for tile in made.tiles),
+            "NOTIFIES": self.links > 0,
+            "BLOCK_M": blocks.m,
+            "BLOCK_N": blocks.n,
+            "BLOCK_K": blocks.k,
+            "FENCE": device.type == "cuda" and torch.version.hip is None,
+            "num_warps": blocks.warps,
+            "num_stages": blocks.stages,
+        }
+
+    def __call__(
+        self,
+        own: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        out_bases: Tensor,
+        counting: Counting,
+        polls: int,
+        idle: bool = False,
+    ) -> None:
+        """Put the kernel on the current stream. The first source is `own` (rows, K), the second, if there is one, `x`.
+
+        `weight` is (K, N), `bias` (N,), and `out` (rows, N) this rank's part of what is written; `out_bases` says where it begins
+        on every rank (`kernels.symmetric.bases`) if others' is written too. All are such as `fits` accepts. An `idle` kernel
+        is loaded and does nothing.
+        """
+        blocks = self.blocks
+        rows, transposed = _rows(weight), weight.stride(1) != 1
+        kernel: Any = all_gather_matmul_kernel
+        kernel[self.grid](
+            TensorDescriptor.from_tensor(own, [blocks.m, blocks.k]),
+            TensorDescriptor.from_tensor(x, [blocks.m, blocks.k]),
+            TensorDescriptor.from_tensor(rows, [blocks.n, blocks.k] if transposed else [blocks.k, blocks.n]),
+            out if bias is None else bias,
+            out,
+            out_bases,
+            *self.tables,
+            *counting,
+            *((0, 0) if idle else self.sizes),
+            self.links,
+            self.rank,
+            polls,
+            out.shape[1],
+            out.stride(0),
+            K=own.shape[1],
+            TRANSPOSED=transposed,
+            BIAS=bias is not None,
+            **self.options,
+        )
+
+
+@triton.jit
+def product(
+    x,
+    weight,
+    row,
+    column,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    """A tile of ``x @ weight`` in float32, from the descriptors of both; `weight` is one of the transpose if `TRANSPOSED`."""
+    total = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+    for k in range(0, K, BLOCK_K):
+        a = x.load([row, k])
+        b = weight.load([column, k]).T if TRANSPOSED else weight.load([k, column])
+        total = tl.dot(a, b, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def pass_waits(done, needed, waits, counters, base, ledger, polls, FENCE: tl.constexpr):
+    """Go through the waits of the lane up to number `needed`; returns how many this program has been through."""
+    if done < needed:
+        while done < needed:
+            index = tl.load(waits + done * 2).to(tl.int32)
+            wait(counters, index, tl.load(base + index) + tl.load(waits + done * 2 + 1), ledger, polls)
+            done += 1
+        if FENCE:  # what came by stores is read by TMA, which is another way to memory
+            tl.inline_asm_elementwise("fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], tl.int32, False, 1)
+    return done
+
+
+@triton.jit(do_not_specialize=["first", "number", "links", "rank", "polls"])
+def all_gather_matmul_kernel(
+    own,  # descriptor of (rows, K): the source of the first tiles
+    x,  # descriptor of (rows, K): that of the others
+    weight,  # descriptor of (K, N), or of its transpose
+    bias,
+    out,
+    out_bases,  # int64 (ranks,)
+    tiles,  # int32 (tiles, 7): first row, last + 1, column, shift, rank, waits before it, notifies before it
+    waits,  # int64 (waits, 2): counter, count
+    notifies,  # int32 (notifies, 3): rank, counter, arrivals
+    tickets,  # int32 (notifies,)
+    counters,
+    counter_bases,
+    base,
+    ledger,
+    first,  # tiles of the first source
+    number,
+    links,
+    rank,
+    polls,
+    N,
+    stride,
+    K: tl.constexpr,
+    SOURCES: tl.constexpr,
+    PUTS: tl.constexpr,
+    NOTIFIES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    FENCE: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    done = tile * 0
+    for source in tl.static_range(SOURCES):
+        while tile < (first if source < SOURCES - 1 else number):
+            entry = tiles + tile * 7
+            row, last, column = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2) * BLOCK_N
+            done = pass_waits(done, tl.load(entry + 5), waits, counters, base, ledger, polls, FENCE)
+            total = product(own if source == 0 else x, weight, row, column, K, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
+            if BIAS:
+                across = column + tl.arange(0, BLOCK_N)
+                total += tl.load(bias + across, mask=across < N, other=0.0).to(tl.float32)[None, :]
+            to = row + tl.load(entry + 3)
+            put_tile(total, out, out_bases, rank, tl.load(entry + 4), to, column, last - row, N, stride, PUTS)
+            if NOTIFIES:
+                arrive(tl.load(entry + 6), notifies, links, tickets, counters, counter_bases, rank)
+            tile += tl.num_programs(0)

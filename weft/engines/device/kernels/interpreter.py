@@ -1,0 +1,55 @@
+"""Triton's interpreter, made fit for several threads: lanes, and ranks of one process, run kernels beside each other.
+
+(And for products of bfloat16, whose bits it would multiply as whole numbers.) It keeps the place of a program in its grid in one
+variable, and gives the language back to the compiler whenever a kernel ends. So here each thread has a place of its own, and the
+language stays with the interpreter.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+from weft.engines.device.kernels.symmetric import peer_pointer
+
+
+def _of_thread(name: str) -> property:
+    """An attribute of which each thread has its own."""
+    own = threading.local()
+
+    def get(_: object) -> Any:
+        return own.__dict__[name]
+
+    def put(_: object, value: Any) -> None:
+        own.__dict__[name] = value
+
+    return property(get, put)
+
+
+class _PerThread(interpreter.InterpreterBuilder):  # type: ignore[misc]
+    """The interpreter's state."""
+
+    grid_idx = _of_thread("grid_idx")
+    grid_dim = _of_thread("grid_dim")
+
+    def create_dot(self, a: Any, b: Any, *others: Any) -> Any:
+        return super().create_dot(_widened(a), _widened(b), *others)
+
+
+def _widened(factor: Any) -> Any:
+    """A factor in float32 if it is in bfloat16."""
+    if factor.dtype.scalar != tl.bfloat16:
+        return factor
+    return interpreter.TensorHandle((factor.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+@cache
+def serve_threads() -> None:
+    """Let kernels run on several threads from now on."""
+    interpreter.interpreter_builder.__class__ = _PerThread
+    interpreter._patch_lang(peer_pointer.fn)  # any kernel's: what they have in common is the language

@@ -1,0 +1,77 @@
+"""How a device engine makes the products of a compute lane: each by `torch.mm`, or whole runs of them by one persistent kernel.
+
+With ``torch`` a product is put on the stream behind the waits before it. With ``triton`` a run of products, waits and notifies is
+one launch of `kernels.all_gather_matmul`, which does the waiting and the telling itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from weft.engines.device.counters import DeviceCounters
+from weft.engines.device.kernels import symmetric
+from weft.engines.device.kernels.all_gather_matmul import Product, check
+from weft.engines.device.kernels.tiles import launches
+from weft.engines.device.lanes import Step
+from weft.engines.host import Geometry
+from weft.engines.matmul import Weight, plain
+from weft.plan import Instruction, Matmul, Signal
+
+
+class ProgramMemory(NamedTuple):
+    """Where a program's buffers and counters lie, and how many programs of a kernel there is room for.
+
+    `whole` gives a rank's buffer, or its name if it is the caller's own; `counter` the index of a signal's counter.
+    """
+
+    whole: Callable[[int, str], Tensor | str]
+    geometry: Mapping[str, Geometry]
+    counter: Callable[[Signal], int]
+    room: int
+
+
+class Run:
+    """A part of a program's compute lane that is carried out by product kernels: ``lane[start:stop]``."""
+
+    def __init__(self, memory: ProgramMemory, counters: DeviceCounters, lane: Sequence[Instruction], start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
+        self.launches = [Launch(memory, counters, part) for part in launches(lane[start:stop])]
+
+
+class Launch:
+    """One launch of the product kernel in a program."""
+
+    def __init__(self, memory: ProgramMemory, counters: DeviceCounters, part: Sequence[Instruction]) -> None:
+        products = [i for i in part if isinstance(i, Matmul)]
+        world = counters.world
+        self.counters, self.output = counters, products[0].dst.buffer
+        sources = [*dict.fromkeys(i.src[:2] for i in products)]
+        self.sources = [memory.whole(rank, buffer) for rank, buffer in (sources[0], sources[-1])]
+        self.out = memory.whole(world.rank, self.output)
+        self.bases = counters.bases  # of no use where only this rank's own rows are written
+        if any(i.dst.rank != world.rank for i in products):
+            assert isinstance(self.out, Tensor)
+            self.bases = symmetric.bases(world, self.out)
+        source, output = memory.geometry[sources[0][1]], memory.geometry[self.output]
+        self.product = Product(
+            part, output.columns, source.dtype, output.dtype, memory.counter, world.rank, memory.room, world.device
+        )
+
+    def step(
+        self,
+        tensors: Mapping[str, Tensor],
+        weights: Mapping[str, Weight],
+        bias: Mapping[str, Tensor],
+        timeout: float,
+        idle: bool = False,
+    ) -> Step:
+        """The launch with these tensors, or one that only loads its kernel. Raises `ValueError` for what it cannot multiply."""
+        own, x, out = (tensors[t] if isinstance(t, str) else t for t in (*self.sources, self.out))
+        weight, polls = plain(weights[self.output]), symmetric.polls(timeout)
+        check(own, weight, out)
+        check(x, weight, out)
+        added = bias.get(self.output)
+        return lambda: self.product(own, x, weight, added, out, self.bases, self.counters.counting, polls, idle)

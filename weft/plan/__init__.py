@@ -1,0 +1,19 @@
+"""Plans, the language in which work is described, and their proof. Neither torch nor ranks are needed here."""
+
+from weft.plan.language import Buffer as Buffer
+from weft.plan.language import Copy as Copy
+from weft.plan.language import Instruction as Instruction
+from weft.plan.language import Matmul as Matmul
+from weft.plan.language import Notify as Notify
+from weft.plan.language import Plan as Plan
+from weft.plan.language import Reduce as Reduce
+from weft.plan.language import Region as Region
+from weft.plan.language import Role as Role
+from weft.plan.language import Signal as Signal
+from weft.plan.language import Term as Term
+from weft.plan.language import Value as Value
+from weft.plan.language import Wait as Wait
+from weft.plan.language import accesses as accesses
+from weft.plan.language import reads as reads
+from weft.plan.language import show as show
+from weft.plan.language import writes as writes

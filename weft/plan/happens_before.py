@@ -1,0 +1,283 @@
+"""One greedy run of plans, with a vector clock per lane and symbols in place of numbers.
+
+A plan obeys the rules of `weft.plan`, so one run stands for all interleavings: what the vector clocks do not order could happen
+in either order, and is a race. Rows carry symbols (which input row, times whose weight), so a run also shows what every output
+row was computed from. The clocks are those of Mattern and Fidge; the race check is the happens-before test of Lamport's "Time,
+Clocks, and the Ordering of Events".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from weft.plan.language import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Wait, accesses, reads, writes
+from weft.plan.symbols import Cell, Pieces, Rows, added, text
+
+Clock = list[int]
+Lane = tuple[int, str]
+
+
+@dataclass
+class Use:
+    """A lane's use of a rank's workspace in one execution: its clock at the first access and its time at the last."""
+
+    first: Clock
+    last: int
+
+
+class Run:
+    """One greedy run of a sequence of plans, all ranks moving on by themselves."""
+
+    def __init__(self, plans: list[Plan]) -> None:
+        self.plans = plans
+        self.found: dict[str, None] = {}  # a set that keeps its order
+        ranks = range(plans[0].ranks)
+        self.lanes: list[list[str]] = [sorted({name for plan in plans for name in plan.lanes[r]} | {"compute"}) for r in ranks]
+        every = [(r, name) for r in ranks for name in self.lanes[r]]
+        self.index: dict[Lane, int] = {lane: i for i, lane in enumerate(every)}
+        self.rank_of = [r for r, _ in every]
+        self.names = [f"rank {r} {name}" for r, name in every]
+        self.clocks: list[Clock] = [[0] * len(every) for _ in every]
+        self.rows: dict[tuple[int, int, str], Rows] = {}
+        self.uses: dict[tuple[int, int], dict[int, Use]] = {}
+        self.raised: dict[tuple[int, Signal], list[Clock]] = {}
+        self.writers: dict[tuple[int, int, Signal], int] = {}
+        self.base: list[dict[Signal, int]] = [{} for _ in ranks]
+        self.ends: dict[tuple[int, int], tuple[Clock, dict[Signal, int]]] = {}
+        self.promised = {id(plan): [plan.promised(r) for r in ranks] for plan in plans}
+
+    def problems(self) -> list[str]:
+        ranks = [self.run_rank(r) for r in range(self.plans[0].ranks)]
+        stuck: dict[int, list[str]] = {r: [] for r in range(len(ranks))}
+        moved = True
+        while moved and stuck:  # each generator runs until it cannot: it yields whether it moved and where it is held
+            moved = False
+            for r in list(stuck):
+                progress = next(ranks[r], None)
+                if progress is None:
+                    del stuck[r]
+                    moved = True
+                else:
+                    moved |= progress[0]
+                    stuck[r] = progress[1]
+        for held in stuck.values():
+            for where in held:
+                self.complain(f"deadlock: {where}")
+        if not stuck:
+            self.check_workspaces()
+            self.check_leaving()
+        return list(self.found)
+
+    def complain(self, problem: str) -> None:
+        self.found[problem] = None
+
+    def run_rank(self, rank: int) -> Iterator[tuple[bool, list[str]]]:
+        moved = False
+        for execution, plan in enumerate(self.plans):
+            self.join(rank)
+            self.hand_over(execution, rank)
+            self.fork(rank)
+            lanes = {name: list(lane) for name, lane in plan.lanes[rank].items()}
+            at = dict.fromkeys(lanes, 0)
+            while any(at[name] < len(lane) for name, lane in lanes.items()):
+                for name, lane in lanes.items():
+                    while at[name] < len(lane) and self.step(execution, (rank, name), lane[at[name]]):
+                        at[name] += 1
+                        moved = True
+                if any(at[name] < len(lane) for name, lane in lanes.items()):
+                    yield moved, [self.held(rank, n, lane[at[n]]) for n, lane in lanes.items() if at[n] < len(lane)]
+                    moved = False
+            self.join(rank)
+            self.check_result(execution, rank)
+            self.hand_over(execution, rank)
+            for signal, count in self.promised[id(plan)][rank].items():
+                self.base[rank][signal] = self.base[rank].get(signal, 0) + count
+            self.ends[execution, rank] = [*self.clocks[self.index[rank, "compute"]]], dict(self.base[rank])
+
+    def held(self, rank: int, lane: str, wait: Instruction) -> str:
+        assert isinstance(wait, Wait)
+        come = len(self.raised.get((rank, wait.signal), ())) - self.base[rank].get(wait.signal, 0)
+        return f"rank {rank} {lane} waits for {wait.count} of {wait.signal}, {come} come"
+
+    def join(self, rank: int) -> None:
+        """An execution begins when the one before has ended in all lanes of its rank."""
+        mine = [self.index[rank, name] for name in self.lanes[rank]]
+        joined = [max(times) for times in zip(*(self.clocks[i] for i in mine), strict=True)]
+        for i in mine:
+            self.clocks[i] = [*joined]
+
+    def fork(self, rank: int) -> None:
+        """From here on each lane's doings are known to others only by signals."""
+        for name in self.lanes[rank]:
+            i = self.index[rank, name]
+            self.clocks[i][i] += 1
+
+    def hand_over(self, execution: int, rank: int) -> None:
+        """Before and after an execution inputs and outputs are the caller's, who may write to them."""
+        lane = self.index[rank, "compute"]
+        for name, buffer in self.plans[execution].buffers.items():
+            if buffer.role == "workspace":
+                continue
+            for start, stop, cell in self.buffer(execution, rank, name).over(0, buffer.rows[rank]):
+                self.order(lane, "the caller's use", Region(rank, name, start, stop), cell, write=True)
+                cell.value = (Term(rank, name, 0),) if buffer.role == "input" else None
+
+    def buffer(self, execution: int, rank: int, name: str) -> Rows:
+        key = execution, rank, name
+        if key not in self.rows:
+            self.rows[key] = Rows(self.plans[execution].buffers[name].rows[rank])
+        return self.rows[key]
+
+    def step(self, execution: int, lane: Lane, instruction: Instruction) -> bool:
+        """Execute one instruction; False where it must wait."""
+        rank, _ = lane
+        i = self.index[lane]
+        clock = self.clocks[i]
+        match instruction:
+            case Wait(signal, count):
+                raised = self.raised.get((rank, signal), [])
+                target = self.base[rank].get(signal, 0) + count
+                if len(raised) < target:
+                    return False
+                if target:
+                    clock[:] = map(max, clock, raised[target - 1])
+            case Notify(peer, signal):
+                if signal.source != rank or self.writers.setdefault((execution, peer, signal), i) != i:
+                    other = self.names[self.writers.get((execution, peer, signal), i)]
+                    self.complain(f"counter {signal} of rank {peer} has a second writer: {self.names[i]} beside {other}")
+                self.raised.setdefault((peer, signal), []).append([*clock])
+            case _ if self.in_bounds(execution, lane, instruction):
+                self.move(execution, i, instruction)
+        clock[i] += 1
+        return True
+
+    def in_bounds(self, execution: int, lane: Lane, instruction: Instruction) -> bool:
+        buffers = self.plans[execution].buffers
+        for region in accesses(instruction):
+            known = region.buffer in buffers and 0 <= region.rank < len(buffers[region.buffer].rows)
+            if not known or not 0 <= region.start <= region.stop <= buffers[region.buffer].rows[region.rank]:
+                self.complain(f"{self.names[self.index[lane]]}: {instruction}: {region} does not exist")
+                return False
+        if len({region.rows for region in accesses(instruction)}) > 1:
+            self.complain(f"{self.names[self.index[lane]]}: {instruction}: the numbers of rows differ")
+            return False
+        (dst,) = writes(instruction)
+        if buffers[dst.buffer].role == "input":
+            self.complain(f"{self.names[self.index[lane]]}: {instruction}: an input is only read")
+            return False
+        in_place = isinstance(instruction, Reduce)  # where a source is the destination itself
+        if any(
+            src[:2] == dst[:2] and src.start < dst.stop and dst.start < src.stop and not (in_place and src == dst)
+            for src in reads(instruction)
+        ):
+            self.complain(f"{self.names[self.index[lane]]}: {instruction}: source and destination overlap")
+            return False
+        return True
+
+    def move(self, execution: int, lane: int, instruction: Instruction) -> None:
+        """Follow the rows through a Copy, Matmul or Reduce."""
+        match instruction:
+            case Copy(src, dst):
+                pieces = self.read(execution, lane, instruction, src)
+            case Matmul(src, dst):
+                pieces = self.read(execution, lane, instruction, src)
+                weights = self.rank_of[lane], dst.buffer
+                if any(term.weights for _, _, value in pieces for term in value):
+                    self.complain(f"{self.names[lane]}: {instruction}: {src} holds products already")
+                pieces = [(a, b, tuple(t._replace(weights=weights) for t in value)) for a, b, value in pieces]
+            case Reduce(srcs, dst):
+                pieces = added([self.read(execution, lane, instruction, src) for src in srcs])
+            case _:
+                return
+        rows = self.buffer(execution, dst.rank, dst.buffer)
+        for start, stop, value in pieces:
+            shifted = tuple(term._replace(shift=term.shift - dst.start) for term in value)
+            for a, b, cell in rows.over(dst.start + start, dst.start + stop):
+                self.touch(execution, lane, instruction, Region(dst.rank, dst.buffer, a, b), cell, write=True)
+                cell.value, cell.writes = shifted, cell.writes + 1
+
+    def read(self, execution: int, lane: int, instruction: Instruction, src: Region) -> Pieces:
+        """The values of a region's rows, in pieces counted from its start."""
+        pieces = []
+        for a, b, cell in self.buffer(execution, src.rank, src.buffer).over(src.start, src.stop):
+            region = Region(src.rank, src.buffer, a, b)
+            if cell.value is None:
+                self.complain(f"{self.names[lane]}: {instruction}: {region} was not written in this execution")
+            self.touch(execution, lane, instruction, region, cell, write=False)
+            shifted = tuple(term._replace(shift=term.shift + src.start) for term in cell.value or ())
+            pieces.append((a - src.start, b - src.start, shifted))
+        return pieces
+
+    def touch(self, execution: int, lane: int, instruction: Instruction, region: Region, cell: Cell, write: bool) -> None:
+        if self.plans[execution].buffers[region.buffer].role == "workspace":
+            use = self.uses.setdefault((region.rank, execution), {})
+            use.setdefault(lane, Use([*self.clocks[lane]], 0)).last = self.clocks[lane][lane]
+        self.order(lane, str(instruction), region, cell, write)
+
+    def order(self, lane: int, what: str, region: Region, cell: Cell, write: bool) -> None:
+        """Complain unless this access comes after the last write and, if it writes, after all reads since."""
+        clock = self.clocks[lane]
+        earlier = [cell.writer] if cell.writer else []
+        if write:
+            earlier += cell.readers.items()
+        for other, time in earlier:
+            if clock[other] < time:
+                self.complain(f"race on {region}: {self.names[lane]} ({what}) is not ordered after {self.names[other]}")
+        if write:
+            cell.writer, cell.readers = (lane, clock[lane]), {}
+        else:
+            cell.readers[lane] = clock[lane]
+
+    def check_result(self, execution: int, rank: int) -> None:
+        plan = self.plans[execution]
+        for name, buffer in plan.buffers.items():
+            if buffer.role != "output":
+                continue
+            rows = self.buffer(execution, rank, name)
+            for region, value in plan.result.items():
+                if (region.rank, region.buffer) != (rank, name):
+                    continue
+                for a, b, cell in rows.over(region.start, region.stop):
+                    here = Region(rank, name, a, b)
+                    if cell.writes != 1:
+                        self.complain(f"output {here} is written {cell.writes} times")
+                    elif sorted(cell.value or (), key=str) != sorted(value, key=str):
+                        self.complain(f"output {here} holds {text(cell.value)} instead of {text(value)}")
+
+    def check_workspaces(self) -> None:
+        for (rank, execution), users in self.uses.items():
+            for (owner, before), earlier in self.uses.items():
+                if owner != rank or before >= execution:
+                    continue
+                for lane, use in users.items():
+                    for other, past in earlier.items():
+                        if use.first[other] < past.last:
+                            self.complain(
+                                f"workspace of rank {rank}: {self.names[lane]} in {self.plans[execution].operator} does not wait "
+                                f"until {self.names[other]} is done with it in the {self.plans[before].operator} before"
+                            )
+
+    def check_leaving(self) -> None:
+        """Of every use of a workspace some one rank must tell the others by its "free", if they do not know when they leave.
+
+        A plan that enters waits for the "free" of every rank, each of them on a rank of the plan's choice.
+        """
+        ranks = range(len(self.base))
+        for execution, plan in enumerate(self.plans):
+            told = [[self.known(execution, of, at) for at in ranks] for of in ranks]
+            for owner in ranks:
+                for lane, use in self.uses.get((owner, execution), {}).items():
+                    if not any(all(clock[lane] >= use.last for clock in clocks) for clocks in told):
+                        self.complain(
+                            f"workspace of rank {owner}: {plan.operator} leaves without telling all that {self.names[lane]} "
+                            "is done with it"
+                        )
+
+    def known(self, execution: int, of: int, at: int) -> Clock:
+        """What rank `at` knows when it has left an execution and waited for the "free" of rank `of`."""
+        clock, promised = self.ends[execution, at]
+        free = Signal("free", of)
+        if not promised.get(free):
+            return clock
+        return [*map(max, clock, self.raised[at, free][promised[free] - 1])]

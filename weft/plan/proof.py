@@ -1,0 +1,96 @@
+"""The proof that a plan is right: what a plan must be, and one greedy run of it after a neighbour.
+
+Plans share one workspace per rank, laid out anew by each plan. The contract between them is therefore on whole workspaces: no
+access before every access of earlier plans is done. `verify` proves it once per plan instead of once per pair of plans, by running
+the plan after a neighbour that uses every workspace in every way, and by asking what the ranks know when they have left the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from weft.errors import PlanError
+from weft.plan.happens_before import Run
+from weft.plan.language import Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait
+
+
+def verify(*plans: Plan) -> None:
+    """Prove that `plans` are right on every interleaving when executed one after the other; a single plan is executed twice.
+
+    Raises `PlanError` naming every deadlock, every unordered pair of accesses to overlapping rows, every counter with two
+    writers, every output row that is not written exactly once with the value that `Plan.result` promises, and every access to a
+    workspace that an earlier plan may still be using.
+    """
+    found = problems(*plans)
+    if found:
+        name = " then ".join(f"{plan.operator}/{plan.algorithm} on {plan.ranks} ranks" for plan in plans)
+        more = [f"… and {len(found) - 20} more"] if len(found) > 20 else []
+        raise PlanError("\n  ".join([f"{name}: {len(found)} problem(s)", *found[:20], *more]))
+
+
+def problems(*plans: Plan) -> list[str]:
+    """What `verify` would complain of; empty for plans that are right."""
+    if len({plan.ranks for plan in plans}) != 1:
+        return [f"plans of different sizes: {[plan.ranks for plan in plans]} ranks"]
+    if malformed := [problem for plan in plans for problem in _malformed(plan)]:
+        return list(dict.fromkeys(malformed))
+    neighbour = _neighbour(plans[0].ranks)
+    inside = plans if len(plans) > 1 else plans * 2
+    return Run([neighbour, *inside]).problems()
+
+
+def _malformed(plan: Plan) -> Iterator[str]:
+    """What is wrong with a plan before any question of order or values; `Run` relies on its absence."""
+    ranks = range(plan.ranks)
+    for name, buffer in plan.buffers.items():
+        if len(buffer.rows) != plan.ranks:
+            yield f"buffer {name} has row counts for {len(buffer.rows)} ranks"
+            return
+    for r in ranks:
+        promised = plan.promised(r)
+        for name, lane in plan.lanes[r].items():
+            for instruction in lane:
+                match instruction:
+                    case Wait(signal, count) if not 0 <= count <= promised.get(signal, 0):
+                        yield f"deadlock: rank {r} {name} waits for {count} of {signal}, {promised.get(signal, 0)} are promised"
+                    case Notify(peer, _) if peer not in ranks:
+                        yield f"rank {r} {name}: {instruction}: there is no such rank"
+                    case Reduce((), _):
+                        yield f"rank {r} {name}: {instruction}: there is nothing to add"
+    outputs = {(r, name): buffer.rows[r] for name, buffer in plan.buffers.items() if buffer.role == "output" for r in ranks}
+    told: dict[tuple[int, str], list[Region]] = {output: [] for output in outputs}
+    for region in sorted(plan.result):
+        if region[:2] not in told:
+            yield f"the result tells of {region}, which is no output"
+        elif region.rows:
+            told[region[:2]].append(region)
+    for (r, name), regions in told.items():
+        if [0, *(region.stop for region in regions)] != [*(region.start for region in regions), outputs[r, name]]:
+            yield f"the result does not tell each of the {outputs[r, name]} rows of output {name} of rank {r} once"
+
+
+def _neighbour(ranks: int) -> Plan:
+    """A plan in which every rank reads and writes every workspace, as late as the contract allows."""
+    rows = (ranks,) * ranks
+    lanes: list[dict[str, tuple[Instruction, ...]]] = []
+    result: dict[Region, Value] = {}
+    for r in range(ranks):
+        peers = [p for p in range(ranks) if p != r]
+        own = Region(r, "in", r, r + 1)
+        lane: list[Instruction] = [Wait(Signal("free", p), 0) for p in peers]
+        lane += [Copy(own, Region(r, "pulled", r, r + 1)), Copy(own, Region(r, "pushed", r, r + 1))]
+        for p in peers:
+            lane += [Copy(own, Region(p, "pushed", r, r + 1)), Notify(p, Signal("arrived", r))]
+        for p in peers:
+            lane += [Wait(Signal("arrived", p), 1), Copy(Region(p, "pulled", p, p + 1), Region(r, "out", p, p + 1))]
+        lane += [Copy(Region(r, "pushed", r, r + 1), Region(r, "out", r, r + 1))]
+        lane += [Notify(p, Signal("free", r)) for p in peers]
+        lanes.append({"compute": tuple(lane)})
+        result |= {Region(r, "out", p, p + 1): (Term(p, "in", 0),) for p in range(ranks)}
+    buffers = {
+        "in": Buffer("input", rows),
+        "out": Buffer("output", rows),
+        "pulled": Buffer("workspace", rows),
+        "pushed": Buffer("workspace", rows),
+    }
+    return Plan("neighbour", "any", buffers, tuple(lanes), result)

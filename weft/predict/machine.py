@@ -1,0 +1,254 @@
+"""Machines as the simulator sees them: how fast ranks multiply, add, copy and reach each other, and how these disturb each other.
+
+A profile is a TOML file in ``weft/machines``, fitted from published figures, or the one of this machine that ``weft calibrate``
+leaves in the cache. `load` reads them, `names` lists them. Sizes are in bytes, bandwidths in GB/s of 1e9 bytes, times in
+microseconds where a name says so and else in seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+from weft import cache
+from weft.predict import interpolation
+from weft.predict.interpolation import Grid
+
+ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+"""Bytes of an element, by dtype."""
+
+_DIRECTORY = Path(__file__).parent / "machines"
+THIS = "this"
+"""The name of the machine that ``weft calibrate`` measured."""
+_UNMEASURED = "cpu"  # what is taken for this machine if it was not calibrated
+
+
+@dataclass(frozen=True)
+class Product:
+    """The local product ``(rows, K) @ (K, N)``: ``fixed + K·N·itemsize / weight_gbs + 2·rows·K·N / tflops``.
+
+    `weight_gbs` is how fast the weight is read (packed), or read and laid out (plain). `factors`: by what measured times differ
+    from that, by rows and by elements of the weight, K·N.
+    """
+
+    tflops: float
+    weight_gbs: float = 1e6
+    fixed_us: float = 0.0
+    factors: Grid | None = None
+
+    def seconds(self, rows: int, k: int, n: int, itemsize: int) -> float:
+        """The time of one product."""
+        roughly = self.fixed_us * 1e-6 + k * n * itemsize / (self.weight_gbs * 1e9) + 2 * rows * k * n / (self.tflops * 1e12)
+        return roughly * (self.factors.at(rows, k * n) if self.factors else 1.0)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What rows pass between two ranks: ``latency + bytes / gbs`` for each transfer.
+
+    `reach`: it joins ranks of the same group of this many; None: all. `shared`: a rank's transfers share one link out and one in,
+    instead of having one for each peer. `idle`: a transfer first copies at memory speed, and then waits until the link would have
+    been done, as an emulated link does; transfers of a rank take turns. `factors`: by what measured times differ, by bytes.
+    `core_gbs`: a core that did nothing else could send, or receive, this much; for links that need the processor.
+    """
+
+    gbs: float
+    latency_us: float = 0.0
+    reach: int | None = None
+    shared: bool = False
+    idle: bool = False
+    factors: Grid | None = None
+    core_gbs: float | None = None
+
+    @property
+    def core(self) -> float:
+        """The part of a core's time that a transfer takes, at each of its ends."""
+        return self.gbs / self.core_gbs if self.core_gbs else 0.0
+
+    def seconds(self, size: int) -> float:
+        """The time of a transfer that has the link for itself."""
+        return self.latency_us * 1e-6 + self.passing(size)
+
+    def passing(self, size: int) -> float:
+        """The same without the latency: as long as it occupies the link."""
+        return size / (self.gbs * 1e9) * (self.factors.at(size) if self.factors and size else 1.0)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a plan runs on.
+
+    Attributes:
+        products: by dtype, and by ``dtype packed`` where that differs.
+        links: the nearest first.
+        network: what joins two hosts, if that is known: all ranks of a host share it, its latency is that of a signal.
+        hosts: the host of each rank, where they are on several (`over`).
+        memory_gbs, reduce_gbs: bytes per second that a local copy moves, and that a sum reads; with factors like a link's.
+        notify_us: from a notify until the peer's wait is over.
+        launch_us: from the call until a rank's lanes begin; where it has comm lanes lane_us later.
+        wake_us: by how much a lane oversleeps that waits for an idle link.
+        turn_us: how long a comm lane that has waited for a signal then waits for its turn on a core where the compute lane works.
+        compute_slowdown: how many times slower the compute lane is while the rank's comm lanes work, and
+        communicate_slowdown: these while the compute lane works.
+        lanes: how many comm lanes a rank has, each feeding a link.
+        in_place: products and sums read the memory of peers as their own.
+        ranks: how many the figures were measured on, if that matters.
+        source: where the figures come from; `residuals`: by what the fit misses them, in percent.
+    """
+
+    name: str
+    products: Mapping[str, Product]
+    links: tuple[Link, ...]
+    memory_gbs: float
+    reduce_gbs: float
+    notify_us: float = 0.0
+    launch_us: float = 0.0
+    lane_us: float = 0.0
+    wake_us: float = 0.0
+    turn_us: float = 0.0
+    compute_slowdown: float = 1.0
+    communicate_slowdown: float = 1.0
+    lanes: int = 1
+    in_place: bool = False
+    memory_factors: Grid | None = None
+    reduce_factors: Grid | None = None
+    network: Link | None = None
+    hosts: tuple[int, ...] | None = None
+    ranks: int | None = None
+    source: str = ""
+    residuals: Mapping[str, float] = field(default_factory=dict)
+
+    def multiplies(self, dtype: str) -> bool:
+        """Whether the rate of products of this dtype is known."""
+        return dtype in self.products
+
+    def product(self, rows: int, k: int, n: int, dtype: str, packed: bool) -> float:
+        """Seconds of a local product."""
+        found = self.products.get(f"{dtype} packed") if packed else None
+        found = found or self.products.get(dtype)
+        if found is None:
+            known = sorted({name.removesuffix(" packed") for name in self.products})
+            raise ValueError(f"{self.name} has no product rate for {dtype}; it has {', '.join(known)}")
+        return found.seconds(rows, k, n, ITEMSIZE[dtype])
+
+    def copy(self, size: int) -> float:
+        """Seconds of a local copy of so many bytes."""
+        return size / (self.memory_gbs * 1e9) * (self.memory_factors.at(size) if self.memory_factors and size else 1.0)
+
+    def reduce(self, size: int) -> float:
+        """Seconds of a sum that reads so many bytes."""
+        return size / (self.reduce_gbs * 1e9) * (self.reduce_factors.at(size) if self.reduce_factors and size else 1.0)
+
+    def link(self, one: int, other: int) -> Link:
+        """The nearest link that joins two ranks."""
+        if self.network and self.apart(one, other):
+            return self.network
+        return next(link for link in self.links if link.reach is None or one // link.reach == other // link.reach)
+
+    def apart(self, one: int, other: int) -> bool:
+        """Whether two ranks are on different hosts."""
+        return self.hosts is not None and self.hosts[one] != self.hosts[other]
+
+    def signal_us(self, one: int, other: int) -> float:
+        """From a notify of a rank until another's wait is over."""
+        return self.network.latency_us if self.network and self.apart(one, other) else self.notify_us
+
+    def group(self, ranks: int) -> int:
+        """A rotation of so many ranks by this number is not noticed by any link."""
+        if self.hosts is not None:
+            here = self.hosts.count(self.hosts[0])
+            return here if self.hosts == tuple(rank // here for rank in range(ranks)) else ranks
+        return max((link.reach for link in self.links if link.reach and link.reach < ranks), default=1)
+
+    def over(self, hosts: Sequence[int]) -> Machine:
+        """Several such machines, with a rank on each of `hosts`, joined by the network, or by the link that reaches farthest.
+
+        Raises `ValueError` for a machine of which no link to others is known.
+        """
+        network = self.network or (self.links[-1] if len(self.links) > 1 else None)
+        if network is None:
+            raise ValueError(f"{self.name} knows no link to other hosts; weft calibrate, started by torchrun on two, measures it")
+        return replace(self, network=network, hosts=tuple(hosts))
+
+    def with_link(self, ranks: int, gbs: float | None = None, latency_us: float | None = None) -> Machine:
+        """The same machine with other figures for the link that joins all of so many ranks."""
+
+        def changed(link: Link) -> Link:
+            return replace(link, gbs=gbs or link.gbs, latency_us=link.latency_us if latency_us is None else latency_us)
+
+        if self.hosts is not None and self.network:
+            return replace(self, network=changed(self.network))
+        joining = next(link for link in self.links if link.reach is None or link.reach >= ranks)
+        return replace(self, links=tuple(changed(link) if link is joining else link for link in self.links))
+
+    def emulating(self, gbps: float, latency_us: float) -> Machine:
+        """The same machine with the link of `World.emulate_link`: `gbps` counts 1e9 bits per second."""
+        return replace(self, links=(Link(gbps / 8, latency_us, idle=True),))
+
+
+def here() -> Machine:
+    """This machine as ``weft calibrate`` measured it; where it was not, the profile ``cpu`` has to do."""
+    return load(THIS if calibrated() else _UNMEASURED)
+
+
+def names() -> list[str]:
+    """What `load` knows: the profiles, and ``this`` where ``weft calibrate`` has been run."""
+    found = []
+    for path in sorted(_DIRECTORY.glob("*.toml")):
+        found += [path.stem, *(f"{path.stem}/{variant}" for variant in _read(path).get("variants", {}))]
+    return [THIS, *found] if calibrated() else found
+
+
+def load(name: str) -> Machine:
+    """The profile of this name; ``machine/variant`` for another way to use the same machine.
+
+    Raises `ValueError` that lists what there is.
+    """
+    stem, _, variant = name.partition("/")
+    if name == THIS and (mine := calibrated()):
+        return from_dict(mine)
+    path = _DIRECTORY / f"{stem}.toml"
+    if stem.replace("-", "").isalnum() and path.exists():
+        profile = _read(path)
+        variants = profile.pop("variants", {})
+        if not variant or variant in variants:
+            return from_dict(profile | variants.get(variant, {}) | {"name": name})
+    hint = "" if calibrated() else f"; {THIS!r} is there once weft calibrate has been run"
+    raise ValueError(f"there is no machine {name!r}; there are {', '.join(names())}{hint}")
+
+
+def calibrated() -> dict[str, Any] | None:
+    """The profile of this machine, if ``weft calibrate`` has been run."""
+    found: dict[str, Any] | None = cache.stored(cache.of_this_machine("machine"))
+    return found
+
+
+def remember(profile: Mapping[str, Any]) -> None:
+    """Store what ``weft calibrate`` measured as the profile of this machine."""
+    cache.store(cache.of_this_machine("machine"), profile)
+
+
+def from_dict(profile: Mapping[str, Any]) -> Machine:
+    """A machine from what a profile says; other keys than a machine's are notes for readers."""
+    known = {key: value for key, value in profile.items() if key in Machine.__dataclass_fields__}
+    known |= {key: interpolation.from_dict(known.get(key)) for key in ("memory_factors", "reduce_factors")}
+    known["products"] = {name: Product(**_with_grid(product)) for name, product in profile["products"].items()}
+    known["links"] = tuple(Link(**_with_grid(link)) for link in profile["links"])
+    known["network"] = Link(**_with_grid(known["network"])) if known.get("network") else None
+    return Machine(**known)
+
+
+def _with_grid(figures: Mapping[str, Any]) -> dict[str, Any]:
+    return {**figures, "factors": interpolation.from_dict(figures.get("factors"))}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return tomllib.loads(path.read_text())

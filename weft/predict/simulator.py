@@ -1,0 +1,308 @@
+"""The simulator: a plan under a machine model, as a trace of what would run when.
+
+A discrete-event run of all lanes. A lane takes its instructions in order. Products, copies and sums are *activities* with so many
+seconds of work; activities that use the same link share it, and a rank's comm lanes and its compute lane slow each other down, so
+an activity's pace changes whenever another begins or ends. Signals connect lanes as they do in reality, so the order of events
+obeys the plan.
+
+Where ranks are equal it is enough to plan and simulate the first few (`Plan.lanes` of the others are empty): a rotation of all
+ranks by that number changes nothing, so what a rank sends to another is also what its counterpart sends to it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
+
+from weft.errors import PlanError
+from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait, writes
+from weft.plan.trace import Span, Trace
+from weft.predict.machine import ITEMSIZE, Link, Machine
+
+
+class Rows(NamedTuple):
+    """What the rows of a buffer look like."""
+
+    columns: int
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        """Bytes of a row."""
+        return self.columns * ITEMSIZE[self.dtype]
+
+
+Resource = tuple[str, int, int]
+
+
+def simulate(plan: Plan, machine: Machine, rows: Mapping[str, Rows], packed: bool = True, title: str = "") -> Trace:
+    """Run `plan` on `machine`; `rows` tells what every buffer holds, and `packed` whether weights are packed.
+
+    Weights have the dtype of the rows they multiply. The trace has the ranks whose lanes are planned, and times in nanoseconds
+    since the call. Raises `PlanError` if the plan comes to a standstill.
+    """
+    run = _Run(plan, machine, rows, packed)
+    run.go()
+    return Trace(title or plan.algorithm, tuple(sorted(run.trace(), key=lambda span: span.start)))
+
+
+def seconds(plan: Plan, machine: Machine, rows: Mapping[str, Rows], packed: bool = True) -> float:
+    """The time from the call to the last rank's end, as `simulate` finds it."""
+    run = _Run(plan, machine, rows, packed)
+    run.go()
+    return max((lane.begun for lane in run.lanes), default=0.0)
+
+
+class _Lane:
+    """A lane, the instruction it is `at` and since when, and when it last did anything but copy: its rows are `ready` since."""
+
+    __slots__ = ("at", "begun", "compute", "instructions", "name", "rank", "ready", "spans")
+
+    def __init__(self, rank: int, name: str, instructions: Sequence[Instruction]) -> None:
+        self.rank, self.name, self.instructions = rank, name, instructions
+        self.compute = name == "compute"
+        self.at, self.begun, self.ready = 0, 0.0, 0.0
+        self.spans: list[tuple[float, float]] = []
+
+
+class _Activity:
+    """Work of a lane under way: `left` seconds of it at the time `since`, at a `pace`; not over before `until`.
+
+    It keeps the cores of `ranks` busy; a transfer between hosts only for the part `core` of its time.
+    """
+
+    __slots__ = ("core", "lane", "left", "links", "pace", "ranks", "since", "until", "version")
+
+    def __init__(self, lane: _Lane, work: _Work, since: float) -> None:
+        self.lane, self.since = lane, since
+        self.left, self.links, self.until, self.core = work.seconds, work.links, work.until, work.core
+        self.ranks = work.ranks or (lane.rank,)
+        self.pace, self.version = 0.0, 0
+
+
+class _Work(NamedTuple):
+    """What an instruction takes: seconds, the links it uses, its earliest end, and of whose cores it takes which part."""
+
+    seconds: float
+    links: tuple[Resource, ...] = ()
+    until: float = 0.0
+    ranks: tuple[int, ...] = ()
+    core: float = 0.0
+
+
+Users = dict[_Activity, None]  # a set that keeps its order, so that a run is always the same
+
+
+class _Run:
+    """The state of a simulation at the time `now`, in seconds."""
+
+    def __init__(self, plan: Plan, machine: Machine, rows: Mapping[str, Rows], packed: bool) -> None:
+        self.plan, self.machine, self.rows, self.packed = plan, machine, rows, packed
+        self.lanes = [_Lane(r, name, lane) for r, lanes in enumerate(plan.lanes) for name, lane in lanes.items()]
+        self.planned = max((lane.rank + 1 for lane in self.lanes), default=1)
+        self.now = 0.0
+        self.events: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self.scheduled = 0
+        self.counters: dict[tuple[int, Signal], int] = defaultdict(int)
+        self.waiting: dict[tuple[int, Signal], list[_Lane]] = {}
+        self.users: dict[Resource, Users] = defaultdict(dict)
+        self.working: dict[tuple[int, bool], Users] = defaultdict(dict)  # by rank, and whether in its compute lane
+        self.free: dict[int, float] = defaultdict(float)  # when a rank's idle link is
+        self.queued: dict[int, list[_Lane]] = defaultdict(list)  # comm lanes that could go on, by rank, once they have the core
+
+    def go(self) -> None:
+        """Run to the end."""
+        several = {lane.rank for lane in self.lanes if not lane.compute}
+        for lane in self.lanes:
+            late = self.machine.launch_us + (self.machine.lane_us if lane.rank in several else 0.0)
+            self.schedule(late * 1e-6, self.launch, lane)
+        while self.events:
+            self.now, _, happen, what = heappop(self.events)
+            happen(what)
+        stuck = [f"rank {lane.rank} {lane.name} at: {lane.instructions[lane.at]}" for lane in self.lanes if self.goes_on(lane)]
+        if stuck:
+            raise PlanError(f"{self.plan.operator}/{self.plan.algorithm} comes to a standstill: {'; '.join(stuck[:5])}")
+
+    def trace(self) -> Iterator[Span]:
+        """The spans of all lanes."""
+        for lane in self.lanes:
+            for instruction, (start, stop) in zip(lane.instructions, lane.spans, strict=True):
+                kind, rows = type(instruction).__name__.lower(), sum(region.rows for region in writes(instruction))
+                yield Span(lane.rank, lane.name, kind, str(instruction), rows, round(start * 1e9), round(stop * 1e9))
+
+    def schedule(self, time: float, happen: Callable[[Any], None], what: object) -> None:
+        """Let something happen later; what is due at one time happens in the order of the calls."""
+        self.scheduled += 1
+        heappush(self.events, (time, self.scheduled, happen, what))
+
+    def launch(self, lane: _Lane) -> None:
+        lane.begun = lane.ready = self.now
+        self.proceed(lane)
+
+    def goes_on(self, lane: _Lane) -> bool:
+        return lane.at < len(lane.instructions)
+
+    def proceed(self, lane: _Lane) -> None:
+        """Take a lane's instructions until one takes time."""
+        while self.goes_on(lane):
+            instruction = lane.instructions[lane.at]
+            if isinstance(instruction, Wait):
+                counter = lane.rank, instruction.signal
+                if instruction.count > self.counters[counter]:
+                    self.waiting.setdefault(counter, []).append(lane)
+                    break
+            elif isinstance(instruction, Notify):
+                # If the notified rank is not planned: what its planned counterpart gets from this rank's counterpart.
+                here = instruction.rank % self.planned
+                source = (instruction.signal.source - instruction.rank + here) % self.plan.ranks
+                counter = here, Signal(instruction.signal.name, source)
+                self.schedule(self.now + self.machine.signal_us(lane.rank, instruction.rank) * 1e-6, self.count, counter)
+            else:
+                self.begin(lane, instruction)
+                return
+            self.done(lane)
+        if lane.compute:  # it leaves the core to others
+            for other in self.queued.pop(lane.rank, ()):
+                self.proceed(other)
+
+    def done(self, lane: _Lane) -> None:
+        """Note that a lane is through with an instruction."""
+        lane.spans.append((lane.begun, self.now))
+        if lane.begun < self.now and not isinstance(lane.instructions[lane.at], Copy):
+            lane.ready = self.now
+        lane.at += 1
+        lane.begun = self.now
+
+    def count(self, counter: tuple[int, Signal]) -> None:
+        """Add 1 to a counter; whoever waits for it looks again."""
+        self.counters[counter] += 1
+        for lane in self.waiting.pop(counter, ()):
+            if self.machine.turn_us and not lane.compute and self.working[lane.rank, True]:
+                self.queued[lane.rank].append(lane)
+                self.schedule(self.now + self.machine.turn_us * 1e-6, self.take_turn, lane)
+            else:
+                self.proceed(lane)
+
+    def take_turn(self, lane: _Lane) -> None:
+        """Let a comm lane go on that has not done so yet."""
+        if lane in self.queued[lane.rank]:
+            self.queued[lane.rank].remove(lane)
+            self.proceed(lane)
+
+    def begin(self, lane: _Lane, instruction: Copy | Matmul | Reduce) -> None:
+        """Begin an instruction that takes time."""
+        activity = _Activity(lane, self.cost(lane, instruction), self.now)
+        affected = {activity: None}
+        for link in activity.links:
+            affected |= self.users[link]
+            self.users[link][activity] = None
+        for rank in activity.ranks:
+            beside = self.working[rank, lane.compute]
+            if not beside:
+                affected |= self.working[rank, not lane.compute]
+            beside[activity] = None
+        self.repace(affected)
+
+    def finish(self, due: tuple[_Activity, int]) -> None:
+        """End an activity, unless its pace has changed since this end was foreseen."""
+        activity, version = due
+        if version != activity.version:
+            return
+        lane = activity.lane
+        affected: Users = {}
+        for link in activity.links:
+            del self.users[link][activity]
+            affected |= self.users[link]
+        for rank in activity.ranks:
+            beside = self.working[rank, lane.compute]
+            del beside[activity]
+            if not beside:
+                affected |= self.working[rank, not lane.compute]
+        self.repace(affected)
+        if activity.until > self.now:
+            self.schedule(activity.until + self.machine.wake_us * 1e-6, self.leave, lane)
+        else:
+            self.leave(lane)
+
+    def leave(self, lane: _Lane) -> None:
+        """Go on after an instruction that took time."""
+        self.done(lane)
+        self.proceed(lane)
+
+    def repace(self, affected: Iterable[_Activity]) -> None:
+        """Let activities go on at the pace that links and interference now allow, and foresee their ends anew."""
+        affected = dict.fromkeys(affected)
+        for rank in {rank for activity in affected if activity.core for rank in activity.ranks}:
+            affected |= self.working[rank, True] | self.working[rank, False]
+        for activity in affected:
+            pace = 1.0
+            for link in activity.links:
+                pace = min(pace, 1 / len(self.users[link]))
+            pace *= self.left_beside(activity)
+            if pace != activity.pace:
+                activity.left -= (self.now - activity.since) * activity.pace
+                activity.since, activity.pace = self.now, pace
+                activity.version += 1
+                self.schedule(self.now + max(activity.left, 0.0) / pace, self.finish, (activity, activity.version))
+
+    def left_beside(self, activity: _Activity) -> float:
+        """The part of its pace that what works beside an activity leaves it."""
+        lane = activity.lane
+        if activity.core:  # a core is shared evenly with the product on it, where a transfer needs more than half of it
+            busy = max((self.moving(rank) for rank in activity.ranks if self.working[rank, True]), default=0.0)
+            return 0.5 / max(0.5, busy)
+        others = self.working[lane.rank, not lane.compute]
+        if lane.compute:
+            copying = any(not other.core for other in others)
+            return (1 - min(0.5, self.moving(lane.rank))) / (self.machine.compute_slowdown if copying else 1.0)
+        return 1 / self.machine.communicate_slowdown if others else 1.0
+
+    def moving(self, rank: int) -> float:
+        """The part of a rank's core that its transfers to and from other hosts need."""
+        beside = (other for other in self.working[rank, False] if other.core)
+        return sum(other.core / max(len(self.users[link]) for link in other.links) for other in beside)
+
+    def cost(self, lane: _Lane, instruction: Copy | Matmul | Reduce) -> _Work:
+        """What an instruction takes that begins now."""
+        machine, rank = self.machine, lane.rank
+        match instruction:
+            case Matmul(src, dst):
+                shape = self.rows[src.buffer]
+                work = machine.product(src.rows, shape.columns, self.rows[dst.buffer].columns, shape.dtype, self.packed)
+                return _Work(max(work, self.fetching(rank, (src, dst))))
+            case Reduce(srcs):
+                size = sum(self.size(src) for src in srcs)
+                return _Work(max(machine.reduce(size), self.fetching(rank, srcs)))
+            case Copy(src, dst):
+                size = self.size(src)
+                if src.rank == dst.rank:
+                    return _Work(machine.copy(size))
+                link = machine.link(src.rank, dst.rank)
+                if link.idle:
+                    self.free[rank] = max(self.free[rank], lane.ready) + link.seconds(size)
+                    return _Work(machine.copy(size), (), self.free[rank])
+                used = self.resources(link, src.rank, dst.rank)
+                if machine.apart(src.rank, dst.rank):  # its latency is the signal's: messages follow each other without it
+                    ends = tuple({rank, dst.rank % self.planned})  # one, if it sends to its counterpart, as it is sent to by it
+                    busy = (ends, link.core * 2 / len(ends)) if link.core else ()
+                    return _Work(link.passing(size), used, 0.0, *busy)
+                return _Work(link.seconds(size), used)
+
+    def size(self, region: Region) -> int:
+        return region.rows * self.rows[region.buffer].size
+
+    def fetching(self, rank: int, regions: Iterable[Region]) -> float:
+        """How long peers' rows that are read or written in place take to pass the links."""
+        links = ((self.machine.link(rank, there.rank), self.size(there)) for there in regions if there.rank != rank)
+        return sum(0.0 if link.idle else link.passing(size) for link, size in links)
+
+    def resources(self, link: Link, src: int, dst: int) -> tuple[Resource, ...]:
+        """What a transfer shares with others; of ranks that are not planned, their counterparts'."""
+        if (hosts := self.machine.hosts) and self.machine.apart(src, dst):
+            return ("out", hosts[src % self.planned], -1), ("in", hosts[dst % self.planned], -1)
+        if link.shared:
+            return ("out", src % self.planned, link.reach or 0), ("in", dst % self.planned, link.reach or 0)
+        here = src % self.planned
+        return (("link", here, (dst - src + here) % self.plan.ranks),)

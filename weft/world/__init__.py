@@ -1,0 +1,9 @@
+"""The ranks: who they are, what they share, how they start, and how they fail."""
+
+from weft.world.world import Recorder as Recorder
+from weft.world.world import World as World
+from weft.world.world import current as current
+from weft.world.world import default_here as default_here
+from weft.world.world import init as init
+from weft.world.world import numbered as numbered
+from weft.world.world import several_hosts as several_hosts

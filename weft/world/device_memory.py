@@ -1,0 +1,113 @@
+"""Symmetric memory on GPUs: between processes torch's own, within a process plain tensors that all ranks may touch.
+
+A segment is one allocation: every rank's part of it as a tensor here. It lives as long as its world, as torch's does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from weft import _native
+from weft.errors import WeftError
+from weft.world import memory
+
+if TYPE_CHECKING:
+    from weft.world.peers import Peers
+
+_parts: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()  # of ranks of this process, by address
+
+
+class DeviceSegment:
+    """All ranks' parts of an allocation, as tensors of bytes."""
+
+    def __init__(self, parts: Sequence[torch.Tensor], world: int, number: int) -> None:
+        self.parts, self.world, self.number = parts, world, number
+        self.size = parts[0].numel()
+
+    def base(self, rank: int) -> int:
+        """Where the rank's part begins."""
+        return self.parts[rank].data_ptr()
+
+    def bytes(self, rank: int) -> torch.Tensor:
+        """The rank's part."""
+        return self.parts[rank]
+
+
+def check_device(device: torch.device | str) -> torch.device:
+    """The device by its full name. Raises `WeftError` for one that is not there or that weft does not serve."""
+    place = torch.device(device)
+    if place.type == "cuda":
+        if not torch.cuda.is_available():
+            raise WeftError('no GPU that torch can use was found; use device="cpu"')
+        if find_spec("triton") is None:
+            raise WeftError("GPUs need Triton: install weft[gpu]")
+        return torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
+    if place.type != "cpu":
+        raise WeftError(f"weft serves cpu and cuda; got {place}")
+    return place
+
+
+def check_products(products: str, device: torch.device) -> None:
+    """Raise `ValueError` or `WeftError` unless a world on `device` can multiply by `products`, ``torch`` or ``triton``."""
+    if products not in ("torch", "triton"):
+        raise ValueError(f"products are made by torch or by triton; got {products!r}")
+    if products == "triton":
+        if find_spec("triton") is None:
+            raise WeftError('weft\'s product kernel needs Triton: install weft[gpu], or use products="torch"')
+        if device.type == "cpu":
+            import triton
+
+            if not triton.knobs.runtime.interpret:
+                raise WeftError(
+                    "on a CPU Triton's kernels run only under its interpreter: set TRITON_INTERPRET=1 before anything imports "
+                    'them, or use products="torch"'
+                )
+
+
+def allocate(world: Peers, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in a new segment on the world's device, zero when any rank gets it; see `World.empty`."""
+    size = math.prod(shape) * dtype.itemsize
+    call = f"empty({tuple(shape)}, {str(dtype).removeprefix('torch.')})"
+    compiled = _native.Compiled(call, 0, [], [], world.ranks)
+    world.native.begin(compiled, world.timeout)
+    parts = _in_this_process(world, size, compiled, call) if world.group is None else _between_processes(world, size)
+    segment = DeviceSegment(parts, world.number, world.native.calls)
+    world.kept.append(segment)
+    memory.segments[segment.base(world.rank)] = segment
+    return parts[world.rank][:size].view(dtype).view(tuple(shape))
+
+
+def _in_this_process(world: Peers, size: int, compiled: _native.Compiled, call: str) -> list[torch.Tensor]:
+    own = torch.zeros(max(size, 1), dtype=torch.uint8, device=world.device)
+    drain(world.device)  # zeros are there before any peer hears of them
+    _parts[own.data_ptr()] = own
+    parts = {world.rank: own}
+    for peer, address, _ in memory.exchange(world, compiled, call, str(own.data_ptr())):
+        parts[peer] = _parts[int(address)]
+    return [parts[rank] for rank in range(world.ranks)]
+
+
+def _between_processes(world: Peers, size: int) -> list[torch.Tensor]:
+    import torch.distributed._symmetric_memory as symmetric_memory
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    assert world.group is not None
+    # An allocation of its own: what torch's `empty` takes from a pool begins somewhere in it, and peers' buffers are those of the
+    # whole block.
+    make: Any = _SymmetricMemory.empty_strided_p2p
+    own: torch.Tensor = make((max(size, 1),), (1,), torch.uint8, world.device).zero_()
+    drain(world.device)
+    handle: Any = symmetric_memory.rendezvous(own, world.group)
+    return [own if rank == world.rank else handle.get_buffer(rank, own.shape, own.dtype) for rank in range(world.ranks)]
+
+
+def drain(device: torch.device) -> None:
+    """Wait for what is on the current stream; other streams may hold what waits for this rank, so they are not waited for."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -1,0 +1,143 @@
+"""Symmetric memory: tensors whose memory every peer on the host has mapped.
+
+An allocation is an anonymous memory file per rank, passed over the Unix sockets of the world. It has no name, so nothing is left
+behind whatever dies, and it lives until the last tensor over it, on any rank, is gone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+
+from weft import _native
+from weft.errors import MismatchError, SymmetricMemoryError
+from weft.world.peers import Peers, attach, send
+
+
+class Segment(Protocol):
+    """One symmetric allocation as a rank sees it: all ranks' parts of `size` bytes, each mapped here.
+
+    `world` is the number of its world in this process, `number` that of the call that made it.
+    """
+
+    @property
+    def world(self) -> int: ...
+    @property
+    def number(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def base(self, rank: int) -> int: ...
+    def bytes(self, rank: int) -> torch.Tensor: ...
+
+
+segments: WeakValueDictionary[int, Segment] = WeakValueDictionary()  # by the address of this rank's part
+
+
+LOOK = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+"""How native code can look at a tensor; torch 2.9 does not offer it."""
+
+
+def seen(tensor: torch.Tensor) -> _native.Seen:
+    """A tensor as it is when something is made for it, such as a compiled call; `is_now` tells whether that still serves."""
+    return _native.Seen(tensor, LOOK)
+
+
+def find(tensor: torch.Tensor) -> Segment | None:
+    """The segment that a tensor lies in, if it lies in symmetric memory of any world."""
+    return segments.get(tensor.untyped_storage().data_ptr()) if tensor.is_cpu or tensor.is_cuda else None
+
+
+def allocate(world: Peers, shape: Sequence[int], dtype: torch.dtype, call: str | None = None) -> torch.Tensor:
+    """A tensor in a new segment, see `World.empty`; `call` is what errors say that ranks called."""
+    size = math.prod(shape) * dtype.itemsize
+    call = call or f"empty({tuple(shape)}, {str(dtype).removeprefix('torch.')})"
+    compiled = _native.Compiled(call, 0, [], [], world.ranks)
+    world.native.begin(compiled, world.timeout)
+    own, fd, trouble = None, -1, ""
+    try:
+        _check_available(size)
+        own, fd = _native.create_mapping(size)
+    except OSError as error:
+        trouble = str(error)
+    parts: dict[int, Any] = {} if own is None else {world.rank: own}
+    failures = {world.rank: trouble} if trouble else {}
+    try:
+        for peer, text, theirs in exchange(world, compiled, call, trouble, fd):
+            if text:
+                failures[peer] = text
+            elif trouble:
+                if theirs >= 0:
+                    os.close(theirs)
+            else:  # a host whose memory cannot be mapped has no part here
+                parts[peer] = attach(world, peer, theirs, size, call) if world.near(peer) else None
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    if failures:
+        raise SymmetricMemoryError(f"{call}: " + "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
+    in_order = [parts[rank] for rank in range(world.ranks)]
+    segment = _native.Segment(in_order, world.rank, world.number, world.native.calls)
+    segments[segment.base(world.rank)] = segment
+    return segment.bytes(world.rank).view(dtype).view(tuple(shape))
+
+
+def exchange(world: Peers, compiled: _native.Compiled, call: str, note: str, fd: int = -1) -> Iterator[tuple[int, str, int]]:
+    """Send every peer a note and a file (or -1), and give ``(peer, note, file)`` of each; all ranks make the same `call`."""
+    peers = [peer for peer in range(world.ranks) if peer != world.rank]
+    for peer in peers:
+        send(world, peer, f"{call}\n{note}", fd, f"in {call}")
+    for peer in peers:
+        their_call, text, theirs = _receive(world, compiled, peer, call)
+        if their_call != call:
+            if theirs >= 0:
+                os.close(theirs)
+            raise world.fail(_mismatch(world, call, peer, their_call))
+        yield peer, text, theirs
+
+
+def peer_view(tensor: torch.Tensor, segment: Segment, rank: int) -> torch.Tensor:
+    """The same view of `rank`'s part of the segment."""
+    whole = segment.bytes(rank)[: segment.size // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _mismatch(world: Peers, call: str, peer: int, theirs: str) -> MismatchError:
+    return MismatchError(f"rank {world.rank} calls {call}, but rank {peer} calls {theirs}")
+
+
+def _receive(world: Peers, compiled: _native.Compiled, peer: int, call: str) -> tuple[str, str, int]:
+    """The peer's call, its trouble if any and the file of its part, unless it does something else or is lost."""
+    deadline = time.monotonic() + world.timeout
+    while True:
+        try:
+            note, fd = world.mesh.receive(peer, 0.05)
+            theirs, trouble = note.split("\n", 1)
+            return theirs, trouble, fd
+        except RuntimeError as error:
+            if world.native.mismatch(compiled, peer):
+                raise world.fail(_mismatch(world, call, peer, world.native.peer_call(peer, compiled.call))) from None
+            if str(error) == "failed":
+                raise world.failure(f"for {call} (call {compiled.call})") from None
+            if str(error) == "left":
+                raise world.lost(peer, "closed its world", f"for {call} (call {compiled.call})") from None
+            if time.monotonic() > deadline:
+                raise world.timed_out(f"for rank {peer} in {call} (call {compiled.call})") from None
+
+
+def _check_available(size: int) -> None:
+    """Raise `OSError` rather than have the kernel kill someone for memory that is not there."""
+    with open("/proc/meminfo") as file:
+        available = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            available = min(available, int(limit.read()) - int(used.read()))
+    except (OSError, ValueError):
+        pass  # no limit, or another kind of cgroup
+    if size > available:
+        raise OSError(f"{size:,} bytes asked for, {max(available, 0):,} available")

@@ -1,0 +1,329 @@
+"""One-sided calls: data and signals that go to a peer, or come from it, without the peer taking part.
+
+The order that they guarantee, with an example for each pattern, is in docs/memory-model.md. In short:
+
+- A `put` or `get` is complete when it returns; a `put_async` or `get_async` once its `Transfer` says so.
+- A notify publishes: whoever sees it (`wait`, `test`, or a look at the counter) sees all that its thread had put before.
+- Nothing else is ordered. In particular a put tells the peer nothing, and a notify does not wait for asynchronous transfers.
+
+They may be made from any thread, any number at a time. All of them raise `WeftError` if the world is closed and `PeerLost` if a
+peer has died or failed, which closes the world; bad arguments are `ValueError` or `TypeError`, raised before anything is moved.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from functools import partial
+from typing import NamedTuple
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+
+from weft import _native
+from weft.checks import check_timeout
+from weft.checks import name as name_of
+from weft.errors import PeerTimeout, WeftError
+from weft.world import memory
+from weft.world.peers import Peers
+from weft.world.signals import LARGEST, Signals
+from weft.world.world import World, numbered
+
+_COMPARISONS = {
+    "==": _native.Compare.equal,
+    "!=": _native.Compare.not_equal,
+    ">": _native.Compare.greater,
+    ">=": _native.Compare.greater_equal,
+    "<": _native.Compare.less,
+    "<=": _native.Compare.less_equal,
+}
+_STRIDED = torch.strided
+_FOREVER = 1e9  # seconds; what a clock of 64 bits in nanoseconds can count to without care
+
+
+_REMEMBERED = 1024  # copies that are found by the identity of their tensors
+
+
+class _Copy(NamedTuple):
+    """A copy between a peer's counterpart of `remote` and `local`, checked and made ready."""
+
+    owner: ReferenceType[World]
+    put: bool
+    peer: int
+    size: int  # bytes
+    native: _native.StridedCopy
+    remote: _native.Seen
+    local: _native.Seen
+
+    def __str__(self) -> str:
+        return f"{'put' if self.put else 'get'} of {self.size:,} bytes {'to' if self.put else 'from'} rank {self.peer}"
+
+
+_copies: dict[tuple[bool, int, int, int], _Copy] = {}
+"""By direction, the identities of both tensors, and the peer."""
+
+
+class Transfer:
+    """An asynchronous put or get under way; made by `put_async` and `get_async`.
+
+    Transfers run on a thread of the world beside the caller's, one after the other in the order in which they were begun, so a
+    later one to the same peer sees what an earlier one did, and ends after it. Dropping a transfer does not end it, and its tensors
+    live until it is over. `World.close` completes what is under way.
+    """
+
+    def __init__(self, world: World, number: int, what: object) -> None:
+        self._world, self._number, self._what = world, number, what  # in words, where it is turned into a string
+
+    def done(self) -> bool:
+        """Whether it is over. False at first, then True for ever; what it did may be used once True, as after `wait`."""
+        return self._world.transfers.done(self._number)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return once it is complete: a put's data is at the peer, a get's data is here, and its source may be used again.
+
+        `timeout` is in seconds, the world's by default. Raises `PeerTimeout` after that, which harms neither the transfer nor the
+        world, so one may wait again; and `PeerLost` if a peer had failed before its turn came, so that it was not made.
+        """
+        seconds = _seconds(timeout, self._world)
+        if not self._world.transfers.wait(self._number, seconds):
+            raise PeerTimeout(f"rank {self._world.rank} waited {seconds:g} s for its {self._what}; it is still under way")
+        if self._world.transfers.refused(self._number):
+            raise self._world.failure(f"for its {self._what}")
+
+    def __repr__(self) -> str:
+        return f"Transfer({self._what}, {'over' if self.done() else 'under way'})"
+
+
+def put(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> None:
+    """Copy `src` to `peer`'s counterpart of `dst`; when it returns `src` may be used again and the data is in the peer's memory.
+
+    `dst` is this rank's part of a symmetric tensor or any view of it; the same view of the peer's part is written, this rank's is
+    not touched. `src` is any CPU tensor of that dtype and shape. Both may have any strides, dimension and alignment, and no
+    elements; `dst` must not hold an element twice, as an expanded tensor does. `peer` may be this rank itself. If `src` and the
+    target overlap, all is read before anything is written. Autograd does not take part.
+
+    The peer learns nothing of it: tell it by `notify` or `put_notify`. `world` is the tensor's own and need not be given; one that
+    is, is checked. Raises `ValueError` (not symmetric, of another world, no such peer, shapes differ, out of bounds), `TypeError`
+    (dtypes differ), `PeerLost`.
+    """
+    _copy(dst, src, peer, world, True)
+
+
+def get(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> None:
+    """Copy `peer`'s counterpart of `src` to `dst`; when it returns the data is in `dst`.
+
+    `src` is this rank's part of a symmetric tensor or any view of it, `dst` any CPU tensor of that dtype and shape; the rest is as
+    for `put`. What is read is only certain if the peer has said that it is there, and does not write it meanwhile.
+    """
+    _copy(src, dst, peer, world, False)
+
+
+def put_async(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> Transfer:
+    """Begin a `put` and return at once; `src` must stay as it is until the returned `Transfer` is over.
+
+    A world has 1024 transfers under way at most; while it has, this call holds its thread until one ends.
+    """
+    return _begin((dst, src), *_prepared(dst, src, peer, world, True))
+
+
+def get_async(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> Transfer:
+    """Begin a `get` and return at once; `dst` holds nothing certain until the returned `Transfer` is over. Else as `put_async`."""
+    return _begin((dst, src), *_prepared(src, dst, peer, world, False))
+
+
+def put_notify(dst: Tensor, src: Tensor, signals: Signals, index: int | slice, peer: int, op: str = "add", value: int = 1) -> None:
+    """`put`, then `notify` the same peer: who sees the counter sees the data. Everything is checked before anything is moved."""
+    own, copy = _prepared(dst, src, peer, signals.world, True)
+    raising = _notification(signals, index, peer, op, value)
+    _run(own, copy)
+    if not raising():
+        raise own.failure(f"to notify rank {peer}")
+
+
+def notify(signals: Signals, index: int | slice, peer: int, op: str = "add", value: int = 1) -> None:
+    """Raise counter `index` of `peer`, or each of a slice, after everything this thread has put or written is visible there.
+
+    `op` is ``"add"``, which no other notify can lose, or ``"set"``, for a counter with one writer. `value` is from 0 to 2**64 - 1.
+    Counters never wrap in right use: sums that reach 2**64 begin again at zero and are the caller's error. `peer` may be this rank.
+    Asynchronous transfers are not published unless they were over before. Raises `ValueError` (no such peer, counter, op or value).
+    """
+    raising = _notification(signals, index, peer, op, value)
+    if not raising():
+        raise signals.world.failure(f"to notify rank {peer}")
+
+
+def wait(signals: Signals, index: int | slice, cmp: str, value: int, timeout: float | None = None) -> None:
+    """Hold until this rank's counter `index` compares to `value` as `cmp` says, or every one of a slice does.
+
+    `cmp` is one of ``== != > >= < <=``, `value` from 0 to 2**64 - 1. A slice is satisfied when one look over its counters, one
+    after the other, finds each satisfied; counters that only grow, awaited with ``>=`` or ``>``, then all are at once. On return
+    everything is visible that was put before the notifies that were seen. Prefer ``>=`` to ``==``, which a counter may pass
+    unseen.
+
+    `timeout` is in seconds, the world's by default; after it `PeerTimeout` names the counter, what was expected and what it holds.
+    The world stays open: nothing on other ranks is out of step, and one may wait again. The same is true of Ctrl-C. Raises
+    `PeerLost` as soon as a peer dies or fails, or when all peers have closed the world, which does close it here.
+    """
+    world = signals.world
+    world.check()
+    selection, compare, number = signals.select(index), _comparison(cmp), _value(value)
+    seconds = _seconds(timeout, world)
+    trouble, at, actual = signals.native.wait(*selection, compare, number, seconds)
+    if trouble != _native.Trouble.none:
+        raise _ended(signals, trouble, f"for {signals.name}[{at}] {cmp} {number}: it is {actual}", seconds)
+
+
+def test(signals: Signals, index: int | slice, cmp: str, value: int) -> bool:
+    """Whether `wait` with these arguments would return at once; if so, what it says of memory holds.
+
+    Raises `PeerLost` if not and a peer has died or failed, so that a loop around it ends.
+    """
+    signals.world.check()
+    selection, compare, number = signals.select(index), _comparison(cmp), _value(value)
+    satisfied: bool = signals.native.test(*selection, compare, number)
+    if not satisfied and signals.native.failed:
+        raise signals.world.failure(f"for {signals.name}[{index}] {cmp} {number}")
+    return satisfied
+
+
+def _copy(remote: Tensor, local: Tensor, peer: int, world: World | None, put: bool) -> None:
+    """Make a copy; one that was made before is little more than one native call."""
+    known = _copies.get((put, id(remote), id(local), peer)) if type(peer) is int else None
+    if known is not None and (own := known.owner()) is not None and (world is None or world is own) and own.closed is None:
+        done = own.transfers.repeat(known.native, known.remote, known.local, remote, local)
+        if done:
+            return
+        if done is False:
+            raise own.failure(f"to make a {known}")
+    _run(*_prepared(remote, local, peer, world, put))
+
+
+def _prepared(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put: bool) -> tuple[World, _Copy]:
+    """Its world, and the copy between `peer`'s counterpart of `remote` and `local`; the same tensors again find theirs ready."""
+    known = _copies.get((put, id(remote), id(local), peer)) if type(peer) is int else None
+    if known is not None and known.remote.is_now(remote) and known.local.is_now(local):
+        own = known.owner()
+        if own is not None and (world is None or world is own):
+            own.check()
+            return own, known
+    own, copy = _checked(remote, local, peer, world, put)
+    if len(_copies) >= _REMEMBERED:
+        _copies.clear()
+    _copies[put, id(remote), id(local), copy.peer] = copy
+    return own, copy
+
+
+def _checked(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put: bool) -> tuple[World, _Copy]:
+    """The same, made of arguments that have been checked."""
+    if not (_is_plain(remote) and _is_plain(local)):
+        raise _refusal(remote, local, put)
+    segment = memory.find(remote)
+    own = None if segment is None else numbered(segment.world)
+    shape, dtype = remote.shape, remote.dtype
+    if (
+        not isinstance(segment, _native.Segment)
+        or own is None
+        or world not in (None, own)
+        or dtype is not local.dtype
+        or shape != local.shape
+    ):
+        raise _refusal(remote, local, put)
+    own.check()
+    rank, item = _rank(peer, own), dtype.itemsize
+    offset = int(remote.storage_offset()) * item
+    native = _native.one_sided(put, segment, rank, offset, local.data_ptr(), item, shape, remote.stride(), local.stride())
+    size = math.prod(shape) * item
+    return own, _Copy(ref(own), put, rank, size, native, memory.seen(remote), memory.seen(local))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the elements lie in this host's memory as they are."""
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.is_cpu
+        and tensor.layout is _STRIDED
+        and not tensor.is_neg()
+        and not (tensor.is_complex() and tensor.is_conj())
+    )
+
+
+def _refusal(remote: Tensor, local: Tensor, put: bool) -> Exception:
+    """What is wrong with the tensors of a call, as the error to raise."""
+    there, here = ("dst", "src") if put else ("src", "dst")
+    for tensor, what in ((remote, there), (local, here)):
+        if not isinstance(tensor, Tensor):
+            return TypeError(f"{what} must be a tensor; got {type(tensor).__name__}")
+        if not tensor.is_cpu:
+            return ValueError(f"{what} is on {tensor.device}; ranks of a host exchange CPU tensors: pass {what}.cpu()")
+        if not _is_plain(tensor):
+            return ValueError(f"{what} is not a plain tensor: pass {what}.to_dense() or {what}.resolve_conj().resolve_neg()")
+    if memory.find(remote) is None:
+        return ValueError(f"{there} is not symmetric, so no peer has a counterpart; make it with world.empty(...)")
+    if remote.dtype != local.dtype:
+        return TypeError(f"{there} is {name_of(remote.dtype)} and {here} {name_of(local.dtype)}; they must have one dtype")
+    if remote.shape != local.shape:
+        return ValueError(f"{there} has shape {tuple(remote.shape)} and {here} {tuple(local.shape)}; they must be equal")
+    return ValueError(f"{there} is symmetric in another world; use one made by this world's empty(...)")
+
+
+def _run(world: World, copy: _Copy) -> None:
+    if not world.transfers.copy(copy.native):
+        raise world.failure(f"to make a {copy}")
+
+
+def _begin(tensors: tuple[Tensor, Tensor], world: World, copy: _Copy) -> Transfer:
+    return Transfer(world, world.transfers.submit(tensors, copy.native), copy)
+
+
+def _notification(signals: Signals, index: int | slice, peer: int, op: str, value: int) -> partial[bool]:
+    """A checked notify, to be called."""
+    world = signals.world
+    world.check()
+    if op not in ("add", "set"):
+        raise ValueError(f"a notify can add or set; got op={op!r}")
+    raising = signals.native.add if op == "add" else signals.native.set
+    return partial(raising, _rank(peer, world), *signals.select(index), _value(value))
+
+
+def _rank(peer: int, world: Peers) -> int:
+    try:
+        rank = operator.index(peer)
+    except TypeError:
+        raise TypeError(f"peer is the number of a rank; got {type(peer).__name__}") from None
+    if not 0 <= rank < world.ranks:
+        raise ValueError(f"there is no rank {rank} in a world of {world.ranks}")
+    if not world.near(rank):
+        raise ValueError(f"rank {rank} is on another host; one-sided calls reach the ranks of this host: use a collective")
+    return rank
+
+
+def _comparison(cmp: str) -> _native.Compare:
+    if cmp not in _COMPARISONS:
+        raise ValueError(f"there is no comparison {cmp!r}; choose one of {' '.join(_COMPARISONS)}")
+    return _COMPARISONS[cmp]
+
+
+def _value(value: int) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"a counter holds whole numbers; got {type(value).__name__}") from None
+    if not 0 <= number <= LARGEST:
+        raise ValueError(f"a counter holds 0 to 2**64 - 1; got {number}")
+    return number
+
+
+def _seconds(timeout: float | None, world: Peers) -> float:
+    check_timeout(timeout)
+    return min(world.timeout if timeout is None else timeout, _FOREVER)
+
+
+def _ended(signals: Signals, trouble: _native.Trouble, doing: str, seconds: float) -> WeftError:
+    """The error for a wait that ended early."""
+    world = signals.world
+    if trouble == _native.Trouble.failed:
+        return world.failure(doing)
+    if trouble == _native.Trouble.left:
+        return world.lost((world.rank + 1) % world.ranks, "closed its world, as all peers did,", doing)
+    return PeerTimeout(f"rank {world.rank} waited {seconds:g} s {doing}")

@@ -1,0 +1,195 @@
+"""The ranks of a world as one of them sees the others: who they are, where they are, and how they fail."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from weft import _native, errors
+from weft.errors import PeerLost, PeerTimeout, SymmetricMemoryError, WeftError
+from weft.world.relay import Relay
+from weft.world.rendezvous import Place
+
+
+class Backend(NamedTuple):
+    """Where a rank's tensors are and how they are worked on.
+
+    `streams`: lanes are streams, as on a GPU. `products`: how streams multiply, ``torch`` or ``triton``. `sharing`: how many ranks
+    work on this rank's GPU, if it has one.
+    """
+
+    device: torch.device
+    streams: bool = False
+    products: str = "torch"
+    sharing: int = 1
+
+
+CPU = Backend(torch.device("cpu"))
+
+
+class Guard:
+    """A part of a call that all ranks must get through: an exception in it closes the world."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and not isinstance(error, SymmetricMemoryError):  # which all ranks raise together
+            self.peers.fail(error)
+
+
+_numbers = itertools.count(1)
+
+
+class Peers:
+    """This rank and its peers: what memory, signals and relays need of a world, and no more.
+
+    Attributes: `rank`, `ranks` (their number), `timeout` (seconds any wait may take unless a call says otherwise), `pids`, `cores`
+    (the processor cores that each rank may use), `hosts` (the host of each rank, numbered from 0), `relay` (to the ranks on other
+    hosts, or None if there are none), `group` (the process group they were found by, or None), `number` (of this world in this
+    process), `closed` (why it is, or None); `device`, `streams`, `products` and `sharing` as in `Backend`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        places: Sequence[Place],
+        mesh: _native.Mesh,
+        timeout: float,
+        backend: Backend = CPU,
+        group: dist.ProcessGroup | None = None,
+        relay: Relay | None = None,
+    ) -> None:
+        self.rank, self.ranks, self.timeout, self.relay, self.group = rank, len(places), timeout, relay, group
+        self.device, self.streams, self.products, self.sharing = backend
+        self.hosts = number_hosts(places)
+        self.pids = [place.pid for place in places]
+        self.cores = [place.cores for place in places]
+        self.number = next(_numbers)
+        self.closed: str | None = None
+        self.kept: list[object] = []  # memory that lives as long as the world
+        self.guard = Guard(self)
+        self.mesh = mesh
+        here = [place for place in places if place.host == places[rank].host]
+        cores = len(frozenset[int]().union(*(place.cores for place in here)))
+        self.spins = 200 if len(here) <= cores else 0  # some microseconds; the scheduler may put two ranks on one core
+        try:
+            control = self._control_segment()
+        except BaseException as error:
+            self.fail(error)
+            raise
+        self.native = _native.World(self.mesh, control, self.spins)
+        if relay is not None:
+            relay.start(self.native)
+
+    def near(self, rank: int) -> bool:
+        """Whether a rank is on this rank's host, so that they share memory."""
+        return self.hosts[rank] == self.hosts[self.rank]
+
+    def check(self) -> None:
+        """Raise `WeftError` if this world is closed."""
+        if self.closed is not None:
+            raise WeftError(f"this world is closed: {self.closed}; make a new one with weft.init()")
+
+    def failure(self, doing: str) -> WeftError:
+        """The error for a failure that a peer caused or reported while this rank was `doing` something; closes the world."""
+        kind, culprit, text = self.mesh.failure()
+        if kind in ("MismatchError", "PeerTimeout"):
+            return self.fail(getattr(errors, kind)(text), culprit)
+        return self.lost(culprit, text or "died" if kind == "PeerLost" else f"failed with {kind}: {text},", doing)
+
+    def lost(self, peer: int, how: str, doing: str) -> WeftError:
+        """The error for a peer that this rank needed while `doing` something; closes the world."""
+        return self.fail(PeerLost(f"rank {peer} (pid {self.pids[peer]}) {how} while rank {self.rank} waited {doing}", how), peer)
+
+    def timed_out(self, doing: str, timeout: float | None = None) -> WeftError:
+        """The error for a wait that took too long; closes the world."""
+        return self.fail(PeerTimeout(f"rank {self.rank} waited {timeout or self.timeout:g} s {doing}"))
+
+    def fail(self, error: BaseException, culprit: int | None = None) -> WeftError:
+        """Close the world because of `error`, tell all peers, and return it."""
+        if self.closed is None:
+            text = (
+                (error.how if isinstance(error, PeerLost) else str(error)).encode(errors="replace")[:8000].decode(errors="ignore")
+            )
+            self.mesh.abort(type(error).__name__, self.rank if culprit is None else culprit, text)
+            self.closed = f"{type(error).__name__}: {error}"
+            if self.relay is not None:
+                self.relay.close()  # no message may arrive in memory that is the caller's again
+        return error  # type: ignore[return-value]
+
+    def _control_segment(self) -> _native.Segment:
+        """The segment of headers and counters; it comes before the calls that could check what others do."""
+        size = _native.World.control_bytes(self.ranks)
+        doing = "to make the world"
+        own, fd = self._mapping(size)
+        try:
+            parts = [own] * self.ranks
+            for peer in range(self.ranks):
+                if not self.near(peer):  # what it says comes by message, and is noted in a part of this rank's own
+                    parts[peer], theirs = self._mapping(size)
+                    os.close(theirs)
+            peers = [peer for peer in range(self.ranks) if peer != self.rank and self.near(peer)]
+            for peer in peers:
+                send(self, peer, "control", fd, doing)
+            deadline = time.monotonic() + self.timeout
+            for peer in peers:
+                while True:
+                    try:
+                        _, theirs = self.mesh.receive(peer, 0.05)  # now and then Python may handle a signal
+                        break
+                    except RuntimeError as error:
+                        if str(error) == "failed":
+                            raise self.failure(doing) from None
+                        if str(error) == "left":
+                            raise self.lost(peer, "closed its world", doing) from None
+                        if time.monotonic() > deadline:
+                            raise self.timed_out(f"for rank {peer} (pid {self.pids[peer]}) {doing}") from None
+                parts[peer] = attach(self, peer, theirs, size, doing)
+        finally:
+            os.close(fd)
+        return _native.Segment(parts, self.rank, self.number, 0)
+
+    def _mapping(self, size: int) -> tuple[_native.Mapping, int]:
+        try:
+            return _native.create_mapping(size)
+        except OSError as error:
+            raise SymmetricMemoryError(f"rank {self.rank} has no memory to make the world: {error}") from None
+
+
+def attach(peers: Peers, peer: int, file: int, size: int, doing: str) -> Any:
+    """A peer's part of a segment, of which it sent the file; that this rank cannot take it closes the world, since peers go on."""
+    try:
+        if file < 0:  # the kernel hands over none where there is no room for it
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return _native.attach_mapping(file, size)
+    except OSError as error:
+        raise peers.fail(SymmetricMemoryError(f"{doing}: rank {peers.rank} cannot map the part of rank {peer}: {error}")) from None
+    finally:
+        if file >= 0:
+            os.close(file)
+
+
+def send(peers: Peers, peer: int, note: str, fd: int, doing: str) -> None:
+    """Send a peer a note and a file (or -1)."""
+    try:
+        peers.mesh.send(peer, note, fd)
+    except OSError as error:
+        raise peers.fail(WeftError(f"rank {peers.rank} cannot send to rank {peer} {doing}: {error}")) from None
+
+
+def number_hosts(places: Sequence[Place]) -> tuple[int, ...]:
+    """The host of each rank, numbered in the order in which ranks are found on them."""
+    names = [*dict.fromkeys(place.host for place in places)]
+    return tuple(names.index(place.host) for place in places)

@@ -1,0 +1,242 @@
+"""The ranks that work together: `init` makes a `World`, which owns what they share and knows how they fail."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Hashable, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from weft import _native
+from weft.errors import WeftError
+from weft.plan import Plan
+from weft.world import device_memory, memory
+from weft.world.peers import CPU, Backend, Peers
+from weft.world.relay import Relay
+from weft.world.rendezvous import Listener, Place, default_group, exchanged, host_identity
+from weft.world.signals import Signals
+
+
+class Recorder(Protocol):
+    """What takes note of every execution of a plan, as `weft.plan.trace` does."""
+
+    def add(self, plan: Plan, spans: list[tuple[str, int, int, int]]) -> None:
+        """Called after each execution with ``(lane, index of the instruction, start, stop)``, in nanoseconds."""
+
+
+_default: World | None = None
+_here = threading.local()  # the default world of this thread, if it is a rank by itself
+_alive: weakref.WeakValueDictionary[int, World] = weakref.WeakValueDictionary()  # by number
+
+
+class World(Peers):
+    """A set of ranks with shared memory, signals and a common order of calls. Made by `init`; a context manager.
+
+    Every operator on a world is collective: all ranks make the same calls in the same order. Worlds are independent of each other;
+    one world is used by one thread at a time.
+
+    Attributes: `rank`, `ranks` (their number), `timeout` (seconds any wait may take unless a call says otherwise), `pids`, `cores`
+    (the processor cores that each rank may use), `recorder` (told of every execution, or None), `link` (the emulated one, or None),
+    `device` (where its tensors are), `streams` (whether lanes are streams, as on a GPU), `products` (how streams multiply:
+    ``torch`` or ``triton``), `sharing` (how many ranks work on this rank's GPU, if it has one), `group` (the process group it was
+    made on, or None), `hosts` (the host of each rank, numbered from 0), `relay` (to the ranks on other hosts, or None if there are
+    none).
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        places: Sequence[Place],
+        mesh: _native.Mesh,
+        timeout: float,
+        backend: Backend = CPU,
+        group: dist.ProcessGroup | None = None,
+        relay: Relay | None = None,
+    ) -> None:
+        super().__init__(rank, places, mesh, timeout, backend, group, relay)
+        self.engine: Any = None  # made and found by `weft.engines.engine`
+        self.recorder: Recorder | None = None
+        self.link: tuple[float, float] | None = None
+        self.choices: dict[Hashable, Any] = {}  # what `weft.ops.choice` has agreed on
+        self.transfers = _native.Transfers(self.mesh, self.spins)
+        _alive[self.number] = self
+
+    def empty(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A symmetric tensor with undefined contents, on the world's device; collective, with one `shape` and `dtype` on all ranks.
+
+        `dtype` defaults to torch's default dtype. The memory is reserved at once. Raises `SymmetricMemoryError` on every rank if
+        any rank lacks it, `MismatchError` if ranks ask for different things.
+        """
+        self.check()
+        dims = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+        sizes = [int(n) for n in dims]  # type: ignore[arg-type]
+        if any(n < 0 for n in sizes):
+            raise ValueError(f"a shape has no negative sizes; got {tuple(sizes)}")
+        allocate = device_memory.allocate if self.device.type == "cuda" else memory.allocate
+        with self.guard:
+            return allocate(self, sizes, dtype or torch.get_default_dtype())
+
+    def signals(self, count: int, name: str = "signals") -> Signals:
+        """`count` zeroed counters on every rank for one-sided calls; collective, with the same `count` on all ranks.
+
+        `name` is what errors call them. Raises as `empty` does.
+        """
+        self.check()
+        if not (isinstance(count, int) and count > 0):
+            raise ValueError(f"count must be a positive whole number; got {count!r}")
+        with self.guard:
+            return Signals(self, count, name)
+
+    def is_symmetric(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is this rank's part of a symmetric tensor of this world, or a view of one."""
+        segment = memory.find(tensor)
+        return segment is not None and segment.world == self.number
+
+    def peer(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """`rank`'s part of a symmetric tensor (or of the same view of it), as a tensor over the peer's own memory.
+
+        Reads and writes go straight to the peer; order them with signals or an operator.
+        """
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"there is no rank {rank} in a world of {self.ranks}")
+        segment = memory.find(tensor)
+        if segment is None or segment.world != self.number:
+            raise ValueError("not a symmetric tensor of this world; make it with world.empty(...)")
+        if not self.near(rank):
+            raise ValueError(f"rank {rank} is on another host, whose memory cannot be mapped; use an operator")
+        return memory.peer_view(tensor, segment, rank)
+
+    def emulate_link(self, gbps: float, latency_us: float = 0.0) -> None:
+        """From now on every copy to or from a peer takes at least `latency_us` plus its bytes at `gbps` (1e9 bits per second).
+
+        Copies of a rank share one link and take it in turn. 0 Gbit/s ends the emulation.
+        """
+        if gbps < 0 or latency_us < 0:
+            raise ValueError(f"bandwidth and latency are not negative; got {gbps} Gbit/s and {latency_us} us")
+        if gbps and self.relay:
+            raise ValueError("ranks on several hosts have a real link between them, which is not to be slowed by an emulated one")
+        self.link = (gbps, latency_us) if gbps else None
+        self.native.emulate_link(gbps * 1e9 / 8, latency_us * 1e-6)
+
+    def close(self) -> None:
+        """Leave the world, once all asynchronous transfers are complete.
+
+        Peers may go on with what they do not need this rank for; memory lives until its last tensor is gone.
+        """
+        self.transfers.finish()
+        self.kept.clear()
+        if self.closed is None:
+            self.mesh.leave()
+            self.closed = "it was closed"
+        if self.relay is not None:
+            self.relay.close()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            self.fail(error)
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"World(rank={self.rank}, ranks={self.ranks}{', closed' if self.closed else ''})"
+
+
+def init(
+    group: dist.ProcessGroup | None = None,
+    *,
+    timeout: float = 30.0,
+    device: torch.device | str = "cpu",
+    products: str = "torch",
+) -> World:
+    """Make a world of the ranks of `group`, collectively.
+
+    Without a group: all ranks of `torch.distributed`, which is initialised from the variables of torchrun, mpirun or SLURM if it
+    is not yet; with none of these, a world of one. A world made without a group is the default of every operator.
+
+    Ranks of one host share memory; hosts are joined by the group's backend, which must move CPU tensors with tags (gloo, MPI, UCC).
+    Which ranks share a host is found out. `timeout` is in seconds and bounds every wait. `device` is where the ranks' tensors are:
+    ``cpu``, or ``cuda``, this process's current GPU, whose memory peers reach through torch's symmetric memory (several ranks on
+    one GPU with the variable TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1). There fused operators multiply by `products`: ``torch``,
+    a product behind each wait, or ``triton``, one persistent kernel that waits for rows and puts and announces its tiles itself; on
+    a CPU that kernel runs under TRITON_INTERPRET=1. On a rank of a `local_world` this is its world there.
+
+    Raises `WeftError` if there is no GPU, or ranks with GPUs are on several hosts; `PeerTimeout` if some ranks do not appear;
+    `PeerLost` if one dies or gives up meanwhile, at once if it is on this host. After either the group is of no more use.
+    `SymmetricMemoryError` if this rank lacks memory.
+    """
+    global _default
+    if group is None and (here := getattr(_here, "world", None)) is not None:
+        found: World = here
+        return found
+    place = device_memory.check_device(device)
+    device_memory.check_products(products, place)
+    if place.type == "cuda" and place.index != torch.cuda.current_device():
+        raise ValueError(f"ranks work on their process's current GPU: call torch.cuda.set_device({place.index}) first")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds; got {timeout}")
+    members = default_group() if group is None else group
+    rank = 0 if members is None else dist.get_rank(members)
+    if rank < 0:
+        raise ValueError("this process is not a member of the group")
+    listener = Listener()
+    own = Place(os.getpid(), host_identity(), listener.address, frozenset(os.sched_getaffinity(0)))
+    sockets: list[int] = []
+    try:
+        with exchanged(members, own, timeout) as places:
+            sockets = listener.connect(rank, places, timeout)
+            far = [peer for peer, other in enumerate(places) if other.host != own.host]
+            if far and (place.type == "cuda" or products == "triton"):
+                raise WeftError("ranks with GPUs must be on one host in this version of weft")
+            relay = Relay(members, rank, far, timeout) if members is not None and far else None
+            for peer, end in relay.sockets().items() if relay else ():
+                sockets[peer] = end
+            mesh = _native.Mesh(rank, sockets)
+            sockets = []
+            backend = Backend(place, place.type == "cuda" or products == "triton", products)
+            world = World(rank, places, mesh, timeout, backend, members, relay)
+    finally:
+        listener.close()
+        for end in sockets:
+            if end >= 0:
+                os.close(end)
+    if group is None:
+        _default = world
+    return world
+
+
+def default_here(world: World) -> None:
+    """Make `world` the default of this thread."""
+    _here.world = world
+
+
+def several_hosts(world: World) -> tuple[int, ...] | None:
+    """The host of each rank, if they are not all on one: what planners want to know."""
+    return world.hosts if world.relay else None
+
+
+def current(world: World | None = None) -> World:
+    """`world`, or the default world; it must be open."""
+    chosen = world or getattr(_here, "world", None) or _default
+    if chosen is None:
+        raise WeftError("there is no default world: call weft.init() first, or pass world=...")
+    chosen.check()
+    return chosen
+
+
+def numbered(number: int) -> World | None:
+    """The world of this number in this process, if it is still there."""
+    return _default if _default is not None and _default.number == number else _alive.get(number)
+
+
+@atexit.register
+def _leave_all() -> None:
+    for world in list(_alive.values()):
+        world.close()
