@@ -4,7 +4,7 @@ BIN := .venv/bin
 RESULTS := results
 NATIVE := $(wildcard native/*)
 
-.PHONY: bench baselines test check collected sanitize clean
+.PHONY: bench baselines test check collected storm sanitize clean
 
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv
@@ -40,6 +40,10 @@ test: .venv/installed
 # Several workers share the tests, which they can if all find the same list, always.
 collected: .venv/installed
 	$(BIN)/python .ci/collected.py
+
+# Ranks that are killed, stopped, cut off, wrong or short of memory at random moments: TRIALS of them, from SEED on.
+storm: .venv/installed
+	$(BIN)/python tests/storm.py --trials $(or $(TRIALS),200) $(if $(SEED),--seed $(SEED))
 
 # The native core under ThreadSanitizer and AddressSanitizer, driven by a program of its own.
 sanitize:

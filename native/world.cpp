@@ -211,7 +211,10 @@ void World::work() {
     if (jobs_.empty()) return;
     Job job = jobs_.front();
     lock.unlock();
-    if (run(*job.program, *job.execution, job.lane, 0) < 0) {  // what other lanes wait for may never come
+    bool ended = run(*job.program, *job.execution, job.lane, 0) < 0;
+    const Stop& stop = job.execution->stops[job.lane];
+    bool of_another = stop.trouble == Trouble::timeout && stop.source == rank_;  // which has a limit, and a cause, of its own
+    if (ended && !of_another) {  // what other lanes wait for may never come
       job.execution->stopped.store(static_cast<int>(job.lane), std::memory_order_release);
       mesh_->sleepers().wake_all();
     }

@@ -8,7 +8,6 @@ come with it when it is over. Messages of a call have tags of their own: rows ne
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import zlib
 from collections import deque
@@ -227,7 +226,7 @@ class _Sending:
         for batch, tensors in zip(self.batches, self.tensors, strict=True):
             if at < 0:
                 return
-            with contextlib.suppress(RuntimeError):  # a peer that has hung up wants nothing more, and the relay tells who misses it
+            with self.program.engine.relay.hung_up(batch.to):  # who has wants nothing more, and the relay tells who misses it
                 self.send(batch, tensors)
             at = self.advance(at + 1)
 
@@ -241,20 +240,12 @@ class _Sending:
             self.spans.append((name, index, begun, _native.now()))
 
         for index, tensor in zip(batch.indices, tensors, strict=True):
-            rows, begun = self.contiguous(tensor), _native.now()
+            rows, begun = tensor.contiguous(), _native.now()
             under_way.append((relay.send(rows, batch.to, self.tag), rows, index, begun))
             if len(under_way) == OUTSTANDING:
                 finish()
         while under_way:
             finish()
-
-    def contiguous(self, tensor: Tensor) -> Tensor:
-        """Its elements side by side; a lack of memory is no hang-up."""
-        try:
-            return tensor.contiguous()
-        except RuntimeError as error:
-            self.program.world.fail(error)
-            raise
 
     def advance(self, at: int) -> int:
         """Wait for the next batch's turn; -1 if there will be none. That the lane is still computing is no reason to give up."""
@@ -276,22 +267,20 @@ class _Receiving:
     def __init__(self, program: NetworkProgram, number: int, sender: int, tag: int, messages: Sequence[_Rows]) -> None:
         self.program, self.number, self.sender, self.tag = program, number, sender, tag
         self.tensors = [program.tensor(rows) for rows in messages]
-        self.rows = [tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in self.tensors]
 
     def run(self) -> None:
         relay, program = self.program.engine.relay, self.program
         coming: list[tuple[dist.Work, Tensor, Tensor]] = []
-        try:
+        with relay.hung_up(self.sender):  # the relay notices too, and tells the world
             at = program.world.native.run(program.native, self.number, 0)
-            for rows, tensor in zip(self.rows, self.tensors, strict=True):
+            for tensor in self.tensors:
+                rows = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
                 coming.append((relay.receive(rows, self.sender, self.tag), rows, tensor))
             for work, rows, tensor in coming:
                 work.wait(FOREVER)
                 if rows is not tensor:
                     tensor.copy_(rows)
                 at = program.world.native.run(program.native, self.number, at + 1)
-        except RuntimeError:
-            pass  # a connection is closed; the relay notices too, and tells the world
 
 
 def _tag(call: int, digest: int, lane: str) -> int:

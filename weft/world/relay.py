@@ -31,6 +31,7 @@ _PAYLOAD = _FRAME - 3
 _LONGEST = 16385  # of a message on the Unix sockets
 _HEARD = b"k"  # tells a peer that it may hang up
 _HEADER = struct.Struct("<cQQ")
+_NOTICED = 0.5  # seconds within which all threads have seen that a connection is closed
 _LINGER = 1.0  # seconds in which peers acknowledge a farewell or bad news
 FOREVER = timedelta(days=30)  # waits have no limit here: whoever needs what they wait for has one, and then hangs up
 _POSTED = 64  # frames that may be on their way to a peer
@@ -95,6 +96,16 @@ class Relay:
     def receive(self, rows: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Begin to receive what `peer` sends under this tag, in as many bytes."""
         return self.groups[peer < self.rank].recv([rows], peer, tag)
+
+    @contextlib.contextmanager
+    def hung_up(self, peer: int) -> Iterator[None]:
+        """Take no notice of an error of a connection that `peer`, or this rank, has ended; any other closes the world."""
+        try:
+            yield
+        except Exception as error:
+            ended = isinstance(error, RuntimeError) and (self.closed or self.over[peer].wait(_NOTICED))
+            if not (ended or self.closed):
+                self.world.fail(error)
 
     def work(self, key: Hashable, call: int, job: Callable[[], None]) -> None:
         """Do `job` of a call on the thread of this key, after its earlier ones. Keys of jobs that receive are (the sender, …)."""
