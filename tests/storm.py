@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import itertools
 import json
 import os
 import random
@@ -90,12 +91,12 @@ def trial_of(seed: int, places: tuple[str, ...]) -> Trial:
 Call = Callable[[worlds.World], Any]
 
 
-def calls(seed: int, place: str) -> Iterator[Call]:
+def calls(seed: int, place: str, gradients: bool = True) -> Iterator[Call]:
     """Calls of every public kind for ever, the same on all ranks."""
     draw = random.Random(seed + 1)
     torch.manual_seed(seed)
     grown = 64
-    kinds: list[Callable[[], Call]] = [*KINDS, *(ONE_SIDED if place != "hosts" else ())]
+    kinds: list[Callable[[], Call]] = [*KINDS, *([_one_sided] if place != "hosts" else []), *([_gradients] if gradients else [])]
     while True:
         if place == "compile" and draw.random() < 0.3:
             yield compiled
@@ -136,7 +137,7 @@ def _collective(draw):
 
 def _broadcast(draw):
     rows, source = draw.choice((1, 3000)), draw.randrange(2)
-    return lambda world: weft.broadcast(torch.ones(rows, 3), source)
+    return lambda world: weft.broadcast(torch.ones(rows, 3), source % world.ranks)
 
 
 def _gradients(draw):
@@ -175,8 +176,7 @@ def _one_sided(draw):
     return call
 
 
-KINDS = [_gather_matmul, _matmul_scatter, _matmul_reduce, _collective, _broadcast, _gradients, _barrier, _empty]
-ONE_SIDED = [_one_sided]
+KINDS = [_gather_matmul, _matmul_scatter, _matmul_reduce, _collective, _broadcast, _barrier, _empty]
 
 
 def _layer(a, b):
@@ -186,6 +186,18 @@ def _layer(a, b):
 def compiled(world):
     a, b = torch.ones(4, 6, requires_grad=True), torch.ones(6, 4, requires_grad=True)
     torch.compile(_layer, fullgraph=True)(a, b).sum().backward()
+
+
+def warm() -> None:
+    """Use here what ranks will use, so that none of them comes late for having to load it; no thread of it may be there at a fork."""
+    torch.set_num_threads(1)
+    before = os.listdir("/proc/self/task")
+    with weft.init() as world:
+        for call in itertools.islice(calls(0, "shared", gradients=False), 80):
+            call(world)
+    worlds._default = world = call = None  # type: ignore[assignment]
+    gc.collect()
+    assert os.listdir("/proc/self/task") == before, threading.enumerate()
 
 
 class Rank:
@@ -225,7 +237,8 @@ class Rank:
         status = 1
         try:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            faulthandler.enable()  # where a rank that hangs is aborted
+            if trial.fault != "memory" or rank != trial.victim:  # which may end in any way
+                faulthandler.enable()  # says where a rank that hangs is aborted
             if namespace:
                 with open(f"/run/netns/{namespace}") as file:
                     assert not ctypes.CDLL(None).setns(file.fileno(), _CLONE_NEWNET)
@@ -460,13 +473,13 @@ def judge(trial: Trial, over: dict[str, Any]) -> str:
 
 def storm(seeds: range, places: tuple[str, ...], shown: bool = True) -> tuple[dict[str, list[float]], list[str]]:
     """Make the trials of these seeds: delays by fault and place, and all that is wrong, with the seeds."""
-    torch.set_num_threads(1)
     delays: dict[str, list[float]] = defaultdict(list)
     bad: list[str] = []
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         for name, value in (("TORCHINDUCTOR_CACHE_DIR", folder), ("TORCHINDUCTOR_COMPILE_THREADS", "1"), ("WEFT_CACHE", folder)):
             os.environ.setdefault(name, value)
+        warm()
         net = stack.enter_context(hosts(2, gbps=10)) if "hosts" in places else None
         for place, ranks in (("shared", 2), *((("compile", 2), ("compile", 3)) if "compile" in places else ())):
             # How to multiply is measured once, and what is compiled is found in the cache from then on.
