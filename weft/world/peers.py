@@ -91,7 +91,7 @@ class Peers:
             raise
         self.native = _native.World(self.mesh, control, self.spins)
         if relay is not None:
-            relay.start(self.native)
+            relay.start(self.native, self.fail)
 
     def near(self, rank: int) -> bool:
         """Whether a rank is on this rank's host, so that they share memory."""

@@ -75,8 +75,9 @@ class Relay:
             near[peer] = one.detach()
         return near
 
-    def start(self, native: _native.World) -> None:
-        """Begin to carry messages, and to tell the native core what peers say they call."""
+    def start(self, native: _native.World, fail: Callable[[BaseException], object]) -> None:
+        """Begin to carry messages, and to tell the native core what peers say they call; `fail` closes the world."""
+        self.fail = fail
         self.native = native  # which lives until the world is closed, at the latest when the interpreter ends
         for peer in self.peers:
             self._run(self._listen, peer)
@@ -105,7 +106,7 @@ class Relay:
         except Exception as error:
             ended = isinstance(error, RuntimeError) and (self.closed or self.over[peer].wait(_NOTICED))
             if not (ended or self.closed):
-                self.world.fail(error)
+                self.fail(error)
 
     def work(self, key: Hashable, call: int, job: Callable[[], None]) -> None:
         """Do `job` of a call on the thread of this key, after its earlier ones. Keys of jobs that receive are (the sender, …)."""
