@@ -4,7 +4,8 @@
     python tests/storm.py --seed 17 --trials 1   # the trial of this seed once more
 
 Ranks are forked from this process, which has imported torch. In each trial everything but the moment of a signal follows from its seed.
-A trial is good if every survivor raises the right error in time, and leaves no thread, file, mapping or process behind.
+A trial is good if every survivor raises the right error in time, and leaves no thread, file, mapping or process behind. In time is
+within a second, or a second after the time limit where nothing else tells, plus what the ranks had to wait for a core.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def trial_of(seed: int, places: tuple[str, ...]) -> Trial:
     """The trial of a seed."""
     draw = random.Random(seed)
     place = draw.choice(places)
-    ranks = draw.choice((2, 4) if place == "hosts" else (2, 2, 3))
+    ranks = {"hosts": draw.choice((2, 4)), "compile": 2, "shared": draw.choice((2, 2, 3))}[place]
     fault = draw.choice((*FAULTS, "cut") if place == "hosts" else FAULTS)
     if place == "compile" and fault in LATE:
         fault = "kill"
@@ -284,7 +285,8 @@ class Rank:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits[1])
         text = "" if error is None else str(error)
         trace = "" if error is None else "".join(traceback.format_exception(error))
-        self._say("over", kind=type(error).__name__, weft=isinstance(error, weft.WeftError), text=text, trace=trace)
+        busy = starved(os.getpid())
+        self._say("over", starved=busy, kind=type(error).__name__, weft=isinstance(error, weft.WeftError), text=text, trace=trace)
 
     def _wrong(self, fault: str, world: worlds.World, call: Call) -> Call | None:
         """What the victim calls instead; None if it is through."""
@@ -295,7 +297,7 @@ class Rank:
             raise ValueError("a storm")
         if fault == "leave":
             world.close()
-            self._say("over", kind="NoneType", weft=False, text="", trace="")
+            self._say("over", starved=0.0, kind="NoneType", weft=False, text="", trace="")
             return None
         if fault == "mismatch":
             return lambda world: weft.all_gather(torch.ones(world.rank + 7, 3, dtype=torch.float64), algorithm="push")
@@ -306,6 +308,15 @@ class Rank:
             os.close(free := os.dup(0))
             resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
         return call
+
+
+def starved(pid: int) -> float:
+    """Seconds for which the threads of a process have waited for a core: on a busy machine nobody is to blame for these."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            total += int(Path(f"/proc/{pid}/task/{task}/schedstat").read_text().split()[1])
+    return total / 1e9
 
 
 def _belongings() -> dict[str, list[str]]:
@@ -320,7 +331,7 @@ def _belongings() -> dict[str, list[str]]:
 
 def _kept(before: dict[str, list[str]], compiles: bool) -> list[str]:
     """What is there and was not before, once threads have had a moment to end; a compiler's own threads and files may stay."""
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 10
     while True:
         now = _belongings()
         kept = [f"{kind}: {one}" for kind in now for one in set(now[kind]) - set(before[kind])]
@@ -344,10 +355,10 @@ def run(trial: Trial, folder: str, net: Hosts | None) -> Outcome:
     ranks = [Rank(trial, rank, folder, names[rank]) for rank in range(trial.ranks)]
     victim = ranks[trial.victim]
     survivors = [each for each in ranks if each is not victim or trial.fault in ("cut", "mismatch")]
-    slack = [0.0]
+    waited: dict[int, float] = {}  # how long each rank had waited for a core when it happened
 
     def until(condition: Callable[[], bool], limit: float = HANGS) -> bool:
-        deadline, last = time.monotonic() + limit, time.monotonic()
+        deadline = time.monotonic() + limit
         while not condition():
             living = [each for each in ranks if each.status is None]
             poll = select.poll()
@@ -367,9 +378,9 @@ def run(trial: Trial, folder: str, net: Hosts | None) -> Outcome:
                         pass
                     each.status = status
                     each.lines.append({"what": "dead", "when": time.monotonic()})
-            now = time.monotonic()
-            slack[0], last = max(slack[0], now - last - 0.005), now
-            if now > deadline:
+            if not waited and victim.heard("fault"):
+                waited.update({each.pid: starved(each.pid) for each in living})
+            if time.monotonic() > deadline:
                 return False
         return True
 
@@ -383,8 +394,8 @@ def run(trial: Trial, folder: str, net: Hosts | None) -> Outcome:
         if trial.fault in BY_PARENT:
             sign = {"init": "ready", "calls": "world", "close": "closing"}[trial.phase]
             until(lambda: all(each.heard(sign) or each.heard("over") for each in ranks))
-            slack[0] = 0.0
             time.sleep(trial.delay)
+            waited.update({each.pid: starved(each.pid) for each in ranks})
             begun = time.monotonic()
             if trial.fault == "cut":
                 assert net is not None
@@ -422,6 +433,9 @@ def run(trial: Trial, folder: str, net: Hosts | None) -> Outcome:
     if trial.fault in LACKS:  # noticed when the victim lacks something
         begun = max(begun, min(line["when"] for line in victim.lines if line["what"] in ("over", "dead")))
     delays = []
+    slack = sum(
+        max(0.0, over["starved"] - waited[each.pid]) for each in ranks if (over := each.heard("over")) and each.pid in waited
+    )
     for rank, each in enumerate(ranks):
         if each not in survivors and trial.fault not in ("leave", "raise", *LACKS):
             continue
@@ -439,8 +453,8 @@ def run(trial: Trial, folder: str, net: Hosts | None) -> Outcome:
             late = over["when"] - begun - (trial.limit if trial.fault in LATE else 0.0)
             if over["kind"] != "NoneType":
                 delays.append(late)
-                if late > SOON + slack[0] + (trial.limit if at_limit(trial) else 0.0):
-                    wrong.append(f"rank {rank} was {late:.2f} s late (this process at most {slack[0]:.2f}): {over['text']}")
+                if late > SOON + slack + (trial.limit if at_limit(trial) else 0.0):
+                    wrong.append(f"rank {rank} was {late:.2f} s late (ranks waited {slack:.2f} s for a core): {over['text']}")
     return Outcome(wrong, delays)
 
 
@@ -481,7 +495,7 @@ def storm(seeds: range, places: tuple[str, ...], shown: bool = True) -> tuple[di
             os.environ.setdefault(name, value)
         warm()
         net = stack.enter_context(hosts(2, gbps=10)) if "hosts" in places else None
-        for place, ranks in (("shared", 2), *((("compile", 2), ("compile", 3)) if "compile" in places else ())):
+        for place, ranks in (("shared", 2), *((("compile", 2),) if "compile" in places else ())):
             # How to multiply is measured once, and what is compiled is found in the cache from then on.
             run(Trial(-ranks, place, ranks, "leave", 0, "calls", 60, 0.0), folder, None)
         step = stack.enter_context(progress("trials", len(seeds), shown=shown))

@@ -32,7 +32,7 @@ _LONGEST = 16385  # of a message on the Unix sockets
 _HEARD = b"k"  # tells a peer that it may hang up
 _HEADER = struct.Struct("<cQQ")
 _NOTICED = 0.5  # seconds within which all threads have seen that a connection is closed
-_LINGER = 1.0  # seconds in which peers acknowledge a farewell or bad news
+_LINGER = 0.5  # seconds in which peers acknowledge a farewell or bad news
 FOREVER = timedelta(days=30)  # waits have no limit here: whoever needs what they wait for has one, and then hangs up
 _POSTED = 64  # frames that may be on their way to a peer
 
@@ -115,9 +115,11 @@ class Relay:
             worker = self.workers[key] = _Worker()
             self._run(worker.run)
         worker.add(call, job)
+        if self.closed:
+            worker.add(0, None)
 
     def close(self) -> None:
-        """Hang up, once peers have acknowledged the farewell or the bad news that the world has sent, or a second has passed."""
+        """Hang up, once peers have acknowledged the farewell or the bad news that the world has sent, or it has waited long."""
         with self.closing:
             if self.closed:
                 return
@@ -131,9 +133,9 @@ class Relay:
         for end in self.ends.values():
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-        for worker in self.workers.values():
+        for worker in [*self.workers.values()]:
             worker.add(0, None)
-        for thread in self.threads:
+        for thread in [*self.threads]:
             if thread is not threading.current_thread():
                 thread.join(_LINGER)
         for end in self.ends.values():
