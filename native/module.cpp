@@ -82,9 +82,8 @@ StridedCopy one_sided(bool put, const Segment& segment, int peer, size_t offset,
   if (offset + span_of(item, shape, remote_strides) > part.bytes())
     throw nb::value_error("out of bounds: the tensor reaches beyond its symmetric memory on the peer");
   const Sizes& written = put ? remote_strides : local_strides;
-  for (size_t i = 0; i < shape.size(); ++i)
-    if (shape[i] > 1 && !written[i])
-      throw nb::value_error("dst holds elements more than once (a stride is 0); write to a tensor that is not expanded");
+  if (may_repeat(shape, written))
+    throw nb::value_error("dst holds elements more than once, or its dimensions interleave; write to a tensor that is not expanded");
   char *there = part.base() + offset, *here = reinterpret_cast<char*>(local);
   return put ? StridedCopy(there, here, item, shape, remote_strides, local_strides)
              : StridedCopy(here, there, item, shape, local_strides, remote_strides);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "copy.hpp"
 
@@ -27,6 +28,21 @@ size_t span_of(size_t item, const std::vector<size_t>& shape, const std::vector<
     last += (shape[i] - 1) * strides[i];
   }
   return (last + 1) * item;
+}
+
+bool may_repeat(const std::vector<size_t>& shape, const std::vector<size_t>& strides) {
+  std::vector<std::pair<size_t, size_t>> inner_first;  // stride and size
+  for (size_t i = 0; i < shape.size(); ++i) {
+    if (!shape[i]) return false;
+    if (shape[i] > 1) inner_first.emplace_back(strides[i], shape[i]);
+  }
+  std::sort(inner_first.begin(), inner_first.end());
+  size_t last = 0;
+  for (auto [stride, size] : inner_first) {
+    if (stride <= last) return true;
+    last += (size - 1) * stride;
+  }
+  return false;
 }
 
 StridedCopy::StridedCopy(char* dst, const char* src, size_t item, const std::vector<size_t>& shape,

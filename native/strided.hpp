@@ -9,6 +9,9 @@ namespace weft {
 // The bytes from the first element to the end of the last one, 0 without elements. Strides count elements of `item` bytes.
 size_t span_of(size_t item, const std::vector<size_t>& shape, const std::vector<size_t>& strides);
 
+// Whether a view might hold an element more than once: unless each dimension steps over all that lies within it.
+bool may_repeat(const std::vector<size_t>& shape, const std::vector<size_t>& strides);
+
 // One copy, ready to run: dimensions that lie side by side in both views are joined into the longest contiguous runs.
 class StridedCopy {
  public:

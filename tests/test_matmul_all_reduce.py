@@ -107,7 +107,7 @@ def bad_arguments(world):
     bad = [
         (ValueError, "op must be sum or avg; got 'max'", (a, b), {"op": "max"}),
         (ValueError, "a has 6 columns and b 5 rows", (a, b.t())),
-        (TypeError, "b must be a tensor .* got list", (a, [b])),
+        (TypeError, "b must be a tensor; got list", (a, [b])),
         (ValueError, "at least 2 dimensions", (a[0], b)),
         (ValueError, "there is no algorithm 'pull'", (a, b), {"algorithm": "pull"}),
         (ValueError, r"out must have shape \(4, 5\)", (a, b), {"out": torch.empty(2, 5)}),

@@ -189,7 +189,7 @@ def bad_arguments(world):
         (ValueError, "op must be sum or avg; got 'max'", (a, b), {"op": "max"}),
         (ValueError, "there is no dimension -3", (a, b), {"dim": -3}),
         (ValueError, "a has 6 columns and b 5 rows", (a, b.t())),
-        (TypeError, "b must be a tensor .* got list", (a, [b])),
+        (TypeError, "b must be a tensor; got list", (a, [b])),
         (ValueError, "at least 2 dimensions", (a[0], b)),
         (TypeError, "a has dtype int64", (a.long(), b)),
         (ValueError, r"bias must have shape \(5,\)", (a, b), {"bias": torch.ones(6)}),

@@ -1,13 +1,49 @@
-"""Checks and words that all layers share: what was given, and what would do."""
+"""Checks of what callers give that need no world: plain tensors and time limits."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_REMEDIES = {"DTensor": "to_local()", "AsyncCollectiveTensor": "wait()", "NestedTensor": "to_padded_tensor(0.0)"}
+"""What makes plain tensors of torch's own subclasses."""
 
 
 def name(dtype: torch.dtype) -> str:
     """``float32`` for torch.float32."""
     return str(dtype).removeprefix("torch.")
+
+
+def check_tensor(tensor: object, what: str) -> None:
+    """A plain tensor: its elements lie in memory as they are.
+
+    Subclasses other than `torch.nn.Parameter` are refused, even where they have plain memory: what they mean by their elements is
+    theirs to say. So are sparse and nested tensors, and views whose elements are conjugated or negated only when they are read.
+    """
+    if type(tensor) not in _PLAIN or not isinstance(tensor, Tensor):
+        raise TypeError(_of_another_type(tensor, what))
+    if tensor.is_nested:
+        raise ValueError(f"{what} is a nested tensor: pass {what}.to_padded_tensor(0.0), or its parts by themselves")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{what} has the layout {tensor.layout}: pass {what}.to_dense()")
+    if tensor.is_neg() or tensor.is_conj():
+        view = "negative" if tensor.is_neg() else "conjugate"
+        raise ValueError(f"{what} is a {view} view: pass {what}.resolve_conj().resolve_neg()")
+
+
+def _of_another_type(given: object, what: str) -> str:
+    kind = type(given).__name__
+    if not isinstance(given, Tensor):
+        hint = f": pass torch.as_tensor({what})" if isinstance(given, list | tuple) or hasattr(given, "__array__") else ""
+        return f"{what} must be a tensor; got {kind}{hint}"
+    if kind in _REMEDIES:
+        remedy = f"{what}.{_REMEDIES[kind]}"
+    elif type(given).__torch_dispatch__ is Tensor.__torch_dispatch__ and not torch.nn.parameter.is_lazy(given):
+        remedy = f"{what}.as_subclass(torch.Tensor)"
+    else:
+        remedy = "one with the elements that it stands for"
+    return f"{what} must be a plain torch.Tensor; got the subclass {kind}: pass {remedy}"
 
 
 def check_timeout(timeout: float | None) -> None:

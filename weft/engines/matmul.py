@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from weft import cache
+from weft.checks import check_tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """The dtypes that products take."""
@@ -101,11 +102,10 @@ def pack(b: Tensor) -> PackedWeight:
     Beside `b` it keeps at most one copy for each dtype of results, made at the first product that is faster with it: of b's dtype,
     or in float32 on processors that do not multiply 16-bit numbers themselves.
     """
-    if not isinstance(b, Tensor):
-        raise TypeError(f"a weight is a tensor; got {type(b).__name__}")
+    check_tensor(b, "b")
     if b.dim() != 2 or b.dtype not in DTYPES or b.device.type != "cpu":
         raise ValueError(
-            f"a weight to pack is a CPU tensor (K, N) of a floating dtype; got {tuple(b.shape)} {b.dtype} on {b.device}"
+            f"b, a weight to pack, must be a CPU tensor (K, N) of a floating dtype; got {tuple(b.shape)} {b.dtype} on {b.device}"
         )
     return PackedWeight(b)
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from weft.engines.matmul import PackedWeight, Weight, pack
+from weft.engines.matmul import DTYPES, PackedWeight, Weight, pack
 from weft.nn.layout import Layout, as_dtensor, chunk_sizes, local, normal, part
 from weft.nn.products import all_columns, column_product
+from weft.ops import arguments
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.matmul_all_reduce import matmul_all_reduce
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -95,12 +96,18 @@ class ShardedLinear(nn.Linear):
 
     def _enter(self, x: Tensor) -> tuple[Tensor, Placement]:
         """The local part of x and how it lies, redistributed by torch if this layer cannot take it as it lies."""
+        if not isinstance(x, DTensor) and not torch.compiler.is_compiling():
+            dtypes = DTYPES if torch.is_autocast_enabled("cpu") else (self.weight.dtype,)
+            arguments.check_input(x, "input", self.world, dtypes)
         placement = normal(x.placements[0] if isinstance(x, DTensor) else self.layout.input, x.dim())
         if not self._takes(placement, x.dim()):
             spread = x if isinstance(x, DTensor) else as_dtensor(x, self.layout.on_mesh(), placement)
             placement = normal(self._natural, x.dim())
             x = spread.redistribute(placements=[placement])
-        return local(x), placement
+        x, features = local(x), local(self.weight).shape[1]
+        if not x.dim() or x.shape[-1] != features:
+            raise ValueError(f"input must have {features} features in its last dimension; got shape {tuple(x.shape)}")
+        return x, placement
 
     def _leave(self, y: Tensor, placement: Placement, size: int | None = None) -> Tensor:
         """`y`, which lies as `placement` (of `size`, if sharded unevenly), as the layout wants it."""

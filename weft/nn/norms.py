@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from weft.checks import check_tensor
 from weft.nn.layout import Layout, as_dtensor, normal, summed
 
 
@@ -16,6 +18,10 @@ class ShardedNorm(nn.Module):
     normalized_shape: tuple[int, ...]
 
     def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, DTensor) and not torch.compiler.is_compiling():
+            check_tensor(x, "input")
+            if x.device.type != self.layout.on_mesh().device_type or not x.is_floating_point():
+                raise ValueError(f"input must be of a floating dtype, on the mesh's device; got {x.dtype} on {x.device}")
         placement, size = normal(self.layout.input, x.dim()), None
         if isinstance(placement, Shard) and placement.dim >= x.dim() - len(self.normalized_shape):
             raise ValueError(

@@ -87,8 +87,8 @@ def all_gather_matmul(
     biases = _listed(bias, weights, several, "bias")
     outs = _listed(out, weights, several, "out")
     rows, weights = float8.scaled(a, weights, scale_a, _listed(scale_b, weights, several, "scale_b"), world)
-    if arguments.recorded([a, *(w for w in weights if isinstance(w, Tensor)), *biases]):
-        arguments.check_no_out(out)
+    if arguments.recorded([a, *weights, *biases, *outs]):
+        arguments.check_recorded(a, weights, biases, out, world)
         plains = [plain(w) for w in weights]
         keep = return_gathered or any(w.requires_grad for w in plains)
         given = [a.new_empty(0) if x is None else x for x in biases] if any(x is not None for x in biases) else []
@@ -146,13 +146,12 @@ def gather_and_multiply(
     inner = 1 if split else dims.inner(a.shape, dim)
     rows = tuple(shard * inner for shard in shards)
     choice = choose(rows, world, algorithm, chunk_rows, split)
+    whole = (*a.shape[:dim], sum(shards), *a.shape[dim + 1 :])
+    results: list[Tensor] = []
+    for out, b in zip(outs, weights, strict=True):
+        results.append(arguments.result(out, (*whole[:-1], b.shape[1]), out_dtype, [a, *weights, *biases, *results], world))
     if algorithm == "auto" and not split and any(rows):
         choice = best(world, *question(rows, a, weights, out_dtype, world, chunk_rows), choice, timeout)
-    whole = (*a.shape[:dim], sum(shards), *a.shape[dim + 1 :])
-    inputs = [a, *map(plain, weights), *(x for x in biases if x is not None)]
-    results = [
-        arguments.result(out, (*whole[:-1], b.shape[1]), out_dtype, inputs, world) for out, b in zip(outs, weights, strict=True)
-    ]
     if split:
         columns = _gather_columns(a, rows, choice, world, timeout)
         for result, b, bias in zip(results, weights, biases, strict=True):

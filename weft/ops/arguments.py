@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from weft import checks
 from weft.checks import name
-from weft.engines.matmul import DTYPES, FLOAT8, PackedWeight, ScaledWeight, Weight
+from weft.engines.matmul import DTYPES, FLOAT8, PackedWeight, ScaledWeight, Weight, plain
 from weft.world import World, memory
 
 
-def check_tensor(tensor: object, what: str) -> None:
-    """A tensor."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{what} must be a tensor; got {type(tensor).__name__}")
-
-
-def check_input(tensor: Tensor, what: str, world: World, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
-    """A tensor on the world's device, of a supported dtype, that does not lie in another world's symmetric memory."""
-    check_tensor(tensor, what)
+def check_place(tensor: Tensor, what: str, world: World) -> None:
+    """A plain tensor on the world's device that does not lie in another world's symmetric memory."""
+    checks.check_tensor(tensor, what)
     if tensor.device != world.device:
-        raise ValueError(
-            f"{what} is on {tensor.device}; this world's ranks work on {world.device}: pass {what}.to({str(world.device)!r})"
-        )
-    if tensor.dtype not in dtypes:
-        raise TypeError(f"{what} has dtype {name(tensor.dtype)}; supported are {', '.join(map(name, dtypes))}")
+        remedy = "one with data" if tensor.is_meta else f"{what}.to({str(world.device)!r})"
+        raise ValueError(f"{what} is on {tensor.device}; this world's ranks work on {world.device}: pass {remedy}")
     segment = memory.find(tensor)
     if segment is not None and segment.world != world.number:
         raise ValueError(f"{what} is symmetric in another world; pass a plain tensor or one made by this world's empty(...)")
+
+
+def check_input(tensor: Tensor, what: str, world: World, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
+    """The same, of a supported dtype."""
+    check_place(tensor, what, world)
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{what} has dtype {name(tensor.dtype)}; supported are {', '.join(map(name, dtypes))}")
 
 
 def check_weight(a: Tensor, b: Weight, world: World, k: int | None = None) -> None:
@@ -37,14 +36,12 @@ def check_weight(a: Tensor, b: Weight, world: World, k: int | None = None) -> No
     k = a.shape[-1] if k is None else k
     if isinstance(b, PackedWeight):
         b.check_unchanged()
-    elif isinstance(b, Tensor):
-        check_input(b, "b", world)
-    elif not isinstance(b, ScaledWeight):
-        raise TypeError(f"b must be a tensor (K, N), or made of one by weft.pack; got {type(b).__name__}")
-    elif k == a.shape[-1]:
+    elif isinstance(b, ScaledWeight):
+        if k != a.shape[-1]:
+            raise ValueError("float8 inputs cannot be split along K, since each part has scales of its own")
         return  # it was made for this a
     else:
-        raise ValueError("float8 inputs cannot be split along K, since each part has scales of its own")
+        check_input(b, "b", world)
     if len(b.shape) != 2:
         raise ValueError(f"b must be a matrix (K, N); got shape {tuple(b.shape)}")
     if k != b.shape[0]:
@@ -121,18 +118,34 @@ def check_bias(bias: Tensor | None, columns: int, world: World) -> None:
             raise ValueError(f"bias must have shape ({columns},); got {tuple(bias.shape)}")
 
 
-def result(out: Tensor | None, shape: Sequence[int], dtype: torch.dtype, inputs: Sequence[Tensor], world: World) -> Tensor:
-    """`out` if it fits, else a new tensor."""
+def result(
+    out: Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    inputs: Sequence[Weight | None],
+    world: World,
+    in_place: Callable[[Tensor], bool] = lambda out: False,
+) -> Tensor:
+    """`out` if it fits, else a new tensor. It may overlap an input only where the call is made `in_place`."""
     if out is None:
         return torch.empty(shape, dtype=dtype, device=world.device)
     check_input(out, "out", world, (dtype,))
     if out.shape != torch.Size(shape):
         raise ValueError(f"out must have shape {tuple(shape)}; got {tuple(out.shape)}")
     if not out.is_contiguous():
-        raise ValueError("out must be contiguous")
-    if any(overlap(out, tensor) for tensor in inputs):
-        raise ValueError("out must not overlap an input")
+        raise ValueError(f"out must be contiguous, such as torch.empty{tuple(shape)}; got strides {out.stride()}")
+    if any(overlap(out, tensor) for given in inputs for tensor in _read(given)) and not in_place(out):
+        raise ValueError("out must not overlap an input or another out: pass memory of its own")
+    if out.requires_grad and torch.is_grad_enabled():
+        raise ValueError("out requires a gradient, but none is recorded: pass out.detach(), or call under torch.no_grad()")
     return out
+
+
+def _read(given: Weight | None) -> Sequence[Tensor]:
+    """The tensors that an input is read from."""
+    if given is None:
+        return ()
+    return (plain(given), given.scales) if isinstance(given, ScaledWeight) else (plain(given),)
 
 
 def recorded(tensors: Sequence[object]) -> bool:
@@ -142,10 +155,25 @@ def recorded(tensors: Sequence[object]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
 
 
-def check_no_out(out: object) -> None:
-    """What torch traces returns new tensors."""
+def check_recorded(a: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], out: object, world: World) -> None:
+    """What torch traces returns new tensors, and is made of tensors that torch itself would refuse in words of its own."""
+    if not torch.compiler.is_compiling():
+        check_input(a, "a", world, (*DTYPES, *FLOAT8))
+        for b in weights:
+            if not isinstance(b, PackedWeight | ScaledWeight):
+                check_input(b, "b", world, (*DTYPES, *FLOAT8))
+        for bias in biases:
+            if bias is not None:
+                check_input(bias, "bias", world)
     if out is not None:
         raise ValueError("out= cannot be recorded: leave it out, or call under torch.no_grad() and outside torch.compile")
+    check_float8_not_recorded([b for b in weights if isinstance(b, ScaledWeight)])
+
+
+def check_float8_not_recorded(scaled: Sequence[object]) -> None:
+    """There is none of these, which have no gradient."""
+    if scaled:
+        raise ValueError("products of float8 have no gradient and cannot be compiled: call under torch.no_grad()")
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:

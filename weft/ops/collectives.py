@@ -8,6 +8,9 @@ depend on arrival order: the same bits on every run.
 Passing `out`, and the same tensors again and again, is the fastest way to call: the compiled plan is then found by the tensors'
 identity. Symmetric tensors (`World.empty`), the same on all ranks, are read and written in place by peers; others are staged.
 
+All tensors are plain: `torch.Tensor` or `torch.nn.Parameter` itself, strided, no conjugate or negative view. Autograd does not take
+part, so `out` must not require a gradient while it records.
+
 Keywords that all share: `out`, a contiguous tensor for the result (else a new one); `world`, by default that of ``weft.init()``;
 `timeout`, the seconds any wait may take, by default the world's. Bad arguments are `ValueError` or `TypeError`, raised before
 anything is sent; lost, late or disagreeing peers are `PeerLost`, `PeerTimeout` and `MismatchError`, and close the world.
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -294,9 +297,12 @@ def _prepare_all_gather(
     shape = (*a.shape[:dim], sum(sizes), *a.shape[dim + 1 :])
     lead = math.prod(a.shape[:dim])
     rows, start = tuple(lead * size for size in sizes), sum(sizes[: world.rank])
-    fits = out is not None and lead == 1 and out.shape == torch.Size(shape)
-    in_place = out is not None and fits and _same_place(a, out.narrow(dim, start, a.shape[dim]))
-    result = arguments.result(out, shape, a.dtype, [] if in_place else [a], world)
+
+    def is_part(out: Tensor) -> bool:
+        return lead == 1 and _same_place(a, out.narrow(dim, start, a.shape[dim]))
+
+    result = arguments.result(out, shape, a.dtype, [a], world, is_part)
+    in_place = out is not None and is_part(out)
     matrix, gathered = _matrix(a, dim), _matrix(result, dim)
     whole = gathered if lead == 1 else torch.empty_like(gathered)  # else the rows of a rank do not lie side by side in the result
     # In place each rank's rows begin elsewhere, so they are not one symmetric tensor.
@@ -325,14 +331,16 @@ def _prepare_reduce_scatter(
     lead = math.prod(a.shape[:dim])
     rows, start = tuple(lead * size for size in sizes), sum(sizes[: world.rank])
     shape = (*a.shape[:dim], sizes[world.rank], *a.shape[dim + 1 :])
-    fits = out is not None and lead == 1 and out.shape == torch.Size(shape)
-    in_place = out is not None and fits and _same_place(out, a.narrow(dim, start, sizes[world.rank]))
-    result = arguments.result(out, shape, a.dtype, [] if in_place else [a], world)
+
+    def is_part(out: Tensor) -> bool:
+        return lead == 1 and _same_place(out, a.narrow(dim, start, sizes[world.rank]))
+
+    result = arguments.result(out, shape, a.dtype, [a], world, is_part)
     if lead == 1:
         matrix = _matrix(a, dim)
     else:
         matrix = a.new_empty(sum(rows), math.prod(a.shape[dim + 1 :]))
-        for part, block in _parts(a, matrix, dim, sizes):
+        for part, block in _parts(a.detach(), matrix, dim, sizes):
             block.copy_(part)
     slot = _slot_rows(matrix, max(rows), world.ranks - 1)
     plan = _plan_reduce_scatter(rows, algorithm, op, world.is_symmetric(matrix), slot, several_hosts(world))
@@ -342,8 +350,8 @@ def _prepare_reduce_scatter(
 def _prepare_all_reduce(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: str) -> _Work:
     _check_reduction(a, op, world)
     check_possible(algorithm, reducing.ALGORITHMS, world)
-    in_place = out is not None and out.shape == a.shape and _same_place(a, out)
-    result = arguments.result(out, a.shape, a.dtype, [] if in_place else [a], world)
+    result = arguments.result(out, a.shape, a.dtype, [a], world, partial(_same_place, a))
+    in_place = out is not None and _same_place(a, out)
     if algorithm == "auto":
         algorithm = "one_shot" if a.numel() * a.itemsize <= ONE_SHOT_BYTES else "two_shot"
     flat = a.reshape(-1, 1).contiguous()
@@ -374,30 +382,35 @@ def _prepare_all_to_all(
 ) -> _Work:
     arguments.check_input(a, "a", world, ANY)
     _dimension(a, 0)
-    if given is None and taken is None:
-        if a.shape[0] % world.ranks:
-            raise ValueError(f"{a.shape[0]} rows do not divide evenly over {world.ranks} ranks: give the split sizes")
-        counts = ((a.shape[0] // world.ranks,) * world.ranks,) * world.ranks
-    else:
-        counts = _exchange_splits(world, a.shape[0], given, taken)
-    shape = (sum(row[world.rank] for row in counts), *a.shape[1:])
-    result = arguments.result(out, shape, a.dtype, [a], world)
+    even = given is None and taken is None
+    given, taken = _splits(world, a.shape[0], given, taken)
+    result = arguments.result(out, (sum(taken), *a.shape[1:]), a.dtype, [a], world)
+    counts = (given,) * world.ranks if even else _exchange_splits(world, given, taken)
     matrix = _matrix(a)
     slot = _slot_rows(matrix, max(map(max, counts)), world.ranks - 1)
     plan = _plan_all_to_all(counts, world.is_symmetric(matrix), slot, several_hosts(world))
     return _Work(plan, {"a": matrix, "out": _matrix(result)}, result)
 
 
-def _exchange_splits(
+def _splits(
     world: World, rows: int, given: tuple[int, ...] | None, taken: tuple[int, ...] | None
-) -> tuple[tuple[int, ...], ...]:
-    """What every rank gives to every other, once all have been told; wrong sizes are an error on all ranks alike."""
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How many of its `rows` this rank gives to each rank, and takes from each."""
+    if given is None and taken is None:
+        if rows % world.ranks:
+            raise ValueError(f"{rows} rows do not divide evenly over {world.ranks} ranks: give the split sizes")
+        return ((rows // world.ranks,) * world.ranks,) * 2
     given, taken = given or (), taken or ()
     if not len(given) == len(taken) == world.ranks or min(given + taken) < 0 or sum(given) != rows:
         raise ValueError(
             f"input_split_sizes and output_split_sizes must be {world.ranks} counts each, none negative, the former of {rows} "
             f"rows in all; got {[*given]} and {[*taken]}"
         )
+    return given, taken
+
+
+def _exchange_splits(world: World, given: tuple[int, ...], taken: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """What every rank gives to every other, once all have been told; sizes that do not fit are an error on all ranks alike."""
     everyone = all_gather(torch.tensor([given, taken]).view(1, -1), world=world).view(world.ranks, 2, world.ranks)
     sent, expected = everyone[:, 0], everyone[:, 1].t()
     if not torch.equal(sent, expected):
@@ -415,6 +428,8 @@ def _check_reduction(a: Tensor, op: str, world: World) -> None:
 
 
 def _dimension(a: Tensor, dim: int) -> int:
+    if not a.dim():
+        raise ValueError("a must have at least one dimension; got a tensor with none: pass a.view(1)")
     if not -a.dim() <= dim < a.dim():
         raise ValueError(f"a has {a.dim()} dimensions; there is no dimension {dim}")
     return dim % a.dim()

@@ -40,7 +40,7 @@ def explain(
     arguments.check_matrix(a, world)
     weights: list[Weight] = [*b] if isinstance(b, list | tuple) else [b]  # type: ignore[list-item]
     if not weights or (len(weights) > 1 and operator != "all_gather_matmul"):
-        raise ValueError(f"b is a list of {len(weights)} weights; all_gather_matmul takes one or more, others take one")
+        raise ValueError(f"b must be one weight, or several for all_gather_matmul; got a list of {len(weights)} weights")
     dim, packed = dims.normal(dim, a.dim()), all(isinstance(weight, PackedWeight) for weight in weights)
     last = dim == a.dim() - 1
     inner = 1 if last else dims.inner(a.shape, dim)

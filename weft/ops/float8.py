@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from weft import checks
+from weft.checks import name
 from weft.engines.matmul import FLOAT8, ScaledWeight, Weight
 from weft.ops import arguments
 from weft.world import World
@@ -20,30 +22,31 @@ def scaled(
     Scales are float32: one for a whole tensor, or one for each row of a (…, 1) and each column of b (1, N), as
     ``torch._scaled_mm`` takes them. Raises `ValueError` or `TypeError` for anything else.
     """
-    arguments.check_tensor(a, "a")
+    checks.check_tensor(a, "a")
     if scale_a is None and all(scale is None for scale in scales_b) and a.dtype not in FLOAT8:
         return a, [*weights]
     arguments.check_matrix(a, world, FLOAT8)
-    if arguments.recorded((a, scale_a, *scales_b)):
-        raise ValueError("products of float8 have no gradient and cannot be compiled: call under torch.no_grad()")
     made: list[Weight] = []
     for b, scale in zip(weights, scales_b, strict=True):
         if not isinstance(b, Tensor):
-            raise TypeError(f"a float8 weight is a plain tensor; got {type(b).__name__}")
+            raise TypeError(f"b must be a tensor where a is {name(a.dtype)}; got {type(b).__name__}")
         arguments.check_input(b, "b", world, FLOAT8)
         if b.dim() != 2 or b.shape[0] != a.shape[-1]:
             raise ValueError(f"b must be a matrix ({a.shape[-1]}, N) for this a; got shape {tuple(b.shape)}")
-        made.append(ScaledWeight(b, _spread(scale, (1, b.shape[1]), "scale_b")))
-    scales = _spread(scale_a, (*a.shape[:-1], 1), "scale_a")
+        made.append(ScaledWeight(b, _spread(scale, (1, b.shape[1]), "scale_b", world)))
+    scales = _spread(scale_a, (*a.shape[:-1], 1), "scale_a", world)
+    if arguments.recorded((a, scale_a, *scales_b)):
+        arguments.check_float8_not_recorded(made)
     filling = a.new_zeros((*a.shape[:-1], -a.shape[-1] % 4), dtype=torch.uint8)
     carried = torch.cat([a.view(torch.uint8), filling, scales.view(torch.uint8)], -1)
     return carried.view(a.dtype), made
 
 
-def _spread(scale: Tensor | None, shape: tuple[int, ...], what: str) -> Tensor:
+def _spread(scale: Tensor | None, shape: tuple[int, ...], what: str, world: World) -> Tensor:
     """One scale for each row or column."""
     if scale is None:
         raise ValueError(f"float8 inputs need scales: give {what}")
+    arguments.check_place(scale, what, world)
     if scale.dtype != torch.float32 or (scale.numel() != 1 and scale.shape != torch.Size(shape)):
         raise ValueError(f"{what} must be float32, a single one or of shape {shape}; got {scale.dtype}, {tuple(scale.shape)}")
     return scale.reshape(-1)[:1].expand(shape).contiguous() if scale.numel() == 1 else scale.contiguous()

@@ -73,8 +73,8 @@ def matmul_all_reduce(
     """
     world = current(world)
     a, (b,) = float8.scaled(a, [b], scale_a, [scale_b], world)
-    if arguments.recorded((a, b, bias)):
-        arguments.check_no_out(out)
+    if arguments.recorded((a, b, bias, out)):
+        arguments.check_recorded(a, [b], [bias], out, world)
         summed: Tensor = torch.ops.weft.matmul_all_reduce(
             a, plain(b), bias, op, out_dtype, algorithm, chunk_rows, world.number, timeout
         )
@@ -105,10 +105,9 @@ def multiply_and_reduce(
     x = dims.to_front(a, 0)
     choice = choose(len(x), world, algorithm, chunk_rows, isinstance(b, PackedWeight))
     rows = tuple(split(len(x), world.ranks))
+    result = arguments.result(out, (*a.shape[:-1], b.shape[1]), out_dtype, (a, b, bias), world)
     if algorithm == "auto" and any(rows):
         choice = best(world, *question(rows, x, b, out_dtype, world, chunk_rows), choice, timeout)
-    inputs = [t for t in (a, plain(b), bias) if t is not None]
-    result = arguments.result(out, (*a.shape[:-1], b.shape[1]), out_dtype, inputs, world)
     work = Sums(schedule.matmul_all_reduce, rows, choice.way, op)
     partial_sums.add_up(work, x, b, bias, result.view(len(x), b.shape[1]), world, timeout)
     return result

@@ -78,8 +78,8 @@ def matmul_reduce_scatter(
     """
     world = current(world)
     a, (b,) = float8.scaled(a, [b], scale_a, [scale_b], world)
-    if arguments.recorded((a, b, bias)):
-        arguments.check_no_out(out)
+    if arguments.recorded((a, b, bias, out)):
+        arguments.check_recorded(a, [b], [bias], out, world)
         options = op, dim, out_dtype, shard_rows, algorithm, chunk_rows, world.number, timeout
         scattered: Tensor = torch.ops.weft.matmul_reduce_scatter(a, plain(b), bias, *options)
         return scattered
@@ -118,10 +118,10 @@ def multiply_and_scatter(
     rows = tuple(part * inner for part in parts)
     kept = rows[world.rank]
     choice = choose(rows, world, algorithm, chunk_rows, isinstance(b, PackedWeight) and not transposed)
+    shape = (*whole[:dim], parts[world.rank], *whole[dim + 1 :])
+    result = arguments.result(out, shape, out_dtype, (a, b, bias), world)
     if algorithm == "auto" and any(rows):
         choice = best(world, *question(rows, a, b, out_dtype, world, chunk_rows, transposed), choice, timeout)
-    shape = (*whole[:dim], parts[world.rank], *whole[dim + 1 :])
-    result = arguments.result(out, shape, out_dtype, [t for t in (a, plain(b), bias) if t is not None], world)
     if transposed:
         matrix = dims.to_front(a, 0)
         columns = matrix.new_empty(kept, len(matrix), dtype=out_dtype if bias is None else partial_sums.accumulator(out_dtype))

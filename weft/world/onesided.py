@@ -18,12 +18,10 @@ from functools import partial
 from typing import NamedTuple
 from weakref import ReferenceType, ref
 
-import torch
 from torch import Tensor
 
 from weft import _native
-from weft.checks import check_timeout
-from weft.checks import name as name_of
+from weft.checks import check_tensor, check_timeout, name
 from weft.errors import PeerTimeout, WeftError
 from weft.world import memory
 from weft.world.peers import Peers
@@ -38,7 +36,6 @@ _COMPARISONS = {
     "<": _native.Compare.less,
     "<=": _native.Compare.less_equal,
 }
-_STRIDED = torch.strided
 _FOREVER = 1e9  # seconds; what a clock of 64 bits in nanoseconds can count to without care
 
 
@@ -100,12 +97,13 @@ def put(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> N
 
     `dst` is this rank's part of a symmetric tensor or any view of it; the same view of the peer's part is written, this rank's is
     not touched. `src` is any CPU tensor of that dtype and shape. Both may have any strides, dimension and alignment, and no
-    elements; `dst` must not hold an element twice, as an expanded tensor does. `peer` may be this rank itself. If `src` and the
-    target overlap, all is read before anything is written. Autograd does not take part.
+    elements; `dst` must not hold an element twice, as an expanded tensor does, nor may its dimensions interleave. Both are plain:
+    `torch.Tensor` or `torch.nn.Parameter` itself, strided, no conjugate or negative view. `peer` may be this rank itself. If `src`
+    and the target overlap, all is read before anything is written. Autograd does not take part.
 
     The peer learns nothing of it: tell it by `notify` or `put_notify`. `world` is the tensor's own and need not be given; one that
-    is, is checked. Raises `ValueError` (not symmetric, of another world, no such peer, shapes differ, out of bounds), `TypeError`
-    (dtypes differ), `PeerLost`.
+    is, is checked. Raises `ValueError` (not symmetric, of another world, no such peer, shapes differ, out of bounds, not plain),
+    `TypeError` (dtypes differ, a subclass), `PeerLost`.
     """
     _copy(dst, src, peer, world, True)
 
@@ -216,8 +214,11 @@ def _prepared(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put
 
 def _checked(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put: bool) -> tuple[World, _Copy]:
     """The same, made of arguments that have been checked."""
-    if not (_is_plain(remote) and _is_plain(local)):
-        raise _refusal(remote, local, put)
+    there, here = ("dst", "src") if put else ("src", "dst")
+    for tensor, what in ((remote, there), (local, here)):
+        check_tensor(tensor, what)
+        if not tensor.is_cpu:
+            raise ValueError(f"{what} is on {tensor.device}; ranks of a host exchange CPU tensors: pass one")
     segment = memory.find(remote)
     own = None if segment is None else numbered(segment.world)
     shape, dtype = remote.shape, remote.dtype
@@ -228,7 +229,7 @@ def _checked(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put:
         or dtype is not local.dtype
         or shape != local.shape
     ):
-        raise _refusal(remote, local, put)
+        raise _refusal(remote, local, there, here)
     own.check()
     rank, item = _rank(peer, own), dtype.itemsize
     offset = int(remote.storage_offset()) * item
@@ -237,31 +238,12 @@ def _checked(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put:
     return own, _Copy(ref(own), put, rank, size, native, memory.seen(remote), memory.seen(local))
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether the elements lie in this host's memory as they are."""
-    return (
-        isinstance(tensor, Tensor)
-        and tensor.is_cpu
-        and tensor.layout is _STRIDED
-        and not tensor.is_neg()
-        and not (tensor.is_complex() and tensor.is_conj())
-    )
-
-
-def _refusal(remote: Tensor, local: Tensor, put: bool) -> Exception:
-    """What is wrong with the tensors of a call, as the error to raise."""
-    there, here = ("dst", "src") if put else ("src", "dst")
-    for tensor, what in ((remote, there), (local, here)):
-        if not isinstance(tensor, Tensor):
-            return TypeError(f"{what} must be a tensor; got {type(tensor).__name__}")
-        if not tensor.is_cpu:
-            return ValueError(f"{what} is on {tensor.device}; ranks of a host exchange CPU tensors: pass {what}.cpu()")
-        if not _is_plain(tensor):
-            return ValueError(f"{what} is not a plain tensor: pass {what}.to_dense() or {what}.resolve_conj().resolve_neg()")
+def _refusal(remote: Tensor, local: Tensor, there: str, here: str) -> Exception:
+    """What is wrong with the tensors of a call, as the error to raise; `there` and `here` are what the caller calls them."""
     if memory.find(remote) is None:
         return ValueError(f"{there} is not symmetric, so no peer has a counterpart; make it with world.empty(...)")
     if remote.dtype != local.dtype:
-        return TypeError(f"{there} is {name_of(remote.dtype)} and {here} {name_of(local.dtype)}; they must have one dtype")
+        return TypeError(f"{there} is {name(remote.dtype)} and {here} {name(local.dtype)}; they must have one dtype")
     if remote.shape != local.shape:
         return ValueError(f"{there} has shape {tuple(remote.shape)} and {here} {tuple(local.shape)}; they must be equal")
     return ValueError(f"{there} is symmetric in another world; use one made by this world's empty(...)")

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from weft import _native
+from weft.checks import check_tensor
 from weft.errors import WeftError
 from weft.plan import Plan
 from weft.world import device_memory, memory
@@ -95,7 +96,12 @@ class World(Peers):
 
     def is_symmetric(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is this rank's part of a symmetric tensor of this world, or a view of one."""
-        segment = memory.find(tensor)
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"tensor must be a tensor; got {type(tensor).__name__}")
+        try:
+            segment = memory.find(tensor)
+        except (RuntimeError, ValueError):  # it has no memory of its own: sparse, fake, not initialised, …
+            return False
         return segment is not None and segment.world == self.number
 
     def peer(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
@@ -105,9 +111,10 @@ class World(Peers):
         """
         if not 0 <= rank < self.ranks:
             raise ValueError(f"there is no rank {rank} in a world of {self.ranks}")
+        check_tensor(tensor, "tensor")
         segment = memory.find(tensor)
         if segment is None or segment.world != self.number:
-            raise ValueError("not a symmetric tensor of this world; make it with world.empty(...)")
+            raise ValueError("tensor is not a symmetric one of this world; make it with world.empty(...)")
         if not self.near(rank):
             raise ValueError(f"rank {rank} is on another host, whose memory cannot be mapped; use an operator")
         return memory.peer_view(tensor, segment, rank)
