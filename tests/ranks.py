@@ -18,7 +18,9 @@ import weft
 
 # Ranks of tests, and those that weft launches here, are forked from one process that has imported what they need.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["weft.ops", "weft.nn", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "ranks"])
+_context.set_forkserver_preload(
+    ["weft.ops", "weft.nn", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "pytest", "hypothesis", "ranks"]
+)
 
 
 class Outcome(NamedTuple):
