@@ -1,0 +1,58 @@
+"""The proof that the tests marked ``data`` depend on data being moved."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import nanobind
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# What the rest moves data with; the tests of layers, benchmarks and examples rest on these and start slowly.
+FLOOR = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "collectives", "onesided", "autograd", "failure")
+MOVING = [ROOT / "tests" / f"test_{name}.py" for name in FLOOR]
+# Loaded by every Python that starts, before weft is found.
+TAKE_ITS_PLACE = """
+import sys
+from importlib.util import spec_from_file_location
+
+class Finder:
+    @staticmethod
+    def find_spec(name, *_):
+        return spec_from_file_location(name, {core!r}) if name == "weft._native" else None
+
+sys.meta_path.insert(0, Finder)
+"""
+
+
+@pytest.mark.timeout(600)
+def test_a_core_that_moves_nothing_fails_every_data_test(tmp_path):
+    """Build a core whose copies do nothing and run tests marked ``data`` on it: none may pass."""
+    core = tmp_path / "core.so"
+    build(core, "WEFT_MUTANT_NO_COPY")
+    (tmp_path / "sitecustomize.py").write_text(TAKE_ITS_PLACE.format(core=str(core)))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    options = ["-c", ROOT / "pyproject.toml", "-p", "no:cacheprovider", "-m", "data", "--tb=no", "-rp"]
+    command = [sys.executable, "-m", "pytest", *options, *MOVING]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    summary = done.stdout.strip().splitlines()[-1]
+    assert "passed" not in summary, f"these tests do not notice that no data moves:\n{done.stdout}"
+    failed = re.search(r"(\d+) failed", summary)
+    assert failed is not None, done.stdout + done.stderr
+    assert int(failed[1]) >= 30, summary
+
+
+def build(core: Path, option: str) -> None:
+    """Compile the native core with `option`, by one command: unlike weft's own build it takes no time to make code fast."""
+    folders = [sysconfig.get_path("include"), nanobind.include_dir(), Path(nanobind.__file__).parent / "ext/robin_map/include"]
+    sources = [*(ROOT / "native").glob("*.cpp"), Path(nanobind.source_dir()) / "nb_combined.cpp"]
+    command = [*shlex.split(os.environ.get("CXX", "c++")), "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread"]
+    command += [f"-D{option}", *(f"-I{folder}" for folder in folders), *map(str, sources), "-o", str(core)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,15 @@
+"""The native core by itself, driven by a program of its own."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.timeout(300)
+def test_the_core_on_threads_plainly_and_under_sanitizers():
+    done = subprocess.run([ROOT / "native/tests/run.sh"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("all checks passed") == 3
