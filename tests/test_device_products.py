@@ -10,7 +10,7 @@ import torch
 from ranks import on_ranks
 
 import weft
-from weft.engines import device
+from weft.engines.device import engine as device
 from weft.engines.recording import record
 from weft.world import World
 

@@ -17,7 +17,7 @@ from ranks import die, none_left, sockets, start
 import weft
 from weft import _native
 from weft.engines import engine
-from weft.engines.host import Program
+from weft.engines.host import HostProgram
 from weft.plan import Wait
 from weft.schedules.all_gather_matmul import ALGORITHMS, all_gather_matmul
 
@@ -41,15 +41,15 @@ def die_at(world, algorithm, lane, done):
     tensors = {"a": torch.ones(2, 4), "out": torch.empty(6, 4)}
     death = world.empty(1, dtype=torch.float64)
     death.zero_()
-    whole = Program(engine(world), plan, tensors, {})
+    whole = HostProgram(engine(world), plan, tensors, {})
     if world.rank == VICTIM:
         own = {
             name: instructions if name == "comm" and lane == "compute" else () for name, instructions in plan.lanes[VICTIM].items()
         }
         own[lane] = plan.lanes[VICTIM][lane][:done]
         lanes = [own if rank == VICTIM else other for rank, other in enumerate(plan.lanes)]
-        with mock.patch.object(Program, "_describe", return_value=whole.call):
-            part = Program(engine(world), dataclasses.replace(plan, lanes=tuple(lanes)), tensors, {})
+        with mock.patch.object(HostProgram, "_describe", return_value=whole.call):
+            part = HostProgram(engine(world), dataclasses.replace(plan, lanes=tuple(lanes)), tensors, {})
         part.run(tensors, {"out": torch.eye(4)})
         for rank in range(world.ranks):
             world.peer(death, rank)[0] = time.monotonic()

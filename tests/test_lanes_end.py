@@ -9,7 +9,8 @@ import torch
 from ranks import start
 
 import weft
-from weft.engines import device, engine
+from weft.engines import engine
+from weft.engines.device import engine as device
 from weft.plan import Buffer, Copy, Notify, Plan, Region, Signal, Wait
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from weft.engines.engine import Engine
 from weft.engines.host import HostEngine
 from weft.engines.network import NetworkEngine
 from weft.world import World
 
 
-def engine(world: World) -> HostEngine:
+def engine(world: World) -> Engine:
     """The engine of a world, made at its first use."""
-    found: HostEngine | None = world.engine
+    found: Engine | None = world.engine
     if found is None:
         found = world.engine = _made(world)
     return found
 
 
-def _made(world: World) -> HostEngine:
+def _made(world: World) -> Engine:
     if not world.streams:
         return NetworkEngine(world) if world.relay else HostEngine(world)
     from weft.engines.device.engine import DeviceEngine

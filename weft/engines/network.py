@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft import _native
-from weft.engines.host import LANES, HostEngine, Program
+from weft.engines.engine import LANES
+from weft.engines.host import HostEngine, HostProgram
 from weft.plan import Instruction, Notify, Plan, Region, Wait
 from weft.plan.messages import Message, batches, incoming, is_wire, posted, target, wire
 from weft.schedules.barrier import barrier
@@ -45,7 +46,7 @@ class NetworkEngine(HostEngine):
 
     def compile(
         self, plan: Plan, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], call: str | None = None
-    ) -> Program:
+    ) -> HostProgram:
         return NetworkProgram(self, plan, tensors, dtypes, call)
 
     def agree(self, call: str) -> None:
@@ -81,7 +82,7 @@ class _Sent(NamedTuple):
     rows: Sequence[_Rows]
 
 
-class NetworkProgram(Program):
+class NetworkProgram(HostProgram):
     """A plan compiled for one rank of several hosts."""
 
     engine: NetworkEngine

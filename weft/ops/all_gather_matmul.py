@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.checks import check_timeout
 from weft.engines import engine
-from weft.engines.host import Geometry
+from weft.engines.engine import Geometry
 from weft.engines.matmul import DTYPES, FLOAT8, PackedWeight, Weight, multiply, plain
 from weft.ops import arguments, dims, float8
 from weft.ops.choice import Choice, Signature, best, check, dtype_name, pieces, preferred

@@ -28,7 +28,9 @@ from torch import Tensor
 
 from weft.checks import check_timeout
 from weft.engines import engine
-from weft.engines.host import Geometry, Program, Repeat
+from weft.engines.cached_call import CachedCall
+from weft.engines.engine import Geometry, Program
+from weft.engines.host import HostProgram
 from weft.engines.matmul import DTYPES as FLOATS
 from weft.errors import PeerTimeout
 from weft.ops import arguments
@@ -112,8 +114,8 @@ def _now(
         check_timeout(timeout)
     calls = (world.engine or engine(world)).calls
     name = prepare, id(a), id(out), options
-    known: Repeat | None = calls.get(name)
-    if known is not None and out is not None and known.made(a, out, timeout):
+    known: CachedCall | None = calls.get(name)
+    if known is not None and out is not None and known.replay(a, out, timeout):
         return out
     work = prepare(world, a, out, *options)
     program = _program(world, work)
@@ -124,7 +126,8 @@ def _now(
     if lasting and out is not None and all(_within(tensor, (a, out)) for tensor in work.tensors.values()):
         if len(calls) >= _REMEMBERED:
             calls.clear()
-        calls[name] = Repeat(program, addresses, a, out)
+        assert isinstance(program, HostProgram)
+        calls[name] = CachedCall(program, addresses, a, out)
     return work.result
 
 

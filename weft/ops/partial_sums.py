@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.engines import engine
-from weft.engines.host import Geometry
+from weft.engines.engine import Geometry
 from weft.engines.matmul import Weight
 from weft.plan import Plan
 from weft.predict import Candidate

@@ -19,7 +19,7 @@ from torch import Tensor
 from weft import _native
 from weft.engines.device.counters import Awaited, Counters, DeviceCounters, Short, counters
 from weft.engines.device.lanes import Step, Ticket, lane
-from weft.engines.host import LANES, HostEngine, Program
+from weft.engines.engine import LANES, Engine, Program
 from weft.engines.matmul import Weight, multiply, plain
 from weft.errors import PeerTimeout, WeftError
 from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Wait, accesses
@@ -35,7 +35,7 @@ Span = Callable[[], list[tuple[str, int, int, int]]]
 """Tells, when all is over, of each instruction of a step the lane, its index, and when it began and ended."""
 
 
-class DeviceEngine(HostEngine):
+class DeviceEngine(Engine):
     """Executes plans for one rank of a world on the lanes of its device."""
 
     remembers = False  # tensors are not known by address alone
