@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ranks import on_ranks
 
 import weft
-from weft.engines.matmul import FLOAT8
+from weft.engines.weights import FLOAT8
 
 OUT = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from weft.bench.verification import compare, error_bound
-from weft.engines import matmul
+from weft.engines import matmul, weights
+from weft.engines.weights import pack
 
 ROWS = (0, 1, 7, 1025)  # ragged beyond the blocks in which oneDNN multiplies
 SHAPES = ((37, 29), (5, 1), (1, 6), (0, 3))  # (K, N) of weights
-DTYPES = [*((dtype, dtype) for dtype in matmul.DTYPES), (torch.float16, torch.float32), (torch.bfloat16, torch.float32)]
+DTYPES = [*((dtype, dtype) for dtype in weights.DTYPES), (torch.float16, torch.float32), (torch.bfloat16, torch.float32)]
 LAID = {
     "plain": torch.clone,
     "transposed": lambda t: t.t().contiguous().t(),
@@ -34,7 +35,7 @@ def test_every_way_makes_the_product(way, dtype, out_dtype, lie, packed, monkeyp
     for (k, n), rows, x_lie in itertools.product(SHAPES, ROWS, ("plain", "transposed")):
         x, b, bias = (torch.randn(*shape, generator=random).to(dtype) for shape in ((rows, k), (k, n), (n,)))
         bias, given, weight = bias if next(biased) else None, LAID[x_lie](x), LAID[lie](b)
-        used, whole = matmul.pack(weight) if packed else weight, torch.full((rows, n + 3), math.nan, dtype=out_dtype)
+        used, whole = pack(weight) if packed else weight, torch.full((rows, n + 3), math.nan, dtype=out_dtype)
         try:
             matmul.multiply(given, used, whole[:, :n], bias)
         except RuntimeError as error:

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from weft.engines.matmul import PackedWeight, pack
+    from weft.engines.weights import PackedWeight, pack
     from weft.errors import MismatchError, PeerLost, PeerTimeout, PlanError, SymmetricMemoryError, WeftError
     from weft.ops.all_gather_matmul import all_gather_matmul
     from weft.ops.barrier import barrier
@@ -42,7 +42,7 @@ _HOMES = {
     "weft.errors": ["MismatchError", "PeerLost", "PeerTimeout", "PlanError", "SymmetricMemoryError", "WeftError"],
     "weft.world.launcher": ["launch"],
     "weft.world.local": ["LocalWorld", "local_world"],
-    "weft.engines.matmul": ["PackedWeight", "pack"],
+    "weft.engines.weights": ["PackedWeight", "pack"],
     "weft.world.onesided": ["Transfer", "get", "get_async", "notify", "put", "put_async", "put_notify", "test", "wait"],
     "weft.ops.all_gather_matmul": ["all_gather_matmul"],
     "weft.ops.barrier": ["barrier"],

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from weft import cache
 from weft.engines import engine, matmul
 from weft.engines.recording import record
+from weft.engines.weights import pack
 from weft.errors import WeftError
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait, writes
 from weft.predict.interpolation import Grid
@@ -172,7 +173,7 @@ def _sending(world: World, rows: int, products: int) -> Callable[[], None]:
                 compute.append(Wait(Signal("arrived", source), 1))
         lanes.append({"compute": (*compute, *leave(r, world.ranks)), "comm": tuple(comm)})
     plan = _plan(lanes, max(rows, _PRODUCT))
-    return partial(engine(world).execute, plan, _sent(max(rows, _PRODUCT)), {"out": matmul.pack(torch.ones(_COLUMNS, 512))})
+    return partial(engine(world).execute, plan, _sent(max(rows, _PRODUCT)), {"out": pack(torch.ones(_COLUMNS, 512))})
 
 
 def _sent(rows: int) -> dict[str, torch.Tensor]:
@@ -187,7 +188,7 @@ def _products(bench: _Bench, kind: str, dtype: torch.dtype, packed: bool) -> Non
     """Time products of one kind once at every size."""
     for width in _WIDTHS:
         b = torch.randn(width, width).to(dtype)
-        weight = matmul.pack(b) if packed else b
+        weight = pack(b) if packed else b
         for rows in _ROWS:
             x, out = torch.randn(rows, width).to(dtype), torch.empty(rows, width, dtype=dtype)
             bench.time(f"{kind} {rows}x{width}x{width}", partial(matmul.multiply, x, weight, out), _WARM if rows < 16 else 1)
@@ -304,7 +305,7 @@ def _lanes(bench: _Bench) -> None:
     """Time products and copies alone and beside each other, and how long a comm lane waits for its turn beside products."""
     world, rows = bench.world, 256
     tensors = {"a": torch.ones(rows, _COLUMNS), "out": torch.ones(rows, 512)}
-    weight = {"out": matmul.pack(torch.ones(_COLUMNS, 512))}
+    weight = {"out": pack(torch.ones(_COLUMNS, 512))}
     for what in ("products", "copies", "products and copies", "turn"):
         lanes: list[Lanes] = []
         for r in range(world.ranks):

@@ -26,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 from weft import _native
 from weft.engines import matmul
 from weft.engines.recording import clock_offsets
+from weft.engines.weights import pack
 from weft.errors import SymmetricMemoryError
 from weft.ops.barrier import barrier
 from weft.world import World, init
@@ -232,7 +233,7 @@ def _named() -> str:
 def _gflops(dtype: torch.dtype) -> float:
     """The rate of weft's product of square matrices, by the provider that it chooses."""
     a, out = torch.ones(PRODUCT, PRODUCT, dtype=dtype), torch.empty(PRODUCT, PRODUCT, dtype=dtype)
-    weight, best = matmul.pack(a), float("inf")
+    weight, best = pack(a), float("inf")
     for _ in range(3):
         begun = time.perf_counter()
         matmul.multiply(a, weight, out)

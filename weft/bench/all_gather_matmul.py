@@ -14,6 +14,7 @@ from weft.bench.fused import Settings, View, balanced_gbps
 from weft.bench.timing import Stopwatch, largest
 from weft.bench.verification import Problem
 from weft.engines import engine, matmul
+from weft.engines.weights import pack
 from weft.ops.all_gather_matmul import all_gather_matmul, choose, question
 from weft.ops.choice import best
 from weft.plan import Plan
@@ -45,7 +46,7 @@ class AllGatherMatmul:
         self.gathered = world.empty(m, k, dtype=dtype)
         self.whole = torch.empty(m, k, dtype=dtype)
         self.out = torch.empty(m, n, dtype=out_dtype)
-        self.weight = matmul.pack(self.problem.weight)
+        self.weight = pack(self.problem.weight)
         if settings.link:
             world.emulate_link(settings.link.gbps or 1.0, settings.link.latency_us)
         self.views = {"compute": self._product(lambda: matmul.multiply(self.whole, self.weight, self.out))}

@@ -14,6 +14,7 @@ from weft.bench.fused import Settings, View, balanced_gbps
 from weft.bench.timing import Stopwatch, largest
 from weft.bench.verification import Check, Sums
 from weft.engines import engine, matmul
+from weft.engines.weights import pack
 from weft.ops import matmul_all_reduce as reducing
 from weft.ops import matmul_reduce_scatter as scattering
 from weft.ops.choice import Choice, Signature, best
@@ -46,7 +47,7 @@ class _ProductSum:
         self.products = world.empty(m, n, dtype=product)
         self.whole = torch.empty(m, n, dtype=self.out_dtype)
         self.out = torch.empty(self.kept, n, dtype=self.out_dtype)
-        self.weight = matmul.pack(self.problem.weight)
+        self.weight = pack(self.problem.weight)
         if settings.link:
             world.emulate_link(settings.link.gbps or 1.0, settings.link.latency_us)
         self.views = {

@@ -25,6 +25,7 @@ from weft.bench.progress import progress
 from weft.bench.timing import Stopwatch, largest
 from weft.bench.verification import Check, Problem
 from weft.engines import matmul
+from weft.engines.weights import pack
 from weft.ops.collectives import all_gather, all_gather_async
 from weft.world import World, init
 
@@ -61,7 +62,7 @@ class Overlap:
         self.world = world
         self.problem = Problem(m, k, n, dtype, dtype, seed=settings.seed, rank=world.rank)
         self.x, self.out = torch.empty(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
-        self.weight = matmul.pack(self.problem.weight)
+        self.weight = pack(self.problem.weight)
         sweep = collectives.Settings("all_gather", (settings.gather_bytes,), settings.dtype, seed=settings.seed)
         count = collectives.count_of(settings.gather_bytes, sweep, world.ranks)
         self.data = collectives.Data(world, sweep, count)

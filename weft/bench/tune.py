@@ -9,7 +9,8 @@ import torch
 
 from weft import predict
 from weft.bench.timing import Stopwatch
-from weft.engines import engine, matmul
+from weft.engines import engine
+from weft.engines.weights import Weight, pack
 from weft.ops import all_gather_matmul as gathering
 from weft.ops import matmul_all_reduce as reducing
 from weft.ops import matmul_reduce_scatter as scattering
@@ -118,6 +119,6 @@ def _summing(case: Case, world: World) -> Callable[[Candidate], Callable[[], obj
     return prepare
 
 
-def _weight(case: Case, dtype: torch.dtype) -> matmul.Weight:
+def _weight(case: Case, dtype: torch.dtype) -> Weight:
     b = torch.randn(case.k, case.n).to(dtype)
-    return matmul.pack(b) if case.packed else b
+    return pack(b) if case.packed else b

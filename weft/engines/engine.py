@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weft import _native
-from weft.engines.matmul import Weight
+from weft.engines.weights import Weight
 from weft.errors import MismatchError, PlanError, WeftError
 from weft.plan import Copy, Instruction, Plan, Reduce, Region, Signal, Wait, accesses, reads, writes
 from weft.world import World, memory

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from weft import _native
 from weft.engines.engine import LANES, Engine, Program
-from weft.engines.matmul import Weight, multiply
+from weft.engines.matmul import multiply
+from weft.engines.weights import Weight
 from weft.errors import PlanError, WeftError
 from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Wait, reads, writes
 

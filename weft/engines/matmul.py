@@ -1,4 +1,4 @@
-"""The local matrix product on a CPU: the fastest of the ways that torch offers, and weights packed once.
+"""The local matrix product on a CPU: the fastest of the ways that torch offers.
 
 `torch.mm` is often not the fastest: oneDNN's linear kernel reaches twice its float32 rate on some processors, and multiplying
 float16 through float32 hundreds of times its own. Which way wins depends on the dtype, on the number of rows and on how the weight
@@ -16,98 +16,18 @@ import torch
 from torch import Tensor
 
 from weft import cache
-from weft.checks import check_tensor
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""The dtypes that products take."""
-
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""Those that they take with scales."""
+from weft.engines.weights import PackedWeight, ScaledWeight, Weight, pack, plain, transposed
 
 _ROWS = {1: 2048, 2: 2048, 8: 2048, 64: 2048, 512: 1024}
 """Numbers of rows at which the ways are timed, and the width of the weight: where rows are few one that most caches do not hold.
 
 Other numbers of rows go by the nearest one below.
 """
-_ROUNDS = 5  # in which they are
+_ROUNDS = 5  # of timing, for each provider
 _FAR = 8  # times as slow as the fastest is not tried again
-_WORTH = 1.05  # times as fast as torch.mm is another way to be, so that it is not noise that chooses
-_PROBED = 64  # elements of a packed weight that are compared to see whether it was changed
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORTH = 1.05  # torch.mm is replaced only by a way this many times as fast; less is noise
 _BLOCK = 256  # rows of a packed product whose result still lies in the cache when it is copied to its place
 _REPACKED_BLOCK = 1024  # the same where each product packs the weight anew, which takes as long as some hundred rows
-
-
-class PackedWeight:
-    """A weight (K, N) laid out for products; made by `pack`.
-
-    Attributes: `shape`, `dtype` and `plain`, the tensor it was made from.
-    """
-
-    def __init__(self, b: Tensor) -> None:
-        self.plain, self.shape, self.dtype = b.detach(), b.shape, b.dtype
-        self._version = _version(self.plain)
-        step = max(1, min(b.shape) // _PROBED)
-        self._probed = self.plain.view(_BITS[b.itemsize]).diagonal()[::step]
-        self._probe = self._probed.clone()
-        self._laid: dict[str, Tensor] = {}
-
-    def laid_out(self, way: str) -> Tensor:
-        """The weight as this way of multiplying wants it; made at the first use."""
-        if way not in self._laid:
-            dtype = torch.float32 if way.endswith("/float32") else self.dtype
-            wide = self.plain.to(dtype)
-            self._laid[way] = torch.ops.mkldnn._reorder_linear_weight(wide.t().contiguous()) if way.startswith("onednn") else wide
-        return self._laid[way]
-
-    def changed(self) -> bool:
-        """Whether the tensor this was made from has been written to since.
-
-        Torch counts writes, except those through ``.data`` and the like; these are told by some elements of the diagonal.
-        """
-        return _version(self.plain) != self._version or not torch.equal(self._probed, self._probe)
-
-    def check_unchanged(self) -> None:
-        """Raise `ValueError` if it has."""
-        if self.changed():
-            raise ValueError("the weight was changed after it was packed; pack it again with weft.pack(b)")
-
-    def __repr__(self) -> str:
-        return f"PackedWeight({tuple(self.shape)}, {self.dtype})"
-
-
-class ScaledWeight:
-    """A float8 weight (K, N) with its scales (1, N), for rows that carry theirs behind their K columns; see `weft.ops.float8`.
-
-    `shape` counts the columns of such rows: K, filled up to a multiple of 4, and the 4 bytes of a scale in float32.
-    """
-
-    def __init__(self, b: Tensor, scales: Tensor) -> None:
-        self.plain, self.scales, self.dtype, self.k = b, scales, b.dtype, b.shape[0]
-        self.shape = torch.Size((-(-self.k // 4) * 4 + 4, b.shape[1]))
-
-
-Weight = Tensor | PackedWeight | ScaledWeight
-
-
-def plain(weight: Weight) -> Tensor:
-    """The tensor that a weight is or was made from."""
-    return weight if isinstance(weight, Tensor) else weight.plain
-
-
-def pack(b: Tensor) -> PackedWeight:
-    """Lay out the weight `b` (K, N), of any strides, for use in many products; worth most where these have few rows.
-
-    Operators take the result in place of `b`. It refers to `b`, which must not be changed: a changed weight is an error when used.
-    Beside `b` it keeps at most one copy for each dtype of results, made at the first product that is faster with it: of b's dtype,
-    or in float32 on processors that do not multiply 16-bit numbers themselves.
-    """
-    check_tensor(b, "b")
-    if b.dim() != 2 or b.dtype not in DTYPES or b.device.type != "cpu":
-        raise ValueError(
-            f"b, a weight to pack, must be a CPU tensor (K, N) of a floating dtype; got {tuple(b.shape)} {b.dtype} on {b.device}"
-        )
-    return PackedWeight(b)
 
 
 def multiply(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None = None) -> None:
@@ -136,11 +56,6 @@ def _lie(x: Tensor, weight: Tensor | PackedWeight) -> str:
         return "columns"
     lies = "transposed" if transposed(plain(weight)) else "plain"
     return f"packed {lies}" if isinstance(weight, PackedWeight) else lies
-
-
-def transposed(matrix: Tensor) -> bool:
-    """Whether its columns are contiguous, and its rows are not."""
-    return matrix.stride(0) == 1 and matrix.stride(1) > 1
 
 
 def _scaled(x: Tensor, weight: ScaledWeight, out: Tensor, bias: Tensor | None) -> None:
@@ -277,11 +192,6 @@ def _fastest(seconds: dict[int, dict[str, float]], packed: bool) -> dict[str, st
         str(rows): min(ways & set(timed), key=lambda way: timed[way] * (1 if way == "mm" else _WORTH))
         for rows, timed in seconds.items()
     }
-
-
-def _version(tensor: Tensor) -> int:
-    """How often the tensor has been written to; tensors made for inference do not count."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _times(works: Mapping[str, Callable[[], None]]) -> dict[str, float]:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.engines.matmul import PackedWeight, Weight, multiply
+from weft.engines.matmul import multiply
+from weft.engines.weights import PackedWeight, Weight
 from weft.nn.layout import chunk_sizes
 from weft.ops import dims
 from weft.ops.collectives import all_gather

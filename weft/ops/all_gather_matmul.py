@@ -11,7 +11,8 @@ from torch import Tensor
 from weft.checks import check_timeout
 from weft.engines import engine
 from weft.engines.engine import Geometry
-from weft.engines.matmul import DTYPES, FLOAT8, PackedWeight, Weight, multiply, plain
+from weft.engines.matmul import multiply
+from weft.engines.weights import DTYPES, FLOAT8, PackedWeight, Weight, plain
 from weft.ops import arguments, dims, float8
 from weft.ops.choice import Choice, Signature, best, check, dtype_name, pieces, preferred
 from weft.plan import Plan

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from weft import checks
 from weft.checks import name
-from weft.engines.matmul import DTYPES, FLOAT8, PackedWeight, ScaledWeight, Weight, plain
+from weft.engines.weights import DTYPES, FLOAT8, PackedWeight, ScaledWeight, Weight, plain
 from weft.world import World, memory
 
 

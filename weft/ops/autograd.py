@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.engines.matmul import multiply, transposed
+from weft.engines.matmul import multiply
+from weft.engines.weights import transposed
 from weft.errors import WeftError
 from weft.ops import dims
 from weft.ops.all_gather_matmul import gather_and_multiply

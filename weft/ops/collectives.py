@@ -31,7 +31,7 @@ from weft.engines import engine
 from weft.engines.cached_call import CachedCall
 from weft.engines.engine import Geometry, Program
 from weft.engines.host import HostProgram
-from weft.engines.matmul import DTYPES as FLOATS
+from weft.engines.weights import DTYPES as FLOATS
 from weft.errors import PeerTimeout
 from weft.ops import arguments
 from weft.ops.choice import check_possible

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from weft.engines import engine
-from weft.engines.matmul import PackedWeight, Weight
+from weft.engines.weights import PackedWeight, Weight
 from weft.ops import all_gather_matmul, arguments, dims, matmul_all_reduce, matmul_reduce_scatter
 from weft.ops.choice import Choice, explained
 from weft.schedules.common import split

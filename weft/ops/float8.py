@@ -9,7 +9,7 @@ from torch import Tensor
 
 from weft import checks
 from weft.checks import name
-from weft.engines.matmul import FLOAT8, ScaledWeight, Weight
+from weft.engines.weights import FLOAT8, ScaledWeight, Weight
 from weft.ops import arguments
 from weft.world import World
 

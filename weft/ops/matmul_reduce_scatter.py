@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.checks import check_timeout
-from weft.engines.matmul import DTYPES, FLOAT8, PackedWeight, ScaledWeight, Weight, plain
+from weft.engines.weights import DTYPES, FLOAT8, PackedWeight, ScaledWeight, Weight, plain
 from weft.ops import arguments, dims, float8, partial_sums
 from weft.ops.choice import Choice, Signature, best, check, dtype_name, pieces, preferred
 from weft.ops.partial_sums import Sums

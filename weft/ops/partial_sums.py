@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.engines import engine
 from weft.engines.engine import Geometry
-from weft.engines.matmul import Weight
+from weft.engines.weights import Weight
 from weft.plan import Plan
 from weft.predict import Candidate
 from weft.schedules.common import Hosts

@@ -20,7 +20,8 @@ from weft import _native
 from weft.engines.device.counters import Awaited, Counters, DeviceCounters, Short, counters
 from weft.engines.device.lanes import Step, Ticket, lane
 from weft.engines.engine import LANES, Engine, Program
-from weft.engines.matmul import Weight, multiply, plain
+from weft.engines.matmul import multiply
+from weft.engines.weights import Weight, plain
 from weft.errors import PeerTimeout, WeftError
 from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Wait, accesses
 from weft.world import World

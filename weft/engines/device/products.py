@@ -17,7 +17,7 @@ from weft.engines.device.kernels.all_gather_matmul import Product, check
 from weft.engines.device.kernels.tiles import launches
 from weft.engines.device.lanes import Step
 from weft.engines.engine import Geometry
-from weft.engines.matmul import Weight, plain
+from weft.engines.weights import Weight, plain
 from weft.plan import Instruction, Matmul, Signal
 
 
