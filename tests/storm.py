@@ -46,6 +46,7 @@ from weft.bench.progress import progress
 LIMIT = 3.0  # seconds that a wait may take
 PATIENT = 60.0  # the same where ranks compile
 SOON = 1.0  # seconds in which survivors raise, or after the time limit where nothing shows that a peer is gone
+CONNECTING = 5  # time limits in which gloo gives up to connect to another host
 HANGS = 30.0  # seconds after which a rank that is not through is one that hangs
 LATE = ("stop", "cut")  # what nothing shows before the time limit
 LACKS = ("memory", "files")  # which a rank may do without
@@ -338,7 +339,8 @@ def _kept(before: dict[str, list[str]], compiles: bool) -> list[str]:
         if compiles:
             kept = [one for one in kept if one.startswith("mappings")]
         if not kept or time.monotonic() > deadline:
-            return kept + [f"{thread.name}" for thread in threading.enumerate() if kept and thread is not threading.main_thread()]
+            own = threading.get_ident()
+            return kept + ["".join(traceback.format_stack(at)) for one, at in sys._current_frames().items() if kept and one != own]
         time.sleep(0.01)
 
 
@@ -453,7 +455,7 @@ def run(trial: Trial, folder: str, net: Hosts | None) -> Outcome:
             late = over["when"] - begun - (trial.limit if trial.fault in LATE else 0.0)
             if over["kind"] != "NoneType":
                 delays.append(late)
-                if late > SOON + slack + (trial.limit if at_limit(trial) else 0.0):
+                if late > SOON + slack + (CONNECTING * trial.limit if at_limit(trial) else 0.0):
                     wrong.append(f"rank {rank} was {late:.2f} s late (ranks waited {slack:.2f} s for a core): {over['text']}")
     return Outcome(wrong, delays)
 

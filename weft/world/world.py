@@ -176,7 +176,8 @@ def init(
     a CPU that kernel runs under TRITON_INTERPRET=1. On a rank of a `local_world` this is its world there.
 
     Raises `WeftError` if there is no GPU, or ranks with GPUs are on several hosts; `PeerTimeout` if some ranks do not appear;
-    `PeerLost` if one dies or gives up meanwhile, at once if it is on this host. After either the group is of no more use.
+    `PeerLost` if one dies or gives up meanwhile, at once if it is on this host; on another it may take five times `timeout`. After
+    either the group is of no more use.
     `SymmetricMemoryError` if this rank lacks memory.
     """
     global _default
