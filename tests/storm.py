@@ -255,7 +255,6 @@ class Rank:
             worlds._default = None
             dist.destroy_process_group()
             del store
-            gc.collect()
             self._say("left", kept=_kept(before, trial.place == "compile"))
             status = 0
         except BaseException:
@@ -334,6 +333,7 @@ def _kept(before: dict[str, list[str]], compiles: bool) -> list[str]:
     """What is there and was not before, once threads have had a moment to end; a compiler's own threads and files may stay."""
     deadline = time.monotonic() + 10
     while True:
+        gc.collect()  # what a thread held on to as it ended, too
         now = _belongings()
         kept = [f"{kind}: {one}" for kind in now for one in set(now[kind]) - set(before[kind])]
         if compiles:
