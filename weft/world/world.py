@@ -114,7 +114,7 @@ class World(Peers):
         check_tensor(tensor, "tensor")
         segment = memory.find(tensor)
         if segment is None or segment.world != self.number:
-            raise ValueError("tensor is not a symmetric one of this world; make it with world.empty(...)")
+            raise ValueError("tensor is not a symmetric tensor of this world; make it with world.empty(...)")
         if not self.near(rank):
             raise ValueError(f"rank {rank} is on another host, whose memory cannot be mapped; use an operator")
         return memory.peer_view(tensor, segment, rank)
