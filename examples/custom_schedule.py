@@ -1,4 +1,4 @@
-"""A schedule of one's own: written, proved, run on real ranks and drawn, by ``python examples/custom_schedule.py timeline.png``.
+"""A schedule of one's own: written, proved, run on real ranks and drawn, by ``python examples/custom_schedule.py [timeline.png]``.
 
 It is all-gather + matmul by recursive doubling: in steps 1, 2, 4, … ranks that differ in that bit exchange all the rows
 they hold, so 4 ranks need 2 steps instead of 3. What one step brought is multiplied while the next is under way.
@@ -56,5 +56,5 @@ def run(plan: Plan, rows: int) -> Trace | None:
 
 if __name__ == "__main__":
     weft.verify(plan := doubling(ranks=4, rows=256))  # PlanError names every race, deadlock and wrong row: delete a Wait and see
-    print(plan)
-    draw([weft.launch(run, 4, plan, 256)[0]], Path(sys.argv[1]), "all-gather + matmul, emulated link of 4 Gbit/s")
+    print(plan, f"The picture of its second run: {(picture := Path(*sys.argv[1:] or ['timeline.png']))}", sep="\n")
+    draw([weft.launch(run, 4, plan, 256)[0]], picture, "all-gather + matmul, emulated link of 4 Gbit/s")

@@ -1,27 +1,62 @@
-"""The examples run as they are told to, at small sizes."""
+"""The examples and what the documents show run as a reader would run them: taken from there, so that neither can drift."""
 
 from __future__ import annotations
 
+import ast
+import re
+import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import typer
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+from weft.cli import app
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+WEFT = Path(sys.executable).parent / "weft"
+DOCUMENTS = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+
+# What snippets that are no programs take for granted: ranks, tensors, a model whose layers have the names that are used, its mesh.
+PRELUDE = """
+import io, json, torch, weft, weft.nn, weft.plan.trace
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+def given(world):
+    def linear():
+        return nn.Linear(8, 8)
+    attention, mlp = (nn.ModuleDict({name: linear() for name in names}) for names in (("wq", "wk", "wv"), ("up", "down")))
+    model = nn.ModuleDict({"norm": nn.RMSNorm(8), "up": linear(), "attention": attention, "down": linear(), "mlp": mlp})
+    mesh, tensors = init_device_mesh("cpu", (world.ranks,)), {"a": torch.randn(4, 8), "b": torch.randn(8, 8)}
+    return globals() | tensors | {"world": world, "mesh": mesh, "model": model, "block": model, "file": io.StringIO()}
+"""
 
 
-def example(name, *arguments):
-    """What an example prints."""
-    done = subprocess.run([sys.executable, EXAMPLES / name, *map(str, arguments)], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+def run(*command, cwd=ROOT):
+    """What a command prints; it must succeed."""
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=100, cwd=cwd)
+    assert done.returncode == 0, f"{command}:\n{done.stdout}{done.stderr}"
     return done.stdout
 
 
+def example(name, *arguments, cwd=ROOT):
+    return run(sys.executable, EXAMPLES / name, *arguments, cwd=cwd)
+
+
 @pytest.mark.data
-def test_custom_schedule(tmp_path):
-    picture = tmp_path / "timeline.png"
-    assert "all_gather_matmul / doubling on 4 ranks" in example("custom_schedule.py", picture)
+@pytest.mark.parametrize("name", [None, "picture.png"], ids=["as it is", "with a name"])
+def test_custom_schedule(tmp_path, name):
+    printed = example("custom_schedule.py", *([name] if name else []), cwd=tmp_path)
+    assert "all_gather_matmul / doubling on 4 ranks" in printed
+    picture = tmp_path / (name or "timeline.png")
+    assert picture.name in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -32,3 +67,136 @@ def test_tensor_parallel_transformer(dtype):
     printed = example("tensor_parallel_transformer.py", *sizes.split(), "--dtype", dtype, "--explain")
     for word in ("prefill", "decode", "train", "logits agree", "gradients agree", "matmul_all_reduce", "matmul_reduce_scatter"):
         assert word in printed
+
+
+def test_every_example_is_tested():
+    here = Path(__file__).read_text()
+    assert all(f'example("{path.name}"' in here for path in EXAMPLES.glob("*.py"))
+
+
+class Block(NamedTuple):
+    """A fenced block of a document."""
+
+    where: str
+    language: str
+    text: str
+
+    @property
+    def is_program(self):
+        """Whether it is Python that makes a world by itself, and begins with how it is to be run."""
+        return self.language == "python" and "weft.init(" in self.text and self.text.startswith("#")
+
+
+def blocks(document):
+    text = (ROOT / document).read_text()
+    for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        yield Block(f"{document}:{text.count(chr(10), 0, found.start()) + 2}", found[1], found[2])
+
+
+def docstring_snippets():
+    """The indented paragraphs of docstrings that are Python and call something."""
+    for path in sorted((ROOT / "weft").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (docstring := ast.get_docstring(node)):
+                for found in re.finditer(r"(?<=\n\n)(?: {4}.*(?:\n(?=\n* {4})|\n\n|$))+", docstring + "\n\n"):
+                    text = textwrap.dedent(found[0])
+                    if is_python(text):
+                        yield Block(f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}", "python", text)
+
+
+def is_python(text):
+    try:
+        return any(isinstance(node, ast.Call) for node in ast.walk(ast.parse(text)))
+    except SyntaxError:
+        return False
+
+
+ALL = [block for document in DOCUMENTS for block in blocks(document)]
+PROGRAMS = [block for block in ALL if block.is_program]
+SNIPPETS = [block for block in (*ALL, *docstring_snippets()) if block.language == "python" and not block.is_program]
+
+
+class Shell(NamedTuple):
+    """A command of weft in a document, and what it is shown to print."""
+
+    where: str
+    words: list[str]
+    printed: str
+
+
+def shell_lines(block):
+    """The commands of a block, each with the lines below it up to the next prompt."""
+    lines = [re.sub(r"\s+#.*", "", line) for line in block.text.splitlines()]
+    starts = [i for i, line in enumerate(lines) if re.match(r"(\w*\$ )?(\.venv/bin/)?weft ", line)]
+    for i in starts:
+        words = shlex.split(lines[i].removeprefix("$ "))[1:]
+        shown = []
+        if lines[i].startswith("$ "):
+            shown = lines[i + 1 : next((j for j in range(i + 1, len(lines)) if re.match(r"\w*\$ ", lines[j])), len(lines))]
+        yield Shell(block.where, words, "\n".join(shown))
+
+
+COMMANDS = [command for block in ALL if not block.language for command in shell_lines(block)]
+MENTIONED = {
+    f"{document} {' '.join(words)}": words
+    for document in DOCUMENTS
+    for span in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", (ROOT / document).read_text())
+    for part in span.split(";")
+    if (words := part.split())[:1] == ["weft"]
+}
+
+
+def resolve(words):
+    """The command that words name, the context that its group has parsed, and what is left for it."""
+    command, context = typer.main.get_command(app), None
+    while hasattr(command, "commands") and words and words[0] in command.commands:
+        context = type(command).context_class(command, parent=context, info_name=command.name)
+        command, words = command.commands[words[0]], words[1:]
+    return command, context, words
+
+
+def test_the_documents_have_what_is_tested():
+    assert PROGRAMS
+    assert SNIPPETS
+    assert COMMANDS
+    assert MENTIONED
+    assert any("weft/nn" in block.where for block in SNIPPETS)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("program", PROGRAMS, ids=[block.where for block in PROGRAMS])
+def test_programs_run(program, tmp_path):
+    script, command = re.match(r"# (\w+\.py): run with\s+(\S+ run .*?\.py)", program.text).groups()
+    (tmp_path / script).write_text(program.text)
+    words = shlex.split(command)
+    assert Path(words[0]).name == "weft"
+    assert run(WEFT, *words[1:], cwd=tmp_path)
+
+
+@pytest.mark.data
+def test_snippets_run(tmp_path):
+    """In one launch, each with a model of its own."""
+    texts = [(block.where, block.text) for block in SNIPPETS]
+    loop = "for where, text in TEXTS:\n    exec(compile(text, where, 'exec'), given(world))\n"
+    body = f"TEXTS = {texts!r}\nwith weft.init() as world:\n{textwrap.indent(loop, '    ')}"
+    (tmp_path / "snippets.py").write_text(PRELUDE + body)
+    run(WEFT, "run", "-n", 2, "snippets.py", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=[f"{c.where} weft {' '.join(c.words)}" for c in COMMANDS])
+def test_commands(command, tmp_path):
+    """Their options are those of the command line; those that only plan and predict print what is shown, … being left out."""
+    found, group, rest = resolve(command.words)
+    found.make_context(found.name, [*rest], parent=group)
+    if command.words[0] in ("plan", "predict"):
+        printed = re.sub(r"\s+", " ", run(WEFT, *command.words, cwd=tmp_path))
+        for shown in re.split("…|\n", command.printed):
+            assert re.sub(r"\s+", " ", shown).strip() in printed
+
+
+@pytest.mark.parametrize("words", MENTIONED.values(), ids=[*MENTIONED])
+def test_what_is_mentioned_is_there(words):
+    command, _, rest = resolve(words[1:])
+    assert not hasattr(command, "commands") or not [word for word in rest if not word.startswith("-")]
+    known = {name for parameter in command.params for name in parameter.opts}
+    assert {word for word in rest if word.startswith("--")} <= known
