@@ -10,11 +10,17 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-os.environ.setdefault("WEFT_CACHE", tempfile.mkdtemp(prefix="weft-test-cache-"))
+if "WEFT_CACHE" not in os.environ:  # workers take over that of the process that starts them: products are timed once for all
+    _cache = tempfile.TemporaryDirectory(prefix="weft-test-cache-", ignore_cleanup_errors=True)
+    os.environ["WEFT_CACHE"] = _cache.name
 
 import ranks  # noqa: F401  (says what the server of new processes loads, before anyone else starts it)
 
-forkserver.ensure_running()
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the server of new processes where tests run: with the environment as it is now, whatever tests set later."""
+    if not (config.getoption("numprocesses", None) or config.option.collectonly):
+        forkserver.ensure_running()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -25,5 +31,5 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The file that takes longest begins first: at the end one process would work on it alone."""
-    items.sort(key=lambda item: item.path.name != "test_native.py")
+    """The files that take longest begin first: at the end one process would work on them alone."""
+    items.sort(key=lambda item: item.path.name not in ("test_copy_mutant.py", "test_hosts.py", "test_sanitizers.py"))

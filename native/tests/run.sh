@@ -8,8 +8,9 @@ sources=(core.cpp ../board.cpp ../copy.cpp ../mesh.cpp ../reduce.cpp ../segment.
 sanitizers=(none thread address,undefined)
 builds=()
 for sanitizer in "${sanitizers[@]}"; do
-  flags=(-std=c++17 -O1 -g -Wall -Wextra -pthread)
+  flags=(-std=c++17 -O1 -g1 -Wall -Wextra -pthread)  # -g1: reports name lines
   [ "$sanitizer" = none ] || flags+=("-fsanitize=$sanitizer" -fno-omit-frame-pointer -fno-sanitize-recover=all)
+  [ "$sanitizer" != address,undefined ] || flags+=(-O0)  # optimised, its many checks take most of the time to compile
   "${CXX:-c++}" "${flags[@]}" "${sources[@]}" -o "$out/$sanitizer" &
   builds+=($!)
 done
