@@ -19,7 +19,7 @@ from rich.console import Console
 
 import weft
 from weft.cli import app
-from weft.doctor import diagnose
+from weft.cli.doctor import diagnose
 from weft.engines.recording import clock_offsets, record
 from weft.world import relay
 

@@ -20,7 +20,7 @@ from weft.bench.fused import Link, Result, Settings, measure
 from weft.bench.timing import Statistics, Stopwatch, summarize
 from weft.bench.verification import RUNS, Check, Problem, Sums, compare
 from weft.cli import app
-from weft.plan_commands import PLANNERS
+from weft.cli.plan import PLANNERS
 
 SMALL = ["--shape", "64x64x32", "--warmup", "1", "--iterations", "2", "--threads", "1"]
 SCHEMA = {

@@ -18,13 +18,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import weft
-from weft.bench import collectives, mpi_ranks, overlap, plots, sweep
+from weft.bench import collectives, mpi, overlap, plots, sweep
 from weft.bench.collectives import PLACES, Data, Local, Settings, count_of, limit_of, output_count
 from weft.bench.sweep import Times, bandwidths, parse_sizes, summarize
 from weft.cli import app
 
 SHORT = ["--sizes", "8,4K", "--warmup", "1", "--iterations", "2", "--threads", "1"]
-MPIS = [mpi for mpi in mpi_ranks.MPIS if (Path(__file__).parents[1] / mpi_ranks.environment(mpi)).exists()]
+MPIS = [name for name in mpi.MPIS if (Path(__file__).parents[1] / mpi.environment(name)).exists()]
 SCHEMA = {
     "benchmark": str,
     "ranks": int,
@@ -293,7 +293,7 @@ def measure_mpi(world, directory):
     """The rows of all operations beside MPI, by one set of MPI's processes."""
     os.chdir(directory)
     with ExitStack() as stack:
-        mpis = {name: stack.enter_context(mpi_ranks.MpiRanks(name, world.cores)) if world.rank == 0 else None for name in MPIS}
+        mpis = {name: stack.enter_context(mpi.MpiRanks(name, world.cores)) if world.rank == 0 else None for name in MPIS}
         rows = []
         for operation in PLACES:
             settings = Settings(operation, (8, 4096), warmup=0, iterations=1)
@@ -319,7 +319,7 @@ def test_an_mpi_that_does_not_start_is_an_error(monkeypatch, tmp_path):
     (programs / "mpiexec").chmod(0o755)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RuntimeError, match="did not start: no such luck"):
-        mpi_ranks.MpiRanks("mpich", [frozenset({0})] * 2)
+        mpi.MpiRanks("mpich", [frozenset({0})] * 2)
 
 
 @pytest.mark.data

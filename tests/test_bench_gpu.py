@@ -11,7 +11,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import weft
-from weft.bench import gpu_gathers, plots
+from weft.bench import plots
+from weft.bench.gpu import gathers
 from weft.cli import app
 from weft.engines import engine
 from weft.schedules.matmul_from_host import matmul_from_host
@@ -35,7 +36,7 @@ def test_numbers_of_sms():
 
 @without
 def test_the_script_says_that_there_is_no_gpu(tmp_path):
-    script = Path(__file__).parent.parent / "scripts" / "gpu_check.sh"
+    script = Path(__file__).parent.parent / "benchmarks" / "gpu" / "check.sh"
     assert subprocess.run(["bash", "-n", script]).returncode == 0
     import sys
 
@@ -68,7 +69,7 @@ def test_results_are_shown(tmp_path):
     rows = [row("triton", 4, 50.0), row("triton", 8, 90.0), row("gluon", 4, 55.0), row("plain copy", None, 200.0)]
     result = {"ranks": 2, "machine": {"gpu": "a GPU"}, "rows": rows}
     shown = StringIO()
-    gpu_gathers.print_table(result, Console(file=shown, width=100))
+    gathers.print_table(result, Console(file=shown, width=100))
     assert [line.replace("│", " ").split() for line in shown.getvalue().splitlines() if "gluon" in line] == [
         ["1,048,576", "gluon", "4", "10.0", "55.0", "0"]
     ]

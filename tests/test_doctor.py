@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from weft import doctor
+from weft.cli import doctor
 
 RATES = {"float32": 80.0}
 

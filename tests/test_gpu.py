@@ -1,4 +1,4 @@
-"""What only a GPU can show; skipped where there is none. `scripts/gpu_check.sh` runs it."""
+"""What only a GPU can show; skipped where there is none. `benchmarks/gpu/check.sh` runs it."""
 
 import threading
 
@@ -104,7 +104,7 @@ def test_kernels(ranks):
 
 
 def test_the_product_kernel_is_torchs():
-    from weft.bench.gpu_products import product_rates
+    from weft.bench.gpu.products import product_rates
 
     for row in product_rates([(512, 256, 384), (1000, 320, 520)], torch.float16, 1, 1):
         assert row["wrong"] == 0

@@ -15,8 +15,8 @@ from ranks import on_ranks
 from typer.testing import CliRunner
 
 import weft
-from weft import cache, calibrate, predict
-from weft.bench import tune
+from weft import cache, predict
+from weft.bench import calibrate, tune
 from weft.cli import app
 from weft.ops import choice
 from weft.predict import Candidate, Case, machine, tuned

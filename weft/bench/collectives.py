@@ -25,7 +25,7 @@ from torch import Tensor
 
 from weft.bench import environment
 from weft.bench.baselines import gloo_collective
-from weft.bench.mpi_ranks import MPIS, MpiRanks
+from weft.bench.mpi import MPIS, MpiRanks
 from weft.bench.progress import progress
 from weft.bench.sweep import Row, bandwidths, print_table, summarize
 from weft.bench.timing import Stopwatch, largest, no_garbage_collection

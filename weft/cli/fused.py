@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 from rich.console import Console
 
-from weft.bench import options
-from weft.bench.options import Dtype, Gbps, Iterations, Json, Plot, Seed, Threads, Warmup
+from weft.cli import options
+from weft.cli.options import Dtype, Gbps, Iterations, Json, Plot, Seed, Threads, Warmup
 
 if TYPE_CHECKING:
     from weft.bench.fused import Link, Result
 
-app = typer.Typer(help="Measure operators against their limits and what one would write without weft.", no_args_is_help=True)
+app = typer.Typer()
 
 
 class Algorithm(str, Enum):
@@ -118,11 +118,12 @@ def _from_host(common: _Common, shape: str) -> None:
     options.check_files(common.json_file, None, common.plot)
     m, k, n = options.parse_shape(shape)
     options.need_gpu()
-    from weft.bench import gpu_products, plots
+    from weft.bench import plots
+    from weft.bench.gpu import products
 
-    settings = gpu_products.Products(common.ranks or 2, m, k, n, common.dtype.value, common.iterations, common.warmup, common.seed)
-    show = gpu_products.print_times
-    options.hand_over(gpu_products.from_host, settings, 0, 1, show, plots.draw_times, common.json_file, common.plot)
+    settings = products.Products(common.ranks or 2, m, k, n, common.dtype.value, common.iterations, common.warmup, common.seed)
+    show = products.print_times
+    options.hand_over(products.from_host, settings, 0, 1, show, plots.draw_times, common.json_file, common.plot)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""The results of `gpu_check.sh` in a folder as a page of tables; what is missing is said to be."""
+"""The results of `check.sh` in a folder as a page of tables; what is missing is said to be."""
 
 import json
 import sys

@@ -9,8 +9,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from weft.bench import gpu_processes, sweep
-from weft.bench.gpu import hardware, milliseconds, versions
+from weft.bench import sweep
+from weft.bench.gpu import hardware, milliseconds, processes, versions
 from weft.ops.barrier import barrier
 from weft.ops.collectives import all_gather
 from weft.world import init
@@ -57,7 +57,7 @@ def all_gathers(settings: Gathers) -> dict[str, Any]:
         return times, int((gathered != whole).sum())
 
     kinds = [(kind, sms) for kind in ("triton", "gluon") for sms in settings.sms] + [("copy engine", None), ("plain copy", None)]
-    of_processes = launch(gpu_processes.gathers, settings.ranks, settings.sizes, settings.warmup, settings.iterations, threads=1)
+    of_processes = launch(processes.gathers, settings.ranks, settings.sizes, settings.warmup, settings.iterations, threads=1)
     rows = []
     for size in settings.sizes:
         for kind, sms in kinds:

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from weft import plan_commands
-from weft.bench import collective_commands, commands, machine_commands, p2p_commands, predict_commands
+from weft.cli import collectives, fused, machine, p2p, plan, predict
 
 app = typer.Typer(
     help="Hides communication behind compute in tensor-parallel programs.",
@@ -18,11 +17,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-commands.app.add_typer(collective_commands.app)
-commands.app.add_typer(p2p_commands.app)
-app.add_typer(commands.app, name="bench")
-app.add_typer(plan_commands.app, name="plan")
-for command in (predict_commands.predict, machine_commands.calibrate, machine_commands.tune):
+bench = typer.Typer(help="Measure operators against their limits and what one would write without weft.", no_args_is_help=True)
+for measuring in (fused, collectives, p2p):
+    bench.add_typer(measuring.app)
+app.add_typer(bench, name="bench")
+app.add_typer(plan.app, name="plan")
+for command in (predict.predict, machine.calibrate, machine.tune):
     app.command()(command)
 
 
@@ -38,14 +38,14 @@ def run(
     raise typer.Exit(run_ranks(ranks, str(script), arguments or []))
 
 
-@app.command()
-def doctor() -> None:
+@app.command("doctor")
+def diagnose() -> None:
     """Say what the ranks of a job see of each other and of their machines, and what is wrong; start it as the job is started."""
     from rich.console import Console
 
-    from weft.doctor import diagnose
+    from weft.cli import doctor
 
-    raise typer.Exit(0 if diagnose(Console(width=None if os.isatty(1) else 160)) else 1)
+    raise typer.Exit(0 if doctor.diagnose(Console(width=None if os.isatty(1) else 160)) else 1)
 
 
 def main() -> None:

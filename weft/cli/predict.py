@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from weft.bench import options
-from weft.bench.options import Dtype, Json, Plot, refuse
+from weft.cli import options
+from weft.cli.options import Dtype, Json, Plot, refuse
 
 
 class Operator(str, Enum):

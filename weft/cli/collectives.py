@@ -7,8 +7,8 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from weft.bench import options
-from weft.bench.options import Device, Dtype, Gbps, Json, OnDevice, Plot, Seed, Threads
+from weft.cli import options
+from weft.cli.options import Device, Dtype, Gbps, Json, OnDevice, Plot, Seed, Threads
 
 app = typer.Typer()
 
@@ -94,11 +94,12 @@ def _gathers_on_gpu(common: _Common, comm_sms: str) -> None:
     options.check_files(common.json_file, None, common.plot)
     sms, shards = options.parse_numbers(comm_sms, "--comm-sms"), options.parse_sizes(common.sizes, "--sizes")
     options.need_gpu()
-    from weft.bench import gpu_gathers, plots
+    from weft.bench import plots
+    from weft.bench.gpu import gathers
 
-    ranks, show, draw = common.ranks or 2, gpu_gathers.print_table, plots.draw_over_sms
-    settings = gpu_gathers.Gathers(ranks, tuple(ranks * shard for shard in shards), sms, common.iterations, common.warmup)
-    options.hand_over(gpu_gathers.all_gathers, settings, 0, 1, show, draw, common.json_file, common.plot)
+    ranks, show, draw = common.ranks or 2, gathers.print_table, plots.draw_over_sms
+    settings = gathers.Gathers(ranks, tuple(ranks * shard for shard in shards), sms, common.iterations, common.warmup)
+    options.hand_over(gathers.all_gathers, settings, 0, 1, show, draw, common.json_file, common.plot)
 
 
 @app.command()
@@ -204,7 +205,7 @@ def _sweep(operation: str, common: _Common, **more: str) -> None:
 
 
 def _baselines(text: str | None, dtype: ElementType, op: str | None) -> tuple[str, ...]:
-    from weft.bench.mpi_ranks import MPIS, environment
+    from weft.bench.mpi import MPIS, environment
 
     if text == "none" or (text is None and op == "avg"):
         return ()

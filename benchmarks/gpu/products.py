@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 import weft
-from weft.bench import gpu_processes
-from weft.bench.gpu import hardware, milliseconds, versions
-from weft.bench.gpu_products import product_rates
+from weft.bench.gpu import hardware, milliseconds, processes, versions
+from weft.bench.gpu.products import product_rates
 from weft.world.launcher import launch
 
 SHAPES = [(8192, 8192, 8192), (4096, 10240, 5120), (2048, 2048, 1024)]
@@ -79,7 +78,7 @@ def main(file: Path) -> bool:
     steps: dict[str, Callable[[], Any]] = {
         "products": lambda: product_rates(SHAPES, torch.bfloat16, 3, 20),
         **{f"{ranks} ranks, {how}": partial(fused, ranks, how) for ranks in (2, 4, 8) for how in ("torch", "triton")},
-        "processes": lambda: launch(gpu_processes.fused, 2, M, K, N, torch.bfloat16, 2, 10, threads=1)[0],
+        "processes": lambda: launch(processes.fused, 2, M, K, N, torch.bfloat16, 2, 10, threads=1)[0],
     }
     result: dict[str, Any] = {"machine": hardware(), "versions": versions()}
     for name, step in steps.items():

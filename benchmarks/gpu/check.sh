@@ -2,11 +2,11 @@
 # Everything that needs a GPU, in one go and in less than 8 minutes: builds weft in place without a network, runs the GPU tests, then
 # the benchmarks, and leaves JSON, pictures and a summary in a folder.
 #
-#   scripts/gpu_check.sh [FOLDER]        FOLDER defaults to $OUT, else to results/gpu
+#   benchmarks/gpu/check.sh [FOLDER]        FOLDER defaults to $OUT, else to results/gpu
 #
 # Exit status: 0 if all went well, 1 if something failed (the rest is still done), 3 if there is no GPU.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 out=$(realpath -m "${1:-${OUT:-results/gpu}}")
 python=${PYTHON:-python3}
 mkdir -p "$out"
@@ -27,7 +27,7 @@ step() {  # NAME SECONDS COMMAND…: run with a limit, its output kept beside th
 }
 
 if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
-  echo "gpu_check: torch of $python finds no GPU here; nothing was run" >&2
+  echo "gpu check: torch of $python finds no GPU here; nothing was run" >&2
   exit 3
 fi
 
@@ -44,6 +44,6 @@ step from-host 50 "${weft[@]}" bench all-gather-matmul --peers host --shape 8192
   --json "$out/from-host.json" --plot "$out/from-host.png"
 step all-gather 120 "${weft[@]}" bench all-gather --device cuda --ranks 2 --sizes 1M,16M,64M,256M --comm-sms 4,8,16,32,64 \
   --json "$out/all-gather.json" --plot "$out/all-gather.png"
-step products 130 "$python" scripts/gpu_products.py "$out"
-"$python" scripts/gpu_summary.py "$out" | tee "$out/summary.md"
+step products 130 "$python" benchmarks/gpu/products.py "$out"
+"$python" benchmarks/gpu/summary.py "$out" | tee "$out/summary.md"
 exit $failed

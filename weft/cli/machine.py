@@ -12,8 +12,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
-from weft.bench import options
-from weft.bench.options import Dtype, Json, Threads, refuse
+from weft.cli import options
+from weft.cli.options import Dtype, Json, Threads, refuse
 
 
 class Tunable(str, Enum):
@@ -33,7 +33,7 @@ def calibrate(
 
     Started by torchrun on several machines that know themselves already: measure what joins them.
     """
-    from weft import calibrate as calibration
+    from weft.bench import calibrate as calibration
     from weft.predict import machine
     from weft.world.launcher import launch
 
@@ -74,7 +74,7 @@ def _calibrate_network(threads: int, json_file: str | None) -> None:
     """Measure the link between hosts, and let each remember it."""
     from dataclasses import asdict
 
-    from weft import calibrate as calibration
+    from weft.bench import calibrate as calibration
     from weft.predict import machine
 
     mine = machine.calibrated()

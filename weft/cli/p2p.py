@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from weft.bench import options
-from weft.bench.options import Iterations, Json, Plot, Seed, Threads, Warmup
+from weft.cli import options
+from weft.cli.options import Iterations, Json, Plot, Seed, Threads, Warmup
 
 app = typer.Typer()
 
