@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 import weft
 from weft.bench import all_gather_matmul as case
-from weft.bench import figures, plots, report, timing, verification
+from weft.bench import figures, harness, plots, report, verification
 from weft.bench.baselines import GLOO, gloo_all_gather_matmul, gloo_matmul_all_reduce, gloo_matmul_reduce_scatter
 from weft.bench.fused import Link, Result, Settings, measure
-from weft.bench.timing import Statistics, Stopwatch, summarize
+from weft.bench.harness import Statistics, Stopwatch, summarize
 from weft.bench.verification import RUNS, Check, Problem, Sums, compare
 from weft.cli import app
 from weft.cli.plan import PLANNERS
@@ -123,7 +123,7 @@ def test_interleaving_runs_every_view_in_every_round():
 
 
 def test_a_view_beyond_the_budget_is_run_once(monkeypatch):
-    monkeypatch.setattr(timing, "BUDGET", 0.0)
+    monkeypatch.setattr(harness, "BUDGET", 0.0)
     calls = []
     with weft.init() as world:
         times = Stopwatch(world).interleave({"slow": lambda: calls.append(1)}, warmup=3, iterations=20)

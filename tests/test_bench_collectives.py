@@ -18,9 +18,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import weft
-from weft.bench import collectives, mpi, overlap, plots, sweep
+from weft.bench import collectives, fused, mpi, overlap, plots, sweep
 from weft.bench.collectives import PLACES, Data, Local, Settings, count_of, limit_of, output_count
-from weft.bench.sweep import Times, bandwidths, parse_sizes, summarize
+from weft.bench.harness import Times, per_call
+from weft.bench.sweep import bandwidths, parse_sizes
 from weft.cli import app
 
 SHORT = ["--sizes", "8,4K", "--warmup", "1", "--iterations", "2", "--threads", "1"]
@@ -134,8 +135,8 @@ def test_bandwidths_are_those_of_nccl_tests():
 
 
 def test_statistics_are_in_microseconds_per_call():
-    assert summarize([0.004, 0.002, 0.012], calls=2) == pytest.approx(Times(2000.0, 1000.0, 6000.0))
-    assert summarize([float(i) for i in range(1, 201)], calls=1).p99 == 198e6
+    assert per_call([0.004, 0.002, 0.012], calls=2) == pytest.approx(Times(2000.0, 1000.0, 6000.0))
+    assert per_call([float(i) for i in range(1, 201)], calls=1).p99 == 198e6
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int8", "int32", "int64"])
@@ -170,7 +171,7 @@ def verify_one(world, dtype, op, spoil):
             if spoil:
                 call = contender.call
                 contender.call = lambda call=call, out=contender.out: (call(), SPOILS[spoil](world, out))
-            found[operation, contender.implementation, contender.in_place] = contender.verify(run)
+            found[operation, contender.implementation, contender.in_place] = contender.verify(run).wrong
     return found
 
 
@@ -201,7 +202,7 @@ def verify_nothing(world):
         for in_place in places:
             tensors = bench.tensors("weft (plain)", in_place, count_of(60, settings, world.ranks))
             collectives.weft_collective(settings, *tensors, world)()  # leaves a result of other data
-            found[operation, in_place] = Local("idle", in_place, lambda: None, tensors, bench).verify(1)
+            found[operation, in_place] = Local("idle", in_place, lambda: None, tensors, bench).verify(1).wrong
     return found
 
 
@@ -341,7 +342,7 @@ def test_an_overlap_that_gathers_nothing_fails(monkeypatch):
 
     monkeypatch.setattr(overlap, "all_gather_async", lambda *arguments, **more: Idle())
     with weft.init() as world:
-        checks = overlap.Overlap(overlap.Settings(8, 8, 4, 64, gloo=False), world).verify(0)
+        _, checks = fused.verify(overlap.Overlap(overlap.Settings(8, 8, 4, 64, gloo=False), world), world, lambda: None)
     assert {name for name, check in checks.items() if check.wrong} == {"overlapped"}
 
 

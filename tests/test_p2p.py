@@ -48,7 +48,7 @@ def wrong_copies(world):
     for contender in bench.contenders(1000):
         right = bench.verify(contender, 0)
         nothing = bench.verify(contender._replace(call=lambda: None), 0)
-        found.append((right, nothing))
+        found.append((right.wrong, nothing.wrong))
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 from weft.bench.baselines import GLOO, gloo_all_gather_matmul
 from weft.bench.fused import Settings, View, balanced_gbps
-from weft.bench.timing import Stopwatch, largest
+from weft.bench.harness import Stopwatch
 from weft.bench.verification import Problem
 from weft.engines import engine, matmul
 from weft.engines.weights import pack
@@ -31,7 +30,7 @@ _STEPS: dict[str, dict[str, Any]] = {
 
 
 class AllGatherMatmul:
-    """The tensors of one rank and the views on them, as `weft.bench.fused.Case` describes.
+    """The tensors of one rank and the views on them, as `weft.bench.fused.Subject` describes.
 
     As in a model that runs many times, shards lie in symmetric memory and the weight is packed; the baseline has a plain one. The
     `ablation` leads from the unfused cascade to the operator, one improvement at a time.
@@ -40,7 +39,7 @@ class AllGatherMatmul:
     def __init__(self, settings: Settings, world: World, stopwatch: Stopwatch) -> None:
         dtype, out_dtype = getattr(torch, settings.dtype), getattr(torch, settings.out_dtype)
         m, k, n = settings.m, settings.k, settings.n
-        self.world, self.stopwatch, self.rows = world, stopwatch, split(m, world.ranks)
+        self.world, self.rows = world, split(m, world.ranks)
         self.problem = Problem(m, k, n, dtype, out_dtype, seed=settings.seed, rank=world.rank)
         self.a = world.empty(max(self.rows), k, dtype=dtype)[: self.rows[world.rank]]
         self.gathered = world.empty(m, k, dtype=dtype)
@@ -49,11 +48,13 @@ class AllGatherMatmul:
         self.weight = pack(self.problem.weight)
         if settings.link:
             world.emulate_link(settings.link.gbps or 1.0, settings.link.latency_us)
-        self.views = {"compute": self._product(lambda: matmul.multiply(self.whole, self.weight, self.out))}
+        compute = partial(matmul.multiply, self.whole, self.weight, self.out)
+        self.views = {"compute": self._product(compute)}
         self.choice = choose(self.rows, world, settings.algorithm, settings.chunk_rows)
         if settings.link and settings.link.gbps is None:
+            self.renew(0)
             size = k * dtype.itemsize
-            gbps = balanced_gbps(self._gather(), size, self._compute_seconds(), settings.link.latency_us)
+            gbps = balanced_gbps(self._gather(), size, stopwatch.alone(compute), settings.link.latency_us)
             world.emulate_link(gbps, settings.link.latency_us)
         if settings.algorithm == "auto" and m:
             asked = question(tuple(self.rows), self.a, [self.weight], out_dtype, world, settings.chunk_rows)
@@ -62,8 +63,8 @@ class AllGatherMatmul:
         self.views |= {
             "communicate": View(
                 lambda: engine(world).execute(gather, {"a": self.a, "gathered": self.gathered}),
-                self.gathered,
-                self.problem.check_rows,
+                (self.gathered,),
+                partial(self.problem.check_rows, self.gathered),
             ),
             "sequential": self._product(self._operator("sequential", None)),
             "pipelined": self._product(self._operator(settings.algorithm, settings.chunk_rows)),
@@ -96,7 +97,7 @@ class AllGatherMatmul:
         )
 
     def _product(self, call: Callable[[], object]) -> View:
-        return View(call, self.out, self.problem.check_product)
+        return View(call, (self.out,), partial(self.problem.check_product, self.out))
 
     def _operator(self, algorithm: str, chunk_rows: int | None) -> Callable[[], object]:
         return partial(
@@ -117,11 +118,6 @@ class AllGatherMatmul:
             self.rows, algorithm, chunk_rows=chunk, symmetric_a=True, hosts=several_hosts(self.world), **_STEPS[name]
         )
         return lambda: engine(self.world).execute(plan, {"a": self.a, "out": self.out}, {"out": self.weight})
-
-    def _compute_seconds(self) -> float:
-        self.renew(0)
-        compute = statistics.median([self.stopwatch.time(self.views["compute"].call) for _ in range(6)][1:])
-        return largest(self.world, [compute])[0]
 
 
 BASELINES = {GLOO: gloo_all_gather_matmul}

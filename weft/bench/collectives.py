@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import random
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,12 +24,13 @@ from torch import Tensor
 
 from weft.bench import environment
 from weft.bench.baselines import gloo_collective
+from weft.bench.harness import Stopwatch, batches, largest, per_call, poison, race, session, verified
 from weft.bench.mpi import MPIS, MpiRanks
 from weft.bench.progress import progress
-from weft.bench.sweep import Row, bandwidths, print_table, summarize
-from weft.bench.timing import Stopwatch, largest, no_garbage_collection
+from weft.bench.sweep import Row, bandwidths, print_table
+from weft.bench.verification import RUNS, Check
 from weft.ops.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from weft.world import World, init
+from weft.world import World
 
 PLACES = {
     "all_gather": (False, True),
@@ -43,17 +43,7 @@ PLACES = {
 
 WEFT, PLAIN, GLOO = "weft", "weft (plain)", "gloo"
 
-RUNS = 32
-"""Runs that get data of their own."""
-
-BATCH = 1e-3
-"""Seconds that the calls of a batch are to take together: much longer than reading the clock, or leaving a barrier."""
-
-BUDGET = 2.0
-"""Seconds that the batches of one row may take together; slower ones are measured fewer times, at least three."""
-
 _DIGITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53, "int8": 7, "int32": 31, "int64": 63}
-_TIMEOUT = 600.0  # seconds; a baseline may keep rank 0 longer than others
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
@@ -123,8 +113,8 @@ class Contender(Protocol):
     implementation: str
     in_place: bool
 
-    def verify(self, run: int) -> int:
-        """Run once on the data of `run` into a poisoned output; how many elements are wrong on any rank."""
+    def verify(self, run: int) -> Check:
+        """Run once on the data of `run` into a poisoned output; how many elements are wrong, of all ranks."""
 
     def time(self, calls: int) -> float:
         """Seconds of that many calls until the slowest rank is done; on rank 0, on others their own."""
@@ -137,15 +127,15 @@ class Local:
         self.implementation, self.in_place, self.call, self.bench = name, in_place, call, bench
         self.a, self.out = tensors
 
-    def verify(self, run: int) -> int:
-        """As `Contender` says."""
-        self.out.fill_(torch.nan if self.out.is_floating_point() else torch.iinfo(self.out.dtype).min)
+    def verify(self, run: int) -> Check:
+        """Run once on the data of `run` into a poisoned output; how many elements are wrong, of all ranks."""
+        poison(self.out)
         self.a.copy_(self.bench.data.own(run, len(self.a)))
         self.call()
         return _total(self.bench.world, int((self.out != self.bench.data.expected(run, len(self.a))).sum()))
 
     def time(self, calls: int) -> float:
-        """As `Contender` says."""
+        """Seconds that this rank takes for so many calls, after one that is not timed."""
         self.call()
         return self.bench.stopwatch.time(functools.partial(_repeat, self.call, calls))
 
@@ -156,12 +146,12 @@ class Mpi:
     def __init__(self, name: str, in_place: bool, ranks: MpiRanks | None, bench: Bench) -> None:
         self.implementation, self.in_place, self.ranks, self.bench = name, in_place, ranks, bench
 
-    def verify(self, run: int) -> int:
-        """As `Contender` says."""
+    def verify(self, run: int) -> Check:
+        """Have the ranks of MPI run once on the data of `run` into poisoned outputs; how many elements are wrong, of all ranks."""
         return _total(self.bench.world, sum(self.ranks.ask("verify", self.in_place, run)) if self.ranks else 0)
 
     def time(self, calls: int) -> float:
-        """As `Contender` says."""
+        """Seconds until the slowest rank of MPI is done with so many calls; on rank 0, and no less on the others."""
         dist.barrier()
         return largest(self.bench.world, [max(self.ranks.ask("time", self.in_place, calls)) if self.ranks else 0.0])[0]
 
@@ -219,26 +209,28 @@ class Bench:
         settings, world = self.settings, self.world
         count = count_of(size, settings, world.ranks)
         contenders = self.contenders(count, mpis)
-        wrong = [contender.verify(run) for run, contender in enumerate(contenders)]
-        timings = race(contenders, world, settings.warmup, settings.iterations, advance)
-        wrong = [
-            max(before, contender.verify(run))
-            for run, (before, contender) in enumerate(zip(wrong, contenders, strict=True), len(contenders))
-        ]
+        timings, checks = verified(contenders, _verify, lambda: self._race(contenders, advance))
         rows, size = [], count * self.data.dtype.itemsize
-        for contender, (calls, seconds), errors in zip(contenders, timings, wrong, strict=True):
-            times = summarize(seconds, calls)
+        for contender, (calls, seconds), check in zip(contenders, timings, checks, strict=True):
+            times = per_call(seconds, calls)
             widths = bandwidths(settings.operation, size, world.ranks, times.median)
-            who = contender.implementation, contender.in_place
-            rows.append(Row(size, count, settings.dtype, settings.operation, *who, times, *widths, errors, len(seconds), calls))
+            what = settings.dtype, settings.operation, contender.implementation, contender.in_place
+            rows.append(Row(size, count, *what, times, *widths, check.wrong, len(seconds), calls))
         return rows
+
+    def _race(self, contenders: Sequence[Contender], advance: Callable[[], None]) -> list[tuple[int, list[float]]]:
+        """Time batches of all contenders in turn: for each the calls per batch, and the seconds of its batches."""
+        rounds, world = self.settings.iterations, self.world
+        sizes = [batches(largest(world, [contender.time(3)])[0] / 3) for contender in contenders]
+        turns = [functools.partial(contender.time, calls) for contender, (calls, _) in zip(contenders, sizes, strict=True)]
+        found = race(turns, [min(rounds, most) for _, most in sizes], self.settings.warmup, rounds, advance)
+        return [(calls, largest(world, own)) for (calls, _), own in zip(sizes, found, strict=True)]
 
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Measure on this rank, collectively; the result as a JSON object, which is complete on rank 0."""
-    torch.set_num_threads(settings.threads)
     with ExitStack() as stack:
-        world = stack.enter_context(init(timeout=_TIMEOUT))
+        world = stack.enter_context(session(settings.threads))
         if asked := [name for name in settings.baselines if name in MPIS]:
             environment.need_one_host(world, f"the baseline {asked[0]} starts its ranks on one: use --baseline gloo, or none")
         mpis = {name: stack.enter_context(MpiRanks(name, world.cores)) if world.rank == 0 else None for name in asked}
@@ -283,30 +275,6 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         console.print(note, soft_wrap=True)
 
 
-def race(
-    contenders: Sequence[Contender], world: World, warmup: int, iterations: int, advance: Callable[[], None]
-) -> list[tuple[int, list[float]]]:
-    """Time batches of all contenders in turn: for each the calls per batch, and the seconds of its batches.
-
-    Every round has an order of its own, alike on all ranks.
-    """
-    single = [largest(world, [contender.time(3)])[0] / 3 for contender in contenders]
-    calls = [max(1, round(BATCH / seconds)) for seconds in single]
-    turns = [min(iterations, max(3, int(BUDGET / (n * seconds)))) for n, seconds in zip(calls, single, strict=True)]
-    samples: list[list[float]] = [[] for _ in contenders]
-    order, shuffle = list(range(len(contenders))), random.Random(0).shuffle
-    with no_garbage_collection():
-        for turn in range(-warmup, iterations):
-            advance()
-            shuffle(order)
-            for index in order:
-                if turn < turns[index] and (turn >= 0 or turns[index] == iterations):
-                    seconds = contenders[index].time(calls[index])
-                    if turn >= 0:
-                        samples[index].append(seconds)
-    return [(n, largest(world, own)) for n, own in zip(calls, samples, strict=True)]
-
-
 def weft_collective(settings: Settings, a: Tensor, out: Tensor, world: World) -> Callable[[], object]:
     """weft's call on these tensors."""
     match settings.operation:
@@ -345,13 +313,17 @@ def numpy_dtype(settings: Settings) -> str:
     return settings.dtype if itemsize > 2 or settings.dtype == "int8" else f"int{8 * itemsize}"
 
 
+def _verify(contender: Contender, run: int) -> Check:
+    return contender.verify(run)
+
+
 def _repeat(call: Callable[[], object], calls: int) -> None:
     for _ in itertools.repeat(None, calls):
         call()
 
 
-def _total(world: World, value: int) -> int:
-    total = torch.tensor(value)
+def _total(world: World, wrong: int) -> Check:
+    total = torch.tensor(wrong)
     if world.ranks > 1:
         dist.all_reduce(total)
-    return int(total)
+    return Check(int(total))

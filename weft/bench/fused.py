@@ -1,6 +1,6 @@
 """The benchmark of a fused operator: its parts alone, one after the other, and overlapped, on the same data in one run.
 
-What is particular to an operator is its `Case`; measuring, verifying and tracing are the same for all.
+What is particular to an operator is its `Subject`; measuring, verifying and tracing are the same for all.
 """
 
 from __future__ import annotations
@@ -8,24 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from weft.bench import environment
+from weft.bench.harness import Statistics, Stopwatch, poison, session, verified, where, worst
 from weft.bench.progress import progress
-from weft.bench.timing import Statistics, Stopwatch, largest
 from weft.bench.verification import Check
 from weft.engines.recording import record
 from weft.ops.choice import Choice
 from weft.plan import Copy, Plan
 from weft.plan.trace import Trace
-from weft.world import World, init
+from weft.world import World
 
 VIEWS = ("compute", "communicate", "sequential", "pipelined")
+Times = TypeVar("Times")
 _TRACED = 5  # runs of a view, of which the one with the median time is shown
-_TIMEOUT = 600.0  # seconds; a baseline may keep one rank longer than another
 
 
 class Link(NamedTuple):
@@ -89,84 +88,104 @@ class Result:
         return not any(check.wrong for check in self.checks.values())
 
 
+class Rounds(Protocol):
+    """How often to measure: rounds that warm up, and rounds that count."""
+
+    @property
+    def warmup(self) -> int: ...
+    @property
+    def iterations(self) -> int: ...
+
+
 class View(NamedTuple):
-    """Something to measure: a call that all ranks make, the tensor it writes, and a check of that tensor in a given run."""
+    """Something to measure: a call that all ranks make, the tensors it writes, and a check of these in a given run."""
 
     call: Callable[[], object]
-    output: Tensor
-    check: Callable[[Tensor, int], Check]
+    outputs: tuple[Tensor, ...]
+    check: Callable[[int], Check]
 
 
-class Case(Protocol):
-    """An operator to measure, on one rank: its views by name (`VIEWS`, baselines, steps) and which of them make up the ablation."""
+class Views(Protocol):
+    """What one rank measures, by name, all on the same inputs."""
 
     views: dict[str, View]
-    ablation: dict[str, str]
-    choice: Choice
-    notes: tuple[str, ...]
 
     def renew(self, run: int) -> None:
         """Fill the inputs with those of this run."""
 
 
-def measure(make_case: Callable[[Settings, World, Stopwatch], Case], settings: Settings) -> Result:
+class Subject(Views, Protocol):
+    """An operator to measure: its views are `VIEWS`, baselines and steps; `ablation` names the steps, in order."""
+
+    ablation: dict[str, str]
+    choice: Choice
+    notes: tuple[str, ...]
+
+
+def measure(make_subject: Callable[[Settings, World, Stopwatch], Subject], settings: Settings) -> Result:
     """Measure on this rank, collectively. Traces are on rank 0 only."""
-    torch.set_num_threads(settings.threads)
-    with init(timeout=_TIMEOUT) as world, torch.no_grad():
+    with session(settings.threads) as world:
         stopwatch = Stopwatch(world)
-        case = make_case(settings, world, stopwatch)
-        checks = verify(case, world, 0)
-        with progress("measuring", settings.iterations + max(settings.warmup, 1) - 1, shown=world.rank == 0) as advance:
-            calls = {name: view.call for name, view in case.views.items()}
-            times = stopwatch.interleave(calls, settings.warmup, settings.iterations, advance)
-        traces = [trace(case, world, stopwatch, name) for name in ("sequential", "pipelined")] if settings.traced else []
-        for name, check in verify(case, world, len(case.views)).items():
-            checks[name] = check.worse(checks[name])
+        subject, traces = make_subject(settings, world, stopwatch), list[Trace | None]()
+
+        def race() -> dict[str, Statistics]:
+            times = interleave(subject, stopwatch, settings)
+            traces.extend(trace(subject, world, stopwatch, name) for name in ("sequential", "pipelined") if settings.traced)
+            return times
+
+        times, checks = verify(subject, world, race)
         if settings.save_outputs:
-            torch.save(case.views["pipelined"].output, settings.save_outputs / f"rank{world.rank}.pt")
+            torch.save(subject.views["pipelined"].outputs[0], settings.save_outputs / f"rank{world.rank}.pt")
         return Result(
             settings,
             world.ranks,
-            case.choice.algorithm,
-            case.choice.chunk_rows,
-            case.choice.why,
+            subject.choice.algorithm,
+            subject.choice.chunk_rows,
+            subject.choice.why,
             Link(*world.link) if world.link else None,
-            {name: times[name] for name in VIEWS},
-            {name: times[name] for name in settings.baselines},
-            {step: times[name] for step, name in case.ablation.items()},
-            checks,
-            environment.machine(world),
-            environment.versions(),
-            [trace for trace in traces if trace],
-            case.notes,
-            len(set(world.hosts)),
+            times={name: times[name] for name in VIEWS},
+            baselines={name: times[name] for name in settings.baselines},
+            ablation={step: times[name] for step, name in subject.ablation.items()},
+            checks=checks,
+            traces=[trace for trace in traces if trace],
+            notes=subject.notes,
+            hosts=len(set(world.hosts)),
+            **where(world),
         )
 
 
-def verify(case: Case, world: World, run: int) -> dict[str, Check]:
-    """Run every view on inputs of its own, `run` and following, into a poisoned output; the worst check of any rank.
+def verify(subject: Views, world: World, race: Callable[[], Times]) -> tuple[Times, dict[str, Check]]:
+    """What `race` finds, and of every view the worst check of any rank, before and after it.
 
-    ``pipelined`` comes last, so its output stays.
+    Each is run on inputs of its own, into poisoned outputs; ``pipelined`` comes last, so its output stays.
     """
-    checks = {}
-    for name in sorted(case.views, key="pipelined".__eq__):
-        view = case.views[name]
-        case.renew(run)
-        view.output.fill_(torch.nan)
+
+    def check(name: str, run: int) -> Check:
+        view = subject.views[name]
+        subject.renew(run)
+        poison(*view.outputs)
         view.call()
-        wrong, max_error, bound = largest(world, view.check(view.output, run))
-        checks[name] = Check(int(wrong), max_error, bound)
-        run += 1
-    return checks
+        return worst(world, view.check(run))
+
+    names = sorted(subject.views, key="pipelined".__eq__)
+    times, checks = verified(names, check, race)
+    return times, dict(zip(names, checks, strict=True))
 
 
-def trace(case: Case, world: World, stopwatch: Stopwatch, name: str) -> Trace | None:
+def interleave(subject: Views, stopwatch: Stopwatch, rounds: Rounds) -> dict[str, Statistics]:
+    """Time all views in turn, behind a progress bar of rank 0."""
+    with progress("measuring", rounds.iterations + max(rounds.warmup, 1) - 1, shown=stopwatch.world.rank == 0) as advance:
+        calls = {name: view.call for name, view in subject.views.items()}
+        return stopwatch.interleave(calls, rounds.warmup, rounds.iterations, advance)
+
+
+def trace(subject: Views, world: World, stopwatch: Stopwatch, name: str) -> Trace | None:
     """The trace of a view's run with the median time, on rank 0."""
     traces = []
     for _ in range(_TRACED):
         stopwatch.time(lambda: None)
         with record(world) as recording:
-            case.views[name].call()
+            subject.views[name].call()
         traces.append(recording.gather(name))
     return sorted((t for t in traces if t), key=lambda t: t.seconds)[_TRACED // 2] if world.rank == 0 else None
 

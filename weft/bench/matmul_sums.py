@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from functools import partial
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from weft.bench.baselines import GLOO, gloo_matmul_all_reduce, gloo_matmul_reduce_scatter
 from weft.bench.fused import Settings, View, balanced_gbps
-from weft.bench.timing import Stopwatch, largest
+from weft.bench.harness import Stopwatch
 from weft.bench.verification import Check, Sums
 from weft.engines import engine, matmul
 from weft.engines.weights import pack
@@ -27,7 +26,7 @@ from weft.world import World, several_hosts
 
 
 class _ProductSum:
-    """The tensors of one rank and the views on them, as `weft.bench.fused.Case` describes.
+    """The tensors of one rank and the views on them, as `weft.bench.fused.Subject` describes.
 
     As in a model that runs many times, the weight is packed; the baseline has a plain one. ``communicate`` is the operator's own
     plan without its products, on products that lie in symmetric memory.
@@ -50,21 +49,19 @@ class _ProductSum:
         self.weight = pack(self.problem.weight)
         if settings.link:
             world.emulate_link(settings.link.gbps or 1.0, settings.link.latency_us)
-        self.views = {
-            "compute": View(lambda: matmul.multiply(self.a, self.weight, self.whole), self.whole, self.problem.check_product)
-        }
+        compute = partial(matmul.multiply, self.a, self.weight, self.whole)
+        self.views = {"compute": View(compute, (self.whole,), partial(self.problem.check_product, self.whole))}
         self.choice = self.choose(settings.algorithm, settings.chunk_rows)
         if settings.link and settings.link.gbps is None:
             self.renew(0)
-            compute = statistics.median([stopwatch.time(self.views["compute"].call) for _ in range(6)][1:])
-            seconds, size = largest(world, [compute])[0], n * product.itemsize
-            gbps = balanced_gbps(without_products(self.plan()), size, seconds, settings.link.latency_us)
+            seconds, alone = stopwatch.alone(compute), without_products(self.plan())
+            gbps = balanced_gbps(alone, n * product.itemsize, seconds, settings.link.latency_us)
             world.emulate_link(gbps, settings.link.latency_us)
         if settings.algorithm == "auto" and m:
             self.choice = best(world, *self.question(settings.chunk_rows), self.choice, None)
         alone = without_products(self.plan())
         self.views |= {
-            "communicate": View(lambda: self._add(alone), self.out, self._check(self.problem.check_sum)),
+            "communicate": View(partial(self._add, alone), (self.out,), self._check(self.problem.check_sum)),
             "sequential": self._sum(self.operator("sequential", None)),
             "pipelined": self._sum(self.operator(settings.algorithm, settings.chunk_rows)),
         }
@@ -107,10 +104,10 @@ class _ProductSum:
         engine(self.world).program(("communicate", id(plan)), plan, tensors, dtypes).run(tensors, {})
 
     def _sum(self, call: Callable[[], object]) -> View:
-        return View(call, self.out, self._check(self.problem.check_product_sum))
+        return View(call, (self.out,), self._check(self.problem.check_product_sum))
 
-    def _check(self, check: Callable[[Tensor, int, int], Check]) -> Callable[[Tensor, int], Check]:
-        return lambda out, run: check(out, run, self.start)
+    def _check(self, check: Callable[[Tensor, int, int], Check]) -> Callable[[int], Check]:
+        return lambda run: check(self.out, run, self.start)
 
 
 class MatmulReduceScatter(_ProductSum):

@@ -18,18 +18,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.bench import collectives, environment, figures
+from weft.bench import collectives, figures
 from weft.bench.baselines import gloo_collective
+from weft.bench.fused import View, interleave, verify
+from weft.bench.harness import Stopwatch, session, where
 from weft.bench.plots import size_name
-from weft.bench.progress import progress
-from weft.bench.timing import Stopwatch, largest
 from weft.bench.verification import Check, Problem
 from weft.engines import matmul
 from weft.engines.weights import pack
 from weft.ops.collectives import all_gather, all_gather_async
-from weft.world import World, init
-
-_TIMEOUT = 600.0
+from weft.world import World
 
 
 @dataclass(frozen=True)
@@ -68,38 +66,31 @@ class Overlap:
         self.data = collectives.Data(world, sweep, count)
         self.a, self.gathered = world.empty(count, dtype=dtype), world.empty(count * world.ranks, dtype=dtype)
         product, gather = self._product, partial(all_gather, self.a, out=self.gathered, world=world)
-        self.views: dict[str, Callable[[], object]] = {
-            "compute": product,
-            "communicate": gather,
-            "sequential": partial(_both, gather, product),
-            "overlapped": self._overlapped,
+        self.views = {
+            "compute": View(product, (self.out,), self._check_product),
+            "communicate": View(gather, (self.gathered,), self._check_gathered),
+            "sequential": self._both(partial(_both, gather, product)),
+            "overlapped": self._both(self._overlapped),
         }
         if settings.gloo:
             mm = partial(torch.mm, self.x, self.problem.weight, out=self.out)
-            self.views["gloo sequential"] = lambda: (
-                gloo_collective("all_gather", self.a, self.gathered, "sum")(),
-                mm(),
-            )
-            self.views["gloo overlapped"] = lambda: self._gloo_overlapped(mm)
+            by_gloo = gloo_collective("all_gather", self.a, self.gathered, "sum")
+            self.views["gloo sequential"] = self._both(partial(_both, by_gloo, mm))
+            self.views["gloo overlapped"] = self._both(partial(self._gloo_overlapped, mm))
 
-    def verify(self, run: int) -> dict[str, Check]:
-        """Run every view on inputs of its own, `run` and following, into poisoned outputs; the worst check of any rank."""
-        checks = {}
-        for name, call in self.views.items():
-            self.x.copy_(self.problem.rows(run))
-            self.a.copy_(self.data.own(run, len(self.a)))
-            self.out.fill_(torch.nan)
-            self.gathered.fill_(torch.nan)
-            call()
-            wrong, max_error, bound = 0.0, 0.0, 0.0
-            if name != "communicate":
-                wrong, max_error, bound = self.problem.check_product(self.out, run)
-            if name != "compute":
-                wrong += int((self.gathered != self.data.expected(run, len(self.a))).sum())
-            wrong, max_error, bound = largest(self.world, [wrong, max_error, bound])
-            checks[name] = Check(int(wrong), max_error, bound)
-            run += 1
-        return checks
+    def renew(self, run: int) -> None:
+        """Fill the inputs with those of this run."""
+        self.x.copy_(self.problem.rows(run))
+        self.a.copy_(self.data.own(run, len(self.a)))
+
+    def _both(self, call: Callable[[], object]) -> View:
+        return View(call, (self.out, self.gathered), lambda run: self._check_product(run).plus(self._check_gathered(run).wrong))
+
+    def _check_product(self, run: int) -> Check:
+        return self.problem.check_product(self.out, run)
+
+    def _check_gathered(self, run: int) -> Check:
+        return Check(int((self.gathered != self.data.expected(run, len(self.a))).sum()))
 
     def _product(self) -> None:
         matmul.multiply(self.x, self.weight, self.out)
@@ -121,19 +112,14 @@ def measure(settings: Settings) -> dict[str, Any]:
 
     `copies_ms` is what the all-gather takes without the emulated link, null where there is none.
     """
-    torch.set_num_threads(settings.threads)
-    with init(timeout=_TIMEOUT) as world, torch.no_grad():
-        stopwatch, case = Stopwatch(world), Overlap(settings, world)
-        copies = _emulate(settings, world, case, stopwatch)
-        checks = case.verify(0)
-        with progress("measuring", settings.iterations + max(settings.warmup, 1) - 1, shown=world.rank == 0) as advance:
-            times = stopwatch.interleave(case.views, settings.warmup, settings.iterations, advance)
-        for name, check in case.verify(len(case.views)).items():
-            checks[name] = check.worse(checks[name])
+    with session(settings.threads) as world:
+        stopwatch, overlap = Stopwatch(world), Overlap(settings, world)
+        copies = _emulate(settings, world, overlap, stopwatch)
+        times, checks = verify(overlap, world, lambda: interleave(overlap, stopwatch, settings))
         compute, communicate, sequential, overlapped = (
             times[name].median for name in ("compute", "communicate", "sequential", "overlapped")
         )
-        shown = {name: {"median": time.median, "min": time.min, "max": time.max} for name, time in times.items()}
+        shown = {name: time.to_json() for name, time in times.items()}
         return {
             "benchmark": "overlap",
             "ranks": world.ranks,
@@ -151,8 +137,7 @@ def measure(settings: Settings) -> dict[str, Any]:
             "limit_ratio": figures.limit_ratio(compute, communicate, overlapped),
             "wrong": {name: check.wrong for name, check in checks.items()},
             "verified": not any(check.wrong for check in checks.values()),
-            "machine": environment.machine(world),
-            "versions": environment.versions(),
+            **where(world),
         }
 
 
@@ -194,14 +179,14 @@ def _both(one: Callable[[], object], other: Callable[[], object]) -> None:
     other()
 
 
-def _emulate(settings: Settings, world: World, case: Overlap, stopwatch: Stopwatch) -> float | None:
+def _emulate(settings: Settings, world: World, overlap: Overlap, stopwatch: Stopwatch) -> float | None:
     """Slow down copies as asked for; the milliseconds that they take without that."""
     if settings.link_gbps is None:
         return None
-    alone = stopwatch.interleave({name: case.views[name] for name in ("compute", "communicate")}, 2, 5)
+    alone = stopwatch.interleave({name: overlap.views[name].call for name in ("compute", "communicate")}, 2, 5)
     gbps = settings.link_gbps
     if gbps == "auto":
-        received = (world.ranks - 1) * case.a.numel() * case.a.itemsize
+        received = (world.ranks - 1) * overlap.a.numel() * overlap.a.itemsize
         gbps = float(f"{8 * received / (alone['compute'].median * 1e-3) / 1e9:.4g}")
     world.emulate_link(float(gbps))
     return alone["communicate"].median

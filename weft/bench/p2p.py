@@ -11,12 +11,11 @@ every byte; whoever owns the target compares all of them.
 from __future__ import annotations
 
 import ctypes
-import math
-import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -32,21 +31,15 @@ from torch import Tensor
 
 from weft import _native
 from weft.bench import environment
+from weft.bench.harness import batches, per_call, race, session, verified, where, worst
 from weft.bench.plots import COLOURS, size_name
 from weft.bench.progress import progress
-from weft.bench.timing import largest, no_garbage_collection
+from weft.bench.verification import RUNS, Check
 from weft.ops.barrier import barrier
-from weft.world import World, init
+from weft.world import World
 from weft.world.onesided import Transfer, get, get_async, put, put_async
 
 MEMCPY, COPY_ = "memcpy", "torch.copy_"
-BATCH = 1e-3
-"""Seconds that the single copies of a turn are to take together, and those of its window."""
-BUDGET = 2.0
-"""Seconds that all turns of one implementation may take together at one size; slower ones get fewer turns, at least three."""
-
-_RUNS = 32  # windows of the random bytes
-_TIMEOUT = 600.0  # seconds; peers wait for rank 0 for as long as it measures one size
 _STYLES: dict[str, dict[str, Any]] = {
     "weft": {"color": COLOURS["matmul"]},
     "weft (async)": {"color": COLOURS["copy"]},
@@ -93,7 +86,7 @@ class Bench:
         self.settings, self.world = settings, world
         largest_size = max(settings.sizes)
         generator = torch.Generator().manual_seed(settings.seed)
-        self.stream = torch.randint(256, (largest_size + _RUNS,), dtype=torch.uint8, generator=generator)
+        self.stream = torch.randint(256, (largest_size + RUNS,), dtype=torch.uint8, generator=generator)
         self.shared = world.empty(largest_size, dtype=torch.uint8)
         self.source, self.target = torch.empty_like(self.shared), torch.empty_like(self.shared)
         for tensor in (self.shared, self.source, self.target):
@@ -112,7 +105,7 @@ class Bench:
             Contender("local", COPY_, partial(target.copy_, source), source, target, 0, 0),
         ]
 
-    def verify(self, contender: Contender, run: int) -> int:
+    def verify(self, contender: Contender, run: int) -> Check:
         """Copy the bytes of `run` to a poisoned target; how many are wrong. Collective."""
         expected, rank = self.stream[run : run + len(contender.source)], self.world.rank
         if rank == contender.giver:
@@ -124,18 +117,24 @@ class Bench:
             _complete(contender.call())
         barrier(self.world)
         wrong = int((contender.target != expected).sum()) if rank == contender.owner else 0
-        return int(largest(self.world, [wrong])[0])
+        return worst(self.world, Check(wrong))
 
     def rows(self, size: int, advance: Callable[[], None]) -> list[dict[str, Any]]:
         """Verify, measure and verify again all implementations at one size; complete on rank 0."""
         contenders = self.contenders(size)
-        wrong = [self.verify(contender, run) for run, contender in enumerate(contenders)]
-        samples = race(contenders, self.settings, advance) if self.world.rank == 0 else []
+        samples, checks = verified(contenders, self.verify, lambda: self._race(contenders, advance))
+        return [_row(size, *found) for found in zip(contenders, samples, checks, strict=True)] if samples else []
+
+    def _race(self, contenders: Sequence[Contender], advance: Callable[[], None]) -> list[Samples]:
+        """Let all contenders take turns, while the other ranks wait."""
+        found, rounds = list[Samples](), self.settings.iterations
+        if self.world.rank == 0:
+            sizes = [batches(max(_turn(contender, 1).windows), per_turn=2) for contender in contenders]
+            turns = [partial(_turn, one, min(100, copies)) for one, (copies, _) in zip(contenders, sizes, strict=True)]
+            samples = race(turns, [min(rounds, most) for _, most in sizes], self.settings.warmup, rounds, advance)
+            found = [Samples(*(list(chain.from_iterable(lists)) for lists in zip(*own, strict=True))) for own in samples]
         barrier(self.world)
-        wrong = [
-            max(before, self.verify(c, run)) for run, (before, c) in enumerate(zip(wrong, contenders, strict=True), len(wrong))
-        ]
-        return [_row(size, *both) for both in zip(contenders, samples, wrong, strict=True)] if samples else []
+        return found
 
 
 def measure(settings: Settings) -> dict[str, Any]:
@@ -144,8 +143,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     In its rows `time_us` is of single copies and `algbw_gbps` of windows, in 1e9 bytes per second (`busbw_gbps` is the same for two
     ranks); `cycles` is what a copy takes of its caller, in ticks of the processor's time-stamp counter, null where there is none.
     """
-    torch.set_num_threads(settings.threads)
-    with init(timeout=_TIMEOUT) as world:
+    with session(settings.threads) as world:
         environment.need_one_host(world, "one-sided calls stay within one: run weft bench p2p by itself there")
         bench = Bench(settings, world)
         rounds = len(settings.sizes) * (settings.warmup + settings.iterations)
@@ -156,31 +154,8 @@ def measure(settings: Settings) -> dict[str, Any]:
             "ranks": world.ranks,
             "rows": rows,
             "verified": not any(row["wrong"] for row in rows),
-            "machine": environment.machine(world),
-            "versions": environment.versions(),
+            **where(world),
         }
-
-
-def race(contenders: Sequence[Contender], settings: Settings, advance: Callable[[], None]) -> list[Samples]:
-    """Let all contenders take turns, in an order drawn anew every round, after `warmup` rounds."""
-    copies, turns = [], []
-    for contender in contenders:
-        seconds = max(_turn(contender, 1).windows)
-        copies.append(max(1, min(100, round(BATCH / seconds))))
-        turns.append(min(settings.iterations, max(3, int(BUDGET / (2 * copies[-1] * seconds)))))
-    found = [Samples([], [], []) for _ in contenders]
-    order, shuffle = list(range(len(contenders))), random.Random(settings.seed).shuffle
-    with no_garbage_collection():
-        for turn in range(-settings.warmup, settings.iterations):
-            advance()
-            shuffle(order)
-            for index in order:
-                if turn < turns[index]:
-                    taken = _turn(contenders[index], copies[index])
-                    if turn >= 0:
-                        for all_of_them, more in zip(found[index], taken, strict=True):
-                            all_of_them += more
-    return found
 
 
 def print_tables(result: dict[str, Any], console: Console) -> None:
@@ -274,19 +249,18 @@ def _complete(handle: object) -> None:
         handle.wait()
 
 
-def _row(size: int, contender: Contender, samples: Samples, wrong: int) -> dict[str, Any]:
-    times = sorted(1e6 * second for second in samples.singles)
+def _row(size: int, contender: Contender, samples: Samples, check: Check) -> dict[str, Any]:
     speed = size / statistics.median(samples.windows) / 1e9
     return {
         "size_bytes": size,
         "operation": contender.operation,
         "implementation": contender.implementation,
-        "time_us": {"median": statistics.median(times), "min": times[0], "p99": times[math.ceil(0.99 * len(times)) - 1]},
+        "time_us": per_call(samples.singles)._asdict(),
         "algbw_gbps": speed,
         "busbw_gbps": speed,
         "cycles": statistics.median(samples.cycles) or None,
-        "wrong": wrong,
-        "copies": len(times),
+        "wrong": check.wrong,
+        "copies": len(samples.singles),
         "windows": len(samples.windows),
     }
 

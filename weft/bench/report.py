@@ -13,7 +13,7 @@ from rich.text import Text
 
 from weft.bench import figures
 from weft.bench.fused import Result
-from weft.bench.timing import Statistics
+from weft.bench.harness import Statistics
 
 
 def to_json(result: Result) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def _figures(result: Result) -> dict[str, float]:
 
 
 def _times(rows: Mapping[str, Statistics]) -> dict[str, dict[str, float]]:
-    return {name: {"median": times.median, "min": times.min, "max": times.max} for name, times in rows.items()}
+    return {name: times.to_json() for name, times in rows.items()}
 
 
 def _finite(value: float) -> float | None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -14,15 +12,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from weft.bench.harness import Times
+
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
-
-class Times(NamedTuple):
-    """Microseconds per call, over the batches measured; each is the time of the slowest rank."""
-
-    median: float
-    min: float
-    p99: float
 
 
 @dataclass(frozen=True)
@@ -68,12 +60,6 @@ def parse_sizes(text: str) -> list[int]:
             sizes.append(first)
             first *= factor
     return sorted(set(sizes))
-
-
-def summarize(seconds: Sequence[float], calls: int) -> Times:
-    """The statistics per call of batches of `calls` calls; p99 is the smallest that 99 % of the batches do not exceed."""
-    times = sorted(1e6 * second / calls for second in seconds)
-    return Times(statistics.median(times), times[0], times[math.ceil(0.99 * len(times)) - 1])
 
 
 def bandwidths(operation: str, size_bytes: int, ranks: int, microseconds: float) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft import predict
-from weft.bench.timing import Stopwatch
+from weft.bench.harness import Stopwatch
 from weft.engines import engine
 from weft.engines.weights import Weight, pack
 from weft.ops import all_gather_matmul as gathering

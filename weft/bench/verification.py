@@ -20,8 +20,12 @@ class Check(NamedTuple):
     """What a comparison found: elements beyond their bound, the largest error, and the largest bound."""
 
     wrong: int
-    max_error: float
-    bound: float
+    max_error: float = 0.0
+    bound: float = 0.0
+
+    def plus(self, wrong: int) -> Check:
+        """The check with so many more elements wrong."""
+        return self._replace(wrong=self.wrong + wrong)
 
     def worse(self, other: Check) -> Check:
         """The worst of both."""

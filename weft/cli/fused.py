@@ -157,10 +157,10 @@ def matmul_all_reduce(
 def _measure(benchmark: str, common: _Common, shape: str, algorithm: str, chunk_rows: int | None, ablate: bool = False) -> None:
     """Check what remains to be checked, measure, and hand over the result."""
     from weft.bench.all_gather_matmul import BASELINES, AllGatherMatmul
-    from weft.bench.fused import Case, Settings, measure
+    from weft.bench.fused import Settings, Subject, measure
     from weft.bench.matmul_sums import MatmulAllReduce, MatmulReduceScatter
 
-    cases: dict[str, Callable[..., Case]] = {
+    cases: dict[str, Callable[..., Subject]] = {
         "all-gather-matmul": AllGatherMatmul,
         "matmul-reduce-scatter": MatmulReduceScatter,
         "matmul-all-reduce": MatmulAllReduce,

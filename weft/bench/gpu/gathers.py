@@ -11,6 +11,7 @@ from rich.table import Table
 
 from weft.bench import sweep
 from weft.bench.gpu import hardware, milliseconds, processes, versions
+from weft.bench.harness import per_call
 from weft.ops.barrier import barrier
 from weft.ops.collectives import all_gather
 from weft.world import init
@@ -78,7 +79,7 @@ def all_gathers(settings: Gathers) -> dict[str, Any]:
 
 def _row(size: int, kind: str, sms: int | None, found: Sequence[tuple[list[float], int]]) -> dict[str, Any]:
     """What all ranks found: their milliseconds and wrong elements."""
-    time = sweep.summarize([1e-3 * max(times) for times in zip(*(times for times, _ in found), strict=True)], 1)
+    time = per_call([1e-3 * max(times) for times in zip(*(times for times, _ in found), strict=True)])
     algbw, busbw = sweep.bandwidths("all_gather", size // len(found), len(found), time.median)
     return {
         "size_bytes": size,

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from weft.bench import figures, timing
+from weft.bench import figures, harness
 from weft.bench.gpu import hardware, milliseconds, versions
 from weft.engines import engine
 from weft.schedules.matmul_from_host import matmul_from_host
@@ -124,7 +124,7 @@ def _from_host(settings: Products, rows: Tensor, b: Tensor, own: int) -> dict[st
 
 def summary(milliseconds: Sequence[float]) -> dict[str, float]:
     """Median and range."""
-    return timing.summarize([1e-3 * time for time in milliseconds])._asdict()
+    return harness.summarize([1e-3 * time for time in milliseconds])._asdict()
 
 
 def product_rates(shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, warmup: int, iterations: int) -> list[dict[str, Any]]:
