@@ -420,9 +420,9 @@ def test_plans_are_shown_and_proved():
     assert "verified: no race, no deadlock" in outcome.stdout
     for operator, (algorithms, _) in PLANNERS.items():
         for algorithm in algorithms:
-            outcome = CliRunner().invoke(app, ["plan", "show", operator.value, "-n", "3", "--algorithm", algorithm])
+            outcome = CliRunner().invoke(app, ["plan", "show", operator, "-n", "3", "--algorithm", algorithm])
             assert outcome.exit_code == 0, outcome.output
-            assert f"{operator.name} / {algorithm} on 3 ranks" in outcome.stdout
+            assert f"{operator.replace('-', '_')} / {algorithm} on 3 ranks" in outcome.stdout
     for wrong in (["--rows", "4,4", "-n", "3"], ["--rows", "4,-4"], ["--algorithm", "auto"], ["--algorithm", "star"]):
         assert CliRunner().invoke(app, ["plan", "show", "all-gather-matmul", *wrong]).exit_code == 2
 

@@ -11,7 +11,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import weft
-from weft.bench import plots
 from weft.bench.gpu import gathers
 from weft.cli import app
 from weft.engines import engine
@@ -73,5 +72,5 @@ def test_results_are_shown(tmp_path):
     assert [line.replace("│", " ").split() for line in shown.getvalue().splitlines() if "gluon" in line] == [
         ["1,048,576", "gluon", "4", "10.0", "55.0", "0"]
     ]
-    plots.draw_over_sms(result, tmp_path / "sms.png")
+    gathers.draw(result, tmp_path / "sms.png")
     assert (tmp_path / "sms.png").stat().st_size > 1000

@@ -8,7 +8,7 @@ import pytest
 from ranks import on_ranks
 from typer.testing import CliRunner
 
-from weft.bench.p2p import Bench, Settings, draw
+from weft.bench.p2p import Buffers, Settings, draw
 from weft.cli import app
 
 NAMES = [
@@ -43,7 +43,7 @@ def test_rows_and_picture(tmp_path):
 
 
 def wrong_copies(world):
-    bench = Bench(Settings((1000,)), world)
+    bench = Buffers(Settings((1000,)), world)
     found = []
     for contender in bench.contenders(1000):
         right = bench.verify(contender, 0)

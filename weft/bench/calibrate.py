@@ -54,7 +54,7 @@ Lane = tuple[Instruction, ...]
 Lanes = dict[str, Lane]
 
 
-class _Bench:
+class _Timings:
     """Seconds on all ranks of a world, by what was timed."""
 
     def __init__(self, world: World) -> None:
@@ -93,7 +93,7 @@ def measure(threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     kinds = {f"{name} packed" if packed else name: (name, packed) for name in ITEMSIZE for packed in (False, True)}
     with init(timeout=120) as world, torch.no_grad():
-        bench = _Bench(world)
+        bench = _Timings(world)
         for _ in range(_PASSES):
             for kind, (name, packed) in kinds.items():
                 _products(bench, kind, getattr(torch, name), packed)
@@ -132,7 +132,7 @@ def measure_network(threads: int) -> Link:
     """
     torch.set_num_threads(threads)
     with init(timeout=120) as world, torch.no_grad():
-        bench = _Bench(world)
+        bench = _Timings(world)
         if world.relay is None:
             raise WeftError("all ranks are on one host: there is no link to others to measure")
         for _ in range(_PASSES):
@@ -184,7 +184,7 @@ def _sizes() -> Iterator[tuple[int, int]]:
     return itertools.product(_ROWS, _WIDTHS)
 
 
-def _products(bench: _Bench, kind: str, dtype: torch.dtype, packed: bool) -> None:
+def _products(bench: _Timings, kind: str, dtype: torch.dtype, packed: bool) -> None:
     """Time products of one kind once at every size."""
     for width in _WIDTHS:
         b = torch.randn(width, width).to(dtype)
@@ -218,7 +218,7 @@ def least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
     return best
 
 
-def _copies(bench: _Bench) -> None:
+def _copies(bench: _Timings) -> None:
     """Time local copies, copies to a peer, and sums that read a peer's rows, of several sizes."""
     ranks, own = bench.world.ranks, bench.world.rank
     for rows in _COPIED:
@@ -258,7 +258,7 @@ def _bytes(what: str, rows: int) -> int:
     return rows * _COLUMNS * 4 * (2 if what == "reduce" else 1)
 
 
-def _time_signals(bench: _Bench) -> None:
+def _time_signals(bench: _Timings) -> None:
     """Time one round of signals between all ranks, and many."""
     world, tensors = bench.world, {"a": torch.ones(1, _COLUMNS), "out": torch.ones(1, _COLUMNS)}
     for rounds in (1, _ROUNDS):
@@ -271,7 +271,7 @@ def _signal(found: Mapping[str, float]) -> float:
     return (found[f"{_ROUNDS} signals"] - found["1 signals"]) / (_ROUNDS - 1)
 
 
-def _calls(bench: _Bench) -> None:
+def _calls(bench: _Timings) -> None:
     """Time what is the same for every size: signals, a call, its lanes, waking up."""
     world = bench.world
     everyone, tensors = range(world.ranks), {"a": torch.ones(1, _COLUMNS), "out": torch.ones(1, _COLUMNS)}
@@ -301,7 +301,7 @@ def _signals(rank: int, ranks: int, rounds: int) -> tuple[Instruction, ...]:
     return tuple(lane)
 
 
-def _lanes(bench: _Bench) -> None:
+def _lanes(bench: _Timings) -> None:
     """Time products and copies alone and beside each other, and how long a comm lane waits for its turn beside products."""
     world, rows = bench.world, 256
     tensors = {"a": torch.ones(rows, _COLUMNS), "out": torch.ones(rows, 512)}

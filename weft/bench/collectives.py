@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from weft.bench import environment
+from weft.bench import environment, tables
 from weft.bench.baselines import gloo_collective
 from weft.bench.harness import Stopwatch, batches, largest, per_call, poison, race, session, verified
 from weft.bench.mpi import MPIS, MpiRanks
@@ -259,20 +259,13 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     console.print(Text(f"{result['benchmark']}: {result['ranks']} ranks, {result['dtype']}{op}, {result['algorithm']}", "bold"))
     names = dict.fromkeys(row["implementation"] for row in result["rows"])
     print_table(result["rows"], [name for name in names if name not in (WEFT, PLAIN)], console)
-    machine = result["machine"]
-    notes = [
-        Text(
-            "size and count: each rank's input. Times: median of batches, divided by their calls. algbw, busbw: GB/s of 1e9 bytes"
-        ),
-        Text("as nccl-tests define them. weft: tensors in symmetric memory; weft (plain) and gloo: ordinary ones; MPI: numpy's."),
-        Text("Verified: every element on every rank equals what it must be, before and after timing.", "green")
-        if result["verified"]
-        else Text("NOT VERIFIED: there are wrong results. Their times mean nothing.", "bold red"),
-        Text(f"{machine['cpu']}, {machine['cores']} cores, threads per rank: {machine['threads_per_rank']}; ", "dim"),
-        Text(", ".join(f"{name} {version}" for name, version in result["versions"].items()), "dim"),
-    ]
-    for note in notes:
-        console.print(note, soft_wrap=True)
+    tables.tell(
+        console,
+        "size and count: each rank's input. Times: median of batches, divided by their calls. algbw, busbw: GB/s of 1e9 bytes",
+        "as nccl-tests define them. weft: tensors in symmetric memory; weft (plain) and gloo: ordinary ones; MPI: numpy's.",
+        tables.verdict(result, "every element on every rank equals what it must be, before and after timing."),
+        tables.machine(result),
+    )
 
 
 def weft_collective(settings: Settings, a: Tensor, out: Tensor, world: World) -> Callable[[], object]:

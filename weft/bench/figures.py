@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 
+def of_overlap(compute: float, communicate: float, sequential: float, pipelined: float) -> dict[str, float]:
+    """The figures of a benchmark that hides `communicate` behind `compute`, by the names that its JSON gives them."""
+    return {
+        "speedup": speedup(sequential, pipelined),
+        "overlap_percent": overlap_percent(compute, communicate, pipelined),
+        "limit_ratio": limit_ratio(compute, communicate, pipelined),
+    }
+
+
 def speedup(sequential: float, pipelined: float) -> float:
     """``sequential / pipelined``: how many times faster the fused operator is."""
     return sequential / pipelined

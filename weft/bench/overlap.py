@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from weft.bench import collectives, figures
+from weft.bench import collectives, figures, tables
 from weft.bench.baselines import gloo_collective
 from weft.bench.fused import View, interleave, verify
 from weft.bench.harness import Stopwatch, session, where
@@ -116,9 +114,7 @@ def measure(settings: Settings) -> dict[str, Any]:
         stopwatch, overlap = Stopwatch(world), Overlap(settings, world)
         copies = _emulate(settings, world, overlap, stopwatch)
         times, checks = verify(overlap, world, lambda: interleave(overlap, stopwatch, settings))
-        compute, communicate, sequential, overlapped = (
-            times[name].median for name in ("compute", "communicate", "sequential", "overlapped")
-        )
+        medians = [times[name].median for name in ("compute", "communicate", "sequential", "overlapped")]
         shown = {name: time.to_json() for name, time in times.items()}
         return {
             "benchmark": "overlap",
@@ -132,9 +128,7 @@ def measure(settings: Settings) -> dict[str, Any]:
             "copies_ms": copies,
             "times_ms": {name: time for name, time in shown.items() if not name.startswith("gloo")},
             "baselines_ms": {name: time for name, time in shown.items() if name.startswith("gloo")},
-            "speedup": figures.speedup(sequential, overlapped),
-            "overlap_percent": figures.overlap_percent(compute, communicate, overlapped),
-            "limit_ratio": figures.limit_ratio(compute, communicate, overlapped),
+            **figures.of_overlap(*medians),
             "wrong": {name: check.wrong for name, check in checks.items()},
             "verified": not any(check.wrong for check in checks.values()),
             **where(world),
@@ -147,13 +141,9 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     size = f"{shape['m']}x{shape['k']}x{shape['n']} {result['dtype']}"
     where = f", EMULATED LINK of {link['gbps']:g} Gbit/s" if link else ""
     console.print(Text(f"overlap: {result['ranks']} ranks, {size} beside an {result['algorithm']}{where}", "bold"), soft_wrap=True)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for name in ("median ms", "min", "max"):
-        table.add_column(name, justify="right")
+    table = tables.table(("", "median ms", "min", "max"))
     for name, times in (result["times_ms"] | result["baselines_ms"]).items():
-        label = Text(f"{name} WRONG", "bold red") if result["wrong"][name] else Text(name)
-        table.add_row(label, *(f"{time:.3f}" for time in times.values()))
+        table.add_row(tables.named(name, result["wrong"][name]), *(f"{time:.3f}" for time in times.values()))
     console.print(table)
     console.print(
         f"speedup {result['speedup']:.2f}x (sequential / overlapped); {result['overlap_percent']:.0f} % of communicate hidden; "
@@ -168,10 +158,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
             style="yellow",
             soft_wrap=True,
         )
-    if result["verified"]:
-        console.print("Verified on every rank, before and after timing, on new inputs and poisoned outputs.", style="green")
-    else:
-        console.print("NOT VERIFIED: there are wrong results. Their times mean nothing.", style="bold red")
+    tables.tell(console, tables.verdict(result, "on every rank, before and after timing, on new inputs and poisoned outputs."))
 
 
 def _both(one: Callable[[], object], other: Callable[[], object]) -> None:

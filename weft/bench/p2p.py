@@ -21,18 +21,14 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
 from weft import _native
-from weft.bench import environment
+from weft.bench import environment, tables
 from weft.bench.harness import batches, per_call, race, session, verified, where, worst
-from weft.bench.plots import COLOURS, size_name
+from weft.bench.plots import COLOURS, over_sizes, picture, size_name, unverified
 from weft.bench.progress import progress
 from weft.bench.verification import RUNS, Check
 from weft.ops.barrier import barrier
@@ -59,7 +55,7 @@ class Settings:
     threads: int = 1
 
 
-class Contender(NamedTuple):
+class Copier(NamedTuple):
     """A way to copy `source` to `target`; `owner` is the rank on which `target` can be looked at, `giver` that of `source`."""
 
     operation: str
@@ -79,7 +75,7 @@ class Samples(NamedTuple):
     cycles: list[float]
 
 
-class Bench:
+class Buffers:
     """The buffers of one rank, which all sizes share: each has its random bytes and its place to copy to."""
 
     def __init__(self, settings: Settings, world: World) -> None:
@@ -92,20 +88,20 @@ class Bench:
         for tensor in (self.shared, self.source, self.target):
             tensor.zero_()  # pages are there before anything is timed
 
-    def contenders(self, size: int) -> list[Contender]:
+    def contenders(self, size: int) -> list[Copier]:
         """All implementations, for copies of `size` bytes."""
         shared, source, target, peer = self.shared[:size], self.source[:size], self.target[:size], self.world.ranks - 1
         memmove = partial(ctypes.memmove, target.data_ptr(), source.data_ptr(), size)
         return [
-            Contender("put", "weft", partial(put, shared, source, peer), source, shared, 0, peer),
-            Contender("put", "weft (async)", partial(put_async, shared, source, peer), source, shared, 0, peer),
-            Contender("get", "weft", partial(get, target, shared, peer), shared, target, peer, 0),
-            Contender("get", "weft (async)", partial(get_async, target, shared, peer), shared, target, peer, 0),
-            Contender("local", MEMCPY, memmove, source, target, 0, 0),
-            Contender("local", COPY_, partial(target.copy_, source), source, target, 0, 0),
+            Copier("put", "weft", partial(put, shared, source, peer), source, shared, 0, peer),
+            Copier("put", "weft (async)", partial(put_async, shared, source, peer), source, shared, 0, peer),
+            Copier("get", "weft", partial(get, target, shared, peer), shared, target, peer, 0),
+            Copier("get", "weft (async)", partial(get_async, target, shared, peer), shared, target, peer, 0),
+            Copier("local", MEMCPY, memmove, source, target, 0, 0),
+            Copier("local", COPY_, partial(target.copy_, source), source, target, 0, 0),
         ]
 
-    def verify(self, contender: Contender, run: int) -> Check:
+    def verify(self, contender: Copier, run: int) -> Check:
         """Copy the bytes of `run` to a poisoned target; how many are wrong. Collective."""
         expected, rank = self.stream[run : run + len(contender.source)], self.world.rank
         if rank == contender.giver:
@@ -125,7 +121,7 @@ class Bench:
         samples, checks = verified(contenders, self.verify, lambda: self._race(contenders, advance))
         return [_row(size, *found) for found in zip(contenders, samples, checks, strict=True)] if samples else []
 
-    def _race(self, contenders: Sequence[Contender], advance: Callable[[], None]) -> list[Samples]:
+    def _race(self, contenders: Sequence[Copier], advance: Callable[[], None]) -> list[Samples]:
         """Let all contenders take turns, while the other ranks wait."""
         found, rounds = list[Samples](), self.settings.iterations
         if self.world.rank == 0:
@@ -145,10 +141,10 @@ def measure(settings: Settings) -> dict[str, Any]:
     """
     with session(settings.threads) as world:
         environment.need_one_host(world, "one-sided calls stay within one: run weft bench p2p by itself there")
-        bench = Bench(settings, world)
+        buffers = Buffers(settings, world)
         rounds = len(settings.sizes) * (settings.warmup + settings.iterations)
         with progress("measuring", rounds, shown=world.rank == 0) as advance:
-            rows = [row for size in settings.sizes for row in bench.rows(size, advance)]
+            rows = [row for size in settings.sizes for row in buffers.rows(size, advance)]
         return {
             "benchmark": "p2p",
             "ranks": world.ranks,
@@ -160,9 +156,7 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 def print_tables(result: dict[str, Any], console: Console) -> None:
     """Print the rows of a result, and what one must know to read them."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("size", "", "us", "p99 us", "GB/s", "kcycles", f"vs {MEMCPY}", "wrong"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    table = tables.table(("size", "", "us", "p99 us", "GB/s", "kcycles", f"vs {MEMCPY}", "wrong"))
     local = {row["size_bytes"]: row["algbw_gbps"] for row in result["rows"] if row["implementation"] == MEMCPY}
     previous = None
     for row in result["rows"]:
@@ -176,53 +170,39 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
             f"{row['time_us']['p99']:.1f}",
             f"{row['algbw_gbps']:.1f}",
             "" if row["cycles"] is None else f"{row['cycles'] / 1e3:.1f}",
-            Text() if name == MEMCPY else _ratio(row["algbw_gbps"] / local[size]),
-            Text(str(row["wrong"]), "bold red" if row["wrong"] else ""),
+            Text() if name == MEMCPY else tables.ratio(row["algbw_gbps"] / local[size]),
+            tables.count(row["wrong"]),
         )
         previous = size
-    machine = result["machine"]
     console.print(Text(f"p2p: rank 0 and rank {result['ranks'] - 1} of {result['ranks']}", "bold"), table)
-    for note in (
-        Text("us: median of single copies, until complete. GB/s of 1e9 bytes: copies back to back; these are compared."),
-        Text("kcycles: what a copy takes of its caller, in 1000 ticks of the time-stamp counter; asynchronous: its submission.")
+    tables.tell(
+        console,
+        "us: median of single copies, until complete. GB/s of 1e9 bytes: copies back to back; these are compared.",
+        "kcycles: what a copy takes of its caller, in 1000 ticks of the time-stamp counter; asynchronous: its submission."
         if result["rows"][0]["cycles"] is not None
-        else Text("kcycles: this processor has no time-stamp counter that can be read."),
-        Text("Verified: every byte, in targets poisoned before every implementation and size, before and after timing.", "green")
-        if result["verified"]
-        else Text("NOT VERIFIED: there are wrong results. Their times mean nothing.", "bold red"),
-        Text(f"{machine['cpu']}, {machine['cores']} cores; ", "dim"),
-        Text(", ".join(f"{name} {version}" for name, version in result["versions"].items()), "dim"),
-    ):
-        console.print(note, soft_wrap=True)
+        else "kcycles: this processor has no time-stamp counter that can be read.",
+        tables.verdict(result, "every byte, in targets poisoned before every implementation and size, before and after timing."),
+        tables.machine(result),
+    )
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draw bandwidth over size for put and for get, synchronous and asynchronous beside local copies, into a PNG or SVG file."""
-    figure = Figure(figsize=(11, 4.4), dpi=160, layout="constrained")
-    for axes, operation in zip(figure.subplots(1, 2, sharey=True), ("put", "get"), strict=True):
-        rows = [row for row in result["rows"] if row["operation"] in (operation, "local")]
-        for name, style in _STYLES.items():
-            own = [row for row in rows if row["implementation"] == name]
-            speeds = [row["algbw_gbps"] for row in own]
-            label = name if operation == "put" else None
-            axes.plot([row["size_bytes"] for row in own], speeds, label=label, linewidth=1.8, marker="o", markersize=4, **style)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks := sorted({row["size_bytes"] for row in rows}), [size_name(size) for size in ticks])
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel("bytes of a copy", color=COLOURS["muted"])
-        axes.set_title(f"{operation}, GB/s", loc="left", fontsize=9.5, color=COLOURS["muted"])
-        axes.set_ylim(bottom=0)
-        axes.tick_params(length=0, labelcolor=COLOURS["text"], labelsize=9)
-        axes.grid(color="#e3e6ea", linewidth=0.6, zorder=0)
-        axes.spines[:].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    unverified = "" if result["verified"] else "  NOT VERIFIED"
-    title = f"p2p: rank 0 and rank {result['ranks'] - 1}, beside local copies{unverified}"
-    figure.suptitle(title, fontsize=11, color=COLOURS["text"], x=0.012, ha="left")
-    figure.savefig(path)
+    title = f"p2p: rank 0 and rank {result['ranks'] - 1}, beside local copies{unverified(result)}"
+    with picture(path, 11, 4.4, title) as figure:
+        for axes, operation in zip(figure.subplots(1, 2, sharey=True), ("put", "get"), strict=True):
+            rows = [row for row in result["rows"] if row["operation"] in (operation, "local")]
+            for name, style in _STYLES.items():
+                own = [row for row in rows if row["implementation"] == name]
+                label = name if operation == "put" else None
+                axes.plot([row["size_bytes"] for row in own], [row["algbw_gbps"] for row in own], label=label, marker="o", **style)
+            over_sizes(axes, [row["size_bytes"] for row in rows], "bytes of a copy")
+            axes.set_title(f"{operation}, GB/s")
+            axes.set_ylim(bottom=0)
+        figure.legend(loc="outside lower center", ncols=4)
 
 
-def _turn(contender: Contender, copies: int) -> Samples:
+def _turn(contender: Copier, copies: int) -> Samples:
     """One turn: a copy that is not timed, `copies` single ones, and as many (at least two) back to back."""
     call, singles, window = contender.call, [], max(2, copies)
     _complete(call())
@@ -249,7 +229,7 @@ def _complete(handle: object) -> None:
         handle.wait()
 
 
-def _row(size: int, contender: Contender, samples: Samples, check: Check) -> dict[str, Any]:
+def _row(size: int, contender: Copier, samples: Samples, check: Check) -> dict[str, Any]:
     speed = size / statistics.median(samples.windows) / 1e9
     return {
         "size_bytes": size,
@@ -263,7 +243,3 @@ def _row(size: int, contender: Contender, samples: Samples, check: Check) -> dic
         "copies": len(samples.singles),
         "windows": len(samples.windows),
     }
-
-
-def _ratio(ratio: float) -> Text:
-    return Text(f"{ratio:.2f}x") if round(ratio, 2) >= 1 else Text(f"{ratio:.2f}x SLOWER", "bold red")

@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from weft import predict
-from weft.bench import figures
-from weft.bench.plots import COLOURS
+from weft.bench import figures, tables
+from weft.bench.plots import COLOURS, picture
 from weft.predict import Candidate, Case
 from weft.predict.machine import Machine
 
@@ -69,9 +66,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     hosts = f" on {result['hosts']} hosts" if result["hosts"] > 1 else ""
     title = f"{result['predicted']} on {where}, PREDICTED: {result['ranks']} ranks{hosts}, {size}, {result['dtype']}"
     console.print(Text(title, "bold"), soft_wrap=True)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("", "ms", "vs sequential", "rows per piece"):
-        table.add_column(name, justify="right" if name else "left")
+    table = tables.table(("", "ms", "vs sequential", "rows per piece"))
     for name in ("compute", "communicate"):
         table.add_row(name, _ms(times[name]), "", "")
     for way in result["ways"]:
@@ -126,9 +121,7 @@ def total(results: list[dict[str, Any]]) -> str:
 
 def show_comparison(result: dict[str, Any], measured: dict[str, Any], console: Console) -> None:
     """Print predicted beside measured times in one table."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("", "predicted ms", "measured ms", "error"):
-        table.add_column(name, justify="right" if name else "left")
+    table = tables.table(("", "predicted ms", "measured ms", "error"))
     for name, times in measured["times_ms"].items():
         ms = result["times_ms"][name]
         table.add_row(name, _ms(ms), _ms(times["median"]), f"{100 * (ms / times['median'] - 1):+.0f} %")
@@ -139,9 +132,8 @@ def show_comparison(result: dict[str, Any], measured: dict[str, Any], console: C
 
 def show_sweep(what: str, results: list[dict[str, Any]], values: Sequence[float], console: Console) -> None:
     """Print the times of a sweep in one table."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in (what, "compute ms", "communicate", "sequential", "pipelined", "speedup", "by", "bottleneck"):
-        table.add_column(name, justify="left" if name in ("by", "bottleneck") else "right")
+    columns = (what, "compute ms", "communicate", "sequential", "pipelined", "speedup", "by", "bottleneck")
+    table = tables.table(columns, left=("by", "bottleneck"))
     for value, result in zip(values, results, strict=True):
         cells = [_ms(result["times_ms"][name]) for name in ("compute", "communicate", "sequential", "pipelined")]
         way = str(Candidate(result["algorithm"], result["chunk_rows"], result["order"]))
@@ -151,32 +143,27 @@ def show_sweep(what: str, results: list[dict[str, Any]], values: Sequence[float]
 
 def draw_sweep(what: str, results: list[dict[str, Any]], values: Sequence[float], path: Path) -> None:
     """Draw the times of a sweep, and what overlap gains, into a PNG or SVG file."""
-    figure = Figure(figsize=(11, 4.4), dpi=160, layout="constrained")
-    times, gains = figure.subplots(1, 2)
-    lines = {"compute": COLOURS["matmul"], "communicate": COLOURS["copy"], "sequential": "#9aa3b0", "pipelined": COLOURS["reduce"]}
-    for name, colour in lines.items():
-        style = {"linestyle": (0, (4, 3))} if name in ("compute", "communicate") else {"marker": "o", "markersize": 4}
-        times.plot(values, [result["times_ms"][name] for result in results], color=colour, label=name, linewidth=1.8, **style)
-    gains.plot(values, [result["speedup"] for result in results], color=COLOURS["reduce"], marker="o", markersize=4, linewidth=1.8)
-    gains.axhline(1, color=COLOURS["text"], linewidth=1, linestyle=(0, (4, 3)))
-    times.set_yscale("log", base=2)
-    times.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    for axes, title in ((times, "milliseconds, predicted"), (gains, "speedup: sequential / pipelined, predicted")):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(values, [f"{value:g}" for value in values], rotation=30 if len(values) > 8 else 0)
-        axes.minorticks_off()
-        axes.set_xlabel({"link": "GB/s of the link"}.get(what, what), color=COLOURS["muted"])
-        axes.set_title(title, loc="left", fontsize=9.5, color=COLOURS["muted"])
-        axes.tick_params(length=0, labelcolor=COLOURS["text"], labelsize=9)
-        axes.grid(color="#e3e6ea", linewidth=0.6, zorder=0)
-        axes.spines[:].set_visible(False)
     first = results[0]
     shape = {**first["shape"], **({what: what.upper()} if what in first["shape"] else {})}
     ranks = "" if what == "ranks" else f"{first['ranks']} ranks, "
-    size = f"{shape['m']}x{shape['k']}x{shape['n']} {first['dtype']}"
-    figure.suptitle(f"{first['predicted']} on {first['machine']}: {ranks}{size}", fontsize=11, x=0.012, ha="left")
-    figure.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path)
+    title = f"{first['predicted']} on {first['machine']}: {ranks}{shape['m']}x{shape['k']}x{shape['n']} {first['dtype']}"
+    lines = {"compute": COLOURS["matmul"], "communicate": COLOURS["copy"], "sequential": "#9aa3b0", "pipelined": COLOURS["reduce"]}
+    with picture(path, 11, 4.4, title) as figure:
+        times, gains = figure.subplots(1, 2)
+        for name, colour in lines.items():
+            look: dict[str, Any] = {"linestyle": (0, (4, 3))} if name in ("compute", "communicate") else {"marker": "o"}
+            times.plot(values, [result["times_ms"][name] for result in results], color=colour, label=name, **look)
+        gains.plot(values, [result["speedup"] for result in results], color=COLOURS["reduce"], marker="o")
+        gains.axhline(1, color=COLOURS["text"], linewidth=1, linestyle=(0, (4, 3)))
+        times.set_yscale("log", base=2)
+        times.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        for axes, says in ((times, "milliseconds, predicted"), (gains, "speedup: sequential / pipelined, predicted")):
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(values, [f"{value:g}" for value in values], rotation=30 if len(values) > 8 else 0)
+            axes.minorticks_off()
+            axes.set_xlabel({"link": "GB/s of the link"}.get(what, what))
+            axes.set_title(says)
+        figure.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=4)
 
 
 def _ms(milliseconds: float) -> str:

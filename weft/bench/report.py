@@ -6,12 +6,11 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.bench import figures
+from weft.bench import figures, tables
 from weft.bench.fused import Result
 from weft.bench.harness import Statistics
 
@@ -52,8 +51,7 @@ def print_tables(result: Result, console: Console) -> None:
     if result.ablation:
         first = next(iter(result.ablation))
         console.print(_table(result, result.ablation, {first: result.ablation[first]}))
-    for note in _notes(result):
-        console.print(note, soft_wrap=True)
+    tables.tell(console, *_notes(result))
 
 
 def title(result: Result) -> str:
@@ -67,15 +65,12 @@ def title(result: Result) -> str:
 
 def _table(result: Result, rows: Mapping[str, Statistics], compared: Mapping[str, Statistics]) -> Table:
     """Times of `rows`, those that do what the baselines `compared` do beside these."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for name in ("median ms", "min", "max", "runs", *(f"vs {name}" for name in compared)):
-        table.add_column(name, justify="right")
+    table = tables.table(("", "median ms", "min", "max", "runs", *(f"vs {name}" for name in compared)))
     for name, times in rows.items():
         alone = name in ("compute", "communicate") or name in compared
-        against = [Text() if alone else _ratio(baseline.median / times.median) for baseline in compared.values()]
+        against = [Text() if alone else tables.ratio(baseline.median / times.median) for baseline in compared.values()]
         checked = result.checks.get(name)
-        label = Text(name) if not checked or not checked.wrong else Text(f"{name} WRONG", "bold red")
+        label = tables.named(name, checked.wrong if checked else 0)
         table.add_row(label, *(f"{time:.3f}" for time in times[:3]), str(times.iterations), *against)
     return table
 
@@ -84,7 +79,7 @@ def _figure_table(result: Result) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     figure = _figures(result)
     hidden = "of communicate is hidden behind compute"
-    table.add_row("speedup", _ratio(figure["speedup"]), "sequential / pipelined")
+    table.add_row("speedup", tables.ratio(figure["speedup"]), "sequential / pipelined")
     table.add_row("overlap", f"{figure['overlap_percent']:.0f} %", hidden)
     table.add_row("limit ratio", f"{figure['limit_ratio']:.3f}", "pipelined / max(compute, communicate); 1 is the limit")
     table.add_row("TFLOP/s", f"{figure['tflops']:.3f}", "of each rank's product, pipelined")
@@ -93,7 +88,7 @@ def _figure_table(result: Result) -> Table:
 
 
 def _notes(result: Result) -> Iterator[Text]:
-    settings, machine = result.settings, result.machine
+    settings = result.settings
     yield Text()
     if result.link:
         link = f"{result.link.gbps:g} Gbit/s, {result.link.latency_us:g} us per transfer"
@@ -110,26 +105,12 @@ def _notes(result: Result) -> Iterator[Text]:
         report = to_json(result)
         errors = f"largest error {report['max_error']:.2g}, bound {report['error_bound']:.2g}"
         yield Text(f"Verified on every rank, before and after timing, on new inputs and poisoned outputs: {errors}.", "green")
-    yield Text(
-        f"{machine['cpu']}, {machine['cores']} cores, threads per rank: {machine['threads_per_rank']}; "
-        + ", ".join(f"{name} {version}" for name, version in result.versions.items()),
-        "dim",
-    )
-
-
-def _ratio(ratio: float) -> Text:
-    return Text(f"{ratio:.2f}x") if round(ratio, 2) >= 1 else Text(f"{ratio:.2f}x SLOWER", "bold red")
+    yield tables.machine({"machine": result.machine, "versions": result.versions})
 
 
 def _figures(result: Result) -> dict[str, float]:
-    compute, communicate, sequential, pipelined = (times.median for times in result.times.values())
-    settings = result.settings
-    return {
-        "speedup": figures.speedup(sequential, pipelined),
-        "overlap_percent": figures.overlap_percent(compute, communicate, pipelined),
-        "limit_ratio": figures.limit_ratio(compute, communicate, pipelined),
-        "tflops": figures.tflops(settings.m, settings.k, settings.n, pipelined),
-    }
+    settings, medians = result.settings, [times.median for times in result.times.values()]
+    return figures.of_overlap(*medians) | {"tflops": figures.tflops(settings.m, settings.k, settings.n, medians[-1])}
 
 
 def _times(rows: Mapping[str, Statistics]) -> dict[str, dict[str, float]]:

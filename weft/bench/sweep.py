@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.measure import Measurement
-from rich.table import Table
 from rich.text import Text
 
+from weft.bench import tables
 from weft.bench.harness import Times
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -84,15 +83,10 @@ def bandwidths(operation: str, size_bytes: int, ranks: int, microseconds: float)
 def print_table(rows: Sequence[dict[str, Any]], baselines: Sequence[str], console: Console) -> None:
     """Print JSON rows as nccl-tests do, a line for each size and implementation, beside how weft compares with each baseline."""
     places = [in_place for in_place in (False, True) if any(row["in_place"] == in_place for row in rows)]
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("\nsize B", "\ncount", "\ntype"):
-        table.add_column(name, justify="right")
-    table.add_column("", no_wrap=True)
-    for in_place in places:
-        for name in (f"{'in' if in_place else 'out of'} place\nus", "\nalgbw", "\nbusbw", "\n#wrong"):
-            table.add_column(name, justify="right")
-    for name in baselines:
-        table.add_column(f"\nvs {name}", justify="right")
+    of_places = [
+        name for place in places for name in (f"{'in' if place else 'out of'} place\nus", "\nalgbw", "\nbusbw", "\n#wrong")
+    ]
+    table = tables.table(("\nsize B", "\ncount", "\ntype", "", *of_places, *(f"\nvs {name}" for name in baselines)))
     found = {(row["size_bytes"], row["implementation"], row["in_place"]): row for row in rows}
     previous = None
     for row in {(row["size_bytes"], row["implementation"]): row for row in rows}.values():
@@ -106,7 +100,9 @@ def print_table(rows: Sequence[dict[str, Any]], baselines: Sequence[str], consol
         compared = []
         for name in baselines:
             theirs = found.get((size, name, first))
-            compared.append(_ratio(theirs["time_us"]["median"] / ours) if theirs and implementation not in baselines else Text())
+            compared.append(
+                tables.ratio(theirs["time_us"]["median"] / ours) if theirs and implementation not in baselines else Text()
+            )
         table.add_row(*head, implementation, *cells, *compared)
         previous = size
     needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
@@ -117,12 +113,12 @@ def print_table(rows: Sequence[dict[str, Any]], baselines: Sequence[str], consol
 def _cells(row: dict[str, Any] | None) -> list[Text]:
     if row is None:
         return [Text()] * 4
-    wrong = Text(str(row["wrong"]), "bold red" if row["wrong"] else "")
-    return [Text(f"{row['time_us']['median']:.2f}"), Text(f"{row['algbw_gbps']:.2f}"), Text(f"{row['busbw_gbps']:.2f}"), wrong]
-
-
-def _ratio(ratio: float) -> Text:
-    return Text(f"{ratio:.2f}x") if round(ratio, 2) >= 1 else Text(f"{ratio:.2f}x SLOWER", "bold red")
+    return [
+        Text(f"{row['time_us']['median']:.2f}"),
+        Text(f"{row['algbw_gbps']:.2f}"),
+        Text(f"{row['busbw_gbps']:.2f}"),
+        tables.count(row["wrong"]),
+    ]
 
 
 def _bytes(text: str) -> int:

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from weft.bench.plots import COLOURS
+from weft.bench.plots import COLOURS, picture
 from weft.plan.trace import KINDS, Span, Trace
 
 _BAR = 0.72  # of the height of a lane
@@ -20,17 +19,15 @@ def draw(traces: Sequence[Trace], path: Path, title: str) -> None:
     """Draw `traces` one below the other, each from its own beginning, into a PNG or SVG file by the suffix of `path`."""
     lanes = [len(trace.lanes) for trace in traces]
     height = 0.36 * sum(lanes) + 0.75 * len(traces) + 1.1
-    figure = Figure(figsize=(11, height), dpi=160, layout="constrained")
-    panels = figure.subplots(len(traces), 1, sharex=True, squeeze=False, height_ratios=lanes)[:, 0]
-    longest = max(trace.seconds for trace in traces)
-    for panel, trace in zip(panels, traces, strict=True):
-        _draw_panel(panel, trace, longest)
-    panels[0].set_xlim(0, 1e3 * longest * 1.01)
-    panels[-1].set_xlabel("milliseconds", color=COLOURS["muted"])
-    figure.suptitle(title, fontsize=11, color=COLOURS["text"], x=0.012, ha="left")
-    kinds = [kind for kind in KINDS if any(span.kind == kind for trace in traces for span in trace.spans)]
-    figure.legend(handles=[_key(kind) for kind in kinds], loc="outside lower center", ncols=len(kinds), frameon=False)
-    figure.savefig(path)
+    with picture(path, 11, height, title) as figure:
+        panels = figure.subplots(len(traces), 1, sharex=True, squeeze=False, height_ratios=lanes)[:, 0]
+        longest = max(trace.seconds for trace in traces)
+        for panel, trace in zip(panels, traces, strict=True):
+            _draw_panel(panel, trace, longest)
+        panels[0].set_xlim(0, 1e3 * longest * 1.01)
+        panels[-1].set_xlabel("milliseconds")
+        kinds = [kind for kind in KINDS if any(span.kind == kind for trace in traces for span in trace.spans)]
+        figure.legend(handles=[_key(kind) for kind in kinds], loc="outside lower center", ncols=len(kinds))
 
 
 def _draw_panel(panel: Axes, trace: Trace, longest: float) -> None:
@@ -58,12 +55,11 @@ def _draw_panel(panel: Axes, trace: Trace, longest: float) -> None:
     end = 1e3 * trace.seconds
     panel.axvline(end, color=COLOURS["text"], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
     panel.set_title(f"{trace.title}  {end:.2f} ms", loc="left", fontsize=10.5, fontweight="bold", color=COLOURS["text"])
-    panel.set_title(_hidden(trace), loc="right", fontsize=9.5, color=COLOURS["muted"])
+    panel.set_title(_hidden(trace), loc="right")
     panel.set_ylim(len(rows) - 0.5, -0.5)
     panel.set_yticks(list(rows.values()), [f"rank {rank}  {lane}" for rank, lane in rows])
-    panel.tick_params(length=0, labelsize=9, labelcolor=COLOURS["text"], labelbottom=True)
-    panel.grid(axis="x", color="#e3e6ea", linewidth=0.6, zorder=0)
-    panel.spines[:].set_visible(False)
+    panel.tick_params(labelbottom=True)
+    panel.grid(visible=False, axis="y")
 
 
 def _label(panel: Axes, span: Span, trace: Trace, row: int, longest: float) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
-from enum import Enum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -20,54 +20,15 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
-class Algorithm(str, Enum):
-    """How rows travel."""
-
-    auto = "auto"
-    direct = "direct"
-    pull = "pull"
-    push = "push"
-    ring = "ring"
-    sequential = "sequential"
+_MOVING = ("pull", "push", "ring")
 
 
-class Scattering(str, Enum):
-    """How products reach the rank that keeps their sum."""
-
-    auto = "auto"
-    direct = "direct"
-    push = "push"
-    put = "put"
-    ring = "ring"
-    sequential = "sequential"
-
-
-class Reducing(str, Enum):
-    """How an all-reduce of products shares out its work."""
-
-    auto = "auto"
-    one_shot = "one_shot"
-    two_shot = "two_shot"
-    put = "put"
-    ring = "ring"
-    sequential = "sequential"
-
-
-class Peers(str, Enum):
-    """Where the other ranks' rows are."""
-
-    ranks = "ranks"
-    host = "host"
-
-
-_MOVING = (Algorithm.pull, Algorithm.push, Algorithm.ring)
-
-
-class _Common(NamedTuple):
+@dataclass(frozen=True)
+class _Common:
     """What every fused operator takes."""
 
     ranks: Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="Ranks to start; 2 unless a launcher did.")] = None
-    dtype: Annotated[Dtype, typer.Option(help="Of the inputs.")] = Dtype.float32
+    dtype: Annotated[Dtype, typer.Option(help="Of the inputs.")] = "float32"
     out_dtype: Annotated[Dtype | None, typer.Option(help="Of the output: the inputs' or float32.")] = None
     warmup: Warmup = 3
     iterations: Iterations = 20
@@ -83,6 +44,9 @@ class _Common(NamedTuple):
     threads: Threads = None
 
 
+_Gathering = Literal["auto", "direct", "pull", "push", "ring", "sequential"]
+_Scattering = Literal["auto", "direct", "push", "put", "ring", "sequential"]
+_Reducing = Literal["auto", "one_shot", "two_shot", "put", "ring", "sequential"]
 _SumShape = Annotated[str, typer.Option(metavar="MxKxN", help="M rows, of any number, and K columns of each rank, times (K, N).")]
 _AddedRows = Annotated[int | None, typer.Option(min=1, help="Rows that are added, or sent, together.")]
 
@@ -92,25 +56,27 @@ _AddedRows = Annotated[int | None, typer.Option(min=1, help="Rows that are added
 def all_gather_matmul(
     common: _Common,
     shape: Annotated[str, typer.Option(metavar="MxKxN", help="M gathered rows, of any number, times (K, N).")] = "2048x2048x1024",
-    algorithm: Annotated[Algorithm, typer.Option(help="How rows travel.")] = Algorithm.auto,
+    algorithm: Annotated[_Gathering, typer.Option(help="How rows travel.")] = "auto",
     chunk_rows: Annotated[int | None, typer.Option(min=1, help="Rows per transfer of pull, push and ring.")] = None,
     ablate: Annotated[bool, typer.Option("--ablate", help="Also measure each step from the cascade to the operator.")] = False,
-    peers: Annotated[Peers, typer.Option(help="host: on one GPU, with the other ranks' rows in pinned host memory.")] = Peers.ranks,
+    peers: Annotated[
+        Literal["ranks", "host"], typer.Option(help="host: on one GPU, with the other ranks' rows in pinned host memory.")
+    ] = "ranks",
 ) -> None:
     """All-gather + matmul: compute alone, communication alone, one after the other, and overlapped."""
-    if peers is Peers.host:
+    if peers == "host":
         _from_host(common, shape)
         return
     if chunk_rows and algorithm not in _MOVING:
-        options.refuse("--chunk-rows", f"{algorithm.value} does not take a chunk size: use --algorithm pull, push or ring")
+        options.refuse("--chunk-rows", f"{algorithm} does not take a chunk size: use --algorithm pull, push or ring")
     if ablate:
         alone = options.world_size(common.ranks)[1] == 1
-        if alone or algorithm not in (*_MOVING, Algorithm.auto):
-            what = "one rank" if alone else algorithm.value
+        if alone or algorithm not in (*_MOVING, "auto"):
+            what = "one rank" if alone else algorithm
             options.refuse(
                 "--ablate", f"{what} has no transfers to overlap: use 2 or more ranks and --algorithm pull, push or ring"
             )
-    _measure("all-gather-matmul", common, shape, algorithm.value, chunk_rows, ablate)
+    _measure("all-gather-matmul", common, shape, algorithm, chunk_rows, ablate)
 
 
 def _from_host(common: _Common, shape: str) -> None:
@@ -121,7 +87,7 @@ def _from_host(common: _Common, shape: str) -> None:
     from weft.bench import plots
     from weft.bench.gpu import products
 
-    settings = products.Products(common.ranks or 2, m, k, n, common.dtype.value, common.iterations, common.warmup, common.seed)
+    settings = options.settings(products.Products, common, ranks=common.ranks or 2, m=m, k=k, n=n, threads=1)
     show = products.print_times
     options.hand_over(products.from_host, settings, 0, 1, show, plots.draw_times, common.json_file, common.plot)
 
@@ -131,13 +97,13 @@ def _from_host(common: _Common, shape: str) -> None:
 def matmul_reduce_scatter(
     common: _Common,
     shape: _SumShape = "2048x2048x1024",
-    algorithm: Annotated[Scattering, typer.Option(help="How products reach the rank that keeps their sum.")] = Scattering.auto,
+    algorithm: Annotated[_Scattering, typer.Option(help="How products reach the rank that keeps their sum.")] = "auto",
     chunk_rows: _AddedRows = None,
 ) -> None:
     """Matmul + reduce-scatter: compute alone, communication alone, one after the other, and overlapped."""
-    if chunk_rows and algorithm == Scattering.sequential:
+    if chunk_rows and algorithm == "sequential":
         options.refuse("--chunk-rows", "sequential does not take a chunk size: use --algorithm direct, push or ring")
-    _measure("matmul-reduce-scatter", common, shape, algorithm.value, chunk_rows)
+    _measure("matmul-reduce-scatter", common, shape, algorithm, chunk_rows)
 
 
 @app.command()
@@ -145,13 +111,13 @@ def matmul_reduce_scatter(
 def matmul_all_reduce(
     common: _Common,
     shape: _SumShape = "2048x2048x1024",
-    algorithm: Annotated[Reducing, typer.Option(help="How the sums are shared out.")] = Reducing.auto,
+    algorithm: Annotated[_Reducing, typer.Option(help="How the sums are shared out.")] = "auto",
     chunk_rows: _AddedRows = None,
 ) -> None:
     """Matmul + all-reduce: compute alone, communication alone, one after the other, and overlapped."""
-    if chunk_rows and algorithm == Reducing.sequential:
+    if chunk_rows and algorithm == "sequential":
         options.refuse("--chunk-rows", "sequential does not take a chunk size: use --algorithm one_shot, two_shot or ring")
-    _measure("matmul-all-reduce", common, shape, algorithm.value, chunk_rows)
+    _measure("matmul-all-reduce", common, shape, algorithm, chunk_rows)
 
 
 def _measure(benchmark: str, common: _Common, shape: str, algorithm: str, chunk_rows: int | None, ablate: bool = False) -> None:
@@ -171,23 +137,20 @@ def _measure(benchmark: str, common: _Common, shape: str, algorithm: str, chunk_
     _check_directory(common.save_outputs)
     _check_out_dtype(common.dtype, common.out_dtype)
     slow = _link(common.link_gbps, common.link_latency_us, algorithm, ranks)
-    settings = Settings(
-        benchmark,
-        m,
-        k,
-        n,
-        dtype=common.dtype.value,
-        out_dtype=(common.out_dtype or common.dtype).value,
+    settings = options.settings(
+        Settings,
+        common,
+        benchmark=benchmark,
+        m=m,
+        k=k,
+        n=n,
+        out_dtype=common.out_dtype or common.dtype,
         algorithm=algorithm,
         chunk_rows=chunk_rows,
-        warmup=common.warmup,
-        iterations=common.iterations,
-        seed=common.seed,
         baselines=_baselines(common.baseline, slow, BASELINES),
         link=slow,
         ablate=ablate,
         traced=bool(common.trace or common.timeline),
-        save_outputs=common.save_outputs,
         threads=options.threads_for(common.threads, ranks),
     )
     result = options.run(measure, joined, ranks, cases[benchmark], settings, threads=settings.threads)
@@ -223,10 +186,10 @@ def _check_directory(path: Path | None) -> None:
 
 
 def _check_out_dtype(dtype: Dtype, out_dtype: Dtype | None) -> None:
-    possible = {dtype, Dtype.float32} if dtype != Dtype.float64 else {dtype}
+    possible = {dtype, "float32"} if dtype != "float64" else {dtype}
     if out_dtype and out_dtype not in possible:
-        names = " or ".join(sorted(choice.value for choice in possible))
-        options.refuse("--out-dtype", f"a product of {dtype.value} comes as {names}; got {out_dtype.value}")
+        names = " or ".join(sorted(possible))
+        options.refuse("--out-dtype", f"a product of {dtype} comes as {names}; got {out_dtype}")
 
 
 def _link(gbps: str | None, latency_us: float | None, algorithm: str, ranks: int) -> Link | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from enum import Enum
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -14,14 +14,6 @@ from rich.table import Column, Table
 
 from weft.cli import options
 from weft.cli.options import Dtype, Json, Threads, refuse
-
-
-class Tunable(str, Enum):
-    """What can be tuned."""
-
-    all_gather_matmul = "all-gather-matmul"
-    matmul_reduce_scatter = "matmul-reduce-scatter"
-    matmul_all_reduce = "matmul-all-reduce"
 
 
 def calibrate(
@@ -98,50 +90,56 @@ def _calibrate_network(threads: int, json_file: str | None) -> None:
         options.write_json(network, json_file)
 
 
-def tune(
-    operator: Annotated[Tunable, typer.Argument(help="What to tune.")],
-    shape: Annotated[list[str], typer.Option(metavar="MxKxN", help="A shape of weft bench; may be given several times.")],
-    ranks: Annotated[int, typer.Option("--ranks", "-n", min=2, help="How many to start.")] = 2,
-    dtype: Annotated[Dtype, typer.Option(help="Of the inputs.")] = Dtype.float32,
-    out_dtype: Annotated[Dtype | None, typer.Option(help="Of the output: the inputs' or float32.")] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="The weight is a plain tensor, not packed.")] = False,
-    staged: Annotated[bool, typer.Option("--staged", help="The input of all-gather-matmul is not in symmetric memory.")] = False,
-    link_gbps: Annotated[float | None, typer.Option(help="Gbit/s of an emulated link.")] = None,
-    link_latency_us: Annotated[float, typer.Option(min=0, help="Latency of the emulated link.")] = 0.0,
-    iterations: Annotated[int, typer.Option(min=1, help="Rounds measured.")] = 10,
-    threads: Threads = None,
-    json_file: Json = None,
-) -> None:
+@dataclass(frozen=True)
+class _Tune:
+    """What is to be tuned."""
+
+    operator: Annotated[options.Fused, typer.Argument(help="What to tune.")]
+    shape: Annotated[list[str], typer.Option(metavar="MxKxN", help="A shape of weft bench; may be given several times.")]
+    ranks: Annotated[int, typer.Option("--ranks", "-n", min=2, help="How many to start.")] = 2
+    dtype: Annotated[Dtype, typer.Option(help="Of the inputs.")] = "float32"
+    out_dtype: Annotated[Dtype | None, typer.Option(help="Of the output: the inputs' or float32.")] = None
+    plain: Annotated[bool, typer.Option("--plain", help="The weight is a plain tensor, not packed.")] = False
+    staged: Annotated[bool, typer.Option("--staged", help="The input of all-gather-matmul is not in symmetric memory.")] = False
+    link_gbps: Annotated[float | None, typer.Option(help="Gbit/s of an emulated link.")] = None
+    link_latency_us: Annotated[float, typer.Option(min=0, help="Latency of the emulated link.")] = 0.0
+    iterations: Annotated[int, typer.Option(min=1, help="Rounds measured.")] = 10
+    threads: Threads = None
+    json_file: Json = None
+
+
+@options.taking(_Tune)
+def tune(given: _Tune) -> None:
     """Measure the candidates for given shapes on this machine, and remember the winners: from now on auto takes them."""
     from weft import predict
+    from weft.bench import tables
     from weft.bench import tune as tuning
     from weft.world.launcher import threads_per_rank
 
     if options.world_size(None)[0] is not None:
         refuse("tune", "it starts its own ranks, on one host: run it by itself")
-    if staged and operator is not Tunable.all_gather_matmul:
+    if given.staged and given.operator != "all-gather-matmul":
         refuse("--staged", "only the input of all-gather-matmul can lie in symmetric memory")
-    on, link = options.load_machine(""), (link_gbps, link_latency_us) if link_gbps else None
+    on, link = options.load_machine(""), (given.link_gbps, given.link_latency_us) if given.link_gbps else None
     on = on.emulating(*link) if link else on
     questions = []
-    for text in shape:
-        case = predict.case(operator.value.replace("-", "_"), ranks, options.parse_shape(text), dtype.value)
-        case = case._replace(out_dtype=(out_dtype or dtype).value, packed=not plain, symmetric=not staged)
+    for text in given.shape:
+        case = predict.case(given.operator.replace("-", "_"), given.ranks, options.parse_shape(text), given.dtype)
+        case = case._replace(out_dtype=given.out_dtype or given.dtype, packed=not given.plain, symmetric=not given.staged)
         questions.append(tuning.Question(case, [way for way, _ in tuning.ways(case, on)], link))
     try:
-        answers = tuning.tune(questions, iterations, threads or threads_per_rank(ranks))
+        answers = tuning.tune(questions, given.iterations, given.threads or threads_per_rank(given.ranks))
     except (RuntimeError, OSError) as error:
         typer.echo(f"weft tune: {error}", err=True)
         raise typer.Exit(1) from None
-    console, results = Console(stderr=json_file == "-"), []
-    for text, (case, _, _), found in zip(shape, questions, answers, strict=True):
+    console, results = Console(stderr=given.json_file == "-"), []
+    for text, (case, _, _), found in zip(given.shape, questions, answers, strict=True):
         rows = tuning.show(case, on, found)
-        results.append({"operator": operator.value, "shape": text, "ways": rows})
-        table = Table(f"{operator.value} {text}", box=SIMPLE_HEAD, pad_edge=False)
-        for name in ("rows per piece", "predicted ms", "measured ms"):
-            table.add_column(name, justify="right")
+        results.append({"operator": given.operator, "shape": text, "ways": rows})
+        heading = f"{given.operator} {text}"
+        table = tables.table((heading, "rows per piece", "predicted ms", "measured ms"), left=(heading,))
         for row, answer in zip(rows, found, strict=True):
             table.add_row(str(answer.way), str(answer.way.chunk_rows), f"{row['predicted_ms']:.3f}", f"{row['measured_ms']:.3f}")
         console.print(table)
         console.print(f"Remembered: {found[0].way}, at most {found[0].way.chunk_rows} rows per transfer.", highlight=False)
-    options.write_json({"tuned": results}, json_file)
+    options.write_json({"tuned": results}, given.json_file)

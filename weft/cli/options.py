@@ -10,33 +10,21 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from enum import Enum
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_type_hints
 
 import typer
 from rich.console import Console
 
 Result = TypeVar("Result")
+Settings = TypeVar("Settings")
+
+Dtype = Literal["float16", "bfloat16", "float32", "float64"]
+Fused = Literal["all-gather-matmul", "matmul-reduce-scatter", "matmul-all-reduce"]
 
 
-class Dtype(str, Enum):
-    """Of inputs or outputs."""
-
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-    float64 = "float64"
-
-
-class Device(str, Enum):
-    """Where ranks compute."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-OnDevice = Annotated[Device, typer.Option(help="cpu: ranks are processes; cuda: ranks share this process's GPU.")]
+OnDevice = Annotated[Literal["cpu", "cuda"], typer.Option(help="cpu: ranks are processes; cuda: ranks share this process's GPU.")]
 Warmup = Annotated[int, typer.Option(min=0, help="Rounds before the measured ones.")]
 Iterations = Annotated[int, typer.Option(min=1, help="Rounds measured.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of the random data.")]
@@ -48,16 +36,16 @@ Plot = Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Draw th
 Threads = Annotated[int | None, typer.Option(min=1, help="Compute threads per rank; by default the cores are shared out.")]
 
 
-def taking(fields: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command whose first argument is a named tuple has the tuple's fields as options, behind those of its own."""
+def taking(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A command whose first argument is a dataclass has the dataclass' fields as options, behind those of its own."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         _, *own = inspect.signature(command).parameters.values()
-        shared = inspect.signature(fields).parameters.values()
-        hints = get_type_hints(command, include_extras=True) | get_type_hints(fields, include_extras=True)
+        shared = inspect.signature(kind).parameters.values()
+        hints = get_type_hints(command, include_extras=True) | get_type_hints(kind, include_extras=True)
 
         def taken(**given: Any) -> None:
-            command(fields(*[given.pop(each.name) for each in shared]), **given)
+            command(kind(**{each.name: given.pop(each.name) for each in shared}), **given)
 
         parameters = [each.replace(kind=each.KEYWORD_ONLY, annotation=hints[each.name]) for each in (*own, *shared)]
         taken.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -66,6 +54,12 @@ def taking(fields: type[Any]) -> Callable[[Callable[..., None]], Callable[..., N
         return taken
 
     return decorate
+
+
+def settings(kind: type[Settings], given: Any, **more: Any) -> Settings:
+    """The settings of a benchmark: what options of the same name say, and `more`."""
+    named = {field.name: getattr(given, field.name) for field in fields(kind) if hasattr(given, field.name)}  # type: ignore[arg-type]
+    return kind(**named | more)
 
 
 def refuse(option: str, why: str) -> NoReturn:

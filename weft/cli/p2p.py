@@ -30,7 +30,6 @@ def p2p(
     if ranks < 2:
         options.refuse("--ranks", "a single rank has no peer to copy to: use 2 or more")
     options.check_files(json_file, None, plot)
-    settings = bench.Settings(
-        tuple(options.parse_sizes(sizes, "--sizes")), warmup, iterations, seed, threads=options.threads_for(threads, ranks)
-    )
+    bytes_of = tuple(options.parse_sizes(sizes, "--sizes"))
+    settings = bench.Settings(bytes_of, warmup, iterations, seed, threads=options.threads_for(threads, ranks))
     options.hand_over(bench.measure, settings, joined, ranks, bench.print_tables, bench.draw, json_file, plot)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from enum import Enum
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 
@@ -18,17 +17,16 @@ from weft.schedules.all_to_all import all_to_all
 app = typer.Typer(help="Look at plans: what every rank does in one execution of an operator.", no_args_is_help=True)
 
 
-class Operator(str, Enum):
-    """What there are plans for."""
-
-    all_gather_matmul = "all-gather-matmul"
-    matmul_reduce_scatter = "matmul-reduce-scatter"
-    matmul_all_reduce = "matmul-all-reduce"
-    all_gather = "all-gather"
-    reduce_scatter = "reduce-scatter"
-    all_reduce = "all-reduce"
-    broadcast = "broadcast"
-    all_to_all = "all-to-all"
+_Operator = Literal[
+    "all-gather-matmul",
+    "matmul-reduce-scatter",
+    "matmul-all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "broadcast",
+    "all-to-all",
+]
 
 
 class Request(NamedTuple):
@@ -67,21 +65,21 @@ def _broadcast(r: Request) -> Plan:
     return broadcast.ring(rows, 0, range(ranks), chunk_rows=r.chunk_rows)
 
 
-PLANNERS: Mapping[Operator, tuple[tuple[str, ...], Callable[[Request], Plan]]] = {
-    Operator.all_gather_matmul: (all_gather_matmul.ALGORITHMS, _gather_matmul),
-    Operator.matmul_reduce_scatter: (
+PLANNERS: Mapping[str, tuple[tuple[str, ...], Callable[[Request], Plan]]] = {
+    "all-gather-matmul": (all_gather_matmul.ALGORITHMS, _gather_matmul),
+    "matmul-reduce-scatter": (
         matmul_reduce_scatter.ALGORITHMS,
         lambda r: matmul_reduce_scatter.matmul_reduce_scatter(r.rows, r.algorithm, chunk_rows=r.chunk_rows),
     ),
-    Operator.matmul_all_reduce: (
+    "matmul-all-reduce": (
         matmul_all_reduce.ALGORITHMS,
         lambda r: matmul_all_reduce.matmul_all_reduce(r.rows, r.algorithm, chunk_rows=r.chunk_rows),
     ),
-    Operator.all_gather: (("push", "pull", "ring"), _gather),
-    Operator.reduce_scatter: (("direct", "push", "ring"), _scatter),
-    Operator.all_reduce: (all_reduce.ALGORITHMS, _reduce),
-    Operator.broadcast: (("pull", "push", "ring"), _broadcast),
-    Operator.all_to_all: (("pull",), lambda r: all_to_all([r.rows] * len(r.rows), symmetric_a=r.symmetric)),
+    "all-gather": (("push", "pull", "ring"), _gather),
+    "reduce-scatter": (("direct", "push", "ring"), _scatter),
+    "all-reduce": (all_reduce.ALGORITHMS, _reduce),
+    "broadcast": (("pull", "push", "ring"), _broadcast),
+    "all-to-all": (("pull",), lambda r: all_to_all([r.rows] * len(r.rows), symmetric_a=r.symmetric)),
 }
 """Of each operator its algorithms and its planner."""
 
@@ -93,7 +91,7 @@ def plan() -> None:
 
 @app.command()
 def show(
-    operator: Annotated[Operator, typer.Argument(help="What to plan.")],
+    operator: Annotated[_Operator, typer.Argument(help="What to plan.")],
     ranks: Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="How many; as many as --rows, else 2.")] = None,
     algorithm: Annotated[str | None, typer.Option(help="How rows travel; by default push, or the first that there is.")] = None,
     rows: Annotated[str | None, typer.Option(metavar="R0,R1,…", help="Rows of each rank's part; 4 each by default.")] = None,
@@ -104,7 +102,7 @@ def show(
     known, planner = PLANNERS[operator]
     chosen = algorithm or ("push" if "push" in known else known[0])
     if chosen not in known:
-        raise typer.BadParameter(f"{operator.value} is planned with {', '.join(known)}; got {chosen!r}", param_hint="--algorithm")
+        raise typer.BadParameter(f"{operator} is planned with {', '.join(known)}; got {chosen!r}", param_hint="--algorithm")
     made = planner(Request(_rows(rows, ranks), chosen, chunk_rows, symmetric))
     typer.echo(made)
     try:

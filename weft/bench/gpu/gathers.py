@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from weft.bench import sweep
+from weft.bench import sweep, tables
 from weft.bench.gpu import hardware, milliseconds, processes, versions
 from weft.bench.harness import per_call
+from weft.bench.plots import COLOURS, picture
 from weft.ops.barrier import barrier
 from weft.ops.collectives import all_gather
 from weft.world import init
@@ -19,7 +21,8 @@ from weft.world.launcher import launch
 from weft.world.local import local_world
 
 
-class Gathers(NamedTuple):
+@dataclass(frozen=True)
+class Gathers:
     """All-gathers of `sizes` bytes gathered, over numbers of SMs that a kernel may take."""
 
     ranks: int
@@ -95,10 +98,36 @@ def _row(size: int, kind: str, sms: int | None, found: Sequence[tuple[list[float
 
 def print_table(result: dict[str, Any], console: Console) -> None:
     """Print all-gathers as rows."""
-    made = Table(title=f"all-gather of {result['ranks']} ranks that share one {result['machine']['gpu']}")
-    for column in ("bytes gathered", "implementation", "SMs", "us", "GB/s", "#wrong"):
-        made.add_column(column, justify="left" if column == "implementation" else "right")
+    console.print(f"all-gather of {result['ranks']} ranks that share one {result['machine']['gpu']}")
+    made = tables.table(("bytes gathered", "implementation", "SMs", "us", "GB/s", "#wrong"), left=("implementation",))
     for row in result["rows"]:
         numbers = f"{row['time_us']['median']:.1f}", f"{row['algbw_gbps']:.1f}", str(row["wrong"])
         made.add_row(f"{row['size_bytes']:,}", row["implementation"], str(row["comm_sms"] or "-"), *numbers)
     console.print(made)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draw the bandwidth of all-gathers over the SMs they may take, a panel for each size, into a PNG or SVG file."""
+    sizes = sorted({row["size_bytes"] for row in result["rows"]})
+    colours = {
+        "triton": COLOURS["matmul"],
+        "gluon": COLOURS["copy"],
+        "copy engine": COLOURS["reduce"],
+        "copy engine, processes": "#a8cdb3",
+        "torch, processes": "#b0574a",
+        "plain copy": COLOURS["muted"],
+    }
+    with picture(path, 3.6 * len(sizes), 3.4) as figure:
+        for axes, size in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
+            rows = [row for row in result["rows"] if row["size_bytes"] == size]
+            for kind, colour in colours.items():
+                points = [(row["comm_sms"], row["algbw_gbps"]) for row in rows if row["implementation"] == kind]
+                if points and points[0][0] is None:
+                    axes.axhline(points[0][1], color=colour, linestyle=(0, (4, 3)), linewidth=1.2, label=kind)
+                elif points:
+                    axes.plot(*zip(*points, strict=True), color=colour, marker="o", label=kind)
+            axes.set_title(f"{size / 1e6:g} MB gathered")
+            axes.set_xlabel("SMs")
+            axes.set_ylim(0)
+        figure.axes[0].set_ylabel("GB/s")
+        figure.axes[0].legend(fontsize=8)

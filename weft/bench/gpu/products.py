@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,7 +20,8 @@ from weft.world.local import local_world
 _PIECES = 16  # transfers of what lies in the host's memory
 
 
-class Products(NamedTuple):
+@dataclass(frozen=True)
+class Products:
     """``(m, k) @ (k, n)`` with the rows of all but one of `ranks` ranks in the host's memory."""
 
     ranks: int
@@ -50,9 +52,7 @@ def from_host(settings: Products) -> dict[str, Any]:
             by[products] = local.run(_from_host, settings, rows, b, own)[0]
     found, kernel = by["torch"], by["triton"]
     times = found["times_ms"] | {"pipelined triton": kernel["times_ms"]["pipelined"]}
-    compute, communicate, sequential, pipelined = (
-        times[name]["median"] for name in ("compute", "communicate", "sequential", "pipelined")
-    )
+    medians = [times[name]["median"] for name in ("compute", "communicate", "sequential", "pipelined")]
     return {
         "benchmark": "all-gather-matmul",
         "device": "cuda",
@@ -65,11 +65,9 @@ def from_host(settings: Products) -> dict[str, Any]:
         "link": None,
         "times_ms": times,
         "baselines_ms": {},
-        "speedup": figures.speedup(sequential, pipelined),
-        "overlap_percent": figures.overlap_percent(compute, communicate, pipelined),
-        "limit_ratio": figures.limit_ratio(compute, communicate, pipelined),
-        "limit_ratio_triton": figures.limit_ratio(compute, communicate, times["pipelined triton"]["median"]),
-        "tflops": figures.tflops(m, k, n, pipelined),
+        **figures.of_overlap(*medians),
+        "limit_ratio_triton": figures.limit_ratio(medians[0], medians[1], times["pipelined triton"]["median"]),
+        "tflops": figures.tflops(m, k, n, medians[-1]),
         "verified": found["verified"] and kernel["verified"],
         "max_error": max(found["max_error"], kernel["max_error"]),
         "error_bound": found["error_bound"],

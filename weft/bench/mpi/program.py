@@ -28,7 +28,7 @@ OPS = {"sum": (MPI.SUM, np.add), "max": (MPI.MAX, np.maximum), "min": (MPI.MIN, 
 RUNS = 32
 
 
-class Case:
+class Collective:
     """An operation on `count` elements of each rank, with the same data, poison and check as `weft.bench.collectives`."""
 
     def __init__(self, operation: str, count: int, dtype: str, limit: int, op: str, seed: int) -> None:
@@ -121,12 +121,12 @@ def main() -> None:
         lines.flush()
 
     answer(" ".join(MPI.Get_library_version().partition("\n")[0].partition(",")[0].split()))
-    case: Case | None = None
+    case: Collective | None = None
     for line in lines:
         name, arguments = json.loads(line)
         if name == "case":
             case = None  # free its memory first
-            case = Case(*arguments)
+            case = Collective(*arguments)
             answer(None)
         else:
             answer(getattr(case, name)(*arguments))
