@@ -12,7 +12,7 @@ from hosts import WHY_NOT
 
 
 @pytest.mark.parametrize(
-    ("places", "trials"), [("shared", 14), pytest.param("hosts", 4, marks=pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT))]
+    ("places", "trials"), [("shared", 8), pytest.param("hosts", 2, marks=pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT))]
 )
 def test_a_short_storm(places, trials):
     """Ranks are forked from a process of its own, which has no threads."""
