@@ -240,7 +240,7 @@ class Rank:
         try:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             if trial.fault != "memory" or rank != trial.victim:  # which may end in any way
-                faulthandler.enable()  # says where a rank that hangs is aborted
+                faulthandler.enable()  # which says where a rank that hangs is aborted
             if namespace:
                 with open(f"/run/netns/{namespace}") as file:
                     assert not ctypes.CDLL(None).setns(file.fileno(), _CLONE_NEWNET)
@@ -255,7 +255,7 @@ class Rank:
             worlds._default = None
             dist.destroy_process_group()
             del store
-            self._say("left", kept=_kept(before, trial.place == "compile"))
+            self._say("left", kept=_kept(before, trial.place == "compile" or trial.fault == "cut"))
             status = 0
         except BaseException:
             self._say("broken", text=traceback.format_exc())
@@ -329,14 +329,18 @@ def _belongings() -> dict[str, list[str]]:
     return {"threads": os.listdir("/proc/self/task"), "files": [f for f in files if "/proc/" not in f], "mappings": maps}
 
 
-def _kept(before: dict[str, list[str]], compiles: bool) -> list[str]:
-    """What is there and was not before, once threads have had a moment to end; a compiler's own threads and files may stay."""
+def _kept(before: dict[str, list[str]], excused: bool) -> list[str]:
+    """What is there and was not before, once threads have had a moment to end.
+
+    Threads and files are `excused` where a compiler's own stay, and where gloo has half a message when its connection is cut: nothing
+    ends the wait for the other half.
+    """
     deadline = time.monotonic() + 10
     while True:
         gc.collect()  # what a thread held on to as it ended, too
         now = _belongings()
         kept = [f"{kind}: {one}" for kind in now for one in set(now[kind]) - set(before[kind])]
-        if compiles:
+        if excused:
             kept = [one for one in kept if one.startswith("mappings")]
         if not kept or time.monotonic() > deadline:
             own = threading.get_ident()
@@ -395,7 +399,7 @@ def run(trial: Trial, folder: str, net: Hosts | None) -> Outcome:
             each.tell()
         if trial.fault in BY_PARENT:
             sign = {"init": "ready", "calls": "world", "close": "closing"}[trial.phase]
-            until(lambda: all(each.heard(sign) or each.heard("over") for each in ranks))
+            until(lambda: all(each.heard(sign) or each.heard("over") for each in ranks), trial.limit + HANGS)
             time.sleep(trial.delay)
             waited.update({each.pid: starved(each.pid) for each in ranks})
             begun = time.monotonic()
