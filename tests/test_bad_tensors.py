@@ -265,6 +265,8 @@ def taken(world):
     assert not any(world.is_symmetric(tensor) for tensor in odd)
     with pytest.raises(TypeError, match="tensor must be a tensor; got list"):
         world.is_symmetric([1.0])
+    with pytest.raises(ValueError, match=r"input must have 8 features in its last dimension; got shape \(4, 6\)"):
+        weft.nn.ColumnParallelLinear(8, 6)(torch.zeros(4, 6))
 
 
 def test_what_is_taken():

@@ -99,15 +99,14 @@ class ShardedLinear(nn.Linear):
         if not isinstance(x, DTensor) and not torch.compiler.is_compiling():
             dtypes = DTYPES if torch.is_autocast_enabled("cpu") else (self.weight.dtype,)
             arguments.check_input(x, "input", self.world, dtypes)
+            if not x.dim():
+                raise ValueError("input must have features in its last dimension; got a tensor with no dimension")
         placement = normal(x.placements[0] if isinstance(x, DTensor) else self.layout.input, x.dim())
         if not self._takes(placement, x.dim()):
             spread = x if isinstance(x, DTensor) else as_dtensor(x, self.layout.on_mesh(), placement)
             placement = normal(self._natural, x.dim())
             x = spread.redistribute(placements=[placement])
-        x, features = local(x), local(self.weight).shape[1]
-        if not x.dim() or x.shape[-1] != features:
-            raise ValueError(f"input must have {features} features in its last dimension; got shape {tuple(x.shape)}")
-        return x, placement
+        return local(x), placement
 
     def _leave(self, y: Tensor, placement: Placement, size: int | None = None) -> Tensor:
         """`y`, which lies as `placement` (of `size`, if sharded unevenly), as the layout wants it."""
@@ -152,6 +151,8 @@ class ColumnParallelLinear(ShardedLinear):
         if isinstance(placement, Shard):
             sizes = chunk_sizes(given.shape[placement.dim], self.world.ranks) if given.shape != x.shape else None
             y = self.gather.product(self, given, x, placement.dim, sizes)
+        elif x.shape[-1] != self.in_features:
+            raise ValueError(f"input must have {self.in_features} features in its last dimension; got shape {tuple(x.shape)}")
         else:
             y = column_product(*self._operands(x), self.world)
         if self.layout.output.is_replicate() and not torch.compiler.is_compiling():

@@ -22,7 +22,8 @@ def scaled(
     Scales are float32: one for a whole tensor, or one for each row of a (…, 1) and each column of b (1, N), as
     ``torch._scaled_mm`` takes them. Raises `ValueError` or `TypeError` for anything else.
     """
-    checks.check_tensor(a, "a")
+    if not torch.compiler.is_compiling():
+        checks.check_tensor(a, "a")
     if scale_a is None and all(scale is None for scale in scales_b) and a.dtype not in FLOAT8:
         return a, [*weights]
     arguments.check_matrix(a, world, FLOAT8)
