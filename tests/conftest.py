@@ -1,20 +1,18 @@
-"""Set-up of all tests: helpers are importable, new ranks find them loaded, and nothing is written to the user's cache."""
+"""Set-up of all tests: processes that they start find helpers too, new ranks find them loaded, and the user's cache is left alone."""
 
 import os
-import sys
 import tempfile
 from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 if "WEFT_CACHE" not in os.environ:  # workers take over that of the process that starts them: products are timed once for all
     _cache = tempfile.TemporaryDirectory(prefix="weft-test-cache-", ignore_cleanup_errors=True)
     os.environ["WEFT_CACHE"] = _cache.name
 
-import ranks  # noqa: F401  (says what the server of new processes loads, before anyone else starts it)
+import support.ranks  # noqa: F401  (says what the server of new processes loads, before anyone else starts it)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,7 +10,8 @@ from dataclasses import asdict
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from support.products import DTYPES, assert_product
+from support.ranks import everyones, on_ranks
 
 import weft
 from weft.ops import choice
@@ -18,22 +19,10 @@ from weft.ops.choice import Choice
 from weft.predict import Candidate, machine
 from weft.schedules.all_gather_matmul import ALGORITHMS
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
 
 def gathered(tensor):
-    """All ranks' tensors, by way of torch."""
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, tensor)
-    return torch.cat(everyone)
-
-
-def assert_close(y, x, b, bias=None):
-    """Within the error of one rounding of each product sum: see `weft.bench` for the bound."""
-    exact = x.double() @ b.double() + (0 if bias is None else bias.double())
-    unit = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
-    bound = (x.shape[-1] + 2) * unit * (x.double().abs() @ b.double().abs() + 1) + torch.finfo(y.dtype).eps * exact.abs()
-    assert ((y.double() - exact).abs() <= bound).all(), f"largest error {(y.double() - exact).abs().max()}"
+    """All ranks' rows, by way of torch."""
+    return torch.cat(everyones(tensor))
 
 
 def every_algorithm(world, rows, k, n, symmetric):
@@ -43,14 +32,14 @@ def every_algorithm(world, rows, k, n, symmetric):
         b = torch.randn(k, n).to(dtype)
         for algorithm, chunk in itertools.product(ALGORITHMS, (None, 3)):
             a.copy_(torch.randn(own, k))
-            whole = gathered(a.clone())
+            whole = gathered(a)
             y, g = weft.all_gather_matmul(a, b, shard_rows=rows, algorithm=algorithm, chunk_rows=chunk, return_gathered=True)
             assert torch.equal(g, whole)
-            assert_close(y, whole, b)
+            assert_product(y, whole, b)
             out = torch.full_like(y, torch.nan)
             again = weft.all_gather_matmul(a, weft.pack(b), shard_rows=rows, algorithm=algorithm, chunk_rows=chunk, out=out)
             assert again is out
-            assert_close(out, whole, b)
+            assert_product(out, whole, b)
 
 
 @pytest.mark.data
@@ -78,17 +67,17 @@ def shapes_and_options(world):
         y, g = weft.all_gather_matmul(a3, b, bias=bias, algorithm=algorithm, return_gathered=True)
         assert y.shape == (4 * world.ranks, 3, 6)
         assert torch.equal(g, whole)
-        assert_close(y.view(-1, 6), whole.view(-1, 10), b, bias)
+        assert_product(y.view(-1, 6), whole.view(-1, 10), b, bias)
     for dtype in (torch.float16, torch.bfloat16):
         half, weight = a3.to(dtype), b.to(dtype)
         y = weft.all_gather_matmul(half, weight, bias=bias.to(dtype), out_dtype=torch.float32)
         assert y.dtype == torch.float32
-        assert_close(y.view(-1, 6), gathered(half).view(-1, 10), weight, bias.to(dtype))
+        assert_product(y.view(-1, 6), gathered(half).view(-1, 10), weight, bias.to(dtype))
     strided = torch.randn(10, 8)[:, ::2].t()  # no row is contiguous
-    assert_close(weft.all_gather_matmul(strided, b), gathered(strided.contiguous()), b)
+    assert_product(weft.all_gather_matmul(strided, b), gathered(strided.contiguous()), b)
     padded = torch.randn(4, 16)[:, :10]  # rows with gaps
     for algorithm in ALGORITHMS:
-        assert_close(weft.all_gather_matmul(padded, b, algorithm=algorithm), gathered(padded.contiguous()), b)
+        assert_product(weft.all_gather_matmul(padded, b, algorithm=algorithm), gathered(padded.contiguous()), b)
     column = torch.randn(world.rank + 2, 1)[:, :1]
     uneven = weft.all_gather_matmul(column, torch.randn(1, 1 + world.rank), shard_rows=[2, 3])
     assert uneven.shape == (5, 1 + world.rank), "each rank has a weight of its own width"
@@ -106,9 +95,7 @@ def every_dimension(world):
         shape = [3, 4, 5]
         shape[dim] = sizes[world.rank]
         a = torch.randn(*shape)
-        everyone = [None] * world.ranks
-        dist.all_gather_object(everyone, a)
-        whole = torch.cat(everyone, dim)
+        whole = torch.cat(everyones(a), dim)
         k = whole.shape[-1]
         b, c = torch.randn(k, 6), weft.pack(torch.randn(7 + world.rank, k).t())
         bias = torch.randn(6)
@@ -117,14 +104,14 @@ def every_dimension(world):
         assert torch.equal(g, whole)
         assert all(tensor.is_contiguous() for tensor in (g, y, z))
         flat = whole.reshape(-1, k)
-        assert_close(y.reshape(-1, 6), flat, b, bias)
-        assert_close(z.reshape(-1, 7 + world.rank), flat, c.plain)
+        assert_product(y.reshape(-1, 6), flat, b, bias)
+        assert_product(z.reshape(-1, 7 + world.rank), flat, c.plain)
         out = torch.full_like(y, torch.nan)
         assert weft.all_gather_matmul(a, b, bias=bias, out=out, **options) is out
         assert torch.equal(out, y)
         (one,) = weft.all_gather_matmul(a, [b], out=[out.fill_(torch.nan)], **options)
         assert one is out
-        assert_close(out.reshape(-1, 6), flat, b)
+        assert_product(out.reshape(-1, 6), flat, b)
 
 
 @pytest.mark.data
@@ -170,7 +157,7 @@ def same_bits(world):
     whole = gathered(a)
     for algorithm in ALGORITHMS:
         first = weft.all_gather_matmul(a, b, algorithm=algorithm)
-        assert_close(first, whole, b)
+        assert_product(first, whole, b)
         for _ in range(20):
             assert torch.equal(weft.all_gather_matmul(a, b, algorithm=algorithm), first)
 
@@ -185,12 +172,12 @@ def two_worlds(world):
     a, b = torch.randn(9, 5), torch.randn(5, 4)
     whole = gathered(a)
     for algorithm in ALGORITHMS * 4:
-        assert_close(weft.all_gather_matmul(a, b, algorithm=algorithm, world=other), whole, b)
-        assert_close(weft.all_gather_matmul(a, b, algorithm=algorithm), whole, b)
+        assert_product(weft.all_gather_matmul(a, b, algorithm=algorithm, world=other), whole, b)
+        assert_product(weft.all_gather_matmul(a, b, algorithm=algorithm), whole, b)
     inside = weft.init(dist.new_group([0, 2], use_local_synchronization=True)) if world.rank != 1 else None
     if inside is not None:
         ours = torch.cat([whole[:9], whole[18:]])
-        assert_close(weft.all_gather_matmul(a, b, world=inside), ours, b)
+        assert_product(weft.all_gather_matmul(a, b, world=inside), ours, b)
 
 
 @pytest.mark.data
@@ -254,7 +241,7 @@ def emulated(world):
     assert "ranks: push" in said
     assert "direct" not in said
     for algorithm in ("pull", "push", "ring", "sequential"):
-        assert_close(weft.all_gather_matmul(a, b, algorithm=algorithm), gathered(a), b)
+        assert_product(weft.all_gather_matmul(a, b, algorithm=algorithm), gathered(a), b)
 
 
 @pytest.mark.data
@@ -269,7 +256,7 @@ def unlike(world):
     operator.preferred = lambda *_: ways[world.rank]  # in this process, which ends with the rank
     a, b = torch.randn(16, 4), torch.randn(4, 4 + world.rank)
     for _ in range(2):
-        assert_close(weft.all_gather_matmul(a, b), gathered(a), b)
+        assert_product(weft.all_gather_matmul(a, b), gathered(a), b)
     assert [decided.way for decided in world.choices.values()] == [ways[0].way]
     assert ("as rank 0 decided" in weft.explain(a, b)) == (world.rank > 0)
     with pytest.raises(weft.MismatchError, match=r"all_gather_matmul\(a=\[9, 9, 9\] rows x 4 float32, algorithm=auto\)"):
@@ -350,7 +337,7 @@ def bad_arguments(world):
     other.close()
     with pytest.raises(weft.WeftError, match="closed"):
         weft.all_gather_matmul(a, b, world=other)
-    assert_close(weft.all_gather_matmul(a, b), gathered(a), b)  # nothing was sent: the world goes on
+    assert_product(weft.all_gather_matmul(a, b), gathered(a), b)  # nothing was sent: the world goes on
 
 
 def test_bad_arguments_are_refused_before_anything_is_sent():

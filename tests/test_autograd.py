@@ -7,18 +7,11 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from support.ranks import everyones, on_ranks
 
 import weft
 
 SUMS = ("sum", "avg")
-
-
-def everyones(tensor):
-    """All ranks' tensors, in rank order, by way of torch."""
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, tensor.detach())
-    return found
 
 
 def leaves(*tensors):

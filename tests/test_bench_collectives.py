@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import on_ranks
 from rich.console import Console
+from support.ranks import on_ranks
 from typer.testing import CliRunner
 
 import weft

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import die, on_ranks, start
+from support.ranks import die, everyones, on_ranks, start
 
 import weft
 from weft import _native
@@ -18,13 +18,6 @@ from weft.ops.collectives import ANY, NUMBERS
 from weft.world import memory
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def everyone(tensor):
-    """All ranks' tensors, by way of torch."""
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, tensor.clone())
-    return found
 
 
 def numbers(shape, dtype):
@@ -44,7 +37,7 @@ def moving(world, symmetric):
         ANY, [(2 * world.ranks, 3), (world.ranks,), (world.ranks, 2, 3), (0, 4), (40 * world.ranks, 7)]
     ):
         a = input_like(world, numbers(shape, dtype), symmetric)
-        parts = everyone(a)
+        parts = everyones(a)
         for dim in range(-1, a.dim()):
             assert torch.equal(weft.all_gather(a, dim=dim), torch.cat(parts, dim=dim))
         for algorithm in ("pull", "push", "ring"):
@@ -72,7 +65,7 @@ def test_moving(ranks, symmetric):
 def reducing(world, symmetric):
     for dtype, shape in itertools.product(NUMBERS, [(2 * world.ranks, 3), (world.ranks,), (0, 4), (600 * world.ranks, 7)]):
         a = input_like(world, numbers(shape, dtype), symmetric)
-        parts = torch.stack(everyone(a))
+        parts = torch.stack(everyones(a))
         wide = parts.double() if dtype.is_floating_point else parts.long()
         expected = {"sum": wide.sum(0).to(dtype), "max": parts.amax(0), "min": parts.amin(0)}
         if dtype.is_floating_point:
@@ -121,10 +114,10 @@ def uneven(world):
         rows = [dice.choice([0, 1, 5, 33]) for _ in range(world.ranks)]
         a = torch.randn(rows[world.rank], 3)
         for algorithm in ("pull", "push", "ring"):
-            assert torch.equal(weft.all_gather(a, shard_rows=rows, algorithm=algorithm), torch.cat(everyone(a)))
+            assert torch.equal(weft.all_gather(a, shard_rows=rows, algorithm=algorithm), torch.cat(everyones(a)))
         whole = torch.randint(0, 9, (sum(rows), 2)).float()
         begin = sum(rows[: world.rank])
-        total = torch.stack(everyone(whole)).sum(0)
+        total = torch.stack(everyones(whole)).sum(0)
         assert torch.equal(weft.reduce_scatter(whole, shard_rows=rows), total[begin : begin + rows[world.rank]])
         counts = [[dice.choice([0, 1, 4]) for _ in range(world.ranks)] for _ in range(world.ranks)]
         sent = torch.randn(sum(counts[world.rank]), 3)
@@ -143,11 +136,11 @@ def test_uneven_sizes():
 def same_bits(world):
     for dtype in FLOATS:
         a = torch.randn(5000).to(dtype)
-        exact = torch.stack(everyone(a)).double()
+        exact = torch.stack(everyones(a)).double()
         unit = torch.finfo(torch.float32 if dtype != torch.float64 else dtype).eps
         for algorithm, op in itertools.product(("one_shot", "two_shot", "ring"), ("sum", "avg")):
             first = weft.all_reduce(a, op=op, algorithm=algorithm)
-            assert all(torch.equal(first, other) for other in everyone(first)), "equal bits on all ranks"
+            assert all(torch.equal(first, other) for other in everyones(first)), "equal bits on all ranks"
             hops = world.ranks if algorithm == "ring" else 1
             right = exact.sum(0) if op == "sum" else exact.mean(0)
             bound = (world.ranks * unit + hops * torch.finfo(dtype).eps) * exact.abs().sum(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import on_ranks
+from support.ranks import on_ranks
 
 import weft
 

@@ -8,7 +8,7 @@ import test_float8 as float8
 import test_matmul_all_reduce as matmul_all_reduce
 import test_matmul_reduce_scatter as matmul_reduce_scatter
 import torch
-from ranks import die, on_ranks, start
+from support.ranks import die, on_ranks, start
 
 import weft
 from weft.engines import engine

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import die, none_left, sockets, start
+from support.ranks import die, none_left, sockets, start
 
 import weft
 from weft import _native

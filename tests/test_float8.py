@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
-from ranks import on_ranks
+from support.ranks import everyones, on_ranks
 
 import weft
 from weft.engines.weights import FLOAT8
 
 OUT = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def everyones(tensor):
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, tensor)
-    return found
 
 
 def assert_close(y, exact):

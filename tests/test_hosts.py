@@ -10,9 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-import host_ranks
 import pytest
-from hosts import AHEAD, hosts, needs_hosts
+from support import host_ranks
+from support.hosts import AHEAD, hosts, needs_hosts
 
 SCRIPT = Path(host_ranks.__file__)
 SOON = 5.0  # seconds; survivors take milliseconds, and the machine may be busy

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from ranks import on_ranks
+from support.ranks import on_ranks
 
 import weft
 from weft.errors import PeerTimeout
@@ -54,7 +54,7 @@ def test_all_gather_between_processes() -> None:
 
 def primitives(world: World) -> None:
     interpret()
-    import primitive_kernels as kernels
+    from support import primitive_kernels as kernels
 
     from weft.engines.device.kernels import symmetric
 

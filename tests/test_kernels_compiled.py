@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 import torch
-from compiled import SHARED, TARGETS, Compiled, build
+from support.compiled import SHARED, TARGETS, Compiled, build
 
 from weft.engines.device.kernels.all_gather import all_gather_kernel
 from weft.engines.device.kernels.all_gather_gluon import all_gather_gluon_kernel

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-import plans
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mutants import deleted
+from support import plans
+from support.mutants import deleted
 
 from weft.engines.reference import run
 from weft.errors import PlanError

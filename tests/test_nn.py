@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed.tensor.parallel as torch_styles
-from ranks import on_ranks
+from support.ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import die, on_ranks, start
+from support.ranks import die, on_ranks, start
 
 import weft
 from weft import _native

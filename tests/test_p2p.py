@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from ranks import on_ranks
+from support.ranks import on_ranks
 from typer.testing import CliRunner
 
 from weft.bench.p2p import Buffers, Settings, draw

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import on_ranks
+from support.ranks import on_ranks
 from typer.testing import CliRunner
 
 import weft

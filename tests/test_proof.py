@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-import plans
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mutants import Mutant, deleted, lowered, mutant, shifted, swapped
+from support import plans
+from support.mutants import Mutant, deleted, lowered, mutant, shifted, swapped
 
 from weft.engines.reference import run
 from weft.errors import PlanError

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from itertools import pairwise, product
 
-import plans
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import plans
 
 from weft.engines.reference import run
 from weft.plan import Copy, Matmul, Notify, Plan, Signal, Wait, accesses

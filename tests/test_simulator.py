@@ -6,10 +6,10 @@ from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
 
-import plans
 import pytest
 import torch
-from ranks import on_ranks
+from support import plans
+from support.ranks import on_ranks
 
 import weft
 from weft import predict

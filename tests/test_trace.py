@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from ranks import on_ranks
+from support.ranks import on_ranks
 
 import weft
 from weft.bench.timeline import draw

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import none_left, on_ranks, sockets, start
+from support.ranks import none_left, on_ranks, sockets, start
 
 import weft
 from weft.world import memory

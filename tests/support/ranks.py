@@ -13,13 +13,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 import weft
 
 # Ranks of tests, and those that weft launches here, are forked from one process that has imported what they need.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["weft.ops", "weft.nn", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "pytest", "hypothesis", "ranks"]
+    ["weft.ops", "weft.nn", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "pytest", "hypothesis", "support.ranks"]
 )
 
 
@@ -70,6 +71,13 @@ def on_ranks(fn: Callable[..., Any], ranks: int, *args: Any, limit: float = 60.0
         if outcome.error is not None:
             raise AssertionError(f"rank {rank} failed:\n{outcome.trace}") from outcome.error
     return [outcome.result for outcome in outcomes if outcome]
+
+
+def everyones(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """All ranks' tensors, of any shapes, in rank order, by way of torch."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, tensor.detach().clone())  # a view alone, not all that it is a view of
+    return found
 
 
 def sockets() -> set[str]:
