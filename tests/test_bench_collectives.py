@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -269,15 +267,6 @@ def test_a_sweep_on_two_ranks(tmp_path):
     }
     assert "#wrong" in outcome.stderr
     assert "<svg" in (tmp_path / "sweep.svg").read_text()
-
-
-@pytest.mark.data
-def test_a_sweep_joins_the_ranks_of_a_launcher():
-    weft_main = [sys.executable, "-c", "from weft.cli import main; main()"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", *weft_main]
-    outcome = subprocess.run([*torchrun, "bench", "broadcast", *SHORT, "--json", "-"], capture_output=True, text=True, timeout=100)
-    assert outcome.returncode == 0, outcome.stderr
-    assert json.loads(outcome.stdout)["ranks"] == 2, "one object, from one rank"
 
 
 @pytest.mark.data

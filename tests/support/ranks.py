@@ -19,9 +19,8 @@ import weft
 
 # Ranks of tests, and those that weft launches here, are forked from one process that has imported what they need.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["weft.ops", "weft.nn", "torch.fx.experimental.symbolic_shapes", "torch._dynamo", "pytest", "hypothesis", "support.ranks"]
-)
+_LIBRARIES = ["torch.fx.experimental.symbolic_shapes", "torch._dynamo", "pytest", "hypothesis"]
+_context.set_forkserver_preload([*_LIBRARIES, "weft.ops", "weft.nn", "weft.cli", "weft.bench.plots", "support.ranks"])
 
 
 class Outcome(NamedTuple):
