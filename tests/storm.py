@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from hosts import WHY_NOT, Hosts, hosts
+from support.hosts import WHY_NOT, Hosts, hosts
 
 import weft
 from weft import world as worlds

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import start
+from support.ranks import start
 
 import weft
 from weft.engines import engine

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hosts import WHY_NOT
+from support.hosts import WHY_NOT
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import die, start
+from support.ranks import die, start
 
 import weft
 from weft import _native
