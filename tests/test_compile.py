@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+
 import pytest
 import torch
+import torch.distributed as dist
 from support.ranks import on_ranks
 
 import weft
@@ -13,17 +17,17 @@ def check_operators(world):
     gather, scatter, reduce = (
         getattr(torch.ops.weft, name).default for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
     )
-    rest = "auto", None, world.number, None
+    rest = None, world.name, "auto", None, None
     for grad, dims in ((False, (0,)), (True, (0, 1))):
         a, b = torch.randn(4, 2, 6, requires_grad=grad), torch.randn(6, 8, requires_grad=grad)
         bias = torch.randn(8, requires_grad=grad)
         for dim in dims:
-            torch.library.opcheck(gather, (a, [b, b.detach().clone()], [bias, bias.new_empty(0)], dim, None, True, None, *rest))
-            torch.library.opcheck(scatter, (a, b, bias, "avg", dim, None, None, *rest))
-        torch.library.opcheck(reduce, (a, b, bias, "sum", None, *rest))
+            torch.library.opcheck(gather, (a, [b, b.detach().clone()], [bias, bias.new_empty(0)], dim, None, True, *rest))
+            torch.library.opcheck(scatter, (a, b, bias, "avg", dim, None, *rest))
+        torch.library.opcheck(reduce, (a, b, bias, "sum", *rest))
         torch.library.opcheck(torch.ops.weft.product.default, (a[0], b))
     half = torch.ones(4, 6, dtype=torch.bfloat16), [torch.ones(6, 8, dtype=torch.bfloat16)]
-    torch.library.opcheck(gather, (*half, [], 0, torch.float32, False, None, *rest))
+    torch.library.opcheck(gather, (*half, [], 0, torch.float32, False, *rest))
 
 
 def test_torch_accepts_the_operators():
@@ -95,3 +99,60 @@ def in_turn(world):
 @pytest.mark.data
 def test_layers_compile_whole():
     on_ranks(in_turn, 2, limit=110)
+
+
+QUICK = {"fallback_by_default": True, "pattern_matcher": False}
+"""Options of Inductor with which there are no kernels to build."""
+
+
+def alike(a, b, c, parts, world):
+    """Tensors and options that are alike in worlds of all sizes."""
+    return weft.matmul_reduce_scatter(weft.all_gather_matmul(a, b, world=world), c, op="avg", world=world)
+
+
+def average(a, b, c, parts, world):
+    """No shape tells how many are averaged."""
+    return weft.matmul_all_reduce(a, b, op="avg", world=world)
+
+
+def uneven(a, b, c, parts, world):
+    """Tensors and options that are alike on all ranks, and a result that is not."""
+    return weft.matmul_reduce_scatter(a, b, shard_rows=parts, world=world)
+
+
+def compiled_or_not(world):
+    """What is compiled, or found compiled, does what is not."""
+    tensors = [torch.randn(shape, dtype=torch.float64) for shape in ((12, 4), (4, 5), (5, 2))]
+    parts = [13 - world.ranks, *[1] * (world.ranks - 1)]
+    for layer in (alike, average, uneven):
+        results = []
+        for call in (torch.compile(layer, fullgraph=True, options=QUICK), layer):
+            leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+            y = call(*leaves, parts, world)
+            y.sum().backward()
+            results.append([y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def one_cache(world, folder):
+    """Worlds of other sizes compile the same, all of one number, as if each were in processes of its own."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    found = torch._dynamo.utils.counters["aot_autograd"]
+    hits = []
+    for ranks in (4, 2, 3, 1, 2):
+        group, before = dist.new_group([*range(ranks)]), found["autograd_cache_hit"]
+        if world.rank < ranks:
+            torch.compiler.reset()
+            weft.world._numbers = itertools.count(1000)
+            with weft.init(group) as part:
+                compiled_or_not(part)
+            hits.append(found["autograd_cache_hit"] - before)
+    return hits
+
+
+@pytest.mark.data
+def test_graphs_of_other_worlds_are_not_taken_from_a_cache(tmp_path):
+    """The last two ranks find their own of before, and no others."""
+    found = on_ranks(one_cache, 4, tmp_path, limit=110)
+    assert found == [[0, 0, 0, 0, 3], [0, 0, 0, 3], [0, 0], [0]]

@@ -93,7 +93,7 @@ def all_gather_matmul(
         plains = [plain(w) for w in weights]
         keep = return_gathered or any(w.requires_grad for w in plains)
         given = [a.new_empty(0) if x is None else x for x in biases] if any(x is not None for x in biases) else []
-        options = dim, out_dtype, keep, shard_rows, algorithm, chunk_rows, world.number, timeout
+        options = dim, out_dtype, keep, shard_rows, world.name, algorithm, chunk_rows, timeout
         made = torch.ops.weft.all_gather_matmul(a, plains, given, *options)
         results, gathered = made[: len(weights)], made[-1]
     else:

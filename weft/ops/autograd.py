@@ -1,7 +1,11 @@
 """Gradients and compilation: the fused operators as custom operators of torch, with their shapes and backward formulas.
 
-``torch.ops.weft`` holds them; the public functions call these where torch records the call. The world travels as its number. The
-backward formulas use the overlapped operators themselves, so they can be compiled, and differentiated again, like these.
+``torch.ops.weft`` holds them; the public functions call these where torch records the call. The backward formulas use the
+overlapped operators themselves, so they can be compiled, and differentiated again, like these.
+
+Torch keeps compiled graphs on disk, for processes of other worlds and for other ranks, and tells them apart by the arguments of
+their operators alone. So shapes and formulas go by arguments only: the world travels as its name, ``(number, rank, ranks)``. All
+that shapes do not depend on comes after it.
 """
 
 from __future__ import annotations
@@ -24,10 +28,13 @@ from weft.world import World, current, numbered
 _ops = torch.ops.weft
 
 
-def _world(number: int) -> World:
+def _world(name: Sequence[int]) -> World:
+    number, *place = name
     world = numbered(number)
     if world is None:
         raise WeftError("the world of this call is gone")
+    if place != [world.rank, world.ranks]:
+        raise WeftError(f"this call was recorded by rank {place[0]} of {place[1]}; this is rank {world.rank} of {world.ranks}")
     return current(world)
 
 
@@ -40,9 +47,9 @@ def all_gather_matmul(
     out_dtype: torch.dtype | None,
     keep: bool,
     shard_rows: Sequence[int] | None,
+    world: Sequence[int],
     algorithm: str,
     chunk_rows: int | None,
-    world: int,
     timeout: float | None,
 ) -> list[Tensor]:
     """`weft.all_gather_matmul`: the results, followed by the gathered a if it is to be kept.
@@ -64,22 +71,20 @@ def _(
     out_dtype: torch.dtype | None,
     keep: bool,
     shard_rows: Sequence[int] | None,
-    algorithm: str,
-    chunk_rows: int | None,
-    world: int,
-    timeout: float | None,
+    world: Sequence[int],
+    *_: Any,
 ) -> list[Tensor]:
     dim = dims.normal(dim, a.dim())
-    size = a.shape[dim] * _world(world).ranks if shard_rows is None else sum(shard_rows)
+    size = a.shape[dim] * world[2] if shard_rows is None else sum(shard_rows)
     whole = (*a.shape[:dim], size, *a.shape[dim + 1 :])
     results = [a.new_empty(*whole[:-1], b.shape[1], dtype=out_dtype or a.dtype) for b in weights]
     return [*results, a.new_empty(whole)] if keep else results
 
 
 def _keep_all_gather_matmul(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    a, weights, biases, dim, _, keep, shard_rows, _, _, world, timeout = inputs
+    a, weights, biases, dim, _, keep, shard_rows, world, *_, timeout = inputs
     ctx.dim = dims.normal(dim, a.dim())
-    ctx.options = shard_rows or [a.shape[ctx.dim]] * _world(world).ranks, world, timeout
+    ctx.options = shard_rows or [a.shape[ctx.dim]] * world[2], world, timeout
     ctx.for_a, ctx.for_weights = a.requires_grad, [b.requires_grad for b in weights]
     ctx.for_biases = [bias.requires_grad for bias in biases]
     ctx.dtype, ctx.weights = a.dtype, len(weights)
@@ -105,7 +110,7 @@ def _all_gather_matmul_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tup
         if len(dys) > ctx.weights and dys[-1] is not None:  # the gradient of the gathered a itself
             pairs.append((dys[-1], torch.eye(dys[-1].shape[-1], dtype=ctx.dtype)))
         dy, b = (torch.cat([pair[0] for pair in pairs], -1), torch.cat([pair[1] for pair in pairs])) if len(pairs) > 1 else pairs[0]
-        for_a = _ops.matmul_reduce_scatter(dy, b, None, "sum", ctx.dim, None, shard_rows, "auto", None, world, timeout)
+        for_a = _ops.matmul_reduce_scatter(dy, b, None, "sum", ctx.dim, None, shard_rows, world, "auto", None, timeout)
     for_weights = [
         _weight_gradient(_rows(gathered[0]), _rows(dy)) if wanted and dy is not None else None
         for wanted, dy in zip(ctx.for_weights, dys, strict=False)
@@ -123,9 +128,9 @@ def matmul_reduce_scatter(
     dim: int,
     out_dtype: torch.dtype | None,
     shard_rows: Sequence[int] | None,
+    world: Sequence[int],
     algorithm: str,
     chunk_rows: int | None,
-    world: int,
     timeout: float | None,
 ) -> Tensor:
     """`weft.matmul_reduce_scatter`."""
@@ -141,22 +146,20 @@ def _(
     dim: int,
     out_dtype: torch.dtype | None,
     shard_rows: Sequence[int] | None,
-    algorithm: str,
-    chunk_rows: int | None,
-    world: int,
-    timeout: float | None,
+    world: Sequence[int],
+    *_: Any,
 ) -> Tensor:
     dim = dims.normal(dim, a.dim())
-    whole, here = (*a.shape[:-1], b.shape[1]), _world(world)
-    part = whole[dim] // here.ranks if shard_rows is None else shard_rows[here.rank]
+    whole, (rank, ranks) = (*a.shape[:-1], b.shape[1]), world[1:]
+    part = whole[dim] // ranks if shard_rows is None else shard_rows[rank]
     return a.new_empty(*whole[:dim], part, *whole[dim + 1 :], dtype=out_dtype or a.dtype)
 
 
 def _keep_matmul_reduce_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, b, bias, op, dim, _, shard_rows, _, _, world, timeout = inputs
+    a, b, bias, op, dim, _, shard_rows, world, *_, timeout = inputs
     ctx.dim = dims.normal(dim, a.dim())
     ctx.options = shard_rows, world, timeout
-    ctx.divisor = _world(world).ranks if op == "avg" else 1
+    ctx.divisor = world[2] if op == "avg" else 1
     ctx.wanted = a.requires_grad, b.requires_grad, bias is not None and bias.requires_grad
     ctx.dtype, ctx.bias_dtype = a.dtype, None if bias is None else bias.dtype
     ctx.save_for_backward(a, b)
@@ -167,7 +170,7 @@ def _matmul_reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     a, b = ctx.saved_tensors
     shard_rows, world, timeout = ctx.options
     for_a, for_b, for_bias = ctx.wanted
-    options = ctx.dim, None, True, shard_rows, "auto", None, world, timeout
+    options = ctx.dim, None, True, shard_rows, world, "auto", None, timeout
     da, g = _ops.all_gather_matmul(grad.to(ctx.dtype), [b.t()], [], *options)
     db = _weight_gradient(_rows(a), _rows(g)) if for_b else None
     dbias = _rows(g).sum(0).to(ctx.bias_dtype) if for_bias else None
@@ -183,9 +186,9 @@ def matmul_all_reduce(
     bias: Tensor | None,
     op: str,
     out_dtype: torch.dtype | None,
+    world: Sequence[int],
     algorithm: str,
     chunk_rows: int | None,
-    world: int,
     timeout: float | None,
 ) -> Tensor:
     """`weft.matmul_all_reduce`."""
@@ -199,17 +202,15 @@ def _(
     bias: Tensor | None,
     op: str,
     out_dtype: torch.dtype | None,
-    algorithm: str,
-    chunk_rows: int | None,
-    world: int,
-    timeout: float | None,
+    world: Sequence[int],
+    *_: Any,
 ) -> Tensor:
     return a.new_empty(*a.shape[:-1], b.shape[1], dtype=out_dtype or a.dtype)
 
 
 def _keep_matmul_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, b, bias, op, _, _, _, world, _ = inputs
-    ctx.divisor = _world(world).ranks if op == "avg" else 1
+    a, b, bias, op, _, world, *_ = inputs
+    ctx.divisor = world[2] if op == "avg" else 1
     ctx.wanted = a.requires_grad, b.requires_grad, bias is not None and bias.requires_grad
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.save_for_backward(a, b)

@@ -75,9 +75,8 @@ def matmul_all_reduce(
     a, (b,) = float8.scaled(a, [b], scale_a, [scale_b], world)
     if arguments.recorded((a, b, bias, out)):
         arguments.check_recorded(a, [b], [bias], out, world)
-        summed: Tensor = torch.ops.weft.matmul_all_reduce(
-            a, plain(b), bias, op, out_dtype, algorithm, chunk_rows, world.number, timeout
-        )
+        options = op, out_dtype, world.name, algorithm, chunk_rows, timeout
+        summed: Tensor = torch.ops.weft.matmul_all_reduce(a, plain(b), bias, *options)
         return summed
     with torch.no_grad():
         return multiply_and_reduce(a, b, bias, out, op, out_dtype, algorithm, chunk_rows, world, timeout)

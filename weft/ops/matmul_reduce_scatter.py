@@ -80,7 +80,7 @@ def matmul_reduce_scatter(
     a, (b,) = float8.scaled(a, [b], scale_a, [scale_b], world)
     if arguments.recorded((a, b, bias, out)):
         arguments.check_recorded(a, [b], [bias], out, world)
-        options = op, dim, out_dtype, shard_rows, algorithm, chunk_rows, world.number, timeout
+        options = op, dim, out_dtype, shard_rows, world.name, algorithm, chunk_rows, timeout
         scattered: Tensor = torch.ops.weft.matmul_reduce_scatter(a, plain(b), bias, *options)
         return scattered
     with torch.no_grad():

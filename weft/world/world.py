@@ -61,6 +61,7 @@ class World(Peers):
         relay: Relay | None = None,
     ) -> None:
         super().__init__(rank, places, mesh, timeout, backend, group, relay)
+        self.name = (self.number, self.rank, self.ranks)  # among the arguments of torch's operators
         self.engine: Any = None  # made and found by `weft.engines.engine`
         self.recorder: Recorder | None = None
         self.link: tuple[float, float] | None = None
