@@ -14,9 +14,9 @@
 
 #include "board.hpp"
 #include "copy.hpp"
+#include "executor.hpp"
 #include "seen.hpp"
 #include "transfers.hpp"
-#include "world.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -61,13 +61,13 @@ void throw_pending() {
 }
 
 // A whole call of a program that is one lane without pauses; whether it came to its end.
-bool execute(World& world, Compiled& c, double timeout) {
+bool execute(Executor& executor, Compiled& c, double timeout) {
   c.execution.timeout = static_cast<int64_t>(timeout * 1e9);
   bool done;
   {
     nb::gil_scoped_release release;
-    world.begin(c.program, c.execution);
-    done = world.run(c.program, c.execution, 0, 0) >= 0;
+    executor.begin(c.program, c.execution);
+    done = executor.run(c.program, c.execution, 0, 0) >= 0;
   }
   throw_pending();
   return done;
@@ -178,14 +178,14 @@ NB_MODULE(_native, m) {
                         size_t columns, size_t whole, Combine combine) {
         self.add(lane, {Op::reduce, operands(places), rows, columns, whole, dtypes, combine});
       })
-      .def("notify", [](Compiled& self, size_t lane, World& world, int rank, uint32_t index) {
+      .def("notify", [](Compiled& self, size_t lane, Executor& executor, int rank, uint32_t index) {
         Instruction i{Op::notify, {}};
-        i.counter = &world.counter(rank, index);
+        i.counter = &executor.counter(rank, index);
         self.add(lane, i);
       })
-      .def("wait", [](Compiled& self, size_t lane, World& world, int rank, uint32_t index, int source, uint64_t count) {
+      .def("wait", [](Compiled& self, size_t lane, Executor& executor, int rank, uint32_t index, int source, uint64_t count) {
         Instruction i{Op::wait, {}};
-        i.counter = &world.counter(rank, index), i.index = index, i.source = source, i.count = count;
+        i.counter = &executor.counter(rank, index), i.index = index, i.source = source, i.count = count;
         self.add(lane, i);
       })
       .def("pause", [](Compiled& self, size_t lane) { self.add(lane, {Op::pause, {}}); })
@@ -208,47 +208,51 @@ NB_MODULE(_native, m) {
         return std::make_tuple(s.trouble, s.instruction, s.source, s.expected, s.actual);
       });
 
-  nb::class_<World>(m, "World")
-      .def("__init__", [](World* self, std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> control, int spins) {
-        new (self) World(mesh, control, spins);
-        self->caller_interrupted = [] {
-          nb::gil_scoped_acquire acquire;
-          return PyErr_CheckSignals() != 0;
-        };
+  nb::class_<Executor>(m, "World")
+      .def("__init__", [](Executor* self, std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> control, int spins) {
+        new (self) Executor(mesh, control, spins);
+        self->caller_interrupted = signal_pending;
       })
-      .def_static("control_bytes", &World::control_bytes)
-      .def_ro_static("max_names", &World::kNames)
-      .def_prop_ro("calls", &World::calls)
-      .def("begin", [](World& self, Compiled& c, double timeout) {
+      .def_static("control_bytes", &Executor::control_bytes)
+      .def_ro_static("max_names", &Executor::kNames)
+      .def_prop_ro("calls", [](Executor& self) { return self.calls.latest(); })
+      .def("begin", [](Executor& self, Compiled& c, double timeout) {
         c.execution.timeout = static_cast<int64_t>(timeout * 1e9);
         self.begin(c.program, c.execution);
       })
-      .def("run", [](World& self, Compiled& c, size_t lane, int at) {
+      .def("run", [](Executor& self, Compiled& c, size_t lane, int at) {
         {
           nb::gil_scoped_release release;
           at = self.run(c.program, c.execution, lane, at);
         }
-        if (PyErr_Occurred()) throw nb::python_error();  // a signal handler raised during a wait
+        throw_pending();
         return at;
       })
-      .def("start", [](World& self, Compiled& c, size_t lane) { self.start(c.program, c.execution, lane); })
-      .def("join", nb::overload_cast<>(&World::join), nb::call_guard<nb::gil_scoped_release>())
-      .def("join", [](World& self, Compiled& c, double seconds) {
+      .def("start", [](Executor& self, Compiled& c, size_t lane) { self.lane_thread.start({&c.program, &c.execution, lane}); })
+      .def("join", [](Executor& self) { self.lane_thread.join(); }, nb::call_guard<nb::gil_scoped_release>())
+      .def("join", [](Executor& self, Compiled& c, double seconds) {
         nb::gil_scoped_release release;
-        return self.join(c.execution, seconds);
+        return self.lane_thread.join(c.execution, seconds);
       })
-      .def_prop_ro("busy", &World::busy)
+      .def_prop_ro("busy", [](Executor& self) { return self.lane_thread.busy(); })
       .def("execute", &execute)
-      .def("repeat", [](World& self, Compiled& c, const Seen& a, const Seen& out, nb::handle now_a, nb::handle now_out, double timeout) {
+      .def("repeat", [](Executor& self, Compiled& c, const Seen& a, const Seen& out, nb::handle now_a, nb::handle now_out,
+                        double timeout) {
         // The same, if its tensors are as they were; else nothing, and None.
         if (!a.is_now(now_a) || (!now_out.is(now_a) && !out.is_now(now_out))) return nb::object(nb::none());
         return nb::object(nb::bool_(execute(self, c, timeout)));
       }, "compiled"_a, "a"_a, "out"_a, "now_a"_a.none(), "now_out"_a.none(), "timeout"_a)
-      .def("mismatch", [](World& self, Compiled& c, int peer) { return self.mismatch(peer, c.program, c.execution.call); })
-      .def("peer_call", &World::peer_call)
-      .def("hear", &World::hear)
-      .def("emulate_link", &World::emulate_link)
-      .def("trace", &World::trace);
+      .def("mismatch", [](Executor& self, Compiled& c, int peer) {
+        return self.calls.mismatch(peer, c.execution.call, c.program.hash);
+      })
+      .def("peer_call", [](Executor& self, int peer, uint64_t call) { return self.calls.text(peer, call); })
+      .def("hear", [](Executor& self, int peer, uint64_t call, uint64_t hash, const std::string& text) {
+        self.calls.note(peer, call, hash, text);
+      })
+      .def("emulate_link", [](Executor& self, double bytes_per_second, double latency_seconds) {
+        self.link.set(bytes_per_second, latency_seconds);
+      })
+      .def("trace", [](Executor& self, bool on) { self.tracing = on; });
 
   nb::enum_<Compare>(m, "Compare")
       .value("equal", Compare::equal).value("not_equal", Compare::not_equal).value("greater", Compare::greater)

@@ -12,8 +12,8 @@
 
 #include "../board.hpp"
 #include "../copy.hpp"
+#include "../executor.hpp"
 #include "../transfers.hpp"
-#include "../world.hpp"
 
 using namespace weft;
 
@@ -97,7 +97,7 @@ void test_sums() {
 struct Host {  // ranks as threads of one process
   std::vector<std::shared_ptr<Mesh>> meshes;
   std::vector<std::shared_ptr<Segment>> controls, data;
-  std::vector<std::unique_ptr<World>> worlds;
+  std::vector<std::unique_ptr<Executor>> executors;
 
   Host(int ranks, size_t bytes) {
     std::vector<std::vector<int>> fds(ranks, std::vector<int>(ranks, -1));
@@ -116,12 +116,12 @@ struct Host {  // ranks as threads of one process
       }
       return all;
     };
-    auto control = parts(World::control_bytes(ranks)), memory = parts(bytes);
+    auto control = parts(Executor::control_bytes(ranks)), memory = parts(bytes);
     for (int i = 0; i < ranks; ++i) {
       meshes.push_back(std::make_shared<Mesh>(i, fds[i]));
       controls.push_back(std::make_shared<Segment>(Segment{control, i}));
       data.push_back(std::make_shared<Segment>(Segment{memory, i}));
-      worlds.push_back(std::make_unique<World>(meshes[i], controls[i], i ? 100 : 0));
+      executors.push_back(std::make_unique<Executor>(meshes[i], controls[i], i ? 100 : 0));
     }
   }
 };
@@ -139,26 +139,26 @@ void test_lanes(int ranks, int calls) {
   std::vector<std::thread> threads;
   for (int r = 0; r < ranks; ++r)
     threads.emplace_back([&, r] {
-      World& world = *host.worlds[r];
+      Executor& executor = *host.executors[r];
       std::vector<int> own(n);
       Program program;
       program.call = "test", program.hash = 1, program.lanes.resize(2);
       auto arrived = [&](int source) { return static_cast<uint32_t>(source); };
       auto free = [&](int source) { return static_cast<uint32_t>(ranks + source); };
       for (int p = 0; p < ranks; ++p)
-        if (p != r) program.lanes[1].push_back(signal(Op::wait, world.counter(r, free(p)), free(p), p, 0));
+        if (p != r) program.lanes[1].push_back(signal(Op::wait, executor.counter(r, free(p)), free(p), p, 0));
       for (int p = 0; p < ranks; ++p) {
         size_t at = r * n * sizeof(int);
         program.lanes[1].push_back({Op::copy, {{uint32_t(1 + p), at, 0}, {0, 0, 0}}, 1, n * sizeof(int)});
         if (p == r) continue;
-        program.lanes[1].push_back(signal(Op::notify, world.counter(p, arrived(r)), 0, 0, 0));
-        program.lanes[0].push_back(signal(Op::wait, world.counter(r, arrived(p)), arrived(p), p, 1));
+        program.lanes[1].push_back(signal(Op::notify, executor.counter(p, arrived(r)), 0, 0, 0));
+        program.lanes[0].push_back(signal(Op::wait, executor.counter(r, arrived(p)), arrived(p), p, 1));
         program.promised.push_back({arrived(p), 1});
         program.promised.push_back({free(p), 1});
       }
       program.lanes[0].push_back({Op::pause, {}});
       for (int p = 0; p < ranks; ++p)
-        if (p != r) program.lanes[0].push_back(signal(Op::notify, world.counter(p, free(r)), 0, 0, 0));
+        if (p != r) program.lanes[0].push_back(signal(Op::notify, executor.counter(p, free(r)), 0, 0, 0));
       for (auto& lane : program.lanes)
         for (auto& i : lane)
           for (auto& o : i.operands) o.stride = i.columns;
@@ -166,18 +166,18 @@ void test_lanes(int ranks, int calls) {
       execution.timeout = 20'000'000'000;
       execution.slots = {reinterpret_cast<char*>(own.data())};
       for (int p = 0; p < ranks; ++p) execution.slots.push_back(host.data[r]->parts[p]->base());
-      world.trace(r == 0);
+      executor.tracing = r == 0;
       for (int call = 0; call < calls; ++call) {
         for (int i = 0; i < n; ++i) own[i] = call * 1000 + r * 10 + i;
-        world.begin(program, execution);
-        world.start(program, execution, 1);
-        int at = world.run(program, execution, 0, 0);
+        executor.begin(program, execution);
+        executor.lane_thread.start({&program, &execution, 1});
+        int at = executor.run(program, execution, 0, 0);
         CHECK(at >= 0);
         const int* all = reinterpret_cast<int*>(execution.slots[1 + r]);
         for (int p = 0; p < ranks; ++p)
           if (p != r) CHECK(all[p * n] == call * 1000 + p * 10 && all[p * n + n - 1] == call * 1000 + p * 10 + n - 1);
-        CHECK(world.run(program, execution, 0, at + 1) >= 0);
-        world.join();
+        CHECK(executor.run(program, execution, 0, at + 1) >= 0);
+        executor.lane_thread.join();
       }
     });
   for (auto& thread : threads) thread.join();
@@ -185,27 +185,27 @@ void test_lanes(int ranks, int calls) {
 
 void test_a_wait_ends_early() {
   Host host(2, 64);
-  World& world = *host.worlds[0];
+  Executor& executor = *host.executors[0];
   Program program;
   program.call = "wait", program.hash = 3, program.lanes.resize(1);
-  program.lanes[0].push_back(signal(Op::wait, world.counter(0, 1), 1, 1, 1));
+  program.lanes[0].push_back(signal(Op::wait, executor.counter(0, 1), 1, 1, 1));
   Execution execution(program, 2);
   execution.timeout = 1'000'000;
-  world.begin(program, execution);
-  CHECK(world.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::timeout);
+  executor.begin(program, execution);
+  CHECK(executor.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::timeout);
   Program other = program;
   Execution theirs(other, 2);
   other.hash = 4;
-  host.worlds[1]->begin(other, theirs);
+  host.executors[1]->begin(other, theirs);
   execution.timeout = 20'000'000'000;
-  CHECK(world.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::mismatch);
+  CHECK(executor.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::mismatch);
   std::thread killer([&] {
-    host.worlds[1].reset();
+    host.executors[1].reset();
     host.meshes[1]->abort({"KeyError", 1, "gone"});
     host.meshes[1].reset();
   });
   program.hash = 4;
-  CHECK(world.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::failed);
+  CHECK(executor.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::failed);
   CHECK(host.meshes[0]->failure().kind == "KeyError" && host.meshes[0]->failure().culprit == 1);
   killer.join();
 }
@@ -214,22 +214,22 @@ void test_a_wait_ends_early() {
 void test_lanes_end_together() {
   for (int source : {0, 2}) {  // lane 0 waits for its own rank's lane 1, or for a peer that is there
     Host host(3, 64);
-    World& world = *host.worlds[0];
+    Executor& executor = *host.executors[0];
     Program program;
     program.call = "wait", program.hash = 3, program.lanes.resize(2);
-    program.lanes[0].push_back(signal(Op::wait, world.counter(0, 4), 4, source, 1));
-    program.lanes[1].push_back(signal(Op::wait, world.counter(0, 1), 1, 1, 1));
+    program.lanes[0].push_back(signal(Op::wait, executor.counter(0, 4), 4, source, 1));
+    program.lanes[1].push_back(signal(Op::wait, executor.counter(0, 1), 1, 1, 1));
     Execution execution(program, 3);
     execution.timeout = INT64_MAX / 4;
-    world.begin(program, execution);
-    world.start(program, execution, 1);
+    executor.begin(program, execution);
+    executor.lane_thread.start({&program, &execution, 1});
     host.meshes[1]->leave();
-    CHECK(world.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::lane);
+    CHECK(executor.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::lane);
     CHECK(execution.stopped == 1 && execution.stops[1].trouble == Trouble::left && execution.stops[1].source == 1);
-    world.join();
+    executor.lane_thread.join();
     execution.timeout = 1'000'000;
-    world.begin(program, execution);
-    CHECK(world.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::timeout);  // not of the call before
+    executor.begin(program, execution);
+    CHECK(executor.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::timeout);  // not of the call before
   }
 }
 

@@ -1,0 +1,120 @@
+#include "executor.hpp"
+
+#include "copy.hpp"
+
+namespace weft {
+
+Executor::Executor(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> control, int spins)
+    : mesh_(std::move(mesh)),
+      control_(std::move(control)),
+      rank_(control_->rank),
+      ranks_(static_cast<int>(control_->parts.size())),
+      spins_(spins),
+      base_(kNames * control_->parts.size()),
+      calls(control_),
+      lane_thread([this](const LaneThread::Job& job) { run(job); }) {}
+
+Counter& Executor::counter(int rank, uint32_t index) const {
+  return reinterpret_cast<Counter*>(control_->parts[rank]->base() + Calls::kBytes)[index];
+}
+
+void Executor::begin(const Program& program, Execution& execution) {
+  execution.reset(calls.begin(program.hash, program.call));
+  for (size_t lane = 0; lane < program.lanes.size(); ++lane)
+    for (size_t at = 0; at < program.lanes[lane].size(); ++at)
+      if (const Instruction& i = program.lanes[lane][at]; i.op == Op::wait) execution.targets[lane][at] = base_[i.index] + i.count;
+  for (auto [index, count] : program.promised) base_[index] += count;  // what the next call's waits begin from
+}
+
+int Executor::run(const Program& program, Execution& execution, size_t lane, int at) {
+  const auto& instructions = program.lanes[lane];
+  const int end = static_cast<int>(instructions.size());
+  feed(execution, lane);
+  while (at < end) {
+    const Instruction& instruction = instructions[at];
+    int64_t start = tracing ? now() : 0;
+    int count = 1;
+    switch (instruction.op) {
+      case Op::copy: case Op::reduce:
+        while (at + count < end && instructions[at + count].follows) ++count;
+        move(execution, lane, &instruction, count);
+        break;
+      case Op::notify: add(*instruction.counter, 1); break;
+      case Op::wait:
+        if (!wait(program, execution, lane, at, instruction)) return -1;
+        break;
+      case Op::pause: return at;
+    }
+    if (tracing) {  // what is made in one pass shares its time
+      int64_t each = (now() - start) / count;
+      for (int i = 0; i < count; ++i) execution.spans[lane][at + i] = {start + i * each, start + (i + 1) * each};
+    }
+    at += count;
+  }
+  return at;
+}
+
+void Executor::move(Execution& execution, size_t lane, const Instruction* first, size_t count) {
+  thread_local std::vector<Target> targets;  // kept, so that a repeated call allocates nothing
+  thread_local std::vector<Rows> operands;
+  targets.clear(), operands.clear();
+  auto place = [&](const Operand& operand) { return execution.slots[operand.slot] + operand.offset; };
+  for (size_t i = 0; i < count; ++i) targets.push_back({place(first[i].operands[0]), first[i].operands[0].stride, first[i].whole});
+  if (first->op == Op::copy) {
+    copy_rows(targets.data(), count, place(first->operands[1]), first->operands[1].stride, first->rows, first->columns);
+  } else {
+    for (size_t i = 0; i < first->operands.size(); ++i)
+      operands.push_back({place(first->operands[i]), first->operands[i].stride, first->dtypes[i]});
+    reduce_rows(first->combine, operands, first->rows, first->columns, ranks_, first->whole, targets.data() + 1, count - 1);
+    feed(execution, lane);
+  }
+  if (link.on())
+    for (size_t i = 0; i < count; ++i)
+      if (first[i].remote) link.carry(execution.held[lane], first[i].rows * first[i].columns);
+}
+
+// From now on copies can have been ready for the link: what they copy was not there before.
+void Executor::feed(Execution& execution, size_t lane) const {
+  if (link.on()) execution.held[lane] = now();
+}
+
+bool Executor::wait(const Program& program, Execution& execution, size_t lane, int at, const Instruction& instruction) {
+  int source = instruction.source;
+  uint64_t expected = execution.targets[lane][at];
+  bool begun = link.on() && instruction.counter->value.load() < expected;
+  Trouble trouble = Trouble::timeout;
+  bool mine = !LaneThread::current();
+  auto is = [&](bool condition, Trouble what) { return condition && (trouble = what, true); };
+  auto interrupted = [&] {
+    if (is(source != rank_ && calls.mismatch(source, execution.call, program.hash), Trouble::mismatch)) return true;
+    if (is(mine && caller_interrupted(), Trouble::interrupted)) return true;
+    if (is(mesh_->failed(), Trouble::failed)) return true;
+    return is(execution.stopped.load(std::memory_order_acquire) >= 0, Trouble::lane);
+  };
+  auto gone = [&] { return is(source != rank_ && mesh_->left(source), Trouble::left); };
+  const Patience patience = !mine && source == rank_ ? beside_products(spins_) : usual(spins_);
+  bool come = wait_until(*instruction.counter, Compare::greater_equal, expected, patience, now() + execution.timeout,
+                         mesh_->sleepers(), interrupted, gone);
+  if (come && source != rank_ && !execution.agreed[lane][source]) {
+    if (calls.mismatch(source, execution.call, program.hash)) come = false, trouble = Trouble::mismatch;
+    else if (instruction.count) execution.agreed[lane][source] = 1;
+  }
+  if (come) {
+    if (begun) feed(execution, lane);
+    return true;
+  }
+  uint64_t base = expected - instruction.count, actual = instruction.counter->value.load();
+  execution.stops[lane] = {trouble, at, source, instruction.count, actual > base ? actual - base : 0};
+  return false;
+}
+
+// What the lane thread does with a job.
+void Executor::run(const LaneThread::Job& job) {
+  if (run(*job.program, *job.execution, job.lane, 0) >= 0) return;
+  const Stop& stop = job.execution->stops[job.lane];
+  if (stop.trouble == Trouble::timeout && stop.source == rank_) return;  // for another lane, which has a limit, and a cause, of its own
+  job.execution->stopped.store(static_cast<int>(job.lane), std::memory_order_release);
+  mesh_->sleepers().wake_all();  // what other lanes wait for may never come
+}
+
+}  // namespace weft

@@ -1,0 +1,54 @@
+// The interpreter of a rank's programs.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "calls.hpp"
+#include "emulated_link.hpp"
+#include "lane_thread.hpp"
+#include "mesh.hpp"
+#include "program.hpp"
+#include "segment.hpp"
+
+namespace weft {
+
+class Executor {
+ public:
+  static constexpr size_t kNames = 256;  // signal names of all plans of a world
+
+  static size_t control_bytes(size_t ranks) { return Calls::kBytes + kNames * ranks * sizeof(Counter); }
+
+  // `control` is a zeroed symmetric segment of control_bytes; `spins` is how long a wait spins before it sleeps.
+  Executor(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> control, int spins);
+
+  Counter& counter(int rank, uint32_t index) const;
+
+  // Publish a call, and fix what its waits wait for. Calls begin on one thread at a time, in the same order on all ranks.
+  void begin(const Program& program, Execution& execution);
+  // Interpret instructions of a lane from `at` on, up to a pause or the end; the next position, or -1 if a wait ended early.
+  int run(const Program& program, Execution& execution, size_t lane, int at);
+  // Called now and then by waits on the caller's thread; true ends the wait.
+  std::function<bool()> caller_interrupted = [] { return false; };
+  // Whether executions take note of when each instruction begins and ends.
+  bool tracing = false;
+
+ private:
+  void run(const LaneThread::Job& job);
+  bool wait(const Program& program, Execution& execution, size_t lane, int at, const Instruction& instruction);
+  void move(Execution& execution, size_t lane, const Instruction* first, size_t count);
+  void feed(Execution& execution, size_t lane) const;
+
+  std::shared_ptr<Mesh> mesh_;
+  std::shared_ptr<Segment> control_;
+  int rank_, ranks_, spins_;
+  std::vector<uint64_t> base_;  // what earlier executions promised, by counter
+
+ public:
+  Calls calls;
+  EmulatedLink link;  // that copies to and from peers go over
+  LaneThread lane_thread;  // ends first: its jobs use the rest
+};
+
+}  // namespace weft

@@ -1,0 +1,79 @@
+#include "lane_thread.hpp"
+
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+
+namespace weft {
+
+namespace {
+
+// A lane thread mostly sleeps; when there is something to do it should do it at once, also where threads that compute keep all
+// cores busy. A short time slice gives it an early deadline in the kernel's fair scheduler, without any privilege.
+void be_punctual() {
+  prctl(PR_SET_TIMERSLACK, 1000);  // nanoseconds
+  struct {
+    uint32_t size, policy;
+    uint64_t flags;
+    int32_t nice;
+    uint32_t priority;
+    uint64_t runtime, deadline, period;
+  } attributes{48, 0, 0, getpriority(PRIO_PROCESS, 0), 0, 100'000, 0, 0};  // SCHED_OTHER with slices of 100 us
+  syscall(SYS_sched_setattr, 0, &attributes, 0);  // older kernels ignore the slice or refuse the call; both are fine
+}
+
+}  // namespace
+
+thread_local bool LaneThread::current_ = false;
+
+LaneThread::~LaneThread() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+    changed_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+}
+
+void LaneThread::start(const Job& job) {
+  std::lock_guard lock(mutex_);
+  if (!thread_.joinable()) thread_ = std::thread(&LaneThread::work, this);
+  jobs_.push_back(job);
+  outstanding_.store(jobs_.size(), std::memory_order_release);
+  changed_.notify_all();
+}
+
+void LaneThread::join() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return jobs_.empty(); });
+}
+
+bool LaneThread::join(const Execution& execution, double seconds) {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
+    return std::none_of(jobs_.begin(), jobs_.end(), [&](const Job& job) { return job.execution == &execution; });
+  });
+}
+
+void LaneThread::work() {
+  current_ = true;
+  be_punctual();
+  std::unique_lock lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [&] { return stopping_ || !jobs_.empty(); });
+    if (jobs_.empty()) return;
+    Job job = jobs_.front();
+    lock.unlock();
+    run_(job);
+    lock.lock();
+    jobs_.pop_front();
+    outstanding_.store(jobs_.size(), std::memory_order_release);
+    changed_.notify_all();
+  }
+}
+
+}  // namespace weft

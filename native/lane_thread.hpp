@@ -1,0 +1,50 @@
+// The thread that runs lanes beside the caller, one after the other.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+#include "program.hpp"
+
+namespace weft {
+
+class LaneThread {
+ public:
+  struct Job {
+    const Program* program;
+    Execution* execution;
+    size_t lane;
+  };
+
+  // `run` does a job; its waits have time limits.
+  explicit LaneThread(std::function<void(const Job&)> run) : run_(std::move(run)) {}
+  ~LaneThread();  // when all jobs are done
+
+  void start(const Job& job);
+  // Wait until all jobs are done.
+  void join();
+  // Wait until those of this execution are; false if `seconds` pass first.
+  bool join(const Execution& execution, double seconds);
+  // Whether there is anything to do.
+  bool busy() const { return outstanding_.load(std::memory_order_acquire); }
+  // Whether a lane thread is what calls this.
+  static bool current() { return current_; }
+
+ private:
+  void work();
+
+  static thread_local bool current_;
+  std::function<void(const Job&)> run_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Job> jobs_;  // the first is being done
+  std::atomic<size_t> outstanding_{0};
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+}  // namespace weft
