@@ -5,19 +5,25 @@
 
 namespace weft {
 
+uint64_t digest(const std::string& text) {
+  uint64_t value = 0xcbf29ce484222325;
+  for (unsigned char byte : text) value = (value ^ byte) * 0x100000001b3;
+  return value;
+}
+
 Calls::Header& Calls::header(int rank, uint64_t call) const {
   return reinterpret_cast<Header*>(segment_->parts[rank]->base())[call % kHeaders];
 }
 
-uint64_t Calls::begin(uint64_t hash, const std::string& text) {
-  note(segment_->rank, ++latest_, hash, text);
+uint64_t Calls::begin(uint64_t digest, const std::string& text) {
+  note(segment_->rank, ++latest_, digest, text);
   return latest_;
 }
 
-void Calls::note(int rank, uint64_t call, uint64_t hash, const std::string& text) {
+void Calls::note(int rank, uint64_t call, uint64_t digest, const std::string& text) {
   Header& said = header(rank, call);
   said.call.store(0, std::memory_order_relaxed);  // not to be read while it is written
-  said.hash.store(hash, std::memory_order_relaxed);
+  said.digest.store(digest, std::memory_order_relaxed);
   size_t length = std::min(text.size(), sizeof said.text - 1);
   while (length < text.size() && length && (text[length] & 0xc0) == 0x80) --length;  // no half characters
   std::memcpy(said.text, text.data(), length);
@@ -25,10 +31,10 @@ void Calls::note(int rank, uint64_t call, uint64_t hash, const std::string& text
   said.call.store(call, std::memory_order_release);
 }
 
-bool Calls::mismatch(int peer, uint64_t call, uint64_t hash) const {
+bool Calls::mismatch(int peer, uint64_t call, uint64_t digest) const {
   const Header& theirs = header(peer, call);
   if (theirs.call.load(std::memory_order_acquire) != call) return false;
-  bool same = theirs.hash.load(std::memory_order_acquire) == hash;
+  bool same = theirs.digest.load(std::memory_order_acquire) == digest;
   return !same && theirs.call.load(std::memory_order_relaxed) == call;  // and not overwritten meanwhile
 }
 

@@ -10,11 +10,14 @@
 
 namespace weft {
 
+// What hosts compare of a text: FNV-1a of 64 bits, whose value no compiler or library may choose.
+uint64_t digest(const std::string& text);
+
 class Calls {
  private:
   struct Header {
     std::atomic<uint64_t> call;
-    std::atomic<uint64_t> hash;
+    std::atomic<uint64_t> digest;
     char text[496];
   };
   static_assert(sizeof(Header) == 512);
@@ -28,12 +31,12 @@ class Calls {
   // The number of calls that this rank has begun; the latest has it.
   uint64_t latest() const { return latest_; }
   // Begin the next call, and let peers read what it is; its number.
-  uint64_t begin(uint64_t hash, const std::string& text);
+  uint64_t begin(uint64_t digest, const std::string& text);
   // Write down what a rank says of a call. That of a peer on another host comes by message, and is kept where its header is looked for.
-  void note(int rank, uint64_t call, uint64_t hash, const std::string& text);
+  void note(int rank, uint64_t call, uint64_t digest, const std::string& text);
 
-  // Does `peer` say that it made another call than this rank, whose `call` has this hash?
-  bool mismatch(int peer, uint64_t call, uint64_t hash) const;
+  // Does `peer` say that it made another call than this rank, whose `call` has this digest?
+  bool mismatch(int peer, uint64_t call, uint64_t digest) const;
   // The text of the call that `peer` made as this rank made `call`; empty if it has not made it yet.
   std::string text(int peer, uint64_t call) const;
 

@@ -19,7 +19,7 @@ Counter& Executor::counter(int rank, uint32_t index) const {
 }
 
 void Executor::begin(const Program& program, Execution& execution) {
-  execution.reset(calls.begin(program.hash, program.call));
+  execution.reset(calls.begin(program.digest, program.call));
   for (size_t lane = 0; lane < program.lanes.size(); ++lane)
     for (size_t at = 0; at < program.lanes[lane].size(); ++at)
       if (const Instruction& i = program.lanes[lane][at]; i.op == Op::wait) execution.targets[lane][at] = base_[i.index] + i.count;
@@ -86,7 +86,7 @@ bool Executor::wait(const Program& program, Execution& execution, size_t lane, i
   bool mine = !LaneThread::current();
   auto is = [&](bool condition, Trouble what) { return condition && (trouble = what, true); };
   auto interrupted = [&] {
-    if (is(source != rank_ && calls.mismatch(source, execution.call, program.hash), Trouble::mismatch)) return true;
+    if (is(source != rank_ && calls.mismatch(source, execution.call, program.digest), Trouble::mismatch)) return true;
     if (is(mine && caller_interrupted(), Trouble::interrupted)) return true;
     if (is(mesh_->failed(), Trouble::failed)) return true;
     return is(execution.stopped.load(std::memory_order_acquire) >= 0, Trouble::lane);
@@ -96,7 +96,7 @@ bool Executor::wait(const Program& program, Execution& execution, size_t lane, i
   bool come = wait_until(*instruction.counter, Compare::greater_equal, expected, patience, now() + execution.timeout,
                          mesh_->sleepers(), interrupted, gone);
   if (come && source != rank_ && !execution.agreed[lane][source]) {
-    if (calls.mismatch(source, execution.call, program.hash)) come = false, trouble = Trouble::mismatch;
+    if (calls.mismatch(source, execution.call, program.digest)) come = false, trouble = Trouble::mismatch;
     else if (instruction.count) execution.agreed[lane][source] = 1;
   }
   if (come) {

@@ -33,7 +33,7 @@ struct Compiled {
 
   Compiled(std::string call, size_t lanes, const std::vector<uintptr_t>& slots,
            std::vector<std::pair<uint32_t, uint64_t>> promised, size_t ranks)
-      : program{std::vector<std::vector<Instruction>>(lanes), std::move(promised), call, std::hash<std::string>{}(call)},
+      : program{std::vector<std::vector<Instruction>>(lanes), std::move(promised), call, weft::digest(call)},
         execution(program, ranks) {
     for (uintptr_t slot : slots) execution.slots.push_back(reinterpret_cast<char*>(slot));
   }
@@ -193,7 +193,7 @@ NB_MODULE(_native, m) {
         self.execution.slots[slot] = reinterpret_cast<char*>(address);
       })
       .def_prop_ro("call", [](Compiled& self) { return self.execution.call; })
-      .def_prop_ro("hash", [](Compiled& self) { return self.program.hash; })
+      .def_prop_ro("digest", [](Compiled& self) { return self.program.digest; })
       .def("set_span", [](Compiled& self, size_t lane, size_t at, int64_t start, int64_t stop) {
         self.execution.spans[lane][at] = {start, stop};
       })
@@ -243,11 +243,11 @@ NB_MODULE(_native, m) {
         return nb::object(nb::bool_(execute(self, c, timeout)));
       }, "compiled"_a, "a"_a, "out"_a, "now_a"_a.none(), "now_out"_a.none(), "timeout"_a)
       .def("mismatch", [](Executor& self, Compiled& c, int peer) {
-        return self.calls.mismatch(peer, c.execution.call, c.program.hash);
+        return self.calls.mismatch(peer, c.execution.call, c.program.digest);
       })
       .def("peer_call", [](Executor& self, int peer, uint64_t call) { return self.calls.text(peer, call); })
-      .def("hear", [](Executor& self, int peer, uint64_t call, uint64_t hash, const std::string& text) {
-        self.calls.note(peer, call, hash, text);
+      .def("hear", [](Executor& self, int peer, uint64_t call, uint64_t digest, const std::string& text) {
+        self.calls.note(peer, call, digest, text);
       })
       .def("emulate_link", [](Executor& self, double bytes_per_second, double latency_seconds) {
         self.link.set(bytes_per_second, latency_seconds);

@@ -44,7 +44,7 @@ struct Program {
   std::vector<std::vector<Instruction>> lanes;
   std::vector<std::pair<uint32_t, uint64_t>> promised;
   std::string call;   // operator, shapes and dtypes: what all ranks must agree on, in words
-  uint64_t hash = 0;  // of the call
+  uint64_t digest = 0;  // of the call
 
   void add(size_t lane, Instruction instruction);
 };

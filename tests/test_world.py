@@ -11,6 +11,7 @@ import torch.distributed as dist
 from support.ranks import none_left, on_ranks, sockets, start
 
 import weft
+from weft import _native
 from weft.world import memory
 from weft.world.rendezvous import default_group, launcher_variables
 
@@ -103,6 +104,11 @@ def different_requests(world):
     other = weft.init()
     with pytest.raises(weft.MismatchError, match=r"rank \d calls signals\(\d\), but rank \d calls signals\(\d\)"):
         other.signals(4 + world.rank)
+
+
+@pytest.mark.parametrize(("call", "digest"), [("", 0xCBF29CE484222325), ("foobar", 0x85944171F73967E8)])
+def test_what_hosts_compare_is_alike_in_all_builds(call, digest):
+    assert _native.Compiled(call, 1, [], [], 1).digest == digest
 
 
 def test_different_requests_are_a_mismatch():

@@ -142,7 +142,7 @@ void test_lanes(int ranks, int calls) {
       Executor& executor = *host.executors[r];
       std::vector<int> own(n);
       Program program;
-      program.call = "test", program.hash = 1, program.lanes.resize(2);
+      program.call = "test", program.digest = 1, program.lanes.resize(2);
       auto arrived = [&](int source) { return static_cast<uint32_t>(source); };
       auto free = [&](int source) { return static_cast<uint32_t>(ranks + source); };
       for (int p = 0; p < ranks; ++p)
@@ -187,7 +187,7 @@ void test_a_wait_ends_early() {
   Host host(2, 64);
   Executor& executor = *host.executors[0];
   Program program;
-  program.call = "wait", program.hash = 3, program.lanes.resize(1);
+  program.call = "wait", program.digest = 3, program.lanes.resize(1);
   program.lanes[0].push_back(signal(Op::wait, executor.counter(0, 1), 1, 1, 1));
   Execution execution(program, 2);
   execution.timeout = 1'000'000;
@@ -195,7 +195,7 @@ void test_a_wait_ends_early() {
   CHECK(executor.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::timeout);
   Program other = program;
   Execution theirs(other, 2);
-  other.hash = 4;
+  other.digest = 4;
   host.executors[1]->begin(other, theirs);
   execution.timeout = 20'000'000'000;
   CHECK(executor.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::mismatch);
@@ -204,7 +204,7 @@ void test_a_wait_ends_early() {
     host.meshes[1]->abort({"KeyError", 1, "gone"});
     host.meshes[1].reset();
   });
-  program.hash = 4;
+  program.digest = 4;
   CHECK(executor.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::failed);
   CHECK(host.meshes[0]->failure().kind == "KeyError" && host.meshes[0]->failure().culprit == 1);
   killer.join();
@@ -216,7 +216,7 @@ void test_lanes_end_together() {
     Host host(3, 64);
     Executor& executor = *host.executors[0];
     Program program;
-    program.call = "wait", program.hash = 3, program.lanes.resize(2);
+    program.call = "wait", program.digest = 3, program.lanes.resize(2);
     program.lanes[0].push_back(signal(Op::wait, executor.counter(0, 4), 4, source, 1));
     program.lanes[1].push_back(signal(Op::wait, executor.counter(0, 1), 1, 1, 1));
     Execution execution(program, 3);

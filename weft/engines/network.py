@@ -129,7 +129,7 @@ class NetworkProgram(HostProgram):
     def begin(self, seconds: float) -> None:
         """Publish the call, post what will come and let what is to go wait for its turn."""
         super().begin(seconds)
-        relay, call, digest = self.engine.relay, self.native.call, self.native.hash
+        relay, call, digest = self.engine.relay, self.native.call, self.native.digest
         relay.announce(call, digest, self.call)
         self.spans = []
         for number, (sender, lane, rows) in enumerate(self.receives, len(LANES) + len(self.sends)):
