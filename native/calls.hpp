@@ -32,7 +32,8 @@ class Calls {
   uint64_t latest() const { return latest_; }
   // Begin the next call, and let peers read what it is; its number.
   uint64_t begin(uint64_t digest, const std::string& text);
-  // Write down what a rank says of a call. That of a peer on another host comes by message, and is kept where its header is looked for.
+  // Write down what a rank says of a call. That of a peer on another host comes by message, and is kept where its header is
+  // looked for.
   void note(int rank, uint64_t call, uint64_t digest, const std::string& text);
 
   // Does `peer` say that it made another call than this rank, whose `call` has this digest?

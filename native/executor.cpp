@@ -58,7 +58,7 @@ void Executor::move(Execution& execution, size_t lane, const Instruction* first,
   thread_local std::vector<Target> targets;  // kept, so that a repeated call allocates nothing
   thread_local std::vector<Rows> operands;
   targets.clear(), operands.clear();
-  auto place = [&](const Operand& operand) { return execution.slots[operand.slot] + operand.offset; };
+  auto place = [&](const Operand& operand) { return execution.bases[operand.base] + operand.offset; };
   for (size_t i = 0; i < count; ++i) targets.push_back({place(first[i].operands[0]), first[i].operands[0].stride, first[i].whole});
   if (first->op == Op::copy) {
     copy_rows(targets.data(), count, place(first->operands[1]), first->operands[1].stride, first->rows, first->columns);
@@ -82,21 +82,21 @@ bool Executor::wait(const Program& program, Execution& execution, size_t lane, i
   int source = instruction.source;
   uint64_t expected = execution.targets[lane][at];
   bool begun = link.on() && instruction.counter->value.load() < expected;
-  Trouble trouble = Trouble::timeout;
+  WaitStatus status = WaitStatus::timeout;
   bool mine = !LaneThread::current();
-  auto is = [&](bool condition, Trouble what) { return condition && (trouble = what, true); };
+  auto is = [&](bool condition, WaitStatus what) { return condition && (status = what, true); };
   auto interrupted = [&] {
-    if (is(source != rank_ && calls.mismatch(source, execution.call, program.digest), Trouble::mismatch)) return true;
-    if (is(mine && caller_interrupted(), Trouble::interrupted)) return true;
-    if (is(mesh_->failed(), Trouble::failed)) return true;
-    return is(execution.stopped.load(std::memory_order_acquire) >= 0, Trouble::lane);
+    if (is(source != rank_ && calls.mismatch(source, execution.call, program.digest), WaitStatus::mismatch)) return true;
+    if (is(mine && caller_interrupted(), WaitStatus::interrupted)) return true;
+    if (is(mesh_->failed(), WaitStatus::failed)) return true;
+    return is(execution.stopped.load(std::memory_order_acquire) >= 0, WaitStatus::lane);
   };
-  auto gone = [&] { return is(source != rank_ && mesh_->left(source), Trouble::left); };
-  const Patience patience = !mine && source == rank_ ? beside_products(spins_) : usual(spins_);
-  bool come = wait_until(*instruction.counter, Compare::greater_equal, expected, patience, now() + execution.timeout,
+  auto gone = [&] { return is(source != rank_ && mesh_->left(source), WaitStatus::left); };
+  const SpinPolicy policy = !mine && source == rank_ ? beside_products(spins_) : usual(spins_);
+  bool come = wait_until(*instruction.counter, Compare::greater_equal, expected, policy, now() + execution.timeout,
                          mesh_->sleepers(), interrupted, gone);
   if (come && source != rank_ && !execution.agreed[lane][source]) {
-    if (calls.mismatch(source, execution.call, program.digest)) come = false, trouble = Trouble::mismatch;
+    if (calls.mismatch(source, execution.call, program.digest)) come = false, status = WaitStatus::mismatch;
     else if (instruction.count) execution.agreed[lane][source] = 1;
   }
   if (come) {
@@ -104,15 +104,16 @@ bool Executor::wait(const Program& program, Execution& execution, size_t lane, i
     return true;
   }
   uint64_t base = expected - instruction.count, actual = instruction.counter->value.load();
-  execution.stops[lane] = {trouble, at, source, instruction.count, actual > base ? actual - base : 0};
+  execution.failures[lane] = {status, at, source, instruction.count, actual > base ? actual - base : 0};
   return false;
 }
 
 // What the lane thread does with a job.
 void Executor::run(const LaneThread::Job& job) {
   if (run(*job.program, *job.execution, job.lane, 0) >= 0) return;
-  const Stop& stop = job.execution->stops[job.lane];
-  if (stop.trouble == Trouble::timeout && stop.source == rank_) return;  // for another lane, which has a limit, and a cause, of its own
+  const WaitFailure& failure = job.execution->failures[job.lane];
+  // A lane that waited for another of this rank too long: that one has a limit, and a cause, of its own.
+  if (failure.status == WaitStatus::timeout && failure.source == rank_) return;
   job.execution->stopped.store(static_cast<int>(job.lane), std::memory_order_release);
   mesh_->sleepers().wake_all();  // what other lanes wait for may never come
 }

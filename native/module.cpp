@@ -12,10 +12,10 @@
 #include <functional>
 #include <system_error>
 
-#include "board.hpp"
 #include "copy.hpp"
 #include "executor.hpp"
-#include "seen.hpp"
+#include "signal_array.hpp"
+#include "tensor_snapshot.hpp"
 #include "transfers.hpp"
 
 namespace nb = nanobind;
@@ -24,18 +24,18 @@ using namespace weft;
 
 namespace {
 
-using Place = std::tuple<uint32_t, size_t, size_t>;  // slot, offset, stride
+using Place = std::tuple<uint32_t, size_t, size_t>;  // base, offset, stride
 
 // A program together with the state of its execution.
 struct Compiled {
   Program program;
   Execution execution;
 
-  Compiled(std::string call, size_t lanes, const std::vector<uintptr_t>& slots,
+  Compiled(std::string call, size_t lanes, const std::vector<uintptr_t>& bases,
            std::vector<std::pair<uint32_t, uint64_t>> promised, size_t ranks)
       : program{std::vector<std::vector<Instruction>>(lanes), std::move(promised), call, weft::digest(call)},
         execution(program, ranks) {
-    for (uintptr_t slot : slots) execution.slots.push_back(reinterpret_cast<char*>(slot));
+    for (uintptr_t base : bases) execution.bases.push_back(reinterpret_cast<char*>(base));
   }
 
   void add(size_t lane, Instruction instruction) {
@@ -47,7 +47,7 @@ struct Compiled {
 
 std::vector<Operand> operands(const std::vector<Place>& places) {
   std::vector<Operand> result;
-  for (auto [slot, offset, stride] : places) result.push_back({slot, offset, stride});
+  for (auto [base, offset, stride] : places) result.push_back({base, offset, stride});
   return result;
 }
 
@@ -90,14 +90,14 @@ StridedCopy one_sided(bool put, const Segment& segment, int peer, size_t offset,
 }
 
 // Transfers, and the Python objects whose memory they use, which live until a transfer is over. All calls hold the GIL.
-struct Lane {
-  std::deque<std::pair<uint64_t, nb::object>> kept;
+struct PyTransfers {
+  std::deque<std::pair<uint64_t, nb::object>> keepalive;
   Transfers transfers;  // destroyed first, so that nothing is under way when the objects go
 
   void release() {
-    while (!kept.empty() && transfers.done(kept.front().first)) {
-      nb::object last = std::move(kept.front().second);  // its end may run Python code that comes back here
-      kept.pop_front();
+    while (!keepalive.empty() && transfers.done(keepalive.front().first)) {
+      nb::object last = std::move(keepalive.front().second);  // its end may run Python code that comes back here
+      keepalive.pop_front();
     }
   }
 };
@@ -122,12 +122,14 @@ NB_MODULE(_native, m) {
   nb::enum_<Combine>(m, "Combine")
       .value("sum", Combine::sum).value("avg", Combine::avg).value("max", Combine::max).value("min", Combine::min);
 
-  nb::enum_<Trouble>(m, "Trouble")
-      .value("none", Trouble::none).value("timeout", Trouble::timeout).value("failed", Trouble::failed)
-      .value("left", Trouble::left).value("mismatch", Trouble::mismatch)
-      .value("interrupted", Trouble::interrupted).value("lane", Trouble::lane);
+  nb::enum_<WaitStatus>(m, "WaitStatus")
+      .value("none", WaitStatus::none).value("timeout", WaitStatus::timeout).value("failed", WaitStatus::failed)
+      .value("left", WaitStatus::left).value("mismatch", WaitStatus::mismatch)
+      .value("interrupted", WaitStatus::interrupted).value("lane", WaitStatus::lane);
 
-  nb::class_<Seen>(m, "Seen").def(nb::init<nb::handle, nb::handle>(), "tensor"_a, "api"_a.none()).def("is_now", &Seen::is_now, "tensor"_a.none());
+  nb::class_<TensorSnapshot>(m, "TensorSnapshot")
+      .def(nb::init<nb::handle, nb::handle>(), "tensor"_a, "api"_a.none())
+      .def("matches", &TensorSnapshot::matches, "tensor"_a.none());
 
   nb::class_<Mapping>(m, "Mapping").def_prop_ro("base", [](Mapping& x) { return reinterpret_cast<uintptr_t>(x.base()); });
   m.def("create_mapping", [](size_t bytes) {
@@ -189,8 +191,8 @@ NB_MODULE(_native, m) {
         self.add(lane, i);
       })
       .def("pause", [](Compiled& self, size_t lane) { self.add(lane, {Op::pause, {}}); })
-      .def("set_slot", [](Compiled& self, size_t slot, uintptr_t address) {
-        self.execution.slots[slot] = reinterpret_cast<char*>(address);
+      .def("set_base", [](Compiled& self, size_t base, uintptr_t address) {
+        self.execution.bases[base] = reinterpret_cast<char*>(address);
       })
       .def_prop_ro("call", [](Compiled& self) { return self.execution.call; })
       .def_prop_ro("digest", [](Compiled& self) { return self.program.digest; })
@@ -203,12 +205,12 @@ NB_MODULE(_native, m) {
         return spans;
       })
       .def_prop_ro("stopped", [](Compiled& self) { return self.execution.stopped.load(std::memory_order_acquire); })
-      .def("stop", [](Compiled& self, size_t lane) {
-        const Stop& s = self.execution.stops[lane];
-        return std::make_tuple(s.trouble, s.instruction, s.source, s.expected, s.actual);
+      .def("wait_failure", [](Compiled& self, size_t lane) {
+        const WaitFailure& f = self.execution.failures[lane];
+        return std::make_tuple(f.status, f.instruction, f.source, f.expected, f.actual);
       });
 
-  nb::class_<Executor>(m, "World")
+  nb::class_<Executor>(m, "Executor")
       .def("__init__", [](Executor* self, std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> control, int spins) {
         new (self) Executor(mesh, control, spins);
         self->caller_interrupted = signal_pending;
@@ -236,17 +238,17 @@ NB_MODULE(_native, m) {
       })
       .def_prop_ro("busy", [](Executor& self) { return self.lane_thread.busy(); })
       .def("execute", &execute)
-      .def("repeat", [](Executor& self, Compiled& c, const Seen& a, const Seen& out, nb::handle now_a, nb::handle now_out,
-                        double timeout) {
+      .def("repeat", [](Executor& self, Compiled& c, const TensorSnapshot& a, const TensorSnapshot& out,
+                        nb::handle now_a, nb::handle now_out, double timeout) {
         // The same, if its tensors are as they were; else nothing, and None.
-        if (!a.is_now(now_a) || (!now_out.is(now_a) && !out.is_now(now_out))) return nb::object(nb::none());
+        if (!a.matches(now_a) || (!now_out.is(now_a) && !out.matches(now_out))) return nb::object(nb::none());
         return nb::object(nb::bool_(execute(self, c, timeout)));
       }, "compiled"_a, "a"_a, "out"_a, "now_a"_a.none(), "now_out"_a.none(), "timeout"_a)
       .def("mismatch", [](Executor& self, Compiled& c, int peer) {
         return self.calls.mismatch(peer, c.execution.call, c.program.digest);
       })
       .def("peer_call", [](Executor& self, int peer, uint64_t call) { return self.calls.text(peer, call); })
-      .def("hear", [](Executor& self, int peer, uint64_t call, uint64_t digest, const std::string& text) {
+      .def("note_call", [](Executor& self, int peer, uint64_t call, uint64_t digest, const std::string& text) {
         self.calls.note(peer, call, digest, text);
       })
       .def("emulate_link", [](Executor& self, double bytes_per_second, double latency_seconds) {
@@ -258,43 +260,43 @@ NB_MODULE(_native, m) {
       .value("equal", Compare::equal).value("not_equal", Compare::not_equal).value("greater", Compare::greater)
       .value("greater_equal", Compare::greater_equal).value("less", Compare::less).value("less_equal", Compare::less_equal);
 
-  nb::class_<Board>(m, "Board")
+  nb::class_<SignalArray>(m, "SignalArray")
       .def(nb::init<std::shared_ptr<Mesh>, std::shared_ptr<Segment>, int>())
-      .def("add", [](Board& self, int rank, size_t start, size_t count, size_t step, uint64_t value) {
+      .def("add", [](SignalArray& self, int rank, size_t start, size_t count, size_t step, uint64_t value) {
         return self.add(rank, {start, count, step}, value);
       })
-      .def("set", [](Board& self, int rank, size_t start, size_t count, size_t step, uint64_t value) {
+      .def("set", [](SignalArray& self, int rank, size_t start, size_t count, size_t step, uint64_t value) {
         return self.set(rank, {start, count, step}, value);
       })
-      .def("values", [](Board& self, size_t start, size_t count, size_t step) { return self.values({start, count, step}); })
-      .def("test", [](Board& self, size_t start, size_t count, size_t step, Compare compare, uint64_t value) {
+      .def("values", [](SignalArray& self, size_t start, size_t count, size_t step) { return self.values({start, count, step}); })
+      .def("test", [](SignalArray& self, size_t start, size_t count, size_t step, Compare compare, uint64_t value) {
         return self.test({start, count, step}, compare, value);
       })
-      .def_prop_ro("failed", &Board::failed)
-      .def("wait", [](Board& self, size_t start, size_t count, size_t step, Compare compare, uint64_t value, double timeout) {
-        Board::Outcome outcome;
+      .def_prop_ro("failed", &SignalArray::failed)
+      .def("wait", [](SignalArray& self, size_t start, size_t count, size_t step, Compare compare, uint64_t value, double timeout) {
+        SignalArray::Outcome outcome;
         {
           nb::gil_scoped_release release;
           outcome = self.wait({start, count, step}, compare, value, static_cast<int64_t>(timeout * 1e9), signal_pending);
         }
         throw_pending();
-        return std::make_tuple(outcome.trouble, outcome.index, outcome.actual);
+        return std::make_tuple(outcome.status, outcome.index, outcome.actual);
       });
 
   nb::class_<StridedCopy>(m, "StridedCopy");
   m.def("one_sided", &one_sided);
 
-  nb::class_<Lane>(m, "Transfers")
-      .def("__init__", [](Lane* self, std::shared_ptr<Mesh> mesh, int spins) { new (self) Lane{{}, {mesh, spins}}; })
+  nb::class_<PyTransfers>(m, "Transfers")
+      .def("__init__", [](PyTransfers* self, std::shared_ptr<Mesh> mesh, int spins) { new (self) PyTransfers{{}, {mesh, spins}}; })
       .def_prop_ro_static("max_outstanding", [](nb::handle) { return Transfers::kOutstanding; })
-      .def("copy", [](Lane& self, const StridedCopy& copy) {
+      .def("copy", [](PyTransfers& self, const StridedCopy& copy) {
         nb::gil_scoped_release release;
         return self.transfers.copy(copy);
       })
-      .def("repeat", [](Lane& self, const StridedCopy& copy, const Seen& remote, const Seen& local, nb::handle now_remote,
-                        nb::handle now_local) {
+      .def("repeat", [](PyTransfers& self, const StridedCopy& copy, const TensorSnapshot& remote, const TensorSnapshot& local,
+                        nb::handle now_remote, nb::handle now_local) {
         // The same, if its tensors are as they were; else nothing, and None.
-        if (!remote.is_now(now_remote) || !local.is_now(now_local)) return nb::object(nb::none());
+        if (!remote.matches(now_remote) || !local.matches(now_local)) return nb::object(nb::none());
         bool made;
         {
           nb::gil_scoped_release release;
@@ -302,22 +304,22 @@ NB_MODULE(_native, m) {
         }
         return nb::object(nb::bool_(made));
       }, "copy"_a, "remote"_a, "local"_a, "now_remote"_a.none(), "now_local"_a.none())
-      .def("submit", [](Lane& self, nb::object kept, const StridedCopy& copy) {
+      .def("submit", [](PyTransfers& self, nb::object keepalive, const StridedCopy& copy) {
         uint64_t number;
         {
           nb::gil_scoped_release release;
           number = self.transfers.submit(copy, signal_pending);
         }
         if (!number) throw_pending();
-        self.kept.emplace_back(number, std::move(kept));
+        self.keepalive.emplace_back(number, std::move(keepalive));
         self.release();
         return number;
       })
-      .def("done", [](Lane& self, uint64_t number) {
+      .def("done", [](PyTransfers& self, uint64_t number) {
         self.release();
         return self.transfers.done(number);
       })
-      .def("wait", [](Lane& self, uint64_t number, double timeout) {
+      .def("wait", [](PyTransfers& self, uint64_t number, double timeout) {
         bool come;
         {
           nb::gil_scoped_release release;
@@ -327,8 +329,8 @@ NB_MODULE(_native, m) {
         self.release();
         return come;
       })
-      .def("refused", [](Lane& self, uint64_t number) { return self.transfers.refused(number); })
-      .def("finish", [](Lane& self) {
+      .def("refused", [](PyTransfers& self, uint64_t number) { return self.transfers.refused(number); })
+      .def("finish", [](PyTransfers& self) {
         {
           nb::gil_scoped_release release;
           self.transfers.finish();

@@ -12,13 +12,13 @@
 
 namespace weft {
 
-// Rows in one of the execution's buffers: `slots[slot] + offset`, rows `stride` bytes apart.
+// Rows in one of the execution's buffers: `bases[base] + offset`, rows `stride` bytes apart.
 struct Operand {
-  uint32_t slot;
+  uint32_t base;
   size_t offset;
   size_t stride;
 
-  bool operator==(const Operand& other) const { return slot == other.slot && offset == other.offset && stride == other.stride; }
+  bool operator==(const Operand& other) const { return base == other.base && offset == other.offset && stride == other.stride; }
 };
 
 enum class Op : int { copy, reduce, notify, wait, pause };
@@ -64,11 +64,11 @@ inline void Program::add(size_t lane, Instruction instruction) {
   instructions.push_back(std::move(instruction));
 }
 
-// How a wait ended early.
-enum class Trouble : int { none, timeout, failed, left, mismatch, interrupted, lane };  // lane: another lane of this rank ended
+// How a wait ended.
+enum class WaitStatus : int { none, timeout, failed, left, mismatch, interrupted, lane };  // lane: another lane of this rank ended
 
-struct Stop {
-  Trouble trouble = Trouble::none;
+struct WaitFailure {
+  WaitStatus status = WaitStatus::none;
   int instruction = 0;
   int source = 0;
   uint64_t expected = 0;
@@ -85,9 +85,9 @@ struct Execution {
   Execution(const Program& program, size_t ranks);
   void reset(uint64_t new_call);
 
-  std::vector<char*> slots;
+  std::vector<char*> bases;
   std::vector<std::vector<Span>> spans;  // by lane and instruction, when tracing
-  std::vector<Stop> stops;               // by lane
+  std::vector<WaitFailure> failures;     // by lane
   std::atomic<int> stopped{-1};          // the lane that ended early on the lane thread: no other need wait any more
   std::vector<std::vector<uint64_t>> targets;  // by lane and instruction: what a wait waits for, fixed when the call begins
   std::vector<int64_t> held;             // by lane: when it last began, computed or had to wait
@@ -97,14 +97,14 @@ struct Execution {
 };
 
 inline Execution::Execution(const Program& program, size_t ranks)
-    : stops(program.lanes.size()), held(program.lanes.size()), agreed(program.lanes.size(), std::vector<char>(ranks)) {
+    : failures(program.lanes.size()), held(program.lanes.size()), agreed(program.lanes.size(), std::vector<char>(ranks)) {
   for (const auto& lane : program.lanes) spans.emplace_back(lane.size()), targets.emplace_back(lane.size());
 }
 
 inline void Execution::reset(uint64_t new_call) {
   call = new_call;
   for (auto& peers : agreed) peers.assign(peers.size(), 0);
-  stops.assign(stops.size(), Stop{});
+  failures.assign(failures.size(), WaitFailure{});
   stopped.store(-1, std::memory_order_relaxed);
 }
 

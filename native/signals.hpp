@@ -58,31 +58,31 @@ int64_t now();  // nanoseconds of CLOCK_MONOTONIC, which is common to all proces
 constexpr int64_t kSlice = 20'000'000;  // a sleeper looks around at least this often, in nanoseconds
 
 // How long a wait tries before it sleeps.
-struct Patience {
+struct SpinPolicy {
   int spins;
   int yields;
 };
 
 constexpr int kYields = 300;  // about as long as a peer that shares this core may need
 
-inline Patience usual(int spins) { return {spins, kYields}; }
+inline SpinPolicy usual(int spins) { return {spins, kYields}; }
 
 // Of a lane that waits for its own rank's products, which work on the core that it needs. To give way would be to wait until their
 // time slice is over, some milliseconds; who is woken from sleep gets the core at once.
-inline Patience beside_products(int spins) { return {spins, 0}; }
+inline SpinPolicy beside_products(int spins) { return {spins, 0}; }
 
 inline bool nobody() { return false; }
 
 // Wait until `compare` holds: spin, then give way to whoever may share the core, then sleep. False if `interrupted()` returned true
 // or the deadline passed first, or if `gone()` did: whoever raises the counter will not any more, but what they raised before counts.
 template <class Interrupted, class Gone = bool (*)()>
-bool wait_until(Counter& counter, Compare compare, uint64_t expected, Patience patience, int64_t deadline, Sleepers& sleepers,
+bool wait_until(Counter& counter, Compare compare, uint64_t expected, SpinPolicy policy, int64_t deadline, Sleepers& sleepers,
                 Interrupted&& interrupted, Gone&& gone = nobody) {
-  for (int i = 0; i <= patience.spins; ++i) {
+  for (int i = 0; i <= policy.spins; ++i) {
     if (holds(compare, counter.value.load(std::memory_order_acquire), expected)) return true;
     pause();
   }
-  for (int i = 0; i < patience.yields && now() < deadline; ++i) {
+  for (int i = 0; i < policy.yields && now() < deadline; ++i) {
     if (holds(compare, counter.value.load(std::memory_order_acquire), expected)) return true;
     sched_yield();
   }

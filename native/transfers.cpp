@@ -47,8 +47,8 @@ void Transfers::finish() {
 void Transfers::work() {
   for (uint64_t number = 1;; ++number) {
     auto stopping = [&] { return stopping_.load(); };
-    const Patience patience = usual(std::min(spins_, kLaneSpins));
-    if (!wait_until(*submitted_, Compare::greater_equal, number, patience, kForever, sleepers_, stopping)) return;
+    const SpinPolicy policy = usual(std::min(spins_, kLaneSpins));
+    if (!wait_until(*submitted_, Compare::greater_equal, number, policy, kForever, sleepers_, stopping)) return;
     Slot& next = slot(number);
     if (!copy(*next.copy) && refused_.load() == kNever) refused_.store(number, std::memory_order_release);
     next.copy.reset();

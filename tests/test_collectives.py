@@ -257,14 +257,14 @@ CHANGES = (
 def test_what_is_seen_of_a_tensor(api):
     for change in CHANGES:
         a = torch.empty(2, 3)
-        seen = _native.Seen(a, api)
-        assert seen.is_now(a)
-        assert not seen.is_now(a.view(2, 3)), "another tensor, if of the same memory"
-        assert not seen.is_now(None)
+        snapshot = _native.TensorSnapshot(a, api)
+        assert snapshot.matches(a)
+        assert not snapshot.matches(a.view(2, 3)), "another tensor, if of the same memory"
+        assert not snapshot.matches(None)
         change(a)
-        assert not seen.is_now(a)
-    seen = _native.Seen(torch.empty(2, 3), api)
-    assert not any(seen.is_now(torch.empty(2, 3)) for _ in range(9)), "it is gone, and others may have its place"
+        assert not snapshot.matches(a)
+    snapshot = _native.TensorSnapshot(torch.empty(2, 3), api)
+    assert not any(snapshot.matches(torch.empty(2, 3)) for _ in range(9)), "it is gone, and others may have its place"
 
 
 def elsewhere(world):

@@ -222,7 +222,7 @@ def test_nothing_is_left_behind_when_a_rank_dies():
 def too_many_names(world):
     from weft.plan import Buffer, Notify, Plan, Signal
 
-    for n in range(_native.World.max_names):  # one is taken already
+    for n in range(_native.Executor.max_names):  # one is taken already
         lane = (Notify(1 - world.rank, Signal(f"s{n}", world.rank)), Wait(Signal(f"s{n}", 1 - world.rank), 1))
         other = (Notify(world.rank, Signal(f"s{n}", 1 - world.rank)), Wait(Signal(f"s{n}", world.rank), 1))
         lanes = ({"compute": lane}, {"compute": other}) if world.rank == 0 else ({"compute": other}, {"compute": lane})
@@ -232,7 +232,7 @@ def too_many_names(world):
 def test_too_many_signal_names_are_refused():
     for outcome in start(too_many_names, 2):
         assert isinstance(outcome.error, weft.PlanError)
-        assert f"{_native.World.max_names} signal names" in str(outcome.error)
+        assert f"{_native.Executor.max_names} signal names" in str(outcome.error)
 
 
 def world_is_usable_after_bad_arguments(world):

@@ -10,9 +10,9 @@
 #include <cstring>
 #include <random>
 
-#include "../board.hpp"
 #include "../copy.hpp"
 #include "../executor.hpp"
+#include "../signal_array.hpp"
 #include "../transfers.hpp"
 
 using namespace weft;
@@ -164,8 +164,8 @@ void test_lanes(int ranks, int calls) {
           for (auto& o : i.operands) o.stride = i.columns;
       Execution execution(program, ranks);
       execution.timeout = 20'000'000'000;
-      execution.slots = {reinterpret_cast<char*>(own.data())};
-      for (int p = 0; p < ranks; ++p) execution.slots.push_back(host.data[r]->parts[p]->base());
+      execution.bases = {reinterpret_cast<char*>(own.data())};
+      for (int p = 0; p < ranks; ++p) execution.bases.push_back(host.data[r]->parts[p]->base());
       executor.tracing = r == 0;
       for (int call = 0; call < calls; ++call) {
         for (int i = 0; i < n; ++i) own[i] = call * 1000 + r * 10 + i;
@@ -173,7 +173,7 @@ void test_lanes(int ranks, int calls) {
         executor.lane_thread.start({&program, &execution, 1});
         int at = executor.run(program, execution, 0, 0);
         CHECK(at >= 0);
-        const int* all = reinterpret_cast<int*>(execution.slots[1 + r]);
+        const int* all = reinterpret_cast<int*>(execution.bases[1 + r]);
         for (int p = 0; p < ranks; ++p)
           if (p != r) CHECK(all[p * n] == call * 1000 + p * 10 && all[p * n + n - 1] == call * 1000 + p * 10 + n - 1);
         CHECK(executor.run(program, execution, 0, at + 1) >= 0);
@@ -192,20 +192,20 @@ void test_a_wait_ends_early() {
   Execution execution(program, 2);
   execution.timeout = 1'000'000;
   executor.begin(program, execution);
-  CHECK(executor.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::timeout);
+  CHECK(executor.run(program, execution, 0, 0) == -1 && execution.failures[0].status == WaitStatus::timeout);
   Program other = program;
   Execution theirs(other, 2);
   other.digest = 4;
   host.executors[1]->begin(other, theirs);
   execution.timeout = 20'000'000'000;
-  CHECK(executor.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::mismatch);
+  CHECK(executor.run(program, execution, 0, 0) == -1 && execution.failures[0].status == WaitStatus::mismatch);
   std::thread killer([&] {
     host.executors[1].reset();
     host.meshes[1]->abort({"KeyError", 1, "gone"});
     host.meshes[1].reset();
   });
   program.digest = 4;
-  CHECK(executor.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::failed);
+  CHECK(executor.run(program, execution, 0, 0) == -1 && execution.failures[0].status == WaitStatus::failed);
   CHECK(host.meshes[0]->failure().kind == "KeyError" && host.meshes[0]->failure().culprit == 1);
   killer.join();
 }
@@ -224,12 +224,12 @@ void test_lanes_end_together() {
     executor.begin(program, execution);
     executor.lane_thread.start({&program, &execution, 1});
     host.meshes[1]->leave();
-    CHECK(executor.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::lane);
-    CHECK(execution.stopped == 1 && execution.stops[1].trouble == Trouble::left && execution.stops[1].source == 1);
+    CHECK(executor.run(program, execution, 0, 0) == -1 && execution.failures[0].status == WaitStatus::lane);
+    CHECK(execution.stopped == 1 && execution.failures[1].status == WaitStatus::left && execution.failures[1].source == 1);
     executor.lane_thread.join();
     execution.timeout = 1'000'000;
     executor.begin(program, execution);
-    CHECK(executor.run(program, execution, 0, 0) == -1 && execution.stops[0].trouble == Trouble::timeout);  // not of the call before
+    CHECK(executor.run(program, execution, 0, 0) == -1 && execution.failures[0].status == WaitStatus::timeout);  // not of the call before
   }
 }
 
@@ -316,38 +316,38 @@ void test_transfers() {
 }
 
 // A producer and a consumer hand a slot back and forth; what is in it is plain memory, so a sanitizer sees a missing order.
-void test_boards() {
+void test_signal_arrays() {
   Host host(2, 8 * sizeof(Counter));
   int mailbox = 0;
-  Board boards[2] = {{host.meshes[0], host.data[0], 0}, {host.meshes[1], host.data[1], 100}};
+  SignalArray arrays[2] = {{host.meshes[0], host.data[0], 0}, {host.meshes[1], host.data[1], 100}};
   auto never = [] { return false; };
   auto wait = [&](int rank, Selection at, Compare compare, uint64_t value) {
-    return boards[rank].wait(at, compare, value, 20'000'000'000, never).trouble;
+    return arrays[rank].wait(at, compare, value, 20'000'000'000, never).status;
   };
   constexpr uint64_t rounds = 3000;
   std::thread consumer([&] {
     for (uint64_t i = 1; i <= rounds; ++i) {
-      CHECK(wait(1, {2, 3, 1}, Compare::greater_equal, i) == Trouble::none);
+      CHECK(wait(1, {2, 3, 1}, Compare::greater_equal, i) == WaitStatus::none);
       CHECK(mailbox == static_cast<int>(i));
-      CHECK(boards[1].set(0, {1, 1, 1}, i));
+      CHECK(arrays[1].set(0, {1, 1, 1}, i));
     }
   });
   for (uint64_t i = 1; i <= rounds; ++i) {
     mailbox = static_cast<int>(i);
-    CHECK(boards[0].add(1, {2, 3, 1}, 1));
-    CHECK(wait(0, {1, 1, 1}, Compare::equal, i) == Trouble::none);
+    CHECK(arrays[0].add(1, {2, 3, 1}, 1));
+    CHECK(wait(0, {1, 1, 1}, Compare::equal, i) == WaitStatus::none);
   }
   consumer.join();
-  CHECK(boards[1].values({0, 4, 2}) == (std::vector<uint64_t>{0, rounds, rounds, 0}));
-  CHECK(boards[1].test({2, 3, 1}, Compare::less_equal, rounds) && !boards[1].test({2, 4, 1}, Compare::greater, 0));
-  auto late = boards[1].wait({2, 4, 1}, Compare::greater, 0, 1'000'000, never);
-  CHECK(late.trouble == Trouble::timeout && late.index == 5 && late.actual == 0);
+  CHECK(arrays[1].values({0, 4, 2}) == (std::vector<uint64_t>{0, rounds, rounds, 0}));
+  CHECK(arrays[1].test({2, 3, 1}, Compare::less_equal, rounds) && !arrays[1].test({2, 4, 1}, Compare::greater, 0));
+  auto late = arrays[1].wait({2, 4, 1}, Compare::greater, 0, 1'000'000, never);
+  CHECK(late.status == WaitStatus::timeout && late.index == 5 && late.actual == 0);
   std::thread leaver([&] { host.meshes[0]->leave(); });
-  CHECK(wait(1, {7, 1, 1}, Compare::equal, 1) == Trouble::left);
+  CHECK(wait(1, {7, 1, 1}, Compare::equal, 1) == WaitStatus::left);
   leaver.join();
   host.meshes[0]->abort({"KeyError", 0, "gone"});
   while (!host.meshes[1]->failed()) weft::pause();
-  CHECK(wait(1, {7, 1, 1}, Compare::equal, 1) == Trouble::failed && !boards[1].add(0, {0, 1, 1}, 1));
+  CHECK(wait(1, {7, 1, 1}, Compare::equal, 1) == WaitStatus::failed && !arrays[1].add(0, {0, 1, 1}, 1));
 }
 
 int main() {
@@ -362,6 +362,6 @@ int main() {
   test_what_was_raised_before_leaving_counts();
   test_strided_copies();
   test_transfers();
-  test_boards();
+  test_signal_arrays();
   std::puts("native core: all checks passed");
 }

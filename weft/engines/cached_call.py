@@ -15,7 +15,7 @@ class CachedCall:
 
     def __init__(self, program: HostProgram, addresses: tuple[tuple[int, int], ...], a: Tensor, out: Tensor) -> None:
         self.program, self.addresses, self.world, self.engine = program, addresses, program.world, program.engine
-        self.repeat = partial(program.world.native.repeat, program.native, memory.seen(a), memory.seen(out))
+        self.repeat = partial(program.world.native.repeat, program.native, memory.snapshot(a), memory.snapshot(out))
 
     def replay(self, a: Tensor, out: Tensor, timeout: float | None) -> bool:
         """Make the call if its tensors are as they were; else, or where there is more to do than the call, do nothing: False."""

@@ -112,8 +112,8 @@ class Engine(ABC):
     def name(self, signals: Sequence[str]) -> None:
         """Give counters to the signals of a plan; all ranks do so in the same order."""
         names = {**self.names, **dict.fromkeys(signals, 0)}
-        if len(names) > _native.World.max_names:
-            raise PlanError(f"the plans of a world may use {_native.World.max_names} signal names; with {signals} they are more")
+        if len(names) > _native.Executor.max_names:
+            raise PlanError(f"the plans of a world may use {_native.Executor.max_names} signal names; with {signals} they are more")
         self.names = {name: number for number, name in enumerate(names)}
 
     def index(self, signal: Signal) -> int:
@@ -150,25 +150,25 @@ class Engine(ABC):
 
     def stopped(self, compiled: _native.Compiled, lane: int, doing: str, call: str, timeout: float) -> WeftError:
         """The error for a wait of a native lane that ended early."""
-        trouble, _, source, _, _ = compiled.stop(lane)
-        return self.ended(trouble, source, compiled, doing, call, timeout)
+        status, _, source, _, _ = compiled.wait_failure(lane)
+        return self.ended(status, source, compiled, doing, call, timeout)
 
     def ended(
-        self, trouble: _native.Trouble, source: int, compiled: _native.Compiled, doing: str, call: str, timeout: float
+        self, status: _native.WaitStatus, source: int, compiled: _native.Compiled, doing: str, call: str, timeout: float
     ) -> WeftError:
-        """The error for a wait for rank `source` that ended early because of `trouble`."""
+        """The error for a wait for rank `source` that ended early because of `status`."""
         world = self.world
-        match trouble:
-            case _native.Trouble.mismatch:
+        match status:
+            case _native.WaitStatus.mismatch:
                 theirs = world.native.peer_call(source, compiled.call)
                 return world.fail(
                     MismatchError(
                         f"call {compiled.call} of this world: rank {world.rank} calls {call}, but rank {source} calls {theirs}"
                     )
                 )
-            case _native.Trouble.left:
+            case _native.WaitStatus.left:
                 return world.lost(source, "closed its world", doing)
-            case _native.Trouble.failed:
+            case _native.WaitStatus.failed:
                 return world.failure(doing)
             case _:
                 return world.timed_out(doing, timeout)

@@ -94,7 +94,7 @@ class HostProgram(Program):
         finally:
             if self.lanes[1]:
                 native.join()
-        if self.lanes[1] and compiled.stop(1)[0] != _native.Trouble.none:
+        if self.lanes[1] and compiled.wait_failure(1)[0] != _native.WaitStatus.none:
             raise self._stopped(1, seconds)
         if world.recorder is not None:
             world.recorder.add(self.plan, self._spans())
@@ -107,7 +107,7 @@ class HostProgram(Program):
         """Work on the caller's tensors at these addresses."""
         if self.bound is not addresses:
             for slot, address in addresses:
-                self.native.set_slot(slot, address)
+                self.native.set_base(slot, address)
             self.bound = addresses
 
     def execute(self, addresses: tuple[tuple[int, int], ...], timeout: float | None = None) -> None:
@@ -145,7 +145,7 @@ class HostProgram(Program):
             left = deadline - time.monotonic()
             if self.world.native.join(self.native, min(max(left, 0.0), 0.05)):  # now and then Python may handle a signal
                 self.engine.pending.remove(self)
-                if self.native.stop(0)[0] != _native.Trouble.none:
+                if self.native.wait_failure(0)[0] != _native.WaitStatus.none:
                     raise self._stopped(0, self.timeout)
                 if self.world.recorder is not None:
                     self.world.recorder.add(self.plan, self._spans())
@@ -162,9 +162,9 @@ class HostProgram(Program):
 
     def _stopped(self, lane: int, timeout: float) -> WeftError:
         """The error for a wait of this program that ended early; if another lane's end was the reason, for that one's."""
-        if self.native.stop(lane)[0] == _native.Trouble.lane:
+        if self.native.wait_failure(lane)[0] == _native.WaitStatus.lane:
             lane = self.native.stopped
-        _, index, source, expected, actual = self.native.stop(lane)
+        _, index, source, expected, actual = self.native.wait_failure(lane)
         doing = self.doing(lane, index, self.native.call, source, expected, actual)
         return self.engine.stopped(self.native, lane, doing, self.call, timeout)
 

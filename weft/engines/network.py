@@ -30,7 +30,7 @@ from weft.world.relay import FOREVER
 
 OUTSTANDING = 8  # messages that are being sent on a wire: enough that the link never waits for Python
 
-_NONE = _native.Trouble.none
+_NONE = _native.WaitStatus.none
 
 
 class NetworkEngine(HostEngine):
@@ -253,8 +253,8 @@ class _Sending:
         native, compiled = self.program.world.native, self.program.native
         while True:
             reached = native.run(compiled, self.number, at)
-            trouble, stopped, *_ = compiled.stop(self.number)
-            if reached >= 0 or trouble != _native.Trouble.timeout or self.program.world.closed is not None:
+            status, stopped, *_ = compiled.wait_failure(self.number)
+            if reached >= 0 or status != _native.WaitStatus.timeout or self.program.world.closed is not None:
                 return reached
             at = stopped
 

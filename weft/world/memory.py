@@ -43,9 +43,9 @@ LOOK = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 """How native code can look at a tensor; torch 2.9 does not offer it."""
 
 
-def seen(tensor: torch.Tensor) -> _native.Seen:
-    """A tensor as it is when something is made for it, such as a compiled call; `is_now` tells whether that still serves."""
-    return _native.Seen(tensor, LOOK)
+def snapshot(tensor: torch.Tensor) -> _native.TensorSnapshot:
+    """What a tensor is when something is made for it, such as a compiled call; `matches` tells whether a tensor is still that."""
+    return _native.TensorSnapshot(tensor, LOOK)
 
 
 def find(tensor: torch.Tensor) -> Segment | None:

@@ -50,8 +50,8 @@ class _Copy(NamedTuple):
     peer: int
     size: int  # bytes
     native: _native.StridedCopy
-    remote: _native.Seen
-    local: _native.Seen
+    remote: _native.TensorSnapshot
+    local: _native.TensorSnapshot
 
     def __str__(self) -> str:
         return f"{'put' if self.put else 'get'} of {self.size:,} bytes {'to' if self.put else 'from'} rank {self.peer}"
@@ -167,9 +167,9 @@ def wait(signals: Signals, index: int | slice, cmp: str, value: int, timeout: fl
     world.check()
     selection, compare, number = signals.select(index), _comparison(cmp), _value(value)
     seconds = _seconds(timeout, world)
-    trouble, at, actual = signals.native.wait(*selection, compare, number, seconds)
-    if trouble != _native.Trouble.none:
-        raise _ended(signals, trouble, f"for {signals.name}[{at}] {cmp} {number}: it is {actual}", seconds)
+    status, at, actual = signals.native.wait(*selection, compare, number, seconds)
+    if status != _native.WaitStatus.none:
+        raise _ended(signals, status, f"for {signals.name}[{at}] {cmp} {number}: it is {actual}", seconds)
 
 
 def test(signals: Signals, index: int | slice, cmp: str, value: int) -> bool:
@@ -200,7 +200,7 @@ def _copy(remote: Tensor, local: Tensor, peer: int, world: World | None, put: bo
 def _prepared(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put: bool) -> tuple[World, _Copy]:
     """Its world, and the copy between `peer`'s counterpart of `remote` and `local`; the same tensors again find theirs ready."""
     known = _copies.get((put, id(remote), id(local), peer)) if type(peer) is int else None
-    if known is not None and known.remote.is_now(remote) and known.local.is_now(local):
+    if known is not None and known.remote.matches(remote) and known.local.matches(local):
         own = known.owner()
         if own is not None and (world is None or world is own):
             own.check()
@@ -235,7 +235,7 @@ def _checked(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put:
     offset = int(remote.storage_offset()) * item
     native = _native.one_sided(put, segment, rank, offset, local.data_ptr(), item, shape, remote.stride(), local.stride())
     size = math.prod(shape) * item
-    return own, _Copy(ref(own), put, rank, size, native, memory.seen(remote), memory.seen(local))
+    return own, _Copy(ref(own), put, rank, size, native, memory.snapshot(remote), memory.snapshot(local))
 
 
 def _refusal(remote: Tensor, local: Tensor, there: str, here: str) -> Exception:
@@ -301,11 +301,11 @@ def _seconds(timeout: float | None, world: Peers) -> float:
     return min(world.timeout if timeout is None else timeout, _FOREVER)
 
 
-def _ended(signals: Signals, trouble: _native.Trouble, doing: str, seconds: float) -> WeftError:
+def _ended(signals: Signals, status: _native.WaitStatus, doing: str, seconds: float) -> WeftError:
     """The error for a wait that ended early."""
     world = signals.world
-    if trouble == _native.Trouble.failed:
+    if status == _native.WaitStatus.failed:
         return world.failure(doing)
-    if trouble == _native.Trouble.left:
+    if status == _native.WaitStatus.left:
         return world.lost((world.rank + 1) % world.ranks, "closed its world, as all peers did,", doing)
     return PeerTimeout(f"rank {world.rank} waited {seconds:g} s {doing}")

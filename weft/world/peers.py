@@ -89,7 +89,7 @@ class Peers:
         except BaseException as error:
             self.fail(error)
             raise
-        self.native = _native.World(self.mesh, control, self.spins)
+        self.native = _native.Executor(self.mesh, control, self.spins)
         if relay is not None:
             relay.start(self.native, self.fail)
 
@@ -131,7 +131,7 @@ class Peers:
 
     def _control_segment(self) -> _native.Segment:
         """The segment of headers and counters; it comes before the calls that could check what others do."""
-        size = _native.World.control_bytes(self.ranks)
+        size = _native.Executor.control_bytes(self.ranks)
         doing = "to make the world"
         own, fd = self._mapping(size)
         try:

@@ -75,7 +75,7 @@ class Relay:
             near[peer] = one.detach()
         return near
 
-    def start(self, native: _native.World, fail: Callable[[BaseException], object]) -> None:
+    def start(self, native: _native.Executor, fail: Callable[[BaseException], object]) -> None:
         """Begin to carry messages, and to tell the native core what peers say they call; `fail` closes the world."""
         self.fail = fail
         self.native = native  # which lives until the world is closed, at the latest when the interpreter ends
@@ -194,7 +194,7 @@ class Relay:
         if kind == b"h":
             _, call, digest = _HEADER.unpack_from(message)
             self.called[peer] = call
-            self.native.hear(peer, call, digest, message[_HEADER.size :].decode(errors="replace"))
+            self.native.note_call(peer, call, digest, message[_HEADER.size :].decode(errors="replace"))
         elif kind == _HEARD:
             self.over[peer].set()
         elif kind == b"f":

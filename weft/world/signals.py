@@ -33,7 +33,7 @@ class Signals:
         self.world, self.name = world, name
         segment = memory.find(memory.allocate(world, [count * COUNTER_BYTES], torch.uint8, f"signals({count})"))
         assert isinstance(segment, _native.Segment)
-        self.native = _native.Board(world.mesh, segment, world.spins)
+        self.native = _native.SignalArray(world.mesh, segment, world.spins)
         self._count = count
 
     def __len__(self) -> int:

@@ -21,8 +21,8 @@ _LOOKS = 0.2  # seconds between looks at what peers call
 class Short(Exception):
     """A wait that ended early: what happened, what was expected since this execution began and what had come."""
 
-    def __init__(self, trouble: Any, expected: int, actual: int) -> None:
-        self.trouble, self.expected, self.actual = trouble, expected, actual
+    def __init__(self, status: Any, expected: int, actual: int) -> None:
+        self.status, self.expected, self.actual = status, expected, actual
 
 
 @dataclass(frozen=True)
@@ -68,21 +68,21 @@ class HostCounters:
     def wait(self, awaited: Awaited, compiled: _native.Compiled, timeout: float) -> None:
         base, left = self.base[awaited.index], timeout
         while True:
-            trouble, _, actual = self.signals.native.wait(
+            status, _, actual = self.signals.native.wait(
                 awaited.index, 1, 1, _native.Compare.greater_equal, base + awaited.count, min(left, _LOOKS)
             )
             left -= _LOOKS
-            quiet = trouble in (_native.Trouble.none, _native.Trouble.timeout)
+            quiet = status in (_native.WaitStatus.none, _native.WaitStatus.timeout)
             if quiet and self.world.native.mismatch(compiled, awaited.source):
-                trouble = _native.Trouble.mismatch
-            if trouble == _native.Trouble.timeout and self.world.mesh.left(awaited.source):
-                trouble = _native.Trouble.left  # but what it raised before it left counts
+                status = _native.WaitStatus.mismatch
+            if status == _native.WaitStatus.timeout and self.world.mesh.left(awaited.source):
+                status = _native.WaitStatus.left  # but what it raised before it left counts
                 if self.signals.native.test(awaited.index, 1, 1, _native.Compare.greater_equal, base + awaited.count):
-                    trouble = _native.Trouble.none
-            if trouble == _native.Trouble.none:
+                    status = _native.WaitStatus.none
+            if status == _native.WaitStatus.none:
                 return
-            if trouble != _native.Trouble.timeout or left <= 0:
-                raise Short(trouble, awaited.count, actual - base)
+            if status != _native.WaitStatus.timeout or left <= 0:
+                raise Short(status, awaited.count, actual - base)
 
     def advance(self, promised: Mapping[int, int]) -> None:
         for index, count in promised.items():

@@ -64,7 +64,7 @@ class DeviceEngine(Engine):
     def counters(self) -> Counters:
         """Made by the first call, collectively."""
         if self._counters is None:
-            self._counters = counters(self.world, _native.World.max_names * self.world.ranks)
+            self._counters = counters(self.world, _native.Executor.max_names * self.world.ranks)
             if self.world.sharing > 1:
                 self.agree("the first call on a device")  # what waits for others does so only when all have loaded it
         return self._counters
@@ -94,7 +94,7 @@ class DeviceEngine(Engine):
         last, world = self.last, self.world
         for peer in range(world.ranks) if last is not None else ():
             if last is not None and world.native.mismatch(last.native, peer):
-                raise self.ended(_native.Trouble.mismatch, peer, last.native, "", last.call, world.timeout)
+                raise self.ended(_native.WaitStatus.mismatch, peer, last.native, "", last.call, world.timeout)
         if world.mesh.failure()[0]:
             raise world.failure("to make its next call")
         try:
@@ -321,7 +321,7 @@ class DeviceProgram(Program):
                     except Short as short:
                         lane = LANES.index(name)
                         doing = self.doing(lane, at, call, signal.source, short.expected, short.actual)
-                        raise engine.ended(short.trouble, signal.source, self.native, doing, self.call, timeout) from None
+                        raise engine.ended(short.status, signal.source, self.native, doing, self.call, timeout) from None
 
                 return hold
 

@@ -1,4 +1,4 @@
-// Tensors as they were when something was made for them, told apart without a way through Python where torch allows it.
+// What a tensor was when something was made for it, compared with what it is without a way through Python where torch allows it.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -19,12 +19,12 @@ struct Exchange {
   int (*look)(void* tensor, nb::dlpack::dltensor* out);
 };
 
-// A tensor by its identity, which may pass to another once it is gone, its address, dtype, shape and strides, which can be changed
-// in place.
-class Seen {
+// Identity, address, dtype, shape and strides of a tensor. Identities are used again once a tensor is gone, and the rest can be
+// changed in place.
+class TensorSnapshot {
  public:
   // `api` is the capsule with torch's `Exchange`, or None.
-  Seen(nb::handle tensor, nb::handle api) : identity_(nb::steal(PyWeakref_NewRef(tensor.ptr(), nullptr))) {
+  TensorSnapshot(nb::handle tensor, nb::handle api) : identity_(nb::steal(PyWeakref_NewRef(tensor.ptr(), nullptr))) {
     if (!identity_.is_valid()) throw nb::python_error();
     if (!api.is_none()) exchange_ = static_cast<const Exchange*>(PyCapsule_GetPointer(api.ptr(), "dlpack_exchange_api"));
     if (PyErr_Occurred()) throw nb::python_error();
@@ -37,7 +37,7 @@ class Seen {
     for (const int64_t* all : {view_.shape, view_.strides}) sizes_.insert(sizes_.end(), all, all + view_.ndim);
   }
 
-  bool is_now(nb::handle tensor) const {
+  bool matches(nb::handle tensor) const {
     if (!identity_().is(tensor)) return false;
     if (!exchange_)
       return std::equal(attributes_.begin(), attributes_.end(), kAttributes,

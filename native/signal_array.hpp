@@ -16,10 +16,10 @@ struct Selection {
   size_t start, count, step;
 };
 
-class Board {
+class SignalArray {
  public:
   // `segment` is zeroed and holds nothing but counters.
-  Board(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> segment, int spins);
+  SignalArray(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> segment, int spins);
 
   size_t size() const { return size_; }
 
@@ -33,7 +33,7 @@ class Board {
   std::vector<uint64_t> values(Selection selection) const;
 
   struct Outcome {
-    Trouble trouble;  // `left`: all peers have, so nobody can raise a counter any more
+    WaitStatus status;  // `left`: all peers have, so nobody can raise a counter any more
     size_t index;     // a counter that does not satisfy the comparison, and what it holds
     uint64_t actual;
   };

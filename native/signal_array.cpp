@@ -1,31 +1,31 @@
-#include "board.hpp"
+#include "signal_array.hpp"
 
 namespace weft {
 
-Board::Board(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> segment, int spins)
+SignalArray::SignalArray(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> segment, int spins)
     : mesh_(std::move(mesh)),
       segment_(std::move(segment)),
       size_(segment_->parts[segment_->rank]->bytes() / sizeof(Counter)),
       spins_(spins) {}
 
-Counter& Board::counter(int rank, Selection selection, size_t i) const {
+Counter& SignalArray::counter(int rank, Selection selection, size_t i) const {
   return reinterpret_cast<Counter*>(segment_->parts[rank]->base())[selection.start + i * selection.step];
 }
 
-bool Board::add(int rank, Selection selection, uint64_t value) {
+bool SignalArray::add(int rank, Selection selection, uint64_t value) {
   if (failed()) return false;
   for (size_t i = 0; i < selection.count; ++i) weft::add(counter(rank, selection, i), value);
   return true;
 }
 
-bool Board::set(int rank, Selection selection, uint64_t value) {
+bool SignalArray::set(int rank, Selection selection, uint64_t value) {
   if (failed()) return false;
   for (size_t i = 0; i < selection.count; ++i) weft::set(counter(rank, selection, i), value);
   return true;
 }
 
 // The first that does not satisfy the comparison, `count` if all do.
-size_t Board::unsatisfied(Selection selection, Compare compare, uint64_t value) const {
+size_t SignalArray::unsatisfied(Selection selection, Compare compare, uint64_t value) const {
   size_t i = 0;
   while (i < selection.count &&
          holds(compare, counter(segment_->rank, selection, i).value.load(std::memory_order_acquire), value))
@@ -33,34 +33,34 @@ size_t Board::unsatisfied(Selection selection, Compare compare, uint64_t value) 
   return i;
 }
 
-bool Board::test(Selection selection, Compare compare, uint64_t value) const {
+bool SignalArray::test(Selection selection, Compare compare, uint64_t value) const {
   return unsatisfied(selection, compare, value) == selection.count;
 }
 
-std::vector<uint64_t> Board::values(Selection selection) const {
+std::vector<uint64_t> SignalArray::values(Selection selection) const {
   std::vector<uint64_t> all;
   for (size_t i = 0; i < selection.count; ++i)
     all.push_back(counter(segment_->rank, selection, i).value.load(std::memory_order_acquire));
   return all;
 }
 
-bool Board::deserted() const {
+bool SignalArray::deserted() const {
   int ranks = static_cast<int>(segment_->parts.size());
   for (int peer = 0; peer < ranks; ++peer)
     if (peer != segment_->rank && !mesh_->left(peer)) return false;
   return ranks > 1;
 }
 
-Board::Outcome Board::wait(Selection selection, Compare compare, uint64_t value, int64_t timeout,
+SignalArray::Outcome SignalArray::wait(Selection selection, Compare compare, uint64_t value, int64_t timeout,
                            const std::function<bool()>& interrupted) {
   int64_t deadline = now() + timeout;
-  Trouble trouble = Trouble::timeout;
-  auto is = [&](bool condition, Trouble what) { return condition && (trouble = what, true); };
-  auto ended = [&] { return is(interrupted(), Trouble::interrupted) || is(failed(), Trouble::failed); };
-  auto gone = [&] { return is(deserted(), Trouble::left); };
+  WaitStatus status = WaitStatus::timeout;
+  auto is = [&](bool condition, WaitStatus what) { return condition && (status = what, true); };
+  auto ended = [&] { return is(interrupted(), WaitStatus::interrupted) || is(failed(), WaitStatus::failed); };
+  auto gone = [&] { return is(deserted(), WaitStatus::left); };
   auto stopped = [&](size_t i) -> Outcome {
     uint64_t actual = counter(segment_->rank, selection, i).value.load(std::memory_order_acquire);
-    return {trouble, selection.start + i * selection.step, actual};
+    return {status, selection.start + i * selection.step, actual};
   };
   while (true) {
     for (size_t i = 0; i < selection.count; ++i)
@@ -68,7 +68,7 @@ Board::Outcome Board::wait(Selection selection, Compare compare, uint64_t value,
                       gone))
         return stopped(i);
     size_t i = selection.count > 1 ? unsatisfied(selection, compare, value) : selection.count;
-    if (i == selection.count) return {Trouble::none, 0, 0};
+    if (i == selection.count) return {WaitStatus::none, 0, 0};
     if (now() > deadline || ended()) return stopped(i);  // counters that come and go must not keep this loop for ever
     if (gone() && (i = unsatisfied(selection, compare, value)) < selection.count) return stopped(i);
   }
