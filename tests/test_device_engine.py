@@ -17,7 +17,7 @@ from weft.engines.device.engine import DeviceEngine
 
 def on_lanes(world, *checks):
     """Every check of the host engine, with this one in its place."""
-    world.streams = True
+    world.stream_ordered = True
     assert isinstance(engine(world), DeviceEngine)
     for check, *args in checks:
         torch.manual_seed(world.rank)
@@ -64,7 +64,7 @@ def test_three_ranks():
 
 
 def lost(world):
-    world.streams = True
+    world.stream_ordered = True
     a, b = torch.ones(4, 3), torch.ones(3, 2)
     weft.all_gather_matmul(a, b, algorithm="push", chunk_rows=2)
     if world.rank == 1:
@@ -75,7 +75,7 @@ def lost(world):
 
 
 def late(world):
-    world.streams = True
+    world.stream_ordered = True
     signals = world.signals(1)
     weft.all_reduce(torch.ones(3))
     if world.rank == 0:

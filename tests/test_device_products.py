@@ -135,7 +135,7 @@ def test_local_worlds():
 
 def between_processes(world: World) -> None:
     interpreted()
-    world.streams, world.products = True, "triton"
+    world.stream_ordered, world.matmul_backend = True, "triton"
     weft.world.device_memory.check_products("triton", world.device)
     for call in range(3):
         gathers((20, 33), ("push", "pull", "direct")[call], torch.float16, call)

@@ -12,7 +12,7 @@ RATES = {"float32": 80.0}
 
 
 def seen(rank, host="one", cores=(0, 1), threads=1, shared="works", rates=RATES):
-    return doctor.Seen(rank, 100 + rank, f"node-{host}", host, "", {"lo": "127.0.0.1"}, cores, threads, shared, rates)
+    return doctor.RankReport(rank, 100 + rank, f"node-{host}", host, "", {"lo": "127.0.0.1"}, cores, threads, shared, rates)
 
 
 def met(host, address, interface="", port=5000):

@@ -34,9 +34,9 @@ def a_gpu(monkeypatch):
     ],
 )
 def test_traffic_that_cannot_be(a_gpu, options, why):
-    Traffic().check(SimpleNamespace(sharing=2), GPU)
+    Traffic().check(SimpleNamespace(ranks_per_device=2), GPU)
     with pytest.raises(ValueError, match=why):
-        Traffic(**options).check(SimpleNamespace(sharing=2), GPU)
+        Traffic(**options).check(SimpleNamespace(ranks_per_device=2), GPU)
 
 
 def test_ranks_need_queues_of_their_own(monkeypatch):
@@ -48,7 +48,7 @@ def test_ranks_need_queues_of_their_own(monkeypatch):
 
 
 def test_polls_are_bounded():
-    assert 0 < symmetric.polls(1.0) < symmetric.polls(30.0) <= symmetric.polls(1e9) < 2**31
+    assert 0 < symmetric.max_polls(1.0) < symmetric.max_polls(30.0) <= symmetric.max_polls(1e9) < 2**31
 
 
 @pytest.mark.parametrize(("start", "stop", "columns", "block"), [(0, 4096, 3, 128), (5, 1000, 2, 64), (7, 8, 1, 16), (3, 3, 4, 16)])
@@ -101,10 +101,10 @@ def test_runs_of_a_lane_and_their_launches():
 
 
 def test_product_kernels_leave_room(a_gpu):
-    assert symmetric.room(1, GPU, symmetric.BESIDE) == 128
-    assert symmetric.room(8, GPU, symmetric.BESIDE) == 12
+    assert symmetric.max_programs(1, GPU, symmetric.BESIDE) == 128
+    assert symmetric.max_programs(8, GPU, symmetric.BESIDE) == 12
     with pytest.raises(ValueError, match="33 ranks that share a GPU of 132 SMs have 4 each; kernels that wait need more than 4"):
-        symmetric.room(33, GPU, symmetric.BESIDE)
+        symmetric.max_programs(33, GPU, symmetric.BESIDE)
 
 
 def test_products_that_cannot_be(monkeypatch):

@@ -62,12 +62,12 @@ def primitives(world: World) -> None:
     following, previous = (rank + 1) % ranks, (rank - 1) % ranks
     box = world.empty(3, 100).fill_(float("nan"))
     counters = symmetric.zeroed(world, 4)
-    ledger = symmetric.ledger(box.device)
+    timeout_record = symmetric.timeout_record(box.device)
     tables = symmetric.bases(world, box), symmetric.bases(world, counters)
     box[0] = data(rank, 100)
     # Row 0 goes to the next rank's row 1; when it has come the previous rank's row 0 is fetched to row 2.
-    kernels.put_and_get[(1,)](box, counters, ledger, *tables, rank, following, previous, 1 << 20, BLOCK=32)
-    symmetric.check(ledger, "a test")
+    kernels.put_and_get[(1,)](box, counters, timeout_record, *tables, rank, following, previous, 1 << 20, BLOCK=32)
+    symmetric.check(timeout_record, "a test")
     assert torch.equal(box[1], data(previous, 100))
     assert torch.equal(box[2], data(previous, 100))
 
@@ -83,7 +83,7 @@ def late(world: World, kernels, symmetric) -> None:
     """Four producers, released one by one in an order that is not that of the waits, after the consumer has begun to wait."""
     counters = torch.zeros(5, symmetric.COUNTER, dtype=torch.int64)
     source, result = torch.full((4, 64), float("nan")), torch.full((4, 64), float("nan"))
-    ledger = symmetric.ledger(source.device)
+    timeout_record = symmetric.timeout_record(source.device)
 
     def produce() -> None:
         while not counters[4, 0]:  # raised by the kernel
@@ -94,9 +94,9 @@ def late(world: World, kernels, symmetric) -> None:
 
     producer = threading.Thread(target=produce)
     producer.start()
-    kernels.consume[(1,)](source, result, counters, ledger, 2, 1 << 30, ROWS=4, COLUMNS=64)
+    kernels.consume[(1,)](source, result, counters, timeout_record, 2, 1 << 30, ROWS=4, COLUMNS=64)
     producer.join()
-    symmetric.check(ledger, "a test")
+    symmetric.check(timeout_record, "a test")
     assert torch.equal(result, torch.stack([data(index, 64) for index in range(4)]))
 
 
@@ -104,10 +104,10 @@ def never(world: World, kernels, symmetric) -> None:
     """Nobody raises counter 1: the kernel ends, and says what it waited for; a later wait does not hold it up again."""
     counters = torch.zeros(5, symmetric.COUNTER, dtype=torch.int64)
     counters[0, 0], counters[1, 0] = 2, 1
-    source, ledger = torch.zeros(4, 64), symmetric.ledger(torch.device("cpu"))
-    kernels.consume[(1,)](source, torch.empty(4, 64), counters, ledger, 2, 50, ROWS=4, COLUMNS=64)
+    source, timeout_record = torch.zeros(4, 64), symmetric.timeout_record(torch.device("cpu"))
+    kernels.consume[(1,)](source, torch.empty(4, 64), counters, timeout_record, 2, 50, ROWS=4, COLUMNS=64)
     with pytest.raises(PeerTimeout, match=r"a test waited too long for counter 1: 1 of 2"):
-        symmetric.check(ledger, "a test")
+        symmetric.check(timeout_record, "a test")
 
 
 def test_primitives_between_processes() -> None:

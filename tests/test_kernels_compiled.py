@@ -31,10 +31,10 @@ GATHER = {
     "counter_bases": "*i64",
     "calls": "*i64",
     "tickets": "*i32",
-    "ledger": "*i64",
+    "timeout_record": "*i64",
     "vectors": "i64",
     "rank": "i32",
-    "polls": "i32",
+    "max_polls": "i32",
 }
 
 
@@ -143,8 +143,8 @@ TYPES = {
     "counters": "*i64",
     "counter_bases": "*i64",
     "base": "*i64",
-    "ledger": "*i64",
-    **dict.fromkeys(("first", "number", "links", "rank", "polls", "N", "stride"), "i32"),
+    "timeout_record": "*i64",
+    **dict.fromkeys(("first", "number", "links", "rank", "max_polls", "N", "stride"), "i32"),
 }
 
 

@@ -49,7 +49,7 @@ def variants(kernel) -> int:
 
 def operators():
     world = weft.init()
-    world.products = "triton"
+    world.matmul_backend = "triton"
     a, b = torch.ones(32, 64, dtype=torch.float16), torch.ones(64, 32, dtype=torch.float16)
     weft.all_gather_matmul(a, b, algorithm="push")
     weft.matmul_reduce_scatter(a, b, algorithm="put")

@@ -23,7 +23,7 @@ def handed_on():
 
 
 def leaves(world, streams):
-    world.streams = streams
+    world.stream_ordered = streams
     a, out, signals = world.empty(1, 4), torch.empty(1, 4), world.signals(1)
     weft.all_reduce(torch.ones(3))  # the engine is there on all ranks
     if world.rank == 1:
@@ -43,7 +43,7 @@ def test_the_error_is_that_of_the_lane_that_stopped(streams):
 
 
 def raises(world):
-    world.streams = True
+    world.stream_ordered = True
     a, b = torch.ones(4, 3), torch.ones(3, 2)
     weft.matmul_reduce_scatter(a, b, algorithm="push")
     failing = KeyError("lost my keys") if world.rank == 0 else None

@@ -14,7 +14,7 @@ from support.mutants import deleted
 from weft.engines.reference import run
 from weft.errors import PlanError
 from weft.plan import Copy, Notify, Plan
-from weft.plan.messages import batches, incoming, is_wire, posted, target
+from weft.plan.messages import batches, incoming, is_channel, lower_to_messages, target
 from weft.plan.proof import problems, verify
 from weft.schedules import all_reduce, all_to_all, broadcast, reduce_scatter
 from weft.schedules.all_gather import all_gather
@@ -28,7 +28,7 @@ Planner = Callable[[tuple[int, ...], tuple[int, ...], int], Plan]
 FUSED: dict[str, Planner] = {
     **{
         f"{schedule.__name__} {algorithm}": lambda rows, hosts, chunk, schedule=schedule, algorithm=algorithm: schedule(
-            rows, algorithm, chunk_rows=chunk, hosts=hosts, **({} if schedule in GATHERS else {"moved": True})
+            rows, algorithm, chunk_rows=chunk, hosts=hosts, **({} if schedule in GATHERS else {"remote_reads": False})
         )
         for schedule, algorithms in {
             all_gather: ("push", "ring"),
@@ -78,14 +78,14 @@ def test_every_plan_is_proved_and_so_are_its_messages(grouping, name, chunk):
     rows, hosts = grouping
     plan = (FUSED | PLAIN)[name](rows, hosts, chunk)
     verify(plan)
-    verify(posted(plan, hosts))
+    verify(lower_to_messages(plan, hosts))
 
 
 @settings(max_examples=60, deadline=None)
 @given(groupings(), st.sampled_from([*FUSED]), st.integers(1, 3), st.integers(0, 2**32 - 1))
 def test_messages_compute_the_operator_in_any_order(grouping, name, chunk, seed):
     rows, hosts = grouping
-    plan = posted(FUSED[name](rows, hosts, chunk), hosts)
+    plan = lower_to_messages(FUSED[name](rows, hosts, chunk), hosts)
     calls = [plans.call(plan, seed + i) for i in range(2)]
     for call, outputs in zip(calls, run(*calls, order=random.Random(seed)), strict=True):
         assert plans.equal(outputs, plans.expected(call))
@@ -96,7 +96,7 @@ def test_no_signal_is_too_many(rows, hosts):
     for name, planner in (FUSED | PLAIN).items():
         plan = planner(rows, hosts, 2)
         for change, changed in random.Random(0).sample(found := [*deleted(plan)], min(len(found), 12)):
-            assert problems(changed) or problems(posted(changed, hosts)), f"{name}: {change}"
+            assert problems(changed) or problems(lower_to_messages(changed, hosts)), f"{name}: {change}"
 
 
 def crossings(plan, hosts):
@@ -133,14 +133,14 @@ def test_rows_cross_to_each_host_once(grouping, name, chunk):
 
 def test_what_hosts_cannot_do_is_refused():
     with pytest.raises(PlanError, match=r"rank 0 compute: matmul .* can only be sent rows, by a copy; choose push or ring"):
-        posted(all_gather_matmul((2, 2), "direct", chunk_rows=2), (0, 1))
+        lower_to_messages(all_gather_matmul((2, 2), "direct", chunk_rows=2), (0, 1))
 
 
 def test_both_ends_of_a_wire_agree():
-    plan = posted(all_gather_matmul((2, 3, 1), "push", chunk_rows=1, hosts=(0, 0, 1)), (0, 0, 1))
+    plan = lower_to_messages(all_gather_matmul((2, 3, 1), "push", chunk_rows=1, hosts=(0, 0, 1)), (0, 0, 1))
     assert sorted(incoming(plan, 2)) == [(0, "comm"), (0, "compute"), (1, "comm"), (1, "compute")]
     for sender, lanes in enumerate(plan.lanes):
-        for lane, to in (target(name) for name in lanes if is_wire(name)):
+        for lane, to in (target(name) for name in lanes if is_channel(name)):
             messages = [message for _, several, _ in batches(plan, sender, lane, to) for message in several]
             signals = [signal for message in messages for signal in message.signals]
             told = [i for i in plan.lanes[sender][f"{lane}>{to}"] if isinstance(i, Notify) and i.rank != sender]

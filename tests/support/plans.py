@@ -74,9 +74,9 @@ SCHEDULES: dict[Callable[..., Plan], tuple[Sequence[str], Sequence[str]]] = {
     interleaved_gather: (("push",), ("symmetric_gathered",)),
     interleaved: (("push", "sequential"), ("gathered",)),
     linked: (("push", "sequential"), ("gathered", "joined")),
-    matmul_reduce_scatter: (REDUCE_SCATTERS, ("moved",)),
-    scattered: (("push", "sequential"), ("moved",)),
-    matmul_all_reduce: (ALL_REDUCES, ("moved",)),
+    matmul_reduce_scatter: (REDUCE_SCATTERS, ("remote_reads",)),
+    scattered: (("push", "sequential"), ("remote_reads",)),
+    matmul_all_reduce: (ALL_REDUCES, ("remote_reads",)),
     reduced: (PLAIN_ALL_REDUCES, ("symmetric_a", "symmetric_out")),
     collected: (("reduce_scatter", "broadcast", "all_to_all"), ("symmetric_a",)),
 }

@@ -20,7 +20,7 @@ from weft.plan import Plan
 from weft.schedules import all_gather_matmul as schedule
 from weft.schedules.all_gather import all_gather
 from weft.schedules.common import offsets, split
-from weft.world import World, several_hosts
+from weft.world import World
 
 _STEPS: dict[str, dict[str, Any]] = {
     "overlapped": {"own_first": False, "joined": False},
@@ -91,7 +91,7 @@ class AllGatherMatmul:
         """The gather alone, in the way of the choice."""
         algorithm, chunk_rows, order = self.choice.way
         moving = {"direct": "pull", "sequential": "push"}.get(algorithm, algorithm)
-        hosts = several_hosts(self.world)
+        hosts = self.world.topology
         return all_gather(
             self.rows, moving, chunk_rows=chunk_rows, symmetric_a=True, symmetric_gathered=True, order=order, hosts=hosts
         )
@@ -115,7 +115,7 @@ class AllGatherMatmul:
     def _step(self, name: str, algorithm: str, chunk_rows: int | None) -> Callable[[], object]:
         chunk = choose(self.rows, self.world, algorithm, chunk_rows).chunk_rows
         plan = schedule.all_gather_matmul(
-            self.rows, algorithm, chunk_rows=chunk, symmetric_a=True, hosts=several_hosts(self.world), **_STEPS[name]
+            self.rows, algorithm, chunk_rows=chunk, symmetric_a=True, hosts=self.world.topology, **_STEPS[name]
         )
         return lambda: engine(self.world).execute(plan, {"a": self.a, "out": self.out}, {"out": self.weight})
 

@@ -27,7 +27,7 @@ def machine(world: World) -> dict[str, Any]:
 
 def need_one_host(world: World, why: str) -> None:
     """Raise `WeftError` where ranks are on several hosts: `why` says what cannot be done there, and what would do."""
-    if world.relay is not None:
+    if world.multi_host:
         raise WeftError(f"ranks are on {len(set(world.hosts))} hosts: {why}")
 
 

@@ -142,7 +142,7 @@ def measure(make_subject: Callable[[Settings, World, Stopwatch], Subject], setti
             subject.choice.algorithm,
             subject.choice.chunk_rows,
             subject.choice.why,
-            Link(*world.link) if world.link else None,
+            Link(*world.emulated_link) if world.emulated_link else None,
             times={name: times[name] for name in VIEWS},
             baselines={name: times[name] for name in settings.baselines},
             ablation={step: times[name] for step, name in subject.ablation.items()},

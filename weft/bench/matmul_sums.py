@@ -22,7 +22,7 @@ from weft.plan import Plan
 from weft.schedules import matmul_all_reduce as reduce_schedule
 from weft.schedules import matmul_reduce_scatter as scatter_schedule
 from weft.schedules.common import apart, offsets, split, without_products
-from weft.world import World, several_hosts
+from weft.world import World
 
 
 class _ProductSum:
@@ -40,8 +40,8 @@ class _ProductSum:
         self.world, self.rows = world, split(m, world.ranks)
         self.start, self.kept = self.place()
         product = product_dtype(dtype, self.out_dtype)
-        hosted = world.relay is not None and not apart(world.hosts)
-        self.problem = Sums(m, k, n, dtype, self.out_dtype, product, seed=settings.seed, rank=world.rank, hosted=hosted)
+        host_partial = world.multi_host and not apart(world.hosts)
+        self.problem = Sums(m, k, n, dtype, self.out_dtype, product, seed=settings.seed, rank=world.rank, host_partial=host_partial)
         self.a = torch.empty(m, k, dtype=dtype)
         self.products = world.empty(m, n, dtype=product)
         self.whole = torch.empty(m, n, dtype=self.out_dtype)
@@ -130,8 +130,8 @@ class MatmulReduceScatter(_ProductSum):
             self.choice.algorithm,
             chunk_rows=self.choice.chunk_rows,
             order=self.choice.way.order,
-            moved=self.world.link is not None or self.world.relay is not None,
-            hosts=several_hosts(self.world),
+            remote_reads=self.world.remote_reads,
+            hosts=self.world.topology,
         )
 
     def operator(self, algorithm: str, chunk_rows: int | None) -> Callable[[], object]:
@@ -167,8 +167,8 @@ class MatmulAllReduce(_ProductSum):
             self.rows,
             self.choice.algorithm,
             chunk_rows=self.choice.chunk_rows,
-            moved=self.world.link is not None or self.world.relay is not None,
-            hosts=several_hosts(self.world),
+            remote_reads=self.world.remote_reads,
+            hosts=self.world.topology,
         )
 
     def operator(self, algorithm: str, chunk_rows: int | None) -> Callable[[], object]:

@@ -124,7 +124,7 @@ def measure(settings: Settings) -> dict[str, Any]:
             "gather_bytes": settings.gather_bytes,
             "dtype": settings.dtype,
             "algorithm": f"all-gather of {size_name(settings.gather_bytes)} per rank",
-            "link": {"gbps": world.link[0], "latency_us": world.link[1]} if world.link else None,
+            "link": {"gbps": world.emulated_link[0], "latency_us": world.emulated_link[1]} if world.emulated_link else None,
             "copies_ms": copies,
             "times_ms": {name: time for name, time in shown.items() if not name.startswith("gloo")},
             "baselines_ms": {name: time for name, time in shown.items() if name.startswith("gloo")},

@@ -78,9 +78,9 @@ class Sums(Problem):
         *,
         seed: int,
         rank: int,
-        hosted: bool = False,
+        host_partial: bool = False,
     ) -> None:
-        self.hosted = _unit(product) if hosted else 0.0  # by how much the sum of each host is rounded before it is sent
+        self.host_partial = _unit(product) if host_partial else 0.0  # by how much the sum of each host is rounded before it is sent
         super().__init__(m, k, n, dtype, out_dtype, seed=seed + 1000 * rank, rank=rank)
         self.accumulator = torch.float64 if dtype == torch.float64 else torch.float32
         self.everything_made = _random(m + RUNS, n, product, seed + 1000 * rank + 500)
@@ -108,7 +108,7 @@ class Sums(Problem):
         """The exact sum over ranks, and the error of a sum of terms off by up to `errors`: as for a product of K = ranks."""
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         exact, off, size = (everyones_sum(tensor) for tensor in (terms, errors, terms.abs() + errors))
-        off = off + self.hosted * size
+        off = off + self.host_partial * size
         return exact, off + error_bound(size, exact, ranks, self.accumulator, out_dtype) + _unit(out_dtype) * off
 
 

@@ -40,7 +40,7 @@ _diagnoses = itertools.count()
 _UNEVEN = 0.5  # of the best link or processor of a job, below which another one is worth a word
 
 
-class Seen(NamedTuple):
+class RankReport(NamedTuple):
     """What one rank sees of its place."""
 
     rank: int
@@ -186,13 +186,13 @@ def _tell(troubles: Sequence[str], console: Console) -> None:
         console.print(f"[bold red]wrong:[/] {trouble}", soft_wrap=True)
 
 
-def _look(world: World) -> Seen:
+def _look(world: World) -> RankReport:
     try:
         world.empty(1 << 20, dtype=torch.uint8).fill_(1)
         shared = "works"
     except SymmetricMemoryError as error:
         shared = str(error)
-    return Seen(
+    return RankReport(
         world.rank,
         os.getpid(),
         socket.gethostname(),
@@ -271,7 +271,9 @@ def _trip(tensor: torch.Tensor, peer: int, first: bool) -> float:
     return (_native.now() - begun) / 1e9
 
 
-def _troubles(everyone: Sequence[Seen], links: dict[tuple[int, int], tuple[float, float]], offsets: Sequence[int]) -> Iterator[str]:
+def _troubles(
+    everyone: Sequence[RankReport], links: dict[tuple[int, int], tuple[float, float]], offsets: Sequence[int]
+) -> Iterator[str]:
     """What is wrong, in words."""
     for seen in everyone:
         if seen.shared != "works":
@@ -311,7 +313,7 @@ def _troubles(everyone: Sequence[Seen], links: dict[tuple[int, int], tuple[float
                 )
 
 
-def _print(everyone: Sequence[Seen], links: dict[tuple[int, int], tuple[float, float]], console: Console) -> None:
+def _print(everyone: Sequence[RankReport], links: dict[tuple[int, int], tuple[float, float]], console: Console) -> None:
     hosts = [*dict.fromkeys(seen.host for seen in everyone)]
     table = Table("rank", "host", "pid", "addresses", "interface", "cores", "threads", "shared memory", "GFLOP/s")
     for seen in everyone:

@@ -17,8 +17,8 @@ def engine(world: World) -> Engine:
 
 
 def _made(world: World) -> Engine:
-    if not world.streams:
-        return NetworkEngine(world) if world.relay else HostEngine(world)
+    if not world.stream_ordered:
+        return NetworkEngine(world) if world.multi_host else HostEngine(world)
     from weft.engines.device.engine import DeviceEngine
 
     return DeviceEngine(world)

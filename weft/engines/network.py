@@ -1,9 +1,10 @@
 """The network engine: ranks on several hosts. What stays on a host is the host engine's; what crosses goes as messages.
 
-It runs what `weft.plan.messages.posted` makes of a plan. The lanes that compute and copy within the host are interpreted by the
-native core as ever. A wire is interpreted at both of its ends: the sender posts an ``isend`` for each message, straight from the
-rows; the receiver, which knows the sender's plan, has posted the ``irecv``, straight into the rows, and raises the signals that
-come with it when it is over. Messages of a call have tags of their own: rows never reach a rank that calls something else.
+It runs what `weft.plan.messages.lower_to_messages` makes of a plan. The lanes that compute and copy within the host are
+interpreted by the native core as ever. A channel is interpreted at both of its ends: the sender posts an ``isend`` for each
+message, straight from the rows; the receiver, which knows the sender's plan, has posted the ``irecv``, straight into the rows, and
+raises the signals that come with it when it is over. Messages of a call have tags of their own: rows never reach a rank that calls
+something else.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from weft import _native
 from weft.engines.engine import LANES
 from weft.engines.host import HostEngine, HostProgram
 from weft.plan import Instruction, Notify, Plan, Region, Wait
-from weft.plan.messages import Message, batches, incoming, is_wire, posted, target, wire
+from weft.plan.messages import Message, batches, channel, incoming, is_channel, lower_to_messages, target
 from weft.schedules.barrier import barrier
 from weft.schedules.operators import SHARED_MEMORY_ONLY
 from weft.world import World
 from weft.world.relay import FOREVER
 
-OUTSTANDING = 8  # messages that are being sent on a wire: enough that the link never waits for Python
+OUTSTANDING = 8  # messages that are being sent on a channel: enough that the link never waits for Python
 
 _NONE = _native.WaitStatus.none
 
@@ -75,7 +76,7 @@ _TOKEN = _Rows(0, 0, 0, 0, 0)
 
 
 class _Sent(NamedTuple):
-    """A batch to send: to whom, and for each message its place in its wire and its rows."""
+    """A batch to send: to whom, and for each message its place in its channel and its rows."""
 
     to: int
     indices: Sequence[int]
@@ -96,11 +97,11 @@ class NetworkProgram(HostProgram):
         call: str | None = None,
     ) -> None:
         world, rank = engine.world, engine.world.rank
-        self.unposted = plan  # alive as long as this: compiled plans are found by the identity of what was written
-        plan = posted(plan, world.hosts)
+        self.original = plan  # alive as long as this: compiled plans are found by the identity of what was written
+        plan = lower_to_messages(plan, world.hosts)
         self.outgoing: dict[str, list[tuple[int, tuple[Wait, list[Message], Notify]]]] = {}  # by the lane that is sent for
         for name in plan.lanes[rank]:
-            if is_wire(name):
+            if is_channel(name):
                 lane, to = target(name)
                 self.outgoing.setdefault(lane, []).extend((to, batch) for batch in batches(plan, rank, lane, to))
         self.incoming = [
@@ -112,12 +113,12 @@ class NetworkProgram(HostProgram):
         self.bases = [self._address(slot) for slot in self.slots]
         self.sends: list[tuple[str, list[_Sent]]] = []
         self.receives: list[tuple[int, str, list[_Rows]]] = []
-        self._compile_wires()
+        self._compile_channels()
         self.made: dict[_Rows, Tensor] = {}  # the tensors over rows, while their buffers stay where they are
         self.spans: list[tuple[str, int, int, int]] = []
 
     def own_lanes(self) -> Mapping[str, Sequence[Instruction]]:
-        return {name: lane for name, lane in self.plan.lanes[self.world.rank].items() if not is_wire(name)}
+        return {name: lane for name, lane in self.plan.lanes[self.world.rank].items() if not is_channel(name)}
 
     def bind(self, addresses: tuple[tuple[int, int], ...]) -> None:
         if self.bound is not addresses:
@@ -176,7 +177,7 @@ class NetworkProgram(HostProgram):
             self.slots.setdefault((region.rank, region.buffer), len(self.slots))
         return list(self.slots)
 
-    def _compile_wires(self) -> None:
+    def _compile_channels(self) -> None:
         native = self.native
         for number, (lane, sent) in enumerate(self.outgoing.items(), len(LANES)):
             several = sorted(sent, key=lambda one: one[1][0].count)  # as the lane comes to them
@@ -232,7 +233,7 @@ class _Sending:
             at = self.advance(at + 1)
 
     def send(self, batch: _Sent, tensors: Sequence[Tensor]) -> None:
-        relay, name = self.program.engine.relay, wire(self.lane, batch.to)
+        relay, name = self.program.engine.relay, channel(self.lane, batch.to)
         under_way: deque[tuple[dist.Work, Tensor, int, int]] = deque()
 
         def finish() -> None:

@@ -20,7 +20,7 @@ from weft.predict import Candidate, Case
 from weft.schedules import all_gather as gathering
 from weft.schedules import all_gather_matmul as schedule
 from weft.schedules.common import Hosts
-from weft.world import World, current, several_hosts
+from weft.world import World, current
 
 FEW_ROWS = 32  # up to this many rows per rank one product over all rows beats one per rank, which reads b each time
 
@@ -167,7 +167,7 @@ def gather_and_multiply(
         tensors["gathered"] = gathered.view(sum(rows), a.shape[-1])
     geometry = Geometry.of(tensors["a"], world)
     key = "all_gather_matmul", choice.way, rows, geometry, out_dtype, tuple(b.shape[1] for b in weights), keep
-    plan = plan_for(rows, choice.way, world.is_symmetric(tensors["a"]), keep, len(weights), several_hosts(world))
+    plan = plan_for(rows, choice.way, world.is_symmetric(tensors["a"]), keep, len(weights), world.topology)
     program = engine(world).program(key, plan, tensors)
     added = {name: bias for name, bias in zip(names, biases, strict=True) if bias is not None}
     program.run(tensors, dict(zip(names, weights, strict=True)), added, timeout)
@@ -184,7 +184,7 @@ def _gather_columns(a: Tensor, columns: tuple[int, ...], choice: Choice, world: 
     gathered = own.new_empty(sum(columns), own.shape[1])
     tensors = {"a": own, "gathered": gathered}
     key = "all_gather_columns", choice.way, columns, own.dtype, own.shape[1]
-    plan = columns_plan_for(columns, choice.way, several_hosts(world))
+    plan = columns_plan_for(columns, choice.way, world.topology)
     engine(world).program(key, plan, tensors).run(tensors, {}, timeout=timeout)
     return gathered.t().contiguous()
 
@@ -199,7 +199,7 @@ def question(
         dtypes = dtype_name(a.dtype), dtype_name(out_dtype)
         case = Case("all_gather_matmul", rows, a.shape[-1], columns, *dtypes, packed, world.is_symmetric(a))
         rule = partial(choose, rows, world, chunk_rows=chunk_rows)
-        return preferred(case, rule, world.link, chunk_rows, several_hosts(world))
+        return preferred(case, rule, world.emulated_link, chunk_rows, world.topology)
 
     return Signature("all_gather_matmul", rows, a.shape[-1], a.dtype, chunk_rows), decide
 
@@ -212,17 +212,17 @@ def choose(
     largest = max(rows)
     why = "as asked for"
     if split:
-        reading = "push" if world.relay else "pull"
+        reading = "push" if world.multi_host else "pull"
         algorithm = {"auto": reading, "direct": "pull", "sequential": "push"}.get(algorithm, algorithm)
         why = "the last dimension is gathered, a split of K: no product can begin before all columns are there"
     elif algorithm == "auto":
         if world.ranks == 1 or not any(rows):
             algorithm, why = "sequential", "there is nothing to gather"
-        elif world.link:
+        elif world.emulated_link:
             algorithm, why = "push", "the emulated link is slower than memory, so rows are moved while others are multiplied"
         elif largest <= FEW_ROWS:
             algorithm, why = "sequential", f"at most {FEW_ROWS} rows per rank: one product that reads b once beats one per rank"
-        elif world.relay:
+        elif world.multi_host:
             algorithm, why = "push", "rows cross to each other host once, and are multiplied as they arrive"
         else:
             algorithm, why = "direct", "peers' rows can be read where they lie at the speed of own memory"

@@ -19,7 +19,7 @@ from weft.engines import engine
 from weft.ops import arguments
 from weft.predict import ORDERS, Candidate, Case, machine, tuned
 from weft.schedules.broadcast import broadcast, push
-from weft.world import World, several_hosts
+from weft.world import World
 
 PIECES = 16  # transfers per shard: enough that little is left to do when the last one arrives
 HOST_PIECES = 8  # between hosts, where each transfer and each small product costs a core more than what is left in the end
@@ -88,7 +88,7 @@ def check(algorithm: str, known: tuple[str, ...], chunk_rows: int | None, in_pla
     """Raise `ValueError` for what cannot be chosen; algorithms `in_place` move no rows, which an emulated link could slow."""
     check_possible(algorithm, known, world)
     arguments.check_chunk_rows(chunk_rows)
-    if algorithm in in_place and world.link:
+    if algorithm in in_place and world.emulated_link:
         others = ", ".join(name for name in known if name not in in_place)
         raise ValueError(f"{algorithm} moves no rows, so an emulated link cannot slow it: choose {others}")
 
@@ -108,7 +108,7 @@ def best(world: World, signature: Signature, decide: Callable[[], Choice], usual
     """
     if not _predictable(world):
         return usual
-    known, key = world.choices, (signature, world.link)
+    known, key = world.choices, (signature, world.emulated_link)
     found: Choice | None = known.get(key)
     if found is None:
         if len(known) >= _SIGNATURES:
@@ -121,7 +121,7 @@ def explained(world: World, signature: Signature, decide: Callable[[], Choice], 
     """What `best` returns, or would return if this rank decided; not collective."""
     if not _predictable(world):
         return usual
-    own, decided = decide(), world.choices.get((signature, world.link))
+    own, decided = decide(), world.choices.get((signature, world.emulated_link))
     return own if decided is None or decided.way == own.way else decided
 
 
@@ -159,12 +159,12 @@ def preferred(
 
 def pieces(world: World) -> int:
     """Transfers per shard."""
-    return HOST_PIECES if world.relay else PIECES
+    return HOST_PIECES if world.multi_host else PIECES
 
 
 def _predictable(world: World) -> bool:
     """Whether machine profiles say anything about the world's engine: they are of CPUs."""
-    return world.ranks > 1 and not world.streams
+    return world.ranks > 1 and not world.stream_ordered
 
 
 def _ways(case: Case, usual: Choice, rule: Rule, sizes: bool) -> list[Candidate]:
@@ -194,7 +194,7 @@ def _of_rank_0(world: World, signature: Signature, decide: Callable[[], Choice],
     tensors = {"a": said, "out": said[:0]} if own else {"a": said[:0], "out": said}
     recorder, world.recorder = world.recorder, None  # traces show the operator, not what was said before
     try:
-        hosts = several_hosts(world)
+        hosts = world.topology
         plan = push(len(said), 0, hosts) if hosts else broadcast(len(said), world.ranks, 0)
         engine(world).compile(plan, tensors, {}, str(signature)).run(tensors, {}, timeout=timeout)
     finally:

@@ -42,7 +42,7 @@ from weft.schedules import all_to_all as exchanging
 from weft.schedules import broadcast as broadcasting
 from weft.schedules import reduce_scatter as scattering
 from weft.schedules.common import Hosts, apart
-from weft.world import World, current, several_hosts
+from weft.world import World, current
 
 NUMBERS = (*FLOATS, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 """What can be reduced; averages are of floating dtypes."""
@@ -310,7 +310,7 @@ def _prepare_all_gather(
     whole = gathered if lead == 1 else torch.empty_like(gathered)  # else the rows of a rank do not lie side by side in the result
     # In place each rank's rows begin elsewhere, so they are not one symmetric tensor.
     symmetric, symmetric_out = world.is_symmetric(matrix) and not in_place, world.is_symmetric(whole)
-    hosts = several_hosts(world)
+    hosts = world.topology
     if algorithm == "auto":
         most = max(rows) * matrix.shape[1] * matrix.itemsize
         straight = symmetric_out and (not symmetric or most >= PUSH_BYTES)
@@ -346,7 +346,7 @@ def _prepare_reduce_scatter(
         for part, block in _parts(a.detach(), matrix, dim, sizes):
             block.copy_(part)
     slot = _slot_rows(matrix, max(rows), world.ranks - 1)
-    plan = _plan_reduce_scatter(rows, algorithm, op, world.is_symmetric(matrix), slot, several_hosts(world))
+    plan = _plan_reduce_scatter(rows, algorithm, op, world.is_symmetric(matrix), slot, world.topology)
     return _Work(plan, {"a": matrix, "out": _matrix(result, dim)}, result)
 
 
@@ -362,7 +362,7 @@ def _prepare_all_reduce(world: World, a: Tensor, out: Tensor | None, op: str, al
     symmetric = world.is_symmetric(flat) and not (in_place and algorithm == "one_shot")
     places = symmetric, world.is_symmetric(result)
     slot = _slot_rows(flat, -(-a.numel() // world.ranks), world.ranks - 1)
-    plan = _plan_all_reduce(a.numel(), world.ranks, algorithm, op, *places, slot, several_hosts(world))
+    plan = _plan_all_reduce(a.numel(), world.ranks, algorithm, op, *places, slot, world.topology)
     return _Work(plan, {"a": flat, "out": result.view(-1, 1)}, result)
 
 
@@ -375,7 +375,7 @@ def _prepare_broadcast(world: World, tensor: Tensor, out: Tensor, source: int, a
         raise ValueError("tensor must be contiguous")
     rows = tensor.view(-1, 1)
     slot, shared = _slot_rows(rows, len(rows), 1), rows.numel() * rows.itemsize >= SHARED_BYTES
-    plan = _plan_broadcast(len(rows), world.ranks, source, algorithm, world.is_symmetric(rows), shared, slot, several_hosts(world))
+    plan = _plan_broadcast(len(rows), world.ranks, source, algorithm, world.is_symmetric(rows), shared, slot, world.topology)
     mine, theirs = ("a", "out") if world.rank == source else ("out", "a")
     return _Work(plan, {mine: rows, theirs: rows[:0]}, tensor)
 
@@ -391,7 +391,7 @@ def _prepare_all_to_all(
     counts = (given,) * world.ranks if even else _exchange_splits(world, given, taken)
     matrix = _matrix(a)
     slot = _slot_rows(matrix, max(map(max, counts)), world.ranks - 1)
-    plan = _plan_all_to_all(counts, world.is_symmetric(matrix), slot, several_hosts(world))
+    plan = _plan_all_to_all(counts, world.is_symmetric(matrix), slot, world.topology)
     return _Work(plan, {"a": matrix, "out": _matrix(result)}, result)
 
 

@@ -17,7 +17,7 @@ from weft.ops.partial_sums import Sums
 from weft.predict import Candidate, Case
 from weft.schedules import matmul_all_reduce as schedule
 from weft.schedules.common import split
-from weft.world import World, current, several_hosts
+from weft.world import World, current
 
 
 def matmul_all_reduce(
@@ -121,7 +121,7 @@ def question(
         packed = isinstance(b, PackedWeight)
         case = Case("matmul_all_reduce", rows, x.shape[1], b.shape[1], dtype_name(x.dtype), dtype_name(out_dtype), packed)
         rule = partial(choose, len(x), world, chunk_rows=chunk_rows, packed=packed)
-        return preferred(case, rule, world.link, chunk_rows, several_hosts(world))
+        return preferred(case, rule, world.emulated_link, chunk_rows, world.topology)
 
     return Signature("matmul_all_reduce", rows, b.shape[1], x.dtype, chunk_rows), decide
 
@@ -135,7 +135,7 @@ def choose(rows: int, world: World, algorithm: str = "auto", chunk_rows: int | N
             algorithm, why = "sequential", "there is nothing to sum"
         elif rows <= FEW_ROWS:
             algorithm, why = "sequential", f"at most {FEW_ROWS} rows: one product that reads b once beats several"
-        elif world.relay:
+        elif world.multi_host:
             algorithm, why = "two_shot", "each rank adds up a part, to which each host sends its sum of it once"
         elif world.ranks == 2:
             algorithm, why = (
@@ -146,6 +146,6 @@ def choose(rows: int, world: World, algorithm: str = "auto", chunk_rows: int | N
             algorithm, why = "two_shot", "each rank adds up a part, so the work does not grow with the number of ranks"
     # One_shot waits for all peers once per piece, so few and large ones let a rank be late now and then at no cost.
     few = min(rows, ADDED_ROWS[packed and algorithm == "two_shot"])
-    added = -(-rows // (2 * pieces(world))) if world.link or world.relay else few
+    added = -(-rows // (2 * pieces(world))) if world.emulated_link or world.multi_host else few
     chunk = rows if algorithm == "sequential" else chunk_rows or (rows if algorithm == "put" else added)
     return Choice(Candidate(algorithm, max(1, chunk)), why)

@@ -15,7 +15,7 @@ from weft.ops.choice import Choice, Signature, best, check, dtype_name, pieces, 
 from weft.ops.partial_sums import Sums
 from weft.predict import Candidate, Case
 from weft.schedules import matmul_reduce_scatter as schedule
-from weft.world import World, current, several_hosts
+from weft.world import World, current
 
 FEW_ROWS = 32  # up to this many rows one product beats one for each rank, which reads b each time
 ADDED_ROWS = {True: 256, False: 1024}  # whether b is packed: rows still in the cache when they are added up; or worth packing b for
@@ -150,7 +150,7 @@ def question(
     def decide() -> Choice:
         case = Case("matmul_reduce_scatter", rows, a.shape[-1], columns, dtype_name(a.dtype), dtype_name(out_dtype), packed)
         rule = partial(choose, rows, world, chunk_rows=chunk_rows, packed=packed)
-        return preferred(case, rule, world.link, chunk_rows, several_hosts(world))
+        return preferred(case, rule, world.emulated_link, chunk_rows, world.topology)
 
     return Signature("matmul_reduce_scatter", rows, columns, a.dtype, chunk_rows), decide
 
@@ -164,9 +164,9 @@ def choose(
     if algorithm == "auto":
         if world.ranks == 1 or not any(rows):
             algorithm, why = "sequential", "there is nothing to scatter"
-        elif world.relay and sum(rows) > FEW_ROWS:
+        elif world.multi_host and sum(rows) > FEW_ROWS:
             algorithm, why = "push", "each host adds up its products and puts them to the others while more are made"
-        elif world.link:
+        elif world.emulated_link:
             algorithm, why = "push", "the emulated link is slower than memory, so products are moved while others are made"
         elif sum(rows) <= FEW_ROWS:
             algorithm, why = "sequential", f"at most {FEW_ROWS} rows: one product that reads b once beats one per rank"

@@ -16,7 +16,7 @@ from weft.plan import Plan
 from weft.predict import Candidate
 from weft.schedules.common import Hosts
 from weft.schedules.matmul_reduce_scatter import product_buffer
-from weft.world import World, several_hosts
+from weft.world import World
 
 
 class Sums(NamedTuple):
@@ -45,10 +45,10 @@ def add_up(work: Sums, x: Tensor, weight: Weight, bias: Tensor | None, out: Tens
     """
     tensors = {"a": x, "out": out}
     wide, product = accumulator(x.dtype), product_dtype(x.dtype, out.dtype)
-    moved, hosts = world.link is not None or world.relay is not None, several_hosts(world)
-    key = work, moved, Geometry.of(x, world), Geometry.of(out, world)
+    remote_reads, hosts = world.remote_reads, world.topology
+    key = work, remote_reads, Geometry.of(x, world), Geometry.of(out, world)
     dtypes = {"partial": product, "inbox": product, "running": wide, "summed": out.dtype}
-    program = engine(world).program(key, _plan(work, moved, hosts), tensors, dtypes)
+    program = engine(world).program(key, _plan(work, remote_reads, hosts), tensors, dtypes)
     into = product_buffer(work.way.algorithm, world.ranks)
     added = {}
     if bias is not None and world.rank == 0:
@@ -57,7 +57,7 @@ def add_up(work: Sums, x: Tensor, weight: Weight, bias: Tensor | None, out: Tens
 
 
 @lru_cache(maxsize=1024)
-def _plan(work: Sums, moved: bool, hosts: Hosts | None) -> Plan:
+def _plan(work: Sums, remote_reads: bool, hosts: Hosts | None) -> Plan:
     order = {"order": work.way.order} if work.way.order != "peer" else {}
-    options = {"op": work.op, "moved": moved, "hosts": hosts, **order}
+    options = {"op": work.op, "remote_reads": remote_reads, "hosts": hosts, **order}
     return work.planner(work.rows, work.way.algorithm, chunk_rows=work.way.chunk_rows, **options)

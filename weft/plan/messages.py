@@ -1,9 +1,9 @@
 """What a plan comes to where ranks are on several hosts: puts across hosts become messages, sent by lanes of their own.
 
-`posted` moves every `Copy` and `Notify` that crosses to another host into a **wire**: lane ``"comm>3"`` has what ``comm`` has for
-rank 3. The lane goes on at once; it waits until things are sent before it lets anyone write over them. The result is a plan as any
-other, so `weft.verify` proves the order that messages really have: within a wire they arrive one after the other, between wires
-in any order.
+`lower_to_messages` moves every `Copy` and `Notify` that crosses to another host into a **channel**: lane ``"comm>3"`` has what
+``comm`` has for rank 3. The lane goes on at once; it waits until things are sent before it lets anyone write over them. The result
+is a plan as any other, so `weft.verify` proves the order that messages really have: within a channel they arrive one after the
+other, between channels in any order.
 
 A notify without rows of its own travels with the rows before it where these go to the same host: rows that one rank of a host
 receives may be told to all its ranks.
@@ -20,8 +20,8 @@ from weft.plan.language import Copy, Instruction, Notify, Plan, Region, Signal, 
 Lanes = dict[str, list[Instruction]]
 
 
-def posted(plan: Plan, hosts: Sequence[int]) -> Plan:
-    """`plan` with its traffic between hosts on wires; `hosts[rank]` is the host of a rank.
+def lower_to_messages(plan: Plan, hosts: Sequence[int]) -> Plan:
+    """`plan` with its traffic between hosts on channels; `hosts[rank]` is the host of a rank.
 
     Raises `PlanError` for a plan that reads rows of another host, or writes to them otherwise than by a copy: messages only put.
     """
@@ -29,34 +29,34 @@ def posted(plan: Plan, hosts: Sequence[int]) -> Plan:
     for rank, before in enumerate(plan.lanes):
         after: Lanes = {}
         for name, lane in before.items():
-            after |= _Posting(plan, hosts, rank, name).run(lane)
+            after |= _Lowering(plan, hosts, rank, name).run(lane)
         lanes.append({name: tuple(lane) for name, lane in after.items()})
     return replace(plan, lanes=tuple(lanes))
 
 
-def wire(lane: str, to: int) -> str:
+def channel(lane: str, to: int) -> str:
     """The name of the lane that sends what `lane` has for rank `to`."""
     return f"{lane}>{to}"
 
 
-def is_wire(lane: str) -> bool:
-    """Whether a lane of a posted plan sends messages."""
+def is_channel(lane: str) -> bool:
+    """Whether a lane of a lowered plan sends messages."""
     return ">" in lane
 
 
 def target(lane: str) -> tuple[str, int]:
-    """Whose messages a wire sends, and to which rank."""
+    """Whose messages a channel sends, and to which rank."""
     name, _, to = lane.partition(">")
     return name, int(to)
 
 
-class _Posting:
+class _Lowering:
     """One lane on its way from instructions to messages."""
 
     def __init__(self, plan: Plan, hosts: Sequence[int], rank: int, name: str) -> None:
         self.plan, self.hosts, self.rank, self.name = plan, hosts, rank, name
         self.lane: list[Instruction] = []
-        self.wires: dict[int, list[Instruction]] = {}
+        self.channels: dict[int, list[Instruction]] = {}
         self.to: int | None = None  # where the batch that is being posted goes
         self.posts = 0
         self.batches: dict[int, int] = {}
@@ -68,7 +68,7 @@ class _Posting:
         self.close()
         for to in [*self.unsent]:
             self.settle(to)
-        return {self.name: self.lane} | {wire(self.name, to): sent for to, sent in self.wires.items()}
+        return {self.name: self.lane} | {channel(self.name, to): sent for to, sent in self.channels.items()}
 
     def step(self, instruction: Instruction) -> None:
         here = self.hosts[self.rank]
@@ -104,14 +104,14 @@ class _Posting:
             self.posts += 1
             ready = Signal(f"{self.name} posted", self.rank)
             self.lane.append(Notify(self.rank, ready))
-            self.wires.setdefault(to, []).append(Wait(ready, self.posts))
+            self.channels.setdefault(to, []).append(Wait(ready, self.posts))
             self.to = to
-        self.wires[to].append(instruction)
+        self.channels[to].append(instruction)
 
     def close(self) -> None:
         """End the current batch, if any."""
         if self.to is not None:
-            self.wires[self.to].append(Notify(self.rank, self.sent(self.to)))
+            self.channels[self.to].append(Notify(self.rank, self.sent(self.to)))
             self.batches[self.to] = self.batches.get(self.to, 0) + 1
             self.to = None
 
@@ -136,12 +136,12 @@ def _overlap(one: Region, other: Region) -> bool:
 
 
 def incoming(plan: Plan, rank: int) -> list[tuple[int, str]]:
-    """The wires of a posted plan that end at `rank`, as (the sender, the lane it sends for)."""
+    """The channels of a lowered plan that end at `rank`, as (the sender, the lane it sends for)."""
     return [
         (sender, target(name)[0])
         for sender, lanes in enumerate(plan.lanes)
         for name in lanes
-        if is_wire(name) and target(name)[1] == rank
+        if is_channel(name) and target(name)[1] == rank
     ]
 
 
@@ -149,16 +149,16 @@ class Message:
     """Rows that travel, or a token where there are none, and the signals that their arrival raises."""
 
     def __init__(self, index: int, copy: Copy | None = None) -> None:
-        self.index, self.copy = index, copy  # where it stands in its wire
+        self.index, self.copy = index, copy  # where it stands in its channel
         self.signals: list[Notify] = []
 
 
 def batches(plan: Plan, sender: int, lane: str, to: int) -> list[tuple[Wait, list[Message], Notify]]:
-    """What a wire sends: when each batch may begin, its messages, and what to raise when they are sent."""
+    """What a channel sends: when each batch may begin, its messages, and what to raise when they are sent."""
     found: list[tuple[Wait, list[Message], Notify]] = []
     begun: Wait | None = None
     messages: list[Message] = []
-    for index, instruction in enumerate(plan.lanes[sender][wire(lane, to)]):
+    for index, instruction in enumerate(plan.lanes[sender][channel(lane, to)]):
         match instruction:
             case Wait():
                 begun, messages = instruction, []

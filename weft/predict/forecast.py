@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from weft.plan import Plan
-from weft.plan.messages import posted
+from weft.plan.messages import lower_to_messages
 from weft.plan.trace import Trace
 from weft.predict.machine import Link, Machine
 from weft.predict.simulator import Rows, seconds, simulate
@@ -105,27 +105,29 @@ def plan(case: Case, way: Candidate, machine: Machine, communicate: bool = False
     Equal ranks are planned once: of a rotation that changes nothing there is only the first part (`weft.predict.simulator`).
     """
     links = max(1, min(machine.lanes, case.ranks - 1))
-    return _plan(case, way, planned(case, way, machine), links, not _reads_peers(machine), machine.hosts, communicate)
+    return _plan(case, way, planned(case, way, machine), links, _reads_peers(machine), machine.hosts, communicate)
 
 
 @lru_cache(maxsize=64)
 def _plan(
-    case: Case, way: Candidate, planned: int, links: int, moved: bool, hosts: tuple[int, ...] | None, communicate: bool
+    case: Case, way: Candidate, ranks_planned: int, links: int, remote_reads: bool, hosts: tuple[int, ...] | None, communicate: bool
 ) -> Plan:
     if hosts is not None:
-        return posted(_written(case, way, {"planned": planned, "hosts": hosts}, 1, True, communicate), hosts)
-    return _written(case, way, {"planned": planned}, links, moved, communicate)
+        return lower_to_messages(
+            _written(case, way, {"ranks_planned": ranks_planned, "hosts": hosts}, 1, False, communicate), hosts
+        )
+    return _written(case, way, {"ranks_planned": ranks_planned}, links, remote_reads, communicate)
 
 
-def _written(case: Case, way: Candidate, options: dict[str, Any], links: int, moved: bool, communicate: bool) -> Plan:
+def _written(case: Case, way: Candidate, options: dict[str, Any], links: int, remote_reads: bool, communicate: bool) -> Plan:
     options = {"chunk_rows": way.chunk_rows, **options}
     if case.operator == "matmul_all_reduce":
-        made = matmul_all_reduce.matmul_all_reduce(case.rows, way.algorithm, moved=moved, **options)
+        made = matmul_all_reduce.matmul_all_reduce(case.rows, way.algorithm, remote_reads=remote_reads, **options)
         return without_products(made) if communicate else made
     if way.algorithm in ("push", "sequential"):
         options |= {"order": way.order, "links": links}
     if case.operator == "matmul_reduce_scatter":
-        made = matmul_reduce_scatter.matmul_reduce_scatter(case.rows, way.algorithm, moved=moved, **options)
+        made = matmul_reduce_scatter.matmul_reduce_scatter(case.rows, way.algorithm, remote_reads=remote_reads, **options)
         return without_products(made) if communicate else made
     if communicate:
         moving = {"direct": "pull", "sequential": "push"}.get(way.algorithm, way.algorithm)

@@ -101,7 +101,7 @@ class _Run:
     def __init__(self, plan: Plan, machine: Machine, rows: Mapping[str, Rows], packed: bool) -> None:
         self.plan, self.machine, self.rows, self.packed = plan, machine, rows, packed
         self.lanes = [_Lane(r, name, lane) for r, lanes in enumerate(plan.lanes) for name, lane in lanes.items()]
-        self.planned = max((lane.rank + 1 for lane in self.lanes), default=1)
+        self.ranks_planned = max((lane.rank + 1 for lane in self.lanes), default=1)
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self.scheduled = 0
@@ -155,7 +155,7 @@ class _Run:
                     break
             elif isinstance(instruction, Notify):
                 # If the notified rank is not planned: what its planned counterpart gets from this rank's counterpart.
-                here = instruction.rank % self.planned
+                here = instruction.rank % self.ranks_planned
                 source = (instruction.signal.source - instruction.rank + here) % self.plan.ranks
                 counter = here, Signal(instruction.signal.name, source)
                 self.schedule(self.now + self.machine.signal_us(lane.rank, instruction.rank) * 1e-6, self.count, counter)
@@ -285,7 +285,8 @@ class _Run:
                     return _Work(machine.copy(size), (), self.free[rank])
                 used = self.resources(link, src.rank, dst.rank)
                 if machine.apart(src.rank, dst.rank):  # its latency is the signal's: messages follow each other without it
-                    ends = tuple({rank, dst.rank % self.planned})  # one, if it sends to its counterpart, as it is sent to by it
+                    # One, if it sends to its counterpart, as it is sent to by it.
+                    ends = tuple({rank, dst.rank % self.ranks_planned})
                     busy = (ends, link.core * 2 / len(ends)) if link.core else ()
                     return _Work(link.passing(size), used, 0.0, *busy)
                 return _Work(link.seconds(size), used)
@@ -301,8 +302,8 @@ class _Run:
     def resources(self, link: Link, src: int, dst: int) -> tuple[Resource, ...]:
         """What a transfer shares with others; of ranks that are not planned, their counterparts'."""
         if (hosts := self.machine.hosts) and self.machine.apart(src, dst):
-            return ("out", hosts[src % self.planned], -1), ("in", hosts[dst % self.planned], -1)
+            return ("out", hosts[src % self.ranks_planned], -1), ("in", hosts[dst % self.ranks_planned], -1)
         if link.shared:
-            return ("out", src % self.planned, link.reach or 0), ("in", dst % self.planned, link.reach or 0)
-        here = src % self.planned
+            return ("out", src % self.ranks_planned, link.reach or 0), ("in", dst % self.ranks_planned, link.reach or 0)
+        here = src % self.ranks_planned
         return (("link", here, (dst - src + here) % self.plan.ranks),)

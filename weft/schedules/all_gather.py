@@ -17,7 +17,6 @@ from weft.schedules.common import (
     after,
     apart,
     before,
-    carrier,
     chunks,
     enter,
     in_all,
@@ -28,6 +27,7 @@ from weft.schedules.common import (
     offsets,
     others,
     publish,
+    rail_peer,
     side_lanes,
     tidy,
 )
@@ -141,11 +141,11 @@ def _push_to_hosts(sizes: Sizes, hosts: Hosts, rank: int) -> Gathering:
         transfers = [*enter(rank, ranks)]
         for host in others(rank, hosts):
             for low, high in chunks(rows[rank], sizes.chunk):
-                there = Region(carrier(rank, host, hosts), "inbox", starts[rank] + low, starts[rank] + high)
+                there = Region(rail_peer(rank, host, hosts), "inbox", starts[rank] + low, starts[rank] + high)
                 transfers.append(Copy(own._replace(start=low, stop=high), there))
                 transfers += [Notify(peer, Signal("arrived", rank)) for peer in members(host, hosts)]
     for peer in far:
-        holder = carrier(peer, hosts[rank], hosts)
+        holder = rail_peer(peer, hosts[rank], hosts)
         for count, (low, high) in enumerate(chunks(rows[peer], sizes.chunk), 1):
             there = Region(holder, "inbox", starts[peer] + low, starts[peer] + high)
             arrivals.append(Arrival(Wait(Signal("arrived", peer), count), there, there.start))
@@ -195,7 +195,7 @@ def _ring_of_hosts(sizes: Sizes, hosts: Hosts, rank: int) -> Gathering:
     rows, ranks, around, starts = sizes.rows, len(sizes.rows), max(hosts) + 1, offsets(sizes.rows)
 
     def following(holder: int) -> int:
-        return carrier(holder, (hosts[holder] + 1) % around, hosts)
+        return rail_peer(holder, (hosts[holder] + 1) % around, hosts)
 
     def chain(origin: int) -> list[int]:
         """Who holds its rows, host by host."""
@@ -263,22 +263,21 @@ def all_gather(
     symmetric_gathered: bool = False,
     order: str = "peer",
     links: int = 1,
-    planned: int | None = None,
+    ranks_planned: int | None = None,
     hosts: Hosts | None = None,
 ) -> Plan:
     """``gathered`` = the rows `a` of all ranks in rank order; `algorithm` is ``pull``, ``push`` or ``ring``.
 
     A pull writes `gathered` itself, from where `a` lies if that is symmetric; else ranks hand out `chunk_rows` at a time. Push and
-    ring, whose writer is a peer, do so if it is symmetric or every rank has a host of
-    its own, and else pass a workspace. A push over several `links` has a lane for each. `planned`: how many ranks get their lanes,
-    all unless given. On one host a push into a symmetric `gathered` needs nothing of `a` but to read it, so it may be this rank's
-    own part of `gathered`.
+    ring, whose writer is a peer, do so if it is symmetric or every rank has a host of its own, and else pass a workspace. A push
+    over several `links` has a lane for each. `ranks_planned`: how many ranks get their lanes, all unless given. On one host a push
+    into a symmetric `gathered` needs nothing of `a` but to read it, so it may be this rank's own part of `gathered`.
     """
     ranks, starts = len(rows), offsets(rows)
     shared = hosts is not None and not apart(hosts)  # rows that arrive are read by several ranks
     straight = (symmetric_gathered and not shared) or apart(hosts)
     sizes = Sizes(rows, chunk_rows, symmetric_a, "gathered" if straight else "inbox", order, links, hosts)
-    count = ranks if planned is None else planned
+    count = ranks if ranks_planned is None else ranks_planned
     if algorithm == "push" and symmetric_gathered and links == 1 and hosts is None:
         fanned = [{"compute": tidy(_fan_out(sizes, r))} for r in range(count)]
         return Plan("all_gather", algorithm, gather_buffers(rows), in_all(fanned, ranks), gathered_result(rows, count))
@@ -344,12 +343,12 @@ def gather_buffers(rows: Sequence[int], gathered: bool = True) -> dict[str, Buff
     return buffers | ({"gathered": Buffer("output", everything)} if gathered else {})
 
 
-def gathered_result(rows: Sequence[int], planned: int) -> dict[Region, Value]:
-    """What `gathered` must hold on every rank that is `planned`."""
+def gathered_result(rows: Sequence[int], ranks_planned: int) -> dict[Region, Value]:
+    """What `gathered` must hold on each of the first `ranks_planned` ranks."""
     starts, ranks = offsets(rows), range(len(rows))
     return {
         Region(r, "gathered", starts[p], starts[p] + rows[p]): (Term(p, "a", -starts[p]),)
-        for r in range(planned)
+        for r in range(ranks_planned)
         for p in ranks
         if rows[p]
     }

@@ -28,7 +28,7 @@ def all_gather_matmul(
     weights: int = 1,
     order: str = "peer",
     links: int = 1,
-    planned: int | None = None,
+    ranks_planned: int | None = None,
     hosts: Hosts | None = None,
 ) -> Plan:
     """Plan for shards of `rows[rank]` rows, moved in transfers of at most `chunk_rows`.
@@ -36,14 +36,14 @@ def all_gather_matmul(
     `symmetric_a`: the input lies in symmetric memory. `gathered`: the gathered rows are an output too. `own_first` and `joined`
     leave out one improvement each when false: own rows are multiplied last; each transfer gets a product of its own. `weights` is
     the number of weights that rows are multiplied by, each with one of the `outputs`. `order` and `links` are those of a push, and
-    of the one in ``sequential``: ``peer`` or ``interleaved``, and how many lanes send beside each other. `planned`: how many ranks
-    get their lanes, all unless given. `hosts` are given where there are several.
+    of the one in ``sequential``: ``peer`` or ``interleaved``, and how many lanes send beside each other. `ranks_planned`: how many
+    ranks get their lanes, all unless given. `hosts` are given where there are several.
     """
     lanes: list[Mapping[str, tuple[Instruction, ...]]] = []
     starts, outs = offsets(rows), outputs(weights)
     into = "gathered" if gathered and algorithm == "pull" else "inbox"
     sizes = Sizes(rows, chunk_rows, symmetric_a, into, order, links, hosts)
-    for r in range(len(rows) if planned is None else planned):
+    for r in range(len(rows) if ranks_planned is None else ranks_planned):
         if algorithm == "sequential":
             lanes.append(_gather_then_multiply(sizes, r, gathered, outs))
             continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
-from weft.schedules.common import Hosts, apart, before, carrier, chunks, enter, leave, members, neighbours, others, publish, tidy
+from weft.schedules.common import Hosts, apart, before, chunks, enter, leave, members, neighbours, others, publish, rail_peer, tidy
 from weft.schedules.staging import Part, Stream, copies, pipeline
 
 
@@ -71,14 +71,14 @@ def push(rows: int, source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
             if near:
                 lane += [Copy(own, own._replace(buffer="staged")), *(Notify(peer, arrived) for peer in near)]
             for host in others(r, hosts):
-                to = carrier(r, host, hosts)
+                to = rail_peer(r, host, hosts)
                 lane += [Wait(Signal("open", to), 1)] if alone else []
                 lane.append(Copy(own, Region(to, "out" if alone else "staged", 0, rows)))
                 lane += [Notify(peer, arrived) for peer in members(host, hosts)]
         elif alone:
             lane = [Notify(source, Signal("open", r)), Wait(arrived, 1)]
         else:
-            holder = source if hosts[r] == hosts[source] else carrier(source, hosts[r], hosts)
+            holder = source if hosts[r] == hosts[source] else rail_peer(source, hosts[r], hosts)
             lane = [Wait(arrived, 1), Copy(Region(holder, "staged", 0, rows), Region(r, "out", 0, rows)), *leave(r, ranks)]
         lanes.append({"compute": tuple(lane) if rows else ()})
         if rows and r != source:
@@ -97,7 +97,7 @@ def ring(rows: int, source: int, hosts: Hosts, *, chunk_rows: int, staged: bool 
     ranks, around, lanes = len(hosts), max(hosts) + 1, []
     at_source = tuple(rows if r == source else 0 for r in range(ranks))
     into = "out" if apart(hosts) and not staged else "staged"
-    holders = [source, *(carrier(source, (hosts[source] + step) % around, hosts) for step in range(1, around))]
+    holders = [source, *(rail_peer(source, (hosts[source] + step) % around, hosts) for step in range(1, around))]
     pieces = [*chunks(rows, chunk_rows)]
     for r in range(ranks):
         step = (hosts[r] - hosts[source]) % around

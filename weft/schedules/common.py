@@ -44,7 +44,7 @@ def neighbours(rank: int, hosts: Hosts) -> list[int]:
     return [peer for peer in after(rank, len(hosts)) if hosts[peer] == hosts[rank]]
 
 
-def carrier(rank: int, host: int, hosts: Hosts) -> int:
+def rail_peer(rank: int, host: int, hosts: Hosts) -> int:
     """The rank of `host` that deals with `rank` of another host on behalf of all: each has about as many to deal with."""
     return members(host, hosts)[members(hosts[rank], hosts).index(rank) % hosts.count(host)]
 

@@ -13,12 +13,12 @@ from itertools import groupby
 from typing import NamedTuple
 
 from weft.plan import Copy, Instruction, Notify, Reduce, Region, Signal, Wait
-from weft.schedules.common import Hosts, carrier, enter, leave, neighbours, offsets
+from weft.schedules.common import Hosts, enter, leave, neighbours, offsets, rail_peer
 from weft.schedules.host_sums import HostSums, Lanes, Make, Piece, part_of
 
 
 class HostRing(NamedTuple):
-    """One rank's part: whose rows are summed how (`HostSums`), and whether sums go to all ranks, not only to their keepers."""
+    """One rank's part: whose rows are summed how (`HostSums`), and whether sums go to all ranks, not only to their owners."""
 
     sums: HostSums
     everywhere: bool = False
@@ -41,54 +41,54 @@ class HostRing(NamedTuple):
         """The host where sums are complete."""
         return max(self.hosts)
 
-    def adder(self, keeper: int, host: int) -> int:
+    def reducer(self, owner: int, host: int) -> int:
         """Who of a host deals with what a rank keeps."""
-        return keeper if self.hosts[keeper] == host else carrier(keeper, host, self.hosts)
+        return owner if self.hosts[owner] == host else rail_peer(owner, host, self.hosts)
 
     def pieces(self) -> list[Piece]:
         """All pieces in the order of the rows, in which every rank makes them and hands them on."""
-        return [piece for keeper in range(self.sums.ranks) for piece in self.sums.pieces(keeper)]
+        return [piece for owner in range(self.sums.ranks) for piece in self.sums.pieces(owner)]
 
     def own(self) -> list[Piece]:
         """Those that this rank deals with."""
-        return [piece for piece in self.pieces() if self.adder(piece.keeper, self.here) == self.rank]
+        return [piece for piece in self.pieces() if self.reducer(piece.owner, self.here) == self.rank]
 
-    def onward(self, keeper: int) -> int | None:
-        """Who gets the complete sum of a keeper's rows from this rank, if anyone does."""
-        end = self.last - 1 if self.everywhere else self.hosts[keeper]
+    def onward(self, owner: int) -> int | None:
+        """Who gets the complete sum of an owner's rows from this rank, if anyone does."""
+        end = self.last - 1 if self.everywhere else self.hosts[owner]
         following = 0 if self.here == self.last else self.here + 1
-        return self.adder(keeper, following) if following <= end < self.last else None
+        return self.reducer(owner, following) if following <= end < self.last else None
 
     def made(self, make: Make) -> list[Instruction]:
         """Make all pieces, and tell who deals with them; or all rows at once."""
         lane: list[Instruction] = [*enter(self.rank, self.sums.ranks)]
-        told = [self.adder(piece.keeper, self.here) for piece in self.pieces()]
+        notified = [self.reducer(piece.owner, self.here) for piece in self.pieces()]
         if self.sums.at_once:
             lane.append(make(self.rank, 0, sum(self.sums.rows)))
-            return [*lane, *(Notify(peer, Signal("made", self.rank)) for peer in dict.fromkeys(told))]
-        for piece, peer in zip(self.pieces(), told, strict=True):
+            return [*lane, *(Notify(peer, Signal("made", self.rank)) for peer in dict.fromkeys(notified))]
+        for piece, peer in zip(self.pieces(), notified, strict=True):
             lane += [make(self.rank, piece.start, piece.stop), Notify(peer, Signal("made", self.rank))]
         return lane
 
-    def add(self, makers: Sequence[int]) -> list[Instruction]:
-        """Add what this host has to what comes, once `makers` have told that theirs is there, and hand it on."""
+    def add(self, producers: Sequence[int]) -> list[Instruction]:
+        """Add what this host has to what comes, once `producers` have told that theirs is there, and hand it on."""
         lane: list[Instruction] = []
         came = Counter[int]()
         for count, piece in enumerate(self.own(), 1):
             product = Region(self.rank, self.sums.source, piece.start, piece.stop)
-            lane += [Wait(Signal("made", peer), 1 if self.sums.at_once else count) for peer in makers]
+            lane += [Wait(Signal("made", peer), 1 if self.sums.at_once else count) for peer in producers]
             if len(self.sums.here) > 1:
                 products = tuple(product._replace(rank=peer) for peer in self.sums.here)
                 product = product._replace(buffer="hosted")
                 lane.append(Reduce(products, product, part_of(self.sums.op)))
             running, parts = product._replace(buffer="running"), [product]
             if self.here:
-                before = self.adder(piece.keeper, self.here - 1)
+                before = self.reducer(piece.owner, self.here - 1)
                 came[before] += 1
                 lane.append(Wait(Signal("running", before), came[before]))
                 parts.insert(0, running)
             if self.here < self.last:
-                following = self.adder(piece.keeper, self.here + 1)
+                following = self.reducer(piece.owner, self.here + 1)
                 lane += [Reduce(tuple(parts), running, part_of(self.sums.op)), Copy(running, running._replace(rank=following))]
                 lane.append(Notify(following, Signal("running", self.rank)))
             else:
@@ -97,7 +97,7 @@ class HostRing(NamedTuple):
 
     def _complete(self, piece: Piece, parts: tuple[Region, ...]) -> list[Instruction]:
         """Make a complete sum, where it is to be or to go on from."""
-        if not self.everywhere and piece.keeper == self.rank:
+        if not self.everywhere and piece.owner == self.rank:
             start = offsets(self.sums.rows)[self.rank]
             return [Reduce(parts, Region(self.rank, "out", piece.start - start, piece.stop - start), self.sums.op)]
         summed = parts[0]._replace(buffer="summed")
@@ -106,7 +106,7 @@ class HostRing(NamedTuple):
     def _hand_on(self, piece: Piece, summed: Region) -> list[Instruction]:
         """Put a complete sum to who gets it next; those of this host read it here, if they are to have it."""
         lane: list[Instruction] = []
-        if (to := self.onward(piece.keeper)) is not None:
+        if (to := self.onward(piece.owner)) is not None:
             lane += [Copy(summed, summed._replace(rank=to)), Notify(to, Signal("summed", self.rank))]
         near = neighbours(self.rank, self.hosts) if self.everywhere else []
         return lane + [Notify(peer, Signal("shared", self.rank)) for peer in near]
@@ -116,8 +116,8 @@ class HostRing(NamedTuple):
         lane: list[Instruction] = []
         came = Counter[int]()
         for piece in self.own() if self.here < self.last else ():
-            before = self.adder(piece.keeper, self.here - 1 if self.here else self.last)
-            if not self.everywhere and not self.here <= self.hosts[piece.keeper] < self.last:
+            before = self.reducer(piece.owner, self.here - 1 if self.here else self.last)
+            if not self.everywhere and not self.here <= self.hosts[piece.owner] < self.last:
                 continue
             came[before] += 1
             lane.append(Wait(Signal("summed", before), came[before]))
@@ -134,8 +134,8 @@ class HostRing(NamedTuple):
     def _take_all(self) -> list[Instruction]:
         lane: list[Instruction] = []
         came = Counter[int]()
-        for keeper, pieces in groupby(self.pieces(), key=lambda piece: piece.keeper):
-            block, holder = [*pieces], self.adder(keeper, self.here)
+        for owner, pieces in groupby(self.pieces(), key=lambda piece: piece.owner):
+            block, holder = [*pieces], self.reducer(owner, self.here)
             if holder != self.rank:
                 came[holder] += len(block)
                 lane.append(Wait(Signal("shared", holder), came[holder]))

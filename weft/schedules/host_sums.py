@@ -1,8 +1,9 @@
 """Sums over ranks on several hosts: each host adds up its own ranks' rows, so that a row crosses to another host once.
 
-For a block that a rank of another host keeps, one rank of each host, the *adder*, adds up what its host has, and puts the sum to
-the keeper. The keeper adds its own host's rows and the other hosts' sums in the order of hosts, and of ranks within its host: the
-same bits on every run. With one rank on each host that is the order of ranks, and nothing is added up before it is sent.
+For a block that a rank of another host, its *owner*, keeps, one rank of each host, the *reducer*, adds up what its host has, and
+puts the sum to the owner. The owner adds its own host's rows and the other hosts' sums in the order of hosts, and of ranks within
+its host: the same bits on every run. With one rank on each host that is the order of ranks, and nothing is added up before it is
+sent.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from weft.plan import Copy, Instruction, Notify, Reduce, Region, Signal, Wait
-from weft.schedules.common import Hosts, after, apart, carrier, chunks, enter, leave, members, neighbours, offsets, others
+from weft.schedules.common import Hosts, after, apart, chunks, enter, leave, members, neighbours, offsets, others, rail_peer
 
 Lanes = dict[str, list[Instruction]]
 Make = Callable[[int, int, int], Instruction]
@@ -21,9 +22,9 @@ PARTS = 4  # products that a block has at least: few, since large products are f
 
 
 class Piece(NamedTuple):
-    """Rows ``start:stop`` of all, the `number`-th piece of the block that `keeper` keeps."""
+    """Rows ``start:stop`` of all, the `number`-th piece of the block that `owner` keeps."""
 
-    keeper: int
+    owner: int
     number: int
     start: int
     stop: int
@@ -53,60 +54,62 @@ class HostSums(NamedTuple):
         """The ranks of this host."""
         return members(self.hosts[self.rank], self.hosts)
 
-    def pieces(self, keeper: int) -> list[Piece]:
+    def pieces(self, owner: int) -> list[Piece]:
         """The block of a rank, in pieces."""
-        start = offsets(self.rows)[keeper]
-        cut = enumerate(chunks(self.rows[keeper], self.chunk))
-        return [Piece(keeper, number, start + low, start + high) for number, (low, high) in cut]
+        start = offsets(self.rows)[owner]
+        cut = enumerate(chunks(self.rows[owner], self.chunk))
+        return [Piece(owner, number, start + low, start + high) for number, (low, high) in cut]
 
-    def made(self, maker: int) -> list[list[Piece]]:
+    def made(self, producer: int) -> list[list[Piece]]:
         """What a rank of this host makes by one product each, in order.
 
         First what crosses, from one piece to ever more, so that the link has soon something to send and never waits for the next;
         then the neighbours' blocks; then the own one, from many pieces to one, which is all that is left to add in the end.
         """
         first = self.here[0]
-        far = [grown(self.pieces(keeper)) for host in others(first, self.hosts) for keeper in members(host, self.hosts)]
-        near = [[self.pieces(peer)] for peer in neighbours(maker, self.hosts) if self.rows[peer]]
-        own = [group[::-1] for group in grown(self.pieces(maker)[::-1])][::-1]
+        far = [grown(self.pieces(owner)) for host in others(first, self.hosts) for owner in members(host, self.hosts)]
+        near = [[self.pieces(peer)] for peer in neighbours(producer, self.hosts) if self.rows[peer]]
+        own = [group[::-1] for group in grown(self.pieces(producer)[::-1])][::-1]
         return [group for block in [*far, *near, own] for group in block]
 
-    def listener(self, piece: Piece) -> int:
-        """Who of this host adds up a piece: its keeper, or the adder on behalf of a keeper elsewhere."""
-        near = self.hosts[piece.keeper] == self.hosts[self.rank]
-        return piece.keeper if near else carrier(piece.keeper, self.hosts[self.rank], self.hosts)
+    def reducer(self, piece: Piece) -> int:
+        """Who of this host adds up a piece: its owner, or on behalf of an owner elsewhere its rail peer."""
+        near = self.hosts[piece.owner] == self.hosts[self.rank]
+        return piece.owner if near else rail_peer(piece.owner, self.hosts[self.rank], self.hosts)
 
     def far(self) -> list[Piece]:
         """The pieces that this rank adds up for other hosts."""
-        return [piece for group in self.made(self.rank) for piece in group if self.listener(piece) == self.rank != piece.keeper]
+        return [piece for group in self.made(self.rank) for piece in group if self.reducer(piece) == self.rank != piece.owner]
 
     def multiply(self, group: Sequence[Piece], make: Make) -> Instruction:
         """Make this rank's rows of some pieces that lie side by side."""
         return make(self.rank, group[0].start, group[-1].stop)
 
-    def told(self, group: Sequence[Piece]) -> Notify:
+    def notify(self, group: Sequence[Piece]) -> Notify:
         """Tell who adds up some pieces that this rank's rows of them are there."""
-        return Notify(self.listener(group[0]), Signal("made", self.rank))
+        return Notify(self.reducer(group[0]), Signal("made", self.rank))
 
-    def wait_for(self, piece: Piece, makers: Sequence[int]) -> list[Instruction]:
+    def wait_for(self, piece: Piece, producers: Sequence[int]) -> list[Instruction]:
         """Wait until these ranks of the host have told this one that their rows of a piece are there."""
-        heard = {peer: [group for group in self.made(peer) if self.listener(group[0]) == self.rank] for peer in makers}
-        count = {peer: next(number for number, group in enumerate(groups, 1) if piece in group) for peer, groups in heard.items()}
-        return [Wait(Signal("made", peer), 1 if self.at_once else count[peer]) for peer in makers]
+        notified = {peer: [group for group in self.made(peer) if self.reducer(group[0]) == self.rank] for peer in producers}
+        count = {
+            peer: next(number for number, group in enumerate(groups, 1) if piece in group) for peer, groups in notified.items()
+        }
+        return [Wait(Signal("made", peer), 1 if self.at_once else count[peer]) for peer in producers]
 
-    def put(self, piece: Piece, makers: Sequence[int]) -> list[Instruction]:
-        """Add up this host's rows of a piece, once `makers` have told that theirs are there, and put them to the keeper."""
-        lane, sums = self.wait_for(piece, makers), Region(self.rank, self.source, piece.start, piece.stop)
+    def put(self, piece: Piece, producers: Sequence[int]) -> list[Instruction]:
+        """Add up this host's rows of a piece, once `producers` have told that theirs are there, and put them to the owner."""
+        lane, sums = self.wait_for(piece, producers), Region(self.rank, self.source, piece.start, piece.stop)
         if len(self.here) > 1:
             products = tuple(sums._replace(rank=peer) for peer in self.here)
             sums = sums._replace(buffer="hosted")
             lane.append(Reduce(products, sums, part_of(self.op)))
-        return [*lane, Copy(sums, self.place(piece, self.hosts[self.rank])), Notify(piece.keeper, Signal("arrived", self.rank))]
+        return [*lane, Copy(sums, self.place(piece, self.hosts[self.rank])), Notify(piece.owner, Signal("arrived", self.rank))]
 
-    def add(self, piece: Piece, makers: Sequence[int], into: str, start: int) -> list[Instruction]:
-        """Add up an own piece at row `start` of `into`, once `makers` have told of theirs and other hosts' have arrived."""
-        adders = [carrier(self.rank, host, self.hosts) for host in others(self.rank, self.hosts)]
-        waits = [*self.wait_for(piece, makers), *(Wait(Signal("arrived", adder), piece.number + 1) for adder in adders)]
+    def add(self, piece: Piece, producers: Sequence[int], into: str, start: int) -> list[Instruction]:
+        """Add up an own piece at row `start` of `into`, once `producers` have told of theirs and other hosts' have arrived."""
+        reducers = [rail_peer(self.rank, host, self.hosts) for host in others(self.rank, self.hosts)]
+        waits = [*self.wait_for(piece, producers), *(Wait(Signal("arrived", reducer), piece.number + 1) for reducer in reducers)]
         sums: list[Region] = []
         for host in dict.fromkeys(self.hosts):
             products = [Region(peer, self.source, piece.start, piece.stop) for peer in members(host, self.hosts)]
@@ -114,17 +117,17 @@ class HostSums(NamedTuple):
         return [*waits, Reduce(tuple(sums), Region(self.rank, into, start, start + piece.stop - piece.start), self.op)]
 
     def place(self, piece: Piece, host: int) -> Region:
-        """Where the keeper of a piece finds the sum of `host`: its inbox has a place for each."""
-        start = host * self.rows[piece.keeper] - offsets(self.rows)[piece.keeper]
-        return Region(piece.keeper, "inbox", start + piece.start, start + piece.stop)
+        """Where the owner of a piece finds the sum of `host`: its inbox has a place for each."""
+        start = host * self.rows[piece.owner] - offsets(self.rows)[piece.owner]
+        return Region(piece.owner, "inbox", start + piece.start, start + piece.stop)
 
-    def share(self, piece: Piece, makers: Sequence[int]) -> list[Instruction]:
+    def share(self, piece: Piece, producers: Sequence[int]) -> list[Instruction]:
         """Add up an own piece and let all ranks have it: in their ``out``, or where several of a host can read it."""
         into = "out" if apart(self.hosts) else "summed"
         here, summed = Region(self.rank, into, piece.start, piece.stop), Signal("summed", self.rank)
-        lane = self.add(piece, makers, into, piece.start)
+        lane = self.add(piece, producers, into, piece.start)
         for host in others(self.rank, self.hosts):
-            lane.append(Copy(here, here._replace(rank=carrier(self.rank, host, self.hosts))))
+            lane.append(Copy(here, here._replace(rank=rail_peer(self.rank, host, self.hosts))))
             lane += [Notify(peer, summed) for peer in members(host, self.hosts)]
         return lane + [Notify(peer, summed) for peer in neighbours(self.rank, self.hosts)]
 
@@ -135,24 +138,24 @@ class HostSums(NamedTuple):
         """
         rank, starts, together = self.rank, offsets(self.rows), not apart(self.hosts)
         lane: list[Instruction] = []
-        for keeper in [rank, *after(rank, self.ranks)]:
-            if not self.rows[keeper]:
+        for owner in [rank, *after(rank, self.ranks)]:
+            if not self.rows[owner]:
                 continue
-            if keeper != rank or (own_elsewhere and together):
-                lane.append(Wait(Signal("summed", keeper), 1 if keeper == rank else len(self.pieces(keeper))))
+            if owner != rank or (own_elsewhere and together):
+                lane.append(Wait(Signal("summed", owner), 1 if owner == rank else len(self.pieces(owner))))
             if together:
-                holder = keeper if keeper in self.here else carrier(keeper, self.hosts[rank], self.hosts)
-                block = Region(holder, "summed", starts[keeper], starts[keeper] + self.rows[keeper])
+                holder = owner if owner in self.here else rail_peer(owner, self.hosts[rank], self.hosts)
+                block = Region(holder, "summed", starts[owner], starts[owner] + self.rows[owner])
                 lane.append(Copy(block, block._replace(rank=rank, buffer="out")))
         return [*lane, *(leave(rank, self.ranks) if together else [])]
 
-    def publish(self, make: Make, listeners: Sequence[int]) -> list[Instruction]:
-        """Make all rows at once, and tell those of `listeners` who add up some of them."""
+    def publish(self, make: Make, reducers: Sequence[int]) -> list[Instruction]:
+        """Make all rows at once, and tell those of `reducers` who add up some of them."""
         lane: list[Instruction] = [*enter(self.rank, self.ranks)]
         if self.source == "partial":
-            hearing = {self.listener(group[0]) for group in self.made(self.rank)}
+            notified = {self.reducer(group[0]) for group in self.made(self.rank)}
             lane.append(make(self.rank, 0, sum(self.rows)))
-            lane += [Notify(peer, Signal("made", self.rank)) for peer in listeners if peer in hearing]
+            lane += [Notify(peer, Signal("made", self.rank)) for peer in reducers if peer in notified]
         return lane
 
 
@@ -183,8 +186,8 @@ def scatter_products(sums: HostSums, make: Make) -> Lanes:
     lane: list[Instruction] = [*enter(rank, sums.ranks)]
     for group in sums.made(rank):
         lane.append(sums.multiply(group, make))
-        if group[0].keeper != rank:
-            lane.append(sums.told(group))
+        if group[0].owner != rank:
+            lane.append(sums.notify(group))
             continue
         for piece in group:
             lane += sums.add(piece, neighbouring, "out", piece.start - starts[rank])
@@ -193,12 +196,12 @@ def scatter_products(sums: HostSums, make: Make) -> Lanes:
 
 
 def reduce_products(sums: HostSums, make: Make) -> Lanes:
-    """All-reduce while rows are made: each piece is put to its keeper, added up there, and put to all."""
+    """All-reduce while rows are made: each piece is put to its owner, added up there, and put to all."""
     rank, own = sums.rank, sums.pieces(sums.rank)
     if sums.at_once:
         lane = sums.publish(make, sums.here)
     else:
-        made = ((sums.multiply(group, make), sums.told(group)) for group in sums.made(rank))
+        made = ((sums.multiply(group, make), sums.notify(group)) for group in sums.made(rank))
         lane = [*enter(rank, sums.ranks), *(instruction for pair in made for instruction in pair)]
     comm = [instruction for piece in sums.far() for instruction in sums.put(piece, sums.here)]
     comm += [instruction for piece in own for instruction in sums.share(piece, sums.here)]

@@ -24,8 +24,8 @@ def matmul_all_reduce(
     *,
     chunk_rows: int,
     op: str = "sum",
-    moved: bool = False,
-    planned: int | None = None,
+    remote_reads: bool = True,
+    ranks_planned: int | None = None,
     hosts: Hosts | None = None,
 ) -> Plan:
     """Plan for ranks that each multiply ``sum(rows)`` rows, in pieces of at most `chunk_rows`.
@@ -33,9 +33,9 @@ def matmul_all_reduce(
     ``one_shot``: every rank adds up all rows, each piece while the next one is multiplied elsewhere. ``two_shot``: rank r adds up
     its block of `rows[r]` rows, which it multiplies last, and copies the sums of the others. ``put``: the same, with products made
     in the memory of the rank that adds them up. ``sequential``: one product, then the sums. Other products are added where they
-    lie, or, if `moved`, gotten from the peers before. `planned`: how many ranks get their lanes, all unless given. `hosts` are
-    given where there are several: products are then put to the rank that adds them up (``two_shot`` and ``sequential``), once from
-    each host.
+    lie, or, without `remote_reads`, gotten from the peers before. `ranks_planned`: how many ranks get their lanes, all unless
+    given. `hosts` are given where there are several: products are then put to the rank that adds them up (``two_shot`` and
+    ``sequential``), once from each host.
     """
     sizes = Sizes(rows, chunk_rows, op)
     ranks, total = len(rows), sum(rows)
@@ -50,9 +50,10 @@ def matmul_all_reduce(
     elif hosts is not None and algorithm != "one_shot":
         sums = HostSums(rows, sizes.chunk, op, hosts, algorithm == "sequential")
         make = lambda _, rank, __: reduce_products(sums._replace(rank=rank), multiply)  # noqa: E731
-    planned = ranks if planned is None else planned
+    ranks_planned = ranks if ranks_planned is None else ranks_planned
     lanes = [
-        {name: tidy(lane) for name, lane in make(sizes, r, moved).items()} if total else {"compute": ()} for r in range(planned)
+        {name: tidy(lane) for name, lane in make(sizes, r, remote_reads).items()} if total else {"compute": ()}
+        for r in range(ranks_planned)
     ]
     everything, factor = (total,) * ranks, product_buffer(algorithm, ranks)
     inbox = tuple(ranks * kept for kept in rows) if algorithm in ("two_shot", "put") else (ranks * total,) * ranks
@@ -68,17 +69,17 @@ def matmul_all_reduce(
         "out": Buffer("output", everything),
     }
     terms = tuple(Term(p, "a", 0, weights=(p, factor)) for p in range(ranks))
-    result: dict[Region, Value] = {Region(r, "out", 0, total): terms for r in range(planned) if total}
+    result: dict[Region, Value] = {Region(r, "out", 0, total): terms for r in range(ranks_planned) if total}
     return Plan("matmul_all_reduce", algorithm, buffers, in_all(lanes, ranks), result)
 
 
-def _alone(sizes: Sizes, rank: int, moved: bool) -> Lanes:
+def _alone(sizes: Sizes, rank: int, remote_reads: bool) -> Lanes:
     """A sum over one rank is its product."""
     own = Region(rank, "a", 0, sum(sizes.rows))
     return {"compute": [Matmul(own, own._replace(buffer="out"))]}
 
 
-def _one_shot(sizes: Sizes, rank: int, moved: bool) -> Lanes:
+def _one_shot(sizes: Sizes, rank: int, remote_reads: bool) -> Lanes:
     ranks, total = len(sizes.rows), sum(sizes.rows)
     pieces = [*chunks(total, sizes.chunk)]
     lane: list[Instruction] = [*enter(rank, ranks)]
@@ -86,13 +87,13 @@ def _one_shot(sizes: Sizes, rank: int, moved: bool) -> Lanes:
         if piece:
             lane += [multiply(rank, *piece), *(Notify(peer, Signal("ready", rank)) for peer in before(rank, ranks))]
         if count:  # the piece before, which the peers have meanwhile multiplied too
-            lane += _arrived(rank, ranks, count, count, moved)
-            lane.append(_add(sizes, rank, pieces[count - 1], (0, total), "out", moved))
-    comm = _get(rank, ranks, pieces, (0, total), [*range(1, len(pieces) + 1)]) if moved else []
+            lane += _arrived(rank, ranks, count, count, remote_reads)
+            lane.append(_add(sizes, rank, pieces[count - 1], (0, total), "out", remote_reads))
+    comm = [] if remote_reads else _get(rank, ranks, pieces, (0, total), [*range(1, len(pieces) + 1)])
     return {"compute": [*lane, *leave(rank, ranks)]} | ({"comm": comm} if comm else {})
 
 
-def _two_shot(sizes: Sizes, rank: int, moved: bool) -> Lanes:
+def _two_shot(sizes: Sizes, rank: int, remote_reads: bool) -> Lanes:
     rows, ranks, starts = sizes.rows, len(sizes.rows), offsets(sizes.rows)
     own = starts[rank], starts[rank] + rows[rank]
     pieces = [(own[0] + low, own[0] + high) for low, high in chunks(rows[rank], sizes.chunk)]
@@ -101,13 +102,13 @@ def _two_shot(sizes: Sizes, rank: int, moved: bool) -> Lanes:
         if rows[peer]:
             lane += [multiply(rank, starts[peer], starts[peer] + rows[peer]), Notify(peer, Signal("ready", rank))]
     for count, piece in enumerate(pieces, 1):
-        lane += [multiply(rank, *piece), *_arrived(rank, ranks, 1, count, moved)]
-        lane.append(_add(sizes, rank, piece, own, "summed", moved))
-    comm = _get(rank, ranks, pieces, own, [1] * len(pieces)) if moved else []
+        lane += [multiply(rank, *piece), *_arrived(rank, ranks, 1, count, remote_reads)]
+        lane.append(_add(sizes, rank, piece, own, "summed", remote_reads))
+    comm = [] if remote_reads else _get(rank, ranks, pieces, own, [1] * len(pieces))
     return {"compute": [*lane, *_share(rows, rank)]} | ({"comm": comm} if comm else {})
 
 
-def _put(sizes: Sizes, rank: int, moved: bool) -> Lanes:
+def _put(sizes: Sizes, rank: int, remote_reads: bool) -> Lanes:
     return {"compute": [*put_and_add(sizes, rank, "summed", offsets(sizes.rows)[rank]), *_share(sizes.rows, rank)]}
 
 
@@ -135,17 +136,17 @@ def _get(rank: int, ranks: int, pieces: Pieces, block: tuple[int, int], ready: S
     return lane
 
 
-def _arrived(rank: int, ranks: int, ready: int, gotten: int, moved: bool) -> list[Instruction]:
+def _arrived(rank: int, ranks: int, ready: int, gotten: int, remote_reads: bool) -> list[Instruction]:
     """Wait until the peers' products can be added."""
-    return [Wait(Signal("gotten", rank), gotten)] if moved else wait_all("ready", rank, ranks, ready)
+    return wait_all("ready", rank, ranks, ready) if remote_reads else [Wait(Signal("gotten", rank), gotten)]
 
 
-def _add(sizes: Sizes, rank: int, piece: tuple[int, int], block: tuple[int, int], into: str, moved: bool) -> Instruction:
+def _add(sizes: Sizes, rank: int, piece: tuple[int, int], block: tuple[int, int], into: str, remote_reads: bool) -> Instruction:
     """Add up a piece of a block in rank order."""
     start, stop = piece
     place = [p * (block[1] - block[0]) - block[0] for p in range(len(sizes.rows))]
     products = tuple(
-        Region(rank, "inbox", place[p] + start, place[p] + stop) if moved and p != rank else Region(p, "partial", start, stop)
+        Region(p, "partial", start, stop) if remote_reads or p == rank else Region(rank, "inbox", place[p] + start, place[p] + stop)
         for p in range(len(sizes.rows))
     )
     return Reduce(products, Region(rank, into, start, stop), sizes.op)

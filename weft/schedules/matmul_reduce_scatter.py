@@ -35,22 +35,22 @@ def matmul_reduce_scatter(
     *,
     chunk_rows: int,
     op: str = "sum",
-    moved: bool = False,
+    remote_reads: bool = True,
     order: str = "peer",
     links: int = 1,
-    planned: int | None = None,
+    ranks_planned: int | None = None,
     hosts: Hosts | None = None,
 ) -> Plan:
     """Plan for ranks that multiply ``sum(rows)`` rows and keep `rows[rank]` of them, in pieces of at most `chunk_rows`.
 
     ``direct``: peers' products are added where they lie. ``push``: they are copied to the rank that keeps them. ``put``: they are
     made in its memory. ``ring``: running sums go from neighbour to neighbour, beginning at rank 0 so that they are taken in rank
-    order, and finished sums go on to their owners. ``sequential``: one product, then the sums; if `moved` the products are put,
-    else added where they lie.
+    order, and finished sums go on to their owners. ``sequential``: one product, then the sums: products are added where they
+    lie, or, without `remote_reads`, put before.
 
     In the `order` ``peer`` a push makes and sends the products of one peer after the other; ``interleaved`` the first piece of
-    every peer, then the second … Peers are dealt out to as many lanes as there are `links`. `planned`: how many ranks get their
-    lanes, all unless given. `hosts` are given where there are several: what a host has is then added up before it is put to
+    every peer, then the second … Peers are dealt out to as many lanes as there are `links`. `ranks_planned`: how many ranks get
+    their lanes, all unless given. `hosts` are given where there are several: what a host has is then added up before it is put to
     another (push and sequential).
     """
     sizes = Sizes(rows, chunk_rows, op, order, links)
@@ -60,7 +60,7 @@ def matmul_reduce_scatter(
         "push": _push,
         "put": _put_products,
         "ring": _ring,
-        "sequential": _then_push if moved else _then_add,
+        "sequential": _then_add if remote_reads else _then_push,
     }[algorithm]
     if ranks == 1:
         make = _alone
@@ -73,8 +73,10 @@ def matmul_reduce_scatter(
     elif hosts is not None and algorithm == "ring":
         sums = HostSums(rows, chunk_rows, op, hosts)
         make = lambda _, rank: of_products(HostRing(sums._replace(rank=rank)), multiply)  # noqa: E731
-    planned = ranks if planned is None else planned
-    lanes = [{name: tidy(lane) for name, lane in make(sizes, r).items()} if total else {"compute": ()} for r in range(planned)]
+    ranks_planned = ranks if ranks_planned is None else ranks_planned
+    lanes = [
+        {name: tidy(lane) for name, lane in make(sizes, r).items()} if total else {"compute": ()} for r in range(ranks_planned)
+    ]
     everything, factor = (total,) * ranks, product_buffer(algorithm, ranks)
     buffers = {
         "a": Buffer("input", everything),
@@ -87,7 +89,7 @@ def matmul_reduce_scatter(
     }
     result: dict[Region, Value] = {
         Region(r, "out", 0, kept): tuple(Term(p, "a", starts[r], weights=(p, factor)) for p in range(ranks))
-        for r, kept in enumerate(rows[:planned])
+        for r, kept in enumerate(rows[:ranks_planned])
         if kept
     }
     return Plan("matmul_reduce_scatter", algorithm, buffers, in_all(lanes, ranks), result)
@@ -149,10 +151,10 @@ def put_and_add(sizes: Sizes, rank: int, into: str, start: int) -> list[Instruct
     return lane
 
 
-def _multiply_into(rows: Sequence[int], rank: int, keeper: int, low: int, high: int) -> Instruction:
-    """This rank's product of the rows ``low:high`` that `keeper` keeps, in its inbox, which has a place for each source."""
-    start, place = offsets(rows)[keeper], rank * rows[keeper]
-    return Matmul(Region(rank, "a", start + low, start + high), Region(keeper, "inbox", place + low, place + high))
+def _multiply_into(rows: Sequence[int], rank: int, owner: int, low: int, high: int) -> Instruction:
+    """This rank's product of the rows ``low:high`` that `owner` keeps, in its inbox, which has a place for each source."""
+    start, place = offsets(rows)[owner], rank * rows[owner]
+    return Matmul(Region(rank, "a", start + low, start + high), Region(owner, "inbox", place + low, place + high))
 
 
 def _ring(sizes: Sizes, rank: int) -> Lanes:

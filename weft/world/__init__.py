@@ -6,4 +6,3 @@ from weft.world.world import current as current
 from weft.world.world import default_here as default_here
 from weft.world.world import init as init
 from weft.world.world import numbered as numbered
-from weft.world.world import several_hosts as several_hosts

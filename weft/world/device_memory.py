@@ -78,7 +78,7 @@ def allocate(world: Peers, shape: Sequence[int], dtype: torch.dtype) -> torch.Te
     world.native.begin(compiled, world.timeout)
     parts = _in_this_process(world, size, compiled, call) if world.group is None else _between_processes(world, size)
     segment = DeviceSegment(parts, world.number, world.native.calls)
-    world.kept.append(segment)
+    world.keepalive.append(segment)
     memory.segments[segment.base(world.rank)] = segment
     return parts[world.rank][:size].view(dtype).view(tuple(shape))
 

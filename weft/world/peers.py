@@ -22,14 +22,14 @@ from weft.world.rendezvous import Place
 class Backend(NamedTuple):
     """Where a rank's tensors are and how they are worked on.
 
-    `streams`: lanes are streams, as on a GPU. `products`: how streams multiply, ``torch`` or ``triton``. `sharing`: how many ranks
-    work on this rank's GPU, if it has one.
+    `stream_ordered`: lanes are streams, as on a GPU. `matmul_backend`: how streams multiply, ``torch`` or ``triton``.
+    `ranks_per_device`: how many ranks work on this rank's GPU, if it has one.
     """
 
     device: torch.device
-    streams: bool = False
-    products: str = "torch"
-    sharing: int = 1
+    stream_ordered: bool = False
+    matmul_backend: str = "torch"
+    ranks_per_device: int = 1
 
 
 CPU = Backend(torch.device("cpu"))
@@ -58,7 +58,8 @@ class Peers:
     Attributes: `rank`, `ranks` (their number), `timeout` (seconds any wait may take unless a call says otherwise), `pids`, `cores`
     (the processor cores that each rank may use), `hosts` (the host of each rank, numbered from 0), `relay` (to the ranks on other
     hosts, or None if there are none), `group` (the process group they were found by, or None), `number` (of this world in this
-    process), `closed` (why it is, or None); `device`, `streams`, `products` and `sharing` as in `Backend`.
+    process), `closed` (why it is, or None); `device`, `stream_ordered`, `matmul_backend` and
+    `ranks_per_device` as in `Backend`.
     """
 
     def __init__(
@@ -72,13 +73,13 @@ class Peers:
         relay: Relay | None = None,
     ) -> None:
         self.rank, self.ranks, self.timeout, self.relay, self.group = rank, len(places), timeout, relay, group
-        self.device, self.streams, self.products, self.sharing = backend
+        self.device, self.stream_ordered, self.matmul_backend, self.ranks_per_device = backend
         self.hosts = number_hosts(places)
         self.pids = [place.pid for place in places]
         self.cores = [place.cores for place in places]
         self.number = next(_numbers)
         self.closed: str | None = None
-        self.kept: list[object] = []  # memory that lives as long as the world
+        self.keepalive: list[object] = []  # memory that lives as long as the world
         self.guard = Guard(self)
         self.mesh = mesh
         here = [place for place in places if place.host == places[rank].host]
@@ -92,6 +93,16 @@ class Peers:
         self.native = _native.Executor(self.mesh, control, self.spins)
         if relay is not None:
             relay.start(self.native, self.fail)
+
+    @property
+    def multi_host(self) -> bool:
+        """Whether ranks are on several hosts."""
+        return self.relay is not None
+
+    @property
+    def topology(self) -> tuple[int, ...] | None:
+        """The host of each rank, if they are not all on one: what planners want to know."""
+        return self.hosts if self.multi_host else None
 
     def near(self, rank: int) -> bool:
         """Whether a rank is on this rank's host, so that they share memory."""

@@ -29,7 +29,7 @@ _NOTHING = 0x7FFFFFFF  # a tag under which nothing is ever sent
 _FRAME = 512  # bytes
 _PAYLOAD = _FRAME - 3
 _LONGEST = 16385  # of a message on the Unix sockets
-_HEARD = b"k"  # tells a peer that it may hang up
+_ACKNOWLEDGED = b"k"  # tells a peer that it may hang up
 _HEADER = struct.Struct("<cQQ")
 _NOTICED = 0.5  # seconds within which all threads have seen that a connection is closed
 _LINGER = 0.5  # seconds in which peers acknowledge a farewell or bad news
@@ -180,7 +180,7 @@ class Relay:
                 length, more = struct.unpack_from("<H?", got)
                 message += got[3 : 3 + length]
                 if not more:
-                    farewell = self._hear(peer, message)
+                    farewell = self._handle(peer, message)
                     message = b""
         self.over[peer].set()
         with contextlib.suppress(OSError):
@@ -188,26 +188,26 @@ class Relay:
                 self.ends[peer].send(farewell)
             self.ends[peer].shutdown(socket.SHUT_RDWR)
 
-    def _hear(self, peer: int, message: bytes) -> bytes:
+    def _handle(self, peer: int, message: bytes) -> bytes:
         """Take a message; returns it if it is a farewell."""
         kind = message[:1]
         if kind == b"h":
             _, call, digest = _HEADER.unpack_from(message)
             self.called[peer] = call
             self.native.note_call(peer, call, digest, message[_HEADER.size :].decode(errors="replace"))
-        elif kind == _HEARD:
+        elif kind == _ACKNOWLEDGED:
             self.over[peer].set()
         elif kind == b"f":
             deadline = time.monotonic() + _LINGER
             for key, worker in [*self.workers.items()]:
                 if isinstance(key, tuple) and key[0] == peer:
                     worker.finish(self.called[peer], deadline)
-            self._post(peer, _HEARD)
+            self._post(peer, _ACKNOWLEDGED)
             return message
         else:
             self.ends[peer].send(message)
             if kind == b"a":
-                self._post(peer, _HEARD)
+                self._post(peer, _ACKNOWLEDGED)
         return b""
 
 

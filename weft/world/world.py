@@ -43,11 +43,11 @@ class World(Peers):
     one world is used by one thread at a time.
 
     Attributes: `rank`, `ranks` (their number), `timeout` (seconds any wait may take unless a call says otherwise), `pids`, `cores`
-    (the processor cores that each rank may use), `recorder` (told of every execution, or None), `link` (the emulated one, or None),
-    `device` (where its tensors are), `streams` (whether lanes are streams, as on a GPU), `products` (how streams multiply:
-    ``torch`` or ``triton``), `sharing` (how many ranks work on this rank's GPU, if it has one), `group` (the process group it was
-    made on, or None), `hosts` (the host of each rank, numbered from 0), `relay` (to the ranks on other hosts, or None if there are
-    none).
+    (the processor cores that each rank may use), `recorder` (told of every execution, or None), `emulated_link` (its Gbit/s and its
+    latency in microseconds, or None), `device` (where its tensors are), `stream_ordered` (whether lanes are streams, as on a GPU),
+    `matmul_backend` (how streams multiply: ``torch`` or ``triton``), `ranks_per_device` (how many ranks work on this rank's GPU, if
+    it has one), `group` (the process group it was made on, or None), `hosts` (the host of each rank, numbered from 0), `relay` (to
+    the ranks on other hosts, or None if there are none).
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class World(Peers):
         self.name = (self.number, self.rank, self.ranks)  # among the arguments of torch's operators
         self.engine: Any = None  # made and found by `weft.engines.engine`
         self.recorder: Recorder | None = None
-        self.link: tuple[float, float] | None = None
+        self.emulated_link: tuple[float, float] | None = None
         self.choices: dict[Hashable, Any] = {}  # what `weft.ops.choice` has agreed on
         self.transfers = _native.Transfers(self.mesh, self.spins)
         _alive[self.number] = self
@@ -127,10 +127,15 @@ class World(Peers):
         """
         if gbps < 0 or latency_us < 0:
             raise ValueError(f"bandwidth and latency are not negative; got {gbps} Gbit/s and {latency_us} us")
-        if gbps and self.relay:
+        if gbps and self.multi_host:
             raise ValueError("ranks on several hosts have a real link between them, which is not to be slowed by an emulated one")
-        self.link = (gbps, latency_us) if gbps else None
+        self.emulated_link = (gbps, latency_us) if gbps else None
         self.native.emulate_link(gbps * 1e9 / 8, latency_us * 1e-6)
+
+    @property
+    def remote_reads(self) -> bool:
+        """Whether plans read rows of peers where they lie: not where rows pass a link, an emulated one or that between hosts."""
+        return self.emulated_link is None and not self.multi_host
 
     def close(self) -> None:
         """Leave the world, once all asynchronous transfers are complete.
@@ -138,7 +143,7 @@ class World(Peers):
         Peers may go on with what they do not need this rank for; memory lives until its last tensor is gone.
         """
         self.transfers.finish()
-        self.kept.clear()
+        self.keepalive.clear()
         if self.closed is None:
             self.mesh.leave()
             self.closed = "it was closed"
@@ -224,11 +229,6 @@ def init(
 def default_here(world: World) -> None:
     """Make `world` the default of this thread."""
     _here.world = world
-
-
-def several_hosts(world: World) -> tuple[int, ...] | None:
-    """The host of each rank, if they are not all on one: what planners want to know."""
-    return world.hosts if world.relay else None
 
 
 def current(world: World | None = None) -> World:

@@ -141,8 +141,8 @@ def product_rates(shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, wa
         product = Product(lane, n, dtype, dtype, lambda _: 0, 0, sms, device)
         counters = torch.zeros(1, symmetric.COUNTER, dtype=torch.int64, device=device)
         bases = counters[:, 0].contiguous()
-        counting = symmetric.Counting(counters, bases, bases, symmetric.ledger(device))
-        arguments = x, x, weight, None, out, bases, counting, symmetric.POLLS
+        counter_tables = symmetric.CounterTables(counters, bases, bases, symmetric.timeout_record(device))
+        arguments = x, x, weight, None, out, bases, counter_tables, symmetric.MAX_POLLS
         ours = summary(milliseconds(lambda p=product, a=arguments: p(*a), warmup, iterations))  # type: ignore[misc]
         theirs = summary(milliseconds(lambda x=x, w=weight, o=right: torch.mm(x, w, out=o), warmup, iterations))  # type: ignore[misc]
         wrong = int((~torch.isclose(out.float(), right.float(), rtol=2e-2, atol=2e-2)).sum())

@@ -18,7 +18,7 @@ from weft.world.device_memory import drain
 _LOOKS = 0.2  # seconds between looks at what peers call
 
 
-class Short(Exception):
+class WaitFailed(Exception):
     """A wait that ended early: what happened, what was expected since this execution began and what had come."""
 
     def __init__(self, status: Any, expected: int, actual: int) -> None:
@@ -26,7 +26,7 @@ class Short(Exception):
 
 
 @dataclass(frozen=True)
-class Awaited:
+class WaitTarget:
     """A counter of this rank, who raises it, and how much it must grow."""
 
     index: int
@@ -40,8 +40,8 @@ class Counters(Protocol):
     def notify(self, peer: int, index: int) -> None:
         """Add 1 on `peer`, after everything before it in this lane."""
 
-    def wait(self, awaited: Awaited, compiled: _native.Compiled, timeout: float) -> None:
-        """Hold this lane; raises `Short` where a lane can."""
+    def wait(self, target: WaitTarget, compiled: _native.Compiled, timeout: float) -> None:
+        """Hold this lane; raises `WaitFailed` where a lane can."""
 
     def advance(self, promised: Mapping[int, int]) -> None:
         """This execution is over, and raised counters so much."""
@@ -65,24 +65,24 @@ class HostCounters:
         if not self.signals.native.add(peer, index, 1, 1, 1):
             raise self.world.failure(f"to notify rank {peer}")
 
-    def wait(self, awaited: Awaited, compiled: _native.Compiled, timeout: float) -> None:
-        base, left = self.base[awaited.index], timeout
+    def wait(self, target: WaitTarget, compiled: _native.Compiled, timeout: float) -> None:
+        base, left = self.base[target.index], timeout
         while True:
             status, _, actual = self.signals.native.wait(
-                awaited.index, 1, 1, _native.Compare.greater_equal, base + awaited.count, min(left, _LOOKS)
+                target.index, 1, 1, _native.Compare.greater_equal, base + target.count, min(left, _LOOKS)
             )
             left -= _LOOKS
             quiet = status in (_native.WaitStatus.none, _native.WaitStatus.timeout)
-            if quiet and self.world.native.mismatch(compiled, awaited.source):
+            if quiet and self.world.native.mismatch(compiled, target.source):
                 status = _native.WaitStatus.mismatch
-            if status == _native.WaitStatus.timeout and self.world.mesh.left(awaited.source):
+            if status == _native.WaitStatus.timeout and self.world.mesh.left(target.source):
                 status = _native.WaitStatus.left  # but what it raised before it left counts
-                if self.signals.native.test(awaited.index, 1, 1, _native.Compare.greater_equal, base + awaited.count):
+                if self.signals.native.test(target.index, 1, 1, _native.Compare.greater_equal, base + target.count):
                     status = _native.WaitStatus.none
             if status == _native.WaitStatus.none:
                 return
             if status != _native.WaitStatus.timeout or left <= 0:
-                raise Short(status, awaited.count, actual - base)
+                raise WaitFailed(status, target.count, actual - base)
 
     def advance(self, promised: Mapping[int, int]) -> None:
         for index, count in promised.items():
@@ -105,23 +105,29 @@ class DeviceCounters:
         self.counters = symmetric.zeroed(world, count + 1)
         self.bases = symmetric.bases(world, self.counters)
         self.base = torch.zeros(count + 1, dtype=torch.int64, device=world.device)
-        self.ledger = symmetric.ledger(world.device)
-        self.counting = symmetric.Counting(self.counters, self.bases, self.base, self.ledger)
+        self.timeout_record = symmetric.timeout_record(world.device)
+        self.tables = symmetric.CounterTables(self.counters, self.bases, self.base, self.timeout_record)
         self.grown: dict[tuple[tuple[int, int], ...], torch.Tensor] = {}
         # Loading a kernel may wait for the device: both are loaded before anything on it waits for this rank.
         with symmetric.LOADING:
             self.notify(world.rank, count)
-            self.wait(Awaited(count, world.rank, 1), None, world.timeout)
+            self.wait(WaitTarget(count, world.rank, 1), None, world.timeout)
             drain(world.device)
 
     def notify(self, peer: int, index: int) -> None:
         kernel: Any = self.kernels.notify_kernel
         kernel[(1,)](self.counters, index, self.bases, self.world.rank, peer, num_warps=1)
 
-    def wait(self, awaited: Awaited, compiled: _native.Compiled | None, timeout: float) -> None:
+    def wait(self, target: WaitTarget, compiled: _native.Compiled | None, timeout: float) -> None:
         kernel: Any = self.kernels.wait_kernel
         kernel[(1,)](
-            self.counters, awaited.index, self.base, awaited.count, self.ledger, self.symmetric.polls(timeout), num_warps=1
+            self.counters,
+            target.index,
+            self.base,
+            target.count,
+            self.timeout_record,
+            self.symmetric.max_polls(timeout),
+            num_warps=1,
         )
 
     def advance(self, promised: Mapping[int, int]) -> None:
@@ -138,9 +144,13 @@ class DeviceCounters:
         return self.grown[key]
 
     def check(self, name: Callable[[int], str]) -> None:
-        self.symmetric.check(self.ledger, f"rank {self.world.rank}", name)
+        self.symmetric.check(self.timeout_record, f"rank {self.world.rank}", name)
 
 
 def counters(world: World, count: int) -> Counters:
     """Counters for the lanes of this world's device; collective."""
-    return DeviceCounters(world, count) if world.device.type == "cuda" or world.products == "triton" else HostCounters(world, count)
+    return (
+        DeviceCounters(world, count)
+        if world.device.type == "cuda" or world.matmul_backend == "triton"
+        else HostCounters(world, count)
+    )

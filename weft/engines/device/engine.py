@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from weft import _native
-from weft.engines.device.counters import Awaited, Counters, DeviceCounters, Short, counters
-from weft.engines.device.lanes import Step, Ticket, lane
+from weft.engines.device.counters import Counters, DeviceCounters, WaitFailed, WaitTarget, counters
+from weft.engines.device.lanes import Completion, Step, lane
 from weft.engines.engine import LANES, Engine, Program
 from weft.engines.matmul import multiply
 from weft.engines.weights import Weight, plain
@@ -43,7 +43,7 @@ class DeviceEngine(Engine):
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
-        self.kernels, self.room = world.products == "triton", 0
+        self.kernels, self.max_programs = world.matmul_backend == "triton", 0
         self.products = "products by torch, one after each wait"
         if self.kernels:
             from weft.engines.device.kernels import interpreter, symmetric
@@ -52,7 +52,7 @@ class DeviceEngine(Engine):
                 if not symmetric.INTERPRETED:
                     raise WeftError("weft's kernels were imported before TRITON_INTERPRET=1 was set; set it when Python starts")
                 interpreter.serve_threads()
-            self.room = symmetric.room(world.sharing, world.device, symmetric.BESIDE)
+            self.max_programs = symmetric.max_programs(world.ranks_per_device, world.device, symmetric.BESIDE)
             self.products = "products by one persistent kernel, which waits per tile"
         self.lanes = {name: lane(world.device, f"{name} of rank {world.rank}") for name in LANES}
         self._counters: Counters | None = None
@@ -65,7 +65,7 @@ class DeviceEngine(Engine):
         """Made by the first call, collectively."""
         if self._counters is None:
             self._counters = counters(self.world, _native.Executor.max_names * self.world.ranks)
-            if self.world.sharing > 1:
+            if self.world.ranks_per_device > 1:
                 self.agree("the first call on a device")  # what waits for others does so only when all have loaded it
         return self._counters
 
@@ -118,7 +118,7 @@ class DeviceProgram(Program):
         self.native = _native.Compiled(self.call, len(LANES), [], [], self.plan.ranks)
         self.promised = {engine.index(signal): count for signal, count in self.plan.promised(rank).items()}
         self.fixed = {region: self._rows(region) for instructions in self.lanes for i in instructions for region in accesses(i)}
-        self.ticket: Ticket | None = None
+        self.completion: Completion | None = None
         self.held: Tensors = {}  # that a call in the background works on
         self.runs: dict[int, Run] = {}
         self.sums: dict[tuple[Region, ...], Sum] = {}
@@ -133,7 +133,7 @@ class DeviceProgram(Program):
         from weft.engines.device.products import ProgramMemory, Run
 
         assert isinstance(self.engine.counters, DeviceCounters)
-        memory = ProgramMemory(self.whole, self.geometry, self.engine.index, self.engine.room)
+        memory = ProgramMemory(self.whole, self.geometry, self.engine.index, self.engine.max_programs)
         if all(self.geometry[r.buffer].columns for i in self.lanes[0] if isinstance(i, Matmul) for r in (i.src, i.dst)):
             self.runs = {
                 start: Run(memory, self.engine.counters, self.lanes[0], start, stop) for start, stop in runs(self.lanes[0])
@@ -142,7 +142,7 @@ class DeviceProgram(Program):
             if isinstance(i, Reduce) and i.op in ("sum", "avg"):
                 parts = [part for src in i.srcs if isinstance(part := self.fixed[src], Tensor)]
                 if len(parts) == len(i.srcs) and Sum.fits(parts, self.geometry[i.dst.buffer].dtype):
-                    self.sums[i.srcs] = Sum(parts, i.op == "avg", self.engine.room)
+                    self.sums[i.srcs] = Sum(parts, i.op == "avg", self.engine.max_programs)
 
     def whole(self, rank: int, buffer: str) -> Tensor | str:
         """A rank's buffer, or its name if it is the caller's own. Workspaces have room for the largest rank's rows everywhere."""
@@ -161,13 +161,13 @@ class DeviceProgram(Program):
         products = self._products(tensors, weights, added, seconds)
         spans = self._begin(seconds)
         with world.guard:
-            tickets = []
+            completions = []
             for name in ("comm", "compute"):  # transfers first: they are soon put on their stream, and go on beside the rest
                 if self.lanes[LANES.index(name)]:
                     engine.lanes[name].begin()
                     steps = self._steps(name, tensors, weights, added, seconds, spans, products)
-                    tickets.append(engine.lanes[name].start([partial(self._guarded, steps)]))
-            self._join(tickets)
+                    completions.append(engine.lanes[name].start([partial(self._guarded, steps)]))
+            self._join(completions)
             engine.counters.advance(self.promised)
         if world.device.type == "cpu":
             engine.check()
@@ -188,17 +188,17 @@ class DeviceProgram(Program):
                     if isinstance(instruction, Reduce) and instruction.srcs in self.sums:
                         self.sums[instruction.srcs](self._find(instruction.dst, tensors), idle=True)
                 drain(self.world.device)
-            if self.world.sharing > 1:
+            if self.world.ranks_per_device > 1:
                 self.engine.agree(self.call)
             self.engine.loaded.add(self.call)
         return {at: partial(_all, steps) for at, steps in made.items()}
 
-    def _join(self, tickets: list[Ticket]) -> None:
+    def _join(self, completions: list[Completion]) -> None:
         """Go on after all of them; of several errors that of this rank's own making is raised, but no lane is left at work."""
         errors: list[BaseException] = []
-        for ticket in tickets:
+        for completion in completions:
             try:
-                ticket.join()
+                completion.join()
             except BaseException as error:
                 self.world.fail(error)
                 errors.append(error)
@@ -221,19 +221,19 @@ class DeviceProgram(Program):
         background.begin()
         steps = self._steps("compute", addresses, {}, {}, seconds, self.spans, {})
         steps.append(lambda: self.engine.counters.advance(self.promised))
-        self.ticket = background.start([partial(self._guarded, steps)])
+        self.completion = background.start([partial(self._guarded, steps)])
         self.held = addresses  # their memory is the caller's stream's, which may be far ahead
         self.engine.pending.append(self)
 
     def done(self) -> bool:
-        return self.idle() or (self.ticket is not None and self.ticket.done())
+        return self.idle() or (self.completion is not None and self.completion.done())
 
     def join(self, timeout: float = math.inf) -> bool:
         if self.idle():
             return True
-        assert self.ticket is not None
+        assert self.completion is not None
         try:
-            if not self.ticket.join(timeout):
+            if not self.completion.join(timeout):
                 return False
         except BaseException as error:
             self.engine.pending.remove(self)
@@ -313,15 +313,15 @@ class DeviceProgram(Program):
                 raised = engine.index(signal)
                 return lambda: engine.counters.notify(peer, raised)
             case Wait(signal, count):
-                awaited = Awaited(engine.index(signal), signal.source, count)
+                target = WaitTarget(engine.index(signal), signal.source, count)
 
                 def hold() -> None:
                     try:
-                        engine.counters.wait(awaited, self.native, timeout)
-                    except Short as short:
+                        engine.counters.wait(target, self.native, timeout)
+                    except WaitFailed as failed:
                         lane = LANES.index(name)
-                        doing = self.doing(lane, at, call, signal.source, short.expected, short.actual)
-                        raise engine.ended(short.status, signal.source, self.native, doing, self.call, timeout) from None
+                        doing = self.doing(lane, at, call, signal.source, failed.expected, failed.actual)
+                        raise engine.ended(failed.status, signal.source, self.native, doing, self.call, timeout) from None
 
                 return hold
 

@@ -1,7 +1,7 @@
 """What the lanes of a plan become on a device: on a GPU streams, on a CPU threads that each do in order what they are given.
 
 A lane is given a list of steps at a time. `begin` puts what it is given next behind what the caller's stream holds so far, and the
-`Ticket` of a list puts the caller behind it. Nothing here waits on a GPU: what waits are streams.
+`Completion` of a list puts the caller behind it. Nothing here waits on a GPU: what waits are streams.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 Step = Callable[[], None]
 
 
-class Ticket(Protocol):
+class Completion(Protocol):
     """A list of steps that a lane was given."""
 
     def done(self) -> bool:
@@ -32,11 +32,11 @@ class Lane(Protocol):
     def begin(self) -> None:
         """What is given from now on comes after what the caller has done, or put on its current stream."""
 
-    def start(self, steps: Sequence[Step]) -> Ticket:
+    def start(self, steps: Sequence[Step]) -> Completion:
         """Do these steps; an exception ends the list."""
 
 
-class ThreadTicket:
+class ThreadCompletion:
     """A list of steps on a `ThreadLane`."""
 
     def __init__(self, future: Future[None]) -> None:
@@ -62,8 +62,8 @@ class ThreadLane:
     def begin(self) -> None:
         pass  # what the caller has done is done
 
-    def start(self, steps: Sequence[Step]) -> ThreadTicket:
-        return ThreadTicket(self.thread.submit(_all, steps))
+    def start(self, steps: Sequence[Step]) -> ThreadCompletion:
+        return ThreadCompletion(self.thread.submit(_all, steps))
 
 
 def _all(steps: Sequence[Step]) -> None:
@@ -72,7 +72,7 @@ def _all(steps: Sequence[Step]) -> None:
             step()
 
 
-class StreamTicket:
+class StreamCompletion:
     """A list of steps on a `StreamLane`."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
@@ -95,12 +95,12 @@ class StreamLane:
     def begin(self) -> None:
         self.stream.wait_stream(torch.cuda.current_stream())
 
-    def start(self, steps: Sequence[Step]) -> StreamTicket:
+    def start(self, steps: Sequence[Step]) -> StreamCompletion:
         with torch.cuda.stream(self.stream):
             _all(steps)
             event = torch.cuda.Event()
             event.record()
-        return StreamTicket(event)
+        return StreamCompletion(event)
 
 
 def lane(device: torch.device, name: str) -> Lane:

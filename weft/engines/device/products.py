@@ -30,7 +30,7 @@ class ProgramMemory(NamedTuple):
     whole: Callable[[int, str], Tensor | str]
     geometry: Mapping[str, Geometry]
     counter: Callable[[Signal], int]
-    room: int
+    max_programs: int
 
 
 class Run:
@@ -57,7 +57,7 @@ class Launch:
             self.bases = symmetric.bases(world, self.out)
         source, output = memory.geometry[sources[0][1]], memory.geometry[self.output]
         self.product = Product(
-            part, output.columns, source.dtype, output.dtype, memory.counter, world.rank, memory.room, world.device
+            part, output.columns, source.dtype, output.dtype, memory.counter, world.rank, memory.max_programs, world.device
         )
 
     def step(
@@ -70,8 +70,8 @@ class Launch:
     ) -> Step:
         """The launch with these tensors, or one that only loads its kernel. Raises `ValueError` for what it cannot multiply."""
         own, x, out = (tensors[t] if isinstance(t, str) else t for t in (*self.sources, self.out))
-        weight, polls = plain(weights[self.output]), symmetric.polls(timeout)
+        weight, max_polls = plain(weights[self.output]), symmetric.max_polls(timeout)
         check(own, weight, out)
         check(x, weight, out)
         added = bias.get(self.output)
-        return lambda: self.product(own, x, weight, added, out, self.bases, self.counters.counting, polls, idle)
+        return lambda: self.product(own, x, weight, added, out, self.bases, self.counters.tables, max_polls, idle)

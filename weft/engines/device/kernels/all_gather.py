@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.engines.device.kernels import symmetric
-from weft.engines.device.kernels.symmetric import POLLS, await_open, complete, peer_pointer, tell_open
+from weft.engines.device.kernels.symmetric import MAX_POLLS, await_open, complete, peer_pointer, tell_open
 from weft.world import World
 from weft.world.device_memory import drain
 
@@ -50,7 +50,7 @@ class Traffic(NamedTuple):
                 f"a tile is a power of two and gives each of {threads} threads {VECTOR} bytes, at least {threads * VECTOR} in all; "
                 f"got {self.tile}"
             )
-        symmetric.check_grid(self.sms, world.sharing, device)
+        symmetric.check_grid(self.sms, world.ranks_per_device, device)
 
 
 DEFAULT = Traffic()
@@ -61,11 +61,13 @@ class AllGather:
 
     `gathered` holds the shards of all ranks in rank order. A call is put on the current stream and returns at once; when the
     stream has passed it, `gathered` is complete on this rank. Calls may be captured in a CUDA graph: what is counted is kept on the
-    device. `polls` bounds every wait; `check` raises `PeerTimeout` if one ran out. Peers write to `gathered` from the moment this
-    rank makes its next call, so what reads it must be on the same stream, or done.
+    device. `max_polls` bounds every wait; `check` raises `PeerTimeout` if one ran out. Peers write to `gathered` from the moment
+    this rank makes its next call, so what reads it must be on the same stream, or done.
     """
 
-    def __init__(self, world: World, gathered: Tensor, traffic: Traffic = DEFAULT, polls: int = POLLS, gluon: bool = False) -> None:
+    def __init__(
+        self, world: World, gathered: Tensor, traffic: Traffic = DEFAULT, max_polls: int = MAX_POLLS, gluon: bool = False
+    ) -> None:
         traffic.check(world, gathered.device)
         size = gathered.numel() * gathered.itemsize // world.ranks
         if not gathered.is_contiguous() or gathered.numel() % world.ranks or size % VECTOR or gathered.data_ptr() % VECTOR:
@@ -77,7 +79,7 @@ class AllGather:
         device = gathered.device
         self.calls = torch.zeros(1, dtype=torch.int64, device=device)
         self.tickets = torch.zeros(1, dtype=torch.int32, device=device)
-        self.ledger = symmetric.ledger(device)
+        self.timeout_record = symmetric.timeout_record(device)
         self.options: dict[str, Any] = {"RANKS": world.ranks, "TILE": traffic.tile // 4, "num_warps": traffic.warps}
         self.kernel: Any = all_gather_kernel
         if gluon:
@@ -86,14 +88,14 @@ class AllGather:
             self.kernel = all_gather_gluon_kernel
             self.options["LANES"] = traffic.threads_per_warp
         words, table = gathered.view(torch.uint8).view(-1).view(torch.int32), self.calls
-        counted = self.calls, self.tickets, self.ledger
+        counted = self.calls, self.tickets, self.timeout_record
         with symmetric.LOADING:  # before all make the counters together: no kernel waits for a rank that is still to load it
-            self.kernel[(1,)](words, words, table, table, table, *counted, 0, world.rank, polls, **self.options)
+            self.kernel[(1,)](words, words, table, table, table, *counted, 0, world.rank, max_polls, **self.options)
             drain(device)
         self.counters = symmetric.zeroed(world, 2 * world.ranks)
         tables = symmetric.bases(world, gathered), self.counters, symmetric.bases(world, self.counters)
         self.arguments = words, *tables, *counted
-        self.rest = size // VECTOR, world.rank, polls
+        self.rest = size // VECTOR, world.rank, max_polls
 
     def __call__(self, shard: Tensor) -> None:
         """Gather `shard`, contiguous and of the size of a rank's part of `gathered`; it may be that part itself."""
@@ -110,10 +112,10 @@ class AllGather:
 
     def check(self) -> None:
         """Raise `PeerTimeout` if a wait of a call that the device has finished ran out of time."""
-        symmetric.check(self.ledger, f"an all_gather of rank {self.world.rank}")
+        symmetric.check(self.timeout_record, f"an all_gather of rank {self.world.rank}")
 
 
-@triton.jit(do_not_specialize=["vectors", "rank", "polls"])
+@triton.jit(do_not_specialize=["vectors", "rank", "max_polls"])
 def all_gather_kernel(
     shard,  # int32*: this rank's rows as words
     gathered,  # int32*: symmetric; rank r's shard lies at word r * words
@@ -122,10 +124,10 @@ def all_gather_kernel(
     counter_bases,
     calls,  # int64*: how many calls came before
     tickets,
-    ledger,
+    timeout_record,
     vectors,  # the size of the shard in 16 bytes; 0 does nothing
     rank,
-    polls,
+    max_polls,
     RANKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -140,7 +142,7 @@ def all_gather_kernel(
     targets = ()
     for step in tl.static_range(RANKS):
         targets = targets + (peer_pointer(mine, gathered_bases, rank, (rank + step) % RANKS),)
-    await_open(counters, call, ledger, rank, polls, RANKS)
+    await_open(counters, call, timeout_record, rank, max_polls, RANKS)
     start = program * TILE + words * 0
     while start < words:
         offsets = start + tl.arange(0, TILE)
@@ -149,4 +151,4 @@ def all_gather_kernel(
         for step in tl.static_range(RANKS):
             tl.store(targets[step] + offsets, tile, mask=inside)
         start += programs * TILE
-    complete(counters, counter_bases, call, tickets, ledger, rank, programs, polls, RANKS)
+    complete(counters, counter_bases, call, tickets, timeout_record, rank, programs, max_polls, RANKS)

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from weft.engines.device.kernels.symmetric import await_open, complete, peer_pointer, tell_open
 
 
-@gluon.jit(do_not_specialize=["vectors", "rank", "polls"])
+@gluon.jit(do_not_specialize=["vectors", "rank", "max_polls"])
 def all_gather_gluon_kernel(
     shard,
     gathered,
@@ -24,10 +24,10 @@ def all_gather_gluon_kernel(
     counter_bases,
     calls,
     tickets,
-    ledger,
+    timeout_record,
     vectors,
     rank,
-    polls,
+    max_polls,
     RANKS: gl.constexpr,
     TILE: gl.constexpr,
     LANES: gl.constexpr,
@@ -44,7 +44,7 @@ def all_gather_gluon_kernel(
     targets = ()
     for step in gl.static_range(RANKS):
         targets = targets + (peer_pointer(mine, gathered_bases, rank, (rank + step) % RANKS),)
-    await_open(counters, call, ledger, rank, polls, RANKS)
+    await_open(counters, call, timeout_record, rank, max_polls, RANKS)
     start = program * TILE + words * 0
     while start < words:
         offsets = start + gl.arange(0, TILE, layout=layout)
@@ -53,4 +53,4 @@ def all_gather_gluon_kernel(
         for step in gl.static_range(RANKS):
             gl.store(targets[step] + offsets, tile, mask=inside)
         start += programs * TILE
-    complete(counters, counter_bases, call, tickets, ledger, rank, programs, polls, RANKS)
+    complete(counters, counter_bases, call, tickets, timeout_record, rank, programs, max_polls, RANKS)

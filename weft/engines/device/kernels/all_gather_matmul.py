@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.engines.device.kernels.matmul_put import arrive, put_tile
-from weft.engines.device.kernels.symmetric import Counting, wait
+from weft.engines.device.kernels.symmetric import CounterTables, wait
 from weft.engines.device.kernels.tiles import follow
 from weft.plan import Instruction, Signal
 
@@ -133,8 +133,8 @@ class Product:
         bias: Tensor | None,
         out: Tensor,
         out_bases: Tensor,
-        counting: Counting,
-        polls: int,
+        counter_tables: CounterTables,
+        max_polls: int,
         idle: bool = False,
     ) -> None:
         """Put the kernel on the current stream. The first source is `own` (rows, K), the second, if there is one, `x`.
@@ -154,11 +154,11 @@ class Product:
             out,
             out_bases,
             *self.tables,
-            *counting,
+            *counter_tables,
             *((0, 0) if idle else self.sizes),
             self.links,
             self.rank,
-            polls,
+            max_polls,
             out.shape[1],
             out.stride(0),
             K=own.shape[1],
@@ -190,19 +190,19 @@ def product(
 
 
 @triton.jit
-def pass_waits(done, needed, waits, counters, base, ledger, polls, FENCE: tl.constexpr):
+def pass_waits(done, needed, waits, counters, base, timeout_record, max_polls, FENCE: tl.constexpr):
     """Go through the waits of the lane up to number `needed`; returns how many this program has been through."""
     if done < needed:
         while done < needed:
             index = tl.load(waits + done * 2).to(tl.int32)
-            wait(counters, index, tl.load(base + index) + tl.load(waits + done * 2 + 1), ledger, polls)
+            wait(counters, index, tl.load(base + index) + tl.load(waits + done * 2 + 1), timeout_record, max_polls)
             done += 1
         if FENCE:  # what came by stores is read by TMA, which is another way to memory
             tl.inline_asm_elementwise("fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], tl.int32, False, 1)
     return done
 
 
-@triton.jit(do_not_specialize=["first", "number", "links", "rank", "polls"])
+@triton.jit(do_not_specialize=["first", "number", "links", "rank", "max_polls"])
 def all_gather_matmul_kernel(
     own,  # descriptor of (rows, K): the source of the first tiles
     x,  # descriptor of (rows, K): that of the others
@@ -217,12 +217,12 @@ def all_gather_matmul_kernel(
     counters,
     counter_bases,
     base,
-    ledger,
+    timeout_record,
     first,  # tiles of the first source
     number,
     links,
     rank,
-    polls,
+    max_polls,
     N,
     stride,
     K: tl.constexpr,
@@ -242,7 +242,7 @@ def all_gather_matmul_kernel(
         while tile < (first if source < SOURCES - 1 else number):
             entry = tiles + tile * 7
             row, last, column = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2) * BLOCK_N
-            done = pass_waits(done, tl.load(entry + 5), waits, counters, base, ledger, polls, FENCE)
+            done = pass_waits(done, tl.load(entry + 5), waits, counters, base, timeout_record, max_polls, FENCE)
             total = product(own if source == 0 else x, weight, row, column, K, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
             if BIAS:
                 across = column + tl.arange(0, BLOCK_N)

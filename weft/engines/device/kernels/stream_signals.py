@@ -20,7 +20,7 @@ def notify_kernel(counters, index, bases, rank, peer):
     notify(counters + index * 8, bases, rank, peer)
 
 
-@triton.jit(do_not_specialize=["index", "count", "polls"])
-def wait_kernel(counters, index, base, count, ledger, polls):
-    """Hold this stream until the counter has grown by `count` beyond its base, for at most `polls` looks."""
-    wait(counters, index, tl.load(base + index) + count, ledger, polls)
+@triton.jit(do_not_specialize=["index", "count", "max_polls"])
+def wait_kernel(counters, index, base, count, timeout_record, max_polls):
+    """Hold this stream until the counter has grown by `count` beyond its base, for at most `max_polls` looks."""
+    wait(counters, index, tl.load(base + index) + count, timeout_record, max_polls)

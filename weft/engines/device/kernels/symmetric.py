@@ -8,8 +8,9 @@ are given are `do_not_specialize` where a kernel must not be compiled anew for s
 A **counter** is 64 bits wide in symmetric memory, raised by one rank only, and only grows. A wait compares it with what it must
 have reached, never with "has changed", so nothing is reset between calls.
 
-A **ledger** (`ledger` makes it) takes note of the first wait of a rank that ran out of time: a kernel that hangs would take the GPU
-with it, one that goes on with wrong data and says so can be reported as an error. What was computed after that is void.
+A **timeout record** (`timeout_record` makes it) takes note of the first wait of a rank that ran out of time: a kernel that hangs
+would take the GPU with it, one that goes on with wrong data and says so can be reported as an error. What was computed after that
+is void.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor
 from weft.errors import PeerTimeout
 from weft.world import World, memory
 
-POLLS = 1 << 26
+MAX_POLLS = 1 << 26
 """How often a wait looks at its counter before it gives up unless told otherwise."""
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -42,17 +43,17 @@ COUNTER = 8
 """Counters lie this many 64-bit words apart: a cache line each, so that those who raise neighbours do not disturb each other."""
 
 
-class Counting(NamedTuple):
+class CounterTables(NamedTuple):
     """What kernels need to notify and to wait as a plan does.
 
     `counters`, symmetric int64 (n, COUNTER); their `bases` on all ranks; `base`, int64 (n,), what they had reached when this
-    execution began; and a `ledger`.
+    execution began; and a timeout record.
     """
 
     counters: Tensor
     bases: Tensor
     base: Tensor
-    ledger: Tensor
+    timeout_record: Tensor
 
 
 def bases(world: World, tensor: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ def bases(world: World, tensor: Tensor) -> Tensor:
     return torch.tensor([segment.base(rank) for rank in range(world.ranks)], dtype=torch.int64, device=tensor.device)
 
 
-def polls(seconds: float) -> int:
+def max_polls(seconds: float) -> int:
     """The number of looks that takes about so long on a GPU."""
     return min(int(seconds * _PER_SECOND), (1 << 31) - 1)
 
@@ -76,7 +77,7 @@ def zeroed(world: World, count: int) -> Tensor:
     return world.empty(count, COUNTER, dtype=torch.int64)  # new symmetric memory is zero, on peers too
 
 
-def ledger(device: torch.device) -> Tensor:
+def timeout_record(device: torch.device) -> Tensor:
     """Where waits report that they ran out of time: int64 (3,), of zeros while all is well; on the host, where GPUs see it too.
 
     ``[0]`` is 1 + the index of the counter, ``[1]`` what was expected of it, ``[2]`` what it was.
@@ -88,7 +89,7 @@ BESIDE = 4
 """SMs that each rank leaves to others by its product kernel, whose programs fill an SM's registers: copies, notifies and waits."""
 
 
-def room(ranks: int, device: torch.device, beside: int = 0) -> int:
+def max_programs(ranks: int, device: torch.device, beside: int = 0) -> int:
     """The programs that each of `ranks` ranks that share `device` can keep running, with `beside` SMs left; one takes one SM."""
     if device.type != "cuda":
         return 3  # one after the other, under the interpreter
@@ -105,16 +106,16 @@ def check_grid(programs: int, ranks: int, device: torch.device) -> None:
 
     A program that waits holds its place; one that it waits for must not be left outside.
     """
-    if device.type == "cuda" and programs > (most := room(ranks, device)):
+    if device.type == "cuda" and programs > (most := max_programs(ranks, device)):
         raise ValueError(
             f"{programs} programs on each of {ranks} ranks that share a GPU could keep those out that they wait for: "
             f"use at most {most}"
         )
 
 
-def check(ledger: Tensor, what: str, name: Callable[[int], str] = "counter {}".format) -> None:
-    """Raise `PeerTimeout` if a wait of a kernel that has run reported to this ledger; `name` says what a counter is called."""
-    index, expected, actual = ledger.tolist()
+def check(timeout_record: Tensor, what: str, name: Callable[[int], str] = "counter {}".format) -> None:
+    """Raise `PeerTimeout` if a wait of a kernel that has run is in this record; `name` says what a counter is called."""
+    index, expected, actual = timeout_record.tolist()
     if index:
         raise PeerTimeout(f"{what} waited too long for {name(index - 1)}: {actual} of {expected}")
 
@@ -184,25 +185,25 @@ def last_to_arrive(ticket, programs):
 
 
 @triton.jit
-def wait(counter, index, expected, ledger, polls):
-    """Hold this program until its rank's counter number `index` has reached `expected`, for at most `polls` looks.
+def wait(counter, index, expected, timeout_record, max_polls):
+    """Hold this program until its rank's counter number `index` has reached `expected`, for at most `max_polls` looks.
 
-    Pattern: "all that the notifier wrote before is here", for every thread of this program. Out of time it reports to `ledger` and
-    goes on; later waits then do not wait at all. An addition of 0 is compiled to a load that acquires; AMD's compiler takes a
-    volatile load for one that it may move out of the loop.
+    Pattern: "all that the notifier wrote before is here", for every thread of this program. Out of time it reports to
+    `timeout_record` and goes on; later waits then do not wait at all. An addition of 0 is compiled to a load that acquires; AMD's
+    compiler takes a volatile load for one that it may move out of the loop.
     """
     address = counter + index * 8
     actual = tl.atomic_add(address, 0, sem="acquire", scope="sys")
-    if actual < expected:  # only now is the ledger looked at, which is on the other side of the bus
-        left = tl.where(tl.load(ledger) == 0, polls, 0).to(tl.int32)
+    if actual < expected:  # only now is the record looked at, which is on the other side of the bus
+        left = tl.where(tl.load(timeout_record) == 0, max_polls, 0).to(tl.int32)
         while (actual < expected) & (left > 0):
             actual = tl.atomic_add(address, 0, sem="acquire", scope="sys")
             left -= 1
         if actual < expected:
             free = actual * 0  # as the counters' dtype, in every language that this is compiled as
-            if tl.atomic_cas(ledger, free, free + index + 1, sem="relaxed", scope="sys") == 0:
-                tl.store(ledger + 1, expected)
-                tl.store(ledger + 2, actual)
+            if tl.atomic_cas(timeout_record, free, free + index + 1, sem="relaxed", scope="sys") == 0:
+                tl.store(timeout_record + 1, expected)
+                tl.store(timeout_record + 2, actual)
     tl.debug_barrier()
 
 
@@ -214,17 +215,17 @@ def tell_open(counters, counter_bases, rank, RANKS: tl.constexpr):
 
 
 @triton.jit
-def await_open(counters, call, ledger, rank, polls, RANKS: tl.constexpr):
+def await_open(counters, call, timeout_record, rank, max_polls, RANKS: tl.constexpr):
     """Wait until all peers have made the call."""
     for step in tl.static_range(1, RANKS):
-        wait(counters, (rank + step) % RANKS, call, ledger, polls)
+        wait(counters, (rank + step) % RANKS, call, timeout_record, max_polls)
 
 
 @triton.jit
-def complete(counters, counter_bases, call, tickets, ledger, rank, programs, polls, RANKS: tl.constexpr):
+def complete(counters, counter_bases, call, tickets, timeout_record, rank, programs, max_polls, RANKS: tl.constexpr):
     """Behind all programs' stores: the last of them tells all peers that this rank's shard has arrived, and waits for theirs."""
     if last_to_arrive(tickets, programs):
         for step in tl.static_range(1, RANKS):
             notify(counters + (RANKS + rank) * 8, counter_bases, rank, (rank + step) % RANKS)
         for step in tl.static_range(1, RANKS):
-            wait(counters, RANKS + (rank + step) % RANKS, call, ledger, polls)
+            wait(counters, RANKS + (rank + step) % RANKS, call, timeout_record, max_polls)
