@@ -37,7 +37,7 @@ def configurations(seed: int) -> list[tuple[Case, tuple[float, float] | None, ra
     dice = random.Random(seed)
     found = []
     while len(found) < CONFIGURATIONS:
-        operator = dice.choice(predict.OPERATORS)
+        operator = dice.choice([*predict.OPERATORS])
         m, k, n = int(2 ** dice.uniform(3, 11)), *(32 * int(2 ** dice.uniform(3, 6.3)) for _ in range(2))
         [dtype] = dice.choices([*DTYPES], [*DTYPES.values()])
         packed = dice.random() < 0.5

@@ -16,8 +16,9 @@ from support.ranks import everyones, on_ranks
 import weft
 from weft.ops import choice
 from weft.ops.choice import Choice
-from weft.predict import Candidate, machine
+from weft.predict import machine
 from weft.schedules.all_gather_matmul import ALGORITHMS
+from weft.schedules.workload import Variant
 
 
 def gathered(tensor):
@@ -252,7 +253,7 @@ def test_an_emulated_link():
 def unlike(world):
     """Ranks whose widths differ would choose differently by themselves; rank 0 decides."""
     operator = importlib.import_module("weft.ops.all_gather_matmul")
-    ways = [Choice(Candidate(name, 1), name) for name in ("sequential", "push", "direct")]
+    ways = [Choice(Variant(name, 1), name) for name in ("sequential", "push", "direct")]
     operator.preferred = lambda *_: ways[world.rank]  # in this process, which ends with the rank
     a, b = torch.randn(16, 4), torch.randn(4, 4 + world.rank)
     for _ in range(2):

@@ -19,9 +19,10 @@ from weft import cache, predict
 from weft.bench import calibrate, tune
 from weft.cli import app
 from weft.ops import choice
-from weft.predict import Candidate, Case, machine, tuned
+from weft.predict import machine, tuned
 from weft.predict.interpolation import Grid
 from weft.predict.machine import Link
+from weft.schedules.workload import Variant, Workload
 
 FIT = Path(__file__).parents[1] / "benchmarks" / "fit_machines.py"
 
@@ -64,8 +65,8 @@ def test_every_profile_can_be_read(name):
     assert found.source
     assert (
         predict.time(
-            predict.case("all_gather_matmul", 4, (64, 64, 64), next(iter(found.products)).split()[0]),
-            predict.Candidate("push", 4),
+            predict.workload("all_gather_matmul", 4, (64, 64, 64), next(iter(found.products)).split()[0]),
+            Variant("push", 4),
             found,
         )
         > 0
@@ -88,29 +89,29 @@ def test_residuals_are_what_the_simulator_misses():
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_interleaving_is_predicted_to_win_where_all_links_deliver_at_once(ranks):
-    on, case = machine.load("ascend-910b1"), predict.case("all_gather_matmul", ranks, (8192, 4096, 4096), "float16")
+    on, case = machine.load("ascend-910b1"), predict.workload("all_gather_matmul", ranks, (8192, 4096, 4096), "float16")
     found = {(way.algorithm, way.order): seconds for way, seconds in predict.forecast(case, on).ways}
     assert 0.05 < 1 - found["push", "interleaved"] / found["push", "peer"] < 0.3
 
 
 def test_without_a_price_nothing_is_overlapped():
     on = machine.load("ascend-910b1")
-    few = predict.forecast(predict.case("all_gather_matmul", 2, (2, 4096, 4096), "float16"), replace(on, links=(Link(1e9),)))
+    few = predict.forecast(predict.workload("all_gather_matmul", 2, (2, 4096, 4096), "float16"), replace(on, links=(Link(1e9),)))
     assert few.best.algorithm == "sequential"
 
 
 def test_a_better_machine_is_never_slower():
     on = machine.load("h100-nvlink-8")
     for operator in predict.OPERATORS:
-        case = predict.case(operator, 8, (4096, 8192, 3584), "bfloat16")
+        case = predict.workload(operator, 8, (4096, 8192, 3584), "bfloat16")
         saved = predict.savings(case, predict.forecast(case, on).best, on)
         assert [value for _, value in saved] == sorted((value for _, value in saved), reverse=True)
         assert saved[-1][1] > -0.02
 
 
 def test_a_thousand_ranks_over_two_kinds_of_links():
-    on, way = machine.load("h100-nvlink-8"), Candidate("push", 8)
-    case = predict.case("all_gather_matmul", 1024, (8192, 1024, 1024), "bfloat16")
+    on, way = machine.load("h100-nvlink-8"), Variant("push", 8)
+    case = predict.workload("all_gather_matmul", 1024, (8192, 1024, 1024), "bfloat16")
     assert predict.planned(case, way, on) == 8
     assert predict.time(case, way, on) > predict.compute(case, on)
 
@@ -234,13 +235,13 @@ def measured(world, directory):
     calibrate._PASSES, calibrate._ROWS, calibrate._WIDTHS, calibrate._COPIED = 2, (1, 8), (64, 128), (1, 16)
     calibrate.ITEMSIZE = {"float32": 4}
     profile = calibrate.measure(1)
-    cases = [predict.case(operator, 2, (8, 16, 8), "float32") for operator in predict.OPERATORS]
+    cases = [predict.workload(operator, 2, (8, 16, 8), "float32") for operator in predict.OPERATORS]
     questions = [tune.Question(case, predict.candidates(case, machine.load("cpu")), None) for case in cases]
     slow = machine.load("cpu").emulating(1.0, 20.0)
     questions.append(tune.Question(cases[0], predict.candidates(cases[0], slow), (1.0, 20.0)))
     answers = tune.measure(questions, 1, 1)
     a, b, found = world.empty(4, 16).fill_(1), weft.pack(torch.ones(16, 8)), []
-    for way in (None, Candidate("ring", 3)):
+    for way in (None, Variant("ring", 3)):
         if way:  # only rank 0 need know
             tuned.remember(cases[0], None, way) if world.rank == 0 else None
             world.choices.clear()
@@ -252,7 +253,7 @@ def measured(world, directory):
 def test_this_machine_is_measured(tmp_path):
     (profile, asked, answers, chosen), others = on_ranks(measured, 2, tmp_path / "of ranks")
     assert chosen == others[-1]
-    assert chosen[0] != Candidate("ring", 3) == chosen[1]
+    assert chosen[0] != Variant("ring", 3) == chosen[1]
     machine.remember(json.loads(json.dumps(profile)))
     mine = machine.load("this")
     assert machine.names()[0] == "this"
@@ -276,22 +277,22 @@ def usual(case, *ways):
 
 
 def test_what_was_tuned_beats_what_is_predicted():
-    case, way = predict.case("matmul_reduce_scatter", 2, (64, 64, 64), "float32"), Candidate("ring", 7)
+    case, way = predict.workload("matmul_reduce_scatter", 2, (64, 64, 64), "float32"), Variant("ring", 7)
     assert tuned.find(case, None) is None
     tuned.remember(case, None, way)
     assert tuned.find(case, None) == way
     assert tuned.find(case, (1.0, 0.0)) is None
-    decide = usual(case, Candidate("direct", 32), Candidate("ring", 2))
+    decide = usual(case, Variant("direct", 32), Variant("ring", 2))
     assert decide().way == way
     assert decide(chunk_rows=9).way != way
     assert decide(link=(1.0, 0.0)).way != way
-    assert usual(case, Candidate("direct", 32))().way == Candidate("direct", 32)
+    assert usual(case, Variant("direct", 32))().way == Variant("direct", 32)
 
 
 def test_a_prediction_has_to_beat_the_usual_way_clearly():
     calibrated()
-    large = predict.case("all_gather_matmul", 2, (2048, 2048, 1024), "float32")
-    decide = usual(large, Candidate("sequential", 1024), Candidate("push", 64))
+    large = predict.workload("all_gather_matmul", 2, (2048, 2048, 1024), "float32")
+    decide = usual(large, Variant("sequential", 1024), Variant("push", 64))
     found = decide()
     assert found.predicted[0][0].algorithm != "sequential"  # but only by a little
     assert found.way.algorithm == "sequential"
@@ -300,16 +301,16 @@ def test_a_prediction_has_to_beat_the_usual_way_clearly():
     assert slow.algorithm == "push"
     assert {way.chunk_rows for way, _ in slow.predicted if way.algorithm == "push"} == {64, 128, 32}
     assert {way.chunk_rows for way, _ in decide((1.0, 0.0), 64).predicted if way.algorithm == "push"} == {64}
-    few = predict.case("all_gather_matmul", 2, (8, 2048, 1024), "float32")
-    decide = usual(few, Candidate("push", 1), Candidate("sequential", 4))
+    few = predict.workload("all_gather_matmul", 2, (8, 2048, 1024), "float32")
+    decide = usual(few, Variant("push", 1), Variant("sequential", 4))
     assert decide((16.0, 0.0)).algorithm == "sequential"
-    unknown = predict.case("all_gather_matmul", 2, (8, 2048, 1024), "int8")
-    assert usual(unknown, Candidate("push", 1), Candidate("sequential", 4))() == choice.Choice(Candidate("push", 1), "as usual")
+    unknown = predict.workload("all_gather_matmul", 2, (8, 2048, 1024), "int8")
+    assert usual(unknown, Variant("push", 1), Variant("sequential", 4))() == choice.Choice(Variant("push", 1), "as usual")
 
 
 def test_a_machine_that_is_not_there_decides_nothing(monkeypatch):
-    case, processor = predict.case("matmul_reduce_scatter", 2, (2048, 1024, 1024), "float32"), cache.processor()
-    ways = Candidate("push", 64), Candidate("direct", 256)
+    case, processor = predict.workload("matmul_reduce_scatter", 2, (2048, 1024, 1024), "float32"), cache.processor()
+    ways = Variant("push", 64), Variant("direct", 256)
     decide = usual(case, *ways)
     assert decide() == choice.Choice(ways[0], "as usual")
     assert decide((1.0, 0.0)) == choice.Choice(ways[0], "as usual")
@@ -328,11 +329,11 @@ def test_a_machine_that_is_not_there_decides_nothing(monkeypatch):
 
 def test_many_ranks_are_taken_to_be_equal():
     calibrated()
-    case = Case("all_gather_matmul", (*[64] * 15, 63), 256, 256, "float32", "float32")
+    case = Workload("all_gather_matmul", (*[64] * 15, 63), 256, 256, "float32", "float32")
     names = "push", "pull", "ring", "direct", "sequential"
-    found = usual(case, *[Candidate(name, 16) for name in names])()
+    found = usual(case, *[Variant(name, 16) for name in names])()
     assert {way.algorithm for way, _ in found.predicted} == {*names} - {"pull"}
-    assert Candidate("push", 16, "interleaved") in dict(found.predicted)
+    assert Variant("push", 16, "interleaved") in dict(found.predicted)
 
 
 def test_hosts_are_joined_by_a_link_of_their_own(tmp_path):
@@ -349,8 +350,8 @@ def test_hosts_are_joined_by_a_link_of_their_own(tmp_path):
 
 
 def test_predictions_decide_over_hosts_once_their_link_was_measured():
-    case = predict.case("all_gather_matmul", 2, (512, 1024, 1024), "float32")
-    ways = Candidate("sequential", 256), Candidate("push", 16)
+    case = predict.workload("all_gather_matmul", 2, (512, 1024, 1024), "float32")
+    ways = Variant("sequential", 256), Variant("push", 16)
     decide = usual(case, *ways)
     assert decide(hosts=(0, 1)) == choice.Choice(ways[0], "as usual")
     calibrated(network=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
@@ -17,9 +18,10 @@ from weft.engines.recording import record
 from weft.errors import PlanError
 from weft.plan import Buffer, Copy, Matmul, Notify, Plan, Reduce, Region, Signal, Wait
 from weft.plan.trace import Trace
-from weft.predict import Candidate
 from weft.predict.machine import Link, Machine, Product
-from weft.predict.simulator import Rows, seconds, simulate
+from weft.predict.simulator import seconds, simulate
+from weft.schedules.operators import OPERATORS
+from weft.schedules.workload import Rows, Variant, Workload
 
 # Products take 1 s per row and 10 s beside communication; a link moves a row in 1 s, memory 8 rows.
 SLOW = Machine(
@@ -81,7 +83,7 @@ def test_the_order_of_events_is_checked_as_that_of_real_ranks():
 
 
 def test_a_trace_that_does_not_obey_is_noticed():
-    plan = predict.plan(predict.Case("all_gather_matmul", (2, 2), 16, 16, "float32", "float32"), Candidate("push", 1), SLOW)
+    plan = predict.plan(Workload("all_gather_matmul", (2, 2), 16, 16, "float32", "float32"), Variant("push", 1), SLOW)
     full = replace(plan, lanes=plans.all_gather_matmul((2, 2), "push", chunk_rows=1, symmetric_a=True).lanes)
     trace = simulate(full, SLOW, ROWS)
     early = [span._replace(start=0, stop=0) if span.kind == "wait" else span for span in trace.spans]
@@ -92,21 +94,23 @@ def test_a_trace_that_does_not_obey_is_noticed():
 @pytest.mark.parametrize(
     "links", [(Link(64e-9),), (Link(64e-9, shared=True),), (Link(1e-6, reach=2), Link(64e-9, 1e5, shared=True)), None]
 )
-@pytest.mark.parametrize("operator", predict.OPERATORS)
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_equal_ranks_are_simulated_once(operator, links, monkeypatch):
     machine = replace(SLOW, links=links or SLOW.links, lanes=2, notify_us=1e5)
     if links is None:  # three hosts
         machine = replace(machine, network=Link(32e-9, 1e5, core_gbs=64e-9)).over([rank // 2 for rank in range(6)])
-    case = predict.Case(operator, (4,) * 6, 16, 16, "float32", "float32")
+    case = Workload(operator, (4,) * 6, 16, 16, "float32", "float32")
     ways = predict.candidates(case, machine, chunk_rows=2)
     once = [predict.plan(case, way, machine) for way in ways]
-    monkeypatch.setattr(predict, "planned", lambda case, *_: case.ranks)
+    forecast = importlib.import_module("weft.predict.forecast")  # of the same name as what it is for
+    monkeypatch.setattr(forecast, "planned", lambda workload, *_: workload.ranks)
     for way, first in zip(ways, once, strict=True):
-        unequal = (operator, way.algorithm) in predict.UNEQUAL
+        unequal = way.algorithm in OPERATORS[operator].unequal
         assert sum(map(bool, first.lanes)) == (6 if unequal else machine.group(6))
         everything = predict.plan(case, way, machine)
         assert all(everything.lanes)
-        assert seconds(first, machine, case.buffers) == pytest.approx(seconds(everything, machine, case.buffers)), way
+        buffers = OPERATORS[operator].buffers(case)
+        assert seconds(first, machine, buffers) == pytest.approx(seconds(everything, machine, buffers)), way
 
 
 def lane(*instructions, other=(), more=None):
@@ -190,11 +194,10 @@ def test_a_transfer_between_hosts_takes_its_part_of_both_cores(core_gbs, rows, t
 
 
 def test_ranks_of_a_host_share_its_link():
-    case = predict.Case("all_gather_matmul", (4,) * 4, 16, 16, "float32", "float32")
+    case = Workload("all_gather_matmul", (4,) * 4, 16, 16, "float32", "float32")
     fast = replace(SLOW, links=(Link(1.0),), memory_gbs=1.0, network=Link(64e-9))
     took = {
-        hosts: predict.time(case, Candidate("push", 4), fast.over(hosts), communicate=True)
-        for hosts in ((0, 0, 1, 1), (0, 1, 1, 1))
+        hosts: predict.time(case, Variant("push", 4), fast.over(hosts), communicate=True) for hosts in ((0, 0, 1, 1), (0, 1, 1, 1))
     }
     assert took[0, 0, 1, 1] == pytest.approx(8, rel=1e-3)  # what each host has, once
     assert took[0, 1, 1, 1] == pytest.approx(12, rel=1e-3)

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Literal, NamedTuple
+from enum import Enum
+from functools import partial
+from typing import Annotated, NamedTuple
 
 import typer
 
 from weft.errors import PlanError
 from weft.plan import Plan
 from weft.plan.proof import verify
-from weft.schedules import all_gather_matmul, all_reduce, broadcast, matmul_all_reduce, matmul_reduce_scatter, reduce_scatter
+from weft.schedules import all_reduce, broadcast, reduce_scatter
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_to_all import all_to_all
+from weft.schedules.operators import OPERATORS
+from weft.schedules.workload import Operator, Place, Variant, Workload
 
 app = typer.Typer(help="Look at plans: what every rank does in one execution of an operator.", no_args_is_help=True)
-
-
-_Operator = Literal[
-    "all-gather-matmul",
-    "matmul-reduce-scatter",
-    "matmul-all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "broadcast",
-    "all-to-all",
-]
 
 
 class Request(NamedTuple):
@@ -42,8 +34,9 @@ def _gather(r: Request) -> Plan:
     return all_gather(r.rows, r.algorithm, chunk_rows=r.chunk_rows, symmetric_a=r.symmetric, symmetric_gathered=r.symmetric)
 
 
-def _gather_matmul(r: Request) -> Plan:
-    return all_gather_matmul.all_gather_matmul(r.rows, r.algorithm, chunk_rows=r.chunk_rows, symmetric_a=r.symmetric)
+def _fused(operator: Operator, r: Request) -> Plan:
+    workload = Workload(operator.name, tuple(r.rows), 1, 1, "float32", "float32", symmetric=r.symmetric)
+    return operator.plan(workload, Variant(r.algorithm, r.chunk_rows), Place())
 
 
 def _reduce(r: Request) -> Plan:
@@ -66,22 +59,17 @@ def _broadcast(r: Request) -> Plan:
 
 
 PLANNERS: Mapping[str, tuple[tuple[str, ...], Callable[[Request], Plan]]] = {
-    "all-gather-matmul": (all_gather_matmul.ALGORITHMS, _gather_matmul),
-    "matmul-reduce-scatter": (
-        matmul_reduce_scatter.ALGORITHMS,
-        lambda r: matmul_reduce_scatter.matmul_reduce_scatter(r.rows, r.algorithm, chunk_rows=r.chunk_rows),
-    ),
-    "matmul-all-reduce": (
-        matmul_all_reduce.ALGORITHMS,
-        lambda r: matmul_all_reduce.matmul_all_reduce(r.rows, r.algorithm, chunk_rows=r.chunk_rows),
-    ),
-    "all-gather": (("push", "pull", "ring"), _gather),
-    "reduce-scatter": (("direct", "push", "ring"), _scatter),
-    "all-reduce": (all_reduce.ALGORITHMS, _reduce),
+    **{name: (operator.algorithms, partial(_fused, operator)) for name, operator in OPERATORS.items()},
+    "all_gather": (("push", "pull", "ring"), _gather),
+    "reduce_scatter": (("direct", "push", "ring"), _scatter),
+    "all_reduce": (all_reduce.ALGORITHMS, _reduce),
     "broadcast": (("pull", "push", "ring"), _broadcast),
-    "all-to-all": (("pull",), lambda r: all_to_all([r.rows] * len(r.rows), symmetric_a=r.symmetric)),
+    "all_to_all": (("pull",), lambda r: all_to_all([r.rows] * len(r.rows), symmetric_a=r.symmetric)),
 }
 """Of each operator its algorithms and its planner."""
+
+Name = Enum("Name", {name: name.replace("_", "-") for name in PLANNERS}, type=str)  # type: ignore[misc]
+"""What there are plans for."""
 
 
 @app.callback()
@@ -91,7 +79,7 @@ def plan() -> None:
 
 @app.command()
 def show(
-    operator: Annotated[_Operator, typer.Argument(help="What to plan.")],
+    operator: Annotated[Name, typer.Argument(help="What to plan.")],
     ranks: Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="How many; as many as --rows, else 2.")] = None,
     algorithm: Annotated[str | None, typer.Option(help="How rows travel; by default push, or the first that there is.")] = None,
     rows: Annotated[str | None, typer.Option(metavar="R0,R1,…", help="Rows of each rank's part; 4 each by default.")] = None,
@@ -99,10 +87,10 @@ def show(
     symmetric: Annotated[bool, typer.Option("--symmetric", help="The caller's tensors lie in symmetric memory.")] = False,
 ) -> None:
     """Print a plan, and prove that it has no race and no deadlock and computes what it promises."""
-    known, planner = PLANNERS[operator]
+    known, planner = PLANNERS[operator.name]
     chosen = algorithm or ("push" if "push" in known else known[0])
     if chosen not in known:
-        raise typer.BadParameter(f"{operator} is planned with {', '.join(known)}; got {chosen!r}", param_hint="--algorithm")
+        raise typer.BadParameter(f"{operator.value} is planned with {', '.join(known)}; got {chosen!r}", param_hint="--algorithm")
     made = planner(Request(_rows(rows, ranks), chosen, chunk_rows, symmetric))
     typer.echo(made)
     try:

@@ -16,10 +16,10 @@ from weft.engines.weights import DTYPES, FLOAT8, PackedWeight, Weight, plain
 from weft.ops import arguments, dims, float8
 from weft.ops.choice import Choice, Signature, best, check, dtype_name, pieces, preferred
 from weft.plan import Plan
-from weft.predict import Candidate, Case
 from weft.schedules import all_gather as gathering
 from weft.schedules import all_gather_matmul as schedule
 from weft.schedules.common import Hosts
+from weft.schedules.workload import Variant, Workload
 from weft.world import World, current
 
 FEW_ROWS = 32  # up to this many rows per rank one product over all rows beats one per rank, which reads b each time
@@ -197,7 +197,7 @@ def question(
     def decide() -> Choice:
         columns, packed = sum(b.shape[1] for b in weights), all(isinstance(b, PackedWeight) for b in weights)
         dtypes = dtype_name(a.dtype), dtype_name(out_dtype)
-        case = Case("all_gather_matmul", rows, a.shape[-1], columns, *dtypes, packed, world.is_symmetric(a))
+        case = Workload("all_gather_matmul", rows, a.shape[-1], columns, *dtypes, packed, world.is_symmetric(a))
         rule = partial(choose, rows, world, chunk_rows=chunk_rows)
         return preferred(case, rule, world.emulated_link, chunk_rows, world.topology)
 
@@ -228,12 +228,12 @@ def choose(
             algorithm, why = "direct", "peers' rows can be read where they lie at the speed of own memory"
     whole = algorithm in ("direct", "sequential")
     chunk = largest if whole else chunk_rows or -(-largest // pieces(world))
-    return Choice(Candidate(algorithm, max(1, chunk)), why)
+    return Choice(Variant(algorithm, max(1, chunk)), why)
 
 
 @lru_cache(maxsize=1024)
 def plan_for(
-    rows: tuple[int, ...], way: Candidate, symmetric_a: bool, gathered: bool, weights: int = 1, hosts: Hosts | None = None
+    rows: tuple[int, ...], way: Variant, symmetric_a: bool, gathered: bool, weights: int = 1, hosts: Hosts | None = None
 ) -> Plan:
     """The plan of a call."""
     return schedule.all_gather_matmul(
@@ -249,6 +249,6 @@ def plan_for(
 
 
 @lru_cache(maxsize=1024)
-def columns_plan_for(columns: tuple[int, ...], way: Candidate, hosts: Hosts | None = None) -> Plan:
+def columns_plan_for(columns: tuple[int, ...], way: Variant, hosts: Hosts | None = None) -> Plan:
     """The plan of a gather of columns."""
     return gathering.all_gather(columns, way.algorithm, chunk_rows=way.chunk_rows, hosts=hosts)

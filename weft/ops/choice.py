@@ -17,25 +17,26 @@ import torch
 from weft import predict
 from weft.engines import engine
 from weft.ops import arguments
-from weft.predict import ORDERS, Candidate, Case, machine, tuned
+from weft.predict import machine, tuned
 from weft.schedules.broadcast import broadcast, push
+from weft.schedules.operators import OPERATORS
+from weft.schedules.workload import ORDERS, PIECES, Variant, Workload
 from weft.world import World
 
-PIECES = 16  # transfers per shard: enough that little is left to do when the last one arrives
 HOST_PIECES = 8  # between hosts, where each transfer and each small product costs a core more than what is left in the end
 _CLEARLY = 0.05  # by how much of its time a prediction has to beat the usual way
 _MANY = 4  # ranks from which on they are taken to be equal, and ways in which they are not are not considered
 _SIGNATURES = 256  # that a world decides on, each in some milliseconds; where sizes change all the time the usual way has to do
 _calibrated = cache(machine.calibrated)
-_ALGORITHMS = sorted({name for names in predict.ALGORITHMS.values() for name in names})
+_ALGORITHMS = sorted({name for operator in OPERATORS.values() for name in operator.predicted})
 
 
 class Choice(NamedTuple):
     """A way to do it, why this one, and all that were considered with their predicted milliseconds, the fastest first."""
 
-    way: Candidate
+    way: Variant
     why: str
-    predicted: tuple[tuple[Candidate, float], ...] = ()
+    predicted: tuple[tuple[Variant, float], ...] = ()
 
     @property
     def algorithm(self) -> str:
@@ -126,7 +127,7 @@ def explained(world: World, signature: Signature, decide: Callable[[], Choice], 
 
 
 def preferred(
-    case: Case,
+    case: Workload,
     rule: Rule,
     link: tuple[float, float] | None,
     chunk_rows: int | None = None,
@@ -167,11 +168,12 @@ def _predictable(world: World) -> bool:
     return world.ranks > 1 and not world.stream_ordered
 
 
-def _ways(case: Case, usual: Choice, rule: Rule, sizes: bool) -> list[Candidate]:
+def _ways(case: Workload, usual: Choice, rule: Rule, sizes: bool) -> list[Variant]:
     """The usual way, and that of each algorithm; with other `sizes` of pieces, which matter where they pass a link."""
     ways = [usual.way]
-    for name in predict.ALGORITHMS[case.operator]:
-        if case.ranks > _MANY and (case.operator, name) in predict.UNEQUAL:
+    operator = OPERATORS[case.operator]
+    for name in operator.predicted:
+        if case.ranks > _MANY and name in operator.unequal:
             continue
         try:
             way = rule(name).way
@@ -180,7 +182,7 @@ def _ways(case: Case, usual: Choice, rule: Rule, sizes: bool) -> list[Candidate]
         ways.append(way)
         if sizes and name != "sequential":
             ways += [way._replace(chunk_rows=rows) for rows in (2 * way.chunk_rows, -(-way.chunk_rows // 2))]
-    if case.ranks > 2 and case.operator != "matmul_all_reduce":
+    if case.ranks > 2:
         ways += [way._replace(order="interleaved") for way in ways if way.algorithm == "push"]
     return [*dict.fromkeys(ways)]
 
@@ -200,4 +202,4 @@ def _of_rank_0(world: World, signature: Signature, decide: Callable[[], Choice],
     finally:
         world.recorder = recorder
     name, chunk_rows, order = said.flatten().tolist()
-    return own or Choice(Candidate(_ALGORITHMS[name], chunk_rows, ORDERS[order]), "as rank 0 decided")
+    return own or Choice(Variant(_ALGORITHMS[name], chunk_rows, ORDERS[order]), "as rank 0 decided")

@@ -42,6 +42,7 @@ from weft.schedules import all_to_all as exchanging
 from weft.schedules import broadcast as broadcasting
 from weft.schedules import reduce_scatter as scattering
 from weft.schedules.common import Hosts, apart
+from weft.schedules.workload import PIECES
 from weft.world import World, current
 
 NUMBERS = (*FLOATS, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
@@ -58,7 +59,6 @@ SHARED_BYTES = 256 << 10  # from this size on of a broadcast its source moves ro
 STAGED_BYTES = 1 << 20  # up to so much for each peer, what peers cannot read is staged at once, and in pieces above
 SLOT_BYTES = 512 << 10  # what a rank then stages at a time: few enough that it stays in the caches until it is read
 STEPS = 64  # in which it does so at most: a plan is a list of all of them
-PIECES = 16  # transfers per shard of a ring, and of a push through a workspace
 _REMEMBERED = 1024  # calls per world that are found by the identity of their tensors
 
 

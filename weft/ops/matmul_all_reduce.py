@@ -14,9 +14,9 @@ from weft.ops import arguments, dims, float8, partial_sums
 from weft.ops.choice import Choice, Signature, best, check, dtype_name, pieces, preferred
 from weft.ops.matmul_reduce_scatter import ADDED_ROWS, FEW_ROWS
 from weft.ops.partial_sums import Sums
-from weft.predict import Candidate, Case
 from weft.schedules import matmul_all_reduce as schedule
 from weft.schedules.common import split
+from weft.schedules.workload import Variant, Workload
 from weft.world import World, current
 
 
@@ -119,7 +119,7 @@ def question(
 
     def decide() -> Choice:
         packed = isinstance(b, PackedWeight)
-        case = Case("matmul_all_reduce", rows, x.shape[1], b.shape[1], dtype_name(x.dtype), dtype_name(out_dtype), packed)
+        case = Workload("matmul_all_reduce", rows, x.shape[1], b.shape[1], dtype_name(x.dtype), dtype_name(out_dtype), packed)
         rule = partial(choose, len(x), world, chunk_rows=chunk_rows, packed=packed)
         return preferred(case, rule, world.emulated_link, chunk_rows, world.topology)
 
@@ -148,4 +148,4 @@ def choose(rows: int, world: World, algorithm: str = "auto", chunk_rows: int | N
     few = min(rows, ADDED_ROWS[packed and algorithm == "two_shot"])
     added = -(-rows // (2 * pieces(world))) if world.emulated_link or world.multi_host else few
     chunk = rows if algorithm == "sequential" else chunk_rows or (rows if algorithm == "put" else added)
-    return Choice(Candidate(algorithm, max(1, chunk)), why)
+    return Choice(Variant(algorithm, max(1, chunk)), why)

@@ -13,8 +13,8 @@ from weft.engines.weights import DTYPES, FLOAT8, PackedWeight, ScaledWeight, Wei
 from weft.ops import arguments, dims, float8, partial_sums
 from weft.ops.choice import Choice, Signature, best, check, dtype_name, pieces, preferred
 from weft.ops.partial_sums import Sums
-from weft.predict import Candidate, Case
 from weft.schedules import matmul_reduce_scatter as schedule
+from weft.schedules.workload import Variant, Workload
 from weft.world import World, current
 
 FEW_ROWS = 32  # up to this many rows one product beats one for each rank, which reads b each time
@@ -148,7 +148,7 @@ def question(
     columns, packed = (len(dims.to_front(a, 0)), False) if transposed else (b.shape[1], isinstance(b, PackedWeight))
 
     def decide() -> Choice:
-        case = Case("matmul_reduce_scatter", rows, a.shape[-1], columns, dtype_name(a.dtype), dtype_name(out_dtype), packed)
+        case = Workload("matmul_reduce_scatter", rows, a.shape[-1], columns, dtype_name(a.dtype), dtype_name(out_dtype), packed)
         rule = partial(choose, rows, world, chunk_rows=chunk_rows, packed=packed)
         return preferred(case, rule, world.emulated_link, chunk_rows, world.topology)
 
@@ -175,4 +175,4 @@ def choose(
     largest = max(rows)
     usual = {"direct": min(largest, ADDED_ROWS[packed]), "put": largest}.get(algorithm, -(-largest // pieces(world)))
     chunk = chunk_rows or usual
-    return Choice(Candidate(algorithm, max(1, largest if algorithm == "sequential" else chunk)), why)
+    return Choice(Variant(algorithm, max(1, largest if algorithm == "sequential" else chunk)), why)

@@ -13,9 +13,9 @@ from weft.engines import engine
 from weft.engines.engine import Geometry
 from weft.engines.weights import Weight
 from weft.plan import Plan
-from weft.predict import Candidate
 from weft.schedules.common import Hosts
 from weft.schedules.matmul_reduce_scatter import product_buffer
+from weft.schedules.workload import Variant
 from weft.world import World
 
 
@@ -24,7 +24,7 @@ class Sums(NamedTuple):
 
     planner: Callable[..., Plan]
     rows: tuple[int, ...]
-    way: Candidate
+    way: Variant
     op: str
 
 

@@ -20,19 +20,7 @@ from weft.errors import PlanError
 from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait, writes
 from weft.plan.trace import Span, Trace
 from weft.predict.machine import ITEMSIZE, Link, Machine
-
-
-class Rows(NamedTuple):
-    """What the rows of a buffer look like."""
-
-    columns: int
-    dtype: str
-
-    @property
-    def size(self) -> int:
-        """Bytes of a row."""
-        return self.columns * ITEMSIZE[self.dtype]
-
+from weft.schedules.workload import Rows
 
 Resource = tuple[str, int, int]
 
@@ -292,7 +280,8 @@ class _Run:
                 return _Work(link.seconds(size), used)
 
     def size(self, region: Region) -> int:
-        return region.rows * self.rows[region.buffer].size
+        columns, dtype = self.rows[region.buffer]
+        return region.rows * columns * ITEMSIZE[dtype]
 
     def fetching(self, rank: int, regions: Iterable[Region]) -> float:
         """How long peers' rows that are read or written in place take to pass the links."""

@@ -1,25 +1,25 @@
-"""What `weft tune` measured to be the fastest way, by case, remembered in the cache directory."""
+"""What `weft tune` measured to be the fastest variant, by workload, remembered in the cache directory."""
 
 from __future__ import annotations
 
 from functools import cache as once
 
 from weft import cache
-from weft.predict.forecast import Candidate, Case
+from weft.schedules.workload import Variant, Workload
 
 Link = tuple[float, float]
 """The Gbit/s and microseconds of an emulated link."""
 
 
-def find(case: Case, link: Link | None) -> Candidate | None:
-    """The way that was fastest when this case was tuned; None if it was not."""
-    found = _known().get(_key(case, link))
-    return Candidate(*found) if found else None
+def find(workload: Workload, link: Link | None) -> Variant | None:
+    """The variant that was fastest when this workload was tuned; None if it was not."""
+    found = _known().get(_key(workload, link))
+    return Variant(*found) if found else None
 
 
-def remember(case: Case, link: Link | None, way: Candidate) -> None:
-    """Let `find` return this way, here and in processes that start from now on."""
-    cache.store(cache.of_this_machine("tuned"), {**_known(), _key(case, link): [*way]})
+def remember(workload: Workload, link: Link | None, variant: Variant) -> None:
+    """Let `find` return this variant, here and in processes that start from now on."""
+    cache.store(cache.of_this_machine("tuned"), {**_known(), _key(workload, link): [*variant]})
     _known.cache_clear()
 
 
@@ -28,7 +28,8 @@ def _known() -> dict[str, tuple[str, int, str]]:
     return cache.stored(cache.of_this_machine("tuned")) or {}
 
 
-def _key(case: Case, link: Link | None) -> str:
+def _key(workload: Workload, link: Link | None) -> str:
+    operator, rows, k, n, dtype, out_dtype, packed, symmetric = workload
     over = f"over {link[0]:g} Gbit/s {link[1]:g} us" if link else "in shared memory"
-    rows, lies = ",".join(map(str, case.rows)), f"{'' if case.symmetric else 'staged, '}{'packed' if case.packed else 'plain'}"
-    return f"{case.operator} {rows} rows x {case.k} x {case.n} {case.dtype} to {case.out_dtype} {lies} {over}"
+    lies = f"{'' if symmetric else 'staged, '}{'packed' if packed else 'plain'}"
+    return f"{operator} {','.join(map(str, rows))} rows x {k} x {n} {dtype} to {out_dtype} {lies} {over}"

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 from weft.plan import Buffer, Copy, Instruction, Matmul, Plan, Region, Term
-from weft.schedules.all_gather import GATHERINGS, Arrival, Sizes, gather_buffers, gathered_result, keep, push
+from weft.schedules.all_gather import GATHERINGS, Arrival, Sizes, all_gather, gather_buffers, gathered_result, keep, push
 from weft.schedules.common import Hosts, enter, in_all, offsets, side_lanes, tidy
+from weft.schedules.workload import Operator, Place, Rows, Variant, Workload
 
 ALGORITHMS = ("direct", "pull", "push", "ring", "sequential")
 
@@ -110,3 +111,51 @@ def join(arrivals: Sequence[Arrival], all_at_once: bool = False) -> Iterator[Arr
 def _adjacent(one: Arrival, next_: Arrival) -> bool:
     same_place = one.region[:2] == next_.region[:2] and one.region.stop == next_.region.start
     return same_place and one.wait.signal == next_.wait.signal
+
+
+def _plan(workload: Workload, variant: Variant, place: Place, *, gathered: bool = False, weights: int = 1) -> Plan:
+    return all_gather_matmul(
+        workload.rows,
+        variant.algorithm,
+        chunk_rows=variant.chunk_rows,
+        symmetric_a=workload.symmetric,
+        gathered=gathered,
+        weights=weights,
+        order=variant.order,
+        links=place.links,
+        ranks_planned=place.ranks_planned,
+        hosts=place.hosts,
+    )
+
+
+def _communicate(workload: Workload, variant: Variant, place: Place) -> Plan:
+    """The gather alone, between symmetric tensors; a pull, or a push, where the algorithm has none of its own."""
+    algorithm = {"direct": "pull", "sequential": "push"}.get(variant.algorithm, variant.algorithm)
+    return all_gather(
+        workload.rows,
+        algorithm,
+        chunk_rows=variant.chunk_rows,
+        symmetric_a=True,
+        symmetric_gathered=True,
+        order=variant.order,
+        links=place.links if algorithm == "push" else 1,
+        ranks_planned=place.ranks_planned,
+        hosts=place.hosts,
+    )
+
+
+def _buffers(workload: Workload) -> dict[str, Rows]:
+    given = Rows(workload.k, workload.dtype)
+    return {**dict.fromkeys(("a", "staged", "inbox", "gathered"), given), "out": Rows(workload.n, workload.out_dtype)}
+
+
+OPERATOR = Operator(
+    "all_gather_matmul",
+    ALGORITHMS,
+    _plan,
+    _communicate,
+    _buffers,
+    whole=("direct", "sequential"),
+    still=("direct",),
+    unequal=("pull",),  # it joins products of adjacent peers, which for most ranks are not all peers
+)

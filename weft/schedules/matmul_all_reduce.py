@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait
-from weft.schedules.common import Hosts, after, before, chunks, enter, in_all, leave, offsets, tidy
+from weft.schedules.common import Hosts, after, before, chunks, enter, in_all, leave, offsets, tidy, without_products
 from weft.schedules.host_rings import HostRing, of_products
 from weft.schedules.host_sums import HostSums, inbox_rows, reduce_products
-from weft.schedules.matmul_reduce_scatter import Lanes, Sizes, multiply, product_buffer, put_and_add, wait_all
+from weft.schedules.matmul_reduce_scatter import Lanes, Sizes, multiply, product_buffer, put_and_add, sum_buffers, wait_all
+from weft.schedules.workload import Operator, Place, Variant, Workload
 
 ALGORITHMS = ("one_shot", "two_shot", "put", "ring", "sequential")
 
@@ -150,3 +151,27 @@ def _add(sizes: Sizes, rank: int, piece: tuple[int, int], block: tuple[int, int]
         for p in range(len(sizes.rows))
     )
     return Reduce(products, Region(rank, into, start, stop), sizes.op)
+
+
+def _plan(workload: Workload, variant: Variant, place: Place, *, op: str = "sum") -> Plan:
+    return matmul_all_reduce(
+        workload.rows,
+        variant.algorithm,
+        chunk_rows=variant.chunk_rows,
+        op=op,
+        moved=place.remote_reads,
+        ranks_planned=place.ranks_planned,
+        hosts=place.hosts,
+    )
+
+
+OPERATOR = Operator(
+    "matmul_all_reduce",
+    ALGORITHMS,
+    _plan,
+    lambda *asked: without_products(_plan(*asked)),
+    sum_buffers,
+    still=("put",),
+    unequal=("ring",),
+    unpredicted=("put",),
+)

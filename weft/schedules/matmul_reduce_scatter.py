@@ -10,9 +10,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait
-from weft.schedules.common import Hosts, after, before, chunks, enter, in_all, in_order, leave, offsets, side_lanes, tidy
+from weft.schedules.common import (
+    Hosts,
+    after,
+    before,
+    chunks,
+    enter,
+    in_all,
+    in_order,
+    leave,
+    offsets,
+    side_lanes,
+    tidy,
+    without_products,
+)
 from weft.schedules.host_rings import HostRing, of_products
 from weft.schedules.host_sums import HostSums, inbox_rows, scatter, scatter_products
+from weft.schedules.workload import Operator, Place, Rows, Variant, Workload
 
 ALGORITHMS = ("direct", "push", "put", "ring", "sequential")
 
@@ -245,3 +259,42 @@ def _add(sizes: Sizes, rank: int, low: int, high: int, put: bool = False) -> Ins
         for p in range(len(sizes.rows))
     )
     return Reduce(products, Region(rank, "out", low, high), sizes.op)
+
+
+def sum_buffers(workload: Workload) -> dict[str, Rows]:
+    """What the buffers of plans hold that sum products: these are kept in the accumulator's dtype where it costs no speed."""
+    wide = workload.accumulator
+    product = Rows(workload.n, "bfloat16" if workload.dtype == workload.out_dtype == "bfloat16" else wide)
+    result = Rows(workload.n, workload.out_dtype)
+    return {
+        "a": Rows(workload.k, workload.dtype),
+        **dict.fromkeys(("partial", "hosted", "inbox"), product),
+        "running": Rows(workload.n, wide),
+        **dict.fromkeys(("summed", "out"), result),
+    }
+
+
+def _plan(workload: Workload, variant: Variant, place: Place, *, op: str = "sum") -> Plan:
+    return matmul_reduce_scatter(
+        workload.rows,
+        variant.algorithm,
+        chunk_rows=variant.chunk_rows,
+        op=op,
+        moved=place.remote_reads,
+        order=variant.order,
+        links=place.links,
+        ranks_planned=place.ranks_planned,
+        hosts=place.hosts,
+    )
+
+
+OPERATOR = Operator(
+    "matmul_reduce_scatter",
+    ALGORITHMS,
+    _plan,
+    lambda *asked: without_products(_plan(*asked)),
+    sum_buffers,
+    still=("direct", "put"),
+    unequal=("ring",),  # its sums begin at rank 0
+    unpredicted=("put",),
+)

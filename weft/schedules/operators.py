@@ -1,8 +1,16 @@
-"""What is known of operators without a tensor: which algorithms they have, and what these need of a machine."""
+"""What is known of operators without a tensor: the fused ones by name, and which algorithms need shared memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+from weft.schedules import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from weft.schedules.workload import Operator
+
+OPERATORS: Mapping[str, Operator] = {
+    module.OPERATOR.name: module.OPERATOR for module in (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce)
+}
+"""The fused operators."""
 
 _IN_PLACE = "it reads rows of other hosts where they lie, and hosts can only send each other rows"
 _THERE = "it multiplies into the memory of other hosts, and hosts can only send each other rows"

@@ -1,0 +1,103 @@
+"""What fused operators are asked for, how they can do it, and what everybody but their engine knows of them.
+
+Each operator's planner has its `Operator`, a record, in the same file; `weft.schedules.operators` lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from weft.plan import Plan
+from weft.schedules.common import Hosts
+
+PIECES = 16
+"""Transfers per shard: enough that little is left to do when the last one arrives."""
+
+ORDERS = ("peer", "interleaved")
+"""In which order a push sends chunks: peer after peer, or the first chunk of every peer, then the second …"""
+
+
+class Workload(NamedTuple):
+    """What is to be done: `operator` on ranks with these `rows`, each product by (K, N).
+
+    `rows` are those that each rank gives (all_gather_matmul) or keeps. `symmetric`: the input lies in symmetric memory.
+    """
+
+    operator: str
+    rows: tuple[int, ...]
+    k: int
+    n: int
+    dtype: str
+    out_dtype: str
+    packed: bool = True
+    symmetric: bool = True
+
+    @property
+    def ranks(self) -> int:
+        return len(self.rows)
+
+    @property
+    def accumulator(self) -> str:
+        """The dtype in which products are added up."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+
+class Variant(NamedTuple):
+    """A way to do it: the algorithm, the rows of a piece (all where it has none), and the order of a push."""
+
+    algorithm: str
+    chunk_rows: int
+    order: str = "peer"
+
+    def __str__(self) -> str:
+        return self.algorithm + (" interleaved" if self.order == "interleaved" else "")
+
+
+class Place(NamedTuple):
+    """Where a plan is to run.
+
+    `hosts` are given where there are several. `moved`: rows of peers are not read where they lie, but moved first. `links`: lanes
+    that a push sends on beside each other. `ranks_planned`: how many ranks get their lanes, all unless given.
+    """
+
+    hosts: Hosts | None = None
+    remote_reads: bool = True
+    links: int = 1
+    ranks_planned: int | None = None
+
+
+class Rows(NamedTuple):
+    """What the rows of a buffer look like."""
+
+    columns: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What is known of a fused operator without a tensor.
+
+    `plan` makes its plan of a workload, a variant and a place, and may take more: what the caller asked for beside. `communicate`
+    plans its communication alone, of the same three, as benchmarks measure it. `buffers` says what the buffers of its plans hold.
+    """
+
+    name: str
+    algorithms: tuple[str, ...]
+    plan: Callable[..., Plan]
+    communicate: Callable[[Workload, Variant, Place], Plan]
+    buffers: Callable[[Workload], Mapping[str, Rows]]
+    whole: tuple[str, ...] = ("sequential",)
+    """Algorithms that do not cut shards into pieces."""
+    still: tuple[str, ...] = ()
+    """Algorithms that move no rows: products and sums work on peers' memory."""
+    unequal: tuple[str, ...] = ()
+    """Algorithms in which ranks differ even where their rows do not."""
+    unpredicted: tuple[str, ...] = ()
+    """Algorithms that predictions leave out: no machine says yet how fast products write to another's memory."""
+
+    @property
+    def predicted(self) -> tuple[str, ...]:
+        """Algorithms whose time can be predicted."""
+        return tuple(name for name in self.algorithms if name not in self.unpredicted)
