@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 from dataclasses import asdict
@@ -14,8 +13,8 @@ from support.products import DTYPES, assert_product
 from support.ranks import everyones, on_ranks
 
 import weft
-from weft.ops import choice
-from weft.ops.choice import Choice
+from weft.ops import auto
+from weft.ops.call import Decision
 from weft.predict import machine
 from weft.schedules.all_gather_matmul import ALGORITHMS
 from weft.schedules.workload import Variant
@@ -252,13 +251,12 @@ def test_an_emulated_link():
 
 def unlike(world):
     """Ranks whose widths differ would choose differently by themselves; rank 0 decides."""
-    operator = importlib.import_module("weft.ops.all_gather_matmul")
-    ways = [Choice(Variant(name, 1), name) for name in ("sequential", "push", "direct")]
-    operator.preferred = lambda *_: ways[world.rank]  # in this process, which ends with the rank
+    ways = [Decision(Variant(name, 1), name) for name in ("sequential", "push", "direct")]
+    auto.fastest = lambda *_: ways[world.rank]  # in this process, which ends with the rank
     a, b = torch.randn(16, 4), torch.randn(4, 4 + world.rank)
     for _ in range(2):
         assert_product(weft.all_gather_matmul(a, b), gathered(a), b)
-    assert [decided.way for decided in world.choices.values()] == [ways[0].way]
+    assert [decided.variant for decided in world.choices.values()] == [ways[0].variant]
     assert ("as rank 0 decided" in weft.explain(a, b)) == (world.rank > 0)
     with pytest.raises(weft.MismatchError, match=r"all_gather_matmul\(a=\[9, 9, 9\] rows x 4 float32, algorithm=auto\)"):
         weft.all_gather_matmul(torch.randn(8 if world.rank == 2 else 9, 4), b)
@@ -277,7 +275,7 @@ def explained(world, directory):
     assert "predicted" not in said, "this machine is not calibrated"
     os.environ["WEFT_CACHE"] = directory
     machine.remember({**asdict(machine.load("cpu")), "name": "this"})
-    choice._calibrated.cache_clear()
+    auto._calibrated.cache_clear()
     said = weft.explain(a, b)
     assert all(f"ms  {algorithm}, " in said for algorithm in ALGORITHMS)
     assert "ranks: sequential" in weft.explain(a[:2], b)

@@ -18,7 +18,8 @@ import weft
 from weft import cache, predict
 from weft.bench import calibrate, tune
 from weft.cli import app
-from weft.ops import choice
+from weft.ops import auto
+from weft.ops.call import Decision
 from weft.predict import machine, tuned
 from weft.predict.interpolation import Grid
 from weft.predict.machine import Link
@@ -35,7 +36,7 @@ def uncalibrated(tmp_path, monkeypatch):
 
 def forget():
     """What this process knows of the cache."""
-    for remembered in (choice._calibrated, tuned._known):
+    for remembered in (auto._calibrated, tuned._known):
         remembered.cache_clear()
 
 
@@ -246,7 +247,7 @@ def measured(world, directory):
             tuned.remember(cases[0], None, way) if world.rank == 0 else None
             world.choices.clear()
         assert torch.equal(weft.all_gather_matmul(a, b, world=world), torch.full((8, 8), 16.0))
-        found += [choice.way for choice in world.choices.values()]
+        found += [decided.variant for decided in world.choices.values()]
     return profile, [ways for _, ways, _ in questions], answers, found
 
 
@@ -270,10 +271,10 @@ def usual(case, *ways):
     def rule(name):
         for way in ways:
             if name in ("auto", way.algorithm):
-                return choice.Choice(way, "as usual")
+                return Decision(way, "as usual")
         raise ValueError(name)
 
-    return lambda link=None, chunk_rows=None, hosts=None: choice.preferred(case, rule, link, chunk_rows, hosts)
+    return lambda link=None, chunk_rows=None, hosts=None: auto.fastest(case, rule, link, chunk_rows, hosts)
 
 
 def test_what_was_tuned_beats_what_is_predicted():
@@ -283,10 +284,10 @@ def test_what_was_tuned_beats_what_is_predicted():
     assert tuned.find(case, None) == way
     assert tuned.find(case, (1.0, 0.0)) is None
     decide = usual(case, Variant("direct", 32), Variant("ring", 2))
-    assert decide().way == way
-    assert decide(chunk_rows=9).way != way
-    assert decide(link=(1.0, 0.0)).way != way
-    assert usual(case, Variant("direct", 32))().way == Variant("direct", 32)
+    assert decide().variant == way
+    assert decide(chunk_rows=9).variant != way
+    assert decide(link=(1.0, 0.0)).variant != way
+    assert usual(case, Variant("direct", 32))().variant == Variant("direct", 32)
 
 
 def test_a_prediction_has_to_beat_the_usual_way_clearly():
@@ -295,7 +296,7 @@ def test_a_prediction_has_to_beat_the_usual_way_clearly():
     decide = usual(large, Variant("sequential", 1024), Variant("push", 64))
     found = decide()
     assert found.predicted[0][0].algorithm != "sequential"  # but only by a little
-    assert found.way.algorithm == "sequential"
+    assert found.variant.algorithm == "sequential"
     assert found.why == "as usual; no other is predicted to be clearly faster on this machine"
     slow = decide((1.0, 0.0))
     assert slow.algorithm == "push"
@@ -305,22 +306,22 @@ def test_a_prediction_has_to_beat_the_usual_way_clearly():
     decide = usual(few, Variant("push", 1), Variant("sequential", 4))
     assert decide((16.0, 0.0)).algorithm == "sequential"
     unknown = predict.workload("all_gather_matmul", 2, (8, 2048, 1024), "int8")
-    assert usual(unknown, Variant("push", 1), Variant("sequential", 4))() == choice.Choice(Variant("push", 1), "as usual")
+    assert usual(unknown, Variant("push", 1), Variant("sequential", 4))() == Decision(Variant("push", 1), "as usual")
 
 
 def test_a_machine_that_is_not_there_decides_nothing(monkeypatch):
     case, processor = predict.workload("matmul_reduce_scatter", 2, (2048, 1024, 1024), "float32"), cache.processor()
     ways = Variant("push", 64), Variant("direct", 256)
     decide = usual(case, *ways)
-    assert decide() == choice.Choice(ways[0], "as usual")
-    assert decide((1.0, 0.0)) == choice.Choice(ways[0], "as usual")
+    assert decide() == Decision(ways[0], "as usual")
+    assert decide((1.0, 0.0)) == Decision(ways[0], "as usual")
     calibrated()
-    assert decide().way == ways[1]
+    assert decide().variant == ways[1]
     assert decide().why == "predicted to be clearly faster on this machine than push, 64 rows"
     tuned.remember(case, None, ways[1])
     monkeypatch.setattr(cache, "processor", lambda: "another that shares the cache directory")
     forget()
-    assert decide() == choice.Choice(ways[0], "as usual")
+    assert decide() == Decision(ways[0], "as usual")
     assert "this" not in machine.names()
     monkeypatch.setattr(cache, "processor", lambda: processor)
     forget()
@@ -353,9 +354,9 @@ def test_predictions_decide_over_hosts_once_their_link_was_measured():
     case = predict.workload("all_gather_matmul", 2, (512, 1024, 1024), "float32")
     ways = Variant("sequential", 256), Variant("push", 16)
     decide = usual(case, *ways)
-    assert decide(hosts=(0, 1)) == choice.Choice(ways[0], "as usual")
+    assert decide(hosts=(0, 1)) == Decision(ways[0], "as usual")
     calibrated(network=None)
-    assert decide(hosts=(0, 1)) == choice.Choice(ways[0], "as usual")
+    assert decide(hosts=(0, 1)) == Decision(ways[0], "as usual")
     calibrated(network=replace(machine.load("cpu").network, gbs=0.25))
     found = decide(hosts=(0, 1))
     assert found.algorithm == "push"

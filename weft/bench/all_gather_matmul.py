@@ -14,12 +14,13 @@ from weft.bench.harness import Stopwatch
 from weft.bench.verification import Problem
 from weft.engines import engine, matmul
 from weft.engines.weights import pack
-from weft.ops.all_gather_matmul import all_gather_matmul, choose, question
-from weft.ops.choice import best
+from weft.ops.all_gather_matmul import all_gather_matmul, check
+from weft.ops.auto import decide
+from weft.ops.call import Given, Options
 from weft.plan import Plan
 from weft.schedules import all_gather_matmul as schedule
-from weft.schedules.all_gather import all_gather
 from weft.schedules.common import offsets, split
+from weft.schedules.workload import Place
 from weft.world import World
 
 _STEPS: dict[str, dict[str, Any]] = {
@@ -50,15 +51,16 @@ class AllGatherMatmul:
             world.emulate_link(settings.link.gbps or 1.0, settings.link.latency_us)
         compute = partial(matmul.multiply, self.whole, self.weight, self.out)
         self.views = {"compute": self._product(compute)}
-        self.choice = choose(self.rows, world, settings.algorithm, settings.chunk_rows)
+        asked = Options(out_dtype=out_dtype, shard_rows=self.rows, algorithm=settings.algorithm, chunk_rows=settings.chunk_rows)
+        self.call = check(world, Given(self.a, [self.weight], [None], [self.out]), asked)
+        self.choice = self.call.usual(settings.algorithm)
         if settings.link and settings.link.gbps is None:
             self.renew(0)
             size = k * dtype.itemsize
             gbps = balanced_gbps(self._gather(), size, stopwatch.alone(compute), settings.link.latency_us)
             world.emulate_link(gbps, settings.link.latency_us)
         if settings.algorithm == "auto" and m:
-            asked = question(tuple(self.rows), self.a, [self.weight], out_dtype, world, settings.chunk_rows)
-            self.choice = best(world, *asked, self.choice, None)
+            self.choice = decide(self.call)
         gather = self._gather()
         self.views |= {
             "communicate": View(
@@ -79,7 +81,7 @@ class AllGatherMatmul:
         self.ablation = {"cascade": "sequential"} if settings.ablate else {}
         for name in _STEPS if settings.ablate else ():
             self.ablation[name] = name
-            self.views[name] = self._product(self._step(name, gather.algorithm, settings.chunk_rows))
+            self.views[name] = self._product(self._step(name, gather.algorithm))
 
     def renew(self, run: int) -> None:
         """Fill the inputs with those of this run."""
@@ -89,12 +91,7 @@ class AllGatherMatmul:
 
     def _gather(self) -> Plan:
         """The gather alone, in the way of the choice."""
-        algorithm, chunk_rows, order = self.choice.way
-        moving = {"direct": "pull", "sequential": "push"}.get(algorithm, algorithm)
-        hosts = self.world.topology
-        return all_gather(
-            self.rows, moving, chunk_rows=chunk_rows, symmetric_a=True, symmetric_gathered=True, order=order, hosts=hosts
-        )
+        return self.call.operator.communicate(self.call.workload, self.choice.variant, Place(self.world.topology))
 
     def _product(self, call: Callable[[], object]) -> View:
         return View(call, (self.out,), partial(self.problem.check_product, self.out))
@@ -112,8 +109,8 @@ class AllGatherMatmul:
             world=self.world,
         )
 
-    def _step(self, name: str, algorithm: str, chunk_rows: int | None) -> Callable[[], object]:
-        chunk = choose(self.rows, self.world, algorithm, chunk_rows).chunk_rows
+    def _step(self, name: str, algorithm: str) -> Callable[[], object]:
+        chunk = self.call.usual(algorithm).chunk_rows
         plan = schedule.all_gather_matmul(
             self.rows, algorithm, chunk_rows=chunk, symmetric_a=True, hosts=self.world.topology, **_STEPS[name]
         )

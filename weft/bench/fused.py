@@ -17,7 +17,7 @@ from weft.bench.harness import Statistics, Stopwatch, poison, session, verified,
 from weft.bench.progress import progress
 from weft.bench.verification import Check
 from weft.engines.recording import record
-from weft.ops.choice import Choice
+from weft.ops.call import Decision
 from weft.plan import Copy, Plan
 from weft.plan.trace import Trace
 from weft.world import World

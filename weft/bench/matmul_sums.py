@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,14 +15,15 @@ from weft.bench.harness import Stopwatch
 from weft.bench.verification import Check, Sums
 from weft.engines import engine, matmul
 from weft.engines.weights import pack
-from weft.ops import matmul_all_reduce as reducing
-from weft.ops import matmul_reduce_scatter as scattering
-from weft.ops.choice import Choice, Signature, best
-from weft.ops.partial_sums import product_dtype
+from weft.ops import fused
+from weft.ops.auto import decide
+from weft.ops.call import Given, Options
+from weft.ops.matmul_all_reduce import matmul_all_reduce
+from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.plan import Plan
-from weft.schedules import matmul_all_reduce as reduce_schedule
-from weft.schedules import matmul_reduce_scatter as scatter_schedule
-from weft.schedules.common import apart, offsets, split, without_products
+from weft.schedules.common import apart, offsets, split
+from weft.schedules.operators import OPERATORS
+from weft.schedules.workload import Place, Workload
 from weft.world import World
 
 
@@ -32,6 +34,8 @@ class _ProductSum:
     plan without its products, on products that lie in symmetric memory.
     """
 
+    name: str
+    function: Callable[..., object]
     baseline: Callable[[Tensor, Tensor, Tensor], Callable[[], None]]
 
     def __init__(self, settings: Settings, world: World, stopwatch: Stopwatch) -> None:
@@ -39,7 +43,9 @@ class _ProductSum:
         m, k, n = settings.m, settings.k, settings.n
         self.world, self.rows = world, split(m, world.ranks)
         self.start, self.kept = self.place()
-        product = product_dtype(dtype, self.out_dtype)
+        held = OPERATORS[self.name].buffers(Workload(self.name, tuple(self.rows), k, n, settings.dtype, settings.out_dtype))
+        self.dtypes = {name: getattr(torch, rows.dtype) for name, rows in held.items()}
+        product = self.dtypes["partial"]
         host_partial = world.multi_host and not apart(world.hosts)
         self.problem = Sums(m, k, n, dtype, self.out_dtype, product, seed=settings.seed, rank=world.rank, host_partial=host_partial)
         self.a = torch.empty(m, k, dtype=dtype)
@@ -51,15 +57,18 @@ class _ProductSum:
             world.emulate_link(settings.link.gbps or 1.0, settings.link.latency_us)
         compute = partial(matmul.multiply, self.a, self.weight, self.whole)
         self.views = {"compute": View(compute, (self.whole,), partial(self.problem.check_product, self.whole))}
-        self.choice = self.choose(settings.algorithm, settings.chunk_rows)
+        given = Given(self.a, [self.weight], [None], [self.out])
+        how = Options(out_dtype=self.out_dtype, algorithm=settings.algorithm, chunk_rows=settings.chunk_rows)
+        self.call = fused.check(self.name, world, given, how._replace(**self.shares()))
+        self.choice = self.call.usual(settings.algorithm)
         if settings.link and settings.link.gbps is None:
             self.renew(0)
-            seconds, alone = stopwatch.alone(compute), without_products(self.plan())
+            seconds, alone = stopwatch.alone(compute), self.plan()
             gbps = balanced_gbps(alone, n * product.itemsize, seconds, settings.link.latency_us)
             world.emulate_link(gbps, settings.link.latency_us)
         if settings.algorithm == "auto" and m:
-            self.choice = best(world, *self.question(settings.chunk_rows), self.choice, None)
-        alone = without_products(self.plan())
+            self.choice = decide(self.call)
+        alone = self.plan()
         self.views |= {
             "communicate": View(partial(self._add, alone), (self.out,), self._check(self.problem.check_sum)),
             "sequential": self._sum(self.operator("sequential", None)),
@@ -77,21 +86,19 @@ class _ProductSum:
         """The first row of the sum that this rank keeps, and how many."""
         raise NotImplementedError
 
-    def choose(self, algorithm: str, chunk_rows: int | None) -> Choice:
-        """How the operator would usually carry out the call."""
-        raise NotImplementedError
-
-    def question(self, chunk_rows: int | None) -> tuple[Signature, Callable[[], Choice]]:
-        """What is to be decided for ``auto``."""
-        raise NotImplementedError
+    def shares(self) -> dict[str, Any]:
+        """What the operator takes of how rows are shared out."""
+        return {}
 
     def plan(self) -> Plan:
-        """The plan of the choice."""
-        raise NotImplementedError
+        """The communication of the choice."""
+        place = Place(self.world.topology, self.world.emulated_link is not None or self.world.multi_host)
+        return self.call.operator.communicate(self.call.workload, self.choice.variant, place)
 
     def operator(self, algorithm: str, chunk_rows: int | None) -> Callable[[], object]:
         """The call to measure."""
-        raise NotImplementedError
+        options = {"out": self.out, "out_dtype": self.out_dtype, "algorithm": algorithm, "chunk_rows": chunk_rows}
+        return partial(self.function, self.a, self.weight, world=self.world, **options, **self.shares())
 
     def renew(self, run: int) -> None:
         """Fill the inputs with those of this run."""
@@ -99,9 +106,8 @@ class _ProductSum:
         self.products.copy_(self.problem.products(run))
 
     def _add(self, plan: Plan) -> None:
-        dtypes = {"inbox": self.products.dtype, "running": self.problem.accumulator, "summed": self.out_dtype}
         tensors = {"partial": self.products, "out": self.out}
-        engine(self.world).program(("communicate", id(plan)), plan, tensors, dtypes).run(tensors, {})
+        engine(self.world).program(("communicate", id(plan)), plan, tensors, self.dtypes).run(tensors, {})
 
     def _sum(self, call: Callable[[], object]) -> View:
         return View(call, (self.out,), self._check(self.problem.check_product_sum))
@@ -113,75 +119,24 @@ class _ProductSum:
 class MatmulReduceScatter(_ProductSum):
     """Matmul + reduce-scatter; M rows of the product are shared out over the ranks."""
 
+    name, function = "matmul_reduce_scatter", staticmethod(matmul_reduce_scatter)
     baseline = staticmethod(gloo_matmul_reduce_scatter)
 
     def place(self) -> tuple[int, int]:
         return offsets(self.rows)[self.world.rank], self.rows[self.world.rank]
 
-    def choose(self, algorithm: str, chunk_rows: int | None) -> Choice:
-        return scattering.choose(self.rows, self.world, algorithm, chunk_rows, packed=True)
-
-    def question(self, chunk_rows: int | None) -> tuple[Signature, Callable[[], Choice]]:
-        return scattering.question(tuple(self.rows), self.a, self.weight, self.out_dtype, self.world, chunk_rows)
-
-    def plan(self) -> Plan:
-        return scatter_schedule.matmul_reduce_scatter(
-            self.rows,
-            self.choice.algorithm,
-            chunk_rows=self.choice.chunk_rows,
-            order=self.choice.way.order,
-            remote_reads=self.world.remote_reads,
-            hosts=self.world.topology,
-        )
-
-    def operator(self, algorithm: str, chunk_rows: int | None) -> Callable[[], object]:
-        return partial(
-            scattering.matmul_reduce_scatter,
-            self.a,
-            self.weight,
-            out=self.out,
-            out_dtype=self.out_dtype,
-            shard_rows=self.rows,
-            algorithm=algorithm,
-            chunk_rows=chunk_rows,
-            world=self.world,
-        )
+    def shares(self) -> dict[str, Any]:
+        return {"shard_rows": self.rows}
 
 
 class MatmulAllReduce(_ProductSum):
     """Matmul + all-reduce; every rank gets all M rows."""
 
+    name, function = "matmul_all_reduce", staticmethod(matmul_all_reduce)
     baseline = staticmethod(gloo_matmul_all_reduce)
 
     def place(self) -> tuple[int, int]:
         return 0, sum(self.rows)
-
-    def choose(self, algorithm: str, chunk_rows: int | None) -> Choice:
-        return reducing.choose(sum(self.rows), self.world, algorithm, chunk_rows, packed=True)
-
-    def question(self, chunk_rows: int | None) -> tuple[Signature, Callable[[], Choice]]:
-        return reducing.question(tuple(self.rows), self.a, self.weight, self.out_dtype, self.world, chunk_rows)
-
-    def plan(self) -> Plan:
-        return reduce_schedule.matmul_all_reduce(
-            self.rows,
-            self.choice.algorithm,
-            chunk_rows=self.choice.chunk_rows,
-            remote_reads=self.world.remote_reads,
-            hosts=self.world.topology,
-        )
-
-    def operator(self, algorithm: str, chunk_rows: int | None) -> Callable[[], object]:
-        return partial(
-            reducing.matmul_all_reduce,
-            self.a,
-            self.weight,
-            out=self.out,
-            out_dtype=self.out_dtype,
-            algorithm=algorithm,
-            chunk_rows=chunk_rows,
-            world=self.world,
-        )
 
 
 BASELINES = (GLOO,)

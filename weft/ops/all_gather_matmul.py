@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from weft.checks import check_timeout
-from weft.engines import engine
-from weft.engines.engine import Geometry
 from weft.engines.matmul import multiply
-from weft.engines.weights import DTYPES, FLOAT8, PackedWeight, Weight, plain
-from weft.ops import arguments, dims, float8
-from weft.ops.choice import Choice, Signature, best, check, dtype_name, pieces, preferred
+from weft.engines.weights import DTYPES, FLOAT8, Weight, plain
+from weft.ops import arguments, dims, float8, fused
+from weft.ops.call import FEW_ROWS, Call, Decision, Given, Options, workload
 from weft.plan import Plan
-from weft.schedules import all_gather as gathering
-from weft.schedules import all_gather_matmul as schedule
-from weft.schedules.common import Hosts
-from weft.schedules.workload import Variant, Workload
+from weft.schedules.all_gather import all_gather
+from weft.schedules.all_gather_matmul import outputs
+from weft.schedules.workload import Place, Variant, Workload
 from weft.world import World, current
-
-FEW_ROWS = 32  # up to this many rows per rank one product over all rows beats one per rank, which reads b each time
 
 Optionals = Sequence[Tensor | None]
 
@@ -85,9 +79,9 @@ def all_gather_matmul(
     world = current(world)
     several = isinstance(b, list | tuple)
     weights: list[Weight] = [*b] if several else [b]  # type: ignore[list-item, misc]
-    biases = _listed(bias, weights, several, "bias")
-    outs = _listed(out, weights, several, "out")
-    rows, weights = float8.scaled(a, weights, scale_a, _listed(scale_b, weights, several, "scale_b"), world)
+    biases = listed(bias, weights, several, "bias")
+    outs = listed(out, weights, several, "out")
+    rows, weights = float8.scaled(a, weights, scale_a, listed(scale_b, weights, several, "scale_b"), world)
     if arguments.recorded([a, *weights, *biases, *outs]):
         arguments.check_recorded(a, weights, biases, out, world)
         plains = [plain(w) for w in weights]
@@ -97,17 +91,16 @@ def all_gather_matmul(
         made = torch.ops.weft.all_gather_matmul(a, plains, given, *options)
         results, gathered = made[: len(weights)], made[-1]
     else:
+        asked = Options(dim, "sum", out_dtype, return_gathered, shard_rows, algorithm, chunk_rows, timeout)
         with torch.no_grad():
-            results, kept = gather_and_multiply(
-                rows, weights, biases, outs, dim, out_dtype, return_gathered, shard_rows, algorithm, chunk_rows, world, timeout
-            )
+            results, kept = fused.run(check(world, Given(rows, weights, biases, outs), asked))
         scales = rows.shape[-1] - a.shape[-1]  # columns of float8 rows that are not their own
         gathered = a if kept is None else kept[..., : kept.shape[-1] - scales].contiguous()
     y = results if several else results[0]
     return (y, gathered) if return_gathered else y
 
 
-def _listed(value: object, weights: Sequence[Weight], several: bool, what: str) -> list[Tensor | None]:
+def listed(value: object, weights: Sequence[Weight], several: bool, what: str) -> list[Tensor | None]:
     """What is given for each weight."""
     if not several:
         return [value]  # type: ignore[list-item]
@@ -118,137 +111,118 @@ def _listed(value: object, weights: Sequence[Weight], several: bool, what: str) 
     return [*value]
 
 
-def gather_and_multiply(
-    a: Tensor,
-    weights: Sequence[Weight],
-    biases: Optionals,
-    outs: Optionals,
-    dim: int,
-    out_dtype: torch.dtype | None,
-    keep: bool,
-    shard_rows: Sequence[int] | None,
-    algorithm: str,
-    chunk_rows: int | None,
-    world: World,
-    timeout: float | None,
-) -> tuple[list[Tensor], Tensor | None]:
-    """What the operator does, without gradients: the results, and the gathered a if it is to be kept."""
+def check(world: World, given: Given, options: Options) -> Call:
+    """A call, checked; it makes the results, and the gathered a if it is to be kept."""
+    a, weights, biases, outs = given
     arguments.check_matrix(a, world, (*DTYPES, *FLOAT8))
-    dim = dims.normal(dim, a.dim())
+    dim = dims.normal(options.dim, a.dim())
     split = dim == a.dim() - 1
-    shards = arguments.check_shard_rows(a.shape[dim], shard_rows, world)
+    shards = arguments.check_shard_rows(a.shape[dim], options.shard_rows, world)
     if not weights:
         raise ValueError("b is an empty list: give at least one weight")
     for b, bias in zip(weights, biases, strict=True):
         arguments.check_weight(a, b, world, sum(shards) if split else None)
         arguments.check_bias(bias, b.shape[1], world)
-    check_timeout(timeout)
-    out_dtype = arguments.check_out_dtype(a.dtype, out_dtype)
-    inner = 1 if split else dims.inner(a.shape, dim)
-    rows = tuple(shard * inner for shard in shards)
-    choice = choose(rows, world, algorithm, chunk_rows, split)
+    check_timeout(options.timeout)
+    out_dtype = arguments.check_out_dtype(a.dtype, options.out_dtype)
     whole = (*a.shape[:dim], sum(shards), *a.shape[dim + 1 :])
     results: list[Tensor] = []
     for out, b in zip(outs, weights, strict=True):
         results.append(arguments.result(out, (*whole[:-1], b.shape[1]), out_dtype, [a, *weights, *biases, *results], world))
-    if algorithm == "auto" and not split and any(rows):
-        choice = best(world, *question(rows, a, weights, out_dtype, world, chunk_rows), choice, timeout)
-    if split:
-        columns = _gather_columns(a, rows, choice, world, timeout)
-        for result, b, bias in zip(results, weights, biases, strict=True):
-            multiply(columns, b, result.view(len(columns), b.shape[1]), bias)
-        return results, columns.view(whole) if keep else None
-    names = schedule.outputs(len(weights))
-    fronts = [result if dim == 0 else result.new_empty(dims.front_shape(result.shape, dim)) for result in results]
-    tensors = {"a": dims.to_front(a, dim)}
-    tensors |= {name: front.view(sum(rows), front.shape[-1]) for name, front in zip(names, fronts, strict=True)}
-    gathered = a.new_empty(dims.front_shape(whole, dim)) if keep else None
-    if gathered is not None:
-        tensors["gathered"] = gathered.view(sum(rows), a.shape[-1])
-    geometry = Geometry.of(tensors["a"], world)
-    key = "all_gather_matmul", choice.way, rows, geometry, out_dtype, tuple(b.shape[1] for b in weights), keep
-    plan = plan_for(rows, choice.way, world.is_symmetric(tensors["a"]), keep, len(weights), world.topology)
-    program = engine(world).program(key, plan, tensors)
-    added = {name: bias for name, bias in zip(names, biases, strict=True) if bias is not None}
-    program.run(tensors, dict(zip(names, weights, strict=True)), added, timeout)
-    for front, result in zip(fronts, results, strict=True):
-        dims.back(front, dim, result)
-    if gathered is not None and dim:
-        gathered = gathered.movedim(0, dim).contiguous()
-    return results, gathered
+    return (_ColumnsCall if split else _RowsCall)(world, options._replace(dim=dim), given, shards, results)
 
 
-def _gather_columns(a: Tensor, columns: tuple[int, ...], choice: Choice, world: World, timeout: float | None) -> Tensor:
-    """All ranks' `a` side by side, as a matrix; what is moved are its columns."""
-    own = a.flatten(0, -2).t().contiguous()
-    gathered = own.new_empty(sum(columns), own.shape[1])
-    tensors = {"a": own, "gathered": gathered}
-    key = "all_gather_columns", choice.way, columns, own.dtype, own.shape[1]
-    plan = columns_plan_for(columns, choice.way, world.topology)
-    engine(world).program(key, plan, tensors).run(tensors, {}, timeout=timeout)
-    return gathered.t().contiguous()
+class _GatherCall(Call):
+    """What gathers of rows and of columns have in common."""
+
+    @property
+    def columns(self) -> int:
+        return self.workload.k
+
+    def chunk_rows(self, algorithm: str) -> int:
+        return -(-max(self.workload.rows) // self.pieces)
+
+    def describe(self, variant: Variant) -> str:
+        reading = variant.algorithm in ("direct", "pull")
+        if self.workload.symmetric:
+            return f"; a is symmetric{' and read in place' if reading else ''}"
+        return f"; a is {'staged' if reading else 'sent from where it lies'}"
 
 
-def question(
-    rows: tuple[int, ...], a: Tensor, weights: Sequence[Weight], out_dtype: torch.dtype, world: World, chunk_rows: int | None
-) -> tuple[Signature, Callable[[], Choice]]:
-    """What all ranks know of a call with ``auto``, and how one of them decides. Several weights are as one as wide as all."""
+class _RowsCall(_GatherCall):
+    """Any dimension but the last is gathered: rows are multiplied as they arrive."""
 
-    def decide() -> Choice:
-        columns, packed = sum(b.shape[1] for b in weights), all(isinstance(b, PackedWeight) for b in weights)
-        dtypes = dtype_name(a.dtype), dtype_name(out_dtype)
-        case = Workload("all_gather_matmul", rows, a.shape[-1], columns, *dtypes, packed, world.is_symmetric(a))
-        rule = partial(choose, rows, world, chunk_rows=chunk_rows)
-        return preferred(case, rule, world.emulated_link, chunk_rows, world.topology)
+    def __init__(self, world: World, options: Options, given: Given, shards: Sequence[int], results: list[Tensor]) -> None:
+        a, weights, biases, _ = given
+        dim, keep = options.dim, options.keep
+        front, inner = dims.to_front(a, dim), dims.inner(a.shape, dim)
+        rows = tuple(shard * inner for shard in shards)
+        symmetric = world.is_symmetric(front)
+        super().__init__(world, options, workload("all_gather_matmul", rows, given, results[0].dtype, symmetric))
+        self.weights, self.biases, self.results = weights, biases, results
+        self.fronts = [result if dim == 0 else result.new_empty(dims.front_shape(result.shape, dim)) for result in results]
+        self.tensors = {"a": front}
+        for name, result in zip(outputs(len(weights)), self.fronts, strict=True):
+            self.tensors[name] = result.view(sum(rows), result.shape[-1])
+        if keep:
+            self.gathered = a.new_empty(dims.front_shape((*a.shape[:dim], sum(shards), *a.shape[dim + 1 :]), dim))
+            self.tensors["gathered"] = self.gathered.view(sum(rows), a.shape[-1])
+        self.asked = ("gathered", keep), ("weights", len(weights))
 
-    return Signature("all_gather_matmul", rows, a.shape[-1], a.dtype, chunk_rows), decide
-
-
-def choose(
-    rows: Sequence[int], world: World, algorithm: str = "auto", chunk_rows: int | None = None, split: bool = False
-) -> Choice:
-    """The usual way for shards of `rows[rank]` rows (of a as a matrix), or of as many columns if K is `split`."""
-    check(algorithm, schedule.ALGORITHMS, chunk_rows, ("direct",), world)
-    largest = max(rows)
-    why = "as asked for"
-    if split:
-        reading = "push" if world.multi_host else "pull"
-        algorithm = {"auto": reading, "direct": "pull", "sequential": "push"}.get(algorithm, algorithm)
-        why = "the last dimension is gathered, a split of K: no product can begin before all columns are there"
-    elif algorithm == "auto":
+    def default(self) -> tuple[str, str]:
+        world, rows = self.world, self.workload.rows
         if world.ranks == 1 or not any(rows):
-            algorithm, why = "sequential", "there is nothing to gather"
-        elif world.emulated_link:
-            algorithm, why = "push", "the emulated link is slower than memory, so rows are moved while others are multiplied"
-        elif largest <= FEW_ROWS:
-            algorithm, why = "sequential", f"at most {FEW_ROWS} rows per rank: one product that reads b once beats one per rank"
-        elif world.multi_host:
-            algorithm, why = "push", "rows cross to each other host once, and are multiplied as they arrive"
-        else:
-            algorithm, why = "direct", "peers' rows can be read where they lie at the speed of own memory"
-    whole = algorithm in ("direct", "sequential")
-    chunk = largest if whole else chunk_rows or -(-largest // pieces(world))
-    return Choice(Variant(algorithm, max(1, chunk)), why)
+            return "sequential", "there is nothing to gather"
+        if world.emulated_link:
+            return "push", "the emulated link is slower than memory, so rows are moved while others are multiplied"
+        if max(rows) <= FEW_ROWS:
+            return "sequential", f"at most {FEW_ROWS} rows per rank: one product that reads b once beats one per rank"
+        if world.multi_host:
+            return "push", "rows cross to each other host once, and are multiplied as they arrive"
+        return "direct", "peers' rows can be read where they lie at the speed of own memory"
+
+    def finish(self) -> tuple[list[Tensor], Tensor | None]:
+        dim = self.options.dim
+        for front, result in zip(self.fronts, self.results, strict=True):
+            dims.back(front, dim, result)
+        if not self.options.keep:
+            return self.results, None
+        return self.results, self.gathered.movedim(0, dim).contiguous() if dim else self.gathered
 
 
-@lru_cache(maxsize=1024)
-def plan_for(
-    rows: tuple[int, ...], way: Variant, symmetric_a: bool, gathered: bool, weights: int = 1, hosts: Hosts | None = None
-) -> Plan:
-    """The plan of a call."""
-    return schedule.all_gather_matmul(
-        rows,
-        way.algorithm,
-        chunk_rows=way.chunk_rows,
-        order=way.order,
-        symmetric_a=symmetric_a,
-        gathered=gathered,
-        weights=weights,
-        hosts=hosts,
-    )
+class _ColumnsCall(_GatherCall):
+    """The last dimension is gathered, a split of K: a is gathered first, as rows of its transpose, then multiplied at once."""
+
+    key = None
+
+    def __init__(self, world: World, options: Options, given: Given, shards: Sequence[int], results: list[Tensor]) -> None:
+        super().__init__(world, options, workload("all_gather_matmul", tuple(shards), given, results[0].dtype, symmetric=False))
+        self.given, self.results = given, results
+        own = given.a.flatten(0, -2).t().contiguous()
+        self.tensors = {"a": own, "gathered": own.new_empty(sum(shards), own.shape[1])}
+
+    @property
+    def planner(self) -> Callable[..., Plan]:
+        return _gather_columns
+
+    def usual(self, algorithm: str) -> Decision:
+        self.check_algorithm(algorithm)
+        reading = self.default()[0]
+        algorithm = {"auto": reading, "direct": "pull", "sequential": "push"}.get(algorithm, algorithm)
+        chunk = self.options.chunk_rows or self.chunk_rows(algorithm)
+        return Decision(Variant(algorithm, max(1, chunk)), self.default()[1])
+
+    def default(self) -> tuple[str, str]:
+        why = "the last dimension is gathered, a split of K: no product can begin before all columns are there"
+        return "push" if self.world.multi_host else "pull", why
+
+    def finish(self) -> tuple[list[Tensor], Tensor | None]:
+        a, weights, biases, _ = self.given
+        columns = self.tensors["gathered"].t().contiguous()
+        for result, b, bias in zip(self.results, weights, biases, strict=True):
+            multiply(columns, b, result.view(len(columns), b.shape[1]), bias)
+        return self.results, columns.view(*a.shape[:-1], columns.shape[1]) if self.options.keep else None
 
 
-@lru_cache(maxsize=1024)
-def columns_plan_for(columns: tuple[int, ...], way: Variant, hosts: Hosts | None = None) -> Plan:
-    """The plan of a gather of columns."""
-    return gathering.all_gather(columns, way.algorithm, chunk_rows=way.chunk_rows, hosts=hosts)
+def _gather_columns(workload: Workload, variant: Variant, place: Place) -> Plan:
+    return all_gather(workload.rows, variant.algorithm, chunk_rows=variant.chunk_rows, hosts=place.hosts)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from weft import checks
 from weft.checks import name
+from weft.engines import engine
 from weft.engines.weights import DTYPES, FLOAT8, PackedWeight, ScaledWeight, Weight, plain
 from weft.world import World, memory
 
@@ -91,10 +92,14 @@ def check_chunk_rows(chunk_rows: int | None) -> None:
         raise ValueError(f"chunk_rows must be at least 1; got {chunk_rows}")
 
 
-def check_algorithm(algorithm: str, known: Sequence[str]) -> None:
-    """One of those known, or ``auto``."""
+def check_algorithm(algorithm: str, known: Sequence[str], world: World) -> None:
+    """One of those known that the world's engine can carry out, or ``auto``."""
     if algorithm not in (*known, "auto"):
         raise ValueError(f"there is no algorithm {algorithm!r}; choose auto or one of {', '.join(known)}")
+    refused = engine(world).refused
+    if algorithm in refused:
+        others = ", ".join(name for name in known if name not in refused)
+        raise ValueError(f"{algorithm} is not possible in this world: {refused[algorithm]}; choose {others}")
 
 
 def check_op(op: str) -> None:

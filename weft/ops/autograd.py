@@ -19,10 +19,8 @@ from torch import Tensor
 from weft.engines.matmul import multiply
 from weft.engines.weights import transposed
 from weft.errors import WeftError
-from weft.ops import dims
-from weft.ops.all_gather_matmul import gather_and_multiply
-from weft.ops.matmul_all_reduce import multiply_and_reduce
-from weft.ops.matmul_reduce_scatter import multiply_and_scatter
+from weft.ops import dims, fused
+from weft.ops.call import Given, Options
 from weft.world import World, current, numbered
 
 _ops = torch.ops.weft
@@ -57,8 +55,9 @@ def all_gather_matmul(
     There is a bias for each weight, of which those that are empty stand for none, or no bias at all.
     """
     given = [bias if bias.numel() else None for bias in biases] or [None] * len(weights)
-    options = dim, out_dtype, keep, shard_rows, algorithm, chunk_rows, _world(world), timeout
-    results, gathered = gather_and_multiply(a, weights, given, [None] * len(weights), *options)
+    asked = Options(dim, "sum", out_dtype, keep, shard_rows, algorithm, chunk_rows, timeout)
+    call = fused.check("all_gather_matmul", _world(world), Given(a, weights, given, [None] * len(weights)), asked)
+    results, gathered = fused.run(call)
     return results if gathered is None else [*results, gathered]
 
 
@@ -134,7 +133,9 @@ def matmul_reduce_scatter(
     timeout: float | None,
 ) -> Tensor:
     """`weft.matmul_reduce_scatter`."""
-    return multiply_and_scatter(a, b, bias, None, op, dim, out_dtype, shard_rows, algorithm, chunk_rows, _world(world), timeout)
+    asked = Options(dim, op, out_dtype, False, shard_rows, algorithm, chunk_rows, timeout)
+    result: Tensor = fused.run(fused.check("matmul_reduce_scatter", _world(world), Given(a, [b], [bias], [None]), asked))
+    return result
 
 
 @matmul_reduce_scatter.register_fake
@@ -192,7 +193,9 @@ def matmul_all_reduce(
     timeout: float | None,
 ) -> Tensor:
     """`weft.matmul_all_reduce`."""
-    return multiply_and_reduce(a, b, bias, None, op, out_dtype, algorithm, chunk_rows, _world(world), timeout)
+    asked = Options(op=op, out_dtype=out_dtype, algorithm=algorithm, chunk_rows=chunk_rows, timeout=timeout)
+    result: Tensor = fused.run(fused.check("matmul_all_reduce", _world(world), Given(a, [b], [bias], [None]), asked))
+    return result
 
 
 @matmul_all_reduce.register_fake

@@ -34,7 +34,6 @@ from weft.engines.host import HostProgram
 from weft.engines.weights import DTYPES as FLOATS
 from weft.errors import PeerTimeout
 from weft.ops import arguments
-from weft.ops.choice import check_possible
 from weft.plan import Plan
 from weft.schedules import all_gather as gathering
 from weft.schedules import all_reduce as reducing
@@ -294,7 +293,7 @@ def _prepare_all_gather(
 ) -> _Work:
     arguments.check_input(a, "a", world, ANY)
     dim = _dimension(a, dim)
-    check_possible(algorithm, ("pull", "push", "ring"), world)
+    arguments.check_algorithm(algorithm, ("pull", "push", "ring"), world)
     arguments.check_chunk_rows(chunk_rows)
     sizes = arguments.check_shard_rows(a.shape[dim], shards, world)
     shape = (*a.shape[:dim], sum(sizes), *a.shape[dim + 1 :])
@@ -328,7 +327,7 @@ def _prepare_reduce_scatter(
     world: World, a: Tensor, out: Tensor | None, op: str, dim: int, shards: tuple[int, ...] | None, algorithm: str
 ) -> _Work:
     _check_reduction(a, op, world)
-    check_possible(algorithm, ("direct", "push", "ring"), world)
+    arguments.check_algorithm(algorithm, ("direct", "push", "ring"), world)
     dim = _dimension(a, dim)
     sizes = arguments.check_parts(a.shape[dim], shards, world)
     lead = math.prod(a.shape[:dim])
@@ -352,7 +351,7 @@ def _prepare_reduce_scatter(
 
 def _prepare_all_reduce(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: str) -> _Work:
     _check_reduction(a, op, world)
-    check_possible(algorithm, reducing.ALGORITHMS, world)
+    arguments.check_algorithm(algorithm, reducing.ALGORITHMS, world)
     result = arguments.result(out, a.shape, a.dtype, [a], world, partial(_same_place, a))
     in_place = out is not None and _same_place(a, out)
     if algorithm == "auto":
@@ -368,7 +367,7 @@ def _prepare_all_reduce(world: World, a: Tensor, out: Tensor | None, op: str, al
 
 def _prepare_broadcast(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: str) -> _Work:
     arguments.check_input(tensor, "tensor", world, ANY)
-    check_possible(algorithm, ("pull", "push", "ring"), world)
+    arguments.check_algorithm(algorithm, ("pull", "push", "ring"), world)
     if not 0 <= source < world.ranks:
         raise ValueError(f"there is no rank {source} in a world of {world.ranks}")
     if not tensor.is_contiguous():

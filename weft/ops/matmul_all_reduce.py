@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from weft.checks import check_timeout
-from weft.engines.weights import DTYPES, FLOAT8, PackedWeight, Weight, plain
-from weft.ops import arguments, dims, float8, partial_sums
-from weft.ops.choice import Choice, Signature, best, check, dtype_name, pieces, preferred
-from weft.ops.matmul_reduce_scatter import ADDED_ROWS, FEW_ROWS
-from weft.ops.partial_sums import Sums
-from weft.schedules import matmul_all_reduce as schedule
+from weft.engines.weights import DTYPES, FLOAT8, Weight, plain
+from weft.ops import arguments, dims, float8, fused
+from weft.ops.call import FEW_ROWS, Call, Given, Options, workload
+from weft.ops.partial_sums import ADDED_ROWS, SumCall
 from weft.schedules.common import split
-from weft.schedules.workload import Variant, Workload
 from weft.world import World, current
 
 
@@ -78,74 +72,57 @@ def matmul_all_reduce(
         options = op, out_dtype, world.name, algorithm, chunk_rows, timeout
         summed: Tensor = torch.ops.weft.matmul_all_reduce(a, plain(b), bias, *options)
         return summed
+    asked = Options(op=op, out_dtype=out_dtype, algorithm=algorithm, chunk_rows=chunk_rows, timeout=timeout)
     with torch.no_grad():
-        return multiply_and_reduce(a, b, bias, out, op, out_dtype, algorithm, chunk_rows, world, timeout)
-
-
-def multiply_and_reduce(
-    a: Tensor,
-    b: Weight,
-    bias: Tensor | None,
-    out: Tensor | None,
-    op: str,
-    out_dtype: torch.dtype | None,
-    algorithm: str,
-    chunk_rows: int | None,
-    world: World,
-    timeout: float | None,
-) -> Tensor:
-    """What the operator does, without gradients."""
-    arguments.check_matrix(a, world, (*DTYPES, *FLOAT8))
-    arguments.check_weight(a, b, world)
-    arguments.check_bias(bias, b.shape[1], world)
-    arguments.check_op(op)
-    check_timeout(timeout)
-    out_dtype = arguments.check_out_dtype(a.dtype, out_dtype)
-    x = dims.to_front(a, 0)
-    choice = choose(len(x), world, algorithm, chunk_rows, isinstance(b, PackedWeight))
-    rows = tuple(split(len(x), world.ranks))
-    result = arguments.result(out, (*a.shape[:-1], b.shape[1]), out_dtype, (a, b, bias), world)
-    if algorithm == "auto" and any(rows):
-        choice = best(world, *question(rows, x, b, out_dtype, world, chunk_rows), choice, timeout)
-    work = Sums(schedule.matmul_all_reduce, rows, choice.way, op)
-    partial_sums.add_up(work, x, b, bias, result.view(len(x), b.shape[1]), world, timeout)
+        result: Tensor = fused.run(check(world, Given(a, [b], [bias], [out]), asked))
     return result
 
 
-def question(
-    rows: tuple[int, ...], x: Tensor, b: Weight, out_dtype: torch.dtype, world: World, chunk_rows: int | None
-) -> tuple[Signature, Callable[[], Choice]]:
-    """What all ranks know of a call with ``auto``, and how one of them decides; `rows` are the shares that ranks add up."""
+def check(world: World, given: Given, options: Options) -> Call:
+    """A call, checked; it makes the sum."""
+    a, (b,), (bias,), (out,) = given
+    arguments.check_matrix(a, world, (*DTYPES, *FLOAT8))
+    arguments.check_weight(a, b, world)
+    arguments.check_bias(bias, b.shape[1], world)
+    arguments.check_op(options.op)
+    check_timeout(options.timeout)
+    out_dtype = arguments.check_out_dtype(a.dtype, options.out_dtype)
+    result = arguments.result(out, (*a.shape[:-1], b.shape[1]), out_dtype, (a, b, bias), world)
+    return _ReduceCall(world, options, given, result)
 
-    def decide() -> Choice:
-        packed = isinstance(b, PackedWeight)
-        case = Workload("matmul_all_reduce", rows, x.shape[1], b.shape[1], dtype_name(x.dtype), dtype_name(out_dtype), packed)
-        rule = partial(choose, len(x), world, chunk_rows=chunk_rows, packed=packed)
-        return preferred(case, rule, world.emulated_link, chunk_rows, world.topology)
 
-    return Signature("matmul_all_reduce", rows, b.shape[1], x.dtype, chunk_rows), decide
+class _ReduceCall(SumCall):
+    """Each rank adds up a share of the rows, or all."""
 
+    def __init__(self, world: World, options: Options, given: Given, result: Tensor) -> None:
+        a, (b,), (bias,), _ = given
+        self.result, x = result, dims.to_front(a, 0)
+        sums = workload("matmul_all_reduce", tuple(split(len(x), world.ranks)), given, result.dtype)
+        super().__init__(world, options, sums, (x, b, result.view(len(x), b.shape[1])), bias)
 
-def choose(rows: int, world: World, algorithm: str = "auto", chunk_rows: int | None = None, packed: bool = False) -> Choice:
-    """The usual way for `rows` rows (of a as a matrix) where b is `packed` or not."""
-    check(algorithm, schedule.ALGORITHMS, chunk_rows, ("put",), world)
-    why = "as asked for"
-    if algorithm == "auto":
+    @property
+    def whole(self) -> int:
+        return sum(self.workload.rows)
+
+    def default(self) -> tuple[str, str]:
+        world, rows = self.world, self.whole
         if world.ranks == 1 or not rows:
-            algorithm, why = "sequential", "there is nothing to sum"
-        elif rows <= FEW_ROWS:
-            algorithm, why = "sequential", f"at most {FEW_ROWS} rows: one product that reads b once beats several"
-        elif world.multi_host:
-            algorithm, why = "two_shot", "each rank adds up a part, to which each host sends its sum of it once"
-        elif world.ranks == 2:
-            algorithm, why = (
-                "one_shot",
-                "for two ranks adding everything costs no more than adding half and copying half",
-            )
-        else:
-            algorithm, why = "two_shot", "each rank adds up a part, so the work does not grow with the number of ranks"
-    # One_shot waits for all peers once per piece, so few and large ones let a rank be late now and then at no cost.
-    few = min(rows, ADDED_ROWS[packed and algorithm == "two_shot"])
-    added = -(-rows // (2 * pieces(world))) if world.emulated_link or world.multi_host else few
-    chunk = rows if algorithm == "sequential" else chunk_rows or (rows if algorithm == "put" else added)
-    return Choice(Variant(algorithm, max(1, chunk)), why)
+            return "sequential", "there is nothing to sum"
+        if rows <= FEW_ROWS:
+            return "sequential", f"at most {FEW_ROWS} rows: one product that reads b once beats several"
+        if world.multi_host:
+            return "two_shot", "each rank adds up a part, to which each host sends its sum of it once"
+        if world.ranks == 2:
+            return "one_shot", "for two ranks adding everything costs no more than adding half and copying half"
+        return "two_shot", "each rank adds up a part, so the work does not grow with the number of ranks"
+
+    def chunk_rows(self, algorithm: str) -> int:
+        if algorithm == "put":
+            return self.whole
+        if self.world.emulated_link or self.world.multi_host:
+            return -(-self.whole // (2 * self.pieces))
+        # One_shot waits for all peers once per piece, so few and large ones let a rank be late now and then at no cost.
+        return min(self.whole, ADDED_ROWS[self.workload.packed and algorithm == "two_shot"])
+
+    def finish(self) -> Tensor:
+        return self.result

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from weft.checks import check_timeout
-from weft.engines.weights import DTYPES, FLOAT8, PackedWeight, ScaledWeight, Weight, plain
-from weft.ops import arguments, dims, float8, partial_sums
-from weft.ops.choice import Choice, Signature, best, check, dtype_name, pieces, preferred
-from weft.ops.partial_sums import Sums
-from weft.schedules import matmul_reduce_scatter as schedule
-from weft.schedules.workload import Variant, Workload
+from weft.engines.weights import DTYPES, FLOAT8, ScaledWeight, Weight, plain
+from weft.ops import arguments, dims, float8, fused
+from weft.ops.call import FEW_ROWS, Call, Given, Options, workload
+from weft.ops.partial_sums import ADDED_ROWS, SumCall, accumulator
+from weft.schedules.workload import Variant
 from weft.world import World, current
-
-FEW_ROWS = 32  # up to this many rows one product beats one for each rank, which reads b each time
-ADDED_ROWS = {True: 256, False: 1024}  # whether b is packed: rows still in the cache when they are added up; or worth packing b for
 
 
 def matmul_reduce_scatter(
@@ -83,96 +78,86 @@ def matmul_reduce_scatter(
         options = op, dim, out_dtype, shard_rows, world.name, algorithm, chunk_rows, timeout
         scattered: Tensor = torch.ops.weft.matmul_reduce_scatter(a, plain(b), bias, *options)
         return scattered
+    asked = Options(dim, op, out_dtype, False, shard_rows, algorithm, chunk_rows, timeout)
     with torch.no_grad():
-        return multiply_and_scatter(a, b, bias, out, op, dim, out_dtype, shard_rows, algorithm, chunk_rows, world, timeout)
+        result: Tensor = fused.run(check(world, Given(a, [b], [bias], [out]), asked))
+    return result
 
 
-def multiply_and_scatter(
-    a: Tensor,
-    b: Weight,
-    bias: Tensor | None,
-    out: Tensor | None,
-    op: str,
-    dim: int,
-    out_dtype: torch.dtype | None,
-    shard_rows: Sequence[int] | None,
-    algorithm: str,
-    chunk_rows: int | None,
-    world: World,
-    timeout: float | None,
-) -> Tensor:
-    """What the operator does, without gradients."""
+def check(world: World, given: Given, options: Options) -> Call:
+    """A call, checked; it makes this rank's part of the sum."""
+    a, (b,), (bias,), (out,) = given
     arguments.check_matrix(a, world, (*DTYPES, *FLOAT8))
     arguments.check_weight(a, b, world)
     arguments.check_bias(bias, b.shape[1], world)
-    arguments.check_op(op)
-    check_timeout(timeout)
-    out_dtype = arguments.check_out_dtype(a.dtype, out_dtype)
-    dim = dims.normal(dim, a.dim())
+    arguments.check_op(options.op)
+    check_timeout(options.timeout)
+    out_dtype = arguments.check_out_dtype(a.dtype, options.out_dtype)
+    dim = dims.normal(options.dim, a.dim())
     whole = (*a.shape[:-1], b.shape[1])
-    parts = arguments.check_parts(whole[dim], shard_rows, world)
+    parts = arguments.check_parts(whole[dim], options.shard_rows, world)
     transposed = dim == a.dim() - 1
     if transposed and isinstance(b, ScaledWeight):
         raise ValueError("products of float8 cannot be scattered along their last dimension: choose another dim")
-    inner = 1 if transposed else dims.inner(a.shape, dim)
-    rows = tuple(part * inner for part in parts)
-    kept = rows[world.rank]
-    choice = choose(rows, world, algorithm, chunk_rows, isinstance(b, PackedWeight) and not transposed)
     shape = (*whole[:dim], parts[world.rank], *whole[dim + 1 :])
     result = arguments.result(out, shape, out_dtype, (a, b, bias), world)
-    if algorithm == "auto" and any(rows):
-        choice = best(world, *question(rows, a, b, out_dtype, world, chunk_rows, transposed), choice, timeout)
-    if transposed:
-        matrix = dims.to_front(a, 0)
-        columns = matrix.new_empty(kept, len(matrix), dtype=out_dtype if bias is None else partial_sums.accumulator(out_dtype))
-        work = Sums(schedule.matmul_reduce_scatter, rows, choice.way, op)
-        partial_sums.add_up(work, dims.to_front(plain(b).t(), 0), matrix.t(), None, columns, world, timeout)
-        own = sum(rows[: world.rank])
-        return result.copy_((columns if bias is None else columns + bias[own : own + kept, None]).t().reshape(shape))
-    front = result if dim == 0 else result.new_empty(dims.front_shape(shape, dim))
-    work = Sums(schedule.matmul_reduce_scatter, rows, choice.way, op)
-    partial_sums.add_up(work, dims.to_front(a, dim), b, bias, front.view(kept, b.shape[1]), world, timeout)
-    return dims.back(front, dim, result)
+    return (_ColumnsCall if transposed else _RowsCall)(world, options._replace(dim=dim), given, parts, result)
 
 
-def question(
-    rows: tuple[int, ...],
-    a: Tensor,
-    b: Weight,
-    out_dtype: torch.dtype,
-    world: World,
-    chunk_rows: int | None,
-    transposed: bool = False,
-) -> tuple[Signature, Callable[[], Choice]]:
-    """What all ranks know of a call with ``auto``, and how one of them decides."""
-    columns, packed = (len(dims.to_front(a, 0)), False) if transposed else (b.shape[1], isinstance(b, PackedWeight))
+class _ScatterCall(SumCall):
+    """What sums of rows and of columns have in common."""
 
-    def decide() -> Choice:
-        case = Workload("matmul_reduce_scatter", rows, a.shape[-1], columns, dtype_name(a.dtype), dtype_name(out_dtype), packed)
-        rule = partial(choose, rows, world, chunk_rows=chunk_rows, packed=packed)
-        return preferred(case, rule, world.emulated_link, chunk_rows, world.topology)
+    def default(self) -> tuple[str, str]:
+        world, rows = self.world, sum(self.workload.rows)
+        if world.ranks == 1 or not rows:
+            return "sequential", "there is nothing to scatter"
+        if world.multi_host and rows > FEW_ROWS:
+            return "push", "each host adds up its products and puts them to the others while more are made"
+        if world.emulated_link:
+            return "push", "the emulated link is slower than memory, so products are moved while others are made"
+        if rows <= FEW_ROWS:
+            return "sequential", f"at most {FEW_ROWS} rows: one product that reads b once beats one per rank"
+        return "direct", "peers' products can be added where they lie at the speed of own memory"
 
-    return Signature("matmul_reduce_scatter", rows, columns, a.dtype, chunk_rows), decide
+    def chunk_rows(self, algorithm: str) -> int:
+        if algorithm == "direct":
+            return min(self.whole, ADDED_ROWS[self.workload.packed])
+        return self.whole if algorithm == "put" else -(-self.whole // self.pieces)
 
 
-def choose(
-    rows: Sequence[int], world: World, algorithm: str = "auto", chunk_rows: int | None = None, packed: bool = False
-) -> Choice:
-    """The usual way where rank r keeps `rows[r]` rows (of the product as a matrix) and b is `packed` or not."""
-    check(algorithm, schedule.ALGORITHMS, chunk_rows, ("direct", "put"), world)
-    why = "as asked for"
-    if algorithm == "auto":
-        if world.ranks == 1 or not any(rows):
-            algorithm, why = "sequential", "there is nothing to scatter"
-        elif world.multi_host and sum(rows) > FEW_ROWS:
-            algorithm, why = "push", "each host adds up its products and puts them to the others while more are made"
-        elif world.emulated_link:
-            algorithm, why = "push", "the emulated link is slower than memory, so products are moved while others are made"
-        elif sum(rows) <= FEW_ROWS:
-            algorithm, why = "sequential", f"at most {FEW_ROWS} rows: one product that reads b once beats one per rank"
-        else:
-            algorithm, why = "direct", "peers' products can be added where they lie at the speed of own memory"
-    largest = max(rows)
-    usual = {"direct": min(largest, ADDED_ROWS[packed]), "put": largest}.get(algorithm, -(-largest // pieces(world)))
-    chunk = chunk_rows or usual
-    return Choice(Variant(algorithm, max(1, largest if algorithm == "sequential" else chunk)), why)
+class _RowsCall(_ScatterCall):
+    """Any dimension but the last is scattered."""
+
+    def __init__(self, world: World, options: Options, given: Given, parts: Sequence[int], result: Tensor) -> None:
+        a, (b,), (bias,), _ = given
+        dim, inner = options.dim, dims.inner(a.shape, options.dim)
+        rows = tuple(part * inner for part in parts)
+        self.result = result
+        self.front = result if dim == 0 else result.new_empty(dims.front_shape(result.shape, dim))
+        kept = self.front.view(rows[world.rank], b.shape[1])
+        sums = workload("matmul_reduce_scatter", rows, given, result.dtype)
+        super().__init__(world, options, sums, (dims.to_front(a, dim), b, kept), bias)
+
+    def finish(self) -> Tensor:
+        return dims.back(self.front, self.options.dim, self.result)
+
+
+class _ColumnsCall(_ScatterCall):
+    """The last dimension is scattered: the transposed product is, by rows. Each rank adds its part of the bias at the end."""
+
+    def __init__(self, world: World, options: Options, given: Given, parts: Sequence[int], result: Tensor) -> None:
+        a, (b,), (self.bias,), _ = given
+        self.result, matrix = result, dims.to_front(a, 0)
+        dtype = result.dtype if self.bias is None else accumulator(result.dtype)
+        self.summed = matrix.new_empty(parts[world.rank], len(matrix), dtype=dtype)
+        sums = workload("matmul_reduce_scatter", tuple(parts), given, dtype)._replace(n=len(matrix), packed=False)
+        super().__init__(world, options, sums, (dims.to_front(plain(b).t(), 0), matrix.t(), self.summed), None)
+
+    def describe(self, variant: Variant) -> str:
+        return "; the transposed product is scattered by rows"
+
+    def finish(self) -> Tensor:
+        own, summed = sum(self.workload.rows[: self.world.rank]), self.summed
+        if self.bias is not None:
+            summed = summed + self.bias[own : own + len(summed), None]
+        return self.result.copy_(summed.t().reshape(self.result.shape))

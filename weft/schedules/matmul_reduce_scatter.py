@@ -26,7 +26,7 @@ from weft.schedules.common import (
 )
 from weft.schedules.host_rings import HostRing, of_products
 from weft.schedules.host_sums import HostSums, inbox_rows, scatter, scatter_products
-from weft.schedules.workload import Operator, Place, Rows, Variant, Workload
+from weft.schedules.workload import Operator, Place, Rows, Variant, Workload, accumulator
 
 ALGORITHMS = ("direct", "push", "put", "ring", "sequential")
 
@@ -263,7 +263,7 @@ def _add(sizes: Sizes, rank: int, low: int, high: int, put: bool = False) -> Ins
 
 def sum_buffers(workload: Workload) -> dict[str, Rows]:
     """What the buffers of plans hold that sum products: these are kept in the accumulator's dtype where it costs no speed."""
-    wide = workload.accumulator
+    wide = accumulator(workload.dtype)
     product = Rows(workload.n, "bfloat16" if workload.dtype == workload.out_dtype == "bfloat16" else wide)
     result = Rows(workload.n, workload.out_dtype)
     return {

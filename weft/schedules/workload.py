@@ -38,10 +38,10 @@ class Workload(NamedTuple):
     def ranks(self) -> int:
         return len(self.rows)
 
-    @property
-    def accumulator(self) -> str:
-        """The dtype in which products are added up."""
-        return "float64" if self.dtype == "float64" else "float32"
+
+def accumulator(dtype: str) -> str:
+    """The dtype in which sums of this one are added up."""
+    return "float64" if dtype == "float64" else "float32"
 
 
 class Variant(NamedTuple):

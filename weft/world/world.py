@@ -65,7 +65,7 @@ class World(Peers):
         self.engine: Any = None  # made and found by `weft.engines.engine`
         self.recorder: Recorder | None = None
         self.emulated_link: tuple[float, float] | None = None
-        self.choices: dict[Hashable, Any] = {}  # what `weft.ops.choice` has agreed on
+        self.choices: dict[Hashable, Any] = {}  # what `weft.ops.auto` has agreed on
         self.transfers = _native.Transfers(self.mesh, self.spins)
         _alive[self.number] = self
 

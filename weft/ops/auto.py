@@ -1,0 +1,142 @@
+"""What ``algorithm="auto"`` does, and what `weft.explain` tells of it.
+
+An operator has a default by its own rules. In shared memory, with or without an emulated link, the variant that was fastest when
+the workload was tuned comes before it. So does one that is predicted (`weft.predict`) to be clearly faster, where ``weft
+calibrate`` measured this machine and, for ranks on several hosts, the link between them; figures of another machine decide
+nothing. Rank 0 decides for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from weft import predict
+from weft.engines import engine
+from weft.ops.call import Call, CallKey, Decision
+from weft.predict import machine, tuned
+from weft.schedules.broadcast import broadcast, push
+from weft.schedules.operators import OPERATORS
+from weft.schedules.workload import ORDERS, Variant, Workload
+
+_CLEARLY = 0.05  # by how much of its time a prediction has to beat the default
+_MANY = 4  # ranks from which on they are taken to be equal, and variants in which they are not are not considered
+_KEYS = 256  # calls that a world decides on, each in some milliseconds; where sizes change all the time the default has to do
+_calibrated = cache(machine.calibrated)
+_ALGORITHMS = sorted({name for operator in OPERATORS.values() for name in operator.algorithms})
+
+Rule = Callable[[str], Decision]
+"""An operator's default for ``auto``, or what it does for one algorithm. Raises `ValueError` for one that is not possible."""
+
+
+def decide(call: Call) -> Decision:
+    """How all ranks carry out a call: what rank 0 decides where that is left to ``auto``; collective where the key is new.
+
+    Ranks may differ in what is local (N of a gather, K of a sum) and would then decide differently. Since they make the same calls
+    in the same order, a key is new on all of them in the same call. Where nothing can be predicted, or after very many keys, it is
+    the default.
+    """
+    default, key, world = call.usual(call.options.algorithm), _open(call), call.world
+    if key is None:
+        return default
+    found: Decision | None = world.choices.get((key, world.emulated_link))
+    if found is None:
+        if len(world.choices) >= _KEYS:
+            return default
+        found = world.choices[key, world.emulated_link] = _of_rank_0(call, key)
+    return found
+
+
+def expected(call: Call) -> Decision:
+    """What `decide` returns, or would return if this rank decided; not collective."""
+    default, key = call.usual(call.options.algorithm), _open(call)
+    if key is None:
+        return default
+    own, decided = _own(call), call.world.choices.get((key, call.world.emulated_link))
+    return own if decided is None or decided.variant == own.variant else decided
+
+
+def _open(call: Call) -> CallKey | None:
+    """What a decision goes by, where there is one to be made: machine profiles say something about engines of CPUs only."""
+    return call.key if call.world.ranks > 1 and not call.world.stream_ordered else None
+
+
+def _own(call: Call) -> Decision:
+    """What this rank would decide."""
+    workload, world = call.workload, call.world
+    if workload.dtype.startswith("float8"):  # taken as what profiles know
+        workload = workload._replace(dtype="bfloat16")
+    return fastest(workload, call.usual, world.emulated_link, call.options.chunk_rows, world.topology)
+
+
+def fastest(
+    workload: Workload,
+    rule: Rule,
+    link: tuple[float, float] | None,
+    chunk_rows: int | None = None,
+    hosts: tuple[int, ...] | None = None,
+) -> Decision:
+    """The variant that is known or predicted to be fastest for a workload, perhaps over an emulated `link`, as this rank sees it.
+
+    `hosts`: the host of each rank, where they are on several.
+    """
+    default, profile = rule("auto"), _calibrated()
+    possible = _variants(workload, default, rule, (link or hosts) is not None and chunk_rows is None)
+    known = chunk_rows is None and hosts is None  # winners were measured in shared memory
+    if known and (variant := tuned.find(workload, link)) and variant.algorithm in {other.algorithm for other in possible}:
+        return Decision(variant, "weft tune measured it to be the fastest")
+    on = machine.from_dict(profile) if profile else None
+    if on is None or not on.multiplies(workload.dtype) or (hosts is not None and on.network is None):
+        return default
+    on = on.emulating(*link) if link else on
+    if hosts is not None:
+        on = on.over(hosts)
+    elif workload.ranks > _MANY:
+        workload = workload._replace(rows=(max(workload.rows),) * workload.ranks)
+    times = {variant: 1e3 * predict.time(workload, variant, on) for variant in possible}
+    found = tuple(sorted(times.items(), key=lambda one: (one[1], one[0].algorithm != default.algorithm)))
+    (first, ms), before = found[0], times[default.variant]
+    if first == default.variant or ms > before * (1 - _CLEARLY):
+        why = f"{default.why}; no other is predicted to be clearly faster on this machine"
+        return Decision(default.variant, why, found)
+    why = f"predicted to be clearly faster on this machine than {default.variant}, {default.chunk_rows} rows"
+    return Decision(first, why, found)
+
+
+def _variants(workload: Workload, default: Decision, rule: Rule, sizes: bool) -> list[Variant]:
+    """The default, and that of each algorithm; with other `sizes` of pieces, which matter where they pass a link."""
+    found, operator = [default.variant], OPERATORS[workload.operator]
+    for name in operator.predicted:
+        if workload.ranks > _MANY and name in operator.unequal:
+            continue
+        try:
+            variant = rule(name).variant
+        except ValueError:  # not possible in this world
+            continue
+        found.append(variant)
+        if sizes and name != "sequential":
+            found += [variant._replace(chunk_rows=rows) for rows in (2 * variant.chunk_rows, -(-variant.chunk_rows // 2))]
+    if workload.ranks > 2:
+        found += [variant._replace(order=ORDERS[1]) for variant in found if variant.algorithm == "push"]
+    return [*dict.fromkeys(found)]
+
+
+def _of_rank_0(call: Call, key: CallKey) -> Decision:
+    """What rank 0 decides and tells to all, in a call described by `key`, so that ranks that make different calls notice."""
+    world = call.world
+    own = _own(call) if world.rank == 0 else None
+    said = torch.zeros(3, 1, dtype=torch.int64)
+    if own:
+        said = torch.tensor([[_ALGORITHMS.index(own.algorithm)], [own.chunk_rows], [ORDERS.index(own.variant.order)]])
+    tensors = {"a": said, "out": said[:0]} if own else {"a": said[:0], "out": said}
+    recorder, world.recorder = world.recorder, None  # traces show the operator, not what was said before
+    try:
+        hosts = world.topology
+        plan = push(len(said), 0, hosts) if hosts else broadcast(len(said), world.ranks, 0)
+        engine(world).compile(plan, tensors, {}, str(key)).run(tensors, {}, timeout=call.options.timeout)
+    finally:
+        world.recorder = recorder
+    name, chunk_rows, order = said.flatten().tolist()
+    return own or Decision(Variant(_ALGORITHMS[name], chunk_rows, ORDERS[order]), "as rank 0 decided")

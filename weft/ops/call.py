@@ -1,0 +1,173 @@
+"""A call of a fused operator: what is asked for, what is given, and what is known of both once they are checked."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.checks import name
+from weft.engines.weights import PackedWeight, Weight
+from weft.ops import arguments
+from weft.plan import Plan
+from weft.schedules.operators import OPERATORS
+from weft.schedules.workload import PIECES, Operator, Variant, Workload
+from weft.world import World
+
+FEW_ROWS = 32
+"""Up to this many rows one product, which reads the weight once, beats one for each rank or piece."""
+
+_HOST_PIECES = 8  # between hosts, where each transfer and each small product costs a core more than what is left in the end
+
+
+class Options(NamedTuple):
+    """What is asked for beside the tensors, as the operators' docstrings say; `keep`: the gathered a is a result too."""
+
+    dim: int = 0
+    op: str = "sum"
+    out_dtype: torch.dtype | None = None
+    keep: bool = False
+    shard_rows: Sequence[int] | None = None
+    algorithm: str = "auto"
+    chunk_rows: int | None = None
+    timeout: float | None = None
+
+
+class Given(NamedTuple):
+    """The tensors of a call: this rank's rows, and for each weight its bias and where its result is to go, if anything."""
+
+    a: Tensor
+    weights: Sequence[Weight]
+    biases: Sequence[Tensor | None]
+    outs: Sequence[Tensor | None]
+
+
+class CallKey(NamedTuple):
+    """What all ranks know of a call that is left to ``auto``; `columns` are those of the rows that ranks exchange."""
+
+    operator: str
+    rows: tuple[int, ...]
+    columns: int
+    dtype: torch.dtype
+    chunk_rows: int | None
+
+    def __str__(self) -> str:
+        pieces = "" if self.chunk_rows is None else f", chunk_rows={self.chunk_rows}"
+        of = "a" if self.operator == "all_gather_matmul" else "sum"
+        return f"{self.operator}({of}={[*self.rows]} rows x {self.columns} {name(self.dtype)}{pieces}, algorithm=auto)"
+
+
+class Decision(NamedTuple):
+    """How a call is carried out, why, and all variants that were considered with their predicted milliseconds, fastest first."""
+
+    variant: Variant
+    why: str
+    predicted: tuple[tuple[Variant, float], ...] = ()
+
+    @property
+    def algorithm(self) -> str:
+        return self.variant.algorithm
+
+    @property
+    def chunk_rows(self) -> int:
+        return self.variant.chunk_rows
+
+    @property
+    def candidates(self) -> str:
+        """What was predicted, in lines."""
+        lines = [f"\n  {ms:9.3f} ms  {variant}, at most {variant.chunk_rows} rows per transfer" for variant, ms in self.predicted]
+        return "".join(["\npredicted:", *lines]) if lines else ""
+
+    def __str__(self) -> str:
+        return f"{self.variant}, at most {self.chunk_rows} rows per transfer: {self.why}"
+
+
+class Call(ABC):
+    """A call that was checked on this rank, with what is particular to its operator.
+
+    `tensors` are those of the plan's buffers; `weights` and `biases` belong to its products in their order. `asked` is what the
+    planner is told beside workload, variant and place.
+    """
+
+    tensors: Mapping[str, Tensor]
+    weights: Sequence[Weight] = ()
+    biases: Sequence[Tensor | None] = ()
+    asked: tuple[tuple[str, object], ...] = ()
+
+    def __init__(self, world: World, options: Options, workload: Workload) -> None:
+        self.world, self.options, self.workload = world, options, workload
+
+    @property
+    def operator(self) -> Operator:
+        return OPERATORS[self.workload.operator]
+
+    @property
+    def planner(self) -> Callable[..., Plan]:
+        """Who makes the plan."""
+        return self.operator.plan
+
+    @property
+    def columns(self) -> int:
+        """Columns of the rows that ranks exchange."""
+        return self.workload.n
+
+    @property
+    def pieces(self) -> int:
+        """Transfers per shard."""
+        return _HOST_PIECES if self.world.multi_host else PIECES
+
+    @property
+    def whole(self) -> int:
+        """Rows of what is not cut into pieces."""
+        return max(self.workload.rows)
+
+    @property
+    def key(self) -> CallKey | None:
+        """What all ranks know of the call if there is anything to decide."""
+        rows, dtype, chunk_rows = self.workload.rows, self.tensors["a"].dtype, self.options.chunk_rows
+        auto = self.options.algorithm == "auto" and any(rows)
+        return CallKey(self.workload.operator, rows, self.columns, dtype, chunk_rows) if auto else None
+
+    def check_algorithm(self, algorithm: str) -> None:
+        """Raise `ValueError` for an algorithm that is not possible here."""
+        operator, world = self.operator, self.world
+        arguments.check_algorithm(algorithm, operator.algorithms, world)
+        arguments.check_chunk_rows(self.options.chunk_rows)
+        if algorithm in operator.still and world.emulated_link:
+            others = ", ".join(name for name in operator.algorithms if name not in operator.still)
+            raise ValueError(f"{algorithm} moves no rows, so an emulated link cannot slow it: choose {others}")
+
+    def usual(self, algorithm: str) -> Decision:
+        """What the operator does for ``auto``, or one algorithm, by its own rules; `ValueError` if it is not possible here."""
+        self.check_algorithm(algorithm)
+        operator, why = self.operator, "as asked for"
+        if algorithm == "auto":
+            algorithm, why = self.default()
+        chunk = self.whole if algorithm in operator.whole else self.options.chunk_rows or self.chunk_rows(algorithm)
+        return Decision(Variant(algorithm, max(1, chunk)), why)
+
+    @abstractmethod
+    def default(self) -> tuple[str, str]:
+        """The algorithm that ``auto`` begins with, and why."""
+
+    @abstractmethod
+    def chunk_rows(self, algorithm: str) -> int:
+        """Rows of a piece, where nobody says."""
+
+    @abstractmethod
+    def finish(self) -> Any:
+        """The results, once the plan was executed."""
+
+    def describe(self, variant: Variant) -> str:
+        """More that there is to say of what is done."""
+        return ""
+
+
+def workload(operator: str, rows: tuple[int, ...], given: Given, out_dtype: torch.dtype, symmetric: bool = True) -> Workload:
+    """What a call comes to; several weights are as one as wide as all."""
+    a, weights, _, _ = given
+    columns, packed = sum(b.shape[1] for b in weights), all(isinstance(b, PackedWeight) for b in weights)
+    return Workload(operator, rows, a.shape[-1], columns, name(a.dtype), name(out_dtype), packed, symmetric)
