@@ -14,7 +14,7 @@ from support.ranks import die, everyones, on_ranks, start
 
 import weft
 from weft import _native
-from weft.ops.collectives import ANY, NUMBERS
+from weft.ops.collective import ANY, NUMBERS
 from weft.world import memory
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

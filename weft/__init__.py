@@ -11,23 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from weft.engines.weights import PackedWeight, pack
     from weft.errors import MismatchError, PeerLost, PeerTimeout, PlanError, SymmetricMemoryError, WeftError
+    from weft.ops.all_gather import all_gather, all_gather_async
     from weft.ops.all_gather_matmul import all_gather_matmul
+    from weft.ops.all_reduce import all_reduce, all_reduce_async
+    from weft.ops.all_to_all import all_to_all, all_to_all_async
     from weft.ops.barrier import barrier
-    from weft.ops.collectives import (
-        all_gather,
-        all_gather_async,
-        all_reduce,
-        all_reduce_async,
-        all_to_all,
-        all_to_all_async,
-        broadcast,
-        broadcast_async,
-        reduce_scatter,
-        reduce_scatter_async,
-    )
+    from weft.ops.broadcast import broadcast, broadcast_async
     from weft.ops.explain import explain
     from weft.ops.matmul_all_reduce import matmul_all_reduce
     from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
+    from weft.ops.reduce_scatter import reduce_scatter, reduce_scatter_async
     from weft.plan import Plan
     from weft.plan.proof import verify
     from weft.world import World, init
@@ -46,18 +39,11 @@ _HOMES = {
     "weft.world.onesided": ["Transfer", "get", "get_async", "notify", "put", "put_async", "put_notify", "test", "wait"],
     "weft.ops.all_gather_matmul": ["all_gather_matmul"],
     "weft.ops.barrier": ["barrier"],
-    "weft.ops.collectives": [
-        "all_gather",
-        "all_gather_async",
-        "all_reduce",
-        "all_reduce_async",
-        "all_to_all",
-        "all_to_all_async",
-        "broadcast",
-        "broadcast_async",
-        "reduce_scatter",
-        "reduce_scatter_async",
-    ],
+    "weft.ops.all_gather": ["all_gather", "all_gather_async"],
+    "weft.ops.all_reduce": ["all_reduce", "all_reduce_async"],
+    "weft.ops.all_to_all": ["all_to_all", "all_to_all_async"],
+    "weft.ops.broadcast": ["broadcast", "broadcast_async"],
+    "weft.ops.reduce_scatter": ["reduce_scatter", "reduce_scatter_async"],
     "weft.ops.explain": ["explain"],
     "weft.ops.matmul_all_reduce": ["matmul_all_reduce"],
     "weft.ops.matmul_reduce_scatter": ["matmul_reduce_scatter"],

@@ -29,7 +29,11 @@ from weft.bench.mpi import MPIS, MpiRanks
 from weft.bench.progress import progress
 from weft.bench.sweep import Row, bandwidths, print_table
 from weft.bench.verification import RUNS, Check
-from weft.ops.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from weft.ops.all_gather import all_gather
+from weft.ops.all_reduce import all_reduce
+from weft.ops.all_to_all import all_to_all
+from weft.ops.broadcast import broadcast
+from weft.ops.reduce_scatter import reduce_scatter
 from weft.world import World
 
 PLACES = {

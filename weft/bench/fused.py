@@ -118,7 +118,7 @@ class Subject(Views, Protocol):
     """An operator to measure: its views are `VIEWS`, baselines and steps; `ablation` names the steps, in order."""
 
     ablation: dict[str, str]
-    choice: Choice
+    choice: Decision
     notes: tuple[str, ...]
 
 

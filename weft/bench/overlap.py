@@ -24,7 +24,7 @@ from weft.bench.plots import size_name
 from weft.bench.verification import Check, Problem
 from weft.engines import matmul
 from weft.engines.weights import pack
-from weft.ops.collectives import all_gather, all_gather_async
+from weft.ops.all_gather import all_gather, all_gather_async
 from weft.world import World
 
 

@@ -12,8 +12,7 @@ import typer
 from weft.errors import PlanError
 from weft.plan import Plan
 from weft.plan.proof import verify
-from weft.schedules import all_reduce, broadcast, reduce_scatter
-from weft.schedules.all_gather import all_gather
+from weft.schedules import all_gather, all_reduce, broadcast, reduce_scatter
 from weft.schedules.all_to_all import all_to_all
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Operator, Place, Variant, Workload
@@ -31,7 +30,9 @@ class Request(NamedTuple):
 
 
 def _gather(r: Request) -> Plan:
-    return all_gather(r.rows, r.algorithm, chunk_rows=r.chunk_rows, symmetric_a=r.symmetric, symmetric_gathered=r.symmetric)
+    return all_gather.all_gather(
+        r.rows, r.algorithm, chunk_rows=r.chunk_rows, symmetric_a=r.symmetric, symmetric_gathered=r.symmetric
+    )
 
 
 def _fused(operator: Operator, r: Request) -> Plan:
@@ -60,10 +61,10 @@ def _broadcast(r: Request) -> Plan:
 
 PLANNERS: Mapping[str, tuple[tuple[str, ...], Callable[[Request], Plan]]] = {
     **{name: (operator.algorithms, partial(_fused, operator)) for name, operator in OPERATORS.items()},
-    "all_gather": (("push", "pull", "ring"), _gather),
-    "reduce_scatter": (("direct", "push", "ring"), _scatter),
+    "all_gather": (all_gather.ALGORITHMS, _gather),
+    "reduce_scatter": (reduce_scatter.ALGORITHMS, _scatter),
     "all_reduce": (all_reduce.ALGORITHMS, _reduce),
-    "broadcast": (("pull", "push", "ring"), _broadcast),
+    "broadcast": (broadcast.ALGORITHMS, _broadcast),
     "all_to_all": (("pull",), lambda r: all_to_all([r.rows] * len(r.rows), symmetric_a=r.symmetric)),
 }
 """Of each operator its algorithms and its planner."""

@@ -11,7 +11,7 @@ from weft.engines.matmul import multiply
 from weft.engines.weights import PackedWeight, Weight
 from weft.nn.layout import chunk_sizes
 from weft.ops import dims
-from weft.ops.collectives import all_gather
+from weft.ops.all_gather import all_gather
 from weft.ops.matmul_all_reduce import matmul_all_reduce
 from weft.world import World
 

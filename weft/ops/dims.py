@@ -10,6 +10,8 @@ from torch import Tensor
 
 def normal(dim: int, dims: int) -> int:
     """`dim` counted from the front, of a tensor with `dims` dimensions; `ValueError` if there is none such."""
+    if not dims:
+        raise ValueError("a must have at least one dimension; got a tensor with none: pass a.view(1)")
     if not -dims <= dim < dims:
         raise ValueError(f"a has {dims} dimensions; there is no dimension {dim}")
     return dim % dims

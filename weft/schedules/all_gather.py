@@ -33,6 +33,8 @@ from weft.schedules.common import (
 )
 from weft.schedules.staging import Part, Stream, pipeline
 
+ALGORITHMS = ("pull", "push", "ring")
+
 
 class Sizes(NamedTuple):
     """What a planner is given: rows of every rank, rows per transfer, where rows may lie, and how a push goes about it.

@@ -6,6 +6,8 @@ from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, T
 from weft.schedules.common import Hosts, apart, before, chunks, enter, leave, members, neighbours, others, publish, rail_peer, tidy
 from weft.schedules.staging import Part, Stream, copies, pipeline
 
+ALGORITHMS = ("pull", "push", "ring")
+
 
 def broadcast(
     rows: int, ranks: int, source: int, *, symmetric_a: bool = False, shared: bool = False, chunk_rows: int | None = None

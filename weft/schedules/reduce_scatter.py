@@ -11,6 +11,8 @@ from weft.schedules.host_rings import HostRing, of_rows
 from weft.schedules.host_sums import HostSums, inbox_rows, scatter
 from weft.schedules.staging import Arrival, Part, Stream, copies, pipeline
 
+ALGORITHMS = ("direct", "push", "ring")
+
 
 def put(rows: Sequence[int], algorithm: str, op: str = "sum", *, chunk_rows: int, hosts: Hosts) -> Plan:
     """`reduce_scatter` over several hosts, each of which adds up what its ranks have.

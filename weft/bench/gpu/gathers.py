@@ -14,8 +14,8 @@ from weft.bench import sweep, tables
 from weft.bench.gpu import hardware, milliseconds, processes, versions
 from weft.bench.harness import per_call
 from weft.bench.plots import COLOURS, picture
+from weft.ops.all_gather import all_gather
 from weft.ops.barrier import barrier
-from weft.ops.collectives import all_gather
 from weft.world import init
 from weft.world.launcher import launch
 from weft.world.local import local_world

@@ -12,9 +12,9 @@ import torch.distributed._symmetric_memory  # its operators
 from torch import Tensor
 
 from weft.bench.gpu import milliseconds
+from weft.ops.all_gather import all_gather
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.barrier import barrier
-from weft.ops.collectives import all_gather
 from weft.world import World, init
 
 

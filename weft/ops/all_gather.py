@@ -1,0 +1,98 @@
+"""All-gather as an operator: the tensors of all ranks, joined along a dimension."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from weft.ops import arguments, dims
+from weft.ops.collective import ANY, Handle, Work, as_matrix, call_later, call_now, parts, same_place, slot_rows
+from weft.schedules import all_gather as schedule
+from weft.schedules.workload import PIECES
+from weft.world import World
+
+PUSH_BYTES = 256 << 10  # from this size on of a rank's rows, not reading them from memory twice wins over finding them in the cache
+
+
+def all_gather(
+    a: Tensor,
+    *,
+    out: Tensor | None = None,
+    dim: int = 0,
+    shard_rows: Sequence[int] | None = None,
+    algorithm: str = "auto",
+    chunk_rows: int | None = None,
+    world: World | None = None,
+    timeout: float | None = None,
+) -> Tensor:
+    """The tensors `a` of all ranks joined along `dim`, in rank order; any dtype of `ANY`.
+
+    `shard_rows` are the sizes of that dimension on all ranks if they differ (zero is allowed). `algorithm` is ``pull`` (every rank
+    reads its peers'), ``push`` (every rank writes to its peers) or ``ring``, these two in transfers of `chunk_rows`; auto pushes
+    where `out` is symmetric, unless `a` is so too and small. `a` may be this rank's own part of `out`; where that is symmetric a
+    push copies nothing but what peers get.
+    """
+    shards = None if shard_rows is None else tuple(shard_rows)
+    return call_now(_prepare, a, out, (dim, shards, algorithm, chunk_rows), world, timeout)
+
+
+def all_gather_async(
+    a: Tensor,
+    *,
+    out: Tensor | None = None,
+    dim: int = 0,
+    shard_rows: Sequence[int] | None = None,
+    algorithm: str = "auto",
+    chunk_rows: int | None = None,
+    world: World | None = None,
+    timeout: float | None = None,
+) -> Handle:
+    """Begin `all_gather`, with the same arguments, and return at once."""
+    shards = None if shard_rows is None else tuple(shard_rows)
+    return call_later(_prepare, a, out, (dim, shards, algorithm, chunk_rows), world, timeout)
+
+
+def _prepare(
+    world: World, a: Tensor, out: Tensor | None, dim: int, shards: tuple[int, ...] | None, algorithm: str, chunk_rows: int | None
+) -> Work:
+    arguments.check_input(a, "a", world, ANY)
+    dim = dims.normal(dim, a.dim())
+    arguments.check_algorithm(algorithm, schedule.ALGORITHMS, world)
+    arguments.check_chunk_rows(chunk_rows)
+    sizes = arguments.check_shard_rows(a.shape[dim], shards, world)
+    shape = (*a.shape[:dim], sum(sizes), *a.shape[dim + 1 :])
+    lead = math.prod(a.shape[:dim])
+    rows, start = tuple(lead * size for size in sizes), sum(sizes[: world.rank])
+
+    def is_part(out: Tensor) -> bool:
+        return lead == 1 and same_place(a, out.narrow(dim, start, a.shape[dim]))
+
+    result = arguments.result(out, shape, a.dtype, [a], world, is_part)
+    in_place = out is not None and is_part(out)
+    matrix, gathered = as_matrix(a, dim), as_matrix(result, dim)
+    whole = gathered if lead == 1 else torch.empty_like(gathered)  # else the rows of a rank do not lie side by side in the result
+    # In place each rank's rows begin elsewhere, so they are not one symmetric tensor.
+    symmetric, symmetric_out = world.is_symmetric(matrix) and not in_place, world.is_symmetric(whole)
+    hosts = world.topology
+    if algorithm == "auto":
+        most = max(rows) * matrix.shape[1] * matrix.itemsize
+        straight = symmetric_out and (not symmetric or most >= PUSH_BYTES)
+        algorithm = "push" if hosts or straight else "pull"
+    pieces = 1 if algorithm == "push" and symmetric_out and hosts is None else PIECES
+    chunk = max(1, lead * chunk_rows if chunk_rows else -(-max(rows) // pieces))
+    if algorithm == "pull" and not symmetric and chunk_rows is None:
+        chunk = slot_rows(matrix, max(rows), 1)
+    plan = _plan(rows, algorithm, chunk, symmetric, symmetric_out, hosts)
+    copied = parts(result, whole, dim, sizes) if lead != 1 else ()
+    return Work(plan, {"a": matrix, "gathered": whole}, result, copied)
+
+
+_plan = lru_cache(1024)(
+    lambda rows, algorithm, chunk, a, gathered, hosts: schedule.all_gather(
+        rows, algorithm, chunk_rows=chunk, symmetric_a=a, symmetric_gathered=gathered, hosts=hosts
+    )
+)

@@ -1,0 +1,75 @@
+"""All-reduce as an operator: the element-wise reduction of all ranks' tensors on every rank."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+
+from torch import Tensor
+
+from weft.ops import arguments
+from weft.ops.collective import Handle, Work, call_later, call_now, check_reduction, same_place, slot_rows
+from weft.plan import Plan
+from weft.schedules import all_reduce as schedule
+from weft.schedules.common import Hosts, apart
+from weft.schedules.workload import PIECES
+from weft.world import World
+
+ONE_SHOT_BYTES = 16 << 10  # up to this size the least waiting wins over the least work
+
+
+def all_reduce(
+    a: Tensor,
+    *,
+    op: str = "sum",
+    out: Tensor | None = None,
+    algorithm: str = "auto",
+    world: World | None = None,
+    timeout: float | None = None,
+) -> Tensor:
+    """The element-wise reduction of all ranks' `a`, with equal bits on all ranks; a dtype of `NUMBERS`.
+
+    `op` as in `reduce_scatter`. `algorithm` is ``one_shot`` (every rank reduces everything; auto's choice for few bytes),
+    ``two_shot`` (every rank reduces a part and copies the others') or ``ring`` (from neighbour to neighbour, rounded to a's dtype
+    at every hop). `out` may be `a` itself.
+    """
+    return call_now(_prepare, a, out, (op, algorithm), world, timeout)
+
+
+def all_reduce_async(
+    a: Tensor,
+    *,
+    op: str = "sum",
+    out: Tensor | None = None,
+    algorithm: str = "auto",
+    world: World | None = None,
+    timeout: float | None = None,
+) -> Handle:
+    """Begin `all_reduce`, with the same arguments, and return at once."""
+    return call_later(_prepare, a, out, (op, algorithm), world, timeout)
+
+
+def _prepare(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: str) -> Work:
+    check_reduction(a, op, world)
+    arguments.check_algorithm(algorithm, schedule.ALGORITHMS, world)
+    result = arguments.result(out, a.shape, a.dtype, [a], world, partial(same_place, a))
+    in_place = out is not None and same_place(a, out)
+    if algorithm == "auto":
+        algorithm = "one_shot" if a.numel() * a.itemsize <= ONE_SHOT_BYTES else "two_shot"
+    flat = a.reshape(-1, 1).contiguous()
+    # Where every rank reads all of a there is no moment at which its own rank may overwrite it.
+    symmetric = world.is_symmetric(flat) and not (in_place and algorithm == "one_shot")
+    places = symmetric, world.is_symmetric(result)
+    slot = slot_rows(flat, -(-a.numel() // world.ranks), world.ranks - 1)
+    plan = _plan(a.numel(), world.ranks, algorithm, op, *places, slot, world.topology)
+    return Work(plan, {"a": flat, "out": result.view(-1, 1)}, result)
+
+
+@lru_cache(1024)
+def _plan(
+    rows: int, ranks: int, algorithm: str, op: str, symmetric: bool, symmetric_out: bool, slot: int, hosts: Hosts | None
+) -> Plan:
+    if hosts is not None and not (algorithm == "ring" and apart(hosts) and rows >= ranks):
+        way = "ring" if algorithm == "ring" else "two_shot"
+        return schedule.put(rows, ranks, way, op, chunk_rows=max(1, -(-rows // (ranks * PIECES))), hosts=hosts)
+    places = {"symmetric_a": symmetric, "symmetric_out": symmetric_out}
+    return schedule.all_reduce(rows, ranks, algorithm, op, chunk_rows=slot, **places)

@@ -1,0 +1,95 @@
+"""All-to-all as an operator: each rank gives a part of its rows to every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from weft.ops import arguments, dims
+from weft.ops.all_gather import all_gather
+from weft.ops.collective import ANY, Handle, Work, as_matrix, call_later, call_now, slot_rows
+from weft.schedules import all_to_all as schedule
+from weft.world import World
+
+
+def all_to_all(
+    a: Tensor,
+    *,
+    out: Tensor | None = None,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    world: World | None = None,
+    timeout: float | None = None,
+) -> Tensor:
+    """Part p of a's first dimension goes to rank p; the result has the parts for this rank in rank order. Any dtype of `ANY`.
+
+    Every row goes straight to its rank, also where hosts are several: round a ring it would be sent several times.
+    The parts are even, or as large as `input_split_sizes` and `output_split_sizes` say (all ranks give both or none; the sizes
+    are exchanged first, and those that do not fit together are a `ValueError` on all ranks).
+    """
+    given = None if input_split_sizes is None else tuple(input_split_sizes)
+    taken = None if output_split_sizes is None else tuple(output_split_sizes)
+    return call_now(_prepare, a, out, (given, taken), world, timeout)
+
+
+def all_to_all_async(
+    a: Tensor,
+    *,
+    out: Tensor | None = None,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    world: World | None = None,
+    timeout: float | None = None,
+) -> Handle:
+    """Begin `all_to_all`, with the same arguments, and return at once."""
+    given = None if input_split_sizes is None else tuple(input_split_sizes)
+    taken = None if output_split_sizes is None else tuple(output_split_sizes)
+    return call_later(_prepare, a, out, (given, taken), world, timeout)
+
+
+def _prepare(world: World, a: Tensor, out: Tensor | None, given: tuple[int, ...] | None, taken: tuple[int, ...] | None) -> Work:
+    arguments.check_input(a, "a", world, ANY)
+    dims.normal(0, a.dim())
+    even = given is None and taken is None
+    given, taken = _splits(world, a.shape[0], given, taken)
+    result = arguments.result(out, (sum(taken), *a.shape[1:]), a.dtype, [a], world)
+    counts = (given,) * world.ranks if even else _exchange_splits(world, given, taken)
+    matrix = as_matrix(a)
+    slot = slot_rows(matrix, max(map(max, counts)), world.ranks - 1)
+    plan = _plan(counts, world.is_symmetric(matrix), slot, world.topology)
+    return Work(plan, {"a": matrix, "out": as_matrix(result)}, result)
+
+
+def _splits(
+    world: World, rows: int, given: tuple[int, ...] | None, taken: tuple[int, ...] | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How many of its `rows` this rank gives to each rank, and takes from each."""
+    if given is None and taken is None:
+        if rows % world.ranks:
+            raise ValueError(f"{rows} rows do not divide evenly over {world.ranks} ranks: give the split sizes")
+        return ((rows // world.ranks,) * world.ranks,) * 2
+    given, taken = given or (), taken or ()
+    if not len(given) == len(taken) == world.ranks or min(given + taken) < 0 or sum(given) != rows:
+        raise ValueError(
+            f"input_split_sizes and output_split_sizes must be {world.ranks} counts each, none negative, the former of {rows} "
+            f"rows in all; got {[*given]} and {[*taken]}"
+        )
+    return given, taken
+
+
+def _exchange_splits(world: World, given: tuple[int, ...], taken: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """What every rank gives to every other, once all have been told; sizes that do not fit are an error on all ranks alike."""
+    everyone = all_gather(torch.tensor([given, taken]).view(1, -1), world=world).view(world.ranks, 2, world.ranks)
+    sent, expected = everyone[:, 0], everyone[:, 1].t()
+    if not torch.equal(sent, expected):
+        giver, taker = [int(i) for i in (sent != expected).nonzero()[0]]
+        raise ValueError(
+            f"rank {giver} gives rank {taker} {sent[giver, taker]} rows, but rank {taker} expects {expected[giver, taker]} from it"
+        )
+    return tuple(tuple(row) for row in sent.tolist())
+
+
+_plan = lru_cache(1024)(lambda rows, a, slot, hosts: schedule.all_to_all(rows, symmetric_a=a, chunk_rows=slot, hosts=hosts))

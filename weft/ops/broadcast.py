@@ -1,0 +1,71 @@
+"""Broadcast as an operator: one rank's tensor on every rank."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from torch import Tensor
+
+from weft.ops import arguments
+from weft.ops.collective import ANY, Handle, Work, call_later, call_now, slot_rows
+from weft.plan import Plan
+from weft.schedules import broadcast as schedule
+from weft.schedules.common import Hosts
+from weft.schedules.workload import PIECES
+from weft.world import World
+
+SHARED_BYTES = 256 << 10  # from this size on of a broadcast its source moves rows, too
+
+
+def broadcast(
+    tensor: Tensor,
+    source: int,
+    *,
+    algorithm: str = "auto",
+    world: World | None = None,
+    timeout: float | None = None,
+) -> Tensor:
+    """Overwrite `tensor`, which must be contiguous, with that of rank `source`, and return it; any dtype of `ANY`.
+
+    `algorithm` is ``pull`` (ranks read it; auto's choice on one host), ``push`` (the source puts it to each other host, or rank on
+    one; auto's choice on several) or ``ring`` (each hands it to the next, so the source sends it once).
+    """
+    return call_now(_prepare, tensor, tensor, (source, algorithm), world, timeout)
+
+
+def broadcast_async(
+    tensor: Tensor,
+    source: int,
+    *,
+    algorithm: str = "auto",
+    world: World | None = None,
+    timeout: float | None = None,
+) -> Handle:
+    """Begin `broadcast`, with the same arguments, and return at once."""
+    return call_later(_prepare, tensor, tensor, (source, algorithm), world, timeout)
+
+
+def _prepare(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: str) -> Work:
+    arguments.check_input(tensor, "tensor", world, ANY)
+    arguments.check_algorithm(algorithm, schedule.ALGORITHMS, world)
+    if not 0 <= source < world.ranks:
+        raise ValueError(f"there is no rank {source} in a world of {world.ranks}")
+    if not tensor.is_contiguous():
+        raise ValueError("tensor must be contiguous")
+    rows = tensor.view(-1, 1)
+    slot, shared = slot_rows(rows, len(rows), 1), rows.numel() * rows.itemsize >= SHARED_BYTES
+    plan = _plan(len(rows), world.ranks, source, algorithm, world.is_symmetric(rows), shared, slot, world.topology)
+    mine, theirs = ("a", "out") if world.rank == source else ("out", "a")
+    return Work(plan, {mine: rows, theirs: rows[:0]}, tensor)
+
+
+@lru_cache(1024)
+def _plan(
+    rows: int, ranks: int, source: int, algorithm: str, symmetric: bool, shared: bool, slot: int, hosts: Hosts | None
+) -> Plan:
+    places, staged = hosts or range(ranks), hosts is None and not symmetric
+    if algorithm == "ring":
+        return schedule.ring(rows, source, places, chunk_rows=max(1, -(-rows // PIECES)), staged=staged)
+    if hosts is not None or algorithm == "push":
+        return schedule.push(rows, source, places, staged=staged)
+    return schedule.broadcast(rows, ranks, source, symmetric_a=symmetric, shared=shared, chunk_rows=slot)

@@ -1,0 +1,172 @@
+"""What weft's collectives share: on symmetric or plain CPU tensors they are plans that run wholly in the native core.
+
+Each is collective, and returns when its result is in place and its inputs are the caller's again. The ``_async`` form returns a
+`Handle` at once and works on the native lane (the first call of its kind may wait for its peers, to take a workspace together);
+until it is waited for, its tensors must not be touched. Calls are carried out in the order in which they are made. Results do not
+depend on arrival order: the same bits on every run.
+
+Passing `out`, and the same tensors again and again, is the fastest way to call: the compiled plan is then found by the tensors'
+identity. Symmetric tensors (`World.empty`), the same on all ranks, are read and written in place by peers; others are staged.
+
+All tensors are plain: `torch.Tensor` or `torch.nn.Parameter` itself, strided, no conjugate or negative view. Autograd does not take
+part, so `out` must not require a gradient while it records.
+
+Keywords that all share: `out`, a contiguous tensor for the result (else a new one); `world`, by default that of ``weft.init()``;
+`timeout`, the seconds any wait may take, by default the world's. Bad arguments are `ValueError` or `TypeError`, raised before
+anything is sent; lost, late or disagreeing peers are `PeerLost`, `PeerTimeout` and `MismatchError`, and close the world.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.checks import check_timeout
+from weft.engines import engine
+from weft.engines.cached_call import CachedCall
+from weft.engines.engine import Geometry, Program
+from weft.engines.host import HostProgram
+from weft.engines.weights import DTYPES as FLOATS
+from weft.errors import PeerTimeout
+from weft.ops import arguments
+from weft.plan import Plan
+from weft.world import World, current
+
+NUMBERS = (*FLOATS, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+"""What can be reduced; averages are of floating dtypes."""
+
+ANY = (*NUMBERS, torch.bool)
+"""What can be moved."""
+
+REDUCTIONS = ("sum", "avg", "max", "min")
+
+STAGED_BYTES = 1 << 20  # up to so much for each peer, what peers cannot read is staged at once, and in pieces above
+SLOT_BYTES = 512 << 10  # what a rank then stages at a time: few enough that it stays in the caches until it is read
+STEPS = 64  # in which it does so at most: a plan is a list of all of them
+_REMEMBERED = 1024  # calls per world that are found by the identity of their tensors
+
+
+class Handle:
+    """A collective in progress, made by the ``_async`` forms."""
+
+    def __init__(self, program: Program, work: Work) -> None:
+        self._program, self._result = program, work.result
+        self._work: Work | None = work
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work is None or self._program.done()
+
+    def wait(self, timeout: float | None = None) -> Tensor:
+        """The result, once it is in place.
+
+        Raises `PeerTimeout` if it is not after `timeout` seconds; the collective goes on and can be waited for again. Raises what
+        the collective itself would.
+        """
+        if self._work is not None:
+            if not self._program.join(float("inf") if timeout is None else timeout):
+                raise PeerTimeout(f"{self._program.plan.operator} is not done after {timeout:g} s")
+            self._work.finish()
+            self._work = None
+        return self._result
+
+
+class Work(NamedTuple):
+    """What a call comes to: a plan, the matrices it works on, its result, and what is copied to which parts of it at the end."""
+
+    plan: Plan
+    tensors: dict[str, Tensor]
+    result: Tensor
+    copied: Sequence[tuple[Tensor, Tensor]] = ()
+
+    def finish(self) -> None:
+        """Copy what is to be copied at the end."""
+        for part, block in self.copied:
+            part.copy_(block)
+
+
+Prepare = Callable[..., Work]
+"""What an operator makes of a call: ``prepare(world, a, out, *options)``, its arguments checked."""
+
+
+def call_now(
+    prepare: Prepare, a: Tensor, out: Tensor | None, options: tuple[Hashable, ...], world: World | None, timeout: float | None
+) -> Tensor:
+    """Make a call and return its result."""
+    if world is None or world.closed is not None:
+        world = current(world)
+    if timeout is not None:
+        check_timeout(timeout)
+    calls = (world.engine or engine(world)).calls
+    name = prepare, id(a), id(out), options
+    known: CachedCall | None = calls.get(name)
+    if known is not None and out is not None and known.replay(a, out, timeout):
+        return out
+    work = prepare(world, a, out, *options)
+    program = _program(world, work)
+    addresses = program.addresses(work.tensors)
+    program.execute(addresses, timeout)
+    work.finish()
+    lasting = engine(world).remembers and not work.copied
+    if lasting and out is not None and all(_within(tensor, (a, out)) for tensor in work.tensors.values()):
+        if len(calls) >= _REMEMBERED:
+            calls.clear()
+        assert isinstance(program, HostProgram)
+        calls[name] = CachedCall(program, addresses, a, out)
+    return work.result
+
+
+def call_later(
+    prepare: Prepare, a: Tensor, out: Tensor | None, options: tuple[Hashable, ...], world: World | None, timeout: float | None
+) -> Handle:
+    """Begin a call and return at once."""
+    world = current(world)
+    check_timeout(timeout)
+    work = prepare(world, a, out, *options)
+    program = next(program for number in range(1 << 30) if (program := _program(world, work, number)).idle())
+    program.start(program.addresses(work.tensors), timeout)
+    return Handle(program, work)
+
+
+def _program(world: World, work: Work, number: int = 0) -> Program:
+    """The program for this work; `number` tells those apart that are under way at the same time."""
+    key = id(work.plan), number, *((name, Geometry.of(tensor, world)) for name, tensor in work.tensors.items())
+    return engine(world).program(key, work.plan, work.tensors)
+
+
+def _within(tensor: Tensor, owners: tuple[Tensor, ...]) -> bool:
+    return tensor.numel() == 0 or any(arguments.overlap(tensor, owner) for owner in owners)
+
+
+def check_reduction(a: Tensor, op: str, world: World) -> None:
+    """A reduction, and a dtype that it is defined for."""
+    if op not in REDUCTIONS:
+        raise ValueError(f"there is no reduction {op!r}; choose one of {', '.join(REDUCTIONS)}")
+    arguments.check_input(a, "a", world, FLOATS if op == "avg" else NUMBERS)
+
+
+def as_matrix(tensor: Tensor, dim: int = 0) -> Tensor:
+    """The tensor as contiguous rows: one for each index of the dimensions up to `dim`."""
+    return tensor.contiguous().view(math.prod(tensor.shape[: dim + 1]), math.prod(tensor.shape[dim + 1 :]))
+
+
+def parts(tensor: Tensor, blocks: Tensor, dim: int, sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """The parts of a tensor along `dim`, of these sizes, each with its place in `blocks`, where they lie one after another."""
+    parts = tensor.split([*sizes], dim)
+    places = blocks.view(-1).split([part.numel() for part in parts])
+    return [(part, place.view(part.shape)) for part, place in zip(parts, places, strict=True)]
+
+
+def slot_rows(matrix: Tensor, most: int, readers: int) -> int:
+    """How many of at most `most` rows go to each of as many readers at a time, where they are staged."""
+    row = max(1, matrix.shape[1] * matrix.itemsize)
+    return max(1, most if most * row <= STAGED_BYTES else SLOT_BYTES // (row * max(1, readers)), -(-most // STEPS))
+
+
+def same_place(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same memory in the same order."""
+    return one.data_ptr() == other.data_ptr() and one.is_contiguous() and other.is_contiguous() and one.shape == other.shape

@@ -1,0 +1,102 @@
+"""Reduce-scatter as an operator: this rank's part of the element-wise reduction of all ranks' tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+from torch import Tensor
+
+from weft.ops import arguments, dims
+from weft.ops.collective import (
+    Handle,
+    Work,
+    as_matrix,
+    call_later,
+    call_now,
+    check_reduction,
+    parts,
+    same_place,
+    slot_rows,
+)
+from weft.plan import Plan
+from weft.schedules import reduce_scatter as schedule
+from weft.schedules.common import Hosts
+from weft.schedules.workload import PIECES
+from weft.world import World
+
+
+def reduce_scatter(
+    a: Tensor,
+    *,
+    op: str = "sum",
+    out: Tensor | None = None,
+    dim: int = 0,
+    shard_rows: Sequence[int] | None = None,
+    algorithm: str = "auto",
+    world: World | None = None,
+    timeout: float | None = None,
+) -> Tensor:
+    """This rank's part along `dim` of the element-wise reduction of all ranks' `a`; a dtype of `NUMBERS`.
+
+    `op` is ``sum``, ``avg``, ``max`` or ``min``; sums are accumulated in rank order in float32 (float64 in float64, integers
+    exactly) and rounded once. Without `shard_rows`, the sizes of the parts, the dimension must divide evenly. `out` may be this
+    rank's own part of `a`.
+
+    `algorithm` is ``direct`` (every rank reads its peers' rows; auto's choice on one host), ``push`` (they are put to it, a host's
+    sum once; auto's choice on several) or ``ring`` (sums go from host to host, or from rank to rank on one, rounded to a's dtype at
+    every hop).
+    """
+    shards = None if shard_rows is None else tuple(shard_rows)
+    return call_now(_prepare, a, out, (op, dim, shards, algorithm), world, timeout)
+
+
+def reduce_scatter_async(
+    a: Tensor,
+    *,
+    op: str = "sum",
+    out: Tensor | None = None,
+    dim: int = 0,
+    shard_rows: Sequence[int] | None = None,
+    algorithm: str = "auto",
+    world: World | None = None,
+    timeout: float | None = None,
+) -> Handle:
+    """Begin `reduce_scatter`, with the same arguments, and return at once."""
+    shards = None if shard_rows is None else tuple(shard_rows)
+    return call_later(_prepare, a, out, (op, dim, shards, algorithm), world, timeout)
+
+
+def _prepare(
+    world: World, a: Tensor, out: Tensor | None, op: str, dim: int, shards: tuple[int, ...] | None, algorithm: str
+) -> Work:
+    check_reduction(a, op, world)
+    arguments.check_algorithm(algorithm, schedule.ALGORITHMS, world)
+    dim = dims.normal(dim, a.dim())
+    sizes = arguments.check_parts(a.shape[dim], shards, world)
+    lead = math.prod(a.shape[:dim])
+    rows, start = tuple(lead * size for size in sizes), sum(sizes[: world.rank])
+    shape = (*a.shape[:dim], sizes[world.rank], *a.shape[dim + 1 :])
+
+    def is_part(out: Tensor) -> bool:
+        return lead == 1 and same_place(out, a.narrow(dim, start, sizes[world.rank]))
+
+    result = arguments.result(out, shape, a.dtype, [a], world, is_part)
+    if lead == 1:
+        matrix = as_matrix(a, dim)
+    else:
+        matrix = a.new_empty(sum(rows), math.prod(a.shape[dim + 1 :]))
+        for part, block in parts(a.detach(), matrix, dim, sizes):
+            block.copy_(part)
+    slot = slot_rows(matrix, max(rows), world.ranks - 1)
+    plan = _plan(rows, algorithm, op, world.is_symmetric(matrix), slot, world.topology)
+    return Work(plan, {"a": matrix, "out": as_matrix(result, dim)}, result)
+
+
+@lru_cache(1024)
+def _plan(rows: tuple[int, ...], algorithm: str, op: str, symmetric: bool, slot: int, hosts: Hosts | None) -> Plan:
+    if hosts is not None or algorithm in ("push", "ring"):
+        way = "ring" if algorithm == "ring" else "push"
+        return schedule.put(rows, way, op, chunk_rows=max(1, -(-max(rows) // PIECES)), hosts=hosts or range(len(rows)))
+    return schedule.reduce_scatter(rows, op, symmetric_a=symmetric, chunk_rows=slot)
