@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 import weft
 from weft.bench import all_gather_matmul as case
-from weft.bench import figures, plots, report, timing, verification
+from weft.bench import figures, harness, plots, report, verification
 from weft.bench.baselines import GLOO, gloo_all_gather_matmul, gloo_matmul_all_reduce, gloo_matmul_reduce_scatter
 from weft.bench.fused import Link, Result, Settings, measure
-from weft.bench.timing import Statistics, Stopwatch, summarize
+from weft.bench.harness import Statistics, Stopwatch, summarize
 from weft.bench.verification import RUNS, Check, Problem, Sums, compare
 from weft.cli import app
 from weft.cli.plan import PLANNERS
@@ -123,7 +123,7 @@ def test_interleaving_runs_every_view_in_every_round():
 
 
 def test_a_view_beyond_the_budget_is_run_once(monkeypatch):
-    monkeypatch.setattr(timing, "BUDGET", 0.0)
+    monkeypatch.setattr(harness, "BUDGET", 0.0)
     calls = []
     with weft.init() as world:
         times = Stopwatch(world).interleave({"slow": lambda: calls.append(1)}, warmup=3, iterations=20)
@@ -406,11 +406,17 @@ def test_an_operator_that_does_nothing_fails_the_benchmark(monkeypatch):
 
 @pytest.mark.data
 def test_bench_joins_the_ranks_of_a_launcher():
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", *COMMAND]
-    command = [*torchrun, "bench", "all-gather-matmul", *SMALL, "--json", "-"]
-    outcome = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    """Of products and of sweeps, one after the other."""
+    both = "import sys; from weft.cli import app; [app(each.split(), standalone_mode=False) for each in sys.argv[1:]]"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    sweep = ["bench", "broadcast", "--sizes", "8,4K", "--warmup", "1", "--iterations", "2", "--threads", "1", "--json", "-"]
+    benches = [" ".join(words) for words in (["bench", "all-gather-matmul", *SMALL, "--json", "-"], sweep)]
+    outcome = subprocess.run([*torchrun, sys.executable, "-c", both, *benches], capture_output=True, text=True, timeout=100)
     assert outcome.returncode == 0, outcome.stderr
-    assert json.loads(outcome.stdout)["ranks"] == 2, "one object, from one rank"
+    product, end = json.JSONDecoder().raw_decode(outcome.stdout)
+    sweep = json.loads(outcome.stdout[end:])
+    assert [made["benchmark"] for made in (product, sweep)] == ["all-gather-matmul", "broadcast"], "one object each, from one rank"
+    assert product["ranks"] == sweep["ranks"] == 2
 
 
 def test_plans_are_shown_and_proved():

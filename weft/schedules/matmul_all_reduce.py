@@ -159,7 +159,7 @@ def _plan(workload: Workload, variant: Variant, place: Place, *, op: str = "sum"
         variant.algorithm,
         chunk_rows=variant.chunk_rows,
         op=op,
-        moved=place.remote_reads,
+        remote_reads=place.remote_reads,
         ranks_planned=place.ranks_planned,
         hosts=place.hosts,
     )

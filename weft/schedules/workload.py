@@ -58,7 +58,7 @@ class Variant(NamedTuple):
 class Place(NamedTuple):
     """Where a plan is to run.
 
-    `hosts` are given where there are several. `moved`: rows of peers are not read where they lie, but moved first. `links`: lanes
+    `hosts` are given where there are several. `remote_reads`: peers' rows are read where they lie, not moved first. `links`: lanes
     that a push sends on beside each other. `ranks_planned`: how many ranks get their lanes, all unless given.
     """
 
