@@ -49,7 +49,7 @@ def assert_told_of_the_death(folder, ranks):
 def two_by_two(two_hosts, tmp_path_factory):
     """What two ranks on each of two hosts have found, of which the last has died."""
     folder = tmp_path_factory.mktemp("two_by_two")
-    two_hosts.start(SCRIPT, 2, "operators,traces,traffic,killed", folder)
+    two_hosts.start(SCRIPT, 2, "operators,sums_to_the_bit,traces,traffic,killed", folder)
     ended = two_hosts.finish()
     assert (folder / "death").exists(), ended
     return folder
@@ -57,7 +57,7 @@ def two_by_two(two_hosts, tmp_path_factory):
 
 @pytest.mark.data
 def test_two_hosts_of_two_ranks_and_one_that_dies(two_by_two):
-    assert found(two_by_two, "operators", 4) == [None] * 4
+    assert found(two_by_two, "operators", 4) == found(two_by_two, "sums_to_the_bit", 4) == [None] * 4
     assert_told_of_the_death(two_by_two, 4)
 
 
@@ -80,7 +80,7 @@ def test_traces_of_several_hosts_are_aligned(two_by_two):
 def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path):
     """Right after a job that lost a rank, over a slower link."""
     two_hosts.shape(gbps=4)
-    two_hosts.start(SCRIPT, 1, "doctor,cut_off,operators,refusals,mismatch,benches", tmp_path)
+    two_hosts.start(SCRIPT, 1, "doctor,cut_off,operators,sums_to_the_bit,refusals,mismatch,benches", tmp_path)
     wait_for(two_hosts, *(tmp_path / f"running{rank}" for rank in range(2)))
     two_hosts.cut_off(1)
     wait_for(two_hosts, *(tmp_path / f"gave_up{rank}" for rank in range(2)))
@@ -124,7 +124,7 @@ def test_mpiexec_starts_ranks_on_two_hosts(two_hosts, tmp_path):
 @pytest.mark.data
 def test_three_hosts_and_one_that_leaves_and_one_that_dies(tmp_path):
     with hosts(3, gbps=1) as net:
-        net.start(SCRIPT, 1, "operators,leaves,killed", tmp_path)
+        net.start(SCRIPT, 1, "operators,sums_to_the_bit,leaves,killed", tmp_path)
         ended = net.finish()
     assert (tmp_path / "death").exists(), ended
     assert_told_of_the_death(tmp_path, 3)

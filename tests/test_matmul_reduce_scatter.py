@@ -6,11 +6,14 @@ import itertools
 from functools import partial
 
 import pytest
+import sums
 import torch
 from support.products import DTYPES, assert_sum
 from support.ranks import on_ranks
 
 import weft
+from weft.schedules.common import split
+from weft.schedules.matmul_all_reduce import ALGORITHMS as ALL_REDUCES
 from weft.schedules.matmul_reduce_scatter import ALGORITHMS
 
 
@@ -108,13 +111,20 @@ def test_calls_back_to_back_without_barriers(algorithm):
 
 
 def in_rank_order(world):
-    """The sum is taken in rank order in float32 and rounded once, whichever algorithm takes it."""
-    values = [2.0**24, 1.0, -(2.0**24)] if world.ranks == 3 else [2048.0, 1.0]
-    dtype = torch.float32 if world.ranks == 3 else torch.float16
-    a, b = torch.full((6, 1), values[world.rank], dtype=dtype), torch.ones(1, 5, dtype=dtype)
-    for algorithm in ALGORITHMS:
-        y = weft.matmul_reduce_scatter(a, b, algorithm=algorithm, out_dtype=torch.float32)
-        assert y.unique().tolist() == [0.0 if world.ranks == 3 else 2049.0]
+    """Sums are taken in rank order and rounded once, whichever algorithm takes them; products of one column and row are exact."""
+    ranks, rows, columns = range(world.ranks), 61, 24
+    kept = split(rows, world.ranks)
+    for dtype, out_dtype in sums.FUSED:
+        a = [sums.numbers(rank, rows, 1, dtype=dtype) for rank in ranks]
+        b = [sums.numbers(rank + 50, 1, columns, dtype=dtype) for rank in ranks]
+        products = [sums.products(*pair, out_dtype) for pair in zip(a, b, strict=True)]
+        wanted = sums.once(products, ranks, 0, out_dtype)
+        mine, options = (a[world.rank], b[world.rank]), {"out_dtype": out_dtype, "chunk_rows": 5}
+        for algorithm in ("auto", *ALGORITHMS):
+            y = weft.matmul_reduce_scatter(*mine, shard_rows=kept, algorithm=algorithm, **options)
+            assert torch.equal(y, wanted.split(kept)[world.rank]), (algorithm, dtype, out_dtype)
+        for algorithm in ("auto", *ALL_REDUCES):
+            assert torch.equal(weft.matmul_all_reduce(*mine, algorithm=algorithm, **options), wanted), (algorithm, dtype, out_dtype)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import sums
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -21,6 +22,7 @@ import weft
 from weft.cli import app
 from weft.cli.doctor import diagnose
 from weft.engines.recording import clock_offsets, record
+from weft.schedules.common import apart, split
 from weft.world import relay
 
 LIMIT = 2.0  # seconds that a wait may take where something goes wrong
@@ -86,6 +88,34 @@ def operators(world):
     symmetric = world.empty(8, 4)
     symmetric.fill_(world.rank)
     assert torch.equal(weft.all_gather(symmetric)[:, 0], torch.arange(world.ranks).repeat_interleave(8).float())
+
+
+def sums_to_the_bit(world):
+    """Random sums of every dtype have the promised bits, by every algorithm; products are of one column and one row, so exact."""
+    ranks, rows, columns = range(world.ranks), 61, 24
+    kept = split(rows, world.ranks)
+    for dtype, out_dtype in sums.FUSED:
+        a = [sums.numbers(rank, rows, 1, dtype=dtype) for rank in ranks]
+        b = [sums.numbers(rank + 50, 1, columns, dtype=dtype) for rank in ranks]
+        products = [sums.products(*pair, out_dtype) for pair in zip(a, b, strict=True)]
+        wanted = sums.blocks(sums.once, products, world.hosts, kept, out_dtype)
+        mine, options = (a[world.rank], b[world.rank]), {"out_dtype": out_dtype, "chunk_rows": 5}
+        for algorithm in ("auto", "push", "ring", "sequential"):
+            y = weft.matmul_reduce_scatter(*mine, shard_rows=kept, algorithm=algorithm, **options)
+            assert torch.equal(y, wanted[world.rank]), (algorithm, dtype, out_dtype)
+        for algorithm in ("auto", "two_shot", "ring", "sequential"):
+            y = weft.matmul_all_reduce(*mine, algorithm=algorithm, **options)
+            assert torch.equal(y, torch.cat(wanted)), (algorithm, dtype, out_dtype)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        parts = [sums.numbers(rank, rows, columns, dtype=dtype) for rank in ranks]
+        for algorithm, how in (("push", sums.once), ("ring", sums.at_every_hop)):
+            y = weft.reduce_scatter(parts[world.rank], shard_rows=kept, algorithm=algorithm)
+            assert torch.equal(y, sums.blocks(how, parts, world.hosts, kept, dtype)[world.rank]), (algorithm, dtype)
+        parts, kept_each = [part.view(-1) for part in parts], split(rows * columns, world.ranks)
+        around = sums.around if apart(world.hosts) else sums.at_every_hop
+        for algorithm, how in (("two_shot", sums.once), ("ring", around)):
+            y = weft.all_reduce(parts[world.rank], algorithm=algorithm)
+            assert torch.equal(y, torch.cat(sums.blocks(how, parts, world.hosts, kept_each, dtype))), (algorithm, dtype)
 
 
 def refusals(world):
@@ -303,7 +333,7 @@ def main():
     torch.set_num_threads(1)
     parts, folder = sys.argv[1].split(","), Path(sys.argv[2])
     for part in parts:
-        if part in ("operators", "refusals", "traces", "traffic"):
+        if part in ("operators", "refusals", "sums_to_the_bit", "traces", "traffic"):
             with patient_farewell(), weft.init(timeout=20) as world:
                 found = globals()[part](world)
         else:

@@ -315,7 +315,7 @@ class Program(ABC):
 def _geometry(plan: Plan, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], world: World) -> dict[str, Geometry]:
     """The geometry of every buffer that is used; workspaces look like what they exchange rows with."""
     known = {name: Geometry.of(tensor, world) for name, tensor in tensors.items()}
-    linked = {
+    linked = dict.fromkeys(  # in an order that all ranks have, since the first link of a workspace decides
         (a.buffer, b.buffer)
         for lanes in plan.lanes
         for lane in lanes.values()
@@ -323,7 +323,7 @@ def _geometry(plan: Plan, tensors: Mapping[str, Tensor], dtypes: Mapping[str, to
         if isinstance(i, Copy | Reduce)
         for a in reads(i)
         for b in writes(i)
-    }
+    )
     grown = True
     while grown:
         grown = False

@@ -29,11 +29,15 @@ NAN = 0xFF
 
 
 class Call(NamedTuple):
-    """One execution of a plan: each rank's inputs, and its weights by the buffer that their products go to."""
+    """One execution of a plan: each rank's inputs, and its weights by the buffer that their products go to.
+
+    `dtypes` are those of buffers that differ from what is written to them first.
+    """
 
     plan: Plan
     inputs: Sequence[Mapping[str, Tensor]]
     weights: Sequence[Mapping[str, Tensor]] = ()
+    dtypes: Mapping[str, torch.dtype] = {}
 
 
 def run(*calls: Call, order: random.Random | None = None) -> list[list[Buffers]]:
@@ -135,12 +139,14 @@ def _step(ranks: Sequence[_Rank], rank: int, lane: str) -> None:
         case Notify(peer, signal):
             ranks[peer].counters[signal] += 1
         case Copy() | Matmul() | Reduce() as move:
-            sources = [here.rows(source) for source in reads(move)]
-            here.rows(move.dst).copy_(_result(move, sources, here.calls[here.number], rank))
+            sources, target = [here.rows(source) for source in reads(move)], here.rows(move.dst)
+            if isinstance(move, Copy) and sources[0].dtype != target.dtype:
+                raise PlanError(f"{move}: a copy does not turn {sources[0].dtype} into {target.dtype}")
+            target.copy_(_result(move, sources, here.calls[here.number], rank))
 
 
 def _result(move: Move, sources: Sequence[Tensor], call: Call, rank: int) -> Tensor:
-    """What `move` writes."""
+    """What `move` writes, before it is rounded to the dtype of where it goes."""
     match move:
         case Copy():
             return sources[0]
@@ -153,7 +159,7 @@ def _result(move: Move, sources: Sequence[Tensor], call: Call, rank: int) -> Ten
             total = sources[0].to(wide)
             for source in sources[1:]:
                 total = total + source.to(wide)
-            return total.to(dtype)
+            return total
 
 
 def _memory(calls: Sequence[Call]) -> list[list[Buffers]]:
@@ -194,7 +200,9 @@ def _like(call: Call) -> Buffers:
     first = next(iter(like.values()))
     while new := [(r, i) for r, i in moves if i.dst.buffer not in like and all(source.buffer in like for source in reads(i))]:
         for r, move in new:
-            like[move.dst.buffer] = _result(move, [like[source.buffer] for source in reads(move)], call, r)
+            sources, name = [like[source.buffer] for source in reads(move)], move.dst.buffer
+            found = _result(move, sources, call, r)
+            like[name] = found.to(call.dtypes.get(name, found.dtype if isinstance(move, Matmul) else sources[0].dtype))
     return {name: like.get(name, first) for name in call.plan.buffers}
 
 

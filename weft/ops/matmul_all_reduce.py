@@ -32,7 +32,8 @@ def matmul_all_reduce(
     """Multiply `a` by this rank's `b` and sum over all ranks, collectively; all ranks get equal bits.
 
     The result is that of `torch.matmul` followed by `torch.distributed.all_reduce` (plus `bias`). Sums are taken as by
-    `matmul_reduce_scatter`: in rank order, in float32 (float64 for float64), rounded once.
+    `matmul_reduce_scatter` that keeps an even share of the rows on each rank: in rank order, in float32 (float64 for float64),
+    rounded once, by every algorithm; over several hosts as it says there.
 
     Gradients follow Megatron's convention, not that of `torch.distributed.nn` and torch's functional collectives: all ranks are
     taken to compute one and the same loss from the result, so its gradient is already complete on each, and goes to a, b and bias

@@ -38,6 +38,9 @@ def matmul_reduce_scatter(
     The result is that of `torch.matmul` followed by `torch.distributed.reduce_scatter_tensor` (plus `bias`). Products are summed
     in rank order in float32 (float64 for float64) and rounded once, by every algorithm: same inputs, same bits. The products
     themselves are in float32, except that those of bfloat16 for a bfloat16 result come in bfloat16, as `torch.mm` gives them.
+    Over several hosts these are taken in the order of their first ranks, and what the ranks of another host than the keeper's have
+    made is summed there first, which counts as one product: where these come in bfloat16, that sum is rounded to bfloat16, too
+    (not with `out_dtype` float32).
 
     Gradients flow to a, b and bias. Those of a and b share one gather of the result's gradient, by `all_gather_matmul`; that of
     bias is complete on every rank.

@@ -41,12 +41,14 @@ def reduce_scatter(
     """This rank's part along `dim` of the element-wise reduction of all ranks' `a`; a dtype of `NUMBERS`.
 
     `op` is ``sum``, ``avg``, ``max`` or ``min``; sums are accumulated in rank order in float32 (float64 in float64, integers
-    exactly) and rounded once. Without `shard_rows`, the sizes of the parts, the dimension must divide evenly. `out` may be this
-    rank's own part of `a`.
+    exactly) and rounded once. Over several hosts these are taken in the order of their first ranks, and what the ranks of another
+    host than the owner's have is summed there first and, if they are several, rounded to a's dtype.
+
+    Without `shard_rows`, the sizes of the parts, the dimension must divide evenly. `out` may be this rank's own part of `a`.
 
     `algorithm` is ``direct`` (every rank reads its peers' rows; auto's choice on one host), ``push`` (they are put to it, a host's
-    sum once; auto's choice on several) or ``ring`` (sums go from host to host, or from rank to rank on one, rounded to a's dtype at
-    every hop).
+    sum once; auto's choice on several) or ``ring`` (sums go from host to host, or from rank to rank on one, in the same order, but
+    rounded to a's dtype at every hop).
     """
     shards = None if shard_rows is None else tuple(shard_rows)
     return call_now(_prepare, a, out, (op, dim, shards, algorithm), world, timeout)

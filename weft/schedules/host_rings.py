@@ -1,8 +1,8 @@
 """Sums that go round: each host adds what its ranks have to what comes from the host before, so that only neighbours talk.
 
-A sum begins at host 0 and is complete at the last host, so hosts are added in their order, as they are by a push: the same bits.
-From there it goes on, over host 0 again, to the rank that keeps it, or to all. That is up to twice what a push sends. On one host
-every rank can be taken for a host of its own.
+A sum begins at host 0 and is complete at the last host, so its terms are those of a push (`host_sums`), in the same order: the same
+bits where running sums are not rounded. From there it goes on, over host 0 again, to the rank that keeps it, or to all. That is up
+to twice what a push sends. On one host every rank can be taken for a host of its own.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ class HostRing(NamedTuple):
         lane: list[Instruction] = []
         came = Counter[int]()
         for count, piece in enumerate(self.own(), 1):
-            product = Region(self.rank, self.sums.source, piece.start, piece.stop)
+            rows = Region(self.rank, self.sums.source, piece.start, piece.stop)
+            running, parts = rows._replace(buffer="running"), [rows._replace(rank=peer) for peer in self.sums.here]
             lane += [Wait(Signal("made", peer), 1 if self.sums.at_once else count) for peer in producers]
-            if len(self.sums.here) > 1:
-                products = tuple(product._replace(rank=peer) for peer in self.sums.here)
-                product = product._replace(buffer="hosted")
-                lane.append(Reduce(products, product, part_of(self.sums.op)))
-            running, parts = product._replace(buffer="running"), [product]
+            if len(parts) > 1 and self.hosts[piece.owner] != self.here:
+                hosted = rows._replace(buffer="hosted")
+                lane.append(Reduce(tuple(parts), hosted, part_of(self.sums.op)))
+                parts = [hosted]
             if self.here:
                 before = self.reducer(piece.owner, self.here - 1)
                 came[before] += 1
@@ -100,7 +100,7 @@ class HostRing(NamedTuple):
         if not self.everywhere and piece.owner == self.rank:
             start = offsets(self.sums.rows)[self.rank]
             return [Reduce(parts, Region(self.rank, "out", piece.start - start, piece.stop - start), self.sums.op)]
-        summed = parts[0]._replace(buffer="summed")
+        summed = Region(self.rank, "summed", piece.start, piece.stop)
         return [Reduce(parts, summed, self.sums.op), *self._hand_on(piece, summed)]
 
     def _hand_on(self, piece: Piece, summed: Region) -> list[Instruction]:

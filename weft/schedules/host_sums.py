@@ -1,9 +1,9 @@
 """Sums over ranks on several hosts: each host adds up its own ranks' rows, so that a row crosses to another host once.
 
-For a block that a rank of another host, its *owner*, keeps, one rank of each host, the *reducer*, adds up what its host has, and
-puts the sum to the owner. The owner adds its own host's rows and the other hosts' sums in the order of hosts, and of ranks within
-its host: the same bits on every run. With one rank on each host that is the order of ranks, and nothing is added up before it is
-sent.
+For a block that a rank of another host keeps, one rank of each host, the *reducer*, adds up what its host has, and puts the sum to
+the owner. The owner adds its own host's rows and the other hosts' sums in the order of hosts, and of ranks within its host: the
+same bits on every run. So a sum of another host is a term like a row of the own one, and is rounded as these are. With one rank on
+each host that is the order of ranks, and nothing is added up before it is sent.
 """
 
 from __future__ import annotations

@@ -1,0 +1,92 @@
+"""Sums have the bits that are promised: for every algorithm, dtype and layout of hosts."""
+
+from __future__ import annotations
+
+import pytest
+import sums
+import torch
+
+from weft.engines.reference import Call, run
+from weft.ops.partial_sums import workspaces
+from weft.plan import accesses
+from weft.schedules import all_reduce, matmul_all_reduce, matmul_reduce_scatter, reduce_scatter
+from weft.schedules.common import apart, split
+from weft.schedules.matmul_reduce_scatter import product_buffer
+
+HOSTS = ((0, 0), (0, 0, 0), (0, 0, 0, 0), (0, 1), (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 2), (0, 0, 1), (0, 1, 1), (0, 0, 1, 2, 2))
+ROWS = 23
+COLUMNS = 8
+
+
+def one_host(hosts):
+    return len(set(hosts)) == 1
+
+
+def planned(schedule, hosts, kept):
+    """The plans of all algorithms for these hosts."""
+    several, reads_peers = None if one_host(hosts) else hosts, ("direct", "put", "one_shot")
+    for algorithm in schedule.ALGORITHMS:
+        if several is None or algorithm not in reads_peers:
+            planner = getattr(schedule, schedule.__name__.rsplit(".", 1)[-1])
+            for moved in (False, True) if several is None else (True,):
+                yield planner(kept, algorithm, chunk_rows=3, moved=moved, hosts=several)
+
+
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+@pytest.mark.parametrize("schedule", [matmul_reduce_scatter, matmul_all_reduce], ids=["scatter", "all"])
+def test_fused_sums_are_rounded_once_by_every_algorithm(schedule, hosts):
+    ranks = range(len(hosts))
+    kept = split(ROWS, len(hosts))
+    if schedule is matmul_reduce_scatter:
+        kept[0], kept[-1] = 0, kept[-1] + kept[0]
+    rank_order = range(len(hosts)) if one_host(hosts) else hosts
+    for dtype, out_dtype in sums.FUSED:
+        a = [sums.numbers(rank, ROWS, 1, dtype=dtype) for rank in ranks]
+        b = [sums.numbers(rank + 50, 1, COLUMNS, dtype=dtype) for rank in ranks]
+        products = [sums.products(*pair, out_dtype) for pair in zip(a, b, strict=True)]
+        wanted = sums.blocks(sums.once, products, rank_order, kept, out_dtype)
+        if schedule is matmul_all_reduce:
+            wanted = [torch.cat(wanted)] * len(hosts)
+        dtypes = {**workspaces(dtype, out_dtype), "out": out_dtype}
+        for plan in planned(schedule, hosts, kept):
+            used = {region.buffer for lanes in plan.lanes for lane in lanes.values() for i in lane for region in accesses(i)}
+            assert used <= {"a", *dtypes}, "no dtype is left to guesses"
+            weights = [{product_buffer(plan.algorithm, len(hosts)): weight.to(products[0].dtype)} for weight in b]
+            (found,) = run(Call(plan, [{"a": rows} for rows in a], weights, dtypes))
+            for rank, (one, other) in enumerate(zip(found, wanted, strict=True)):
+                assert one["out"].dtype == out_dtype
+                assert torch.equal(one["out"], other), (plan.algorithm, dtype, out_dtype, rank)
+
+
+def collectives(hosts, kept):
+    """Plans of collectives, each with how it adds up, and whether all ranks have all sums."""
+    ranks = len(hosts)
+    several = range(ranks) if one_host(hosts) else hosts
+    for algorithm, how in (("push", sums.once), ("ring", sums.at_every_hop)):
+        yield reduce_scatter.put(kept, algorithm, chunk_rows=3, hosts=several), several, how, False
+    if one_host(hosts):
+        for symmetric in (False, True):
+            yield reduce_scatter.reduce_scatter(kept, symmetric_a=symmetric, chunk_rows=3), several, sums.once, False
+            for algorithm, how in (("one_shot", sums.once), ("two_shot", sums.once), ("ring", sums.around)):
+                options = {"symmetric_a": symmetric, "symmetric_out": symmetric, "chunk_rows": 3}
+                yield all_reduce.all_reduce(ROWS, ranks, algorithm, **options), several, how, True
+    else:
+        for algorithm, how in (("two_shot", sums.once), ("ring", sums.at_every_hop)):
+            yield all_reduce.put(ROWS, ranks, algorithm, chunk_rows=3, hosts=hosts), hosts, how, True
+    if apart(hosts):
+        yield all_reduce.all_reduce(ROWS, ranks, "ring"), hosts, sums.around, True
+
+
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+def test_sums_of_collectives_are_rounded_where_they_say(hosts):
+    ranks, even = range(len(hosts)), split(ROWS, len(hosts))
+    uneven = [*even[1:], even[0]]
+    uneven[0], uneven[1] = 0, uneven[1] + uneven[0]
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        parts = [sums.numbers(rank, ROWS, COLUMNS, dtype=dtype) for rank in ranks]
+        for plan, order, how, everywhere in collectives(hosts, uneven):
+            wanted = sums.blocks(how, parts, order, even if everywhere else uneven, dtype)
+            (found,) = run(Call(plan, [{"a": part} for part in parts]))
+            for rank in ranks:
+                whole = torch.cat(wanted) if everywhere else wanted[rank]
+                assert torch.equal(found[rank]["out"], whole), (plan.operator, plan.algorithm, dtype, rank)
