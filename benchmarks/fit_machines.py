@@ -1,7 +1,7 @@
 """Fit the machine profiles to published results, and print by how much the simulator then misses them.
 
     python benchmarks/fit_machines.py            # the error tables
-    python benchmarks/fit_machines.py --write    # and the profiles in weft/machines, with their residuals, and the tables in docs
+    python benchmarks/fit_machines.py --write    # also writes the profiles in weft/predict/machines and the tables in docs
 
 Each `System` says which published rows a machine's figures are fitted to and which plan each row stands for. The fit minimises the
 sum of squared logarithms of predicted / published by a pattern search over the logarithms of the parameters. *Leave one out* fits
@@ -28,7 +28,7 @@ from weft.schedules.common import split
 from weft.schedules.matmul_all_reduce import matmul_all_reduce
 
 HERE = Path(__file__).parent
-PROFILES = HERE.parent / "weft" / "machines"
+PROFILES = HERE.parent / "weft" / "predict" / "machines"
 PAGE = HERE.parent / "docs" / "prediction.md"
 BEGIN, END = "<!-- tables of fit_machines.py -->", "<!-- end of tables -->"
 
