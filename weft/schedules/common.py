@@ -83,8 +83,8 @@ def publish(
     """Let `readers` read `pieces` of this rank's ``a``; this rank reads from `sources`, which publish theirs alike.
 
     Readers wait for "ready". A symmetric input is read where it lies, and is the caller's again only when every reader has said
-    "read"; others are staged in a workspace. A rank that reads nothing does nothing that its readers do not wait for, so it need
-    not say that it is done.
+    "read"; others are staged in a workspace. A rank that only publishes sends no "free": its readers' waits already cover all that
+    it does.
     """
     ready: list[Instruction] = [Notify(peer, Signal("ready", rank)) for peer in readers]
     if symmetric:

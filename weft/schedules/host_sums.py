@@ -18,7 +18,7 @@ Lanes = dict[str, list[Instruction]]
 Make = Callable[[int, int, int], Instruction]
 """From (rank, start, stop) to what puts a rank's own rows there into the buffer that is added up."""
 
-PARTS = 4  # products that a block has at least: few, since large products are faster, and many, since a link waits for the first
+PARTS = 4  # least products per block: fewer delay the first transfer, more make each product slower
 
 
 class Piece(NamedTuple):

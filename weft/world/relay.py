@@ -33,7 +33,7 @@ _ACKNOWLEDGED = b"k"  # tells a peer that it may hang up
 _HEADER = struct.Struct("<cQQ")
 _NOTICED = 0.5  # seconds within which all threads have seen that a connection is closed
 _LINGER = 0.5  # seconds in which peers acknowledge a farewell or bad news
-FOREVER = timedelta(days=30)  # waits have no limit here: whoever needs what they wait for has one, and then hangs up
+FOREVER = timedelta(days=30)  # no limit here: the operator's own timeout closes the connection, which ends the wait
 _POSTED = 64  # frames that may be on their way to a peer
 
 

@@ -28,9 +28,8 @@ def tiles(start: int, stop: int, columns: int, block_m: int) -> Iterator[tuple[i
 def runs(lane: Sequence[Instruction]) -> list[tuple[int, int]]:
     """The parts of a compute lane, from a `Matmul` to a `Matmul`, that product kernels carry out: ``lane[start:stop]``.
 
-    They hold nothing but products, waits and notifies. A notify says that the products before it are made, so what it says of a
-    wait directly before it is not for a kernel to say; and where products go to several outputs, which are made one after the
-    other, it says nothing that a kernel knows.
+    They hold nothing but products, waits and notifies. A notify right after a wait stays outside the kernel, since it announces
+    that wait too. So do all notifies of a lane whose products go to several outputs: a kernel makes one output after the other.
     """
     several = len({i.dst.buffer for i in lane if isinstance(i, Matmul)}) > 1
     found: list[tuple[int, int]] = []
