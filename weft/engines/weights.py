@@ -11,7 +11,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """The dtypes that products take."""
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""Those that they take with scales."""
+"""The dtypes that products take with scales."""
 
 _PROBED = 64  # elements of a packed weight that are compared to see whether it was changed
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -47,7 +47,7 @@ class PackedWeight:
         return _version(self.plain) != self._version or not torch.equal(self._probed, self._probe)
 
     def check_unchanged(self) -> None:
-        """Raise `ValueError` if it has."""
+        """Raise `ValueError` if the tensor that this was packed from has been written to since."""
         if self.changed():
             raise ValueError("the weight was changed after it was packed; pack it again with weft.pack(b)")
 

@@ -59,11 +59,11 @@ class ShardedLinear(nn.Linear):
         note(self, self._describe())
 
     def _describe(self) -> str:
-        """What runs, in words."""
+        """What this layer runs, in words, for `explain`."""
         raise NotImplementedError
 
     def _takes(self, placement: Placement, dims: int) -> bool:
-        """Whether an input of `dims` dimensions that lies as `placement` is taken as it is."""
+        """Whether this layer takes an input of `dims` dimensions with this placement without redistributing it."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -95,7 +95,7 @@ class ShardedLinear(nn.Linear):
         return x, self._packed[1], bias
 
     def _enter(self, x: Tensor) -> tuple[Tensor, Placement]:
-        """The local part of x and how it lies, redistributed by torch if this layer cannot take it as it lies."""
+        """The local part of x and its placement, redistributed by torch if this layer does not take x with the one it has."""
         if not isinstance(x, DTensor) and not torch.compiler.is_compiling():
             dtypes = DTYPES if torch.is_autocast_enabled("cpu") else (self.weight.dtype,)
             arguments.check_input(x, "input", self.world, dtypes)
@@ -109,7 +109,7 @@ class ShardedLinear(nn.Linear):
         return local(x), placement
 
     def _leave(self, y: Tensor, placement: Placement, size: int | None = None) -> Tensor:
-        """`y`, which lies as `placement` (of `size`, if sharded unevenly), as the layout wants it."""
+        """Redistribute the result `y` from `placement` to the layout's; `size` is the whole's along it where parts are uneven."""
         target = normal(self.layout.output, y.dim())
         if self.layout.local and placement == target:
             return y
@@ -185,7 +185,7 @@ class Gather:
             layer.gather = self
 
     def forget(self) -> None:
-        """Drop what was made and not called for."""
+        """Drop results that were made for layers that have not asked for theirs."""
         self.made_of: tuple[Tensor, bool] | None = None  # the input, and whether gradients were recorded
         self.made: dict[int, Tensor] = {}  # by id of the layer
 
@@ -195,7 +195,7 @@ class Gather:
         return twin
 
     def product(self, layer: ColumnParallelLinear, given: Tensor, x: Tensor, dim: int, sizes: Sequence[int] | None) -> Tensor:
-        """This layer's product of all ranks' `x`, the local part of what it was `given`."""
+        """The product of `layer` with all ranks' `x`, which is the local part of `given`, the tensor the layer was called with."""
         recorded = torch.is_grad_enabled()
         if self.made_of is None or self.made_of[0] is not given or self.made_of[1] != recorded or id(layer) not in self.made:
             operands = [each._operands(x) for each in self.layers]

@@ -26,7 +26,7 @@ class Layout(NamedTuple):
 
 
 def normal(placement: Placement, dims: int) -> Placement:
-    """The placement with a dimension that is not negative."""
+    """The placement for tensors of `dims` dimensions, with a dimension that is not negative."""
     return Shard(placement.dim + dims) if isinstance(placement, Shard) and placement.dim < 0 else placement
 
 
@@ -40,7 +40,7 @@ def as_dtensor(local: Tensor, mesh: DeviceMesh, placement: Placement, size: int 
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
+    """This rank's part of a DTensor; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -56,6 +56,6 @@ def chunk_sizes(size: int, ranks: int) -> list[int]:
 
 
 def part(parameter: Tensor, dim: int, world: World) -> nn.Parameter:
-    """This rank's part of a parameter."""
+    """A parameter with this rank's part of `parameter` along `dim`."""
     part = torch.split(parameter.detach(), chunk_sizes(parameter.shape[dim], world.ranks), dim)[world.rank]
     return nn.Parameter(part.clone(memory_format=torch.contiguous_format))

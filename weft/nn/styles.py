@@ -40,7 +40,9 @@ class SharedColwiseParallel(torch_styles.ParallelStyle):
 
     Args:
         names: of the layers, in the module that the style is applied to.
-        input_layouts, output_layouts, use_local_output: as `ColwiseParallel` takes them.
+        input_layouts: how the input lies; sharded along a dimension, by default replicated.
+        output_layouts: how the results are to lie, by default sharded along the last dimension.
+        use_local_output: whether results are plain tensors, this rank's parts, instead of DTensors.
     """
 
     def __init__(

@@ -101,20 +101,20 @@ class Run:
         return f"rank {rank} {lane} waits for {wait.count} of {wait.signal}, {come} come"
 
     def join(self, rank: int) -> None:
-        """An execution begins when the one before has ended in all lanes of its rank."""
+        """Begin an execution of a rank: each of its lanes knows what all of them had done when the one before ended."""
         mine = [self.index[rank, name] for name in self.lanes[rank]]
         joined = [max(times) for times in zip(*(self.clocks[i] for i in mine), strict=True)]
         for i in mine:
             self.clocks[i] = [*joined]
 
     def fork(self, rank: int) -> None:
-        """From here on each lane's doings are known to others only by signals."""
+        """Let the lanes of a rank go: from here on what one does is known to others only by signals."""
         for name in self.lanes[rank]:
             i = self.index[rank, name]
             self.clocks[i][i] += 1
 
     def hand_over(self, execution: int, rank: int) -> None:
-        """Before and after an execution inputs and outputs are the caller's, who may write to them."""
+        """Take inputs and outputs as written by the caller, whose they are before and after an execution."""
         lane = self.index[rank, "compute"]
         for name, buffer in self.plans[execution].buffers.items():
             if buffer.role == "workspace":

@@ -17,7 +17,7 @@ class Grid:
     values: Sequence[float]
 
     def at(self, *point: float) -> float:
-        """The value at a point; beyond an axis that at its end."""
+        """The value at a point; beyond the end of an axis it is that at the end."""
         corners = [(0, 1.0)]
         for axis, x in zip(self.axes, point, strict=True):
             right = min(max(bisect_right(axis, x), 1), len(axis) - 1)

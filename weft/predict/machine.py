@@ -74,11 +74,11 @@ class Link:
         return self.gbs / self.core_gbs if self.core_gbs else 0.0
 
     def seconds(self, size: int) -> float:
-        """The time of a transfer that has the link for itself."""
+        """Seconds of a transfer of `size` bytes that has the link for itself."""
         return self.latency_us * 1e-6 + self.passing(size)
 
     def passing(self, size: int) -> float:
-        """The same without the latency: as long as it occupies the link."""
+        """Seconds for which a transfer of `size` bytes occupies the link: its time without the latency."""
         return size / (self.gbs * 1e9) * (self.factors.at(size) if self.factors and size else 1.0)
 
 
@@ -158,7 +158,7 @@ class Machine:
         return self.hosts is not None and self.hosts[one] != self.hosts[other]
 
     def signal_us(self, one: int, other: int) -> float:
-        """From a notify of a rank until another's wait is over."""
+        """Microseconds from a notify of one rank until the wait of the other is over."""
         return self.network.latency_us if self.network and self.apart(one, other) else self.notify_us
 
     def group(self, ranks: int) -> int:
@@ -169,7 +169,7 @@ class Machine:
         return max((link.reach for link in self.links if link.reach and link.reach < ranks), default=1)
 
     def over(self, hosts: Sequence[int]) -> Machine:
-        """Several such machines, with a rank on each of `hosts`, joined by the network, or by the link that reaches farthest.
+        """Several machines like this one, with ranks on `hosts`, joined by the network, or by the link that reaches farthest.
 
         Raises `ValueError` for a machine of which no link to others is known.
         """
@@ -179,7 +179,7 @@ class Machine:
         return replace(self, network=network, hosts=tuple(hosts))
 
     def with_link(self, ranks: int, gbs: float | None = None, latency_us: float | None = None) -> Machine:
-        """The same machine with other figures for the link that joins all of so many ranks."""
+        """This machine with other figures for the link that joins all of `ranks` ranks: GB/s and microseconds."""
 
         def changed(link: Link) -> Link:
             return replace(link, gbs=gbs or link.gbs, latency_us=link.latency_us if latency_us is None else latency_us)
@@ -190,7 +190,7 @@ class Machine:
         return replace(self, links=tuple(changed(link) if link is joining else link for link in self.links))
 
     def emulating(self, gbps: float, latency_us: float) -> Machine:
-        """The same machine with the link of `World.emulate_link`: `gbps` counts 1e9 bits per second."""
+        """This machine with the link of `World.emulate_link`: `gbps` counts 1e9 bits per second."""
         return replace(self, links=(Link(gbps / 8, latency_us, idle=True),))
 
 

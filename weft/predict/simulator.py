@@ -253,7 +253,7 @@ class _Run:
         return sum(other.core / max(len(self.users[link]) for link in other.links) for other in beside)
 
     def cost(self, lane: _Lane, instruction: Copy | Matmul | Reduce) -> _Work:
-        """What an instruction takes that begins now."""
+        """The work of an instruction that begins now: its seconds, links, earliest end and parts of cores."""
         machine, rank = self.machine, lane.rank
         match instruction:
             case Matmul(src, dst):
@@ -289,7 +289,7 @@ class _Run:
         return sum(0.0 if link.idle else link.passing(size) for link, size in links)
 
     def resources(self, link: Link, src: int, dst: int) -> tuple[Resource, ...]:
-        """What a transfer shares with others; of ranks that are not planned, their counterparts'."""
+        """The links that a transfer shares with others; a rank that is not planned uses those of its counterpart."""
         if (hosts := self.machine.hosts) and self.machine.apart(src, dst):
             return ("out", hosts[src % self.ranks_planned], -1), ("in", hosts[dst % self.ranks_planned], -1)
         if link.shared:

@@ -59,7 +59,7 @@ def _through_slots(rank: int, handed: Stream) -> tuple[Instruction, ...]:
 
 
 def push(rows: int, source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
-    """`broadcast` over several hosts: rows are put to one rank of each other host, and its other ranks read them there.
+    """Broadcast over several hosts: rows are put to one rank of each other host, and its other ranks read them there.
 
     Where every rank has a host of its own they are put into its ``out``, unless they are to be `staged`.
     """
@@ -95,7 +95,7 @@ def push(rows: int, source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
 
 
 def ring(rows: int, source: int, hosts: Hosts, *, chunk_rows: int, staged: bool = False) -> Plan:
-    """`push`, but each host puts rows to the next one as they come, so that the source sends them once."""
+    """Broadcast over several hosts: each host puts rows to the next one as they come, so that the source sends them once."""
     ranks, around, lanes = len(hosts), max(hosts) + 1, []
     at_source = tuple(rows if r == source else 0 for r in range(ranks))
     into = "out" if apart(hosts) and not staged else "staged"

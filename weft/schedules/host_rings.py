@@ -42,7 +42,7 @@ class HostRing(NamedTuple):
         return max(self.hosts)
 
     def reducer(self, owner: int, host: int) -> int:
-        """Who of a host deals with what a rank keeps."""
+        """The rank of `host` that deals with what `owner` keeps: the owner itself on its own host."""
         return owner if self.hosts[owner] == host else rail_peer(owner, host, self.hosts)
 
     def pieces(self) -> list[Piece]:
@@ -50,7 +50,7 @@ class HostRing(NamedTuple):
         return [piece for owner in range(self.sums.ranks) for piece in self.sums.pieces(owner)]
 
     def own(self) -> list[Piece]:
-        """Those that this rank deals with."""
+        """The pieces that this rank deals with on behalf of its host, in the order of the rows."""
         return [piece for piece in self.pieces() if self.reducer(piece.owner, self.here) == self.rank]
 
     def onward(self, owner: int) -> int | None:

@@ -15,7 +15,7 @@ ALGORITHMS = ("direct", "push", "ring")
 
 
 def put(rows: Sequence[int], algorithm: str, op: str = "sum", *, chunk_rows: int, hosts: Hosts) -> Plan:
-    """`reduce_scatter` over several hosts, each of which adds up what its ranks have.
+    """Reduce-scatter over several hosts, each of which adds up what its ranks have.
 
     ``push``: it puts that to the ranks of the others; ``ring``: to the next host, which adds its own.
     """

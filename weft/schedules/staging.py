@@ -14,7 +14,7 @@ from weft.plan import Copy, Instruction, Notify, Region, Signal, Wait
 from weft.schedules.common import after, before, chunks, enter, leave, tidy
 
 SLOTS = 3
-"""With two, each rank would wait in each step until its peers have done as much as itself."""
+"""Slots of a stream. With two, each rank would wait in each step until its peers have done as much as itself."""
 
 
 class Part(NamedTuple):

@@ -102,7 +102,7 @@ def exchange(world: Peers, compiled: _native.Compiled, call: str, note: str, fd:
 
 
 def peer_view(tensor: torch.Tensor, segment: Segment, rank: int) -> torch.Tensor:
-    """The same view of `rank`'s part of the segment."""
+    """What `tensor` views in this rank's part of the segment, as a tensor over `rank`'s part."""
     whole = segment.bytes(rank)[: segment.size // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 

@@ -58,7 +58,7 @@ class _Copy(NamedTuple):
 
 
 _copies: dict[tuple[bool, int, int, int], _Copy] = {}
-"""By direction, the identities of both tensors, and the peer."""
+"""Copies that were made before, by direction, the identities of both tensors, and the peer."""
 
 
 class Transfer:
@@ -73,11 +73,11 @@ class Transfer:
         self._world, self._number, self._what = world, number, what  # in words, where it is turned into a string
 
     def done(self) -> bool:
-        """Whether it is over. False at first, then True for ever; what it did may be used once True, as after `wait`."""
+        """Whether the transfer is over. False at first, then True for ever; what it moved may be used once this is True."""
         return self._world.transfers.done(self._number)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return once it is complete: a put's data is at the peer, a get's data is here, and its source may be used again.
+        """Return once the transfer is complete: a put's data is at the peer, a get's is here, and its source may be used again.
 
         `timeout` is in seconds, the world's by default. Raises `PeerTimeout` after that, which harms neither the transfer nor the
         world, so one may wait again; and `PeerLost` if a peer had failed before its turn came, so that it was not made.
@@ -111,8 +111,13 @@ def put(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> N
 def get(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> None:
     """Copy `peer`'s counterpart of `src` to `dst`; when it returns the data is in `dst`.
 
-    `src` is this rank's part of a symmetric tensor or any view of it, `dst` any CPU tensor of that dtype and shape; the rest is as
-    for `put`. What is read is only certain if the peer has said that it is there, and does not write it meanwhile.
+    `src` is this rank's part of a symmetric tensor or any view of it, `dst` any CPU tensor of that dtype and shape that holds no
+    element twice and whose dimensions do not interleave. Both are plain: `torch.Tensor` or `torch.nn.Parameter` itself, strided, no
+    conjugate or negative view. `peer` may be this rank itself. Autograd does not take part.
+
+    What is read is only certain if the peer has said that it is there, and does not write it meanwhile. `world` is the tensor's own
+    and need not be given. Raises `ValueError` (not symmetric, of another world, no such peer, shapes differ, out of bounds, not
+    plain), `TypeError` (dtypes differ, a subclass), `PeerLost`.
     """
     _copy(src, dst, peer, world, False)
 
@@ -120,13 +125,18 @@ def get(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> N
 def put_async(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> Transfer:
     """Begin a `put` and return at once; `src` must stay as it is until the returned `Transfer` is over.
 
-    A world has 1024 transfers under way at most; while it has, this call holds its thread until one ends.
+    A world has 1024 transfers under way at most; while it has, this call holds its thread until one ends. Arguments and errors are
+    those of `put`.
     """
     return _begin((dst, src), *_prepared(dst, src, peer, world, True))
 
 
 def get_async(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> Transfer:
-    """Begin a `get` and return at once; `dst` holds nothing certain until the returned `Transfer` is over. Else as `put_async`."""
+    """Begin a `get` and return at once; `dst` holds nothing certain until the returned `Transfer` is over.
+
+    A world has 1024 transfers under way at most; while it has, this call holds its thread until one ends. Arguments and errors are
+    those of `get`.
+    """
     return _begin((dst, src), *_prepared(src, dst, peer, world, False))
 
 
@@ -198,7 +208,7 @@ def _copy(remote: Tensor, local: Tensor, peer: int, world: World | None, put: bo
 
 
 def _prepared(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put: bool) -> tuple[World, _Copy]:
-    """Its world, and the copy between `peer`'s counterpart of `remote` and `local`; the same tensors again find theirs ready."""
+    """The world of `remote`, and the copy between `peer`'s counterpart of it and `local`; a repeated call finds its copy ready."""
     known = _copies.get((put, id(remote), id(local), peer)) if type(peer) is int else None
     if known is not None and known.remote.matches(remote) and known.local.matches(local):
         own = known.owner()
@@ -213,7 +223,7 @@ def _prepared(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put
 
 
 def _checked(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put: bool) -> tuple[World, _Copy]:
-    """The same, made of arguments that have been checked."""
+    """Check the arguments of a copy between `peer`'s counterpart of `remote` and `local`; the world of `remote`, and the copy."""
     there, here = ("dst", "src") if put else ("src", "dst")
     for tensor, what in ((remote, there), (local, here)):
         check_tensor(tensor, what)

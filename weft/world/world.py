@@ -87,7 +87,8 @@ class World(Peers):
     def signals(self, count: int, name: str = "signals") -> Signals:
         """`count` zeroed counters on every rank for one-sided calls; collective, with the same `count` on all ranks.
 
-        `name` is what errors call them. Raises as `empty` does.
+        `name` is what errors call them. Raises `SymmetricMemoryError` on every rank if any rank lacks memory, `MismatchError` if
+        ranks ask for different things, `ValueError` unless `count` is positive.
         """
         self.check()
         if not (isinstance(count, int) and count > 0):

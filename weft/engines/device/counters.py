@@ -41,13 +41,13 @@ class Counters(Protocol):
         """Add 1 on `peer`, after everything before it in this lane."""
 
     def wait(self, target: WaitTarget, compiled: _native.Compiled, timeout: float) -> None:
-        """Hold this lane; raises `WaitFailed` where a lane can."""
+        """Hold this lane until the target is reached, for at most `timeout` seconds; raises `WaitFailed` where a lane can."""
 
     def advance(self, promised: Mapping[int, int]) -> None:
-        """This execution is over, and raised counters so much."""
+        """End an execution, which raised counters by what the plan `promised`."""
 
     def prepare(self, promised: Mapping[int, int]) -> object:
-        """Make ready for `advance`."""
+        """Make what `advance` needs for such an execution, which cannot be done while a graph is captured."""
 
     def check(self, name: Callable[[int], str]) -> None:
         """Raise `PeerTimeout` for a wait that ended early in a lane that cannot raise it; `name` says what a counter is called."""

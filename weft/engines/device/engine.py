@@ -82,7 +82,7 @@ class DeviceEngine(Engine):
         return DeviceProgram(self, plan, tensors, dtypes, call)
 
     def begin(self) -> None:
-        """What the caller does comes after all calls before, on whatever stream they were made."""
+        """Order what the caller does from now on after all earlier calls, on whatever stream they were made."""
         if self.world.device.type == "cuda":
             stream = torch.cuda.current_stream()
             if self.stream not in (None, stream) and not torch.cuda.is_current_stream_capturing():
@@ -175,7 +175,7 @@ class DeviceProgram(Program):
             world.recorder.add(self.plan, [each for span in spans for each in span()])
 
     def _products(self, tensors: Tensors, weights: Mapping[str, Weight], bias: Tensors, seconds: float) -> dict[int, Step]:
-        """What the runs of products come to, checked before anything is sent; their kernels are there when anything waits."""
+        """Steps for the runs of products, checked before anything is sent; their kernels are loaded before anything waits."""
         made = {at: [launch.step(tensors, weights, bias, seconds) for launch in run.launches] for at, run in self.runs.items()}
         if made and self.world.device.type == "cuda" and self.call not in self.engine.loaded:
             from weft.engines.device.kernels.symmetric import LOADING
@@ -206,7 +206,7 @@ class DeviceProgram(Program):
             raise min(errors, key=lambda error: (isinstance(error, WeftError), isinstance(error, PeerTimeout)))
 
     def addresses(self, tensors: Tensors) -> Any:
-        """What `execute` and `start` take."""
+        """The tensors themselves, which `execute` and `start` take."""
         return tensors
 
     def execute(self, addresses: Any, timeout: float | None = None) -> None:
@@ -261,7 +261,7 @@ class DeviceProgram(Program):
         spans: list[Span],
         products: Mapping[int, Step],
     ) -> list[Step]:
-        """What the instructions of a lane come to with these tensors; `products` are those of its runs."""
+        """Steps for the instructions of a lane with these tensors; `products` are the steps for its runs."""
         lane = self.lanes[LANES.index(name)]
         runs = self.runs if name == "compute" else {}
         inside = {at for run in runs.values() for at in range(run.start + 1, run.stop)}
@@ -295,7 +295,7 @@ class DeviceProgram(Program):
         bias: Tensors,
         timeout: float,
     ) -> Step:
-        """What one instruction comes to."""
+        """The step for one instruction, number `at` of lane `name`."""
         engine, call, rows = self.engine, self.native.call, partial(self._find, tensors=tensors)
         match instruction:
             case Copy(src, dst):

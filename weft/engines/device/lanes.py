@@ -17,20 +17,20 @@ Step = Callable[[], None]
 
 
 class Completion(Protocol):
-    """A list of steps that a lane was given."""
+    """The end of a list of steps that a lane was given."""
 
     def done(self) -> bool:
-        """Whether all of it is done."""
+        """Whether all steps are done."""
 
     def join(self, seconds: float = math.inf) -> bool:
-        """Go on after it: wait for a thread, or have the current stream wait for a lane's. False if the time is over first."""
+        """Go on after the steps: wait for a thread, or have the current stream wait for a lane's. False if time runs out first."""
 
 
 class Lane(Protocol):
     """Does steps in order, beside the caller and other lanes."""
 
     def begin(self) -> None:
-        """What is given from now on comes after what the caller has done, or put on its current stream."""
+        """Order the steps that follow after what the caller has done, or put on its current stream."""
 
     def start(self, steps: Sequence[Step]) -> Completion:
         """Do these steps; an exception ends the list."""

@@ -37,7 +37,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_for(device: torch.device, dtype: torch.dtype, out: torch.dtype) -> Blocks:
-    """Sizes at which nothing is spilled from registers, and all fits in shared memory, on the makers' GPUs that tests compile for.
+    """Sizes of tiles at which no register is spilled and all fits in shared memory, on the makers' GPUs that tests compile for.
 
     `dtype` is that of the factors, `out` that of the result.
     """
@@ -45,7 +45,7 @@ def blocks_for(device: torch.device, dtype: torch.dtype, out: torch.dtype) -> Bl
 
 
 def sizes(amd: bool, wide: bool, wide_out: bool) -> Blocks:
-    """The same for AMD's or NVIDIA's GPUs, by whether factors and results are of 4 bytes."""
+    """Sizes of tiles for AMD's or NVIDIA's GPUs, by whether factors (`wide`) and results (`wide_out`) are of 4 bytes."""
     if wide:  # multiplied in all of float32, which NVIDIA's matrix instructions do not do
         return Blocks(64, 128, 16, 8, 3)
     if amd:
