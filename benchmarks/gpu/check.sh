@@ -39,7 +39,7 @@ export PYTHONSAFEPATH=1  # the weft that was built, not the sources here
 export CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER
 weft=("$python" -c 'from weft.cli import main; main()')
 
-step tests 100 "$python" -m pytest -q tests/test_gpu.py -p no:cacheprovider
+step tests 100 "$python" -m pytest -q tests/engines/test_gpu.py -p no:cacheprovider
 step from-host 50 "${weft[@]}" bench all-gather-matmul --peers host --shape 8192x8192x8192 --dtype float16 --ranks 2 \
   --json "$out/from-host.json" --plot "$out/from-host.png"
 step all-gather 120 "${weft[@]}" bench all-gather --device cuda --ranks 2 --sizes 1M,16M,64M,256M --comm-sms 4,8,16,32,64 \

@@ -16,7 +16,7 @@ from support.hosts import WHY_NOT
 )
 def test_a_short_storm(places, trials):
     """Ranks are forked from a process of its own, which has no threads."""
-    command = [sys.executable, Path(__file__).with_name("storm.py"), "--seed", "0", "--trials", str(trials), "--places", places]
+    command = [sys.executable, Path(__file__).parents[1] / "storm.py", "--seed", "0", "--trials", str(trials), "--places", places]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{trials} trials from seed 0 on" in done.stdout

@@ -468,7 +468,7 @@ def examples(world, source, names):
         namespace[name](world)
 
 
-PAGE = (Path(__file__).parents[1] / "docs/memory-model.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/memory-model.md").read_text()
 SOURCE = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
 EXAMPLES = re.findall(r"^def (\w+)\(world\)", SOURCE, re.MULTILINE)
 

@@ -23,7 +23,7 @@ from weft.bench.sweep import bandwidths, parse_sizes
 from weft.cli import app
 
 SHORT = ["--sizes", "8,4K", "--warmup", "1", "--iterations", "2", "--threads", "1"]
-MPIS = [name for name in mpi.MPIS if (Path(__file__).parents[1] / mpi.environment(name)).exists()]
+MPIS = [name for name in mpi.MPIS if (Path(__file__).parents[2] / mpi.environment(name)).exists()]
 SCHEMA = {
     "benchmark": str,
     "ranks": int,
@@ -272,7 +272,7 @@ def test_a_sweep_on_two_ranks(tmp_path):
 @pytest.mark.data
 @pytest.mark.skipif(not MPIS, reason="run `make baselines` first")
 def test_mpi_is_measured_beside(monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.chdir(Path(__file__).parents[2])
     made = json.loads(bench("all-reduce", *SHORT, "--baseline", ",".join(MPIS), "--json", "-").stdout)
     assert made["verified"]
     assert {*MPIS} < {row["implementation"] for row in made["rows"]}
@@ -296,7 +296,7 @@ def measure_mpi(world, directory):
 @pytest.mark.data
 @pytest.mark.skipif(not MPIS, reason="run `make baselines` first")
 def test_every_operation_of_mpi_is_verified():
-    [rows, _] = on_ranks(measure_mpi, 2, Path(__file__).parents[1])
+    [rows, _] = on_ranks(measure_mpi, 2, Path(__file__).parents[2])
     for operation, places in PLACES.items():
         assert {(operation, name, place, 0) for name in MPIS for place in places} <= {*rows}
     assert not any(wrong for *_, wrong in rows)

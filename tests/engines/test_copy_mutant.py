@@ -13,7 +13,7 @@ from pathlib import Path
 import nanobind
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # What the rest moves data with; the tests of layers, benchmarks and examples rest on these and start slowly.
 FLOOR = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "collectives", "onesided", "autograd", "failure")
 MOVING = [ROOT / "tests" / f"test_{name}.py" for name in FLOOR]

@@ -25,7 +25,7 @@ from weft.predict.interpolation import Grid
 from weft.predict.machine import Link
 from weft.schedules.workload import Variant, Workload
 
-FIT = Path(__file__).parents[1] / "benchmarks" / "fit_machines.py"
+FIT = Path(__file__).parents[2] / "benchmarks" / "fit_machines.py"
 
 
 @pytest.fixture(autouse=True)
