@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # What the rest moves data with; the tests of layers, benchmarks and examples rest on these and start slowly.
 FLOOR = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "collectives", "onesided", "autograd", "failure")
-MOVING = [ROOT / "tests" / f"test_{name}.py" for name in FLOOR]
+MOVING = sorted(path for name in FLOOR for path in (ROOT / "tests").rglob(f"test_{name}.py"))
 # Loaded by every Python that starts, before weft is found.
 TAKE_ITS_PLACE = """
 import sys

@@ -6,8 +6,8 @@ import itertools
 from functools import partial
 
 import pytest
-import sums
 import torch
+from support import sums
 from support.products import DTYPES, assert_sum
 from support.ranks import on_ranks
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import pytest
-import sums
 import torch
+from support import sums
 
+from weft.checks import name
 from weft.engines.reference import Call, run
-from weft.ops.partial_sums import workspaces
 from weft.plan import accesses
 from weft.schedules import all_reduce, matmul_all_reduce, matmul_reduce_scatter, reduce_scatter
 from weft.schedules.common import apart, split
-from weft.schedules.matmul_reduce_scatter import product_buffer
+from weft.schedules.matmul_reduce_scatter import product_buffer, sum_buffers
+from weft.schedules.workload import Workload
 
 HOSTS = ((0, 0), (0, 0, 0), (0, 0, 0, 0), (0, 1), (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 2), (0, 0, 1), (0, 1, 1), (0, 0, 1, 2, 2))
 ROWS = 23
@@ -47,10 +48,11 @@ def test_fused_sums_are_rounded_once_by_every_algorithm(schedule, hosts):
         wanted = sums.blocks(sums.once, products, rank_order, kept, out_dtype)
         if schedule is matmul_all_reduce:
             wanted = [torch.cat(wanted)] * len(hosts)
-        dtypes = {**workspaces(dtype, out_dtype), "out": out_dtype}
+        held = sum_buffers(Workload("sums", tuple(kept), 1, COLUMNS, name(dtype), name(out_dtype)))
+        dtypes = {buffer: getattr(torch, rows.dtype) for buffer, rows in held.items()}
         for plan in planned(schedule, hosts, kept):
             used = {region.buffer for lanes in plan.lanes for lane in lanes.values() for i in lane for region in accesses(i)}
-            assert used <= {"a", *dtypes}, "no dtype is left to guesses"
+            assert used <= {*dtypes}, "no dtype is left to guesses"
             weights = [{product_buffer(plan.algorithm, len(hosts)): weight.to(products[0].dtype)} for weight in b]
             (found,) = run(Call(plan, [{"a": rows} for rows in a], weights, dtypes))
             for rank, (one, other) in enumerate(zip(found, wanted, strict=True)):

@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
-import sums
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
 import weft
+from support import sums
 from weft.cli import app
 from weft.cli.doctor import diagnose
 from weft.engines.recording import clock_offsets, record
