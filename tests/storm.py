@@ -40,7 +40,7 @@ import torch.distributed as dist
 from support.hosts import WHY_NOT, Hosts, hosts
 
 import weft
-from weft import world as worlds
+from weft.world import world as worlds
 from weft.bench.progress import progress
 
 LIMIT = 3.0  # seconds that a wait may take

@@ -29,8 +29,8 @@ def planned(schedule, hosts, kept):
     for algorithm in schedule.ALGORITHMS:
         if several is None or algorithm not in reads_peers:
             planner = getattr(schedule, schedule.__name__.rsplit(".", 1)[-1])
-            for moved in (False, True) if several is None else (True,):
-                yield planner(kept, algorithm, chunk_rows=3, moved=moved, hosts=several)
+            for remote_reads in (True, False) if several is None else (False,):
+                yield planner(kept, algorithm, chunk_rows=3, remote_reads=remote_reads, hosts=several)
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)

@@ -108,13 +108,13 @@ def joins(world, how, step):
 @pytest.mark.parametrize(
     ("how", "step"),
     [
-        ("dies", "weft.world.exchanged"),
+        ("dies", "weft.world.world.exchanged"),
         ("dies", "weft.world.rendezvous.Listener.connect"),
         ("dies", "weft.world.rendezvous.Listener._call"),
         ("dies", "weft.world.rendezvous.Listener._answer"),
         ("dies", "weft._native.Mesh"),
         ("dies", "weft._native.create_mapping"),
-        ("dies", "weft.world.memory.send"),
+        ("dies", "weft.world.peers.send"),
         ("dies", "weft._native.attach_mapping"),
         ("lacks", "weft.world.rendezvous.Listener._call"),
         ("lacks", "weft._native.create_mapping"),

@@ -46,12 +46,14 @@ class DeviceEngine(Engine):
         self.kernels, self.max_programs = world.matmul_backend == "triton", 0
         self.products = "products by torch, one after each wait"
         if self.kernels:
+            import triton
+
             from weft.engines.device.kernels import interpreter, symmetric
 
-            if world.device.type == "cpu":
-                if not symmetric.INTERPRETED:
-                    raise WeftError("weft's kernels were imported before TRITON_INTERPRET=1 was set; set it when Python starts")
+            if symmetric.INTERPRETED:
                 interpreter.serve_threads()
+            elif world.device.type == "cpu" and triton.knobs.runtime.interpret:
+                raise WeftError("weft's kernels were imported before TRITON_INTERPRET=1 was set; set it when Python starts")
             self.max_programs = symmetric.max_programs(world.ranks_per_device, world.device, symmetric.BESIDE)
             self.products = "products by one persistent kernel, which waits per tile"
         self.lanes = {name: lane(world.device, f"{name} of rank {world.rank}") for name in LANES}
