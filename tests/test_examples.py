@@ -200,3 +200,16 @@ def test_what_is_mentioned_is_there(words):
     assert not hasattr(command, "commands") or not [word for word in rest if not word.startswith("-")]
     known = {name for parameter in command.params for name in parameter.opts}
     assert {word for word in rest if word.startswith("--")} <= known
+
+
+def test_where_to_change_what():
+    """Files and names in the table of docs/design.md are there: "path: name" or "path", from weft/ or from the root on."""
+    design = (ROOT / "docs/design.md").read_text()
+    table = design[design.index("### Where do I change") : design.index("**A new fused operator**")]
+    found = re.findall(r"`([\w/*-]+\.(?:py|hpp|cpp|toml|mplstyle))(?:: (?:\w+(?:\.|::))?(\w+))?`", table)
+    assert len(found) > 30
+    for path, name in found:
+        files = [file for root in (ROOT / "weft", ROOT) for file in root.glob(path)]
+        assert files, path
+        definition = rf"^\s*(def|class) {name}\b|^{name}\b" if path.endswith(".py") else rf"\b{name}\b"
+        assert re.search(definition, files[0].read_text(), re.M), (path, name)
