@@ -10,6 +10,7 @@ from support.products import DTYPES, assert_sum
 from support.ranks import everyones, on_ranks
 
 import weft
+from weft.engines.recording import record
 from weft.schedules.matmul_all_reduce import ALGORITHMS
 
 
@@ -82,7 +83,10 @@ def emulated(world):
     with pytest.raises(ValueError, match="put moves no rows"):
         weft.matmul_all_reduce(a, b, algorithm="put")
     for algorithm in (name for name in ALGORITHMS if name != "put"):
-        assert_sum(weft.matmul_all_reduce(a, b, algorithm=algorithm, chunk_rows=3), a, b, lambda x: x)
+        with record(world) as recording:
+            assert_sum(weft.matmul_all_reduce(a, b, algorithm=algorithm, chunk_rows=3), a, b, lambda x: x)
+        spans = recording.gather(algorithm)
+        assert spans is None or any(span.kind == "copy" and span.lane == "comm" for span in spans.spans), "rows pass the link"
 
 
 @pytest.mark.data

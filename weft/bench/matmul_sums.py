@@ -58,13 +58,12 @@ class _ProductSum:
         compute = partial(matmul.multiply, self.a, self.weight, self.whole)
         self.views = {"compute": View(compute, (self.whole,), partial(self.problem.check_product, self.whole))}
         given = Given(self.a, [self.weight], [None], [self.out])
-        how = Options(out_dtype=self.out_dtype, algorithm=settings.algorithm, chunk_rows=settings.chunk_rows)
-        self.call = fused.check(self.name, world, given, how._replace(**self.shares()))
+        asked = Options(out_dtype=self.out_dtype, algorithm=settings.algorithm, chunk_rows=settings.chunk_rows)
+        self.call = fused.check(self.name, world, given, asked._replace(**self.shares()))
         self.choice = self.call.usual(settings.algorithm)
         if settings.link and settings.link.gbps is None:
             self.renew(0)
-            seconds, alone = stopwatch.alone(compute), self.plan()
-            gbps = balanced_gbps(alone, n * product.itemsize, seconds, settings.link.latency_us)
+            gbps = balanced_gbps(self.plan(), n * product.itemsize, stopwatch.alone(compute), settings.link.latency_us)
             world.emulate_link(gbps, settings.link.latency_us)
         if settings.algorithm == "auto" and m:
             self.choice = decide(self.call)
@@ -92,7 +91,7 @@ class _ProductSum:
 
     def plan(self) -> Plan:
         """The communication of the choice."""
-        place = Place(self.world.topology, self.world.emulated_link is not None or self.world.multi_host)
+        place = Place(self.world.topology, self.world.remote_reads)
         return self.call.operator.communicate(self.call.workload, self.choice.variant, place)
 
     def operator(self, algorithm: str, chunk_rows: int | None) -> Callable[[], object]:

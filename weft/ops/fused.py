@@ -33,7 +33,7 @@ def run(call: Call) -> Any:
 def execute(call: Call, variant: Variant) -> Any:
     """Carry out a call in one variant."""
     world, tensors = call.world, call.tensors
-    place = Place(world.topology, world.emulated_link is not None or world.multi_host)
+    place = Place(world.topology, world.remote_reads)
     plan, dtypes, products = _planned(call.planner, call.workload, variant, place, call.asked)
     # Plans are compiled for how `a` lies; of the others, which have no gaps, columns and dtypes say it all.
     key = id(plan), Geometry.of(tensors["a"], world), *((t.dtype, t.shape[1]) for t in tensors.values())

@@ -58,8 +58,8 @@ class Variant(NamedTuple):
 class Place(NamedTuple):
     """Where a plan is to run.
 
-    `hosts` are given where there are several. `remote_reads`: peers' rows are read where they lie, not moved first. `links`: lanes
-    that a push sends on beside each other. `ranks_planned`: how many ranks get their lanes, all unless given.
+    `hosts` are given where there are several. `remote_reads`: rows of peers can be read where they lie; else they are moved first.
+    `links`: lanes that a push sends on beside each other. `ranks_planned`: how many ranks get their lanes, all unless given.
     """
 
     hosts: Hosts | None = None
