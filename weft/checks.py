@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ _REMEDIES = {"DTensor": "to_local()", "AsyncCollectiveTensor": "wait()", "Nested
 """What makes plain tensors of torch's own subclasses."""
 
 
+@cache
 def name(dtype: torch.dtype) -> str:
     """``float32`` for torch.float32."""
     return str(dtype).removeprefix("torch.")

@@ -129,7 +129,8 @@ def check(world: World, given: Given, options: Options) -> Call:
     results: list[Tensor] = []
     for out, b in zip(outs, weights, strict=True):
         results.append(arguments.result(out, (*whole[:-1], b.shape[1]), out_dtype, [a, *weights, *biases, *results], world))
-    return (_ColumnsCall if split else _RowsCall)(world, options._replace(dim=dim), given, shards, results)
+    options = options if dim == options.dim else options._replace(dim=dim)
+    return (_ColumnsCall if split else _RowsCall)(world, options, given, shards, results)
 
 
 class _GatherCall(Call):
@@ -168,6 +169,8 @@ class _RowsCall(_GatherCall):
             self.gathered = a.new_empty(dims.front_shape((*a.shape[:dim], sum(shards), *a.shape[dim + 1 :]), dim))
             self.tensors["gathered"] = self.gathered.view(sum(rows), a.shape[-1])
         self.asked = ("gathered", keep), ("weights", len(weights))
+        if len(weights) > 1:
+            self.widths = tuple(b.shape[1] for b in weights)
 
     def default(self) -> tuple[str, str]:
         world, rows = self.world, self.workload.rows

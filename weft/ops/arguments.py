@@ -190,5 +190,8 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 def _span(tensor: Tensor) -> tuple[int, int]:
     if tensor.numel() == 0:
         return 0, 0
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+    return start, start + (last + 1) * tensor.itemsize

@@ -88,13 +88,14 @@ class Decision(NamedTuple):
 class Call(ABC):
     """A call that was checked on this rank, with what is particular to its operator.
 
-    `tensors` are those of the plan's buffers; `weights` and `biases` belong to its products in their order. `asked` is what the
-    planner is told beside workload, variant and place.
+    `tensors` are those of the plan's buffers; `weights` and `biases` belong to its products in their order, and `widths` are their
+    columns where there are several. `asked` is what the planner is told beside workload, variant and place.
     """
 
     tensors: Mapping[str, Tensor]
     weights: Sequence[Weight] = ()
     biases: Sequence[Tensor | None] = ()
+    widths: tuple[int, ...] = ()
     asked: tuple[tuple[str, object], ...] = ()
 
     def __init__(self, world: World, options: Options, workload: Workload) -> None:
@@ -169,5 +170,5 @@ class Call(ABC):
 def workload(operator: str, rows: tuple[int, ...], given: Given, out_dtype: torch.dtype, symmetric: bool = True) -> Workload:
     """What a call comes to; several weights are as one as wide as all."""
     a, weights, _, _ = given
-    columns, packed = sum(b.shape[1] for b in weights), all(isinstance(b, PackedWeight) for b in weights)
+    columns, packed = sum([b.shape[1] for b in weights]), all([isinstance(b, PackedWeight) for b in weights])
     return Workload(operator, rows, a.shape[-1], columns, name(a.dtype), name(out_dtype), packed, symmetric)

@@ -35,8 +35,8 @@ def execute(call: Call, variant: Variant) -> Any:
     world, tensors = call.world, call.tensors
     place = Place(world.topology, world.remote_reads)
     plan, dtypes, products = _planned(call.planner, call.workload, variant, place, call.asked)
-    # Plans are compiled for how `a` lies; of the others, which have no gaps, columns and dtypes say it all.
-    key = id(plan), Geometry.of(tensors["a"], world), *((t.dtype, t.shape[1]) for t in tensors.values())
+    # A workload has a plan of its own, so it remains how `a` lies, and how results share the columns; they have no gaps.
+    key = id(plan), Geometry.of(tensors["a"], world), call.widths
     program = engine(world).program(key, plan, tensors, dtypes)
     biases = {name: bias for name, bias in zip(products, call.biases, strict=False) if bias is not None}
     program.run(tensors, dict(zip(products, call.weights, strict=False)), biases, call.options.timeout)

@@ -104,7 +104,8 @@ def check(world: World, given: Given, options: Options) -> Call:
         raise ValueError("products of float8 cannot be scattered along their last dimension: choose another dim")
     shape = (*whole[:dim], parts[world.rank], *whole[dim + 1 :])
     result = arguments.result(out, shape, out_dtype, (a, b, bias), world)
-    return (_ColumnsCall if transposed else _RowsCall)(world, options._replace(dim=dim), given, parts, result)
+    options = options if dim == options.dim else options._replace(dim=dim)
+    return (_ColumnsCall if transposed else _RowsCall)(world, options, given, parts, result)
 
 
 class _ScatterCall(SumCall):
