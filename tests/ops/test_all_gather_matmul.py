@@ -17,6 +17,7 @@ from weft.ops import auto
 from weft.ops.call import Decision
 from weft.predict import machine
 from weft.schedules.all_gather_matmul import ALGORITHMS
+from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Variant
 
 
@@ -284,6 +285,29 @@ def explained(world, directory):
     assert "a split of K" in weft.explain(torch.randn(64, 128), b, dim=1)
     with pytest.raises(ValueError, match="there is no operator 'magic'"):
         weft.explain(a, b, operator="magic")
+    for operator in OPERATORS:
+        explained_as_called(world, operator)
+
+
+def explained_as_called(world, operator):
+    """What is explained before the first call is what the call decides, whatever it is asked for."""
+    call, asked, fastest = getattr(weft, operator), [], auto.fastest
+    auto.fastest = lambda workload, rule, *_: asked.append(workload) or rule("ring")
+    a, b, bias = torch.randn(8, 16), torch.randn(16, 6), torch.randn(6)
+    low, scales = torch.float8_e4m3fn, {"scale_a": torch.tensor(1.0), "scale_b": torch.tensor(1.0)}
+    half = {"out_dtype": torch.float32, "bias": bias.bfloat16()}
+    for given, options in (((a.bfloat16(), b.bfloat16()), half), ((a.to(low), b.to(low)), scales), ((a, b), {"chunk_rows": 3})):
+        world.choices.clear()
+        asked.clear()
+        said = weft.explain(*given, operator=operator, **options)
+        call(*given, **options)
+        assert len(asked) == 1 + (world.rank == 0), "rank 0 decides in the call, too"
+        assert len(set(asked)) == 1
+        (decided,) = world.choices.values()
+        assert f"ranks: {decided.variant}, at most {decided.chunk_rows} rows" in said
+    with pytest.raises(TypeError, match="out_dtype must be float32"):
+        weft.explain(a, b, operator=operator, out_dtype=torch.float16)
+    auto.fastest = fastest
 
 
 def test_explain(tmp_path):

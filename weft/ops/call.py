@@ -170,5 +170,5 @@ class Call(ABC):
 def workload(operator: str, rows: tuple[int, ...], given: Given, out_dtype: torch.dtype, symmetric: bool = True) -> Workload:
     """What a call comes to; several weights are as one as wide as all."""
     a, weights, _, _ = given
-    columns, packed = sum([b.shape[1] for b in weights]), all([isinstance(b, PackedWeight) for b in weights])
+    columns, packed = sum([b.shape[1] for b in weights]), all(isinstance(b, PackedWeight) for b in weights)
     return Workload(operator, rows, a.shape[-1], columns, name(a.dtype), name(out_dtype), packed, symmetric)
