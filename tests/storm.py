@@ -40,8 +40,8 @@ import torch.distributed as dist
 from support.hosts import WHY_NOT, Hosts, hosts
 
 import weft
-from weft.world import world as worlds
 from weft.bench.progress import progress
+from weft.world import world as worlds
 
 LIMIT = 3.0  # seconds that a wait may take
 PATIENT = 60.0  # the same where ranks compile

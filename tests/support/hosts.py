@@ -1,6 +1,6 @@
 """Real hosts for tests: network namespaces that a bridge joins, each with an address and a shaped link of its own.
 
-Ranks are started by torchrun, one agent per host. All namespaces and processes are gone when the ``with`` block ends.
+Ranks are started by torchrun, one agent per host, by mpiexec, or as forks of one process, which is quicker. All namespaces and processes are gone when the ``with`` block ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import IO
 
 import pytest
 
-PORT = 29400
+FIRST, PORT = "10.77.0.1", 29400  # where ranks meet
 WHY_NOT = (
     "network namespaces need root"
     if os.geteuid()
@@ -70,33 +70,20 @@ class Hosts:
     def reconnect(self, host: int) -> None:
         ip("-n", self.hub, "link", "set", f"port{host}", "up")
 
-    def sent(self, host: int) -> int:
-        """Bytes that a host has sent since it was made."""
-        path = "/sys/class/net/eth0/statistics/tx_bytes"
-        return int(command(["ip", "netns", "exec", self.names[host], "cat", path]))
-
-    def start(self, script: Path, ranks: int, *arguments: object, module: bool = False) -> None:
-        """Start `ranks` ranks on each host, bound to a core per host where there are enough; no two hosts' clocks agree."""
+    def start(self, script: Path, ranks: int, *arguments: object) -> None:
+        """Start `ranks` ranks on each host by torchrun, bound to a core per host where there are enough; no two clocks agree."""
         cores = sorted(os.sched_getaffinity(0))
         for i, name in enumerate(self.names):
-            environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
             pin = ["taskset", "-c", str(cores[i % len(cores)])] if ranks == 1 else []
-            torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(self.names)}", f"--node-rank={i}"]
-            torchrun += [f"--nproc-per-node={ranks}", "--master-addr=10.77.0.1", f"--master-port={PORT}", "--monitor-interval=0.05"]
             clock = ["unshare", "--time", "--monotonic", str(i * AHEAD)] if AHEAD else []
-            whole = [
-                "ip",
-                "netns",
-                "exec",
-                name,
-                *clock,
-                *pin,
-                *torchrun,
-                *(["-m"] if module else []),
-                str(script),
-                *map(str, arguments),
-            ]
-            self._begin(whole, environment)
+            torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(self.names)}", f"--node-rank={i}"]
+            torchrun += [f"--nproc-per-node={ranks}", f"--master-addr={FIRST}", f"--master-port={PORT}", "--monitor-interval=0.05"]
+            words = ["ip", "netns", "exec", name, *clock, *pin, *torchrun, str(script), *map(str, arguments)]
+            self._begin(words, os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"})
+
+    def start_forked(self, *arguments: object) -> None:
+        """Start a rank of `host_ranks` on each host, as one process that imports what they need and then forks them."""
+        self._begin([sys.executable, "-m", "support.forked", *self.names, "--", *map(str, arguments)], dict(os.environ))
 
     def start_by_mpi(self, mpiexec: str, folder: Path, script: Path, *arguments: object) -> None:
         """Start a rank on each host by Hydra's mpiexec on the first; to the others it gets by a script in place of ssh."""
@@ -133,14 +120,6 @@ class Hosts:
     def over(self) -> bool:
         """Whether any agent has ended."""
         return any(agent.poll() is not None for agent, _ in self.running)
-
-    def run(self, script: Path, ranks: int, *arguments: object, limit: float = 90.0, module: bool = False) -> list[str]:
-        """What the agents printed, all of which must succeed."""
-        self.start(script, ranks, *arguments, module=module)
-        ended = self.finish(limit)
-        for code, text in ended:
-            assert code == 0, text
-        return [text for _, text in ended]
 
     def close(self) -> None:
         for agent, _ in self.running:

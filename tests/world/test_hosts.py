@@ -124,7 +124,7 @@ def test_mpiexec_starts_ranks_on_two_hosts(two_hosts, tmp_path):
 @pytest.mark.data
 def test_three_hosts_and_one_that_leaves_and_one_that_dies(tmp_path):
     with hosts(3, gbps=1) as net:
-        net.start(SCRIPT, 1, "operators,sums_to_the_bit,leaves,killed", tmp_path)
+        net.start_forked("operators,sums_to_the_bit,leaves,killed", tmp_path)
         ended = net.finish()
     assert (tmp_path / "death").exists(), ended
     assert_told_of_the_death(tmp_path, 3)
