@@ -205,7 +205,7 @@ def test_what_is_mentioned_is_there(words):
 def test_where_to_change_what():
     """Files and names in the table of docs/design.md are there: "path: name" or "path", from weft/ or from the root on."""
     design = (ROOT / "docs/design.md").read_text()
-    table = design[design.index("### Where do I change") : design.index("**A new fused operator**")]
+    table = design[design.index("### Where do I change") : design.index("**A new collective**")]
     found = re.findall(r"`([\w/*-]+\.(?:py|hpp|cpp|toml|mplstyle))(?:: (?:\w+(?:\.|::))?(\w+))?`", table)
     assert len(found) > 30
     for path, name in found:
