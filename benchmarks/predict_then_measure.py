@@ -22,7 +22,7 @@ import typer
 
 from weft import launch, predict
 from weft.bench import tune
-from weft.predict import Candidate, Case, machine
+from weft.predict import Variant, Workload, machine
 
 CONFIGURATIONS, RANKS = 40, 2
 PASSES, RUNS = 5, 3  # over all configurations, and of each in a pass: the machine is faster at one time than at another
@@ -32,7 +32,7 @@ DTYPES = {"float32": 5, "bfloat16": 2, "float16": 1, "float64": 1}  # and how of
 app = typer.Typer(help=__doc__, no_args_is_help=True, rich_markup_mode=None)
 
 
-def configurations(seed: int) -> list[tuple[Case, tuple[float, float] | None, random.Random]]:
+def configurations(seed: int) -> list[tuple[Workload, tuple[float, float] | None, random.Random]]:
     """Random cases, and dice for how to do each."""
     dice = random.Random(seed)
     found = []
@@ -43,7 +43,7 @@ def configurations(seed: int) -> list[tuple[Case, tuple[float, float] | None, ra
         packed = dice.random() < 0.5
         link = (round(2 ** dice.uniform(0.5, 4), 2), 0.0) if dice.random() < 0.5 else None
         if 2 * m * k * n <= FLOPS:
-            found.append((predict.case(operator, RANKS, (m, k, n), dtype, packed=packed), link, random.Random(dice.random())))
+            found.append((predict.workload(operator, RANKS, (m, k, n), dtype, packed=packed), link, random.Random(dice.random())))
     return found
 
 
@@ -64,13 +64,13 @@ def measure(rows: list[dict[str, Any]]) -> None:
     """Add what is measured."""
     questions = []
     for row in rows:
-        case = Case(**{**row["case"], "rows": tuple(row["case"]["rows"])})
-        asked = dict.fromkeys([Candidate(*row["way"]), *(Candidate(*entry["way"]) for entry in row["ways"])])
+        case = Workload(**{**row["case"], "rows": tuple(row["case"]["rows"])})
+        asked = dict.fromkeys([Variant(*row["way"]), *(Variant(*entry["way"]) for entry in row["ways"])])
         questions.append(tune.Question(case, [*asked], tuple(row["link"]) if row["link"] else None))
     passes = [launch(tune.measure, RANKS, questions, RUNS, 1, threads=1)[0] for _ in range(PASSES)]
     for row, *found in zip(rows, *passes, strict=True):
         for entry in (row, *row["ways"]):
-            answers = [answer for answers in found for answer in answers if answer.way == Candidate(*entry["way"])]
+            answers = [answer for answers in found for answer in answers if answer.way == Variant(*entry["way"])]
             medians = sorted(answer.median for answer in answers)
             entry |= {"measured_ms": medians[PASSES // 4], "median_ms": statistics.median(medians)}
 
@@ -86,7 +86,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
         what = f"{case['operator']} {size} {case['dtype']} {lies}"
         errors.append(100 * (row["predicted_ms"] / row["measured_ms"] - 1))
         misses.append(100 * (row["ways"][0]["measured_ms"] / min(entry["measured_ms"] for entry in row["ways"]) - 1))
-        way = f"{Candidate(*row['way'])}, {row['way'][1]} rows"
+        way = f"{Variant(*row['way'])}, {row['way'][1]} rows"
         times = f"{row['predicted_ms']:.3f} ms | {row['measured_ms']:.3f} ({row['median_ms']:.3f})"
         lines.append(f"| {what}, {where} | {way} | {times} | {errors[-1]:+.0f} % | {misses[-1]:+.0f} % |")
     mean, worst = sum(map(abs, errors)) / len(errors), max(map(abs, errors))

@@ -13,7 +13,7 @@ from rich.text import Text
 from weft import predict
 from weft.bench import figures, tables
 from weft.bench.plots import COLOURS, picture
-from weft.predict import Candidate, Case
+from weft.predict import Variant, Workload
 from weft.predict.machine import Machine
 
 _WORTH = 0.02  # what a change must save to be worth telling
@@ -26,7 +26,7 @@ _RESOURCES = {
 }
 
 
-def answer(case: Case, machine: Machine, algorithm: str = "auto", chunk_rows: int | None = None) -> dict[str, Any]:
+def answer(case: Workload, machine: Machine, algorithm: str = "auto", chunk_rows: int | None = None) -> dict[str, Any]:
     """What is predicted for a case, as a JSON object. Times are in milliseconds; K is that of a rank's product."""
     found = predict.forecast(case, machine, algorithm, chunk_rows)
     best, took = found.ways[0]
@@ -70,7 +70,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     for name in ("compute", "communicate"):
         table.add_row(name, _ms(times[name]), "", "")
     for way in result["ways"]:
-        name = str(Candidate(way["algorithm"], way["chunk_rows"], way["order"]))
+        name = str(Variant(way["algorithm"], way["chunk_rows"], way["order"]))
         table.add_row(name, _ms(way["ms"]), f"{times['sequential'] / way['ms']:.2f}x", str(way["chunk_rows"]))
     if all(way["algorithm"] != "sequential" for way in result["ways"]):
         table.add_row("sequential", _ms(times["sequential"]), "1.00x", "")
@@ -84,7 +84,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 def words(result: dict[str, Any]) -> list[str]:
     """The answer in plain words: whether overlap helps, by how much, what holds it up and what would change that."""
     times, ways = result["times_ms"], result["ways"]
-    best = str(Candidate(result["algorithm"], result["chunk_rows"], result["order"]))
+    best = str(Variant(result["algorithm"], result["chunk_rows"], result["order"]))
     if result["algorithm"] == "sequential":
         lines = [
             f"Overlap would not help: one after the other takes {_ms(times['sequential'])} ms, and no overlapping way is faster."
@@ -97,7 +97,7 @@ def words(result: dict[str, Any]) -> list[str]:
             f"{result['speedup']:.2f} times as fast."
         ]
     if len(ways) > 1 and (second := next((w for w in ways[1:] if w["algorithm"] != "sequential"), None)):
-        name = str(Candidate(second["algorithm"], second["chunk_rows"], second["order"]))
+        name = str(Variant(second["algorithm"], second["chunk_rows"], second["order"]))
         lines[0] += f" {name[0].upper()}{name[1:]} would take {_ms(second['ms'])} ms."
     saved = [(what, percent) for what, percent in result["saved_percent"].items() if percent > 100 * _WORTH]
     if saved:
@@ -136,7 +136,7 @@ def show_sweep(what: str, results: list[dict[str, Any]], values: Sequence[float]
     table = tables.table(columns, left=("by", "bottleneck"))
     for value, result in zip(values, results, strict=True):
         cells = [_ms(result["times_ms"][name]) for name in ("compute", "communicate", "sequential", "pipelined")]
-        way = str(Candidate(result["algorithm"], result["chunk_rows"], result["order"]))
+        way = str(Variant(result["algorithm"], result["chunk_rows"], result["order"]))
         table.add_row(f"{value:g}", *cells, f"{result['speedup']:.2f}x", way, _RESOURCES[next(iter(result["saved_percent"]))])
     console.print(table)
 

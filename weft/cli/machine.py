@@ -124,7 +124,7 @@ def tune(given: _Tune) -> None:
     on = on.emulating(*link) if link else on
     questions = []
     for text in given.shape:
-        case = predict.case(given.operator.replace("-", "_"), given.ranks, options.parse_shape(text), given.dtype)
+        case = predict.workload(given.operator.replace("-", "_"), given.ranks, options.parse_shape(text), given.dtype)
         case = case._replace(out_dtype=given.out_dtype or given.dtype, packed=not given.plain, symmetric=not given.staged)
         questions.append(tuning.Question(case, [way for way, _ in tuning.ways(case, on)], link))
     try:

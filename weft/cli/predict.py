@@ -89,9 +89,10 @@ class _Question:
             width = n // self.ranks
             parts = {"all_gather_matmul": (m, k, 2 * width), "matmul_reduce_scatter": (m, width, k)}
         for operator, shape in parts.items():
-            if self.algorithm not in ("auto", *predict.ALGORITHMS[operator]):
-                refuse("--algorithm", f"{operator} has {', '.join(predict.ALGORITHMS[operator])} and auto; got {self.algorithm!r}")
-            case = predict.case(operator, self.ranks, shape, dtype, self.out_dtype or dtype)
+            predicted = predict.OPERATORS[operator].predicted
+            if self.algorithm not in ("auto", *predicted):
+                refuse("--algorithm", f"{operator} has {', '.join(predicted)} and auto; got {self.algorithm!r}")
+            case = predict.workload(operator, self.ranks, shape, dtype, self.out_dtype or dtype)
             if not predict.candidates(case, on, self.algorithm, self.chunk_rows):
                 refuse(
                     "--algorithm",
@@ -190,11 +191,11 @@ def _draw(question: _Question, every: list[tuple[Any, ...]], results: list[dict[
     from weft import predict
     from weft.bench.timeline import draw
     from weft.plan.trace import to_perfetto
-    from weft.predict import Candidate
+    from weft.predict import Variant
 
     traces = []
     for (case, on), result in zip(every, results, strict=True):
-        best = Candidate(result["algorithm"], result["chunk_rows"], result["order"])
+        best = Variant(result["algorithm"], result["chunk_rows"], result["order"])
         ways = dict.fromkeys([*predict.candidates(case, on, "sequential"), best])
         traces += [predict.trace(case, way, on, f"{result['predicted']}, {way}, predicted") for way in ways]
     if question.trace:

@@ -1,7 +1,5 @@
 """What a plan would take on a machine, and the machines that are known. Needs neither torch nor ranks."""
 
-from typing import TypeAlias
-
 from weft.predict.forecast import Forecast as Forecast
 from weft.predict.forecast import candidates as candidates
 from weft.predict.forecast import changes as changes
@@ -17,10 +15,3 @@ from weft.predict.forecast import workload as workload
 from weft.schedules.operators import OPERATORS as OPERATORS
 from weft.schedules.workload import Variant as Variant
 from weft.schedules.workload import Workload as Workload
-
-ALGORITHMS = {name: operator.predicted for name, operator in OPERATORS.items()}
-
-# As benchmarks call them.
-Case: TypeAlias = Workload
-Candidate: TypeAlias = Variant
-case = workload
