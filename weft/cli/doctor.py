@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from weft import _native
+from weft.checks import name as dtype_name
 from weft.engines import matmul
 from weft.engines.recording import clock_offsets
 from weft.engines.weights import pack
@@ -202,7 +203,7 @@ def _look(world: World) -> RankReport:
         tuple(sorted(os.sched_getaffinity(0))),
         torch.get_num_threads(),
         shared,
-        {str(dtype).removeprefix("torch."): _gflops(dtype) for dtype in (torch.float32, torch.bfloat16)},
+        {dtype_name(dtype): _gflops(dtype) for dtype in (torch.float32, torch.bfloat16)},
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from weft import _native
+from weft.checks import name as dtype_name
 from weft.engines.weights import Weight
 from weft.errors import MismatchError, PlanError, WeftError
 from weft.plan import Copy, Instruction, Plan, Reduce, Region, Signal, Wait, accesses, reads, writes
@@ -273,7 +274,7 @@ class Program(ABC):
             place = ""
             if geometry.place and name in shared:
                 place = f" in symmetric segment {geometry.place[0]} at byte {geometry.place[1]}, {geometry.stride} bytes a row"
-            words.append(f"{name}={[*buffer.rows]} rows x {geometry.columns} {str(geometry.dtype).removeprefix('torch.')}{place}")
+            words.append(f"{name}={[*buffer.rows]} rows x {geometry.columns} {dtype_name(geometry.dtype)}{place}")
         digest = zlib.crc32(repr(self.plan.lanes).encode())
         return f"{self.plan.operator}({', '.join(words)}, algorithm={self.plan.algorithm}, plan {digest:08x})"
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from weft import _native
+from weft.checks import name as dtype_name
 from weft.engines.engine import LANES, Engine, Program
 from weft.engines.matmul import multiply
 from weft.engines.weights import Weight
@@ -205,7 +206,7 @@ class HostProgram(Program):
                 native.copy(lane, self._operand(dst), self._operand(src), src.rows, row, self._whole(dst), remote)
             case Reduce(srcs, dst, op):
                 regions = (dst, *srcs)
-                dtypes = [getattr(_native.Dtype, str(self.geometry[r.buffer].dtype).removeprefix("torch.")) for r in regions]
+                dtypes = [getattr(_native.Dtype, dtype_name(self.geometry[r.buffer].dtype)) for r in regions]
                 combine, columns = getattr(_native.Combine, op), self.geometry[dst.buffer].columns
                 native.reduce(lane, [self._operand(r) for r in regions], dtypes, dst.rows, columns, self._whole(dst), combine)
             case Notify(peer, signal):

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from weft import _native
+from weft.checks import name as dtype_name
 from weft.errors import WeftError
 from weft.world import memory
 
@@ -73,7 +74,7 @@ def check_products(products: str, device: torch.device) -> None:
 def allocate(world: Peers, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor in a new segment on the world's device, zero when any rank gets it; see `World.empty`."""
     size = math.prod(shape) * dtype.itemsize
-    call = f"empty({tuple(shape)}, {str(dtype).removeprefix('torch.')})"
+    call = f"empty({tuple(shape)}, {dtype_name(dtype)})"
     compiled = _native.Compiled(call, 0, [], [], world.ranks)
     world.native.begin(compiled, world.timeout)
     parts = _in_this_process(world, size, compiled, call) if world.group is None else _between_processes(world, size)

@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from weft import _native
+from weft.checks import name as dtype_name
 from weft.errors import MismatchError, SymmetricMemoryError
 from weft.world.peers import Peers, attach, send
 
@@ -56,7 +57,7 @@ def find(tensor: torch.Tensor) -> Segment | None:
 def allocate(world: Peers, shape: Sequence[int], dtype: torch.dtype, call: str | None = None) -> torch.Tensor:
     """A tensor in a new segment, see `World.empty`; `call` is what errors say that ranks called."""
     size = math.prod(shape) * dtype.itemsize
-    call = call or f"empty({tuple(shape)}, {str(dtype).removeprefix('torch.')})"
+    call = call or f"empty({tuple(shape)}, {dtype_name(dtype)})"
     compiled = _native.Compiled(call, 0, [], [], world.ranks)
     world.native.begin(compiled, world.timeout)
     own, fd, trouble = None, -1, ""

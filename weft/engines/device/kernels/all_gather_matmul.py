@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from weft.checks import name as dtype_name
 from weft.engines.device.kernels.matmul_put import arrive, put_tile
 from weft.engines.device.kernels.symmetric import CounterTables, wait
 from weft.engines.device.kernels.tiles import follow
@@ -66,14 +67,14 @@ def check(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """Raise `ValueError` unless the kernel can multiply these."""
     if not fits(x, weight, out):
         raise ValueError(
-            f"weft's product kernel takes {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}, and rows of x and "
+            f"weft's product kernel takes {', '.join(dtype_name(dtype) for dtype in DTYPES)}, and rows of x and "
             f"of the weight, or of its transpose, that begin at multiples of 16 bytes; got x {_said(x)}, weight {_said(weight)}, "
             f'out {_said(out)}. Pad them, or multiply by torch.mm in a world with products="torch"'
         )
 
 
 def _said(t: Tensor) -> str:
-    return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} with strides {t.stride()}"
+    return f"{tuple(t.shape)} {dtype_name(t.dtype)} with strides {t.stride()}"
 
 
 def _rows(weight: Tensor) -> Tensor:
