@@ -85,6 +85,11 @@ def sockets() -> set[str]:
         return {line.split("@")[1].strip() for line in file if "@weft-" in line}
 
 
+def named_memory() -> set[str]:
+    """The names in /dev/shm, but for the semaphores of multiprocessing: tests that run beside this one come and go with theirs."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+
+
 def none_left(before: set[str]) -> bool:
     """Whether all sockets made since `before` are gone, or go within some seconds, as those of other runs beside this one do."""
     deadline = time.monotonic() + 10

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import die, none_left, sockets, start
+from support.ranks import die, named_memory, none_left, sockets, start
 
 import weft
 from weft import _native
@@ -212,10 +212,10 @@ def survivors_start_over(world):
 
 
 def test_nothing_is_left_behind_when_a_rank_dies():
-    before, open_sockets = set(os.listdir("/dev/shm")), sockets()
+    before, open_sockets = named_memory(), sockets()
     outcomes = start(survivors_start_over, 3)
     assert [outcome and outcome.result for outcome in outcomes] == [None, 0, 0]
-    assert set(os.listdir("/dev/shm")) <= before
+    assert named_memory() <= before
     assert none_left(open_sockets)
 
 

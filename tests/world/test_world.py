@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import none_left, on_ranks, sockets, start
+from support.ranks import named_memory, none_left, on_ranks, sockets, start
 
 import weft
 from weft import _native
@@ -183,9 +183,9 @@ def nothing(world):
 
 
 def test_ranks_leave_nothing_behind():
-    before, open_sockets = set(os.listdir("/dev/shm")), sockets()
+    before, open_sockets = named_memory(), sockets()
     pids = on_ranks(nothing, 3)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert named_memory() <= before
     assert none_left(open_sockets)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
