@@ -1,5 +1,6 @@
 #include "executor.hpp"
 
+#include "binding.hpp"
 #include "copy.hpp"
 
 namespace weft {
@@ -19,7 +20,9 @@ Counter& Executor::counter(int rank, uint32_t index) const {
 }
 
 void Executor::begin(const Program& program, Execution& execution) {
-  execution.reset(calls.begin(program.digest, program.call));
+  const Binding* bound = execution.binding;
+  execution.reset(bound ? calls.begin(bound->digest(), bound->call()) : calls.begin(program.digest, program.call));
+  execution.digest = bound ? bound->digest() : program.digest;
   for (size_t lane = 0; lane < program.lanes.size(); ++lane)
     for (size_t at = 0; at < program.lanes[lane].size(); ++at)
       if (const Instruction& i = program.lanes[lane][at]; i.op == Op::wait) execution.targets[lane][at] = base_[i.index] + i.count;
@@ -41,9 +44,11 @@ int Executor::run(const Program& program, Execution& execution, size_t lane, int
         break;
       case Op::notify: add(*instruction.counter, 1); break;
       case Op::wait:
-        if (!wait(program, execution, lane, at, instruction)) return -1;
+        if (!wait(execution, lane, at, instruction)) return -1;
         break;
-      case Op::pause: return at;
+      case Op::pause:
+        if (instruction.operands.empty() || execution.binding->rows(instruction.operands[0])) return at;
+        break;  // nothing to multiply
     }
     if (tracing) {  // what is made in one pass shares its time
       int64_t each = (now() - start) / count;
@@ -58,19 +63,25 @@ void Executor::move(Execution& execution, size_t lane, const Instruction* first,
   thread_local std::vector<Target> targets;  // kept, so that a repeated call allocates nothing
   thread_local std::vector<Rows> operands;
   targets.clear(), operands.clear();
-  auto place = [&](const Operand& operand) { return execution.bases[operand.base] + operand.offset; };
-  for (size_t i = 0; i < count; ++i) targets.push_back({place(first[i].operands[0]), first[i].operands[0].stride, first[i].whole});
+  const Binding& bound = *execution.binding;
+  const size_t rows = bound.rows(first->operands[first->measure]);
+  if (!rows) return;
+  for (size_t i = 0; i < count; ++i) {
+    const Operand& target = first[i].operands[0];
+    targets.push_back({bound.at(target), bound.stride(target), first[i].together ? bound.written() : rows * bound.row_bytes(target)});
+  }
+  const Operand& source = first->operands[1];
   if (first->op == Op::copy) {
-    copy_rows(targets.data(), count, place(first->operands[1]), first->operands[1].stride, first->rows, first->columns);
+    copy_rows(targets.data(), count, bound.at(source), bound.stride(source), rows, bound.row_bytes(source));
   } else {
     for (size_t i = 0; i < first->operands.size(); ++i)
-      operands.push_back({place(first->operands[i]), first->operands[i].stride, first->dtypes[i]});
-    reduce_rows(first->combine, operands, first->rows, first->columns, ranks_, first->whole, targets.data() + 1, count - 1);
+      operands.push_back({bound.at(first->operands[i]), bound.stride(first->operands[i]), first->dtypes[i]});
+    reduce_rows(first->combine, operands, rows, bound.columns(source), ranks_, targets[0].whole, targets.data() + 1, count - 1);
     feed(execution, lane);
   }
   if (link.on())
     for (size_t i = 0; i < count; ++i)
-      if (first[i].remote) link.carry(execution.held[lane], first[i].rows * first[i].columns);
+      if (first[i].remote) link.carry(execution.held[lane], rows * bound.row_bytes(first[i].operands[0]));
 }
 
 // From now on copies can have been ready for the link: what they copy was not there before.
@@ -78,7 +89,7 @@ void Executor::feed(Execution& execution, size_t lane) const {
   if (link.on()) execution.held[lane] = now();
 }
 
-bool Executor::wait(const Program& program, Execution& execution, size_t lane, int at, const Instruction& instruction) {
+bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction& instruction) {
   int source = instruction.source;
   uint64_t expected = execution.targets[lane][at];
   bool begun = link.on() && instruction.counter->value.load() < expected;
@@ -86,7 +97,7 @@ bool Executor::wait(const Program& program, Execution& execution, size_t lane, i
   bool mine = !LaneThread::current();
   auto is = [&](bool condition, WaitStatus what) { return condition && (status = what, true); };
   auto interrupted = [&] {
-    if (is(source != rank_ && calls.mismatch(source, execution.call, program.digest), WaitStatus::mismatch)) return true;
+    if (is(source != rank_ && calls.mismatch(source, execution.call, execution.digest), WaitStatus::mismatch)) return true;
     if (is(mine && caller_interrupted(), WaitStatus::interrupted)) return true;
     if (is(mesh_->failed(), WaitStatus::failed)) return true;
     return is(execution.stopped.load(std::memory_order_acquire) >= 0, WaitStatus::lane);
@@ -96,7 +107,7 @@ bool Executor::wait(const Program& program, Execution& execution, size_t lane, i
   bool come = wait_until(*instruction.counter, Compare::greater_equal, expected, policy, now() + execution.timeout,
                          mesh_->sleepers(), interrupted, gone);
   if (come && source != rank_ && !execution.agreed[lane][source]) {
-    if (calls.mismatch(source, execution.call, program.digest)) come = false, status = WaitStatus::mismatch;
+    if (calls.mismatch(source, execution.call, execution.digest)) come = false, status = WaitStatus::mismatch;
     else if (instruction.count) execution.agreed[lane][source] = 1;
   }
   if (come) {

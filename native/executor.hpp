@@ -36,7 +36,7 @@ class Executor {
 
  private:
   void run(const LaneThread::Job& job);
-  bool wait(const Program& program, Execution& execution, size_t lane, int at, const Instruction& instruction);
+  bool wait(Execution& execution, size_t lane, int at, const Instruction& instruction);
   void move(Execution& execution, size_t lane, const Instruction* first, size_t count);
   void feed(Execution& execution, size_t lane) const;
 

@@ -12,6 +12,7 @@
 #include <functional>
 #include <system_error>
 
+#include "binding.hpp"
 #include "copy.hpp"
 #include "executor.hpp"
 #include "signal_array.hpp"
@@ -24,19 +25,18 @@ using namespace weft;
 
 namespace {
 
-using Place = std::tuple<uint32_t, size_t, size_t>;  // base, offset, stride
+using Place = std::tuple<uint32_t, uint32_t, uint32_t>;  // slot, start, stop
+using PyBuffer = std::tuple<std::string, std::string, size_t, bool, uint32_t, bool, bool, std::vector<uint32_t>>;  // as in Buffer
+using PyGiven = std::tuple<uint32_t, uintptr_t, size_t, size_t, size_t, std::vector<uintptr_t>, std::string>;      // as in Given
 
 // A program together with the state of its execution.
 struct Compiled {
   Program program;
   Execution execution;
 
-  Compiled(std::string call, size_t lanes, const std::vector<uintptr_t>& bases,
-           std::vector<std::pair<uint32_t, uint64_t>> promised, size_t ranks)
-      : program{std::vector<std::vector<Instruction>>(lanes), std::move(promised), call, weft::digest(call)},
-        execution(program, ranks) {
-    for (uintptr_t base : bases) execution.bases.push_back(reinterpret_cast<char*>(base));
-  }
+  Compiled(std::string call, size_t lanes, std::vector<std::pair<uint32_t, uint64_t>> promised, size_t ranks)
+      : program{std::vector<std::vector<Instruction>>(lanes), std::move(promised), call, {}, weft::digest(call)},
+        execution(program, ranks) {}
 
   void add(size_t lane, Instruction instruction) {
     program.add(lane, std::move(instruction));
@@ -45,10 +45,20 @@ struct Compiled {
   }
 };
 
+Operand operand(const Place& place) { return {std::get<0>(place), std::get<1>(place), std::get<2>(place)}; }
+
 std::vector<Operand> operands(const std::vector<Place>& places) {
   std::vector<Operand> result;
-  for (auto [base, offset, stride] : places) result.push_back({base, offset, stride});
+  for (const Place& place : places) result.push_back(operand(place));
   return result;
+}
+
+// A binding keeps the program alive that it belongs to.
+Binding bind(const Compiled& c, const std::vector<size_t>& rows, const std::vector<PyGiven>& tensors, int rank) {
+  std::vector<Given> given;
+  for (const auto& [buffer, address, count, columns, stride, parts, place] : tensors)
+    given.push_back({buffer, address, count, columns, stride, parts, place});
+  return Binding(c.program, rows, given, rank);
 }
 
 bool signal_pending() {
@@ -147,6 +157,11 @@ NB_MODULE(_native, m) {
       .def_ro("number", &Segment::number)
       .def_prop_ro("size", [](Segment& self) { return self.parts.at(self.rank)->bytes(); })
       .def("base", [](Segment& self, int rank) { return reinterpret_cast<uintptr_t>(self.parts.at(rank)->base()); })
+      .def("bases", [](Segment& self, size_t offset) {
+        std::vector<uintptr_t> bases;
+        for (const auto& part : self.parts) bases.push_back(part ? reinterpret_cast<uintptr_t>(part->base()) + offset : 0);
+        return bases;
+      })
       .def("bytes", [](Segment& self, int rank) {
         // A tensor over a rank's part; it keeps the whole segment alive.
         Mapping& part = *self.parts.at(rank);
@@ -170,15 +185,26 @@ NB_MODULE(_native, m) {
       });
 
   nb::class_<Compiled>(m, "Compiled")
-      .def(nb::init<std::string, size_t, std::vector<uintptr_t>, std::vector<std::pair<uint32_t, uint64_t>>, size_t>())
-      .def("copy", [](Compiled& self, size_t lane, Place dst, Place src, size_t rows, size_t row_bytes, size_t whole, bool remote) {
-        Instruction i{Op::copy, operands({dst, src}), rows, row_bytes, whole};
+      .def(nb::init<std::string, size_t, std::vector<std::pair<uint32_t, uint64_t>>, size_t>())
+      .def("describe", [](Compiled& self, std::string beginning, std::string ending) {
+        self.program.call = std::move(beginning), self.program.ending = std::move(ending);
+      })
+      .def("lay_out", [](Compiled& self, std::vector<uint32_t> pieces, std::vector<std::vector<int>> layouts,
+                         const std::vector<PyBuffer>& buffers, const std::vector<std::pair<int, uint32_t>>& slots) {
+        self.program.pieces = std::move(pieces), self.program.layouts = std::move(layouts);
+        for (const auto& [name, dtype, itemsize, workspace, like, told, shared, by_rank] : buffers)
+          self.program.buffers.push_back({name, dtype, itemsize, workspace, like, told, shared, by_rank});
+        for (auto [rank, buffer] : slots) self.program.slots.push_back({rank, buffer});
+      })
+      .def("bind", [](Compiled& self, const Binding* binding) { self.execution.binding = binding; }, nb::arg().none())
+      .def("copy", [](Compiled& self, size_t lane, Place dst, Place src, uint32_t measure, bool together, bool remote) {
+        Instruction i{Op::copy, operands({dst, src}), measure, together};
         i.remote = remote;
         self.add(lane, i);
       })
-      .def("reduce", [](Compiled& self, size_t lane, std::vector<Place> places, std::vector<Dtype> dtypes, size_t rows,
-                        size_t columns, size_t whole, Combine combine) {
-        self.add(lane, {Op::reduce, operands(places), rows, columns, whole, dtypes, combine});
+      .def("reduce", [](Compiled& self, size_t lane, std::vector<Place> places, uint32_t measure, bool together,
+                        std::vector<Dtype> dtypes, Combine combine) {
+        self.add(lane, {Op::reduce, operands(places), measure, together, dtypes, combine});
       })
       .def("notify", [](Compiled& self, size_t lane, Executor& executor, int rank, uint32_t index) {
         Instruction i{Op::notify, {}};
@@ -191,11 +217,9 @@ NB_MODULE(_native, m) {
         self.add(lane, i);
       })
       .def("pause", [](Compiled& self, size_t lane) { self.add(lane, {Op::pause, {}}); })
-      .def("set_base", [](Compiled& self, size_t base, uintptr_t address) {
-        self.execution.bases[base] = reinterpret_cast<char*>(address);
-      })
+      .def("multiply", [](Compiled& self, size_t lane, Place src) { self.add(lane, {Op::pause, {operand(src)}}); })
       .def_prop_ro("call", [](Compiled& self) { return self.execution.call; })
-      .def_prop_ro("digest", [](Compiled& self) { return self.program.digest; })
+      .def_prop_ro("digest", [](Compiled& self) { return self.execution.digest; })
       .def("set_span", [](Compiled& self, size_t lane, size_t at, int64_t start, int64_t stop) {
         self.execution.spans[lane][at] = {start, stop};
       })
@@ -209,6 +233,20 @@ NB_MODULE(_native, m) {
         const WaitFailure& f = self.execution.failures[lane];
         return std::make_tuple(f.status, f.instruction, f.source, f.expected, f.actual);
       });
+
+  nb::class_<Binding>(m, "Binding")
+      .def("__init__", [](Binding* self, const Compiled& c, const std::vector<size_t>& rows, const std::vector<PyGiven>& given,
+                          int rank) { new (self) Binding(bind(c, rows, given, rank)); },
+           nb::keep_alive<1, 2>())
+      .def_prop_ro("workspace", &Binding::workspace)
+      .def_prop_ro("call", &Binding::call)
+      .def("place", [](Binding& self, const Compiled& c, const std::vector<uintptr_t>& workspaces) { self.place(c.program, workspaces); })
+      .def("first", [](Binding& self, Place place) { return self.first(operand(place)); })
+      .def("rows", [](Binding& self, Place place) { return self.rows(operand(place)); })
+      .def("stride", [](Binding& self, Place place) { return self.stride(operand(place)); })
+      .def("columns", [](Binding& self, Place place) { return self.columns(operand(place)); })
+      .def("row_bytes", [](Binding& self, Place place) { return self.row_bytes(operand(place)); })
+      .def("address", [](Binding& self, Place place) { return reinterpret_cast<uintptr_t>(self.at(operand(place))); });
 
   nb::class_<Executor>(m, "Executor")
       .def("__init__", [](Executor* self, std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> control, int spins) {
@@ -245,7 +283,7 @@ NB_MODULE(_native, m) {
         return nb::object(nb::bool_(execute(self, c, timeout)));
       }, "compiled"_a, "a"_a, "out"_a, "now_a"_a.none(), "now_out"_a.none(), "timeout"_a)
       .def("mismatch", [](Executor& self, Compiled& c, int peer) {
-        return self.calls.mismatch(peer, c.execution.call, c.program.digest);
+        return self.calls.mismatch(peer, c.execution.call, c.execution.digest);
       })
       .def("peer_call", [](Executor& self, int peer, uint64_t call) { return self.calls.text(peer, call); })
       .def("note_call", [](Executor& self, int peer, uint64_t call, uint64_t digest, const std::string& text) {

@@ -12,13 +12,13 @@
 
 namespace weft {
 
-// Rows in one of the execution's buffers: `bases[base] + offset`, rows `stride` bytes apart.
+// Blocks `start:stop` of one of the program's slots, a buffer on a rank. Where they lie, and how many rows they are, is bound later.
 struct Operand {
-  uint32_t base;
-  size_t offset;
-  size_t stride;
+  uint32_t slot;
+  uint32_t start;
+  uint32_t stop;
 
-  bool operator==(const Operand& other) const { return base == other.base && offset == other.offset && stride == other.stride; }
+  bool operator==(const Operand& other) const { return slot == other.slot && start == other.start && stop == other.stop; }
 };
 
 enum class Op : int { copy, reduce, notify, wait, pause };
@@ -26,9 +26,8 @@ enum class Op : int { copy, reduce, notify, wait, pause };
 struct Instruction {
   Op op;
   std::vector<Operand> operands;  // the destination first, then the sources
-  size_t rows = 0;
-  size_t columns = 0;  // bytes in a copy, elements in a reduction
-  size_t whole = 0;    // bytes that are written, of which these are a part, before anybody looks at them again
+  uint32_t measure = 0;           // the operand whose blocks say how many rows there are: room for blocks does not
+  bool together = false;          // written with all that goes to outputs before anybody looks at it again
   std::vector<Dtype> dtypes = {};    // of the operands of a reduction
   Combine combine = Combine::sum;
   bool remote = false;          // crosses the link to a peer
@@ -39,21 +38,45 @@ struct Instruction {
   bool follows = false;         // a copy of the same rows as the one before it, made in one pass with that
 };
 
+// A buffer of a plan: which blocks it has on each rank.
+struct Buffer {
+  static constexpr int kRoom = -1;  // room for any block: as many rows as the largest has
+  static constexpr int kRow = -2;   // a single row, in plans whose sizes are fixed
+
+  std::string name, dtype;
+  size_t itemsize;
+  bool workspace;
+  uint32_t like;  // the caller's buffer whose columns its rows have
+  bool told;      // whether ranks tell each other what it is, since they must agree on it
+  bool shared;    // whether peers access it
+  std::vector<uint32_t> layouts;  // by rank
+};
+
+struct Slot {
+  int rank;
+  uint32_t buffer;
+};
+
 // One rank's part of a plan: its lanes, and how much each of its counters grows in one execution.
 struct Program {
   std::vector<std::vector<Instruction>> lanes;
   std::vector<std::pair<uint32_t, uint64_t>> promised;
-  std::string call;   // operator, shapes and dtypes: what all ranks must agree on, in words
+  std::string call;     // what all ranks must agree on, in words, if nothing is bound; else its beginning,
+  std::string ending;   // and its end
   uint64_t digest = 0;  // of the call
+  std::vector<uint32_t> pieces;            // into how many blocks each shard is cut; blocks are numbered over all shards
+  std::vector<std::vector<int>> layouts;   // the numbers of blocks that lie one after another in some buffer
+  std::vector<Buffer> buffers;
+  std::vector<Slot> slots;
 
   void add(size_t lane, Instruction instruction);
 };
 
 // Does `next` copy the rows that `first` copies or makes?
 inline bool joins(const Instruction& first, const Instruction& next) {
-  if (next.op != Op::copy || first.rows != next.rows) return false;
-  if (first.op == Op::copy) return first.operands[1] == next.operands[1] && first.columns == next.columns;
-  return first.op == Op::reduce && first.operands[0] == next.operands[1] && first.columns * size_of(first.dtypes[0]) == next.columns;
+  if (next.op != Op::copy) return false;
+  if (first.op == Op::copy) return first.operands[1] == next.operands[1];
+  return first.op == Op::reduce && first.operands[0] == next.operands[1];
 }
 
 inline void Program::add(size_t lane, Instruction instruction) {
@@ -80,19 +103,21 @@ struct Span {
   int64_t stop = 0;
 };
 
+class Binding;
+
 // One execution's state. Kept with the program and used again, so that a repeated call allocates nothing.
 struct Execution {
   Execution(const Program& program, size_t ranks);
   void reset(uint64_t new_call);
 
-  std::vector<char*> bases;
+  const Binding* binding = nullptr;      // of an execution whose plan has buffers
   std::vector<std::vector<Span>> spans;  // by lane and instruction, when tracing
   std::vector<WaitFailure> failures;     // by lane
   std::atomic<int> stopped{-1};          // the lane that ended early on the lane thread: no other need wait any more
   std::vector<std::vector<uint64_t>> targets;  // by lane and instruction: what a wait waits for, fixed when the call begins
   std::vector<int64_t> held;             // by lane: when it last began, computed or had to wait
   std::vector<std::vector<char>> agreed; // by lane: peers seen to have made the same call
-  uint64_t call = 0;
+  uint64_t call = 0, digest = 0;
   int64_t timeout = 0;  // of each wait, in nanoseconds
 };
 

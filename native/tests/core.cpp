@@ -11,6 +11,7 @@
 #include <random>
 
 #include "../copy.hpp"
+#include "../binding.hpp"
 #include "../executor.hpp"
 #include "../signal_array.hpp"
 #include "../transfers.hpp"
@@ -148,8 +149,7 @@ void test_lanes(int ranks, int calls) {
       for (int p = 0; p < ranks; ++p)
         if (p != r) program.lanes[1].push_back(signal(Op::wait, executor.counter(r, free(p)), free(p), p, 0));
       for (int p = 0; p < ranks; ++p) {
-        size_t at = r * n * sizeof(int);
-        program.lanes[1].push_back({Op::copy, {{uint32_t(1 + p), at, 0}, {0, 0, 0}}, 1, n * sizeof(int)});
+        program.lanes[1].push_back({Op::copy, {{uint32_t(1 + p), uint32_t(r), uint32_t(r + 1)}, {0, 0, 1}}});
         if (p == r) continue;
         program.lanes[1].push_back(signal(Op::notify, executor.counter(p, arrived(r)), 0, 0, 0));
         program.lanes[0].push_back(signal(Op::wait, executor.counter(r, arrived(p)), arrived(p), p, 1));
@@ -159,13 +159,23 @@ void test_lanes(int ranks, int calls) {
       program.lanes[0].push_back({Op::pause, {}});
       for (int p = 0; p < ranks; ++p)
         if (p != r) program.lanes[0].push_back(signal(Op::notify, executor.counter(p, free(r)), 0, 0, 0));
-      for (auto& lane : program.lanes)
-        for (auto& i : lane)
-          for (auto& o : i.operands) o.stride = i.columns;
+      program.layouts = {{0}, {}};  // a block of the caller's, and a row from each rank
+      program.layouts[1].assign(ranks, Buffer::kRow);
+      program.pieces = {1};
+      program.buffers = {{"own", "int32", sizeof(int), false, 0, false, false, std::vector<uint32_t>(ranks, 0)},
+                         {"inbox", "int32", sizeof(int), false, 1, false, true, std::vector<uint32_t>(ranks, 1)}};
+      program.slots = {{r, 0}};
+      std::vector<uintptr_t> parts;
+      for (int p = 0; p < ranks; ++p) {
+        program.slots.push_back({p, 1});
+        parts.push_back(reinterpret_cast<uintptr_t>(host.data[r]->parts[p]->base()));
+      }
+      const size_t row = n * sizeof(int);
+      Binding binding(program, {1}, {{0, reinterpret_cast<uintptr_t>(own.data()), 1, n, row, {}, ""},
+                                     {1, parts[r], size_t(ranks), n, row, parts, ""}}, r);
       Execution execution(program, ranks);
       execution.timeout = 20'000'000'000;
-      execution.bases = {reinterpret_cast<char*>(own.data())};
-      for (int p = 0; p < ranks; ++p) execution.bases.push_back(host.data[r]->parts[p]->base());
+      execution.binding = &binding;
       executor.tracing = r == 0;
       for (int call = 0; call < calls; ++call) {
         for (int i = 0; i < n; ++i) own[i] = call * 1000 + r * 10 + i;
@@ -173,7 +183,7 @@ void test_lanes(int ranks, int calls) {
         executor.lane_thread.start({&program, &execution, 1});
         int at = executor.run(program, execution, 0, 0);
         CHECK(at >= 0);
-        const int* all = reinterpret_cast<int*>(execution.bases[1 + r]);
+        const int* all = reinterpret_cast<const int*>(parts[r]);
         for (int p = 0; p < ranks; ++p)
           if (p != r) CHECK(all[p * n] == call * 1000 + p * 10 && all[p * n + n - 1] == call * 1000 + p * 10 + n - 1);
         CHECK(executor.run(program, execution, 0, at + 1) >= 0);
@@ -204,7 +214,7 @@ void test_a_wait_ends_early() {
     host.meshes[1]->abort({"KeyError", 1, "gone"});
     host.meshes[1].reset();
   });
-  program.digest = 4;
+  execution.digest = 4;
   CHECK(executor.run(program, execution, 0, 0) == -1 && execution.failures[0].status == WaitStatus::failed);
   CHECK(host.meshes[0]->failure().kind == "KeyError" && host.meshes[0]->failure().culprit == 1);
   killer.join();

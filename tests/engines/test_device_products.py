@@ -101,7 +101,7 @@ def recorded() -> None:
     world = weft.init()
     with record(world) as recording:
         weft.all_gather_matmul(torch.ones(6, 16), torch.ones(16, 8), algorithm="push", chunk_rows=2)
-    ((plan, spans),) = recording.executions
+    ((plan, _, spans),) = recording.executions
     lanes = plan.lanes[world.rank]
     assert {(lane, at) for lane, at, _, _ in spans} == {(lane, at) for lane in lanes for at in range(len(lanes[lane]))}
     products = {span[2:] for span in spans if span[0] == "compute" and isinstance(lanes["compute"][span[1]], weft.plan.Matmul)}

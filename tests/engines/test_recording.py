@@ -72,7 +72,7 @@ def traced(world):
         for _ in range(2):
             weft.all_gather_matmul(a, b, algorithm="push", chunk_rows=5)
     weft.all_gather_matmul(a, b, algorithm="push", chunk_rows=5)
-    plans = [plan for plan, _ in recording.executions]
+    plans = [plan for plan, _, _ in recording.executions]
     return plans, recording.gather("push")
 
 

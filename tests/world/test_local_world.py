@@ -145,8 +145,8 @@ def test_every_instruction_is_recorded(streams):
 
     with weft.local_world(2, streams=streams) as local:
         for rank, executions in enumerate(local.run(recorded)):
-            assert [plan.operator for plan, _ in executions] == ["all_gather_matmul", "all_gather"]
-            for plan, spans in executions:
+            assert [plan.operator for plan, _, _ in executions] == ["all_gather_matmul", "all_gather"]
+            for plan, _, spans in executions:
                 every = {(lane, index) for lane, instructions in plan.lanes[rank].items() for index in range(len(instructions))}
                 assert {(lane, index) for lane, index, _, _ in spans} == every
                 assert all(0 < start <= stop for _, _, start, stop in spans)

@@ -236,7 +236,7 @@ def _copies(bench: _Timings) -> None:
                 engine(bench.world).execute(plan, tensors)
             if warm:
                 continue
-            took = {i: stop - start for _, i, start, stop in recording.executions[0][1]}
+            took = {i: stop - start for _, i, start, stop in recording.executions[0][2]}
             work = (took[i] for i, instruction in enumerate(plan.lanes[own]["compute"]) if writes(instruction))
             for what, nanoseconds in zip(("memory", "link", "reduce"), work, strict=True):
                 bench.times[f"{what} {rows}"].append(1e-9 * max(nanoseconds, 1))
@@ -324,7 +324,7 @@ def _lanes(bench: _Timings) -> None:
             bench.together()
             with record(world) as recording:
                 engine(world).execute(plan, tensors, weight)
-            spans = {(lane, i): (start, stop) for lane, i, start, stop in recording.executions[0][1]}
+            spans = {(lane, i): (start, stop) for lane, i, start, stop in recording.executions[0][2]}
             waited = spans["comm", world.ranks][0] - spans["compute", 0][1]
             bench.times["turn"].append(1e-9 * max(waited, 1))
 

@@ -106,7 +106,7 @@ class _ProductSum:
 
     def _add(self, plan: Plan) -> None:
         tensors = {"partial": self.products, "out": self.out}
-        engine(self.world).program(("communicate", id(plan)), plan, tensors, self.dtypes).run(tensors, {})
+        engine(self.world).program(plan, tensors, plan.pieces, self.dtypes).run(tensors, plan.pieces, {})
 
     def _sum(self, call: Callable[[], object]) -> View:
         return View(call, (self.out,), self._check(self.problem.check_product_sum))

@@ -6,15 +6,15 @@ from functools import partial
 
 from torch import Tensor
 
-from weft.engines.host import HostProgram
+from weft.engines.host import Binding, HostProgram
 from weft.world import memory
 
 
 class CachedCall:
     """A call of a program of one lane on certain tensors, to be made again on the same: little more than one native call."""
 
-    def __init__(self, program: HostProgram, addresses: tuple[tuple[int, int], ...], a: Tensor, out: Tensor) -> None:
-        self.program, self.addresses, self.world, self.engine = program, addresses, program.world, program.engine
+    def __init__(self, program: HostProgram, binding: Binding, a: Tensor, out: Tensor) -> None:
+        self.program, self.binding, self.world, self.engine = program, binding, program.world, program.engine
         self.repeat = partial(program.world.native.repeat, program.native, memory.snapshot(a), memory.snapshot(out))
 
     def replay(self, a: Tensor, out: Tensor, timeout: float | None) -> bool:
@@ -22,8 +22,8 @@ class CachedCall:
         program, world = self.program, self.world
         if self.engine.pending or world.recorder is not None:
             return False
-        if program.bound is not self.addresses:
-            program.bind(self.addresses)
+        if program.bound is not self.binding:
+            program.apply(self.binding)
         seconds = world.timeout if timeout is None else timeout
         try:
             done = self.repeat(a, out, seconds)

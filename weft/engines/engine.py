@@ -1,22 +1,21 @@
 """What all engines have in common: compiled plans, the workspace, and errors that say what was waited for.
 
-An engine compiles a plan once per geometry of its tensors; a repeated call only fills in where the caller's tensors lie.
+An engine compiles a plan; how many rows its blocks have is said by each execution.
 """
 
 from __future__ import annotations
 
 import math
-import zlib
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft import _native
-from weft.checks import name as dtype_name
 from weft.engines.weights import Weight
 from weft.errors import MismatchError, PlanError, WeftError
 from weft.plan import Copy, Instruction, Plan, Reduce, Region, Signal, Wait, accesses, reads, writes
@@ -24,28 +23,6 @@ from weft.world import World, memory
 
 LANES = ("compute", "comm")
 _CACHED = 256  # compiled plans; a program is small, and its workspace is shared
-
-
-class Geometry(NamedTuple):
-    """How the rows of a buffer lie in memory; `place` is ``(segment number, byte offset)`` in symmetric memory."""
-
-    dtype: torch.dtype
-    columns: int
-    stride: int  # bytes between the beginnings of rows
-    place: tuple[int, int] | None = None
-
-    @classmethod
-    def of(cls, tensor: Tensor, world: World) -> Geometry:
-        if tensor.dim() != 2 or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
-            raise ValueError(
-                f"a buffer is a matrix with contiguous rows; got shape {tuple(tensor.shape)}, strides {tensor.stride()}"
-            )
-        segment = memory.find(tensor)
-        place = None
-        if segment is not None and segment.world == world.number:
-            place = segment.number, int(tensor.storage_offset()) * tensor.itemsize
-        rows, columns = tensor.shape
-        return cls(tensor.dtype, columns, (tensor.stride(0) if rows > 1 else columns) * tensor.itemsize, place)
 
 
 class Engine(ABC):
@@ -69,38 +46,59 @@ class Engine(ABC):
         self.calls: dict[Hashable, Any] = {}  # where operators remember calls they have seen; void when `compiled` is
 
     def execute(
-        self, plan: Plan, tensors: Mapping[str, Tensor], weights: Mapping[str, Weight] | None = None, timeout: float | None = None
+        self,
+        plan: Plan,
+        tensors: Mapping[str, Tensor],
+        weights: Mapping[str, Weight] | None = None,
+        timeout: float | None = None,
+        rows: Sequence[int] | None = None,
     ) -> None:
         """Execute `plan`, collectively.
 
-        `tensors` are this rank's inputs and outputs by buffer name, matrices whose rows are the buffer's rows; those that peers
-        access must be symmetric. `weights` are what a product into each buffer multiplies by. Workspaces take the dtype
-        and columns of the buffers they exchange rows with.
+        `tensors` are this rank's inputs and outputs by buffer name, matrices with the rows of the buffer's blocks; those that
+        peers access must be symmetric. `weights` are what a product into each buffer multiplies by. `rows` are those of each of
+        the plan's shards; without them each block is a row. Workspaces take the dtype and columns of the buffers they exchange
+        rows with.
         """
         self.world.check()
-        key = id(plan), *((name, Geometry.of(tensor, self.world)) for name, tensor in tensors.items())
-        self.program(key, plan, tensors).run(tensors, weights or {}, timeout=timeout)
+        rows = plan.pieces if rows is None else rows
+        self.program(plan, tensors, rows).run(tensors, rows, weights or {}, timeout=timeout)
 
     def program(
-        self, key: Hashable, plan: Plan, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype] | None = None
+        self,
+        plan: Plan,
+        tensors: Mapping[str, Tensor],
+        rows: Sequence[int] = (),
+        dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+        number: int = 0,
     ) -> Program:
-        """The compiled plan for tensors that look like these; `key` stands for the plan, their geometry and the dtypes.
+        """The compiled plan for tensors and sizes like these; `number` tells those apart that are under way at the same time.
 
         `dtypes` are those of workspaces that differ from the buffers they exchange rows with.
         """
+        key = id(plan), number, self.kind(tensors, rows), *dtypes.values()
         program = self.compiled.get(key)
         if program is None:
-            program = self.compile(plan, tensors, dtypes or {})
+            program = self.compile(plan, tensors, rows, dtypes)
             self.compiled[key] = program
             if len(self.compiled) > _CACHED:
                 self.compiled.popitem(last=False)
         return program
 
     @abstractmethod
+    def kind(self, tensors: Mapping[str, Tensor], rows: Sequence[int]) -> Hashable:
+        """What a program of this engine depends on beside its plan."""
+
+    @abstractmethod
     def compile(
-        self, plan: Plan, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], call: str | None = None
+        self,
+        plan: Plan,
+        tensors: Mapping[str, Tensor],
+        rows: Sequence[int],
+        dtypes: Mapping[str, torch.dtype],
+        call: str | None = None,
     ) -> Program:
-        """The plan for this rank and tensors that look like these; peers are told of it as `call`, or else by its sizes."""
+        """The plan for this rank and tensors and sizes like these; peers are told of it as `call`, or else by its sizes."""
 
     def check_product(self, x: Tensor, weight: Weight, out_dtype: torch.dtype) -> None:  # noqa: B027, most make any product
         """Raise `ValueError` for a product that this engine cannot make, with a result of `out_dtype`."""
@@ -126,20 +124,23 @@ class Engine(ABC):
         if self.workspace is None or self.workspace.numel() < size:
             self.settle()  # first: what went wrong with a call before this one is the cause of what goes wrong here
             self.agree(call)
-            self.compiled.clear()  # programs over the old workspace
+            self.moved()
             self.calls.clear()
             self.workspace = None
-            self.workspace = self.world.empty(size, dtype=torch.uint8)
+            self.workspace = self.world.empty(_class_of(size), dtype=torch.uint8)
         segment = memory.find(self.workspace)
         assert segment is not None
         return segment
+
+    def moved(self) -> None:  # noqa: B027, most programs find the workspace where it is
+        """The workspace is about to be replaced."""
 
     def agree(self, call: str) -> None:
         """Wait until all ranks make this call."""
         world = self.world
         peers = [(world.rank + step) % world.ranks for step in range(1, world.ranks)]
         raised = [(self.index(Signal("agree", peer)), 1) for peer in peers]
-        compiled = _native.Compiled(call, 1, [], raised, world.ranks)
+        compiled = _native.Compiled(call, 1, raised, world.ranks)
         for peer in peers:
             compiled.notify(0, world.native, peer, self.index(Signal("agree", world.rank)))
         for peer in peers:
@@ -176,16 +177,9 @@ class Engine(ABC):
 
 
 class Program(ABC):
-    """A plan compiled for one rank and one geometry of its tensors."""
+    """A plan compiled for one rank."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        plan: Plan,
-        tensors: Mapping[str, Tensor],
-        dtypes: Mapping[str, torch.dtype],
-        call: str | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, plan: Plan) -> None:
         self.engine, self.world, self.plan = engine, engine.world, plan
         lanes = self.own_lanes()
         if plan.ranks != self.world.ranks:
@@ -194,7 +188,6 @@ class Program(ABC):
             raise PlanError(f"engines have the lanes {' and '.join(LANES)}; the plan has {', '.join(lanes)}")
         engine.name(plan.signal_names())
         self.lanes = [lanes.get(name, ()) for name in LANES]
-        self.geometry = _geometry(plan, tensors, dtypes, self.world)
         self.shared = {  # what ranks of one host access of each other
             region.buffer
             for rank, own in enumerate(plan.lanes)
@@ -203,40 +196,37 @@ class Program(ABC):
             for region in accesses(instruction)
             if region.rank != rank and self.world.hosts[region.rank] == self.world.hosts[rank]
         }
-        self.call = call or self._describe()
-        self._check(tensors)
-        self.segments = {name: segment for name, t in tensors.items() if (segment := memory.find(t)) is not None}
-        self.workspace = self._reserve()
-        self.build(tensors)
+        every = (i for lanes in plan.lanes for lane in lanes.values() for i in lane)
+        moved = {region.buffer for i in every if isinstance(i, Copy | Reduce) for region in reads(i)}
+        self.told = {  # what ranks must agree on
+            name for name, buffer in plan.buffers.items() if name in self.shared or (buffer.role == "input" and name in moved)
+        }
 
     def own_lanes(self) -> Mapping[str, Sequence[Instruction]]:
         """The lanes of this rank that the native core interprets."""
         return self.plan.lanes[self.world.rank]
 
     @abstractmethod
-    def build(self, tensors: Mapping[str, Tensor]) -> None:
-        """Turn this rank's lanes into what the engine carries out."""
-
-    @abstractmethod
     def run(
         self,
         tensors: Mapping[str, Tensor],
+        rows: Sequence[int],
         weights: Mapping[str, Weight],
         bias: Mapping[str, Tensor] | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Execute once, with tensors of the geometry it was compiled for."""
+        """Execute once, with these tensors and the rows of each shard."""
 
     @abstractmethod
-    def addresses(self, tensors: Mapping[str, Tensor]) -> Any:
+    def bind(self, tensors: Mapping[str, Tensor], rows: Sequence[int]) -> Any:
         """What `execute` and `start` take for these tensors; it may be kept while the tensors stay where they are."""
 
     @abstractmethod
-    def execute(self, addresses: Any, timeout: float | None = None) -> None:
+    def execute(self, binding: Any, timeout: float | None = None) -> None:
         """Execute a program of one lane without products."""
 
     @abstractmethod
-    def start(self, addresses: Any, timeout: float | None = None) -> None:
+    def start(self, binding: Any, timeout: float | None = None) -> None:
         """Begin what `execute` does, in the background."""
 
     @abstractmethod
@@ -255,67 +245,27 @@ class Program(ABC):
         """What a wait of this program is for: which rows of what it holds up, and what it counts."""
         wait = self.lanes[lane][index]
         assert isinstance(wait, Wait)
-        held = next((writes(i)[0] for i in self.lanes[lane][index:] if writes(i)), None)
-        rows = f"rows {held.start}:{held.stop}" if held else "the end"
+        held = next((self.plan.measure(i) for i in self.lanes[lane][index:] if writes(i)), None)
+        rows = f"rows {':'.join(map(str, self.rows_of(held)))}" if held else "the end"
         come = f"{actual} of {expected}" if expected else "still owed by an earlier call"
         signal = f'signal "{wait.signal.name}" from rank {source}: {come}'
         return f"for {rows} of {self.plan.operator} call {call} ({signal})"
 
-    def _describe(self) -> str:
-        """What ranks must agree on, in words: what they call, with which rows, and a digest of the rest of the plan."""
-        shared = self.shared
-        every = (i for lanes in self.plan.lanes for lane in lanes.values() for i in lane)
-        moved = {region.buffer for i in every if isinstance(i, Copy | Reduce) for region in reads(i)}
-        words = []
-        for name, buffer in self.plan.buffers.items():
-            geometry = self.geometry.get(name)
-            if geometry is None or (name not in shared and (buffer.role != "input" or name not in moved)):
-                continue
-            place = ""
-            if geometry.place and name in shared:
-                place = f" in symmetric segment {geometry.place[0]} at byte {geometry.place[1]}, {geometry.stride} bytes a row"
-            words.append(f"{name}={[*buffer.rows]} rows x {geometry.columns} {dtype_name(geometry.dtype)}{place}")
-        digest = zlib.crc32(repr(self.plan.lanes).encode())
-        return f"{self.plan.operator}({', '.join(words)}, algorithm={self.plan.algorithm}, plan {digest:08x})"
-
-    def _check(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, buffer in self.plan.buffers.items():
-            if buffer.role == "workspace":
-                continue
-            if name not in tensors:
-                raise ValueError(f"{self.plan.operator} needs a tensor for the {buffer.role} {name!r}")
-            if len(tensors[name]) != buffer.rows[self.world.rank]:
-                raise ValueError(f"{name!r} has {len(tensors[name])} rows; the plan gives it {buffer.rows[self.world.rank]}")
-            if name in self.shared and self.geometry[name].place is None:
-                raise ValueError(f"peers access {name!r} in this plan, so it must be symmetric: make it with world.empty(...)")
-
-    def _reserve(self) -> dict[str, int]:
-        """Lay out the workspaces that the plan uses, alike on all ranks; returns their offsets."""
-        used = {r.buffer for lanes in self.plan.lanes for lane in lanes.values() for i in lane for r in reads(i) + writes(i)}
-        offsets, size = {}, 0
-        for name, buffer in self.plan.buffers.items():
-            if buffer.role == "workspace" and name in used:
-                offsets[name] = size
-                size += -(-max(buffer.rows) * self.geometry[name].stride // 4096) * 4096
-        if offsets:
-            self.segments["workspace"] = self.engine.reserve(size, self.call)
-        return offsets
-
-    def _rows(self, region: Region) -> Tensor | Region:
-        """Rows that do not change place from call to call as a tensor; those of the caller's own tensors as they are named."""
-        if region.rank == self.world.rank and region.buffer not in self.workspace:
-            return region
-        dtype, columns, stride, place = self.geometry[region.buffer]
-        segment = self.segments["workspace" if region.buffer in self.workspace else region.buffer]
-        offset = self.workspace[region.buffer] if place is None else place[1]
-        whole = segment.bytes(region.rank)[: segment.size // dtype.itemsize * dtype.itemsize].view(dtype)
-        step = stride // dtype.itemsize
-        return whole.as_strided((region.rows, columns), (step, 1), offset // dtype.itemsize + region.start * step)
+    @abstractmethod
+    def rows_of(self, region: Region) -> tuple[int, int]:
+        """Where the rows of a region begin and end, in the execution under way."""
 
 
-def _geometry(plan: Plan, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], world: World) -> dict[str, Geometry]:
-    """The geometry of every buffer that is used; workspaces look like what they exchange rows with."""
-    known = {name: Geometry.of(tensor, world) for name, tensor in tensors.items()}
+def _class_of(size: int) -> int:
+    """The size of a workspace of at least `size` bytes: of few sizes, so that it seldom grows, and hardly more than is needed."""
+    step = 1 << max(12, size.bit_length() - 4)
+    return -(-size // step) * step
+
+
+def kinds(plan: Plan, given: Mapping[str, torch.dtype], dtypes: Mapping[str, torch.dtype]) -> dict[str, tuple[torch.dtype, str]]:
+    """The dtype of every buffer that is used, and the given one whose columns it has: workspaces look like what they exchange rows
+    with."""
+    known = {name: (dtype, name) for name, dtype in given.items()}
     linked = dict.fromkeys(  # in an order that all ranks have, since the first link of a workspace decides
         (a.buffer, b.buffer)
         for lanes in plan.lanes
@@ -330,8 +280,7 @@ def _geometry(plan: Plan, tensors: Mapping[str, Tensor], dtypes: Mapping[str, to
         grown = False
         for one, other in [*linked, *((b, a) for a, b in linked)]:
             if one in known and other not in known:
-                dtype, columns, _, _ = known[one]
-                dtype = dtypes.get(other, dtype)
-                known[other] = Geometry(dtype, columns, columns * dtype.itemsize)
+                dtype, like = known[one]
+                known[other] = dtypes.get(other, dtype), like
                 grown = True
     return known

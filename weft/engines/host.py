@@ -1,26 +1,32 @@
 """The host engine: ranks are processes of one machine, and every buffer that a peer accesses lies in shared memory.
 
 The compute lane runs on the caller's thread: matrix products from Python, everything between them in one native call each. The
-comm lane runs beside it on a native thread. A plan is compiled once per geometry of its tensors; a repeated call only fills in
-the addresses of the caller's tensors.
+comm lane runs beside it on a native thread. A plan is compiled once per dtype; how many rows its blocks have, and where they lie,
+is bound by each call.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+import zlib
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from weft import _native
 from weft.checks import name as dtype_name
-from weft.engines.engine import LANES, Engine, Program
+from weft.engines.engine import LANES, Engine, Program, kinds
 from weft.engines.matmul import multiply
 from weft.engines.weights import Weight
 from weft.errors import PlanError, WeftError
-from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Wait, reads, writes
+from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Wait, accesses
+from weft.world import memory
+
+Place = tuple[int, int, int]
+"""A slot of a program, and the blocks there at which a region begins and ends."""
 
 
 class HostEngine(Engine):
@@ -28,35 +34,70 @@ class HostEngine(Engine):
 
     remembers = True
 
+    def kind(self, tensors: Mapping[str, Tensor], rows: Sequence[int]) -> Hashable:
+        return tuple([tensor.dtype for tensor in tensors.values()])
+
     def compile(
-        self, plan: Plan, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], call: str | None = None
+        self,
+        plan: Plan,
+        tensors: Mapping[str, Tensor],
+        rows: Sequence[int],
+        dtypes: Mapping[str, torch.dtype],
+        call: str | None = None,
     ) -> HostProgram:
         return HostProgram(self, plan, tensors, dtypes, call)
 
 
+class Binding(NamedTuple):
+    """What a program works on in a call: the native core's view of it, and the rows of each of the plan's shards."""
+
+    native: _native.Binding
+    rows: Sequence[int]
+
+
 class HostProgram(Program):
-    """A plan compiled into instructions over addresses, which the native core interprets; products are made between them."""
+    """A plan compiled into instructions over blocks, which the native core interprets; products are made between them."""
 
     engine: HostEngine
 
     more_lanes = 0  # of the native program, beside those of `LANES`
 
-    def build(self, tensors: Mapping[str, Tensor]) -> None:
-        """Turn this rank's lanes into what the engine carries out."""
-        engine, plan, rank = self.engine, self.plan, self.world.rank
+    def __init__(
+        self,
+        engine: HostEngine,
+        plan: Plan,
+        tensors: Mapping[str, Tensor],
+        dtypes: Mapping[str, torch.dtype],
+        call: str | None = None,
+    ) -> None:
+        super().__init__(engine, plan)
+        plan, rank = self.plan, self.world.rank
+        given = {name: tensor.dtype for name, tensor in tensors.items()}
+        for name, buffer in plan.buffers.items():
+            if buffer.role != "workspace" and name not in given:
+                raise ValueError(f"{plan.operator} needs a tensor for the {buffer.role} {name!r}")
+        found = kinds(plan, given, dtypes)
+        self.kinds = {name: found[name] for name in plan.buffers if name in found}  # in an order that all ranks have
+        self.numbers = {name: number for number, name in enumerate(self.kinds)}
         self.slots: dict[tuple[int, str], int] = {}
-        addresses = [self._address(slot) for slot in self._find_slots()]
+        for region in self.regions():
+            self.slots.setdefault((region.rank, region.buffer), len(self.slots))
         promised = [(engine.index(signal), count) for signal, count in plan.promised(rank).items()]
-        self.native = _native.Compiled(self.call, len(LANES) + self.more_lanes, addresses, promised, plan.ranks)
-        self.own = [(name, self.slots[rank, name]) for name in tensors if (rank, name) in self.slots]
-        self.bound: tuple[tuple[int, int], ...] | None = None
-        self.products: list[tuple[Tensor | Region, Tensor | Region, str]] = []
-        every = [instruction for lane in self.lanes for instruction in lane]
-        outputs = [region for instruction in every for region in writes(instruction) if region.buffer not in self.workspace]
-        self.written = 0 if any(isinstance(i, Matmul) for i in every) else sum(map(self._bytes, outputs))
+        self.native = _native.Compiled(call or "", len(LANES) + self.more_lanes, promised, plan.ranks)
+        if call is None:
+            digest = zlib.crc32(repr(plan.lanes).encode())
+            self.native.describe(f"{plan.operator}(", f", algorithm={plan.algorithm}, plan {digest:08x})")
+        self._lay_out()
+        self.bound: Binding | None = None
+        self.products: dict[int, tuple[Region, Region]] = {}  # by their place in the compute lane
+        self.multiplies = any(isinstance(i, Matmul) for lane in self.lanes for i in lane)
         for lane, instructions in enumerate(self.lanes):
-            for instruction in instructions:
-                self._compile(lane, instruction)
+            for at, instruction in enumerate(instructions):
+                self._compile(lane, at, instruction)
+
+    def regions(self) -> list[Region]:
+        """What this rank's lanes access."""
+        return [region for lane in self.lanes for instruction in lane for region in accesses(instruction)]
 
     def begin(self, seconds: float) -> None:
         """Publish the call; its waits may take `seconds`."""
@@ -65,14 +106,15 @@ class HostProgram(Program):
     def run(
         self,
         tensors: Mapping[str, Tensor],
+        rows: Sequence[int],
         weights: Mapping[str, Weight],
         bias: Mapping[str, Tensor] | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Execute once, with tensors of the geometry it was compiled for."""
+        """Execute once, with these tensors and the rows of each shard."""
         world, native, compiled = self.world, self.world.native, self.native
         seconds = world.timeout if timeout is None else timeout
-        self.bind(self.addresses(tensors))
+        self.apply(self.bind(tensors, rows))
         if self.engine.pending:
             self.engine.settle()
         try:
@@ -81,13 +123,11 @@ class HostProgram(Program):
                 if self.lanes[1]:
                     native.start(compiled, 1)
                 at = native.run(compiled, 0, 0)
-                for src, dst, name in self.products:
-                    if at < 0:
-                        break
+                while at in self.products:
                     start = _native.now()
-                    x = tensors[src.buffer][src.start : src.stop] if isinstance(src, Region) else src
-                    out = tensors[dst.buffer][dst.start : dst.stop] if isinstance(dst, Region) else dst
-                    multiply(x, weights[name], out, None if bias is None else bias.get(name))
+                    src, dst = self.products[at]
+                    added = None if bias is None else bias.get(dst.buffer)
+                    multiply(self._rows(src, tensors), weights[dst.buffer], self._rows(dst, tensors), added)
                     compiled.set_span(0, at, start, _native.now())
                     at = native.run(compiled, 0, at + 1)
                 if at < 0:
@@ -97,26 +137,28 @@ class HostProgram(Program):
                 native.join()
         if self.lanes[1] and compiled.wait_failure(1)[0] != _native.WaitStatus.none:
             raise self._stopped(1, seconds)
-        if world.recorder is not None:
-            world.recorder.add(self.plan, self._spans())
+        self._record()
 
-    def addresses(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
-        """Where the caller's tensors lie, by slot."""
-        return tuple((slot, tensors[name].data_ptr()) for name, slot in self.own)
+    def bind(self, tensors: Mapping[str, Tensor], rows: Sequence[int]) -> Binding:
+        """The blocks' sizes and places for these tensors; makes the workspace larger where it is too small, collectively."""
+        given = [self._given(name, tensor) for name, tensor in tensors.items()]
+        native = _native.Binding(self.native, rows, given, self.world.rank)
+        if size := native.workspace:
+            native.place(self.native, self.engine.reserve(size, native.call).bases(0))
+        return Binding(native, rows)
 
-    def bind(self, addresses: tuple[tuple[int, int], ...]) -> None:
-        """Work on the caller's tensors at these addresses."""
-        if self.bound is not addresses:
-            for slot, address in addresses:
-                self.native.set_base(slot, address)
-            self.bound = addresses
+    def apply(self, binding: Binding) -> None:
+        """Work with these sizes and places from now on."""
+        if self.bound is not binding:
+            self.native.bind(binding.native)
+            self.bound = binding
 
-    def execute(self, addresses: tuple[tuple[int, int], ...], timeout: float | None = None) -> None:
+    def execute(self, binding: Binding, timeout: float | None = None) -> None:
         """Execute a program of one lane without products: nothing but one native call."""
         world = self.world
         if self.engine.pending:
             self.engine.settle()
-        self.bind(addresses)
+        self.apply(binding)
         try:
             done = world.native.execute(self.native, timeout or world.timeout)
         except BaseException as error:  # what a signal handler raised; a `with` would cost every call
@@ -124,12 +166,11 @@ class HostProgram(Program):
             raise
         if not done:
             raise self._stopped(0, timeout or world.timeout)
-        if world.recorder is not None:
-            world.recorder.add(self.plan, self._spans())
+        self._record()
 
-    def start(self, addresses: tuple[tuple[int, int], ...], timeout: float | None = None) -> None:
+    def start(self, binding: Binding, timeout: float | None = None) -> None:
         """Begin what `execute` does, on the native lane."""
-        self.bind(addresses)
+        self.apply(binding)
         self.timeout = timeout or self.world.timeout
         self.begin(self.timeout)
         self.world.native.start(self.native, 0)
@@ -148,11 +189,15 @@ class HostProgram(Program):
                 self.engine.pending.remove(self)
                 if self.native.wait_failure(0)[0] != _native.WaitStatus.none:
                     raise self._stopped(0, self.timeout)
-                if self.world.recorder is not None:
-                    self.world.recorder.add(self.plan, self._spans())
+                self._record()
             elif left <= 0:
                 return False
         return True
+
+    def rows_of(self, region: Region) -> tuple[int, int]:
+        assert self.bound is not None
+        native, place = self.bound.native, self.place(region)
+        return native.first(place), native.first(place) + native.rows(place)
 
     def _spans(self) -> list[tuple[str, int, int, int]]:
         return [
@@ -167,48 +212,83 @@ class HostProgram(Program):
             lane = self.native.stopped
         _, index, source, expected, actual = self.native.wait_failure(lane)
         doing = self.doing(lane, index, self.native.call, source, expected, actual)
-        return self.engine.stopped(self.native, lane, doing, self.call, timeout)
+        assert self.bound is not None
+        return self.engine.stopped(self.native, lane, doing, self.bound.native.call, timeout)
 
-    def _find_slots(self) -> list[tuple[int, str]]:
-        for lane in self.lanes:
-            for instruction in lane:
-                for region in reads(instruction) + writes(instruction):
-                    self.slots.setdefault((region.rank, region.buffer), len(self.slots))
-        return list(self.slots)
+    def _record(self) -> None:
+        if self.world.recorder is not None:
+            assert self.bound is not None
+            self.world.recorder.add(self.plan, self.bound.rows, self._spans())
 
-    def _address(self, slot: tuple[int, str]) -> int:
-        """Where a rank's buffer begins; the caller's own tensors are filled in by each call."""
-        rank, name = slot
-        if name in self.workspace:
-            return int(self.segments["workspace"].base(rank)) + self.workspace[name]
-        place = self.geometry[name].place
-        return int(self.segments[name].base(rank)) + place[1] if place else 0
+    def _lay_out(self) -> None:
+        """Tell the native core which blocks the buffers have."""
+        plan, layouts = self.plan, dict[tuple[int, ...], int]()
 
-    def _operand(self, region: Region) -> tuple[int, int, int]:
-        stride = self.geometry[region.buffer].stride
-        return self.slots[region.rank, region.buffer], region.start * stride, stride
+        def layout(blocks: Sequence[int]) -> int:
+            return layouts.setdefault(tuple(blocks), len(layouts))
 
-    def _whole(self, region: Region) -> int:
-        """How many bytes are written before anybody looks at these again: in a workspace only these, as in what products read."""
-        return self.written if region.buffer not in self.workspace and self.written else self._bytes(region)
+        buffers = []
+        for name, (dtype, like) in self.kinds.items():
+            buffer = plan.buffers[name]
+            by_rank = [layout(buffer.numbers(r)) for r in range(plan.ranks)]
+            workspace, told, shared = buffer.role == "workspace", name in self.told, name in self.shared
+            kind = dtype_name(dtype), dtype.itemsize
+            buffers.append((name, *kind, workspace, self.numbers[like], told, shared, by_rank))
+        slots = [(rank, self.numbers[name]) for rank, name in self.slots]
+        self.native.lay_out(plan.pieces, list(layouts), buffers, slots)
 
-    def _bytes(self, region: Region) -> int:
-        geometry = self.geometry[region.buffer]
-        return region.rows * geometry.columns * geometry.dtype.itemsize
+    def _given(self, name: str, tensor: Tensor) -> tuple[int, int, int, int, int, list[int], str]:
+        """A tensor as the native core is told of it."""
+        if tensor.dim() != 2 or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
+            raise ValueError(
+                f"a buffer is a matrix with contiguous rows; got shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+            )
+        rows, columns = tensor.shape
+        stride = (tensor.stride(0) if rows > 1 else columns) * tensor.itemsize
+        parts, place = [], ""
+        if name in self.shared:
+            segment = memory.find(tensor)
+            if segment is not None and segment.world == self.world.number:
+                offset = int(tensor.storage_offset()) * tensor.itemsize
+                parts, place = segment.bases(offset), f" in symmetric segment {segment.number} at byte {offset}"
+        return self.numbers[name], tensor.data_ptr(), rows, columns, stride, parts, place
 
-    def _compile(self, lane: int, instruction: Instruction) -> None:
+    def place(self, region: Region) -> Place:
+        """A region as the native core names it."""
+        return self.slots[region.rank, region.buffer], region.start, region.stop
+
+    def _rows(self, region: Region, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The rows of a region in the execution under way."""
+        assert self.bound is not None
+        native, place, buffer = self.bound.native, self.place(region), self.plan.buffers[region.buffer]
+        start, rows = native.first(place), native.rows(place)
+        if region.rank == self.world.rank and buffer.role != "workspace":
+            tensor = tensors[region.buffer]
+            return tensor if rows == len(tensor) else tensor[start : start + rows]
+        dtype, _ = self.kinds[region.buffer]
+        symmetric = self.engine.workspace if buffer.role == "workspace" else tensors[region.buffer]
+        segment = None if symmetric is None else memory.find(symmetric)
+        assert segment is not None
+        whole = segment.bytes(region.rank)[: segment.size // dtype.itemsize * dtype.itemsize].view(dtype)
+        offset = (native.address(place) - segment.base(region.rank)) // dtype.itemsize
+        return whole.as_strided((rows, native.columns(place)), (native.stride(place) // dtype.itemsize, 1), offset)
+
+    def _together(self, region: Region) -> bool:
+        """Whether all that outputs get is written before anybody looks at it: in a workspace only these are, as in what products
+        read."""
+        return not self.multiplies and self.plan.buffers[region.buffer].role != "workspace"
+
+    def _compile(self, lane: int, at: int, instruction: Instruction) -> None:
         native, world, rank = self.native, self.world.native, self.world.rank
         match instruction:
             case Copy(src, dst):
-                geometry = self.geometry[src.buffer]
-                remote = src.rank != rank or dst.rank != rank
-                row = geometry.columns * geometry.dtype.itemsize
-                native.copy(lane, self._operand(dst), self._operand(src), src.rows, row, self._whole(dst), remote)
+                remote, measure = src.rank != rank or dst.rank != rank, (dst, src).index(self.plan.measure(instruction))
+                native.copy(lane, self.place(dst), self.place(src), measure, self._together(dst), remote)
             case Reduce(srcs, dst, op):
                 regions = (dst, *srcs)
-                dtypes = [getattr(_native.Dtype, dtype_name(self.geometry[r.buffer].dtype)) for r in regions]
-                combine, columns = getattr(_native.Combine, op), self.geometry[dst.buffer].columns
-                native.reduce(lane, [self._operand(r) for r in regions], dtypes, dst.rows, columns, self._whole(dst), combine)
+                dtypes = [getattr(_native.Dtype, dtype_name(self.kinds[r.buffer][0])) for r in regions]
+                places, measure = [self.place(r) for r in regions], regions.index(self.plan.measure(instruction))
+                native.reduce(lane, places, measure, self._together(dst), dtypes, getattr(_native.Combine, op))
             case Notify(peer, signal):
                 native.notify(lane, world, peer, self.engine.index(signal))
             case Wait(signal, count):
@@ -216,5 +296,5 @@ class HostProgram(Program):
             case Matmul(src, dst):
                 if lane:
                     raise PlanError(f"products are made on the compute lane; the plan has {instruction} on another")
-                native.pause(lane)
-                self.products.append((self._rows(src), self._rows(dst), dst.buffer))
+                native.multiply(lane, self.place(src))
+                self.products[at] = src, dst

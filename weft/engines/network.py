@@ -21,7 +21,7 @@ from torch import Tensor
 
 from weft import _native
 from weft.engines.engine import LANES
-from weft.engines.host import HostEngine, HostProgram
+from weft.engines.host import Binding, HostEngine, HostProgram, Place
 from weft.plan import Instruction, Notify, Plan, Region, Wait
 from weft.plan.messages import Message, batches, channel, incoming, is_channel, lower_to_messages, target
 from weft.schedules.barrier import barrier
@@ -46,41 +46,26 @@ class NetworkEngine(HostEngine):
         self.relay = world.relay
 
     def compile(
-        self, plan: Plan, tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], call: str | None = None
+        self,
+        plan: Plan,
+        tensors: Mapping[str, Tensor],
+        rows: Sequence[int],
+        dtypes: Mapping[str, torch.dtype],
+        call: str | None = None,
     ) -> HostProgram:
         return NetworkProgram(self, plan, tensors, dtypes, call)
 
     def agree(self, call: str) -> None:
-        self.compile(barrier(self.world.ranks, "agree"), {}, {}, call).execute(())
-
-
-class _Rows(NamedTuple):
-    """Rows in one of the program's slots; none stand for a token."""
-
-    slot: int
-    offset: int
-    stride: int
-    rows: int
-    row_bytes: int
-
-    def tensor(self, base: int) -> Tensor:
-        """The rows as bytes in memory, where their buffer begins at `base`; strided where they are."""
-        if not self.rows * self.row_bytes:
-            return torch.zeros(1, dtype=torch.uint8)
-        span = (self.rows - 1) * self.stride + self.row_bytes
-        memory = (ctypes.c_uint8 * span).from_address(base + self.offset)
-        return torch.frombuffer(memory, dtype=torch.uint8).as_strided((self.rows, self.row_bytes), (self.stride, 1))
-
-
-_TOKEN = _Rows(0, 0, 0, 0, 0)
+        program = self.compile(barrier(self.world.ranks, "agree"), {}, (), {}, call)
+        program.execute(program.bind({}, ()))
 
 
 class _Sent(NamedTuple):
-    """A batch to send: to whom, and for each message its place in its channel and its rows."""
+    """A batch to send: to whom, and for each message its place in its channel and where its rows are; a token has none."""
 
     to: int
     indices: Sequence[int]
-    rows: Sequence[_Rows]
+    places: Sequence[Place | None]
 
 
 class NetworkProgram(HostProgram):
@@ -110,86 +95,85 @@ class NetworkProgram(HostProgram):
         ]
         self.more_lanes = len(self.outgoing) + len(self.incoming)
         super().__init__(engine, plan, tensors, dtypes, call)
-        self.bases = [self._address(slot) for slot in self.slots]
         self.sends: list[tuple[str, list[_Sent]]] = []
-        self.receives: list[tuple[int, str, list[_Rows]]] = []
+        self.receives: list[tuple[int, str, list[Place | None]]] = []
         self._compile_channels()
-        self.made: dict[_Rows, Tensor] = {}  # the tensors over rows, while their buffers stay where they are
+        self.made: dict[Place, Tensor] = {}  # the tensors over rows, while their sizes and places are the same
         self.spans: list[tuple[str, int, int, int]] = []
 
     def own_lanes(self) -> Mapping[str, Sequence[Instruction]]:
         return {name: lane for name, lane in self.plan.lanes[self.world.rank].items() if not is_channel(name)}
 
-    def bind(self, addresses: tuple[tuple[int, int], ...]) -> None:
-        if self.bound is not addresses:
-            for slot, address in addresses:
-                self.bases[slot] = address
+    def apply(self, binding: Binding) -> None:
+        if self.bound is not binding:
             self.made = {}
-        super().bind(addresses)
+        super().apply(binding)
 
     def begin(self, seconds: float) -> None:
         """Publish the call, post what will come and let what is to go wait for its turn."""
         super().begin(seconds)
         relay, call, digest = self.engine.relay, self.native.call, self.native.digest
-        relay.announce(call, digest, self.call)
+        assert self.bound is not None
+        relay.announce(call, digest, self.bound.native.call)
         self.spans = []
-        for number, (sender, lane, rows) in enumerate(self.receives, len(LANES) + len(self.sends)):
-            coming = _Receiving(self, number, sender, _tag(call, digest, lane), rows)
+        for number, (sender, lane, places) in enumerate(self.receives, len(LANES) + len(self.sends)):
+            coming = _Receiving(self, number, sender, _tag(call, digest, lane), places)
             relay.work((sender, lane), call, coming.run)
         for number, (lane, sent) in enumerate(self.sends, len(LANES)):
             going = _Sending(self, number, lane, _tag(call, digest, lane), sent, self.spans)
             relay.work(lane, call, going.run)
 
-    def execute(self, addresses: tuple[tuple[int, int], ...], timeout: float | None = None) -> None:
+    def execute(self, binding: Binding, timeout: float | None = None) -> None:
         world, seconds = self.world, timeout or self.world.timeout
         if self.engine.pending:
             self.engine.settle()
-        self.bind(addresses)
+        self.apply(binding)
         with world.guard:
             self.begin(seconds)
             if world.native.run(self.native, 0, 0) < 0:
                 raise self._stopped(0, seconds)
-        if world.recorder is not None:
-            world.recorder.add(self.plan, self._spans())
+        self._record()
 
-    def tensor(self, rows: _Rows) -> Tensor:
-        """The memory of these rows in this call."""
-        made = self.made.get(rows)
+    def tensor(self, place: Place | None) -> Tensor:
+        """The rows there as bytes, in this call; a token where there are none."""
+        if place is None:
+            return torch.zeros(1, dtype=torch.uint8)
+        made = self.made.get(place)
         if made is None:
-            made = self.made[rows] = rows.tensor(self.bases[rows.slot] if self.bases else 0)
+            made = self.made[place] = self._bytes(place)
         return made
+
+    def _bytes(self, place: Place) -> Tensor:
+        assert self.bound is not None
+        native = self.bound.native
+        rows, stride, row = native.rows(place), native.stride(place), native.row_bytes(place)
+        if not rows * row:
+            return torch.zeros(1, dtype=torch.uint8)
+        memory = (ctypes.c_uint8 * ((rows - 1) * stride + row)).from_address(native.address(place))
+        return torch.frombuffer(memory, dtype=torch.uint8).as_strided((rows, row), (stride, 1))
 
     def _spans(self) -> list[tuple[str, int, int, int]]:
         return super()._spans() + self.spans
 
-    def _find_slots(self) -> list[tuple[int, str]]:
-        super()._find_slots()
-        for region in [
-            *(
-                message.copy.src
-                for sent in self.outgoing.values()
-                for _, (_, messages, _) in sent
-                for message in messages
-                if message.copy
-            ),
-            *(message.copy.dst for _, _, messages in self.incoming for message in messages if message.copy),
-        ]:
-            self.slots.setdefault((region.rank, region.buffer), len(self.slots))
-        return list(self.slots)
+    def regions(self) -> list[Region]:
+        sent = (message for batches in self.outgoing.values() for _, (_, messages, _) in batches for message in messages)
+        received = (message for _, _, messages in self.incoming for message in messages)
+        found = [*(m.copy.src for m in sent if m.copy), *(m.copy.dst for m in received if m.copy)]
+        return [*super().regions(), *found]
 
     def _compile_channels(self) -> None:
         native = self.native
         for number, (lane, sent) in enumerate(self.outgoing.items(), len(LANES)):
             several = sorted(sent, key=lambda one: one[1][0].count)  # as the lane comes to them
             for _, (begin, _, end) in several:
-                self._compile(number, begin)
+                self._compile(number, 0, begin)
                 native.pause(number)
-                self._compile(number, end)
+                self._compile(number, 0, end)
             self.sends.append(
                 (
                     lane,
                     [
-                        _Sent(to, [m.index for m in messages], [self._message(m.copy.src if m.copy else None) for m in messages])
+                        _Sent(to, [m.index for m in messages], [self.place(m.copy.src) if m.copy else None for m in messages])
                         for to, (_, messages, _) in several
                     ],
                 )
@@ -198,14 +182,8 @@ class NetworkProgram(HostProgram):
             for message in messages:
                 native.pause(number)
                 for notify in message.signals:
-                    self._compile(number, notify)
-            self.receives.append((sender, lane, [self._message(m.copy.dst if m.copy else None) for m in messages]))
-
-    def _message(self, region: Region | None) -> _Rows:
-        if region is None:
-            return _TOKEN
-        geometry = self.geometry[region.buffer]
-        return _Rows(*self._operand(region), region.rows, geometry.columns * geometry.dtype.itemsize)
+                    self._compile(number, 0, notify)
+            self.receives.append((sender, lane, [self.place(m.copy.dst) if m.copy else None for m in messages]))
 
 
 class _Sending:
@@ -221,7 +199,7 @@ class _Sending:
         spans: list[tuple[str, int, int, int]],
     ) -> None:
         self.program, self.number, self.lane, self.tag, self.batches, self.spans = program, number, lane, tag, batches, spans
-        self.tensors = [[program.tensor(rows) for rows in batch.rows] for batch in batches]
+        self.tensors = [[program.tensor(place) for place in batch.places] for batch in batches]
 
     def run(self) -> None:
         at = self.advance(0)
@@ -266,9 +244,9 @@ class _Receiving:
     All is asked for at once: gloo sends nothing before it was, and a later request would wait behind the rows going the other way.
     """
 
-    def __init__(self, program: NetworkProgram, number: int, sender: int, tag: int, messages: Sequence[_Rows]) -> None:
+    def __init__(self, program: NetworkProgram, number: int, sender: int, tag: int, messages: Sequence[Place | None]) -> None:
         self.program, self.number, self.sender, self.tag = program, number, sender, tag
-        self.tensors = [program.tensor(rows) for rows in messages]
+        self.tensors = [program.tensor(place) for place in messages]
 
     def run(self) -> None:
         relay, program = self.program.engine.relay, self.program

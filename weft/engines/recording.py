@@ -9,7 +9,7 @@ if trace:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from weft import _native
 from weft.plan import Plan, writes
+from weft.plan.binding import bind
 from weft.plan.trace import Span, Trace
 from weft.world import World
 
@@ -41,11 +42,11 @@ class Recording:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.executions: list[tuple[Plan, list[tuple[str, int, int, int]]]] = []
+        self.executions: list[tuple[Plan, Sequence[int], list[tuple[str, int, int, int]]]] = []
 
-    def add(self, plan: Plan, spans: list[tuple[str, int, int, int]]) -> None:
-        """Take note of an execution; called by engines with ``(lane, index of the instruction, start, stop)``."""
-        self.executions.append((plan, spans))
+    def add(self, plan: Plan, rows: Sequence[int], spans: list[tuple[str, int, int, int]]) -> None:
+        """Take note of an execution with these sizes; called by engines with ``(lane, index of the instruction, start, stop)``."""
+        self.executions.append((plan, rows, spans))
 
     def gather(self, title: str, group: dist.ProcessGroup | None = None) -> Trace | None:
         """The trace of all ranks on rank 0, None elsewhere; collective over `group`, the one the world was made with."""
@@ -60,9 +61,10 @@ class Recording:
         return Trace(title, tuple(sorted(spans, key=lambda span: span.start)))
 
     def _spans(self) -> Iterator[Span]:
-        for plan, spans in self.executions:
+        for plan, sizes, spans in self.executions:
+            bound = bind(plan, sizes)
             for lane, index, start, stop in spans:
-                instruction = plan.lanes[self.world.rank][lane][index]
+                instruction = bound.lanes[self.world.rank][lane][index]
                 rows = sum(region.rows for region in writes(instruction))
                 yield Span(self.world.rank, lane, type(instruction).__name__.lower(), str(instruction), rows, start, stop)
 

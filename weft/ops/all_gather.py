@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.ops import arguments, dims
 from weft.ops.collective import ANY, Handle, Work, as_matrix, call_later, call_now, parts, same_place, slot_rows
 from weft.schedules import all_gather as schedule
-from weft.schedules.workload import PIECES
+from weft.schedules.workload import PIECES, pieces
 from weft.world import World
 
 PUSH_BYTES = 256 << 10  # from this size on of a rank's rows, not reading them from memory twice wins over finding them in the cache
@@ -82,17 +82,17 @@ def _prepare(
         most = max(rows) * matrix.shape[1] * matrix.itemsize
         straight = symmetric_out and (not symmetric or most >= PUSH_BYTES)
         algorithm = "push" if hosts or straight else "pull"
-    pieces = 1 if algorithm == "push" and symmetric_out and hosts is None else PIECES
-    chunk = max(1, lead * chunk_rows if chunk_rows else -(-max(rows) // pieces))
+    least = 1 if algorithm == "push" and symmetric_out and hosts is None else PIECES
+    chunk = max(1, lead * chunk_rows if chunk_rows else -(-max(rows) // least))
     if algorithm == "pull" and not symmetric and chunk_rows is None:
         chunk = slot_rows(matrix, max(rows), 1)
-    plan = _plan(rows, algorithm, chunk, symmetric, symmetric_out, hosts)
+    plan = _plan(world.ranks, algorithm, pieces(max(rows), chunk), symmetric, symmetric_out, hosts)
     copied = parts(result, whole, dim, sizes) if lead != 1 else ()
-    return Work(plan, {"a": matrix, "gathered": whole}, result, copied)
+    return Work(plan, rows, {"a": matrix, "gathered": whole}, result, copied)
 
 
 _plan = lru_cache(1024)(
-    lambda rows, algorithm, chunk, a, gathered, hosts: schedule.all_gather(
-        rows, algorithm, chunk_rows=chunk, symmetric_a=a, symmetric_gathered=gathered, hosts=hosts
+    lambda ranks, algorithm, cut, a, gathered, hosts: schedule.all_gather(
+        (cut,) * ranks, algorithm, chunk_rows=1, symmetric_a=a, symmetric_gathered=gathered, hosts=hosts
     )
 )

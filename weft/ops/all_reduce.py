@@ -10,8 +10,8 @@ from weft.ops import arguments
 from weft.ops.collective import Handle, Work, call_later, call_now, check_reduction, same_place, slot_rows
 from weft.plan import Plan
 from weft.schedules import all_reduce as schedule
-from weft.schedules.common import Hosts, apart
-from weft.schedules.workload import PIECES
+from weft.schedules.common import Hosts, apart, split
+from weft.schedules.workload import PIECES, pieces
 from weft.world import World
 
 ONE_SHOT_BYTES = 16 << 10  # up to this size the least waiting wins over the least work
@@ -60,17 +60,18 @@ def _prepare(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: st
     # Where every rank reads all of a there is no moment at which its own rank may overwrite it.
     symmetric = world.is_symmetric(flat) and not (in_place and algorithm == "one_shot")
     places = symmetric, world.is_symmetric(result)
-    slot = slot_rows(flat, -(-a.numel() // world.ranks), world.ranks - 1)
-    plan = _plan(a.numel(), world.ranks, algorithm, op, *places, slot, world.topology)
-    return Work(plan, {"a": flat, "out": result.view(-1, 1)}, result)
+    rows = split(a.numel(), world.ranks)
+    put = world.topology is not None and not (algorithm == "ring" and apart(world.topology))
+    slot = max(1, -(-rows[0] // PIECES)) if put else slot_rows(flat, rows[0], world.ranks - 1)
+    cut = 1 if algorithm == "one_shot" and not put else pieces(rows[0], slot)
+    plan = _plan(world.ranks, cut, algorithm, op, *places, world.topology if put else None)
+    return Work(plan, rows, {"a": flat, "out": result.view(-1, 1)}, result)
 
 
 @lru_cache(1024)
-def _plan(
-    rows: int, ranks: int, algorithm: str, op: str, symmetric: bool, symmetric_out: bool, slot: int, hosts: Hosts | None
-) -> Plan:
-    if hosts is not None and not (algorithm == "ring" and apart(hosts) and rows >= ranks):
+def _plan(ranks: int, cut: int, algorithm: str, op: str, symmetric: bool, symmetric_out: bool, hosts: Hosts | None) -> Plan:
+    if hosts is not None:
         way = "ring" if algorithm == "ring" else "two_shot"
-        return schedule.put(rows, ranks, way, op, chunk_rows=max(1, -(-rows // (ranks * PIECES))), hosts=hosts)
+        return schedule.put(cut * ranks, ranks, way, op, chunk_rows=1, hosts=hosts)
     places = {"symmetric_a": symmetric, "symmetric_out": symmetric_out}
-    return schedule.all_reduce(rows, ranks, algorithm, op, chunk_rows=slot, **places)
+    return schedule.all_reduce(cut * ranks, ranks, algorithm, op, chunk_rows=1, **places)

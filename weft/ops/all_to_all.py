@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from weft.ops import arguments, dims
 from weft.ops.all_gather import all_gather
 from weft.ops.collective import ANY, Handle, Work, as_matrix, call_later, call_now, slot_rows
 from weft.schedules import all_to_all as schedule
+from weft.schedules.workload import pieces
 from weft.world import World
 
 
@@ -59,8 +61,9 @@ def _prepare(world: World, a: Tensor, out: Tensor | None, given: tuple[int, ...]
     counts = (given,) * world.ranks if even else _exchange_splits(world, given, taken)
     matrix = as_matrix(a)
     slot = slot_rows(matrix, max(map(max, counts)), world.ranks - 1)
-    plan = _plan(counts, world.is_symmetric(matrix), slot, world.topology)
-    return Work(plan, {"a": matrix, "out": as_matrix(result)}, result)
+    symmetric, hosts = world.is_symmetric(matrix), world.topology
+    cut = 1 if symmetric or hosts else pieces(max(map(max, counts)), slot)
+    return Work(_plan(world.ranks, cut, symmetric, hosts), [*chain(*counts)], {"a": matrix, "out": as_matrix(result)}, result)
 
 
 def _splits(
@@ -92,4 +95,6 @@ def _exchange_splits(world: World, given: tuple[int, ...], taken: tuple[int, ...
     return tuple(tuple(row) for row in sent.tolist())
 
 
-_plan = lru_cache(1024)(lambda rows, a, slot, hosts: schedule.all_to_all(rows, symmetric_a=a, chunk_rows=slot, hosts=hosts))
+_plan = lru_cache(1024)(
+    lambda ranks, cut, a, hosts: schedule.all_to_all([(cut,) * ranks] * ranks, symmetric_a=a, chunk_rows=1, hosts=hosts)
+)

@@ -135,7 +135,8 @@ def _of_rank_0(call: Call, key: CallKey) -> Decision:
     try:
         hosts = world.topology
         plan = push(len(said), 0, hosts) if hosts else broadcast(len(said), world.ranks, 0)
-        engine(world).compile(plan, tensors, {}, str(key)).run(tensors, {}, timeout=call.options.timeout)
+        rows = (len(said),)
+        engine(world).compile(plan, tensors, rows, {}, str(key)).run(tensors, rows, {}, timeout=call.options.timeout)
     finally:
         world.recorder = recorder
     name, chunk_rows, order = said.flatten().tolist()

@@ -11,7 +11,7 @@ from weft.ops.collective import ANY, Handle, Work, call_later, call_now, slot_ro
 from weft.plan import Plan
 from weft.schedules import broadcast as schedule
 from weft.schedules.common import Hosts
-from weft.schedules.workload import PIECES
+from weft.schedules.workload import PIECES, pieces
 from weft.world import World
 
 SHARED_BYTES = 256 << 10  # from this size on of a broadcast its source moves rows, too
@@ -53,19 +53,20 @@ def _prepare(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: 
     if not tensor.is_contiguous():
         raise ValueError("tensor must be contiguous")
     rows = tensor.view(-1, 1)
-    slot, shared = slot_rows(rows, len(rows), 1), rows.numel() * rows.itemsize >= SHARED_BYTES
-    plan = _plan(len(rows), world.ranks, source, algorithm, world.is_symmetric(rows), shared, slot, world.topology)
+    symmetric, shared = world.is_symmetric(rows), rows.numel() * rows.itemsize >= SHARED_BYTES
+    cut = world.ranks if symmetric and shared else 1 if symmetric else pieces(len(rows), slot_rows(rows, len(rows), 1))
+    if algorithm == "ring":
+        cut = pieces(len(rows), max(1, -(-len(rows) // PIECES)))
+    plan = _plan(cut, world.ranks, source, algorithm, symmetric, shared, world.topology)
     mine, theirs = ("a", "out") if world.rank == source else ("out", "a")
-    return Work(plan, {mine: rows, theirs: rows[:0]}, tensor)
+    return Work(plan, (len(rows),), {mine: rows, theirs: rows[:0]}, tensor)
 
 
 @lru_cache(1024)
-def _plan(
-    rows: int, ranks: int, source: int, algorithm: str, symmetric: bool, shared: bool, slot: int, hosts: Hosts | None
-) -> Plan:
+def _plan(cut: int, ranks: int, source: int, algorithm: str, symmetric: bool, shared: bool, hosts: Hosts | None) -> Plan:
     places, staged = hosts or range(ranks), hosts is None and not symmetric
     if algorithm == "ring":
-        return schedule.ring(rows, source, places, chunk_rows=max(1, -(-rows // PIECES)), staged=staged)
+        return schedule.ring(cut, source, places, chunk_rows=1, staged=staged)
     if hosts is not None or algorithm == "push":
-        return schedule.push(rows, source, places, staged=staged)
-    return schedule.broadcast(rows, ranks, source, symmetric_a=symmetric, shared=shared, chunk_rows=slot)
+        return schedule.push(cut, source, places, staged=staged)
+    return schedule.broadcast(cut, ranks, source, symmetric_a=symmetric, shared=shared, chunk_rows=1)

@@ -28,7 +28,7 @@ from torch import Tensor
 from weft.checks import check_timeout
 from weft.engines import engine
 from weft.engines.cached_call import CachedCall
-from weft.engines.engine import Geometry, Program
+from weft.engines.engine import Program
 from weft.engines.host import HostProgram
 from weft.engines.weights import DTYPES as FLOATS
 from weft.errors import PeerTimeout
@@ -76,9 +76,11 @@ class Handle:
 
 
 class Work(NamedTuple):
-    """What a call comes to: a plan, the matrices it works on, its result, and what is copied to which parts of it at the end."""
+    """What a call comes to: a plan, the rows of its shards, the matrices it works on, its result, and what is copied to which parts
+    of it at the end."""
 
     plan: Plan
+    rows: Sequence[int]
     tensors: dict[str, Tensor]
     result: Tensor
     copied: Sequence[tuple[Tensor, Tensor]] = ()
@@ -108,15 +110,15 @@ def call_now(
         return out
     work = prepare(world, a, out, *options)
     program = _program(world, work)
-    addresses = program.addresses(work.tensors)
-    program.execute(addresses, timeout)
+    binding = program.bind(work.tensors, work.rows)
+    program.execute(binding, timeout)
     work.finish()
     lasting = engine(world).remembers and not work.copied
     if lasting and out is not None and all(_within(tensor, (a, out)) for tensor in work.tensors.values()):
         if len(calls) >= _REMEMBERED:
             calls.clear()
         assert isinstance(program, HostProgram)
-        calls[name] = CachedCall(program, addresses, a, out)
+        calls[name] = CachedCall(program, binding, a, out)
     return work.result
 
 
@@ -128,14 +130,13 @@ def call_later(
     check_timeout(timeout)
     work = prepare(world, a, out, *options)
     program = next(program for number in range(1 << 30) if (program := _program(world, work, number)).idle())
-    program.start(program.addresses(work.tensors), timeout)
+    program.start(program.bind(work.tensors, work.rows), timeout)
     return Handle(program, work)
 
 
 def _program(world: World, work: Work, number: int = 0) -> Program:
     """The program for this work; `number` tells those apart that are under way at the same time."""
-    key = id(work.plan), number, *((name, Geometry.of(tensor, world)) for name, tensor in work.tensors.items())
-    return engine(world).program(key, work.plan, work.tensors)
+    return engine(world).program(work.plan, work.tensors, work.rows, number=number)
 
 
 def _within(tensor: Tensor, owners: tuple[Tensor, ...]) -> bool:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.engines import engine
-from weft.engines.engine import Geometry
 from weft.ops.auto import decide
 from weft.ops.call import Call, Given, Options
 from weft.plan import Matmul, Plan
@@ -34,12 +33,11 @@ def execute(call: Call, variant: Variant) -> Any:
     """Carry out a call in one variant."""
     world, tensors = call.world, call.tensors
     place = Place(world.topology, world.remote_reads)
-    plan, dtypes, products = _planned(call.planner, call.workload, variant, place, call.asked)
-    # A workload has a plan of its own, so it remains how `a` lies, and how results share the columns; they have no gaps.
-    key = id(plan), Geometry.of(tensors["a"], world), call.widths
-    program = engine(world).program(key, plan, tensors, dtypes)
+    rows = call.workload.rows
+    plan, dtypes, products = _planned(call.planner, *call.operator.in_blocks(call.workload, variant), place, call.asked)
+    program = engine(world).program(plan, tensors, rows, dtypes)
     biases = {name: bias for name, bias in zip(products, call.biases, strict=False) if bias is not None}
-    program.run(tensors, dict(zip(products, call.weights, strict=False)), biases, call.options.timeout)
+    program.run(tensors, rows, dict(zip(products, call.weights, strict=False)), biases, call.options.timeout)
     return call.finish()
 
 

@@ -23,7 +23,7 @@ from weft.ops.collective import (
 from weft.plan import Plan
 from weft.schedules import reduce_scatter as schedule
 from weft.schedules.common import Hosts
-from weft.schedules.workload import PIECES
+from weft.schedules.workload import PIECES, pieces
 from weft.world import World
 
 
@@ -92,13 +92,16 @@ def _prepare(
         for part, block in parts(a.detach(), matrix, dim, sizes):
             block.copy_(part)
     slot = slot_rows(matrix, max(rows), world.ranks - 1)
-    plan = _plan(rows, algorithm, op, world.is_symmetric(matrix), slot, world.topology)
-    return Work(plan, {"a": matrix, "out": as_matrix(result, dim)}, result)
+    put = world.multi_host or algorithm in ("push", "ring")
+    cut = pieces(max(rows), max(1, -(-max(rows) // PIECES)) if put else slot)
+    plan = _plan(world.ranks, algorithm, op, world.is_symmetric(matrix), cut, world.topology)
+    return Work(plan, rows, {"a": matrix, "out": as_matrix(result, dim)}, result)
 
 
 @lru_cache(1024)
-def _plan(rows: tuple[int, ...], algorithm: str, op: str, symmetric: bool, slot: int, hosts: Hosts | None) -> Plan:
+def _plan(ranks: int, algorithm: str, op: str, symmetric: bool, cut: int, hosts: Hosts | None) -> Plan:
+    blocks = (cut,) * ranks
     if hosts is not None or algorithm in ("push", "ring"):
         way = "ring" if algorithm == "ring" else "push"
-        return schedule.put(rows, way, op, chunk_rows=max(1, -(-max(rows) // PIECES)), hosts=hosts or range(len(rows)))
-    return schedule.reduce_scatter(rows, op, symmetric_a=symmetric, chunk_rows=slot)
+        return schedule.put(blocks, way, op, chunk_rows=1, hosts=hosts or range(ranks))
+    return schedule.reduce_scatter(blocks, op, symmetric_a=symmetric, chunk_rows=1)

@@ -11,7 +11,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from weft.plan.language import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Wait, accesses, reads, writes
+from weft.plan.language import (
+    ROOM,
+    Copy,
+    Instruction,
+    Matmul,
+    Notify,
+    Plan,
+    Reduce,
+    Region,
+    Signal,
+    Term,
+    Wait,
+    accesses,
+    reads,
+    writes,
+)
 from weft.plan.symbols import Cell, Pieces, Rows, added, text
 
 Clock = list[int]
@@ -153,17 +168,23 @@ class Run:
         return True
 
     def in_bounds(self, execution: int, lane: Lane, instruction: Instruction) -> bool:
-        buffers = self.plans[execution].buffers
+        plan = self.plans[execution]
         for region in accesses(instruction):
-            known = region.buffer in buffers and 0 <= region.rank < len(buffers[region.buffer].rows)
-            if not known or not 0 <= region.start <= region.stop <= buffers[region.buffer].rows[region.rank]:
+            if not plan.inside(region):
                 self.complain(f"{self.names[self.index[lane]]}: {instruction}: {region} does not exist")
                 return False
         if len({region.rows for region in accesses(instruction)}) > 1:
             self.complain(f"{self.names[self.index[lane]]}: {instruction}: the numbers of rows differ")
             return False
+        exact = [numbers for region in accesses(instruction) if ROOM not in (numbers := [*plan.numbers(region)])]
+        if any(numbers != exact[0] for numbers in exact):
+            self.complain(f"{self.names[self.index[lane]]}: {instruction}: the blocks differ")
+            return False
+        if not exact:
+            self.complain(f"{self.names[self.index[lane]]}: {instruction}: nothing says how many rows these are")
+            return False
         (dst,) = writes(instruction)
-        if buffers[dst.buffer].role == "input":
+        if plan.buffers[dst.buffer].role == "input":
             self.complain(f"{self.names[self.index[lane]]}: {instruction}: an input is only read")
             return False
         in_place = isinstance(instruction, Reduce)  # where a source is the destination itself

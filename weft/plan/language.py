@@ -12,6 +12,9 @@ Three rules make plans provable:
 3. *Buffers that are reused are handed back.* The reader notifies when it is done; the writer waits for that before it writes again.
 
 With 1 and 2 a plan is confluent: if one greedy run finishes, every interleaving finishes, with the same result.
+
+A plan knows no sizes. Its regions count *blocks*, the pieces into which the shards of what is worked on are cut; how many rows each
+has, none perhaps, is bound when the plan is executed (`weft.plan.bind`). So a plan is proved once for every size.
 """
 
 from __future__ import annotations
@@ -22,9 +25,15 @@ from typing import Literal, NamedTuple
 
 Role = Literal["input", "output", "workspace"]
 
+ROOM = -1
+"""Where a buffer has this instead of a block's number, it has room for any block: one at a time, with as many rows as that has."""
+
+ROW = -2
+"""A block of one row, whatever is bound: what buffers consist of that name no blocks."""
+
 
 class Region(NamedTuple):
-    """Rows ``start:stop`` of a named buffer on a rank."""
+    """Blocks ``start:stop`` of a named buffer on a rank: rows, where each block is one."""
 
     rank: int
     buffer: str
@@ -129,10 +138,24 @@ Value = tuple[Term, ...]
 
 @dataclass(frozen=True)
 class Buffer:
-    """Rows of each rank's buffer, and what it is to the caller: an input, an output, or workspace shared with other plans."""
+    """Blocks of each rank's buffer, and what it is to the caller: an input, an output, or workspace shared with other plans.
+
+    `rows` counts them, and `blocks` says which of the plan's blocks they are, or `ROOM`; without it each is a row of its own.
+    """
 
     role: Role
     rows: tuple[int, ...]
+    blocks: tuple[Sequence[int], ...] = ()
+
+    @classmethod
+    def of(cls, role: Role, blocks: Iterable[Sequence[int]]) -> Buffer:
+        """A buffer of these blocks on each rank."""
+        blocks = tuple(blocks)
+        return cls(role, tuple(map(len, blocks)), blocks)
+
+    def numbers(self, rank: int) -> Sequence[int]:
+        """The number of each block on a rank, or `ROOM` or `ROW`."""
+        return self.blocks[rank] if self.blocks else (ROW,) * self.rows[rank]
 
 
 @dataclass(frozen=True)
@@ -140,7 +163,8 @@ class Plan:
     """One execution of an operator on every rank.
 
     `lanes[rank]` maps lane names to instructions. `result` says what the outputs must hold at the end: for each rank and output
-    buffer, ``(start, stop, value)`` pieces that cover all its rows.
+    buffer, ``(start, stop, value)`` pieces that cover all its rows. `pieces` says into how many blocks each shard is cut; blocks
+    are numbered over all shards.
     """
 
     operator: str
@@ -148,6 +172,7 @@ class Plan:
     buffers: Mapping[str, Buffer]
     lanes: tuple[Mapping[str, tuple[Instruction, ...]], ...]
     result: Mapping[Region, Value] = field(default_factory=dict)
+    pieces: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -168,6 +193,20 @@ class Plan:
             for region in accesses(instruction)
             if region.rank != rank
         }
+
+    def inside(self, region: Region) -> bool:
+        """Whether there is such a region."""
+        buffer = self.buffers.get(region.buffer)
+        return buffer is not None and 0 <= region.rank < self.ranks and 0 <= region.start <= region.stop <= buffer.rows[region.rank]
+
+    def numbers(self, region: Region) -> Sequence[int]:
+        """The numbers of a region's blocks."""
+        return self.buffers[region.buffer].numbers(region.rank)[region.start : region.stop]
+
+    def measure(self, instruction: Instruction) -> Region:
+        """The region that says how many rows an instruction moves: the first one that is not mere room."""
+        every = [*writes(instruction), *reads(instruction)]
+        return next((region for region in every if ROOM not in self.numbers(region)), every[0])
 
     def promised(self, rank: int) -> dict[Signal, int]:
         """How much each counter of `rank` grows in one execution."""
@@ -207,8 +246,9 @@ def accesses(instruction: Instruction) -> tuple[Region, ...]:
 def show(plan: Plan) -> str:
     """The plan as text: for each rank its lanes side by side."""
     lines = [f"{plan.operator} / {plan.algorithm} on {plan.ranks} ranks"]
+    unit = "blocks" if plan.pieces else "rows"
     for name, buffer in plan.buffers.items():
-        lines.append(f"  {buffer.role:<9} {name:<9} rows per rank: {', '.join(map(str, buffer.rows))}")
+        lines.append(f"  {buffer.role:<9} {name:<9} {unit} per rank: {', '.join(map(str, buffer.rows))}")
     for rank, lanes in enumerate(plan.lanes):
         lines += ["", f"rank {rank}", *_columns({name: list(map(str, lane)) for name, lane in lanes.items()})]
     return "\n".join(lines)

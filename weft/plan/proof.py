@@ -3,15 +3,21 @@
 Plans share one workspace per rank, laid out anew by each plan. The contract between them is therefore on whole workspaces: no
 access before every access of earlier plans is done. `verify` proves it once per plan instead of once per pair of plans, by running
 the plan after a neighbour that uses every workspace in every way, and by asking what the ranks know when they have left the plan.
+
+The proof is over blocks, and holds for whatever number of rows each block is bound to. Blocks of a buffer lie side by side, so two
+accesses share a row only if they share a block; what an instruction works on are the same blocks in the same order everywhere, so
+its operands have the same rows; room holds any blocks, from its beginning on; and lanes wait for signals alone, which blocks
+without rows raise like others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from weft.errors import PlanError
 from weft.plan.happens_before import Run
-from weft.plan.language import Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait
+from weft.plan.language import ROOM, Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait, accesses
 
 
 def verify(*plans: Plan) -> None:
@@ -57,6 +63,7 @@ def _malformed(plan: Plan) -> Iterator[str]:
                         yield f"rank {r} {name}: {instruction}: there is no such rank"
                     case Reduce((), _):
                         yield f"rank {r} {name}: {instruction}: there is nothing to add"
+    yield from _torn(plan)
     outputs = {(r, name): buffer.rows[r] for name, buffer in plan.buffers.items() if buffer.role == "output" for r in ranks}
     told: dict[tuple[int, str], list[Region]] = {output: [] for output in outputs}
     for region in sorted(plan.result):
@@ -64,9 +71,23 @@ def _malformed(plan: Plan) -> Iterator[str]:
             yield f"the result tells of {region}, which is no output"
         elif region.rows:
             told[region[:2]].append(region)
+    for region, value in plan.result.items():
+        for term in value if region[:2] in told else ():
+            source = Region(term.rank, term.buffer, region.start + term.shift, region.stop + term.shift)
+            if [*plan.numbers(source)] != [*plan.numbers(region)]:
+                yield f"the result promises {region} of other blocks: {source}"
     for (r, name), regions in told.items():
         if [0, *(region.stop for region in regions)] != [*(region.start for region in regions), outputs[r, name]]:
             yield f"the result does not tell each of the {outputs[r, name]} rows of output {name} of rank {r} once"
+
+
+def _torn(plan: Plan) -> Iterator[str]:
+    """Regions of room that overlap but begin at different blocks: what one puts there the other would find elsewhere."""
+    every = (region for lanes in plan.lanes for lane in lanes.values() for i in lane for region in accesses(i))
+    room = {region for region in every if plan.inside(region) and ROOM in plan.numbers(region)}
+    for one, other in pairwise(sorted(room)):
+        if one[:2] == other[:2] and one.start < other.start < one.stop:
+            yield f"{one} and {other} are the same room, but begin at different blocks"
 
 
 def _neighbour(ranks: int) -> Plan:

@@ -19,6 +19,7 @@ from weft.schedules.common import (
     before,
     chunks,
     enter,
+    everything,
     in_all,
     in_order,
     leave,
@@ -28,6 +29,8 @@ from weft.schedules.common import (
     others,
     publish,
     rail_peer,
+    room,
+    shards,
     side_lanes,
     tidy,
 )
@@ -282,12 +285,12 @@ def all_gather(
     count = ranks if ranks_planned is None else ranks_planned
     if algorithm == "push" and symmetric_gathered and links == 1 and hosts is None:
         fanned = [{"compute": tidy(_fan_out(sizes, r))} for r in range(count)]
-        return Plan("all_gather", algorithm, gather_buffers(rows), in_all(fanned, ranks), gathered_result(rows, count))
+        return Plan("all_gather", algorithm, gather_buffers(rows), in_all(fanned, ranks), gathered_result(rows, count), tuple(rows))
     if algorithm == "pull" and not symmetric_a and ranks > 1:
         handed = Stream("staged", [[Part(before(r, ranks), 0, rows[r])] for r in range(ranks)], chunk_rows)
         passed = [{"compute": _through_slots(handed, starts, r)} for r in range(count)]
-        buffers = gather_buffers(rows) | {"staged": Buffer("workspace", handed.rows)}
-        return Plan("all_gather", algorithm, buffers, in_all(passed, ranks), gathered_result(rows, count))
+        buffers = gather_buffers(rows) | {"staged": room(handed.rows)}
+        return Plan("all_gather", algorithm, buffers, in_all(passed, ranks), gathered_result(rows, count), tuple(rows))
     gather = {"pull": direct, "push": push, "ring": ring}[algorithm]
     lanes: list[dict[str, tuple[Instruction, ...]]] = []
     for r in range(count):
@@ -301,7 +304,7 @@ def all_gather(
         for wait, region, start in part.arrivals:
             lane += [wait, *keep(region, start, r)]
         lanes.append({"compute": tidy([*lane, *part.last])} | side_lanes(beside))
-    return Plan("all_gather", algorithm, gather_buffers(rows), in_all(lanes, ranks), gathered_result(rows, len(lanes)))
+    return Plan("all_gather", algorithm, gather_buffers(rows), in_all(lanes, ranks), gathered_result(rows, len(lanes)), tuple(rows))
 
 
 def _through_slots(handed: Stream, starts: Sequence[int], rank: int) -> tuple[Instruction, ...]:
@@ -336,13 +339,12 @@ def keep(region: Region, start: int, rank: int | None = None) -> list[Instructio
 
 def gather_buffers(rows: Sequence[int], gathered: bool = True) -> dict[str, Buffer]:
     """The buffers of any gathering; `gathered` says whether the caller wants the gathered rows."""
-    everything = (sum(rows),) * len(rows)
     buffers = {
-        "a": Buffer("input", tuple(rows)),
-        "staged": Buffer("workspace", tuple(rows)),
-        "inbox": Buffer("workspace", everything),
+        "a": Buffer.of("input", shards(rows)),
+        "staged": Buffer.of("workspace", shards(rows)),
+        "inbox": Buffer.of("workspace", everything(rows)),
     }
-    return buffers | ({"gathered": Buffer("output", everything)} if gathered else {})
+    return buffers | ({"gathered": Buffer.of("output", everything(rows))} if gathered else {})
 
 
 def gathered_result(rows: Sequence[int], ranks_planned: int) -> dict[Region, Value]:

@@ -11,7 +11,7 @@ from itertools import chain
 
 from weft.plan import Buffer, Copy, Instruction, Matmul, Plan, Region, Term
 from weft.schedules.all_gather import GATHERINGS, Arrival, Sizes, all_gather, gather_buffers, gathered_result, keep, push
-from weft.schedules.common import Hosts, enter, in_all, offsets, side_lanes, tidy
+from weft.schedules.common import Hosts, enter, everything, in_all, offsets, side_lanes, tidy
 from weft.schedules.workload import Operator, Place, Rows, Variant, Workload
 
 ALGORITHMS = ("direct", "pull", "push", "ring", "sequential")
@@ -62,8 +62,8 @@ def all_gather_matmul(
         for p, start in enumerate(starts):
             for out in outs if rows[p] else ():
                 result[Region(r, out, start, start + rows[p])] = (Term(p, "a", -start, weights=(r, out)),)
-    buffers = gather_buffers(rows, gathered) | {out: Buffer("output", (sum(rows),) * len(rows)) for out in outs}
-    return Plan("all_gather_matmul", algorithm, buffers, in_all(lanes, len(rows)), result)
+    buffers = gather_buffers(rows, gathered) | {out: Buffer.of("output", everything(rows)) for out in outs}
+    return Plan("all_gather_matmul", algorithm, buffers, in_all(lanes, len(rows)), result, tuple(rows))
 
 
 def _gather_then_multiply(sizes: Sizes, rank: int, gathered: bool, outs: Sequence[str]) -> dict[str, tuple[Instruction, ...]]:

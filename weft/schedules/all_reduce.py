@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Term, Wait
-from weft.schedules.common import Hosts, after, apart, around, before, enter, leave, offsets, publish, split, tidy
+from weft.schedules.common import Hosts, after, apart, around, before, enter, everything, leave, offsets, publish, room, split, tidy
 from weft.schedules.host_rings import HostRing, of_rows
-from weft.schedules.host_sums import HostSums, inbox_rows, part_of, reduce
+from weft.schedules.host_sums import HostSums, inbox, part_of, reduce
 from weft.schedules.reduce_scatter import blocks_of, stage, sum_of
 from weft.schedules.staging import Part, Stream, copies, pipeline
 
@@ -35,19 +35,18 @@ def all_reduce(
         algorithm = "one_shot"
     two_shot = _two_shot_into_out if symmetric_out else _two_shot
     make = {"one_shot": _one_shot, "two_shot": two_shot, "ring": _ring}[algorithm]
-    everything = (rows,) * ranks
-    spaces = dict.fromkeys(("staged", "reduced", "inbox"), everything)
+    blocks = split(rows, ranks)
+    buffers = {"a": Buffer.of("input", everything(blocks)), "out": Buffer.of("output", everything(blocks))}
+    spaces = dict.fromkeys(("staged", "reduced", "inbox"), Buffer.of("workspace", everything(blocks)))
     if algorithm == "two_shot" and not (symmetric_a or symmetric_out) and ranks > 1:
-        staged, reduced = _streams(split(rows, ranks), chunk_rows)
+        staged, reduced = _streams(blocks, chunk_rows)
         lanes = tuple({"compute": _through_slots(r, op, staged, reduced)} for r in range(ranks))
-        spaces = {"staged": staged.rows, "reduced": reduced.rows}
+        spaces = {"staged": room(staged.rows), "reduced": room(reduced.rows)}
     else:
         lanes = tuple({"compute": tidy(make(r, rows, ranks, op, symmetric_a)) if rows else ()} for r in range(ranks))
-    buffers = {"a": Buffer("input", everything), "out": Buffer("output", everything)}
-    buffers |= {name: Buffer("workspace", space) for name, space in spaces.items()}
     terms = tuple(Term(p, "a", 0) for p in range(ranks))
     result = {Region(r, "out", 0, rows): terms for r in range(ranks) if rows}
-    return Plan("all_reduce", algorithm, buffers, lanes, result)
+    return Plan("all_reduce", algorithm, buffers | spaces, lanes, result, tuple(blocks))
 
 
 def put(rows: int, ranks: int, algorithm: str, op: str = "sum", *, chunk_rows: int, hosts: Hosts) -> Plan:
@@ -56,18 +55,19 @@ def put(rows: int, ranks: int, algorithm: str, op: str = "sum", *, chunk_rows: i
     ``two_shot``: it puts that to the ranks that keep a block each, and these put its sum to all hosts. ``ring``: it puts it to the
     next host, which adds its own, and complete sums go round once more.
     """
-    blocks, everything = split(rows, ranks), (rows,) * ranks
+    blocks = split(rows, ranks)
     sums = HostSums(blocks, chunk_rows, op, hosts, True, "a" if apart(hosts) else "partial")
     every = [sums._replace(rank=r) for r in range(ranks)]
     ring = algorithm == "ring"
     made = (
         [of_rows(HostRing(own, everywhere=True), stage) if ring else reduce(own, stage) for own in every] if rows else [[]] * ranks
     )
-    buffers = {"a": Buffer("input", everything), "out": Buffer("output", everything)}
-    buffers |= {name: Buffer("workspace", everything) for name in ("partial", "hosted", "running", "summed")}
-    buffers["inbox"] = Buffer("workspace", inbox_rows(blocks, hosts))
+    buffers = {"a": Buffer.of("input", everything(blocks)), "out": Buffer.of("output", everything(blocks))}
+    buffers |= dict.fromkeys(("partial", "hosted", "running", "summed"), Buffer.of("workspace", everything(blocks)))
+    buffers["inbox"] = inbox(blocks, hosts)
     terms, lanes = tuple(Term(p, "a", 0) for p in range(ranks)), tuple({"compute": tidy(lane)} for lane in made)
-    return Plan("all_reduce", algorithm, buffers, lanes, {Region(r, "out", 0, rows): terms for r in range(ranks) if rows})
+    result = {Region(r, "out", 0, rows): terms for r in range(ranks) if rows}
+    return Plan("all_reduce", algorithm, buffers, lanes, result, tuple(blocks))
 
 
 def _one_shot(rank: int, rows: int, ranks: int, op: str, symmetric: bool) -> Sequence[Instruction]:

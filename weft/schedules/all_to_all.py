@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
-from weft.schedules.common import Hosts, after, around, before, offsets, publish
+from weft.schedules.common import Hosts, after, around, before, offsets, publish, room, shards
 from weft.schedules.staging import Part, Stream, copies, pipeline
 
 
@@ -50,8 +52,10 @@ def all_to_all(
             lane.append(Wait(Signal("arrived", p), 1))
             result[Region(r, "out", into[p], into[p] + rows[p][r])] = (Term(p, "a", offsets(rows[p])[r] - into[p]),)
         lanes.append({"compute": (*lane, *own.last)})
-    sent = tuple(sum(counts) for counts in rows)
-    return Plan("all_to_all", "pull", _buffers(rows, sent), tuple(lanes), result)
+    buffers = _buffers(rows)
+    return Plan(
+        "all_to_all", "pull", buffers | {"staged": replace(buffers["a"], role="workspace")}, tuple(lanes), result, _pieces(rows)
+    )
 
 
 def _through_slots(rows: Sequence[Sequence[int]], chunk_rows: int | None) -> Plan:
@@ -80,12 +84,18 @@ def _through_slots(rows: Sequence[Sequence[int]], chunk_rows: int | None) -> Pla
         fetch = handed.fetch(rank, "out", into[rank])
         return pipeline(rank, [handed], [stage, fetch]) if any(map(handed.steps, ranks)) else tuple(kept)
 
-    return Plan("all_to_all", "pull", _buffers(rows, handed.rows), tuple({"compute": lane(r)} for r in ranks), result)
+    lanes = tuple({"compute": lane(r)} for r in ranks)
+    return Plan("all_to_all", "pull", _buffers(rows) | {"staged": room(handed.rows)}, lanes, result, _pieces(rows))
 
 
-def _buffers(rows: Sequence[Sequence[int]], staged: tuple[int, ...]) -> dict[str, Buffer]:
+def _pieces(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Shard ``r * ranks + p`` is what rank r has for rank p."""
+    return tuple(count for counts in rows for count in counts)
+
+
+def _buffers(rows: Sequence[Sequence[int]]) -> dict[str, Buffer]:
+    ranks, blocks = len(rows), shards(_pieces(rows))
     return {
-        "a": Buffer("input", tuple(sum(counts) for counts in rows)),
-        "staged": Buffer("workspace", staged),
-        "out": Buffer("output", tuple(sum(counts) for counts in zip(*rows, strict=True))),
+        "a": Buffer.of("input", [[*chain(*blocks[r * ranks : (r + 1) * ranks])] for r in range(ranks)]),
+        "out": Buffer.of("output", [[*chain(*blocks[r::ranks])] for r in range(ranks)]),
     }

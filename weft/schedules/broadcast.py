@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
-from weft.schedules.common import Hosts, apart, before, chunks, enter, leave, members, neighbours, others, publish, rail_peer, tidy
+from weft.schedules.common import (
+    Hosts,
+    apart,
+    before,
+    chunks,
+    enter,
+    leave,
+    members,
+    neighbours,
+    others,
+    publish,
+    rail_peer,
+    room,
+    tidy,
+)
 from weft.schedules.staging import Part, Stream, copies, pipeline
 
 ALGORITHMS = ("pull", "push", "ring")
@@ -28,13 +42,17 @@ def broadcast(
 
     lanes = tuple({"compute": lane(r) if rows and ranks > 1 else ()} for r in range(ranks))
     result = {Region(r, "out", 0, rows): (Term(source, "a", 0),) for r in range(ranks) if rows and r != source}
-    at_source = tuple(rows if r == source else 0 for r in range(ranks))
-    buffers = {
-        "a": Buffer("input", at_source),
-        "staged": Buffer("workspace", handed.rows),
-        "out": Buffer("output", tuple(rows - there for there in at_source)),
+    buffers = _buffers(rows, source, ranks) | {"staged": room(handed.rows)}
+    return Plan("broadcast", "pull", buffers, lanes, result, (rows,))
+
+
+def _buffers(rows: int, source: int, ranks: int) -> dict[str, Buffer]:
+    all_rows, none = range(rows), range(0)
+    return {
+        "a": Buffer.of("input", [all_rows if r == source else none for r in range(ranks)]),
+        "staged": Buffer.of("workspace", [all_rows] * ranks),
+        "out": Buffer.of("output", [none if r == source else all_rows for r in range(ranks)]),
     }
-    return Plan("broadcast", "pull", buffers, lanes, result)
 
 
 def _from_source(source: int, rows: int, put: int, ranks: int) -> tuple[Instruction, ...]:
@@ -85,19 +103,12 @@ def push(rows: int, source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
         lanes.append({"compute": tuple(lane) if rows else ()})
         if rows and r != source:
             result[Region(r, "out", 0, rows)] = (Term(source, "a", 0),)
-    at_source = tuple(rows if r == source else 0 for r in range(ranks))
-    buffers = {
-        "a": Buffer("input", at_source),
-        "staged": Buffer("workspace", (rows,) * ranks),
-        "out": Buffer("output", tuple(rows - there for there in at_source)),
-    }
-    return Plan("broadcast", "push", buffers, tuple(lanes), result)
+    return Plan("broadcast", "push", _buffers(rows, source, ranks), tuple(lanes), result, (rows,))
 
 
 def ring(rows: int, source: int, hosts: Hosts, *, chunk_rows: int, staged: bool = False) -> Plan:
     """Broadcast over several hosts: each host puts rows to the next one as they come, so that the source sends them once."""
     ranks, around, lanes = len(hosts), max(hosts) + 1, []
-    at_source = tuple(rows if r == source else 0 for r in range(ranks))
     into = "out" if apart(hosts) and not staged else "staged"
     holders = [source, *(rail_peer(source, (hosts[source] + step) % around, hosts) for step in range(1, around))]
     pieces = [*chunks(rows, chunk_rows)]
@@ -130,9 +141,4 @@ def ring(rows: int, source: int, hosts: Hosts, *, chunk_rows: int, staged: bool 
             lane += leave(r, ranks)
         lanes.append({"compute": tidy(lane) if rows else ()})
     result = {Region(r, "out", 0, rows): (Term(source, "a", 0),) for r in range(ranks) if rows and r != source}
-    buffers = {
-        "a": Buffer("input", at_source),
-        "staged": Buffer("workspace", (rows,) * ranks),
-        "out": Buffer("output", tuple(rows - there for there in at_source)),
-    }
-    return Plan("broadcast", "ring", buffers, tuple(lanes), result)
+    return Plan("broadcast", "ring", _buffers(rows, source, ranks), tuple(lanes), result, (rows,))

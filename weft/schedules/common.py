@@ -8,6 +8,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait
+from weft.plan.binding import split as split
+from weft.plan.language import ROOM
 
 
 def after(rank: int, ranks: int) -> list[int]:
@@ -100,9 +102,19 @@ def around(start: int, stop: int, total: int) -> list[tuple[int, int]]:
     return [(0, start), (stop, total)]
 
 
-def split(total: int, parts: int) -> list[int]:
-    """`total` rows in `parts` even shares, the first ones a row larger where it does not divide."""
-    return [total // parts + (part < total % parts) for part in range(parts)]
+def everything(rows: Sequence[int]) -> tuple[range, ...]:
+    """All blocks on every rank, where rank r's shard has `rows[r]`."""
+    return (range(sum(rows)),) * len(rows)
+
+
+def shards(rows: Sequence[int]) -> tuple[range, ...]:
+    """Each rank's own blocks."""
+    return tuple(range(start, start + count) for start, count in zip(offsets(rows), rows, strict=True))
+
+
+def room(rows: Sequence[int]) -> Buffer:
+    """Workspaces with room for so many blocks on each rank."""
+    return Buffer.of("workspace", [(ROOM,) * count for count in rows])
 
 
 def without_products(plan: Plan) -> Plan:
@@ -123,7 +135,7 @@ def without_products(plan: Plan) -> Plan:
 
     lanes = tuple({name: tuple(kept for i in lane for kept in left(i)) for name, lane in lanes.items()} for lanes in plan.lanes)
     buffers = {name: buffer for name, buffer in plan.buffers.items() if name != "a"}
-    return replace(plan, lanes=lanes, buffers=buffers | {"partial": Buffer("input", buffers["partial"].rows)}, result={})
+    return replace(plan, lanes=lanes, buffers=buffers | {"partial": replace(buffers["partial"], role="input")}, result={})
 
 
 def tidy(lane: Sequence[Instruction]) -> tuple[Instruction, ...]:

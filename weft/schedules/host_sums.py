@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from weft.plan import Copy, Instruction, Notify, Reduce, Region, Signal, Wait
-from weft.schedules.common import Hosts, after, apart, chunks, enter, leave, members, neighbours, offsets, others, rail_peer
+from weft.plan import Buffer, Copy, Instruction, Notify, Reduce, Region, Signal, Wait
+from weft.schedules.common import Hosts, after, apart, chunks, enter, leave, members, neighbours, offsets, others, rail_peer, shards
 
 Lanes = dict[str, list[Instruction]]
 Make = Callable[[int, int, int], Instruction]
@@ -159,9 +159,9 @@ class HostSums(NamedTuple):
         return lane
 
 
-def inbox_rows(rows: Sequence[int], hosts: Hosts) -> tuple[int, ...]:
-    """Rows of each rank's inbox."""
-    return tuple(len(set(hosts)) * kept for kept in rows)
+def inbox(rows: Sequence[int], hosts: Hosts) -> Buffer:
+    """A rank's inbox: a place for its own rows from each host."""
+    return Buffer.of("workspace", [[*own] * len(set(hosts)) for own in shards(rows)])
 
 
 def part_of(op: str) -> str:

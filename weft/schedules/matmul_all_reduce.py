@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait
-from weft.schedules.common import Hosts, after, before, chunks, enter, in_all, leave, offsets, tidy, without_products
+from weft.schedules.common import Hosts, after, before, chunks, enter, everything, in_all, leave, offsets, tidy, without_products
 from weft.schedules.host_rings import HostRing, of_products
-from weft.schedules.host_sums import HostSums, inbox_rows, reduce_products
+from weft.schedules.host_sums import HostSums, inbox, reduce_products
 from weft.schedules.matmul_reduce_scatter import Lanes, Sizes, multiply, product_buffer, put_and_add, sum_buffers, wait_all
 from weft.schedules.workload import Operator, Place, Variant, Workload
 
@@ -56,22 +56,17 @@ def matmul_all_reduce(
         {name: tidy(lane) for name, lane in make(sizes, r, remote_reads).items()} if total else {"compute": ()}
         for r in range(ranks_planned)
     ]
-    everything, factor = (total,) * ranks, product_buffer(algorithm, ranks)
-    inbox = tuple(ranks * kept for kept in rows) if algorithm in ("two_shot", "put") else (ranks * total,) * ranks
-    if hosts is not None:
-        inbox = inbox_rows(rows, hosts)
+    factor = product_buffer(algorithm, ranks)
+    whole = algorithm not in ("two_shot", "put") and hosts is None  # every rank adds up all rows
     buffers = {
-        "a": Buffer("input", everything),
-        "partial": Buffer("workspace", everything),
-        "summed": Buffer("workspace", everything),
-        "running": Buffer("workspace", everything),
-        "hosted": Buffer("workspace", everything),
-        "inbox": Buffer("workspace", inbox),
-        "out": Buffer("output", everything),
+        "a": Buffer.of("input", everything(rows)),
+        **dict.fromkeys(("partial", "summed", "running", "hosted"), Buffer.of("workspace", everything(rows))),
+        "inbox": Buffer.of("workspace", [[*range(total)] * ranks] * ranks) if whole else inbox(rows, hosts or range(ranks)),
+        "out": Buffer.of("output", everything(rows)),
     }
     terms = tuple(Term(p, "a", 0, weights=(p, factor)) for p in range(ranks))
     result: dict[Region, Value] = {Region(r, "out", 0, total): terms for r in range(ranks_planned) if total}
-    return Plan("matmul_all_reduce", algorithm, buffers, in_all(lanes, ranks), result)
+    return Plan("matmul_all_reduce", algorithm, buffers, in_all(lanes, ranks), result, tuple(rows))
 
 
 def _alone(sizes: Sizes, rank: int, remote_reads: bool) -> Lanes:
@@ -171,6 +166,7 @@ OPERATOR = Operator(
     _plan,
     lambda *asked: without_products(_plan(*asked)),
     sum_buffers,
+    across=("one_shot",),
     still=("put",),
     unequal=("ring",),
     unpredicted=("put",),

@@ -25,10 +25,10 @@ def matmul_from_host(own: int, away: int, *, chunk_rows: int) -> Plan:
     for wait, rows, start in join(arrivals):
         compute += [wait, Matmul(rows, Region(0, "out", start, start + rows.rows))]
     buffers = {
-        "a": Buffer("input", (own,)),
-        "away": Buffer("input", (away,)),
-        "inbox": Buffer("workspace", (away,)),
-        "out": Buffer("output", (own + away,)),
+        "a": Buffer.of("input", [range(own)]),
+        "away": Buffer.of("input", [range(own, own + away)]),
+        "inbox": Buffer.of("workspace", [range(own, own + away)]),
+        "out": Buffer.of("output", [range(own + away)]),
     }
     pieces = [("a", 0, own, 0), ("away", own, own + away, -own)]
     result = {
@@ -36,4 +36,4 @@ def matmul_from_host(own: int, away: int, *, chunk_rows: int) -> Plan:
         for name, start, stop, shift in pieces
         if start < stop
     }
-    return Plan("matmul_from_host", "pull", buffers, ({"compute": tuple(compute), "comm": tuple(comm)},), result)
+    return Plan("matmul_from_host", "pull", buffers, ({"compute": tuple(compute), "comm": tuple(comm)},), result, (own, away))

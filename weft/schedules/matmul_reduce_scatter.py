@@ -16,16 +16,18 @@ from weft.schedules.common import (
     before,
     chunks,
     enter,
+    everything,
     in_all,
     in_order,
     leave,
     offsets,
+    shards,
     side_lanes,
     tidy,
     without_products,
 )
 from weft.schedules.host_rings import HostRing, of_products
-from weft.schedules.host_sums import HostSums, inbox_rows, scatter, scatter_products
+from weft.schedules.host_sums import HostSums, inbox, scatter, scatter_products
 from weft.schedules.workload import Operator, Place, Rows, Variant, Workload, accumulator
 
 ALGORITHMS = ("direct", "push", "put", "ring", "sequential")
@@ -91,22 +93,19 @@ def matmul_reduce_scatter(
     lanes = [
         {name: tidy(lane) for name, lane in make(sizes, r).items()} if total else {"compute": ()} for r in range(ranks_planned)
     ]
-    everything, factor = (total,) * ranks, product_buffer(algorithm, ranks)
+    factor = product_buffer(algorithm, ranks)
     buffers = {
-        "a": Buffer("input", everything),
-        "partial": Buffer("workspace", everything),
-        "running": Buffer("workspace", everything),
-        "summed": Buffer("workspace", everything),
-        "hosted": Buffer("workspace", everything),
-        "inbox": Buffer("workspace", inbox_rows(rows, hosts if hosts and algorithm != "ring" else range(ranks))),
-        "out": Buffer("output", tuple(rows)),
+        "a": Buffer.of("input", everything(rows)),
+        **dict.fromkeys(("partial", "running", "summed", "hosted"), Buffer.of("workspace", everything(rows))),
+        "inbox": inbox(rows, hosts if hosts and algorithm != "ring" else range(ranks)),
+        "out": Buffer.of("output", shards(rows)),
     }
     result: dict[Region, Value] = {
         Region(r, "out", 0, kept): tuple(Term(p, "a", starts[r], weights=(p, factor)) for p in range(ranks))
         for r, kept in enumerate(rows[:ranks_planned])
         if kept
     }
-    return Plan("matmul_reduce_scatter", algorithm, buffers, in_all(lanes, ranks), result)
+    return Plan("matmul_reduce_scatter", algorithm, buffers, in_all(lanes, ranks), result, tuple(rows))
 
 
 def product_buffer(algorithm: str, ranks: int) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import chain
 
 from weft.plan import Buffer, Copy, Instruction, Plan, Reduce, Region, Signal, Term, Wait
-from weft.schedules.common import Hosts, after, apart, before, offsets, publish, tidy
+from weft.schedules.common import Hosts, after, apart, before, everything, offsets, publish, room, shards, tidy
 from weft.schedules.host_rings import HostRing, of_rows
-from weft.schedules.host_sums import HostSums, inbox_rows, scatter
+from weft.schedules.host_sums import HostSums, inbox, scatter
 from weft.schedules.staging import Arrival, Part, Stream, copies, pipeline
 
 ALGORITHMS = ("direct", "push", "ring")
@@ -28,10 +28,10 @@ def put(rows: Sequence[int], algorithm: str, op: str = "sum", *, chunk_rows: int
     result = {
         Region(r, "out", 0, kept): tuple(Term(p, "a", starts[r]) for p in range(ranks)) for r, kept in enumerate(rows) if kept
     }
-    buffers = {"a": Buffer("input", (total,) * ranks), "out": Buffer("output", tuple(rows))}
-    buffers |= {name: Buffer("workspace", (total,) * ranks) for name in ("partial", "hosted", "running", "summed")}
-    buffers["inbox"] = Buffer("workspace", inbox_rows(rows, hosts))
-    return Plan("reduce_scatter", algorithm, buffers, tuple({"compute": tidy(lane)} for lane in made), result)
+    buffers = {"a": Buffer.of("input", everything(rows)), "out": Buffer.of("output", shards(rows))}
+    buffers |= dict.fromkeys(("partial", "hosted", "running", "summed"), Buffer.of("workspace", everything(rows)))
+    buffers["inbox"] = inbox(rows, hosts)
+    return Plan("reduce_scatter", algorithm, buffers, tuple({"compute": tidy(lane)} for lane in made), result, tuple(rows))
 
 
 def stage(rank: int, start: int, stop: int) -> Instruction:
@@ -44,7 +44,7 @@ def reduce_scatter(rows: Sequence[int], op: str = "sum", *, symmetric_a: bool = 
 
     Where `symmetric_a` peers' rows are read where they lie; else they are handed out, `chunk_rows` of each block at a time.
     """
-    ranks, starts, total = len(rows), offsets(rows), sum(rows)
+    ranks, starts = len(rows), offsets(rows)
     handed = blocks_of(rows, chunk_rows)
     lanes, result = [], {}
     for r in range(ranks):
@@ -52,11 +52,11 @@ def reduce_scatter(rows: Sequence[int], op: str = "sum", *, symmetric_a: bool = 
         if rows[r]:
             result[Region(r, "out", 0, rows[r])] = tuple(Term(p, "a", starts[r]) for p in range(ranks))
     buffers = {
-        "a": Buffer("input", (total,) * ranks),
-        "staged": Buffer("workspace", handed.rows),
-        "out": Buffer("output", tuple(rows)),
+        "a": Buffer.of("input", everything(rows)),
+        "staged": room(handed.rows),
+        "out": Buffer.of("output", shards(rows)),
     }
-    return Plan("reduce_scatter", "direct", buffers, tuple(lanes), result)
+    return Plan("reduce_scatter", "direct", buffers, tuple(lanes), result, tuple(rows))
 
 
 def blocks_of(rows: Sequence[int], chunk_rows: int | None, taken: str | None = "taken") -> Stream:

@@ -55,6 +55,11 @@ class Variant(NamedTuple):
         return self.algorithm + (" interleaved" if self.order == "interleaved" else "")
 
 
+def pieces(rows: int, most: int) -> int:
+    """Into how many blocks `rows` are cut for each to have at most so many: a power of two, so that plans are few."""
+    return 1 << (max(1, -(-rows // most)) - 1).bit_length()
+
+
 class Place(NamedTuple):
     """Where a plan is to run.
 
@@ -90,12 +95,25 @@ class Operator:
     buffers: Callable[[Workload], Mapping[str, Rows]]
     whole: tuple[str, ...] = ("sequential",)
     """Algorithms that do not cut shards into pieces."""
+    across: tuple[str, ...] = ()
+    """Algorithms whose pieces are of all rows, not of each rank's."""
     still: tuple[str, ...] = ()
     """Algorithms that move no rows: products and sums work on peers' memory."""
     unequal: tuple[str, ...] = ()
     """Algorithms in which ranks differ even where their rows do not."""
     unpredicted: tuple[str, ...] = ()
     """Algorithms that predictions leave out: no machine says yet how fast products write to another's memory."""
+
+    def in_blocks(self, workload: Workload, variant: Variant) -> tuple[Workload, Variant]:
+        """What the planner is asked for to get the plan of blocks that serves this workload, and others, in this variant."""
+        shards, one = len(workload.rows), workload._replace(k=1, n=1, packed=True)
+        if variant.algorithm in self.whole:
+            return one._replace(rows=(1,) * shards), variant._replace(chunk_rows=1)
+        if variant.algorithm in self.across:  # a piece is a block of each shard
+            cut = pieces(sum(workload.rows), variant.chunk_rows)
+            return one._replace(rows=(cut,) * shards), variant._replace(chunk_rows=shards)
+        cut = pieces(max(workload.rows), variant.chunk_rows)
+        return one._replace(rows=(cut,) * shards), variant._replace(chunk_rows=1)
 
     @property
     def predicted(self) -> tuple[str, ...]:

@@ -35,6 +35,10 @@ class DeviceSegment:
         """Where the rank's part begins."""
         return self.parts[rank].data_ptr()
 
+    def bases(self, offset: int) -> list[int]:
+        """Where byte `offset` of each rank's part is."""
+        return [part.data_ptr() + offset for part in self.parts]
+
     def bytes(self, rank: int) -> torch.Tensor:
         """The rank's part."""
         return self.parts[rank]
@@ -75,7 +79,7 @@ def allocate(world: Peers, shape: Sequence[int], dtype: torch.dtype) -> torch.Te
     """A tensor in a new segment on the world's device, zero when any rank gets it; see `World.empty`."""
     size = math.prod(shape) * dtype.itemsize
     call = f"empty({tuple(shape)}, {dtype_name(dtype)})"
-    compiled = _native.Compiled(call, 0, [], [], world.ranks)
+    compiled = _native.Compiled(call, 0, [], world.ranks)
     world.native.begin(compiled, world.timeout)
     parts = _in_this_process(world, size, compiled, call) if world.group is None else _between_processes(world, size)
     segment = DeviceSegment(parts, world.number, world.native.calls)

@@ -34,6 +34,7 @@ class Segment(Protocol):
     @property
     def size(self) -> int: ...
     def base(self, rank: int) -> int: ...
+    def bases(self, offset: int) -> list[int]: ...
     def bytes(self, rank: int) -> torch.Tensor: ...
 
 
@@ -58,7 +59,7 @@ def allocate(world: Peers, shape: Sequence[int], dtype: torch.dtype, call: str |
     """A tensor in a new segment, see `World.empty`; `call` is what errors say that ranks called."""
     size = math.prod(shape) * dtype.itemsize
     call = call or f"empty({tuple(shape)}, {dtype_name(dtype)})"
-    compiled = _native.Compiled(call, 0, [], [], world.ranks)
+    compiled = _native.Compiled(call, 0, [], world.ranks)
     world.native.begin(compiled, world.timeout)
     own, fd, trouble = None, -1, ""
     try:

@@ -27,8 +27,9 @@ from weft.world.signals import Signals
 class Recorder(Protocol):
     """What takes note of every execution of a plan, as `weft.plan.trace` does."""
 
-    def add(self, plan: Plan, spans: list[tuple[str, int, int, int]]) -> None:
-        """Called after each execution with ``(lane, index of the instruction, start, stop)``, in nanoseconds."""
+    def add(self, plan: Plan, rows: Sequence[int], spans: list[tuple[str, int, int, int]]) -> None:
+        """Called after each execution with the rows of each shard, and ``(lane, index of the instruction, start, stop)`` in
+        nanoseconds."""
 
 
 _default: World | None = None

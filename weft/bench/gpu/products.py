@@ -84,7 +84,7 @@ def _from_host(settings: Products, rows: Tensor, b: Tensor, own: int) -> dict[st
     a, away, weight = rows[:own].to(device), rows[own:].pin_memory(), b.to(device)
     whole, out = rows.to(device), torch.empty(m, b.shape[1], dtype=rows.dtype, device=device)
     tensors = {"a": a, "away": away, "out": out}
-    program = engine(world).program("from host", plan, tensors)
+    program = engine(world).program(plan, tensors, plan.pieces)
 
     def communicate() -> None:
         whole[own:].copy_(away, non_blocking=True)
@@ -97,7 +97,7 @@ def _from_host(settings: Products, rows: Tensor, b: Tensor, own: int) -> dict[st
         compute()
 
     def pipelined() -> None:
-        program.run(tensors, {"out": weight})
+        program.run(tensors, plan.pieces, {"out": weight})
 
     views: dict[str, Callable[[], None]] = {
         "compute": compute,

@@ -9,7 +9,7 @@ how it is tested where there is none.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from weft import _native
 from weft.engines.device.counters import Counters, DeviceCounters, WaitFailed, WaitTarget, counters
+from weft.engines.device.fixed import FixedProgram, Geometry
 from weft.engines.device.lanes import Completion, Step, lane
-from weft.engines.engine import LANES, Engine, Program
+from weft.engines.engine import LANES, Engine
 from weft.engines.matmul import multiply
 from weft.engines.weights import Weight, plain
 from weft.errors import PeerTimeout, WeftError
@@ -78,10 +79,18 @@ class DeviceEngine(Engine):
 
             check(x.new_empty(2, x.shape[1]), plain(weight), x.new_empty(1, 1, dtype=out_dtype))  # rows as they arrive
 
-    def compile(self, plan: Plan, tensors: Tensors, dtypes: Mapping[str, torch.dtype], call: str | None = None) -> DeviceProgram:
+    def kind(self, tensors: Tensors, rows: Sequence[int]) -> Hashable:
+        return (*rows, *((name, Geometry.of(tensor, self.world)) for name, tensor in tensors.items()))
+
+    def moved(self) -> None:
+        self.compiled.clear()  # which are over the old workspace
+
+    def compile(
+        self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Mapping[str, torch.dtype], call: str | None = None
+    ) -> DeviceProgram:
         if self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise WeftError(f"the first {plan.operator} of its kind takes memory and loads kernels: make one before you capture it")
-        return DeviceProgram(self, plan, tensors, dtypes, call)
+        return DeviceProgram(self, plan, tensors, rows, dtypes, call)
 
     def begin(self) -> None:
         """Order what the caller does from now on after all earlier calls, on whatever stream they were made."""
@@ -110,14 +119,23 @@ class DeviceEngine(Engine):
         return f'signal "{name}" from rank {source} in {self.last.plan.operator if self.last else "a call"} or before'
 
 
-class DeviceProgram(Program):
+class DeviceProgram(FixedProgram):
     """A plan for one rank and one geometry of its tensors, put on lanes instruction by instruction, or by runs of products."""
 
     engine: DeviceEngine
 
-    def build(self, tensors: Tensors) -> None:
-        rank, engine = self.world.rank, self.engine
-        self.native = _native.Compiled(self.call, len(LANES), [], [], self.plan.ranks)
+    def __init__(
+        self,
+        engine: DeviceEngine,
+        plan: Plan,
+        tensors: Tensors,
+        rows: Sequence[int],
+        dtypes: Mapping[str, torch.dtype],
+        call: str | None = None,
+    ) -> None:
+        super().__init__(engine, plan, tensors, rows, dtypes, call)
+        rank = self.world.rank
+        self.native = _native.Compiled(self.call, len(LANES), [], self.plan.ranks)
         self.promised = {engine.index(signal): count for signal, count in self.plan.promised(rank).items()}
         self.fixed = {region: self._rows(region) for instructions in self.lanes for i in instructions for region in accesses(i)}
         self.completion: Completion | None = None
@@ -153,7 +171,12 @@ class DeviceProgram(Program):
         return found if isinstance(found, Tensor) else buffer
 
     def run(
-        self, tensors: Tensors, weights: Mapping[str, Weight], bias: Tensors | None = None, timeout: float | None = None
+        self,
+        tensors: Tensors,
+        rows: Sequence[int],
+        weights: Mapping[str, Weight],
+        bias: Tensors | None = None,
+        timeout: float | None = None,
     ) -> None:
         """Put one execution on the lanes; the caller's stream goes on after it (on a CPU, it is over when this returns)."""
         engine, world = self.engine, self.world
@@ -174,7 +197,7 @@ class DeviceProgram(Program):
         if world.device.type == "cpu":
             engine.check()
         if world.recorder is not None:
-            world.recorder.add(self.plan, [each for span in spans for each in span()])
+            world.recorder.add(self.plan, (), [each for span in spans for each in span()])
 
     def _products(self, tensors: Tensors, weights: Mapping[str, Weight], bias: Tensors, seconds: float) -> dict[int, Step]:
         """Steps for the runs of products, checked before anything is sent; their kernels are loaded before anything waits."""
@@ -207,24 +230,24 @@ class DeviceProgram(Program):
         if errors:
             raise min(errors, key=lambda error: (isinstance(error, WeftError), isinstance(error, PeerTimeout)))
 
-    def addresses(self, tensors: Tensors) -> Any:
+    def bind(self, tensors: Tensors, rows: Sequence[int]) -> Any:
         """The tensors themselves, which `execute` and `start` take."""
         return tensors
 
-    def execute(self, addresses: Any, timeout: float | None = None) -> None:
-        self.run(addresses, {}, timeout=timeout)
+    def execute(self, binding: Any, timeout: float | None = None) -> None:
+        self.run(binding, (), {}, timeout=timeout)
 
-    def start(self, addresses: Any, timeout: float | None = None) -> None:
+    def start(self, binding: Any, timeout: float | None = None) -> None:
         """Begin what `execute` does, in the background: behind what was started before, on the lane for transfers."""
         self.engine.begin()
         seconds = self.world.timeout if timeout is None else timeout
         self.spans = self._begin(seconds)
         background = self.engine.lanes["comm"]
         background.begin()
-        steps = self._steps("compute", addresses, {}, {}, seconds, self.spans, {})
+        steps = self._steps("compute", binding, {}, {}, seconds, self.spans, {})
         steps.append(lambda: self.engine.counters.advance(self.promised))
         self.completion = background.start([partial(self._guarded, steps)])
-        self.held = addresses  # their memory is the caller's stream's, which may be far ahead
+        self.held = binding  # their memory is the caller's stream's, which may be far ahead
         self.engine.pending.append(self)
 
     def done(self) -> bool:
@@ -243,7 +266,7 @@ class DeviceProgram(Program):
         self.engine.pending.remove(self)
         self.held = {}
         if self.world.recorder is not None:
-            self.world.recorder.add(self.plan, [each for span in self.spans for each in span()])
+            self.world.recorder.add(self.plan, (), [each for span in self.spans for each in span()])
         return True
 
     def _begin(self, seconds: float) -> list[Span]:

@@ -12,11 +12,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from weft.engines.device.counters import DeviceCounters
+from weft.engines.device.fixed import Geometry
 from weft.engines.device.kernels import symmetric
 from weft.engines.device.kernels.all_gather_matmul import Product, check
 from weft.engines.device.kernels.tiles import launches
 from weft.engines.device.lanes import Step
-from weft.engines.engine import Geometry
 from weft.engines.weights import Weight, plain
 from weft.plan import Instruction, Matmul, Signal
 

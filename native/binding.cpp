@@ -1,0 +1,93 @@
+#include "binding.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "calls.hpp"
+
+namespace weft {
+namespace {
+
+constexpr size_t kPage = 4096;
+
+std::vector<size_t> cut(const std::vector<uint32_t>& pieces, const std::vector<size_t>& rows) {
+  if (rows.size() != pieces.size())
+    throw std::invalid_argument("a plan of " + std::to_string(pieces.size()) + " shards got the rows of " + std::to_string(rows.size()));
+  std::vector<size_t> sizes;
+  for (size_t shard = 0; shard < pieces.size(); ++shard)
+    for (size_t piece = 0; piece < pieces[shard]; ++piece)
+      sizes.push_back(rows[shard] / pieces[shard] + (piece < rows[shard] % pieces[shard]));
+  return sizes;
+}
+
+}  // namespace
+
+Binding::Binding(const Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given, int rank)
+    : bounds_(program.slots.size()), bases_(program.slots.size()), strides_(program.slots.size()), columns_(program.slots.size()),
+      row_bytes_(program.slots.size()), offsets_(program.buffers.size()) {
+  const std::vector<size_t> sizes = cut(program.pieces, rows);
+  const size_t largest = sizes.empty() ? 1 : *std::max_element(sizes.begin(), sizes.end());
+  for (const auto& layout : program.layouts) {
+    auto& sums = sums_.emplace_back();
+    sums.reserve(layout.size() + 1);
+    sums.push_back(0);
+    for (int block : layout)
+      sums.push_back(sums.back() + (block == Buffer::kRow ? 1 : block == Buffer::kRoom ? largest : sizes[block]));
+  }
+  std::vector<const Given*> tensors(program.buffers.size());
+  for (const Given& tensor : given) {
+    const Buffer& buffer = program.buffers[tensor.buffer];
+    tensors[tensor.buffer] = &tensor;
+    if (size_t planned = sums_[buffer.layouts[rank]].back(); tensor.rows != planned)
+      throw std::invalid_argument("'" + buffer.name + "' has " + std::to_string(tensor.rows) + " rows; the plan gives it " +
+                                  std::to_string(planned));
+    if (buffer.shared && tensor.parts.empty())
+      throw std::invalid_argument("peers access '" + buffer.name + "' in this plan, so it must be symmetric: make it with world.empty(...)");
+  }
+  auto columns = [&](uint32_t buffer) { return tensors[program.buffers[buffer].like]->columns; };
+  for (uint32_t number = 0; number < program.buffers.size(); ++number) {
+    const Buffer& buffer = program.buffers[number];
+    if (!buffer.workspace) continue;
+    size_t most = 0;
+    for (uint32_t layout : buffer.layouts) most = std::max(most, sums_[layout].back());
+    offsets_[number] = workspace_;
+    workspace_ += (most * columns(number) * buffer.itemsize + kPage - 1) / kPage * kPage;
+  }
+  for (uint32_t number = 0; number < program.slots.size(); ++number) {
+    const auto [owner, which] = program.slots[number];
+    const Buffer& buffer = program.buffers[which];
+    const Given* tensor = tensors[which];
+    bounds_[number] = &sums_[buffer.layouts[owner]];
+    columns_[number] = columns(which), row_bytes_[number] = columns_[number] * buffer.itemsize;
+    strides_[number] = tensor ? tensor->stride : row_bytes_[number];
+    if (tensor) bases_[number] = reinterpret_cast<char*>(owner == rank ? tensor->address : tensor->parts.at(owner));
+  }
+  for (const auto& lane : program.lanes)
+    for (const Instruction& i : lane)
+      if (i.together) written_ += Binding::rows(i.operands[i.measure]) * row_bytes(i.operands[0]);
+  call_ = program.call;
+  if (!program.ending.empty()) {
+    const char* separator = "";
+    for (uint32_t number = 0; number < program.buffers.size(); ++number) {
+      const Buffer& buffer = program.buffers[number];
+      if (!buffer.told) continue;
+      call_ += separator, separator = ", ";
+      call_ += buffer.name + "=[";
+      for (size_t r = 0; r < buffer.layouts.size(); ++r)
+        call_ += (r ? ", " : "") + std::to_string(sums_[buffer.layouts[r]].back());
+      call_ += "] rows x " + std::to_string(columns(number)) + " " + buffer.dtype;
+      if (buffer.shared && tensors[number]) call_ += tensors[number]->place + ", " + std::to_string(tensors[number]->stride) + " bytes a row";
+    }
+    call_ += program.ending;
+  }
+  digest_ = weft::digest(call_);
+}
+
+void Binding::place(const Program& program, const std::vector<uintptr_t>& workspaces) {
+  for (uint32_t number = 0; number < program.slots.size(); ++number) {
+    const auto [owner, which] = program.slots[number];
+    if (program.buffers[which].workspace) bases_[number] = reinterpret_cast<char*>(workspaces.at(owner) + offsets_[which]);
+  }
+}
+
+}  // namespace weft

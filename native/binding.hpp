@@ -1,0 +1,55 @@
+// What a plan's blocks are in one call: how many rows each has, and where they lie. Plans know no sizes; this is where they get them.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "program.hpp"
+
+namespace weft {
+
+// A tensor of the caller's: rows `stride` bytes apart. `parts` are where all ranks' parts begin if it is symmetric.
+struct Given {
+  uint32_t buffer;
+  uintptr_t address;
+  size_t rows, columns, stride;
+  std::vector<uintptr_t> parts;
+  std::string place;  // which symmetric memory, in words
+};
+
+class Binding {
+ public:
+  // `rows` of each shard, cut as evenly as it goes, the first pieces a row larger where it does not divide. Throws
+  // std::invalid_argument where a tensor has not as many rows as its blocks.
+  Binding(const Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given, int rank);
+
+  // Bytes of workspace on every rank.
+  size_t workspace() const { return workspace_; }
+  // Where each rank's workspace begins.
+  void place(const Program& program, const std::vector<uintptr_t>& workspaces);
+
+  char* at(const Operand& o) const { return bases_[o.slot] + (*bounds_[o.slot])[o.start] * strides_[o.slot]; }
+  size_t stride(const Operand& o) const { return strides_[o.slot]; }
+  size_t first(const Operand& o) const { return (*bounds_[o.slot])[o.start]; }
+  size_t rows(const Operand& o) const { return (*bounds_[o.slot])[o.stop] - (*bounds_[o.slot])[o.start]; }
+  size_t columns(const Operand& o) const { return columns_[o.slot]; }
+  size_t row_bytes(const Operand& o) const { return row_bytes_[o.slot]; }
+  // Bytes that are written to outputs.
+  size_t written() const { return written_; }
+
+  // What all ranks must agree on, in words, and its digest.
+  const std::string& call() const { return call_; }
+  uint64_t digest() const { return digest_; }
+
+ private:
+  std::vector<std::vector<size_t>> sums_;           // by layout: where each block begins, and the last one ends
+  std::vector<const std::vector<size_t>*> bounds_;  // by slot
+  std::vector<char*> bases_;                        // by slot
+  std::vector<size_t> strides_, columns_, row_bytes_;
+  std::vector<size_t> offsets_;                     // of workspaces, by buffer
+  size_t workspace_ = 0, written_ = 0;
+  std::string call_;
+  uint64_t digest_;
+};
+
+}  // namespace weft

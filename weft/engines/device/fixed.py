@@ -1,0 +1,113 @@
+"""A plan compiled for sizes, and for tensors that lie as they do: what streams are given are the rows themselves."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.checks import name as dtype_name
+from weft.engines.engine import Engine, Program, kinds
+from weft.plan import Plan, Region, reads, writes
+from weft.plan.binding import bind
+from weft.world import World, memory
+
+
+class Geometry(NamedTuple):
+    """How the rows of a buffer lie in memory; `place` is ``(segment number, byte offset)`` in symmetric memory."""
+
+    dtype: torch.dtype
+    columns: int
+    stride: int  # bytes between the beginnings of rows
+    place: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, tensor: Tensor, world: World) -> Geometry:
+        if tensor.dim() != 2 or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
+            raise ValueError(
+                f"a buffer is a matrix with contiguous rows; got shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+            )
+        segment = memory.find(tensor)
+        place = None
+        if segment is not None and segment.world == world.number:
+            place = segment.number, int(tensor.storage_offset()) * tensor.itemsize
+        rows, columns = tensor.shape
+        return cls(tensor.dtype, columns, (tensor.stride(0) if rows > 1 else columns) * tensor.itemsize, place)
+
+
+class FixedProgram(Program):
+    """A plan compiled for one rank, one set of sizes and one geometry of its tensors."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        plan: Plan,
+        tensors: Mapping[str, Tensor],
+        rows: Sequence[int],
+        dtypes: Mapping[str, torch.dtype],
+        call: str | None = None,
+    ) -> None:
+        self.original = plan  # alive as long as this: compiled plans are found by the identity of what was written
+        super().__init__(engine, bind(plan, rows))
+        self.geometry = {name: Geometry.of(tensor, self.world) for name, tensor in tensors.items()}
+        for name, (dtype, like) in kinds(self.plan, {name: t.dtype for name, t in tensors.items()}, dtypes).items():
+            columns = self.geometry[like].columns
+            self.geometry.setdefault(name, Geometry(dtype, columns, columns * dtype.itemsize))
+        self.call = call or self._describe()
+        self._check(tensors)
+        self.segments = {name: segment for name, t in tensors.items() if (segment := memory.find(t)) is not None}
+        self.workspace = self._reserve()
+
+    def rows_of(self, region: Region) -> tuple[int, int]:
+        return region.start, region.stop
+
+    def _describe(self) -> str:
+        """What ranks must agree on, in words: what they call, with which rows, and a digest of the rest of the plan."""
+        words = []
+        for name, buffer in self.plan.buffers.items():
+            geometry = self.geometry.get(name)
+            if geometry is None or name not in self.told:
+                continue
+            place = ""
+            if geometry.place and name in self.shared:
+                place = f" in symmetric segment {geometry.place[0]} at byte {geometry.place[1]}, {geometry.stride} bytes a row"
+            words.append(f"{name}={[*buffer.rows]} rows x {geometry.columns} {dtype_name(geometry.dtype)}{place}")
+        digest = zlib.crc32(repr(self.plan.lanes).encode())
+        return f"{self.plan.operator}({', '.join(words)}, algorithm={self.plan.algorithm}, plan {digest:08x})"
+
+    def _check(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, buffer in self.plan.buffers.items():
+            if buffer.role == "workspace":
+                continue
+            if name not in tensors:
+                raise ValueError(f"{self.plan.operator} needs a tensor for the {buffer.role} {name!r}")
+            if len(tensors[name]) != buffer.rows[self.world.rank]:
+                raise ValueError(f"{name!r} has {len(tensors[name])} rows; the plan gives it {buffer.rows[self.world.rank]}")
+            if name in self.shared and self.geometry[name].place is None:
+                raise ValueError(f"peers access {name!r} in this plan, so it must be symmetric: make it with world.empty(...)")
+
+    def _reserve(self) -> dict[str, int]:
+        """Lay out the workspaces that the plan uses, alike on all ranks; returns their offsets."""
+        used = {r.buffer for lanes in self.plan.lanes for lane in lanes.values() for i in lane for r in reads(i) + writes(i)}
+        offsets, size = {}, 0
+        for name, buffer in self.plan.buffers.items():
+            if buffer.role == "workspace" and name in used:
+                offsets[name] = size
+                size += -(-max(buffer.rows) * self.geometry[name].stride // 4096) * 4096
+        if offsets:
+            self.segments["workspace"] = self.engine.reserve(size, self.call)
+        return offsets
+
+    def _rows(self, region: Region) -> Tensor | Region:
+        """Rows that do not change place from call to call as a tensor; those of the caller's own tensors as they are named."""
+        if region.rank == self.world.rank and region.buffer not in self.workspace:
+            return region
+        dtype, columns, stride, place = self.geometry[region.buffer]
+        segment = self.segments["workspace" if region.buffer in self.workspace else region.buffer]
+        offset = self.workspace[region.buffer] if place is None else place[1]
+        whole = segment.bytes(region.rank)[: segment.size // dtype.itemsize * dtype.itemsize].view(dtype)
+        step = stride // dtype.itemsize
+        return whole.as_strided((region.rows, columns), (step, 1), offset // dtype.itemsize + region.start * step)

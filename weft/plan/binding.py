@@ -1,0 +1,78 @@
+"""Sizes for a plan that knows none: how many rows each block has, and the plan over rows that it then is.
+
+Engines bind sizes natively, call by call; `bind` is the slow, obvious way, for those who want to see, simulate or check rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from weft.errors import PlanError
+from weft.plan.language import ROOM, ROW, Buffer, Copy, Instruction, Matmul, Plan, Reduce, Region, Term, Value
+
+
+def split(rows: int, pieces: int) -> list[int]:
+    """`rows` in `pieces` even shares, the first ones a row larger where it does not divide."""
+    return [rows // pieces + (piece < rows % pieces) for piece in range(pieces)]
+
+
+def sizes(plan: Plan, rows: Sequence[int]) -> list[int]:
+    """The rows of each block of a plan whose shards have these `rows`."""
+    if len(rows) != len(plan.pieces):
+        raise PlanError(f"{plan.operator}/{plan.algorithm} has {len(plan.pieces)} shards, but {len(rows)} sizes were given")
+    return [size for count, pieces in zip(rows, plan.pieces, strict=True) for size in split(count, pieces)]
+
+
+def bind(plan: Plan, rows: Sequence[int]) -> Plan:
+    """The plan over rows that a plan over blocks is where its shards have these `rows`."""
+    return _Binding(plan, sizes(plan, rows)).bound() if plan.pieces else plan
+
+
+class _Binding:
+    def __init__(self, plan: Plan, sizes: Sequence[int]) -> None:
+        self.plan, self.sizes, self.room = plan, sizes, max(sizes, default=0)
+        self.bounds = {
+            (rank, name): [0, *accumulate(map(self.size, buffer.numbers(rank)))]
+            for name, buffer in plan.buffers.items()
+            for rank in range(plan.ranks)
+        }
+
+    def size(self, block: int) -> int:
+        return self.room if block == ROOM else 1 if block == ROW else self.sizes[block]
+
+    def bound(self) -> Plan:
+        plan = self.plan
+        buffers = {
+            name: Buffer(buffer.role, tuple(self.bounds[rank, name][-1] for rank in range(plan.ranks)))
+            for name, buffer in plan.buffers.items()
+        }
+        lanes = tuple({name: tuple(map(self.instruction, lane)) for name, lane in lanes.items()} for lanes in plan.lanes)
+        result = dict(self.promise(region, value) for region, value in plan.result.items() if self.rows(region))
+        return replace(plan, buffers=buffers, lanes=lanes, result=result, pieces=())
+
+    def rows(self, region: Region) -> int:
+        bounds = self.bounds[region[:2]]
+        return bounds[region.stop] - bounds[region.start]
+
+    def region(self, region: Region, rows: int) -> Region:
+        start = self.bounds[region[:2]][region.start]
+        return region._replace(start=start, stop=start + rows)
+
+    def instruction(self, instruction: Instruction) -> Instruction:
+        match instruction:
+            case Copy(src, dst) | Matmul(src, dst):
+                rows = self.rows(self.plan.measure(instruction))
+                return replace(instruction, src=self.region(src, rows), dst=self.region(dst, rows))
+            case Reduce(srcs, dst):
+                rows = self.rows(self.plan.measure(instruction))
+                return replace(instruction, srcs=tuple(self.region(src, rows) for src in srcs), dst=self.region(dst, rows))
+        return instruction
+
+    def promise(self, region: Region, value: Value) -> tuple[Region, Value]:
+        start = self.bounds[region[:2]][region.start]
+        return self.region(region, self.rows(region)), tuple(self.term(term, region.start, start) for term in value)
+
+    def term(self, term: Term, block: int, row: int) -> Term:
+        return term._replace(shift=self.bounds[term.rank, term.buffer][block + term.shift] - row)
