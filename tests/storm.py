@@ -48,6 +48,7 @@ PATIENT = 60.0  # the same where ranks compile
 SOON = 1.0  # seconds in which survivors raise, or after the time limit where nothing shows that a peer is gone
 CONNECTING = 5  # time limits in which gloo gives up to connect to another host
 HANGS = 30.0  # seconds after which a rank that is not through is one that hangs
+COMPILES = 120.0  # the same where it may be compiling, whose helpers wait for a core unseen
 LATE = ("stop", "cut")  # what nothing shows before the time limit
 LACKS = ("memory", "files")  # which a rank may do without
 BY_PARENT = ("kill", *LATE)
@@ -364,7 +365,7 @@ def run(trial: Trial, folder: str, net: Hosts | None) -> Outcome:
     waited: dict[int, float] = {}  # how long each rank had waited for a core when it happened
 
     def until(condition: Callable[[], bool], limit: float = HANGS) -> bool:
-        deadline = time.monotonic() + limit
+        began, busy = time.monotonic(), {each.pid: starved(each.pid) for each in ranks}
         while not condition():
             living = [each for each in ranks if each.status is None]
             poll = select.poll()
@@ -386,7 +387,8 @@ def run(trial: Trial, folder: str, net: Hosts | None) -> Outcome:
                     each.lines.append({"what": "dead", "when": time.monotonic()})
             if not waited and victim.heard("fault"):
                 waited.update({each.pid: starved(each.pid) for each in living})
-            if time.monotonic() > deadline:
+            took = time.monotonic() - began
+            if took > limit and took - sum(max(0.0, starved(each.pid) - busy[each.pid]) for each in living) > limit:
                 return False
         return True
 
@@ -409,7 +411,8 @@ def run(trial: Trial, folder: str, net: Hosts | None) -> Outcome:
             else:
                 os.kill(victim.pid, signal.SIGKILL if trial.fault == "kill" else signal.SIGSTOP)
         ended = lambda each: each.heard("over") or each.heard("broken") or each.heard("dead")  # noqa: E731
-        if not until(lambda: all(ended(each) for each in survivors), trial.limit + HANGS):
+        hangs = COMPILES if trial.place == "compile" else HANGS
+        if not until(lambda: all(ended(each) for each in survivors), trial.limit + hangs):
             stuck = [ranks.index(each) for each in survivors if not ended(each)]
             wrong.append(f"ranks {stuck} hang")
             for at in stuck:
