@@ -219,7 +219,7 @@ NB_MODULE(_native, m) {
       .def("pause", [](Compiled& self, size_t lane) { self.add(lane, {Op::pause, {}}); })
       .def("multiply", [](Compiled& self, size_t lane, Place src) { self.add(lane, {Op::pause, {operand(src)}}); })
       .def_prop_ro("call", [](Compiled& self) { return self.execution.call; })
-      .def_prop_ro("digest", [](Compiled& self) { return self.execution.digest; })
+      .def_prop_ro("digest", [](Compiled& self) { return self.execution.digest ? self.execution.digest : self.program.digest; })
       .def("set_span", [](Compiled& self, size_t lane, size_t at, int64_t start, int64_t stop) {
         self.execution.spans[lane][at] = {start, stop};
       })

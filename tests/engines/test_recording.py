@@ -12,6 +12,7 @@ from support.ranks import on_ranks
 import weft
 from weft.bench.timeline import draw
 from weft.engines.recording import record
+from weft.plan.binding import bind
 from weft.plan.trace import KINDS, Span, Trace, to_perfetto
 
 
@@ -72,7 +73,7 @@ def traced(world):
         for _ in range(2):
             weft.all_gather_matmul(a, b, algorithm="push", chunk_rows=5)
     weft.all_gather_matmul(a, b, algorithm="push", chunk_rows=5)
-    plans = [plan for plan, _, _ in recording.executions]
+    plans = [bind(plan, rows) for plan, rows, _ in recording.executions]
     return plans, recording.gather("push")
 
 

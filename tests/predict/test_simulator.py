@@ -17,6 +17,7 @@ from weft import predict
 from weft.engines.recording import record
 from weft.errors import PlanError
 from weft.plan import Buffer, Copy, Matmul, Notify, Plan, Reduce, Region, Signal, Wait
+from weft.plan.binding import bind
 from weft.plan.trace import Trace
 from weft.predict.machine import Link, Machine, Product
 from weft.predict.simulator import seconds, simulate
@@ -71,9 +72,9 @@ def recorded(world):
             weft.all_gather_matmul(a, weight, algorithm=algorithm, chunk_rows=2)
         weft.matmul_reduce_scatter(a, weight, algorithm="push", chunk_rows=1)
     found = []
-    for plan, spans in recording.executions:
-        recording.executions = [(plan, spans)]
-        found.append((recording.gather("real"), plan))
+    for plan, rows, spans in recording.executions:
+        recording.executions = [(plan, rows, spans)]
+        found.append((recording.gather("real"), bind(plan, rows)))
     return found if world.rank == 0 else None
 
 

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from unittest import mock
 
 import pytest
 import torch
@@ -48,15 +47,15 @@ def die_at(world, algorithm, lane, done):
         }
         own[lane] = plan.lanes[VICTIM][lane][:done]
         lanes = [own if rank == VICTIM else other for rank, other in enumerate(plan.lanes)]
-        with mock.patch.object(HostProgram, "_describe", return_value=whole.call):
-            part = HostProgram(engine(world), dataclasses.replace(plan, lanes=tuple(lanes)), tensors, {})
-        part.run(tensors, {"out": torch.eye(4)})
+        call = whole.bind(tensors, plan.pieces).native.call
+        part = HostProgram(engine(world), dataclasses.replace(plan, lanes=tuple(lanes)), tensors, {}, call)
+        part.run(tensors, plan.pieces, {"out": torch.eye(4)})
         for rank in range(world.ranks):
             world.peer(death, rank)[0] = time.monotonic()
         die()
     try:
         for _ in range(3):
-            whole.run(tensors, {"out": torch.eye(4)})
+            whole.run(tensors, plan.pieces, {"out": torch.eye(4)})
     except weft.PeerLost as error:
         return str(error), time.monotonic() - death.item()
     return "no error", 0.0

@@ -108,7 +108,7 @@ def different_requests(world):
 
 @pytest.mark.parametrize(("call", "digest"), [("", 0xCBF29CE484222325), ("foobar", 0x85944171F73967E8)])
 def test_what_hosts_compare_is_alike_in_all_builds(call, digest):
-    assert _native.Compiled(call, 1, [], [], 1).digest == digest
+    assert _native.Compiled(call, 1, [], 1).digest == digest
 
 
 def test_different_requests_are_a_mismatch():

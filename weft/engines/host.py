@@ -266,6 +266,8 @@ class HostProgram(Program):
             tensor = tensors[region.buffer]
             return tensor if rows == len(tensor) else tensor[start : start + rows]
         dtype, _ = self.kinds[region.buffer]
+        if not rows * native.columns(place):
+            return torch.empty(rows, native.columns(place), dtype=dtype)
         symmetric = self.engine.workspace if buffer.role == "workspace" else tensors[region.buffer]
         segment = None if symmetric is None else memory.find(symmetric)
         assert segment is not None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -19,11 +20,10 @@ from weft.ops.call import Call, CallKey, Decision
 from weft.predict import machine, tuned
 from weft.schedules.broadcast import broadcast, push
 from weft.schedules.operators import OPERATORS
-from weft.schedules.workload import ORDERS, Variant, Workload
+from weft.schedules.workload import ORDERS, Variant, Workload, pieces
 
 _CLEARLY = 0.05  # by how much of its time a prediction has to beat the default
 _MANY = 4  # ranks from which on they are taken to be equal, and variants in which they are not are not considered
-_KEYS = 256  # calls that a world decides on, each in some milliseconds; where sizes change all the time the default has to do
 _calibrated = cache(machine.calibrated)
 _ALGORITHMS = sorted({name for operator in OPERATORS.values() for name in operator.algorithms})
 
@@ -31,22 +31,36 @@ Rule = Callable[[str], Decision]
 """An operator's default for ``auto``, or what it does for one algorithm. Raises `ValueError` for one that is not possible."""
 
 
+class Choice(NamedTuple):
+    """What is done for a class of sizes: an algorithm, its pieces and its order, with what there is to say of it."""
+
+    algorithm: str
+    pieces: int
+    order: str
+    why: str
+    predicted: tuple[tuple[Variant, float], ...] = ()
+
+    def of(self, call: Call) -> Decision:
+        """The decision for a call of the class."""
+        rows = call.whole if self.algorithm in call.operator.whole else call.operator.extent(call.workload, self.algorithm)
+        variant = Variant(self.algorithm, max(1, -(-rows // self.pieces)), self.order)
+        return Decision(variant, self.why, self.predicted)
+
+
 def decide(call: Call) -> Decision:
     """How all ranks carry out a call: what rank 0 decides where that is left to ``auto``; collective where the key is new.
 
     Ranks may differ in what is local (N of a gather, K of a sum) and would then decide differently. Since they make the same calls
-    in the same order, a key is new on all of them in the same call. Where nothing can be predicted, or after very many keys, it is
-    the default.
+    in the same order, a key is new on all of them in the same call. Sizes of a class have one key, so that keys are few.
     """
-    default, key, world = call.usual(call.options.algorithm), _open(call), call.world
+    key, world = _open(call), call.world
     if key is None:
-        return default
-    found: Decision | None = world.choices.get((key, world.emulated_link))
+        return call.usual(call.options.algorithm)
+    found: Choice | None = world.choices.get((key, world.emulated_link))
     if found is None:
-        if len(world.choices) >= _KEYS:
-            return default
+        call.check_algorithm("auto")
         found = world.choices[key, world.emulated_link] = _of_rank_0(call, key)
-    return found
+    return found.of(call)
 
 
 def expected(call: Call) -> Decision:
@@ -54,7 +68,8 @@ def expected(call: Call) -> Decision:
     default, key = call.usual(call.options.algorithm), _open(call)
     if key is None:
         return default
-    own, decided = _own(call), call.world.choices.get((key, call.world.emulated_link))
+    own, choice = _own(call), call.world.choices.get((key, call.world.emulated_link))
+    decided = None if choice is None else choice.of(call)
     return own if decided is None or decided.variant == own.variant else decided
 
 
@@ -123,21 +138,27 @@ def _variants(workload: Workload, default: Decision, rule: Rule, sizes: bool) ->
     return [*dict.fromkeys(found)]
 
 
-def _of_rank_0(call: Call, key: CallKey) -> Decision:
+def _of_rank_0(call: Call, key: CallKey) -> Choice:
     """What rank 0 decides and tells to all, in a call described by `key`, so that ranks that make different calls notice."""
     world = call.world
-    own = _own(call) if world.rank == 0 else None
+    own = _chosen(call, _own(call)) if world.rank == 0 else None
     said = torch.zeros(3, 1, dtype=torch.int64)
     if own:
-        said = torch.tensor([[_ALGORITHMS.index(own.algorithm)], [own.chunk_rows], [ORDERS.index(own.variant.order)]])
+        said = torch.tensor([[_ALGORITHMS.index(own.algorithm)], [own.pieces], [ORDERS.index(own.order)]])
     tensors = {"a": said, "out": said[:0]} if own else {"a": said[:0], "out": said}
     recorder, world.recorder = world.recorder, None  # traces show the operator, not what was said before
     try:
-        hosts = world.topology
+        hosts, rows = world.topology, (len(said),)
         plan = push(len(said), 0, hosts) if hosts else broadcast(len(said), world.ranks, 0)
-        rows = (len(said),)
         engine(world).compile(plan, tensors, rows, {}, str(key)).run(tensors, rows, {}, timeout=call.options.timeout)
     finally:
         world.recorder = recorder
-    name, chunk_rows, order = said.flatten().tolist()
-    return own or Decision(Variant(_ALGORITHMS[name], chunk_rows, ORDERS[order]), "as rank 0 decided")
+    name, cut, order = said.flatten().tolist()
+    return own or Choice(_ALGORITHMS[name], cut, ORDERS[order], "as rank 0 decided")
+
+
+def _chosen(call: Call, decision: Decision) -> Choice:
+    """What a decision comes to for its class."""
+    algorithm, chunk_rows, order = decision.variant
+    cut = pieces(call.operator.extent(call.workload, algorithm), chunk_rows)
+    return Choice(algorithm, 1 if algorithm in call.operator.whole else cut, order, decision.why, decision.predicted)

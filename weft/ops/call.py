@@ -14,7 +14,7 @@ from weft.engines.weights import PackedWeight, Weight
 from weft.ops import arguments
 from weft.plan import Plan
 from weft.schedules.operators import OPERATORS
-from weft.schedules.workload import PIECES, Operator, Variant, Workload
+from weft.schedules.workload import PIECES, Operator, Variant, Workload, size_class
 from weft.world import World
 
 FEW_ROWS = 32
@@ -46,10 +46,14 @@ class Given(NamedTuple):
 
 
 class CallKey(NamedTuple):
-    """What all ranks know of a call that is left to ``auto``; `columns` are those of the rows that ranks exchange."""
+    """What all ranks know of a call that is left to ``auto``; `columns` are those of the rows that ranks exchange.
+
+    `most` is the most rows of a rank, or those of its class (`size_class`).
+    """
 
     operator: str
-    rows: tuple[int, ...]
+    most: int
+    ranks: int
     columns: int
     dtype: torch.dtype
     chunk_rows: int | None
@@ -57,7 +61,8 @@ class CallKey(NamedTuple):
     def __str__(self) -> str:
         pieces = "" if self.chunk_rows is None else f", chunk_rows={self.chunk_rows}"
         of = "a" if self.operator == "all_gather_matmul" else "sum"
-        return f"{self.operator}({of}={[*self.rows]} rows x {self.columns} {name(self.dtype)}{pieces}, algorithm=auto)"
+        rows = f"up to {self.most} rows x {self.columns} {name(self.dtype)} on each of {self.ranks} ranks"
+        return f"{self.operator}({of}={rows}{pieces}, algorithm=auto)"
 
 
 class Decision(NamedTuple):
@@ -128,9 +133,11 @@ class Call(ABC):
     @property
     def key(self) -> CallKey | None:
         """What all ranks know of the call if there is anything to decide."""
-        rows, dtype, chunk_rows = self.workload.rows, self.tensors["a"].dtype, self.options.chunk_rows
-        auto = self.options.algorithm == "auto" and any(rows)
-        return CallKey(self.workload.operator, rows, self.columns, dtype, chunk_rows) if auto else None
+        most, dtype, chunk_rows = max(self.workload.rows), self.tensors["a"].dtype, self.options.chunk_rows
+        if self.options.algorithm != "auto" or not most:
+            return None
+        most = size_class(most) if chunk_rows is None else most
+        return CallKey(self.workload.operator, most, self.world.ranks, self.columns, dtype, chunk_rows)
 
     def check_algorithm(self, algorithm: str) -> None:
         """Raise `ValueError` for an algorithm that is not possible here."""

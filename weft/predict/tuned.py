@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import cache as once
 
 from weft import cache
-from weft.schedules.workload import Variant, Workload
+from weft.schedules.workload import Variant, Workload, size_class
 
 Link = tuple[float, float]
 """The Gbit/s and microseconds of an emulated link."""
 
 
 def find(workload: Workload, link: Link | None) -> Variant | None:
-    """The variant that was fastest when this workload was tuned; None if it was not."""
+    """The variant that was fastest when this workload, or one of its class of sizes, was tuned; None if none was."""
     found = _known().get(_key(workload, link))
     return Variant(*found) if found else None
 
@@ -32,4 +32,5 @@ def _key(workload: Workload, link: Link | None) -> str:
     operator, rows, k, n, dtype, out_dtype, packed, symmetric = workload
     over = f"over {link[0]:g} Gbit/s {link[1]:g} us" if link else "in shared memory"
     lies = f"{'' if symmetric else 'staged, '}{'packed' if packed else 'plain'}"
-    return f"{operator} {','.join(map(str, rows))} rows x {k} x {n} {dtype} to {out_dtype} {lies} {over}"
+    size = f"{len(rows)} ranks, up to {size_class(max(rows))} rows of each"
+    return f"{operator} {size} x {k} x {n} {dtype} to {out_dtype} {lies} {over}"

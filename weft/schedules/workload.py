@@ -60,6 +60,12 @@ def pieces(rows: int, most: int) -> int:
     return 1 << (max(1, -(-rows // most)) - 1).bit_length()
 
 
+def size_class(rows: int) -> int:
+    """The most rows of the class that `rows` belong to, whose sizes are done alike: 1, 2, 3, 4, 6, 8, 12, 16, 24, …"""
+    step = 1 << max(0, rows.bit_length() - 2)
+    return -(-rows // step) * step
+
+
 class Place(NamedTuple):
     """Where a plan is to run.
 
@@ -109,11 +115,13 @@ class Operator:
         shards, one = len(workload.rows), workload._replace(k=1, n=1, packed=True)
         if variant.algorithm in self.whole:
             return one._replace(rows=(1,) * shards), variant._replace(chunk_rows=1)
-        if variant.algorithm in self.across:  # a piece is a block of each shard
-            cut = pieces(sum(workload.rows), variant.chunk_rows)
-            return one._replace(rows=(cut,) * shards), variant._replace(chunk_rows=shards)
-        cut = pieces(max(workload.rows), variant.chunk_rows)
-        return one._replace(rows=(cut,) * shards), variant._replace(chunk_rows=1)
+        cut = pieces(self.extent(workload, variant.algorithm), variant.chunk_rows)
+        across = variant.algorithm in self.across  # a piece is then a block of each shard
+        return one._replace(rows=(cut,) * shards), variant._replace(chunk_rows=shards if across else 1)
+
+    def extent(self, workload: Workload, algorithm: str) -> int:
+        """The rows that an algorithm cuts into pieces."""
+        return sum(workload.rows) if algorithm in self.across else max(workload.rows)
 
     @property
     def predicted(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from weft.checks import name as dtype_name
 from weft.engines.engine import Engine, Program, kinds
-from weft.plan import Plan, Region, reads, writes
+from weft.plan import Plan, Region, accesses, reads, writes
 from weft.plan.binding import bind
 from weft.world import World, memory
 
@@ -38,6 +39,15 @@ class Geometry(NamedTuple):
         return cls(tensor.dtype, columns, (tensor.stride(0) if rows > 1 else columns) * tensor.itemsize, place)
 
 
+def _that_move(plan: Plan) -> Plan:
+    """The plan without the instructions that move no rows."""
+    lanes = tuple(
+        {name: tuple(i for i in lane if not accesses(i) or accesses(i)[0].rows) for name, lane in lanes.items()}
+        for lanes in plan.lanes
+    )
+    return replace(plan, lanes=lanes)
+
+
 class FixedProgram(Program):
     """A plan compiled for one rank, one set of sizes and one geometry of its tensors."""
 
@@ -51,7 +61,7 @@ class FixedProgram(Program):
         call: str | None = None,
     ) -> None:
         self.original = plan  # alive as long as this: compiled plans are found by the identity of what was written
-        super().__init__(engine, bind(plan, rows))
+        super().__init__(engine, _that_move(bind(plan, rows)))
         self.geometry = {name: Geometry.of(tensor, self.world) for name, tensor in tensors.items()}
         for name, (dtype, like) in kinds(self.plan, {name: t.dtype for name, t in tensors.items()}, dtypes).items():
             columns = self.geometry[like].columns
