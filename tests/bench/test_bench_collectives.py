@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 
 import weft
 from weft.bench import collectives, fused, mpi, overlap, plots, sweep
-from weft.bench.collectives import PLACES, Data, Local, Settings, count_of, limit_of, output_count
+from weft.bench.collectives import PLACES, Data, Local, count_of, limit_of, output_count
 from weft.bench.harness import Times, per_call
-from weft.bench.sweep import bandwidths, parse_sizes
+from weft.bench.settings import OverlapSettings, Shape, Sizes, SweepSettings, parse_sizes
+from weft.bench.sweep import bandwidths
 from weft.cli import app
 
 SHORT = ["--sizes", "8,4K", "--warmup", "1", "--iterations", "2", "--threads", "1"]
@@ -140,7 +141,7 @@ def test_statistics_are_in_microseconds_per_call():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int8", "int32", "int64"])
 def test_sums_are_exact(dtype):
     world = SimpleNamespace(ranks=3, rank=1)
-    data = Data(world, Settings("all_reduce", (600,), dtype), 300)
+    data = Data(world, SweepSettings("all_reduce", dtype=dtype), 300)
     sources = [stream[5:305] for stream in data.streams]
     exact = functools.reduce(torch.add, [source.to(torch.int64) for source in sources])
     assert torch.equal(data.expected(5, 300).to(torch.int64), exact)
@@ -149,8 +150,8 @@ def test_sums_are_exact(dtype):
 
 
 def test_counts_are_rounded_up_to_whole_parts():
-    assert count_of(10, Settings("all_gather", (10,)), 4) == 3
-    assert count_of(8, Settings("reduce_scatter", (8,)), 4) == 4
+    assert count_of(10, SweepSettings("all_gather"), 4) == 3
+    assert count_of(8, SweepSettings("reduce_scatter"), 4) == 4
     assert [output_count(name, 8, 4) for name in ("all_gather", "reduce_scatter", "all_reduce")] == [32, 2, 8]
 
 
@@ -163,7 +164,7 @@ def verify_one(world, dtype, op, spoil):
     """The elements found wrong, by operation, implementation and place."""
     found = {}
     for operation in PLACES:
-        settings = Settings(operation, (60,), dtype, op, baselines=("gloo",) if op != "avg" else ())
+        settings = SweepSettings(operation, op, sizes=Sizes("60"), dtype=dtype)
         contenders = collectives.Bench(settings, world).contenders(count_of(60, settings, world.ranks), {})
         for run, contender in enumerate(contenders):
             if spoil:
@@ -195,7 +196,7 @@ def test_wrong_results_are_counted_on_every_rank():
 def verify_nothing(world):
     found = {}
     for operation, places in PLACES.items():
-        settings = Settings(operation, (60,))
+        settings = SweepSettings(operation, sizes=Sizes("60"))
         bench = collectives.Bench(settings, world)
         for in_place in places:
             tensors = bench.tensors("weft (plain)", in_place, count_of(60, settings, world.ranks))
@@ -286,7 +287,7 @@ def measure_mpi(world, directory):
         mpis = {name: stack.enter_context(mpi.MpiRanks(name, world.cores)) if world.rank == 0 else None for name in MPIS}
         rows = []
         for operation in PLACES:
-            settings = Settings(operation, (8, 4096), warmup=0, iterations=1)
+            settings = SweepSettings(operation, sizes=Sizes("8,4K"), baseline="none", warmup=0, iterations=1)
             of_operation = collectives.Bench(settings, world)
             for size in settings.sizes:
                 rows += of_operation.rows(size, mpis, lambda: None)
@@ -331,7 +332,9 @@ def test_an_overlap_that_gathers_nothing_fails(monkeypatch):
 
     monkeypatch.setattr(overlap, "all_gather_async", lambda *arguments, **more: Idle())
     with weft.init() as world:
-        _, checks = fused.verify(overlap.Overlap(overlap.Settings(8, 8, 4, 64, gloo=False), world), world, lambda: None)
+        _, checks = fused.verify(
+            overlap.Overlap(OverlapSettings(shape=Shape(8, 8, 4), size=Sizes("64"), baseline="none"), world), world, lambda: None
+        )
     assert {name for name, check in checks.items() if check.wrong} == {"overlapped"}
 
 

@@ -16,8 +16,9 @@ import weft
 from weft.bench import all_gather_matmul as case
 from weft.bench import figures, harness, plots, report, verification
 from weft.bench.baselines import GLOO, gloo_all_gather_matmul, gloo_matmul_all_reduce, gloo_matmul_reduce_scatter
-from weft.bench.fused import Link, Result, Settings, measure
+from weft.bench.fused import Link, Result, measure
 from weft.bench.harness import Statistics, Stopwatch, summarize
+from weft.bench.settings import AllGatherMatmul, Shape
 from weft.bench.verification import RUNS, Check, Problem, Sums, compare
 from weft.cli import app
 from weft.cli.plan import PLANNERS
@@ -64,7 +65,7 @@ def result(**changes):
         name: Statistics(median, median - 1, median + 1, 20) for name, median in zip(names, (10.0, 8.0, 18.0, 12.0), strict=True)
     }
     made = {
-        "settings": Settings("all-gather-matmul", 1000, 1000, 500, baselines=(GLOO,)),
+        "settings": AllGatherMatmul(shape=Shape(1000, 1000, 500)),
         "ranks": 2,
         "algorithm": "direct",
         "chunk_rows": 500,
@@ -400,7 +401,7 @@ def test_an_operator_that_does_nothing_fails_the_benchmark(monkeypatch):
         return weft.all_gather_matmul(*arguments, out=out, **more) if len(calls) < 3 else out
 
     monkeypatch.setattr(case, "all_gather_matmul", once)
-    found = measure(case.AllGatherMatmul, Settings("all-gather-matmul", 8, 8, 4, warmup=1, iterations=2))
+    found = measure(case.AllGatherMatmul, AllGatherMatmul(shape=Shape(8, 8, 4), warmup=1, iterations=2, baseline="none"))
     assert {name for name, check in found.checks.items() if check.wrong} == {"sequential", "pipelined"}
 
 

@@ -13,7 +13,6 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +26,7 @@ from weft.bench.baselines import gloo_collective
 from weft.bench.harness import Stopwatch, batches, largest, per_call, poison, race, session, verified
 from weft.bench.mpi import MPIS, MpiRanks
 from weft.bench.progress import progress
+from weft.bench.settings import SweepSettings
 from weft.bench.sweep import Row, bandwidths, print_table
 from weft.bench.verification import RUNS, Check
 from weft.ops.all_gather import all_gather
@@ -51,22 +51,6 @@ _DIGITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53, "int8": 7
 _COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What to measure; `sizes` are bytes of each rank's input."""
-
-    operation: str
-    sizes: tuple[int, ...]
-    dtype: str = "float32"
-    op: str = "sum"
-    algorithm: str = "auto"
-    warmup: int = 2
-    iterations: int = 20
-    seed: int = 0
-    baselines: tuple[str, ...] = ()
-    threads: int = 1
-
-
 class Data:
     """The numbers that every rank puts in, and what must come out on this one.
 
@@ -74,7 +58,7 @@ class Data:
     place before.
     """
 
-    def __init__(self, world: World, settings: Settings, count: int) -> None:
+    def __init__(self, world: World, settings: SweepSettings, count: int) -> None:
         self.rank, self.operation, self.op = world.rank, settings.operation, settings.op
         self.dtype = getattr(torch, settings.dtype)
         limit = limit_of(settings.dtype, world.ranks)
@@ -163,10 +147,10 @@ class Mpi:
 class Bench:
     """The measurement of one operation on this rank: its data and tensors, which all sizes share."""
 
-    def __init__(self, settings: Settings, world: World) -> None:
+    def __init__(self, settings: SweepSettings, world: World) -> None:
         self.settings, self.world, self.stopwatch = settings, world, Stopwatch(world)
         dtype, ranks = getattr(torch, settings.dtype), world.ranks
-        largest_count = count_of(max(settings.sizes), settings, ranks)
+        largest_count = count_of(max(settings.sizes.bytes), settings, ranks)
         self.data = Data(world, settings, largest_count)
         outputs = output_count(settings.operation, largest_count, ranks)
         self.memory: dict[str, dict[bool, tuple[Tensor, ...]]] = {}
@@ -231,7 +215,7 @@ class Bench:
         return [(calls, largest(world, own)) for (calls, _), own in zip(sizes, found, strict=True)]
 
 
-def measure(settings: Settings) -> dict[str, Any]:
+def measure(settings: SweepSettings) -> dict[str, Any]:
     """Measure on this rank, collectively; the result as a JSON object, which is complete on rank 0."""
     with ExitStack() as stack:
         world = stack.enter_context(session(settings.threads))
@@ -239,9 +223,9 @@ def measure(settings: Settings) -> dict[str, Any]:
             environment.need_one_host(world, f"the baseline {asked[0]} starts its ranks on one: use --baseline gloo, or none")
         mpis = {name: stack.enter_context(MpiRanks(name, world.cores)) if world.rank == 0 else None for name in asked}
         bench = Bench(settings, world)
-        rounds = len(settings.sizes) * (settings.warmup + settings.iterations)
+        rounds = len(settings.sizes.bytes) * (settings.warmup + settings.iterations)
         with progress("measuring", rounds, shown=world.rank == 0) as advance:
-            rows = [row for size in settings.sizes for row in bench.rows(size, mpis, advance)]
+            rows = [row for size in settings.sizes.bytes for row in bench.rows(size, mpis, advance)]
         return {
             "benchmark": settings.operation.replace("_", "-"),
             "ranks": world.ranks,
@@ -272,7 +256,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     )
 
 
-def weft_collective(settings: Settings, a: Tensor, out: Tensor, world: World) -> Callable[[], object]:
+def weft_collective(settings: SweepSettings, a: Tensor, out: Tensor, world: World) -> Callable[[], object]:
     """weft's call on these tensors."""
     match settings.operation:
         case "all_gather":
@@ -292,7 +276,7 @@ def limit_of(dtype: str, ranks: int) -> int:
     return int(2 ** _DIGITS[dtype] - 1) // ranks
 
 
-def count_of(size: int, settings: Settings, ranks: int) -> int:
+def count_of(size: int, settings: SweepSettings, ranks: int) -> int:
     """Elements of each rank's input for a size in bytes, rounded up to whole elements, and parts where it is cut into some."""
     parts = ranks if settings.operation in ("reduce_scatter", "all_to_all") else 1
     step: int = getattr(torch, settings.dtype).itemsize * parts
@@ -304,7 +288,7 @@ def output_count(operation: str, count: int, ranks: int) -> int:
     return {"all_gather": count * ranks, "reduce_scatter": count // ranks}.get(operation, count)
 
 
-def numpy_dtype(settings: Settings) -> str:
+def numpy_dtype(settings: SweepSettings) -> str:
     """What MPI's ranks take for the dtype: where nothing is added up, whole numbers as wide do."""
     itemsize: int = getattr(torch, settings.dtype).itemsize
     return settings.dtype if itemsize > 2 or settings.dtype == "int8" else f"int{8 * itemsize}"

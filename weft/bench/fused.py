@@ -5,21 +5,31 @@ What is particular to an operator is its `Subject`; measuring, verifying and tra
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from weft.bench.baselines import GLOO
 from weft.bench.harness import Statistics, Stopwatch, poison, session, verified, where, worst
 from weft.bench.progress import progress
-from weft.bench.verification import Check
+from weft.bench.settings import FusedSettings, OverlapSettings
+from weft.bench.verification import Check, Problem
+from weft.engines import engine, matmul
 from weft.engines.recording import record
-from weft.ops.call import Decision
+from weft.engines.weights import pack
+from weft.ops import fused
+from weft.ops.auto import decide
+from weft.ops.call import Given, Options
 from weft.plan import Copy, Plan
 from weft.plan.trace import Trace
+from weft.schedules.common import split
+from weft.schedules.operators import OPERATORS
+from weft.schedules.workload import Place, Workload
 from weft.world import World
 
 VIEWS = ("compute", "communicate", "sequential", "pipelined")
@@ -28,33 +38,10 @@ _TRACED = 5  # runs of a view, of which the one with the median time is shown
 
 
 class Link(NamedTuple):
-    """An emulated link: bandwidth in 1e9 bits per second, or None for one on which communicate takes as long as compute."""
+    """An emulated link: bandwidth in 1e9 bits per second, and latency."""
 
-    gbps: float | None
+    gbps: float
     latency_us: float
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What to measure. `m` counts the gathered rows, which are shared out over the ranks as evenly as it goes."""
-
-    benchmark: str
-    m: int
-    k: int
-    n: int
-    dtype: str = "float32"
-    out_dtype: str = "float32"
-    algorithm: str = "auto"
-    chunk_rows: int | None = None
-    warmup: int = 3
-    iterations: int = 20
-    seed: int = 0
-    baselines: tuple[str, ...] = ()
-    link: Link | None = None
-    ablate: bool = False
-    traced: bool = False
-    save_outputs: Path | None = None
-    threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -66,7 +53,7 @@ class Result:
     `why` says why the algorithm was; `notes` are what else one must know to read the times.
     """
 
-    settings: Settings
+    settings: FusedSettings
     ranks: int
     algorithm: str
     chunk_rows: int
@@ -88,15 +75,6 @@ class Result:
         return not any(check.wrong for check in self.checks.values())
 
 
-class Rounds(Protocol):
-    """How often to measure: rounds that warm up, and rounds that count."""
-
-    @property
-    def warmup(self) -> int: ...
-    @property
-    def iterations(self) -> int: ...
-
-
 class View(NamedTuple):
     """Something to measure: a call that all ranks make, the tensors it writes, and a check of these in a given run."""
 
@@ -114,15 +92,98 @@ class Views(Protocol):
         """Fill the inputs with those of this run."""
 
 
-class Subject(Views, Protocol):
-    """An operator to measure: its views are `VIEWS`, baselines and steps; `ablation` names the steps, in order."""
+class Subject(ABC):
+    """The tensors of one rank and the views on them: `VIEWS`, the baseline, and the steps that `ablation` names, in order.
 
-    ablation: dict[str, str]
-    choice: Decision
+    As in a model that runs many times, the weight is packed; the baseline has a plain one. `prepare` makes what is particular to an
+    operator: the `problem`, its input `a` and its `out`, the `x` that is multiplied into `product` where nothing moves, what is
+    `moved` where nothing is multiplied, by the names of the plan's buffers, and what the operator takes of `shares` of rows.
+    """
+
+    problem: Problem
+    a: Tensor
+    x: Tensor
+    product: Tensor
+    out: Tensor
+    moved: dict[str, Tensor]
+    shares: dict[str, Any]
     notes: tuple[str, ...]
 
+    def __init__(self, settings: FusedSettings, world: World, stopwatch: Stopwatch) -> None:
+        shape, self.settings, self.world = settings.shape, settings, world
+        self.rows = split(shape.m, world.ranks)
+        self.dtype, self.out_dtype = getattr(torch, settings.dtype), getattr(torch, settings.result_dtype)
+        held = Workload(settings.operator, tuple(self.rows), shape.k, shape.n, settings.dtype, settings.result_dtype)
+        self.dtypes = {name: getattr(torch, rows.dtype) for name, rows in OPERATORS[settings.operator].buffers(held).items()}
+        self.prepare()
+        self.weight = pack(self.problem.weight)
+        latency = settings.link_latency_us or 0.0
+        if settings.link_gbps:
+            world.emulate_link(1.0 if settings.link_gbps == "auto" else float(settings.link_gbps), latency)
+        compute = partial(matmul.multiply, self.x, self.weight, self.product)
+        asked = Options(out_dtype=self.out_dtype, algorithm=settings.algorithm, chunk_rows=settings.chunk_rows, **self.shares)
+        self.call = fused.check(settings.operator, world, Given(self.a, [self.weight], [None], [self.out]), asked)
+        self.choice = self.call.usual(settings.algorithm)
+        if settings.link_gbps == "auto":
+            self.renew(0)
+            first = next(iter(self.moved.values()))
+            gbps = balanced_gbps(self.plan(), first.shape[1] * first.itemsize, stopwatch.alone(compute), latency)
+            world.emulate_link(gbps, latency)
+        if settings.algorithm == "auto" and shape.m:
+            self.choice = decide(self.call)
+        self.views = {
+            "compute": View(compute, (self.product,), partial(self.problem.check_product, self.product)),
+            "communicate": View(partial(self._move, self.plan()), (*self.moved.values(),)[1:], self.check_moved),
+            "sequential": self.view(self.operator("sequential", None)),
+            "pipelined": self.view(self.operator(settings.algorithm, settings.chunk_rows)),
+        }
+        if settings.gloo:
+            self.views[GLOO] = self.view(self.baseline())
+        self.ablation: dict[str, str] = {}
 
-def measure(make_subject: Callable[[Settings, World, Stopwatch], Subject], settings: Settings) -> Result:
+    @abstractmethod
+    def prepare(self) -> None:
+        """Make the problem and the tensors."""
+
+    @abstractmethod
+    def renew(self, run: int) -> None:
+        """Fill the inputs with those of this run."""
+
+    @abstractmethod
+    def check(self, run: int) -> Check:
+        """What is wrong with `out`."""
+
+    @abstractmethod
+    def check_moved(self, run: int) -> Check:
+        """What is wrong with what communication alone has brought."""
+
+    @abstractmethod
+    def run(self, **options: Any) -> object:
+        """Call the operator."""
+
+    @abstractmethod
+    def baseline(self) -> Callable[[], object]:
+        """The same by gloo and `torch.mm`."""
+
+    def operator(self, algorithm: str, chunk_rows: int | None) -> Callable[[], object]:
+        """The call to measure."""
+        asked = {"algorithm": algorithm, "chunk_rows": chunk_rows, "out": self.out, "out_dtype": self.out_dtype}
+        return partial(self.run, world=self.world, **asked, **self.shares)
+
+    def plan(self) -> Plan:
+        """The communication of the choice."""
+        place = Place(self.world.topology, self.world.remote_reads)
+        return self.call.operator.communicate(self.call.workload, self.choice.variant, place)
+
+    def view(self, call: Callable[[], object]) -> View:
+        """The view of a call that does all that the operator does."""
+        return View(call, (self.out,), self.check)
+
+    def _move(self, plan: Plan) -> None:
+        engine(self.world).program(("communicate", id(plan)), plan, self.moved, self.dtypes).run(self.moved, {})
+
+
+def measure(make_subject: Callable[[FusedSettings, World, Stopwatch], Subject], settings: FusedSettings) -> Result:
     """Measure on this rank, collectively. Traces are on rank 0 only."""
     with session(settings.threads) as world:
         stopwatch = Stopwatch(world)
@@ -130,7 +191,8 @@ def measure(make_subject: Callable[[Settings, World, Stopwatch], Subject], setti
 
         def race() -> dict[str, Statistics]:
             times = interleave(subject, stopwatch, settings)
-            traces.extend(trace(subject, world, stopwatch, name) for name in ("sequential", "pipelined") if settings.traced)
+            if settings.trace or settings.timeline:
+                traces.extend(trace(subject, world, stopwatch, name) for name in ("sequential", "pipelined"))
             return times
 
         times, checks = verify(subject, world, race)
@@ -144,7 +206,7 @@ def measure(make_subject: Callable[[Settings, World, Stopwatch], Subject], setti
             subject.choice.why,
             Link(*world.emulated_link) if world.emulated_link else None,
             times={name: times[name] for name in VIEWS},
-            baselines={name: times[name] for name in settings.baselines},
+            baselines={name: times[name] for name in (GLOO,) if settings.gloo},
             ablation={step: times[name] for step, name in subject.ablation.items()},
             checks=checks,
             traces=[trace for trace in traces if trace],
@@ -172,7 +234,7 @@ def verify(subject: Views, world: World, race: Callable[[], Times]) -> tuple[Tim
     return times, dict(zip(names, checks, strict=True))
 
 
-def interleave(subject: Views, stopwatch: Stopwatch, rounds: Rounds) -> dict[str, Statistics]:
+def interleave(subject: Views, stopwatch: Stopwatch, rounds: FusedSettings | OverlapSettings) -> dict[str, Statistics]:
     """Time all views in turn, behind a progress bar of rank 0."""
     with progress("measuring", rounds.iterations + max(rounds.warmup, 1) - 1, shown=stopwatch.world.rank == 0) as advance:
         calls = {name: view.call for name, view in subject.views.items()}

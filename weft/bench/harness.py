@@ -72,9 +72,12 @@ def per_call(seconds: Sequence[float], calls: int = 1) -> Times:
 
 
 @contextmanager
-def session(threads: int) -> Iterator[World]:
-    """The world in which this rank measures, with so many compute threads, without gradients, and patient with slow baselines."""
-    torch.set_num_threads(threads)
+def session(threads: int | None) -> Iterator[World]:
+    """The world in which this rank measures, with so many compute threads, or torch's own number of them, without
+    gradients, and patient with slow baselines.
+    """
+    if threads:
+        torch.set_num_threads(threads)
     with init(timeout=_TIMEOUT) as world, torch.no_grad():
         yield world
 

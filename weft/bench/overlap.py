@@ -7,7 +7,7 @@ the same with gloo and ``torch.mm``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from weft.bench.baselines import gloo_collective
 from weft.bench.fused import View, interleave, verify
 from weft.bench.harness import Stopwatch, session, where
 from weft.bench.plots import size_name
+from weft.bench.settings import OverlapSettings, SweepSettings
 from weft.bench.verification import Check, Problem
 from weft.engines import matmul
 from weft.engines.weights import pack
@@ -28,39 +29,18 @@ from weft.ops.all_gather import all_gather, all_gather_async
 from weft.world import World
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What to measure: each rank's product (m, k) @ (k, n), and the bytes that each rank puts into the all-gather.
-
-    `link_gbps` emulates a slower link, of that many 1e9 bits per second, or one on which communication takes as long as
-    computation ("auto").
-    """
-
-    m: int
-    k: int
-    n: int
-    gather_bytes: int
-    dtype: str = "float32"
-    warmup: int = 3
-    iterations: int = 20
-    seed: int = 0
-    gloo: bool = True
-    link_gbps: float | str | None = None
-    threads: int = 1
-
-
 class Overlap:
     """One rank's tensors, and the views on them by name; what is gathered lies in symmetric memory and the weight is packed."""
 
-    def __init__(self, settings: Settings, world: World) -> None:
+    def __init__(self, settings: OverlapSettings, world: World) -> None:
         dtype = getattr(torch, settings.dtype)
-        m, k, n = settings.m, settings.k, settings.n
+        m, k, n = settings.shape
         self.world = world
         self.problem = Problem(m, k, n, dtype, dtype, seed=settings.seed, rank=world.rank)
         self.x, self.out = torch.empty(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
         self.weight = pack(self.problem.weight)
-        sweep = collectives.Settings("all_gather", (settings.gather_bytes,), settings.dtype, seed=settings.seed)
-        count = collectives.count_of(settings.gather_bytes, sweep, world.ranks)
+        sweep = SweepSettings("all_gather", dtype=settings.dtype, seed=settings.seed)
+        count = collectives.count_of(settings.size.bytes[0], sweep, world.ranks)
         self.data = collectives.Data(world, sweep, count)
         self.a, self.gathered = world.empty(count, dtype=dtype), world.empty(count * world.ranks, dtype=dtype)
         product, gather = self._product, partial(all_gather, self.a, out=self.gathered, world=world)
@@ -105,7 +85,7 @@ class Overlap:
         work.wait()
 
 
-def measure(settings: Settings) -> dict[str, Any]:
+def measure(settings: OverlapSettings) -> dict[str, Any]:
     """Measure on this rank, collectively; the result as a JSON object, times in milliseconds.
 
     `copies_ms` is what the all-gather takes without the emulated link, null where there is none.
@@ -120,10 +100,10 @@ def measure(settings: Settings) -> dict[str, Any]:
             "benchmark": "overlap",
             "ranks": world.ranks,
             "hosts": len(set(world.hosts)),
-            "shape": {"m": settings.m, "k": settings.k, "n": settings.n},
-            "gather_bytes": settings.gather_bytes,
+            "shape": asdict(settings.shape),
+            "gather_bytes": settings.size.bytes[0],
             "dtype": settings.dtype,
-            "algorithm": f"all-gather of {size_name(settings.gather_bytes)} per rank",
+            "algorithm": f"all-gather of {size_name(settings.size.bytes[0])} per rank",
             "link": {"gbps": world.emulated_link[0], "latency_us": world.emulated_link[1]} if world.emulated_link else None,
             "copies_ms": copies,
             "times_ms": {name: time for name, time in shown.items() if not name.startswith("gloo")},
@@ -166,14 +146,12 @@ def _both(one: Callable[[], object], other: Callable[[], object]) -> None:
     other()
 
 
-def _emulate(settings: Settings, world: World, overlap: Overlap, stopwatch: Stopwatch) -> float | None:
+def _emulate(settings: OverlapSettings, world: World, overlap: Overlap, stopwatch: Stopwatch) -> float | None:
     """Slow down copies as asked for; the milliseconds that they take without that."""
     if settings.link_gbps is None:
         return None
     alone = stopwatch.interleave({name: overlap.views[name].call for name in ("compute", "communicate")}, 2, 5)
-    gbps = settings.link_gbps
-    if gbps == "auto":
-        received = (world.ranks - 1) * overlap.a.numel() * overlap.a.itemsize
-        gbps = float(f"{8 * received / (alone['compute'].median * 1e-3) / 1e9:.4g}")
-    world.emulate_link(float(gbps))
+    received = 8 * (world.ranks - 1) * overlap.a.numel() * overlap.a.itemsize
+    balanced = f"{received / (alone['compute'].median * 1e-3) / 1e9:.4g}"
+    world.emulate_link(float(balanced if settings.link_gbps == "auto" else settings.link_gbps))
     return alone["communicate"].median

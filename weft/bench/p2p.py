@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -30,6 +29,7 @@ from weft.bench import environment, tables
 from weft.bench.harness import batches, per_call, race, session, verified, where, worst
 from weft.bench.plots import COLOURS, over_sizes, picture, size_name, unverified
 from weft.bench.progress import progress
+from weft.bench.settings import CopySettings
 from weft.bench.verification import RUNS, Check
 from weft.ops.barrier import barrier
 from weft.world import World
@@ -42,17 +42,6 @@ _STYLES: dict[str, dict[str, Any]] = {
     MEMCPY: {"color": COLOURS["text"], "linestyle": (0, (4, 3))},
     COPY_: {"color": COLOURS["muted"], "linestyle": (0, (1, 2))},
 }
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What to measure; `sizes` are bytes of a copy."""
-
-    sizes: tuple[int, ...]
-    warmup: int = 2
-    iterations: int = 40
-    seed: int = 0
-    threads: int = 1
 
 
 class Copier(NamedTuple):
@@ -78,9 +67,9 @@ class Samples(NamedTuple):
 class Buffers:
     """The buffers of one rank, which all sizes share: each has its random bytes and its place to copy to."""
 
-    def __init__(self, settings: Settings, world: World) -> None:
+    def __init__(self, settings: CopySettings, world: World) -> None:
         self.settings, self.world = settings, world
-        largest_size = max(settings.sizes)
+        largest_size = max(settings.sizes.bytes)
         generator = torch.Generator().manual_seed(settings.seed)
         self.stream = torch.randint(256, (largest_size + RUNS,), dtype=torch.uint8, generator=generator)
         self.shared = world.empty(largest_size, dtype=torch.uint8)
@@ -133,7 +122,7 @@ class Buffers:
         return found
 
 
-def measure(settings: Settings) -> dict[str, Any]:
+def measure(settings: CopySettings) -> dict[str, Any]:
     """Measure on this rank, collectively; the result as a JSON object, which is complete on rank 0.
 
     In its rows `time_us` is of single copies and `algbw_gbps` of windows, in 1e9 bytes per second (`busbw_gbps` is the same for two
@@ -142,9 +131,9 @@ def measure(settings: Settings) -> dict[str, Any]:
     with session(settings.threads) as world:
         environment.need_one_host(world, "one-sided calls stay within one: run weft bench p2p by itself there")
         buffers = Buffers(settings, world)
-        rounds = len(settings.sizes) * (settings.warmup + settings.iterations)
+        rounds = len(settings.sizes.bytes) * (settings.warmup + settings.iterations)
         with progress("measuring", rounds, shown=world.rank == 0) as advance:
-            rows = [row for size in settings.sizes for row in buffers.rows(size, advance)]
+            rows = [row for size in settings.sizes.bytes for row in buffers.rows(size, advance)]
         return {
             "benchmark": "p2p",
             "ranks": world.ranks,

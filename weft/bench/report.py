@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -23,12 +24,12 @@ def to_json(result: Result) -> dict[str, Any]:
     settings = result.settings
     products = [check for name, check in result.checks.items() if name != "communicate" and name not in result.baselines]
     report = {
-        "benchmark": settings.benchmark,
+        "benchmark": settings.operator.replace("_", "-"),
         "ranks": result.ranks,
         "hosts": result.hosts,
-        "shape": {"m": settings.m, "k": settings.k, "n": settings.n},
+        "shape": asdict(settings.shape),
         "dtype": settings.dtype,
-        "out_dtype": settings.out_dtype,
+        "out_dtype": settings.result_dtype,
         "algorithm": result.algorithm,
         "chunk_rows": result.chunk_rows,
         "link": result.link._asdict() if result.link else None,
@@ -57,10 +58,10 @@ def print_tables(result: Result, console: Console) -> None:
 def title(result: Result) -> str:
     """What was measured, in one line."""
     settings = result.settings
-    dtypes = settings.dtype if settings.out_dtype == settings.dtype else f"{settings.dtype} to {settings.out_dtype}"
+    dtypes = settings.dtype if settings.result_dtype == settings.dtype else f"{settings.dtype} to {settings.result_dtype}"
     link = f", emulated link of {result.link.gbps:g} Gbit/s" if result.link else ""
     ranks = f"{result.ranks} rank{'s' if result.ranks > 1 else ''}{f' on {result.hosts} hosts' if result.hosts > 1 else ''}"
-    return f"{settings.benchmark}: {ranks}, {settings.m}x{settings.k}x{settings.n}, {dtypes}, {result.algorithm}{link}"
+    return f"{settings.operator.replace('_', '-')}: {ranks}, {settings.shape}, {dtypes}, {result.algorithm}{link}"
 
 
 def _table(result: Result, rows: Mapping[str, Statistics], compared: Mapping[str, Statistics]) -> Table:
@@ -109,8 +110,8 @@ def _notes(result: Result) -> Iterator[Text]:
 
 
 def _figures(result: Result) -> dict[str, float]:
-    settings, medians = result.settings, [times.median for times in result.times.values()]
-    return figures.of_overlap(*medians) | {"tflops": figures.tflops(settings.m, settings.k, settings.n, medians[-1])}
+    shape, medians = result.settings.shape, [times.median for times in result.times.values()]
+    return figures.of_overlap(*medians) | {"tflops": figures.tflops(shape.m, shape.k, shape.n, medians[-1])}
 
 
 def _times(rows: Mapping[str, Statistics]) -> dict[str, dict[str, float]]:

@@ -13,8 +13,6 @@ from rich.text import Text
 from weft.bench import tables
 from weft.bench.harness import Times
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
 
 @dataclass(frozen=True)
 class Row:
@@ -39,26 +37,6 @@ class Row:
     def to_json(self) -> dict[str, Any]:
         """The row as a JSON object."""
         return asdict(self) | {"time_us": self.time_us._asdict()}
-
-
-def parse_sizes(text: str) -> list[int]:
-    """Bytes from ``8,4K:64M:4``: single sizes, and ranges of first, last and factor (2 unless given); K, M and G are binary.
-
-    Raises `ValueError` that says what is wrong.
-    """
-    sizes: list[int] = []
-    for part in text.split(","):
-        fields = part.split(":")
-        if not 1 <= len(fields) <= 3 or (len(fields) == 3 and not (fields[2].isdecimal() and int(fields[2]) > 1)):
-            raise ValueError(f"expected sizes such as 8,4K:64M:4 (first, last, factor of at least 2); got {part!r}")
-        first, last = _bytes(fields[0]), _bytes(fields[min(1, len(fields) - 1)])
-        factor = int(fields[2]) if len(fields) == 3 else 2
-        if last < first:
-            raise ValueError(f"the last size comes before the first in {part!r}")
-        while first <= last:
-            sizes.append(first)
-            first *= factor
-    return sorted(set(sizes))
 
 
 def bandwidths(operation: str, size_bytes: int, ranks: int, microseconds: float) -> tuple[float, float]:
@@ -119,10 +97,3 @@ def _cells(row: dict[str, Any] | None) -> list[Text]:
         Text(f"{row['busbw_gbps']:.2f}"),
         tables.count(row["wrong"]),
     ]
-
-
-def _bytes(text: str) -> int:
-    number, unit = (text[:-1], text[-1:].upper()) if text[-1:].upper() in ("K", "M", "G") else (text, "")
-    if not (number.isdecimal() and int(number)):
-        raise ValueError(f"expected a positive number of bytes such as 8, 4K, 64M or 1G; got {text!r}")
-    return int(number) * _UNITS[unit]

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli import collectives, fused, machine, p2p, plan, predict
+from weft.cli import bench, machine, options, plan, predict
 
 app = typer.Typer(
     help="Hides communication behind compute in tensor-parallel programs.",
@@ -17,12 +17,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench = typer.Typer(help="Measure operators against their limits and what one would write without weft.", no_args_is_help=True)
-for measuring in (fused, collectives, p2p):
-    bench.add_typer(measuring.app)
-app.add_typer(bench, name="bench")
+app.add_typer(bench.app, name="bench")
 app.add_typer(plan.app, name="plan")
-for command in (predict.predict, machine.calibrate, machine.tune):
+for command in (options.taking(predict.Question, predict.predict), machine.calibrate, options.taking(machine.Tune, machine.tune)):
     app.command()(command)
 
 

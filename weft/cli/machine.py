@@ -12,8 +12,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
+from weft.bench.settings import Dtype, Fused, Json, Shape, Threads, product
 from weft.cli import options
-from weft.cli.options import Dtype, Json, Threads, refuse
+from weft.cli.options import refuse
 
 
 def calibrate(
@@ -91,11 +92,11 @@ def _calibrate_network(threads: int, json_file: str | None) -> None:
 
 
 @dataclass(frozen=True)
-class _Tune:
-    """What is to be tuned."""
+class Tune:
+    """Measure the candidates for given shapes on this machine, and remember the winners: from now on auto takes them."""
 
-    operator: Annotated[options.Fused, typer.Argument(help="What to tune.")]
-    shape: Annotated[list[str], typer.Option(metavar="MxKxN", help="A shape of weft bench; may be given several times.")]
+    operator: Annotated[Fused, typer.Argument(help="What to tune.")]
+    shape: Annotated[list[Shape], product("A shape of weft bench; may be given several times.")]
     ranks: Annotated[int, typer.Option("--ranks", "-n", min=2, help="How many to start.")] = 2
     dtype: Annotated[Dtype, typer.Option(help="Of the inputs.")] = "float32"
     out_dtype: Annotated[Dtype | None, typer.Option(help="Of the output: the inputs' or float32.")] = None
@@ -108,9 +109,7 @@ class _Tune:
     json_file: Json = None
 
 
-@options.taking(_Tune)
-def tune(given: _Tune) -> None:
-    """Measure the candidates for given shapes on this machine, and remember the winners: from now on auto takes them."""
+def tune(given: Tune) -> None:
     from weft import predict
     from weft.bench import tables
     from weft.bench import tune as tuning
@@ -123,8 +122,8 @@ def tune(given: _Tune) -> None:
     on, link = options.load_machine(""), (given.link_gbps, given.link_latency_us) if given.link_gbps else None
     on = on.emulating(*link) if link else on
     questions = []
-    for text in given.shape:
-        case = predict.workload(given.operator.replace("-", "_"), given.ranks, options.parse_shape(text), given.dtype)
+    for shape in given.shape:
+        case = predict.workload(given.operator.replace("-", "_"), given.ranks, (shape.m, shape.k, shape.n), given.dtype)
         case = case._replace(out_dtype=given.out_dtype or given.dtype, packed=not given.plain, symmetric=not given.staged)
         questions.append(tuning.Question(case, [way for way, _ in tuning.ways(case, on)], link))
     try:
@@ -133,10 +132,10 @@ def tune(given: _Tune) -> None:
         typer.echo(f"weft tune: {error}", err=True)
         raise typer.Exit(1) from None
     console, results = Console(stderr=given.json_file == "-"), []
-    for text, (case, _, _), found in zip(given.shape, questions, answers, strict=True):
+    for shape, (case, _, _), found in zip(given.shape, questions, answers, strict=True):
         rows = tuning.show(case, on, found)
-        results.append({"operator": given.operator, "shape": text, "ways": rows})
-        heading = f"{given.operator} {text}"
+        results.append({"operator": given.operator, "shape": str(shape), "ways": rows})
+        heading = f"{given.operator} {shape}"
         table = tables.table((heading, "rows per piece", "predicted ms", "measured ms"), left=(heading,))
         for row, answer in zip(rows, found, strict=True):
             table.add_row(str(answer.way), str(answer.way.chunk_rows), f"{row['predicted_ms']:.3f}", f"{row['measured_ms']:.3f}")

@@ -1,7 +1,4 @@
-"""What the commands of ``weft bench`` share: common options, what they may not be, who measures, and where results go.
-
-Loads torch only once a benchmark runs.
-"""
+"""What commands share: options from dataclasses, what they may not be, who measures, and where results go. Loads torch at need."""
 
 from __future__ import annotations
 
@@ -10,56 +7,37 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
 
-Result = TypeVar("Result")
-Settings = TypeVar("Settings")
-
-Dtype = Literal["float16", "bfloat16", "float32", "float64"]
-Fused = Literal["all-gather-matmul", "matmul-reduce-scatter", "matmul-all-reduce"]
+Given = TypeVar("Given")
 
 
-OnDevice = Annotated[Literal["cpu", "cuda"], typer.Option(help="cpu: ranks are processes; cuda: ranks share this process's GPU.")]
-Warmup = Annotated[int, typer.Option(min=0, help="Rounds before the measured ones.")]
-Iterations = Annotated[int, typer.Option(min=1, help="Rounds measured.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of the random data.")]
-Gbps = Annotated[
-    str | None, typer.Option(metavar="GBPS|auto", help="Emulate a slower link; auto: communicate takes as long as compute.")
-]
-Json = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write the result as JSON; -: stdout.")]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Draw the result.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Compute threads per rank; by default the cores are shared out.")]
+def taking(kind: type[Given], command: Callable[[Given], None]) -> Callable[..., None]:
+    """A command that takes as options the fields of a dataclass that say what option they are, and is called with one.
+
+    Its help is what the dataclass says of itself."""
+    hints = get_type_hints(kind, include_extras=True)
+    every = [each for each in inspect.signature(kind).parameters.values() if get_origin(hints[each.name]) is Annotated]
+
+    def taken(**given: Any) -> None:
+        command(kind(**given))
+
+    parameters = [each.replace(kind=each.KEYWORD_ONLY, annotation=_annotation(hints[each.name])) for each in every]
+    taken.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    taken.__annotations__ = {each.name: each.annotation for each in parameters}
+    taken.__name__, taken.__doc__ = command.__name__, kind.__doc__
+    return taken
 
 
-def taking(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A command whose first argument is a dataclass has the dataclass' fields as options, behind those of its own."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        _, *own = inspect.signature(command).parameters.values()
-        shared = inspect.signature(kind).parameters.values()
-        hints = get_type_hints(command, include_extras=True) | get_type_hints(kind, include_extras=True)
-
-        def taken(**given: Any) -> None:
-            command(kind(**{each.name: given.pop(each.name) for each in shared}), **given)
-
-        parameters = [each.replace(kind=each.KEYWORD_ONLY, annotation=hints[each.name]) for each in (*own, *shared)]
-        taken.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        taken.__annotations__ = {each.name: each.annotation for each in parameters}
-        taken.__name__, taken.__doc__ = command.__name__, command.__doc__
-        return taken
-
-    return decorate
-
-
-def settings(kind: type[Settings], given: Any, **more: Any) -> Settings:
-    """The settings of a benchmark: what options of the same name say, and `more`."""
-    named = {field.name: getattr(given, field.name) for field in fields(kind) if hasattr(given, field.name)}  # type: ignore[arg-type]
-    return kind(**named | more)
+def _annotation(hint: Any) -> Any:
+    """The annotation of an option; words that a field says are all that it may be."""
+    option, *words = hint.__metadata__
+    return Annotated[Literal[words[0]], option] if words else hint
 
 
 def refuse(option: str, why: str) -> NoReturn:
@@ -89,14 +67,6 @@ def need_gpu() -> None:
         refuse("--device", "torch finds no GPU here: leave it out, or use --device cpu")
 
 
-def parse_numbers(text: str, option: str) -> tuple[int, ...]:
-    """Positive numbers from ``4,8,16``."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) for part in parts):
-        refuse(option, f"expected positive numbers such as 4,8,16; got {text!r}")
-    return tuple(int(part) for part in parts)
-
-
 def world_size(ranks: int | None) -> tuple[int | None, int]:
     """This process's rank among those that a launcher started, None without a launcher; and the number of ranks."""
     from weft.world.rendezvous import launcher_variables
@@ -118,38 +88,6 @@ def threads_for(given: int | None, ranks: int) -> int:
     return given or threads_per_rank(int((launcher_variables(os.environ) or {}).get("LOCAL_WORLD_SIZE", ranks)))
 
 
-def parse_shape(text: str) -> tuple[int, int, int]:
-    """``MxKxN``."""
-    sizes = text.lower().split("x")
-    if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
-        refuse("--shape", f"expected three positive numbers MxKxN such as 2048x2048x1024; got {text!r}")
-    m, k, n = map(int, sizes)
-    return m, k, n
-
-
-def parse_sizes(text: str, option: str) -> list[int]:
-    """Bytes from ``4K:64M:4`` and the like."""
-    from weft.bench import sweep
-
-    try:
-        return sweep.parse_sizes(text)
-    except ValueError as error:
-        refuse(option, str(error))
-
-
-def parse_gbps(text: str | None) -> float | str | None:
-    """The bandwidth of an emulated link in 1e9 bits per second, ``"auto"``, or None without one."""
-    if text in (None, "auto"):
-        return text
-    try:
-        gbps = float(text)
-    except ValueError:
-        gbps = 0.0
-    if not 0 < gbps < float("inf"):
-        refuse("--link-gbps", f"expected a positive number of Gbit/s, or auto; got {text!r}")
-    return gbps
-
-
 def check_files(json_file: str | None, trace: Path | None, *pictures: Path | None) -> None:
     """Refuse files that could not be written, before anything is measured."""
     for picture in filter(None, pictures):
@@ -158,20 +96,6 @@ def check_files(json_file: str | None, trace: Path | None, *pictures: Path | Non
     for file in (json_file if json_file != "-" else None, trace, *pictures):
         if file and not Path(file).absolute().parent.is_dir():
             refuse("--json / --plot / --trace / --timeline", f"there is no directory for {file}; make it first")
-
-
-def run(measure: Callable[..., Result], rank: int | None, ranks: int, *arguments: Any, threads: int) -> Result:
-    """What `measure` finds on rank 0 of ranks started for it, or as the rank that a launcher made this.
-
-    A failure, or something that these ranks cannot do, ends with exit status 1.
-    """
-    from weft.world.launcher import launch
-
-    try:
-        return measure(*arguments) if rank is not None else launch(measure, ranks, *arguments, threads=threads)[0]
-    except (RuntimeError, ValueError) as error:
-        typer.echo(f"weft bench: {error}", err=True)
-        raise typer.Exit(1) from None
 
 
 def write_json(result: dict[str, Any], file: str | None) -> None:
@@ -184,21 +108,38 @@ def write_json(result: dict[str, Any], file: str | None) -> None:
 
 
 def hand_over(
-    measure: Callable[[Any], dict[str, Any]],
-    settings: Any,
-    joined: int | None,
-    ranks: int,
-    tell: Callable[[dict[str, Any], Console], None],
+    given: Any,
+    measure: Callable[[Any], Any],
+    tell: Callable[[Any, Console], None],
     draw: Callable[[dict[str, Any], Path], None],
-    json_file: str | None,
-    plot: Path | None,
+    to_json: Callable[[Any], dict[str, Any]] = lambda result: result,
+    *,
+    alone: str = "",
+    here: bool = False,
 ) -> None:
-    """Measure, and hand over a result that is a JSON object: as tables, file and picture. Wrong results end with status 1."""
-    result = run(measure, joined, ranks, settings, threads=settings.threads)
+    """Measure what settings of `weft.bench.settings` say, and hand over the result as tables, file and picture.
+
+    Measures on ranks started for it, or as the rank that a launcher made this, or `here`, in this process. `alone`: why there must
+    be two. A failure, something that these ranks cannot do, and wrong results end with exit status 1.
+    """
+    joined, ranks = (0, given.ranks or 2) if here else world_size(given.ranks)
+    if ranks < 2 and alone:
+        refuse("--ranks", alone)
+    check_files(given.json_file, getattr(given, "trace", None), given.plot, getattr(given, "timeline", None))
+    threads = 1 if here else threads_for(given.threads, ranks)
+    settings = replace(given, ranks=ranks, threads=threads)
+    from weft.world.launcher import launch
+
+    try:
+        found = measure(settings) if joined is not None else launch(measure, ranks, settings, threads=threads)[0]
+    except (RuntimeError, ValueError) as error:
+        typer.echo(f"weft bench: {error}", err=True)
+        raise typer.Exit(1) from None
+    result = to_json(found)
     if not joined:
-        tell(result, Console(stderr=json_file == "-"))
-        write_json(result, json_file)
-        if plot:
-            draw(result, plot)
+        tell(found, Console(stderr=given.json_file == "-"))
+        write_json(result, given.json_file)
+        if given.plot:
+            draw(result, given.plot)
     if not result["verified"]:
         raise typer.Exit(1)

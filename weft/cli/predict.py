@@ -11,13 +11,19 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from weft.bench.settings import SHAPE, Dtype, Json, Plot, Shape, Trace, geometric, product
 from weft.cli import options
-from weft.cli.options import Dtype, Json, Plot, refuse
+from weft.cli.options import refuse
 
 
 @dataclass(frozen=True)
-class _Question:
-    """What is asked, as the options say it."""
+class Question:
+    """What an operator would take: every algorithm, what holds it up, and what would change that. Nothing is run.
+
+    Would overlap help the MLP of a 70B model, 8192 wide and 28672 deep, on 8 GPUs with links of 200 GB/s?
+
+    weft predict mlp --machine h100-nvlink-8 --ranks 8 --shape 8192x8192x28672 --link 200
+    """
 
     operator: Annotated[
         Literal["all-gather-matmul", "matmul-reduce-scatter", "matmul-all-reduce", "mlp"],
@@ -26,7 +32,7 @@ class _Question:
     machine: Annotated[str, typer.Option(help="A profile; without one, this machine if it is calibrated, else cpu.")] = ""
     ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="How many share the work.")] = 2
     hosts: Annotated[int, typer.Option(min=1, help="Over how many hosts they are spread, as many on each.")] = 1
-    shape: Annotated[str, typer.Option(metavar="MxKxN", help="M rows in all, times each rank's (K, N).")] = "2048x2048x1024"
+    shape: Annotated[Shape, product("M rows in all, times each rank's (K, N).")] = SHAPE
     dtype: Annotated[Dtype | None, typer.Option(help="Of the inputs; by default the first that the machine has.")] = None
     out_dtype: Annotated[Dtype | None, typer.Option(help="Of the output; by default the inputs'.")] = None
     algorithm: Annotated[str, typer.Option(help="One of the operator's, or auto for the fastest.")] = "auto"
@@ -41,18 +47,17 @@ class _Question:
     )
     json_file: Json = None
     plot: Plot = None
-    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for https://ui.perfetto.dev.")] = None
+    trace: Trace = None
     timeline: Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Draw what would run when.")] = None
 
-    def changed(self, what: str, value: float) -> _Question:
+    def changed(self, what: str, value: float) -> Question:
         """The question with another value of one thing: ranks, link, or m, k or n of the shape."""
+        other: dict[str, Any] = {what: value}
         if what in ("ranks", "link"):
-            other: dict[str, Any] = {what: value}
             return replace(self, **other)
-        sizes = dict(zip("mkn", options.parse_shape(self.shape), strict=True)) | {what: value}
-        return replace(self, shape="x".join(map(str, sizes.values())))
+        return replace(self, shape=replace(self.shape, **other))
 
-    def as_measured(self) -> tuple[_Question, dict[str, Any] | None]:
+    def as_measured(self) -> tuple[Question, dict[str, Any] | None]:
         """The question that the benchmark to compare with answers, and its result; without one, the question itself."""
         if not self.compare:
             return self, None
@@ -62,7 +67,7 @@ class _Question:
             self,
             ranks=found["ranks"],
             hosts=found.get("hosts", 1),
-            shape="x".join(str(found["shape"][name]) for name in "mkn"),
+            shape=Shape(**found["shape"]),
             dtype=found["dtype"],
             out_dtype=found["out_dtype"],
             algorithm=found["algorithm"],
@@ -81,7 +86,7 @@ class _Question:
         if dtype not in known:
             refuse("--dtype", f"{machine.name} has product rates for {', '.join(dict.fromkeys(known))}; got {dtype}")
         on = self._linked(machine)
-        m, k, n = options.parse_shape(self.shape)
+        m, k, n = self.shape
         parts = {self.operator.replace("-", "_"): (m, k, n)}
         if self.operator == "mlp":
             if n % self.ranks:
@@ -115,17 +120,10 @@ class _Question:
         return on
 
 
-@options.taking(_Question)
-def predict(given: _Question) -> None:
-    """What an operator would take: every algorithm, what holds it up, and what would change that. Nothing is run.
-
-    Would overlap help the MLP of a 70B model, 8192 wide and 28672 deep, on 8 GPUs with links of 200 GB/s?
-
-    weft predict mlp --machine h100-nvlink-8 --ranks 8 --shape 8192x8192x28672 --link 200
-    """
+def predict(given: Question) -> None:
+    """Answer a question."""
     options.check_files(given.json_file, given.trace, given.plot, given.timeline)
     question, measured = given.as_measured()
-    options.parse_shape(question.shape)
     if question.hosts > 1 and question.link_gbps:
         refuse("--hosts", "links between hosts are real ones: use --link instead of --link-gbps")
     machine, console = options.load_machine(given.machine), Console(stderr=given.json_file == "-")
@@ -177,14 +175,10 @@ def _sweep(text: str) -> tuple[str, list[int]]:
     value, last, factor = int(fields[0]), int(fields[1]), int(fields[2]) if len(fields) == 3 else 2
     if last < value or factor < 2:
         refuse("--sweep", f"goes upwards, by a factor of at least 2; got {text!r}")
-    values = []
-    while value <= last:
-        values.append(value)
-        value *= factor
-    return names[what], values
+    return names[what], geometric(value, last, factor)
 
 
-def _draw(question: _Question, every: list[tuple[Any, ...]], results: list[dict[str, Any]]) -> None:
+def _draw(question: Question, every: list[tuple[Any, ...]], results: list[dict[str, Any]]) -> None:
     """Write what would run when: the sequential way beside the fastest, of every operator."""
     if not question.trace and not question.timeline:
         return

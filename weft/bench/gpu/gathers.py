@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from weft.bench import sweep, tables
 from weft.bench.gpu import hardware, milliseconds, processes, versions
 from weft.bench.harness import per_call
 from weft.bench.plots import COLOURS, picture
+from weft.bench.settings import AllGather
 from weft.ops.all_gather import all_gather
 from weft.ops.barrier import barrier
 from weft.world import init
@@ -21,22 +21,13 @@ from weft.world.launcher import launch
 from weft.world.local import local_world
 
 
-@dataclass(frozen=True)
-class Gathers:
-    """All-gathers of `sizes` bytes gathered, over numbers of SMs that a kernel may take."""
-
-    ranks: int
-    sizes: tuple[int, ...]
-    sms: tuple[int, ...]
-    iterations: int
-    warmup: int
-    threads: int = 1
-
-
-def all_gathers(settings: Gathers) -> dict[str, Any]:
+def all_gathers(settings: AllGather) -> dict[str, Any]:
     """The kernels over SMs, the copy engine, torch's own, and a plain copy of as many bytes, of ranks that share this GPU."""
-    from weft.engines.device.kernels.all_gather import AllGather, Traffic
+    from weft.engines.device.kernels.all_gather import AllGather as Kernel
+    from weft.engines.device.kernels.all_gather import Traffic
 
+    ranks = settings.ranks or 2
+    sizes = [ranks * shard for shard in settings.sizes.bytes]
     lanes = 64 if torch.version.hip else 32
 
     def measure(size: int, kind: str, sms: int | None) -> tuple[list[float], int]:
@@ -51,7 +42,7 @@ def all_gathers(settings: Gathers) -> dict[str, Any]:
         own, whole = shards[world.rank], torch.cat(shards)
         barrier()
         if sms is not None:
-            gather = AllGather(world, gathered, Traffic(sms=sms, threads_per_warp=lanes), gluon=kind == "gluon")
+            gather = Kernel(world, gathered, Traffic(sms=sms, threads_per_warp=lanes), gluon=kind == "gluon")
             times = milliseconds(lambda: gather(own), settings.warmup, settings.iterations)
             gather.check()
         elif kind == "copy engine":
@@ -61,18 +52,18 @@ def all_gathers(settings: Gathers) -> dict[str, Any]:
         return times, int((gathered != whole).sum())
 
     kinds = [(kind, sms) for kind in ("triton", "gluon") for sms in settings.sms] + [("copy engine", None), ("plain copy", None)]
-    of_processes = launch(processes.gathers, settings.ranks, settings.sizes, settings.warmup, settings.iterations, threads=1)
+    of_processes = launch(processes.gathers, ranks, sizes, settings.warmup, settings.iterations, threads=1)
     rows = []
-    for size in settings.sizes:
+    for size in sizes:
         for kind, sms in kinds:
-            with local_world(settings.ranks, "cuda") as local:
+            with local_world(ranks, "cuda") as local:
                 rows.append(_row(size, kind, sms, local.run(measure, size, kind, sms)))
         rows += [_row(size, kind, None, [found[size][kind] for found in of_processes]) for kind in of_processes[0][size]]
     verified = all(row["wrong"] == 0 for row in rows)
     return {
         "benchmark": "all-gather",
         "device": "cuda",
-        "ranks": settings.ranks,
+        "ranks": ranks,
         "rows": rows,
         "verified": verified,
         "machine": hardware(),

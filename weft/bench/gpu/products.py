@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from weft.bench import figures, harness
 from weft.bench.gpu import hardware, milliseconds, versions
+from weft.bench.settings import AllGatherMatmul
 from weft.engines import engine
 from weft.schedules.matmul_from_host import matmul_from_host
 from weft.world import init
@@ -20,29 +21,14 @@ from weft.world.local import local_world
 _PIECES = 16  # transfers of what lies in the host's memory
 
 
-@dataclass(frozen=True)
-class Products:
-    """``(m, k) @ (k, n)`` with the rows of all but one of `ranks` ranks in the host's memory."""
-
-    ranks: int
-    m: int
-    k: int
-    n: int
-    dtype: str
-    iterations: int
-    warmup: int
-    seed: int
-    threads: int = 1
-
-
-def from_host(settings: Products) -> dict[str, Any]:
+def from_host(settings: AllGatherMatmul) -> dict[str, Any]:
     """A product alone, the transfers alone, one after the other, and overlapped; peers' rows come from pinned host memory.
 
     ``pipelined`` multiplies by torch, one product for each transfer; ``pipelined triton`` by one persistent kernel.
     """
     dtype: torch.dtype = getattr(torch, settings.dtype)
-    m, k, n = settings.m, settings.k, settings.n
-    own = m // settings.ranks
+    ranks, (m, k, n) = settings.ranks or 2, settings.shape
+    own = m // ranks
     generator = torch.Generator().manual_seed(settings.seed)
     rows = torch.randn(m, k, generator=generator).to(dtype)
     b = (torch.randn(k, n, generator=generator) / k**0.5).to(dtype)
@@ -57,8 +43,8 @@ def from_host(settings: Products) -> dict[str, Any]:
         "benchmark": "all-gather-matmul",
         "device": "cuda",
         "peers": "host",
-        "ranks": settings.ranks,
-        "shape": {"m": m, "k": k, "n": n},
+        "ranks": ranks,
+        "shape": asdict(settings.shape),
         "dtype": settings.dtype,
         "algorithm": "pull",
         "chunk_rows": found["chunk_rows"],
@@ -76,7 +62,7 @@ def from_host(settings: Products) -> dict[str, Any]:
     }
 
 
-def _from_host(settings: Products, rows: Tensor, b: Tensor, own: int) -> dict[str, Any]:
+def _from_host(settings: AllGatherMatmul, rows: Tensor, b: Tensor, own: int) -> dict[str, Any]:
     world = init()
     device, m = world.device, len(rows)
     chunk = max(1, -(-(m - own) // _PIECES))

@@ -1,0 +1,343 @@
+"""What benchmarks are asked for: the settings of each are what its command takes.
+
+A field that says which option it is, and what it may be if only some words, is one; the others a benchmark sets itself. Loads
+neither torch nor ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from weft.schedules import all_gather, all_reduce
+from weft.schedules.operators import OPERATORS
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A product (m, k) @ (k, n)."""
+
+    m: int
+    k: int
+    n: int
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((self.m, self.k, self.n))
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.k}x{self.n}"
+
+    @staticmethod
+    def parse(text: object) -> Shape:
+        """``MxKxN``."""
+        sizes = str(text).lower().split("x")
+        if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
+            raise typer.BadParameter(f"expected three positive numbers MxKxN such as 2048x2048x1024; got {str(text)!r}")
+        return Shape(*map(int, sizes))
+
+
+SHAPE = Shape(2048, 2048, 1024)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of bytes, as a user writes them (`parse_sizes`)."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def bytes(self) -> tuple[int, ...]:
+        return tuple(parse_sizes(self.text))
+
+    @staticmethod
+    def parse(text: object) -> Sizes:
+        """Bytes from ``4K:64M:4`` and the like."""
+        try:
+            parse_sizes(str(text))
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        return Sizes(str(text))
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Bytes from ``8,4K:64M:4``: single sizes, and ranges of first, last and factor (2 unless given); K, M and G are binary.
+
+    Raises `ValueError` that says what is wrong.
+    """
+    sizes: list[int] = []
+    for part in text.split(","):
+        fields = part.split(":")
+        if not 1 <= len(fields) <= 3 or (len(fields) == 3 and not (fields[2].isdecimal() and int(fields[2]) > 1)):
+            raise ValueError(f"expected sizes such as 8,4K:64M:4 (first, last, factor of at least 2); got {part!r}")
+        first, last = _bytes(fields[0]), _bytes(fields[min(1, len(fields) - 1)])
+        if last < first:
+            raise ValueError(f"the last size comes before the first in {part!r}")
+        sizes += geometric(first, last, int(fields[2]) if len(fields) == 3 else 2)
+    return sorted(set(sizes))
+
+
+def geometric(first: int, last: int, factor: int) -> list[int]:
+    """`first`, and as often times `factor` as it is not beyond `last`."""
+    values = []
+    while first <= last:
+        values.append(first)
+        first *= factor
+    return values
+
+
+def _bytes(text: str) -> int:
+    number, unit = (text[:-1], text[-1:].upper()) if text[-1:].upper() in ("K", "M", "G") else (text, "")
+    if not (number.isdecimal() and int(number)):
+        raise ValueError(f"expected a positive number of bytes such as 8, 4K, 64M or 1G; got {text!r}")
+    return int(number) * _UNITS[unit]
+
+
+def _gbps(text: str) -> str:
+    """The bandwidth of an emulated link in 1e9 bits per second, or ``auto``."""
+    try:
+        if text == "auto" or 0 < float(text) < float("inf"):
+            return text
+    except ValueError:
+        pass
+    raise typer.BadParameter(f"expected a positive number of Gbit/s, or auto; got {text!r}")
+
+
+def _numbers(text: str) -> str:
+    """Positive numbers such as ``4,8,16``."""
+    if not all(part.strip().isdecimal() and int(part) for part in text.split(",")):
+        raise typer.BadParameter(f"expected positive numbers such as 4,8,16; got {text!r}")
+    return text
+
+
+def _algorithms(operator: str) -> tuple[str, ...]:
+    return "auto", *OPERATORS[operator].algorithms
+
+
+def product(what: str) -> Any:
+    """An option that takes a shape."""
+    return typer.Option(parser=Shape.parse, metavar="MxKxN", help=what)
+
+
+def _sizes(what: str, metavar: str = "FIRST:LAST:FACTOR,…") -> Any:
+    return typer.Option(parser=Sizes.parse, metavar=metavar, help=what)
+
+
+Dtype = Literal["float16", "bfloat16", "float32", "float64"]
+Fused = Literal["all-gather-matmul", "matmul-reduce-scatter", "matmul-all-reduce"]
+Ranks = Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="Ranks to start; 2 unless a launcher did.")]
+Several = Annotated[int | None, typer.Option("--ranks", "-n", min=2, help="Ranks to start; 2 unless a launcher did.")]
+Warmup = Annotated[int, typer.Option(min=0, help="Rounds before the measured ones.")]
+Iterations = Annotated[int, typer.Option(min=1, help="Rounds measured.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of the random data.")]
+Baseline = Annotated[str | None, typer.Option(help="gloo, or none; by default gloo, and none on an emulated link.")]
+Gbps = Annotated[
+    str | None,
+    typer.Option(parser=_gbps, metavar="GBPS|auto", help="Emulate a slower link; auto: communicate takes as long as compute."),
+]
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write the result as JSON; -: stdout.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Draw the result.")]
+Trace = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for https://ui.perfetto.dev.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Compute threads per rank; by default the cores are shared out.")]
+
+
+class Compared:
+    """What may be compared with gloo, and may be measured on an emulated link."""
+
+    baseline: str | None
+    link_gbps: str | None
+
+    @property
+    def gloo(self) -> bool:
+        """Whether gloo is measured too: a baseline does not pass an emulated link."""
+        return self.baseline != "none" and self.link_gbps is None
+
+
+@dataclass(frozen=True)
+class FusedSettings(Compared):
+    """A fused operator, its parts, and the baseline. `shape` counts the rows of all ranks, shared out as evenly as it goes."""
+
+    operator: str
+    shape: Shape = SHAPE
+    algorithm: str = "auto"
+    chunk_rows: int | None = None
+    ablate: bool = False
+    peers: str = "ranks"
+    ranks: Ranks = None
+    dtype: Annotated[Dtype, typer.Option(help="Of the inputs.")] = "float32"
+    out_dtype: Annotated[Dtype | None, typer.Option(help="Of the output: the inputs' or float32.")] = None
+    warmup: Warmup = 3
+    iterations: Iterations = 20
+    seed: Seed = 0
+    baseline: Baseline = None
+    link_gbps: Gbps = None
+    link_latency_us: Annotated[float | None, typer.Option(min=0, help="Latency of each transfer on the emulated link.")] = None
+    json_file: Json = None
+    plot: Plot = None
+    trace: Trace = None
+    timeline: Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Draw what ran when.")] = None
+    save_outputs: Annotated[Path | None, typer.Option(metavar="DIR", help="Save each rank's output as rank<r>.pt.")] = None
+    threads: Threads = None
+
+    @property
+    def result_dtype(self) -> str:
+        return self.out_dtype or self.dtype
+
+
+@dataclass(frozen=True)
+class AllGatherMatmul(FusedSettings):
+    """All-gather + matmul: compute alone, communication alone, one after the other, and overlapped."""
+
+    operator: str = "all_gather_matmul"
+    shape: Annotated[Shape, product("M gathered rows, of any number, times (K, N).")] = SHAPE
+    algorithm: Annotated[str, typer.Option(help="How rows travel."), _algorithms("all_gather_matmul")] = "auto"
+    chunk_rows: Annotated[int | None, typer.Option(min=1, help="Rows per transfer of pull, push and ring.")] = None
+    ablate: Annotated[bool, typer.Option("--ablate", help="Also measure each step from the cascade to the operator.")] = False
+    peers: Annotated[
+        Literal["ranks", "host"], typer.Option(help="host: on one GPU, with the other ranks' rows in pinned host memory.")
+    ] = "ranks"
+
+
+@dataclass(frozen=True)
+class MatmulReduceScatter(FusedSettings):
+    """Matmul + reduce-scatter: compute alone, communication alone, one after the other, and overlapped."""
+
+    operator: str = "matmul_reduce_scatter"
+    shape: Annotated[Shape, product("M rows, of any number, and K columns of each rank, times (K, N).")] = SHAPE
+    algorithm: Annotated[
+        str,
+        typer.Option(help="How products reach the rank that keeps their sum."),
+        _algorithms("matmul_reduce_scatter"),
+    ] = "auto"
+    chunk_rows: Annotated[int | None, typer.Option(min=1, help="Rows that are added, or sent, together.")] = None
+
+
+@dataclass(frozen=True)
+class MatmulAllReduce(MatmulReduceScatter):
+    """Matmul + all-reduce: compute alone, communication alone, one after the other, and overlapped."""
+
+    operator: str = "matmul_all_reduce"
+    algorithm: Annotated[str, typer.Option(help="How the sums are shared out."), _algorithms("matmul_all_reduce")] = "auto"
+
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """A collective over message size."""
+
+    operation: str
+    op: str = "sum"
+    algorithm: str = "auto"
+    device: str = "cpu"
+    comm_sms: str = ""
+    ranks: Several = None
+    sizes: Annotated[Sizes, _sizes("Bytes of each rank's input; K, M, G are binary.")] = Sizes("4K:64M:4")
+    dtype: Annotated[
+        Literal["float16", "bfloat16", "float32", "float64", "int8", "int32", "int64"], typer.Option(help="Of the elements.")
+    ] = "float32"
+    warmup: Annotated[int, typer.Option(min=0, help="Rounds of batches before the measured ones.")] = 2
+    iterations: Annotated[int, typer.Option(min=1, help="Rounds of batches measured.")] = 20
+    seed: Seed = 0
+    baseline: Annotated[
+        str | None, typer.Option(help="Of gloo, openmpi, mpich, or none; by default gloo. `make baselines` installs the MPIs.")
+    ] = None
+    json_file: Json = None
+    plot: Plot = None
+    threads: Threads = None
+
+    @property
+    def baselines(self) -> tuple[str, ...]:
+        """What to compare with, by name; by default gloo, which has no averages."""
+        text = self.baseline or ("none" if self.op == "avg" else "gloo")
+        return () if text == "none" else tuple(text.split(","))
+
+
+@dataclass(frozen=True)
+class AllGather(SweepSettings):
+    """All-gather over message size, out of place and in place."""
+
+    operation: str = "all_gather"
+    algorithm: Annotated[str, typer.Option(help="How rows travel."), ("auto", *all_gather.ALGORITHMS)] = "auto"
+    device: Annotated[
+        Literal["cpu", "cuda"], typer.Option(help="cpu: ranks are processes; cuda: ranks share this process's GPU.")
+    ] = "cpu"
+    comm_sms: Annotated[
+        str, typer.Option(parser=_numbers, metavar="N,…", help="With --device cuda: SMs that the kernels may take.")
+    ] = "4,8,16,32"
+
+    @property
+    def sms(self) -> list[int]:
+        return [int(number) for number in self.comm_sms.split(",")]
+
+
+Op = Annotated[Literal["sum", "avg", "max", "min"], typer.Option(help="The reduction.")]
+
+
+@dataclass(frozen=True)
+class ReduceScatter(SweepSettings):
+    """Reduce-scatter over message size, out of place and in place."""
+
+    operation: str = "reduce_scatter"
+    op: Op = "sum"
+
+
+@dataclass(frozen=True)
+class AllReduce(SweepSettings):
+    """All-reduce over message size, out of place and in place."""
+
+    operation: str = "all_reduce"
+    op: Op = "sum"
+    algorithm: Annotated[str, typer.Option(help="How the work is shared out."), ("auto", *all_reduce.ALGORITHMS)] = "auto"
+
+
+@dataclass(frozen=True)
+class Broadcast(SweepSettings):
+    """Broadcast from rank 0 over message size, in place."""
+
+    operation: str = "broadcast"
+
+
+@dataclass(frozen=True)
+class AllToAll(SweepSettings):
+    """All-to-all of equal parts over message size, out of place."""
+
+    operation: str = "all_to_all"
+
+
+@dataclass(frozen=True)
+class OverlapSettings(Compared):
+    """A product and an all-gather that need nothing of each other: each alone, one after the other, and side by side."""
+
+    ranks: Several = None
+    shape: Annotated[Shape, product("Each rank's product, which needs nothing of others.")] = Shape(1024, 1024, 1024)
+    size: Annotated[Sizes, _sizes("That each rank puts into the all-gather; K, M, G are binary.", "BYTES")] = Sizes("16M")
+    dtype: Annotated[Dtype, typer.Option(help="Of the matrices and of what is gathered.")] = "float32"
+    warmup: Warmup = 3
+    iterations: Iterations = 20
+    seed: Seed = 0
+    baseline: Baseline = None
+    link_gbps: Gbps = None
+    json_file: Json = None
+    plot: Plot = None
+    threads: Threads = None
+
+
+@dataclass(frozen=True)
+class CopySettings:
+    """One-sided put and get over size, synchronous and asynchronous, beside local copies."""
+
+    ranks: Several = None
+    sizes: Annotated[Sizes, _sizes("Bytes of a copy; K, M, G are binary.")] = Sizes("4K:64M:4")
+    warmup: Warmup = 2
+    iterations: Iterations = 40
+    seed: Seed = 0
+    json_file: Json = None
+    plot: Plot = None
+    threads: Threads = None
