@@ -62,17 +62,8 @@ def all_gather_matmul(
 
 
 @all_gather_matmul.register_fake
-def _(
-    a: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    dim: int,
-    out_dtype: torch.dtype | None,
-    keep: bool,
-    shard_rows: Sequence[int] | None,
-    world: Sequence[int],
-    *_: Any,
-) -> list[Tensor]:
+def _(*inputs: Any) -> Any:
+    a, weights, _, dim, out_dtype, keep, shard_rows, world, *_ = inputs
     dim = dims.normal(dim, a.dim())
     size = a.shape[dim] * world[2] if shard_rows is None else sum(shard_rows)
     whole = (*a.shape[:dim], size, *a.shape[dim + 1 :])
@@ -139,31 +130,25 @@ def matmul_reduce_scatter(
 
 
 @matmul_reduce_scatter.register_fake
-def _(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    op: str,
-    dim: int,
-    out_dtype: torch.dtype | None,
-    shard_rows: Sequence[int] | None,
-    world: Sequence[int],
-    *_: Any,
-) -> Tensor:
+def _(*inputs: Any) -> Any:
+    a, b, _, _, dim, out_dtype, shard_rows, world, *_ = inputs
     dim = dims.normal(dim, a.dim())
     whole, (rank, ranks) = (*a.shape[:-1], b.shape[1]), world[1:]
     part = whole[dim] // ranks if shard_rows is None else shard_rows[rank]
     return a.new_empty(*whole[:dim], part, *whole[dim + 1 :], dtype=out_dtype or a.dtype)
 
 
+def _keep_factors(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, divisor: int) -> None:
+    ctx.divisor, ctx.bias_dtype = divisor, None if bias is None else bias.dtype
+    ctx.wanted = a.requires_grad, b.requires_grad, bias is not None and bias.requires_grad
+    ctx.save_for_backward(a, b)
+
+
 def _keep_matmul_reduce_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, bias, op, dim, _, shard_rows, world, *_, timeout = inputs
     ctx.dim = dims.normal(dim, a.dim())
     ctx.options = shard_rows, world, timeout
-    ctx.divisor = world[2] if op == "avg" else 1
-    ctx.wanted = a.requires_grad, b.requires_grad, bias is not None and bias.requires_grad
-    ctx.dtype, ctx.bias_dtype = a.dtype, None if bias is None else bias.dtype
-    ctx.save_for_backward(a, b)
+    _keep_factors(ctx, a, b, bias, world[2] if op == "avg" else 1)
 
 
 def _matmul_reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -172,7 +157,7 @@ def _matmul_reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     shard_rows, world, timeout = ctx.options
     for_a, for_b, for_bias = ctx.wanted
     options = ctx.dim, None, True, shard_rows, world, "auto", None, timeout
-    da, g = _ops.all_gather_matmul(grad.to(ctx.dtype), [b.t()], [], *options)
+    da, g = _ops.all_gather_matmul(grad.to(a.dtype), [b.t()], [], *options)
     db = _weight_gradient(_rows(a), _rows(g)) if for_b else None
     dbias = _rows(g).sum(0).to(ctx.bias_dtype) if for_bias else None
     if ctx.divisor > 1:
@@ -199,24 +184,14 @@ def matmul_all_reduce(
 
 
 @matmul_all_reduce.register_fake
-def _(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    op: str,
-    out_dtype: torch.dtype | None,
-    world: Sequence[int],
-    *_: Any,
-) -> Tensor:
+def _(*inputs: Any) -> Any:
+    a, b, _, _, out_dtype, *_ = inputs
     return a.new_empty(*a.shape[:-1], b.shape[1], dtype=out_dtype or a.dtype)
 
 
 def _keep_matmul_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, bias, op, _, world, *_ = inputs
-    ctx.divisor = world[2] if op == "avg" else 1
-    ctx.wanted = a.requires_grad, b.requires_grad, bias is not None and bias.requires_grad
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.save_for_backward(a, b)
+    _keep_factors(ctx, a, b, bias, world[2] if op == "avg" else 1)
 
 
 def _matmul_all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

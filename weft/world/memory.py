@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -18,7 +17,7 @@ import torch
 from weft import _native
 from weft.checks import name as dtype_name
 from weft.errors import MismatchError, SymmetricMemoryError
-from weft.world.peers import Peers, attach, send
+from weft.world.peers import Peers, attach, receive, send
 
 
 class Segment(Protocol):
@@ -95,7 +94,14 @@ def exchange(world: Peers, compiled: _native.Compiled, call: str, note: str, fd:
     for peer in peers:
         send(world, peer, f"{call}\n{note}", fd, f"in {call}")
     for peer in peers:
-        their_call, text, theirs = _receive(world, compiled, peer, call)
+
+        def look(peer: int = peer) -> None:
+            if world.native.mismatch(compiled, peer):
+                raise world.fail(_mismatch(world, call, peer, world.native.peer_call(peer, compiled.call)))
+
+        number = f"(call {compiled.call})"
+        note, theirs = receive(world, peer, f"for {call} {number}", f"for rank {peer} in {call} {number}", look)
+        their_call, text = note.split("\n", 1)
         if their_call != call:
             if theirs >= 0:
                 os.close(theirs)
@@ -111,25 +117,6 @@ def peer_view(tensor: torch.Tensor, segment: Segment, rank: int) -> torch.Tensor
 
 def _mismatch(world: Peers, call: str, peer: int, theirs: str) -> MismatchError:
     return MismatchError(f"rank {world.rank} calls {call}, but rank {peer} calls {theirs}")
-
-
-def _receive(world: Peers, compiled: _native.Compiled, peer: int, call: str) -> tuple[str, str, int]:
-    """The peer's call, its trouble if any and the file of its part, unless it does something else or is lost."""
-    deadline = time.monotonic() + world.timeout
-    while True:
-        try:
-            note, fd = world.mesh.receive(peer, 0.05)
-            theirs, trouble = note.split("\n", 1)
-            return theirs, trouble, fd
-        except RuntimeError as error:
-            if world.native.mismatch(compiled, peer):
-                raise world.fail(_mismatch(world, call, peer, world.native.peer_call(peer, compiled.call))) from None
-            if str(error) == "failed":
-                raise world.failure(f"for {call} (call {compiled.call})") from None
-            if str(error) == "left":
-                raise world.lost(peer, "closed its world", f"for {call} (call {compiled.call})") from None
-            if time.monotonic() > deadline:
-                raise world.timed_out(f"for rank {peer} in {call} (call {compiled.call})") from None
 
 
 def _check_available(size: int) -> None:

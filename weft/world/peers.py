@@ -6,7 +6,7 @@ import errno
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -154,19 +154,8 @@ class Peers:
             peers = [peer for peer in range(self.ranks) if peer != self.rank and self.near(peer)]
             for peer in peers:
                 send(self, peer, "control", fd, doing)
-            deadline = time.monotonic() + self.timeout
             for peer in peers:
-                while True:
-                    try:
-                        _, theirs = self.mesh.receive(peer, 0.05)  # now and then Python may handle a signal
-                        break
-                    except RuntimeError as error:
-                        if str(error) == "failed":
-                            raise self.failure(doing) from None
-                        if str(error) == "left":
-                            raise self.lost(peer, "closed its world", doing) from None
-                        if time.monotonic() > deadline:
-                            raise self.timed_out(f"for rank {peer} (pid {self.pids[peer]}) {doing}") from None
+                _, theirs = receive(self, peer, doing, f"for rank {peer} (pid {self.pids[peer]}) {doing}")
                 parts[peer] = attach(self, peer, theirs, size, doing)
         finally:
             os.close(fd)
@@ -198,6 +187,26 @@ def send(peers: Peers, peer: int, note: str, fd: int, doing: str) -> None:
         peers.mesh.send(peer, note, fd)
     except OSError as error:
         raise peers.fail(WeftError(f"rank {peers.rank} cannot send to rank {peer} {doing}: {error}")) from None
+
+
+def receive(peers: Peers, peer: int, doing: str, late: str, look: Callable[[], None] = lambda: None) -> tuple[str, int]:
+    """A peer's note and its file, while this rank is `doing` something; `late` says what it waits for too long.
+
+    `look` is called whenever nothing has come, and raises what it finds to be wrong.
+    """
+    deadline = time.monotonic() + peers.timeout
+    while True:
+        try:
+            return peers.mesh.receive(peer, 0.05)  # now and then Python may handle a signal
+        except RuntimeError as error:
+            why = str(error)
+        look()
+        if why == "failed":
+            raise peers.failure(doing)
+        if why == "left":
+            raise peers.lost(peer, "closed its world", doing)
+        if time.monotonic() > deadline:
+            raise peers.timed_out(late)
 
 
 def number_hosts(places: Sequence[Place]) -> tuple[int, ...]:

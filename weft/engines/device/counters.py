@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,25 +34,6 @@ class WaitTarget:
     count: int
 
 
-class Counters(Protocol):
-    """Counters by index, as many on every rank."""
-
-    def notify(self, peer: int, index: int) -> None:
-        """Add 1 on `peer`, after everything before it in this lane."""
-
-    def wait(self, target: WaitTarget, compiled: _native.Compiled, timeout: float) -> None:
-        """Hold this lane until the target is reached, for at most `timeout` seconds; raises `WaitFailed` where a lane can."""
-
-    def advance(self, promised: Mapping[int, int]) -> None:
-        """End an execution, which raised counters by what the plan `promised`."""
-
-    def prepare(self, promised: Mapping[int, int]) -> object:
-        """Make what `advance` needs for such an execution, which cannot be done while a graph is captured."""
-
-    def check(self, name: Callable[[int], str]) -> None:
-        """Raise `PeerTimeout` for a wait that ended early in a lane that cannot raise it; `name` says what a counter is called."""
-
-
 class HostCounters:
     """Counters for threads: signals of one-sided calls."""
 
@@ -62,10 +43,12 @@ class HostCounters:
         self.base = [0] * count
 
     def notify(self, peer: int, index: int) -> None:
+        """Add 1 on `peer`, after everything before it in this lane."""
         if not self.signals.native.add(peer, index, 1, 1, 1):
             raise self.world.failure(f"to notify rank {peer}")
 
     def wait(self, target: WaitTarget, compiled: _native.Compiled, timeout: float) -> None:
+        """Hold this lane until the target is reached, for at most `timeout` seconds; raises `WaitFailed`."""
         base, left = self.base[target.index], timeout
         while True:
             status, _, actual = self.signals.native.wait(
@@ -85,6 +68,7 @@ class HostCounters:
                 raise WaitFailed(status, target.count, actual - base)
 
     def advance(self, promised: Mapping[int, int]) -> None:
+        """End an execution, which raised counters by what the plan `promised`."""
         for index, count in promised.items():
             self.base[index] += count
 
@@ -119,6 +103,7 @@ class DeviceCounters:
         kernel[(1,)](self.counters, index, self.bases, self.world.rank, peer, num_warps=1)
 
     def wait(self, target: WaitTarget, compiled: _native.Compiled | None, timeout: float) -> None:
+        """Hold this lane until the target is reached; `check` raises what goes wrong, since a stream cannot."""
         kernel: Any = self.kernels.wait_kernel
         kernel[(1,)](
             self.counters,
@@ -144,13 +129,14 @@ class DeviceCounters:
         return self.grown[key]
 
     def check(self, name: Callable[[int], str]) -> None:
+        """Raise `PeerTimeout` for a wait that ended early; `name` says what a counter is called."""
         self.symmetric.check(self.timeout_record, f"rank {self.world.rank}", name)
+
+
+Counters = HostCounters | DeviceCounters
 
 
 def counters(world: World, count: int) -> Counters:
     """Counters for the lanes of this world's device; collective."""
-    return (
-        DeviceCounters(world, count)
-        if world.device.type == "cuda" or world.matmul_backend == "triton"
-        else HostCounters(world, count)
-    )
+    of_device = world.device.type == "cuda" or world.matmul_backend == "triton"
+    return (DeviceCounters if of_device else HostCounters)(world, count)

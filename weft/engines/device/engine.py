@@ -324,19 +324,16 @@ class DeviceProgram(FixedProgram):
         engine, call, rows = self.engine, self.native.call, partial(self._find, tensors=tensors)
         match instruction:
             case Copy(src, dst):
-                there, here = rows(dst), rows(src)
-                return lambda: _done(there.copy_(here, non_blocking=True))
+                return partial(rows(dst).copy_, rows(src), non_blocking=True)
             case Matmul(src, dst):
-                x, weight, out, addend = rows(src), weights[dst.buffer], rows(dst), bias.get(dst.buffer)
-                return lambda: _multiply(x, weight, out, addend)
+                return partial(_multiply, rows(src), weights[dst.buffer], rows(dst), bias.get(dst.buffer))
             case Reduce(srcs, dst, op):
                 parts, total = [rows(src) for src in srcs], rows(dst)
                 if srcs in self.sums and total.is_contiguous():
                     return partial(self.sums[srcs], total)
-                return lambda: _reduce(parts, total, op, self.plan.ranks)
+                return partial(_reduce, parts, total, op, self.plan.ranks)
             case Notify(peer, signal):
-                raised = engine.index(signal)
-                return lambda: engine.counters.notify(peer, raised)
+                return partial(engine.counters.notify, peer, engine.index(signal))
             case Wait(signal, count):
                 target = WaitTarget(engine.index(signal), signal.source, count)
 
@@ -349,10 +346,6 @@ class DeviceProgram(FixedProgram):
                         raise engine.ended(failed.status, signal.source, self.native, doing, self.call, timeout) from None
 
                 return hold
-
-
-def _done(_: object) -> None:
-    pass
 
 
 def _all(steps: Sequence[Step]) -> None:

@@ -9,35 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Protocol
 
 import torch
 
-Step = Callable[[], None]
-
-
-class Completion(Protocol):
-    """The end of a list of steps that a lane was given."""
-
-    def done(self) -> bool:
-        """Whether all steps are done."""
-
-    def join(self, seconds: float = math.inf) -> bool:
-        """Go on after the steps: wait for a thread, or have the current stream wait for a lane's. False if time runs out first."""
-
-
-class Lane(Protocol):
-    """Does steps in order, beside the caller and other lanes."""
-
-    def begin(self) -> None:
-        """Order the steps that follow after what the caller has done, or put on its current stream."""
-
-    def start(self, steps: Sequence[Step]) -> Completion:
-        """Do these steps; an exception ends the list."""
+Step = Callable[[], object]
 
 
 class ThreadCompletion:
-    """A list of steps on a `ThreadLane`."""
+    """The end of a list of steps on a `ThreadLane`."""
 
     def __init__(self, future: Future[None]) -> None:
         self.future = future
@@ -46,6 +25,7 @@ class ThreadCompletion:
         return self.future.done()
 
     def join(self, seconds: float = math.inf) -> bool:
+        """Go on after the steps: wait for the thread. False if time runs out first."""
         done, _ = wait([self.future], None if seconds == math.inf else seconds)
         for future in done:
             future.result()
@@ -63,6 +43,7 @@ class ThreadLane:
         pass  # what the caller has done is done
 
     def start(self, steps: Sequence[Step]) -> ThreadCompletion:
+        """Do these steps in order, beside the caller and other lanes; an exception ends the list."""
         return ThreadCompletion(self.thread.submit(_all, steps))
 
 
@@ -73,7 +54,7 @@ def _all(steps: Sequence[Step]) -> None:
 
 
 class StreamCompletion:
-    """A list of steps on a `StreamLane`."""
+    """The end of a list of steps on a `StreamLane`."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
@@ -82,6 +63,7 @@ class StreamCompletion:
         return bool(self.event.query())
 
     def join(self, seconds: float = math.inf) -> bool:
+        """Have the current stream go on after the steps."""
         torch.cuda.current_stream().wait_event(self.event)
         return True
 
@@ -93,6 +75,7 @@ class StreamLane:
         self.stream = torch.cuda.Stream(device)
 
     def begin(self) -> None:
+        """Order the steps that follow after what the caller has put on its current stream."""
         self.stream.wait_stream(torch.cuda.current_stream())
 
     def start(self, steps: Sequence[Step]) -> StreamCompletion:
@@ -101,6 +84,10 @@ class StreamLane:
             event = torch.cuda.Event()
             event.record()
         return StreamCompletion(event)
+
+
+Lane = ThreadLane | StreamLane
+Completion = ThreadCompletion | StreamCompletion
 
 
 def lane(device: torch.device, name: str) -> Lane:
