@@ -4,16 +4,22 @@ import json
 import statistics
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 import weft
-from weft.bench.gpu import hardware, milliseconds, processes, versions
-from weft.bench.gpu.products import product_rates
+from weft.bench import figures
+from weft.bench.gpu import hardware, milliseconds, versions
+from weft.bench.gpu.processes import group_name, random, sharing, timed
+from weft.bench.gpu.products import summary
+from weft.ops.all_gather import all_gather
+from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.world.launcher import launch
 
 SHAPES = [(8192, 8192, 8192), (4096, 10240, 5120), (2048, 2048, 1024)]
@@ -65,6 +71,72 @@ def fused(ranks: int, products: str) -> dict[str, Any]:
         return {"ranks": ranks, "products": products, "times_ms": medians(local.run(measure))}
 
 
+def product_rates(shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, warmup: int, iterations: int) -> list[dict[str, Any]]:
+    """The persistent kernel, which here waits for nothing, beside `torch.mm`."""
+    from weft.engines.device.kernels import symmetric
+    from weft.engines.device.kernels.all_gather_matmul import Product
+    from weft.plan import Matmul, Region
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    found = []
+    for m, k, n in shapes:
+        x, weight = torch.randn(m, k, device=device).to(dtype), (torch.randn(k, n, device=device) / k**0.5).to(dtype)
+        right, out = torch.mm(x, weight), torch.full((m, n), float("nan"), device=device, dtype=dtype)
+        lane = [Matmul(Region(0, "x", 0, m), Region(0, "out", 0, m))]
+        product = Product(lane, n, dtype, dtype, lambda _: 0, 0, sms, device)
+        counters = torch.zeros(1, symmetric.COUNTER, dtype=torch.int64, device=device)
+        bases = counters[:, 0].contiguous()
+        counter_tables = symmetric.CounterTables(counters, bases, bases, symmetric.timeout_record(device))
+        arguments = x, x, weight, None, out, bases, counter_tables, symmetric.MAX_POLLS
+        ours = summary(milliseconds(lambda p=product, a=arguments: p(*a), warmup, iterations))  # type: ignore[misc]
+        theirs = summary(milliseconds(lambda x=x, w=weight, o=right: torch.mm(x, w, out=o), warmup, iterations))  # type: ignore[misc]
+        wrong = int((~torch.isclose(out.float(), right.float(), rtol=2e-2, atol=2e-2)).sum())
+        found.append(
+            {
+                "shape": {"m": m, "k": k, "n": n},
+                "kernel_ms": ours,
+                "torch_mm_ms": theirs,
+                "kernel_tflops": figures.tflops(m, k, n, ours["median"]),
+                "torch_mm_tflops": figures.tflops(m, k, n, theirs["median"]),
+                "ratio": theirs["median"] / ours["median"],
+                "wrong": wrong,
+            }
+        )
+    return found
+
+
+def of_processes(m: int, k: int, n: int, dtype: torch.dtype, warmup: int, iterations: int) -> dict[str, float]:
+    """torch's own fused operator beside weft's, of ranks that are processes and take turns on this GPU.
+
+    Median milliseconds of the slowest rank for (m, k) gathered @ (k, n / ranks). A wrong result is an `AssertionError`.
+    """
+    with sharing() as world:
+        a = world.empty(m // world.ranks, k, dtype=dtype).copy_(random(world, world.rank, m // world.ranks, k))
+        b = (random(world, world.ranks + world.rank, k, n // world.ranks) / k**0.5).to(dtype)
+        out = torch.empty(m, n // world.ranks, dtype=dtype, device=world.device)
+
+        def weft(algorithm: str) -> Tensor:
+            all_gather_matmul(a, b, out=out, algorithm=algorithm)
+            return out
+
+        by_torch = torch.ops.symm_mem.fused_all_gather_matmul
+        views: dict[str, Callable[[], Tensor]] = {
+            "torch fused_all_gather_matmul": lambda: by_torch(a, [b], 0, group_name(world), return_A=False)[1][0],
+            "weft pull": lambda: weft("pull"),
+            "weft direct": lambda: weft("direct"),
+            "sequential": lambda: torch.mm(all_gather(a), b, out=out),
+        }
+        found = timed(views, warmup, iterations)
+        right = all_gather(a).float() @ b.float()
+        every: list[dict[str, list[float]]] = [{}] * world.ranks
+        for _, result in found.values():
+            torch.testing.assert_close(result().float(), right, rtol=2e-2, atol=2e-2)
+        dist.all_gather_object(every, {name: times for name, (times, _) in found.items()})
+    dist.destroy_process_group()
+    return {name: statistics.median(map(max, zip(*(times[name] for times in every), strict=True))) for name in views}
+
+
 def tried(step: Callable[[], Any]) -> Any:
     """What a step finds, or in words what went wrong: the others are still to be measured."""
     try:
@@ -78,7 +150,7 @@ def main(file: Path) -> bool:
     steps: dict[str, Callable[[], Any]] = {
         "products": lambda: product_rates(SHAPES, torch.bfloat16, 3, 20),
         **{f"{ranks} ranks, {how}": partial(fused, ranks, how) for ranks in (2, 4, 8) for how in ("torch", "triton")},
-        "processes": lambda: launch(processes.fused, 2, M, K, N, torch.bfloat16, 2, 10, threads=1)[0],
+        "processes": lambda: launch(of_processes, 2, M, K, N, torch.bfloat16, 2, 10, threads=1)[0],
     }
     result: dict[str, Any] = {"machine": hardware(), "versions": versions()}
     for name, step in steps.items():

@@ -206,7 +206,7 @@ def test_baselines_sum_products(m, monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     shard = -(-m // 3)
     for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
-        monkeypatch.setattr(dist, name, lambda into, product: into.copy_(3 * product[shard : 2 * shard]), raising=False)
+        monkeypatch.setattr(dist, name, lambda into, product, op: into.copy_(3 * product[shard : 2 * shard]), raising=False)
     sizes = [m // 3 + (rank < m % 3) for rank in range(3)]
     kept = torch.empty(sizes[1], 2)
     gloo_matmul_reduce_scatter(a, b, kept)()

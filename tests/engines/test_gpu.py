@@ -1,6 +1,8 @@
 """What only a GPU can show; skipped where there is none. `benchmarks/gpu/check.sh` runs it."""
 
+import runpy
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,9 +106,8 @@ def test_kernels(ranks):
 
 
 def test_the_product_kernel_is_torchs():
-    from weft.bench.gpu.products import product_rates
-
-    for row in product_rates([(512, 256, 384), (1000, 320, 520)], torch.float16, 1, 1):
+    benchmark = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "gpu" / "products.py"))
+    for row in benchmark["product_rates"]([(512, 256, 384), (1000, 320, 520)], torch.float16, 1, 1):
         assert row["wrong"] == 0
 
 

@@ -29,13 +29,13 @@ def gloo_all_gather_matmul(a: Tensor, b: Tensor, out: Tensor, rows: Sequence[int
         parts, targets = torch.split(gathered, max(rows)), torch.split(out, list(rows))
         pieces = [(part[: len(target)], target) for part, target in zip(parts, targets, strict=True)]
     wide = b.to(out.dtype)
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    gather = gloo_collective("all_gather", shard, gathered, "sum")
 
     def call() -> None:
         if shard is not a:
             shard[: len(a)].copy_(a)
         if dist.is_initialized():
-            gather(gathered, shard)
+            gather()
         else:
             gathered.copy_(shard)
         for source, target in pieces:
@@ -58,7 +58,7 @@ def gloo_matmul_reduce_scatter(a: Tensor, b: Tensor, out: Tensor) -> Callable[[]
     places = [product[rank * shard : rank * shard + size] for rank, size in enumerate(sizes)]
     kept = out if even else out.new_empty(shard, b.shape[1])
     wide = b.to(out.dtype)
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+    scatter = gloo_collective("reduce_scatter", product, kept, "sum")
 
     def call() -> None:
         if even:
@@ -67,7 +67,7 @@ def gloo_matmul_reduce_scatter(a: Tensor, b: Tensor, out: Tensor) -> Callable[[]
             for rows, place in zip(torch.split(a, sizes), places, strict=True):
                 torch.mm(rows.to(out.dtype), wide, out=place)
         if dist.is_initialized():
-            scatter(kept, product)
+            scatter()
         else:
             kept.copy_(product)
         if not even:
@@ -88,10 +88,10 @@ def gloo_matmul_all_reduce(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], No
     return call
 
 
-def gloo_collective(operation: str, a: Tensor, out: Tensor, op: str) -> Callable[[], object]:
+def gloo_collective(operation: str, a: Tensor, out: Tensor, op: str) -> Callable[..., object]:
     """The call of ``torch.distributed`` that does `operation` on gloo, from `a` to `out`; broadcasts come from rank 0."""
     match operation:
-        case "all_gather":
+        case "all_gather":  # renamed in torch 2.13, as is reduce_scatter
             return partial(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor, out, a)
         case "reduce_scatter":
             return partial(getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor, out, a, op=_OPS[op])

@@ -11,27 +11,25 @@ import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from weft import cache
+from weft.bench.harness import Stopwatch, largest, session
 from weft.engines import engine, matmul
 from weft.engines.recording import record
-from weft.engines.weights import pack
+from weft.engines.weights import Weight, pack
 from weft.errors import WeftError
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait, writes
 from weft.predict.interpolation import Grid
 from weft.predict.machine import ITEMSIZE, Link, Machine, Product
-from weft.schedules.barrier import barrier
 from weft.schedules.common import after, before, enter, leave, members
-from weft.world import World, init
+from weft.world import World
 
 _ROWS = (1, 2, 4, 7, 8, 16, 32, 63, 64, 128, 256, 512)
 """Rows at which products are timed: also those around which `weft.engines.matmul` changes the way it multiplies."""
@@ -52,36 +50,44 @@ _PRODUCT = 256  # rows of the products beside them
 
 Lane = tuple[Instruction, ...]
 Lanes = dict[str, Lane]
+Tensors = Mapping[str, torch.Tensor]
+Weights = Mapping[str, Weight] | None
 
 
 class _Timings:
     """Seconds on all ranks of a world, by what was timed."""
 
     def __init__(self, world: World) -> None:
-        self.world = world
-        self.barrier = barrier(world.ranks)
+        self.world, self.stopwatch = world, Stopwatch(world)
         self.times = defaultdict[str, list[float]](list)
-
-    def together(self) -> None:
-        """Wait for all ranks."""
-        engine(self.world).execute(self.barrier, {})
 
     def time(self, what: str, call: Callable[[], object], before: int = 1) -> None:
         """Time a call that all ranks make at once, and made `before`: it finds its operands in the caches as far as they fit."""
-        self.together()  # a rank that had to wait for the others would be slow at first
-        for _ in range(before):
-            call()
-        self.together()
-        start = perf_counter()
-        call()
-        self.times[what].append(perf_counter() - start)
+        self.stopwatch.time(call, before)  # a rank that had to wait for the others is slow at first
+        self.times[what].append(self.stopwatch.time(call))
+
+    def run(self, what: str, lanes: Callable[[int], Lanes], tensors: Tensors, weights: Weights = None, before: int = _WARM) -> None:
+        """Time a plan with these lanes of each rank."""
+        plan = self.plan(lanes, tensors)
+        self.time(what, lambda: engine(self.world).execute(plan, tensors, weights), before)
+
+    def spans(self, plan: Plan, tensors: Tensors, weights: Weights = None) -> dict[tuple[str, int], tuple[int, int]]:
+        """When each instruction of this rank began and ended, by lane and index."""
+        self.stopwatch.time(lambda: None)
+        with record(self.world) as recording:
+            engine(self.world).execute(plan, tensors, weights)
+        return {(lane, i): (start, stop) for lane, i, start, stop in recording.executions[0][2]}
+
+    def plan(self, lanes: Callable[[int], Lanes], tensors: Tensors) -> Plan:
+        """A plan with these lanes of each rank."""
+        of_all = (len(tensors["a"]),) * self.world.ranks
+        buffers = {"a": Buffer("input", of_all), "out": Buffer("output", of_all)}
+        buffers |= {name: Buffer("workspace", of_all) for name in ("partial", "inbox")}
+        return Plan("calibrate", "made up", buffers, tuple(map(lanes, range(self.world.ranks))))
 
     def summarize(self) -> tuple[dict[str, float], dict[str, float]]:
         """The lower quartile of each, and its spread in percent; a run takes as long as on the slowest rank. Collective."""
-        merged = torch.tensor([second for seconds in self.times.values() for second in seconds], dtype=torch.float64)
-        if self.world.ranks > 1:
-            dist.all_reduce(merged, dist.ReduceOp.MAX)
-        taken = iter(merged.tolist())
+        taken = iter(largest(self.world, [second for seconds in self.times.values() for second in seconds]))
         runs = {what: sorted(next(taken) for _ in seconds) for what, seconds in self.times.items()}
         quartiles = {what: seconds[len(seconds) // 4] for what, seconds in runs.items()}
         spread = {what: 100 * (statistics.median(runs[what]) / least - 1) for what, least in quartiles.items()}
@@ -90,9 +96,8 @@ class _Timings:
 
 def measure(threads: int) -> dict[str, Any]:
     """The profile of the machine as seen from this rank's world, alike on all ranks; collective. Takes about a minute."""
-    torch.set_num_threads(threads)
     kinds = {f"{name} packed" if packed else name: (name, packed) for name in ITEMSIZE for packed in (False, True)}
-    with init(timeout=120) as world, torch.no_grad():
+    with session(threads) as world:
         bench = _Timings(world)
         for _ in range(_PASSES):
             for kind, (name, packed) in kinds.items():
@@ -103,14 +108,17 @@ def measure(threads: int) -> dict[str, Any]:
         found, spread = bench.summarize()
         slower = slowdown(found["products"], found["copies"], found["products and copies"])
         signal = _signal(found)
+        link, memory, reduce = (
+            _rate({size: found[f"{what} {rows}"] for rows, size in _sizes(what)}) for what in ("link", "memory", "reduce")
+        )
         machine = Machine(
             "this",
             {kind: _product(found, kind, ITEMSIZE[name]) for kind, (name, _) in kinds.items()},
-            (Link(_rate(found, "link"), factors=_factors(found, "link")),),
-            memory_gbs=_rate(found, "memory"),
-            reduce_gbs=_rate(found, "reduce"),
-            memory_factors=_factors(found, "memory"),
-            reduce_factors=_factors(found, "reduce"),
+            (Link(link[0], factors=link[1]),),
+            memory_gbs=memory[0],
+            memory_factors=memory[1],
+            reduce_gbs=reduce[0],
+            reduce_factors=reduce[1],
             notify_us=1e6 * max(0.0, signal),
             launch_us=1e6 * max(0.0, found["call"] - found["product of a call"] - signal),
             lane_us=1e6 * max(0.0, found["two lanes"] - found["one lane"]),
@@ -130,37 +138,34 @@ def measure_network(threads: int) -> Link:
     One rank of each host sends to that of the next while it is sent as much. What that takes of a core is what a product beside
     it takes longer.
     """
-    torch.set_num_threads(threads)
-    with init(timeout=120) as world, torch.no_grad():
+    with session(threads) as world:
         bench = _Timings(world)
         if not world.multi_host:
             raise WeftError("all ranks are on one host: there is no link to others to measure")
         for _ in range(_PASSES):
             _time_signals(bench)
             for rows in _SENT:
-                bench.time(f"sent {rows}", _sending(world, rows, 0))
-            bench.time("a product", _sending(world, 0, 1))
+                _send(bench, f"sent {rows}", rows, 0)
+            _send(bench, "a product", 0, 1)
         found, _ = bench.summarize()
         signal = _signal(found)
         rows = _SENT[-2]
         products = math.ceil(1.5 * found[f"sent {rows}"] / found["a product"])
         for _ in range(_PASSES):
-            bench.time("products", _sending(world, 0, products))
-            bench.time("both", _sending(world, rows, products))
+            _send(bench, "products", 0, products)
+            _send(bench, "both", rows, products)
         found, _ = bench.summarize()
-    took = {rows: max(found[f"sent {rows}"] - signal, 1e-9) / _MESSAGES for rows in _SENT}
-    rate = _bytes("sent", _SENT[-1]) / took[_SENT[-1]]
-    sizes = [_bytes("sent", rows) for rows in _SENT]
-    factors = Grid((sizes,), [took[rows] * rate / size for rows, size in zip(_SENT, sizes, strict=True)])
+    gbs, factors = _rate({4 * _COLUMNS * n: max(found[f"sent {n}"] - signal, 1e-9) / _MESSAGES for n in _SENT})
     busy = min(1.0, max(0.01, (found["both"] - found["products"]) / found[f"sent {rows}"]))
-    return Link(rate / 1e9, 1e6 * signal, shared=True, factors=factors, core_gbs=2 * rate / 1e9 / busy)
+    return Link(gbs, 1e6 * signal, shared=True, factors=factors, core_gbs=2 * gbs / busy)
 
 
-def _sending(world: World, rows: int, products: int) -> Callable[[], None]:
-    """Messages of so many rows from one rank of each host to that of the next, beside so many products."""
+def _send(bench: _Timings, what: str, rows: int, products: int) -> None:
+    """Time messages of so many rows from one rank of each host to that of the next, beside so many products."""
+    world = bench.world
     leaders = [members(host, world.hosts)[0] for host in range(len(set(world.hosts)))]
-    lanes: list[Lanes] = []
-    for r in range(world.ranks):
+
+    def lanes(r: int) -> Lanes:
         compute: list[Instruction] = [*enter(r, world.ranks)]
         comm: list[Instruction] = [*enter(r, world.ranks)]
         if r in leaders:
@@ -171,17 +176,13 @@ def _sending(world: World, rows: int, products: int) -> Callable[[], None]:
                 comm += [Copy(Region(r, "a", 0, rows), Region(to, "inbox", 0, rows))] * _MESSAGES
                 comm.append(Notify(to, Signal("arrived", r)))
                 compute.append(Wait(Signal("arrived", source), 1))
-        lanes.append({"compute": (*compute, *leave(r, world.ranks)), "comm": tuple(comm)})
-    plan = _plan(lanes, max(rows, _PRODUCT))
-    return partial(engine(world).execute, plan, _sent(max(rows, _PRODUCT)), {"out": pack(torch.ones(_COLUMNS, 512))})
+        return {"compute": (*compute, *leave(r, world.ranks)), "comm": tuple(comm)}
+
+    bench.run(what, lanes, _ones(max(rows, _PRODUCT), 512), {"out": pack(torch.ones(_COLUMNS, 512))}, before=1)
 
 
-def _sent(rows: int) -> dict[str, torch.Tensor]:
-    return {"a": torch.ones(rows, _COLUMNS), "out": torch.ones(rows, 512)}
-
-
-def _sizes() -> Iterator[tuple[int, int]]:
-    return itertools.product(_ROWS, _WIDTHS)
+def _ones(rows: int, columns: int = _COLUMNS) -> dict[str, torch.Tensor]:
+    return {"a": torch.ones(rows, _COLUMNS), "out": torch.ones(rows, columns)}
 
 
 def _products(bench: _Timings, kind: str, dtype: torch.dtype, packed: bool) -> None:
@@ -196,10 +197,11 @@ def _products(bench: _Timings, kind: str, dtype: torch.dtype, packed: bool) -> N
 
 def _product(found: dict[str, float], kind: str, itemsize: int) -> Product:
     """The product of a kind, fitted to all sizes with equal relative errors, and by what each differs from that."""
-    times = [(rows, width * width, found[f"{kind} {rows}x{width}x{width}"]) for rows, width in _sizes()]
+    timed = [*itertools.product(_ROWS, _WIDTHS)]
+    times = [(rows, width * width, found[f"{kind} {rows}x{width}x{width}"]) for rows, width in timed]
     fixed, weight, operation = least_squares([[1 / took, size * itemsize / took, 2 * m * size / took] for m, size, took in times])
     roughly = Product(1e-12 / operation, 1e-9 / max(weight, 1e-15), 1e6 * fixed)
-    factors = [found[f"{kind} {m}x{w}x{w}"] / roughly.seconds(m, w, w, itemsize) for m, w in _sizes()]
+    factors = [found[f"{kind} {m}x{w}x{w}"] / roughly.seconds(m, w, w, itemsize) for m, w in timed]
     return replace(roughly, factors=Grid((_ROWS, tuple(width * width for width in _WIDTHS)), tuple(factors)))
 
 
@@ -222,48 +224,36 @@ def _copies(bench: _Timings) -> None:
     """Time local copies, copies to a peer, and sums that read a peer's rows, of several sizes."""
     ranks, own = bench.world.ranks, bench.world.rank
     for rows in _COPIED:
-        tensors = {"a": torch.ones(rows, _COLUMNS), "out": torch.ones(rows, _COLUMNS)}
-        lanes: list[Lanes] = []
-        for r in range(ranks):
+
+        def lanes(r: int, rows: int = rows) -> Lanes:
             peer, a, near = (r + 1) % ranks, Region(r, "a", 0, rows), Region(r, "partial", 0, rows)
             copies = Copy(a, near), *_signals(r, ranks, 1), Copy(a, Region(peer, "inbox", 0, rows))
             added = Reduce((near, near._replace(rank=peer)), a._replace(buffer="out"))
-            lanes.append({"compute": (*enter(r, ranks), *copies, added, *leave(r, ranks))})
-        plan = _plan(lanes, rows)
-        for warm in (True, False):
-            bench.together()
-            with record(bench.world) as recording:
-                engine(bench.world).execute(plan, tensors)
-            if warm:
-                continue
-            took = {i: stop - start for _, i, start, stop in recording.executions[0][2]}
-            work = (took[i] for i, instruction in enumerate(plan.lanes[own]["compute"]) if writes(instruction))
-            for what, nanoseconds in zip(("memory", "link", "reduce"), work, strict=True):
-                bench.times[f"{what} {rows}"].append(1e-9 * max(nanoseconds, 1))
+            return {"compute": (*enter(r, ranks), *copies, added, *leave(r, ranks))}
+
+        plan = bench.plan(lanes, tensors := _ones(rows))
+        bench.spans(plan, tensors)  # once to warm up
+        spans = bench.spans(plan, tensors)
+        work = [spans["compute", i] for i, instruction in enumerate(plan.lanes[own]["compute"]) if writes(instruction)]
+        for what, (start, stop) in zip(("memory", "link", "reduce"), work, strict=True):
+            bench.times[f"{what} {rows}"].append(1e-9 * max(stop - start, 1))
 
 
-def _rate(found: dict[str, float], what: str) -> float:
-    """GB/s of the largest size."""
-    return _bytes(what, _COPIED[-1]) / found[f"{what} {_COPIED[-1]}"] / 1e9
+def _sizes(what: str) -> list[tuple[int, int]]:
+    """Rows that were copied or added, and the bytes that this reads."""
+    return [(rows, rows * _COLUMNS * 4 * (2 if what == "reduce" else 1)) for rows in _COPIED]
 
 
-def _factors(found: dict[str, float], what: str) -> Grid:
-    """By what times of other sizes differ."""
-    rate = 1e9 * _rate(found, what)
-    sizes = [_bytes(what, rows) for rows in _COPIED]
-    return Grid((sizes,), [found[f"{what} {rows}"] * rate / size for rows, size in zip(_COPIED, sizes, strict=True)])
-
-
-def _bytes(what: str, rows: int) -> int:
-    return rows * _COLUMNS * 4 * (2 if what == "reduce" else 1)
+def _rate(took: Mapping[int, float]) -> tuple[float, Grid]:
+    """Of seconds by bytes: GB/s of the largest size, and by what times of others differ from that."""
+    rate = max(took) / took[max(took)]
+    return rate / 1e9, Grid(([*took],), [seconds * rate / size for size, seconds in took.items()])
 
 
 def _time_signals(bench: _Timings) -> None:
     """Time one round of signals between all ranks, and many."""
-    world, tensors = bench.world, {"a": torch.ones(1, _COLUMNS), "out": torch.ones(1, _COLUMNS)}
     for rounds in (1, _ROUNDS):
-        plan = _plan([{"compute": _signals(r, world.ranks, rounds)} for r in range(world.ranks)], 1)
-        bench.time(f"{rounds} signals", partial(engine(world).execute, plan, tensors), _WARM)
+        bench.run(f"{rounds} signals", lambda r, n=rounds: {"compute": _signals(r, bench.world.ranks, n)}, _ones(1))  # type: ignore[misc]
 
 
 def _signal(found: Mapping[str, float]) -> float:
@@ -273,22 +263,25 @@ def _signal(found: Mapping[str, float]) -> float:
 
 def _calls(bench: _Timings) -> None:
     """Time what is the same for every size: signals, a call, its lanes, waking up."""
-    world = bench.world
-    everyone, tensors = range(world.ranks), {"a": torch.ones(1, _COLUMNS), "out": torch.ones(1, _COLUMNS)}
+    world, ranks, one = bench.world, bench.world.ranks, _ones(1)
     _time_signals(bench)
-    for what, lane in (("one lane", "compute"), ("two lanes", "comm")):
-        plan = _plan([{"compute": (), lane: _signals(r, world.ranks, 1)} for r in everyone], 1)
-        bench.time(what, partial(engine(world).execute, plan, tensors), _WARM)
+    bench.run("one lane", lambda r: {"compute": _signals(r, ranks, 1)}, one)
+    bench.run("two lanes", lambda r: {"compute": (), "comm": _signals(r, ranks, 1)}, one)
+
+    def copied(r: int) -> Lanes:
+        copy = Copy(Region(r, "a", 0, 1), Region((r + 1) % ranks, "inbox", 0, 1))
+        return {"compute": (*enter(r, ranks), copy, *leave(r, ranks))}
+
     world.emulate_link(_GBPS, _ASLEEP_US)
-    copied = [Copy(Region(r, "a", 0, 1), Region((r + 1) % world.ranks, "inbox", 0, 1)) for r in everyone]
-    plan = _plan([{"compute": (*enter(r, world.ranks), copied[r], *leave(r, world.ranks))} for r in everyone], 1)
-    bench.time("a slow copy", partial(engine(world).execute, plan, tensors), _WARM)
+    bench.run("a slow copy", copied, one)
     world.emulate_link(0)
-    bench.time("a fast copy", partial(engine(world).execute, plan, tensors), _WARM)
+    bench.run("a fast copy", copied, one)
+
+    def multiplied(r: int) -> Lanes:
+        return {"compute": (Matmul(Region(r, "a", 0, 1), Region(r, "out", 0, 1)), *_signals(r, ranks, 1))}
+
     few, out, weight = torch.ones(1, 64), torch.empty(1, 64), {"out": torch.ones(64, 64)}
-    product = [Matmul(Region(r, "a", 0, 1), Region(r, "out", 0, 1)) for r in everyone]
-    plan = _plan([{"compute": (product[r], *_signals(r, world.ranks, 1))} for r in everyone], 1)
-    bench.time("call", partial(engine(world).execute, plan, {"a": few, "out": out}, weight), _WARM)
+    bench.run("call", multiplied, {"a": few, "out": out}, weight)
     bench.time("product of a call", partial(matmul.multiply, few, weight["out"], out), _WARM)
 
 
@@ -303,30 +296,24 @@ def _signals(rank: int, ranks: int, rounds: int) -> tuple[Instruction, ...]:
 
 def _lanes(bench: _Timings) -> None:
     """Time products and copies alone and beside each other, and how long a comm lane waits for its turn beside products."""
-    world, rows = bench.world, 256
-    tensors = {"a": torch.ones(rows, _COLUMNS), "out": torch.ones(rows, 512)}
-    weight = {"out": pack(torch.ones(_COLUMNS, 512))}
-    for what in ("products", "copies", "products and copies", "turn"):
-        lanes: list[Lanes] = []
-        for r in range(world.ranks):
-            own, made = Region(r, "a", 0, rows), Signal("made", r)
-            product, copy = Matmul(own, own._replace(buffer="out")), Copy(own, Region((r + 1) % world.ranks, "inbox", 0, rows))
-            compute: Lane = (product,) * 3 if "products" in what else ()
-            comm: Lane = (copy,) * 16 if "copies" in what else ()
-            if what == "turn":
-                compute, comm = (product, Notify(r, made), *[product] * 3), (Wait(made, 1), copy)
-            lanes.append({"compute": (*compute, *leave(r, world.ranks)), "comm": (*enter(r, world.ranks), *comm)})
-        plan = _plan(lanes, rows)
-        if what != "turn":
-            bench.time(what, partial(engine(world).execute, plan, tensors, weight))
-            continue
-        for _ in range(_TURNS):
-            bench.together()
-            with record(world) as recording:
-                engine(world).execute(plan, tensors, weight)
-            spans = {(lane, i): (start, stop) for lane, i, start, stop in recording.executions[0][2]}
-            waited = spans["comm", world.ranks][0] - spans["compute", 0][1]
-            bench.times["turn"].append(1e-9 * max(waited, 1))
+    ranks, rows = bench.world.ranks, 256
+    tensors, weight = _ones(rows, 512), {"out": pack(torch.ones(_COLUMNS, 512))}
+
+    def lanes(r: int, what: str) -> Lanes:
+        own, made = Region(r, "a", 0, rows), Signal("made", r)
+        product, copy = Matmul(own, own._replace(buffer="out")), Copy(own, Region((r + 1) % ranks, "inbox", 0, rows))
+        compute: Lane = (product,) * 3 if "products" in what else ()
+        comm: Lane = (copy,) * 16 if "copies" in what else ()
+        if what == "turn":
+            compute, comm = (product, Notify(r, made), *[product] * 3), (Wait(made, 1), copy)
+        return {"compute": (*compute, *leave(r, ranks)), "comm": (*enter(r, ranks), *comm)}
+
+    for what in ("products", "copies", "products and copies"):
+        bench.run(what, partial(lanes, what=what), tensors, weight, before=1)
+    plan = bench.plan(partial(lanes, what="turn"), tensors)
+    for _ in range(_TURNS):
+        spans = bench.spans(plan, tensors, weight)
+        bench.times["turn"].append(1e-9 * max(spans["comm", ranks][0] - spans["compute", 0][1], 1))
 
 
 def slowdown(products: float, copies: float, both: float) -> float:
@@ -336,13 +323,6 @@ def slowdown(products: float, copies: float, both: float) -> float:
     take twice as long; more than four times is taken to be a disturbance.
     """
     return min(4.0, max(1.0, 1 + (both - products) / copies))
-
-
-def _plan(lanes: Sequence[Lanes], rows: int) -> Plan:
-    of_all = (rows,) * len(lanes)
-    buffers = {"a": Buffer("input", of_all), "out": Buffer("output", of_all)}
-    buffers |= {name: Buffer("workspace", of_all) for name in ("partial", "inbox")}
-    return Plan("calibrate", "made up", buffers, tuple(lanes))
 
 
 def _where(world: World, threads: int) -> str:

@@ -10,10 +10,9 @@ must be equal to what is expected, on every rank, before and after timing, on ne
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from weft.bench.mpi import MPIS, MpiRanks
 from weft.bench.progress import progress
 from weft.bench.settings import SweepSettings
 from weft.bench.sweep import Row, bandwidths, print_table
-from weft.bench.verification import RUNS, Check
+from weft.bench.verification import RUNS, Check, everyones_sum
 from weft.ops.all_gather import all_gather
 from weft.ops.all_reduce import all_reduce
 from weft.ops.all_to_all import all_to_all
@@ -95,21 +94,8 @@ class Data:
         return (functools.reduce(_COMBINE["sum"], sources).to(wide) / len(sources)).to(self.dtype)
 
 
-class Contender(Protocol):
-    """An implementation of the operation, in place or not. Its methods are collective over weft's ranks."""
-
-    implementation: str
-    in_place: bool
-
-    def verify(self, run: int) -> Check:
-        """Run once on the data of `run` into a poisoned output; how many elements are wrong, of all ranks."""
-
-    def time(self, calls: int) -> float:
-        """Seconds of that many calls until the slowest rank is done; on rank 0, on others their own."""
-
-
 class Local:
-    """A contender in this process: its tensors, and a call on them."""
+    """An implementation in this process, in place or not: its tensors, and a call on them; collective, as `Mpi` is."""
 
     def __init__(self, name: str, in_place: bool, call: Callable[[], object], tensors: tuple[Tensor, Tensor], bench: Bench) -> None:
         self.implementation, self.in_place, self.call, self.bench = name, in_place, call, bench
@@ -120,28 +106,31 @@ class Local:
         poison(self.out)
         self.a.copy_(self.bench.data.own(run, len(self.a)))
         self.call()
-        return _total(self.bench.world, int((self.out != self.bench.data.expected(run, len(self.a))).sum()))
+        return _total(int((self.out != self.bench.data.expected(run, len(self.a))).sum()))
 
     def time(self, calls: int) -> float:
         """Seconds that this rank takes for so many calls, after one that is not timed."""
         self.call()
-        return self.bench.stopwatch.time(functools.partial(_repeat, self.call, calls))
+        return self.bench.stopwatch.time(self.call, calls)
 
 
 class Mpi:
-    """A contender in MPI's processes, which rank 0 asks while the others sleep in a collective of gloo."""
+    """An implementation in MPI's processes, which rank 0 asks while the others sleep in a collective of gloo."""
 
     def __init__(self, name: str, in_place: bool, ranks: MpiRanks | None, bench: Bench) -> None:
         self.implementation, self.in_place, self.ranks, self.bench = name, in_place, ranks, bench
 
     def verify(self, run: int) -> Check:
         """Have the ranks of MPI run once on the data of `run` into poisoned outputs; how many elements are wrong, of all ranks."""
-        return _total(self.bench.world, sum(self.ranks.ask("verify", self.in_place, run)) if self.ranks else 0)
+        return _total(sum(self.ranks.ask("verify", self.in_place, run)) if self.ranks else 0)
 
     def time(self, calls: int) -> float:
         """Seconds until the slowest rank of MPI is done with so many calls; on rank 0, and no less on the others."""
         dist.barrier()
         return largest(self.bench.world, [max(self.ranks.ask("time", self.in_place, calls)) if self.ranks else 0.0])[0]
+
+
+Contender = Local | Mpi
 
 
 class Bench:
@@ -197,7 +186,7 @@ class Bench:
         settings, world = self.settings, self.world
         count = count_of(size, settings, world.ranks)
         contenders = self.contenders(count, mpis)
-        timings, checks = verified(contenders, _verify, lambda: self._race(contenders, advance))
+        timings, checks = verified(contenders, lambda one, run: one.verify(run), lambda: self._race(contenders, advance))
         rows, size = [], count * self.data.dtype.itemsize
         for contender, (calls, seconds), check in zip(contenders, timings, checks, strict=True):
             times = per_call(seconds, calls)
@@ -294,17 +283,5 @@ def numpy_dtype(settings: SweepSettings) -> str:
     return settings.dtype if itemsize > 2 or settings.dtype == "int8" else f"int{8 * itemsize}"
 
 
-def _verify(contender: Contender, run: int) -> Check:
-    return contender.verify(run)
-
-
-def _repeat(call: Callable[[], object], calls: int) -> None:
-    for _ in itertools.repeat(None, calls):
-        call()
-
-
-def _total(world: World, wrong: int) -> Check:
-    total = torch.tensor(wrong)
-    if world.ranks > 1:
-        dist.all_reduce(total)
-    return Check(int(total))
+def _total(wrong: int) -> Check:
+    return Check(int(everyones_sum(torch.tensor(wrong))))

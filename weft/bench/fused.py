@@ -180,7 +180,7 @@ class Subject(ABC):
         return View(call, (self.out,), self.check)
 
     def _move(self, plan: Plan) -> None:
-        engine(self.world).program(("communicate", id(plan)), plan, self.moved, self.dtypes).run(self.moved, {})
+        engine(self.world).program(plan, self.moved, plan.pieces, self.dtypes).run(self.moved, plan.pieces, {})
 
 
 def measure(make_subject: Callable[[FusedSettings, World, Stopwatch], Subject], settings: FusedSettings) -> Result:

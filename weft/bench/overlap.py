@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.text import Text
 
@@ -43,18 +42,20 @@ class Overlap:
         count = collectives.count_of(settings.size.bytes[0], sweep, world.ranks)
         self.data = collectives.Data(world, sweep, count)
         self.a, self.gathered = world.empty(count, dtype=dtype), world.empty(count * world.ranks, dtype=dtype)
-        product, gather = self._product, partial(all_gather, self.a, out=self.gathered, world=world)
+        product = partial(matmul.multiply, self.x, self.weight, self.out)
+        gather = partial(all_gather, self.a, out=self.gathered, world=world)
+        begin = partial(all_gather_async, self.a, out=self.gathered, world=world)
         self.views = {
             "compute": View(product, (self.out,), self._check_product),
             "communicate": View(gather, (self.gathered,), self._check_gathered),
-            "sequential": self._both(partial(_both, gather, product)),
-            "overlapped": self._both(self._overlapped),
+            "sequential": self._both(lambda: (gather(), product())),
+            "overlapped": self._both(partial(_beside, product, begin)),
         }
         if settings.gloo:
             mm = partial(torch.mm, self.x, self.problem.weight, out=self.out)
             by_gloo = gloo_collective("all_gather", self.a, self.gathered, "sum")
-            self.views["gloo sequential"] = self._both(partial(_both, by_gloo, mm))
-            self.views["gloo overlapped"] = self._both(partial(self._gloo_overlapped, mm))
+            self.views["gloo sequential"] = self._both(lambda: (by_gloo(), mm()))
+            self.views["gloo overlapped"] = self._both(partial(_beside, mm, partial(by_gloo, async_op=True)))
 
     def renew(self, run: int) -> None:
         """Fill the inputs with those of this run."""
@@ -69,20 +70,6 @@ class Overlap:
 
     def _check_gathered(self, run: int) -> Check:
         return Check(int((self.gathered != self.data.expected(run, len(self.a))).sum()))
-
-    def _product(self) -> None:
-        matmul.multiply(self.x, self.weight, self.out)
-
-    def _overlapped(self) -> None:
-        gathering = all_gather_async(self.a, out=self.gathered, world=self.world)
-        self._product()
-        gathering.wait()
-
-    def _gloo_overlapped(self, mm: Callable[[], object]) -> None:
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work = gather(self.gathered, self.a, async_op=True)
-        mm()
-        work.wait()
 
 
 def measure(settings: OverlapSettings) -> dict[str, Any]:
@@ -141,9 +128,10 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     tables.tell(console, tables.verdict(result, "on every rank, before and after timing, on new inputs and poisoned outputs."))
 
 
-def _both(one: Callable[[], object], other: Callable[[], object]) -> None:
-    one()
-    other()
+def _beside(product: Callable[[], object], begin: Callable[[], Any]) -> None:
+    work = begin()
+    product()
+    work.wait()
 
 
 def _emulate(settings: OverlapSettings, world: World, overlap: Overlap, stopwatch: Stopwatch) -> float | None:

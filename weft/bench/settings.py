@@ -6,7 +6,8 @@ neither torch nor ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,39 +34,33 @@ class Shape:
     def __str__(self) -> str:
         return f"{self.m}x{self.k}x{self.n}"
 
-    @staticmethod
-    def parse(text: object) -> Shape:
-        """``MxKxN``."""
-        sizes = str(text).lower().split("x")
-        if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
-            raise typer.BadParameter(f"expected three positive numbers MxKxN such as 2048x2048x1024; got {str(text)!r}")
-        return Shape(*map(int, sizes))
-
 
 SHAPE = Shape(2048, 2048, 1024)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of bytes, as a user writes them (`parse_sizes`)."""
+    """Numbers of bytes, as a `text` says (`parse_sizes`)."""
 
     text: str
+
+    def __post_init__(self) -> None:
+        parse_sizes(self.text)
 
     def __str__(self) -> str:
         return self.text
 
     @property
-    def bytes(self) -> tuple[int, ...]:
-        return tuple(parse_sizes(self.text))
+    def bytes(self) -> list[int]:
+        return parse_sizes(self.text)
 
-    @staticmethod
-    def parse(text: object) -> Sizes:
-        """Bytes from ``4K:64M:4`` and the like."""
-        try:
-            parse_sizes(str(text))
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-        return Sizes(str(text))
+
+def parse_shape(text: str) -> Shape:
+    """``MxKxN``; `ValueError` if it is not."""
+    sizes = text.lower().split("x")
+    if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise ValueError(f"expected three positive numbers MxKxN such as 2048x2048x1024; got {text!r}")
+    return Shape(*map(int, sizes))
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -81,17 +76,10 @@ def parse_sizes(text: str) -> list[int]:
         first, last = _bytes(fields[0]), _bytes(fields[min(1, len(fields) - 1)])
         if last < first:
             raise ValueError(f"the last size comes before the first in {part!r}")
-        sizes += geometric(first, last, int(fields[2]) if len(fields) == 3 else 2)
+        while first <= last:
+            sizes.append(first)
+            first *= int(fields[2]) if len(fields) == 3 else 2
     return sorted(set(sizes))
-
-
-def geometric(first: int, last: int, factor: int) -> list[int]:
-    """`first`, and as often times `factor` as it is not beyond `last`."""
-    values = []
-    while first <= last:
-        values.append(first)
-        first *= factor
-    return values
 
 
 def _bytes(text: str) -> int:
@@ -103,19 +91,29 @@ def _bytes(text: str) -> int:
 
 def _gbps(text: str) -> str:
     """The bandwidth of an emulated link in 1e9 bits per second, or ``auto``."""
-    try:
+    with suppress(ValueError):
         if text == "auto" or 0 < float(text) < float("inf"):
             return text
-    except ValueError:
-        pass
-    raise typer.BadParameter(f"expected a positive number of Gbit/s, or auto; got {text!r}")
+    raise ValueError(f"expected a positive number of Gbit/s, or auto; got {text!r}")
 
 
 def _numbers(text: str) -> str:
     """Positive numbers such as ``4,8,16``."""
     if not all(part.strip().isdecimal() and int(part) for part in text.split(",")):
-        raise typer.BadParameter(f"expected positive numbers such as 4,8,16; got {text!r}")
+        raise ValueError(f"expected positive numbers such as 4,8,16; got {text!r}")
     return text
+
+
+def _option(parse: Callable[[str], Any], metavar: str, what: str) -> Any:
+    """An option whose text, or default, is parsed; what is wrong with it is told as the option's fault."""
+
+    def parser(text: object) -> Any:
+        try:
+            return parse(str(text))
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return typer.Option(parser=parser, metavar=metavar, help=what)
 
 
 def _algorithms(operator: str) -> tuple[str, ...]:
@@ -124,11 +122,11 @@ def _algorithms(operator: str) -> tuple[str, ...]:
 
 def product(what: str) -> Any:
     """An option that takes a shape."""
-    return typer.Option(parser=Shape.parse, metavar="MxKxN", help=what)
+    return _option(parse_shape, "MxKxN", what)
 
 
 def _sizes(what: str, metavar: str = "FIRST:LAST:FACTOR,…") -> Any:
-    return typer.Option(parser=Sizes.parse, metavar=metavar, help=what)
+    return _option(Sizes, metavar, what)
 
 
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
@@ -141,7 +139,7 @@ Seed = Annotated[int, typer.Option(min=0, help="Of the random data.")]
 Baseline = Annotated[str | None, typer.Option(help="gloo, or none; by default gloo, and none on an emulated link.")]
 Gbps = Annotated[
     str | None,
-    typer.Option(parser=_gbps, metavar="GBPS|auto", help="Emulate a slower link; auto: communicate takes as long as compute."),
+    _option(_gbps, "GBPS|auto", "Emulate a slower link; auto: communicate takes as long as compute."),
 ]
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write the result as JSON; -: stdout.")]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Draw the result.")]
@@ -268,9 +266,7 @@ class AllGather(SweepSettings):
     device: Annotated[
         Literal["cpu", "cuda"], typer.Option(help="cpu: ranks are processes; cuda: ranks share this process's GPU.")
     ] = "cpu"
-    comm_sms: Annotated[
-        str, typer.Option(parser=_numbers, metavar="N,…", help="With --device cuda: SMs that the kernels may take.")
-    ] = "4,8,16,32"
+    comm_sms: Annotated[str, _option(_numbers, "N,…", "With --device cuda: SMs that the kernels may take.")] = "4,8,16,32"
 
     @property
     def sms(self) -> list[int]:

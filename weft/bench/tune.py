@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft import predict
-from weft.bench.harness import Stopwatch
+from weft.bench.harness import Stopwatch, session
 from weft.engines import engine
 from weft.engines.weights import pack
 from weft.ops import fused
@@ -17,9 +17,7 @@ from weft.predict import tuned
 from weft.predict.machine import Machine
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Place, Variant, Workload
-from weft.world import World, init
-
-_TIMEOUT = 120.0
+from weft.world import World
 
 
 class Question(NamedTuple):
@@ -40,9 +38,8 @@ class Answer(NamedTuple):
 
 def measure(questions: list[Question], iterations: int, threads: int) -> list[list[Answer]]:
     """Measure every way of every question on this rank, and the usual one, collectively; the ways of a question in turn."""
-    torch.set_num_threads(threads)
     answers = []
-    with init(timeout=_TIMEOUT) as world, torch.no_grad():
+    with session(threads) as world:
         stopwatch = Stopwatch(world)
         for case, ways, link in questions:
             world.emulate_link(*link or (0.0, 0.0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -80,14 +79,9 @@ def _check_baseline(given: FusedSettings | OverlapSettings) -> None:
 def _tell(given: FusedSettings, result: Result, console: Console) -> None:
     """Print the result, and write what is to be seen of single instructions."""
     from weft.bench import report
-    from weft.bench.timeline import draw
-    from weft.plan.trace import to_perfetto
 
     report.print_tables(result, console)
-    if given.trace:
-        given.trace.write_text(json.dumps(to_perfetto(*result.traces)))
-    if given.timeline:
-        draw(result.traces, given.timeline, report.title(result))
+    options.write_traces(given, result.traces, report.title(result))
 
 
 def _sweep(given: SweepSettings) -> None:

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Column, Table
 
 from weft.bench.settings import Dtype, Fused, Json, Shape, Threads, product
 from weft.cli import options
@@ -27,6 +25,7 @@ def calibrate(
     Started by torchrun on several machines that know themselves already: measure what joins them.
     """
     from weft.bench import calibrate as calibration
+    from weft.bench import tables
     from weft.predict import machine
     from weft.world.launcher import launch
 
@@ -34,14 +33,11 @@ def calibrate(
         _calibrate_network(threads, json_file)
         return
     count = ranks or max(2, len(os.sched_getaffinity(0)) // threads)
-    try:
+    with options.failing("weft calibrate"):
         profile = launch(calibration.measure, count, threads, threads=threads)[0]
         machine.remember(profile)
-    except (RuntimeError, OSError) as error:
-        typer.echo(f"weft calibrate: {error}", err=True)
-        raise typer.Exit(1) from None
     console = Console(stderr=json_file == "-")
-    table = Table("", "", Column("spread", justify="right"), box=SIMPLE_HEAD, pad_edge=False)
+    table = tables.table(("", " ", "spread"), left=("", " "))
     spread = profile["spread"]
     lines = {
         kind: f"{1e3 * product['tflops']:.1f} GFLOP/s, weight {product['weight_gbs']:.1f} GB/s, {product['fixed_us']:.0f} us"
@@ -73,13 +69,10 @@ def _calibrate_network(threads: int, json_file: str | None) -> None:
     mine = machine.calibrated()
     if mine is None:
         refuse("calibrate", "measure each machine by itself first, and then what joins them: run weft calibrate without torchrun")
-    try:
+    with options.failing("weft calibrate"):
         network = asdict(calibration.measure_network(threads))
         if os.environ.get("LOCAL_RANK", "0") == "0":
             machine.remember(mine | {"network": network})
-    except (RuntimeError, OSError) as error:
-        typer.echo(f"weft calibrate: {error}", err=True)
-        raise typer.Exit(1) from None
     if options.world_size(None)[0] == 0:
         console = Console(stderr=json_file == "-")
         console.print(
@@ -126,11 +119,8 @@ def tune(given: Tune) -> None:
         case = predict.workload(given.operator.replace("-", "_"), given.ranks, (shape.m, shape.k, shape.n), given.dtype)
         case = case._replace(out_dtype=given.out_dtype or given.dtype, packed=not given.plain, symmetric=not given.staged)
         questions.append(tuning.Question(case, [way for way, _ in tuning.ways(case, on)], link))
-    try:
+    with options.failing("weft tune"):
         answers = tuning.tune(questions, given.iterations, given.threads or threads_per_rank(given.ranks))
-    except (RuntimeError, OSError) as error:
-        typer.echo(f"weft tune: {error}", err=True)
-        raise typer.Exit(1) from None
     console, results = Console(stderr=given.json_file == "-"), []
     for shape, (case, _, _), found in zip(given.shape, questions, answers, strict=True):
         rows = tuning.show(case, on, found)

@@ -6,13 +6,16 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
+
+from weft.plan.trace import Trace
 
 Given = TypeVar("Given")
 
@@ -98,6 +101,16 @@ def check_files(json_file: str | None, trace: Path | None, *pictures: Path | Non
             refuse("--json / --plot / --trace / --timeline", f"there is no directory for {file}; make it first")
 
 
+@contextmanager
+def failing(command: str) -> Iterator[None]:
+    """End with exit status 1 for what fails, or cannot be done here, in the ``with`` block."""
+    try:
+        yield
+    except (RuntimeError, ValueError, OSError) as error:
+        typer.echo(f"{command}: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
 def write_json(result: dict[str, Any], file: str | None) -> None:
     """Write a result to where ``--json`` says."""
     text = json.dumps(result, indent=1, allow_nan=False) + "\n"
@@ -105,6 +118,17 @@ def write_json(result: dict[str, Any], file: str | None) -> None:
         sys.stdout.write(text)
     elif file:
         Path(file).write_text(text)
+
+
+def write_traces(given: Any, traces: Sequence[Trace], title: str) -> None:
+    """Write traces to where ``--trace`` and ``--timeline`` say."""
+    from weft.bench.timeline import draw
+    from weft.plan.trace import to_perfetto
+
+    if given.trace:
+        given.trace.write_text(json.dumps(to_perfetto(*traces)))
+    if given.timeline:
+        draw(traces, given.timeline, title)
 
 
 def hand_over(
@@ -130,11 +154,8 @@ def hand_over(
     settings = replace(given, ranks=ranks, threads=threads)
     from weft.world.launcher import launch
 
-    try:
+    with failing("weft bench"):
         found = measure(settings) if joined is not None else launch(measure, ranks, settings, threads=threads)[0]
-    except (RuntimeError, ValueError) as error:
-        typer.echo(f"weft bench: {error}", err=True)
-        raise typer.Exit(1) from None
     result = to_json(found)
     if not joined:
         tell(found, Console(stderr=given.json_file == "-"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,7 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from weft.bench.settings import SHAPE, Dtype, Json, Plot, Shape, Trace, geometric, product
+from weft.bench.settings import SHAPE, Dtype, Json, Plot, Shape, Trace, parse_sizes, product
 from weft.cli import options
 from weft.cli.options import refuse
 
@@ -63,19 +64,9 @@ class Question:
             return self, None
         found = _measured(self.compare, self.operator)
         link = found["link"] or {"gbps": self.link_gbps, "latency_us": self.link_latency_us}
-        asked = replace(
-            self,
-            ranks=found["ranks"],
-            hosts=found.get("hosts", 1),
-            shape=Shape(**found["shape"]),
-            dtype=found["dtype"],
-            out_dtype=found["out_dtype"],
-            algorithm=found["algorithm"],
-            chunk_rows=found["chunk_rows"],
-            link_gbps=link["gbps"],
-            link_latency_us=link["latency_us"],
-        )
-        return asked, found
+        alike = {name: found[name] for name in ("ranks", "dtype", "out_dtype", "algorithm", "chunk_rows")}
+        shape, hosts, emulated = Shape(**found["shape"]), found.get("hosts", 1), {f"link_{name}": link[name] for name in link}
+        return replace(self, shape=shape, hosts=hosts, **alike, **emulated), found
 
     def asked(self, machine: Any) -> Iterator[tuple[Any, ...]]:
         """``(case, machine, algorithm, chunk rows)`` of each operator in turn, asked of `machine`."""
@@ -167,15 +158,12 @@ def _measured(path: Path, operator: str) -> dict[str, Any]:
 def _sweep(text: str) -> tuple[str, list[int]]:
     what, _, span = text.partition("=")
     names = {"ranks": "ranks", "shape": "m", "m": "m", "k": "k", "n": "n", "link": "link"}
-    fields = span.split(":")
-    if what not in names or not 2 <= len(fields) <= 3 or not all(field.isdecimal() and int(field) for field in fields):
-        refuse(
-            "--sweep", f"expected ranks, m (or shape), k, n or link, from, to and maybe a factor, such as ranks=2:64; got {text!r}"
-        )
-    value, last, factor = int(fields[0]), int(fields[1]), int(fields[2]) if len(fields) == 3 else 2
-    if last < value or factor < 2:
-        refuse("--sweep", f"goes upwards, by a factor of at least 2; got {text!r}")
-    return names[what], geometric(value, last, factor)
+    with suppress(ValueError):
+        values = parse_sizes(span)
+        if what in names and ":" in span:
+            return names[what], values
+    expected = "ranks, m (or shape), k, n or link, from, to and maybe a factor of at least 2, upwards"
+    return refuse("--sweep", f"expected {expected}, such as ranks=2:64; got {text!r}")
 
 
 def _draw(question: Question, every: list[tuple[Any, ...]], results: list[dict[str, Any]]) -> None:
@@ -183,8 +171,6 @@ def _draw(question: Question, every: list[tuple[Any, ...]], results: list[dict[s
     if not question.trace and not question.timeline:
         return
     from weft import predict
-    from weft.bench.timeline import draw
-    from weft.plan.trace import to_perfetto
     from weft.predict import Variant
 
     traces = []
@@ -192,8 +178,5 @@ def _draw(question: Question, every: list[tuple[Any, ...]], results: list[dict[s
         best = Variant(result["algorithm"], result["chunk_rows"], result["order"])
         ways = dict.fromkeys([*predict.candidates(case, on, "sequential"), best])
         traces += [predict.trace(case, way, on, f"{result['predicted']}, {way}, predicted") for way in ways]
-    if question.trace:
-        question.trace.write_text(json.dumps(to_perfetto(*traces)))
-    if question.timeline:
-        title = f"{question.operator} on {results[0]['machine']}: {question.ranks} ranks, of equal ones the first"
-        draw(traces, question.timeline, title)
+    title = f"{question.operator} on {results[0]['machine']}: {question.ranks} ranks, of equal ones the first"
+    options.write_traces(question, traces, title)

@@ -113,14 +113,6 @@ class Forecast(NamedTuple):
     sequential: float
     ways: list[tuple[Variant, float]]
 
-    @property
-    def best(self) -> Variant:
-        return self.ways[0][0]
-
-    @property
-    def pipelined(self) -> float:
-        return self.ways[0][1]
-
 
 def forecast(workload: Workload, machine: Machine, algorithm: str = "auto", chunk_rows: int | None = None) -> Forecast:
     """Predict a workload, over all candidates or those of one algorithm."""

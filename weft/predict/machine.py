@@ -79,7 +79,7 @@ class Link:
 
     def passing(self, size: int) -> float:
         """Seconds for which a transfer of `size` bytes occupies the link: its time without the latency."""
-        return size / (self.gbs * 1e9) * (self.factors.at(size) if self.factors and size else 1.0)
+        return _passing(size, self.gbs, self.factors)
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,11 @@ class Machine:
 
     def copy(self, size: int) -> float:
         """Seconds of a local copy of so many bytes."""
-        return size / (self.memory_gbs * 1e9) * (self.memory_factors.at(size) if self.memory_factors and size else 1.0)
+        return _passing(size, self.memory_gbs, self.memory_factors)
 
     def reduce(self, size: int) -> float:
         """Seconds of a sum that reads so many bytes."""
-        return size / (self.reduce_gbs * 1e9) * (self.reduce_factors.at(size) if self.reduce_factors and size else 1.0)
+        return _passing(size, self.reduce_gbs, self.reduce_factors)
 
     def link(self, one: int, other: int) -> Link:
         """The nearest link that joins two ranks."""
@@ -192,6 +192,11 @@ class Machine:
     def emulating(self, gbps: float, latency_us: float) -> Machine:
         """This machine with the link of `World.emulate_link`: `gbps` counts 1e9 bits per second."""
         return replace(self, links=(Link(gbps / 8, latency_us, idle=True),))
+
+
+def _passing(size: int, gbs: float, factors: Grid | None) -> float:
+    """Seconds for so many bytes at a bandwidth, which some sizes miss by measured factors."""
+    return size / (gbs * 1e9) * (factors.at(size) if factors and size else 1.0)
 
 
 def here() -> Machine:

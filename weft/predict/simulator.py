@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from heapq import heappop, heappush
-from typing import Any, NamedTuple
+from typing import Any
 
 from weft.errors import PlanError
 from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait, writes
@@ -55,29 +57,26 @@ class _Lane:
         self.spans: list[tuple[float, float]] = []
 
 
+@dataclass(eq=False, slots=True)
 class _Activity:
     """Work of a lane under way: `left` seconds of it at the time `since`, at a `pace`; not over before `until`.
 
-    It keeps the cores of `ranks` busy; a transfer between hosts only for the part `core` of its time.
+    It uses `links` and keeps the cores of `ranks` busy, its own unless said; a transfer between hosts only for the part `core` of
+    its time.
     """
 
-    __slots__ = ("core", "lane", "left", "links", "pace", "ranks", "since", "until", "version")
-
-    def __init__(self, lane: _Lane, work: _Work, since: float) -> None:
-        self.lane, self.since = lane, since
-        self.left, self.links, self.until, self.core = work.seconds, work.links, work.until, work.core
-        self.ranks = work.ranks or (lane.rank,)
-        self.pace, self.version = 0.0, 0
-
-
-class _Work(NamedTuple):
-    """What an instruction takes: seconds, the links it uses, its earliest end, and of whose cores it takes which part."""
-
-    seconds: float
+    lane: _Lane
+    since: float
+    left: float
     links: tuple[Resource, ...] = ()
     until: float = 0.0
     ranks: tuple[int, ...] = ()
     core: float = 0.0
+    pace: float = 0.0
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        self.ranks = self.ranks or (self.lane.rank,)
 
 
 Users = dict[_Activity, None]  # a set that keeps its order, so that a run is always the same
@@ -181,15 +180,14 @@ class _Run:
 
     def begin(self, lane: _Lane, instruction: Copy | Matmul | Reduce) -> None:
         """Begin an instruction that takes time."""
-        activity = _Activity(lane, self.cost(lane, instruction), self.now)
+        activity = self.activity(lane, instruction)
         affected = {activity: None}
         for link in activity.links:
             affected |= self.users[link]
             self.users[link][activity] = None
-        for rank in activity.ranks:
-            beside = self.working[rank, lane.compute]
+        for beside, others in self.cores(activity):
             if not beside:
-                affected |= self.working[rank, not lane.compute]
+                affected |= others
             beside[activity] = None
         self.repace(affected)
 
@@ -198,21 +196,24 @@ class _Run:
         activity, version = due
         if version != activity.version:
             return
-        lane = activity.lane
         affected: Users = {}
         for link in activity.links:
             del self.users[link][activity]
             affected |= self.users[link]
-        for rank in activity.ranks:
-            beside = self.working[rank, lane.compute]
+        for beside, others in self.cores(activity):
             del beside[activity]
             if not beside:
-                affected |= self.working[rank, not lane.compute]
+                affected |= others
         self.repace(affected)
         if activity.until > self.now:
-            self.schedule(activity.until + self.machine.wake_us * 1e-6, self.leave, lane)
+            self.schedule(activity.until + self.machine.wake_us * 1e-6, self.leave, activity.lane)
         else:
-            self.leave(lane)
+            self.leave(activity.lane)
+
+    def cores(self, activity: _Activity) -> list[tuple[Users, Users]]:
+        """For each core of an activity what works on its side of it, and on the other."""
+        compute = activity.lane.compute
+        return [(self.working[rank, compute], self.working[rank, not compute]) for rank in activity.ranks]
 
     def leave(self, lane: _Lane) -> None:
         """Go on after an instruction that took time."""
@@ -252,32 +253,31 @@ class _Run:
         beside = (other for other in self.working[rank, False] if other.core)
         return sum(other.core / max(len(self.users[link]) for link in other.links) for other in beside)
 
-    def cost(self, lane: _Lane, instruction: Copy | Matmul | Reduce) -> _Work:
-        """The work of an instruction that begins now: its seconds, links, earliest end and parts of cores."""
-        machine, rank = self.machine, lane.rank
+    def activity(self, lane: _Lane, instruction: Copy | Matmul | Reduce) -> _Activity:
+        """The work of an instruction that begins now."""
+        machine, rank, begin = self.machine, lane.rank, partial(_Activity, lane, self.now)
         match instruction:
             case Matmul(src, dst):
                 shape = self.rows[src.buffer]
                 work = machine.product(src.rows, shape.columns, self.rows[dst.buffer].columns, shape.dtype, self.packed)
-                return _Work(max(work, self.fetching(rank, (src, dst))))
+                return begin(max(work, self.fetching(rank, (src, dst))))
             case Reduce(srcs):
-                size = sum(self.size(src) for src in srcs)
-                return _Work(max(machine.reduce(size), self.fetching(rank, srcs)))
+                return begin(max(machine.reduce(sum(map(self.size, srcs))), self.fetching(rank, srcs)))
             case Copy(src, dst):
-                size = self.size(src)
+                size, link = self.size(src), machine.link(src.rank, dst.rank)
                 if src.rank == dst.rank:
-                    return _Work(machine.copy(size))
-                link = machine.link(src.rank, dst.rank)
+                    return begin(machine.copy(size))
                 if link.idle:
                     self.free[rank] = max(self.free[rank], lane.ready) + link.seconds(size)
-                    return _Work(machine.copy(size), (), self.free[rank])
+                    return begin(machine.copy(size), until=self.free[rank])
                 used = self.resources(link, src.rank, dst.rank)
-                if machine.apart(src.rank, dst.rank):  # its latency is the signal's: messages follow each other without it
-                    # One, if it sends to its counterpart, as it is sent to by it.
-                    ends = tuple({rank, dst.rank % self.ranks_planned})
-                    busy = (ends, link.core * 2 / len(ends)) if link.core else ()
-                    return _Work(link.passing(size), used, 0.0, *busy)
-                return _Work(link.seconds(size), used)
+                if not machine.apart(src.rank, dst.rank):
+                    return begin(link.seconds(size), used)
+                # Its latency is the signal's: messages follow each other without it. It has one end here, if it sends to its
+                # counterpart, as it is sent to by it.
+                ends = tuple({rank, dst.rank % self.ranks_planned})
+                busy: dict[str, Any] = {"ranks": ends, "core": link.core * 2 / len(ends)} if link.core else {}
+                return begin(link.passing(size), used, **busy)
 
     def size(self, region: Region) -> int:
         columns, dtype = self.rows[region.buffer]

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from weft import _native
 from weft.engines.device.counters import Counters, DeviceCounters, WaitFailed, WaitTarget, counters
+from weft.engines.device.lanes import Completion, Operands, Step, lane
 from weft.engines.device.fixed import FixedProgram, Geometry
-from weft.engines.device.lanes import Completion, Step, lane
 from weft.engines.engine import LANES, Engine
 from weft.engines.matmul import multiply
 from weft.engines.weights import Weight, plain
@@ -182,15 +182,15 @@ class DeviceProgram(FixedProgram):
         engine, world = self.engine, self.world
         engine.settle()
         engine.begin()
-        seconds, added = world.timeout if timeout is None else timeout, bias or {}
-        products = self._products(tensors, weights, added, seconds)
-        spans = self._begin(seconds)
+        given = Operands(tensors, weights, bias or {}, world.timeout if timeout is None else timeout)
+        products = self._products(given)
+        spans = self._begin(given.timeout)
         with world.guard:
             completions = []
             for name in ("comm", "compute"):  # transfers first: they are soon put on their stream, and go on beside the rest
                 if self.lanes[LANES.index(name)]:
                     engine.lanes[name].begin()
-                    steps = self._steps(name, tensors, weights, added, seconds, spans, products)
+                    steps = self._steps(name, given, spans, products)
                     completions.append(engine.lanes[name].start([partial(self._guarded, steps)]))
             self._join(completions)
             engine.counters.advance(self.promised)
@@ -199,19 +199,19 @@ class DeviceProgram(FixedProgram):
         if world.recorder is not None:
             world.recorder.add(self.plan, (), [each for span in spans for each in span()])
 
-    def _products(self, tensors: Tensors, weights: Mapping[str, Weight], bias: Tensors, seconds: float) -> dict[int, Step]:
+    def _products(self, given: Operands) -> dict[int, Step]:
         """Steps for the runs of products, checked before anything is sent; their kernels are loaded before anything waits."""
-        made = {at: [launch.step(tensors, weights, bias, seconds) for launch in run.launches] for at, run in self.runs.items()}
+        made = {at: [launch.step(given) for launch in run.launches] for at, run in self.runs.items()}
         if made and self.world.device.type == "cuda" and self.call not in self.engine.loaded:
             from weft.engines.device.kernels.symmetric import LOADING
 
             with LOADING:
                 for run in self.runs.values():
                     for launch in run.launches:
-                        launch.step(tensors, weights, bias, seconds, idle=True)()
+                        launch.step(given, idle=True)()
                 for instruction in self.lanes[0]:
                     if isinstance(instruction, Reduce) and instruction.srcs in self.sums:
-                        self.sums[instruction.srcs](self._find(instruction.dst, tensors), idle=True)
+                        self.sums[instruction.srcs](self._find(instruction.dst, given.tensors), idle=True)
                 drain(self.world.device)
             if self.world.ranks_per_device > 1:
                 self.engine.agree(self.call)
@@ -240,11 +240,11 @@ class DeviceProgram(FixedProgram):
     def start(self, binding: Any, timeout: float | None = None) -> None:
         """Begin what `execute` does, in the background: behind what was started before, on the lane for transfers."""
         self.engine.begin()
-        seconds = self.world.timeout if timeout is None else timeout
-        self.spans = self._begin(seconds)
+        given = Operands(addresses, {}, {}, self.world.timeout if timeout is None else timeout)
+        self.spans = self._begin(given.timeout)
         background = self.engine.lanes["comm"]
         background.begin()
-        steps = self._steps("compute", binding, {}, {}, seconds, self.spans, {})
+        steps = self._steps("compute", given, self.spans, {})
         steps.append(lambda: self.engine.counters.advance(self.promised))
         self.completion = background.start([partial(self._guarded, steps)])
         self.held = binding  # their memory is the caller's stream's, which may be far ahead
@@ -276,17 +276,8 @@ class DeviceProgram(FixedProgram):
         self.world.native.begin(self.native, seconds)
         return []
 
-    def _steps(
-        self,
-        name: str,
-        tensors: Tensors,
-        weights: Mapping[str, Weight],
-        bias: Tensors,
-        timeout: float,
-        spans: list[Span],
-        products: Mapping[int, Step],
-    ) -> list[Step]:
-        """Steps for the instructions of a lane with these tensors; `products` are the steps for its runs."""
+    def _steps(self, name: str, given: Operands, spans: list[Span], products: Mapping[int, Step]) -> list[Step]:
+        """Steps for the instructions of a lane with these operands; `products` are the steps for its runs."""
         lane = self.lanes[LANES.index(name)]
         runs = self.runs if name == "compute" else {}
         inside = {at for run in runs.values() for at in range(run.start + 1, run.stop)}
@@ -295,7 +286,7 @@ class DeviceProgram(FixedProgram):
             if at in products and at in runs:
                 steps[range(at, runs[at].stop)] = products[at]
             elif at not in inside:
-                steps[range(at, at + 1)] = self._step(name, at, instruction, tensors, weights, bias, timeout)
+                steps[range(at, at + 1)] = self._step(name, at, instruction, given)
         if self.world.recorder is None:
             return [*steps.values()]
         return [_timed(step, name, every, spans, self.world.device) for every, step in steps.items()]
@@ -310,23 +301,14 @@ class DeviceProgram(FixedProgram):
         fixed = self.fixed[region]
         return fixed if isinstance(fixed, Tensor) else tensors[region.buffer][region.start : region.stop]
 
-    def _step(
-        self,
-        name: str,
-        at: int,
-        instruction: Instruction,
-        tensors: Tensors,
-        weights: Mapping[str, Weight],
-        bias: Tensors,
-        timeout: float,
-    ) -> Step:
+    def _step(self, name: str, at: int, instruction: Instruction, given: Operands) -> Step:
         """The step for one instruction, number `at` of lane `name`."""
-        engine, call, rows = self.engine, self.native.call, partial(self._find, tensors=tensors)
+        engine, call, rows = self.engine, self.native.call, partial(self._find, tensors=given.tensors)
         match instruction:
             case Copy(src, dst):
                 return partial(rows(dst).copy_, rows(src), non_blocking=True)
             case Matmul(src, dst):
-                return partial(_multiply, rows(src), weights[dst.buffer], rows(dst), bias.get(dst.buffer))
+                return partial(_multiply, rows(src), given.weights[dst.buffer], rows(dst), given.bias.get(dst.buffer))
             case Reduce(srcs, dst, op):
                 parts, total = [rows(src) for src in srcs], rows(dst)
                 if srcs in self.sums and total.is_contiguous():
@@ -339,11 +321,11 @@ class DeviceProgram(FixedProgram):
 
                 def hold() -> None:
                     try:
-                        engine.counters.wait(target, self.native, timeout)
+                        engine.counters.wait(target, self.native, given.timeout)
                     except WaitFailed as failed:
                         lane = LANES.index(name)
                         doing = self.doing(lane, at, call, signal.source, failed.expected, failed.actual)
-                        raise engine.ended(failed.status, signal.source, self.native, doing, self.call, timeout) from None
+                        raise engine.ended(failed.status, signal.source, self.native, doing, self.call, given.timeout) from None
 
                 return hold
 

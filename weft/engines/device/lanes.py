@@ -7,12 +7,25 @@ A lane is given a list of steps at a time. `begin` puts what it is given next be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
+from weft.engines.weights import Weight
 
 Step = Callable[[], object]
+
+
+class Operands(NamedTuple):
+    """What one execution of a program works on: tensors, weights and biases by buffer, and the seconds that any wait may take."""
+
+    tensors: Mapping[str, Tensor]
+    weights: Mapping[str, Weight]
+    bias: Mapping[str, Tensor]
+    timeout: float
 
 
 class ThreadCompletion:

@@ -16,8 +16,9 @@ from weft.engines.device.fixed import Geometry
 from weft.engines.device.kernels import symmetric
 from weft.engines.device.kernels.all_gather_matmul import Product, check
 from weft.engines.device.kernels.tiles import launches
-from weft.engines.device.lanes import Step
-from weft.engines.weights import Weight, plain
+from weft.engines.device.lanes import Operands, Step
+from weft.engines.device.fixed import Geometry
+from weft.engines.weights import plain
 from weft.plan import Instruction, Matmul, Signal
 
 
@@ -60,18 +61,11 @@ class Launch:
             part, output.columns, source.dtype, output.dtype, memory.counter, world.rank, memory.max_programs, world.device
         )
 
-    def step(
-        self,
-        tensors: Mapping[str, Tensor],
-        weights: Mapping[str, Weight],
-        bias: Mapping[str, Tensor],
-        timeout: float,
-        idle: bool = False,
-    ) -> Step:
-        """The launch with these tensors, or one that only loads its kernel. Raises `ValueError` for what it cannot multiply."""
-        own, x, out = (tensors[t] if isinstance(t, str) else t for t in (*self.sources, self.out))
-        weight, max_polls = plain(weights[self.output]), symmetric.max_polls(timeout)
+    def step(self, given: Operands, idle: bool = False) -> Step:
+        """The launch with these operands, or one that only loads its kernel. Raises `ValueError` for what it cannot multiply."""
+        own, x, out = (given.tensors[t] if isinstance(t, str) else t for t in (*self.sources, self.out))
+        weight, max_polls = plain(given.weights[self.output]), symmetric.max_polls(given.timeout)
         check(own, weight, out)
         check(x, weight, out)
-        added = bias.get(self.output)
+        added = given.bias.get(self.output)
         return lambda: self.product(own, x, weight, added, out, self.bases, self.counters.tables, max_polls, idle)
