@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ from support.ranks import on_ranks
 from typer.testing import CliRunner
 
 import weft
-from weft.bench import collectives, fused, mpi, overlap, plots, sweep
+from weft.bench import collectives, fused, mpi, overlap, plots
 from weft.bench.collectives import PLACES, Data, Local, count_of, limit_of, output_count
 from weft.bench.harness import Times, per_call
 from weft.bench.settings import OverlapSettings, Shape, Sizes, SweepSettings, parse_sizes
@@ -284,14 +284,14 @@ def measure_mpi(world, directory):
     """The rows of all operations beside MPI, by one set of MPI's processes."""
     os.chdir(directory)
     with ExitStack() as stack:
-        mpis = {name: stack.enter_context(mpi.MpiRanks(name, world.cores)) if world.rank == 0 else None for name in MPIS}
+        mpis = {name: stack.enter_context(closing(mpi.MpiRanks(name, world.cores))) if world.rank == 0 else None for name in MPIS}
         rows = []
         for operation in PLACES:
             settings = SweepSettings(operation, sizes=Sizes("8,4K"), baseline="none", warmup=0, iterations=1)
             of_operation = collectives.Bench(settings, world)
-            for size in settings.sizes:
+            for size in settings.sizes.bytes:
                 rows += of_operation.rows(size, mpis, lambda: None)
-        return [(row.operation, row.implementation, row.in_place, row.wrong) for row in rows]
+        return [(row["operation"], row["implementation"], row["in_place"], row["wrong"]) for row in rows]
 
 
 @pytest.mark.data
@@ -339,6 +339,9 @@ def test_an_overlap_that_gathers_nothing_fails(monkeypatch):
 
 
 def test_figures_of_a_row():
-    made = sweep.Row(8, 2, "float32", "all_gather", "weft", False, Times(2.0, 1.0, 3.0), 1.0, 0.5, 0, 20, 500).to_json()
+    one = SimpleNamespace(implementation="weft", in_place=False)
+    times = Times(2.0, 1.0, 3.0)
+    made = collectives.row(SweepSettings("all_gather"), 8, 2, one, times, wrong=0, batches=20, calls=500)
     assert kinds(made) == ROW
     assert made["time_us"] == {"median": 2.0, "min": 1.0, "p99": 3.0}
+    assert made["algbw_gbps"] == 2 * made["busbw_gbps"] == 2 * 8 / 2e-6 / 1e9

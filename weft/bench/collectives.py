@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import torch
@@ -22,11 +22,10 @@ from torch import Tensor
 
 from weft.bench import environment, tables
 from weft.bench.baselines import gloo_collective
-from weft.bench.harness import Stopwatch, batches, largest, per_call, poison, race, session, verified
+from weft.bench.harness import Stopwatch, Times, batches, every_size, largest, per_call, poison, race, session, verified
 from weft.bench.mpi import MPIS, MpiRanks
-from weft.bench.progress import progress
 from weft.bench.settings import SweepSettings
-from weft.bench.sweep import Row, bandwidths, print_table
+from weft.bench.sweep import bandwidths, print_table
 from weft.bench.verification import RUNS, Check, everyones_sum
 from weft.ops.all_gather import all_gather
 from weft.ops.all_reduce import all_reduce
@@ -181,19 +180,18 @@ class Bench:
         own = whole if part == len(whole) else whole[rank * part : (rank + 1) * part]
         return (whole, own) if count > outputs else (own, whole)
 
-    def rows(self, size: int, mpis: dict[str, MpiRanks | None], advance: Callable[[], None]) -> list[Row]:
-        """Verify, measure and verify again all implementations for one size."""
+    def rows(self, size: int, mpis: dict[str, MpiRanks | None], advance: Callable[[], None]) -> list[dict[str, Any]]:
+        """Verify, measure and verify again all implementations for one size; the rows of the result, as JSON objects."""
         settings, world = self.settings, self.world
         count = count_of(size, settings, world.ranks)
         contenders = self.contenders(count, mpis)
         timings, checks = verified(contenders, lambda one, run: one.verify(run), lambda: self._race(contenders, advance))
-        rows, size = [], count * self.data.dtype.itemsize
-        for contender, (calls, seconds), check in zip(contenders, timings, checks, strict=True):
-            times = per_call(seconds, calls)
-            widths = bandwidths(settings.operation, size, world.ranks, times.median)
-            what = settings.dtype, settings.operation, contender.implementation, contender.in_place
-            rows.append(Row(size, count, *what, times, *widths, check.wrong, len(seconds), calls))
-        return rows
+        size = count * self.data.dtype.itemsize
+        found = []
+        for one, (calls, seconds), check in zip(contenders, timings, checks, strict=True):
+            counts = {"wrong": check.wrong, "batches": len(seconds), "calls": calls}
+            found.append(row(settings, size, world.ranks, one, per_call(seconds, calls), **counts))
+        return found
 
     def _race(self, contenders: Sequence[Contender], advance: Callable[[], None]) -> list[tuple[int, list[float]]]:
         """Time batches of all contenders in turn: for each the calls per batch, and the seconds of its batches."""
@@ -210,11 +208,9 @@ def measure(settings: SweepSettings) -> dict[str, Any]:
         world = stack.enter_context(session(settings.threads))
         if asked := [name for name in settings.baselines if name in MPIS]:
             environment.need_one_host(world, f"the baseline {asked[0]} starts its ranks on one: use --baseline gloo, or none")
-        mpis = {name: stack.enter_context(MpiRanks(name, world.cores)) if world.rank == 0 else None for name in asked}
+        mpis = {name: stack.enter_context(closing(MpiRanks(name, world.cores))) if world.rank == 0 else None for name in asked}
         bench = Bench(settings, world)
-        rounds = len(settings.sizes.bytes) * (settings.warmup + settings.iterations)
-        with progress("measuring", rounds, shown=world.rank == 0) as advance:
-            rows = [row for size in settings.sizes.bytes for row in bench.rows(size, mpis, advance)]
+        rows = every_size(settings, world, lambda size, advance: bench.rows(size, mpis, advance))
         return {
             "benchmark": settings.operation.replace("_", "-"),
             "ranks": world.ranks,
@@ -223,11 +219,28 @@ def measure(settings: SweepSettings) -> dict[str, Any]:
             "op": settings.op if settings.operation in ("all_reduce", "reduce_scatter") else None,
             "algorithm": settings.algorithm,
             "size_bytes_of": "each rank's input",
-            "rows": [row.to_json() for row in rows],
-            "verified": not any(row.wrong for row in rows),
+            "rows": rows,
+            "verified": not any(row["wrong"] for row in rows),
             "machine": environment.machine(world),
             "versions": environment.versions() | {name: ranks.version for name, ranks in mpis.items() if ranks},
         }
+
+
+def row(settings: SweepSettings, size: int, ranks: int, one: Contender, times: Times, **counts: int) -> dict[str, Any]:
+    """What an implementation takes for one size, that of each rank's input in bytes."""
+    algbw, busbw = bandwidths(settings.operation, size, ranks, times.median)
+    return {
+        "size_bytes": size,
+        "count": size // getattr(torch, settings.dtype).itemsize,
+        "dtype": settings.dtype,
+        "operation": settings.operation,
+        "implementation": one.implementation,
+        "in_place": one.in_place,
+        "time_us": times._asdict(),
+        "algbw_gbps": algbw,
+        "busbw_gbps": busbw,
+        **counts,
+    }
 
 
 def print_tables(result: dict[str, Any], console: Console) -> None:

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.bench import environment
+from weft.bench.progress import progress
+from weft.bench.settings import CopySettings, SweepSettings
 from weft.bench.verification import Check
 from weft.engines import engine
 from weft.schedules.barrier import barrier
@@ -122,6 +124,15 @@ def race(
                 elif turn < 0 and most[index] == iterations:
                     turns[index]()
     return found
+
+
+def every_size(
+    settings: SweepSettings | CopySettings, world: World, rows: Callable[[int, Callable[[], None]], list[Found]]
+) -> list[Found]:
+    """What `rows` measures for each of the sizes, behind a progress bar of rank 0, which it is to advance every round."""
+    sizes = settings.sizes.bytes
+    with progress("measuring", len(sizes) * (settings.warmup + settings.iterations), shown=world.rank == 0) as advance:
+        return [row for size in sizes for row in rows(size, advance)]
 
 
 def batches(seconds: float, per_turn: float = 1.0) -> tuple[int, int]:

@@ -26,9 +26,8 @@ from torch import Tensor
 
 from weft import _native
 from weft.bench import environment, tables
-from weft.bench.harness import batches, per_call, race, session, verified, where, worst
+from weft.bench.harness import batches, every_size, per_call, race, session, verified, where, worst
 from weft.bench.plots import COLOURS, over_sizes, picture, size_name, unverified
-from weft.bench.progress import progress
 from weft.bench.settings import CopySettings
 from weft.bench.verification import RUNS, Check
 from weft.ops.barrier import barrier
@@ -130,10 +129,7 @@ def measure(settings: CopySettings) -> dict[str, Any]:
     """
     with session(settings.threads) as world:
         environment.need_one_host(world, "one-sided calls stay within one: run weft bench p2p by itself there")
-        buffers = Buffers(settings, world)
-        rounds = len(settings.sizes.bytes) * (settings.warmup + settings.iterations)
-        with progress("measuring", rounds, shown=world.rank == 0) as advance:
-            rows = [row for size in settings.sizes.bytes for row in buffers.rows(size, advance)]
+        rows = every_size(settings, world, Buffers(settings, world).rows)
         return {
             "benchmark": "p2p",
             "ranks": world.ranks,

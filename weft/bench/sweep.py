@@ -1,9 +1,8 @@
-"""Sweeps over message sizes: which sizes, what a row of the result says, its JSON and its table."""
+"""Sweeps over message size: the bandwidths of a row, and the table of all."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -11,32 +10,6 @@ from rich.measure import Measurement
 from rich.text import Text
 
 from weft.bench import tables
-from weft.bench.harness import Times
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one implementation of an operation takes for one size.
-
-    `size_bytes` and `count` (elements) are those of each rank's input. `batches` were measured, each of `calls` calls back to back.
-    """
-
-    size_bytes: int
-    count: int
-    dtype: str
-    operation: str
-    implementation: str
-    in_place: bool
-    time_us: Times
-    algbw_gbps: float
-    busbw_gbps: float
-    wrong: int
-    batches: int
-    calls: int
-
-    def to_json(self) -> dict[str, Any]:
-        """The row as a JSON object."""
-        return asdict(self) | {"time_us": self.time_us._asdict()}
 
 
 def bandwidths(operation: str, size_bytes: int, ranks: int, microseconds: float) -> tuple[float, float]:

@@ -91,14 +91,10 @@ def diagnose(console: Console) -> bool:
         )
         return False
     with world:
-        everyone: list[Any] = [_look(world)] * world.ranks
-        if world.ranks > 1:
-            dist.all_gather_object(everyone, everyone[0])
+        everyone: list[RankReport] = _everyones(world, _look(world))
         links = _links(world)
-        found = [[*_troubles(everyone, links, clock_offsets(world, now=time.time_ns))]]
-        if world.ranks > 1:
-            dist.broadcast_object_list(found)  # only rank 0 knows of clocks
-        [troubles] = found
+        # Only rank 0 knows of clocks.
+        troubles = _everyones(world, [*_troubles(everyone, links, clock_offsets(world, now=time.time_ns))])[0]
         if world.rank == 0:
             _print(everyone, links, console)
             _tell(troubles, console)
@@ -121,19 +117,27 @@ def _reach(store: Store, rank: int, ranks: int) -> list[str]:
             listener.bind(("127.0.0.1", 0))
         listener.listen(ranks)
         own = Met(socket.gethostname(), host_identity(), interface, addresses, *listener.getsockname())
-        everyone = [Met(*json.loads(said)) for said in _exchange(store, "met", rank, ranks, json.dumps(own))]
+        everyone = [Met(*said) for said in _exchange(store, "met", rank, ranks, own)]
         far = [peer for peer, met in enumerate(everyone) if met.host != own.host]
         tries = zip(far, pool.map(lambda peer: _connect(everyone[peer]), far), strict=True)
-        failed = {peer: why for peer, why in tries if why}
-        reports = _exchange(store, "tried", rank, ranks, json.dumps(failed))  # after which nobody needs the listener
-    return [*_unreachable(everyone, [{int(peer): why for peer, why in json.loads(said).items()} for said in reports])]
+        failed = [(peer, why) for peer, why in tries if why]
+        reports = _exchange(store, "tried", rank, ranks, failed)  # after which nobody needs the listener
+    return [*_unreachable(everyone, [dict(said) for said in reports])]
 
 
-def _exchange(store: Store, key: str, rank: int, ranks: int, said: str) -> list[bytes]:
+def _exchange(store: Store, key: str, rank: int, ranks: int, said: object) -> list[Any]:
     """What every rank says."""
-    store.set(f"{key} {rank}", said)
+    store.set(f"{key} {rank}", json.dumps(said))
     store.wait([f"{key} {peer}" for peer in range(ranks)], timedelta(seconds=_MEETING))
-    return [store.get(f"{key} {peer}") for peer in range(ranks)]
+    return [json.loads(store.get(f"{key} {peer}")) for peer in range(ranks)]
+
+
+def _everyones(world: World, own: Any) -> list[Any]:
+    """What every rank has."""
+    everyone = [own] * world.ranks
+    if world.ranks > 1:
+        dist.all_gather_object(everyone, own)
+    return everyone
 
 
 def _connect(to: Met) -> str:
@@ -255,10 +259,7 @@ def _links(world: World) -> dict[tuple[int, int], tuple[float, float]]:
             trips = min(_trip(small, peer, world.rank == one) for _ in range(ROUNDS))
             bulk = min(_trip(large, peer, world.rank == one) for _ in range(3))
             found[one, other] = 2 * 8 * BULK / max(bulk - trips, 1e-9) / 1e9, 1e6 * trips / 2
-    several: list[Any] = [found] * world.ranks
-    if world.ranks > 1:
-        dist.all_gather_object(several, found)
-    return {pair: link for part in reversed(several) for pair, link in part.items()}
+    return {pair: link for part in reversed(_everyones(world, found)) for pair, link in part.items()}
 
 
 def _trip(tensor: torch.Tensor, peer: int, first: bool) -> float:

@@ -34,15 +34,12 @@ def simulate(plan: Plan, machine: Machine, rows: Mapping[str, Rows], packed: boo
     since the call. Raises `PlanError` if the plan comes to a standstill.
     """
     run = _Run(plan, machine, rows, packed)
-    run.go()
     return Trace(title or plan.algorithm, tuple(sorted(run.trace(), key=lambda span: span.start)))
 
 
 def seconds(plan: Plan, machine: Machine, rows: Mapping[str, Rows], packed: bool = True) -> float:
     """The time from the call to the last rank's end, as `simulate` finds it."""
-    run = _Run(plan, machine, rows, packed)
-    run.go()
-    return max((lane.begun for lane in run.lanes), default=0.0)
+    return max((lane.begun for lane in _Run(plan, machine, rows, packed).lanes), default=0.0)
 
 
 class _Lane:
@@ -83,7 +80,7 @@ Users = dict[_Activity, None]  # a set that keeps its order, so that a run is al
 
 
 class _Run:
-    """The state of a simulation at the time `now`, in seconds."""
+    """A simulation, run to its end; while it lasts it is at the time `now`, in seconds."""
 
     def __init__(self, plan: Plan, machine: Machine, rows: Mapping[str, Rows], packed: bool) -> None:
         self.plan, self.machine, self.rows, self.packed = plan, machine, rows, packed
@@ -98,6 +95,7 @@ class _Run:
         self.working: dict[tuple[int, bool], Users] = defaultdict(dict)  # by rank, and whether in its compute lane
         self.free: dict[int, float] = defaultdict(float)  # when a rank's idle link is
         self.queued: dict[int, list[_Lane]] = defaultdict(list)  # comm lanes that could go on, by rank, once they have the core
+        self.go()
 
     def go(self) -> None:
         """Run to the end."""

@@ -24,26 +24,6 @@ if TYPE_CHECKING:
 _parts: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()  # of ranks of this process, by address
 
 
-class DeviceSegment:
-    """All ranks' parts of an allocation, as tensors of bytes."""
-
-    def __init__(self, parts: Sequence[torch.Tensor], world: int, number: int) -> None:
-        self.parts, self.world, self.number = parts, world, number
-        self.size = parts[0].numel()
-
-    def base(self, rank: int) -> int:
-        """Where the rank's part begins."""
-        return self.parts[rank].data_ptr()
-
-    def bases(self, offset: int) -> list[int]:
-        """Where byte `offset` of each rank's part is."""
-        return [part.data_ptr() + offset for part in self.parts]
-
-    def bytes(self, rank: int) -> torch.Tensor:
-        """The rank's part."""
-        return self.parts[rank]
-
-
 def check_device(device: torch.device | str) -> torch.device:
     """The device by its full name. Raises `WeftError` for one that is not there or that weft does not serve."""
     place = torch.device(device)
@@ -82,7 +62,7 @@ def allocate(world: Peers, shape: Sequence[int], dtype: torch.dtype) -> torch.Te
     compiled = _native.Compiled(call, 0, [], world.ranks)
     world.native.begin(compiled, world.timeout)
     parts = _in_this_process(world, size, compiled, call) if world.group is None else _between_processes(world, size)
-    segment = DeviceSegment(parts, world.number, world.native.calls)
+    segment = memory.DeviceSegment(parts, world.number, world.native.calls)
     world.keepalive.append(segment)
     memory.segments[segment.base(world.rank)] = segment
     return parts[world.rank][:size].view(dtype).view(tuple(shape))

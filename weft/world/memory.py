@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,23 +20,27 @@ from weft.errors import MismatchError, SymmetricMemoryError
 from weft.world.peers import Peers, attach, receive, send
 
 
-class Segment(Protocol):
-    """One symmetric allocation as a rank sees it: all ranks' parts of `size` bytes, each mapped here.
+class DeviceSegment:
+    """One symmetric allocation on a device as a rank sees it: all ranks' parts of `size` bytes, as tensors.
 
-    `world` is the number of its world in this process, `number` that of the call that made it.
+    `world` is the number of its world in this process, `number` that of the call that made it. On the host, native code has its
+    own `Segment`, with every part mapped.
     """
 
-    @property
-    def world(self) -> int: ...
-    @property
-    def number(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def base(self, rank: int) -> int: ...
-    def bases(self, offset: int) -> list[int]: ...
-    def bytes(self, rank: int) -> torch.Tensor: ...
+    def __init__(self, parts: Sequence[torch.Tensor], world: int, number: int) -> None:
+        self.parts, self.world, self.number = parts, world, number
+        self.size = parts[0].numel()
+
+    def base(self, rank: int) -> int:
+        """Where the rank's part begins."""
+        return self.parts[rank].data_ptr()
+
+    def bytes(self, rank: int) -> torch.Tensor:
+        """The rank's part."""
+        return self.parts[rank]
 
 
+Segment = _native.Segment | DeviceSegment
 segments: WeakValueDictionary[int, Segment] = WeakValueDictionary()  # by the address of this rank's part
 
 

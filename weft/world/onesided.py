@@ -13,7 +13,6 @@ peer has died or failed, which closes the world; bad arguments are `ValueError` 
 from __future__ import annotations
 
 import math
-import operator
 from functools import partial
 from typing import NamedTuple
 from weakref import ReferenceType, ref
@@ -25,7 +24,7 @@ from weft.checks import check_tensor, check_timeout, name
 from weft.errors import PeerTimeout, WeftError
 from weft.world import memory
 from weft.world.peers import Peers
-from weft.world.signals import LARGEST, Signals
+from weft.world.signals import LARGEST, Signals, whole
 from weft.world.world import World, numbered
 
 _COMPARISONS = {
@@ -156,8 +155,7 @@ def notify(signals: Signals, index: int | slice, peer: int, op: str = "add", val
     Counters never wrap in right use: sums that reach 2**64 begin again at zero and are the caller's error. `peer` may be this rank.
     Asynchronous transfers are not published unless they were over before. Raises `ValueError` (no such peer, counter, op or value).
     """
-    raising = _notification(signals, index, peer, op, value)
-    if not raising():
+    if not _notification(signals, index, peer, op, value)():
         raise signals.world.failure(f"to notify rank {peer}")
 
 
@@ -279,10 +277,7 @@ def _notification(signals: Signals, index: int | slice, peer: int, op: str, valu
 
 
 def _rank(peer: int, world: Peers) -> int:
-    try:
-        rank = operator.index(peer)
-    except TypeError:
-        raise TypeError(f"peer is the number of a rank; got {type(peer).__name__}") from None
+    rank = whole(peer, "peer is the number of a rank")
     if not 0 <= rank < world.ranks:
         raise ValueError(f"there is no rank {rank} in a world of {world.ranks}")
     if not world.near(rank):
@@ -297,10 +292,7 @@ def _comparison(cmp: str) -> _native.Compare:
 
 
 def _value(value: int) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"a counter holds whole numbers; got {type(value).__name__}") from None
+    number = whole(value, "a counter holds whole numbers")
     if not 0 <= number <= LARGEST:
         raise ValueError(f"a counter holds 0 to 2**64 - 1; got {number}")
     return number

@@ -20,6 +20,14 @@ COUNTER_BYTES = 64  # a cache line each, so that those who raise neighbouring co
 LARGEST = 2**64 - 1
 
 
+def whole(number: object, what: str) -> int:
+    """A whole number; `TypeError` that says `what` it should have been."""
+    try:
+        return operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{what}; got {type(number).__name__}") from None
+
+
 class Signals:
     """Unsigned 64-bit counters, as many on every rank, zero at first. Made by `World.signals`, collectively.
 
@@ -50,10 +58,7 @@ class Signals:
         """First, number and step of the counters that `index` means. Raises `ValueError` unless all of them exist."""
         if isinstance(index, slice):
             return self._select_slice(index)
-        try:
-            at = operator.index(index)
-        except TypeError:
-            raise TypeError(f"an index is a number or a slice; got {type(index).__name__}") from None
+        at = whole(index, "an index is a number or a slice")
         if not 0 <= at < self._count:
             raise ValueError(f"{self.name} has the counters 0 to {self._count - 1}; got index {at}")
         return at, 1, 1

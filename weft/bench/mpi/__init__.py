@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 DIRECTORY = Path(".baselines")
@@ -30,7 +29,7 @@ def environment(mpi: str) -> Path:
 
 
 class MpiRanks:
-    """Processes of an MPI, each of which answers what `ask` asks. A context manager; `version` is what the MPI calls itself.
+    """Processes of an MPI, each of which answers what `ask` asks, until `close`; `version` is what the MPI calls itself.
 
     `cores` are those that each rank may use: the same as weft's rank of that number, so that the two are compared on equal terms.
     """
@@ -85,12 +84,6 @@ class MpiRanks:
             self.process.kill()
             self.process.wait()
         self.errors.close()
-
-    def __enter__(self) -> MpiRanks:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def _accept(self, listener: socket.socket) -> TextIO:
         deadline = time.monotonic() + _START
