@@ -376,14 +376,16 @@ def test_bench_with_uneven_shards_steps_and_a_link():
 
 
 def test_a_wrong_output_fails_the_benchmark(monkeypatch, tmp_path):
+    right = weft.all_gather_matmul
+
     def wrong(*arguments, out, **more):
-        weft.all_gather_matmul(*arguments, out=out, **more)
+        right(*arguments, out=out, **more)
         out[-1, -1] += 1
 
     def in_this_process(fn, ranks, *arguments, threads):
         return [fn(*arguments)]
 
-    monkeypatch.setattr(case, "all_gather_matmul", wrong)
+    monkeypatch.setattr(weft, "all_gather_matmul", wrong)
     monkeypatch.setattr(import_module("weft.world.launcher"), "launch", in_this_process)
     outcome = CliRunner().invoke(app, ["bench", "all-gather-matmul", "-n", "1", *SMALL, "--json", str(tmp_path / "result.json")])
     assert outcome.exit_code == 1
@@ -394,13 +396,13 @@ def test_a_wrong_output_fails_the_benchmark(monkeypatch, tmp_path):
 
 
 def test_an_operator_that_does_nothing_fails_the_benchmark(monkeypatch):
-    calls = []
+    calls, right = [], weft.all_gather_matmul
 
     def once(*arguments, out, **more):
         calls.append(1)
-        return weft.all_gather_matmul(*arguments, out=out, **more) if len(calls) < 3 else out
+        return right(*arguments, out=out, **more) if len(calls) < 3 else out
 
-    monkeypatch.setattr(case, "all_gather_matmul", once)
+    monkeypatch.setattr(weft, "all_gather_matmul", once)
     found = measure(case.AllGatherMatmul, AllGatherMatmul(shape=Shape(8, 8, 4), warmup=1, iterations=2, baseline="none"))
     assert {name for name, check in found.checks.items() if check.wrong} == {"sequential", "pipelined"}
 

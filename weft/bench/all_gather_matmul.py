@@ -13,7 +13,6 @@ from weft.bench.harness import Stopwatch
 from weft.bench.settings import FusedSettings
 from weft.bench.verification import Check, Problem
 from weft.engines import engine
-from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.schedules import all_gather_matmul as schedule
 from weft.schedules.common import offsets
 from weft.world import World
@@ -59,9 +58,6 @@ class AllGatherMatmul(Subject):
 
     def check_moved(self, run: int) -> Check:
         return self.problem.check_rows(self.moved["gathered"], run)
-
-    def run(self, **options: Any) -> object:
-        return all_gather_matmul(self.a, self.weight, **options)
 
     def baseline(self) -> Callable[[], object]:
         return gloo_all_gather_matmul(self.a, self.problem.weight, self.out, self.rows)

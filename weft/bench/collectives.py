@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
+import weft
 from weft.bench import environment, tables
 from weft.bench.baselines import gloo_collective
 from weft.bench.harness import Stopwatch, Times, batches, every_size, largest, per_call, poison, race, session, verified
@@ -27,11 +28,6 @@ from weft.bench.mpi import MPIS, MpiRanks
 from weft.bench.settings import SweepSettings
 from weft.bench.sweep import bandwidths, print_table
 from weft.bench.verification import RUNS, Check, everyones_sum
-from weft.ops.all_gather import all_gather
-from weft.ops.all_reduce import all_reduce
-from weft.ops.all_to_all import all_to_all
-from weft.ops.broadcast import broadcast
-from weft.ops.reduce_scatter import reduce_scatter
 from weft.world import World
 
 PLACES = {
@@ -43,6 +39,7 @@ PLACES = {
 }
 """The operations, and whether they are measured out of place (False), in place (True) or both."""
 
+REDUCTIONS = ("reduce_scatter", "all_reduce")
 WEFT, PLAIN, GLOO = "weft", "weft (plain)", "gloo"
 
 _DIGITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53, "int8": 7, "int32": 31, "int64": 63}
@@ -216,7 +213,7 @@ def measure(settings: SweepSettings) -> dict[str, Any]:
             "ranks": world.ranks,
             "hosts": len(set(world.hosts)),
             "dtype": settings.dtype,
-            "op": settings.op if settings.operation in ("all_reduce", "reduce_scatter") else None,
+            "op": settings.op if settings.operation in REDUCTIONS else None,
             "algorithm": settings.algorithm,
             "size_bytes_of": "each rank's input",
             "rows": rows,
@@ -260,17 +257,13 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
 
 def weft_collective(settings: SweepSettings, a: Tensor, out: Tensor, world: World) -> Callable[[], object]:
     """weft's call on these tensors."""
-    match settings.operation:
-        case "all_gather":
-            return functools.partial(all_gather, a, out=out, algorithm=settings.algorithm, world=world)
-        case "reduce_scatter":
-            return functools.partial(reduce_scatter, a, out=out, op=settings.op, world=world)
-        case "all_reduce":
-            return functools.partial(all_reduce, a, out=out, op=settings.op, algorithm=settings.algorithm, world=world)
-        case "broadcast":
-            return functools.partial(broadcast, out, 0, world=world)
-        case _:
-            return functools.partial(all_to_all, a, out=out, world=world)
+    call = getattr(weft, settings.operation)
+    if settings.operation == "broadcast":
+        return functools.partial(call, out, 0, world=world)
+    asked = {"op": settings.op} if settings.operation in REDUCTIONS else {}
+    if settings.algorithm != "auto":
+        asked["algorithm"] = settings.algorithm
+    return functools.partial(call, a, out=out, world=world, **asked)
 
 
 def limit_of(dtype: str, ranks: int) -> int:

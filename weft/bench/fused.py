@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+import weft
 from weft.bench.baselines import GLOO
 from weft.bench.harness import Statistics, Stopwatch, poison, session, verified, where, worst
 from weft.bench.progress import progress
@@ -158,17 +159,14 @@ class Subject(ABC):
         """What is wrong with what communication alone has brought."""
 
     @abstractmethod
-    def run(self, **options: Any) -> object:
-        """Call the operator."""
-
-    @abstractmethod
     def baseline(self) -> Callable[[], object]:
         """The same by gloo and `torch.mm`."""
 
     def operator(self, algorithm: str, chunk_rows: int | None) -> Callable[[], object]:
         """The call to measure."""
         asked = {"algorithm": algorithm, "chunk_rows": chunk_rows, "out": self.out, "out_dtype": self.out_dtype}
-        return partial(self.run, world=self.world, **asked, **self.shares)
+        function = getattr(weft, self.settings.operator)
+        return partial(function, self.a, self.weight, world=self.world, **asked, **self.shares)
 
     def plan(self) -> Plan:
         """The communication of the choice."""

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from weft.bench.baselines import gloo_matmul_all_reduce, gloo_matmul_reduce_scatter
 from weft.bench.fused import Subject
 from weft.bench.verification import Check, Sums
-from weft.ops.matmul_all_reduce import matmul_all_reduce
-from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.schedules.common import apart, offsets
 
 
@@ -46,9 +43,6 @@ class MatmulSum(Subject):
 
     def check_moved(self, run: int) -> Check:
         return self.problem.check_sum(self.out, run, self.start)
-
-    def run(self, **options: Any) -> object:
-        return (matmul_reduce_scatter if self.scatters else matmul_all_reduce)(self.a, self.weight, **options)
 
     def baseline(self) -> Callable[[], object]:
         gloo = gloo_matmul_reduce_scatter if self.scatters else gloo_matmul_all_reduce

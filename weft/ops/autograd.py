@@ -4,8 +4,7 @@
 overlapped operators themselves, so they can be compiled, and differentiated again, like these.
 
 Torch keeps compiled graphs on disk, for processes of other worlds and for other ranks, and tells them apart by the arguments of
-their operators alone. So shapes and formulas go by arguments only: the world travels as its name, ``(number, rank, ranks)``. All
-that shapes do not depend on comes after it.
+their operators alone. So shapes and formulas go by arguments only: the world travels as its name, ``(number, rank, ranks)``.
 """
 
 from __future__ import annotations
@@ -25,6 +24,16 @@ from weft.world import World, current, numbered
 
 _ops = torch.ops.weft
 
+_LAST = "SymInt[] world, str algorithm, SymInt? chunk_rows, float? timeout"
+_SUM = "Tensor a, Tensor b, Tensor? bias, str op"
+_GATHER = "Tensor a, Tensor[] weights, Tensor[] biases, SymInt dim, ScalarType? out_dtype, bool keep, SymInt[]? shard_rows"
+_SCHEMAS = {
+    "all_gather_matmul": f"({_GATHER}, {_LAST}) -> Tensor[]",
+    "matmul_reduce_scatter": f"({_SUM}, SymInt dim, ScalarType? out_dtype, SymInt[]? shard_rows, {_LAST}) -> Tensor",
+    "matmul_all_reduce": f"({_SUM}, ScalarType? out_dtype, {_LAST}) -> Tensor",
+}
+"""What the operators take, in torch's words; all on which shapes do not depend comes after the world."""
+
 
 def _world(name: Sequence[int]) -> World:
     number, *place = name
@@ -36,24 +45,13 @@ def _world(name: Sequence[int]) -> World:
     return current(world)
 
 
-@torch.library.custom_op("weft::all_gather_matmul", mutates_args=())
-def all_gather_matmul(
-    a: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    dim: int,
-    out_dtype: torch.dtype | None,
-    keep: bool,
-    shard_rows: Sequence[int] | None,
-    world: Sequence[int],
-    algorithm: str,
-    chunk_rows: int | None,
-    timeout: float | None,
-) -> list[Tensor]:
+@torch.library.custom_op("weft::all_gather_matmul", mutates_args=(), schema=_SCHEMAS["all_gather_matmul"])
+def all_gather_matmul(*inputs: Any) -> list[Tensor]:
     """`weft.all_gather_matmul`: the results, followed by the gathered a if it is to be kept.
 
     There is a bias for each weight, of which those that are empty stand for none, or no bias at all.
     """
+    a, weights, biases, dim, out_dtype, keep, shard_rows, world, algorithm, chunk_rows, timeout = inputs
     given = [bias if bias.numel() else None for bias in biases] or [None] * len(weights)
     asked = Options(dim, "sum", out_dtype, keep, shard_rows, algorithm, chunk_rows, timeout)
     call = fused.check("all_gather_matmul", _world(world), Given(a, weights, given, [None] * len(weights)), asked)
@@ -109,21 +107,10 @@ def _all_gather_matmul_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tup
     return for_a, for_weights, for_biases, *[None] * 8
 
 
-@torch.library.custom_op("weft::matmul_reduce_scatter", mutates_args=())
-def matmul_reduce_scatter(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    op: str,
-    dim: int,
-    out_dtype: torch.dtype | None,
-    shard_rows: Sequence[int] | None,
-    world: Sequence[int],
-    algorithm: str,
-    chunk_rows: int | None,
-    timeout: float | None,
-) -> Tensor:
+@torch.library.custom_op("weft::matmul_reduce_scatter", mutates_args=(), schema=_SCHEMAS["matmul_reduce_scatter"])
+def matmul_reduce_scatter(*inputs: Any) -> Tensor:
     """`weft.matmul_reduce_scatter`."""
+    a, b, bias, op, dim, out_dtype, shard_rows, world, algorithm, chunk_rows, timeout = inputs
     asked = Options(dim, op, out_dtype, False, shard_rows, algorithm, chunk_rows, timeout)
     result: Tensor = fused.run(fused.check("matmul_reduce_scatter", _world(world), Given(a, [b], [bias], [None]), asked))
     return result
@@ -165,19 +152,10 @@ def _matmul_reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return da if for_a else None, db, dbias, *[None] * 8
 
 
-@torch.library.custom_op("weft::matmul_all_reduce", mutates_args=())
-def matmul_all_reduce(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    op: str,
-    out_dtype: torch.dtype | None,
-    world: Sequence[int],
-    algorithm: str,
-    chunk_rows: int | None,
-    timeout: float | None,
-) -> Tensor:
+@torch.library.custom_op("weft::matmul_all_reduce", mutates_args=(), schema=_SCHEMAS["matmul_all_reduce"])
+def matmul_all_reduce(*inputs: Any) -> Tensor:
     """`weft.matmul_all_reduce`."""
+    a, b, bias, op, out_dtype, world, algorithm, chunk_rows, timeout = inputs
     asked = Options(op=op, out_dtype=out_dtype, algorithm=algorithm, chunk_rows=chunk_rows, timeout=timeout)
     result: Tensor = fused.run(fused.check("matmul_all_reduce", _world(world), Given(a, [b], [bias], [None]), asked))
     return result
