@@ -245,7 +245,8 @@ class HostProgram(Program):
             )
         rows, columns = tensor.shape
         stride = (tensor.stride(0) if rows > 1 else columns) * tensor.itemsize
-        parts, place = [], ""
+        parts: list[int] = []
+        place = ""
         if name in self.shared:
             segment = memory.find(tensor)
             if segment is not None and segment.world == self.world.number:

@@ -35,6 +35,10 @@ class DeviceSegment:
         """Where the rank's part begins."""
         return self.parts[rank].data_ptr()
 
+    def bases(self, offset: int) -> list[int]:
+        """Where byte `offset` of each rank's part is."""
+        return [part.data_ptr() + offset for part in self.parts]
+
     def bytes(self, rank: int) -> torch.Tensor:
         """The rank's part."""
         return self.parts[rank]

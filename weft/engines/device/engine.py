@@ -18,8 +18,8 @@ from torch import Tensor
 
 from weft import _native
 from weft.engines.device.counters import Counters, DeviceCounters, WaitFailed, WaitTarget, counters
-from weft.engines.device.lanes import Completion, Operands, Step, lane
 from weft.engines.device.fixed import FixedProgram, Geometry
+from weft.engines.device.lanes import Completion, Operands, Step, lane
 from weft.engines.engine import LANES, Engine
 from weft.engines.matmul import multiply
 from weft.engines.weights import Weight, plain
@@ -240,7 +240,7 @@ class DeviceProgram(FixedProgram):
     def start(self, binding: Any, timeout: float | None = None) -> None:
         """Begin what `execute` does, in the background: behind what was started before, on the lane for transfers."""
         self.engine.begin()
-        given = Operands(addresses, {}, {}, self.world.timeout if timeout is None else timeout)
+        given = Operands(binding, {}, {}, self.world.timeout if timeout is None else timeout)
         self.spans = self._begin(given.timeout)
         background = self.engine.lanes["comm"]
         background.begin()
