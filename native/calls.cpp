@@ -23,7 +23,7 @@ uint64_t Calls::begin(uint64_t digest, const std::string& text) {
 void Calls::note(int rank, uint64_t call, uint64_t digest, const std::string& text) {
   Header& said = header(rank, call);
   said.call.store(0, std::memory_order_relaxed);  // not to be read while it is written
-  said.digest.store(digest, std::memory_order_relaxed);
+  said.digest.store(digest, std::memory_order_release);  // who reads it sees that the call before is gone
   size_t length = std::min(text.size(), sizeof said.text - 1);
   while (length < text.size() && length && (text[length] & 0xc0) == 0x80) --length;  // no half characters
   std::memcpy(said.text, text.data(), length);

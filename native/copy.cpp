@@ -12,17 +12,18 @@ namespace weft {
 
 namespace {
 
-// From so many written bytes on they do not stay in the caches until somebody looks at them again. Stores past the caches then leave
-// these to others, and save reading what is written over.
-constexpr size_t kStreamed = size_t{8} << 20;
-constexpr size_t kPage = 4096;
 // Of a source with several targets: stays in the second-level cache from one target to the next.
 constexpr size_t kBlock = size_t{32} << 10;
 
 }  // namespace
 
 #if defined(__x86_64__)
-bool streamed(size_t bytes, size_t run) { return bytes >= kStreamed && run >= kPage; }
+bool streamed(size_t bytes, size_t run) {
+  // From so many written bytes on they do not stay in the caches until somebody looks at them again. Stores past the caches then
+  // leave these to others, and save reading what is written over.
+  constexpr size_t kStreamed = size_t{8} << 20, kPage = 4096;
+  return bytes >= kStreamed && run >= kPage;
+}
 
 void stream(char* dst, const char* src, size_t bytes) {
   size_t head = std::min(bytes, -reinterpret_cast<uintptr_t>(dst) % 64), i = head;

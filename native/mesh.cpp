@@ -38,7 +38,7 @@ bool transmit(int socket, const std::string& message, int fd, int flags) {
 
 }  // namespace
 
-Mesh::Mesh(int rank, std::vector<int> fds) : rank_(rank), stop_(eventfd(0, EFD_CLOEXEC)) {
+Mesh::Mesh(std::vector<int> fds) : stop_(eventfd(0, EFD_CLOEXEC)) {
   for (int fd : fds) {
     peers_.push_back(std::make_unique<Peer>());
     peers_.back()->fd = fd;

@@ -30,7 +30,7 @@ struct Note {
 class Mesh {
  public:
   // `fds[peer]` is a connected SOCK_SEQPACKET socket, -1 for this rank itself; the mesh owns them.
-  Mesh(int rank, std::vector<int> fds);
+  explicit Mesh(std::vector<int> fds);
   ~Mesh();
 
   // A peer that has hung up takes no notes: `receive` says why. Throws std::system_error for what this rank lacks.
@@ -58,7 +58,6 @@ class Mesh {
   bool read(int peer);
   void fail(const Failure& failure);
 
-  int rank_;
   int stop_;  // an eventfd that ends the watch
   std::vector<std::unique_ptr<Peer>> peers_;
   mutable std::mutex mutex_;

@@ -169,7 +169,7 @@ NB_MODULE(_native, m) {
       });
 
   nb::class_<Mesh>(m, "Mesh")
-      .def(nb::init<int, std::vector<int>>())
+      .def(nb::init<std::vector<int>>())
       .def("send", &Mesh::send, nb::call_guard<nb::gil_scoped_release>())
       .def("receive", [](Mesh& self, int peer, double seconds) {
         nb::gil_scoped_release release;

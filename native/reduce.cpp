@@ -5,31 +5,18 @@
 #include <cstring>
 #include <type_traits>
 
+#include "float16.hpp"
+
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace weft {
 
 namespace {
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-float widen(BFloat16 x) {
-  uint32_t bits = uint32_t{x.bits} << 16;
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-
-BFloat16 narrow(float x) {  // to nearest, ties to even; a NaN stays a NaN
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return {static_cast<uint16_t>(x != x ? 0x7fc0 : rounded)};
-}
 
 template <class Wide, class T>
 Wide load(T x) {
@@ -39,51 +26,91 @@ Wide load(T x) {
 
 template <class T, class Wide>
 T store(Wide x) {
-  if constexpr (std::is_same_v<T, BFloat16>) return narrow(x);
+  if constexpr (std::is_same_v<T, BFloat16>) return narrow<T>(x);
   else return static_cast<T>(x);
 }
 
-// Versions for wider vectors are chosen when the library is loaded, which is too early for what sanitizers add to functions.
-#if defined(__x86_64__) && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
-#define WEFT_WIDE __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+// Loops over elements are compiled for several widths of vectors, into which `WEFT_INLINE` puts them; the processor decides.
+// Compilers can do this by themselves (`target_clones`), but not all, not for templates, and not where the C library is musl.
+#define WEFT_INLINE __attribute__((always_inline))
+
+#if defined(__x86_64__)
+const int vector_bits = [] {
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2")) return 128;
+  bool wider = __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
+  return wider ? 512 : 256;
+}();
+
+template <class Loop, class... Given>
+__attribute__((target("avx2"))) void with_256_bits(Loop loop, Given... given) {
+  loop(given...);
+}
+
+template <class Loop, class... Given>
+__attribute__((target("avx2,avx512f,avx512vl,avx512bw,avx512dq"))) void with_512_bits(Loop loop, Given... given) {
+  loop(given...);
+}
+
+template <class Loop, class... Given>
+void vectorised(Loop loop, Given... given) {
+  if (vector_bits == 512) with_512_bits(loop, given...);
+  else if (vector_bits == 256) with_256_bits(loop, given...);
+  else loop(given...);
+}
 #else
-#define WEFT_WIDE
+template <class Loop, class... Given>
+void vectorised(Loop loop, Given... given) {
+  loop(given...);
+}
 #endif
 
 template <class Wide, class T>
-WEFT_WIDE void begin(Wide* total, const T* src, size_t n) {
-  for (size_t i = 0; i < n; ++i) total[i] = load<Wide>(src[i]);
+void begin(Wide* total, const T* src, size_t n) {
+  vectorised([](Wide* total, const T* src, size_t n) WEFT_INLINE {
+    for (size_t i = 0; i < n; ++i) total[i] = load<Wide>(src[i]);
+  }, total, src, n);
 }
 
 template <class Wide, class T>
-WEFT_WIDE void add(Wide* total, const T* src, size_t n) {
-  for (size_t i = 0; i < n; ++i) total[i] += load<Wide>(src[i]);
+void add(Wide* total, const T* src, size_t n) {
+  vectorised([](Wide* total, const T* src, size_t n) WEFT_INLINE {
+    for (size_t i = 0; i < n; ++i) total[i] += load<Wide>(src[i]);
+  }, total, src, n);
 }
 
 template <class Wide, class T>
-WEFT_WIDE void raise(Wide* total, const T* src, size_t n) {
-  for (size_t i = 0; i < n; ++i) {
-    Wide x = load<Wide>(src[i]);
-    total[i] = total[i] < x || x != x ? x : total[i];
-  }
+void raise(Wide* total, const T* src, size_t n) {
+  vectorised([](Wide* total, const T* src, size_t n) WEFT_INLINE {
+    for (size_t i = 0; i < n; ++i) {
+      Wide x = load<Wide>(src[i]);
+      total[i] = total[i] < x || x != x ? x : total[i];
+    }
+  }, total, src, n);
 }
 
 template <class Wide, class T>
-WEFT_WIDE void lower(Wide* total, const T* src, size_t n) {
-  for (size_t i = 0; i < n; ++i) {
-    Wide x = load<Wide>(src[i]);
-    total[i] = x < total[i] || x != x ? x : total[i];
-  }
+void lower(Wide* total, const T* src, size_t n) {
+  vectorised([](Wide* total, const T* src, size_t n) WEFT_INLINE {
+    for (size_t i = 0; i < n; ++i) {
+      Wide x = load<Wide>(src[i]);
+      total[i] = x < total[i] || x != x ? x : total[i];
+    }
+  }, total, src, n);
 }
 
 template <class Wide, class T>
-WEFT_WIDE void end(T* dst, const Wide* total, size_t n) {
-  for (size_t i = 0; i < n; ++i) dst[i] = store<T>(total[i]);
+void end(T* dst, const Wide* total, size_t n) {
+  vectorised([](T* dst, const Wide* total, size_t n) WEFT_INLINE {
+    for (size_t i = 0; i < n; ++i) dst[i] = store<T>(total[i]);
+  }, dst, total, n);
 }
 
 template <class Wide>
-WEFT_WIDE void divide(Wide* total, size_t n, Wide by) {
-  for (size_t i = 0; i < n; ++i) total[i] /= by;
+void divide(Wide* total, size_t n, Wide by) {
+  vectorised([](Wide* total, size_t n, Wide by) WEFT_INLINE {
+    for (size_t i = 0; i < n; ++i) total[i] /= by;
+  }, total, n, by);
 }
 
 size_t item_of(const Rows& rows, size_t) { return size_of(rows.dtype); }
@@ -92,34 +119,53 @@ size_t item_of(const Target&, size_t item) { return item; }
 // One block at a time, so that the accumulator stays in the first-level cache while the sources stream through.
 constexpr size_t kBlock = 1024;
 
-// Compilers do not vectorise conversions from and to float16, so they are written out.
+// Compilers do not vectorise conversions from and to float16, so they are written out: for as many elements as fill vectors; how many
+// these were.
 #if defined(__x86_64__)
-__attribute__((target("avx,f16c"))) size_t widen_eights(float* dst, const _Float16* src, size_t n) {
+const bool converts = [] {
+  unsigned a, b, c = 0, d;
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx") && __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
+}();
+
+__attribute__((target("avx,f16c"))) size_t widen_vectors(float* dst, const Float16* src, size_t n) {
   size_t i = 0;
   for (; i + 8 <= n; i += 8) _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i))));
   return i;
 }
 
-__attribute__((target("avx,f16c"))) size_t narrow_eights(_Float16* dst, const float* src, size_t n) {
+__attribute__((target("avx,f16c"))) size_t narrow_vectors(Float16* dst, const float* src, size_t n) {
   size_t i = 0;
   for (; i + 8 <= n; i += 8)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(dst + i), _mm256_cvtps_ph(_mm256_loadu_ps(src + i), _MM_FROUND_TO_NEAREST_INT));
   return i;
 }
+#elif defined(__aarch64__)
+constexpr bool converts = true;
 
-bool has_f16c() { return __builtin_cpu_supports("avx") && __builtin_cpu_supports("f16c"); }
-#else
-size_t widen_eights(float*, const _Float16*, size_t) { return 0; }
-size_t narrow_eights(_Float16*, const float*, size_t) { return 0; }
-bool has_f16c() { return false; }
-#endif
-
-void widen_all(float* dst, const _Float16* src, size_t n) {
-  for (size_t i = has_f16c() ? widen_eights(dst, src, n) : 0; i < n; ++i) dst[i] = static_cast<float>(src[i]);
+size_t widen_vectors(float* dst, const Float16* src, size_t n) {
+  size_t i = 0;
+  for (; i + 4 <= n; i += 4) vst1q_f32(dst + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&src[i].bits))));
+  return i;
 }
 
-void narrow_all(_Float16* dst, const float* src, size_t n) {
-  for (size_t i = has_f16c() ? narrow_eights(dst, src, n) : 0; i < n; ++i) dst[i] = static_cast<_Float16>(src[i]);
+size_t narrow_vectors(Float16* dst, const float* src, size_t n) {
+  size_t i = 0;
+  for (; i + 4 <= n; i += 4) vst1_u16(&dst[i].bits, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(src + i))));
+  return i;
+}
+#else
+constexpr bool converts = false;
+size_t widen_vectors(float*, const Float16*, size_t) { return 0; }
+size_t narrow_vectors(Float16*, const float*, size_t) { return 0; }
+#endif
+
+void widen_all(float* dst, const Float16* src, size_t n) {
+  for (size_t i = converts ? widen_vectors(dst, src, n) : 0; i < n; ++i) dst[i] = widen(src[i]);
+}
+
+void narrow_all(Float16* dst, const float* src, size_t n) {
+  for (size_t i = converts ? narrow_vectors(dst, src, n) : 0; i < n; ++i) dst[i] = narrow<Float16>(src[i]);
 }
 
 // Call `work` with the `n` elements of `dtype` at `at`, which may be accumulated in Wide.
@@ -127,7 +173,7 @@ template <class Wide, class Work>
 void read(Dtype dtype, const char* at, size_t n, Work work) {
   if constexpr (std::is_same_v<Wide, float>) {
     float wide[kBlock];
-    if (dtype == Dtype::float16) widen_all(wide, reinterpret_cast<const _Float16*>(at), n), work(wide);
+    if (dtype == Dtype::float16) widen_all(wide, reinterpret_cast<const Float16*>(at), n), work(wide);
     else if (dtype == Dtype::bfloat16) work(reinterpret_cast<const BFloat16*>(at));
     else work(reinterpret_cast<const float*>(at));
   } else {
@@ -139,7 +185,7 @@ void read(Dtype dtype, const char* at, size_t n, Work work) {
 template <class Wide>
 void write(Dtype dtype, char* at, const Wide* total, size_t n) {
   if constexpr (std::is_same_v<Wide, float>) {
-    if (dtype == Dtype::float16) return narrow_all(reinterpret_cast<_Float16*>(at), total, n);
+    if (dtype == Dtype::float16) return narrow_all(reinterpret_cast<Float16*>(at), total, n);
     if (dtype == Dtype::bfloat16) return end(reinterpret_cast<BFloat16*>(at), total, n);
   }
   end(reinterpret_cast<Wide*>(at), total, n);

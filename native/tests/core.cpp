@@ -13,6 +13,7 @@
 #include "../copy.hpp"
 #include "../binding.hpp"
 #include "../executor.hpp"
+#include "../float16.hpp"
 #include "../signal_array.hpp"
 #include "../transfers.hpp"
 
@@ -95,6 +96,25 @@ void test_sums() {
   CHECK((sum & 0x7fff) > 0x7f80);
 }
 
+// What the processor's instructions make of 16-bit numbers is what the arithmetic without them makes, to the bit.
+void test_conversions() {
+  auto rows = [](auto& x, Dtype dtype) { return Rows{reinterpret_cast<char*>(x.data()), 0, dtype}; };
+  std::vector<Float16> halves(65536), narrowed;
+  std::vector<float> wide(halves.size()), numbers;
+  for (uint32_t i = 0; i < halves.size(); ++i) halves[i].bits = static_cast<uint16_t>(i);
+  reduce_rows(Combine::sum, {rows(wide, Dtype::float32), rows(halves, Dtype::float16)}, 1, halves.size(), 1);
+  for (size_t i = 0; i < halves.size(); ++i) CHECK(bits_as<uint32_t>(wide[i]) == bits_as<uint32_t>(widen(halves[i])));
+  std::mt19937 random(4);
+  for (float half : wide)  // each half, what lies midway to the next one, their neighbours, and anything
+    for (uint32_t above : {0u, 0xfffu, 0x1000u, 0x1001u, 0x1fffu, uint32_t(random())})
+      numbers.push_back(bits_as<float>(bits_as<uint32_t>(half) + above));
+  for (uint32_t i = 0; i < 1 << 20; ++i) numbers.push_back(bits_as<float>(0x32000000u + i * 64));  // all that is tiny, in steps
+  narrowed.resize(numbers.size());
+  reduce_rows(Combine::sum, {rows(narrowed, Dtype::float16), rows(numbers, Dtype::float32)}, 1, numbers.size(), 1);
+  for (size_t i = 0; i < numbers.size(); ++i) CHECK(narrowed[i].bits == narrow<Float16>(numbers[i]).bits);
+  CHECK(widen(Float16{0x3555}) == 0x1.554p-2f && narrow<Float16>(65519.f).bits == 0x7bff && narrow<Float16>(65520.f).bits == 0x7c00);
+}
+
 struct Host {  // ranks as threads of one process
   std::vector<std::shared_ptr<Mesh>> meshes;
   std::vector<std::shared_ptr<Segment>> controls, data;
@@ -119,7 +139,7 @@ struct Host {  // ranks as threads of one process
     };
     auto control = parts(Executor::control_bytes(ranks)), memory = parts(bytes);
     for (int i = 0; i < ranks; ++i) {
-      meshes.push_back(std::make_shared<Mesh>(i, fds[i]));
+      meshes.push_back(std::make_shared<Mesh>(fds[i]));
       controls.push_back(std::make_shared<Segment>(Segment{control, i}));
       data.push_back(std::make_shared<Segment>(Segment{memory, i}));
       executors.push_back(std::make_unique<Executor>(meshes[i], controls[i], i ? 100 : 0));
@@ -365,6 +385,7 @@ int main() {
   test_several_targets();
   test_transposing();
   test_sums();
+  test_conversions();
   test_lanes(2, 300);
   test_lanes(4, 200);
   test_a_wait_ends_early();

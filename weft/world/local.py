@@ -43,9 +43,7 @@ class LocalWorld:
 
         def make(rank: int) -> World:
             torch.set_num_threads(threads_per_rank(ranks))
-            world = World(
-                rank, [place] * ranks, _native.Mesh(rank, sockets[rank]), timeout, Backend(device, streams, products, ranks)
-            )
+            world = World(rank, [place] * ranks, _native.Mesh(sockets[rank]), timeout, Backend(device, streams, products, ranks))
             default_here(world)
             if device.type == "cuda":  # gradients on a thread of each rank's own: they would share one, and wait for each other
                 torch.autograd.set_multithreading_enabled(False)

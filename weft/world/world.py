@@ -214,7 +214,7 @@ def init(
             relay = Relay(members, rank, far, timeout) if members is not None and far else None
             for peer, end in relay.sockets().items() if relay else ():
                 sockets[peer] = end
-            mesh = _native.Mesh(rank, sockets)
+            mesh = _native.Mesh(sockets)
             sockets = []
             backend = Backend(place, place.type == "cuda" or products == "triton", products)
             world = World(rank, places, mesh, timeout, backend, members, relay)
