@@ -4,7 +4,7 @@ BIN := .venv/bin
 RESULTS := results
 NATIVE := $(wildcard native/*)
 
-.PHONY: bench baselines test check collected storm sanitize clean
+.PHONY: bench baselines test check collected storm sanitize portable clean
 
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv
@@ -48,6 +48,10 @@ storm: .venv/installed
 # The native core under ThreadSanitizer and AddressSanitizer, driven by a program of its own.
 sanitize:
 	native/tests/run.sh
+
+# The native core by every compiler, for x86-64 and Arm, glibc and musl; RUN_MUSL=1 runs its tests on musl too, some minutes more.
+portable: .venv/installed
+	$(BIN)/python .ci/portable.py $(if $(RUN_MUSL),--run-musl)
 
 clean:
 	rm -rf .venv .baselines build $(RESULTS)
