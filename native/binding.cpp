@@ -90,4 +90,10 @@ void Binding::place(const Program& program, const std::vector<uintptr_t>& worksp
   }
 }
 
+void Binding::move(const Program& program, int rank, uint32_t buffer, uintptr_t address) {
+  for (uint32_t number = 0; number < program.slots.size(); ++number)
+    if (program.slots[number].rank == rank && program.slots[number].buffer == buffer)
+      bases_[number] = reinterpret_cast<char*>(address);
+}
+
 }  // namespace weft

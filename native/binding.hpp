@@ -28,6 +28,9 @@ class Binding {
   // Where each rank's workspace begins.
   void place(const Program& program, const std::vector<uintptr_t>& workspaces);
 
+  // A buffer of the caller's, on `rank` itself, begins elsewhere from now on.
+  void move(const Program& program, int rank, uint32_t buffer, uintptr_t address);
+
   char* at(const Operand& o) const { return bases_[o.slot] + (*bounds_[o.slot])[o.start] * strides_[o.slot]; }
   size_t stride(const Operand& o) const { return strides_[o.slot]; }
   size_t first(const Operand& o) const { return (*bounds_[o.slot])[o.start]; }

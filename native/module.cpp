@@ -241,6 +241,9 @@ NB_MODULE(_native, m) {
       .def_prop_ro("workspace", &Binding::workspace)
       .def_prop_ro("call", &Binding::call)
       .def("place", [](Binding& self, const Compiled& c, const std::vector<uintptr_t>& workspaces) { self.place(c.program, workspaces); })
+      .def("move", [](Binding& self, const Compiled& c, int rank, uint32_t buffer, uintptr_t address) {
+        self.move(c.program, rank, buffer, address);
+      })
       .def("first", [](Binding& self, Place place) { return self.first(operand(place)); })
       .def("rows", [](Binding& self, Place place) { return self.rows(operand(place)); })
       .def("stride", [](Binding& self, Place place) { return self.stride(operand(place)); })

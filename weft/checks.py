@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
 _REMEDIES = {"DTensor": "to_local()", "AsyncCollectiveTensor": "wait()", "NestedTensor": "to_padded_tensor(0.0)"}
 """What makes plain tensors of torch's own subclasses."""
 
@@ -24,7 +24,7 @@ def check_tensor(tensor: object, what: str) -> None:
     Subclasses other than `torch.nn.Parameter` are refused, even where they have plain memory: what they mean by their elements is
     theirs to say. So are sparse and nested tensors, and views whose elements are conjugated or negated only when they are read.
     """
-    if type(tensor) not in _PLAIN or not isinstance(tensor, Tensor):
+    if type(tensor) not in PLAIN or not isinstance(tensor, Tensor):
         raise TypeError(_of_another_type(tensor, what))
     if tensor.is_nested:
         raise ValueError(f"{what} is a nested tensor: pass {what}.to_padded_tensor(0.0), or its parts by themselves")

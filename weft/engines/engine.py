@@ -43,7 +43,8 @@ class Engine(ABC):
         self.names = {"agree": 0}  # signal names of all plans, in the order in which all ranks meet them
         self.workspace: Tensor | None = None
         self.pending: list[Program] = []  # started and not yet joined, in their order
-        self.calls: dict[Hashable, Any] = {}  # where operators remember calls they have seen; void when `compiled` is
+        self.calls: dict[Hashable, Any] = {}  # where operators remember calls they have seen, with the workspace that they use
+        self.known: dict[Hashable, Any] = {}  # the same, of what does not go by the workspace
 
     def execute(
         self,

@@ -63,7 +63,13 @@ def _prepare(world: World, a: Tensor, out: Tensor | None, given: tuple[int, ...]
     slot = slot_rows(matrix, max(map(max, counts)), world.ranks - 1)
     symmetric, hosts = world.is_symmetric(matrix), world.topology
     cut = 1 if symmetric or hosts else pieces(max(map(max, counts)), slot)
-    return Work(_plan(world.ranks, cut, symmetric, hosts), [*chain(*counts)], {"a": matrix, "out": as_matrix(result)}, result)
+    return Work(
+        _plan(world.ranks, cut, symmetric, hosts),
+        [*chain(*counts)],
+        {"a": matrix, "out": as_matrix(result)},
+        result,
+        agreed=not even,
+    )
 
 
 def _splits(

@@ -153,6 +153,18 @@ def _read(given: Weight | None) -> Sequence[Tensor]:
     return (plain(given), given.scales) if isinstance(given, ScaledWeight) else (plain(given),)
 
 
+def lies_plainly(a: object) -> bool:
+    """Whether these are plain contiguous rows in this process's memory; what is wrong with others the checks say."""
+    if type(a) not in checks.PLAIN or a.is_nested or a.layout is not torch.strided:  # type: ignore[attr-defined]
+        return False
+    return bool(a.is_cpu and a.is_contiguous() and not (a.is_neg() or a.is_conj()))  # type: ignore[attr-defined]
+
+
+def plainly(a: object, *others: object) -> bool:
+    """The same, where torch takes no part in a call with these."""
+    return not recorded((a, *others)) and lies_plainly(a)
+
+
 def recorded(tensors: Sequence[object]) -> bool:
     """Whether a call is to be traced by torch, for gradients or by the compiler."""
     if torch.compiler.is_compiling():

@@ -20,7 +20,7 @@ from weft.ops.call import Call, CallKey, Decision
 from weft.predict import machine, tuned
 from weft.schedules.broadcast import broadcast, push
 from weft.schedules.operators import OPERATORS
-from weft.schedules.workload import ORDERS, Variant, Workload, pieces
+from weft.schedules.workload import ORDERS, Variant, Workload
 
 _CLEARLY = 0.05  # by how much of its time a prediction has to beat the default
 _MANY = 4  # ranks from which on they are taken to be equal, and variants in which they are not are not considered
@@ -44,7 +44,7 @@ class Choice(NamedTuple):
         """The decision for a call of the class."""
         rows = call.whole if self.algorithm in call.operator.whole else call.operator.extent(call.workload, self.algorithm)
         variant = Variant(self.algorithm, max(1, -(-rows // self.pieces)), self.order)
-        return Decision(variant, self.why, self.predicted)
+        return Decision(variant, self.why, self.predicted, self.pieces)
 
 
 def decide(call: Call) -> Decision:
@@ -159,6 +159,5 @@ def _of_rank_0(call: Call, key: CallKey) -> Choice:
 
 def _chosen(call: Call, decision: Decision) -> Choice:
     """What a decision comes to for its class."""
-    algorithm, chunk_rows, order = decision.variant
-    cut = pieces(call.operator.extent(call.workload, algorithm), chunk_rows)
-    return Choice(algorithm, 1 if algorithm in call.operator.whole else cut, order, decision.why, decision.predicted)
+    variant, why, predicted, _ = decision
+    return Choice(variant.algorithm, call.operator.cut(call.workload, variant), variant.order, why, predicted)

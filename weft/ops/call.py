@@ -66,11 +66,15 @@ class CallKey(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """How a call is carried out, why, and all variants that were considered with their predicted milliseconds, fastest first."""
+    """How a call is carried out, why, and all variants that were considered with their predicted milliseconds, fastest first.
+
+    `pieces`: into how many the rows are cut, where that is said for a class of sizes.
+    """
 
     variant: Variant
     why: str
     predicted: tuple[tuple[Variant, float], ...] = ()
+    pieces: int | None = None
 
     @property
     def algorithm(self) -> str:

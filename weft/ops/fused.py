@@ -8,8 +8,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from weft.engines import engine
+from weft.engines.engine import Program
+from weft.engines.weights import Weight
 from weft.ops.auto import decide
 from weft.ops.call import Call, Given, Options
 from weft.plan import Matmul, Plan
@@ -26,19 +29,34 @@ def check(operator: str, world: World, given: Given, options: Options) -> Call:
 
 def run(call: Call) -> Any:
     """Carry out a call, collectively; its result."""
-    return execute(call, decide(call).variant)
+    decision = decide(call)
+    return execute(call, decision.variant, decision.pieces)
 
 
-def execute(call: Call, variant: Variant) -> Any:
-    """Carry out a call in one variant."""
-    world, tensors = call.world, call.tensors
-    place = Place(world.topology, world.remote_reads)
-    rows = call.workload.rows
-    plan, dtypes, products = _planned(call.planner, *call.operator.in_blocks(call.workload, variant), place, call.asked)
-    program = engine(world).program(plan, tensors, rows, dtypes)
-    biases = {name: bias for name, bias in zip(products, call.biases, strict=False) if bias is not None}
-    program.run(tensors, rows, dict(zip(products, call.weights, strict=False)), biases, call.options.timeout)
+def execute(call: Call, variant: Variant, pieces: int | None = None) -> Any:
+    """Carry out a call in one variant, its rows in so many pieces or as the variant says."""
+    way = prepare(call, variant, pieces)
+    way.program.run(call.tensors, call.workload.rows, way.weights, way.biases, call.options.timeout)
     return call.finish()
+
+
+class Way(NamedTuple):
+    """How rows of a class of sizes are multiplied: a program, and the weights and biases of its products."""
+
+    program: Program
+    weights: Mapping[str, Weight]
+    biases: Mapping[str, Tensor]
+
+
+def prepare(call: Call, variant: Variant, pieces: int | None) -> Way:
+    """The program for a call."""
+    world, operator, workload = call.world, call.operator, call.workload
+    place = Place(world.topology, world.remote_reads)
+    blocks = operator.in_blocks(workload, variant, pieces or operator.cut(workload, variant))
+    plan, dtypes, products = _planned(call.planner, *blocks, place, call.asked)
+    program = engine(world).program(plan, call.tensors, workload.rows, dtypes)
+    biases = {name: bias for name, bias in zip(products, call.biases, strict=False) if bias is not None}
+    return Way(program, dict(zip(products, call.weights, strict=False)), biases)
 
 
 class _Planned(NamedTuple):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from weft.checks import check_timeout
 from weft.engines.weights import DTYPES, FLOAT8, Weight, plain
-from weft.ops import arguments, dims, float8, fused
+from weft.ops import arguments, dims, float8, fused, known
 from weft.ops.call import FEW_ROWS, Call, Given, Options, workload
 from weft.ops.partial_sums import ADDED_ROWS, SumCall
 from weft.schedules.common import split
@@ -67,15 +67,20 @@ def matmul_all_reduce(
         MismatchError, PeerLost, PeerTimeout: the ranks do not make the same call, or one is lost or late; the world is closed.
     """
     world = current(world)
+    asked = known.Asked("matmul_all_reduce", b, bias, (op, out_dtype, algorithm, chunk_rows))
+    usual = scale_a is None and scale_b is None and out is None and timeout is None
+    if usual and arguments.plainly(a, b, bias) and (again := known.repeat(world, asked, a)) is not None:
+        return again
     a, (b,) = float8.scaled(a, [b], scale_a, [scale_b], world)
     if arguments.recorded((a, b, bias, out)):
         arguments.check_recorded(a, [b], [bias], out, world)
-        options = op, out_dtype, world.name, algorithm, chunk_rows, timeout
-        summed: Tensor = torch.ops.weft.matmul_all_reduce(a, plain(b), bias, *options)
+        recorded = op, out_dtype, world.name, algorithm, chunk_rows, timeout
+        summed: Tensor = torch.ops.weft.matmul_all_reduce(a, plain(b), bias, *recorded)
         return summed
-    asked = Options(op=op, out_dtype=out_dtype, algorithm=algorithm, chunk_rows=chunk_rows, timeout=timeout)
+    options = Options(op=op, out_dtype=out_dtype, algorithm=algorithm, chunk_rows=chunk_rows, timeout=timeout)
     with torch.no_grad():
-        result: Tensor = fused.run(check(world, Given(a, [b], [bias], [out]), asked))
+        call = check(world, Given(a, [b], [bias], [out]), options)
+        result: Tensor = known.run(asked, call) if usual else fused.run(call)
     return result
 
 

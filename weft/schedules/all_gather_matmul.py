@@ -155,6 +155,8 @@ OPERATOR = Operator(
     _plan,
     _communicate,
     _buffers,
+    shards=lambda rows, ranks: (rows,) * ranks,
+    kept=lambda shards, rank: sum(shards),
     whole=("direct", "sequential"),
     still=("direct",),
     unequal=("pull",),  # it joins products of adjacent peers, which for most ranks are not all peers

@@ -8,7 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait
-from weft.schedules.common import Hosts, after, before, chunks, enter, everything, in_all, leave, offsets, tidy, without_products
+from weft.schedules.common import (
+    Hosts,
+    after,
+    before,
+    chunks,
+    enter,
+    everything,
+    in_all,
+    leave,
+    offsets,
+    split,
+    tidy,
+    without_products,
+)
 from weft.schedules.host_rings import HostRing, of_products
 from weft.schedules.host_sums import HostSums, inbox, reduce_products
 from weft.schedules.matmul_reduce_scatter import Lanes, Sizes, multiply, product_buffer, put_and_add, sum_buffers, wait_all
@@ -166,6 +179,8 @@ OPERATOR = Operator(
     _plan,
     lambda *asked: without_products(_plan(*asked)),
     sum_buffers,
+    shards=lambda rows, ranks: tuple(split(rows, ranks)),
+    kept=lambda shards, rank: sum(shards),
     across=("one_shot",),
     still=("put",),
     unequal=("ring",),

@@ -293,6 +293,8 @@ OPERATOR = Operator(
     _plan,
     lambda *asked: without_products(_plan(*asked)),
     sum_buffers,
+    shards=lambda rows, ranks: None if rows % ranks else (rows // ranks,) * ranks,
+    kept=lambda shards, rank: shards[rank],
     still=("direct", "put"),
     unequal=("ring",),  # its sums begin at rank 0
     unpredicted=("put",),

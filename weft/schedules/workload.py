@@ -5,7 +5,7 @@ Each operator's planner has its `Operator`, a record, in the same file; `weft.sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -99,6 +99,10 @@ class Operator:
     plan: Callable[..., Plan]
     communicate: Callable[[Workload, Variant, Place], Plan]
     buffers: Callable[[Workload], Mapping[str, Rows]]
+    shards: Callable[[int, int], Sequence[int] | None]
+    """The rows of each shard where a rank of so many gives so many and nobody says otherwise; None where that cannot be."""
+    kept: Callable[[Sequence[int], int], int]
+    """The rows of the result on a rank, of those of each shard."""
     whole: tuple[str, ...] = ("sequential",)
     """Algorithms that do not cut shards into pieces."""
     across: tuple[str, ...] = ()
@@ -110,14 +114,15 @@ class Operator:
     unpredicted: tuple[str, ...] = ()
     """Algorithms that predictions leave out: no machine says yet how fast products write to another's memory."""
 
-    def in_blocks(self, workload: Workload, variant: Variant) -> tuple[Workload, Variant]:
-        """What the planner is asked for to get the plan of blocks that serves this workload, and others, in this variant."""
-        shards, one = len(workload.rows), workload._replace(k=1, n=1, packed=True)
-        if variant.algorithm in self.whole:
-            return one._replace(rows=(1,) * shards), variant._replace(chunk_rows=1)
-        cut = pieces(self.extent(workload, variant.algorithm), variant.chunk_rows)
-        across = variant.algorithm in self.across  # a piece is then a block of each shard
-        return one._replace(rows=(cut,) * shards), variant._replace(chunk_rows=shards if across else 1)
+    def cut(self, workload: Workload, variant: Variant) -> int:
+        """Into how many pieces a variant cuts the rows of this workload."""
+        return 1 if variant.algorithm in self.whole else pieces(self.extent(workload, variant.algorithm), variant.chunk_rows)
+
+    def in_blocks(self, workload: Workload, variant: Variant, cut: int) -> tuple[Workload, Variant]:
+        """What the planner is asked for to get the plan of blocks that serves this workload, and others, in so many pieces."""
+        shards, across = len(workload.rows), variant.algorithm in self.across  # where a piece is a block of each shard
+        one = workload._replace(rows=(cut,) * shards, k=1, n=1, packed=True)
+        return one, variant._replace(chunk_rows=shards if across else 1)
 
     def extent(self, workload: Workload, algorithm: str) -> int:
         """The rows that an algorithm cuts into pieces."""
