@@ -19,7 +19,7 @@ import weft
 from weft.bench import collectives, fused, mpi, overlap, plots
 from weft.bench.collectives import PLACES, Data, Local, count_of, limit_of, output_count
 from weft.bench.harness import Times, per_call
-from weft.bench.settings import OverlapSettings, Shape, Sizes, SweepSettings, parse_sizes
+from weft.bench.settings import OverlapSettings, Shape, SweepSettings, parse_sizes
 from weft.bench.sweep import bandwidths
 from weft.cli import app
 
@@ -164,7 +164,7 @@ def verify_one(world, dtype, op, spoil):
     """The elements found wrong, by operation, implementation and place."""
     found = {}
     for operation in PLACES:
-        settings = SweepSettings(operation, op, sizes=Sizes("60"), dtype=dtype)
+        settings = SweepSettings(operation, op, sizes="60", dtype=dtype)
         contenders = collectives.Bench(settings, world).contenders(count_of(60, settings, world.ranks), {})
         for run, contender in enumerate(contenders):
             if spoil:
@@ -196,7 +196,7 @@ def test_wrong_results_are_counted_on_every_rank():
 def verify_nothing(world):
     found = {}
     for operation, places in PLACES.items():
-        settings = SweepSettings(operation, sizes=Sizes("60"))
+        settings = SweepSettings(operation, sizes="60")
         bench = collectives.Bench(settings, world)
         for in_place in places:
             tensors = bench.tensors("weft (plain)", in_place, count_of(60, settings, world.ranks))
@@ -287,9 +287,9 @@ def measure_mpi(world, directory):
         mpis = {name: stack.enter_context(closing(mpi.MpiRanks(name, world.cores))) if world.rank == 0 else None for name in MPIS}
         rows = []
         for operation in PLACES:
-            settings = SweepSettings(operation, sizes=Sizes("8,4K"), baseline="none", warmup=0, iterations=1)
+            settings = SweepSettings(operation, sizes="8,4K", baseline="none", warmup=0, iterations=1)
             of_operation = collectives.Bench(settings, world)
-            for size in settings.sizes.bytes:
+            for size in parse_sizes(settings.sizes):
                 rows += of_operation.rows(size, mpis, lambda: None)
         return [(row["operation"], row["implementation"], row["in_place"], row["wrong"]) for row in rows]
 
@@ -333,7 +333,7 @@ def test_an_overlap_that_gathers_nothing_fails(monkeypatch):
     monkeypatch.setattr(overlap, "all_gather_async", lambda *arguments, **more: Idle())
     with weft.init() as world:
         _, checks = fused.verify(
-            overlap.Overlap(OverlapSettings(shape=Shape(8, 8, 4), size=Sizes("64"), baseline="none"), world), world, lambda: None
+            overlap.Overlap(OverlapSettings(shape=Shape(8, 8, 4), size="64", baseline="none"), world), world, lambda: None
         )
     assert {name for name, check in checks.items() if check.wrong} == {"overlapped"}
 

@@ -9,7 +9,7 @@ from support.ranks import on_ranks
 from typer.testing import CliRunner
 
 from weft.bench.p2p import Buffers, draw
-from weft.bench.settings import CopySettings, Sizes
+from weft.bench.settings import CopySettings
 from weft.cli import app
 
 NAMES = [
@@ -44,7 +44,7 @@ def test_rows_and_picture(tmp_path):
 
 
 def wrong_copies(world):
-    bench = Buffers(CopySettings(sizes=Sizes("1000")), world)
+    bench = Buffers(CopySettings(sizes="1000"), world)
     found = []
     for contender in bench.contenders(1000):
         right = bench.verify(contender, 0)

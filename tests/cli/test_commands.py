@@ -16,7 +16,7 @@ import weft
 from weft.bench import all_gather_matmul as case
 from weft.bench import figures, harness, plots, report, verification
 from weft.bench.baselines import GLOO, gloo_all_gather_matmul, gloo_matmul_all_reduce, gloo_matmul_reduce_scatter
-from weft.bench.fused import Link, Result, measure
+from weft.bench.fused import Result, measure
 from weft.bench.harness import Statistics, Stopwatch, summarize
 from weft.bench.settings import AllGatherMatmul, Shape
 from weft.bench.verification import RUNS, Check, Problem, Sums, compare
@@ -232,7 +232,7 @@ def test_json_of_a_result():
     assert kinds(made) == SCHEMA
     assert list(made) == list(SCHEMA)
     assert (made["speedup"], made["overlap_percent"], made["limit_ratio"]) == (1.5, 75.0, 1.2)
-    link = report.to_json(result(link=Link(10.0, 5.0)))["link"]
+    link = report.to_json(result(link={"gbps": 10.0, "latency_us": 5.0}))["link"]
     assert link == {"gbps": 10.0, "latency_us": 5.0}
 
 
@@ -250,7 +250,7 @@ def test_tables_say_what_is_slower_wrong_or_emulated():
     checks = result().checks | {"pipelined": Check(4, torch.inf, 1e-3)}
     assert "pipelined WRONG" in text_of(result(checks=checks))
     assert "NOT VERIFIED" in text_of(result(checks=checks))
-    assert "EMULATED LINK" in text_of(result(link=Link(10.0, 5.0)))
+    assert "EMULATED LINK" in text_of(result(link={"gbps": 10.0, "latency_us": 5.0}))
     assert "too slow for 20 runs: 3 measured" in text_of(result(baselines={GLOO: Statistics(6.0, 5.0, 7.0, 3)}))
 
 

@@ -127,7 +127,8 @@ def measure(threads: int) -> dict[str, Any]:
             compute_slowdown=slower,
             communicate_slowdown=slower,
             in_place=True,
-            source=_where(world, threads),
+            source=f"measured by weft calibrate: {world.ranks} ranks of {threads} threads, processor {cache.processor()}, "
+            f"torch {torch.__version__}",
         )
         return asdict(machine) | {"spread": {name: round(percent, 1) for name, percent in spread.items()}}
 
@@ -323,8 +324,3 @@ def slowdown(products: float, copies: float, both: float) -> float:
     take twice as long; more than four times is taken to be a disturbance.
     """
     return min(4.0, max(1.0, 1 + (both - products) / copies))
-
-
-def _where(world: World, threads: int) -> str:
-    processor = cache.processor()
-    return f"measured by weft calibrate: {world.ranks} ranks of {threads} threads, processor {processor}, torch {torch.__version__}"

@@ -25,7 +25,7 @@ from weft.bench import environment, tables
 from weft.bench.baselines import gloo_collective
 from weft.bench.harness import Stopwatch, Times, batches, every_size, largest, per_call, poison, race, session, verified
 from weft.bench.mpi import MPIS, MpiRanks
-from weft.bench.settings import SweepSettings
+from weft.bench.settings import SweepSettings, parse_sizes
 from weft.bench.sweep import bandwidths, print_table
 from weft.bench.verification import RUNS, Check, everyones_sum
 from weft.world import World
@@ -135,7 +135,7 @@ class Bench:
     def __init__(self, settings: SweepSettings, world: World) -> None:
         self.settings, self.world, self.stopwatch = settings, world, Stopwatch(world)
         dtype, ranks = getattr(torch, settings.dtype), world.ranks
-        largest_count = count_of(max(settings.sizes.bytes), settings, ranks)
+        largest_count = count_of(max(parse_sizes(settings.sizes)), settings, ranks)
         self.data = Data(world, settings, largest_count)
         outputs = output_count(settings.operation, largest_count, ranks)
         self.memory: dict[str, dict[bool, tuple[Tensor, ...]]] = {}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import weft
 from weft.bench.baselines import GLOO
-from weft.bench.harness import Statistics, Stopwatch, poison, session, verified, where, worst
+from weft.bench.harness import Statistics, Stopwatch, link_of, poison, session, verified, where, worst
 from weft.bench.progress import progress
 from weft.bench.settings import FusedSettings, OverlapSettings
 from weft.bench.verification import Check, Problem
@@ -38,13 +38,6 @@ Times = TypeVar("Times")
 _TRACED = 5  # runs of a view, of which the one with the median time is shown
 
 
-class Link(NamedTuple):
-    """An emulated link: bandwidth in 1e9 bits per second, and latency."""
-
-    gbps: float
-    latency_us: float
-
-
 @dataclass(frozen=True)
 class Result:
     """What was measured.
@@ -59,7 +52,7 @@ class Result:
     algorithm: str
     chunk_rows: int
     why: str
-    link: Link | None
+    link: dict[str, float] | None
     times: dict[str, Statistics]
     baselines: dict[str, Statistics]
     ablation: dict[str, Statistics]
@@ -202,7 +195,7 @@ def measure(make_subject: Callable[[FusedSettings, World, Stopwatch], Subject], 
             subject.choice.algorithm,
             subject.choice.chunk_rows,
             subject.choice.why,
-            Link(*world.emulated_link) if world.emulated_link else None,
+            link_of(world),
             times={name: times[name] for name in VIEWS},
             baselines={name: times[name] for name in (GLOO,) if settings.gloo},
             ablation={step: times[name] for step, name in subject.ablation.items()},

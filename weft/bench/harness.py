@@ -22,7 +22,7 @@ from torch import Tensor
 
 from weft.bench import environment
 from weft.bench.progress import progress
-from weft.bench.settings import CopySettings, SweepSettings
+from weft.bench.settings import CopySettings, SweepSettings, parse_sizes
 from weft.bench.verification import Check
 from weft.engines import engine
 from weft.schedules.barrier import barrier
@@ -90,6 +90,11 @@ def where(world: World) -> dict[str, Any]:
     return {"machine": environment.machine(world), "versions": environment.versions()}
 
 
+def link_of(world: World) -> dict[str, float] | None:
+    """The emulated link, if there is one."""
+    return dict(zip(("gbps", "latency_us"), world.emulated_link, strict=True)) if world.emulated_link else None
+
+
 def verified(
     contenders: Sequence[Contender], verify: Callable[[Contender, int], Check], measure: Callable[[], Found]
 ) -> tuple[Found, list[Check]]:
@@ -130,7 +135,7 @@ def every_size(
     settings: SweepSettings | CopySettings, world: World, rows: Callable[[int, Callable[[], None]], list[Found]]
 ) -> list[Found]:
     """What `rows` measures for each of the sizes, behind a progress bar of rank 0, which it is to advance every round."""
-    sizes = settings.sizes.bytes
+    sizes = parse_sizes(settings.sizes)
     with progress("measuring", len(sizes) * (settings.warmup + settings.iterations), shown=world.rank == 0) as advance:
         return [row for size in sizes for row in rows(size, advance)]
 

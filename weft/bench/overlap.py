@@ -18,9 +18,9 @@ from rich.text import Text
 from weft.bench import collectives, figures, tables
 from weft.bench.baselines import gloo_collective
 from weft.bench.fused import View, interleave, verify
-from weft.bench.harness import Stopwatch, session, where
+from weft.bench.harness import Stopwatch, link_of, session, where
 from weft.bench.plots import size_name
-from weft.bench.settings import OverlapSettings, SweepSettings
+from weft.bench.settings import OverlapSettings, SweepSettings, parse_sizes
 from weft.bench.verification import Check, Problem
 from weft.engines import matmul
 from weft.engines.weights import pack
@@ -39,7 +39,7 @@ class Overlap:
         self.x, self.out = torch.empty(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
         self.weight = pack(self.problem.weight)
         sweep = SweepSettings("all_gather", dtype=settings.dtype, seed=settings.seed)
-        count = collectives.count_of(settings.size.bytes[0], sweep, world.ranks)
+        count = collectives.count_of(parse_sizes(settings.size)[0], sweep, world.ranks)
         self.data = collectives.Data(world, sweep, count)
         self.a, self.gathered = world.empty(count, dtype=dtype), world.empty(count * world.ranks, dtype=dtype)
         product = partial(matmul.multiply, self.x, self.weight, self.out)
@@ -77,6 +77,7 @@ def measure(settings: OverlapSettings) -> dict[str, Any]:
 
     `copies_ms` is what the all-gather takes without the emulated link, null where there is none.
     """
+    [gathered] = parse_sizes(settings.size)
     with session(settings.threads) as world:
         stopwatch, overlap = Stopwatch(world), Overlap(settings, world)
         copies = _emulate(settings, world, overlap, stopwatch)
@@ -88,10 +89,10 @@ def measure(settings: OverlapSettings) -> dict[str, Any]:
             "ranks": world.ranks,
             "hosts": len(set(world.hosts)),
             "shape": asdict(settings.shape),
-            "gather_bytes": settings.size.bytes[0],
+            "gather_bytes": gathered,
             "dtype": settings.dtype,
-            "algorithm": f"all-gather of {size_name(settings.size.bytes[0])} per rank",
-            "link": {"gbps": world.emulated_link[0], "latency_us": world.emulated_link[1]} if world.emulated_link else None,
+            "algorithm": f"all-gather of {size_name(gathered)} per rank",
+            "link": link_of(world),
             "copies_ms": copies,
             "times_ms": {name: time for name, time in shown.items() if not name.startswith("gloo")},
             "baselines_ms": {name: time for name, time in shown.items() if name.startswith("gloo")},

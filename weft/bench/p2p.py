@@ -28,7 +28,7 @@ from weft import _native
 from weft.bench import environment, tables
 from weft.bench.harness import batches, every_size, per_call, race, session, verified, where, worst
 from weft.bench.plots import COLOURS, over_sizes, picture, size_name, unverified
-from weft.bench.settings import CopySettings
+from weft.bench.settings import CopySettings, parse_sizes
 from weft.bench.verification import RUNS, Check
 from weft.ops.barrier import barrier
 from weft.world import World
@@ -68,7 +68,7 @@ class Buffers:
 
     def __init__(self, settings: CopySettings, world: World) -> None:
         self.settings, self.world = settings, world
-        largest_size = max(settings.sizes.bytes)
+        largest_size = max(parse_sizes(settings.sizes))
         generator = torch.Generator().manual_seed(settings.seed)
         self.stream = torch.randint(256, (largest_size + RUNS,), dtype=torch.uint8, generator=generator)
         self.shared = world.empty(largest_size, dtype=torch.uint8)

@@ -17,9 +17,11 @@ def progress(what: str, steps: int, *, shown: bool = True) -> Iterator[Callable[
     It is drawn within that function and not by a thread, which would disturb what is measured.
     """
     console = Console(stderr=True)
+    if not (shown and console.is_terminal):
+        yield lambda: None
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    quiet = not (shown and console.is_terminal)
-    with Progress(*columns, console=console, auto_refresh=False, transient=True, disable=quiet) as bar:
+    with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
         task, drawn = bar.add_task(what, total=steps), 0.0
 
         def advance() -> None:

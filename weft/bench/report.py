@@ -32,7 +32,7 @@ def to_json(result: Result) -> dict[str, Any]:
         "out_dtype": settings.result_dtype,
         "algorithm": result.algorithm,
         "chunk_rows": result.chunk_rows,
-        "link": result.link._asdict() if result.link else None,
+        "link": result.link,
         "times_ms": _times(result.times),
         "baselines_ms": _times(result.baselines),
         **_figures(result),
@@ -59,7 +59,7 @@ def title(result: Result) -> str:
     """What was measured, in one line."""
     settings = result.settings
     dtypes = settings.dtype if settings.result_dtype == settings.dtype else f"{settings.dtype} to {settings.result_dtype}"
-    link = f", emulated link of {result.link.gbps:g} Gbit/s" if result.link else ""
+    link = f", emulated link of {result.link['gbps']:g} Gbit/s" if result.link else ""
     ranks = f"{result.ranks} rank{'s' if result.ranks > 1 else ''}{f' on {result.hosts} hosts' if result.hosts > 1 else ''}"
     return f"{settings.operator.replace('_', '-')}: {ranks}, {settings.shape}, {dtypes}, {result.algorithm}{link}"
 
@@ -92,7 +92,7 @@ def _notes(result: Result) -> Iterator[Text]:
     settings = result.settings
     yield Text()
     if result.link:
-        link = f"{result.link.gbps:g} Gbit/s, {result.link.latency_us:g} us per transfer"
+        link = f"{result.link['gbps']:g} Gbit/s, {result.link['latency_us']:g} us per transfer"
         yield Text(f"EMULATED LINK: each rank's copies to and from peers take at least as long as on a link of {link}.", "yellow")
     yield Text(f"{result.algorithm}, at most {result.chunk_rows} rows per transfer: {result.why}.")
     yield from map(Text, result.notes)

@@ -6,6 +6,7 @@ neither torch nor ranks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import typer
 from weft.schedules import all_gather, all_reduce
 from weft.schedules.operators import OPERATORS
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_POWERS = {"": 0, "K": 10, "M": 20, "G": 30}
 
 
 @dataclass(frozen=True)
@@ -36,23 +37,6 @@ class Shape:
 
 
 SHAPE = Shape(2048, 2048, 1024)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Numbers of bytes, as a `text` says (`parse_sizes`)."""
-
-    text: str
-
-    def __post_init__(self) -> None:
-        parse_sizes(self.text)
-
-    def __str__(self) -> str:
-        return self.text
-
-    @property
-    def bytes(self) -> list[int]:
-        return parse_sizes(self.text)
 
 
 def parse_shape(text: str) -> Shape:
@@ -83,10 +67,10 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def _bytes(text: str) -> int:
-    number, unit = (text[:-1], text[-1:].upper()) if text[-1:].upper() in ("K", "M", "G") else (text, "")
-    if not (number.isdecimal() and int(number)):
+    found = re.fullmatch(r"0*([1-9][0-9]*)([KMG]?)", text, re.IGNORECASE)
+    if not found:
         raise ValueError(f"expected a positive number of bytes such as 8, 4K, 64M or 1G; got {text!r}")
-    return int(number) * _UNITS[unit]
+    return int(found[1]) << _POWERS[found[2].upper()]
 
 
 def _gbps(text: str) -> str:
@@ -95,6 +79,12 @@ def _gbps(text: str) -> str:
         if text == "auto" or 0 < float(text) < float("inf"):
             return text
     raise ValueError(f"expected a positive number of Gbit/s, or auto; got {text!r}")
+
+
+def _bytes_of(text: str) -> str:
+    """Sizes in bytes."""
+    parse_sizes(text)
+    return text
 
 
 def _numbers(text: str) -> str:
@@ -126,11 +116,12 @@ def product(what: str) -> Any:
 
 
 def _sizes(what: str, metavar: str = "FIRST:LAST:FACTOR,…") -> Any:
-    return _option(Sizes, metavar, what)
+    return _option(_bytes_of, metavar, what)
 
 
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
-Fused = Literal["all-gather-matmul", "matmul-reduce-scatter", "matmul-all-reduce"]
+FUSED = tuple(name.replace("_", "-") for name in OPERATORS)
+"""The fused operators, as commands call them."""
 Ranks = Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="Ranks to start; 2 unless a launcher did.")]
 Several = Annotated[int | None, typer.Option("--ranks", "-n", min=2, help="Ranks to start; 2 unless a launcher did.")]
 Warmup = Annotated[int, typer.Option(min=0, help="Rounds before the measured ones.")]
@@ -236,7 +227,7 @@ class SweepSettings:
     device: str = "cpu"
     comm_sms: str = ""
     ranks: Several = None
-    sizes: Annotated[Sizes, _sizes("Bytes of each rank's input; K, M, G are binary.")] = Sizes("4K:64M:4")
+    sizes: Annotated[str, _sizes("Bytes of each rank's input; K, M, G are binary.")] = "4K:64M:4"
     dtype: Annotated[
         Literal["float16", "bfloat16", "float32", "float64", "int8", "int32", "int64"], typer.Option(help="Of the elements.")
     ] = "float32"
@@ -313,7 +304,7 @@ class OverlapSettings(Compared):
 
     ranks: Several = None
     shape: Annotated[Shape, product("Each rank's product, which needs nothing of others.")] = Shape(1024, 1024, 1024)
-    size: Annotated[Sizes, _sizes("That each rank puts into the all-gather; K, M, G are binary.", "BYTES")] = Sizes("16M")
+    size: Annotated[str, _sizes("That each rank puts into the all-gather; K, M, G are binary.", "BYTES")] = "16M"
     dtype: Annotated[Dtype, typer.Option(help="Of the matrices and of what is gathered.")] = "float32"
     warmup: Warmup = 3
     iterations: Iterations = 20
@@ -330,7 +321,7 @@ class CopySettings:
     """One-sided put and get over size, synchronous and asynchronous, beside local copies."""
 
     ranks: Several = None
-    sizes: Annotated[Sizes, _sizes("Bytes of a copy; K, M, G are binary.")] = Sizes("4K:64M:4")
+    sizes: Annotated[str, _sizes("Bytes of a copy; K, M, G are binary.")] = "4K:64M:4"
     warmup: Warmup = 2
     iterations: Iterations = 40
     seed: Seed = 0

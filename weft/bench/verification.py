@@ -58,7 +58,7 @@ class Problem:
 
     def check_product(self, out: Tensor, run: int) -> Check:
         """Compare a product with the run's exact one."""
-        return compare(out, self.exact[run : run + self.m], self.bound[run : run + self.m])
+        return _compare_rows(out, self.exact, self.bound, run)
 
 
 class Sums(Problem):
@@ -96,13 +96,11 @@ class Sums(Problem):
 
     def check_product_sum(self, out: Tensor, run: int, start: int) -> Check:
         """Compare rows of the sum of all ranks' products, from row `start` on, with the run's exact ones."""
-        rows = slice(run + start, run + start + len(out))
-        return compare(out, self.sum[rows], self.sum_bound[rows])
+        return _compare_rows(out, self.sum, self.sum_bound, run + start)
 
     def check_sum(self, out: Tensor, run: int, start: int) -> Check:
         """Compare rows of the sum of all ranks' `products`, from row `start` on, with the run's exact ones."""
-        rows = slice(run + start, run + start + len(out))
-        return compare(out, self.made_sum[rows], self.made_bound[rows])
+        return _compare_rows(out, self.made_sum, self.made_bound, run + start)
 
     def _summed(self, terms: Tensor, errors: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The exact sum over ranks, and the error of a sum of terms off by up to `errors`: as for a product of K = ranks."""
@@ -126,6 +124,11 @@ def compare(actual: Tensor, exact: Tensor, bound: Tensor) -> Check:
     if not error.numel():
         return Check(0, 0.0, 0.0)
     return Check(int((error > bound).sum()), error.max().item(), bound.max().item())
+
+
+def _compare_rows(actual: Tensor, exact: Tensor, bound: Tensor, start: int) -> Check:
+    rows = slice(start, start + len(actual))
+    return compare(actual, exact[rows], bound[rows])
 
 
 def error_bound(magnitude: Tensor, exact: Tensor, k: int, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from weft.bench import settings
-from weft.bench.settings import CopySettings, FusedSettings, OverlapSettings, SweepSettings
+from weft.bench.settings import CopySettings, FusedSettings, OverlapSettings, SweepSettings, parse_sizes
 from weft.cli import options
 from weft.cli.options import refuse
 from weft.schedules.operators import OPERATORS
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Measure operators against their limits and what one would write without weft.", no_args_is_help=True)
 
-_MOVING = ("pull", "push", "ring")
 _ALONE = "a single rank has nobody to exchange anything with: use 2 or more"
 
 
@@ -42,12 +41,11 @@ def _fused(given: FusedSettings) -> None:
 def _check_fused(given: FusedSettings) -> None:
     """End with exit status 2 for what cannot be measured."""
     algorithm, operator, (_, ranks) = given.algorithm, OPERATORS[given.operator], options.world_size(given.ranks)
-    gathers = given.operator == "all_gather_matmul"
-    takers = _MOVING if gathers else [name for name in operator.algorithms if name not in operator.whole]
-    if given.chunk_rows and algorithm not in takers and (gathers or algorithm != "auto"):
+    takers = [name for name in operator.algorithms if name not in operator.whole]
+    if given.chunk_rows and algorithm not in takers and (algorithm != "auto" or given.operator == "all_gather_matmul"):
         names = f"{', '.join(takers[:-1])} or {takers[-1]}"
         refuse("--chunk-rows", f"{algorithm} does not take a chunk size: use --algorithm {names}")
-    if given.ablate and (ranks == 1 or algorithm not in (*_MOVING, "auto")):
+    if given.ablate and (ranks == 1 or algorithm not in (*takers, "auto")):
         what = "one rank" if ranks == 1 else algorithm
         refuse("--ablate", f"{what} has no transfers to overlap: use 2 or more ranks and --algorithm pull, push or ring")
     possible = {given.dtype, "float32"} if given.dtype != "float64" else {given.dtype}
@@ -116,8 +114,8 @@ def _check_baselines(given: SweepSettings) -> None:
 def _overlap(given: OverlapSettings) -> None:
     from weft.bench import overlap, plots
 
-    if len(given.size.bytes) > 1:
-        refuse("--size", f"expected one size; got {given.size.text!r}")
+    if len(parse_sizes(given.size)) > 1:
+        refuse("--size", f"expected one size; got {given.size!r}")
     _check_baseline(given)
     options.hand_over(given, overlap.measure, overlap.print_tables, plots.draw_times)
 

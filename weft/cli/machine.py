@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from weft.bench.settings import Dtype, Fused, Json, Shape, Threads, product
+from weft.bench.settings import FUSED, Dtype, Json, Shape, Threads, product
 from weft.cli import options
 from weft.cli.options import refuse
 
@@ -88,7 +88,7 @@ def _calibrate_network(threads: int, json_file: str | None) -> None:
 class Tune:
     """Measure the candidates for given shapes on this machine, and remember the winners: from now on auto takes them."""
 
-    operator: Annotated[Fused, typer.Argument(help="What to tune.")]
+    operator: Annotated[str, typer.Argument(help="What to tune."), FUSED]
     shape: Annotated[list[Shape], product("A shape of weft bench; may be given several times.")]
     ranks: Annotated[int, typer.Option("--ranks", "-n", min=2, help="How many to start.")] = 2
     dtype: Annotated[Dtype, typer.Option(help="Of the inputs.")] = "float32"

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from weft.bench.settings import SHAPE, Dtype, Json, Plot, Shape, Trace, parse_sizes, product
+from weft.bench.settings import FUSED, SHAPE, Dtype, Json, Plot, Shape, Trace, parse_sizes, product
 from weft.cli import options
 from weft.cli.options import refuse
 
@@ -27,8 +27,7 @@ class Question:
     """
 
     operator: Annotated[
-        Literal["all-gather-matmul", "matmul-reduce-scatter", "matmul-all-reduce", "mlp"],
-        typer.Argument(help="mlp: both of a gated MLP; --shape is then tokens x hidden x intermediate."),
+        str, typer.Argument(help="mlp: both of a gated MLP; --shape is then tokens x hidden x intermediate."), (*FUSED, "mlp")
     ]
     machine: Annotated[str, typer.Option(help="A profile; without one, this machine if it is calibrated, else cpu.")] = ""
     ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="How many share the work.")] = 2

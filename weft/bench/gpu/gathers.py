@@ -13,7 +13,7 @@ from weft.bench import sweep, tables
 from weft.bench.gpu import hardware, milliseconds, processes, versions
 from weft.bench.harness import per_call
 from weft.bench.plots import COLOURS, picture
-from weft.bench.settings import AllGather
+from weft.bench.settings import AllGather, parse_sizes
 from weft.ops.all_gather import all_gather
 from weft.ops.barrier import barrier
 from weft.world import init
@@ -27,7 +27,7 @@ def all_gathers(settings: AllGather) -> dict[str, Any]:
     from weft.engines.device.kernels.all_gather import Traffic
 
     ranks = settings.ranks or 2
-    sizes = [ranks * shard for shard in settings.sizes.bytes]
+    sizes = [ranks * shard for shard in parse_sizes(settings.sizes)]
     lanes = 64 if torch.version.hip else 32
 
     def measure(size: int, kind: str, sms: int | None) -> tuple[list[float], int]:

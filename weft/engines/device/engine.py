@@ -191,7 +191,7 @@ class DeviceProgram(FixedProgram):
                 if self.lanes[LANES.index(name)]:
                     engine.lanes[name].begin()
                     steps = self._steps(name, given, spans, products)
-                    completions.append(engine.lanes[name].start([partial(self._guarded, steps)]))
+                    completions.append(engine.lanes[name].start(partial(self._guarded, steps)))
             self._join(completions)
             engine.counters.advance(self.promised)
         if world.device.type == "cpu":
@@ -246,7 +246,7 @@ class DeviceProgram(FixedProgram):
         background.begin()
         steps = self._steps("compute", given, self.spans, {})
         steps.append(lambda: self.engine.counters.advance(self.promised))
-        self.completion = background.start([partial(self._guarded, steps)])
+        self.completion = background.start(partial(self._guarded, steps))
         self.held = binding  # their memory is the caller's stream's, which may be far ahead
         self.engine.pending.append(self)
 

@@ -1,13 +1,13 @@
 """What the lanes of a plan become on a device: on a GPU streams, on a CPU threads that each do in order what they are given.
 
-A lane is given a list of steps at a time. `begin` puts what it is given next behind what the caller's stream holds so far, and the
-`Completion` of a list puts the caller behind it. Nothing here waits on a GPU: what waits are streams.
+`begin` puts what a lane is given next behind what the caller's stream holds so far, and the `Completion` of that puts the caller
+behind it. Nothing here waits on a GPU: what waits are streams.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ class Operands(NamedTuple):
 
 
 class ThreadCompletion:
-    """The end of a list of steps on a `ThreadLane`."""
+    """The end of what was started on a `ThreadLane`."""
 
     def __init__(self, future: Future[None]) -> None:
         self.future = future
@@ -55,19 +55,18 @@ class ThreadLane:
     def begin(self) -> None:
         pass  # what the caller has done is done
 
-    def start(self, steps: Sequence[Step]) -> ThreadCompletion:
-        """Do these steps in order, beside the caller and other lanes; an exception ends the list."""
-        return ThreadCompletion(self.thread.submit(_all, steps))
+    def start(self, step: Step) -> ThreadCompletion:
+        """Do this behind what was started before, beside the caller and other lanes."""
 
+        def without_gradients() -> None:
+            with torch.no_grad():  # which is a thread's own affair
+                step()
 
-def _all(steps: Sequence[Step]) -> None:
-    with torch.no_grad():  # which is a thread's own affair
-        for step in steps:
-            step()
+        return ThreadCompletion(self.thread.submit(without_gradients))
 
 
 class StreamCompletion:
-    """The end of a list of steps on a `StreamLane`."""
+    """The end of what was started on a `StreamLane`."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
@@ -91,9 +90,9 @@ class StreamLane:
         """Order the steps that follow after what the caller has put on its current stream."""
         self.stream.wait_stream(torch.cuda.current_stream())
 
-    def start(self, steps: Sequence[Step]) -> StreamCompletion:
-        with torch.cuda.stream(self.stream):
-            _all(steps)
+    def start(self, step: Step) -> StreamCompletion:
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            step()
             event = torch.cuda.Event()
             event.record()
         return StreamCompletion(event)
