@@ -54,7 +54,7 @@ def grows(world, how, step, calls):
     [
         ("dies", "weft.world.memory.send", 2, "died while rank"),
         ("leaves", "weft.world.memory.send", 2, "closed its world while rank"),
-        ("dies", "weft.world.memory._receive", 1, "died while rank"),
+        ("dies", "weft.world.memory.receive", 1, "died while rank"),
         ("leaves", "weft._native.attach_mapping", 1, "closed its world while rank"),
         ("lacks", "weft._native.attach_mapping", 2, "failed with SymmetricMemoryError: empty("),
     ],

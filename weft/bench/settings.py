@@ -1,7 +1,7 @@
 """What benchmarks are asked for: the settings of each are what its command takes.
 
-A field that says which option it is, and what it may be if only some words, is one; the others a benchmark sets itself. Loads
-neither torch nor ranks.
+A field annotated with an option is one, with the words that it may be where these are all; the other fields are set by commands.
+Loads neither torch nor ranks.
 """
 
 from __future__ import annotations
