@@ -22,6 +22,8 @@ from weft.bench.settings import AllGatherMatmul, Shape
 from weft.bench.verification import RUNS, Check, Problem, Sums, compare
 from weft.cli import app
 from weft.cli.plan import PLANNERS
+from weft.ops.call import Decision
+from weft.schedules.workload import Variant
 
 SMALL = ["--shape", "64x64x32", "--warmup", "1", "--iterations", "2", "--threads", "1"]
 SCHEMA = {
@@ -58,6 +60,22 @@ def kinds(value):
 COMMAND = [sys.executable, "-c", "from weft.cli import main; main()"]  # weft in a process of its own
 
 
+WHERE = {
+    "ranks": 2,
+    "hosts": 1,
+    "link": None,
+    "machine": {
+        "cpu": "a processor",
+        "cores": 2,
+        "threads_per_rank": 1,
+        "memory_gib": 8.0,
+        "vector_instructions": "",
+        "system": "",
+    },
+    "versions": {"weft": "0", "torch": "0", "python": "0"},
+}
+
+
 def result(**changes):
     """A result with made-up times."""
     names = ("compute", "communicate", "sequential", "pipelined")
@@ -66,24 +84,12 @@ def result(**changes):
     }
     made = {
         "settings": AllGatherMatmul(shape=Shape(1000, 1000, 500)),
-        "ranks": 2,
-        "algorithm": "direct",
-        "chunk_rows": 500,
-        "why": "as asked for",
-        "link": None,
+        "choice": Decision(Variant("direct", 500), "as asked for"),
         "times": times,
         "baselines": {GLOO: Statistics(24.0, 20.0, 30.0, 20)},
         "ablation": {},
         "checks": {name: Check(0, 1e-6, 1e-3) for name in (*names, GLOO)},
-        "machine": {
-            "cpu": "a processor",
-            "cores": 2,
-            "threads_per_rank": 1,
-            "memory_gib": 8.0,
-            "vector_instructions": "",
-            "system": "",
-        },
-        "versions": {"weft": "0", "torch": "0", "python": "0"},
+        "where": WHERE,
         "traces": [],
     }
     return Result(**(made | changes))
@@ -232,7 +238,7 @@ def test_json_of_a_result():
     assert kinds(made) == SCHEMA
     assert list(made) == list(SCHEMA)
     assert (made["speedup"], made["overlap_percent"], made["limit_ratio"]) == (1.5, 75.0, 1.2)
-    link = report.to_json(result(link={"gbps": 10.0, "latency_us": 5.0}))["link"]
+    link = report.to_json(result(where=WHERE | {"link": {"gbps": 10.0, "latency_us": 5.0}}))["link"]
     assert link == {"gbps": 10.0, "latency_us": 5.0}
 
 
@@ -250,7 +256,7 @@ def test_tables_say_what_is_slower_wrong_or_emulated():
     checks = result().checks | {"pipelined": Check(4, torch.inf, 1e-3)}
     assert "pipelined WRONG" in text_of(result(checks=checks))
     assert "NOT VERIFIED" in text_of(result(checks=checks))
-    assert "EMULATED LINK" in text_of(result(link={"gbps": 10.0, "latency_us": 5.0}))
+    assert "EMULATED LINK" in text_of(result(where=WHERE | {"link": {"gbps": 10.0, "latency_us": 5.0}}))
     assert "too slow for 20 runs: 3 measured" in text_of(result(baselines={GLOO: Statistics(6.0, 5.0, 7.0, 3)}))
 
 

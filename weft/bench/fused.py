@@ -25,7 +25,7 @@ from weft.engines.recording import record
 from weft.engines.weights import pack
 from weft.ops import fused
 from weft.ops.auto import decide
-from weft.ops.call import Given, Options
+from weft.ops.call import Decision, Given, Options
 from weft.plan import Copy, Plan
 from weft.plan.trace import Trace
 from weft.schedules.common import split
@@ -43,25 +43,19 @@ class Result:
     """What was measured.
 
     `times` has the four views, `baselines` and `ablation` what they are compared with. `checks` holds the worst that verification
-    found for each of these before and after timing on any rank. `algorithm`, `chunk_rows` and `link` are those that were used, and
-    `why` says why the algorithm was; `notes` are what else one must know to read the times.
+    found for each of these before and after timing on any rank. `choice` is what was carried out, and why; `where` says on what,
+    as the JSON does; `notes` are what else one must know to read the times.
     """
 
     settings: FusedSettings
-    ranks: int
-    algorithm: str
-    chunk_rows: int
-    why: str
-    link: dict[str, float] | None
+    choice: Decision
     times: dict[str, Statistics]
     baselines: dict[str, Statistics]
     ablation: dict[str, Statistics]
     checks: dict[str, Check]
-    machine: dict[str, Any]
-    versions: dict[str, str]
+    where: dict[str, Any]
     traces: list[Trace]
     notes: tuple[str, ...] = ()
-    hosts: int = 1
 
     @property
     def verified(self) -> bool:
@@ -191,19 +185,14 @@ def measure(make_subject: Callable[[FusedSettings, World, Stopwatch], Subject], 
             torch.save(subject.views["pipelined"].outputs[0], settings.save_outputs / f"rank{world.rank}.pt")
         return Result(
             settings,
-            world.ranks,
-            subject.choice.algorithm,
-            subject.choice.chunk_rows,
-            subject.choice.why,
-            link_of(world),
+            subject.choice,
             times={name: times[name] for name in VIEWS},
             baselines={name: times[name] for name in (GLOO,) if settings.gloo},
             ablation={step: times[name] for step, name in subject.ablation.items()},
             checks=checks,
+            where={"ranks": world.ranks, "hosts": len(set(world.hosts)), "link": link_of(world), **where(world)},
             traces=[trace for trace in traces if trace],
             notes=subject.notes,
-            hosts=len(set(world.hosts)),
-            **where(world),
         )
 
 

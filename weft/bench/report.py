@@ -21,26 +21,26 @@ def to_json(result: Result) -> dict[str, Any]:
 
     `max_error` is the largest error of any of weft's own products and `error_bound` the largest bound of any element.
     """
-    settings = result.settings
+    settings, where = result.settings, result.where
     products = [check for name, check in result.checks.items() if name != "communicate" and name not in result.baselines]
     report = {
         "benchmark": settings.operator.replace("_", "-"),
-        "ranks": result.ranks,
-        "hosts": result.hosts,
+        "ranks": where["ranks"],
+        "hosts": where["hosts"],
         "shape": asdict(settings.shape),
         "dtype": settings.dtype,
         "out_dtype": settings.result_dtype,
-        "algorithm": result.algorithm,
-        "chunk_rows": result.chunk_rows,
-        "link": result.link,
+        "algorithm": result.choice.algorithm,
+        "chunk_rows": result.choice.chunk_rows,
+        "link": where["link"],
         "times_ms": _times(result.times),
         "baselines_ms": _times(result.baselines),
         **_figures(result),
         "verified": result.verified,
         "max_error": _finite(max(check.max_error for check in products)),
         "error_bound": _finite(max(check.bound for check in products)),
-        "machine": result.machine,
-        "versions": result.versions,
+        "machine": where["machine"],
+        "versions": where["versions"],
     }
     return report | ({"ablation_ms": _times(result.ablation)} if result.ablation else {})
 
@@ -57,11 +57,12 @@ def print_tables(result: Result, console: Console) -> None:
 
 def title(result: Result) -> str:
     """What was measured, in one line."""
-    settings = result.settings
+    settings, where = result.settings, result.where
     dtypes = settings.dtype if settings.result_dtype == settings.dtype else f"{settings.dtype} to {settings.result_dtype}"
-    link = f", emulated link of {result.link['gbps']:g} Gbit/s" if result.link else ""
-    ranks = f"{result.ranks} rank{'s' if result.ranks > 1 else ''}{f' on {result.hosts} hosts' if result.hosts > 1 else ''}"
-    return f"{settings.operator.replace('_', '-')}: {ranks}, {settings.shape}, {dtypes}, {result.algorithm}{link}"
+    link = f", emulated link of {where['link']['gbps']:g} Gbit/s" if where["link"] else ""
+    ranks, hosts = where["ranks"], where["hosts"]
+    place = f"{ranks} rank{'s' if ranks > 1 else ''}{f' on {hosts} hosts' if hosts > 1 else ''}"
+    return f"{settings.operator.replace('_', '-')}: {place}, {settings.shape}, {dtypes}, {result.choice.algorithm}{link}"
 
 
 def _table(result: Result, rows: Mapping[str, Statistics], compared: Mapping[str, Statistics]) -> Table:
@@ -91,10 +92,11 @@ def _figure_table(result: Result) -> Table:
 def _notes(result: Result) -> Iterator[Text]:
     settings = result.settings
     yield Text()
-    if result.link:
-        link = f"{result.link['gbps']:g} Gbit/s, {result.link['latency_us']:g} us per transfer"
+    if slow := result.where["link"]:
+        link = f"{slow['gbps']:g} Gbit/s, {slow['latency_us']:g} us per transfer"
         yield Text(f"EMULATED LINK: each rank's copies to and from peers take at least as long as on a link of {link}.", "yellow")
-    yield Text(f"{result.algorithm}, at most {result.chunk_rows} rows per transfer: {result.why}.")
+    choice = result.choice
+    yield Text(f"{choice.algorithm}, at most {choice.chunk_rows} rows per transfer: {choice.why}.")
     yield from map(Text, result.notes)
     for name, times in {**result.times, **result.baselines, **result.ablation}.items():
         if times.iterations < settings.iterations:
@@ -106,7 +108,7 @@ def _notes(result: Result) -> Iterator[Text]:
         report = to_json(result)
         errors = f"largest error {report['max_error']:.2g}, bound {report['error_bound']:.2g}"
         yield Text(f"Verified on every rank, before and after timing, on new inputs and poisoned outputs: {errors}.", "green")
-    yield tables.machine({"machine": result.machine, "versions": result.versions})
+    yield tables.machine(result.where)
 
 
 def _figures(result: Result) -> dict[str, float]:
