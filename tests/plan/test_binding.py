@@ -1,0 +1,138 @@
+"""A plan over blocks is a right plan over rows, whatever sizes are bound to it, and engines bind as the slow way does."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import plans
+from support.ranks import on_ranks, start
+
+from weft.engines import engine
+from weft.engines.engine import LANES
+from weft.engines.host import HostProgram
+from weft.engines.reference import run
+from weft.errors import PlanError
+from weft.plan import Buffer, Copy, Plan, Region
+from weft.plan.binding import bind, sizes, split
+from weft.plan.language import ROOM
+from weft.plan.proof import problems, verify
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+@st.composite
+def bound_plans(draw: st.DrawFn) -> Plan:
+    """Any plan over blocks, some of them without rows, as a plan over rows."""
+    ranks = draw(st.integers(1, 5))
+    pieces = draw(st.sampled_from([1, 2, 3]))
+    plan = draw(plans.any_plan(st.just((pieces,) * ranks)))
+    rows = draw(st.lists(st.integers(0, 9), min_size=len(plan.pieces), max_size=len(plan.pieces)))
+    return bind(plan, rows)
+
+
+@settings(max_examples=100, deadline=None)
+@given(bound_plans())
+def test_whatever_is_bound_is_proved(plan):
+    verify(plan)
+
+
+def test_pieces_are_as_even_as_they_can_be():
+    assert [split(7, 3), split(2, 4), split(0, 2)] == [[3, 2, 2], [1, 1, 0, 0], [0, 0]]
+    plan = plans.all_gather((2, 2), "pull", chunk_rows=1)
+    assert sizes(plan, (5, 0)) == [3, 2, 0, 0]
+    with pytest.raises(PlanError, match="has 2 shards, but 3 sizes were given"):
+        bind(plan, (1, 2, 3))
+
+
+def copied(src: Region, dst: Region, blocks: tuple[range | tuple[int, ...], ...], more: tuple[Copy, ...] = ()) -> list[str]:
+    """What is wrong with a plan of one rank, whose buffers `a`, `room` and `out` have these blocks."""
+    a, room, out = blocks
+    buffers = {"a": Buffer.of("input", [a]), "room": Buffer.of("workspace", [room]), "out": Buffer.of("workspace", [out])}
+    return problems(Plan("test", "x", buffers, ({"compute": (Copy(src, dst), *more)},), pieces=(2,)))
+
+
+def test_operands_have_the_same_blocks():
+    a, out, room = Region(0, "a", 0, 1), Region(0, "out", 0, 1), Region(0, "room", 0, 1)
+    swapped = copied(a, out, (range(2), range(2), (1, 0)))
+    assert any("the blocks differ" in problem for problem in swapped)
+    assert any("nothing says how many rows" in problem for problem in copied(room, room, (range(2), (ROOM,), range(2))))
+    torn = Copy(Region(0, "a", 0, 2), Region(0, "room", 0, 2)), Copy(Region(0, "a", 1, 2), Region(0, "room", 1, 2))
+    found = copied(torn[0].src, torn[0].dst, (range(2), (ROOM,) * 2, range(2)), torn[1:])
+    assert any("the same room, but begin at different blocks" in problem for problem in found)
+
+
+def executed(world, seed, mutant):
+    """Every schedule's plan over blocks, executed twice in a row with other sizes, beside what the reference makes of each."""
+    choose, own, wrong = random.Random(seed), engine(world), 0
+    every = [
+        (plan, index)
+        for plan, index in product(plans.every((4,) * world.ranks, 1), range(2))
+        if choose.random() < 0.5 and {*plan.lanes[0]} <= {*LANES}
+    ]
+    numbers = HostProgram._lay_out
+    if mutant:
+        numbers = _reversed
+    with mock.patch.object(HostProgram, "_lay_out", numbers):
+        for plan, _ in every:
+            rows = [choose.randrange(0, 12) * choose.randrange(0, 2) for _ in plan.pieces]
+            call = plans.call(bind(plan, rows), choose.randrange(1 << 30))
+            (wanted,) = run(call)
+            tensors = {name: placed(world, plan, call, name) for name, buffer in plan.buffers.items() if buffer.role != "workspace"}
+            weights = call.weights[world.rank]
+            own.execute(plan, tensors, {name: weights[name] for name in weights}, rows=rows)
+            found = {name: tensors[name] for name in wanted[world.rank]}
+            wrong += not plans.equal([found], [wanted[world.rank]])
+    return wrong, len(every)
+
+
+def _reversed(program):
+    """A mutant: the blocks of workspaces are bound in the opposite order."""
+    kept = program.plan
+    turned = {
+        name: replace(buffer, blocks=tuple(tuple(blocks)[::-1] for blocks in buffer.blocks))
+        if buffer.role == "workspace"
+        else buffer
+        for name, buffer in kept.buffers.items()
+    }
+    program.plan = replace(kept, buffers=turned)
+    _lay_out(program)
+    program.plan = kept
+
+
+_lay_out = HostProgram._lay_out
+
+
+def placed(world, plan, call, name):
+    """The tensor of a buffer on this rank, in symmetric memory where peers access it; outputs hold nothing yet."""
+    buffer, rank = call.plan.buffers[name], world.rank
+    columns = plans.COLUMNS
+    shared = any(
+        region.buffer == name and region.rank != r
+        for r, lanes in enumerate(plan.lanes)
+        for lane in lanes.values()
+        for i in lane
+        for region in (*getattr(i, "srcs", ()), *([i.src] if hasattr(i, "src") else []), *([i.dst] if hasattr(i, "dst") else []))
+    )
+    most = max(buffer.rows)
+    tensor = world.empty(most, columns, dtype=torch.float64) if shared else torch.empty(most, columns, dtype=torch.float64)
+    tensor = tensor.fill_(torch.nan)[: buffer.rows[rank]]
+    return tensor.copy_(call.inputs[rank][name]) if buffer.role == "input" else tensor
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_engines_bind_as_the_reference_does(ranks):
+    for wrong, of in on_ranks(executed, ranks, 7, False):
+        assert (wrong, of > 30) == (0, True)
+
+
+def test_a_mutant_of_the_binding_is_noticed():
+    outcomes = start(executed, 2, 7, True)
+    assert any(outcome is None or outcome.error is not None or outcome.result[0] for outcome in outcomes)
