@@ -433,8 +433,10 @@ def test_plans_are_shown_and_proved():
     assert outcome.exit_code == 0
     assert "all_gather_matmul / push on 3 ranks" in outcome.stdout
     assert "verified: no race, no deadlock" in outcome.stdout
-    for operator, (algorithms, _) in PLANNERS.items():
-        for algorithm in algorithms:
+    assert "rows per rank: 4, 4, 3" in outcome.stdout
+    assert "blocks per rank: 2, 2" in CliRunner().invoke(app, ["plan", "show", "all-gather"]).stdout
+    for operator, planner in PLANNERS.items():
+        for algorithm in planner.algorithms:
             outcome = CliRunner().invoke(app, ["plan", "show", operator.replace("_", "-"), "-n", "3", "--algorithm", algorithm])
             assert outcome.exit_code == 0, outcome.output
             assert f"{operator} / {algorithm} on 3 ranks" in outcome.stdout

@@ -11,63 +11,80 @@ import typer
 
 from weft.errors import PlanError
 from weft.plan import Plan
+from weft.plan.binding import bind, split
 from weft.plan.proof import verify
 from weft.schedules import all_gather, all_reduce, broadcast, reduce_scatter
 from weft.schedules.all_to_all import all_to_all
 from weft.schedules.operators import OPERATORS
-from weft.schedules.workload import Operator, Place, Variant, Workload
+from weft.schedules.workload import Operator, Place, Variant, Workload, pieces
 
 app = typer.Typer(help="Look at plans: what every rank does in one execution of an operator.", no_args_is_help=True)
 
 
 class Request(NamedTuple):
-    """What a planner is asked for."""
+    """What a planner is asked for: each rank's part in so many pieces."""
 
-    rows: list[int]
+    ranks: int
+    pieces: int
     algorithm: str
-    chunk_rows: int
     symmetric: bool
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The blocks of each rank's part."""
+        return (self.pieces,) * self.ranks
 
 
 def _gather(r: Request) -> Plan:
-    return all_gather.all_gather(
-        r.rows, r.algorithm, chunk_rows=r.chunk_rows, symmetric_a=r.symmetric, symmetric_gathered=r.symmetric
-    )
+    return all_gather.all_gather(r.blocks, r.algorithm, chunk_rows=1, symmetric_a=r.symmetric, symmetric_gathered=r.symmetric)
 
 
 def _fused(operator: Operator, r: Request) -> Plan:
-    workload = Workload(operator.name, tuple(r.rows), 1, 1, "float32", "float32", symmetric=r.symmetric)
-    return operator.plan(workload, Variant(r.algorithm, r.chunk_rows), Place())
+    workload = Workload(operator.name, r.blocks, 1, 1, "float32", "float32", symmetric=r.symmetric)
+    way = Variant(r.algorithm, 1)
+    return operator.plan(*operator.in_blocks(workload, way, 1 if r.algorithm in operator.whole else r.pieces), Place())
 
 
 def _reduce(r: Request) -> Plan:
-    return all_reduce.all_reduce(sum(r.rows), len(r.rows), r.algorithm, symmetric_a=r.symmetric, symmetric_out=r.symmetric)
+    rows = r.pieces * r.ranks
+    return all_reduce.all_reduce(rows, r.ranks, r.algorithm, symmetric_a=r.symmetric, symmetric_out=r.symmetric, chunk_rows=1)
 
 
 def _scatter(r: Request) -> Plan:
     if r.algorithm == "direct":
-        return reduce_scatter.reduce_scatter(r.rows, symmetric_a=r.symmetric)
-    return reduce_scatter.put(r.rows, r.algorithm, chunk_rows=r.chunk_rows, hosts=range(len(r.rows)))
+        return reduce_scatter.reduce_scatter(r.blocks, symmetric_a=r.symmetric, chunk_rows=1)
+    return reduce_scatter.put(r.blocks, r.algorithm, chunk_rows=1, hosts=range(r.ranks))
 
 
 def _broadcast(r: Request) -> Plan:
-    rows, ranks = sum(r.rows), len(r.rows)
     if r.algorithm == "pull":
-        return broadcast.broadcast(rows, ranks, 0, symmetric_a=r.symmetric)
+        return broadcast.broadcast(r.pieces, r.ranks, 0, symmetric_a=r.symmetric, chunk_rows=1)
     if r.algorithm == "push":
-        return broadcast.push(rows, 0, range(ranks))
-    return broadcast.ring(rows, 0, range(ranks), chunk_rows=r.chunk_rows)
+        return broadcast.push(r.pieces, 0, range(r.ranks))
+    return broadcast.ring(r.pieces, 0, range(r.ranks), chunk_rows=1)
 
 
-PLANNERS: Mapping[str, tuple[tuple[str, ...], Callable[[Request], Plan]]] = {
-    **{name: (operator.algorithms, partial(_fused, operator)) for name, operator in OPERATORS.items()},
-    "all_gather": (all_gather.ALGORITHMS, _gather),
-    "reduce_scatter": (reduce_scatter.ALGORITHMS, _scatter),
-    "all_reduce": (all_reduce.ALGORITHMS, _reduce),
-    "broadcast": (broadcast.ALGORITHMS, _broadcast),
-    "all_to_all": (("pull",), lambda r: all_to_all([r.rows] * len(r.rows), symmetric_a=r.symmetric)),
+def _exchange(r: Request) -> Plan:
+    return all_to_all([r.blocks] * r.ranks, symmetric_a=r.symmetric, chunk_rows=1)
+
+
+class Planner(NamedTuple):
+    """An operator's algorithms, who makes its plans, and the rows of their shards where ranks' parts have these rows."""
+
+    algorithms: tuple[str, ...]
+    plan: Callable[[Request], Plan]
+    shards: Callable[[list[int]], list[int]] = list
+
+
+PLANNERS: Mapping[str, Planner] = {
+    **{name: Planner(operator.algorithms, partial(_fused, operator)) for name, operator in OPERATORS.items()},
+    "all_gather": Planner(all_gather.ALGORITHMS, _gather),
+    "reduce_scatter": Planner(reduce_scatter.ALGORITHMS, _scatter),
+    "all_reduce": Planner(all_reduce.ALGORITHMS, _reduce, lambda rows: split(sum(rows), len(rows))),
+    "broadcast": Planner(broadcast.ALGORITHMS, _broadcast, lambda rows: [sum(rows)]),
+    "all_to_all": Planner(("pull",), _exchange, lambda rows: rows * len(rows)),
 }
-"""Of each operator its algorithms and its planner."""
+"""Of each operator who makes its plans."""
 
 Name = Enum("Name", {name: name.replace("_", "-") for name in PLANNERS}, type=str)  # type: ignore[misc]
 """What there are plans for."""
@@ -83,28 +100,29 @@ def show(
     operator: Annotated[Name, typer.Argument(help="What to plan.")],
     ranks: Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="How many; as many as --rows, else 2.")] = None,
     algorithm: Annotated[str | None, typer.Option(help="How rows travel; by default push, or the first that there is.")] = None,
-    rows: Annotated[str | None, typer.Option(metavar="R0,R1,…", help="Rows of each rank's part; 4 each by default.")] = None,
-    chunk_rows: Annotated[int, typer.Option(min=1, help="Rows per transfer.")] = 2,
+    rows: Annotated[str | None, typer.Option(metavar="R0,R1,…", help="Rows of each rank's part; else blocks are shown.")] = None,
+    chunk_rows: Annotated[int, typer.Option(min=1, help="Rows per transfer, of 4 where none are given.")] = 2,
     symmetric: Annotated[bool, typer.Option("--symmetric", help="The caller's tensors lie in symmetric memory.")] = False,
 ) -> None:
-    """Print a plan, and prove that it has no race and no deadlock and computes what it promises."""
-    known, planner = PLANNERS[operator.name]
-    chosen = algorithm or ("push" if "push" in known else known[0])
-    if chosen not in known:
-        raise typer.BadParameter(f"{operator.value} is planned with {', '.join(known)}; got {chosen!r}", param_hint="--algorithm")
-    made = planner(Request(_rows(rows, ranks), chosen, chunk_rows, symmetric))
-    typer.echo(made)
+    """Print a plan, and prove that for any number of rows it has no race and no deadlock and computes what it promises."""
+    planner = PLANNERS[operator.name]
+    chosen = algorithm or ("push" if "push" in planner.algorithms else planner.algorithms[0])
+    if chosen not in planner.algorithms:
+        known = ", ".join(planner.algorithms)
+        raise typer.BadParameter(f"{operator.value} is planned with {known}; got {chosen!r}", param_hint="--algorithm")
+    parts = None if rows is None else _rows(rows, ranks)
+    cut = pieces(max(parts) if parts else 4, chunk_rows)
+    made = planner.plan(Request(len(parts) if parts else ranks or 2, cut, chosen, symmetric))
+    typer.echo(made if parts is None else bind(made, planner.shards(parts)))
     try:
         verify(made)
     except PlanError as error:
         typer.echo(f"\nNOT VERIFIED: {error}", err=True)
         raise typer.Exit(1) from None
-    typer.echo("\nverified: no race, no deadlock, every output row as promised")
+    typer.echo("\nverified: no race, no deadlock, every output row as promised, whatever the sizes")
 
 
-def _rows(text: str | None, ranks: int | None) -> list[int]:
-    if text is None:
-        return [4] * (ranks or 2)
+def _rows(text: str, ranks: int | None) -> list[int]:
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise typer.BadParameter(f"expected the rows of each rank, such as 4,4,3; got {text!r}", param_hint="--rows")
