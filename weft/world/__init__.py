@@ -5,4 +5,5 @@ from weft.world.world import World as World
 from weft.world.world import current as current
 from weft.world.world import default_here as default_here
 from weft.world.world import init as init
+from weft.world.world import init_by_store as init_by_store
 from weft.world.world import numbered as numbered

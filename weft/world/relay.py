@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from weft import _native
 from weft.errors import PeerTimeout, WeftError
+from weft.world.rendezvous import Meeting
 
 CONTROL = 0  # the tag of frames; rows have the others
 _NOTHING = 0x7FFFFFFF  # a tag under which nothing is ever sent
@@ -38,22 +39,20 @@ _POSTED = 64  # frames that may be on their way to a peer
 
 
 class Relay:
-    """The connections of rank `rank` of `group` to `peers`, its ranks on other hosts; made collectively.
+    """The connections of this rank to `peers`, the ranks on other hosts of those that meet by `meeting`; made collectively.
 
     `timeout` is the seconds that making the connections may take.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, peers: Sequence[int], timeout: float) -> None:
-        _check_backend(group)
-        ranks, limit = dist.get_process_group_ranks(group), timedelta(seconds=timeout)
+    def __init__(self, meeting: Meeting, peers: Sequence[int], timeout: float) -> None:
+        rank = meeting.rank
         # One for each direction. On one connection for both, gloo's thread finds what has come while another thread writes, and,
         # unable to take it, asks again and again until that one is done: on a shared core as long as a time slice.
         try:
             with _patient_threads():
-                self.groups: list[dist.ProcessGroup] = [
-                    dist.new_group(ranks, timeout=limit, use_local_synchronization=True, group_desc=f"weft {way}")
-                    for way in ("down", "up")
-                ]
+                self.groups = [meeting.connected(way, timeout) for way in ("down", "up")]
+        except WeftError:
+            raise
         except RuntimeError as error:  # which rank it was that did not come, torch does not say
             raise PeerTimeout(f"rank {rank} cannot reach all of the ranks {[*peers]} on other hosts: {error}") from error
         self.rank, self.peers = rank, list(peers)
@@ -257,9 +256,3 @@ def _patient_threads() -> Iterator[None]:
         yield
     finally:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-
-
-def _check_backend(group: dist.ProcessGroup) -> None:
-    if torch.device("cpu") not in group._device_types:
-        name = dist.get_backend(group)
-        raise WeftError(f'the backend {name} moves no CPU tensors: initialise torch.distributed with "cpu:gloo,cuda:nccl", or gloo')

@@ -1,4 +1,4 @@
-"""How ranks find each other: the process group they belong to, and a Unix socket between every two on a host.
+"""How ranks find each other: the process group or the store they share, and a Unix socket between every two on a host.
 
 The sockets have abstract addresses, which vanish with their owners and cannot be reached from another host (a network namespace
 is one); who is connected is checked to be the same user.
@@ -18,7 +18,7 @@ import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -118,40 +118,118 @@ def host_identity() -> str:
         return f"{file.read().strip()}-{os.stat('/proc/self/ns/net').st_ino}"
 
 
-@contextlib.contextmanager
-def exchanged(group: dist.ProcessGroup | None, own: Place, timeout: float) -> Iterator[list[Place]]:
-    """The places of all ranks of `group`, each of which gives its `own`; in the ``with`` block what is on its way may still arrive.
+class Meeting(Protocol):
+    """How the ranks of a world to be find each other: this rank's number, how many there are, and ways to speak to all of them."""
 
-    Raises `PeerLost` or `PeerTimeout` naming the rank whose place does not come, where the group is gloo's.
-    """
-    if group is None:
+    rank: int
+    ranks: int
+
+    def exchanged(self, own: Place, timeout: float) -> contextlib.AbstractContextManager[list[Place]]:
+        """The places of all ranks, each of which gives its `own`; in the ``with`` block what is on its way may still arrive.
+
+        Raises `PeerLost` or `PeerTimeout` naming the rank whose place does not come, where that can be known.
+        """
+
+    def connected(self, name: str, timeout: float) -> Carrier:
+        """Connections between all ranks, of this name, which carry CPU tensors with tags."""
+
+
+class Carrier(Protocol):
+    """What moves tensors between hosts: a process group, or a backend of torch's by itself."""
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int, /) -> dist.Work: ...
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int, /) -> dist.Work: ...
+
+
+class Alone:
+    """A rank by itself."""
+
+    rank, ranks = 0, 1
+
+    @contextlib.contextmanager
+    def exchanged(self, own: Place, timeout: float) -> Iterator[list[Place]]:
         yield [own]
-        return
-    rank, places = dist.get_rank(group), [own] * dist.get_world_size(group)
-    on_cpu = torch.device("cpu") in group._device_types
-    if not on_cpu or group._get_backend(torch.device("cpu")).name() != "gloo":
-        dist.all_gather_object(places, own, group=group)
+
+    def connected(self, name: str, timeout: float) -> Carrier:
+        raise AssertionError("a rank by itself has nobody to be connected with")
+
+
+class ByGroup:
+    """Ranks of a process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("this process is not a member of the group")
+        on_cpu = torch.device("cpu") in group._device_types
+        self.backend = group._get_backend(torch.device("cpu")).name() if on_cpu else ""
+
+    @contextlib.contextmanager
+    def exchanged(self, own: Place, timeout: float) -> Iterator[list[Place]]:
+        group, rank, places = self.group, self.rank, [own] * self.ranks
+        if self.backend != "gloo":
+            dist.all_gather_object(places, own, group=group)
+            yield places
+            return
+        deadline, said = time.monotonic() + timeout, pickle.dumps(own)
+        mine = torch.zeros(_PLACE, dtype=torch.uint8)
+        mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        peers = [peer for peer in range(len(places)) if peer != rank]
+        under_way = []
+        for peer in peers:
+            with contextlib.suppress(RuntimeError):  # which the receive says, too
+                under_way.append(group.send([mine], peer, _PLACES))
+        for peer in peers:
+            theirs = torch.empty_like(mine)
+            try:
+                group.recv([theirs], peer, _PLACES).wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            except RuntimeError as error:
+                if time.monotonic() < deadline:
+                    raise PeerLost(f"rank {peer} was lost while rank {rank} waited to learn where it is: {error}") from error
+                raise PeerTimeout(f"rank {rank} waited {timeout:g} s for rank {peer} to say where it is") from error
+            places[peer] = Place(*pickle.loads(theirs.numpy().tobytes()))
         yield places
-        return
-    deadline, said = time.monotonic() + timeout, pickle.dumps(own)
-    mine = torch.zeros(_PLACE, dtype=torch.uint8)
-    mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-    peers = [peer for peer in range(len(places)) if peer != rank]
-    under_way = []
-    for peer in peers:
-        with contextlib.suppress(RuntimeError):  # which the receive says, too
-            under_way.append(group.send([mine], peer, _PLACES))
-    for peer in peers:
-        theirs = torch.empty_like(mine)
-        try:
-            group.recv([theirs], peer, _PLACES).wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        except RuntimeError as error:
-            if time.monotonic() < deadline:
-                raise PeerLost(f"rank {peer} was lost while rank {rank} waited to learn where it is: {error}") from error
-            raise PeerTimeout(f"rank {rank} waited {timeout:g} s for rank {peer} to say where it is") from error
-        places[peer] = Place(*pickle.loads(theirs.numpy().tobytes()))
-    yield places
-    del under_way
+        del under_way
+
+    def connected(self, name: str, timeout: float) -> Carrier:
+        if not self.backend:
+            raise WeftError(
+                f"the backend {dist.get_backend(self.group)} moves no CPU tensors: initialise torch.distributed with "
+                '"cpu:gloo,cuda:nccl", or gloo'
+            )
+        made: Carrier = dist.new_group(
+            dist.get_process_group_ranks(self.group),
+            timeout=timedelta(seconds=timeout),
+            backend="gloo" if self.backend == "weft" else None,
+            use_local_synchronization=True,
+            group_desc=f"weft {name}",
+        )
+        return made
+
+
+class ByStore:
+    """Ranks that share a store and know their numbers, and nothing else."""
+
+    def __init__(self, store: Store, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        # A group may be made again with what another of its name has left in the store.
+        self.store = PrefixStore(f"weft {store.add(f'weft {rank}', 1)}", store)
+
+    @contextlib.contextmanager
+    def exchanged(self, own: Place, timeout: float) -> Iterator[list[Place]]:
+        self.store.set(str(self.rank), pickle.dumps(own))  # type: ignore[arg-type]  # bytes do, too
+        deadline, places = time.monotonic() + timeout, []
+        for peer in range(self.ranks):
+            try:
+                self.store.wait([str(peer)], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                places.append(Place(*pickle.loads(self.store.get(str(peer)))))
+            except RuntimeError as error:
+                raise PeerTimeout(f"rank {self.rank} waited {timeout:g} s for rank {peer} to say where it is: {error}") from error
+        yield places
+
+    def connected(self, name: str, timeout: float) -> Carrier:
+        made: Any = dist.ProcessGroupGloo(PrefixStore(name, self.store), self.rank, self.ranks, timeout=timedelta(seconds=timeout))
+        return cast(Carrier, made)
 
 
 def _lost(rank: int, peer: int, places: Sequence[Place]) -> PeerLost:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from weft import _native
 from weft.checks import check_tensor
@@ -20,7 +21,7 @@ from weft.plan import Plan
 from weft.world import device_memory, memory
 from weft.world.peers import CPU, Backend, Peers
 from weft.world.relay import Relay
-from weft.world.rendezvous import Listener, Place, default_group, exchanged, host_identity
+from weft.world.rendezvous import Alone, ByGroup, ByStore, Listener, Meeting, Place, default_group, host_identity
 from weft.world.signals import Signals
 
 
@@ -199,33 +200,42 @@ def init(
     if not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds; got {timeout}")
     members = default_group() if group is None else group
-    rank = 0 if members is None else dist.get_rank(members)
-    if rank < 0:
-        raise ValueError("this process is not a member of the group")
-    listener = Listener()
+    backend = Backend(place, place.type == "cuda" or products == "triton", products)
+    world = _joined(Alone() if members is None else ByGroup(members), timeout, backend, members)
+    if group is None:
+        _default = world
+    return world
+
+
+def init_by_store(store: Store, rank: int, ranks: int, timeout: float) -> World:
+    """Make a world of as many ranks that share a store and nothing else, collectively; it is no default.
+
+    Ranks on several hosts are joined by gloo. `timeout` and errors are those of `init`.
+    """
+    return _joined(ByStore(store, rank, ranks), timeout, CPU, None)
+
+
+def _joined(meeting: Meeting, timeout: float, backend: Backend, group: dist.ProcessGroup | None) -> World:
+    listener, rank = Listener(), meeting.rank
     own = Place(os.getpid(), host_identity(), listener.address, frozenset(os.sched_getaffinity(0)))
     sockets: list[int] = []
     try:
-        with exchanged(members, own, timeout) as places:
+        with meeting.exchanged(own, timeout) as places:
             sockets = listener.connect(rank, places, timeout)
             far = [peer for peer, other in enumerate(places) if other.host != own.host]
-            if far and (place.type == "cuda" or products == "triton"):
+            if far and backend.stream_ordered:
                 raise WeftError("ranks with GPUs must be on one host in this version of weft")
-            relay = Relay(members, rank, far, timeout) if members is not None and far else None
+            relay = Relay(meeting, far, timeout) if far else None
             for peer, end in relay.sockets().items() if relay else ():
                 sockets[peer] = end
             mesh = _native.Mesh(sockets)
             sockets = []
-            backend = Backend(place, place.type == "cuda" or products == "triton", products)
-            world = World(rank, places, mesh, timeout, backend, members, relay)
+            return World(rank, places, mesh, timeout, backend, group, relay)
     finally:
         listener.close()
         for end in sockets:
             if end >= 0:
                 os.close(end)
-    if group is None:
-        _default = world
-    return world
 
 
 def default_here(world: World) -> None:
