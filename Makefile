@@ -4,7 +4,7 @@ BIN := .venv/bin
 RESULTS := results
 NATIVE := $(wildcard native/*)
 
-.PHONY: bench baselines test check collected storm sanitize portable clean
+.PHONY: bench baselines test check torch-suite collected storm sanitize portable clean
 
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv
@@ -36,6 +36,12 @@ check: .venv/installed
 
 test: .venv/installed
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+# torch's own tests of backends, on weft with as many ranks as each of RANKS says; TESTS chooses some of them by name.
+torch-suite: .venv/installed
+	for ranks in $(or $(RANKS),2 3 4); do \
+	  WORLD_SIZE=$$ranks $(BIN)/python -m pytest tests/torch_suite.py --timeout 600 $(if $(TESTS),-k "$(TESTS)") || exit 1; \
+	done
 
 # Several workers share the tests, which they can if all find the same list, always.
 collected: .venv/installed

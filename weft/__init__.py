@@ -6,6 +6,7 @@ Public names are imported when they are first used, so that plans can be written
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -63,3 +64,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
+
+
+if "torch" in sys.modules:  # else torch does this, when it is imported
+    importlib.import_module("weft.process_group").register()

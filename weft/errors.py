@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 
-class WeftError(RuntimeError):
-    """Base of all errors below; raised itself for the use of a closed world."""
+class _Error(RuntimeError):
+    """What `WeftError` stands on as long as torch is not loaded, which plans can do without."""
+
+
+class WeftError(_Error):
+    """Base of all errors below; raised itself for the use of a closed world.
+
+    Where torch is loaded it is a `torch.distributed.DistBackendError`, so that handlers of torch's errors catch weft's.
+    """
+
+
+def stand_on(base: type[RuntimeError]) -> None:
+    """Make `base` that of all errors, in place of what stands in for it."""
+    WeftError.__bases__ = (base,)
 
 
 class PeerLost(WeftError):

@@ -9,7 +9,8 @@ import pickle
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -31,14 +32,32 @@ class Outcome(NamedTuple):
     trace: str = ""
 
 
-def start(fn: Callable[..., Any], ranks: int, *args: Any, limit: float = 60.0) -> list[Outcome | None]:
-    """Call ``fn(world, *args)`` on `ranks` ranks, each with a default world, and return what became of each."""
+def world() -> contextlib.AbstractContextManager[Any]:
+    """What ranks are given unless a test wants another thing: the default world."""
+    return weft.init(timeout=20)
+
+
+@contextlib.contextmanager
+def group(backend: str = "weft", timeout: float = 20.0) -> Iterator[dist.ProcessGroup]:
+    """The default process group of torch.distributed."""
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def start(
+    fn: Callable[..., Any], ranks: int, *args: Any, limit: float = 60.0, given: Callable[[], Any] = world
+) -> list[Outcome | None]:
+    """Call ``fn(world, *args)`` on `ranks` ranks, each with what is `given` there, and return what became of each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     pipes = [_context.Pipe(duplex=False) for _ in range(ranks)]
     processes = [
-        _context.Process(target=_main, args=(fn, rank, ranks, port, args, pipes[rank][1]), daemon=True) for rank in range(ranks)
+        _context.Process(target=_main, args=(fn, given, rank, ranks, port, args, pipes[rank][1]), daemon=True)
+        for rank in range(ranks)
     ]
     for process in processes:
         process.start()
@@ -62,9 +81,9 @@ def start(fn: Callable[..., Any], ranks: int, *args: Any, limit: float = 60.0) -
     return outcomes
 
 
-def on_ranks(fn: Callable[..., Any], ranks: int, *args: Any, limit: float = 60.0) -> list[Any]:
+def on_ranks(fn: Callable[..., Any], ranks: int, *args: Any, limit: float = 60.0, given: Callable[[], Any] = world) -> list[Any]:
     """The results of ``fn(world, *args)`` in rank order; the first error is raised."""
-    outcomes = start(fn, ranks, *args, limit=limit)
+    outcomes = start(fn, ranks, *args, limit=limit, given=given)
     for rank, outcome in enumerate(outcomes):
         assert outcome is not None, f"rank {rank} died"
         if outcome.error is not None:
@@ -103,13 +122,15 @@ def die() -> None:
     os.kill(os.getpid(), 9)
 
 
-def _main(fn: Callable[..., Any], rank: int, ranks: int, port: int, args: tuple[Any, ...], end: Any) -> None:
+def _main(
+    fn: Callable[..., Any], given: Callable[[], Any], rank: int, ranks: int, port: int, args: tuple[Any, ...], end: Any
+) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
-        with weft.init(timeout=20) as world:
-            outcome = Outcome(fn(world, *args))
+        with given() as found:
+            outcome = Outcome(fn(found, *args))
     except BaseException as error:
         outcome = Outcome(None, error, traceback.format_exc())
     end.send_bytes(_pickled(outcome))

@@ -57,9 +57,9 @@ class Peers:
 
     Attributes: `rank`, `ranks` (their number), `timeout` (seconds any wait may take unless a call says otherwise), `pids`, `cores`
     (the processor cores that each rank may use), `hosts` (the host of each rank, numbered from 0), `relay` (to the ranks on other
-    hosts, or None if there are none), `group` (the process group they were found by, or None), `number` (of this world in this
-    process), `closed` (why it is, or None); `device`, `stream_ordered`, `matmul_backend` and
-    `ranks_per_device` as in `Backend`.
+    hosts, or None if there are none), `group` (the process group they were found by, or None), `known_as` (the number of
+    each rank in a larger job, which errors tell where it is another), `number` (of this world in this process), `closed` (why it
+    is, or None); `device`, `stream_ordered`, `matmul_backend` and `ranks_per_device` as in `Backend`.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Peers:
         self.rank, self.ranks, self.timeout, self.relay, self.group = rank, len(places), timeout, relay, group
         self.device, self.stream_ordered, self.matmul_backend, self.ranks_per_device = backend
         self.hosts = number_hosts(places)
+        self.known_as: Sequence[int] = range(self.ranks)
         self.pids = [place.pid for place in places]
         self.cores = [place.cores for place in places]
         self.number = next(_numbers)
@@ -122,11 +123,13 @@ class Peers:
 
     def lost(self, peer: int, how: str, doing: str) -> WeftError:
         """The error for a peer that this rank needed while `doing` something; closes the world."""
-        return self.fail(PeerLost(f"rank {peer} (pid {self.pids[peer]}) {how} while rank {self.rank} waited {doing}", how), peer)
+        elsewhere = f", rank {self.known_as[peer]} of the job," if self.known_as[peer] != peer else ""
+        who = f"rank {peer} (pid {self.pids[peer]}){elsewhere}"
+        return self.fail(PeerLost(f"{who} {how} while rank {self.rank} waited {doing}", how), peer)
 
     def timed_out(self, doing: str, timeout: float | None = None) -> WeftError:
         """The error for a wait that took too long; closes the world."""
-        return self.fail(PeerTimeout(f"rank {self.rank} waited {timeout or self.timeout:g} s {doing}"))
+        return self.fail(PeerTimeout(f"rank {self.rank} waited {timeout or self.timeout:g} s {doing}; its timeout is over"))
 
     def fail(self, error: BaseException, culprit: int | None = None) -> WeftError:
         """Close the world because of `error`, tell all peers, and return it."""

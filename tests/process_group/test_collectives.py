@@ -1,0 +1,214 @@
+"""Collectives of torch.distributed on weft: what every rank has must be what one process makes of all ranks' data."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from support.ranks import group, on_ranks
+from torch import nn
+from torch._C._distributed_c10d import _make_nccl_premul_sum
+from torch.distributed.device_mesh import init_device_mesh
+
+WHOLE = [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64]
+REAL = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+MOVED = [
+    *WHOLE,
+    *REAL,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.uint16,
+    torch.uint32,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+REDUCTIONS = {
+    "SUM": lambda rows: rows.sum(0),
+    "AVG": lambda rows: rows.sum(0) // len(rows) if not rows.is_floating_point() else rows.mean(0),
+    "PRODUCT": lambda rows: rows.prod(0),
+    "MIN": lambda rows: rows.amin(0),
+    "MAX": lambda rows: rows.amax(0),
+    "BAND": lambda rows: functools.reduce(torch.bitwise_and, rows),
+    "BOR": lambda rows: functools.reduce(torch.bitwise_or, rows),
+    "BXOR": lambda rows: functools.reduce(torch.bitwise_xor, rows),
+}
+
+
+def data(rank, *shape, dtype=torch.float32, call=0):
+    """Small whole numbers that differ between ranks and calls, so that every reduction of them is exact."""
+    made = torch.randint(0, 5, shape, generator=torch.Generator().manual_seed(1000 * call + rank))
+    return (made % 2).bool() if dtype == torch.bool else made.to(dtype)
+
+
+def same(one, other):
+    assert one.dtype == other.dtype
+    assert one.shape == other.shape
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[one.itemsize]
+    assert torch.equal(one.contiguous().view(bits), other.contiguous().view(bits)), (one, other)
+
+
+def reduces(world, shape):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for call, dtype in enumerate([*WHOLE, *REAL, torch.bool, torch.complex64]):
+        rows = [data(r, *shape, dtype=dtype, call=call) for r in range(ranks)]
+        every = torch.stack(rows)
+        for op, reduced in REDUCTIONS.items():
+            if (dtype in REAL and op[0] == "B") or (dtype == torch.bool and op == "AVG") or (dtype.is_complex and op != "SUM"):
+                continue
+            if dtype == torch.bool:
+                expected = {"SUM": every.any(0), "PRODUCT": every.all(0)}.get(op)
+                expected = reduced(every) if expected is None else expected
+            else:
+                expected = reduced(every.double() if dtype in REAL else every).to(dtype)
+            how = getattr(dist.ReduceOp, op)
+            x = rows[rank].clone()
+            dist.all_reduce(x, how)
+            same(x, expected)
+            x = rows[rank].clone()
+            dist.reduce(x, ranks - 1, how)
+            same(x, expected if rank == ranks - 1 else rows[rank])
+            if not shape:
+                continue
+            out = torch.full_like(x, 1)
+            dist.reduce_scatter(out, [rows[rank]] * ranks, how)
+            same(out, expected)
+            out = torch.full_like(x, 1)
+            world.reduce_scatter_single(out, torch.cat([rows[rank]] * ranks), _scatter(how)).wait()
+            same(out, expected)
+
+
+def _scatter(op):
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = op
+    return options
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (), (0, 4), (70, 1000)])
+def test_reductions_of_every_dtype(shape):
+    on_ranks(reduces, 2, shape, given=group)
+
+
+def moves(world):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for call, dtype in enumerate(MOVED):
+        of = functools.partial(data, dtype=dtype, call=call)
+        rows = [of(r, 3, 4) for r in range(ranks)]
+        for root in range(ranks):
+            x = rows[rank].clone()
+            dist.broadcast(x, root)
+            same(x, rows[root])
+            x = rows[rank].t().clone().t()  # columns lie side by side
+            dist.broadcast(x, root)
+            same(x, rows[root])
+            outs = [torch.zeros_like(x) for _ in range(ranks)] if rank == root else None
+            dist.gather(rows[rank], outs, root)
+            for out, row in zip(outs or [], rows, strict=False):
+                same(out, row)
+            out = torch.zeros_like(x)
+            dist.scatter(out, [of(10 + r, 3, 4) for r in range(ranks)] if rank == root else None, root)
+            same(out, of(10 + rank, 3, 4))
+        outs = [torch.zeros_like(rows[0].t()).t() for _ in range(ranks)]
+        dist.all_gather(outs, rows[rank])
+        for out, row in zip(outs, rows, strict=True):
+            same(out, row)
+        for whole in (torch.zeros(ranks * 3, 4, dtype=dtype), torch.zeros(ranks, 3, 4, dtype=dtype)):
+            world.all_gather_single(whole, rows[rank]).wait()
+            same(whole, torch.cat(rows).view(whole.shape))
+        uneven = [of(r, 2 * r, 3) for r in range(ranks)]
+        outs = [torch.zeros_like(part) for part in uneven]
+        dist.all_gather(outs, uneven[rank])
+        for out, row in zip(outs, uneven, strict=True):
+            same(out, row)
+        even = [of(20 + r, 2 * ranks, 3) for r in range(ranks)]
+        out = torch.zeros_like(even[rank])
+        dist.all_to_all_single(out, even[rank])
+        same(out, torch.cat([part[2 * rank : 2 * rank + 2] for part in even]))
+        sizes = [[(giver + 2 * taker) % 4 for taker in range(ranks)] for giver in range(ranks)]
+        given = [of(30 + r, sum(sizes[r]), 2) for r in range(ranks)]
+        taken = [sizes[giver][rank] for giver in range(ranks)]
+        expected = [given[giver].split(sizes[giver])[rank] for giver in range(ranks)]
+        out = torch.zeros(sum(taken), 2, dtype=dtype)
+        dist.all_to_all_single(out, given[rank], taken, sizes[rank])
+        same(out, torch.cat(expected))
+        outs = [torch.zeros(n, 2, dtype=dtype) for n in taken]
+        dist.all_to_all(outs, [*given[rank].split(sizes[rank])])
+        for out, part in zip(outs, expected, strict=True):
+            same(out, part)
+
+
+@pytest.mark.data
+def test_every_dtype_is_moved():
+    on_ranks(moves, 3, given=group)
+
+
+def others(world):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    x = nn.Parameter(data(rank, 4))
+    dist.all_reduce(x, _make_nccl_premul_sum(3.0))
+    same(x.detach(), 3 * sum(data(r, 4) for r in range(ranks)))
+    pieces = [data(rank, r + 1, call=1) for r in range(ranks)]
+    out = torch.zeros(rank + 1)
+    dist.reduce_scatter(out, pieces, dist.ReduceOp.MAX)
+    same(out, torch.stack([data(r, rank + 1, call=1) for r in range(ranks)]).amax(0))
+    sparse = torch.sparse_coo_tensor([[rank]], [1.0], (ranks,))
+    dist.all_reduce(sparse)
+    same(sparse.to_dense(), torch.ones(ranks))
+    small = torch.tensor([1.5, 0.25]).to(torch.float8_e4m3fn)
+    dist.all_reduce(small)
+    same(small, (ranks * torch.tensor([1.5, 0.25])).to(torch.float8_e4m3fn))
+
+    with dist._coalescing_manager() as manager:
+        tensors = [data(rank, 3), data(rank, 5), data(rank, 2, 2, call=2)]
+        for tensor in tensors:
+            dist.all_reduce(tensor)
+    assert not manager.works
+    for tensor, call in zip(tensors, (0, 0, 2), strict=True):
+        same(tensor, sum(data(r, *tensor.shape, call=call) for r in range(ranks)))
+
+    objects = [{"rank": rank}] if rank == 1 else [None]
+    dist.broadcast_object_list(objects, 1)
+    assert objects == [{"rank": 1}]
+    found = [None] * ranks
+    dist.all_gather_object(found, "x" * rank)
+    assert found == ["x" * r for r in range(ranks)]
+    dist.barrier()
+    dist.monitored_barrier()
+
+    mesh = init_device_mesh("cpu", (ranks,))
+    mine = data(rank, 2, 3)
+    every = [data(r, 2, 3) for r in range(ranks)]
+    same(functional.all_reduce(mine, "sum", mesh).clone(), sum(every))
+    same(functional.all_gather_tensor(mine, 0, mesh).clone(), torch.cat(every))
+    whole = data(rank, 2 * ranks, 3, call=3)
+    summed = sum(data(r, 2 * ranks, 3, call=3) for r in range(ranks))
+    same(functional.reduce_scatter_tensor(whole, "sum", 0, mesh).clone(), summed[2 * rank : 2 * rank + 2])
+    same(functional.broadcast(mine, 0, mesh).clone(), every[0])
+    first, second = functional.all_reduce_coalesced([mine, mine.long()], "sum", mesh)
+    same(first.clone(), sum(every))
+    same(second.clone(), sum(every).long())
+
+
+def test_what_else_torch_has():
+    on_ranks(others, 2, given=group)
+
+
+def refuses(world):
+    wrong = {
+        "input has 1 elements, and its place in the output 2": lambda: dist.all_gather([torch.zeros(2)] * 2, torch.zeros(1)),
+        "must have 2 times the 3 elements": lambda: world.all_gather_single(torch.zeros(5), torch.zeros(3)).wait(),
+        "5 rows, which do not split evenly": lambda: dist.all_to_all_single(torch.zeros(5), torch.zeros(5)),
+    }
+    for words, call in wrong.items():
+        with pytest.raises(ValueError, match=words):
+            call()
+    x = torch.ones(2)
+    dist.all_reduce(x)  # and the group goes on
+    same(x, torch.full((2,), 2.0))
+
+
+def test_wrong_arguments_leave_the_group_usable():
+    on_ranks(refuses, 2, given=group)

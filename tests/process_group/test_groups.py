@@ -1,0 +1,194 @@
+"""Groups of torch.distributed on weft: how they are made, the order of their calls, and how they fail."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import die, group, none_left, on_ranks, sockets, start
+from torch.distributed.device_mesh import init_device_mesh
+
+import weft
+
+SOON = 5.0  # seconds; survivors take milliseconds, and the machine may be busy
+
+
+def makes(world):
+    rank = dist.get_rank()
+    assert (dist.get_backend(), world.name(), dist.get_rank(), dist.get_world_size()) == ("weft", "weft", rank, 3)
+    pairs = [dist.new_group(pair) for pair in ([0, 1], [1, 2], [2, 0])]
+    for pair, members in zip(pairs, ([0, 1], [1, 2], [2, 0]), strict=True):
+        if rank in members:
+            x = torch.tensor([float(rank)])
+            dist.all_reduce(x, group=pair)
+            assert x.item() == sum(members)
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("all",))
+    x = torch.ones(2)
+    dist.all_reduce(x, group=mesh.get_group("all"))
+    assert x.tolist() == [3.0, 3.0]
+    gloo = dist.new_group(backend="gloo")
+    dist.all_reduce(x, group=gloo)
+    assert x.tolist() == [9.0, 9.0]
+    for pair, members in zip(pairs, ([0, 1], [1, 2], [2, 0]), strict=True):
+        if rank in members:
+            dist.destroy_process_group(pair)
+    short = dist.new_group(timeout=timedelta(seconds=0.2))
+    if rank == 0:
+        with pytest.raises(weft.PeerTimeout, match="its timeout is over"):
+            dist.barrier(short)
+    dist.barrier()
+
+
+def test_groups_overlap_and_have_timeouts_of_their_own():
+    on_ranks(makes, 3, given=group)
+
+
+def beside(world):
+    assert world._get_backend(torch.device("cpu")).name() == "weft"
+    assert world._get_backend(torch.device("cuda")).name() == "fake"
+    assert {device.type for device in world._device_types} == {"cpu", "cuda"}
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    assert x.tolist() == [2.0, 2.0]
+    made = dist.new_group(backend="weft")
+    dist.all_reduce(x, group=made)
+    with pytest.raises(ValueError, match=r'weft\'s backend takes CPU tensors: .*"cpu:weft,cuda:nccl"'):
+        dist.all_reduce(torch.ones(2, device="meta"), group=made)
+
+
+def test_other_devices_have_other_backends():
+    on_ranks(beside, 2, given=functools.partial(group, "cpu:weft,cuda:fake"))
+
+
+def on_gloo(world):
+    made = dist.new_group(backend="weft")
+    x = torch.ones(2)
+    dist.all_reduce(x, group=made)
+    assert x.tolist() == [2.0, 2.0]
+    with weft.init(made) as within:  # weft's own functions, on ranks that meet by a group of weft's
+        assert weft.all_reduce(torch.ones(1), world=within).item() == 2
+
+
+def test_a_group_beside_gloo():
+    on_ranks(on_gloo, 2, given=functools.partial(group, "gloo"))
+
+
+def ordered(world):
+    """Whichever threads issue them, calls are carried out in the order in which they are issued, on every rank the same."""
+    works = []
+    for call in range(50):
+        x = torch.full((call + 1,), float(call))
+        works.append((x, dist.all_reduce(x, async_op=True)))
+        if call % 7 == 0:
+            y = torch.full((3,), 2.0)
+            dist.all_reduce(y)  # after all that was issued before
+            assert y.tolist() == [4.0] * 3
+            assert all(work.is_completed() for _, work in works)
+    results = [work.get_future().then(lambda future: future.value()[0].sum().item()) for _, work in works]
+    assert [future.wait() for future in results] == [2.0 * call * (call + 1) for call in range(50)]
+    assert all(work.wait() and work.is_success() for _, work in works)
+
+    x = torch.ones(4)
+    work = dist.all_reduce(x, async_op=True)
+    thread = threading.Thread(target=work.wait)
+    thread.start()
+    work.wait(timedelta(seconds=20))
+    thread.join()
+    assert x.tolist() == [2.0] * 4
+
+    a = torch.ones(3, requires_grad=True)  # a backward pass calls from threads of its own
+    b = torch.distributed.nn.functional.all_reduce(a * 2)
+    b.sum().backward()
+    assert a.grad.tolist() == [4.0] * 3
+
+
+def test_calls_are_carried_out_in_their_order():
+    on_ranks(ordered, 2, given=group)
+
+
+def killed(world, how):
+    rank = dist.get_rank()
+    x = torch.ones(1000)
+    dist.all_reduce(x)
+    if rank == 1:
+        time.sleep(0.2)
+        die()
+    begun = time.monotonic()
+    with pytest.raises(weft.PeerLost, match=r"rank 1 \(pid \d+\) died while rank \d waited") as caught:
+        if how == "sync":
+            dist.all_reduce(x)
+        elif how == "wait":
+            dist.all_reduce(x, async_op=True).wait()
+        elif how == "timed wait":
+            dist.all_reduce(x, async_op=True).wait(timedelta(seconds=30))
+        elif how == "recv":
+            dist.recv(x, 1)
+        else:
+            works = [dist.irecv(x, (rank + 1) % 3), dist.isend(x, (rank - 1) % 3)]
+            for work in works:
+                work.wait()
+            dist.recv(x, 1)
+    assert isinstance(caught.value, dist.DistError)
+    assert time.monotonic() - begun < SOON
+    with pytest.raises(dist.DistBackendError, match="died"):
+        dist.barrier()
+    return True
+
+
+@pytest.mark.parametrize("how", ["sync", "wait", "timed wait", "recv", "irecv"])
+def test_a_killed_rank_is_named_on_every_rank(how):
+    before = sockets()
+    first, second, third = start(killed, 3, how, given=group)
+    assert second is None
+    for outcome in (first, third):
+        assert outcome is not None
+        assert outcome.error is None, outcome.trace
+    assert none_left(before)
+
+
+def killed_in_a_pair(world):
+    pair = dist.new_group([0, 2])
+    if dist.get_rank() == 2:
+        die()
+    if dist.get_rank() == 0:
+        with pytest.raises(weft.PeerLost, match=r"rank 1 \(pid \d+\), rank 2 of the job, died while rank 0 waited"):
+            dist.all_reduce(torch.ones(3), group=pair)
+    return True
+
+
+def test_a_killed_rank_of_a_smaller_group_is_named_as_the_job_knows_it():
+    outcomes = start(killed_in_a_pair, 3, given=group)
+    assert [outcome and outcome.error for outcome in outcomes] == [None, None, None], outcomes
+    assert outcomes[2] is None
+
+
+def futures_fail(world):
+    if dist.get_rank() == 1:
+        die()
+    future = dist.all_reduce(torch.ones(3), async_op=True).get_future()
+    with pytest.raises(RuntimeError, match=r"PeerLost: rank 1 \(pid \d+\) died"):
+        future.wait()
+    return True
+
+
+def test_a_future_tells_of_a_killed_rank():
+    survivor, _ = start(futures_fail, 2, given=group)
+    assert survivor is not None
+    assert survivor.error is None, survivor.trace
+
+
+@pytest.mark.parametrize("first", ["torch", "weft"])
+def test_the_backend_is_there_once_both_are_imported(first):
+    second = {"torch": "weft", "weft": "torch"}[first]
+    code = f"import {first}, {second}; import torch.distributed as dist; assert dist.Backend.WEFT == 'weft'; dist.init_process_group('weft'); dist.barrier()"
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,111 @@
+"""Send and receive of torch.distributed on weft: tags, any source, batches, both ways at once, and what is never answered."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import group, on_ranks
+
+import weft
+
+LONG = 1 << 20  # numbers: more than all slots of a box hold
+
+
+def data(call, count=LONG):
+    return torch.randn(count, generator=torch.Generator().manual_seed(call))
+
+
+def any_order(world):
+    """Messages are found by their tags, whatever their order; between equal tags the order of sending holds."""
+    sizes = {0: LONG, 1: 3, 2: 0, 3: LONG // 2}
+    if dist.get_rank() == 0:
+        works = [dist.isend(data(tag, size), 1, tag=tag) for tag, size in sizes.items()]
+        works += [dist.isend(data(10 + number, 5), 1, tag=9) for number in range(20)]
+        for work in works:
+            work.wait()
+    else:
+        for tag in (3, 2, 0, 1):
+            place = torch.full((sizes[tag],), 7.0)
+            assert dist.recv(place, 0, tag=tag) == 0
+            assert torch.equal(place, data(tag, sizes[tag]))
+        for number in range(20):
+            place = torch.full((5,), 7.0)
+            dist.recv(place, 0, tag=9)
+            assert torch.equal(place, data(10 + number, 5))
+
+
+@pytest.mark.data
+def test_messages_are_found_by_their_tags():
+    on_ranks(any_order, 2, given=group)
+
+
+def both_ways(world):
+    """Long messages cross, in a batch and from two threads, while the ranks do other things."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    after, before = (rank + 1) % ranks, (rank - 1) % ranks
+    place = torch.zeros(LONG)
+    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, data(rank), after), dist.P2POp(dist.irecv, place, before)])
+    x = torch.ones(3)
+    dist.all_reduce(x)  # nobody waits for the messages, and they move
+    for work in works:
+        work.wait()
+    assert torch.equal(place, data(before))
+    assert works[1].get_future().wait()[0] is place
+
+    got = torch.zeros(LONG)
+    thread = threading.Thread(target=lambda: dist.recv(got, before, tag=5))
+    thread.start()
+    dist.send(data(100 + rank), after, tag=5)
+    thread.join()
+    assert torch.equal(got, data(100 + before))
+
+    if rank == 0:  # from whoever comes
+        found = {}
+        for _ in range(ranks - 1):
+            place = torch.zeros(4)
+            found[dist.recv(place, tag=6)] = place
+        assert {peer: place.tolist() for peer, place in found.items()} == {peer: [float(peer)] * 4 for peer in range(1, ranks)}
+    else:
+        dist.send(torch.full((4,), float(rank)), 0, tag=6)
+    inner = dist.new_group([0, ranks - 1])
+    if rank in (0, ranks - 1):
+        message = torch.full((2,), float(rank))
+        if rank:
+            dist.send(message, 0, group=inner)
+        else:
+            assert dist.recv(message, None, group=inner) == ranks - 1
+            assert message.tolist() == [ranks - 1.0] * 2
+
+
+@pytest.mark.data
+def test_long_messages_cross():
+    on_ranks(both_ways, 3, given=group)
+
+
+def unanswered(world):
+    place = torch.zeros(3)
+    if dist.get_rank() == 0:
+        work = dist.irecv(place, 1)
+        with pytest.raises(weft.PeerTimeout, match=r"not done after 0.05 s"):
+            work.wait(timedelta(seconds=0.05))
+        assert not work.is_completed()
+        dist.barrier()
+        work.wait()
+        assert place.tolist() == [1.0] * 3
+        with pytest.raises(ValueError, match="has sent 20 bytes, and there is room for 12"):
+            dist.recv(place, 1, tag=2)
+        with pytest.raises(ValueError, match="must be contiguous"):
+            dist.irecv(torch.zeros(3, 3).t()[1:], 1)
+    else:
+        dist.barrier()
+        dist.send(torch.ones(3), 0)
+        dist.send(torch.ones(5), 0, tag=2)
+    dist.barrier()  # the group is as it was
+
+
+def test_what_does_not_fit_or_does_not_come_harms_nothing():
+    on_ranks(unanswered, 2, given=group)

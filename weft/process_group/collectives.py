@@ -1,0 +1,302 @@
+"""What the collectives of torch.distributed come to, as operators of weft. Each returns when it is done on this rank.
+
+Tensors are as programs have them: of any strides, any dtype, with gradients, without elements. Those that weft takes as they are go
+straight to it, and a repeated call is found again by their identity; others take a view or a copy. Dtypes that weft does not know
+travel as integers of their size; complex numbers are added as two. What weft does not reduce (products, bits, other dtypes) is
+gathered, and reduced by the ranks that want it, in rank order.
+
+`timeout` is in seconds, None for the world's. An `op` is a `dist.ReduceOp`, or a member of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.checks import name
+from weft.engines.weights import FLOAT8
+from weft.ops.all_gather import all_gather as weft_all_gather
+from weft.ops.all_reduce import all_reduce as weft_all_reduce
+from weft.ops.all_to_all import all_to_all as weft_all_to_all
+from weft.ops.broadcast import broadcast as weft_broadcast
+from weft.ops.collective import ANY, NUMBERS, REDUCTIONS
+from weft.ops.reduce_scatter import reduce_scatter as weft_reduce_scatter
+from weft.world import World
+
+_SUM = dist.ReduceOp.SUM
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+_ON_BOOLEANS = {"sum": "max", "max": "max", "bor": "max", "product": "min", "min": "min", "band": "min"}
+_COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda rows: rows.sum(0, dtype=rows.dtype),
+    "avg": lambda rows: rows.mean(0),
+    "product": lambda rows: rows.prod(0, dtype=rows.dtype),
+    "max": lambda rows: rows.amax(0),
+    "min": lambda rows: rows.amin(0),
+    "band": lambda rows: functools.reduce(torch.bitwise_and, rows.unbind()),
+    "bor": lambda rows: functools.reduce(torch.bitwise_or, rows.unbind()),
+    "bxor": lambda rows: functools.reduce(torch.bitwise_xor, rows.unbind()),
+}
+"""How a rank reduces what it has gathered, a row from each rank."""
+
+
+def all_reduce(world: World, tensor: Tensor, op: Any, timeout: float | None = None) -> None:
+    """Overwrite `tensor` with the reduction of all ranks'."""
+    if op == _SUM and tensor.dtype in NUMBERS and _as_it_is(tensor):
+        weft_all_reduce(tensor, out=tensor, world=world, timeout=timeout)
+        return
+    kind, here = _reducible(tensor, op)
+    if here is None:
+        here = _combined(_rows_of_all(world, tensor, timeout), kind)
+    else:
+        weft_all_reduce(here, op=kind, out=here, world=world, timeout=timeout)
+    _finish(here, tensor, op, world)
+
+
+def reduce(world: World, tensor: Tensor, op: Any, root: int, timeout: float | None = None) -> None:
+    """Overwrite `tensor` of rank `root` with the reduction of all ranks'; those of the others stay as they are."""
+    kind, here = _reducible(tensor, op)
+    if here is None:
+        here = _combined(_rows_of_all(world, tensor, timeout), kind)
+    else:
+        here = here.view(-1)
+        sizes = [len(here) if rank == root else 0 for rank in range(world.ranks)]
+        mine = here if world.rank == root else here.new_empty(0)
+        weft_reduce_scatter(here, op=kind, out=mine, shard_rows=sizes, world=world, timeout=timeout)
+    if world.rank == root:
+        _finish(here, tensor, op, world)
+
+
+def broadcast(world: World, tensor: Tensor, root: int, timeout: float | None = None) -> None:
+    """Overwrite `tensor` with that of rank `root`."""
+    here = tensor if tensor.dtype in ANY and _as_it_is(tensor) else _moved(tensor)
+    weft_broadcast(here, root, world=world, timeout=timeout)
+    if world.rank != root:
+        _put(here, tensor)
+
+
+def all_gather_single(world: World, out: Tensor, tensor: Tensor, timeout: float | None = None) -> None:
+    """The tensors of all ranks, one behind the other in `out`."""
+    _check_dtypes(out, tensor)
+    if out.numel() != tensor.numel() * world.ranks:
+        raise ValueError(f"the output must have {world.ranks} times the {tensor.numel()} elements of the input; got {out.numel()}")
+    if tensor.dtype in ANY and _as_it_is(tensor) and _as_it_is(out) and _joins(out, tensor, world):
+        weft_all_gather(tensor, out=out, world=world, timeout=timeout)
+    else:
+        whole = _moved(out)
+        weft_all_gather(_moved(tensor).view(-1), out=whole.view(-1), world=world, timeout=timeout)
+        _put(whole, out)
+
+
+def all_gather(world: World, outs: Sequence[Tensor], tensor: Tensor, timeout: float | None = None) -> None:
+    """The tensor of rank p in ``outs[p]``; they may differ in size."""
+    _check_dtypes(*outs, tensor)
+    _check_count(outs, world)
+    if outs[world.rank].numel() != tensor.numel():
+        raise ValueError(f"the input has {tensor.numel()} elements, and its place in the output {outs[world.rank].numel()}")
+    here, sizes = _moved(tensor).view(-1), _sizes(outs)
+    whole = here.new_empty(sum(sizes))
+    weft_all_gather(here, out=whole, shard_rows=sizes, world=world, timeout=timeout)
+    for out, part in zip(outs, whole.split(sizes), strict=True):
+        _put(part, out)
+
+
+def reduce_scatter_single(world: World, out: Tensor, tensor: Tensor, op: Any, timeout: float | None = None) -> None:
+    """This rank's part of the reduction of all ranks' `tensor`, which has as many even parts as there are ranks."""
+    _check_dtypes(out, tensor)
+    if tensor.numel() != out.numel() * world.ranks:
+        raise ValueError(f"the input must have {world.ranks} times the {out.numel()} elements of the output; got {tensor.numel()}")
+    if op == _SUM and tensor.dtype in NUMBERS and _as_it_is(tensor) and _as_it_is(out) and _joins(tensor, out, world):
+        weft_reduce_scatter(tensor, out=out, world=world, timeout=timeout)
+    else:
+        _reduce_scatter(world, out, tensor, [out.numel()] * world.ranks, op, timeout)
+
+
+def reduce_scatter(world: World, out: Tensor, tensors: Sequence[Tensor], op: Any, timeout: float | None = None) -> None:
+    """The reduction of all ranks' ``tensors[p]`` on rank p; they may differ in size."""
+    _check_dtypes(out, *tensors)
+    _check_count(tensors, world)
+    if tensors[world.rank].numel() != out.numel():
+        raise ValueError(f"the output has {out.numel()} elements, and what is reduced for it {tensors[world.rank].numel()}")
+    _reduce_scatter(world, out, _joined(tensors), [tensor.numel() for tensor in tensors], op, timeout)
+
+
+def all_to_all_single(
+    world: World, out: Tensor, tensor: Tensor, taken: Sequence[int], given: Sequence[int], timeout: float | None = None
+) -> None:
+    """Part p of the first dimension of `tensor` goes to rank p; the parts are even unless it is said how many rows are `given`
+    to each rank and `taken` from it."""
+    _check_dtypes(out, tensor)
+    _check_split(tensor, given, "input", world)
+    _check_split(out, taken, "output", world)
+    here, there = _moved(tensor), _moved(out)
+    if given or taken:
+        sizes = {
+            "input_split_sizes": given or [len(tensor) // world.ranks] * world.ranks,
+            "output_split_sizes": taken or [len(out) // world.ranks] * world.ranks,
+        }
+        weft_all_to_all(here, out=there, **sizes, world=world, timeout=timeout)
+    else:
+        weft_all_to_all(here, out=there, world=world, timeout=timeout)
+    _put(there, out)
+
+
+def all_to_all(world: World, outs: Sequence[Tensor], tensors: Sequence[Tensor], timeout: float | None = None) -> None:
+    """``tensors[p]`` goes to rank p, and what rank p gives comes to ``outs[p]``; sizes may differ."""
+    _check_dtypes(*outs, *tensors)
+    _check_count(tensors, world)
+    _check_count(outs, world)
+    here, sizes = _moved(_joined(tensors)).view(-1), _sizes(outs)
+    whole = here.new_empty(sum(sizes))
+    weft_all_to_all(here, out=whole, input_split_sizes=_sizes(tensors), output_split_sizes=sizes, world=world, timeout=timeout)
+    for out, part in zip(outs, whole.split(sizes), strict=True):
+        _put(part, out)
+
+
+def gather(world: World, outs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float | None = None) -> None:
+    """The tensor of rank p in ``outs[p]`` of rank `root`; the others have no `outs`."""
+    nothing = tensor.detach().new_empty(0)
+    given = [tensor if rank == root else nothing for rank in range(world.ranks)]
+    all_to_all(world, outs if world.rank == root else [nothing] * world.ranks, given, timeout)
+
+
+def scatter(world: World, out: Tensor, tensors: Sequence[Tensor], root: int, timeout: float | None = None) -> None:
+    """``tensors[p]`` of rank `root` in `out` of rank p; the others have no `tensors`."""
+    nothing = out.detach().new_empty(0)
+    taken = [out if rank == root else nothing for rank in range(world.ranks)]
+    all_to_all(world, taken, tensors if world.rank == root else [nothing] * world.ranks, timeout)
+
+
+def all_reduce_together(world: World, tensors: Sequence[Tensor], op: Any, timeout: float | None = None) -> None:
+    """`all_reduce` of each of the tensors, those of one dtype at once."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        whole = _joined(alike)
+        all_reduce(world, whole, op, timeout)
+        for tensor, part in zip(alike, whole.split([tensor.numel() for tensor in alike]), strict=True):
+            _put(part, tensor)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The elements of a tensor, one after another, as bytes: its own memory, if it is contiguous."""
+    return _moved(tensor).view(-1).view(torch.uint8)
+
+
+def _reduce_scatter(world: World, out: Tensor, tensor: Tensor, parts: list[int], op: Any, timeout: float | None) -> None:
+    """This rank's part of the reduction; the parts have so many elements."""
+    kind, here = _reducible(tensor, op)
+    if here is None:
+        mine = out.detach().new_empty(world.ranks, parts[world.rank])
+        there, here = _moved(mine).view(-1), _moved(tensor).view(-1)
+        given, taken = [_numbers(tensor, n) for n in parts], [_numbers(tensor, parts[world.rank])] * world.ranks
+        weft_all_to_all(here, out=there, input_split_sizes=given, output_split_sizes=taken, world=world, timeout=timeout)
+        mine = _combined(mine, kind)
+    else:
+        mine = _moved(out).view(here.dtype).view(-1)
+        sizes = [_numbers(tensor, n) for n in parts]
+        weft_reduce_scatter(here.view(-1), op=kind, out=mine, shard_rows=sizes, world=world, timeout=timeout)
+    _finish(mine, out, op, world)
+
+
+def _reducible(tensor: Tensor, op: Any) -> tuple[str, Tensor | None]:
+    """What is done with the elements, and the tensor as numbers with which weft can do it, or None if it cannot."""
+    kind = _kind(op)
+    if kind == "premul_sum":
+        kind, tensor = "sum", tensor.detach() * op.__getstate__()[1]
+    if tensor.dtype == torch.bool and kind in _ON_BOOLEANS:
+        return _ON_BOOLEANS[kind], _moved(tensor).view(torch.uint8)
+    if kind == "avg" and tensor.dtype in _WHOLE:
+        kind = "sum"  # and divided by `_finish`
+    known = kind in REDUCTIONS and tensor.dtype in NUMBERS
+    return kind, _moved(tensor) if known or (tensor.is_complex() and kind in ("sum", "avg")) else None
+
+
+def _combined(rows: Tensor, kind: str) -> Tensor:
+    """The reduction of what this rank has gathered, a row from each rank."""
+    if rows.dtype in FLOAT8:
+        return _COMBINE[kind](rows.float()).to(rows.dtype)
+    return _COMBINE[kind](rows)
+
+
+def _finish(here: Tensor, tensor: Tensor, op: Any, world: World) -> None:
+    """Put what was reduced to where it belongs."""
+    if _kind(op) == "avg" and tensor.dtype in _WHOLE:
+        here.div_(world.ranks, rounding_mode="trunc")
+    _put(here, tensor)
+
+
+def _rows_of_all(world: World, tensor: Tensor, timeout: float | None) -> Tensor:
+    """The elements of all ranks, a row from each."""
+    rows = tensor.detach().new_empty(world.ranks, tensor.numel())
+    weft_all_gather(_moved(tensor).view(-1), out=_moved(rows).view(-1), world=world, timeout=timeout)
+    return rows
+
+
+def _kind(op: Any) -> str:
+    name: str = getattr(op, "op", op).name
+    return name.lower()
+
+
+def _as_it_is(tensor: Tensor) -> bool:
+    """Whether weft can work on a tensor (of a dtype that it knows) without a view or a copy."""
+    return type(tensor) is Tensor and not tensor.requires_grad and tensor.is_contiguous()
+
+
+def _moved(tensor: Tensor) -> Tensor:
+    """A tensor as weft moves it: contiguous, of a dtype that it knows; over the same memory, where that is possible."""
+    plain = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg().contiguous()
+    if plain.is_complex():
+        return torch.view_as_real(plain)
+    return plain if plain.dtype in ANY else plain.view(_INTEGERS[plain.itemsize])
+
+
+def _put(here: Tensor, tensor: Tensor) -> None:
+    """Copy to `tensor` what is in `here`, its elements as `_moved` shows them, unless that is its own memory."""
+    if tensor.is_contiguous() and here.data_ptr() == tensor.data_ptr():
+        return
+    if tensor.is_complex() and not here.is_complex():
+        here = torch.view_as_complex(here.view(-1, 2))
+    tensor.detach().copy_(here.view(tensor.dtype).view(tensor.shape))
+
+
+def _numbers(tensor: Tensor, elements: int) -> int:
+    """In how many numbers `_moved` shows as many elements of a tensor."""
+    return 2 * elements if tensor.is_complex() else elements
+
+
+def _sizes(tensors: Sequence[Tensor]) -> list[int]:
+    return [_numbers(tensor, tensor.numel()) for tensor in tensors]
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """The elements of all tensors, one after another."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def _joins(whole: Tensor, part: Tensor, world: World) -> bool:
+    """Whether `whole` is as many parts as there are ranks, joined along their first dimension."""
+    return part.dim() > 0 and whole.shape == (world.ranks * len(part), *part.shape[1:])
+
+
+def _check_dtypes(first: Tensor, *others: Tensor) -> None:
+    for tensor in others:
+        if tensor.dtype != first.dtype:
+            raise TypeError(f"tensors of a collective have one dtype; got {name(first.dtype)} and {name(tensor.dtype)}")
+
+
+def _check_count(tensors: Sequence[Tensor], world: World) -> None:
+    if len(tensors) != world.ranks:
+        raise ValueError(f"a list must have a tensor for each of the {world.ranks} ranks; got {len(tensors)}")
+
+
+def _check_split(whole: Tensor, sizes: Sequence[int], what: str, world: World) -> None:
+    rows = len(whole)
+    if sizes and (len(sizes) != world.ranks or sum(sizes) != rows):
+        raise ValueError(f"the {what} has {rows} rows, which are to be split for {world.ranks} ranks; got sizes {[*sizes]}")
+    if not sizes and rows % world.ranks:
+        raise ValueError(f"the {what} has {rows} rows, which do not split evenly for {world.ranks} ranks: give sizes")

@@ -1,0 +1,446 @@
+"""A process group of torch.distributed whose ranks are a world of weft."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from weft.errors import PeerTimeout, WeftError
+from weft.ops.barrier import barrier
+from weft.process_group import collectives
+from weft.process_group.messages import Messages
+from weft.process_group.works import Borrowed, Done, Order, Several, Work
+from weft.world import init_by_store
+
+_log = logging.getLogger("weft")
+_CPU = torch.device("cpu")
+_DONE = Done()
+_NOTICED = 1.0  # seconds within which the world knows of a peer whose connection is gone
+
+Options = TypeVar("Options")
+_ProcessGroup: Any = dist.ProcessGroup  # whose stubs are of one version of torch
+
+
+class Group(_ProcessGroup):  # type: ignore[misc]
+    """What ``init_process_group("weft")`` and ``new_group(backend="weft")`` make.
+
+    Tensors on the CPU are weft's; others go to the backend that was asked for beside it, as in "cpu:weft,cuda:nccl". Torch
+    calls these methods to do what the functions of torch.distributed are asked for. A method whose options say that it is not
+    asynchronous returns when all is done; else what it returns is to be waited for.
+
+    Attributes: `world`, of the group's ranks; it is the group's own, so let nothing else be called on it.
+    """
+
+    supports_splitting = supports_coalescing = supports_time_estimate = False
+
+    def __init__(self, store: Store, rank: int, ranks: int, timeout: float, global_ranks: Sequence[int]) -> None:
+        super().__init__(rank, ranks)
+        self.store, self.global_ranks = store, [*global_ranks] or [*range(ranks)]
+        self.world = init_by_store(store, rank, ranks, timeout)
+        self.world.known_as = self.global_ranks
+        self.order = Order(f"weft group of {ranks}")
+        self.messages = None if self.world.multi_host else Messages(self.world)
+        self.gloo: Any = self._gloo("messages, since its ranks are on several hosts") if self.world.multi_host else None
+        self.others: dist.ProcessGroup | None = None
+        self.together: list[Work] | None = None  # what was begun since `_start_coalescing`
+        self.barriers = 0
+        self.names = ["", ""]  # its name and what it is for, as torch will say
+
+    # Reductions
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> dist.Work:
+        opts = _options(c10d.AllreduceOptions, opts, timeout, reduceOp=op)
+        tensor = _one(tensors)
+        if not tensor.is_cpu:
+            return self._elsewhere(tensor).allreduce([tensor], opts)
+        if tensor.layout is torch.sparse_coo:
+            return self._borrowed(tensor, self._by_gloo("sparse all_reduce").allreduce([tensor], opts))
+        return self._issue([tensor], opts, collectives.all_reduce, tensor, opts.reduceOp)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        opts = _options(c10d.AllreduceCoalescedOptions, opts)
+        if not tensors[0].is_cpu:
+            return self._elsewhere(tensors[0]).allreduce_coalesced(tensors, opts)
+        return self._issue(tensors, opts, collectives.all_reduce_together, tensors, opts.reduceOp)
+
+    def reduce(
+        self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None, *, root: Any = None
+    ) -> dist.Work:
+        opts = _options(c10d.ReduceOptions, opts, timeout, rootRank=root, reduceOp=op)
+        tensor = _one(tensors)
+        if not tensor.is_cpu:
+            return self._elsewhere(tensor).reduce([tensor], opts)
+        return self._issue([tensor], opts, collectives.reduce, tensor, opts.reduceOp, opts.rootRank)
+
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
+    ) -> dist.Work:
+        opts = _options(c10d.ReduceScatterOptions, opts, timeout, reduceOp=op)
+        out, tensors = _one(outputs), _list(inputs)
+        if not out.is_cpu:
+            return self._elsewhere(out).reduce_scatter([out], [tensors], opts)
+        return self._issue([out], opts, collectives.reduce_scatter, out, tensors, opts.reduceOp)
+
+    def reduce_scatter_single(self, out: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        opts = _options(c10d.ReduceScatterOptions, opts)
+        if not out.is_cpu:
+            return self._elsewhere(out)._reduce_scatter_base(out, tensor, opts)
+        return self._issue([out], opts, collectives.reduce_scatter_single, out, tensor, opts.reduceOp)
+
+    def reduce_scatter_single_coalesced(self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        opts = _options(c10d.ReduceScatterOptions, opts)
+        return self._all([self.reduce_scatter_single(*pair, opts) for pair in zip(outs, tensors, strict=True)])
+
+    # What moves tensors
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None) -> dist.Work:
+        opts = _options(c10d.BroadcastOptions, opts, timeout, rootRank=root)
+        tensor = _one(tensors)
+        if not tensor.is_cpu:
+            return self._elsewhere(tensor).broadcast([tensor], opts)
+        return self._issue([tensor], opts, collectives.broadcast, tensor, opts.rootRank)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        opts = _options(c10d.AllgatherOptions, opts, timeout)
+        outs, tensor = _list(outputs), _one(inputs)
+        if not tensor.is_cpu:
+            return self._elsewhere(tensor).allgather([outs], [tensor], opts)
+        return self._issue(outs, opts, collectives.all_gather, outs, tensor)
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        by_tensor = [[part[index] for part in outputs] for index in range(len(inputs))]
+        return self._all([self.allgather(outs, tensor, opts) for outs, tensor in zip(by_tensor, inputs, strict=True)])
+
+    def all_gather_single(self, out: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        opts = _options(c10d.AllgatherOptions, opts)
+        if not out.is_cpu:
+            return self._elsewhere(out)._allgather_base(out, tensor, opts)
+        return self._issue([out], opts, collectives.all_gather_single, out, tensor)
+
+    def all_gather_single_coalesced(self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        return self._all([self.all_gather_single(*pair, opts) for pair in zip(outs, tensors, strict=True)])
+
+    def gather(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
+    ) -> dist.Work:
+        opts = _options(c10d.GatherOptions, opts, timeout, rootRank=root)
+        outs, tensor = _list(outputs), _one(inputs)
+        if not tensor.is_cpu:
+            return self._elsewhere(tensor).gather([outs] if outs else [], [tensor], opts)
+        return self._issue(outs, opts, collectives.gather, outs, tensor, opts.rootRank)
+
+    def scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
+    ) -> dist.Work:
+        opts = _options(c10d.ScatterOptions, opts, timeout, rootRank=root)
+        out, tensors = _one(outputs), _list(inputs)
+        if not out.is_cpu:
+            return self._elsewhere(out).scatter([out], [tensors] if tensors else [], opts)
+        return self._issue([out], opts, collectives.scatter, out, tensors, opts.rootRank)
+
+    def alltoall(self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        opts = _options(c10d.AllToAllOptions, opts, timeout)
+        if not outs[0].is_cpu:
+            return self._elsewhere(outs[0]).alltoall(outs, tensors, opts)
+        return self._issue(outs, opts, collectives.all_to_all, outs, tensors)
+
+    def all_to_all_single(
+        self,
+        out: Tensor,
+        tensor: Tensor,
+        taken: Sequence[int] = (),
+        given: Sequence[int] = (),
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> dist.Work:
+        opts = _options(c10d.AllToAllOptions, opts, timeout)
+        if not out.is_cpu:
+            return self._elsewhere(out).alltoall_base(out, tensor, [*taken], [*given], opts)
+        return self._issue([out], opts, collectives.all_to_all_single, out, tensor, [*taken], [*given])
+
+    # Messages
+
+    def send(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
+        tensor = _one(tensors)
+        if not tensor.is_cpu:
+            return self._elsewhere(tensor).send([tensor], peer, tag)
+        self._check_peer(peer)
+        if self.messages is None:
+            return self._borrowed(tensor, self.gloo.send([tensor], peer, tag))
+        return self._begun(self.messages.send(tensor, collectives.as_bytes(tensor), peer, tag))
+
+    def recv(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
+        tensor = _one(tensors)
+        if not tensor.is_cpu:
+            return self._elsewhere(tensor).recv([tensor], peer, tag)
+        self._check_peer(peer)
+        if self.messages is None:
+            return self._borrowed(tensor, self.gloo.recv([tensor], peer, tag))
+        return self._begun(self.messages.receive(tensor, _place(tensor), peer, tag))
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        tensor = _one(tensors)
+        if not tensor.is_cpu:
+            return self._elsewhere(tensor).recv_anysource([tensor], tag)
+        if self.messages is None:
+            return self._borrowed(tensor, self.gloo.recv_anysource([tensor], tag))
+        return self._begun(self.messages.receive(tensor, _place(tensor), None, tag))
+
+    # Barriers
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        opts = _options(c10d.BarrierOptions, opts, timeout)
+        if opts.device is not None and opts.device.type != "cpu":
+            return self._others().barrier(opts)
+        return self._issue([], opts, lambda world, timeout: barrier(world, timeout))
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that says on rank 0 who has not come in `timeout`: the first of them, or all.
+
+        It goes over the group's store, and leaves the group as it was.
+        """
+        seconds = self.world.timeout if timeout is None else timeout.total_seconds()
+        rank, number, deadline = self.rank(), self.barriers, time.monotonic() + seconds
+        self.barriers += 1
+        store = PrefixStore(f"weft monitored barrier {number}", self.store)
+
+        def come(key: str) -> bool:
+            left = deadline - time.monotonic()
+            try:
+                store.wait([key], timedelta(seconds=max(0.001, left)))
+            except RuntimeError:
+                return False
+            return True
+
+        if rank:
+            store.set(str(rank), "")
+            if not come("all"):
+                raise PeerTimeout(
+                    f"Rank {rank} successfully reached monitoredBarrier, "
+                    "but received errors while waiting for send/recv from rank 0"
+                )
+            return
+        missing: list[int] = []
+        for peer in range(1, self.size()):
+            if not seconds > 0:
+                raise PeerTimeout(f"Rank 0 timed out in monitoredBarrier after {seconds * 1e3:g} ms")
+            if not come(str(peer)):
+                missing.append(peer)
+                if not wait_all_ranks:
+                    break
+        if missing:
+            who = f"Rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+            raise PeerTimeout(f"{who} failed to pass monitoredBarrier in {seconds * 1e3:g} ms")
+        store.set("all", "")
+
+    # Several at once
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if device.type != "cpu":
+            self._others()._start_coalescing(device)
+        self.together = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        works, self.together = self.together or [], None
+        return self._others()._end_coalescing(device) if device.type != "cpu" else Several(works)
+
+    # What the group is
+
+    def get_group_store(self) -> Store:
+        return self.store
+
+    @property
+    def group_name(self) -> str:
+        return self.names[0]
+
+    @property
+    def group_desc(self) -> str:
+        return self.names[1]
+
+    def _set_group_name(self, name: str) -> None:
+        self.names[0] = name
+
+    def _set_group_desc(self, text: str) -> None:
+        self.names[1] = text
+
+    def getBackendName(self) -> str:
+        return "weft"
+
+    def getGroupName(self) -> str:
+        return self.group_name
+
+    def getGroupDesc(self) -> str:
+        return self.group_desc
+
+    def _get_backend_name(self) -> str:
+        return "weft"
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU, *(self._others()._device_types if self._other_backends() else ())]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self if torch.device(device).type == "cpu" else self._others()._get_backend(device)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """From now on every wait may take so long."""
+        self.world.timeout = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Carry out what was issued, then leave the world; so does `dist.destroy_process_group`."""
+        if self.world.closed is None:
+            self.order.close()
+        self._leave()
+        if self.others is not None:
+            self.others.shutdown()
+
+    def abort(self) -> None:
+        """Leave the world with what was issued undone; peers that wait for it learn why."""
+        self.world.fail(WeftError("the group was aborted"))
+        self._leave()
+        if self.others is not None:
+            self.others.abort()
+
+    def _leave(self) -> None:
+        if self.messages is not None:
+            self.messages.close()
+        self.world.close()
+
+    # How calls are made
+
+    def _issue(self, tensors: Sequence[Tensor], opts: Any, call: Callable[..., None], *args: Any) -> dist.Work:
+        seconds = opts.timeout.total_seconds()
+        limit = seconds if seconds > 0 else None
+        if opts.asyncOp or self.together is not None:
+            return self._begun(self.order.later(tensors, call, self.world, *args, limit))
+        self.order.now(call, self.world, *args, limit)
+        return _DONE
+
+    def _begun(self, work: Work) -> Work:
+        if self.together is not None:
+            self.together.append(work)
+        return work
+
+    def _all(self, works: Sequence[dist.Work]) -> dist.Work:
+        return Several(works)
+
+    def _check_peer(self, peer: int) -> None:
+        if not 0 <= peer < self.size() or peer == self.rank():
+            raise ValueError(f"rank {self.rank()} can send to and receive from the other ranks of {self.size()}; got rank {peer}")
+
+    # What others do
+
+    def _gloo(self, what: str) -> Any:
+        if self.rank() == 0:
+            _log.warning("a process group of weft's leaves %s to gloo", what)
+        limit = timedelta(seconds=self.world.timeout)
+        return dist.ProcessGroupGloo(PrefixStore("weft gloo", self.store), self.rank(), self.size(), timeout=limit)
+
+    def _by_gloo(self, what: str) -> Any:
+        if self.gloo is None:
+            self.gloo = self._gloo(what)
+        return self.gloo
+
+    def _borrowed(self, tensor: Tensor, work: dist.Work) -> dist.Work:
+        return self._begun(Borrowed(work, [tensor], self._cause))
+
+    def _cause(self, error: RuntimeError) -> BaseException:
+        """Why gloo has lost a connection, if it is that a peer is gone."""
+        deadline = time.monotonic() + _NOTICED
+        while time.monotonic() < deadline:
+            if self.world.mesh.failure()[0]:
+                return self.world.failure("for a message")
+            time.sleep(0.01)
+        return error
+
+    def _other_backends(self) -> str:
+        """What was asked for beside weft, as in "cuda:nccl"."""
+        config = distributed_c10d._world.pg_backend_config.get(self, "")
+        return ",".join(part for part in config.split(",") if part and not part.startswith("cpu:"))
+
+    def _elsewhere(self, tensor: Tensor) -> dist.ProcessGroup:
+        """The group of the backends for tensors of other devices."""
+        if not self._other_backends():
+            raise ValueError(
+                f"the tensor is on {tensor.device}, and weft's backend takes CPU tensors: initialise torch.distributed with a "
+                'backend for both, such as "cpu:weft,cuda:nccl"'
+            )
+        return self._others()
+
+    def _others(self) -> dist.ProcessGroup:
+        if self.others is None:
+            self.others, _ = distributed_c10d._new_process_group_helper(
+                self.size(),
+                self.rank(),
+                self.global_ranks,
+                dist.Backend(self._other_backends()),
+                self.store,
+                group_name=distributed_c10d.GroupName(f"{self.group_name} beside weft"),
+                timeout=timedelta(seconds=self.world.timeout),
+            )
+        return self.others
+
+    # Torch has had two names for some of these.
+    _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
+    _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _options(kind: type[Options], given: Any, timeout: timedelta | None = None, **fields: Any) -> Options:
+    """Options of a call: as given, or made of its single arguments; a bare one stands for the first field."""
+    if type(given) is kind:
+        return given
+    made: Any = kind()
+    if given is not None:
+        fields = {**fields, next(iter(fields)): given}
+    for name, value in fields.items():
+        if value is not None:
+            setattr(made, name, value)
+    if timeout is not None:
+        made.timeout = timeout
+    return made  # type: ignore[no-any-return]
+
+
+def _one(tensors: Any) -> Tensor:
+    """The tensor of a call, alone or as the only one of a list."""
+    return tensors if isinstance(tensors, Tensor) else tensors[0]
+
+
+def _list(tensors: Any) -> list[Tensor]:
+    """The list of a call, alone or as the only one of a list; none is empty."""
+    return [*tensors[0]] if tensors and not isinstance(tensors[0], Tensor) else [*tensors]
+
+
+def _place(tensor: Tensor) -> Tensor:
+    """The memory of a tensor that is received, as bytes."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"what is received must be contiguous; got strides {tensor.stride()}")
+    return collectives.as_bytes(tensor)
+
+
+def _also_for_weft(function: Callable[..., None]) -> Callable[..., None]:
+    """torch's own `monitored_barrier` refuses by name all backends but gloo."""
+
+    @functools.wraps(function)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        chosen = dist.group.WORLD if group is None else group
+        if isinstance(chosen, Group):
+            chosen.monitored_barrier(timedelta(seconds=timeout) if isinstance(timeout, float | int) else timeout, wait_all_ranks)
+        else:
+            function(group, timeout, wait_all_ranks)
+
+    return monitored_barrier
+
+
+dist.monitored_barrier = distributed_c10d.monitored_barrier = _also_for_weft(dist.monitored_barrier)

@@ -1,0 +1,293 @@
+"""Messages between two ranks of a host: send and receive, with tags and from any source, over symmetric memory.
+
+Every rank has a box for each peer, a few slots in which the peer puts its messages piece by piece; counters say how many pieces
+have come and how many have been taken, and a bell is rung with each. A message that finds a receive of its tag goes to its place
+straight from the box; one that was not asked for yet is kept, which happens only while this rank receives something else from
+its sender. So a send is over once all of it is in the peer's box, which for short messages is at once.
+
+Whoever waits for a message moves all that can be moved, for all threads; while nobody does, a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from weft.errors import PeerTimeout, WeftError
+from weft.process_group.works import Work
+from weft.world import World
+from weft.world.onesided import notify, wait
+
+SLOTS = 4  # of a box
+_BOXES = 2 << 20  # bytes of all boxes of a rank, about
+_LEAST, _MOST = 4 << 10, 256 << 10  # bytes of a slot
+_HEADER = 64  # bytes before the piece in a slot: the message's tag and its bytes in all
+_ANY = -1
+
+
+class _Sending(NamedTuple):
+    work: Work
+    tag: int
+    data: Tensor
+
+
+class _Receiving(NamedTuple):
+    work: Work
+    source: int
+    tag: int
+    place: Tensor
+
+
+class _Coming:
+    """A message of which some has come: for a receive that wants it, or to be kept until it is asked for."""
+
+    def __init__(self, tag: int, size: int, wanted: _Receiving | None) -> None:
+        self.tag, self.size, self.wanted, self.got = tag, size, wanted, 0
+        fits = wanted is not None and size <= len(wanted.place)
+        self.place = wanted.place if wanted is not None and fits else torch.empty(size, dtype=torch.uint8)
+
+    @property
+    def whole(self) -> bool:
+        return self.got == self.size
+
+    def add(self, place: Tensor) -> None:
+        """Take the piece that lies at the beginning of a slot."""
+        piece = place[: self.size - self.got]
+        self.place[self.got : self.got + len(piece)] = piece
+        self.got += len(piece)
+
+    def deliver(self, wanted: _Receiving, source: int) -> None:
+        """End the receive that this message is for."""
+        wanted.work.source = source
+        if self.size > len(wanted.place):
+            wanted.work.end(ValueError(f"rank {source} has sent {self.size} bytes, and there is room for {len(wanted.place)}"))
+            return
+        if self.place is not wanted.place:
+            wanted.place[: self.size] = self.place
+        wanted.work.end()
+
+
+class Messages:
+    """The messages of a rank of `world`; made collectively."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        slot = max(_LEAST, min(_MOST, _BOXES // (SLOTS * world.ranks) // _HEADER * _HEADER)) + _HEADER
+        boxes = world.empty(world.ranks, SLOTS, slot, dtype=torch.uint8)
+        self.room = slot - _HEADER
+        self.signals = world.signals(1 + 2 * world.ranks, "messages")
+        peers = [peer for peer in range(world.ranks) if peer != world.rank]
+        self.mine = {peer: [_slot(part) for part in boxes[peer]] for peer in peers}  # what comes from a peer
+        self.theirs = {peer: [_slot(part) for part in world.peer(boxes, peer)[world.rank]] for peer in peers}
+        self.put = dict.fromkeys(peers, 0)  # pieces
+        self.taken = dict.fromkeys(peers, 0)
+        self.sending: dict[int, deque[_Sending]] = {peer: deque() for peer in peers}
+        self.sent = dict.fromkeys(peers, 0)  # bytes of the first of these
+        self.receiving: list[_Receiving] = []
+        self.coming: dict[int, _Coming] = {}
+        self.kept: dict[int, list[_Coming]] = {peer: [] for peer in peers}  # come, and not asked for
+        self.changed = threading.Condition()  # guards all of this
+        self.moving = False  # some thread does
+        self.closed = False
+        self.thread: threading.Thread | None = None
+
+    def send(self, tensor: Tensor, data: Tensor, peer: int, tag: int) -> Work:
+        """Begin to send `data`, contiguous bytes of `tensor`, which must stay as they are until the work is over."""
+        work = Work([tensor], self._help)
+        with self.changed:
+            self.world.check()
+            self.sending[peer].append(_Sending(work, tag, data))
+            self._begun(work)
+        return work
+
+    def receive(self, tensor: Tensor, place: Tensor, source: int | None, tag: int) -> Work:
+        """Begin to receive a message of at most as many bytes as `place`, those of `tensor`, from one peer or (None) from any."""
+        work = Work([tensor], self._help)
+        wanted = _Receiving(work, _ANY if source is None else source, tag, place)
+        with self.changed:
+            self.world.check()
+            for peer in self.kept if source is None else (source,):
+                for message in self.kept[peer]:
+                    if message.tag == tag:
+                        self.kept[peer].remove(message)
+                        message.deliver(wanted, peer)
+                        return work
+            self.receiving.append(wanted)
+            self._begun(work)
+        return work
+
+    def close(self) -> None:
+        """End the thread; what was begun and is not over never will be."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+        if self.thread is not None:
+            with contextlib.suppress(WeftError):
+                notify(self.signals, 0, self.world.rank)
+            self.thread.join()
+
+    def _begun(self, work: Work) -> None:
+        """Move what can be moved at once; the rest is for who waits, or the thread."""
+        if not self.moving:
+            self._move()
+            if work.over:
+                return
+            if self.thread is None:
+                self.thread = threading.Thread(target=self._run, name="weft messages", daemon=True)
+                self.thread.start()
+            self.changed.notify_all()
+        else:
+            notify(self.signals, 0, self.world.rank)  # for who moves to look again
+
+    def _help(self, work: Work, seconds: float | None) -> None:
+        """Move messages until `work` is over, unless another thread does."""
+        limit = self.world.timeout if seconds is None else seconds
+        deadline = time.monotonic() + limit
+        with self.changed:
+            while not work.over and (left := deadline - time.monotonic()) > 0:
+                if self.moving:
+                    self.changed.wait(left)
+                else:
+                    self._move_on(lambda: work.over, left)
+            if not work.over and seconds is None:
+                self._give_up(work, limit)
+
+    def _run(self) -> None:
+        with self.changed:
+            while not self.closed:
+                if self.moving or not self._pending():
+                    self.changed.wait()
+                else:
+                    self._move_on(lambda: not self._pending(), self.world.timeout)
+
+    def _pending(self) -> bool:
+        return bool(self.receiving or self.coming or any(self.sending.values()))
+
+    def _move_on(self, enough: Callable[[], bool], seconds: float) -> None:
+        """Move messages until it is `enough`, or for so many seconds; what goes wrong ends all that was begun."""
+        self.moving = True
+        try:
+            while True:
+                bell = self.signals[0]
+                if self._move():
+                    self.changed.notify_all()
+                if self.closed or enough():
+                    return
+                self.changed.release()
+                try:
+                    wait(self.signals, 0, ">", cast(int, bell), seconds)
+                finally:
+                    self.changed.acquire()
+        except PeerTimeout:
+            pass
+        except BaseException as error:
+            self._end_all(error)
+            if not isinstance(error, WeftError):  # an interrupt of this thread
+                raise
+        finally:
+            self.moving = False
+            self.changed.notify_all()
+
+    def _move(self) -> bool:
+        """Move all that can be moved now; whether anything could."""
+        moved = False
+        for peer, queue in self.sending.items():
+            while queue and self._put_piece(peer, queue):
+                moved = True
+        for peer in self.mine:
+            while self._take_piece(peer):
+                moved = True
+        return moved
+
+    def _put_piece(self, peer: int, queue: deque[_Sending]) -> bool:
+        """Put the next piece of the first message for `peer` into its box, if there is room."""
+        world, (work, tag, data), at = self.world, queue[0], self.sent[peer]
+        if self.put[peer] - cast(int, self.signals[1 + world.ranks + peer]) == SLOTS:
+            return False
+        header, place = self.theirs[peer][self.put[peer] % SLOTS]
+        if at == 0:
+            header[:] = tag, len(data)
+        piece = data[at : at + self.room]
+        place[: len(piece)] = piece
+        self.put[peer] += 1
+        notify(self.signals, 1 + world.rank, peer)
+        notify(self.signals, 0, peer)
+        self.sent[peer] = at + len(piece)
+        if self.sent[peer] == len(data):
+            self.sent[peer] = 0
+            queue.popleft()
+            work.end()
+        return True
+
+    def _take_piece(self, peer: int) -> bool:
+        """Take the next piece from the box that `peer` fills, if there is one and this rank wants something from there."""
+        world, message = self.world, self.coming.get(peer)
+        if message is None and not any(wanted.source in (peer, _ANY) for wanted in self.receiving):
+            return False
+        if self.signals[1 + peer] == self.taken[peer]:
+            return False
+        header, place = self.mine[peer][self.taken[peer] % SLOTS]
+        if message is None:
+            tag, size = header.tolist()
+            message = self.coming[peer] = _Coming(tag, size, self._wanted(peer, tag))
+        message.add(place)
+        self.taken[peer] += 1
+        notify(self.signals, 1 + world.ranks + world.rank, peer)
+        notify(self.signals, 0, peer)
+        if message.whole:
+            del self.coming[peer]
+            message.wanted = message.wanted or self._wanted(peer, message.tag)  # it may have been asked for meanwhile
+            if message.wanted is None:
+                self.kept[peer].append(message)
+            else:
+                message.deliver(message.wanted, peer)
+        return True
+
+    def _wanted(self, peer: int, tag: int) -> _Receiving | None:
+        """The first receive that a message of this tag from `peer` is for, which is then no longer looked for."""
+        for wanted in self.receiving:
+            if wanted.source in (peer, _ANY) and wanted.tag == tag:
+                self.receiving.remove(wanted)
+                return wanted
+        return None
+
+    def _give_up(self, work: Work, seconds: float) -> None:
+        """End a work that has taken too long; one of which some has been moved takes the world with it."""
+        error: WeftError = PeerTimeout(f"rank {self.world.rank} waited {seconds:g} s for a message; its timeout is over")
+        for wanted in self.receiving:
+            if wanted.work is work:
+                self.receiving.remove(wanted)
+                work.end(error)
+                return
+        for peer, queue in self.sending.items():
+            for sending in queue:
+                if sending.work is work and (self.sent[peer] == 0 or sending is not queue[0]):
+                    queue.remove(sending)
+                    work.end(error)
+                    return
+        self._end_all(self.world.fail(error))
+
+    def _end_all(self, error: BaseException) -> None:
+        works = [wanted.work for wanted in self.receiving]
+        works += [message.wanted.work for message in self.coming.values() if message.wanted]
+        works += [sending.work for queue in self.sending.values() for sending in queue]
+        for work in works:
+            work.end(error)
+        self.receiving.clear()
+        self.coming.clear()
+        for queue in self.sending.values():
+            queue.clear()
+
+
+def _slot(part: Tensor) -> tuple[npt.NDArray[np.int64], Tensor]:
+    """A slot's header, two numbers, and the place for a piece."""
+    return part[:16].view(torch.int64).numpy(), part[_HEADER:]

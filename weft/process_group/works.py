@@ -1,0 +1,231 @@
+"""Work that torch is handed for what is under way, and the order in which a group's collectives are carried out.
+
+A collective that is called synchronously runs on its caller's thread, unless others are still to be carried out before it; one
+that is not goes to a thread of the group, or to the one that comes to wait for it first. Either way a group carries out one at a
+time, in the order in which they were issued, whatever threads issue them: those of autograd, for instance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.errors import PeerTimeout
+
+_NO_LIMIT = timedelta(0)  # what torch's native code says for none
+
+
+class Work(dist.Work):
+    """What was begun, and the `tensors` that it fills; `help` may be asked to do it, or to wait until it is done."""
+
+    def __init__(self, tensors: Sequence[Tensor], help: Callable[[Work, float | None], None]) -> None:
+        super().__init__()
+        self.tensors, self.help = tensors, help
+        self.over, self.source = False, -1
+        self.error: BaseException | None = None
+        self.futures: list[torch.futures.Future[Any]] = []  # to be told when it is over
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Note that it is done, or why it could not be."""
+        self.error = error
+        self.over = True
+        with _futures:
+            futures, self.futures = self.futures, []
+        for future in futures:
+            future.set_result(None)
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """True once it is done; raises what went wrong, and `PeerTimeout` after `timeout`, which harms nothing."""
+        if not self.over:
+            seconds = timeout.total_seconds()
+            self.help(self, seconds if seconds > 0 else None)
+            if not self.over:
+                raise PeerTimeout(f"what was waited for is not done after {seconds:g} s")
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it is over, well or not."""
+        return self.over
+
+    def is_success(self) -> bool:
+        """Whether it is over, and well."""
+        return self.over and self.error is None
+
+    def exception(self) -> BaseException | None:
+        """What went wrong, if anything has."""
+        return self.error
+
+    def result(self) -> list[Tensor]:
+        """The tensors that it fills."""
+        return list(self.tensors)
+
+    def source_rank(self) -> int:
+        """The rank that a message was received from."""
+        return self.source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future that is done when this is, with its tensors as the value; an error is one of the same text."""
+        done: torch.futures.Future[Any] = torch.futures.Future()
+        made = done.then(self._value)  # so that native code, too, sees an exception for what it is
+        with _futures:
+            if not self.over:
+                self.futures.append(done)
+                return made
+        done.set_result(None)
+        return made
+
+    def _value(self, _: object) -> list[Tensor]:
+        if self.error is not None:
+            raise self.error
+        return list(self.tensors)
+
+
+_futures = threading.Lock()
+
+
+class Done(Work):
+    """What was over when its call returned."""
+
+    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
+        super().__init__(tensors, lambda work, seconds: None)
+        self.over = True
+
+
+class Several(Work):
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__([tensor for work in works for tensor in work.result()], self._wait_for_all)
+        self.works = works
+
+    def _wait_for_all(self, work: Work, seconds: float | None) -> None:
+        deadline = None if seconds is None else time.monotonic() + seconds
+        for each in self.works:
+            each.wait(_NO_LIMIT if deadline is None else timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        self.end()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        whole = torch.futures.collect_all([work.get_future() for work in self.works])
+        return whole.then(lambda futures: [tensor for future in futures.value() for tensor in future.value()])
+
+
+class Borrowed(Work):
+    """A work of another backend; `cause` makes of its error the one to raise."""
+
+    def __init__(self, work: dist.Work, tensors: Sequence[Tensor], cause: Callable[[RuntimeError], BaseException]) -> None:
+        super().__init__(tensors, self._wait_for_it)
+        self.work, self.cause = work, cause
+
+    def is_completed(self) -> bool:
+        return self.over or self.work.is_completed()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        self.wait()  # what carries messages gives no futures
+        return super().get_future()
+
+    def _wait_for_it(self, work: Work, seconds: float | None) -> None:
+        try:
+            self.work.wait(*([] if seconds is None else [timedelta(seconds=seconds)]))
+        except RuntimeError as error:
+            self.end(self.cause(error))
+        else:
+            with contextlib.suppress(RuntimeError):  # it is no receive
+                self.source = self.work._source_rank()
+            self.end()
+
+
+class Order:
+    """Carries out a group's collectives one at a time, in the order in which they are issued."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.turn = threading.Lock()  # of who carries out
+        self.issued: deque[tuple[Work, Callable[..., object], tuple[Any, ...]]] = (
+            deque()
+        )  # and not over; the first may be under way
+        self.over = threading.Condition()
+        self.watched = 0  # by as many threads
+        self.calls: SimpleQueue[bool] = SimpleQueue()
+        self.thread: threading.Thread | None = None
+
+    def now(self, call: Callable[..., object], *args: Any) -> None:
+        """Carry out ``call(*args)`` after all that was issued before, and return when it is done."""
+        if not self.issued and self.turn.acquire(blocking=False):
+            try:
+                call(*args)
+            finally:
+                self.turn.release()
+        else:
+            self.later((), call, *args).wait()
+
+    def later(self, tensors: Sequence[Tensor], call: Callable[..., object], *args: Any) -> Work:
+        """Issue ``call(*args)``, which fills `tensors`, and return at once."""
+        work = Work(tensors, self.help)
+        self.issued.append((work, call, args))
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+            self.thread.start()
+        self.calls.put(True)
+        return work
+
+    def help(self, work: Work, seconds: float | None) -> None:
+        """Carry out what was issued up to `work`, unless another thread does; for so many seconds only wait."""
+        if seconds is None:
+            with self.turn:
+                while not work.over:
+                    self._next()
+            return
+        deadline = time.monotonic() + seconds
+        with self.over:
+            self.watched += 1
+            try:
+                while not work.over and (left := deadline - time.monotonic()) > 0:
+                    self.over.wait(left)
+            finally:
+                self.watched -= 1
+
+    def close(self) -> None:
+        """Carry out what was issued, and end the thread."""
+        if self.issued:
+            self.help(self.issued[-1][0], None)
+        self.calls.put(False)
+
+    def _run(self) -> None:
+        while self.calls.get():
+            with self.turn:
+                if self.issued:
+                    self._next()
+
+    def _next(self) -> None:
+        work, call, args = self.issued[0]
+        error = None
+        try:
+            call(*args)
+        except BaseException as failure:
+            error = failure
+        self.issued.popleft()
+        work.end(error)
+        if self.watched:
+            with self.over:
+                self.over.notify_all()
