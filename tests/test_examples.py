@@ -69,6 +69,15 @@ def test_tensor_parallel_transformer(dtype):
         assert word in printed
 
 
+@pytest.mark.data
+def test_torch_distributed():
+    """On both backends the losses are the same; the example itself checks that in every step."""
+    sizes = "--dim 32 --layers 2 --heads 2 --batch 4 --length 8 --steps 3"
+    printed = example("torch_distributed.py", *sizes.split())
+    for word in ("DDP", "FSDP2", "tensor parallel", "pipeline", "losses agree in every step"):
+        assert word in printed
+
+
 def test_every_example_is_tested():
     here = Path(__file__).read_text()
     assert all(f'example("{path.name}"' in here for path in EXAMPLES.glob("*.py"))

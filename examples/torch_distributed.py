@@ -1,0 +1,177 @@
+"""A small transformer trained in four ways of torch's own, on gloo and on weft, side by side in one run.
+
+    python examples/torch_distributed.py --ranks 2
+
+Data parallel (DDP), fully sharded (FSDP2), tensor parallel (DTensor) and in a pipeline: the code is the same for both, only the
+process group is another one. Losses are compared step by step, steps are interleaved, and times are medians over steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import weft
+
+TOLERANCE = 1e-4  # relative; sums over more than two ranks are rounded in another order
+BACKENDS = ("gloo", "weft")
+VOCABULARY = 512
+
+
+class Block(nn.Module):
+    """Causal attention and a feed-forward layer, each with a norm before it."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.head_dim = dim // heads
+        self.attention_norm, self.up_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.attention_norm(x)
+        q, k, v = (w(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.up_norm(x))))
+
+
+def transformer(dim: int, layers: int, heads: int) -> nn.Sequential:
+    """Tokens to logits; the same model on every call."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(VOCABULARY, dim), *(Block(dim, heads) for _ in range(layers)), nn.Linear(dim, VOCABULARY))
+
+
+def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Of predicting each token from those before it."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+Step = Callable[[Tensor], float]
+"""One step of training on a batch of tokens, the same on all ranks; this rank's loss."""
+
+
+def data_parallel(model: nn.Sequential, group: dist.ProcessGroup) -> Step:
+    return trained(DistributedDataParallel(model, process_group=group), group)
+
+
+def fully_sharded(model: nn.Sequential, group: dist.ProcessGroup) -> Step:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return trained(fully_shard(model, mesh=mesh), group)
+
+
+def tensor_parallel(model: nn.Sequential, group: dist.ProcessGroup) -> Step:
+    plan = {f"*.{name}": ColwiseParallel() for name in ("q", "k", "v", "up")}
+    plan |= {f"*.{name}": RowwiseParallel() for name in ("o", "down")}
+    plan[str(len(model) - 1)] = ColwiseParallel(output_layouts=Replicate())
+    return trained(parallelize_module(model, DeviceMesh.from_group(group, "cpu"), plan), None)
+
+
+def trained(model: nn.Module, shared_by: dist.ProcessGroup | None) -> Step:
+    """A step of plain training; ranks that share the work each take a part of the batch."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+
+    def step(tokens: Tensor) -> float:
+        mine = tokens if shared_by is None else tokens.chunk(shared_by.size())[shared_by.rank()]
+        loss = loss_of(model(mine), mine)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def pipeline(model: nn.Sequential, group: dist.ProcessGroup) -> Step:
+    rank, ranks = group.rank(), group.size()
+    bounds = [len(model) * stage // ranks for stage in range(ranks + 1)]
+    own = model[bounds[rank] : bounds[rank + 1]]
+    stage = PipelineStage(own, rank, ranks, torch.device("cpu"), group=group)
+    schedule = Schedule1F1B(stage, 2 * ranks, loss_fn=loss_of)
+    optimizer = torch.optim.SGD(own.parameters(), 0.05)
+
+    def step(tokens: Tensor) -> float:
+        losses: list[Tensor] = []
+        last = {"target": tokens, "losses": losses} if rank == ranks - 1 else {}
+        schedule.step(*([tokens] if rank == 0 else []), **last)
+        optimizer.step()
+        optimizer.zero_grad()
+        return sum(loss.item() for loss in losses)
+
+    return step
+
+
+WAYS: dict[str, Callable[[nn.Sequential, dist.ProcessGroup], Step]] = {
+    "DDP": data_parallel,
+    "FSDP2": fully_sharded,
+    "tensor parallel": tensor_parallel,
+    "pipeline": pipeline,
+}
+
+
+def measure(dim: int, layers: int, heads: int, batch: int, length: int, steps: int) -> dict[str, dict[str, float]]:
+    """What each rank does: train in every way on both backends; milliseconds of a step by way and backend."""
+    dist.init_process_group("gloo")
+    groups = {backend: dist.new_group(backend=backend) for backend in BACKENDS}
+    found = {}
+    for way, made in WAYS.items():
+        training = {backend: made(transformer(dim, layers, heads), group) for backend, group in groups.items()}
+        times: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
+        for number in range(steps + 1):
+            tokens = torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(number))
+            losses = {}
+            for backend, step in training.items():
+                dist.barrier()
+                begun = time.perf_counter()
+                losses[backend] = step(tokens)
+                dist.barrier()
+                times[backend].append(1e3 * (time.perf_counter() - begun))
+            gloo, ours = losses["gloo"], losses["weft"]
+            if not abs(gloo - ours) <= TOLERANCE * abs(gloo):
+                raise AssertionError(f"{way}, step {number}: the loss is {gloo} on gloo and {ours} on weft")
+        found[way] = {backend: median(taken[1:]) for backend, taken in times.items()}  # the first prepares
+    dist.destroy_process_group()
+    return found
+
+
+def main(
+    ranks: Annotated[int, typer.Option("--ranks", "-n")] = 2,
+    dim: Annotated[int, typer.Option(help="Width of the model.")] = 256,
+    layers: int = 4,
+    heads: Annotated[int, typer.Option(help="A multiple of the ranks.")] = 4,
+    batch: Annotated[int, typer.Option(help="Sequences at a time; a multiple of twice the ranks.")] = 4,
+    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 32,
+    steps: int = 11,
+) -> None:
+    """Train a small transformer in four ways on gloo and on weft, and compare losses and times."""
+    if dim % heads or heads % ranks or batch % (2 * ranks) or layers + 2 < ranks:
+        raise typer.BadParameter("heads divide dim, ranks divide heads, twice the ranks divide batch; a stage needs a layer")
+    found = weft.launch(measure, ranks, dim, layers, heads, batch, length, steps)[0]
+    table = Table(title=f"{layers} layers of width {dim}, {batch} x {length} tokens, {ranks} ranks; median of {steps} steps")
+    for column in ("", "gloo ms", "weft ms", "ratio"):
+        table.add_column(column, justify="right" if column else "left")
+    for way, times in found.items():
+        table.add_row(way, *(f"{times[backend]:.1f}" for backend in BACKENDS), f"{times['gloo'] / times['weft']:.2f}x")
+    Console().print(table)
+    Console().print(f"losses agree in every step, to {TOLERANCE:g}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
