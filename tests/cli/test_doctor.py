@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import re
+from io import StringIO
 
 import pytest
+from rich.console import Console
+from support.sysfs import recorded
 
-from weft.cli import doctor
+from weft.cli import doctor, placed
+from weft.world import topology
+from weft.world.topology import Core, Topology
 
 RATES = {"float32": 80.0}
 
 
-def seen(rank, host="one", cores=(0, 1), threads=1, shared="works", rates=RATES):
-    return doctor.RankReport(rank, 100 + rank, f"node-{host}", host, "", {"lo": "127.0.0.1"}, cores, threads, shared, rates)
+SMALL = Topology(tuple(Core((cpu,), 0, 0, 0) for cpu in range(2)), cpuset=frozenset({0, 1}))
+
+
+def seen(rank, host="one", cores=(0, 1), threads=1, shared="works", rates=RATES, topology=SMALL):
+    name, addresses = f"node-{host}", {"lo": "127.0.0.1"}
+    return doctor.RankReport(rank, 100 + rank, name, host, "", addresses, tuple(cores), threads, shared, rates, topology)
 
 
 def met(host, address, interface="", port=5000):
@@ -81,5 +90,40 @@ def test_what_is_wrong_is_said_in_words(everyone, links, offsets, words):
 )
 def test_who_cannot_be_reached_is_said_in_words(everyone, failed, words):
     said = [*doctor._unreachable(everyone, failed)]
+    assert len(said) == len(words), said
+    assert all(re.search(pattern, text) for pattern, text in zip(words, said, strict=True)), said
+
+
+def test_a_rank_is_drawn_where_it_is(tmp_path):
+    epyc = topology.read(recorded("epyc", tmp_path))
+    console = Console(width=140, record=True, file=StringIO())
+    console.print(placed.drawing([seen(0, cores=range(8), topology=epyc), seen(1, cores=range(8, 24), topology=epyc)]))
+    drawn = console.export_text()
+    assert "node-one: 64 cores with 128 hardware threads" in drawn
+    lines = [line for line in drawn.splitlines() if "-" in line and "│" in line]
+    assert len(lines) == 8
+    assert [word.strip() for word in lines[0].strip("│").split("│")] == ["0", "0", "0-7", "64-71", "0 on 0-7"]
+    assert "1 on 8-15" in lines[1]
+    assert "1 on 16-23" in lines[2]
+    assert "none" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("group", "ranks", "words"),
+    [
+        ("", [(range(32), 32), (range(32, 64), 32)], []),
+        ("", [(range(16, 48), 32), (range(48, 64), 16)], ["rank.s. 0 on node-one run on several NUMA nodes"]),
+        ("", [([0, 1, 64, 65], 4)], ["rank 0 on node-one computes with 4 threads on 2 core.*, which have 4 hardware threads"]),
+        ("", [([0, 64], 1), ([0, 64], 1)], ["2 rank.*compute with 2 threads in all on 1 core"]),
+        ("0-3", [([0, 1], 2), ([2, 3], 2)], []),
+        ("0,64", [([0], 1), ([64], 1)], ["2 threads in all on 1 core", "allows 1 of its 64 cores .0,64., and 2 threads"]),
+    ],
+)
+def test_what_is_wrong_with_where_ranks_are_is_said_in_words(tmp_path, group, ranks, words):
+    folder = recorded("xeon", tmp_path)
+    (folder / "fs/cgroup").mkdir(parents=True)
+    (folder / "fs/cgroup/cpuset.cpus.effective").write_text(group)
+    xeon = topology.read(folder)
+    said = [*placed.troubles([seen(rank, cores=cores, threads=n, topology=xeon) for rank, (cores, n) in enumerate(ranks)])]
     assert len(said) == len(words), said
     assert all(re.search(pattern, text) for pattern, text in zip(words, said, strict=True)), said

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -12,17 +14,20 @@ import pytest
 import torch
 
 import weft
+from weft.world import placement
+from weft.world.topology import assign
 
+BOUND = assign(placement.here(), os.sched_getaffinity(0), 2, 1)  # of two ranks with a thread each
 BIN = Path(sys.executable).parent
 SCRIPT = textwrap.dedent(
     """
-    import sys, torch, weft
+    import os, sys, torch, weft
     with weft.init() as world:
         a = torch.full((40, 3), float(world.rank))
         y = weft.all_gather_matmul(a, torch.eye(3))
         expected = torch.arange(world.ranks).repeat_interleave(40).float()
         assert torch.equal(y, expected[:, None].expand(-1, 3)), y
-        sys.stdout.write(f"rank {world.rank} of {world.ranks} threads {torch.get_num_threads()} {sys.argv[1:]}\\n")
+        sys.stdout.write(f"rank {world.rank} of {world.ranks} on {sorted(os.sched_getaffinity(0))} {sys.argv[1:]}\\n")
     """
 )
 
@@ -46,6 +51,11 @@ def assert_all_ranks(done, ranks, rest=""):
     assert all(line.startswith(f"rank {rank} of {ranks} ") and line.endswith(rest) for rank, line in enumerate(lines)), lines
 
 
+def shares(done):
+    """The hardware threads of each rank, as it saw them."""
+    return [ast.literal_eval(cpus) for _, cpus in sorted(re.findall(r"rank (\d+) of .* on (\[.*?\])", done.stdout))]
+
+
 @pytest.mark.data
 def test_weft_run(script):
     assert_all_ranks(run(BIN / "weft", "run", "-n", 3, script, "--flag", "x"), 3, "['--flag', 'x']")
@@ -53,7 +63,15 @@ def test_weft_run(script):
 
 @pytest.mark.data
 def test_torchrun(script):
-    assert_all_ranks(run(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, script), 2)
+    done = run(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, script)
+    assert_all_ranks(done, 2)
+    assert shares(done) == [sorted(share) for share in BOUND]
+
+
+def test_ranks_are_not_bound_where_they_must_not_be(script):
+    done = run(BIN / "weft", "run", "-n", 2, "--no-bind", script)
+    assert_all_ranks(done, 2)
+    assert shares(done) == [sorted(os.sched_getaffinity(0))] * 2
 
 
 @pytest.mark.data
@@ -72,11 +90,16 @@ def test_a_script_that_fails_gives_its_exit_code(tmp_path):
 
 def square(x):
     with weft.init() as world:
-        return world.rank, x * x, torch.get_num_threads()
+        return world.rank, x * x, torch.get_num_threads(), world.cores
 
 
 def test_launch_returns_results_in_rank_order():
-    assert weft.launch(square, 3, 7, threads=1) == [(0, 49, 1), (1, 49, 1), (2, 49, 1)]
+    everywhere = frozenset(os.sched_getaffinity(0))
+    assert weft.launch(square, 3, 7, threads=1, bind=False) == [(rank, 49, 1, [everywhere] * 3) for rank in range(3)]
+
+
+def test_launch_binds_ranks_to_their_shares():
+    assert [cores for *_, cores in weft.launch(square, 2, 7, threads=1)] == [BOUND] * 2
 
 
 def fail():

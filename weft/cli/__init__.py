@@ -28,11 +28,12 @@ def run(
     script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A Python script that calls weft.init().")],
     arguments: Annotated[list[str] | None, typer.Argument(help="What the script is given.")] = None,
     ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="How many to start on this host.")] = 2,
+    bind: Annotated[bool, typer.Option(help="Bind each rank to cores of its own.")] = True,
 ) -> None:
     """Run a script on local ranks."""
     from weft.world.launcher import run as run_ranks
 
-    raise typer.Exit(run_ranks(ranks, str(script), arguments or []))
+    raise typer.Exit(run_ranks(ranks, str(script), arguments or [], bind))
 
 
 @app.command("doctor")

@@ -25,13 +25,15 @@ from torch.distributed.rendezvous import rendezvous
 
 from weft import _native
 from weft.checks import name as dtype_name
+from weft.cli import placed
 from weft.engines import matmul
 from weft.engines.recording import clock_offsets
 from weft.engines.weights import pack
 from weft.errors import SymmetricMemoryError
 from weft.ops.barrier import barrier
-from weft.world import World, init
+from weft.world import World, init, placement
 from weft.world.rendezvous import host_identity, join, launcher_variables, translated
+from weft.world.topology import Topology
 
 PING, BULK, ROUNDS = 1, 8 << 20, 20  # bytes of a small and a large message, and how many small ones
 PRODUCT = 1024  # rows and columns of the product that is timed
@@ -54,6 +56,7 @@ class RankReport(NamedTuple):
     threads: int
     shared: str
     providers: dict[str, float]
+    topology: Topology
 
 
 class Met(NamedTuple):
@@ -208,6 +211,7 @@ def _look(world: World) -> RankReport:
         torch.get_num_threads(),
         shared,
         {dtype_name(dtype): _gflops(dtype) for dtype in (torch.float32, torch.bfloat16)},
+        placement.here(),
     )
 
 
@@ -285,6 +289,7 @@ def _troubles(
             yield f"rank {seen.rank} on {seen.name} computes {few}"
     for host in dict.fromkeys(seen.host for seen in everyone):
         here = [seen for seen in everyone if seen.host == host]
+        yield from placed.troubles(here)
         cores, threads = {core for seen in here for core in seen.cores}, sum(seen.threads for seen in here)
         if threads > len(cores):
             yield (
@@ -331,6 +336,8 @@ def _print(everyone: Sequence[RankReport], links: dict[tuple[int, int], tuple[fl
             ", ".join(f"{name} {rate:.0f}" for name, rate in seen.providers.items()),
         )
     console.print(table)
+    for host in hosts:
+        console.print(placed.drawing([seen for seen in everyone if seen.host == host]))
     if links:
         table = Table("ranks", "Gbit/s", "latency us")
         for (one, other), (gbps, latency) in sorted(links.items()):

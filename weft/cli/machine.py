@@ -106,7 +106,7 @@ def tune(given: Tune) -> None:
     from weft import predict
     from weft.bench import tables
     from weft.bench import tune as tuning
-    from weft.world.launcher import threads_per_rank
+    from weft.world.placement import threads_per_rank
 
     if options.world_size(None)[0] is not None:
         refuse("tune", "it starts its own ranks, on one host: run it by itself")

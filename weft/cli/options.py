@@ -85,7 +85,7 @@ def world_size(ranks: int | None) -> tuple[int | None, int]:
 
 def threads_for(given: int | None, ranks: int) -> int:
     """Compute threads per rank: as given, or this host's cores shared out among its ranks, all of `ranks` without a launcher."""
-    from weft.world.launcher import threads_per_rank
+    from weft.world.placement import threads_per_rank
     from weft.world.rendezvous import launcher_variables
 
     return given or threads_per_rank(int((launcher_variables(os.environ) or {}).get("LOCAL_WORLD_SIZE", ranks)))

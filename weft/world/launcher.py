@@ -12,19 +12,18 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-
-def threads_per_rank(ranks: int) -> int:
-    """Compute threads that each of `ranks` local ranks gets: the cores are shared out, at least one each."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
+from weft.world import placement
+from weft.world.placement import threads_per_rank
 
 
-def launch(fn: Callable[..., Any], ranks: int, *args: Any, threads: int | None = None) -> list[Any]:
+def launch(fn: Callable[..., Any], ranks: int, *args: Any, threads: int | None = None, bind: bool = True) -> list[Any]:
     """Call ``fn(*args)`` in `ranks` new processes on this host and return their results in rank order.
 
     `fn`, `args` and results must be picklable, and the calling script's main part under ``if __name__ == "__main__"``, as always
     with `multiprocessing`. Each rank finds torchrun's variables, so `weft.init()` joins them. `threads` is the number of compute
-    threads per rank; by default the cores are shared out. Ranks are bound to cores of their own where these go round evenly. If a
-    rank fails the others are stopped, and `RuntimeError` tells which failed and why.
+    threads per rank; by default one for each core of a rank's share, which is on one NUMA node if it can be. Ranks are bound to
+    their shares where the cores go round evenly, unless `bind` is false. If a rank fails the others are stopped, and `RuntimeError`
+    tells which failed and why.
     """
     if ranks < 1:
         raise ValueError(f"at least one rank is needed; got {ranks}")
@@ -44,7 +43,7 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, threads: int | None =
     level = log.level
     log.setLevel(logging.CRITICAL)  # the exception below says it all
     try:
-        results = elastic_launch(config, _Rank(threads or threads_per_rank(ranks)))(fn, *args)
+        results = elastic_launch(config, _Rank(threads or threads_per_rank(ranks), bind))(fn, *args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise RuntimeError(f"rank {rank} (pid {failure.pid}) failed: {_story(failure)}") from None
@@ -61,33 +60,33 @@ def _story(failure: ProcessFailure) -> str:
     return f"{message['message']}\n{message.get('extraInfo', {}).get('py_callstack', '')}"
 
 
-def _bind(rank: int, threads: int) -> None:
-    """Spread the ranks evenly over the cores, if that can be: a scheduler that moves two ranks to one core makes both wait."""
-    cores, wanted = sorted(os.sched_getaffinity(0)), int(os.environ["LOCAL_WORLD_SIZE"]) * threads
-    if wanted <= len(cores) or wanted % len(cores) == 0:
-        os.sched_setaffinity(0, {cores[(rank * threads + i) % len(cores)] for i in range(threads)})
-
-
 class _Rank:
     """What a launched process runs: `fn` with its share of threads, and a report of what went wrong."""
 
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
+    def __init__(self, threads: int, bind: bool) -> None:
+        self.threads, self.bind = threads, bind
         self.__name__ = self.__qualname__ = "rank"
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         import torch
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        _bind(int(os.environ["LOCAL_RANK"]), self.threads)
+        if self.bind:
+            placement.bind(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), self.threads)
+        os.environ[placement.OFF] = "0"  # `weft.init` need not do it
         torch.set_num_threads(self.threads)
         return record(fn)(*args)
 
 
-def run(ranks: int, script: str, arguments: Sequence[str]) -> int:
-    """Run a Python script on `ranks` local ranks; the exit code of the first that fails, or 0."""
+def run(ranks: int, script: str, arguments: Sequence[str], bind: bool = True) -> int:
+    """Run a Python script on `ranks` local ranks; the exit code of the first that fails, or 0.
+
+    `weft.init` binds each to its share of the cores, unless `bind` is false.
+    """
     from torch.distributed.run import main
 
+    if not bind:
+        os.environ[placement.OFF] = "0"
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
     try:
         main(["--standalone", f"--nproc-per-node={ranks}", script, *arguments])

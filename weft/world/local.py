@@ -20,8 +20,8 @@ import torch
 from weft import _native
 from weft.errors import PeerLost
 from weft.world.device_memory import check_device, check_products
-from weft.world.launcher import threads_per_rank
 from weft.world.peers import Backend
+from weft.world.placement import threads_per_rank
 from weft.world.rendezvous import Place, host_identity
 from weft.world.world import World, default_here
 

@@ -18,7 +18,7 @@ from weft import _native
 from weft.checks import check_tensor
 from weft.errors import WeftError
 from weft.plan import Plan
-from weft.world import device_memory, memory
+from weft.world import device_memory, memory, placement
 from weft.world.peers import CPU, Backend, Peers
 from weft.world.relay import Relay
 from weft.world.rendezvous import Alone, ByGroup, ByStore, Listener, Meeting, Place, default_group, host_identity
@@ -177,6 +177,9 @@ def init(
     Without a group: all ranks of `torch.distributed`, which is initialised from the variables of torchrun, mpirun or SLURM if it
     is not yet; with none of these, a world of one. A world made without a group is the default of every operator.
 
+    Ranks that a launcher started are bound to cores of their own, on one NUMA node if that can be, unless the launcher has bound
+    them or the variable WEFT_BIND is 0.
+
     Ranks of one host share memory; hosts are joined by the group's backend, which must move CPU tensors with tags (gloo, MPI, UCC).
     Which ranks share a host is found out. `timeout` is in seconds and bounds every wait. `device` is where the ranks' tensors are:
     ``cpu``, or ``cuda``, this process's current GPU, whose memory peers reach through torch's symmetric memory (several ranks on
@@ -200,6 +203,7 @@ def init(
     if not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds; got {timeout}")
     members = default_group() if group is None else group
+    placement.bind_as_launched()  # before there is memory
     backend = Backend(place, place.type == "cuda" or products == "triton", products)
     world = _joined(Alone() if members is None else ByGroup(members), timeout, backend, members)
     if group is None:

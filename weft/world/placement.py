@@ -1,0 +1,50 @@
+"""Ranks are bound to cores of their own, before they touch memory: it then lies on their node, and no two wait for one core."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from weft.world import topology
+from weft.world.topology import Topology
+
+OFF = "WEFT_BIND"  # the variable that keeps ranks where the kernel puts them, if it is 0
+
+
+@lru_cache(1)
+def here() -> Topology:
+    """This host's cores."""
+    try:
+        groups = Path("/proc/self/cgroup").read_text()
+    except OSError:
+        groups = ""
+    return topology.read(groups=groups)
+
+
+def threads_per_rank(ranks: int) -> int:
+    """Compute threads that each of `ranks` local ranks gets: one for each core of its share."""
+    return topology.threads_for(here(), os.sched_getaffinity(0), ranks)
+
+
+def bind(rank: int, ranks: int, threads: int) -> None:
+    """Bind this process to the share of local rank `rank`, if `ranks` ranks with `threads` threads each go round."""
+    shares = topology.assign(here(), os.sched_getaffinity(0), ranks, threads)
+    if shares is None:
+        return
+    for thread in map(int, os.listdir("/proc/self/task")):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(thread, shares[rank])
+
+
+def bind_as_launched() -> None:
+    """Bind this process as the rank that its launcher made it, unless the launcher bound it, it is alone, or it must not be."""
+    ranks, rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", -1))
+    if os.environ.get(OFF) == "0" or ranks < 2 or not 0 <= rank < ranks:
+        return
+    with contextlib.suppress(ProcessLookupError):  # its launcher has ended
+        if os.sched_getaffinity(0) == os.sched_getaffinity(os.getppid()):
+            bind(rank, ranks, torch.get_num_threads())

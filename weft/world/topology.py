@@ -1,0 +1,161 @@
+"""Where a host's cores are, as the kernel tells it in sysfs, and which of them each rank should have: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Core:
+    """A physical core: its hardware threads (siblings), and what it is part of."""
+
+    cpus: tuple[int, ...]  # as the kernel numbers hardware threads
+    package: int
+    node: int  # the NUMA node whose memory is near
+    cache: int  # the lowest number that shares its last-level cache
+    fast: bool = True  # not one of the slower cores of a processor that has two kinds
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A host's cores, in the order of packages, nodes, caches and numbers."""
+
+    cores: tuple[Core, ...]
+    memory_nodes: tuple[int, ...] = ()  # those that have memory and no cores
+    cpuset: frozenset[int] = frozenset()  # the hardware threads that the control group of this process may use
+
+    @property
+    def nodes(self) -> list[int]:
+        """The NUMA nodes with cores."""
+        return sorted({core.node for core in self.cores})
+
+
+def numbers(text: str) -> frozenset[int]:
+    """What a list of the kernel's stands for: ``0-3,8`` is 0, 1, 2, 3 and 8."""
+    found = set[int]()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)
+
+
+def listed(cpus: Iterable[int]) -> str:
+    """Numbers as the kernel would list them."""
+    runs = groupby(enumerate(sorted(cpus)), key=lambda pair: pair[1] - pair[0])
+    ends = [(run[0][1], run[-1][1]) for run in (list(run) for _, run in runs)]
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)
+
+
+def read(sysfs: Path = Path("/sys"), groups: str = "") -> Topology:
+    """The topology of the host whose sysfs is given; `groups` is what ``/proc/self/cgroup`` says of a process there."""
+    devices = sysfs / "devices/system"
+    online = numbers(_said(devices / "cpu/online"))
+    node_of, memory_nodes = dict.fromkeys(online, 0), []
+    for node in sorted(numbers(_said(devices / "node/online", "0"))):
+        cpus = numbers(_said(devices / f"node/node{node}/cpulist")) & online
+        node_of |= dict.fromkeys(cpus, node)
+        if not cpus and node in numbers(_said(devices / "node/has_memory")):
+            memory_nodes.append(node)
+    slow = numbers(_said(sysfs / "devices/cpu_atom/cpus"))
+    capacity = {cpu: int(_said(devices / f"cpu/cpu{cpu}/cpu_capacity", "0")) for cpu in online}
+    slow |= {cpu for cpu in online if capacity[cpu] < max(capacity.values())}
+    cores, seen = [], set[int]()
+    for cpu in sorted(online):
+        if cpu in seen:
+            continue
+        about = devices / f"cpu/cpu{cpu}"
+        siblings = numbers(_said(about / "topology/thread_siblings_list", str(cpu))) & online
+        package = int(_said(about / "topology/physical_package_id", "0"))
+        cores.append(Core(tuple(sorted(siblings)), package, node_of[cpu], _last_cache(about, cpu), cpu not in slow))
+        seen |= siblings
+    cores.sort(key=lambda core: (core.package, core.node, core.cache, core.cpus))
+    return Topology(tuple(cores), tuple(memory_nodes), _cpuset(sysfs / "fs/cgroup", groups) & online or online)
+
+
+def usable(topology: Topology, allowed: Collection[int]) -> tuple[list[Core], list[Core]]:
+    """The cores, with those of their hardware threads that a process is `allowed`: the fast ones, if there are any, and all."""
+    cores = [replace(core, cpus=tuple(cpu for cpu in core.cpus if cpu in allowed)) for core in topology.cores]
+    cores = [core for core in cores if core.cpus]
+    return [core for core in cores if core.fast] or cores, cores
+
+
+def threads_for(topology: Topology, allowed: Collection[int], ranks: int) -> int:
+    """How many threads each of `ranks` ranks should compute with: one for each core of its share, which is on one NUMA node."""
+    cores, _ = usable(topology, allowed)
+    threads = max(1, len(cores) // ranks)
+    nodes = _grouped(cores, "node")
+    while threads > 1 and ranks >= len(nodes) and sum(len(node) // threads for node in nodes) < ranks:
+        threads -= 1
+    return threads
+
+
+def assign(topology: Topology, allowed: Collection[int], ranks: int, threads: int = 1) -> list[frozenset[int]] | None:
+    """For each of `ranks` ranks a share of the hardware threads that are `allowed`, one of each core; None if they do not go round.
+
+    A share has room for `threads` threads, if possible on one package, NUMA node and last-level cache; ranks are spread over these
+    evenly, neighbours side by side. Slow cores are left alone where there are fast ones enough. Where there are too few cores,
+    siblings count as cores; where there are too few of those as well, ranks use them in turn, if that leaves each as many.
+    """
+    for cores in usable(topology, allowed):
+        if ranks * threads <= len(cores):
+            shares = _share(cores, ranks, threads, ("package", "node", "cache"))
+            return [frozenset(core.cpus[0] for core in share) for share in shares]
+    cpus = [cpu for core in cores for cpu in core.cpus]
+    if ranks * threads <= len(cpus) or ranks * threads % len(cpus) == 0:
+        return [frozenset(cpus[(rank * threads + i) % len(cpus)] for i in range(threads)) for rank in range(ranks)]
+    return None
+
+
+def _share(cores: Sequence[Core], ranks: int, threads: int, levels: Sequence[str]) -> list[Sequence[Core]]:
+    """The cores of each rank; `levels`: what a share should be within one of, if it can."""
+    if levels:
+        groups = _grouped(cores, levels[0])
+        rooms = [len(group) // threads for group in groups]
+        if levels[0] == "cache" and ranks < len(groups):  # several caches of a node each: nothing is gained by leaving any alone
+            groups = [[core for group in part for core in group] for part in _parts(groups, ranks)]
+            rooms = [len(group) // threads for group in groups]
+        if sum(rooms) >= ranks:
+            counts = [0] * len(groups)
+            for _ in range(ranks):
+                counts[max(range(len(groups)), key=lambda at: rooms[at] - counts[at])] += 1
+            shares = (_share(group, count, threads, levels[1:]) for group, count in zip(groups, counts, strict=True) if count)
+            return [share for several in shares for share in several]
+    return _parts(cores, ranks)
+
+
+def _parts(items: Sequence[T], count: int) -> list[Sequence[T]]:
+    """The items in so many parts, as even as can be."""
+    return [items[len(items) * part // count : len(items) * (part + 1) // count] for part in range(count)]
+
+
+def _grouped(cores: Sequence[Core], level: str) -> list[list[Core]]:
+    return [list(group) for _, group in groupby(cores, key=attrgetter(level))]
+
+
+def _last_cache(about: Path, cpu: int) -> int:
+    """The lowest number that shares the last-level cache of a hardware thread; its own package's caches may not be told."""
+    levels = {int(_said(index / "level", "0")): index for index in sorted((about / "cache").glob("index*"))}
+    return min(numbers(_said(levels[max(levels)] / "shared_cpu_list")) or {cpu}) if levels else 0
+
+
+def _cpuset(folder: Path, groups: str) -> frozenset[int]:
+    """What the control groups of a process leave it; empty if they say nothing. The second version of groups, then the first."""
+    of = {controllers: path.lstrip("/") for _, controllers, path in (line.split(":", 2) for line in groups.splitlines())}
+    told = [folder / of.get("", "") / "cpuset.cpus.effective", folder / "cpuset.cpus.effective"]
+    told += [folder / "cpuset" / of.get("cpuset", "") / "cpuset.effective_cpus", folder / "cpuset/cpuset.effective_cpus"]
+    return next((found for found in map(numbers, map(_said, told)) if found), frozenset())
+
+
+def _said(path: Path, otherwise: str = "") -> str:
+    try:
+        return path.read_text().strip() or otherwise
+    except OSError:
+        return otherwise
