@@ -89,7 +89,7 @@ def test_a_note_to_a_dead_peer_is_no_error_of_its_own():
 def test_last_words_count_though_notes_to_who_said_them_are_unread(last, left, kind):
     """The kernel resets such a connection, and says so before it gives what was sent."""
     own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    mesh = _native.Mesh(0, [-1, own.detach()])
+    mesh = _native.Mesh([-1, own.detach()])
     mesh.send(1, "unread", -1)
     theirs.send(last)
     theirs.close()

@@ -83,7 +83,7 @@ class KnownCall:
         self.ways[self._class(call.workload.rows, call.workload.symmetric)] = way
 
     def _class(self, shards: Sequence[int], symmetric: bool) -> Hashable:
-        return size_class(max(shards)) if self.decided else tuple(shards), symmetric
+        return size_class(max(shards)) if self.decided else tuple(shards), symmetric, self.world.emulated_link
 
     def repeat(self, asked: Asked, a: Tensor) -> Tensor | None:
         """The result for these rows; None where anything is not as it was, or their class is new."""
