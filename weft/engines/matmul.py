@@ -54,8 +54,9 @@ def _lie(x: Tensor, weight: Tensor | PackedWeight) -> str:
     """
     if transposed(x):
         return "columns"
-    lies = "transposed" if transposed(plain(weight)) else "plain"
-    return f"packed {lies}" if isinstance(weight, PackedWeight) else lies
+    if isinstance(weight, PackedWeight):
+        return weight.lies
+    return "transposed" if transposed(plain(weight)) else "plain"
 
 
 def _scaled(x: Tensor, weight: ScaledWeight, out: Tensor, bias: Tensor | None) -> None:
@@ -102,6 +103,9 @@ def _linear(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None, way: st
     x = x.contiguous() if transposed(x) else x
     b = None if bias is None else bias.to(dtype)
     size = _BLOCK if packed else _REPACKED_BLOCK
+    if x.shape[0] <= size:
+        out.copy_(torch.ops.mkldnn._linear_pointwise(x.to(dtype), w, b, "none", [], ""))
+        return
     for start in range(0, len(x), size):
         rows = slice(start, start + size)
         out[rows].copy_(torch.ops.mkldnn._linear_pointwise(x[rows].to(dtype), w, b, "none", [], ""))
@@ -120,16 +124,18 @@ _WAYS: dict[str, Callable[[Tensor, Weight, Tensor, Tensor | None], None]] = {
 }
 
 
-@functools.cache
 def chosen(dtype: torch.dtype, out_dtype: torch.dtype, lie: str, rows: int) -> str:
     """The name of the way that `multiply` takes: ``mm`` or ``onednn``, with ``/float32`` if it computes in float32.
 
     `lie` says how the factors do: ``plain`` (the weight), ``transposed`` (as that of a linear layer), ``packed plain`` or ``packed
     transposed``; ``columns`` if x is transposed.
     """
-    table = _table(dtype, out_dtype, torch.get_num_threads())
-    nearest = max(size for size in _ROWS if size <= rows)
-    way: str = table[lie][str(nearest)]
+    return _way(dtype, out_dtype, lie, max(size for size in _ROWS if size <= rows), torch.get_num_threads())
+
+
+@functools.cache
+def _way(dtype: torch.dtype, out_dtype: torch.dtype, lie: str, rows: int, threads: int) -> str:
+    way: str = _table(dtype, out_dtype, threads)[lie][str(rows)]
     return way
 
 

@@ -20,7 +20,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 class PackedWeight:
     """A weight (K, N) laid out for products; made by `pack`.
 
-    Attributes: `shape`, `dtype` and `plain`, the tensor it was made from.
+    Attributes: `shape`, `dtype`, `plain`, the tensor it was made from, and `lies`, how that does (`weft.engines.matmul`).
     """
 
     def __init__(self, b: Tensor) -> None:
@@ -30,6 +30,7 @@ class PackedWeight:
         self._probed = self.plain.view(_BITS[b.itemsize]).diagonal()[::step]
         self._probe = self._probed.clone()
         self._laid: dict[str, Tensor] = {}
+        self.lies = "packed transposed" if transposed(self.plain) else "packed plain"
 
     def laid_out(self, way: str) -> Tensor:
         """The weight as this way of multiplying wants it; made at the first use."""
