@@ -78,6 +78,14 @@ def test_torch_distributed():
         assert word in printed
 
 
+@pytest.mark.data
+def test_huggingface():
+    pytest.importorskip("transformers")
+    sizes = "--hidden 64 --intermediate 128 --layers 2 --heads 4 --kv-heads 2 --vocabulary 128 --prompt 16 --generated 6 --runs 2"
+    printed = example("huggingface.py", *sizes.split(), "--dtype", "float32")
+    assert printed.count("7 of 7") == 4, printed
+
+
 def test_every_example_is_tested():
     here = Path(__file__).read_text()
     assert all(f'example("{path.name}"' in here for path in EXAMPLES.glob("*.py"))
