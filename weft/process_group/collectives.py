@@ -74,7 +74,7 @@ def reduce(world: World, tensor: Tensor, op: Any, root: int, timeout: float | No
 
 def broadcast(world: World, tensor: Tensor, root: int, timeout: float | None = None) -> None:
     """Overwrite `tensor` with that of rank `root`."""
-    here = tensor if tensor.dtype in ANY and _as_it_is(tensor) else _moved(tensor)
+    here = _moved(tensor)
     weft_broadcast(here, root, world=world, timeout=timeout)
     if world.rank != root:
         _put(here, tensor)
@@ -244,11 +244,13 @@ def _kind(op: Any) -> str:
 
 def _as_it_is(tensor: Tensor) -> bool:
     """Whether weft can work on a tensor (of a dtype that it knows) without a view or a copy."""
-    return type(tensor) is Tensor and not tensor.requires_grad and tensor.is_contiguous()
+    return type(tensor) is Tensor and not tensor.requires_grad and tensor.is_contiguous() and not tensor.is_neg()
 
 
 def _moved(tensor: Tensor) -> Tensor:
-    """A tensor as weft moves it: contiguous, of a dtype that it knows; over the same memory, where that is possible."""
+    """A tensor as weft moves it: contiguous, of a dtype that it knows; itself or its own memory, where that is possible."""
+    if tensor.dtype in ANY and _as_it_is(tensor):
+        return tensor
     plain = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg().contiguous()
     if plain.is_complex():
         return torch.view_as_real(plain)

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -299,23 +299,19 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Carry out what was issued, then leave the world; so does `dist.destroy_process_group`."""
-        if self.world.closed is None:
-            self.order.close()
-        self._leave()
+        self.order.close()
+        if self.messages is not None:
+            self.messages.close()
+        self.world.close()
         if self.others is not None:
             self.others.shutdown()
 
     def abort(self) -> None:
         """Leave the world with what was issued undone; peers that wait for it learn why."""
         self.world.fail(WeftError("the group was aborted"))
-        self._leave()
         if self.others is not None:
             self.others.abort()
-
-    def _leave(self) -> None:
-        if self.messages is not None:
-            self.messages.close()
-        self.world.close()
+        self.shutdown()
 
     # How calls are made
 
@@ -386,7 +382,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
                 self.global_ranks,
                 dist.Backend(self._other_backends()),
                 self.store,
-                group_name=distributed_c10d.GroupName(f"{self.group_name} beside weft"),
+                group_name=cast(Any, f"{self.group_name} beside weft"),
                 timeout=timedelta(seconds=self.world.timeout),
             )
         return self.others

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import PeerTimeout, WeftError
-from weft.process_group.works import Work
+from weft.process_group.works import Lines, Work
 from weft.world import World
 from weft.world.onesided import notify, wait
 
@@ -97,12 +97,12 @@ class Messages:
         self.kept: dict[int, list[_Coming]] = {peer: [] for peer in peers}  # come, and not asked for
         self.changed = threading.Condition()  # guards all of this
         self.moving = False  # some thread does
-        self.closed = False
+        self.closed, self.lines = False, Lines()
         self.thread: threading.Thread | None = None
 
     def send(self, tensor: Tensor, data: Tensor, peer: int, tag: int) -> Work:
         """Begin to send `data`, contiguous bytes of `tensor`, which must stay as they are until the work is over."""
-        work = Work([tensor], self._help)
+        work = Work([tensor], self._help, self.lines)
         with self.changed:
             self.world.check()
             self.sending[peer].append(_Sending(work, tag, data))
@@ -111,7 +111,7 @@ class Messages:
 
     def receive(self, tensor: Tensor, place: Tensor, source: int | None, tag: int) -> Work:
         """Begin to receive a message of at most as many bytes as `place`, those of `tensor`, from one peer or (None) from any."""
-        work = Work([tensor], self._help)
+        work = Work([tensor], self._help, self.lines)
         wanted = _Receiving(work, _ANY if source is None else source, tag, place)
         with self.changed:
             self.world.check()
@@ -134,6 +134,7 @@ class Messages:
             with contextlib.suppress(WeftError):
                 notify(self.signals, 0, self.world.rank)
             self.thread.join()
+        self.lines.close()
 
     def _begun(self, work: Work) -> None:
         """Move what can be moved at once; the rest is for who waits, or the thread."""

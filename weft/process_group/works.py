@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -26,14 +27,17 @@ _NO_LIMIT = timedelta(0)  # what torch's native code says for none
 
 
 class Work(dist.Work):
-    """What was begun, and the `tensors` that it fills; `help` may be asked to do it, or to wait until it is done."""
+    """What was begun, and the `tensors` that it fills.
 
-    def __init__(self, tensors: Sequence[Tensor], help: Callable[[Work, float | None], None]) -> None:
+    `help` may be asked to do it, or to wait until it is done; `lines` call what futures have to call then.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], help: Callable[[Work, float | None], None], lines: Lines | None = None) -> None:
         super().__init__()
-        self.tensors, self.help = tensors, help
+        self.tensors, self.help, self.lines = tensors, help, lines
         self.over, self.source = False, -1
         self.error: BaseException | None = None
-        self.futures: list[torch.futures.Future[Any]] = []  # to be told when it is over
+        self.futures: list[tuple[int, torch.futures.Future[Any]]] = []  # to be told when it is over, and in which line
 
     def end(self, error: BaseException | None = None) -> None:
         """Note that it is done, or why it could not be."""
@@ -41,8 +45,11 @@ class Work(dist.Work):
         self.over = True
         with _futures:
             futures, self.futures = self.futures, []
-        for future in futures:
-            future.set_result(None)
+        for line, future in futures:
+            if self.lines is None:
+                future.set_result(None)
+            else:
+                self.lines.tell(line, future)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """True once it is done; raises what went wrong, and `PeerTimeout` after `timeout`, which harms nothing."""
@@ -87,7 +94,7 @@ class Work(dist.Work):
         made = done.then(self._value)  # so that native code, too, sees an exception for what it is
         with _futures:
             if not self.over:
-                self.futures.append(done)
+                self.futures.append((getattr(_here, "line", 0), done))
                 return made
         done.set_result(None)
         return made
@@ -99,6 +106,35 @@ class Work(dist.Work):
 
 
 _futures = threading.Lock()
+_here = threading.local()  # `line`: that of futures that are asked for on this thread
+
+
+def _in_line(number: int) -> None:
+    _here.line = number
+
+
+class Lines:
+    """Threads on which a group's futures call back, in the order in which their works end, as on every rank.
+
+    What is called may begin works of the group, and wait for their futures: these are told in the next line, since in this one they
+    would be behind who waits for them.
+    """
+
+    def __init__(self) -> None:
+        self.threads: list[ThreadPoolExecutor] = []
+        self.growing = threading.Lock()
+
+    def tell(self, line: int, future: torch.futures.Future[Any]) -> None:
+        """Complete a future in a line."""
+        with self.growing:
+            while len(self.threads) <= line:
+                self.threads.append(ThreadPoolExecutor(1, "weft futures", _in_line, (len(self.threads) + 1,)))
+        self.threads[line].submit(future.set_result, None)
+
+    def close(self) -> None:
+        """End the threads, once they have called what there is to call."""
+        for thread in self.threads:
+            thread.shutdown(wait=False)
 
 
 class Done(Work):
@@ -159,7 +195,7 @@ class Order:
     """Carries out a group's collectives one at a time, in the order in which they are issued."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name, self.lines = name, Lines()
         self.turn = threading.Lock()  # of who carries out
         self.issued: deque[tuple[Work, Callable[..., object], tuple[Any, ...]]] = (
             deque()
@@ -181,11 +217,10 @@ class Order:
 
     def later(self, tensors: Sequence[Tensor], call: Callable[..., object], *args: Any) -> Work:
         """Issue ``call(*args)``, which fills `tensors`, and return at once."""
-        work = Work(tensors, self.help)
+        work = Work(tensors, self.help, self.lines)
         self.issued.append((work, call, args))
         if self.thread is None:
-            self.thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-            self.thread.start()
+            self._start()
         self.calls.put(True)
         return work
 
@@ -207,9 +242,17 @@ class Order:
 
     def close(self) -> None:
         """Carry out what was issued, and end the thread."""
-        if self.issued:
-            self.help(self.issued[-1][0], None)
+        with self.turn:
+            while self.issued:
+                self._next()
         self.calls.put(False)
+        self.lines.close()
+
+    def _start(self) -> None:
+        with self.over:
+            if self.thread is None:
+                self.thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+                self.thread.start()
 
     def _run(self) -> None:
         while self.calls.get():
