@@ -152,6 +152,7 @@ def few_files(world, room):
         free = os.dup(0)
         os.close(free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free + room, limits[1]))
+    weft.barrier()  # before which no file of a peer is on its way
     try:
         world.empty(1000)
     except weft.SymmetricMemoryError as error:
