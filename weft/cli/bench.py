@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from weft.bench import settings
-from weft.bench.settings import CopySettings, FusedSettings, OverlapSettings, SweepSettings, parse_sizes
+from weft.bench.settings import CopySettings, FusedSettings, OverlapSettings, ServingSettings, SweepSettings, parse_sizes
 from weft.cli import options
 from weft.cli.options import refuse
 from weft.schedules.operators import OPERATORS
@@ -126,6 +126,18 @@ def _copies(given: CopySettings) -> None:
     options.hand_over(given, p2p.measure, p2p.print_tables, p2p.draw, alone=_ALONE)
 
 
+def _serving(given: ServingSettings) -> None:
+    from weft.bench import serving
+
+    _, ranks = options.world_size(given.ranks)
+    for name in ("hidden", "intermediate"):
+        if getattr(given, name) % ranks:
+            refuse(f"--{name}", f"{ranks} ranks cannot share {getattr(given, name)} evenly: use a multiple of {ranks}")
+    if (most := given.decode + given.prefill - 1) < given.warmup + given.steps:
+        refuse("--steps", f"there are {most} numbers of tokens, and each step has its own: fewer steps, or more --prefill")
+    options.hand_over(given, serving.measure, serving.print_tables, serving.draw, alone=_ALONE)
+
+
 _COMMANDS: dict[str, tuple[type[Any], Any]] = {
     "all-gather-matmul": (settings.AllGatherMatmul, _fused),
     "matmul-reduce-scatter": (settings.MatmulReduceScatter, _fused),
@@ -137,6 +149,7 @@ _COMMANDS: dict[str, tuple[type[Any], Any]] = {
     "all-to-all": (settings.AllToAll, _sweep),
     "overlap": (settings.OverlapSettings, _overlap),
     "p2p": (settings.CopySettings, _copies),
+    "serving": (settings.ServingSettings, _serving),
 }
 for name, (kind, command) in _COMMANDS.items():
     app.command(name)(options.taking(kind, command))

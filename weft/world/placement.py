@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 
@@ -33,11 +34,15 @@ def threads_per_rank(ranks: int) -> int:
 def bind(rank: int, ranks: int, threads: int) -> None:
     """Bind this process to the share of local rank `rank`, if `ranks` ranks with `threads` threads each go round."""
     shares = topology.assign(here(), os.sched_getaffinity(0), ranks, threads)
-    if shares is None:
-        return
+    if shares is not None:
+        bind_threads(shares[rank])
+
+
+def bind_threads(cores: Iterable[int]) -> None:
+    """Bind every thread of this process to these cores."""
     for thread in map(int, os.listdir("/proc/self/task")):
         with contextlib.suppress(ProcessLookupError):  # it has ended
-            os.sched_setaffinity(thread, shares[rank])
+            os.sched_setaffinity(thread, cores)
 
 
 def bind_as_launched() -> None:
