@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.engines import engine
+from weft.engines.engine import Program
 from weft.engines.weights import PackedWeight, Weight, plain
 from weft.ops import fused
 from weft.ops.auto import decide
@@ -57,12 +58,20 @@ def run(asked: Asked, call: Call) -> Any:
             known.clear()
         if asked.name not in known or not known[asked.name].matches(asked):
             known[asked.name] = KnownCall(asked, call)
-        known[asked.name].add(call, way)
+        known[asked.name].add(asked, call, way)
     return call.finish()
 
 
+class _Way(NamedTuple):
+    """The program for a class of sizes, the buffer of its product, and whether this rank adds the bias."""
+
+    program: Program
+    product: str
+    biased: bool
+
+
 class KnownCall:
-    """A call with a certain weight, bias and options, and the way of each class of sizes."""
+    """A call with a certain weight, bias and options, neither of which it keeps alive, and the way of each class of sizes."""
 
     def __init__(self, asked: Asked, call: Call) -> None:
         self.world, self.operator, self.decided = call.world, call.operator, call.key is not None
@@ -70,17 +79,20 @@ class KnownCall:
         self.bias = None if asked.bias is None else memory.snapshot(asked.bias)
         self.k, self.n = asked.b.shape
         self.dtype, self.out_dtype = call.tensors["a"].dtype, call.tensors["out"].dtype
-        self.ways: dict[Hashable, Way] = {}
+        self.ways: dict[Hashable, _Way] = {}
 
     def matches(self, asked: Asked) -> bool:
         """Whether weight and bias are what they were."""
         return self.b.matches(plain(asked.b)) and (self.bias is None or self.bias.matches(asked.bias))
 
-    def add(self, call: Call, way: Way) -> None:
-        """From now on go this way for calls like this."""
+    def add(self, asked: Asked, call: Call, way: Way) -> None:
+        """From now on go this way for calls like this, unless what is multiplied or added is made of the operands anew each time."""
         if len(self.ways) >= _WAYS:
             self.ways.clear()
-        self.ways[self._class(call.workload.rows, call.workload.symmetric)] = way
+        [(product, weight)] = way.weights.items()
+        if weight is asked.b and all(bias is asked.bias for bias in way.biases.values()):
+            made = _Way(way.program, product, bool(way.biases))
+            self.ways[self._class(call.workload.rows, call.workload.symmetric)] = made
 
     def _class(self, shards: Sequence[int], symmetric: bool) -> Hashable:
         return size_class(max(shards)) if self.decided else tuple(shards), symmetric, self.world.emulated_link
@@ -99,5 +111,6 @@ class KnownCall:
         if isinstance(asked.b, PackedWeight):
             asked.b.check_unchanged()
         out = torch.empty((self.operator.kept(shards, self.world.rank), self.n), dtype=self.out_dtype)
-        way.program.run({"a": matrix, "out": out}, shards, way.weights, way.biases)
+        bias = {way.product: asked.bias} if way.biased and asked.bias is not None else {}
+        way.program.run({"a": matrix, "out": out}, shards, {way.product: asked.b}, bias)
         return out if a.dim() == 2 else out.view(*a.shape[:-1], self.n)

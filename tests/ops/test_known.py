@@ -1,0 +1,105 @@
+"""Calls that were made before: what is remembered of them is neither stale nor kept alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from support.ranks import on_ranks
+
+import weft
+from weft.engines import engine
+
+OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+
+
+def expected(world, name, a, b, bias, op):
+    """The result on this rank, where all ranks have the same operands."""
+    if name == "all_gather_matmul":
+        return a.repeat(world.ranks, 1) @ b + bias
+    total = world.ranks * (a @ b) + bias * (1 if op == "sum" else world.ranks)
+    total = total if op == "sum" else total / world.ranks
+    return total.chunk(world.ranks)[world.rank] if name == "matmul_reduce_scatter" else total
+
+
+def written_in_place(world, name, dtype, op):
+    """Weights and biases that are written to in place, and sizes that go up and down within a class and beyond it."""
+    numbers = torch.Generator().manual_seed(5)
+    b, bias = torch.zeros(4, 6, dtype=dtype), torch.zeros(6, dtype=dtype)
+    options = {} if name == "all_gather_matmul" else {"op": op}
+    for rows in (8, 8, 6, 8, 24, 22, 8, 0, 8, 4):
+        b.copy_(torch.randint(-4, 4, b.shape, generator=numbers))
+        bias.copy_(torch.randint(-4, 4, bias.shape, generator=numbers))
+        a = torch.randint(-4, 4, (rows, 4), generator=numbers).to(dtype)
+        found = getattr(weft, name)(a, b, bias=bias, **options)
+        assert torch.equal(found, expected(world, name, a, b, bias, op)), rows
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operands_may_be_written_to_in_place(name):
+    for dtype in (torch.float32, torch.bfloat16):
+        for op in ("sum", "avg"):
+            on_ranks(written_in_place, 2, name, dtype, op)
+
+
+def forgotten(world):
+    """Weights that are new in each call, as those that are made of others are."""
+    gone = []
+    for call in range(6):
+        b = torch.full((3, 2), float(call))
+        gone.append(weakref.ref(b))
+        for _ in range(2):
+            assert weft.matmul_all_reduce(torch.ones(2, 3), b)[0, 0] == 3 * call * world.ranks
+    del b
+    gc.collect()
+    return [reference() is None for reference in gone]
+
+
+@pytest.mark.data
+def test_weights_are_not_kept_alive():
+    for outcome in on_ranks(forgotten, 2):
+        assert all(outcome)
+
+
+def under_way(world):
+    """A link that is emulated from now on, and new tensors like earlier ones while a call is in the background."""
+    a, b = torch.ones(64, 4), torch.ones(4, 4)
+    for _ in range(2):
+        weft.all_gather_matmul(a, b)
+    world.emulate_link(0.1)
+    assert torch.equal(weft.all_gather_matmul(a, b), torch.full((128, 4), 4.0))
+    world.emulate_link(0.0)
+    sums = []
+    for call in range(8):
+        handle = weft.all_reduce_async(torch.full((5,), float(call)))
+        sums.append(weft.all_reduce(torch.full((5,), 10.0 * call)))
+        assert torch.equal(handle.wait(), torch.full((5,), 2.0 * call))
+    assert [total[0].item() for total in sums] == [20.0 * call for call in range(8)]
+    assert len({total.data_ptr() for total in sums}) == len(sums)
+    return len(engine(world).compiled)
+
+
+@pytest.mark.data
+def test_what_is_remembered_holds_beside_other_calls():
+    assert all(programs < 16 for programs in on_ranks(under_way, 2))
+
+
+def many_shapes(world):
+    """Shapes that are all different leave no program each behind."""
+    b, counts = torch.eye(3), []
+    for rows in range(1, 400):
+        a = torch.full((rows, 3), float(rows))
+        assert torch.equal(weft.all_gather_matmul(a, b), a.repeat(world.ranks, 1))
+        assert weft.all_reduce(a[:, 0].contiguous()).sum() == world.ranks * rows * rows
+        if rows in (100, 399):
+            counts.append(len(engine(world).compiled))
+    return counts
+
+
+@pytest.mark.data
+def test_programs_are_few_whatever_the_shapes():
+    for few, all_of_them in on_ranks(many_shapes, 2):
+        assert all_of_them <= few + 8 < 48
