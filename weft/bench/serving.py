@@ -78,8 +78,7 @@ class Block(nn.Module):
         y = self.attention_norm(x)
         x = x + self.o(F.silu(self.q(y)) * self.k(y) + self.v(y))
         y = self.mlp_norm(x)
-        made: Tensor = x + self.down(F.silu(self.gate(y)) * self.up(y))
-        return made
+        return torch.add(x, self.down(F.silu(self.gate(y)) * self.up(y)))
 
 
 class Serving:
@@ -97,6 +96,7 @@ class Serving:
             TORCH: self._parallel(whole, torch_styles),
             WEFT: self._parallel(whole, weft.nn),
         }
+        self.x = self.everything  # in the race the tokens of the step
         self.made: dict[str, Tensor | None] = {}
         self.apart = dict.fromkeys(WAYS, 0)  # elements that differ from those of another way, in the race
 
@@ -124,8 +124,8 @@ class Serving:
 
     def race(self) -> dict[str, list[float]]:
         """Seconds of each measured step by way; all take each step in turn, and their results are compared."""
-        steps = stream(self.settings)
-        rounds = enumerate(steps)
+        steps, turns = stream(self.settings), [lambda way=way: self.time(way, self.x) for way in WAYS]
+        rounds, iterations = enumerate(steps), self.settings.steps
         with progress("measuring", len(steps), shown=self.world.rank == 0) as advance:
 
             def next_step() -> None:
@@ -134,8 +134,6 @@ class Serving:
                 self.x = self.everything[number : number + sum(step)]
                 advance()
 
-            turns = [lambda way=way: self.time(way, self.x) for way in WAYS]
-            iterations = self.settings.steps
             found = race(turns, [iterations] * len(WAYS), self.settings.warmup, iterations, next_step)
             self.agree()
         return {way: largest(self.world, seconds) for way, seconds in zip(WAYS, found, strict=True)}
@@ -176,8 +174,7 @@ def measure(settings: ServingSettings) -> dict[str, Any]:
         seconds, checks = verified(WAYS, serving.verify, serving.race)
         apart = largest(world, [*serving.apart.values()])
         wrong = {way: check.wrong + int(more) for way, check, more in zip(WAYS, checks, apart, strict=True)}
-        steps = stream(settings)[settings.warmup :]
-        tokens = sum(map(sum, steps))
+        tokens = sum(map(sum, steps := stream(settings)[settings.warmup :]))
         return {
             "benchmark": "serving",
             "ranks": world.ranks,

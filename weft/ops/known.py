@@ -86,7 +86,7 @@ class KnownCall:
         return self.b.matches(plain(asked.b)) and (self.bias is None or self.bias.matches(asked.bias))
 
     def add(self, asked: Asked, call: Call, way: Way) -> None:
-        """From now on go this way for calls like this, unless what is multiplied or added is made of the operands anew each time."""
+        """From now on go this way for calls like this, unless what it multiplies or adds is made of them anew each time."""
         if len(self.ways) >= _WAYS:
             self.ways.clear()
         [(product, weight)] = way.weights.items()
