@@ -64,10 +64,10 @@ struct Program {
   std::string call;     // what all ranks must agree on, in words, if nothing is bound; else its beginning,
   std::string ending;   // and its end
   uint64_t digest = 0;  // of the call
-  std::vector<uint32_t> pieces;            // into how many blocks each shard is cut; blocks are numbered over all shards
-  std::vector<std::vector<int>> layouts;   // the numbers of blocks that lie one after another in some buffer
-  std::vector<Buffer> buffers;
-  std::vector<Slot> slots;
+  std::vector<uint32_t> pieces = {};            // into how many blocks each shard is cut; blocks are numbered over all shards
+  std::vector<std::vector<int>> layouts = {};   // the numbers of blocks that lie one after another in some buffer
+  std::vector<Buffer> buffers = {};
+  std::vector<Slot> slots = {};
 
   void add(size_t lane, Instruction instruction);
 };

@@ -37,7 +37,6 @@ def written_in_place(world, name, dtype, op):
         assert torch.equal(found, expected(world, name, a, b, bias, op)), rows
 
 
-@pytest.mark.data
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operands_may_be_written_to_in_place(name):
     for dtype in (torch.float32, torch.bfloat16):
@@ -58,7 +57,6 @@ def forgotten(world):
     return [reference() is None for reference in gone]
 
 
-@pytest.mark.data
 def test_weights_are_not_kept_alive():
     for outcome in on_ranks(forgotten, 2):
         assert all(outcome)
@@ -82,7 +80,6 @@ def under_way(world):
     return len(engine(world).compiled)
 
 
-@pytest.mark.data
 def test_what_is_remembered_holds_beside_other_calls():
     assert all(programs < 16 for programs in on_ranks(under_way, 2))
 

@@ -126,7 +126,6 @@ def placed(world, plan, call, name):
     return tensor.copy_(call.inputs[rank][name]) if buffer.role == "input" else tensor
 
 
-@pytest.mark.data
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_engines_bind_as_the_reference_does(ranks):
     for wrong, of in on_ranks(executed, ranks, 7, False):
