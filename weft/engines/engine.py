@@ -203,6 +203,12 @@ class Program(ABC):
             name for name, buffer in plan.buffers.items() if name in self.shared or (buffer.role == "input" and name in moved)
         }
 
+    def check_given(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise `ValueError` unless there is a tensor for every buffer of the caller's."""
+        for name, buffer in self.plan.buffers.items():
+            if buffer.role != "workspace" and name not in tensors:
+                raise ValueError(f"{self.plan.operator} needs a tensor for the {buffer.role} {name!r}")
+
     def own_lanes(self) -> Mapping[str, Sequence[Instruction]]:
         """The lanes of this rank that the native core interprets."""
         return self.plan.lanes[self.world.rank]
@@ -261,6 +267,14 @@ def _class_of(size: int) -> int:
     """The size of a workspace of at least `size` bytes: of few sizes, so that it seldom grows, and hardly more than is needed."""
     step = 1 << max(12, size.bit_length() - 4)
     return -(-size // step) * step
+
+
+def row_stride(tensor: Tensor) -> int:
+    """The bytes between the beginnings of a buffer's rows. Raises `ValueError` for what is not a matrix with contiguous rows."""
+    if tensor.dim() != 2 or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
+        raise ValueError(f"a buffer is a matrix with contiguous rows; got shape {tuple(tensor.shape)}, strides {tensor.stride()}")
+    rows, columns = tensor.shape
+    return (tensor.stride(0) if rows > 1 else columns) * tensor.itemsize
 
 
 def kinds(plan: Plan, given: Mapping[str, torch.dtype], dtypes: Mapping[str, torch.dtype]) -> dict[str, tuple[torch.dtype, str]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weft import _native
 from weft.checks import name as dtype_name
-from weft.engines.engine import LANES, Engine, Program, kinds
+from weft.engines.engine import LANES, Engine, Program, kinds, row_stride
 from weft.engines.matmul import multiply
 from weft.engines.weights import Weight
 from weft.errors import PlanError, WeftError
@@ -34,6 +34,11 @@ class HostEngine(Engine):
 
     remembers = True
 
+    @property
+    def program_class(self) -> type[HostProgram]:
+        """What it makes of plans."""
+        return HostProgram
+
     def kind(self, tensors: Mapping[str, Tensor], rows: Sequence[int]) -> Hashable:
         return tuple([tensor.dtype for tensor in tensors.values()])
 
@@ -45,7 +50,7 @@ class HostEngine(Engine):
         dtypes: Mapping[str, torch.dtype],
         call: str | None = None,
     ) -> HostProgram:
-        return HostProgram(self, plan, tensors, dtypes, call)
+        return self.program_class(self, plan, tensors, dtypes, call)
 
 
 class Binding(NamedTuple):
@@ -73,9 +78,7 @@ class HostProgram(Program):
         super().__init__(engine, plan)
         plan, rank = self.plan, self.world.rank
         given = {name: tensor.dtype for name, tensor in tensors.items()}
-        for name, buffer in plan.buffers.items():
-            if buffer.role != "workspace" and name not in given:
-                raise ValueError(f"{plan.operator} needs a tensor for the {buffer.role} {name!r}")
+        self.check_given(tensors)
         found = kinds(plan, given, dtypes)
         self.kinds = {name: found[name] for name in plan.buffers if name in found}  # in an order that all ranks have
         self.numbers = {name: number for number, name in enumerate(self.kinds)}
@@ -243,12 +246,7 @@ class HostProgram(Program):
 
     def _given(self, name: str, tensor: Tensor) -> tuple[int, int, int, int, int, list[int], str]:
         """A tensor as the native core is told of it."""
-        if tensor.dim() != 2 or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
-            raise ValueError(
-                f"a buffer is a matrix with contiguous rows; got shape {tuple(tensor.shape)}, strides {tensor.stride()}"
-            )
-        rows, columns = tensor.shape
-        stride = (tensor.stride(0) if rows > 1 else columns) * tensor.itemsize
+        stride, (rows, columns) = row_stride(tensor), tensor.shape
         parts: list[int] = []
         place = ""
         if name in self.shared:

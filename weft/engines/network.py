@@ -31,8 +31,6 @@ from weft.world.relay import FOREVER
 
 OUTSTANDING = 8  # messages that are being sent on a channel: enough that the link never waits for Python
 
-_NONE = _native.WaitStatus.none
-
 
 class NetworkEngine(HostEngine):
     """Executes plans for one rank of a world on several hosts."""
@@ -45,15 +43,9 @@ class NetworkEngine(HostEngine):
         assert world.relay is not None
         self.relay = world.relay
 
-    def compile(
-        self,
-        plan: Plan,
-        tensors: Mapping[str, Tensor],
-        rows: Sequence[int],
-        dtypes: Mapping[str, torch.dtype],
-        call: str | None = None,
-    ) -> HostProgram:
-        return NetworkProgram(self, plan, tensors, dtypes, call)
+    @property
+    def program_class(self) -> type[HostProgram]:
+        return NetworkProgram
 
     def agree(self, call: str) -> None:
         program = self.compile(barrier(self.world.ranks, "agree"), {}, (), {}, call)

@@ -175,8 +175,6 @@ class _RowsCall(_GatherCall):
             self.gathered = a.new_empty(dims.front_shape((*a.shape[:dim], sum(shards), *a.shape[dim + 1 :]), dim))
             self.tensors["gathered"] = self.gathered.view(sum(rows), a.shape[-1])
         self.asked = ("gathered", keep), ("weights", len(weights))
-        if len(weights) > 1:
-            self.widths = tuple(b.shape[1] for b in weights)
 
     def default(self) -> tuple[str, str]:
         world, rows = self.world, self.workload.rows

@@ -97,14 +97,13 @@ class Decision(NamedTuple):
 class Call(ABC):
     """A call that was checked on this rank, with what is particular to its operator.
 
-    `tensors` are those of the plan's buffers; `weights` and `biases` belong to its products in their order, and `widths` are their
-    columns where there are several. `asked` is what the planner is told beside workload, variant and place.
+    `tensors` are those of the plan's buffers; `weights` and `biases` belong to its products in their order. `asked` is what the
+    planner is told beside workload, variant and place.
     """
 
     tensors: Mapping[str, Tensor]
     weights: Sequence[Weight] = ()
     biases: Sequence[Tensor | None] = ()
-    widths: tuple[int, ...] = ()
     asked: tuple[tuple[str, object], ...] = ()
 
     def __init__(self, world: World, options: Options, workload: Workload) -> None:

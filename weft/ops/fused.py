@@ -35,7 +35,11 @@ def run(call: Call) -> Any:
 
 def execute(call: Call, variant: Variant, pieces: int | None = None) -> Any:
     """Carry out a call in one variant, its rows in so many pieces or as the variant says."""
-    way = prepare(call, variant, pieces)
+    return go(call, prepare(call, variant, pieces))
+
+
+def go(call: Call, way: Way) -> Any:
+    """Carry out a call this way."""
     way.program.run(call.tensors, call.workload.rows, way.weights, way.biases, call.options.timeout)
     return call.finish()
 

@@ -52,14 +52,14 @@ def run(asked: Asked, call: Call) -> Any:
     """Carry out a checked call, and remember it."""
     decision, known = decide(call), engine(call.world).known
     way = fused.prepare(call, decision.variant, decision.pieces)
-    way.program.run(call.tensors, call.workload.rows, way.weights, way.biases, call.options.timeout)
+    result = fused.go(call, way)
     if engine(call.world).remembers:
         if len(known) >= _REMEMBERED:
             known.clear()
         if asked.name not in known or not known[asked.name].matches(asked):
             known[asked.name] = KnownCall(asked, call)
         known[asked.name].add(asked, call, way)
-    return call.finish()
+    return result
 
 
 class _Way(NamedTuple):

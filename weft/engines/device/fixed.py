@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.checks import name as dtype_name
-from weft.engines.engine import Engine, Program, kinds
+from weft.engines.engine import Engine, Program, kinds, row_stride
 from weft.plan import Plan, Region, accesses, reads, writes
 from weft.plan.binding import bind
 from weft.world import World, memory
@@ -27,16 +27,11 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, world: World) -> Geometry:
-        if tensor.dim() != 2 or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
-            raise ValueError(
-                f"a buffer is a matrix with contiguous rows; got shape {tuple(tensor.shape)}, strides {tensor.stride()}"
-            )
-        segment = memory.find(tensor)
+        stride, segment = row_stride(tensor), memory.find(tensor)
         place = None
         if segment is not None and segment.world == world.number:
             place = segment.number, int(tensor.storage_offset()) * tensor.itemsize
-        rows, columns = tensor.shape
-        return cls(tensor.dtype, columns, (tensor.stride(0) if rows > 1 else columns) * tensor.itemsize, place)
+        return cls(tensor.dtype, tensor.shape[1], stride, place)
 
 
 def _that_move(plan: Plan) -> Plan:
@@ -89,11 +84,10 @@ class FixedProgram(Program):
         return f"{self.plan.operator}({', '.join(words)}, algorithm={self.plan.algorithm}, plan {digest:08x})"
 
     def _check(self, tensors: Mapping[str, Tensor]) -> None:
+        self.check_given(tensors)
         for name, buffer in self.plan.buffers.items():
             if buffer.role == "workspace":
                 continue
-            if name not in tensors:
-                raise ValueError(f"{self.plan.operator} needs a tensor for the {buffer.role} {name!r}")
             if len(tensors[name]) != buffer.rows[self.world.rank]:
                 raise ValueError(f"{name!r} has {len(tensors[name])} rows; the plan gives it {buffer.rows[self.world.rank]}")
             if name in self.shared and self.geometry[name].place is None:
