@@ -238,7 +238,8 @@ def emulated(world):
     world.emulate_link(0.01, 50)
     with pytest.raises(ValueError, match="direct moves no rows"):
         weft.all_gather_matmul(a, b, algorithm="direct")
-    said = weft.explain(a, b)
+    assert "ranks: sequential" in weft.explain(a, b)
+    said = weft.explain(torch.randn(512, 4), b)
     assert "ranks: push" in said
     assert "direct" not in said
     for algorithm in ("pull", "push", "ring", "sequential"):

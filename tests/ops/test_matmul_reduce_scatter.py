@@ -137,7 +137,8 @@ def emulated(world):
     world.emulate_link(0.01, 50)
     with pytest.raises(ValueError, match="direct moves no rows"):
         weft.matmul_reduce_scatter(a, b, algorithm="direct")
-    said = weft.explain(a, b, operator="matmul_reduce_scatter")
+    assert "ranks: sequential" in weft.explain(a, b, operator="matmul_reduce_scatter")
+    said = weft.explain(torch.randn(512, 4), b, operator="matmul_reduce_scatter")
     assert "ranks: push" in said
     assert "direct" not in said
     for algorithm in ("push", "ring", "sequential"):

@@ -327,7 +327,7 @@ def test_a_machine_that_is_not_there_decides_nothing(monkeypatch):
     assert "this" not in machine.names()
     monkeypatch.setattr(cache, "processor", lambda: processor)
     forget()
-    assert decide().why == "weft tune measured it to be the fastest"
+    assert decide().why == "it was measured to be the fastest"
 
 
 def test_many_ranks_are_taken_to_be_equal():

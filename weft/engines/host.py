@@ -116,7 +116,7 @@ class HostProgram(Program):
     ) -> None:
         """Execute once, with these tensors and the rows of each shard."""
         world, native, compiled = self.world, self.world.native, self.native
-        seconds = world.timeout if timeout is None else timeout
+        seconds, whole = world.timeout if timeout is None else timeout, sum(rows)
         self.apply(self.bind(tensors, rows))
         if self.engine.pending:
             self.engine.settle()
@@ -130,7 +130,7 @@ class HostProgram(Program):
                     start = _native.now()
                     src, dst = self.products[at]
                     added = None if bias is None else bias.get(dst.buffer)
-                    multiply(self._rows(src, tensors), weights[dst.buffer], self._rows(dst, tensors), added)
+                    multiply(self._rows(src, tensors), weights[dst.buffer], self._rows(dst, tensors), added, whole)
                     compiled.set_span(0, at, start, _native.now())
                     at = native.run(compiled, 0, at + 1)
                 if at < 0:

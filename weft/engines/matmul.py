@@ -30,8 +30,10 @@ _BLOCK = 256  # rows of a packed product whose result still lies in the cache wh
 _REPACKED_BLOCK = 1024  # the same where each product packs the weight anew, which takes as long as some hundred rows
 
 
-def multiply(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None = None) -> None:
+def multiply(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None = None, whole: int | None = None) -> None:
     """``out = x @ weight (+ bias)`` for x (rows, K), weight (K, N), bias (N,) and out (rows, N).
+
+    Where x is a part of more rows these are the `whole`: all parts go one way, so that it does not matter how many parts there are.
 
     The rows of `x` or its columns are contiguous. `x` and `weight` have one dtype; `out` has it too, or is float32. Sums are
     accumulated in float32 (float64 for float64) and rounded once to the dtype of `out`. The result depends on nothing but the
@@ -43,7 +45,7 @@ def multiply(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None = None)
     if isinstance(weight, ScaledWeight):
         _scaled(x, weight, out, bias)
         return
-    _WAYS[chosen(x.dtype, out.dtype, _lie(x, weight), x.shape[0])](x, weight, out, bias)
+    _WAYS[chosen(x.dtype, out.dtype, _lie(x, weight), whole or x.shape[0])](x, weight, out, bias)
 
 
 def _lie(x: Tensor, weight: Tensor | PackedWeight) -> str:

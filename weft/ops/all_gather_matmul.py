@@ -11,7 +11,7 @@ from weft.checks import check_timeout
 from weft.engines.matmul import multiply
 from weft.engines.weights import DTYPES, FLOAT8, Weight, plain
 from weft.ops import arguments, dims, float8, fused, known
-from weft.ops.call import FEW_ROWS, Call, Decision, Given, Options, workload
+from weft.ops.call import Call, Decision, Given, Options, workload
 from weft.plan import Plan
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import outputs
@@ -147,7 +147,7 @@ class _GatherCall(Call):
         return self.workload.k
 
     def chunk_rows(self, algorithm: str) -> int:
-        return -(-max(self.workload.rows) // self.pieces)
+        return self.piece(max(self.workload.rows), self.pieces)
 
     def describe(self, variant: Variant) -> str:
         reading = variant.algorithm in ("direct", "pull")
@@ -180,10 +180,10 @@ class _RowsCall(_GatherCall):
         world, rows = self.world, self.workload.rows
         if world.ranks == 1 or not any(rows):
             return "sequential", "there is nothing to gather"
+        if self.few:
+            return "sequential", "few rows per rank: one product that reads b once beats one per rank"
         if world.emulated_link:
             return "push", "the emulated link is slower than memory, so rows are moved while others are multiplied"
-        if max(rows) <= FEW_ROWS:
-            return "sequential", f"at most {FEW_ROWS} rows per rank: one product that reads b once beats one per rank"
         if world.multi_host:
             return "push", "rows cross to each other host once, and are multiplied as they arrive"
         return "direct", "peers' rows can be read where they lie at the speed of own memory"

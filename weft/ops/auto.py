@@ -1,23 +1,25 @@
 """What ``algorithm="auto"`` does, and what `weft.explain` tells of it.
 
 An operator has a default by its own rules. In shared memory, with or without an emulated link, the variant that was fastest when
-the workload was tuned comes before it. So does one that is predicted (`weft.predict`) to be clearly faster, where ``weft
+the workload was tuned, or tried, comes before it. So does one that is predicted (`weft.predict`) to be clearly faster, where ``weft
 calibrate`` measured this machine and, for ranks on several hosts, the link between them; figures of another machine decide
-nothing. Rank 0 decides for all.
+nothing. Rank 0 decides for all. What was not measured before, the first calls of its class measure (`weft.ops.trials`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
 from weft import predict
 from weft.engines import engine
 from weft.ops.call import Call, CallKey, Decision
+from weft.ops.trials import MOST, Choice, Trial, likely
+from weft.plan import Plan
 from weft.predict import machine, tuned
+from weft.schedules.all_gather import all_gather
 from weft.schedules.broadcast import broadcast, push
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import ORDERS, Variant, Workload
@@ -31,22 +33,6 @@ Rule = Callable[[str], Decision]
 """An operator's default for ``auto``, or what it does for one algorithm. Raises `ValueError` for one that is not possible."""
 
 
-class Choice(NamedTuple):
-    """What is done for a class of sizes: an algorithm, its pieces and its order, with what there is to say of it."""
-
-    algorithm: str
-    pieces: int
-    order: str
-    why: str
-    predicted: tuple[tuple[Variant, float], ...] = ()
-
-    def of(self, call: Call) -> Decision:
-        """The decision for a call of the class."""
-        rows = call.whole if self.algorithm in call.operator.whole else call.operator.extent(call.workload, self.algorithm)
-        variant = Variant(self.algorithm, max(1, -(-rows // self.pieces)), self.order)
-        return Decision(variant, self.why, self.predicted, self.pieces)
-
-
 def decide(call: Call) -> Decision:
     """How all ranks carry out a call: what rank 0 decides where that is left to ``auto``; collective where the key is new.
 
@@ -56,11 +42,25 @@ def decide(call: Call) -> Decision:
     key, world = _open(call), call.world
     if key is None:
         return call.usual(call.options.algorithm)
-    found: Choice | None = world.choices.get((key, world.emulated_link))
+    found: Choice | Trial | None = world.choices.get((key, world.emulated_link))
     if found is None:
         call.check_algorithm("auto")
-        found = world.choices[key, world.emulated_link] = _of_rank_0(call, key)
+        choices = _of_rank_0(call, key)
+        found = world.choices[key, world.emulated_link] = Trial(choices) if len(choices) > 1 else choices[0]
     return found.of(call)
+
+
+def measured(call: Call, trial: Trial, begun: int, ended: int) -> None:
+    """Tell how long a call took that was part of a trial; collective where a round is over."""
+    if trial.took(call, begun, ended):
+        world, own = call.world, torch.tensor([trial.said()], dtype=torch.int64)
+        every = own.new_empty(world.ranks, own.shape[1])
+        _exchange(call, all_gather((1,) * world.ranks, "push", chunk_rows=1), {"a": own, "gathered": every}, (1,) * world.ranks)
+        choice = trial.heard(call, every)
+        if choice is not None:
+            world.choices[call.key, world.emulated_link] = choice
+            if world.rank == 0 and call.options.chunk_rows is None:
+                tuned.learn(call.workload, world.emulated_link, choice.variant(call))
 
 
 def expected(call: Call) -> Decision:
@@ -69,8 +69,8 @@ def expected(call: Call) -> Decision:
     if key is None:
         return default
     own, choice = _own(call), call.world.choices.get((key, call.world.emulated_link))
-    decided = None if choice is None else choice.of(call)
-    return own if decided is None or decided.variant == own.variant else decided
+    decided = None if choice is None else choice.of(call)._replace(trial=None)
+    return own if decided is None or (decided.variant == own.variant and not decided.measured) else decided
 
 
 def _open(call: Call) -> CallKey | None:
@@ -101,7 +101,7 @@ def fastest(
     possible = _variants(workload, default, rule, (link or hosts) is not None and chunk_rows is None)
     known = chunk_rows is None and hosts is None  # winners were measured in shared memory
     if known and (variant := tuned.find(workload, link)) and variant.algorithm in {other.algorithm for other in possible}:
-        return Decision(variant, "weft tune measured it to be the fastest")
+        return Decision(variant, "it was measured to be the fastest", sure=True)
     on = machine.from_dict(profile) if profile else None
     if on is None or not on.multiplies(workload.dtype) or (hosts is not None and on.network is None):
         return default
@@ -138,26 +138,28 @@ def _variants(workload: Workload, default: Decision, rule: Rule, sizes: bool) ->
     return [*dict.fromkeys(found)]
 
 
-def _of_rank_0(call: Call, key: CallKey) -> Choice:
-    """What rank 0 decides and tells to all, in a call described by `key`, so that ranks that make different calls notice."""
+def _of_rank_0(call: Call, key: CallKey) -> list[Choice]:
+    """What rank 0 decides and tells to all, in a call described by `key`, so that ranks that make different calls notice.
+
+    Several choices if they are to be measured, the usual one first.
+    """
     world = call.world
-    own = _chosen(call, _own(call)) if world.rank == 0 else None
-    said = torch.zeros(3, 1, dtype=torch.int64)
-    if own:
-        said = torch.tensor([[_ALGORITHMS.index(own.algorithm)], [own.pieces], [ORDERS.index(own.order)]])
-    tensors = {"a": said, "out": said[:0]} if own else {"a": said[:0], "out": said}
-    recorder, world.recorder = world.recorder, None  # traces show the operator, not what was said before
+    own = likely(call, _own(call)) if world.rank == 0 else []
+    said = torch.zeros(3 * MOST, 1, dtype=torch.int64)
+    numbers = [number for one in own for number in (_ALGORITHMS.index(one.algorithm), one.pieces, ORDERS.index(one.order))]
+    said[: len(numbers), 0] = torch.tensor(numbers, dtype=torch.int64)
+    rows, hosts = (len(said),), world.topology
+    plan = push(len(said), 0, hosts) if hosts else broadcast(len(said), world.ranks, 0)
+    _exchange(call, plan, {"a": said, "out": said[:0]} if own else {"a": said[:0], "out": said}, rows, str(key))
+    told = [numbers for numbers in said.view(-1, 3).tolist() if numbers[1]]
+    return own or [Choice(_ALGORITHMS[name], cut, ORDERS[order], "as rank 0 decided") for name, cut, order in told]
+
+
+def _exchange(call: Call, plan: Plan, tensors: dict[str, torch.Tensor], rows: tuple[int, ...], name: str | None = None) -> None:
+    """Say something to all ranks on behalf of a call."""
+    world = call.world
+    recorder, world.recorder = world.recorder, None  # traces show the operator, not what was said beside
     try:
-        hosts, rows = world.topology, (len(said),)
-        plan = push(len(said), 0, hosts) if hosts else broadcast(len(said), world.ranks, 0)
-        engine(world).compile(plan, tensors, rows, {}, str(key)).run(tensors, rows, {}, timeout=call.options.timeout)
+        engine(world).compile(plan, tensors, rows, {}, name).run(tensors, rows, {}, timeout=call.options.timeout)
     finally:
         world.recorder = recorder
-    name, cut, order = said.flatten().tolist()
-    return own or Choice(_ALGORITHMS[name], cut, ORDERS[order], "as rank 0 decided")
-
-
-def _chosen(call: Call, decision: Decision) -> Choice:
-    """What a decision comes to for its class."""
-    variant, why, predicted, _ = decision
-    return Choice(variant.algorithm, call.operator.cut(call.workload, variant), variant.order, why, predicted)

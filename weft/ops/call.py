@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,14 @@ from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import PIECES, Operator, Variant, Workload, size_class
 from weft.world import World
 
+if TYPE_CHECKING:
+    from weft.ops.trials import Trial
+
 FEW_ROWS = 32
-"""Up to this many rows one product, which reads the weight once, beats one for each rank or piece."""
+"""Up to this many rows of a rank one product, which reads the weight once, surely beats one for each rank or piece."""
+
+LEAST_ROWS = {True: 64, False: 128}
+"""Whether b is packed: rows of a product with fewer of which each costs clearly more, since the weight is read, or packed, anew."""
 
 _HOST_PIECES = 8  # between hosts, where each transfer and each small product costs a core more than what is left in the end
 
@@ -68,13 +74,18 @@ class CallKey(NamedTuple):
 class Decision(NamedTuple):
     """How a call is carried out, why, and all variants that were considered with their predicted milliseconds, fastest first.
 
-    `pieces`: into how many the rows are cut, where that is said for a class of sizes.
+    `pieces`: into how many the rows are cut, where that is said for a class of sizes. `measured`: the least milliseconds of the
+    variants that were tried in calls of its class. `sure`: nothing else need be tried.
+    `trial`: what is told how long the call took.
     """
 
     variant: Variant
     why: str
     predicted: tuple[tuple[Variant, float], ...] = ()
     pieces: int | None = None
+    measured: tuple[tuple[Variant, float], ...] = ()
+    sure: bool = False
+    trial: Trial | None = None
 
     @property
     def algorithm(self) -> str:
@@ -86,12 +97,16 @@ class Decision(NamedTuple):
 
     @property
     def candidates(self) -> str:
-        """What was predicted, in lines."""
-        lines = [f"\n  {ms:9.3f} ms  {variant}, at most {variant.chunk_rows} rows per transfer" for variant, ms in self.predicted]
-        return "".join(["\npredicted:", *lines]) if lines else ""
+        """What was measured and predicted, in lines."""
+        return _lines("measured", self.measured) + _lines("predicted", self.predicted)
 
     def __str__(self) -> str:
         return f"{self.variant}, at most {self.chunk_rows} rows per transfer: {self.why}"
+
+
+def _lines(how: str, times: Sequence[tuple[Variant, float]]) -> str:
+    lines = [f"\n  {ms:9.3f} ms  {variant}, at most {variant.chunk_rows} rows per transfer" for variant, ms in times]
+    return "".join([f"\n{how}:", *lines]) if lines else ""
 
 
 class Call(ABC):
@@ -127,6 +142,15 @@ class Call(ABC):
     def pieces(self) -> int:
         """Transfers per shard."""
         return _HOST_PIECES if self.world.multi_host else PIECES
+
+    @property
+    def few(self) -> bool:
+        """Whether the products of single shards have so few rows that one of all rows is better."""
+        return max(self.workload.rows) <= (FEW_ROWS if self.world.multi_host else LEAST_ROWS[self.workload.packed])
+
+    def piece(self, rows: int, pieces: int) -> int:
+        """The most rows of a piece of so many, cut into about so many pieces of which each is worth a product."""
+        return max(-(-rows // pieces), min(rows, LEAST_ROWS[self.workload.packed]))
 
     @property
     def whole(self) -> int:

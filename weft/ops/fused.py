@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from torch import Tensor
 from weft.engines import engine
 from weft.engines.engine import Program
 from weft.engines.weights import Weight
-from weft.ops.auto import decide
+from weft.ops.auto import decide, measured
 from weft.ops.call import Call, Given, Options
 from weft.plan import Matmul, Plan
 from weft.schedules.operators import OPERATORS
@@ -27,10 +28,28 @@ def check(operator: str, world: World, given: Given, options: Options) -> Call:
     return checked
 
 
+class Outcome(NamedTuple):
+    """The result of a call, the way that it went, and whether calls of its class will always go."""
+
+    result: Any
+    way: Way
+    settled: bool
+
+
 def run(call: Call) -> Any:
     """Carry out a call, collectively; its result."""
+    return carry_out(call).result
+
+
+def carry_out(call: Call) -> Outcome:
+    """Carry out a call, collectively."""
     decision = decide(call)
-    return execute(call, decision.variant, decision.pieces)
+    way = prepare(call, decision.variant, decision.pieces)
+    begun = time.monotonic_ns()
+    result = go(call, way)
+    if decision.trial is not None:
+        measured(call, decision.trial, begun, time.monotonic_ns())
+    return Outcome(result, way, decision.trial is None)
 
 
 def execute(call: Call, variant: Variant, pieces: int | None = None) -> Any:

@@ -16,7 +16,6 @@ from weft.engines import engine
 from weft.engines.engine import Program
 from weft.engines.weights import PackedWeight, Weight, plain
 from weft.ops import fused
-from weft.ops.auto import decide
 from weft.ops.call import Call
 from weft.ops.fused import Way
 from weft.schedules.workload import size_class
@@ -50,10 +49,9 @@ def repeat(world: World, asked: Asked, a: Tensor) -> Tensor | None:
 
 def run(asked: Asked, call: Call) -> Any:
     """Carry out a checked call, and remember it."""
-    decision, known = decide(call), engine(call.world).known
-    way = fused.prepare(call, decision.variant, decision.pieces)
-    result = fused.go(call, way)
-    if engine(call.world).remembers:
+    known = engine(call.world).known
+    result, way, settled = fused.carry_out(call)
+    if settled and engine(call.world).remembers:
         if len(known) >= _REMEMBERED:
             known.clear()
         if asked.name not in known or not known[asked.name].matches(asked):

@@ -8,7 +8,7 @@ from torch import Tensor
 from weft.checks import check_timeout
 from weft.engines.weights import DTYPES, FLOAT8, Weight, plain
 from weft.ops import arguments, dims, float8, fused, known
-from weft.ops.call import FEW_ROWS, Call, Given, Options, workload
+from weft.ops.call import Call, Given, Options, workload
 from weft.ops.partial_sums import ADDED_ROWS, SumCall
 from weft.schedules.common import split
 from weft.world import World, current
@@ -111,11 +111,11 @@ class _ReduceCall(SumCall):
         return sum(self.workload.rows)
 
     def default(self) -> tuple[str, str]:
-        world, rows = self.world, self.whole
-        if world.ranks == 1 or not rows:
+        world = self.world
+        if world.ranks == 1 or not self.whole:
             return "sequential", "there is nothing to sum"
-        if rows <= FEW_ROWS:
-            return "sequential", f"at most {FEW_ROWS} rows: one product that reads b once beats several"
+        if self.few:
+            return "sequential", "few rows per rank: one product that reads b once beats several"
         if world.multi_host:
             return "two_shot", "each rank adds up a part, to which each host sends its sum of it once"
         if world.ranks == 2:
@@ -126,7 +126,7 @@ class _ReduceCall(SumCall):
         if algorithm == "put":
             return self.whole
         if self.world.emulated_link or self.world.multi_host:
-            return -(-self.whole // (2 * self.pieces))
+            return self.piece(self.whole, 2 * self.pieces)
         # One_shot waits for all peers once per piece, so few and large ones let a rank be late now and then at no cost.
         return min(self.whole, ADDED_ROWS[self.workload.packed and algorithm == "two_shot"])
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from weft.checks import check_timeout
 from weft.engines.weights import DTYPES, FLOAT8, ScaledWeight, Weight, plain
 from weft.ops import arguments, dims, float8, fused, known
-from weft.ops.call import FEW_ROWS, Call, Given, Options, workload
+from weft.ops.call import Call, Given, Options, workload
 from weft.ops.partial_sums import ADDED_ROWS, SumCall, accumulator
 from weft.schedules.workload import Variant
 from weft.world import World, current
@@ -117,21 +117,21 @@ class _ScatterCall(SumCall):
     """What sums of rows and of columns have in common."""
 
     def default(self) -> tuple[str, str]:
-        world, rows = self.world, sum(self.workload.rows)
-        if world.ranks == 1 or not rows:
+        world = self.world
+        if world.ranks == 1 or not any(self.workload.rows):
             return "sequential", "there is nothing to scatter"
-        if world.multi_host and rows > FEW_ROWS:
+        if self.few:
+            return "sequential", "few rows per rank: one product that reads b once beats one per rank"
+        if world.multi_host:
             return "push", "each host adds up its products and puts them to the others while more are made"
         if world.emulated_link:
             return "push", "the emulated link is slower than memory, so products are moved while others are made"
-        if rows <= FEW_ROWS:
-            return "sequential", f"at most {FEW_ROWS} rows: one product that reads b once beats one per rank"
         return "direct", "peers' products can be added where they lie at the speed of own memory"
 
     def chunk_rows(self, algorithm: str) -> int:
         if algorithm == "direct":
             return min(self.whole, ADDED_ROWS[self.workload.packed])
-        return self.whole if algorithm == "put" else -(-self.whole // self.pieces)
+        return self.whole if algorithm == "put" else self.piece(self.whole, self.pieces)
 
 
 class _RowsCall(_ScatterCall):

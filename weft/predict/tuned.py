@@ -1,7 +1,10 @@
-"""What `weft tune` measured to be the fastest variant, by workload, remembered in the cache directory."""
+"""What was measured to be the fastest variant, by `weft tune` or in calls, by workload, remembered in the cache directory."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+from collections.abc import Mapping
 from functools import cache as once
 
 from weft import cache
@@ -10,16 +13,36 @@ from weft.schedules.workload import Variant, Workload, size_class
 Link = tuple[float, float]
 """The Gbit/s and microseconds of an emulated link."""
 
+_learned: dict[str, tuple[str, int, str]] = {}
+
 
 def find(workload: Workload, link: Link | None) -> Variant | None:
-    """The variant that was fastest when this workload, or one of its class of sizes, was tuned; None if none was."""
-    found = _known().get(_key(workload, link))
+    """The variant that was fastest when this workload, or one of its class of sizes, was measured; None if none was."""
+    key = _key(workload, link)
+    found = _learned.get(key) or _known().get(key)
     return Variant(*found) if found else None
 
 
 def remember(workload: Workload, link: Link | None, variant: Variant) -> None:
     """Let `find` return this variant, here and in processes that start from now on."""
-    cache.store(cache.of_this_machine("tuned"), {**_known(), _key(workload, link): [*variant]})
+    _store({_key(workload, link): (*variant,)})
+
+
+def learn(workload: Workload, link: Link | None, variant: Variant) -> None:
+    """Let `find` return this variant, here and, once this process has ended, in those that start then."""
+    if not _learned:
+        atexit.register(_keep)
+    _learned[_key(workload, link)] = (*variant,)
+
+
+def _keep() -> None:
+    with contextlib.suppress(OSError):  # without a directory to write to, nothing is remembered
+        _store(_learned)
+
+
+def _store(more: Mapping[str, tuple[str, int, str]]) -> None:
+    _known.cache_clear()  # others may have stored something
+    cache.store(cache.of_this_machine("tuned"), {**_known(), **more})
     _known.cache_clear()
 
 

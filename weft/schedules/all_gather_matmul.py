@@ -160,4 +160,6 @@ OPERATOR = Operator(
     whole=("direct", "sequential"),
     still=("direct",),
     unequal=("pull",),  # it joins products of adjacent peers, which for most ranks are not all peers
+    tried=("direct", "sequential"),
+    tried_over_links=("push", "sequential"),
 )

@@ -185,4 +185,6 @@ OPERATOR = Operator(
     still=("put",),
     unequal=("ring",),
     unpredicted=("put",),
+    tried=("one_shot", "two_shot", "sequential"),
+    tried_over_links=("two_shot", "sequential"),
 )

@@ -298,4 +298,6 @@ OPERATOR = Operator(
     still=("direct", "put"),
     unequal=("ring",),  # its sums begin at rank 0
     unpredicted=("put",),
+    tried=("direct", "put", "sequential"),
+    tried_over_links=("push", "sequential"),
 )

@@ -111,6 +111,10 @@ class Operator:
     """Algorithms that move no rows: products and sums work on peers' memory."""
     unequal: tuple[str, ...] = ()
     """Algorithms in which ranks differ even where their rows do not."""
+    tried: tuple[str, ...] = ()
+    """Algorithms that may be fastest where peers' memory is read as fast as one's own."""
+    tried_over_links: tuple[str, ...] = ()
+    """Algorithms that may be fastest where rows pass a slower link."""
     unpredicted: tuple[str, ...] = ()
     """Algorithms that predictions leave out: no machine says yet how fast products write to another's memory."""
 

@@ -1,0 +1,141 @@
+"""The first calls of a class of sizes measure ways to carry them out, with the same bits whichever way is taken."""
+
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from support.ranks import on_ranks
+
+import weft
+from weft.ops.trials import CALLS, Choice, Trial
+from weft.schedules.operators import OPERATORS
+from weft.schedules.workload import Workload
+
+
+def settled(world):
+    return [choice for choice in world.choices.values() if isinstance(choice, Choice)]
+
+
+def first_calls(world, operator, link):
+    """The algorithms that the calls of a class take until one stays, that one, and what is said of it."""
+    if link:
+        world.emulate_link(10.0, 5.0)
+    a, b, taken = torch.randn(400, 64), torch.randn(64, 32), []
+    seen, call = weft.ops.fused.prepare, getattr(weft, operator)
+    weft.ops.fused.prepare = lambda call, variant, pieces: (taken.append((variant.algorithm, pieces)), seen(call, variant, pieces))[
+        1
+    ]
+    while not settled(world):
+        call(a, b)
+        assert len(taken) <= CALLS
+    weft.ops.fused.prepare = seen
+    (choice,) = settled(world)
+    return taken, choice.way, weft.explain(a, b, operator=operator)
+
+
+@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("operator", sorted(OPERATORS))
+def test_the_first_calls_take_turns_until_one_way_stays(operator, link):
+    (taken, way, said), *others = on_ranks(first_calls, 2, operator, link)
+    ways = {*taken}
+    assert len(ways) > 1
+    assert {name for name, _ in ways} <= {*OPERATORS[operator].tried, *OPERATORS[operator].tried_over_links, "push", "one_shot"}
+    assert way[:2] in ways
+    assert f"ranks: {way[0]}, at most " in said
+    assert "it was the fastest in the first calls of its class" in said
+    assert said.count(" ms  ") == len(ways)
+    for other in others:
+        assert other[:2] == (taken, way), "all ranks take the same way in the same call"
+
+
+def nothing_to_try(world):
+    b = torch.randn(64, 32)
+    for rows, dtype in ((8, torch.float32), (400, torch.float64)):
+        weft.all_gather_matmul(torch.randn(rows, 64, dtype=dtype), b.to(dtype))
+    weft.all_gather_matmul(torch.randn(400, 64), b, algorithm="pull")
+    assert all(isinstance(choice, Choice) for choice in world.choices.values())
+    weft.all_gather_matmul(torch.randn(300, 64), b)
+    (trial,) = (choice for choice in world.choices.values() if isinstance(choice, Trial))
+    weft.all_gather_matmul(torch.randn(300 if world.rank else 1, 64), b, shard_rows=[1, 300])
+    assert len(trial.calls) == 1, "a product of one row may have other bits, so it goes the usual way"
+
+
+def test_ways_that_differ_are_not_mixed():
+    on_ranks(nothing_to_try, 2)
+
+
+class _Call:
+    """A call as a trial sees it."""
+
+    def __init__(self, rows):
+        self.workload, self.operator = (
+            Workload("all_gather_matmul", (rows, rows), 8, 8, "float32", "float32"),
+            OPERATORS["all_gather_matmul"],
+        )
+        self.whole = rows
+
+
+@pytest.mark.parametrize(
+    ("times", "wanted", "calls"),
+    [
+        ({"direct": 100, "sequential": 80, "push": 120}, "sequential", 12),
+        ({"direct": 100, "sequential": 99, "push": 120}, "direct", 12),  # not worth leaving the usual way
+        ({"direct": 100, "sequential": 90, "push": 500}, "sequential", 9),  # what is hopeless is tried once
+        ({"direct": 100, "sequential": 200, "push": 500}, "direct", 3),
+    ],
+)
+def test_the_fastest_stays(times, wanted, calls):
+    trial, draw, made, choice = Trial([Choice(name, 1, "peer") for name in times]), random.Random(0), 0, None
+    while choice is None:
+        call, now = _Call(draw.choice((300, 350, 384))), draw.randrange(1 << 40)
+        decision = trial.of(call)
+        assert decision.trial is trial
+        took = round(1e4 * times[decision.algorithm] * sum(call.workload.rows))
+        made += 1
+        if trial.took(call, now, now + took):
+            early = [number - (9 * took if at % 3 == 0 else 0) for at, number in enumerate(trial.said())]
+            choice = trial.heard(call, torch.tensor([trial.said(), early]))  # who came early only waited
+    assert (choice.algorithm, made) == (wanted, calls)
+
+
+def bits(world, seed):
+    """All ways give the same bits for random sizes and dtypes."""
+    draw, same = random.Random(seed), torch.Generator().manual_seed(seed + world.rank)
+    for _ in range(6):
+        rows, k, n = draw.randrange(32, 600), draw.randrange(1, 300), draw.randrange(1, 200)
+        dtype, packed = draw.choice((torch.float32, torch.bfloat16)), draw.random() < 0.5
+        for operator in OPERATORS.values():
+            given = rows * world.ranks if operator.name == "matmul_reduce_scatter" else rows
+            a = torch.randn(given, k, generator=same).to(dtype)
+            b = torch.randn(k, n, generator=same).to(dtype)
+            b = weft.pack(b) if packed else b
+            results = {name: getattr(weft, operator.name)(a, b, algorithm=name, chunk_rows=64) for name in operator.algorithms}
+            wanted = results["sequential"]
+            for name, result in results.items():
+                assert torch.equal(result, wanted), (operator.name, name, rows, k, n, dtype, packed)
+
+
+def test_every_way_gives_the_same_bits():
+    on_ranks(bits, 2, 5)
+
+
+def learned(world, directory):
+    os.environ["WEFT_CACHE"] = directory
+    a, b = torch.randn(400, 64), torch.randn(64, 32)
+    while not settled(world):
+        weft.all_gather_matmul(a, b)
+    weft.predict.tuned._keep()
+    found = weft.explain(a, b)
+    world.choices.clear()
+    weft.all_gather_matmul(a, b)
+    assert len(settled(world)) == 1, "what was measured before is not tried again"
+    return settled(world)[0].algorithm, found
+
+
+def test_what_was_measured_is_remembered(tmp_path):
+    ((chosen, _), *_) = on_ranks(learned, 2, str(tmp_path))
+    (stored,) = [json.loads(path.read_text()) for path in Path(tmp_path).glob("tuned-*.json")]
+    assert [way[0] for way in stored.values()] == [chosen]

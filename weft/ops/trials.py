@@ -1,0 +1,119 @@
+"""Ways to carry out the calls of a class of sizes: the first calls measure the likely ones, and the fastest stays.
+
+All ranks make the same calls in the same order, so each knows whose turn it is; after every round they tell each other when they
+came and went. A call takes from when the last rank came until the last one went, whoever was waited for.
+
+Ways are only mixed where they give the same bits. Sums are taken in one order by every way, and torch's products have the same bits
+in however many rows they are made, except by their kernels for few rows, and in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from weft.ops.call import FEW_ROWS, Call, Decision
+from weft.schedules.workload import Variant
+
+CALLS = 12  # that may measure, of a class
+MOST = 4  # ways that take turns
+_LIKELY = 1.5  # times the least prediction is not worth trying
+_HOPELESS = 1.5  # times as slow as the fastest is not tried again
+_BETTER = 0.97  # of the usual way's time is worth leaving it
+_BITS = 16  # rows from which on the bits of a product do not depend on how many there are
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Choice(NamedTuple):
+    """What is done for a class of sizes: an algorithm, its pieces and its order, with what there is to say of it."""
+
+    algorithm: str
+    pieces: int
+    order: str
+    why: str = ""
+    predicted: tuple[tuple[Variant, float], ...] = ()
+    measured: tuple[tuple[Variant, float], ...] = ()
+
+    @property
+    def way(self) -> tuple[str, int, str]:
+        """What tells choices apart."""
+        return self[:3]
+
+    def variant(self, call: Call) -> Variant:
+        """The choice as a variant of a call of the class."""
+        rows = call.whole if self.algorithm in call.operator.whole else call.operator.extent(call.workload, self.algorithm)
+        return Variant(self.algorithm, max(1, -(-rows // self.pieces)), self.order)
+
+    def of(self, call: Call) -> Decision:
+        """The decision for a call of the class."""
+        return Decision(self.variant(call), self.why, self.predicted, self.pieces, self.measured)
+
+
+def chosen(call: Call, decision: Decision) -> Choice:
+    """What a decision comes to for its class."""
+    variant = decision.variant
+    return Choice(variant.algorithm, call.operator.cut(call.workload, variant), variant.order, decision.why, decision.predicted)
+
+
+def likely(call: Call, decision: Decision) -> list[Choice]:
+    """The ways that are worth measuring for the class of a call, the one decided on first; alone if that is known to be best."""
+    operator, workload, world = call.operator, call.workload, call.world
+    first, times = chosen(call, decision), dict(decision.predicted)
+    if decision.sure or world.multi_host or max(workload.rows) <= FEW_ROWS or workload.dtype not in _DTYPES:
+        return [first]
+    found = {first.way: first}
+    for name in operator.tried_over_links if world.emulated_link else operator.tried:
+        for cut in (1, 4) if world.emulated_link and call.options.chunk_rows is None and name not in operator.whole else (1,):
+            variant = call.usual(name).variant
+            variant = variant._replace(chunk_rows=min(cut * variant.chunk_rows, operator.extent(workload, name)))
+            if times.get(variant, 0.0) <= _LIKELY * min(times.values(), default=0.0):
+                other = chosen(call, Decision(variant, "", decision.predicted))
+                found.setdefault(other.way, other)
+    return [*found.values()][:MOST]
+
+
+class Trial:
+    """The ways that take turns in the calls of a class, and how long they took; the first is the usual one."""
+
+    def __init__(self, choices: Sequence[Choice]) -> None:
+        self.usual, self.left, self.rounds = choices[0], list(choices), CALLS // len(choices)
+        self.calls: list[tuple[int, int, int]] = []  # of this round: when each began and ended, in ns, and its columns
+        self.rows: list[int] = []
+        self.least: dict[tuple[str, int, str], float] = {}
+        self.shown: dict[Variant, float] = {}
+
+    def of(self, call: Call) -> Decision:
+        """What the next call does: the way whose turn it is, where that and all others give the same bits."""
+        least = min(call.workload.rows)
+        if any(least < _BITS * choice.pieces for choice in self.left):
+            return self.usual.of(call)
+        return self.left[len(self.calls)].of(call)._replace(trial=self, why="one of the first calls, in which ways are measured")
+
+    def took(self, call: Call, begun: int, ended: int) -> bool:
+        """Note when a call began and ended; whether a round is over, of which all ranks are to tell each other."""
+        self.calls.append((begun, ended, call.workload.n))
+        self.rows.append(sum(call.workload.rows))
+        return len(self.calls) == len(self.left)
+
+    def said(self) -> list[int]:
+        """What this rank has to tell of the round."""
+        return [number for call in self.calls for number in call]
+
+    def heard(self, call: Call, said: Tensor) -> Choice | None:
+        """Take what all ranks say of a round, a row each; the choice, if it is made."""
+        every = said.view(-1, len(self.left), 3).amax(0).tolist()
+        for choice, rows, (begun, ended, columns) in zip(self.left, self.rows, every, strict=True):
+            work = rows * max(1, columns)
+            self.least[choice.way] = min(self.least.get(choice.way, float("inf")), (ended - begun) / work)
+            variant = choice.variant(call)
+            self.shown[variant] = min(self.shown.get(variant, float("inf")), 1e-6 * (ended - begun))
+        self.calls, self.rows, self.rounds = [], [], self.rounds - 1
+        fastest = min(self.least.values())
+        self.left = [choice for choice in self.left if self.least[choice.way] <= _HOPELESS * fastest]
+        if self.rounds and len(self.left) > 1:
+            return None
+        best = min(self.left, key=lambda choice: self.least[choice.way] * (_BETTER if choice == self.usual else 1))
+        measured = tuple(sorted(self.shown.items(), key=lambda one: one[1]))
+        return best._replace(why="it was the fastest in the first calls of its class", measured=measured)
