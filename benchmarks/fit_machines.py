@@ -102,7 +102,7 @@ def streaming() -> System:
     for row in published("allgather_gemm"):
         ranks, m, k, n = (int(row[name]) for name in ("ranks", "m", "k", "n"))
         plan = all_gather_matmul(
-            split(m, ranks), "push", chunk_rows=m // ranks // 64, links=ranks - 1, joined=False, ranks_planned=1
+            split(m, ranks), "push", chunk_rows=m // ranks // 64, links=ranks - 1, joined=False, planned=(0,)
         )
         points.append(Point(f"{ranks} ranks, {m}x{k}x{n}", float(row["value"]) / 1e3, plan, _gathering(k, n)))
 
@@ -130,7 +130,7 @@ def steps() -> System:
     options += [{"algorithm": "push", "own_first": own, "joined": joined} for own, joined in improvements]
     points = []
     for row, option in zip(rows, options, strict=True):
-        plan = all_gather_matmul(split(m, ranks), chunk_rows=m // ranks // 4, links=ranks - 1, ranks_planned=1, **option)
+        plan = all_gather_matmul(split(m, ranks), chunk_rows=m // ranks // 4, links=ranks - 1, planned=(0,), **option)
         points.append(Point(row["variant"], float(row["value"]) / 1e6, plan, _gathering(k, n)))
 
     def machine(p: Parameters, _: str) -> Machine:
@@ -173,7 +173,7 @@ def streams() -> System:
     for row in published("bench_overlapped_matmul_allgather"):
         ranks, size, n = int(row["ranks"]), int(row["m"]), int(row["bytes"]) // 2 // 1024
         product = Matmul(Region(0, "x", 0, size), Region(0, "y", 0, size))
-        gather = all_gather([n] * ranks, "push", chunk_rows=n, symmetric_gathered=True, ranks_planned=1)
+        gather = all_gather([n] * ranks, "push", chunk_rows=n, symmetric_gathered=True, planned=(0,))
         communicate = gather.lanes[0]["compute"]
         lanes = (
             {"compute": (*communicate, product)} if row["variant"] == "sequential" else {"compute": (product,), "comm": communicate}
@@ -212,7 +212,7 @@ def tiles() -> System:
     points = []
     for row in published("iris_all_gather"):
         ranks, size, variant = int(row["ranks"]), int(row["bytes"]), row["variant"].lower()
-        plan = all_gather([1] * ranks, "push", chunk_rows=1, symmetric_gathered=True, links=ranks - 1, ranks_planned=1)
+        plan = all_gather([1] * ranks, "push", chunk_rows=1, symmetric_gathered=True, links=ranks - 1, planned=(0,))
         rows = dict.fromkeys(("a", "gathered"), Rows(size // 2, "float16"))
         points.append(Point(f"{variant}, {size >> 20} MiB", (ranks - 1) * size / (float(row["value"]) * 1e9), plan, rows, variant))
 

@@ -35,6 +35,7 @@ class Engine(ABC):
     refused: Mapping[str, str] = {}
     products = ""
 
+    whole_plans = True  # whether other ranks' lanes are looked at, too
     remembers = False  # whether calls may be found again by the identity of their tensors
 
     def __init__(self, world: World) -> None:

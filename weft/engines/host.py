@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -32,6 +31,7 @@ Place = tuple[int, int, int]
 class HostEngine(Engine):
     """Executes plans on the caller's thread and one native thread beside it."""
 
+    whole_plans = False
     remembers = True
 
     @property
@@ -88,8 +88,7 @@ class HostProgram(Program):
         promised = [(engine.index(signal), count) for signal, count in plan.promised(rank).items()]
         self.native = _native.Compiled(call or "", len(LANES) + self.more_lanes, promised, plan.ranks)
         if call is None:
-            digest = zlib.crc32(repr(plan.lanes).encode())
-            self.native.describe(f"{plan.operator}(", f", algorithm={plan.algorithm}, plan {digest:08x})")
+            self.native.describe(f"{plan.operator}(", f", algorithm={plan.algorithm}, plan {plan.digest:08x})")
         self._lay_out()
         self.bound: Binding | None = None
         self.products: dict[int, tuple[Region, Region]] = {}  # by their place in the compute lane

@@ -36,6 +36,7 @@ class NetworkEngine(HostEngine):
     """Executes plans for one rank of a world on several hosts."""
 
     refused = SHARED_MEMORY_ONLY
+    whole_plans = True
     remembers = False  # a call is more than a native one
 
     def __init__(self, world: World) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -74,7 +75,8 @@ class Way(NamedTuple):
 def prepare(call: Call, variant: Variant, pieces: int | None) -> Way:
     """The program for a call."""
     world, operator, workload = call.world, call.operator, call.workload
-    place = Place(world.topology, world.remote_reads)
+    whole = engine(world).whole_plans or variant.algorithm in operator.unequal
+    place = Place(world.topology, world.remote_reads, planned=None if whole else (world.rank,))
     blocks = operator.in_blocks(workload, variant, pieces or operator.cut(workload, variant))
     plan, dtypes, products = _planned(call.planner, *blocks, place, call.asked)
     program = engine(world).program(plan, call.tensors, workload.rows, dtypes)
@@ -95,6 +97,8 @@ def _planned(
     planner: Callable[..., Plan], workload: Workload, variant: Variant, place: Place, asked: tuple[tuple[str, object], ...]
 ) -> _Planned:
     plan = planner(workload, variant, place, **dict(asked))
+    if place.planned is not None:
+        plan = replace(plan, request=repr((workload.rows, workload.symmetric, variant, asked)))
     dtypes = {name: getattr(torch, rows.dtype) for name, rows in OPERATORS[workload.operator].buffers(workload).items()}
     every = (instruction for lanes in plan.lanes for lane in lanes.values() for instruction in lane)
     products = dict.fromkeys(instruction.dst.buffer for instruction in every if isinstance(instruction, Matmul))

@@ -19,6 +19,7 @@ has, none perhaps, is bound when the plan is executed (`weft.plan.bind`). So a p
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -165,6 +166,9 @@ class Plan:
     `lanes[rank]` maps lane names to instructions. `result` says what the outputs must hold at the end: for each rank and output
     buffer, ``(start, stop, value)`` pieces that cover all its rows. `pieces` says into how many blocks each shard is cut; blocks
     are numbered over all shards.
+
+    A rank needs no lanes but its own where all are alike: `planned` are the ranks that have theirs, all unless given, and `request`
+    tells plans apart of which ranks have different parts.
     """
 
     operator: str
@@ -173,6 +177,13 @@ class Plan:
     lanes: tuple[Mapping[str, tuple[Instruction, ...]], ...]
     result: Mapping[Region, Value] = field(default_factory=dict)
     pieces: tuple[int, ...] = ()
+    planned: tuple[int, ...] | None = None
+    request: str = ""
+
+    @property
+    def digest(self) -> int:
+        """A number that plans which do something else hardly ever share, alike on ranks that have parts of one plan."""
+        return zlib.crc32((self.request or repr(self.lanes)).encode())
 
     @property
     def ranks(self) -> int:
@@ -209,8 +220,21 @@ class Plan:
         return next((region for region in every if ROOM not in self.numbers(region)), every[0])
 
     def promised(self, rank: int) -> dict[Signal, int]:
-        """How much each counter of `rank` grows in one execution."""
+        """How much each counter of `rank` grows in one execution.
+
+        Where only its own lanes are there it goes by these: all that is notified within a plan is waited for in it, but for "free",
+        which the next plan waits for, and which every rank is told that tells it.
+        """
         totals: dict[Signal, int] = {}
+        if self.planned is not None:
+            for lane in self.lanes[rank].values():
+                for instruction in lane:
+                    match instruction:
+                        case Wait(signal, count) if count > totals.get(signal, 0):
+                            totals[signal] = count
+                        case Notify(peer, Signal("free")):
+                            totals[Signal("free", peer)] = 1
+            return totals
         for lanes in self.lanes:
             for lane in lanes.values():
                 for instruction in lane:

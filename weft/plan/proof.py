@@ -38,6 +38,8 @@ def problems(*plans: Plan) -> list[str]:
     """What `verify` would complain of; empty for plans that are right."""
     if len({plan.ranks for plan in plans}) != 1:
         return [f"plans of different sizes: {[plan.ranks for plan in plans]} ranks"]
+    if any(plan.planned is not None for plan in plans):
+        return ["only a plan with the lanes of all ranks can be proved"]
     if malformed := [problem for plan in plans for problem in _malformed(plan)]:
         return list(dict.fromkeys(malformed))
     neighbour = _neighbour(plans[0].ranks)

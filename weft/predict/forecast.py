@@ -40,7 +40,7 @@ def plan(workload: Workload, variant: Variant, machine: Machine, communicate: bo
     Equal ranks are planned once: of a rotation that changes nothing there is only the first part (`weft.predict.simulator`).
     """
     links = 1 if machine.hosts else max(1, min(machine.lanes, workload.ranks - 1))
-    place = Place(machine.hosts, _reads_peers(machine), links, planned(workload, variant, machine))
+    place = Place(machine.hosts, _reads_peers(machine), links, tuple(range(planned(workload, variant, machine))))
     return _plan(workload, variant, place, communicate)
 
 

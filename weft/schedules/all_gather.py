@@ -6,7 +6,7 @@ the transfers, and the order in which rows arrive. The plain all-gather runs the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from typing import NamedTuple
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Value, Wait
 from weft.schedules.common import (
     Hosts,
+    Lanes,
     after,
     apart,
     before,
@@ -268,32 +269,34 @@ def all_gather(
     symmetric_gathered: bool = False,
     order: str = "peer",
     links: int = 1,
-    ranks_planned: int | None = None,
+    planned: tuple[int, ...] | None = None,
     hosts: Hosts | None = None,
 ) -> Plan:
     """``gathered`` = the rows `a` of all ranks in rank order; `algorithm` is ``pull``, ``push`` or ``ring``.
 
     A pull writes `gathered` itself, from where `a` lies if that is symmetric; else ranks hand out `chunk_rows` at a time. Push and
     ring, whose writer is a peer, do so if it is symmetric or every rank has a host of its own, and else pass a workspace. A push
-    over several `links` has a lane for each. `ranks_planned`: how many ranks get their lanes, all unless given. On one host a push
+    over several `links` has a lane for each. `planned`: the ranks that get their lanes, all unless given. On one host a push
     into a symmetric `gathered` needs nothing of `a` but to read it, so it may be this rank's own part of `gathered`.
     """
     ranks, starts = len(rows), offsets(rows)
     shared = hosts is not None and not apart(hosts)  # rows that arrive are read by several ranks
     straight = (symmetric_gathered and not shared) or apart(hosts)
     sizes = Sizes(rows, chunk_rows, symmetric_a, "gathered" if straight else "inbox", order, links, hosts)
-    count = ranks if ranks_planned is None else ranks_planned
+
+    def made(buffers: Mapping[str, Buffer], lanes: Callable[[int], Lanes]) -> Plan:
+        result = gathered_result(rows, planned)
+        return Plan("all_gather", algorithm, buffers, in_all(ranks, planned, lanes), result, tuple(rows), planned=planned)
+
     if algorithm == "push" and symmetric_gathered and links == 1 and hosts is None:
-        fanned = [{"compute": tidy(_fan_out(sizes, r))} for r in range(count)]
-        return Plan("all_gather", algorithm, gather_buffers(rows), in_all(fanned, ranks), gathered_result(rows, count), tuple(rows))
+        return made(gather_buffers(rows), lambda r: {"compute": tidy(_fan_out(sizes, r))})
     if algorithm == "pull" and not symmetric_a and ranks > 1:
         handed = Stream("staged", [[Part(before(r, ranks), 0, rows[r])] for r in range(ranks)], chunk_rows)
-        passed = [{"compute": _through_slots(handed, starts, r)} for r in range(count)]
         buffers = gather_buffers(rows) | {"staged": room(handed.rows)}
-        return Plan("all_gather", algorithm, buffers, in_all(passed, ranks), gathered_result(rows, count), tuple(rows))
+        return made(buffers, lambda r: {"compute": _through_slots(handed, starts, r)})
     gather = {"pull": direct, "push": push, "ring": ring}[algorithm]
-    lanes: list[dict[str, tuple[Instruction, ...]]] = []
-    for r in range(count):
+
+    def lanes_of(r: int) -> Lanes:
         part = gather(sizes, r)
         own = keep(Region(r, "a", 0, rows[r]), starts[r])
         beside = part.transfers if links > 1 else []
@@ -303,8 +306,9 @@ def all_gather(
         lane[at:at] = own
         for wait, region, start in part.arrivals:
             lane += [wait, *keep(region, start, r)]
-        lanes.append({"compute": tidy([*lane, *part.last])} | side_lanes(beside))
-    return Plan("all_gather", algorithm, gather_buffers(rows), in_all(lanes, ranks), gathered_result(rows, len(lanes)), tuple(rows))
+        return {"compute": tidy([*lane, *part.last])} | side_lanes(beside)
+
+    return made(gather_buffers(rows), lanes_of)
 
 
 def _through_slots(handed: Stream, starts: Sequence[int], rank: int) -> tuple[Instruction, ...]:
@@ -347,12 +351,12 @@ def gather_buffers(rows: Sequence[int], gathered: bool = True) -> dict[str, Buff
     return buffers | ({"gathered": Buffer.of("output", everything(rows))} if gathered else {})
 
 
-def gathered_result(rows: Sequence[int], ranks_planned: int) -> dict[Region, Value]:
-    """What `gathered` must hold on each of the first `ranks_planned` ranks."""
+def gathered_result(rows: Sequence[int], planned: tuple[int, ...] | None) -> dict[Region, Value]:
+    """What `gathered` must hold on each of the planned ranks, all unless given."""
     starts, ranks = offsets(rows), range(len(rows))
     return {
         Region(r, "gathered", starts[p], starts[p] + rows[p]): (Term(p, "a", -starts[p]),)
-        for r in range(ranks_planned)
+        for r in planned or ranks
         for p in ranks
         if rows[p]
     }

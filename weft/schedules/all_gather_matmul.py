@@ -6,12 +6,12 @@ over many rows is faster than several over few, and only the last rows are waite
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from weft.plan import Buffer, Copy, Instruction, Matmul, Plan, Region, Term
 from weft.schedules.all_gather import GATHERINGS, Arrival, Sizes, all_gather, gather_buffers, gathered_result, keep, push
-from weft.schedules.common import Hosts, enter, everything, in_all, offsets, side_lanes, tidy
+from weft.schedules.common import Hosts, Lanes, enter, everything, in_all, offsets, side_lanes, tidy
 from weft.schedules.workload import Operator, Place, Rows, Variant, Workload
 
 ALGORITHMS = ("direct", "pull", "push", "ring", "sequential")
@@ -29,7 +29,7 @@ def all_gather_matmul(
     weights: int = 1,
     order: str = "peer",
     links: int = 1,
-    ranks_planned: int | None = None,
+    planned: tuple[int, ...] | None = None,
     hosts: Hosts | None = None,
 ) -> Plan:
     """Plan for shards of `rows[rank]` rows, moved in transfers of at most `chunk_rows`.
@@ -37,17 +37,16 @@ def all_gather_matmul(
     `symmetric_a`: the input lies in symmetric memory. `gathered`: the gathered rows are an output too. `own_first` and `joined`
     leave out one improvement each when false: own rows are multiplied last; each transfer gets a product of its own. `weights` is
     the number of weights that rows are multiplied by, each with one of the `outputs`. `order` and `links` are those of a push, and
-    of the one in ``sequential``: ``peer`` or ``interleaved``, and how many lanes send beside each other. `ranks_planned`: how many
-    ranks get their lanes, all unless given. `hosts` are given where there are several.
+    of the one in ``sequential``: ``peer`` or ``interleaved``, and how many lanes send beside each other. `planned`: the ranks that
+    get their lanes, all unless given. `hosts` are given where there are several.
     """
-    lanes: list[Mapping[str, tuple[Instruction, ...]]] = []
     starts, outs = offsets(rows), outputs(weights)
     into = "gathered" if gathered and algorithm == "pull" else "inbox"
     sizes = Sizes(rows, chunk_rows, symmetric_a, into, order, links, hosts)
-    for r in range(len(rows) if ranks_planned is None else ranks_planned):
+
+    def lanes_of(r: int) -> Lanes:
         if algorithm == "sequential":
-            lanes.append(_gather_then_multiply(sizes, r, gathered, outs))
-            continue
+            return _gather_then_multiply(sizes, r, gathered, outs)
         part = GATHERINGS[algorithm](sizes, r)
         own = [*_multiply(Region(r, "a", 0, rows[r]), starts[r], r, outs)]
         own += keep(Region(r, "a", 0, rows[r]), starts[r]) if gathered else []
@@ -56,14 +55,16 @@ def all_gather_matmul(
             peers += [wait, *_multiply(region, start, r, outs)]
             peers += keep(region, start, r) if gathered else []
         compute = own + peers if own_first else peers + own
-        lanes.append({"compute": tidy([*part.first, *compute, *part.last])} | side_lanes(part.transfers))
-    result = gathered_result(rows, len(lanes)) if gathered else {}
-    for r in range(len(lanes)):
+        return {"compute": tidy([*part.first, *compute, *part.last])} | side_lanes(part.transfers)
+
+    lanes = in_all(len(rows), planned, lanes_of)
+    result = gathered_result(rows, planned) if gathered else {}
+    for r in planned or range(len(rows)):
         for p, start in enumerate(starts):
             for out in outs if rows[p] else ():
                 result[Region(r, out, start, start + rows[p])] = (Term(p, "a", -start, weights=(r, out)),)
     buffers = gather_buffers(rows, gathered) | {out: Buffer.of("output", everything(rows)) for out in outs}
-    return Plan("all_gather_matmul", algorithm, buffers, in_all(lanes, len(rows)), result, tuple(rows))
+    return Plan("all_gather_matmul", algorithm, buffers, lanes, result, tuple(rows), planned=planned)
 
 
 def _gather_then_multiply(sizes: Sizes, rank: int, gathered: bool, outs: Sequence[str]) -> dict[str, tuple[Instruction, ...]]:
@@ -123,7 +124,7 @@ def _plan(workload: Workload, variant: Variant, place: Place, *, gathered: bool 
         weights=weights,
         order=variant.order,
         links=place.links,
-        ranks_planned=place.ranks_planned,
+        planned=place.planned,
         hosts=place.hosts,
     )
 
@@ -139,7 +140,7 @@ def _communicate(workload: Workload, variant: Variant, place: Place) -> Plan:
         symmetric_gathered=True,
         order=variant.order,
         links=place.links if algorithm == "push" else 1,
-        ranks_planned=place.ranks_planned,
+        planned=place.planned,
         hosts=place.hosts,
     )
 

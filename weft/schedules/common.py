@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -157,6 +157,11 @@ def tidy(lane: Sequence[Instruction]) -> tuple[Instruction, ...]:
     return tuple(kept)
 
 
+def tidied(lanes: Mapping[str, Sequence[Instruction]]) -> Lanes:
+    """All lanes of a rank, tidy."""
+    return {name: tidy(lane) for name, lane in lanes.items()}
+
+
 def in_order(order: str, shards: Mapping[int, int], size: int) -> list[tuple[int, int, tuple[int, int]]]:
     """``(peer, number, chunk)`` of all chunks of the peers' `shards`, numbered from 1 for each.
 
@@ -171,6 +176,9 @@ def side_lanes(transfers: Sequence[Sequence[Instruction]]) -> dict[str, tuple[In
     return {f"comm{number or ''}": tidy(lane) for number, lane in enumerate(transfers)}
 
 
-def in_all(lanes: Sequence[Mapping[str, tuple[Instruction, ...]]], ranks: int) -> tuple[Mapping[str, tuple[Instruction, ...]], ...]:
-    """The lanes of `ranks` ranks of which the first are planned. Only the simulator takes a plan in which others are left out."""
-    return (*lanes, *({} for _ in range(ranks - len(lanes))))
+Lanes = Mapping[str, tuple[Instruction, ...]]
+
+
+def in_all(ranks: int, planned: tuple[int, ...] | None, lanes: Callable[[int], Lanes]) -> tuple[Lanes, ...]:
+    """The lanes of all ranks, empty for those that are not `planned`."""
+    return tuple(lanes(rank) if planned is None or rank in planned else {} for rank in range(ranks))

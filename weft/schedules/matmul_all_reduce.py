@@ -19,7 +19,7 @@ from weft.schedules.common import (
     leave,
     offsets,
     split,
-    tidy,
+    tidied,
     without_products,
 )
 from weft.schedules.host_rings import HostRing, of_products
@@ -39,7 +39,7 @@ def matmul_all_reduce(
     chunk_rows: int,
     op: str = "sum",
     remote_reads: bool = True,
-    ranks_planned: int | None = None,
+    planned: tuple[int, ...] | None = None,
     hosts: Hosts | None = None,
 ) -> Plan:
     """Plan for ranks that each multiply ``sum(rows)`` rows, in pieces of at most `chunk_rows`.
@@ -47,7 +47,7 @@ def matmul_all_reduce(
     ``one_shot``: every rank adds up all rows, each piece while the next one is multiplied elsewhere. ``two_shot``: rank r adds up
     its block of `rows[r]` rows, which it multiplies last, and copies the sums of the others. ``put``: the same, with products made
     in the memory of the rank that adds them up. ``sequential``: one product, then the sums. Other products are added where they
-    lie, or, without `remote_reads`, gotten from the peers before. `ranks_planned`: how many ranks get their lanes, all unless
+    lie, or, without `remote_reads`, gotten from the peers before. `planned`: the ranks that get their lanes, all unless
     given. `hosts` are given where there are several: products are then put to the rank that adds them up (``two_shot`` and
     ``sequential``), once from each host.
     """
@@ -64,11 +64,7 @@ def matmul_all_reduce(
     elif hosts is not None and algorithm != "one_shot":
         sums = HostSums(rows, sizes.chunk, op, hosts, algorithm == "sequential")
         make = lambda _, rank, __: reduce_products(sums._replace(rank=rank), multiply)  # noqa: E731
-    ranks_planned = ranks if ranks_planned is None else ranks_planned
-    lanes = [
-        {name: tidy(lane) for name, lane in make(sizes, r, remote_reads).items()} if total else {"compute": ()}
-        for r in range(ranks_planned)
-    ]
+    lanes = in_all(ranks, planned, lambda r: tidied(make(sizes, r, remote_reads) if total else {"compute": ()}))
     factor = product_buffer(algorithm, ranks)
     whole = algorithm not in ("two_shot", "put") and hosts is None  # every rank adds up all rows
     buffers = {
@@ -78,8 +74,8 @@ def matmul_all_reduce(
         "out": Buffer.of("output", everything(rows)),
     }
     terms = tuple(Term(p, "a", 0, weights=(p, factor)) for p in range(ranks))
-    result: dict[Region, Value] = {Region(r, "out", 0, total): terms for r in range(ranks_planned) if total}
-    return Plan("matmul_all_reduce", algorithm, buffers, in_all(lanes, ranks), result, tuple(rows))
+    result: dict[Region, Value] = {Region(r, "out", 0, total): terms for r in range(ranks) if total and lanes[r]}
+    return Plan("matmul_all_reduce", algorithm, buffers, lanes, result, tuple(rows), planned=planned)
 
 
 def _alone(sizes: Sizes, rank: int, remote_reads: bool) -> Lanes:
@@ -168,7 +164,7 @@ def _plan(workload: Workload, variant: Variant, place: Place, *, op: str = "sum"
         chunk_rows=variant.chunk_rows,
         op=op,
         remote_reads=place.remote_reads,
-        ranks_planned=place.ranks_planned,
+        planned=place.planned,
         hosts=place.hosts,
     )
 

@@ -23,7 +23,7 @@ from weft.schedules.common import (
     offsets,
     shards,
     side_lanes,
-    tidy,
+    tidied,
     without_products,
 )
 from weft.schedules.host_rings import HostRing, of_products
@@ -54,7 +54,7 @@ def matmul_reduce_scatter(
     remote_reads: bool = True,
     order: str = "peer",
     links: int = 1,
-    ranks_planned: int | None = None,
+    planned: tuple[int, ...] | None = None,
     hosts: Hosts | None = None,
 ) -> Plan:
     """Plan for ranks that multiply ``sum(rows)`` rows and keep `rows[rank]` of them, in pieces of at most `chunk_rows`.
@@ -65,8 +65,8 @@ def matmul_reduce_scatter(
     lie, or, without `remote_reads`, put before.
 
     In the `order` ``peer`` a push makes and sends the products of one peer after the other; ``interleaved`` the first piece of
-    every peer, then the second … Peers are dealt out to as many lanes as there are `links`. `ranks_planned`: how many ranks get
-    their lanes, all unless given. `hosts` are given where there are several: what a host has is then added up before it is put to
+    every peer, then the second … Peers are dealt out to as many lanes as there are `links`. `planned`: the ranks that get their
+    lanes, all unless given. `hosts` are given where there are several: what a host has is then added up before it is put to
     another (push and sequential).
     """
     sizes = Sizes(rows, chunk_rows, op, order, links)
@@ -89,10 +89,7 @@ def matmul_reduce_scatter(
     elif hosts is not None and algorithm == "ring":
         sums = HostSums(rows, chunk_rows, op, hosts)
         make = lambda _, rank: of_products(HostRing(sums._replace(rank=rank)), multiply)  # noqa: E731
-    ranks_planned = ranks if ranks_planned is None else ranks_planned
-    lanes = [
-        {name: tidy(lane) for name, lane in make(sizes, r).items()} if total else {"compute": ()} for r in range(ranks_planned)
-    ]
+    lanes = in_all(ranks, planned, lambda r: tidied(make(sizes, r) if total else {"compute": ()}))
     factor = product_buffer(algorithm, ranks)
     buffers = {
         "a": Buffer.of("input", everything(rows)),
@@ -102,10 +99,10 @@ def matmul_reduce_scatter(
     }
     result: dict[Region, Value] = {
         Region(r, "out", 0, kept): tuple(Term(p, "a", starts[r], weights=(p, factor)) for p in range(ranks))
-        for r, kept in enumerate(rows[:ranks_planned])
-        if kept
+        for r, kept in enumerate(rows)
+        if kept and lanes[r]
     }
-    return Plan("matmul_reduce_scatter", algorithm, buffers, in_all(lanes, ranks), result, tuple(rows))
+    return Plan("matmul_reduce_scatter", algorithm, buffers, lanes, result, tuple(rows), planned=planned)
 
 
 def product_buffer(algorithm: str, ranks: int) -> str:
@@ -282,7 +279,7 @@ def _plan(workload: Workload, variant: Variant, place: Place, *, op: str = "sum"
         remote_reads=place.remote_reads,
         order=variant.order,
         links=place.links,
-        ranks_planned=place.ranks_planned,
+        planned=place.planned,
         hosts=place.hosts,
     )
 

@@ -70,13 +70,13 @@ class Place(NamedTuple):
     """Where a plan is to run.
 
     `hosts` are given where there are several. `remote_reads`: rows of peers can be read where they lie; else they are moved first.
-    `links`: lanes that a push sends on beside each other. `ranks_planned`: how many ranks get their lanes, all unless given.
+    `links`: lanes that a push sends on beside each other. `planned`: the ranks that get their lanes, all unless given.
     """
 
     hosts: Hosts | None = None
     remote_reads: bool = True
     links: int = 1
-    ranks_planned: int | None = None
+    planned: tuple[int, ...] | None = None
 
 
 class Rows(NamedTuple):
@@ -110,7 +110,7 @@ class Operator:
     still: tuple[str, ...] = ()
     """Algorithms that move no rows: products and sums work on peers' memory."""
     unequal: tuple[str, ...] = ()
-    """Algorithms in which ranks differ even where their rows do not."""
+    """Algorithms in which ranks differ even where their rows do not, so that none can tell from its own lanes what others do."""
     tried: tuple[str, ...] = ()
     """Algorithms that may be fastest where peers' memory is read as fast as one's own."""
     tried_over_links: tuple[str, ...] = ()

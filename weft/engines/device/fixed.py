@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -80,8 +79,7 @@ class FixedProgram(Program):
             if geometry.place and name in self.shared:
                 place = f" in symmetric segment {geometry.place[0]} at byte {geometry.place[1]}, {geometry.stride} bytes a row"
             words.append(f"{name}={[*buffer.rows]} rows x {geometry.columns} {dtype_name(geometry.dtype)}{place}")
-        digest = zlib.crc32(repr(self.plan.lanes).encode())
-        return f"{self.plan.operator}({', '.join(words)}, algorithm={self.plan.algorithm}, plan {digest:08x})"
+        return f"{self.plan.operator}({', '.join(words)}, algorithm={self.plan.algorithm}, plan {self.plan.digest:08x})"
 
     def _check(self, tensors: Mapping[str, Tensor]) -> None:
         self.check_given(tensors)

@@ -1,0 +1,53 @@
+"""A rank's own lanes are all that it needs of a plan: what it reckons with from them alone is what the whole plan says."""
+
+import itertools
+
+import pytest
+import torch
+
+from weft import PlanError, verify
+from weft.engines.engine import kinds
+from weft.plan import Signal
+from weft.schedules.operators import OPERATORS
+from weft.schedules.workload import ORDERS, Place, Variant, Workload
+
+CHOICES = [
+    (operator, algorithm, order, reads, symmetric)
+    for operator in OPERATORS.values()
+    for algorithm in operator.algorithms
+    if algorithm not in operator.unequal
+    for order in (ORDERS if algorithm == "push" else ORDERS[:1])
+    for reads in (True, False)
+    for symmetric in (True, False)
+]
+
+
+def reckoned(plan, rank):
+    """What a rank does, and what it goes by that all ranks must see alike."""
+    given = {name: torch.float32 for name, buffer in plan.buffers.items() if buffer.role != "workspace"}
+    counted = {signal: count for signal, count in plan.promised(rank).items() if count}
+    return plan.lanes[rank], counted, plan.signal_names(), kinds(plan, given, {}), plan.buffers, plan.pieces
+
+
+@pytest.mark.parametrize(
+    ("operator", "algorithm", "order", "reads", "symmetric"), CHOICES, ids=lambda each: getattr(each, "name", each)
+)
+def test_own_lanes_suffice(operator, algorithm, order, reads, symmetric):
+    for ranks, cut in itertools.product((1, 2, 3, 5, 8), (1, 2, 8)):
+        cut = 1 if algorithm in operator.whole else cut
+        workload = Workload(operator.name, (cut,) * ranks, 1, 1, "float32", "float32", symmetric=symmetric)
+        variant = Variant(algorithm, ranks if algorithm in operator.across else 1, order)
+        whole = operator.plan(workload, variant, Place(remote_reads=reads))
+        for rank in range(ranks):
+            own = operator.plan(workload, variant, Place(remote_reads=reads, planned=(rank,)))
+            assert reckoned(own, rank) == reckoned(whole, rank), (ranks, cut, rank)
+            assert not any(lanes for other, lanes in enumerate(own.lanes) if other != rank)
+
+
+def test_only_a_whole_plan_can_be_proved():
+    operator = OPERATORS["all_gather_matmul"]
+    own = operator.plan(Workload("all_gather_matmul", (1, 1), 1, 1, "float32", "float32"), Variant("push", 1), Place(planned=(0,)))
+    assert own.promised(1) == {}
+    assert Signal("free", 1) in own.promised(0)
+    with pytest.raises(PlanError, match="only a plan with the lanes of all ranks can be proved"):
+        verify(own)
