@@ -46,7 +46,6 @@ from weft.world import world as worlds
 LIMIT = 3.0  # seconds that a wait may take
 PATIENT = 60.0  # the same where ranks compile
 SOON = 1.0  # seconds in which survivors raise, or after the time limit where nothing shows that a peer is gone
-CONNECTING = 5  # time limits in which gloo gives up to connect to another host
 HANGS = 30.0  # seconds after which a rank that is not through is one that hangs
 COMPILES = 120.0  # the same where it may be compiling, whose helpers wait for a core unseen
 LATE = ("stop", "cut")  # what nothing shows before the time limit
@@ -256,7 +255,7 @@ class Rank:
             worlds._default = None
             dist.destroy_process_group()
             del store
-            self._say("left", kept=_kept(before, trial.place == "compile" or trial.fault == "cut"))
+            self._say("left", kept=_kept(before, trial.place == "compile"))
             status = 0
         except BaseException:
             self._say("broken", text=traceback.format_exc())
@@ -333,8 +332,7 @@ def _belongings() -> dict[str, list[str]]:
 def _kept(before: dict[str, list[str]], excused: bool) -> list[str]:
     """What is there and was not before, once threads have had a moment to end.
 
-    Threads and files are `excused` where a compiler's own stay, and where gloo has half a message when its connection is cut: nothing
-    ends the wait for the other half.
+    Threads and files are `excused` where a compiler's own stay.
     """
     deadline = time.monotonic() + 10
     while True:
@@ -462,14 +460,9 @@ def run(trial: Trial, folder: str, net: Hosts | None) -> Outcome:
             late = over["when"] - begun - (trial.limit if trial.fault in LATE else 0.0)
             if over["kind"] != "NoneType":
                 delays.append(late)
-                if late > SOON + slack + (CONNECTING * trial.limit if at_limit(trial) else 0.0):
+                if late > SOON + slack:
                     wrong.append(f"rank {rank} was {late:.2f} s late (ranks waited {slack:.2f} s for a core): {over['text']}")
     return Outcome(wrong, delays)
-
-
-def at_limit(trial: Trial) -> bool:
-    """Whether only the time limit shows that a rank is gone: on another host, before there is a world."""
-    return trial.place == "hosts" and trial.phase == "init"
 
 
 def judge(trial: Trial, over: dict[str, Any]) -> str:

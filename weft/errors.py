@@ -37,6 +37,11 @@ class PeerTimeout(WeftError, TimeoutError):
 class MismatchError(WeftError):
     """The ranks did not make the same call; the message shows both."""
 
+    @classmethod
+    def between(cls, number: int, rank: int, call: str, peer: int, theirs: str) -> MismatchError:
+        """The error of a rank that makes one call where a peer makes another."""
+        return cls(f"call {number} of this world: rank {rank} calls {call}, but rank {peer} calls {theirs}")
+
 
 class PlanError(WeftError, ValueError):
     """A plan that cannot be proved right; the message lists the defects."""

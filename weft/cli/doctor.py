@@ -6,6 +6,7 @@ takes minutes to give up and says little, ranks try it themselves. One that cann
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -32,6 +33,7 @@ from weft.engines.weights import pack
 from weft.errors import SymmetricMemoryError
 from weft.ops.barrier import barrier
 from weft.world import World, init, placement
+from weft.world.listener import addresses, family_of, named_interface
 from weft.world.rendezvous import host_identity, join, launcher_variables, translated
 from weft.world.topology import Topology
 
@@ -85,7 +87,7 @@ def diagnose(console: Console) -> bool:
     except (RuntimeError, ValueError) as error:
         variables = launcher_variables(os.environ) or {}
         master = f"{variables.get('MASTER_ADDR', '')}:{variables.get('MASTER_PORT', '')}"
-        place = f"{socket.gethostname()} ({_listed(_addresses())})"
+        place = f"{socket.gethostname()} ({_listed(addresses())})"
         console.print(f"[bold red]No connection[/]: {place} cannot join the job at {master}: {error}", soft_wrap=True)
         console.print(
             f"Is {variables.get('MASTER_ADDR', 'that')} the address of the first host on a network that reaches from here, is "
@@ -112,20 +114,23 @@ def _reach(store: Store, rank: int, ranks: int) -> list[str]:
 
     Every rank listens on a port that the system chooses, as gloo does, and tries to connect to all of other hosts.
     """
-    interface, addresses = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], _addresses()
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener, ThreadPoolExecutor() as pool:
-        try:
-            listener.bind((addresses[interface] if interface else _named(), 0))
-        except (OSError, KeyError):  # no address of this host: gloo then takes this one
-            listener.bind(("127.0.0.1", 0))
-        listener.listen(ranks)
-        own = Met(socket.gethostname(), host_identity(), interface, addresses, *listener.getsockname())
+    interface, known = named_interface(), addresses()
+    with ThreadPoolExecutor() as pool, _listening(known.get(interface) if interface else _named()) as listener:
+        own = Met(socket.gethostname(), host_identity(), interface, known, *listener.getsockname()[:2])
         everyone = [Met(*said) for said in _exchange(store, "met", rank, ranks, own)]
         far = [peer for peer, met in enumerate(everyone) if met.host != own.host]
         tries = zip(far, pool.map(lambda peer: _connect(everyone[peer]), far), strict=True)
         failed = [(peer, why) for peer, why in tries if why]
         reports = _exchange(store, "tried", rank, ranks, failed)  # after which nobody needs the listener
     return [*_unreachable(everyone, [dict(said) for said in reports])]
+
+
+def _listening(host: str | None) -> socket.socket:
+    """A socket that listens there, or where gloo does if that is no address of this host."""
+    with contextlib.suppress(OSError):
+        if host:
+            return socket.create_server((host, 0), family=family_of(host))
+    return socket.create_server(("127.0.0.1", 0))
 
 
 def _exchange(store: Store, key: str, rank: int, ranks: int, said: object) -> list[Any]:
@@ -179,7 +184,7 @@ def _unreachable(everyone: Sequence[Met], failed: Sequence[dict[int, str]]) -> I
                 met = everyone[peer]
                 yield (
                     f"rank {rank} on {everyone[rank].name} cannot connect to rank {peer} on {met.name} at {met.address}, port "
-                    f"{met.port}: {why}. Is there a firewall? All ports must be open between the hosts, since gloo takes any. Is "
+                    f"{met.port}: {why}. Is there a firewall? All ports must be open between the hosts: gloo and weft take any. Is "
                     "that address on the network that joins them? GLOO_SOCKET_IFNAME says which interface to use: "
                     f"{_listed(met.addresses)}"
                 )
@@ -206,29 +211,13 @@ def _look(world: World) -> RankReport:
         socket.gethostname(),
         host_identity(),
         os.environ.get("GLOO_SOCKET_IFNAME", ""),
-        _addresses(),
+        addresses(),
         tuple(sorted(os.sched_getaffinity(0))),
         torch.get_num_threads(),
         shared,
         {dtype_name(dtype): _gflops(dtype) for dtype in (torch.float32, torch.bfloat16)},
         placement.here(),
     )
-
-
-def _addresses() -> dict[str, str]:
-    """The IPv4 address of each interface."""
-    import fcntl
-    import struct
-
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-            except OSError:
-                continue
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
 
 
 def _named() -> str:

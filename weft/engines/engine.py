@@ -165,11 +165,7 @@ class Engine(ABC):
         match status:
             case _native.WaitStatus.mismatch:
                 theirs = world.native.peer_call(source, compiled.call)
-                return world.fail(
-                    MismatchError(
-                        f"call {compiled.call} of this world: rank {world.rank} calls {call}, but rank {source} calls {theirs}"
-                    )
-                )
+                return world.fail(MismatchError.between(compiled.call, world.rank, call, source, theirs))
             case _native.WaitStatus.left:
                 return world.lost(source, "closed its world", doing)
             case _native.WaitStatus.failed:

@@ -1,35 +1,30 @@
 """The network engine: ranks on several hosts. What stays on a host is the host engine's; what crosses goes as messages.
 
 It runs what `weft.plan.messages.lower_to_messages` makes of a plan. The lanes that compute and copy within the host are
-interpreted by the native core as ever. A channel is interpreted at both of its ends: the sender posts an ``isend`` for each
-message, straight from the rows; the receiver, which knows the sender's plan, has posted the ``irecv``, straight into the rows, and
-raises the signals that come with it when it is over. Messages of a call have tags of their own: rows never reach a rank that calls
-something else.
+interpreted by the native core as ever. A channel is interpreted at both of its ends: a thread of the sender's lane sends each
+message, straight from the rows; the receiver, which knows the sender's plan, takes it straight into the rows and raises the signals
+that come with it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from weft import _native
 from weft.engines.engine import LANES
 from weft.engines.host import Binding, HostEngine, HostProgram, Place
+from weft.errors import WeftError
 from weft.plan import Instruction, Notify, Plan, Region, Wait
 from weft.plan.messages import Message, batches, channel, incoming, is_channel, lower_to_messages, target
 from weft.schedules.barrier import barrier
 from weft.schedules.operators import SHARED_MEMORY_ONLY
 from weft.world import World
-from weft.world.relay import FOREVER
-
-OUTSTANDING = 8  # messages that are being sent on a channel: enough that the link never waits for Python
 
 
 class NetworkEngine(HostEngine):
@@ -91,30 +86,24 @@ class NetworkProgram(HostProgram):
         self.sends: list[tuple[str, list[_Sent]]] = []
         self.receives: list[tuple[int, str, list[Place | None]]] = []
         self._compile_channels()
-        self.made: dict[Place, Tensor] = {}  # the tensors over rows, while their sizes and places are the same
         self.spans: list[tuple[str, int, int, int]] = []
 
     def own_lanes(self) -> Mapping[str, Sequence[Instruction]]:
         return {name: lane for name, lane in self.plan.lanes[self.world.rank].items() if not is_channel(name)}
 
-    def apply(self, binding: Binding) -> None:
-        if self.bound is not binding:
-            self.made = {}
-        super().apply(binding)
-
     def begin(self, seconds: float) -> None:
-        """Publish the call, post what will come and let what is to go wait for its turn."""
+        """Publish the call, let come what will, and what is to go wait for its turn."""
         super().begin(seconds)
         relay, call, digest = self.engine.relay, self.native.call, self.native.digest
         assert self.bound is not None
-        relay.announce(call, digest, self.bound.native.call)
         self.spans = []
+        arrivals: dict[int, _Arrivals] = {}
         for number, (sender, lane, places) in enumerate(self.receives, len(LANES) + len(self.sends)):
-            coming = _Receiving(self, number, sender, _tag(call, digest, lane), places)
-            relay.work((sender, lane), call, coming.run)
+            coming = arrivals.setdefault(sender, _Arrivals(self, digest))
+            coming.add(LANES.index(lane), number, [self.rows(place) for place in places])
+        relay.begin(call, digest, self.bound.native.call, arrivals)
         for number, (lane, sent) in enumerate(self.sends, len(LANES)):
-            going = _Sending(self, number, lane, _tag(call, digest, lane), sent, self.spans)
-            relay.work(lane, call, going.run)
+            relay.work(lane, _Sending(self, number, lane, sent, self.spans).run)
 
     def execute(self, binding: Binding, timeout: float | None = None) -> None:
         world, seconds = self.world, timeout or self.world.timeout
@@ -127,23 +116,13 @@ class NetworkProgram(HostProgram):
                 raise self._stopped(0, seconds)
         self._record()
 
-    def tensor(self, place: Place | None) -> Tensor:
-        """The rows there as bytes, in this call; a token where there are none."""
-        if place is None:
-            return torch.zeros(1, dtype=torch.uint8)
-        made = self.made.get(place)
-        if made is None:
-            made = self.made[place] = self._bytes(place)
-        return made
-
-    def _bytes(self, place: Place) -> Tensor:
+    def rows(self, place: Place | None) -> _Rows:
+        """The rows there, in this call; none where there is only a token."""
         assert self.bound is not None
         native = self.bound.native
-        rows, stride, row = native.rows(place), native.stride(place), native.row_bytes(place)
-        if not rows * row:
-            return torch.zeros(1, dtype=torch.uint8)
-        memory = (ctypes.c_uint8 * ((rows - 1) * stride + row)).from_address(native.address(place))
-        return torch.frombuffer(memory, dtype=torch.uint8).as_strided((rows, row), (stride, 1))
+        if place is None:
+            return _Rows(0, 0, 0, 0)
+        return _Rows(native.address(place), native.rows(place), native.row_bytes(place), native.stride(place))
 
     def _spans(self) -> list[tuple[str, int, int, int]]:
         return super()._spans() + self.spans
@@ -179,46 +158,58 @@ class NetworkProgram(HostProgram):
             self.receives.append((sender, lane, [self.place(m.copy.dst) if m.copy else None for m in messages]))
 
 
+class _Rows(NamedTuple):
+    """Rows in memory: where, how many, and the bytes of one and from one to the next."""
+
+    address: int
+    rows: int
+    row: int
+    stride: int
+
+    def gathered(self) -> memoryview:
+        """Their bytes, of a copy if they do not lie side by side."""
+        return self._whole() if self._side_by_side() else _bytes(self._strided().contiguous())
+
+    def fill(self, read: Callable[[memoryview], object]) -> None:
+        """Let `read` fill them."""
+        if self._side_by_side():
+            read(self._whole())
+            return
+        room = torch.empty(self.rows, self.row, dtype=torch.uint8)
+        read(_bytes(room))
+        self._strided().copy_(room)
+
+    def _side_by_side(self) -> bool:
+        return self.rows <= 1 or self.row == self.stride
+
+    def _whole(self) -> memoryview:
+        return _memory(self.address, self.rows * self.row)
+
+    def _strided(self) -> Tensor:
+        whole = torch.frombuffer(_memory(self.address, (self.rows - 1) * self.stride + self.row), dtype=torch.uint8)
+        return whole.as_strided((self.rows, self.row), (self.stride, 1))
+
+
 class _Sending:
     """The sending of what one lane of one call has for other hosts."""
 
     def __init__(
-        self,
-        program: NetworkProgram,
-        number: int,
-        lane: str,
-        tag: int,
-        batches: list[_Sent],
-        spans: list[tuple[str, int, int, int]],
+        self, program: NetworkProgram, number: int, lane: str, batches: list[_Sent], spans: list[tuple[str, int, int, int]]
     ) -> None:
-        self.program, self.number, self.lane, self.tag, self.batches, self.spans = program, number, lane, tag, batches, spans
-        self.tensors = [[program.tensor(place) for place in batch.places] for batch in batches]
+        self.program, self.number, self.lane, self.batches, self.spans = program, number, lane, batches, spans
+        self.call, self.digest = program.native.call, program.native.digest
 
     def run(self) -> None:
+        relay, lane = self.program.engine.relay, LANES.index(self.lane)
         at = self.advance(0)
-        for batch, tensors in zip(self.batches, self.tensors, strict=True):
+        for batch in self.batches:
             if at < 0:
                 return
-            with self.program.engine.relay.hung_up(batch.to):  # who has wants nothing more, and the relay tells who misses it
-                self.send(batch, tensors)
+            for index, place in zip(batch.indices, batch.places, strict=True):
+                begun = _native.now()
+                relay.send(batch.to, lane, self.call, self.digest, self.program.rows(place).gathered())
+                self.spans.append((channel(self.lane, batch.to), index, begun, _native.now()))
             at = self.advance(at + 1)
-
-    def send(self, batch: _Sent, tensors: Sequence[Tensor]) -> None:
-        relay, name = self.program.engine.relay, channel(self.lane, batch.to)
-        under_way: deque[tuple[dist.Work, Tensor, int, int]] = deque()
-
-        def finish() -> None:
-            work, _, index, begun = under_way.popleft()
-            work.wait(FOREVER)
-            self.spans.append((name, index, begun, _native.now()))
-
-        for index, tensor in zip(batch.indices, tensors, strict=True):
-            rows, begun = tensor.contiguous(), _native.now()
-            under_way.append((relay.send(rows, batch.to, self.tag), rows, index, begun))
-            if len(under_way) == OUTSTANDING:
-                finish()
-        while under_way:
-            finish()
 
     def advance(self, at: int) -> int:
         """Wait for the next batch's turn; -1 if there will be none. That the lane is still computing is no reason to give up."""
@@ -231,31 +222,47 @@ class _Sending:
             at = stopped
 
 
-class _Receiving:
-    """The receiving of what one lane of one rank has for this rank in one call.
+class _Arrivals:
+    """What one rank sends to this rank in one call."""
 
-    All is asked for at once: gloo sends nothing before it was, and a later request would wait behind the rows going the other way.
-    """
+    def __init__(self, program: NetworkProgram, digest: int) -> None:
+        self.program, self.digest = program, digest
+        self.lanes: dict[int, _Coming] = {}
 
-    def __init__(self, program: NetworkProgram, number: int, sender: int, tag: int, messages: Sequence[Place | None]) -> None:
-        self.program, self.number, self.sender, self.tag = program, number, sender, tag
-        self.tensors = [program.tensor(place) for place in messages]
+    def add(self, lane: int, number: int, places: Sequence[_Rows]) -> None:
+        """Expect rows for these places of a lane, whose signals the native lane `number` raises."""
+        self.lanes[lane] = _Coming(number, deque(places))
 
-    def run(self) -> None:
-        relay, program = self.program.engine.relay, self.program
-        coming: list[tuple[dist.Work, Tensor, Tensor]] = []
-        with relay.hung_up(self.sender):  # the relay notices too, and tells the world
-            at = program.world.native.run(program.native, self.number, 0)
-            for tensor in self.tensors:
-                rows = tensor if tensor.is_contiguous() else torch.empty(tensor.shape, dtype=tensor.dtype)
-                coming.append((relay.receive(rows, self.sender, self.tag), rows, tensor))
-            for work, rows, tensor in coming:
-                work.wait(FOREVER)
-                if rows is not tensor:
-                    tensor.copy_(rows)
-                at = program.world.native.run(program.native, self.number, at + 1)
+    def take(self, lane: int, size: int, read: Callable[[memoryview], object]) -> bool:
+        coming = self.lanes[lane]
+        rows = coming.places.popleft()
+        if size != rows.rows * rows.row:
+            raise WeftError(f"{size} bytes come for {rows.rows} rows of {rows.row}: ranks have different versions of weft")
+        rows.fill(read)
+        coming.at = self.program.world.native.run(self.program.native, coming.number, coming.at + 1)
+        if not coming.places:
+            del self.lanes[lane]
+        return bool(self.lanes)
 
 
-def _tag(call: int, digest: int, lane: str) -> int:
-    """The tag of a lane's messages in a call, alike on ranks that make the same call; 0 and 2**31 - 1 are the relay's."""
-    return 1 + zlib.crc32(f"{call} {digest} {lane}".encode()) % 0x7FFFFFFD
+class _Coming:
+    """What one lane sends: the places that are still to be filled, and how far its signals are raised."""
+
+    def __init__(self, number: int, places: deque[_Rows]) -> None:
+        self.number, self.places, self.at = number, places, 0
+
+
+def _memory(address: int, size: int) -> memoryview:
+    """The bytes there, to be read and written."""
+    return _view(address, size, _WRITABLE) if size else memoryview(bytearray())
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor of them."""
+    array: Any = tensor.numpy()
+    return memoryview(array).cast("B")
+
+
+_view: Any = ctypes.pythonapi.PyMemoryView_FromMemory
+_view.restype, _view.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_WRITABLE = 0x200  # PyBUF_WRITE

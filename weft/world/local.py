@@ -20,6 +20,7 @@ import torch
 from weft import _native
 from weft.errors import PeerLost
 from weft.world.device_memory import check_device, check_products
+from weft.world.listener import Address
 from weft.world.peers import Backend
 from weft.world.placement import threads_per_rank
 from weft.world.rendezvous import Place, host_identity
@@ -38,7 +39,7 @@ class LocalWorld:
     def __init__(self, ranks: int, device: torch.device, timeout: float, streams: bool, products: str) -> None:
         self.ranks, self.device = ranks, device
         self.threads = [ThreadPoolExecutor(1, f"rank {rank}") for rank in range(ranks)]
-        place = Place(os.getpid(), host_identity(), "", frozenset(os.sched_getaffinity(0)))
+        place = Place(os.getpid(), host_identity(), Address(socket.AF_UNIX, "", b""), frozenset(os.sched_getaffinity(0)))
         sockets = _sockets(ranks)
 
         def make(rank: int) -> World:

@@ -1,68 +1,77 @@
-"""What a rank has with ranks on other hosts: process groups of its own, and what goes over them beside the rows.
+"""What a rank has with ranks on other hosts: two connections to each, and what goes over them.
 
 To the rest of weft a peer on another host has a Unix socket as any peer has: its other end is held here, and what is written to it
 is carried to the peer's relay, which writes it to a socket there. So notes, bad news, farewells and deaths have one way on one host
-and on many.
+and on many. Rows have a connection of their own, so that nothing of this waits behind them.
+
+Rows are sent when they are ready. A rank that has not come to their call leaves them where they are, so those of later calls wait
+too; since all ranks make the same calls, what it needs for its own is never among them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
+import select
 import socket
 import struct
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from datetime import timedelta
-
-import torch
-import torch.distributed as dist
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from queue import SimpleQueue
+from typing import Protocol
 
 from weft import _native
-from weft.errors import PeerTimeout, WeftError
-from weft.world.rendezvous import Meeting
+from weft.errors import MismatchError, PeerLost
 
-CONTROL = 0  # the tag of frames; rows have the others
-_NOTHING = 0x7FFFFFFF  # a tag under which nothing is ever sent
-_FRAME = 512  # bytes
-_PAYLOAD = _FRAME - 3
 _LONGEST = 16385  # of a message on the Unix sockets
-_ACKNOWLEDGED = b"k"  # tells a peer that it may hang up
-_HEADER = struct.Struct("<cQQ")
-_NOTICED = 0.5  # seconds within which all threads have seen that a connection is closed
-_LINGER = 0.5  # seconds in which peers acknowledge a farewell or bad news
-FOREVER = timedelta(days=30)  # no limit here: the operator's own timeout closes the connection, which ends the wait
-_POSTED = 64  # frames that may be on their way to a peer
+_LENGTH = struct.Struct("<I")  # before each that is carried
+_CALL = struct.Struct("<cQQ")  # what a rank calls: its number, its digest, then its text
+_TEXT = 512  # bytes of that
+_ROWS = struct.Struct("<BQQQ")  # before rows: the lane that sends them, the call, its digest, their bytes
+_AHEAD = 4096  # bytes that are read before it is known what they are
+_NOTICED = 0.5  # seconds within which all threads have seen that a peer has hung up, or is
+_LINGER = 0.5  # seconds in which peers take what is on its way to them, and hang up as well
+
+
+Jobs = SimpleQueue[Callable[[], None] | None]
+
+
+class Arrivals(Protocol):
+    """What a call expects of a peer."""
+
+    digest: int
+
+    def take(self, lane: int, size: int, read: Callable[[memoryview], object]) -> bool:
+        """Let `read` fill the place of what a lane sends next, as many bytes; whether more will come."""
 
 
 class Relay:
-    """The connections of this rank to `peers`, the ranks on other hosts of those that meet by `meeting`; made collectively.
+    """What this rank has with its `peers`, the ranks on other hosts: two connections to each.
 
-    `timeout` is the seconds that making the connections may take.
+    `timeout` is the seconds that a peer may take to accept a message that is not of rows.
     """
 
-    def __init__(self, meeting: Meeting, peers: Sequence[int], timeout: float) -> None:
-        rank = meeting.rank
-        # One for each direction. On one connection for both, gloo's thread finds what has come while another thread writes, and,
-        # unable to take it, asks again and again until that one is done: on a shared core as long as a time slice.
-        try:
-            with _patient_threads():
-                self.groups = [meeting.connected(way, timeout) for way in ("down", "up")]
-        except WeftError:
-            raise
-        except RuntimeError as error:  # which rank it was that did not come, torch does not say
-            raise PeerTimeout(f"rank {rank} cannot reach all of the ranks {[*peers]} on other hosts: {error}") from error
+    def __init__(self, rank: int, peers: Mapping[int, tuple[socket.socket, socket.socket]], timeout: float) -> None:
         self.rank, self.peers = rank, list(peers)
+        self.control = {peer: control for peer, (control, _) in peers.items()}
+        self.rows = {peer: rows for peer, (_, rows) in peers.items()}
+        for connection in (*self.control.values(), *self.rows.values()):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for connection in self.control.values():
+            connection.settimeout(timeout)
         self.ends: dict[int, socket.socket] = {}
-        self.locks = {peer: threading.Lock() for peer in peers}  # a message's frames go together
-        self.over = {peer: threading.Event() for peer in peers}  # the peer has all that it will get from here
-        self.posted: deque[object] = deque(maxlen=_POSTED * max(1, len(peers)))  # frames, kept until they are surely sent
-        self.workers: dict[Hashable, _Worker] = {}
-        self.called = dict.fromkeys(peers, 0)  # the last call that a peer has announced
-        self.threads: list[threading.Thread] = []
+        self.speaking = {peer: threading.Lock() for peer in peers}  # by `control`
+        self.sending = {peer: threading.Lock() for peer in peers}  # by `rows`
+        self.heard = dict.fromkeys(peers, b"")  # the beginning of a message
+        self.over = {peer: threading.Event() for peer in peers}  # the peer has hung up
+        self.through: set[int] = set()  # peers that have sent all their rows
+        self.expected: dict[int, dict[int, Arrivals]] = {peer: {} for peer in peers}  # by the number of the call
+        self.call = 0  # the last that has begun here
+        self.begun = threading.Condition()
+        self.senders: dict[str, tuple[threading.Thread, Jobs]] = {}  # by lane
+        self.receivers: list[threading.Thread] = []
+        self.carriers: list[threading.Thread] = []
         self.closing = threading.Lock()
         self.closed = False
 
@@ -74,185 +83,250 @@ class Relay:
             near[peer] = one.detach()
         return near
 
-    def start(self, native: _native.Executor, fail: Callable[[BaseException], object]) -> None:
-        """Begin to carry messages, and to tell the native core what peers say they call; `fail` closes the world."""
-        self.fail = fail
-        self.native = native  # which lives until the world is closed, at the latest when the interpreter ends
+    def start(self, native: _native.Executor, fail: Callable[[BaseException, int], object]) -> None:
+        """Begin to carry messages, and to tell the native core what peers say they call; `fail` closes the world for an error and
+        the rank whose fault it is."""
+        self.native, self.fail = native, fail  # which live until the world is closed, at the latest when the interpreter ends
+        self.receivers = [_started(self._receive, peer) for peer in self.peers]
+        self.carriers = [_started(self._carry)]
+
+    def begin(self, call: int, digest: int, text: str, arrivals: Mapping[int, Arrivals]) -> None:
+        """Take what peers send in a call from now on, and tell them what this rank calls, so that one that calls something else can
+        show both."""
+        with self.begun:
+            for peer, coming in arrivals.items():
+                self.expected[peer][call] = coming
+            self.call = call
+            self.begun.notify_all()
+        message = _CALL.pack(b"h", call, digest) + text.encode()[:_TEXT]
         for peer in self.peers:
-            self._run(self._listen, peer)
-            self._run(self._speak, peer)
+            with self.speaking[peer]:
+                self._say(peer, message)
 
-    def announce(self, call: int, digest: int, text: str) -> None:
-        """Tell all peers what this rank calls, so that one that calls something else can show both."""
-        header = _HEADER.pack(b"h", call, digest) + text.encode()[: _PAYLOAD - _HEADER.size]
-        with contextlib.suppress(RuntimeError):  # a closed connection is noticed by who listens
-            for peer in self.peers:
-                self._post(peer, header)
+    def send(self, peer: int, lane: int, call: int, digest: int, rows: memoryview) -> None:
+        """Send rows of a call; when this returns they may be written over. A peer that has hung up wants none."""
+        head, connection = _ROWS.pack(lane, call, digest, len(rows)), self.rows[peer]
+        with self._hung_up(peer), self.sending[peer]:
+            sent = connection.sendmsg([head, rows])
+            if sent < len(head) + len(rows):
+                connection.sendall(head[sent:])
+                connection.sendall(rows[max(0, sent - len(head)) :])
 
-    def send(self, rows: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        """Begin to send contiguous rows; those of one tag arrive in order."""
-        return self.groups[self.rank < peer].send([rows], peer, tag)
-
-    def receive(self, rows: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        """Begin to receive what `peer` sends under this tag, in as many bytes."""
-        return self.groups[peer < self.rank].recv([rows], peer, tag)
-
-    @contextlib.contextmanager
-    def hung_up(self, peer: int) -> Iterator[None]:
-        """Take no notice of an error of a connection that `peer`, or this rank, has ended; any other closes the world."""
-        try:
-            yield
-        except Exception as error:
-            ended = isinstance(error, RuntimeError) and (self.closed or self.over[peer].wait(_NOTICED))
-            if not (ended or self.closed):
-                self.fail(error)
-
-    def work(self, key: Hashable, call: int, job: Callable[[], None]) -> None:
-        """Do `job` of a call on the thread of this key, after its earlier ones. Keys of jobs that receive are (the sender, …)."""
-        worker = self.workers.get(key)
-        if worker is None:
-            worker = self.workers[key] = _Worker()
-            self._run(worker.run)
-        worker.add(call, job)
+    def work(self, lane: str, job: Callable[[], None]) -> None:
+        """Do a job on the thread of this lane, after its earlier ones."""
+        if lane not in self.senders:
+            jobs: Jobs = SimpleQueue()
+            self.senders[lane] = _started(self._work, jobs), jobs
+        self.senders[lane][1].put(job)
         if self.closed:
-            worker.add(0, None)
+            self.senders[lane][1].put(None)
+
+    def finish(self) -> None:
+        """Return when peers have all rows that were sent to them, or it takes long.
+
+        A farewell is told to all ranks of a host, and would else overtake rows that one of them receives for another.
+        """
+        deadline = time.monotonic() + _LINGER
+        self._end_senders(deadline)
+        for connection in self.rows.values():
+            _shut(connection, socket.SHUT_WR)
+        _join(self.receivers, deadline)
 
     def close(self) -> None:
-        """Hang up, once peers have acknowledged the farewell or the bad news that the world has sent, or it has waited long."""
+        """Hang up, once peers have the farewell or the bad news that the world has sent, or it has waited long."""
         with self.closing:
-            if self.closed:
-                return
-            self.closed = True
+            first, self.closed = not self.closed, True
+            for connection in self.rows.values():
+                _shut(connection, socket.SHUT_RDWR)
+        with self.begun:
+            self.begun.notify_all()
         deadline = time.monotonic() + _LINGER
+        _join(self.receivers, deadline)  # no row may arrive in memory that is the caller's again
+        if not first:
+            return
+        for peer, connection in self.control.items():
+            with contextlib.suppress(OSError):
+                while self._forward(peer):
+                    pass
+            _shut(connection, socket.SHUT_WR)
         for over in self.over.values():
             over.wait(max(0.0, deadline - time.monotonic()))
-        for group, peer in itertools.product(self.groups, self.peers):  # a receive that times out closes its group's connections
-            with contextlib.suppress(RuntimeError):
-                group.recv([torch.empty(1)], peer, _NOTHING).wait(timedelta(milliseconds=1))
-        for end in self.ends.values():
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-        for worker in [*self.workers.values()]:
-            worker.add(0, None)
-        for thread in [*self.threads]:
-            if thread is not threading.current_thread():
-                thread.join(_LINGER)
-        for end in self.ends.values():
-            end.close()
+        for connection in self.control.values():
+            _shut(connection, socket.SHUT_RDWR)
+        self._end_senders(deadline + _LINGER)
+        _join(self.carriers, deadline + _LINGER)
+        for connection in (*self.ends.values(), *self.control.values(), *self.rows.values()):
+            connection.close()
 
-    def _run(self, target: Callable[..., None], *args: object) -> None:
-        self.threads.append(threading.Thread(target=target, args=args, daemon=True))
-        with _patient_threads():
-            self.threads[-1].start()
+    def _end_senders(self, deadline: float) -> None:
+        """Let the threads of lanes end after what they have to do."""
+        for _, jobs in [*self.senders.values()]:
+            jobs.put(None)
+        _join([thread for thread, _ in [*self.senders.values()]], deadline)
 
-    def _post(self, peer: int, message: bytes) -> None:
-        """Send a message in frames, which are under way when this returns.
+    def _work(self, jobs: Jobs) -> None:
+        while (job := jobs.get()) is not None:
+            try:
+                job()
+            except BaseException as error:
+                self.fail(error, self.rank)
 
-        Nobody waits until they are sent: when the peer hangs up gloo ends what waits to be received, but not what waits to be sent.
-        """
-        with self.locks[peer]:
-            for start in range(0, len(message), _PAYLOAD):
-                part = message[start : start + _PAYLOAD]
-                frame = torch.zeros(_FRAME, dtype=torch.uint8)
-                head = struct.pack("<H?", len(part), start + _PAYLOAD < len(message))
-                frame[: 3 + len(part)] = torch.frombuffer(bytearray(head + part), dtype=torch.uint8)
-                self.posted.append((self.send(frame, peer, CONTROL), frame))
+    @contextlib.contextmanager
+    def _hung_up(self, peer: int) -> Iterator[None]:
+        """Take no notice that a peer has hung up, of which the mesh tells who misses it. Any other error closes the world."""
+        try:
+            yield
+        except OSError as error:
+            if not (self.closed or peer in self.through or self.over[peer].wait(_NOTICED)):
+                how = f"cannot be reached any more ({error.strerror or error})"
+                self.fail(PeerLost(f"rank {peer} {how}", how), peer)
+        except BaseException as error:
+            self.fail(error, self.rank)
 
-    def _speak(self, peer: int) -> None:
-        """Carry what the world writes for `peer`."""
-        with contextlib.suppress(RuntimeError, OSError):
-            while message := self.ends[peer].recv(_LONGEST):  # without the files that come with notes, which stay on this host
-                self._post(peer, message)
-            if not (self.closed or self.over[peer].is_set()):  # not the peer: the world is gone, without a word
-                for over in self.over.values():
-                    over.set()
-                self.close()
+    def _receive(self, peer: int) -> None:
+        """Take the rows that a peer sends."""
+        stream, head = _Stream(self.rows[peer]), memoryview(bytearray(_ROWS.size))
+        with self._hung_up(peer):
+            while stream.more():
+                stream.read(head)
+                lane, call, digest, size = _ROWS.unpack(head)
+                if (coming := self._arrivals(peer, call, digest)) is None:
+                    return
+                if not coming.take(lane, size, stream.read):
+                    del self.expected[peer][call]
+            self.through.add(peer)
+            _shut(self.rows[peer], socket.SHUT_WR)  # which says that all has come
 
-    def _listen(self, peer: int) -> None:
-        """Carry what comes from `peer`, until it hangs up or its host is lost."""
-        frame = torch.empty(_FRAME, dtype=torch.uint8)
-        message = farewell = b""
-        with contextlib.suppress(RuntimeError, OSError):
-            while True:
-                self.receive(frame, peer, CONTROL).wait(FOREVER)
-                got = frame.numpy().tobytes()
-                length, more = struct.unpack_from("<H?", got)
-                message += got[3 : 3 + length]
-                if not more:
-                    farewell = self._handle(peer, message)
-                    message = b""
+    def _arrivals(self, peer: int, call: int, digest: int) -> Arrivals | None:
+        """What is expected of a peer in a call, once this rank makes it; None if it never will."""
+        if self.call < call:
+            with self.begun:
+                self.begun.wait_for(lambda: self.call >= call or self.closed)
+        if self.closed:
+            return None
+        coming = self.expected[peer].get(call)
+        if coming is None or coming.digest != digest:
+            deadline = time.monotonic() + _NOTICED
+            while not (theirs := self.native.peer_call(peer, call)) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            self.fail(MismatchError.between(call, self.rank, self.native.peer_call(self.rank, call), peer, theirs), peer)
+            return None
+        return coming
+
+    def _carry(self) -> None:
+        """Carry what the world writes for peers, and what they write for it, until all have hung up."""
+        peers = {end.fileno(): peer for peer, end in self.ends.items()}
+        far = {connection.fileno(): peer for peer, connection in self.control.items()}
+        poll = select.poll()
+        for fd in (*peers, *far):
+            poll.register(fd, select.POLLIN)
+        while far:
+            for fd, _ in poll.poll():
+                if fd in far:
+                    if not self._hear(far[fd]):
+                        poll.unregister(fd)
+                        self._end(far.pop(fd))
+                elif not self._spoken(peers[fd]):
+                    poll.unregister(fd)
+
+    def _spoken(self, peer: int) -> bool:
+        """Carry a message of the world's, if there is one; whether there may be more."""
+        try:
+            if self._forward(peer):
+                return True
+        except BlockingIOError:  # another thread was faster
+            return True
+        except OSError:
+            return False
+        if not (self.closed or self.over[peer].is_set()):  # not the peer: the world is gone, without a word
+            for over in self.over.values():
+                over.set()
+            self.close()
+        return False
+
+    def _forward(self, peer: int) -> bool:
+        """Carry the next message of the world's to a peer, without the files that come with notes, which stay on this host."""
+        with self.speaking[peer]:
+            message = self.ends[peer].recv(_LONGEST, socket.MSG_DONTWAIT)
+            if message:
+                self._say(peer, message)
+        return bool(message)
+
+    def _say(self, peer: int, message: bytes) -> None:
+        try:
+            self.control[peer].sendall(_LENGTH.pack(len(message)) + message)
+        except OSError:  # noticed by who listens; what is left of the message can not be followed by another
+            _shut(self.control[peer], socket.SHUT_RDWR)
+
+    def _hear(self, peer: int) -> bool:
+        """Take what a peer has written; whether there may be more."""
+        try:
+            got = self.control[peer].recv(65536)
+        except OSError:
+            return False
+        heard = self.heard[peer] + got
+        while len(heard) >= _LENGTH.size and len(heard) >= (end := _LENGTH.size + _LENGTH.unpack_from(heard)[0]):
+            message, heard = heard[_LENGTH.size : end], heard[end:]
+            if message[:1] == b"h":
+                _, call, digest = _CALL.unpack_from(message)
+                self.native.note_call(peer, call, digest, message[_CALL.size :].decode(errors="replace"))
+            else:
+                with contextlib.suppress(OSError):  # the world is closed
+                    self.ends[peer].send(message)
+        self.heard[peer] = heard
+        return bool(got)
+
+    def _end(self, peer: int) -> None:
+        """A peer has hung up: let the world know, and the peer that it was heard."""
         self.over[peer].set()
-        with contextlib.suppress(OSError):
-            if farewell:  # told only now: a peer hangs up when every rank of this host has what it sent, to whomever it counts
-                self.ends[peer].send(farewell)
-            self.ends[peer].shutdown(socket.SHUT_RDWR)
-
-    def _handle(self, peer: int, message: bytes) -> bytes:
-        """Take a message; returns it if it is a farewell."""
-        kind = message[:1]
-        if kind == b"h":
-            _, call, digest = _HEADER.unpack_from(message)
-            self.called[peer] = call
-            self.native.note_call(peer, call, digest, message[_HEADER.size :].decode(errors="replace"))
-        elif kind == _ACKNOWLEDGED:
-            self.over[peer].set()
-        elif kind == b"f":
-            deadline = time.monotonic() + _LINGER
-            for key, worker in [*self.workers.items()]:
-                if isinstance(key, tuple) and key[0] == peer:
-                    worker.finish(self.called[peer], deadline)
-            self._post(peer, _ACKNOWLEDGED)
-            return message
-        else:
-            self.ends[peer].send(message)
-            if kind == b"a":
-                self._post(peer, _ACKNOWLEDGED)
-        return b""
+        _shut(self.ends[peer], socket.SHUT_RDWR)
+        _shut(self.control[peer], socket.SHUT_WR)
 
 
-class _Worker:
-    """The jobs of one thread, in the order of their calls."""
+class _Stream:
+    """What comes over a connection, a little of it read ahead."""
 
-    def __init__(self) -> None:
-        self.jobs: deque[tuple[int, Callable[[], None] | None]] = deque()  # the first may be under way
-        self.changed = threading.Condition()
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self.room, self.ahead = connection, memoryview(bytearray(_AHEAD)), memoryview(b"")
 
-    def add(self, call: int, job: Callable[[], None] | None) -> None:
-        """Queue a job of a call; None ends the thread."""
-        with self.changed:
-            self.jobs.append((call, job))
-            self.changed.notify_all()
+    def more(self) -> bool:
+        """Wait until there is something to read; False at the end."""
+        if not self.ahead:
+            self.ahead = self.room[: self.connection.recv_into(self.room)]
+        return bool(self.ahead)
 
-    def run(self) -> None:
-        while True:
-            with self.changed:
-                while not self.jobs:
-                    self.changed.wait()
-                _, job = self.jobs[0]
-            if job is None:
-                return
-            job()
-            with self.changed:
-                self.jobs.popleft()
-                self.changed.notify_all()
-
-    def finish(self, call: int, deadline: float) -> None:
-        """Wait until the jobs of all calls up to `call` are done, or for the deadline."""
-        with self.changed:
-            while self.jobs and self.jobs[0][0] <= call and (left := deadline - time.monotonic()) > 0:
-                self.changed.wait(left)
+    def read(self, into: memoryview) -> None:
+        """Fill this place with what comes next."""
+        got = min(len(into), len(self.ahead))
+        into[:got], self.ahead = self.ahead[:got], self.ahead[got:]
+        while got < len(into):
+            more = self.connection.recv_into(into[got:], 0, socket.MSG_WAITALL)
+            if not more:
+                raise ConnectionResetError("it hung up in the middle of a message")
+            got += more
 
 
-@contextlib.contextmanager
-def _patient_threads() -> Iterator[None]:
-    """Threads that are started meanwhile, gloo's too, do not interrupt others that compute: where all cores are busy they wait for
-    their turn, some milliseconds, and then take all that has come. Packet by packet they slowed a product by half as much again.
-    """
-    if os.sched_getscheduler(0) != os.SCHED_OTHER:  # whoever chose another policy knows better
-        yield
-        return
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # which threads inherit
+def _started(target: Callable[..., None], *arguments: object) -> threading.Thread:
+    """A thread that does not interrupt others that compute: where all cores are busy it waits for its turn, some milliseconds, and
+    then takes all that has come."""
+    thread = threading.Thread(target=target, args=arguments, daemon=True)
+    usual = os.sched_getscheduler(0) == os.SCHED_OTHER  # whoever chose another policy knows better
+    if usual:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # which threads inherit
     try:
-        yield
+        thread.start()
     finally:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        if usual:
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    return thread
+
+
+def _join(threads: Iterable[threading.Thread], deadline: float) -> None:
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _shut(connection: socket.socket, how: int) -> None:
+    with contextlib.suppress(OSError):  # it is already
+        connection.shutdown(how)

@@ -1,31 +1,26 @@
-"""How ranks find each other: the process group or the store they share, and a Unix socket between every two on a host.
-
-The sockets have abstract addresses, which vanish with their owners and cannot be reached from another host (a network namespace
-is one); who is connected is checked to be the same user.
-"""
+"""How ranks find each other: by the process group or the store they share, in which each says where it is."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import pickle
 import re
-import secrets
-import select
-import socket
-import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft.errors import PeerLost, PeerTimeout, WeftError
+from weft.world.listener import Address
 
+Said = TypeVar("Said")
 _PLACE, _PLACES = 1 << 14, 0x7FFFFFFE  # bytes of a message that says where a rank is, and its tag
 
 
@@ -34,7 +29,7 @@ class Place(NamedTuple):
 
     pid: int
     host: str
-    address: str
+    address: Address
     cores: frozenset[int]
 
 
@@ -119,26 +114,16 @@ def host_identity() -> str:
 
 
 class Meeting(Protocol):
-    """How the ranks of a world to be find each other: this rank's number, how many there are, and ways to speak to all of them."""
+    """How the ranks of a world to be find each other: this rank's number, how many there are, and a way to speak to all of them."""
 
     rank: int
     ranks: int
 
-    def exchanged(self, own: Place, timeout: float) -> contextlib.AbstractContextManager[list[Place]]:
-        """The places of all ranks, each of which gives its `own`; in the ``with`` block what is on its way may still arrive.
+    def exchanged(self, own: Said, timeout: float) -> contextlib.AbstractContextManager[list[Said]]:
+        """What all ranks say of where they are, each its `own`; in the ``with`` block what is on its way may still arrive.
 
-        Raises `PeerLost` or `PeerTimeout` naming the rank whose place does not come, where that can be known.
+        Raises `PeerLost` or `PeerTimeout` naming the rank from which nothing comes, where that can be known.
         """
-
-    def connected(self, name: str, timeout: float) -> Carrier:
-        """Connections between all ranks, of this name, which carry CPU tensors with tags."""
-
-
-class Carrier(Protocol):
-    """What moves tensors between hosts: a process group, or a backend of torch's by itself."""
-
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int, /) -> dist.Work: ...
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int, /) -> dist.Work: ...
 
 
 class Alone:
@@ -147,11 +132,8 @@ class Alone:
     rank, ranks = 0, 1
 
     @contextlib.contextmanager
-    def exchanged(self, own: Place, timeout: float) -> Iterator[list[Place]]:
+    def exchanged(self, own: Said, timeout: float) -> Iterator[list[Said]]:
         yield [own]
-
-    def connected(self, name: str, timeout: float) -> Carrier:
-        raise AssertionError("a rank by itself has nobody to be connected with")
 
 
 class ByGroup:
@@ -165,16 +147,16 @@ class ByGroup:
         self.backend = group._get_backend(torch.device("cpu")).name() if on_cpu else ""
 
     @contextlib.contextmanager
-    def exchanged(self, own: Place, timeout: float) -> Iterator[list[Place]]:
-        group, rank, places = self.group, self.rank, [own] * self.ranks
+    def exchanged(self, own: Said, timeout: float) -> Iterator[list[Said]]:
+        group, rank, said = self.group, self.rank, [own] * self.ranks
         if self.backend != "gloo":
-            dist.all_gather_object(places, own, group=group)
-            yield places
+            dist.all_gather_object(said, own, group=group)
+            yield said
             return
-        deadline, said = time.monotonic() + timeout, pickle.dumps(own)
+        deadline, words = time.monotonic() + timeout, pickle.dumps(own)
         mine = torch.zeros(_PLACE, dtype=torch.uint8)
-        mine[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
-        peers = [peer for peer in range(len(places)) if peer != rank]
+        mine[: len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+        peers = [peer for peer in range(self.ranks) if peer != rank]
         under_way = []
         for peer in peers:
             with contextlib.suppress(RuntimeError):  # which the receive says, too
@@ -187,24 +169,9 @@ class ByGroup:
                 if time.monotonic() < deadline:
                     raise PeerLost(f"rank {peer} was lost while rank {rank} waited to learn where it is: {error}") from error
                 raise PeerTimeout(f"rank {rank} waited {timeout:g} s for rank {peer} to say where it is") from error
-            places[peer] = Place(*pickle.loads(theirs.numpy().tobytes()))
-        yield places
+            said[peer] = pickle.loads(theirs.numpy().tobytes())
+        yield said
         del under_way
-
-    def connected(self, name: str, timeout: float) -> Carrier:
-        if not self.backend:
-            raise WeftError(
-                f"the backend {dist.get_backend(self.group)} moves no CPU tensors: initialise torch.distributed with "
-                '"cpu:gloo,cuda:nccl", or gloo'
-            )
-        made: Carrier = dist.new_group(
-            dist.get_process_group_ranks(self.group),
-            timeout=timedelta(seconds=timeout),
-            backend="gloo" if self.backend == "weft" else None,
-            use_local_synchronization=True,
-            group_desc=f"weft {name}",
-        )
-        return made
 
 
 class ByStore:
@@ -212,114 +179,20 @@ class ByStore:
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
+        self.rounds = itertools.count()
         # A group may be made again with what another of its name has left in the store.
         self.store = PrefixStore(f"weft {store.add(f'weft {rank}', 1)}", store)
 
     @contextlib.contextmanager
-    def exchanged(self, own: Place, timeout: float) -> Iterator[list[Place]]:
-        self.store.set(str(self.rank), pickle.dumps(own))  # type: ignore[arg-type]  # bytes do, too
-        deadline, places = time.monotonic() + timeout, []
-        for peer in range(self.ranks):
+    def exchanged(self, own: Said, timeout: float) -> Iterator[list[Said]]:
+        turn = next(self.rounds)
+        keys = [f"{turn} {peer}" for peer in range(self.ranks)]
+        self.store.set(keys[self.rank], pickle.dumps(own))  # type: ignore[arg-type]  # bytes do, too
+        deadline, said = time.monotonic() + timeout, []
+        for peer, key in enumerate(keys):
             try:
-                self.store.wait([str(peer)], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-                places.append(Place(*pickle.loads(self.store.get(str(peer)))))
+                self.store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                said.append(pickle.loads(self.store.get(key)))
             except RuntimeError as error:
                 raise PeerTimeout(f"rank {self.rank} waited {timeout:g} s for rank {peer} to say where it is: {error}") from error
-        yield places
-
-    def connected(self, name: str, timeout: float) -> Carrier:
-        made: Any = dist.ProcessGroupGloo(PrefixStore(name, self.store), self.rank, self.ranks, timeout=timedelta(seconds=timeout))
-        return cast(Carrier, made)
-
-
-def _lost(rank: int, peer: int, places: Sequence[Place]) -> PeerLost:
-    how = "died or gave up"
-    return PeerLost(f"rank {peer} (pid {places[peer].pid}) {how} while rank {rank} waited to connect to it", how)
-
-
-class Listener:
-    """This rank's socket, to which peers connect."""
-
-    def __init__(self) -> None:
-        self.address = f"weft-{secrets.token_hex(16)}"
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        self.socket.bind("\0" + self.address)
-        self.socket.listen(1024)
-        self.answered: list[socket.socket] = []
-
-    def connect(self, rank: int, places: list[Place], timeout: float) -> list[int]:
-        """Connect to all peers on this host and return a socket for each, in rank order, -1 for the others.
-
-        Every two ranks call each other. The call of the higher one becomes their socket; that of the lower one only shows, by
-        hanging up, that the higher one is gone. Raises `PeerTimeout` naming the ranks that did not appear, `PeerLost` one that
-        is gone.
-        """
-        deadline = time.monotonic() + timeout
-        near = [peer for peer, place in enumerate(places) if place.host == places[rank].host and peer != rank]
-        called: dict[int, socket.socket | None] = {}  # None: it does not listen any more
-        callers: dict[int, socket.socket] = {}
-        try:
-            for peer in near:
-                called[peer] = self._call(rank, peer, places, deadline)
-            while missing := [peer for peer in near if peer > rank and peer not in callers]:
-                watched = {at.fileno(): peer for peer in missing if (at := called[peer]) is not None}
-                here = select.poll()
-                for fd in (self.socket.fileno(), *watched):
-                    here.register(fd, select.POLLIN)
-                left = deadline - time.monotonic() if len(watched) == len(missing) else 0.0
-                ready = [fd for fd, _ in here.poll(max(0.0, left) * 1000)]
-                if self.socket.fileno() in ready:  # first: who has called may go
-                    if (hello := self._answer(deadline)) is not None:
-                        callers.update([hello])
-                elif gone := [peer for peer in missing if (at := called[peer]) is None or at.fileno() in ready]:
-                    raise _lost(rank, gone[0], places)
-                else:
-                    raise PeerTimeout(f"rank {rank} waited {timeout:g} s for ranks {missing} to connect")
-            peers = [-1] * len(places)
-            for peer in near:
-                end = callers.pop(peer) if peer > rank else called.pop(peer)
-                assert end is not None
-                end.settimeout(None)
-                peers[peer] = end.detach()
-            return peers
-        finally:
-            for each in (*called.values(), *callers.values()):
-                if each is not None:
-                    each.close()
-
-    def _call(self, rank: int, peer: int, places: Sequence[Place], deadline: float) -> socket.socket | None:
-        """A connection to a peer; None if a higher one listens no more, since it may have called and gone on."""
-        to = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        try:
-            to.settimeout(max(0.001, deadline - time.monotonic()))
-            to.connect("\0" + places[peer].address)
-            to.send(struct.pack("i", rank))
-        except (ConnectionError, TimeoutError) as error:
-            to.close()
-            if isinstance(error, TimeoutError):
-                raise PeerTimeout(f"rank {rank} cannot reach rank {peer} (pid {places[peer].pid}): {error}") from error
-            if peer < rank:
-                raise _lost(rank, peer, places) from error
-            return None
-        except BaseException:
-            to.close()
-            raise
-        return to
-
-    def _answer(self, deadline: float) -> tuple[int, socket.socket] | None:
-        """Who calls, with the connection; None for a stranger, or one that is gone again."""
-        caller, _ = self.socket.accept()
-        self.answered.append(caller)
-        _, uid, _ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        caller.settimeout(max(0.001, deadline - time.monotonic()))
-        try:
-            hello = caller.recv(4) if uid == os.getuid() else b""
-        except (ConnectionError, TimeoutError):
-            return None
-        return (struct.unpack("i", hello)[0], caller) if len(hello) == 4 else None
-
-    def close(self) -> None:
-        """Hang up on all whose calls have not become this rank's sockets."""
-        self.socket.close()
-        for caller in self.answered:
-            caller.close()
+        yield said

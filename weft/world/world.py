@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import weakref
@@ -19,9 +20,10 @@ from weft.checks import check_tensor
 from weft.errors import WeftError
 from weft.plan import Plan
 from weft.world import device_memory, memory, placement
+from weft.world.listener import Listener, listen_to_hosts
 from weft.world.peers import CPU, Backend, Peers
 from weft.world.relay import Relay
-from weft.world.rendezvous import Alone, ByGroup, ByStore, Listener, Meeting, Place, default_group, host_identity
+from weft.world.rendezvous import Alone, ByGroup, ByStore, Meeting, Place, default_group, host_identity
 from weft.world.signals import Signals
 
 
@@ -148,6 +150,8 @@ class World(Peers):
         self.transfers.finish()
         self.keepalive.clear()
         if self.closed is None:
+            if self.relay is not None:
+                self.relay.finish()
             self.mesh.leave()
             self.closed = "it was closed"
         if self.relay is not None:
@@ -180,16 +184,17 @@ def init(
     Ranks that a launcher started are bound to cores of their own, on one NUMA node if that can be, unless the launcher has bound
     them or the variable WEFT_BIND is 0.
 
-    Ranks of one host share memory; hosts are joined by the group's backend, which must move CPU tensors with tags (gloo, MPI, UCC).
-    Which ranks share a host is found out. `timeout` is in seconds and bounds every wait. `device` is where the ranks' tensors are:
-    ``cpu``, or ``cuda``, this process's current GPU, whose memory peers reach through torch's symmetric memory (several ranks on
-    one GPU with the variable TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1). There fused operators multiply by `products`: ``torch``,
-    a product behind each wait, or ``triton``, one persistent kernel that waits for rows and puts and announces its tiles itself; on
-    a CPU that kernel runs under TRITON_INTERPRET=1. On a rank of a `local_world` this is its world there.
+    Ranks of one host share memory; those of different hosts connect by TCP, on the interface that the variable GLOO_SOCKET_IFNAME
+    names if it is set. Which ranks share a host is found out. `timeout` is in seconds and bounds every wait. `device` is where the
+    ranks' tensors are: ``cpu``, or ``cuda``, this process's current GPU, whose memory peers reach through torch's symmetric memory
+    (several ranks on one GPU with the variable TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1). There fused operators multiply by
+    `products`: ``torch``, a product behind each wait, or ``triton``, one persistent kernel that waits for rows and puts and
+    announces its tiles itself; on a CPU that kernel runs under TRITON_INTERPRET=1. On a rank of a `local_world` this is its world
+    there.
 
-    Raises `WeftError` if there is no GPU, or ranks with GPUs are on several hosts; `PeerTimeout` if some ranks do not appear;
-    `PeerLost` if one dies or gives up meanwhile, at once if it is on this host; on another it may take five times `timeout`. After
-    either the group is of no more use.
+    Raises `WeftError` if there is no GPU, ranks with GPUs are on several hosts, or this host has no address for ranks on others;
+    `PeerTimeout` if some ranks do not appear or cannot be reached; `PeerLost` if one dies or gives up meanwhile. After either the
+    group is of no more use.
     `SymmetricMemoryError` if this rank lacks memory.
     """
     global _default
@@ -214,32 +219,42 @@ def init(
 def init_by_store(store: Store, rank: int, ranks: int, timeout: float) -> World:
     """Make a world of as many ranks that share a store and nothing else, collectively; it is no default.
 
-    Ranks on several hosts are joined by gloo. `timeout` and errors are those of `init`.
+    `timeout` and errors are those of `init`.
     """
     return _joined(ByStore(store, rank, ranks), timeout, CPU, None)
 
 
 def _joined(meeting: Meeting, timeout: float, backend: Backend, group: dist.ProcessGroup | None) -> World:
-    listener, rank = Listener(), meeting.rank
-    own = Place(os.getpid(), host_identity(), listener.address, frozenset(os.sched_getaffinity(0)))
-    sockets: list[int] = []
-    try:
-        with meeting.exchanged(own, timeout) as places:
-            sockets = listener.connect(rank, places, timeout)
-            far = [peer for peer, other in enumerate(places) if other.host != own.host]
-            if far and backend.stream_ordered:
+    rank, sockets = meeting.rank, list[int]()
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(Listener())
+        own = Place(os.getpid(), host_identity(), listener.address, frozenset(os.sched_getaffinity(0)))
+        places = stack.enter_context(meeting.exchanged(own, timeout))
+        others = {peer: place for peer, place in enumerate(places) if peer != rank}
+        near = {peer: (place.pid, place.address) for peer, place in others.items() if place.host == own.host}
+        sockets = [-1] * len(places)
+        stack.callback(lambda: _close(sockets))
+        for peer, (spare, connection) in listener.connect(rank, near, timeout).items():
+            spare.close()
+            sockets[peer] = connection.detach()
+        relay = None
+        if far := {peer: place.pid for peer, place in others.items() if peer not in near}:
+            if backend.stream_ordered:
                 raise WeftError("ranks with GPUs must be on one host in this version of weft")
-            relay = Relay(meeting, far, timeout) if far else None
-            for peer, end in relay.sockets().items() if relay else ():
+            outside = stack.enter_context(listen_to_hosts(rank))
+            addresses = stack.enter_context(meeting.exchanged(outside.address, timeout))
+            called = {peer: (pid, addresses[peer]) for peer, pid in far.items()}
+            relay = Relay(rank, outside.connect(rank, called, timeout), timeout)
+            for peer, end in relay.sockets().items():
                 sockets[peer] = end
-            mesh = _native.Mesh(sockets)
-            sockets = []
-            return World(rank, places, mesh, timeout, backend, group, relay)
-    finally:
-        listener.close()
-        for end in sockets:
-            if end >= 0:
-                os.close(end)
+        mesh, sockets = _native.Mesh(sockets), []
+        return World(rank, places, mesh, timeout, backend, group, relay)
+
+
+def _close(sockets: Sequence[int]) -> None:
+    for end in sockets:
+        if end >= 0:
+            os.close(end)
 
 
 def default_here(world: World) -> None:
