@@ -10,13 +10,6 @@
 
 namespace weft {
 
-namespace {
-
-// Of a source with several targets: stays in the second-level cache from one target to the next.
-constexpr size_t kBlock = size_t{32} << 10;
-
-}  // namespace
-
 #if defined(__x86_64__)
 bool streamed(size_t bytes, size_t run) {
   // From so many written bytes on they do not stay in the caches until somebody looks at them again. Stores past the caches then
@@ -51,7 +44,8 @@ void copy_rows(const Target* targets, size_t count, const char* src, size_t src_
   bool joined = src_stride == row_bytes;
   for (size_t i = 0; i < count; ++i) joined = joined && targets[i].stride == row_bytes;
   if (joined) row_bytes *= rows, rows = row_bytes > 0;
-  const size_t block = count > 1 ? kBlock : row_bytes;
+  constexpr size_t kCached = size_t{32} << 10;  // stays in the second-level cache from one target to the next
+  const size_t block = count > 1 ? kCached : row_bytes;
   for (size_t row = 0; row < rows; ++row)
     for (size_t start = 0; start < row_bytes; start += block)
       for (const Target* to = targets; to < targets + count; ++to) {
