@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -13,6 +16,8 @@ from typing import NamedTuple
 
 import pytest
 import typer
+from support import snippets
+from support.ranks import on_ranks
 
 from weft.cli import app
 
@@ -20,23 +25,6 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 WEFT = Path(sys.executable).parent / "weft"
 DOCUMENTS = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-
-# What snippets that are no programs take for granted: ranks, tensors, a model whose layers have the names that are used, its mesh.
-PRELUDE = """
-import io, json, torch, weft, weft.nn, weft.plan.trace
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import parallelize_module
-
-def given(world):
-    def linear():
-        return nn.Linear(8, 8)
-    attention, mlp = (nn.ModuleDict({name: linear() for name in names}) for names in (("wq", "wk", "wv"), ("up", "down")))
-    model = nn.ModuleDict({"norm": nn.RMSNorm(8), "up": linear(), "attention": attention, "down": linear(), "mlp": mlp})
-    mesh, tensors = init_device_mesh("cpu", (world.ranks,)), {"a": torch.randn(4, 8), "b": torch.randn(8, 8)}
-    return globals() | tensors | {"world": world, "mesh": mesh, "model": model, "block": model, "file": io.StringIO()}
-"""
 
 
 def run(*command, cwd=ROOT):
@@ -46,14 +34,29 @@ def run(*command, cwd=ROOT):
     return done.stdout
 
 
-def example(name, *arguments, cwd=ROOT):
+def by_itself(name, *arguments, cwd=ROOT):
+    """What an example prints when it is started as a reader would start it."""
     return run(sys.executable, EXAMPLES / name, *arguments, cwd=cwd)
+
+
+def example(name, *arguments, cwd=ROOT):
+    """What an example prints as the main program of this process, whose ranks are forked where torch has been imported."""
+    script, printed = str(EXAMPLES / name), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(sys, "argv", [script, *arguments])
+        patch.chdir(cwd)
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise AssertionError(printed.getvalue()) from end
+    return printed.getvalue()
 
 
 @pytest.mark.data
 @pytest.mark.parametrize("name", [None, "picture.png"], ids=["as it is", "with a name"])
 def test_custom_schedule(tmp_path, name):
-    printed = example("custom_schedule.py", *([name] if name else []), cwd=tmp_path)
+    printed = example("custom_schedule.py", name, cwd=tmp_path) if name else by_itself("custom_schedule.py", cwd=tmp_path)
     assert "all_gather_matmul / doubling on 4 ranks" in printed
     picture = tmp_path / (name or "timeline.png")
     assert picture.name in printed
@@ -73,7 +76,7 @@ def test_tensor_parallel_transformer(dtype):
 def test_torch_distributed():
     """On both backends the losses are the same; the example itself checks that in every step."""
     sizes = "--dim 32 --layers 2 --heads 2 --batch 4 --length 8 --steps 3"
-    printed = example("torch_distributed.py", *sizes.split())
+    printed = by_itself("torch_distributed.py", *sizes.split())
     for word in ("DDP", "FSDP2", "tensor parallel", "pipeline", "losses agree in every step"):
         assert word in printed
 
@@ -88,7 +91,7 @@ def test_huggingface():
 
 def test_every_example_is_tested():
     here = Path(__file__).read_text()
-    assert all(f'example("{path.name}"' in here for path in EXAMPLES.glob("*.py"))
+    assert all(re.search(rf'(example|by_itself)\("{path.name}"', here) for path in EXAMPLES.glob("*.py"))
 
 
 class Block(NamedTuple):
@@ -192,12 +195,7 @@ def test_programs_run(program, tmp_path):
 
 @pytest.mark.data
 def test_snippets_run(tmp_path):
-    """In one launch, each with a model of its own."""
-    texts = [(block.where, block.text) for block in SNIPPETS]
-    loop = "for where, text in TEXTS:\n    exec(compile(text, where, 'exec'), given(world))\n"
-    body = f"TEXTS = {texts!r}\nwith weft.init() as world:\n{textwrap.indent(loop, '    ')}"
-    (tmp_path / "snippets.py").write_text(PRELUDE + body)
-    run(WEFT, "run", "-n", 2, "snippets.py", cwd=tmp_path)
+    on_ranks(snippets.run, 2, [(block.where, block.text) for block in SNIPPETS], tmp_path)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=[f"{c.where} weft {' '.join(c.words)}" for c in COMMANDS])
