@@ -14,6 +14,8 @@ if "WEFT_CACHE" not in os.environ:  # workers take over that of the process that
 
 import support.ranks  # noqa: F401  (says what the server of new processes loads, before anyone else starts it)
 
+LONGEST = ["copy_mutant", "hosts", "storm", "compile", "examples", "proof", "commands", "launch", "sanitizers"]
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start the server of new processes where tests run: with the environment as it is now, whatever tests set later."""
@@ -30,4 +32,5 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files that take longest begin first: at the end one process would work on them alone."""
-    items.sort(key=lambda item: item.path.name not in ("test_copy_mutant.py", "test_hosts.py", "test_sanitizers.py"))
+    order = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
