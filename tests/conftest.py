@@ -12,14 +12,14 @@ if "WEFT_CACHE" not in os.environ:  # workers take over that of the process that
     _cache = tempfile.TemporaryDirectory(prefix="weft-test-cache-", ignore_cleanup_errors=True)
     os.environ["WEFT_CACHE"] = _cache.name
 
-import support.ranks  # noqa: F401  (says what the server of new processes loads, before anyone else starts it)
-
 LONGEST = ["copy_mutant", "hosts", "storm", "compile", "examples", "proof", "commands", "launch", "sanitizers"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start the server of new processes where tests run: with the environment as it is now, whatever tests set later."""
     if not (config.getoption("numprocesses", None) or config.option.collectonly):
+        import support.ranks  # noqa: F401  (says what the server loads; takes seconds, which a process that runs no tests need not spend)
+
         forkserver.ensure_running()
 
 
