@@ -101,9 +101,7 @@ def streaming() -> System:
     points = []
     for row in published("allgather_gemm"):
         ranks, m, k, n = (int(row[name]) for name in ("ranks", "m", "k", "n"))
-        plan = all_gather_matmul(
-            split(m, ranks), "push", chunk_rows=m // ranks // 64, links=ranks - 1, joined=False, planned=(0,)
-        )
+        plan = all_gather_matmul(split(m, ranks), "push", chunk_rows=m // ranks // 64, links=ranks - 1, joined=False, planned=(0,))
         points.append(Point(f"{ranks} ranks, {m}x{k}x{n}", float(row["value"]) / 1e3, plan, _gathering(k, n)))
 
     def machine(p: Parameters, _: str) -> Machine:

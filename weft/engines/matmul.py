@@ -27,6 +27,7 @@ _ROUNDS = 5  # of timing, for each provider
 _FAR = 8  # times as slow as the fastest is not tried again
 _WORTH = 1.05  # torch.mm is replaced only by a way this many times as fast; less is noise
 _BLOCK = 256  # rows of a packed product whose result still lies in the cache when it is copied to its place
+_SMALL = 1 << 18  # multiplications of float32 that take no longer than asking another than `torch.mm` for them
 _REPACKED_BLOCK = 1024  # the same where each product packs the weight anew, which takes as long as some hundred rows
 
 
@@ -45,7 +46,11 @@ def multiply(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None = None,
     if isinstance(weight, ScaledWeight):
         _scaled(x, weight, out, bias)
         return
-    _WAYS[chosen(x.dtype, out.dtype, _lie(x, weight), whole or x.shape[0])](x, weight, out, bias)
+    rows = whole or x.shape[0]
+    if rows * weight.shape[0] * weight.shape[1] <= _SMALL and x.dtype == out.dtype == torch.float32:
+        _mm(x, weight, out, bias)
+        return
+    _WAYS[chosen(x.dtype, out.dtype, _lie(x, weight), rows)](x, weight, out, bias)
 
 
 def _lie(x: Tensor, weight: Tensor | PackedWeight) -> str:

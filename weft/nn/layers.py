@@ -81,7 +81,9 @@ class ShardedLinear(nn.Linear):
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Weight, Tensor | None]:
         """x, the weight (K, N) and the bias in the dtype of the product; the weight is packed where it is not trained."""
-        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
+        given, added = self._parameters["weight"], self._parameters["bias"]
+        assert given is not None
+        weight, bias = local(given), None if added is None else local(added)
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
             return x.to(dtype), weight.to(dtype).t(), None if bias is None else bias.to(dtype)
@@ -89,24 +91,25 @@ class ShardedLinear(nn.Linear):
             self._packed = None
             return x, weight.t(), bias
         # A DTensor counts its own versions; those of the tensor inside, which is what is packed, only when that is written to.
-        state = id(self.weight), self.weight._version, weight.data_ptr(), weight.dtype
+        state = id(given), given._version, weight.data_ptr(), weight.dtype
         if self._packed is None or self._packed[0] != state or self._packed[1].changed():
             self._packed = state, pack(weight.t())
         return x, self._packed[1], bias
 
     def _enter(self, x: Tensor) -> tuple[Tensor, Placement]:
         """The local part of x and its placement, redistributed by torch if this layer does not take x with the one it has."""
-        if not isinstance(x, DTensor) and not torch.compiler.is_compiling():
+        spread = isinstance(x, DTensor)
+        if not spread and not torch.compiler.is_compiling() and not (arguments.lies_plainly(x) and x.dtype is self.weight.dtype):
             dtypes = DTYPES if torch.is_autocast_enabled("cpu") else (self.weight.dtype,)
             arguments.check_input(x, "input", self.world, dtypes)
-            if not x.dim():
-                raise ValueError("input must have features in its last dimension; got a tensor with no dimension")
-        placement = normal(x.placements[0] if isinstance(x, DTensor) else self.layout.input, x.dim())
-        if not self._takes(placement, x.dim()):
-            spread = x if isinstance(x, DTensor) else as_dtensor(x, self.layout.on_mesh(), placement)
-            placement = normal(self._natural, x.dim())
-            x = spread.redistribute(placements=[placement])
-        return local(x), placement
+        if not (dims := x.dim()):
+            raise ValueError("input must have features in its last dimension; got a tensor with no dimension")
+        placement = normal(x.placements[0] if isinstance(x, DTensor) else self.layout.input, dims)
+        if self._takes(placement, dims):
+            return local(x) if spread else x, placement
+        whole = x if isinstance(x, DTensor) else as_dtensor(x, self.layout.on_mesh(), placement)
+        placement = normal(self._natural, dims)
+        return local(whole.redistribute(placements=[placement])), placement
 
     def _leave(self, y: Tensor, placement: Placement, size: int | None = None) -> Tensor:
         """Redistribute the result `y` from `placement` to the layout's; `size` is the whole's along it where parts are uneven."""
@@ -198,6 +201,9 @@ class Gather:
         """The product of `layer` with all ranks' `x`, which is the local part of `given`, the tensor the layer was called with."""
         recorded = torch.is_grad_enabled()
         if self.made_of is None or self.made_of[0] is not given or self.made_of[1] != recorded or id(layer) not in self.made:
+            if len(self.layers) == 1:
+                x, weight, bias = layer._operands(x)
+                return all_gather_matmul(x, weight, dim=dim, bias=bias, shard_rows=sizes, world=layer.world)  # type: ignore[return-value]
             operands = [each._operands(x) for each in self.layers]
             results = all_gather_matmul(
                 operands[0][0],
@@ -248,7 +254,7 @@ class RowParallelLinear(ShardedLinear):
         return self._leave(y, target, size)
 
     def _takes(self, placement: Placement, dims: int) -> bool:
-        return placement == Shard(dims - 1)
+        return isinstance(placement, Shard) and placement.dim == dims - 1
 
     def _describe(self) -> str:
         rows = self.layout.output
