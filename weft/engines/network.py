@@ -9,7 +9,7 @@ that come with it.
 from __future__ import annotations
 
 import ctypes
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -86,6 +86,7 @@ class NetworkProgram(HostProgram):
         self.sends: list[tuple[str, list[_Sent]]] = []
         self.receives: list[tuple[int, str, list[Place | None]]] = []
         self._compile_channels()
+        self.departures = Counter(batch.to for _, sent in self.sends for batch in sent for _ in batch.indices)
         self.spans: list[tuple[str, int, int, int]] = []
 
     def own_lanes(self) -> Mapping[str, Sequence[Instruction]]:
@@ -101,7 +102,7 @@ class NetworkProgram(HostProgram):
         for number, (sender, lane, places) in enumerate(self.receives, len(LANES) + len(self.sends)):
             coming = arrivals.setdefault(sender, _Arrivals(self, digest))
             coming.add(LANES.index(lane), number, [self.rows(place) for place in places])
-        relay.begin(call, digest, self.bound.native.call, arrivals)
+        relay.begin(call, digest, self.bound.native.call, arrivals, self.departures)
         for number, (lane, sent) in enumerate(self.sends, len(LANES)):
             relay.work(lane, _Sending(self, number, lane, sent, self.spans).run)
 

@@ -4,8 +4,8 @@ To the rest of weft a peer on another host has a Unix socket as any peer has: it
 is carried to the peer's relay, which writes it to a socket there. So notes, bad news, farewells and deaths have one way on one host
 and on many. Rows have a connection of their own, so that nothing of this waits behind them.
 
-Rows are sent when they are ready. A rank that has not come to their call leaves them where they are, so those of later calls wait
-too; since all ranks make the same calls, what it needs for its own is never among them.
+Rows are sent when they are ready, those of a call before those of the next. A rank that has not come to their call leaves them
+where they are, and what follows waits too: it is for calls that come later still.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from queue import SimpleQueue
 from typing import Protocol
@@ -62,7 +63,8 @@ class Relay:
             connection.settimeout(timeout)
         self.ends: dict[int, socket.socket] = {}
         self.speaking = {peer: threading.Lock() for peer in peers}  # by `control`
-        self.sending = {peer: threading.Lock() for peer in peers}  # by `rows`
+        self.sending = {peer: threading.Condition() for peer in peers}  # by `rows`
+        self.unsent: dict[int, deque[list[int]]] = {peer: deque() for peer in peers}  # calls, with how many messages each still has
         self.heard = dict.fromkeys(peers, b"")  # the beginning of a message
         self.over = {peer: threading.Event() for peer in peers}  # the peer has hung up
         self.through: set[int] = set()  # peers that have sent all their rows
@@ -90,9 +92,11 @@ class Relay:
         self.receivers = [_started(self._receive, peer) for peer in self.peers]
         self.carriers = [_started(self._carry)]
 
-    def begin(self, call: int, digest: int, text: str, arrivals: Mapping[int, Arrivals]) -> None:
+    def begin(self, call: int, digest: int, text: str, arrivals: Mapping[int, Arrivals], departures: Mapping[int, int]) -> None:
         """Take what peers send in a call from now on, and tell them what this rank calls, so that one that calls something else can
-        show both."""
+        show both. `departures`: how many messages this rank has for each peer."""
+        for peer, messages in departures.items():
+            self.unsent[peer].append([call, messages])
         with self.begun:
             for peer, coming in arrivals.items():
                 self.expected[peer][call] = coming
@@ -104,13 +108,32 @@ class Relay:
                 self._say(peer, message)
 
     def send(self, peer: int, lane: int, call: int, digest: int, rows: memoryview) -> None:
-        """Send rows of a call; when this returns they may be written over. A peer that has hung up wants none."""
+        """Send rows of a call once all of earlier calls are sent; when this returns they may be written over. A peer that has hung
+        up wants none."""
         head, connection = _ROWS.pack(lane, call, digest, len(rows)), self.rows[peer]
-        with self._hung_up(peer), self.sending[peer]:
+        with self._hung_up(peer), self._turn(peer, call):
             sent = connection.sendmsg([head, rows])
             if sent < len(head) + len(rows):
                 connection.sendall(head[sent:])
                 connection.sendall(rows[max(0, sent - len(head)) :])
+
+    @contextlib.contextmanager
+    def _turn(self, peer: int, call: int) -> Iterator[None]:
+        """Have a peer's connection for a message of a call.
+
+        Lanes run ahead of each other, but a peer that waits for what one sends in this call would not read the other's next call.
+        """
+        with self.sending[peer]:
+            first = self.unsent[peer]
+            self.sending[peer].wait_for(lambda: self.closed or first[0][0] == call)
+            try:
+                yield
+            finally:
+                if not self.closed:
+                    first[0][1] -= 1
+                    if not first[0][1]:
+                        first.popleft()
+                        self.sending[peer].notify_all()
 
     def work(self, lane: str, job: Callable[[], None]) -> None:
         """Do a job on the thread of this lane, after its earlier ones."""
@@ -138,8 +161,9 @@ class Relay:
             first, self.closed = not self.closed, True
             for connection in self.rows.values():
                 _shut(connection, socket.SHUT_RDWR)
-        with self.begun:
-            self.begun.notify_all()
+        for waiting in (self.begun, *self.sending.values()):
+            with waiting:
+                waiting.notify_all()
         deadline = time.monotonic() + _LINGER
         _join(self.receivers, deadline)  # no row may arrive in memory that is the caller's again
         if not first:
