@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from support.belongings import belongings, kept
 from support.hosts import WHY_NOT, Hosts, hosts
 
 import weft
@@ -245,7 +246,7 @@ class Rank:
                 with open(f"/run/netns/{namespace}") as file:
                     assert not ctypes.CDLL(None).setns(file.fileno(), _CLONE_NEWNET)
                 os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-            before = _belongings()
+            before = belongings()
             store = dist.FileStore(f"{folder}/{trial.seed}", trial.ranks)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=trial.ranks, timeout=timedelta(seconds=HANGS))
             self._say("ready")
@@ -255,7 +256,7 @@ class Rank:
             worlds._default = None
             dist.destroy_process_group()
             del store
-            self._say("left", kept=_kept(before, trial.place == "compile"))
+            self._say("left", kept=kept(before, trial.place == "compile"))
             status = 0
         except BaseException:
             self._say("broken", text=traceback.format_exc())
@@ -317,34 +318,6 @@ def starved(pid: int) -> float:
         for task in os.listdir(f"/proc/{pid}/task"):
             total += int(Path(f"/proc/{pid}/task/{task}/schedstat").read_text().split()[1])
     return total / 1e9
-
-
-def _belongings() -> dict[str, list[str]]:
-    """This process's threads, open files and mappings of symmetric memory."""
-    files = []
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            files.append(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
-    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:weft" in line]
-    return {"threads": os.listdir("/proc/self/task"), "files": [f for f in files if "/proc/" not in f], "mappings": maps}
-
-
-def _kept(before: dict[str, list[str]], excused: bool) -> list[str]:
-    """What is there and was not before, once threads have had a moment to end.
-
-    Threads and files are `excused` where a compiler's own stay.
-    """
-    deadline = time.monotonic() + 10
-    while True:
-        gc.collect()  # what a thread held on to as it ended, too
-        now = _belongings()
-        kept = [f"{kind}: {one}" for kind in now for one in set(now[kind]) - set(before[kind])]
-        if excused:
-            kept = [one for one in kept if one.startswith("mappings")]
-        if not kept or time.monotonic() > deadline:
-            own = threading.get_ident()
-            return kept + ["".join(traceback.format_stack(at)) for one, at in sys._current_frames().items() if kept and one != own]
-        time.sleep(0.01)
 
 
 class Outcome(NamedTuple):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -19,11 +22,13 @@ from rich.console import Console
 
 import weft
 from support import sums
+from support.belongings import belongings, kept
 from weft.cli import app
 from weft.cli.doctor import diagnose
 from weft.engines.recording import clock_offsets, record
 from weft.schedules.common import apart, split
 from weft.world import relay
+from weft.world import world as worlds
 
 LIMIT = 2.0  # seconds that a wait may take where something goes wrong
 
@@ -314,6 +319,43 @@ def leaves():
         assert name == "PeerLost", words
         assert words.startswith(f"rank {leaver} (pid "), words
         assert "closed its world" in words, words
+
+
+def halfway():
+    """The last rank takes nothing of a long message, sends half of its own, and is gone: nothing stays behind elsewhere."""
+    a, found = torch.ones(16 << 20), []  # more than sockets hold
+    weft.init(timeout=20).close()  # now torch.distributed has what it keeps
+    worlds._default = None
+
+    def half(peer, lane, call, digest, rows):
+        head = relay._ROWS.pack(lane, call, digest, len(rows))
+        world.relay.rows[peer].sendall(head + bytes(rows[: len(rows) // 2]))
+
+    for how in ("left", "raised", "died"):
+        before = belongings()
+        with contextlib.suppress(KeyError), pytest.MonkeyPatch.context() as patch, weft.init(timeout=20) as world:
+            weft.barrier()
+            if world.rank < world.ranks - 1:
+                found.append(error_of(lambda: weft.all_gather(a))[:2])
+            else:
+                patch.setattr(world.relay, "send", half)
+                patch.setattr(world.relay, "_arrivals", lambda *_: time.sleep(1))
+                weft.all_gather_async(a, timeout=1)
+                connection = world.relay.rows[0]
+                while not _waiting(connection, termios.FIONREAD) or _waiting(connection, termios.TIOCOUTQ):
+                    time.sleep(0.001)
+                if how == "died":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if how == "raised":
+                    raise KeyError("halfway")
+        worlds._default = world = None
+        found.append(kept(before))
+    return found
+
+
+def _waiting(connection, where):
+    """The bytes that a socket has in one of its queues."""
+    return struct.unpack("i", fcntl.ioctl(connection, where, bytes(4)))[0]
 
 
 def killed(folder):

@@ -110,6 +110,18 @@ def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path
         assert seconds < host_ranks.LIMIT + SOON
 
 
+def test_a_peer_that_is_gone_in_the_middle_of_a_message(two_hosts, tmp_path):
+    """Half of one has come, of another half is sent: threads that wait for the rest end."""
+    two_hosts.start_forked("halfway", tmp_path)
+    ended = two_hosts.finish()
+    assert (tmp_path / "halfway0").exists(), ended
+    [parts] = found(tmp_path, "halfway", 1)
+    for (name, words), kept, how in zip(parts[::2], parts[1::2], ("closed its world", "KeyError", "died"), strict=True):
+        assert name == "PeerLost", words
+        assert re.match(rf"rank 1 \(pid .*{how}", words), words
+        assert kept == [], kept
+
+
 @pytest.mark.data
 def test_mpiexec_starts_ranks_on_two_hosts(two_hosts, tmp_path):
     mpiexec = shutil.which("mpiexec.hydra", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
