@@ -35,7 +35,7 @@ COMPILERS = {
 QEMU = HOME / "bookworm/usr/bin/qemu-aarch64-static"
 UNUSED = ["./usr/share/*", "./usr/lib/gcc*/lto1", "./usr/lib/gcc/*san.*", "./usr/bin/qemu-[!a]*", "./usr/bin/qemu-a[!a]*"]
 SOURCES = ["tests/core.cpp", *sorted(path.name for path in (ROOT / "native").glob("*.cpp") if path.name != "module.cpp")]
-FLAGS = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"]
+FLAGS = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", "-rdynamic"]
 COLUMNS = ["x86-64, glibc", "Arm, glibc", "x86-64, musl", "Arm, musl", "the module"]
 
 UNAVAILABLE = 75  # exit status where there is no mirror of Debian, or nothing can be unpacked

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "team.hpp"
+
 #if defined(__x86_64__)
 #include <emmintrin.h>
 #endif
@@ -46,15 +48,18 @@ void copy_rows(const Target* targets, size_t count, const char* src, size_t src_
   if (joined) row_bytes *= rows, rows = row_bytes > 0;
   constexpr size_t kCached = size_t{32} << 10;  // stays in the second-level cache from one target to the next
   const size_t block = count > 1 ? kCached : row_bytes;
-  for (size_t row = 0; row < rows; ++row)
-    for (size_t start = 0; start < row_bytes; start += block)
-      for (const Target* to = targets; to < targets + count; ++to) {
-        const char* from = src + row * src_stride + start;
-        char* dst = to->base + row * to->stride + start;
-        const size_t bytes = std::min(block, row_bytes - start);
-        if (dst != from) streamed(to->whole, row_bytes) ? stream(dst, from, bytes) : void(std::memcpy(dst, from, bytes));
-      }
-  if (std::any_of(targets, targets + count, [&](const Target& to) { return streamed(to.whole, row_bytes); })) streams_done();
+  const bool past_caches = std::any_of(targets, targets + count, [&](const Target& to) { return streamed(to.whole, row_bytes); });
+  share(rows, row_bytes, 1, [&](size_t first, size_t high, size_t left, size_t wide) {
+    for (size_t row = first; row < first + high; ++row)
+      for (size_t start = left; start < left + wide; start += block)
+        for (const Target* to = targets; to < targets + count; ++to) {
+          const char* from = src + row * src_stride + start;
+          char* dst = to->base + row * to->stride + start;
+          const size_t bytes = std::min(block, left + wide - start);
+          if (dst != from) streamed(to->whole, row_bytes) ? stream(dst, from, bytes) : void(std::memcpy(dst, from, bytes));
+        }
+    if (past_caches) streams_done();
+  });
 }
 
 }  // namespace weft

@@ -5,7 +5,7 @@
 
 namespace weft {
 
-Executor::Executor(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> control, int spins)
+Executor::Executor(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> control, int spins, size_t comm_threads)
     : mesh_(std::move(mesh)),
       control_(std::move(control)),
       rank_(control_->rank),
@@ -13,7 +13,7 @@ Executor::Executor(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> control,
       spins_(spins),
       base_(kNames * control_->parts.size()),
       calls(control_),
-      lane_thread([this](const LaneThread::Job& job) { run(job); }) {}
+      lane_thread([this](const LaneThread::Job& job) { run(job); }, comm_threads) {}
 
 Counter& Executor::counter(int rank, uint32_t index) const {
   return reinterpret_cast<Counter*>(control_->parts[rank]->base() + Calls::kBytes)[index];

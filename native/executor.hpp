@@ -20,8 +20,9 @@ class Executor {
 
   static size_t control_bytes(size_t ranks) { return Calls::kBytes + kNames * ranks * sizeof(Counter); }
 
-  // `control` is a zeroed symmetric segment of control_bytes; `spins` is how long a wait spins before it sleeps.
-  Executor(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> control, int spins);
+  // `control` is a zeroed symmetric segment of control_bytes; `spins` is how long a wait spins before it sleeps. What the lane thread
+  // copies and adds is shared by `comm_threads`; what the caller does, by as many as torch uses there.
+  Executor(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> control, int spins, size_t comm_threads = 1);
 
   Counter& counter(int rank, uint32_t index) const;
 

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <chrono>
 
+#include "team.hpp"
+
 namespace weft {
 
 namespace {
@@ -62,6 +64,7 @@ bool LaneThread::join(const Execution& execution, double seconds) {
 void LaneThread::work() {
   current_ = true;
   be_punctual();
+  set_team_size(threads_);
   std::unique_lock lock(mutex_);
   while (true) {
     changed_.wait(lock, [&] { return stopping_ || !jobs_.empty(); });

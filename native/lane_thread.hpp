@@ -20,8 +20,8 @@ class LaneThread {
     size_t lane;
   };
 
-  // `run` does a job; its waits have time limits.
-  explicit LaneThread(std::function<void(const Job&)> run) : run_(std::move(run)) {}
+  // `run` does a job; its waits have time limits. `threads` share what it copies and adds.
+  LaneThread(std::function<void(const Job&)> run, size_t threads) : run_(std::move(run)), threads_(threads) {}
   ~LaneThread();  // when all jobs are done
 
   void start(const Job& job);
@@ -39,6 +39,7 @@ class LaneThread {
 
   static thread_local bool current_;
   std::function<void(const Job&)> run_;
+  size_t threads_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Job> jobs_;  // the first is being done

@@ -16,6 +16,7 @@
 #include "copy.hpp"
 #include "executor.hpp"
 #include "signal_array.hpp"
+#include "team.hpp"
 #include "tensor_snapshot.hpp"
 #include "transfers.hpp"
 
@@ -252,8 +253,9 @@ NB_MODULE(_native, m) {
       .def("address", [](Binding& self, Place place) { return reinterpret_cast<uintptr_t>(self.at(operand(place))); });
 
   nb::class_<Executor>(m, "Executor")
-      .def("__init__", [](Executor* self, std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> control, int spins) {
-        new (self) Executor(mesh, control, spins);
+      .def("__init__", [](Executor* self, std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> control, int spins,
+                          size_t comm_threads) {
+        new (self) Executor(mesh, control, spins, comm_threads);
         self->caller_interrupted = signal_pending;
       })
       .def_static("control_bytes", &Executor::control_bytes)
@@ -328,7 +330,9 @@ NB_MODULE(_native, m) {
   m.def("one_sided", &one_sided);
 
   nb::class_<PyTransfers>(m, "Transfers")
-      .def("__init__", [](PyTransfers* self, std::shared_ptr<Mesh> mesh, int spins) { new (self) PyTransfers{{}, {mesh, spins}}; })
+      .def("__init__", [](PyTransfers* self, std::shared_ptr<Mesh> mesh, int spins, size_t comm_threads) {
+        new (self) PyTransfers{{}, {mesh, spins, comm_threads}};
+      })
       .def_prop_ro_static("max_outstanding", [](nb::handle) { return Transfers::kOutstanding; })
       .def("copy", [](PyTransfers& self, const StridedCopy& copy) {
         nb::gil_scoped_release release;
@@ -379,6 +383,8 @@ NB_MODULE(_native, m) {
         self.release();
       });
 
+  m.def("set_team_size", &set_team_size);
+  m.def("team_size", &team_size);
   m.def("cycles", [] {  // of the processor's time-stamp counter; 0 where there is none
 #if defined(__x86_64__)
     return __builtin_ia32_rdtsc();

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "float16.hpp"
+#include "team.hpp"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -194,31 +195,34 @@ void write(Dtype dtype, char* at, const Wide* total, size_t n) {
 template <class Wide>
 void reduce_all(Combine combine, const std::vector<Rows>& operands, size_t rows, size_t columns, int ranks, size_t whole,
                 const Target* copies, size_t count) {
-  alignas(64) Wide total[kBlock];
-  alignas(64) char rounded[kBlock * sizeof(Wide)];
   const size_t item = size_of(operands[0].dtype);
   const size_t run = columns * item;
   const bool past_caches = streamed(whole, run);
-  for (size_t row = 0; row < rows; ++row)
-    for (size_t start = 0; start < columns; start += kBlock) {
-      size_t n = std::min(kBlock, columns - start);
-      auto at = [&](const auto& x) { return x.base + row * x.stride + start * item_of(x, item); };
-      read<Wide>(operands[1].dtype, at(operands[1]), n, [&](const auto* src) { begin(total, src, n); });
-      for (size_t s = 2; s < operands.size(); ++s)
-        read<Wide>(operands[s].dtype, at(operands[s]), n, [&](const auto* src) {
-          if (combine == Combine::max) raise(total, src, n);
-          else if (combine == Combine::min) lower(total, src, n);
-          else add(total, src, n);
-        });
-      if (combine == Combine::avg) divide(total, n, static_cast<Wide>(ranks));
-      char* first = at(operands[0]);
-      char* made = past_caches ? rounded : first;
-      write(operands[0].dtype, made, total, n);
-      if (past_caches) stream(first, made, n * item);
-      for (const Target* copy = copies; copy < copies + count; ++copy)
-        streamed(copy->whole, run) ? stream(at(*copy), made, n * item) : void(std::memcpy(at(*copy), made, n * item));
-    }
-  if (past_caches || std::any_of(copies, copies + count, [&](const Target& x) { return streamed(x.whole, run); })) streams_done();
+  const bool any_past = past_caches || std::any_of(copies, copies + count, [&](const Target& x) { return streamed(x.whole, run); });
+  share(rows, columns, item, [&](size_t top, size_t high, size_t left, size_t wide) {
+    alignas(64) Wide total[kBlock];
+    alignas(64) char rounded[kBlock * sizeof(Wide)];
+    for (size_t row = top; row < top + high; ++row)
+      for (size_t start = left; start < left + wide; start += kBlock) {
+        size_t n = std::min(kBlock, left + wide - start);
+        auto at = [&](const auto& x) { return x.base + row * x.stride + start * item_of(x, item); };
+        read<Wide>(operands[1].dtype, at(operands[1]), n, [&](const auto* src) { begin(total, src, n); });
+        for (size_t s = 2; s < operands.size(); ++s)
+          read<Wide>(operands[s].dtype, at(operands[s]), n, [&](const auto* src) {
+            if (combine == Combine::max) raise(total, src, n);
+            else if (combine == Combine::min) lower(total, src, n);
+            else add(total, src, n);
+          });
+        if (combine == Combine::avg) divide(total, n, static_cast<Wide>(ranks));
+        char* first = at(operands[0]);
+        char* made = past_caches ? rounded : first;
+        write(operands[0].dtype, made, total, n);
+        if (past_caches) stream(first, made, n * item);
+        for (const Target* copy = copies; copy < copies + count; ++copy)
+          streamed(copy->whole, run) ? stream(at(*copy), made, n * item) : void(std::memcpy(at(*copy), made, n * item));
+      }
+    if (any_past) streams_done();
+  });
 }
 
 // Rows without gaps are one long row.

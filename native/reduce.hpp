@@ -25,6 +25,7 @@ struct Rows {
 // their width; an average is cut off), a sum of booleans is "or". Floating operands may differ in dtype, except that float64 goes
 // with float64. The extreme of a NaN and anything is NaN. The destination may be one of the sources; what it holds is part of `whole`
 // bytes, as `Target` says. The result is also written to `count` further `copies`, in the same pass; these too may be sources.
+// Many bytes are shared out among the threads of the team, which changes nothing in the result.
 void reduce_rows(Combine combine, const std::vector<Rows>& operands, size_t rows, size_t columns, int ranks, size_t whole = 0,
                  const Target* copies = nullptr, size_t count = 0);
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "copy.hpp"
+#include "team.hpp"
 
 namespace weft {
 
@@ -75,11 +76,25 @@ void StridedCopy::run() const {
 #endif
   if (!bytes_) return;
   if (overlap_) return run_staged();
-  run_from(0, dst_, src_);
+  run_shared();
+}
+
+// Threads share the longest dimension, or the runs.
+void StridedCopy::run_shared() const {
+  auto longest = std::max_element(dimensions_.begin(), dimensions_.end(), [](auto& a, auto& b) { return a.size < b.size; });
+  const bool runs = longest == dimensions_.end() || longest->size < run_ / kLine;
+  const size_t size = runs ? run_ : longest->size;
+  share(1, size, bytes_ / size, [&](size_t, size_t, size_t first, size_t count) {
+    if (count == size) return run_from(0, dst_, src_);
+    StridedCopy part = *this;
+    const Dimension step = runs ? Dimension{count, 1, 1} : *longest;
+    (runs ? part.run_ : part.dimensions_[longest - dimensions_.begin()].size) = count;
+    part.run_from(0, dst_ + first * step.dst, src_ + first * step.src);
+  });
 }
 
 void StridedCopy::run_from(size_t dimension, char* dst, const char* src) const {
-  if (dimension == dimensions_.size()) return copy_rows(dst, run_, src, run_, 1, run_);
+  if (dimension == dimensions_.size()) return run_rows({1, run_, run_}, dst, src);
   const Dimension& outer = dimensions_[dimension];
   if (dimension + 1 == dimensions_.size()) return run_rows(outer, dst, src);
   if (dimension + 2 == dimensions_.size() && outer.src < dimensions_.back().src && run_ < kLine)
@@ -104,7 +119,10 @@ void StridedCopy::run_rows(const Dimension& rows, char* dst, const char* src) co
     case 4: return copy_elements<4>(dst, rows.dst, src, rows.src, rows.size);
     case 8: return copy_elements<8>(dst, rows.dst, src, rows.src, rows.size);
     case 16: return copy_elements<16>(dst, rows.dst, src, rows.src, rows.size);
-    default: copy_rows(dst, rows.dst, src, rows.src, rows.size, run_);
+    default: {
+      const Target target{dst, rows.dst, bytes_};
+      copy_rows(&target, 1, src, rows.src, rows.size, run_);
+    }
   }
 }
 
@@ -116,8 +134,8 @@ void StridedCopy::run_staged() const {
   size_t stride = run_;
   for (size_t i = dimensions_.size(); i-- > 0; stride *= dimensions_[i].size)
     in.dimensions_[i].dst = out.dimensions_[i].src = stride;
-  in.run_from(0, in.dst_, in.src_);
-  out.run_from(0, out.dst_, out.src_);
+  in.run_shared();
+  out.run_shared();
 }
 
 }  // namespace weft

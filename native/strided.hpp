@@ -25,6 +25,7 @@ class StridedCopy {
   struct Dimension {
     size_t size, dst, src;  // strides in bytes
   };
+  void run_shared() const;
   void run_from(size_t dimension, char* dst, const char* src) const;
   void run_tiles(const Dimension& outer, const Dimension& inner, char* dst, const char* src) const;
   void run_rows(const Dimension& rows, char* dst, const char* src) const;

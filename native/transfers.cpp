@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "team.hpp"
+
 namespace weft {
 
 namespace {
@@ -10,7 +12,8 @@ constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
 constexpr int kLaneSpins = 50;
 }  // namespace
 
-Transfers::Transfers(std::shared_ptr<Mesh> mesh, int spins) : mesh_(std::move(mesh)), spins_(spins) {}
+Transfers::Transfers(std::shared_ptr<Mesh> mesh, int spins, size_t comm_threads)
+    : mesh_(std::move(mesh)), spins_(spins), comm_threads_(comm_threads) {}
 
 Transfers::~Transfers() {
   if (!thread_.joinable()) return;
@@ -45,6 +48,7 @@ void Transfers::finish() {
 }
 
 void Transfers::work() {
+  set_team_size(comm_threads_);
   for (uint64_t number = 1;; ++number) {
     auto stopping = [&] { return stopping_.load(); };
     const SpinPolicy policy = usual(std::min(spins_, kLaneSpins));

@@ -20,7 +20,8 @@ class Transfers {
   static constexpr size_t kOutstanding = 1024;
   using Interrupted = std::function<bool()>;  // called now and then by what waits; true ends the wait
 
-  Transfers(std::shared_ptr<Mesh> mesh, int spins);
+  // What the thread copies is shared by `comm_threads`.
+  Transfers(std::shared_ptr<Mesh> mesh, int spins, size_t comm_threads = 1);
   ~Transfers();  // when all that was queued is done
 
   // Copy now; false, and nothing is copied, if a peer has failed.
@@ -50,6 +51,7 @@ class Transfers {
 
   std::shared_ptr<Mesh> mesh_;
   int spins_;
+  size_t comm_threads_;
   std::unique_ptr<Slot[]> ring_ = std::make_unique<Slot[]>(kOutstanding);
   std::unique_ptr<Counter> submitted_ = std::make_unique<Counter>();
   std::atomic<uint64_t> refused_{kNever};  // the first number refused; a failure is for good

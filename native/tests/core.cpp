@@ -15,6 +15,7 @@
 #include "../executor.hpp"
 #include "../float16.hpp"
 #include "../signal_array.hpp"
+#include "../team.hpp"
 #include "../transfers.hpp"
 
 using namespace weft;
@@ -113,6 +114,76 @@ void test_conversions() {
   reduce_rows(Combine::sum, {rows(narrowed, Dtype::float16), rows(numbers, Dtype::float32)}, 1, numbers.size(), 1);
   for (size_t i = 0; i < numbers.size(); ++i) CHECK(narrowed[i].bits == narrow<Float16>(numbers[i]).bits);
   CHECK(widen(Float16{0x3555}) == 0x1.554p-2f && narrow<Float16>(65519.f).bits == 0x7bff && narrow<Float16>(65520.f).bits == 0x7c00);
+}
+
+// What a team is found by, as OpenMP's libraries have it, but on threads that a sanitizer knows.
+thread_local int team_number = 0, team_count = 1;
+std::atomic<int> regions{0};
+
+extern "C" {
+int omp_get_thread_num() { return team_number; }
+int omp_get_num_threads() { return team_count; }
+int omp_get_max_threads() { return 1; }
+void GOMP_parallel(void (*run)(void*), void* given, unsigned threads, unsigned) {
+  auto take_part = [=](int number) { team_number = number, team_count = static_cast<int>(threads), run(given), team_number = 0, team_count = 1; };
+  std::vector<std::thread> others;
+  for (unsigned i = 1; i < threads; ++i) others.emplace_back(take_part, i);
+  take_part(0);
+  for (auto& thread : others) thread.join();
+  ++regions;
+}
+}
+
+// Any number of threads makes what one makes, and touches nothing between or beside.
+void test_teams() {
+  std::mt19937 random(5);
+  std::vector<char> a(300'000), b(a.size());
+  for (auto* bytes : {&a, &b})
+    for (size_t i = 0; i < bytes->size(); i += 4) {
+      const float x = std::ldexp(static_cast<float>(random()) - 0x1p31f, -31);
+      std::memcpy(bytes->data() + i, &x, 4);
+    }
+  std::vector<char> made(24 * 400'000), alone;
+  auto everything = [&] {
+    std::memset(made.data(), 7, made.size());
+    size_t used = 0;
+    auto next = [&] { return made.data() + 400'000 * used++; };
+    for (size_t bytes : {kShared - 1, kShared, kShared + 65}) copy_rows(next() + 5, bytes, a.data() + 3, bytes, 1, bytes);
+    copy_rows(next() + 1, 1200, a.data() + 2, 1003, 290, 1001);  // rows with gaps, many or few
+    copy_rows(next(), 110'000, a.data(), 95'000, 3, 90'001);
+    Target targets[] = {{next(), 999, 0}, {next() + 9, 1200, size_t{9} << 20}};
+    copy_rows(targets, 2, b.data(), 1000, 290, 999);
+    for (Dtype dtype : {Dtype::float32, Dtype::bfloat16, Dtype::float16, Dtype::int8})
+      for (size_t gap : {0, 3}) {
+        const size_t item = size_of(dtype), columns = 17'001 / item, rows = 17, stride = (columns + gap) * item;
+        Target copy{next() + 8, columns * item, gap << 22};
+        reduce_rows(Combine::sum, {{next() + 16, stride, dtype}, {a.data(), stride, dtype}, {b.data(), stride, dtype}}, rows, columns, 2,
+                    gap << 22, &copy, 1);
+      }
+    char* over = next();
+    std::memcpy(over, a.data(), a.size());
+    StridedCopy(over + 999, over, 1, {a.size() - 999}, {1}, {1}).run();  // onto itself
+    CHECK(used == 24);
+  };
+  auto strided = [&] {
+    std::memset(made.data(), 7, made.size());
+    StridedCopy(made.data(), a.data(), 4, {300, 250}, {1, 300}, {250, 1}).run();  // transposed
+    StridedCopy(made.data() + 400'000, a.data(), 2, {3, 5, 9'001}, {45'010, 9'002, 1}, {9'001, 27'003, 1}).run();
+    StridedCopy(made.data() + 800'000, a.data(), 1, {2, 149'001}, {150'000, 1}, {149'003, 1}).run();
+  };
+  for (auto make : {std::function<void()>(everything), std::function<void()>(strided)}) {
+    set_team_size(1);
+    make();
+    alone = made;
+    const int before = regions;
+    for (size_t threads : {2, 3, 8}) {
+      set_team_size(threads);
+      make();
+      CHECK(!std::memcmp(alone.data(), made.data(), made.size()));
+      CHECK(regions > before || team_size() == 1);  // nothing can be looked up in a program that is linked statically
+    }
+  }
+  set_team_size(0);
 }
 
 struct Host {  // ranks as threads of one process
@@ -386,6 +457,7 @@ int main() {
   test_transposing();
   test_sums();
   test_conversions();
+  test_teams();
   test_lanes(2, 300);
   test_lanes(4, 200);
   test_a_wait_ends_early();

@@ -11,7 +11,7 @@ done
 sanitizers=(none thread address,undefined)
 builds=()
 for sanitizer in "${sanitizers[@]}"; do
-  flags=(-std=c++17 -O1 -g1 -Wall -Wextra -pthread)  # -g1: reports name lines
+  flags=(-std=c++17 -O1 -g1 -Wall -Wextra -pthread -rdynamic)  # -g1: reports name lines; -rdynamic: the team is looked up
   [ "$sanitizer" = none ] || flags+=("-fsanitize=$sanitizer" -fno-omit-frame-pointer -fno-sanitize-recover=all)
   [ "$sanitizer" != address,undefined ] || flags+=(-O0)  # optimised, its many checks take most of the time to compile
   printf '#include "%s"\n' "${sources[@]}" | "${CXX:-c++}" "${flags[@]}" -I. -x c++ - -o "$out/$sanitizer" &

@@ -19,9 +19,11 @@ RATES = {"float32": 80.0}
 SMALL = Topology(tuple(Core((cpu,), 0, 0, 0) for cpu in range(2)), cpuset=frozenset({0, 1}))
 
 
-def seen(rank, host="one", cores=(0, 1), threads=1, shared="works", rates=RATES, topology=SMALL):
+def seen(rank, host="one", cores=(0, 1), threads=1, shared="works", rates=RATES, topology=SMALL, team=None):
     name, addresses = f"node-{host}", {"lo": "127.0.0.1"}
-    return doctor.RankReport(rank, 100 + rank, name, host, "", addresses, tuple(cores), threads, shared, rates, topology)
+    return doctor.RankReport(
+        rank, 100 + rank, name, host, "", addresses, tuple(cores), threads, shared, rates, topology, team or threads
+    )
 
 
 def met(host, address, interface="", port=5000):
@@ -33,6 +35,7 @@ def met(host, address, interface="", port=5000):
     [
         ([seen(0), seen(1)], {}, [0, 0], []),
         ([seen(0), seen(1, shared="no pages")], {}, [0, 0], ["rank 1 on node-one cannot reserve symmetric memory: no pages"]),
+        ([seen(0, threads=2, team=1)], {}, [0], ["rank 0 on node-one copies and adds with 1 of its 2 threads: "]),
         ([seen(0, threads=3)], {}, [0], ["3 threads on 2 core.*: set OMP_NUM_THREADS", "node-one is over-subscribed: 1 rank"]),
         ([seen(0, cores=(0,)), seen(1, cores=(0,))], {}, [0, 0], ["over-subscribed: 2 rank.* with 2 threads in all on 1 core"]),
         (

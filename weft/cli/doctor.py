@@ -59,6 +59,7 @@ class RankReport(NamedTuple):
     shared: str
     providers: dict[str, float]
     topology: Topology
+    team: int  # threads that share what is copied and added
 
 
 class Met(NamedTuple):
@@ -217,6 +218,7 @@ def _look(world: World) -> RankReport:
         shared,
         {dtype_name(dtype): _gflops(dtype) for dtype in (torch.float32, torch.bfloat16)},
         placement.here(),
+        _native.team_size(),
     )
 
 
@@ -276,6 +278,9 @@ def _troubles(
         if seen.threads > len(seen.cores):
             few = f"with {seen.threads} threads on {len(seen.cores)} core(s): set OMP_NUM_THREADS"
             yield f"rank {seen.rank} on {seen.name} computes {few}"
+        if seen.team < seen.threads:
+            alone = f"with {seen.team} of its {seen.threads} threads: weft finds no OpenMP library in this torch"
+            yield f"rank {seen.rank} on {seen.name} copies and adds {alone}"
     for host in dict.fromkeys(seen.host for seen in everyone):
         here = [seen for seen in everyone if seen.host == host]
         yield from placed.troubles(here)

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from weft import _native
 from weft.errors import PeerTimeout, WeftError
 from weft.process_group.works import Lines, Work
 from weft.world import World
@@ -163,6 +164,7 @@ class Messages:
                 self._give_up(work, limit)
 
     def _run(self) -> None:
+        _native.set_team_size(1)  # what it moves is beside what its callers compute
         with self.changed:
             while not self.closed:
                 if self.moving or not self._pending():

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft import _native
 from weft.errors import PeerTimeout
 
 _NO_LIMIT = timedelta(0)  # what torch's native code says for none
@@ -255,6 +256,7 @@ class Order:
                 self.thread.start()
 
     def _run(self) -> None:
+        _native.set_team_size(1)  # what it carries out is beside what its callers compute
         while self.calls.get():
             with self.turn:
                 if self.issued:

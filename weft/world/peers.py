@@ -71,6 +71,7 @@ class Peers:
         backend: Backend = CPU,
         group: dist.ProcessGroup | None = None,
         relay: Relay | None = None,
+        comm_threads: int = 1,
     ) -> None:
         self.rank, self.ranks, self.timeout, self.relay, self.group = rank, len(places), timeout, relay, group
         self.device, self.stream_ordered, self.matmul_backend, self.ranks_per_device = backend
@@ -91,7 +92,7 @@ class Peers:
         except BaseException as error:
             self.fail(error)
             raise
-        self.native = _native.Executor(self.mesh, control, self.spins)
+        self.native = _native.Executor(self.mesh, control, self.spins, comm_threads)
         if relay is not None:
             relay.start(self.native, self.fail)
 

@@ -51,7 +51,7 @@ class World(Peers):
     latency in microseconds, or None), `device` (where its tensors are), `stream_ordered` (whether lanes are streams, as on a GPU),
     `matmul_backend` (how streams multiply: ``torch`` or ``triton``), `ranks_per_device` (how many ranks work on this rank's GPU, if
     it has one), `group` (the process group it was made on, or None), `hosts` (the host of each rank, numbered from 0), `relay` (to
-    the ranks on other hosts, or None if there are none).
+    the ranks on other hosts, or None if there are none), `comm_threads` (as in `init`).
     """
 
     def __init__(
@@ -63,14 +63,16 @@ class World(Peers):
         backend: Backend = CPU,
         group: dist.ProcessGroup | None = None,
         relay: Relay | None = None,
+        comm_threads: int = 1,
     ) -> None:
-        super().__init__(rank, places, mesh, timeout, backend, group, relay)
+        super().__init__(rank, places, mesh, timeout, backend, group, relay, comm_threads)
+        self.comm_threads = comm_threads
         self.name = (self.number, self.rank, self.ranks)  # among the arguments of torch's operators
         self.engine: Any = None  # made and found by `weft.engines.engine`
         self.recorder: Recorder | None = None
         self.emulated_link: tuple[float, float] | None = None
         self.choices: dict[Hashable, Any] = {}  # what `weft.ops.auto` has agreed on
-        self.transfers = _native.Transfers(self.mesh, self.spins)
+        self.transfers = _native.Transfers(self.mesh, self.spins, comm_threads)
         _alive[self.number] = self
 
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -175,6 +177,7 @@ def init(
     timeout: float = 30.0,
     device: torch.device | str = "cpu",
     products: str = "torch",
+    comm_threads: int = 1,
 ) -> World:
     """Make a world of the ranks of `group`, collectively.
 
@@ -189,13 +192,17 @@ def init(
     ranks' tensors are: ``cpu``, or ``cuda``, this process's current GPU, whose memory peers reach through torch's symmetric memory
     (several ranks on one GPU with the variable TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1). There fused operators multiply by
     `products`: ``torch``, a product behind each wait, or ``triton``, one persistent kernel that waits for rows and puts and
-    announces its tiles itself; on a CPU that kernel runs under TRITON_INTERPRET=1. On a rank of a `local_world` this is its world
-    there.
+    announces its tiles itself; on a CPU that kernel runs under TRITON_INTERPRET=1.
 
-    Raises `WeftError` if there is no GPU, ranks with GPUs are on several hosts, or this host has no address for ranks on others;
-    `PeerTimeout` if some ranks do not appear or cannot be reached; `PeerLost` if one dies or gives up meanwhile. After either the
-    group is of no more use.
-    `SymmetricMemoryError` if this rank lacks memory.
+    Copies and sums of 256 KiB and more are shared by as many threads as torch computes with on the caller's thread
+    (``torch.get_num_threads()``). Those that run beside it, in the comm lane of fused operators, asynchronous collectives and
+    transfers, are shared by `comm_threads`; ranks may differ in it. More than one pay where ``torch.set_num_threads`` leaves cores
+    to them. On a rank of a `local_world` this is its world there.
+
+    Raises `ValueError` for a `timeout` or `comm_threads` that is not positive; `WeftError` if there is no GPU, ranks with GPUs are
+    on several hosts, or this host has no address for ranks on others; `PeerTimeout` if some ranks do not appear or cannot be
+    reached; `PeerLost` if one dies or gives up meanwhile. After either the group is of no more use. `SymmetricMemoryError` if this
+    rank lacks memory.
     """
     global _default
     if group is None and (here := getattr(_here, "world", None)) is not None:
@@ -207,10 +214,12 @@ def init(
         raise ValueError(f"ranks work on their process's current GPU: call torch.cuda.set_device({place.index}) first")
     if not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds; got {timeout}")
+    if not (isinstance(comm_threads, int) and comm_threads > 0):
+        raise ValueError(f"comm_threads must be a positive whole number; got {comm_threads!r}")
     members = default_group() if group is None else group
     placement.bind_as_launched()  # before there is memory
     backend = Backend(place, place.type == "cuda" or products == "triton", products)
-    world = _joined(Alone() if members is None else ByGroup(members), timeout, backend, members)
+    world = _joined(Alone() if members is None else ByGroup(members), timeout, backend, members, comm_threads)
     if group is None:
         _default = world
     return world
@@ -224,7 +233,7 @@ def init_by_store(store: Store, rank: int, ranks: int, timeout: float) -> World:
     return _joined(ByStore(store, rank, ranks), timeout, CPU, None)
 
 
-def _joined(meeting: Meeting, timeout: float, backend: Backend, group: dist.ProcessGroup | None) -> World:
+def _joined(meeting: Meeting, timeout: float, backend: Backend, group: dist.ProcessGroup | None, comm_threads: int = 1) -> World:
     rank, sockets = meeting.rank, list[int]()
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(Listener())
@@ -248,7 +257,7 @@ def _joined(meeting: Meeting, timeout: float, backend: Backend, group: dist.Proc
             for peer, end in relay.sockets().items():
                 sockets[peer] = end
         mesh, sockets = _native.Mesh(sockets), []
-        return World(rank, places, mesh, timeout, backend, group, relay)
+        return World(rank, places, mesh, timeout, backend, group, relay, comm_threads)
 
 
 def _close(sockets: Sequence[int]) -> None:
