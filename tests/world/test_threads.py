@@ -171,6 +171,22 @@ def test_threads_of_torch_share_what_is_large(kind):
     assert on_ranks(come, 2, kind, 3) == [2, 2]
 
 
+def of_three():
+    torch.set_num_threads(3)
+    return weft.init(timeout=20)
+
+
+def staged(world):
+    """How many threads come when what peers cannot read goes through slots."""
+    own, before = torch.randn(1 << 21), tasks()
+    weft.all_reduce(own)
+    return tasks() - before
+
+
+def test_slots_are_as_large_as_threads_are_many():
+    assert on_ranks(staged, 4, given=of_three) == [2] * 4
+
+
 def beside(world):
     """How many threads come for transfers, and then for asynchronous collectives, though torch has many."""
     memory, own = world.empty(1 << 20), torch.randn(1 << 20)

@@ -85,7 +85,7 @@ def _prepare(
     least = 1 if algorithm == "push" and symmetric_out and hosts is None else PIECES
     chunk = max(1, lead * chunk_rows if chunk_rows else -(-max(rows) // least))
     if algorithm == "pull" and not symmetric and chunk_rows is None:
-        chunk = slot_rows(matrix, max(rows), 1)
+        chunk = slot_rows(matrix, max(rows), 1, world)
     plan = _plan(world.ranks, algorithm, pieces(max(rows), chunk), symmetric, symmetric_out, hosts)
     copied = parts(result, whole, dim, sizes) if lead != 1 else ()
     return Work(plan, rows, {"a": matrix, "gathered": whole}, result, copied)

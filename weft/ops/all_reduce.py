@@ -62,7 +62,7 @@ def _prepare(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: st
     places = symmetric, world.is_symmetric(result)
     rows = split(a.numel(), world.ranks)
     put = world.topology is not None and not (algorithm == "ring" and apart(world.topology))
-    slot = max(1, -(-rows[0] // PIECES)) if put else slot_rows(flat, rows[0], world.ranks - 1)
+    slot = max(1, -(-rows[0] // PIECES)) if put else slot_rows(flat, rows[0], world.ranks - 1, world)
     cut = 1 if algorithm == "one_shot" and not put else pieces(rows[0], slot)
     plan = _plan(world.ranks, cut, algorithm, op, *places, world.topology if put else None)
     return Work(plan, rows, {"a": flat, "out": result.view(-1, 1)}, result)

@@ -60,7 +60,7 @@ def _prepare(world: World, a: Tensor, out: Tensor | None, given: tuple[int, ...]
     result = arguments.result(out, (sum(taken), *a.shape[1:]), a.dtype, [a], world)
     counts = (given,) * world.ranks if even else _exchange_splits(world, given, taken)
     matrix = as_matrix(a)
-    slot = slot_rows(matrix, max(map(max, counts)), world.ranks - 1)
+    slot = slot_rows(matrix, max(map(max, counts)), world.ranks - 1, world)
     symmetric, hosts = world.is_symmetric(matrix), world.topology
     cut = 1 if symmetric or hosts else pieces(max(map(max, counts)), slot)
     return Work(

@@ -54,7 +54,7 @@ def _prepare(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: 
         raise ValueError("tensor must be contiguous")
     rows = tensor.view(-1, 1)
     symmetric, shared = world.is_symmetric(rows), rows.numel() * rows.itemsize >= SHARED_BYTES
-    cut = world.ranks if symmetric and shared else 1 if symmetric else pieces(len(rows), slot_rows(rows, len(rows), 1))
+    cut = world.ranks if symmetric and shared else 1 if symmetric else pieces(len(rows), slot_rows(rows, len(rows), 1, world))
     if algorithm == "ring":
         cut = pieces(len(rows), max(1, -(-len(rows) // PIECES)))
     plan = _plan(cut, world.ranks, source, algorithm, symmetric, shared, world.topology)

@@ -45,7 +45,7 @@ ANY = (*NUMBERS, torch.bool)
 REDUCTIONS = ("sum", "avg", "max", "min")
 
 STAGED_BYTES = 1 << 20  # up to so much for each peer, what peers cannot read is staged at once, and in pieces above
-SLOT_BYTES = 512 << 10  # what a rank then stages at a time: few enough that it stays in the caches until it is read
+SLOT_BYTES = 512 << 10  # what a thread of a rank then stages at a time: few enough that it stays in the caches until it is read
 STEPS = 64  # in which it does so at most: a plan is a list of all of them
 _REMEMBERED = 1024  # calls per world that are found by the identity of their tensors
 
@@ -200,10 +200,11 @@ def parts(tensor: Tensor, blocks: Tensor, dim: int, sizes: Sequence[int]) -> lis
     return [(part, place.view(part.shape)) for part, place in zip(parts, places, strict=True)]
 
 
-def slot_rows(matrix: Tensor, most: int, readers: int) -> int:
+def slot_rows(matrix: Tensor, most: int, readers: int, world: World) -> int:
     """How many of at most `most` rows go to each of as many readers at a time, where they are staged."""
     row = max(1, matrix.shape[1] * matrix.itemsize)
-    return max(1, most if most * row <= STAGED_BYTES else SLOT_BYTES // (row * max(1, readers)), -(-most // STEPS))
+    staged = most if most * row <= STAGED_BYTES else SLOT_BYTES * world.threads // (row * max(1, readers))
+    return max(1, staged, -(-most // STEPS))
 
 
 def same_place(one: Tensor, other: Tensor) -> bool:

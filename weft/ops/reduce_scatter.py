@@ -91,7 +91,7 @@ def _prepare(
         matrix = a.new_empty(sum(rows), math.prod(a.shape[dim + 1 :]))
         for part, block in parts(a.detach(), matrix, dim, sizes):
             block.copy_(part)
-    slot = slot_rows(matrix, max(rows), world.ranks - 1)
+    slot = slot_rows(matrix, max(rows), world.ranks - 1, world)
     put = world.multi_host or algorithm in ("push", "ring")
     cut = pieces(max(rows), max(1, -(-max(rows) // PIECES)) if put else slot)
     plan = _plan(world.ranks, algorithm, op, world.is_symmetric(matrix), cut, world.topology)

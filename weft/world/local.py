@@ -39,7 +39,8 @@ class LocalWorld:
     def __init__(self, ranks: int, device: torch.device, timeout: float, streams: bool, products: str) -> None:
         self.ranks, self.device = ranks, device
         self.threads = [ThreadPoolExecutor(1, f"rank {rank}") for rank in range(ranks)]
-        place = Place(os.getpid(), host_identity(), Address(socket.AF_UNIX, "", b""), frozenset(os.sched_getaffinity(0)))
+        cores, nowhere = frozenset(os.sched_getaffinity(0)), Address(socket.AF_UNIX, "", b"")
+        place = Place(os.getpid(), host_identity(), nowhere, cores, threads_per_rank(ranks))
         sockets = _sockets(ranks)
 
         def make(rank: int) -> World:

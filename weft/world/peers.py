@@ -56,10 +56,11 @@ class Peers:
     """This rank and its peers: what memory, signals and relays need of a world, and no more.
 
     Attributes: `rank`, `ranks` (their number), `timeout` (seconds any wait may take unless a call says otherwise), `pids`, `cores`
-    (the processor cores that each rank may use), `hosts` (the host of each rank, numbered from 0), `relay` (to the ranks on other
-    hosts, or None if there are none), `group` (the process group they were found by, or None), `known_as` (the number of
-    each rank in a larger job, which errors tell where it is another), `number` (of this world in this process), `closed` (why it
-    is, or None); `device`, `stream_ordered`, `matmul_backend` and `ranks_per_device` as in `Backend`.
+    (the processor cores that each rank may use), `threads` (the fewest that any rank computed with when the world was made),
+    `hosts` (the host of each rank, numbered from 0), `relay` (to the ranks on other hosts, or None if there are none), `group` (the
+    process group they were found by, or None), `known_as` (the number of each rank in a larger job, which errors tell where it is
+    another), `number` (of this world in this process), `closed` (why it is, or None); `device`, `stream_ordered`, `matmul_backend`
+    and `ranks_per_device` as in `Backend`.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Peers:
         self.known_as: Sequence[int] = range(self.ranks)
         self.pids = [place.pid for place in places]
         self.cores = [place.cores for place in places]
+        self.threads = min(place.threads for place in places)
         self.number = next(_numbers)
         self.closed: str | None = None
         self.keepalive: list[object] = []  # memory that lives as long as the world

@@ -25,12 +25,13 @@ _PLACE, _PLACES = 1 << 14, 0x7FFFFFFE  # bytes of a message that says where a ra
 
 
 class Place(NamedTuple):
-    """Where a rank lives: its process, its host, the address of its socket and the cores it may run on."""
+    """Where a rank lives: its process, its host, the address of its socket, the cores it may run on and its compute threads."""
 
     pid: int
     host: str
     address: Address
     cores: frozenset[int]
+    threads: int
 
 
 def default_group(environment: Mapping[str, str] = os.environ) -> dist.ProcessGroup | None:

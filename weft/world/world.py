@@ -237,7 +237,8 @@ def _joined(meeting: Meeting, timeout: float, backend: Backend, group: dist.Proc
     rank, sockets = meeting.rank, list[int]()
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(Listener())
-        own = Place(os.getpid(), host_identity(), listener.address, frozenset(os.sched_getaffinity(0)))
+        cores, threads = frozenset(os.sched_getaffinity(0)), torch.get_num_threads()
+        own = Place(os.getpid(), host_identity(), listener.address, cores, threads)
         places = stack.enter_context(meeting.exchanged(own, timeout))
         others = {peer: place for peer, place in enumerate(places) if peer != rank}
         near = {peer: (place.pid, place.address) for peer, place in others.items() if place.host == own.host}
