@@ -204,6 +204,7 @@ def lanes(world):
     before = tasks()
     with weft.init(dist.group.WORLD, timeout=20, comm_threads=3) as other:
         found += beside(other)
+        assert "the comm lane has 3 threads" in weft.explain(torch.ones(64, 64), torch.ones(64, 64), world=other)
     del other
     gc.collect()
     deadline = time.monotonic() + 10

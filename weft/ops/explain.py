@@ -57,6 +57,7 @@ def explain(
     for weight in call.weights:
         own.check_product(call.tensors["a"], weight, getattr(torch, call.workload.out_dtype))
     made = f"{own.products}; " if own.products else ""
+    made += f"the comm lane has {world.comm_threads} threads; " if world.comm_threads > 1 else ""
     packed = "packed" if all(isinstance(weight, PackedWeight) for weight in weights) else "plain"
     where = call.describe(decision.variant)
     return f"{operator} over {world.ranks} ranks: {decision}{where}; {made}b is {packed}{decision.candidates}"
