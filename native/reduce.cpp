@@ -66,6 +66,20 @@ void vectorised(Loop loop, Given... given) {
 }
 #endif
 
+// What is made of two numbers.
+struct Sum {
+  template <class Wide>
+  WEFT_INLINE Wide operator()(Wide total, Wide x) const { return static_cast<Wide>(total + x); }
+};
+struct Max {
+  template <class Wide>
+  WEFT_INLINE Wide operator()(Wide total, Wide x) const { return total < x || x != x ? x : total; }
+};
+struct Min {
+  template <class Wide>
+  WEFT_INLINE Wide operator()(Wide total, Wide x) const { return x < total || x != x ? x : total; }
+};
+
 template <class Wide, class T>
 void begin(Wide* total, const T* src, size_t n) {
   vectorised([](Wide* total, const T* src, size_t n) WEFT_INLINE {
@@ -73,30 +87,17 @@ void begin(Wide* total, const T* src, size_t n) {
   }, total, src, n);
 }
 
-template <class Wide, class T>
-void add(Wide* total, const T* src, size_t n) {
-  vectorised([](Wide* total, const T* src, size_t n) WEFT_INLINE {
-    for (size_t i = 0; i < n; ++i) total[i] += load<Wide>(src[i]);
-  }, total, src, n);
+template <class Make, class Wide, class T, class U>
+void begin(Wide* total, const T* one, const U* other, size_t n) {
+  vectorised([](Wide* total, const T* one, const U* other, size_t n) WEFT_INLINE {
+    for (size_t i = 0; i < n; ++i) total[i] = Make()(load<Wide>(one[i]), load<Wide>(other[i]));
+  }, total, one, other, n);
 }
 
-template <class Wide, class T>
-void raise(Wide* total, const T* src, size_t n) {
+template <class Make, class Wide, class T>
+void go_on(Wide* total, const T* src, size_t n) {
   vectorised([](Wide* total, const T* src, size_t n) WEFT_INLINE {
-    for (size_t i = 0; i < n; ++i) {
-      Wide x = load<Wide>(src[i]);
-      total[i] = total[i] < x || x != x ? x : total[i];
-    }
-  }, total, src, n);
-}
-
-template <class Wide, class T>
-void lower(Wide* total, const T* src, size_t n) {
-  vectorised([](Wide* total, const T* src, size_t n) WEFT_INLINE {
-    for (size_t i = 0; i < n; ++i) {
-      Wide x = load<Wide>(src[i]);
-      total[i] = x < total[i] || x != x ? x : total[i];
-    }
+    for (size_t i = 0; i < n; ++i) total[i] = Make()(total[i], load<Wide>(src[i]));
   }, total, src, n);
 }
 
@@ -192,12 +193,12 @@ void write(Dtype dtype, char* at, const Wide* total, size_t n) {
   end(reinterpret_cast<Wide*>(at), total, n);
 }
 
-template <class Wide>
+template <class Make, class Wide>
 void reduce_all(Combine combine, const std::vector<Rows>& operands, size_t rows, size_t columns, int ranks, size_t whole,
                 const Target* copies, size_t count) {
   const size_t item = size_of(operands[0].dtype);
   const size_t run = columns * item;
-  const bool past_caches = streamed(whole, run);
+  const bool past_caches = streamed(whole, run), as_it_is = !std::is_same_v<Wide, float> || operands[0].dtype == Dtype::float32;
   const bool any_past = past_caches || std::any_of(copies, copies + count, [&](const Target& x) { return streamed(x.whole, run); });
   share(rows, columns, item, [&](size_t top, size_t high, size_t left, size_t wide) {
     alignas(64) Wide total[kBlock];
@@ -206,17 +207,16 @@ void reduce_all(Combine combine, const std::vector<Rows>& operands, size_t rows,
       for (size_t start = left; start < left + wide; start += kBlock) {
         size_t n = std::min(kBlock, left + wide - start);
         auto at = [&](const auto& x) { return x.base + row * x.stride + start * item_of(x, item); };
-        read<Wide>(operands[1].dtype, at(operands[1]), n, [&](const auto* src) { begin(total, src, n); });
-        for (size_t s = 2; s < operands.size(); ++s)
-          read<Wide>(operands[s].dtype, at(operands[s]), n, [&](const auto* src) {
-            if (combine == Combine::max) raise(total, src, n);
-            else if (combine == Combine::min) lower(total, src, n);
-            else add(total, src, n);
-          });
+        read<Wide>(operands[1].dtype, at(operands[1]), n, [&](const auto* one) {
+          if (operands.size() == 2) return begin(total, one, n);
+          read<Wide>(operands[2].dtype, at(operands[2]), n, [&](const auto* other) { begin<Make>(total, one, other, n); });
+        });
+        for (size_t s = 3; s < operands.size(); ++s)
+          read<Wide>(operands[s].dtype, at(operands[s]), n, [&](const auto* src) { go_on<Make>(total, src, n); });
         if (combine == Combine::avg) divide(total, n, static_cast<Wide>(ranks));
         char* first = at(operands[0]);
-        char* made = past_caches ? rounded : first;
-        write(operands[0].dtype, made, total, n);
+        char* made = past_caches ? as_it_is ? reinterpret_cast<char*>(total) : rounded : first;
+        if (made != reinterpret_cast<char*>(total)) write(operands[0].dtype, made, total, n);
         if (past_caches) stream(first, made, n * item);
         for (const Target* copy = copies; copy < copies + count; ++copy)
           streamed(copy->whole, run) ? stream(at(*copy), made, n * item) : void(std::memcpy(at(*copy), made, n * item));
@@ -230,6 +230,20 @@ bool joined(const std::vector<Rows>& operands, const Target* copies, size_t coun
   const size_t row = columns * size_of(operands[0].dtype);
   return std::all_of(operands.begin(), operands.end(), [&](const Rows& x) { return x.stride == columns * size_of(x.dtype); }) &&
          std::all_of(copies, copies + count, [&](const Target& x) { return x.stride == row; });
+}
+
+template <class Make, class... Given>
+void reduce_by(Combine combine, const std::vector<Rows>& operands, Given... given) {
+  switch (operands[0].dtype) {
+    case Dtype::float16: case Dtype::bfloat16: case Dtype::float32: return reduce_all<Make, float>(combine, operands, given...);
+    case Dtype::float64: return reduce_all<Make, double>(combine, operands, given...);
+    case Dtype::int8: return reduce_all<Make, int8_t>(combine, operands, given...);
+    case Dtype::int16: return reduce_all<Make, int16_t>(combine, operands, given...);
+    case Dtype::int32: return reduce_all<Make, int32_t>(combine, operands, given...);
+    case Dtype::int64: return reduce_all<Make, int64_t>(combine, operands, given...);
+    case Dtype::uint8: return reduce_all<Make, uint8_t>(combine, operands, given...);
+    case Dtype::boolean: return reduce_all<Make, bool>(combine, operands, given...);
+  }
 }
 
 }  // namespace
@@ -250,17 +264,10 @@ void reduce_rows(Combine combine, const std::vector<Rows>& operands, size_t rows
   return;
 #endif
   if (joined(operands, copies, count, columns)) columns *= rows, rows = columns > 0;
-  switch (operands[0].dtype) {
-    case Dtype::float16: case Dtype::bfloat16: case Dtype::float32:
-      return reduce_all<float>(combine, operands, rows, columns, ranks, whole, copies, count);
-    case Dtype::float64: return reduce_all<double>(combine, operands, rows, columns, ranks, whole, copies, count);
-    case Dtype::int8: return reduce_all<int8_t>(combine, operands, rows, columns, ranks, whole, copies, count);
-    case Dtype::int16: return reduce_all<int16_t>(combine, operands, rows, columns, ranks, whole, copies, count);
-    case Dtype::int32: return reduce_all<int32_t>(combine, operands, rows, columns, ranks, whole, copies, count);
-    case Dtype::int64: return reduce_all<int64_t>(combine, operands, rows, columns, ranks, whole, copies, count);
-    case Dtype::uint8: return reduce_all<uint8_t>(combine, operands, rows, columns, ranks, whole, copies, count);
-    case Dtype::boolean: return reduce_all<bool>(combine, operands, rows, columns, ranks, whole, copies, count);
-  }
+  auto by = [&](auto make) { reduce_by<decltype(make)>(combine, operands, rows, columns, ranks, whole, copies, count); };
+  if (combine == Combine::max) by(Max());
+  else if (combine == Combine::min) by(Min());
+  else by(Sum());
 }
 
 }  // namespace weft
