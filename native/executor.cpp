@@ -119,6 +119,11 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
   return false;
 }
 
+void Executor::stop(Execution& execution) {
+  execution.stopped.store(0, std::memory_order_release);
+  mesh_->sleepers().wake_all();
+}
+
 // What the lane thread does with a job.
 void Executor::run(const LaneThread::Job& job) {
   if (run(*job.program, *job.execution, job.lane, 0) >= 0) return;

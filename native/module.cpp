@@ -274,6 +274,7 @@ NB_MODULE(_native, m) {
         return at;
       })
       .def("start", [](Executor& self, Compiled& c, size_t lane) { self.lane_thread.start({&c.program, &c.execution, lane}); })
+      .def("stop", [](Executor& self, Compiled& c) { self.stop(c.execution); })
       .def("join", [](Executor& self) { self.lane_thread.join(); }, nb::call_guard<nb::gil_scoped_release>())
       .def("join", [](Executor& self, Compiled& c, double seconds) {
         nb::gil_scoped_release release;

@@ -371,3 +371,44 @@ def bad_arguments(world):
 @pytest.mark.data
 def test_bad_arguments():
     on_ranks(bad_arguments, 2)
+
+
+def nobody_keeps_the_handle(world):
+    """What a call in the background works on lives until it is over: other tensors do not get its memory."""
+    for size in (1000, 1 << 20):
+        signals, a = world.signals(1), torch.full((size,), 2.0)
+        weft.all_reduce(a)  # ranks take a workspace together
+        if world.rank:
+            weft.all_reduce_async(a)
+            del a
+            others = [torch.full((size,), 7.0) for _ in range(8)]
+            weft.notify(signals, 0, 0)
+        else:
+            weft.wait(signals, 0, ">=", 1)
+            assert torch.equal(weft.all_reduce_async(a).wait(), torch.full((size,), 4.0))
+        weft.barrier()
+        if world.rank:
+            assert all(torch.equal(other, torch.full((size,), 7.0)) for other in others)
+
+
+@pytest.mark.data
+def test_nobody_keeps_the_handle():
+    on_ranks(nobody_keeps_the_handle, 2)
+
+
+def closed_meanwhile(world):
+    """A rank that closes its world ends what it has begun, at once."""
+    a, signals = torch.ones(1 << 20), world.signals(1)
+    weft.all_reduce(a)
+    if world.rank:
+        handle = weft.all_reduce_async(a, timeout=600)
+        world.close()
+        with pytest.raises(weft.WeftError, match="rank 1 closed its world while it waited for"):
+            handle.wait()
+    else:
+        with pytest.raises(weft.PeerLost, match=r"rank 1 .*closed its world"):
+            weft.wait(signals, 0, ">=", 1)
+
+
+def test_closed_meanwhile():
+    on_ranks(closed_meanwhile, 2)

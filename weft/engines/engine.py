@@ -22,6 +22,7 @@ from weft.plan import Copy, Instruction, Plan, Reduce, Region, Signal, Wait, acc
 from weft.world import World, memory
 
 LANES = ("compute", "comm")
+_MOMENT = 1.0  # seconds in which an instruction ends that has no waits
 _CACHED = 256  # compiled plans; a program is small, and its workspace is shared
 
 
@@ -134,6 +135,11 @@ class Engine(ABC):
         assert segment is not None
         return segment
 
+    def abandon(self) -> None:
+        """End what was started, as far as that goes: the world is closed, and what it works on may soon be others' memory."""
+        for program in self.pending:
+            program.stop(_MOMENT)
+
     def moved(self) -> None:  # noqa: B027, most programs find the workspace where it is
         """The workspace is about to be replaced."""
 
@@ -170,6 +176,8 @@ class Engine(ABC):
                 return world.lost(source, "closed its world", doing)
             case _native.WaitStatus.failed:
                 return world.failure(doing)
+            case _native.WaitStatus.lane:  # of no lane of this call
+                return WeftError(f"rank {world.rank} closed its world while it waited {doing}")
             case _:
                 return world.timed_out(doing, timeout)
 
@@ -179,6 +187,7 @@ class Program(ABC):
 
     def __init__(self, engine: Engine, plan: Plan) -> None:
         self.engine, self.world, self.plan = engine, engine.world, plan
+        self.held: object = None  # what must live until that which was started is over
         lanes = self.own_lanes()
         if plan.ranks != self.world.ranks:
             raise PlanError(f"a plan for {plan.ranks} ranks cannot run in a world of {self.world.ranks}")
@@ -240,6 +249,10 @@ class Program(ABC):
     @abstractmethod
     def join(self, timeout: float = math.inf) -> bool:
         """Wait until what was started is over, and raise what went wrong with it; False if `timeout` seconds pass first."""
+
+    @abstractmethod
+    def stop(self, timeout: float) -> None:
+        """End the waits of what was started, and return when that is over, or after `timeout` seconds."""
 
     def idle(self) -> bool:
         """Whether nothing was started that has not been joined."""

@@ -193,12 +193,17 @@ class HostProgram(Program):
             left = deadline - time.monotonic()
             if self.world.native.join(self.native, min(max(left, 0.0), 0.05)):  # now and then Python may handle a signal
                 self.engine.pending.remove(self)
+                self.held = None
                 if self.native.wait_failure(0)[0] != _native.WaitStatus.none:
                     raise self._stopped(0, self.timeout)
                 self._record()
             elif left <= 0:
                 return False
         return True
+
+    def stop(self, timeout: float) -> None:
+        self.world.native.stop(self.native)
+        self.world.native.join(self.native, timeout)
 
     def rows_of(self, region: Region) -> tuple[int, int]:
         assert self.bound is not None

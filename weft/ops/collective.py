@@ -140,6 +140,7 @@ def call_later(
     work = prepare(world, a, out, *options)
     program = next(program for number in range(1 << 30) if (program := _program(world, work, number)).idle())
     program.start(program.bind(work.tensors, work.rows), timeout)
+    program.held = work  # should nobody keep the handle
     return Handle(program, work)
 
 

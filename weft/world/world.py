@@ -156,6 +156,8 @@ class World(Peers):
                 self.relay.finish()
             self.mesh.leave()
             self.closed = "it was closed"
+            if self.engine is not None:
+                self.engine.abandon()
         if self.relay is not None:
             self.relay.close()
 

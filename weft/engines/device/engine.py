@@ -8,6 +8,7 @@ how it is tested where there is none.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
@@ -139,7 +140,6 @@ class DeviceProgram(FixedProgram):
         self.promised = {engine.index(signal): count for signal, count in self.plan.promised(rank).items()}
         self.fixed = {region: self._rows(region) for instructions in self.lanes for i in instructions for region in accesses(i)}
         self.completion: Completion | None = None
-        self.held: Tensors = {}  # that a call in the background works on
         self.runs: dict[int, Run] = {}
         self.sums: dict[tuple[Region, ...], Sum] = {}
         engine.counters.prepare(self.promised)
@@ -264,10 +264,16 @@ class DeviceProgram(FixedProgram):
             self.engine.pending.remove(self)
             raise self.world.fail(error) from None
         self.engine.pending.remove(self)
-        self.held = {}
+        self.held = None
         if self.world.recorder is not None:
             self.world.recorder.add(self.plan, (), [each for span in self.spans for each in span()])
         return True
+
+    def stop(self, timeout: float) -> None:
+        """Its waits end by themselves: the world is closed."""
+        if self.completion is not None:
+            with contextlib.suppress(WeftError):
+                self.completion.join(timeout)
 
     def _begin(self, seconds: float) -> list[Span]:
         """Tell peers what is called; where spans are put."""
