@@ -118,7 +118,7 @@ class Subject(ABC):
             gbps = balanced_gbps(self.plan(), first.shape[1] * first.itemsize, stopwatch.alone(compute), latency)
             world.emulate_link(gbps, latency)
         if settings.algorithm == "auto" and shape.m:
-            while (choice := decide(self.call)).trial is not None:
+            while (choice := decide(self.call)).report is not None:
                 fused.run(self.call)
             self.choice = choice
         self.views = {

@@ -9,7 +9,7 @@ nothing. Rank 0 decides for all. What was not measured before, the first calls o
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -47,11 +47,14 @@ def decide(call: Call) -> Decision:
         call.check_algorithm("auto")
         choices = _of_rank_0(call, key)
         found = world.choices[key, world.emulated_link] = Trial(choices) if len(choices) > 1 else choices[0]
-    return found.of(call)
+    if isinstance(found, Choice):
+        return found.of(call)
+    report = partial(_measured, call, found) if found.includes(call) else None
+    return found.of(call)._replace(settled=False, report=report)
 
 
-def measured(call: Call, trial: Trial, begun: int, ended: int) -> None:
-    """Tell how long a call took that was part of a trial; collective where a round is over."""
+def _measured(call: Call, trial: Trial, begun: int, ended: int) -> None:
+    """Take note of how long a call took that was part of a trial; collective where a round is over."""
     if trial.took(call, begun, ended):
         world, own = call.world, torch.tensor([trial.said()], dtype=torch.int64)
         every = own.new_empty(world.ranks, own.shape[1])
@@ -69,7 +72,7 @@ def expected(call: Call) -> Decision:
     if key is None:
         return default
     own, choice = _own(call), call.world.choices.get((key, call.world.emulated_link))
-    decided = None if choice is None else choice.of(call)._replace(trial=None)
+    decided = None if choice is None else choice.of(call)
     return own if decided is None or (decided.variant == own.variant and not decided.measured) else decided
 
 

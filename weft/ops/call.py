@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from weft.plan import Plan
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import PIECES, Operator, Variant, Workload, size_class
 from weft.world import World
-
-if TYPE_CHECKING:
-    from weft.ops.trials import Trial
 
 FEW_ROWS = 32
 """Up to this many rows of a rank one product, which reads the weight once, surely beats one for each rank or piece."""
@@ -76,7 +73,7 @@ class Decision(NamedTuple):
 
     `pieces`: into how many the rows are cut, where that is said for a class of sizes. `measured`: the least milliseconds of the
     variants that were tried in calls of its class. `sure`: nothing else need be tried.
-    `trial`: what is told how long the call took.
+    `settled`: calls of its class go this way from now on. `report` is told when the call began and ended, where that is measured.
     """
 
     variant: Variant
@@ -85,7 +82,8 @@ class Decision(NamedTuple):
     pieces: int | None = None
     measured: tuple[tuple[Variant, float], ...] = ()
     sure: bool = False
-    trial: Trial | None = None
+    settled: bool = True
+    report: Callable[[int, int], None] | None = None
 
     @property
     def algorithm(self) -> str:

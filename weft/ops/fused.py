@@ -15,7 +15,7 @@ from torch import Tensor
 from weft.engines import engine
 from weft.engines.engine import Program
 from weft.engines.weights import Weight
-from weft.ops.auto import decide, measured
+from weft.ops.auto import decide
 from weft.ops.call import Call, Given, Options
 from weft.plan import Matmul, Plan
 from weft.schedules.operators import OPERATORS
@@ -48,9 +48,9 @@ def carry_out(call: Call) -> Outcome:
     way = prepare(call, decision.variant, decision.pieces)
     begun = time.monotonic_ns()
     result = go(call, way)
-    if decision.trial is not None:
-        measured(call, decision.trial, begun, time.monotonic_ns())
-    return Outcome(result, way, decision.trial is None)
+    if decision.report is not None:
+        decision.report(begun, time.monotonic_ns())
+    return Outcome(result, way, decision.settled)
 
 
 def execute(call: Call, variant: Variant, pieces: int | None = None) -> Any:

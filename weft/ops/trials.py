@@ -84,12 +84,14 @@ class Trial:
         self.least: dict[tuple[str, int, str], float] = {}
         self.shown: dict[Variant, float] = {}
 
+    def includes(self, call: Call) -> bool:
+        """Whether all ways would give the call the same bits."""
+        return all(min(call.workload.rows) >= _BITS * choice.pieces for choice in self.left)
+
     def of(self, call: Call) -> Decision:
-        """What the next call does: the way whose turn it is, where that and all others give the same bits."""
-        least = min(call.workload.rows)
-        if any(least < _BITS * choice.pieces for choice in self.left):
-            return self.usual.of(call)
-        return self.left[len(self.calls)].of(call)._replace(trial=self, why="one of the first calls, in which ways are measured")
+        """What the next call does: the way whose turn it is, or the usual one."""
+        choice = self.left[len(self.calls)] if self.includes(call) else self.usual
+        return choice.of(call)._replace(why="one of the first calls, in which ways are measured")
 
     def took(self, call: Call, begun: int, ended: int) -> bool:
         """Note when a call began and ended; whether a round is over, of which all ranks are to tell each other."""
