@@ -386,6 +386,7 @@ NB_MODULE(_native, m) {
 
   m.def("set_team_size", &set_team_size);
   m.def("team_size", &team_size);
+  m.def("let_teams", &let_teams);
   m.def("cycles", [] {  // of the processor's time-stamp counter; 0 where there is none
 #if defined(__x86_64__)
     return __builtin_ia32_rdtsc();

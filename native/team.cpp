@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <pthread.h>
 
+#include <atomic>
 #include <type_traits>
 
 namespace weft {
@@ -34,6 +35,7 @@ const OpenMP& openmp() {
   return found;
 }
 
+std::atomic<bool> cores_enough{true};
 thread_local size_t given = 0;   // the number given to this thread, if any
 thread_local bool begun = false;  // whether it has begun a team
 
@@ -60,10 +62,13 @@ void take_part(void* all) {
 
 size_t team_size() {
   if (given == 1 || !openmp().complete()) return 1;
-  return given ? given : openmp().threads();
+  if (given) return given;
+  return cores_enough.load(std::memory_order_relaxed) ? openmp().threads() : 1;
 }
 
 void set_team_size(size_t threads) { given = threads; }
+
+void let_teams(bool share) { cores_enough.store(share, std::memory_order_relaxed); }
 
 void run_team(size_t parts, void (*run)(const void* work, size_t part, size_t parts), const void* work) {
   static const int registered = pthread_atfork(nullptr, nullptr, after_fork);

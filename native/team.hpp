@@ -10,6 +10,8 @@ namespace weft {
 size_t team_size();
 // Give the calling thread a number for good, as to a lane that works beside the caller.
 void set_team_size(size_t threads);
+// Whether threads that were given no number share at all: not where others need the cores, since a team waits for its slowest.
+void let_teams(bool share);
 
 // Call `run` with `work` and the number of a part, for each of `parts` parts on a thread of its own, and return when all have. There
 // may be fewer parts than asked for.

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from support.ranks import on_ranks
 
 import weft
+from weft import _native
+from weft.ops.collective import SLOT_BYTES, slot_rows
 
 
 def tasks():
@@ -80,6 +83,7 @@ def moves(world, dtype, *counts):
 
 
 def everything(world):
+    _native.let_teams(True)  # as if there were cores enough
     sums(world, torch.float32, 3, 8)  # more than cores: a library's idle threads then leave these to others
     sums(world, torch.bfloat16, 4)
     sums(world, torch.float16, 3)
@@ -94,6 +98,7 @@ def test_any_number_of_threads_makes_the_same_bits(ranks):
 
 
 def one_sided(world):
+    _native.let_teams(True)
     own, memory = numbers(torch.int32, 300, 1001), world.empty(300, 1001, dtype=torch.int32)
     views = [lambda t: t, lambda t: t.view(-1)[1:], lambda t: t[:, 3:-1], lambda t: t[:, ::3], lambda t: t.t()[5:]]
 
@@ -166,25 +171,33 @@ def come(world, kind, threads):
     return found
 
 
+def sharing(world, kind, threads):
+    _native.let_teams(True)
+    return come(world, kind, threads)
+
+
 @pytest.mark.parametrize("kind", [put, transposing_put, overlapping_put, copies, additions])
 def test_threads_of_torch_share_what_is_large(kind):
-    assert on_ranks(come, 2, kind, 3) == [2, 2]
+    assert on_ranks(sharing, 2, kind, 3) == [2, 2]
 
 
-def of_three():
-    torch.set_num_threads(3)
+def as_many_as_cores():
+    torch.set_num_threads(len(os.sched_getaffinity(0)) + 1)
     return weft.init(timeout=20)
 
 
-def staged(world):
-    """How many threads come when what peers cannot read goes through slots."""
-    own, before = torch.randn(1 << 21), tasks()
-    weft.all_reduce(own)
-    return tasks() - before
+def crowded(world):
+    return come(world, put, torch.get_num_threads())
+
+
+def test_one_thread_copies_where_ranks_have_more_threads_than_cores():
+    assert on_ranks(crowded, 2, given=as_many_as_cores) == [0, 0]
 
 
 def test_slots_are_as_large_as_threads_are_many():
-    assert on_ranks(staged, 4, given=of_three) == [2] * 4
+    row = torch.empty(1, 1)
+    alone, eight = (slot_rows(row, 1 << 20, 3, SimpleNamespace(threads=threads)) for threads in (1, 8))
+    assert eight // 8 == alone == SLOT_BYTES // 3 // 4
 
 
 def beside(world):
@@ -226,6 +239,7 @@ def test_comm_threads_are_a_positive_number(threads):
 def forks(world):
     memory, own = world.empty(1 << 20), torch.randn(1 << 20)
     torch.set_num_threads(3)
+    _native.let_teams(True)
     weft.put(memory, own, 0)
     child = os.fork()
     if not child:

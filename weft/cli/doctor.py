@@ -279,7 +279,7 @@ def _troubles(
             few = f"with {seen.threads} threads on {len(seen.cores)} core(s): set OMP_NUM_THREADS"
             yield f"rank {seen.rank} on {seen.name} computes {few}"
         if seen.team < seen.threads:
-            alone = f"with {seen.team} of its {seen.threads} threads: weft finds no OpenMP library in this torch"
+            alone = f"with {seen.team} of its {seen.threads} threads: too few cores, or no OpenMP library in this torch"
             yield f"rank {seen.rank} on {seen.name} copies and adds {alone}"
     for host in dict.fromkeys(seen.host for seen in everyone):
         here = [seen for seen in everyone if seen.host == host]

@@ -88,6 +88,7 @@ class Peers:
         self.mesh = mesh
         here = [place for place in places if place.host == places[rank].host]
         cores = len(frozenset[int]().union(*(place.cores for place in here)))
+        _native.let_teams(sum(place.threads for place in here) <= cores)
         self.spins = 200 if len(here) <= cores else 0  # some microseconds; the scheduler may put two ranks on one core
         try:
             control = self._control_segment()

@@ -197,9 +197,9 @@ def init(
     announces its tiles itself; on a CPU that kernel runs under TRITON_INTERPRET=1.
 
     Copies and sums of 256 KiB and more are shared by as many threads as torch computes with on the caller's thread
-    (``torch.get_num_threads()``). Those that run beside it, in the comm lane of fused operators, asynchronous collectives and
-    transfers, are shared by `comm_threads`; ranks may differ in it. More than one pay where ``torch.set_num_threads`` leaves cores
-    to them. On a rank of a `local_world` this is its world there.
+    (``torch.get_num_threads()``), unless the ranks of this host have more threads than cores now. Those that run beside it, in the
+    comm lane of fused operators, asynchronous collectives and transfers, are shared by `comm_threads`; ranks may differ in it. More
+    than one pay where ``torch.set_num_threads`` leaves cores to them. On a rank of a `local_world` this is its world there.
 
     Raises `ValueError` for a `timeout` or `comm_threads` that is not positive; `WeftError` if there is no GPU, ranks with GPUs are
     on several hosts, or this host has no address for ranks on others; `PeerTimeout` if some ranks do not appear or cannot be
