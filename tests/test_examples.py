@@ -82,6 +82,14 @@ def test_torch_distributed():
 
 
 @pytest.mark.data
+def test_async_tp():
+    """The example itself compares the results of all programs."""
+    sizes = "--dim 32 --layers 1 --heads 2 --length 8 --runs 1"
+    printed = example("async_tp.py", *sizes.split())
+    assert "2 all_gather_matmul, 2 matmul_reduce_scatter in the last program" in printed
+
+
+@pytest.mark.data
 def test_huggingface():
     pytest.importorskip("transformers")
     sizes = "--hidden 64 --intermediate 128 --layers 2 --heads 4 --kv-heads 2 --vocabulary 128 --prompt 16 --generated 6 --runs 2"

@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weft.compiler.async_tp import enable_async_tp
     from weft.engines.weights import PackedWeight, pack
     from weft.errors import MismatchError, PeerLost, PeerTimeout, PlanError, SymmetricMemoryError, WeftError
     from weft.ops.all_gather import all_gather, all_gather_async
@@ -36,6 +37,7 @@ _HOMES = {
     "weft.errors": ["MismatchError", "PeerLost", "PeerTimeout", "PlanError", "SymmetricMemoryError", "WeftError"],
     "weft.world.launcher": ["launch"],
     "weft.world.local": ["LocalWorld", "local_world"],
+    "weft.compiler.async_tp": ["enable_async_tp"],
     "weft.engines.weights": ["PackedWeight", "pack"],
     "weft.world.onesided": ["Transfer", "get", "get_async", "notify", "put", "put_async", "put_notify", "test", "wait"],
     "weft.ops.all_gather_matmul": ["all_gather_matmul"],

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard, distribute_module
@@ -16,7 +14,7 @@ from weft.engines.weights import DTYPES
 from weft.nn.layers import ColumnParallelLinear, Gather, RowParallelLinear, ShardedLinear, note
 from weft.nn.layout import Layout
 from weft.nn.norms import NORMS, ShardedNorm
-from weft.world import World, init
+from weft.process_group import worlds
 
 
 class ColwiseParallel(torch_styles.ColwiseParallel):
@@ -91,17 +89,6 @@ class SequenceParallel(torch_styles.SequenceParallel):
         return note(module, "weft: on plain tensors")
 
 
-_worlds: WeakKeyDictionary[dist.ProcessGroup, World] = WeakKeyDictionary()
-
-
-def _world_of(mesh: DeviceMesh) -> World:
-    """The world of a mesh's process group, made at its first use; collective."""
-    group = mesh.get_group()
-    if group not in _worlds or _worlds[group].closed:
-        _worlds[group] = init(group)
-    return _worlds[group]
-
-
 def _obstacle(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> str | None:
     """Why weft cannot run a layer whose rows come or go as `placement`, or None."""
     if type(module) is not nn.Linear:
@@ -127,5 +114,5 @@ def _spread(
     distribute_module(module, mesh, style._partition_linear_fn)
     module.__class__ = kind
     assert isinstance(module, kind)
-    module._spread(_world_of(mesh), layout)
+    module._spread(worlds.beside(mesh.get_group()), layout)
     return module

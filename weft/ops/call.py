@@ -27,7 +27,10 @@ _HOST_PIECES = 8  # between hosts, where each transfer and each small product co
 
 
 class Options(NamedTuple):
-    """What is asked for beside the tensors, as the operators' docstrings say; `keep`: the gathered a is a result too."""
+    """What is asked for beside the tensors, as the operators' docstrings say.
+
+    `keep`: the gathered a is a result too. `own_bias`: each rank adds a bias of its own to its product, so all are summed.
+    """
 
     dim: int = 0
     op: str = "sum"
@@ -37,6 +40,7 @@ class Options(NamedTuple):
     algorithm: str = "auto"
     chunk_rows: int | None = None
     timeout: float | None = None
+    own_bias: bool = False
 
 
 class Given(NamedTuple):

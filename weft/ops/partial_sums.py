@@ -25,7 +25,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 class SumCall(Call):
     """Multiplies the matrix `x` (rows, K) by `weight` (K, N), and sums over ranks into `out` (rows kept, N).
 
-    `operands` are these three. Rank 0 adds the bias to its product, so that it is added once.
+    `operands` are these three. Rank 0 adds the bias to its product, so that it is added once, unless each rank has its own.
     """
 
     def __init__(
@@ -34,5 +34,7 @@ class SumCall(Call):
         super().__init__(world, options, workload)
         x, weight, out = operands
         self.tensors, self.weights, self.asked = {"a": x, "out": out}, (weight,), (("op", options.op),)
-        if bias is not None and world.rank == 0:
+        if bias is not None and options.own_bias:
+            self.biases = (bias,)
+        elif bias is not None and world.rank == 0:
             self.biases = (bias.to(accumulator(x.dtype)) * world.ranks if options.op == "avg" else bias,)

@@ -1,0 +1,1 @@
+"""What weft gives to torch.compile."""

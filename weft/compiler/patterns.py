@@ -1,0 +1,245 @@
+"""What is looked for in a graph: all-gathers whose rows are multiplied, and products that are reduce-scattered or all-reduced.
+
+Graphs are Inductor's, after gradients were taken: functional collectives, products by `aten.mm` and `aten.addmm`, whatever the
+model said, and views between them. Nothing here changes a graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from weft.engines.weights import DTYPES
+
+_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
+
+_RESHAPES = (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default)
+_SIZE = _aten.sym_size.int
+_SPLITS = (_aten.split.Tensor, _aten.split_with_sizes.default)
+GATHER, _SCATTER = _c10d.all_gather_into_tensor.default, _c10d.reduce_scatter_tensor.default
+_REDUCE, _WAIT = _c10d.all_reduce.default, _c10d.wait_tensor.default
+MOVES = (_WAIT, *_SPLITS, operator.getitem, _aten.slice.Tensor, _aten.cat.default)
+"""What comes between an all-gather and what is gathered along any dimension."""
+
+
+class Product(NamedTuple):
+    """``a @ b (+ bias)`` of matrices, the bias one for each column."""
+
+    node: Node
+    a: Node
+    b: Node
+    bias: Node | None
+
+
+class Gather(NamedTuple):
+    """An all-gather of `shard` along `dim`, which gives `whole`, and the `products` of its rows.
+
+    `nodes`: from the collective, which is the first, to the whole and its views. `sizes`: those that ask for symbolic sizes of the
+    whole. `kept`: it has other uses, too.
+    """
+
+    shard: Node
+    dim: int
+    ranks: int
+    group: str
+    nodes: Sequence[Node]
+    whole: Node
+    products: Sequence[Product]
+    sizes: Sequence[Node]
+    kept: bool
+
+
+class Sum(NamedTuple):
+    """A product, in the shape of `summed`, of which ranks keep the sum, or each a part of it along `dim`.
+
+    `nodes`: from the product to the collective, which is the last.
+    """
+
+    product: Product
+    summed: Node
+    op: str
+    dim: int | None
+    ranks: int | None
+    group: str
+    nodes: Sequence[Node]
+
+
+def found(node: Node) -> Gather | Sum | None:
+    """What there is at this node, if it is a collective that belongs to products."""
+    if node.target not in (GATHER, _SCATTER, _REDUCE) or group_of(node) is None or len(waits(node)) != 1:
+        return None
+    return _gather(node) if node.target is GATHER else _sum(node)
+
+
+def _gather(node: Node) -> Gather | None:
+    """The all-gather that begins at this node, if what is gathered is multiplied."""
+    shard, ranks, group = _args(node)
+    if value(shard).dim() < 2:
+        return None
+    (wait,) = waits(node)
+    nodes, whole, dim = [node, wait], wait, 0
+    if len(node.users) == 1 and (joined := _joined(wait, ranks)) is not None:
+        nodes, whole, dim = [*nodes, *_between(wait, joined), joined], joined, _dim(joined)
+    sizes = [user for user in whole.users if user.target is _SIZE and _args(user)[1] != value(whole).dim() - 1]
+    views, products, others = _uses(whole, {*sizes}, _descendants(node))
+    kept = others or len(node.users) > 1
+    return Gather(shard, dim, ranks, group, [*nodes, *views], whole, products, sizes, kept) if products else None
+
+
+def _sum(node: Node) -> Sum | None:
+    """The reduce-scatter or all-reduce that this node is, if what it sums is a product that has no other use."""
+    source, op, *ranks, group = _args(node)
+    nodes, dim = [node], 0 if node.target is _SCATTER else None
+    if dim == 0 and (parts := _parts(source, ranks[0])) is not None and _dim(source) == 0:
+        nodes = [*_between(parts[0], source), source, node]
+        source, dim = parts
+    summed = source
+    while source.target in _RESHAPES and _keeps_rows(source):
+        nodes, source = [source, *nodes], source.args[0]
+    product = _product(source)
+    between = {product.node, *nodes[:-1]} if product else set()
+    if product is None or op not in ("sum", "avg") or not all({*each.users} <= {*nodes} for each in between):
+        return None
+    if value(summed).dim() < 2 or (product.bias is not None and dim == value(summed).dim() - 1):
+        return None  # a lone row; or each rank would need its part of all ranks' biases
+    return Sum(product, summed, op, dim, ranks[0] if ranks else None, group, nodes)
+
+
+def group_of(collective: Node) -> str | None:
+    """The name of a collective's process group, if arguments are in their usual places."""
+    group = None if collective.kwargs else _args(collective)[-1]
+    return group if isinstance(group, str) else None
+
+
+def tensors_of(node: Node) -> list[Node]:
+    """What a node is made of, without symbolic sizes."""
+    return [each for each in node.all_input_nodes if not isinstance(each.meta.get("val"), torch.SymInt)]
+
+
+def waits(collective: Node) -> list[Node]:
+    """The nodes that wait for a collective."""
+    return [user for user in collective.users if user.target is _WAIT]
+
+
+def value(node: Node) -> Tensor:
+    """What is known of a node's tensor without its data."""
+    found: Tensor = node.meta["val"]
+    return found
+
+
+def _args(node: Node) -> Any:
+    return node.args
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(statically_known_true(one == other))
+
+
+# Products
+
+
+def _product(node: Node) -> Product | None:
+    """The product that a node is, if weft can make it."""
+    if node.target not in (_aten.mm.default, _aten.addmm.default) or node.kwargs:
+        return None
+    *added, a, b = _args(node)
+    factors = [value(each) for each in (a, b, *added)]
+    if any(tensor.device.type != "cpu" or tensor.dtype not in DTYPES or tensor.dtype != factors[0].dtype for tensor in factors):
+        return None
+    if not all(isinstance(size, int) for size in factors[1].shape):
+        return None
+    if added and not (factors[2].dim() == 1 and _same(factors[2].shape[0], factors[1].shape[1])):
+        return None
+    return Product(node, a, b, added[0] if added else None)
+
+
+def _keeps_rows(reshape: Node) -> bool:
+    """Whether the rows, along the last dimension, are those of what is reshaped."""
+    shape, before = value(reshape).shape, value(_args(reshape)[0]).shape
+    return bool(shape) and bool(before) and _same(shape[-1], before[-1])
+
+
+def _uses(whole: Node, sizes: set[Node], descendants: set[Node]) -> tuple[list[Node], list[Product], bool]:
+    """Views of a tensor that keep its rows, products of these with what is no descendant, and whether there are other uses."""
+    views, products, others = [whole], [], False
+    for view in views:
+        for user in view.users:
+            product = _product(user)
+            if user.target in _RESHAPES and _keeps_rows(user):
+                views.append(user)
+            elif user in sizes:
+                pass
+            elif product is not None and product.a is view and not {product.b, product.bias} & descendants:
+                products.append(product)
+            else:
+                others = True
+    return views[1:], products, others
+
+
+def _descendants(node: Node) -> set[Node]:
+    """The node and all that depends on it."""
+    found, left = {node}, [node]
+    while left:
+        for user in left.pop().users:
+            if user not in found:
+                found.add(user)
+                left.append(user)
+    return found
+
+
+# Dimensions but the first: equal parts along one dimension are joined along another
+
+
+def _joined(wait: Node, ranks: int) -> Node | None:
+    """What the ranks' parts of a tensor are joined to, if nothing else is done with it."""
+    parts = [part for user in wait.users for part in (user.users if user.target in _SPLITS else [user])]
+    ends = {user for part in parts for user in part.users}
+    cat = ends.pop() if len(ends) == 1 else None
+    return cat if cat is not None and _parts(cat, ranks) == (wait, 0) else None
+
+
+def _dim(cat: Node) -> int:
+    """Along which dimension tensors are joined."""
+    dim: int = (*_args(cat), cat.kwargs.get("dim", 0))[1]
+    return dim % value(cat).dim()
+
+
+def _parts(cat: Node, ranks: int) -> tuple[Node, int] | None:
+    """What is cut along which dimension into an equal part for each rank, all of which are joined in their order."""
+    if cat.target is not _aten.cat.default:
+        return None
+    pieces = list(_args(cat)[0])
+    cuts = [_cut(piece) for piece in pieces]
+    known = [cut for cut in cuts if cut is not None]
+    if not len(known) == len(pieces) == ranks or len({(source, dim) for source, dim, _ in known}) != 1:
+        return None
+    source, dim, _ = known[0]
+    size = value(pieces[0]).shape[dim]
+    begins = all(_same(begin, index * size) for index, (_, _, begin) in enumerate(known))
+    equal = all(_same(value(piece).shape[dim], size) for piece in pieces)
+    return (source, dim) if begins and equal and _same(value(source).shape[dim], ranks * size) else None
+
+
+def _cut(piece: Node) -> tuple[Node, int, Any] | None:
+    """What a node is a piece of, along which dimension, and where it begins."""
+    if piece.target is operator.getitem and _args(piece)[0].target in _SPLITS:
+        split, index = _args(piece)
+        source, _, dim = (*split.args, split.kwargs.get("dim", 0))[:3]
+        dim %= value(source).dim()
+        return source, dim, sum(part.shape[dim] for part in split.meta["val"][:index])
+    if piece.target is _aten.slice.Tensor and len(piece.args) == 4 and not piece.kwargs:
+        source, dim, begin, _ = _args(piece)
+        return source, dim % value(source).dim(), begin.meta["val"] if isinstance(begin, Node) else begin
+    return None
+
+
+def _between(source: Node, cat: Node) -> list[Node]:
+    """The nodes that cut `source` into the pieces that `cat` joins."""
+    pieces = cat.all_input_nodes
+    return [*dict.fromkeys(_args(piece)[0] for piece in pieces if _args(piece)[0] is not source), *pieces]

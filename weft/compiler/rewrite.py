@@ -1,0 +1,142 @@
+"""How a graph is changed: one operator of weft in the place of a collective and the products beside it."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
+
+from weft.compiler import operators, patterns
+from weft.compiler.patterns import Gather, Sum, value, waits
+
+_aten = torch.ops.aten
+_JOINED = (0, -1), (1, 0)  # the factors among the arguments of an operator, and the dimension of both that is summed over
+_reshape, _cat = _aten.reshape.default, _aten.cat.default
+
+
+def share_gathers(graph: Graph, groups: Callable[[str], bool]) -> None:
+    """One all-gather where there are several of the same rows, on such groups: without gradients each layer has its own."""
+    known: dict[str, Node] = {}
+    gathered: set[Node] = set()
+    for node in list(graph.nodes):
+        name = patterns.group_of(node) if node.target is patterns.GATHER else None
+        moved = node.target in patterns.MOVES and gathered.issuperset(patterns.tensors_of(node))
+        if moved or (name is not None and groups(name)):
+            first = known.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+            gathered.add(first)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+
+
+def put_gather(graph: Graph, found: Gather) -> None:
+    """One operator that gathers and multiplies, before the first of the products."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    products = sorted(found.products, key=lambda product: places[product.node])
+    weights, biases = [product.b for product in products], [product.bias for product in products]
+    options = found.dim, found.kept, found.ranks, found.group, None
+    with graph.inserting_before(products[0].node):
+        made = _call(graph, operators.ALL_GATHER_MATMUL, found.shard, weights, biases, *options)
+        results = [_call(graph, operator.getitem, made, index) for index in range(len(products))]
+        for size in found.sizes:
+            size.replace_input_with(found.whole, results[0])
+        if value(results[0]).dim() != 2:
+            results = [_call(graph, _reshape, result, [-1, value(result).shape[-1]]) for result in results]
+        gathered = _call(graph, operator.getitem, made, len(products)) if found.kept else None
+    for product, result in zip(products, results, strict=True):
+        product.node.replace_all_uses_with(result)
+    collective = found.nodes[0]
+    if gathered is not None:
+        (wait,) = waits(collective)
+        collective.replace_all_uses_with(gathered, delete_user_cb=lambda user: user is not wait)
+        found.whole.replace_all_uses_with(gathered)
+    _erase(graph, {*found.nodes, *(product.node for product in products)})
+
+
+def put_sum(graph: Graph, found: Sum) -> None:
+    """One operator that multiplies and sums, where the collective is."""
+    (product, a, b, bias), collective = found.product, found.nodes[-1]
+    (wait,) = waits(collective)
+    with graph.inserting_before(collective):
+        if value(found.summed).dim() != 2:
+            shape: Any = found.summed.args[1]
+            a = _call(graph, _reshape, a, [*shape[:-1], value(b).shape[0]])
+        if found.dim is None:
+            made = _call(graph, operators.MATMUL_ALL_REDUCE, a, b, bias, found.op, found.group, None)
+        else:
+            options = found.op, found.dim, found.ranks, found.group, None
+            made = _call(graph, operators.MATMUL_REDUCE_SCATTER, a, b, bias, *options)
+        result = _call(graph, operator.getitem, made, 0)
+    wait.replace_all_uses_with(result)
+    collective.replace_all_uses_with(result, delete_user_cb=lambda user: user is not wait)
+    _erase(graph, {product, *found.nodes, wait})
+
+
+def join_sums(graph: Graph) -> None:
+    """One operator where the sums of two are added: a product of the columns of both.
+
+    In backward so many products are summed and added as there are layers that take the same input.
+    """
+    for node in list(graph.nodes):
+        added = node.all_input_nodes if node.target is _aten.add.Tensor and not node.kwargs else []
+        made = [_sum_of(result) for result in added]
+        if len(made) != 2 or made[0] is None or made[1] is None or not _alike(made[0], made[1]):
+            continue
+        with graph.inserting_before(node):
+            parts = ([part for one in made for part in _parts(one.args[index], dim)] for index, dim in _JOINED)
+            a, b = (_call(graph, _cat, each, dim) for each, (_, dim) in zip(parts, _JOINED, strict=True))
+            result = _call(graph, operator.getitem, _call(graph, made[0].target, a, b, *made[0].args[2:]), 0)
+        node.replace_all_uses_with(result)
+        _erase(graph, {node, *added, *made, *(one.args[index] for one in made for index, _ in _JOINED)})
+
+
+def put_in_order(graph: Graph) -> Counter[str]:
+    """Sort the nodes by what they depend on, and let each operator of weft wait for the one before; how often there is which."""
+    stable_topological_sort(graph)
+    made = [node for node in graph.nodes if node.target in operators.NAMES]
+    for before, node in pairwise(made):
+        with graph.inserting_after(before):
+            done = _call(graph, operator.getitem, before, len(before.meta["val"]) - 1)
+        node.args = (*node.args[:-1], done)
+    return Counter(operators.NAMES[node.target] for node in made)
+
+
+def _sum_of(result: Node) -> Any:
+    """The operator whose sum this is, if that is all of one product, and used once."""
+    made: Any = result.args[0] if result.target is operator.getitem else None
+    is_sum = made is not None and made.target in (operators.MATMUL_REDUCE_SCATTER, operators.MATMUL_ALL_REDUCE)
+    return made if is_sum and made.args[2] is None and len(result.users) == 1 else None
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether sums are of the same kind, shape and dtype."""
+    (a, b, *rest), (c, d, *others) = one.args, other.args
+    shape, another = ((*value(x).shape[:-1], value(y).shape[1]) for x, y in ((a, b), (c, d)))
+    alike = (one.target, rest, value(a).dtype, len(shape)) == (other.target, others, value(c).dtype, len(another))
+    return alike and all(statically_known_true(size == other) for size, other in zip(shape, another, strict=True))
+
+
+def _parts(factor: Any, dim: int) -> list[Node]:
+    """What a factor is joined of, if it is."""
+    return [*factor.args[0]] if factor.target is _cat and factor.args[1:] == (dim,) else [factor]
+
+
+def _call(graph: Graph, target: Any, *args: Any) -> Node:
+    node = graph.call_function(target, args)
+    node.meta["val"] = target(*map_arg(args, lambda given: given.meta["val"]))
+    return node
+
+
+def _erase(graph: Graph, nodes: Iterable[Node]) -> None:
+    """Erase those of the nodes that nobody uses any more."""
+    for node in reversed(graph.nodes):
+        if node in nodes and not node.users:
+            graph.erase_node(node)
