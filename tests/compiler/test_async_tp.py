@@ -69,7 +69,9 @@ def gathers(x, b, c, bias, whole):
     """Rows gathered along each dimension, multiplied once or more, and used for other things, too."""
     y, world = x * 2, dist.group.WORLD
     first, second, again, last = (funcol.all_gather_tensor(rows, dim, world) for rows, dim in ((x, 0), (y, 1), (y, 1), (x * 3, 2)))
-    return F.linear(first, c.t(), bias), second @ b + bias, again @ c, second.sum(), last @ whole, (x @ c).relu()
+    rows = again.flatten(0, 1)
+    adapted = torch.addmm(rows @ b @ (b.t() @ b), rows, c)
+    return F.linear(first, c.t(), bias), second @ b + bias, adapted, second.sum(), last @ whole, (x @ c).relu()
 
 
 def sums(a, b, bias, own):

@@ -29,12 +29,13 @@ MOVES = (_WAIT, *_SPLITS, operator.getitem, _aten.slice.Tensor, _aten.cat.defaul
 
 
 class Product(NamedTuple):
-    """``a @ b (+ bias)`` of matrices, the bias one for each column."""
+    """``a @ b (+ bias) (+ added)`` of matrices, the bias one for each column, and what else is added of any shape."""
 
     node: Node
     a: Node
     b: Node
     bias: Node | None
+    added: Node | None
 
 
 class Gather(NamedTuple):
@@ -106,8 +107,10 @@ def _sum(node: Node) -> Sum | None:
     between = {product.node, *nodes[:-1]} if product else set()
     if product is None or op not in ("sum", "avg") or not all({*each.users} <= {*nodes} for each in between):
         return None
-    if value(summed).dim() < 2 or (product.bias is not None and dim == value(summed).dim() - 1):
-        return None  # a lone row; or each rank would need its part of all ranks' biases
+    if product.added is not None or value(summed).dim() < 2:
+        return None
+    if product.bias is not None and dim == value(summed).dim() - 1:
+        return None  # each rank would need its part of all ranks' biases
     return Sum(product, summed, op, dim, ranks[0] if ranks else None, group, nodes)
 
 
@@ -154,9 +157,10 @@ def _product(node: Node) -> Product | None:
         return None
     if not all(isinstance(size, int) for size in factors[1].shape):
         return None
-    if added and not (factors[2].dim() == 1 and _same(factors[2].shape[0], factors[1].shape[1])):
-        return None
-    return Product(node, a, b, added[0] if added else None)
+    if not added:
+        return Product(node, a, b, None, None)
+    is_bias = factors[2].dim() == 1 and _same(factors[2].shape[0], factors[1].shape[1])
+    return Product(node, a, b, added[0] if is_bias else None, None if is_bias else added[0])
 
 
 def _keeps_rows(reshape: Node) -> bool:

@@ -51,6 +51,9 @@ def put_gather(graph: Graph, found: Gather) -> None:
         if value(results[0]).dim() != 2:
             results = [_call(graph, _reshape, result, [-1, value(result).shape[-1]]) for result in results]
         gathered = _call(graph, operator.getitem, made, len(products)) if found.kept else None
+        for index, product in enumerate(products):
+            if product.added is not None:
+                results[index] = _call(graph, _aten.add.Tensor, results[index], product.added)
     for product, result in zip(products, results, strict=True):
         product.node.replace_all_uses_with(result)
     collective = found.nodes[0]
@@ -63,7 +66,7 @@ def put_gather(graph: Graph, found: Gather) -> None:
 
 def put_sum(graph: Graph, found: Sum) -> None:
     """One operator that multiplies and sums, where the collective is."""
-    (product, a, b, bias), collective = found.product, found.nodes[-1]
+    (product, a, b, bias, _), collective = found.product, found.nodes[-1]
     (wait,) = waits(collective)
     with graph.inserting_before(collective):
         if value(found.summed).dim() != 2:
