@@ -122,7 +122,7 @@ def programs(_):
 
 @pytest.mark.data
 def test_programs():
-    on_ranks(programs, 3, limit=110, given=group)
+    on_ranks(programs, 2, limit=110, given=group)
 
 
 class Block(nn.Module):
@@ -181,7 +181,6 @@ def models(_):
         ]  # forward and backward, where the products of several layers are summed by one operator
 
 
-@pytest.mark.data
 def test_models_of_dtensors_train_without_a_changed_line():
     on_ranks(models, 2, limit=110, given=group)
 
@@ -237,7 +236,6 @@ def switched(_):
         assert config.post_grad_custom_post_pass is other
 
 
-@pytest.mark.data
 def test_the_switch():
     on_ranks(switched, 2, limit=110, given=functools.partial(group, "gloo"))
 
