@@ -83,3 +83,20 @@ def test_closing_ends_the_wait_for_an_earlier_call(two):
     one.close()
     waiting.join(LIMIT)
     assert not waiting.is_alive()
+
+
+def test_who_leaves_first_takes_what_it_is_owed(two):
+    """It may be for another rank of its host."""
+    one, other = two
+    taken = queue.Queue()
+    for relay in two:
+        relay._say = lambda *_: None
+    other.begin(1, 7, "", {0: _Expected(1, (0,), taken)}, {})
+    leaving = threading.Thread(target=other.finish)
+    leaving.start()
+    leaving.join(0.2)  # as long as it would take to hang up
+    one.begin(1, 7, "", {}, {1: 1})
+    one.send(1, 0, 1, 7, memoryview(b"rows"))
+    assert taken.get(timeout=LIMIT) == (1, 0, b"rows")
+    leaving.join(LIMIT)
+    assert not leaving.is_alive()

@@ -50,11 +50,11 @@ class Arrivals(Protocol):
 class Relay:
     """What this rank has with its `peers`, the ranks on other hosts: two connections to each.
 
-    `timeout` is the seconds that a peer may take to accept a message that is not of rows.
+    `timeout` is the seconds that a peer may take to accept a message that is not of rows, and to send what it owes one that leaves.
     """
 
     def __init__(self, rank: int, peers: Mapping[int, tuple[socket.socket, socket.socket]], timeout: float) -> None:
-        self.rank, self.peers = rank, list(peers)
+        self.rank, self.peers, self.timeout = rank, list(peers), timeout
         self.control = {peer: control for peer, (control, _) in peers.items()}
         self.rows = {peer: rows for peer, (_, rows) in peers.items()}
         for connection in (*self.control.values(), *self.rows.values()):
@@ -145,10 +145,13 @@ class Relay:
             self.senders[lane][1].put(None)
 
     def finish(self) -> None:
-        """Return when peers have all rows that were sent to them, or it takes long.
+        """Return when this rank has all that its calls expect of peers, and they have what it sent, or it takes long.
 
-        A farewell is told to all ranks of a host, and would else overtake rows that one of them receives for another.
+        What comes may be for another rank of this host, which would miss it. A farewell is told to all ranks of a host, and would
+        else overtake rows that one of them receives for another.
         """
+        with self.begun:
+            self.begun.wait_for(lambda: self.closed or not any(map(self._owes, self.peers)), self.timeout)
         deadline = time.monotonic() + _LINGER
         self._end_senders(deadline)
         for connection in self.rows.values():
@@ -181,6 +184,15 @@ class Relay:
         _join(self.carriers, deadline + _LINGER)
         for connection in (*self.ends.values(), *self.control.values(), *self.rows.values()):
             connection.close()
+
+    def _owes(self, peer: int) -> bool:
+        """Whether more will come from a peer in calls that have begun here."""
+        return bool(self.expected[peer]) and peer not in self.through and not self.over[peer].is_set()
+
+    def _notice(self) -> None:
+        """Let those look again who wait for what peers do."""
+        with self.begun:
+            self.begun.notify_all()
 
     def _end_senders(self, deadline: float) -> None:
         """Let the threads of lanes end after what they have to do."""
@@ -218,7 +230,9 @@ class Relay:
                     return
                 if not coming.take(lane, size, stream.read):
                     del self.expected[peer][call]
+                    self._notice()
             self.through.add(peer)
+            self._notice()
             _shut(self.rows[peer], socket.SHUT_WR)  # which says that all has come
 
     def _arrivals(self, peer: int, call: int, digest: int) -> Arrivals | None:
@@ -303,6 +317,7 @@ class Relay:
     def _end(self, peer: int) -> None:
         """A peer has hung up: let the world know, and the peer that it was heard."""
         self.over[peer].set()
+        self._notice()
         _shut(self.ends[peer], socket.SHUT_RDWR)
         _shut(self.control[peer], socket.SHUT_WR)
 
