@@ -403,7 +403,7 @@ def closed_meanwhile(world):
     if world.rank:
         handle = weft.all_reduce_async(a, timeout=600)
         world.close()
-        with pytest.raises(weft.WeftError, match="rank 1 closed its world while it waited for"):
+        with pytest.raises(weft.WeftError, match=r"rank 1 .*closed its world"):
             handle.wait()
     else:
         with pytest.raises(weft.PeerLost, match=r"rank 1 .*closed its world"):
