@@ -17,7 +17,7 @@ from weft.ops import arguments
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.matmul_all_reduce import matmul_all_reduce
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from weft.world import World, current
+from weft.world import World, current, memory
 
 
 class ShardedLinear(nn.Linear):
@@ -99,7 +99,7 @@ class ShardedLinear(nn.Linear):
     def _enter(self, x: Tensor) -> tuple[Tensor, Placement]:
         """The local part of x and its placement, redistributed by torch if this layer does not take x with the one it has."""
         spread = isinstance(x, DTensor)
-        if not spread and not torch.compiler.is_compiling() and not (arguments.lies_plainly(x) and x.dtype is self.weight.dtype):
+        if not (spread or torch.compiler.is_compiling() or self._usual(x)):
             dtypes = DTYPES if torch.is_autocast_enabled("cpu") else (self.weight.dtype,)
             arguments.check_input(x, "input", self.world, dtypes)
         if not (dims := x.dim()):
@@ -110,6 +110,10 @@ class ShardedLinear(nn.Linear):
         whole = x if isinstance(x, DTensor) else as_dtensor(x, self.layout.on_mesh(), placement)
         placement = normal(self._natural, dims)
         return local(whole.redistribute(placements=[placement])), placement
+
+    def _usual(self, x: Tensor) -> bool:
+        """Whether an input is what comes most, of which nothing more need be checked."""
+        return arguments.lies_plainly(x) and x.dtype is self.weight.dtype and memory.find(x) is None
 
     def _leave(self, y: Tensor, placement: Placement, size: int | None = None) -> Tensor:
         """Redistribute the result `y` from `placement` to the layout's; `size` is the whole's along it where parts are uneven."""

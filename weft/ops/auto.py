@@ -8,21 +8,22 @@ nothing. Rank 0 decides for all. What was not measured before, the first calls o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 
 import torch
 
 from weft import predict
 from weft.engines import engine
+from weft.ops.all_gather import all_gather
 from weft.ops.call import Call, CallKey, Decision
 from weft.ops.trials import MOST, Choice, Trial, likely
-from weft.plan import Plan
 from weft.predict import machine, tuned
-from weft.schedules.all_gather import all_gather
 from weft.schedules.broadcast import broadcast, push
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import ORDERS, Variant, Workload
+from weft.world import World
 
 _CLEARLY = 0.05  # by how much of its time a prediction has to beat the default
 _MANY = 4  # ranks from which on they are taken to be equal, and variants in which they are not are not considered
@@ -56,9 +57,9 @@ def decide(call: Call) -> Decision:
 def _measured(call: Call, trial: Trial, begun: int, ended: int) -> None:
     """Take note of how long a call took that was part of a trial; collective where a round is over."""
     if trial.took(call, begun, ended):
-        world, own = call.world, torch.tensor([trial.said()], dtype=torch.int64)
-        every = own.new_empty(world.ranks, own.shape[1])
-        _exchange(call, all_gather((1,) * world.ranks, "push", chunk_rows=1), {"a": own, "gathered": every}, (1,) * world.ranks)
+        world = call.world
+        with _beside(world):
+            every = all_gather(torch.tensor([trial.said()]), world=world, timeout=call.options.timeout)
         choice = trial.heard(call, every)
         if choice is not None:
             world.choices[call.key, world.emulated_link] = choice
@@ -153,16 +154,18 @@ def _of_rank_0(call: Call, key: CallKey) -> list[Choice]:
     said[: len(numbers), 0] = torch.tensor(numbers, dtype=torch.int64)
     rows, hosts = (len(said),), world.topology
     plan = push(len(said), 0, hosts) if hosts else broadcast(len(said), world.ranks, 0)
-    _exchange(call, plan, {"a": said, "out": said[:0]} if own else {"a": said[:0], "out": said}, rows, str(key))
+    tensors = {"a": said, "out": said[:0]} if own else {"a": said[:0], "out": said}
+    with _beside(world):
+        engine(world).compile(plan, tensors, rows, {}, str(key)).run(tensors, rows, {}, timeout=call.options.timeout)
     told = [numbers for numbers in said.view(-1, 3).tolist() if numbers[1]]
     return own or [Choice(_ALGORITHMS[name], cut, ORDERS[order], "as rank 0 decided") for name, cut, order in told]
 
 
-def _exchange(call: Call, plan: Plan, tensors: dict[str, torch.Tensor], rows: tuple[int, ...], name: str | None = None) -> None:
-    """Say something to all ranks on behalf of a call."""
-    world = call.world
-    recorder, world.recorder = world.recorder, None  # traces show the operator, not what was said beside
+@contextlib.contextmanager
+def _beside(world: World) -> Iterator[None]:
+    """Say something to all ranks beside a call: traces show the operator, not this."""
+    recorder, world.recorder = world.recorder, None
     try:
-        engine(world).compile(plan, tensors, rows, {}, name).run(tensors, rows, {}, timeout=call.options.timeout)
+        yield
     finally:
         world.recorder = recorder

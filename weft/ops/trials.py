@@ -79,8 +79,7 @@ class Trial:
 
     def __init__(self, choices: Sequence[Choice]) -> None:
         self.usual, self.left, self.rounds = choices[0], list(choices), CALLS // len(choices)
-        self.calls: list[tuple[int, int, int]] = []  # of this round: when each began and ended, in ns, and its columns
-        self.rows: list[int] = []
+        self.calls: list[tuple[int, int, int]] = []  # of this round: when each began and ended, in ns, and the size of its product
         self.least: dict[tuple[str, int, str], float] = {}
         self.shown: dict[Variant, float] = {}
 
@@ -95,8 +94,7 @@ class Trial:
 
     def took(self, call: Call, begun: int, ended: int) -> bool:
         """Note when a call began and ended; whether a round is over, of which all ranks are to tell each other."""
-        self.calls.append((begun, ended, call.workload.n))
-        self.rows.append(sum(call.workload.rows))
+        self.calls.append((begun, ended, sum(call.workload.rows) * max(1, call.workload.n)))
         return len(self.calls) == len(self.left)
 
     def said(self) -> list[int]:
@@ -106,12 +104,11 @@ class Trial:
     def heard(self, call: Call, said: Tensor) -> Choice | None:
         """Take what all ranks say of a round, a row each; the choice, if it is made."""
         every = said.view(-1, len(self.left), 3).amax(0).tolist()
-        for choice, rows, (begun, ended, columns) in zip(self.left, self.rows, every, strict=True):
-            work = rows * max(1, columns)
+        for choice, (begun, ended, work) in zip(self.left, every, strict=True):
             self.least[choice.way] = min(self.least.get(choice.way, float("inf")), (ended - begun) / work)
             variant = choice.variant(call)
             self.shown[variant] = min(self.shown.get(variant, float("inf")), 1e-6 * (ended - begun))
-        self.calls, self.rows, self.rounds = [], [], self.rounds - 1
+        self.calls, self.rounds = [], self.rounds - 1
         fastest = min(self.least.values())
         self.left = [choice for choice in self.left if self.least[choice.way] <= _HOPELESS * fastest]
         if self.rounds and len(self.left) > 1:
