@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import glob
 import os
 import subprocess
 import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,6 +69,26 @@ def beside(world):
 
 def test_other_devices_have_other_backends():
     on_ranks(beside, 2, given=functools.partial(group, "cpu:weft,cuda:fake"))
+
+
+def threads_of_gloo():
+    return [path for path in glob.glob("/proc/self/task/*/comm") if "pt_gloo" in Path(path).read_text()]
+
+
+def ends_with_its_threads(nothing):
+    """They drop tensors, for which they want to run Python, and the interpreter ends a process in which they do so too late."""
+    dist.init_process_group("weft")
+    worlds = [weft.init(dist.new_group(backend="gloo")), weft.init()]
+    dist.all_reduce(torch.ones(2).to_sparse())
+    assert threads_of_gloo()
+    dist.destroy_process_group()
+    assert not threads_of_gloo()
+    for world in worlds:
+        world.close()
+
+
+def test_no_thread_of_gloo_outlives_the_groups():
+    on_ranks(ends_with_its_threads, 2, given=contextlib.nullcontext)
 
 
 def on_gloo(world):

@@ -26,6 +26,7 @@ from weft.world import init_by_store
 _log = logging.getLogger("weft")
 _CPU = torch.device("cpu")
 _DONE = Done()
+_MESSAGES = "messages, since its ranks are on several hosts"
 _NOTICED = 1.0  # seconds within which the world knows of a peer whose connection is gone
 
 Options = TypeVar("Options")
@@ -51,7 +52,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self.world.known_as = self.global_ranks
         self.order = Order(f"weft group of {ranks}")
         self.messages = None if self.world.multi_host else Messages(self.world)
-        self.gloo: Any = self._gloo("messages, since its ranks are on several hosts") if self.world.multi_host else None
+        self.gloo: Any = self._gloo(_MESSAGES) if self.world.multi_host else None
         self.others: dist.ProcessGroup | None = None
         self.together: list[Work] | None = None  # what was begun since `_start_coalescing`
         self.barriers = 0
@@ -177,7 +178,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             return self._elsewhere(tensor).send([tensor], peer, tag)
         self._check_peer(peer)
         if self.messages is None:
-            return self._borrowed(tensor, self.gloo.send([tensor], peer, tag))
+            return self._borrowed(tensor, self._by_gloo(_MESSAGES).send([tensor], peer, tag))
         return self._begun(self.messages.send(tensor, collectives.as_bytes(tensor), peer, tag))
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
@@ -186,7 +187,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             return self._elsewhere(tensor).recv([tensor], peer, tag)
         self._check_peer(peer)
         if self.messages is None:
-            return self._borrowed(tensor, self.gloo.recv([tensor], peer, tag))
+            return self._borrowed(tensor, self._by_gloo(_MESSAGES).recv([tensor], peer, tag))
         return self._begun(self.messages.receive(tensor, _place(tensor), peer, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
@@ -194,7 +195,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         if not tensor.is_cpu:
             return self._elsewhere(tensor).recv_anysource([tensor], tag)
         if self.messages is None:
-            return self._borrowed(tensor, self.gloo.recv_anysource([tensor], tag))
+            return self._borrowed(tensor, self._by_gloo(_MESSAGES).recv_anysource([tensor], tag))
         return self._begun(self.messages.receive(tensor, _place(tensor), None, tag))
 
     # Barriers
@@ -303,6 +304,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         if self.messages is not None:
             self.messages.close()
         self.world.close()
+        self.gloo = None  # its threads end with it, before the interpreter does
         if self.others is not None:
             self.others.shutdown()
 
@@ -344,6 +346,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return dist.ProcessGroupGloo(PrefixStore("weft gloo", self.store), self.rank(), self.size(), timeout=limit)
 
     def _by_gloo(self, what: str) -> Any:
+        self.world.check()
         if self.gloo is None:
             self.gloo = self._gloo(what)
         return self.gloo

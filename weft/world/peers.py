@@ -58,9 +58,9 @@ class Peers:
     Attributes: `rank`, `ranks` (their number), `timeout` (seconds any wait may take unless a call says otherwise), `pids`, `cores`
     (the processor cores that each rank may use), `threads` (the fewest that any rank computed with when the world was made),
     `hosts` (the host of each rank, numbered from 0), `relay` (to the ranks on other hosts, or None if there are none), `group` (the
-    process group they were found by, or None), `known_as` (the number of each rank in a larger job, which errors tell where it is
-    another), `number` (of this world in this process), `closed` (why it is, or None); `device`, `stream_ordered`, `matmul_backend`
-    and `ranks_per_device` as in `Backend`.
+    process group by which ranks with GPUs share memory, or None), `known_as` (the number of each rank in a larger job, which errors
+    tell where it is another), `number` (of this world in this process), `closed` (why it is, or None); `device`, `stream_ordered`,
+    `matmul_backend` and `ranks_per_device` as in `Backend`.
     """
 
     def __init__(

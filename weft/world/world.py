@@ -221,7 +221,8 @@ def init(
     members = default_group() if group is None else group
     placement.bind_as_launched()  # before there is memory
     backend = Backend(place, place.type == "cuda" or products == "triton", products)
-    world = _joined(Alone() if members is None else ByGroup(members), timeout, backend, members, comm_threads)
+    shared = members if place.type == "cuda" else None  # a world that needs no group keeps none, nor its threads, alive
+    world = _joined(Alone() if members is None else ByGroup(members), timeout, backend, shared, comm_threads)
     if group is None:
         _default = world
     return world
