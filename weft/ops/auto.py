@@ -19,6 +19,7 @@ from weft.engines import engine
 from weft.ops.all_gather import all_gather
 from weft.ops.call import Call, CallKey, Decision
 from weft.ops.trials import MOST, Choice, Trial, likely
+from weft.plan import Plan
 from weft.predict import machine, tuned
 from weft.schedules.broadcast import broadcast, push
 from weft.schedules.operators import OPERATORS
@@ -152,13 +153,18 @@ def _of_rank_0(call: Call, key: CallKey) -> list[Choice]:
     said = torch.zeros(3 * MOST, 1, dtype=torch.int64)
     numbers = [number for one in own for number in (_ALGORITHMS.index(one.algorithm), one.pieces, ORDERS.index(one.order))]
     said[: len(numbers), 0] = torch.tensor(numbers, dtype=torch.int64)
-    rows, hosts = (len(said),), world.topology
-    plan = push(len(said), 0, hosts) if hosts else broadcast(len(said), world.ranks, 0)
+    rows, plan = (len(said),), _telling(len(said), world.ranks, world.topology)
     tensors = {"a": said, "out": said[:0]} if own else {"a": said[:0], "out": said}
     with _beside(world):
         engine(world).compile(plan, tensors, rows, {}, str(key)).run(tensors, rows, {}, timeout=call.options.timeout)
     told = [numbers for numbers in said.view(-1, 3).tolist() if numbers[1]]
     return own or [Choice(_ALGORITHMS[name], cut, ORDERS[order], "as rank 0 decided") for name, cut, order in told]
+
+
+@cache
+def _telling(numbers: int, ranks: int, hosts: tuple[int, ...] | None) -> Plan:
+    """How rank 0 tells all ranks so many numbers."""
+    return push(numbers, 0, hosts) if hosts else broadcast(numbers, ranks, 0)
 
 
 @contextlib.contextmanager

@@ -14,11 +14,8 @@ from weft.engines.weights import PackedWeight, Weight
 from weft.ops import arguments
 from weft.plan import Plan
 from weft.schedules.operators import OPERATORS
-from weft.schedules.workload import PIECES, Operator, Variant, Workload, size_class
+from weft.schedules.workload import FEW_ROWS, PIECES, Operator, Variant, Workload, size_class
 from weft.world import World
-
-FEW_ROWS = 32
-"""Up to this many rows of a rank one product, which reads the weight once, surely beats one for each rank or piece."""
 
 LEAST_ROWS = {True: 64, False: 128}
 """Whether b is packed: rows of a product with fewer of which each costs clearly more, since the weight is read, or packed, anew."""

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from weft.ops.call import FEW_ROWS, Call, Decision
-from weft.schedules.workload import Variant
+from weft.ops.call import Call, Decision
+from weft.schedules.workload import FEW_ROWS, Variant
 
 CALLS = 12  # that may measure, of a class
 MOST = 4  # ways that take turns
 _LIKELY = 1.5  # times the least prediction is not worth trying
-_HOPELESS = 1.5  # times as slow as the fastest is not tried again
+_HOPELESS = (1.5, 1.2)  # times as slow as the fastest is not tried again, after the first round and after later ones
 _BETTER = 0.97  # of the usual way's time is worth leaving it
 _BITS = 16  # rows from which on the bits of a product do not depend on how many there are
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -78,7 +78,7 @@ class Trial:
     """The ways that take turns in the calls of a class, and how long they took; the first is the usual one."""
 
     def __init__(self, choices: Sequence[Choice]) -> None:
-        self.usual, self.left, self.rounds = choices[0], list(choices), CALLS // len(choices)
+        self.usual, self.left, self.round, self.remaining = choices[0], list(choices), 0, CALLS
         self.calls: list[tuple[int, int, int]] = []  # of this round: when each began and ended, in ns, and the size of its product
         self.least: dict[tuple[str, int, str], float] = {}
         self.shown: dict[Variant, float] = {}
@@ -108,10 +108,10 @@ class Trial:
             self.least[choice.way] = min(self.least.get(choice.way, float("inf")), (ended - begun) / work)
             variant = choice.variant(call)
             self.shown[variant] = min(self.shown.get(variant, float("inf")), 1e-6 * (ended - begun))
-        self.calls, self.rounds = [], self.rounds - 1
-        fastest = min(self.least.values())
-        self.left = [choice for choice in self.left if self.least[choice.way] <= _HOPELESS * fastest]
-        if self.rounds and len(self.left) > 1:
+        self.calls, self.round, self.remaining = [], self.round + 1, self.remaining - len(self.left)
+        bound = _HOPELESS[self.round > 1] * min(self.least.values())
+        self.left = [choice for choice in self.left if self.least[choice.way] <= bound]
+        if 1 < len(self.left) <= self.remaining:
             return None
         best = min(self.left, key=lambda choice: self.least[choice.way] * (_BETTER if choice == self.usual else 1))
         measured = tuple(sorted(self.shown.items(), key=lambda one: one[1]))

@@ -60,8 +60,13 @@ def pieces(rows: int, most: int) -> int:
     return 1 << (max(1, -(-rows // most)) - 1).bit_length()
 
 
+FEW_ROWS = 32
+"""Up to this many rows of a rank one product, which reads the weight once, surely beats one for each rank or piece."""
+
+
 def size_class(rows: int) -> int:
-    """The most rows of the class that `rows` belong to, whose sizes are done alike: 1, 2, 3, 4, 6, 8, 12, 16, 24, …"""
+    """The most rows of the class that `rows` belong to, whose sizes are done alike: 32 (`FEW_ROWS`), 48, 64, 96, 128, 192, …"""
+    rows = max(rows, FEW_ROWS)
     step = 1 << max(0, rows.bit_length() - 2)
     return -(-rows // step) * step
 
