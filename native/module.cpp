@@ -28,7 +28,8 @@ namespace {
 
 using Place = std::tuple<uint32_t, uint32_t, uint32_t>;  // slot, start, stop
 using PyBuffer = std::tuple<std::string, std::string, size_t, bool, uint32_t, bool, bool, std::vector<uint32_t>>;  // as in Buffer
-using PyGiven = std::tuple<uint32_t, uintptr_t, size_t, size_t, size_t, std::vector<uintptr_t>, std::string>;      // as in Given
+using Shared = std::pair<std::vector<uintptr_t>, std::string>;  // `parts` and `place` of a Given
+using ByName = nb::typed<nb::dict, nb::str, nb::any>;            // by the names of buffers
 
 // A program together with the state of its execution.
 struct Compiled {
@@ -54,11 +55,16 @@ std::vector<Operand> operands(const std::vector<Place>& places) {
   return result;
 }
 
-// A binding keeps the program alive that it belongs to.
-Binding bind(const Compiled& c, const std::vector<size_t>& rows, const std::vector<PyGiven>& tensors, int rank) {
+// Tensors, their buffers' numbers, and where those lie that peers access. A binding keeps the program alive that it belongs to.
+Binding bind(const Compiled& c, const std::vector<size_t>& rows, ByName tensors, ByName numbers, ByName shared, int rank,
+             nb::handle look) {
+  const Exchange* api = exchange(look);
   std::vector<Given> given;
-  for (const auto& [buffer, address, count, columns, stride, parts, place] : tensors)
-    given.push_back({buffer, address, count, columns, stride, parts, place});
+  for (auto [name, tensor] : tensors) {
+    const auto [address, count, columns, stride] = matrix(tensor, api);
+    given.push_back({nb::cast<uint32_t>(numbers[name]), address, count, columns, stride, {}, {}});
+    if (shared.contains(name)) std::tie(given.back().parts, given.back().place) = nb::cast<Shared>(shared[name]);
+  }
   return Binding(c.program, rows, given, rank);
 }
 
@@ -236,9 +242,11 @@ NB_MODULE(_native, m) {
       });
 
   nb::class_<Binding>(m, "Binding")
-      .def("__init__", [](Binding* self, const Compiled& c, const std::vector<size_t>& rows, const std::vector<PyGiven>& given,
-                          int rank) { new (self) Binding(bind(c, rows, given, rank)); },
-           nb::keep_alive<1, 2>())
+      .def("__init__", [](Binding* self, const Compiled& c, const std::vector<size_t>& rows, ByName tensors, ByName numbers,
+                          ByName shared, int rank, nb::handle look) {
+        new (self) Binding(bind(c, rows, tensors, numbers, shared, rank, look));
+      }, nb::arg("compiled"), nb::arg("rows"), nb::arg("tensors"), nb::arg("numbers"), nb::arg("shared"), nb::arg("rank"),
+           nb::arg("look").none(), nb::keep_alive<1, 2>())
       .def_prop_ro("workspace", &Binding::workspace)
       .def_prop_ro("call", &Binding::call)
       .def("place", [](Binding& self, const Compiled& c, const std::vector<uintptr_t>& workspaces) { self.place(c.program, workspaces); })

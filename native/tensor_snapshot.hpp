@@ -1,10 +1,15 @@
-// What a tensor was when something was made for it, compared with what it is without a way through Python where torch allows it.
+// What a tensor is, and whether it still is what it was when something was made for it: without a way through Python where torch
+// allows it.
 #pragma once
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <nanobind/stl/vector.h>
+
 #include <algorithm>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 namespace weft {
@@ -19,6 +24,41 @@ struct Exchange {
   int (*look)(void* tensor, nb::dlpack::dltensor* out);
 };
 
+// How to look at tensors, given the capsule with torch's `Exchange`, or None; null if that cannot be.
+inline const Exchange* exchange(nb::handle api) {
+  if (api.is_none()) return nullptr;
+  auto* found = static_cast<const Exchange*>(PyCapsule_GetPointer(api.ptr(), "dlpack_exchange_api"));
+  if (!found) throw nb::python_error();
+  return found->major == 1 ? found : nullptr;
+}
+
+// A matrix whose rows are contiguous and begin `stride` bytes apart.
+struct Matrix {
+  uintptr_t address;
+  size_t rows, columns, stride;
+};
+
+// Throws std::invalid_argument for a tensor that is none.
+inline Matrix matrix(nb::handle tensor, const Exchange* exchange) {
+  using Sizes = std::vector<int64_t>;
+  auto of = [&](uintptr_t address, size_t item, size_t dimensions, const int64_t* shape, const int64_t* strides) -> Matrix {
+    if (dimensions != 2 || (shape[1] > 1 && strides[1] != 1))
+      throw std::invalid_argument(std::string("a buffer is a matrix with contiguous rows; got shape ") +
+                                  nb::str(nb::tuple(tensor.attr("shape"))).c_str() + ", strides " +
+                                  nb::str(tensor.attr("stride")()).c_str());
+    const size_t rows = static_cast<size_t>(shape[0]), columns = static_cast<size_t>(shape[1]);
+    return {address, rows, columns, (rows > 1 ? static_cast<size_t>(strides[0]) : columns) * item};
+  };
+  if (!exchange) {
+    const auto shape = nb::cast<Sizes>(tensor.attr("shape")), strides = nb::cast<Sizes>(tensor.attr("stride")());
+    return of(nb::cast<uintptr_t>(tensor.attr("data_ptr")()), nb::cast<size_t>(tensor.attr("itemsize")), shape.size(), shape.data(),
+              strides.data());
+  }
+  nb::dlpack::dltensor view;
+  if (exchange->look(tensor.ptr(), &view)) throw nb::python_error();
+  return of(reinterpret_cast<uintptr_t>(view.data) + view.byte_offset, view.dtype.bits / 8, view.ndim, view.shape, view.strides);
+}
+
 // Identity, address, dtype, shape and strides of a tensor. Identities are used again once a tensor is gone, and the rest can be
 // changed in place.
 class TensorSnapshot {
@@ -26,9 +66,7 @@ class TensorSnapshot {
   // `api` is the capsule with torch's `Exchange`, or None.
   TensorSnapshot(nb::handle tensor, nb::handle api) : identity_(nb::steal(PyWeakref_NewRef(tensor.ptr(), nullptr))) {
     if (!identity_.is_valid()) throw nb::python_error();
-    if (!api.is_none()) exchange_ = static_cast<const Exchange*>(PyCapsule_GetPointer(api.ptr(), "dlpack_exchange_api"));
-    if (PyErr_Occurred()) throw nb::python_error();
-    if (exchange_ && exchange_->major != 1) exchange_ = nullptr;
+    exchange_ = exchange(api);
     if (!exchange_) {
       for (const char* name : kAttributes) attributes_.push_back(attribute(tensor, name));
       return;

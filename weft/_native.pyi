@@ -1,6 +1,6 @@
 from collections.abc import Sequence
 import enum
-from typing import Annotated, Final, overload
+from typing import Annotated, Any, Final, overload
 
 import torch
 
@@ -133,7 +133,7 @@ class Compiled:
     def wait_failure(self, arg: int, /) -> tuple[WaitStatus, int, int, int, int]: ...
 
 class Binding:
-    def __init__(self, arg0: Compiled, arg1: Sequence[int], arg2: Sequence[tuple[int, int, int, int, int, Sequence[int], str]], arg3: int, /) -> None: ...
+    def __init__(self, compiled: Compiled, rows: Sequence[int], tensors: dict[str, Any], numbers: dict[str, Any], shared: dict[str, Any], rank: int, look: object | None) -> None: ...
 
     @property
     def workspace(self) -> int: ...

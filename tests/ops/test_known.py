@@ -29,7 +29,7 @@ def written_in_place(world, name, dtype, op):
     numbers = torch.Generator().manual_seed(5)
     b, bias = torch.zeros(4, 6, dtype=dtype), torch.zeros(6, dtype=dtype)
     options = {} if name == "all_gather_matmul" else {"op": op}
-    for rows in (8, 8, 6, 8, 24, 22, 8, 0, 8, 4):
+    for rows in (8, 8, 6, 8, 40, 38, 8, 0, 8, 4):
         b.copy_(torch.randint(-4, 4, b.shape, generator=numbers))
         bias.copy_(torch.randint(-4, 4, bias.shape, generator=numbers))
         a = torch.randint(-4, 4, (rows, 4), generator=numbers).to(dtype)
@@ -42,6 +42,34 @@ def test_operands_may_be_written_to_in_place(name):
     for dtype in (torch.float32, torch.bfloat16):
         for op in ("sum", "avg"):
             on_ranks(written_in_place, 2, name, dtype, op)
+
+
+def several(world, algorithm):
+    """Weights that share a gather, packed and not, one of them without a bias, one another in each other call."""
+    numbers = torch.Generator().manual_seed(7)
+
+    def drawn(*shape):
+        return torch.randint(-4, 4, shape, generator=numbers).float()
+
+    kept, plain, others, bias = weft.pack(drawn(4, 6)), drawn(4, 3), [drawn(4, 5), drawn(4, 5)], drawn(5)
+    for call, rows in enumerate((8, 8, 40, 8, 0, 40, 8)):
+        a, other = drawn(rows, 4), others[call % 2]
+        plain.copy_(drawn(4, 3))
+        bias.copy_(drawn(5))
+        weights = [kept, plain, other]
+        results = weft.all_gather_matmul(a, weights, bias=[None, None, bias], algorithm=algorithm)
+        whole = a.repeat(world.ranks, 1)
+        wanted = [whole @ kept.plain, whole @ plain, whole @ other + bias]
+        assert [torch.equal(*pair) for pair in zip(results, wanted, strict=True)] == [True] * 3, rows
+    assert len(engine(world).known) == 2, "each list of weights is known"
+    kept.plain.add_(1)
+    with pytest.raises(ValueError, match="changed after it was packed"):
+        weft.all_gather_matmul(drawn(8, 4), [kept, plain, others[0]], bias=[None, None, bias], algorithm=algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "push"])
+def test_several_weights_may_be_written_to_in_place(algorithm):
+    on_ranks(several, 2, algorithm)
 
 
 def forgotten(world):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from weft import _native
 from weft.checks import name as dtype_name
-from weft.engines.engine import LANES, Engine, Program, kinds, row_stride
+from weft.engines.engine import LANES, Engine, Program, kinds
 from weft.engines.matmul import multiply
 from weft.engines.weights import Weight
 from weft.errors import PlanError, WeftError
@@ -92,6 +92,7 @@ class HostProgram(Program):
         self._lay_out()
         self.bound: Binding | None = None
         self.products: dict[int, tuple[Region, Region]] = {}  # by their place in the compute lane
+        self.entire: set[Region] = set()  # of what they read and write, those that are all of a tensor given
         self.multiplies = any(isinstance(i, Matmul) for lane in self.lanes for i in lane)
         for lane, instructions in enumerate(self.lanes):
             for at, instruction in enumerate(instructions):
@@ -143,8 +144,9 @@ class HostProgram(Program):
 
     def bind(self, tensors: Mapping[str, Tensor], rows: Sequence[int]) -> Binding:
         """The blocks' sizes and places for these tensors; makes the workspace larger where it is too small, collectively."""
-        given = [self._given(name, tensor) for name, tensor in tensors.items()]
-        native = _native.Binding(self.native, rows, given, self.world.rank)
+        shared = {name: self._parts(tensors[name]) for name in self.shared if name in tensors}
+        given = tensors if isinstance(tensors, dict) else dict(tensors)
+        native = _native.Binding(self.native, rows, given, self.numbers, shared, self.world.rank, memory.LOOK)
         if size := native.workspace:
             native.place(self.native, self.engine.reserve(size, native.call).bases(0))
         return Binding(native, rows)
@@ -248,17 +250,13 @@ class HostProgram(Program):
         slots = [(rank, self.numbers[name]) for rank, name in self.slots]
         self.native.lay_out(plan.pieces, list(layouts), buffers, slots)
 
-    def _given(self, name: str, tensor: Tensor) -> tuple[int, int, int, int, int, list[int], str]:
-        """A tensor as the native core is told of it."""
-        stride, (rows, columns) = row_stride(tensor), tensor.shape
-        parts: list[int] = []
-        place = ""
-        if name in self.shared:
-            segment = memory.find(tensor)
-            if segment is not None and segment.world == self.world.number:
-                offset = int(tensor.storage_offset()) * tensor.itemsize
-                parts, place = segment.bases(offset), f" in symmetric segment {segment.number} at byte {offset}"
-        return self.numbers[name], tensor.data_ptr(), rows, columns, stride, parts, place
+    def _parts(self, tensor: Tensor) -> tuple[list[int], str]:
+        """Where all ranks' parts of a tensor lie, and the same in words; nothing if it is not symmetric."""
+        segment = memory.find(tensor)
+        if segment is None or segment.world != self.world.number:
+            return [], ""
+        offset = int(tensor.storage_offset()) * tensor.itemsize
+        return segment.bases(offset), f" in symmetric segment {segment.number} at byte {offset}"
 
     def place(self, region: Region) -> Place:
         """A region as the native core names it."""
@@ -266,12 +264,13 @@ class HostProgram(Program):
 
     def _rows(self, region: Region, tensors: Mapping[str, Tensor]) -> Tensor:
         """The rows of a region in the execution under way."""
+        if region in self.entire:
+            return tensors[region.buffer]
         assert self.bound is not None
         native, place, buffer = self.bound.native, self.place(region), self.plan.buffers[region.buffer]
         start, rows = native.first(place), native.rows(place)
         if region.rank == self.world.rank and buffer.role != "workspace":
-            tensor = tensors[region.buffer]
-            return tensor if rows == len(tensor) else tensor[start : start + rows]
+            return tensors[region.buffer][start : start + rows]
         dtype, _ = self.kinds[region.buffer]
         if not rows * native.columns(place):
             return torch.empty(rows, native.columns(place), dtype=dtype)
@@ -281,6 +280,11 @@ class HostProgram(Program):
         whole = segment.bytes(region.rank)[: segment.size // dtype.itemsize * dtype.itemsize].view(dtype)
         offset = (native.address(place) - segment.base(region.rank)) // dtype.itemsize
         return whole.as_strided((rows, native.columns(place)), (native.stride(place) // dtype.itemsize, 1), offset)
+
+    def _entire(self, region: Region) -> bool:
+        """Whether a region is all of a tensor given on this rank, however many rows that has."""
+        buffer, rank = self.plan.buffers[region.buffer], self.world.rank
+        return buffer.role != "workspace" and (region.rank, region.start, region.stop) == (rank, 0, buffer.rows[rank])
 
     def _together(self, region: Region) -> bool:
         """Whether all that outputs get is written before anybody looks at it: in a workspace only these are, as in what products
@@ -307,3 +311,4 @@ class HostProgram(Program):
                     raise PlanError(f"products are made on the compute lane; the plan has {instruction} on another")
                 native.multiply(lane, self.place(src))
                 self.products[at] = src, dst
+                self.entire |= {region for region in (src, dst) if self._entire(region)}

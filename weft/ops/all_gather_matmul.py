@@ -77,14 +77,14 @@ def all_gather_matmul(
         MismatchError, PeerLost, PeerTimeout: the ranks do not make the same call, or one is lost or late; the world is closed.
     """
     world = current(world)
-    asked = known.Asked("all_gather_matmul", b, bias, (out_dtype, algorithm, chunk_rows))  # type: ignore[arg-type]
-    usual = scale_a is None and scale_b is None and out is None and timeout is None and not return_gathered
-    usual = usual and dim == 0 and shard_rows is None and not isinstance(b, list | tuple)
-    if usual and arguments.plainly(a, b, bias) and a.dim() == 2 and (again := known.repeat(world, asked, a)) is not None:
-        return again
     several = isinstance(b, list | tuple)
     weights: list[Weight] = [*b] if several else [b]  # type: ignore[list-item, misc]
     biases = listed(bias, weights, several, "bias")
+    asked = known.Asked("all_gather_matmul", weights, biases, (out_dtype, algorithm, chunk_rows))
+    usual = scale_a is None and scale_b is None and out is None and timeout is None and not return_gathered
+    usual = usual and dim == 0 and shard_rows is None
+    if usual and arguments.plainly(a, *weights, *biases) and a.dim() == 2 and (again := known.repeat(world, asked, a)) is not None:
+        return again if several else again[0]
     outs = listed(out, weights, several, "out")
     rows, weights = float8.scaled(a, weights, scale_a, listed(scale_b, weights, several, "scale_b"), world)
     if arguments.recorded([a, *weights, *biases, *outs]):

@@ -1,12 +1,12 @@
-"""Calls of fused operators with a weight and options that were made before: only their rows are new.
+"""Calls of fused operators with weights and options that were made before: only their rows are new.
 
-What a call checks and decides of its weight and options is remembered, by the identity of the weight. For rows of a class that was
-decided on it is then left to look at them, to make the result, and to bind and run the program.
+What a call checks and decides of its weights and options is remembered, by the identity of the weights. For rows of a class that
+was decided on it is then left to look at them, to make the results, and to bind and run the program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,21 +26,21 @@ _WAYS = 256  # sizes of each, where an algorithm was asked for and so each is a 
 
 
 class Asked(NamedTuple):
-    """A call of an operator with one weight, whose rows are matrices or whatever has them: what it is remembered by."""
+    """A call of an operator, whose rows are matrices or whatever has them: what it is remembered by. Each weight has its bias."""
 
     operator: str
-    b: Weight
-    bias: Tensor | None
+    weights: Sequence[Weight]
+    biases: Sequence[Tensor | None]
     options: tuple[Hashable, ...]
 
     @property
     def name(self) -> Hashable:
         """What it is found by."""
-        return self.operator, id(self.b), id(self.bias), self.options
+        return self.operator, *map(id, self.weights), *map(id, self.biases), self.options
 
 
-def repeat(world: World, asked: Asked, a: Tensor) -> Tensor | None:
-    """The result for these rows if such a call was made before; else None, with nothing done."""
+def repeat(world: World, asked: Asked, a: Tensor) -> list[Tensor] | None:
+    """The result of each weight for these rows if such a call was made before; else None, with nothing done."""
     if world.engine is None or world.closed is not None:
         return None
     known: KnownCall | None = world.engine.known.get(asked.name)
@@ -61,42 +61,47 @@ def run(asked: Asked, call: Call) -> Any:
 
 
 class _Way(NamedTuple):
-    """The program for a class of sizes, the buffer of its product, and whether this rank adds the bias."""
+    """The program for a class of sizes, the buffers of its products, and whether this rank adds biases."""
 
     program: Program
-    product: str
+    products: tuple[str, ...]
     biased: bool
 
 
 class KnownCall:
-    """A call with a certain weight, bias and options, neither of which it keeps alive, and the way of each class of sizes."""
+    """A call with certain weights, biases and options, none of which it keeps alive, and the way of each class of sizes."""
 
     def __init__(self, asked: Asked, call: Call) -> None:
         self.world, self.operator, self.decided = call.world, call.operator, call.key is not None
-        self.b = memory.snapshot(plain(asked.b))
-        self.bias = None if asked.bias is None else memory.snapshot(asked.bias)
-        self.k, self.n = asked.b.shape
-        self.dtype, self.out_dtype = call.tensors["a"].dtype, call.tensors["out"].dtype
+        given = (*map(plain, asked.weights), *asked.biases)
+        self.given = [None if tensor is None else memory.snapshot(tensor) for tensor in given]
+        self.packed = [at for at, b in enumerate(asked.weights) if isinstance(b, PackedWeight)]
+        self.biased = [at for at, bias in enumerate(asked.biases) if bias is not None]
+        self.k, self.dtype = asked.weights[0].shape[0], call.tensors["a"].dtype
+        self.outs = [(name, tensor.shape[1], tensor.dtype) for name, tensor in call.tensors.items() if name != "a"]
         self.ways: dict[Hashable, _Way] = {}
 
     def matches(self, asked: Asked) -> bool:
-        """Whether weight and bias are what they were."""
-        return self.b.matches(plain(asked.b)) and (self.bias is None or self.bias.matches(asked.bias))
+        """Whether weights and biases are what they were."""
+        for was, tensor in zip(self.given, (*map(plain, asked.weights), *asked.biases), strict=True):
+            if was is not None and not was.matches(tensor):
+                return False
+        return True
 
     def add(self, asked: Asked, call: Call, way: Way) -> None:
         """From now on go this way for calls like this, unless what it multiplies or adds is made of them anew each time."""
         if len(self.ways) >= _WAYS:
             self.ways.clear()
-        [(product, weight)] = way.weights.items()
-        if weight is asked.b and all(bias is asked.bias for bias in way.biases.values()):
-            made = _Way(way.program, product, bool(way.biases))
+        own = [asked.biases[at] for at, name in enumerate(way.weights) if name in way.biases]
+        if _same(way.weights.values(), asked.weights) and _same(way.biases.values(), own):
+            made = _Way(way.program, tuple(way.weights), bool(way.biases))
             self.ways[self._class(call.workload.rows, call.workload.symmetric)] = made
 
     def _class(self, shards: Sequence[int], symmetric: bool) -> Hashable:
         return size_class(max(shards)) if self.decided else tuple(shards), symmetric, self.world.emulated_link
 
-    def repeat(self, asked: Asked, a: Tensor) -> Tensor | None:
-        """The result for these rows; None where anything is not as it was, or their class is new."""
+    def repeat(self, asked: Asked, a: Tensor) -> list[Tensor] | None:
+        """The results for these rows; None where anything is not as it was, or their class is new."""
         if a.dtype != self.dtype or a.shape[-1] != self.k:
             return None
         matrix = a if a.dim() == 2 else a.view(-1, self.k)
@@ -106,9 +111,18 @@ class KnownCall:
         way = self.ways.get(self._class(shards, segment is not None or self.operator.name != "all_gather_matmul"))
         if way is None or not self.matches(asked):
             return None
-        if isinstance(asked.b, PackedWeight):
-            asked.b.check_unchanged()
-        out = torch.empty((self.operator.kept(shards, self.world.rank), self.n), dtype=self.out_dtype)
-        bias = {way.product: asked.bias} if way.biased and asked.bias is not None else {}
-        way.program.run({"a": matrix, "out": out}, shards, {way.product: asked.b}, bias)
-        return out if a.dim() == 2 else out.view(*a.shape[:-1], self.n)
+        for at in self.packed:
+            asked.weights[at].check_unchanged()  # type: ignore[union-attr]
+        kept, tensors = self.operator.kept(shards, self.world.rank), {"a": matrix}
+        for name, columns, dtype in self.outs:
+            tensors[name] = torch.empty((kept, columns), dtype=dtype)
+        weights = dict(zip(way.products, asked.weights, strict=True))
+        biases = {way.products[at]: asked.biases[at] for at in self.biased} if way.biased else {}
+        way.program.run(tensors, shards, weights, biases)  # type: ignore[arg-type]
+        results = [tensors[name] for name, _, _ in self.outs]
+        return results if a.dim() == 2 else [out.view(*a.shape[:-1], out.shape[1]) for out in results]
+
+
+def _same(given: Iterable[object], asked: Iterable[object]) -> bool:
+    """Whether these are the very things that were asked for."""
+    return [*map(id, given)] == [*map(id, asked)]
