@@ -93,6 +93,21 @@ def test_two_at_once_and_nested_defaults():
         assert one.run(sums, 5) == [[10.0, 10.0]] * 2
 
 
+def test_ranks_that_meet_by_levels():
+    came = [0] * 16
+
+    def meet():
+        world = weft.init()
+        for call in range(1, 200):
+            came[world.rank] = call
+            weft.barrier()
+            assert min(came) >= call
+        return len(world.levels)
+
+    with weft.local_world(16) as local:
+        assert local.run(meet) == [2] * 16
+
+
 def test_bad_arguments():
     with pytest.raises(ValueError, match="at least one rank"):
         weft.local_world(0)

@@ -6,6 +6,9 @@ import pytest
 from support.sysfs import recorded
 
 from weft.world import topology
+from weft.world.listener import Address
+from weft.world.peers import groups
+from weft.world.rendezvous import Place
 from weft.world.topology import listed, numbers
 
 
@@ -120,3 +123,27 @@ def test_a_host_that_says_nothing_of_itself(tmp_path):
     found = topology.read(tmp_path)
     assert [core.cpus for core in found.cores] == [(0,), (1,), (2,), (3,)]
     assert shares(found, 2, 2) == ["0-1", "2-3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "sizes"),
+    [("xeon", 16, [8, 16]), ("epyc", 32, [4, 32]), ("epyc-4-nodes", 32, [4, 8, 32]), ("graviton", 16, [16])],
+)
+def test_ranks_are_grouped_by_what_their_cores_share(machine, name, ranks, sizes):
+    found = machine(name)
+    spots = [topology.spot(found, cpus) for cpus in topology.assign(found, everything(found), ranks)]
+    levels = groups([Place(1, "host", Address(0, "", b""), frozenset(), 1, spot) for spot in spots])
+    assert sorted({max(map(level.count, level)) for level in levels}) == sizes
+    assert all(level == tuple(sorted(level)) for level in levels)
+
+
+def test_ranks_are_grouped_as_deep_as_all_are_known(machine):
+    found = machine("epyc-4-nodes")
+    assert topology.spot(found, numbers("0-7")) == (0, 0, 0)
+    assert topology.spot(found, numbers("64,65")) == (0, 0, 0)
+    assert topology.spot(found, numbers("0-15")) == (0, 0)
+    assert topology.spot(found, everything(found)) == (0,)
+    assert topology.spot(machine("xeon"), numbers("0,32")) == ()
+    spots = [(0, 0, 0), (0, 0, 8), (0, 1, 16), (0, 1)]
+    places = [Place(1, host, Address(0, "", b""), frozenset(), 1, spot) for host in ("one", "two") for spot in spots]
+    assert groups(places) == ((0, 0, 1, 1, 2, 2, 3, 3), (0, 0, 0, 0, 1, 1, 1, 1), (0, 0, 0, 0, 1, 1, 1, 1))

@@ -150,7 +150,7 @@ class Stopwatch:
     """Times calls that all ranks of a world make together."""
 
     def __init__(self, world: World) -> None:
-        self.world, self.barrier = world, barrier(world.ranks)
+        self.world, self.barrier = world, barrier(world.levels)
 
     def time(self, call: Callable[[], object], calls: int = 1) -> float:
         """This rank's seconds from a barrier to the end of its own calls."""

@@ -15,6 +15,8 @@ from weft.plan.binding import bind, split
 from weft.plan.proof import verify
 from weft.schedules import all_gather, all_reduce, broadcast, reduce_scatter
 from weft.schedules.all_to_all import all_to_all
+from weft.schedules.barrier import barrier
+from weft.schedules.levels import flat, nested
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Operator, Place, Variant, Workload, pieces
 
@@ -64,6 +66,10 @@ def _broadcast(r: Request) -> Plan:
     return broadcast.ring(r.pieces, 0, range(r.ranks), chunk_rows=1)
 
 
+def _barrier(r: Request) -> Plan:
+    return barrier(nested(r.ranks) if r.algorithm == "levels" else flat(r.ranks))
+
+
 def _exchange(r: Request) -> Plan:
     return all_to_all([r.blocks] * r.ranks, symmetric_a=r.symmetric, chunk_rows=1)
 
@@ -82,6 +88,7 @@ PLANNERS: Mapping[str, Planner] = {
     "reduce_scatter": Planner(reduce_scatter.ALGORITHMS, _scatter),
     "all_reduce": Planner(all_reduce.ALGORITHMS, _reduce, lambda rows: split(sum(rows), len(rows))),
     "broadcast": Planner(broadcast.ALGORITHMS, _broadcast, lambda rows: [sum(rows)]),
+    "barrier": Planner(("mesh", "levels"), _barrier, lambda rows: []),
     "all_to_all": Planner(("pull",), _exchange, lambda rows: rows * len(rows)),
 }
 """Of each operator who makes its plans."""
@@ -119,7 +126,9 @@ def show(
     except PlanError as error:
         typer.echo(f"\nNOT VERIFIED: {error}", err=True)
         raise typer.Exit(1) from None
-    typer.echo("\nverified: no race, no deadlock, every output row as promised, whatever the sizes")
+    notifies = made.notifies()
+    typer.echo(f"\nnotifies of other ranks: at most {max(notifies)} by one, {sum(notifies)} in all")
+    typer.echo("verified: no race, no deadlock, every output row as promised, whatever the sizes")
 
 
 def _rows(text: str, ranks: int | None) -> list[int]:

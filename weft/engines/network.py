@@ -44,7 +44,7 @@ class NetworkEngine(HostEngine):
         return NetworkProgram
 
     def agree(self, call: str) -> None:
-        program = self.compile(barrier(self.world.ranks, "agree"), {}, (), {}, call)
+        program = self.compile(barrier(self.world.levels, "agree"), {}, (), {}, call)
         program.execute(program.bind({}, ()))
 
 

@@ -17,4 +17,4 @@ def barrier(world: World | None = None, timeout: float | None = None) -> None:
     """
     check_timeout(timeout)
     chosen = current(world)
-    engine(chosen).execute(schedule.barrier(chosen.ranks), {}, timeout=timeout)
+    engine(chosen).execute(schedule.barrier(chosen.levels), {}, timeout=timeout)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import permutations
 
 from weft.plan.language import (
     ROOM,
@@ -59,6 +60,7 @@ class Run:
         self.raised: dict[tuple[int, Signal], list[Clock]] = {}
         self.writers: dict[tuple[int, int, Signal], int] = {}
         self.base: list[dict[Signal, int]] = [{} for _ in ranks]
+        self.begun: dict[tuple[int, int], list[tuple[int, int]]] = {}
         self.ends: dict[tuple[int, int], tuple[Clock, dict[Signal, int]]] = {}
         self.promised = {id(plan): [plan.promised(r) for r in ranks] for plan in plans}
 
@@ -82,6 +84,7 @@ class Run:
         if not stuck:
             self.check_workspaces()
             self.check_leaving()
+            self.check_meeting()
         return list(self.found)
 
     def complain(self, problem: str) -> None:
@@ -93,6 +96,7 @@ class Run:
             self.join(rank)
             self.hand_over(execution, rank)
             self.fork(rank)
+            self.begun[execution, rank] = [(i, self.clocks[i][i]) for i in (self.index[rank, name] for name in self.lanes[rank])]
             lanes = {name: list(lane) for name, lane in plan.lanes[rank].items()}
             at = dict.fromkeys(lanes, 0)
             while any(at[name] < len(lane) for name, lane in lanes.items()):
@@ -302,3 +306,11 @@ class Run:
         if not promised.get(free):
             return clock
         return [*map(max, clock, self.raised[at, free][promised[free] - 1])]
+
+    def check_meeting(self) -> None:
+        """Of a plan that promises to meet: what a rank knows as it ends includes that every other one has begun."""
+        for execution, plan in enumerate(self.plans):
+            for rank, of in permutations(range(plan.ranks), 2) if plan.meets else ():
+                clock, _ = self.ends[execution, rank]
+                if all(clock[lane] < time for lane, time in self.begun[execution, of]):
+                    self.complain(f"rank {rank} ends {plan.operator} before rank {of} must have begun it")

@@ -168,7 +168,7 @@ class Plan:
     are numbered over all shards.
 
     A rank needs no lanes but its own where all are alike: `planned` are the ranks that have theirs, all unless given, and `request`
-    tells plans apart of which ranks have different parts.
+    tells plans apart of which ranks have different parts. `meets` promises that no rank ends it before all have begun it.
     """
 
     operator: str
@@ -179,6 +179,7 @@ class Plan:
     pieces: tuple[int, ...] = ()
     planned: tuple[int, ...] | None = None
     request: str = ""
+    meets: bool = False
 
     @property
     def digest(self) -> int:
@@ -188,6 +189,13 @@ class Plan:
     @property
     def ranks(self) -> int:
         return len(self.lanes)
+
+    def notifies(self) -> list[int]:
+        """How many counters of other ranks each rank raises in one execution: atomic operations on memory that is not its own."""
+        return [
+            sum(isinstance(i, Notify) and i.rank != rank for lane in lanes.values() for i in lane)
+            for rank, lanes in enumerate(self.lanes)
+        ]
 
     def signal_names(self) -> list[str]:
         """The names of all signals, in alphabetic order."""

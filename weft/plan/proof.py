@@ -24,8 +24,9 @@ def verify(*plans: Plan) -> None:
     """Prove that `plans` are right on every interleaving when executed one after the other; a single plan is executed twice.
 
     Raises `PlanError` naming every deadlock, every unordered pair of accesses to overlapping rows, every counter with two
-    writers, every output row that is not written exactly once with the value that `Plan.result` promises, and every access to a
-    workspace that an earlier plan may still be using.
+    writers, every output row that is not written exactly once with the value that `Plan.result` promises, every access to a
+    workspace that an earlier plan may still be using, and every rank that ends a plan which promises to meet before another has
+    begun it.
     """
     found = problems(*plans)
     if found:

@@ -7,6 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from weft import _native, errors
 from weft.errors import PeerLost, PeerTimeout, SymmetricMemoryError, WeftError
+from weft.schedules.levels import Levels, nested, numbered
 from weft.world.relay import Relay
 from weft.world.rendezvous import Place
 
@@ -76,7 +78,8 @@ class Peers:
     ) -> None:
         self.rank, self.ranks, self.timeout, self.relay, self.group = rank, len(places), timeout, relay, group
         self.device, self.stream_ordered, self.matmul_backend, self.ranks_per_device = backend
-        self.hosts = number_hosts(places)
+        self.hosts = numbered(place.host for place in places)
+        self.near_groups = groups(places)
         self.known_as: Sequence[int] = range(self.ranks)
         self.pids = [place.pid for place in places]
         self.cores = [place.cores for place in places]
@@ -103,6 +106,11 @@ class Peers:
     def multi_host(self) -> bool:
         """Whether ranks are on several hosts."""
         return self.relay is not None
+
+    @cached_property
+    def levels(self) -> Levels:
+        """How ranks meet, alike on all: it follows from what all have said of where they are."""
+        return nested(self.ranks, self.near_groups)
 
     @property
     def topology(self) -> tuple[int, ...] | None:
@@ -216,7 +224,10 @@ def receive(peers: Peers, peer: int, doing: str, late: str, look: Callable[[], N
             raise peers.timed_out(late)
 
 
-def number_hosts(places: Sequence[Place]) -> tuple[int, ...]:
-    """The host of each rank, numbered in the order in which ranks are found on them."""
-    names = [*dict.fromkeys(place.host for place in places)]
-    return tuple(names.index(place.host) for place in places)
+def groups(places: Sequence[Place]) -> Levels:
+    """Ranks that share a cache, a NUMA node, a package, a host: the group of each rank, innermost first.
+
+    Below hosts it goes as deep as every rank's place is known, so that ranks whose cores nobody bound are grouped by number alone.
+    """
+    depth = min(len(place.spot) for place in places)
+    return tuple(numbered((place.host, place.spot[:kept]) for place in places) for kept in range(depth, -1, -1))

@@ -25,13 +25,15 @@ _PLACE, _PLACES = 1 << 14, 0x7FFFFFFE  # bytes of a message that says where a ra
 
 
 class Place(NamedTuple):
-    """Where a rank lives: its process, its host, the address of its socket, the cores it may run on and its compute threads."""
+    """Where a rank lives: its process, its host, the address of its socket, the cores it may run on, its compute threads, and the
+    package, NUMA node and cache that it is in, as far as all its cores are in one."""
 
     pid: int
     host: str
     address: Address
     cores: frozenset[int]
     threads: int
+    spot: tuple[int, ...] = ()
 
 
 def default_group(environment: Mapping[str, str] = os.environ) -> dist.ProcessGroup | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
@@ -112,6 +112,12 @@ def assign(topology: Topology, allowed: Collection[int], ranks: int, threads: in
     if ranks * threads <= len(cpus) or ranks * threads % len(cpus) == 0:
         return [frozenset(cpus[(rank * threads + i) % len(cpus)] for i in range(threads)) for rank in range(ranks)]
     return None
+
+
+def spot(topology: Topology, cpus: Collection[int]) -> tuple[int, ...]:
+    """The package, NUMA node and last-level cache of these hardware threads, up to where they are in several."""
+    spots = [(core.package, core.node, core.cache) for core in topology.cores if not {*core.cpus}.isdisjoint(cpus)]
+    return tuple(level[0] for level in takewhile(lambda level: len({*level}) == 1, zip(*spots, strict=True)))
 
 
 def _share(cores: Sequence[Core], ranks: int, threads: int, levels: Sequence[str]) -> list[Sequence[Core]]:

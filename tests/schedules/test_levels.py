@@ -1,0 +1,78 @@
+"""Ranks that meet by levels: whom each tells and hears, for any number of ranks and any groups, and that all know of all in the end."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.mutants import deleted
+
+from weft.errors import PlanError
+from weft.plan.proof import verify
+from weft.schedules.barrier import barrier
+from weft.schedules.levels import flat, meetings, nested
+
+
+@st.composite
+def grouped(draw: st.DrawFn) -> tuple[tuple[int, ...], ...]:
+    """Levels of any groups within groups, also lopsided ones, and whose ranks are not side by side."""
+    ranks = draw(st.integers(1, 14))
+    level = tuple(range(ranks))
+    found = []
+    for _ in range(draw(st.integers(0, 3))):
+        joined = draw(st.lists(st.integers(0, 4), min_size=14, max_size=14))
+        level = tuple(joined[group] for group in level)
+        found.append(level)
+    return (*found, *flat(ranks))
+
+
+@settings(max_examples=25, deadline=None)
+@given(grouped())
+def test_a_barrier_is_proved_whatever_the_groups(levels):
+    verify(barrier(levels))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 9, 12, 16, 23, 32])
+def test_a_barrier_is_proved_for_many_ranks(ranks):
+    verify(barrier(nested(ranks)))
+
+
+@pytest.mark.parametrize("levels", [flat(3), nested(9)], ids=["flat", "levels"])
+def test_no_signal_of_a_barrier_can_be_spared(levels):
+    for change, plan in deleted(barrier(levels)):
+        with pytest.raises(PlanError):
+            verify(plan)
+            pytest.fail(change)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "most", "hops"),
+    [(2, 1, 1), (4, 3, 1), (8, 7, 1), (9, 4, 2), (16, 6, 2), (32, 7, 3), (64, 9, 3), (128, 10, 4)],
+)
+def test_notifies_grow_like_a_root_or_a_logarithm(ranks, most, hops):
+    levels = nested(ranks)
+    assert len(levels) == hops
+    assert max(barrier(levels).notifies()) == most
+    assert barrier(flat(ranks)).notifies() == [ranks - 1] * ranks
+
+
+def test_what_is_near_meets_first():
+    """Two packages of four caches, each with four ranks that are not side by side: what crosses packages is one notify of each rank."""
+    package, cache = tuple(r % 2 for r in range(32)), tuple(r % 8 for r in range(32))
+    levels = nested(32, (cache, package))
+    assert levels == (cache, package, *flat(32))
+    for rank, (within, between, across) in enumerate(meetings(levels)):
+        assert sorted(within.told) == [peer for peer in range(32) if peer % 8 == rank % 8 and peer != rank]
+        assert {cache[peer] for peer in between.told} == {c for c in range(8) if c % 2 == rank % 2} - {cache[rank]}
+        assert [package[peer] for peer in across.told] == [1 - package[rank]]
+
+
+def test_a_lone_rank_speaks_to_all_of_a_larger_group():
+    levels = ((0, 1, 1, 1), *flat(4))
+    assert [stage.told for stage in meetings(levels)[0]] == [[], [3, 2, 1]]
+    assert sum(len(stages[1].heard) for stages in meetings(levels)) == 4
+    verify(barrier(levels))
+
+
+def test_few_ranks_are_not_divided_whatever_they_share():
+    assert nested(8, ((0, 0, 0, 0, 1, 1, 1, 1),)) == flat(8)
