@@ -23,7 +23,7 @@ std::vector<size_t> cut(const std::vector<uint32_t>& pieces, const std::vector<s
 }  // namespace
 
 Binding::Binding(const Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given, int rank)
-    : bounds_(program.slots.size()), bases_(program.slots.size()), strides_(program.slots.size()), columns_(program.slots.size()),
+    : bounds_(program.slots.size()), bases_(program.slots.size()), turns_(program.slots.size()), strides_(program.slots.size()), columns_(program.slots.size()),
       row_bytes_(program.slots.size()), offsets_(program.buffers.size()) {
   const std::vector<size_t> sizes = cut(program.pieces, rows);
   const size_t largest = sizes.empty() ? 1 : *std::max_element(sizes.begin(), sizes.end());
@@ -47,18 +47,24 @@ Binding::Binding(const Program& program, const std::vector<size_t>& rows, const 
   auto columns = [&](uint32_t buffer) { return tensors[program.buffers[buffer].like]->columns; };
   for (uint32_t number = 0; number < program.buffers.size(); ++number) {
     const Buffer& buffer = program.buffers[number];
-    if (!buffer.workspace) continue;
+    if (buffer.role != Role::workspace && buffer.role != Role::eager) continue;
     size_t most = 0;
     for (uint32_t layout : buffer.layouts) most = std::max(most, sums_[layout].back());
-    offsets_[number] = workspace_;
-    workspace_ += (most * columns(number) * buffer.itemsize + kPage - 1) / kPage * kPage;
+    size_t& end = buffer.role == Role::eager ? eager_ : workspace_;
+    const size_t unit = buffer.role == Role::eager ? sizeof(Counter) : kPage;
+    offsets_[number] = end;
+    end += (most * columns(number) * buffer.itemsize + unit - 1) / unit * unit;
   }
+  if (eager_ > Program::kEager)
+    throw std::invalid_argument("eager buffers have " + std::to_string(Program::kEager) + " bytes on a rank; the plan needs " +
+                                std::to_string(eager_));
   for (uint32_t number = 0; number < program.slots.size(); ++number) {
     const auto [owner, which] = program.slots[number];
     const Buffer& buffer = program.buffers[which];
     const Given* tensor = tensors[which];
     bounds_[number] = &sums_[buffer.layouts[owner]];
     columns_[number] = columns(which), row_bytes_[number] = columns_[number] * buffer.itemsize;
+    turns_[number] = buffer.role == Role::eager ? ~size_t{0} : 0;
     strides_[number] = tensor ? tensor->stride : row_bytes_[number];
     if (tensor) bases_[number] = reinterpret_cast<char*>(owner == rank ? tensor->address : tensor->parts.at(owner));
   }
@@ -83,10 +89,10 @@ Binding::Binding(const Program& program, const std::vector<size_t>& rows, const 
   digest_ = weft::digest(call_);
 }
 
-void Binding::place(const Program& program, const std::vector<uintptr_t>& workspaces) {
+void Binding::place(const Program& program, Role role, const std::vector<uintptr_t>& begins) {
   for (uint32_t number = 0; number < program.slots.size(); ++number) {
     const auto [owner, which] = program.slots[number];
-    if (program.buffers[which].workspace) bases_[number] = reinterpret_cast<char*>(workspaces.at(owner) + offsets_[which]);
+    if (program.buffers[which].role == role) bases_[number] = reinterpret_cast<char*>(begins.at(owner) + offsets_[which]);
   }
 }
 

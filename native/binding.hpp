@@ -25,13 +25,18 @@ class Binding {
 
   // Bytes of workspace on every rank.
   size_t workspace() const { return workspace_; }
-  // Where each rank's workspace begins.
-  void place(const Program& program, const std::vector<uintptr_t>& workspaces);
+  // Bytes of eager buffers on every rank.
+  size_t eager() const { return eager_; }
+  // Where each rank's workspace begins, or its eager buffers of the first turn.
+  void place(const Program& program, Role role, const std::vector<uintptr_t>& begins);
 
   // A buffer of the caller's, on `rank` itself, begins elsewhere from now on.
   void move(const Program& program, int rank, uint32_t buffer, uintptr_t address);
 
-  char* at(const Operand& o) const { return bases_[o.slot] + (*bounds_[o.slot])[o.start] * strides_[o.slot]; }
+  // `turn`: that of the execution.
+  char* at(const Operand& o, size_t turn = 0) const {
+    return bases_[o.slot] + (turn & turns_[o.slot]) + (*bounds_[o.slot])[o.start] * strides_[o.slot];
+  }
   size_t stride(const Operand& o) const { return strides_[o.slot]; }
   size_t first(const Operand& o) const { return (*bounds_[o.slot])[o.start]; }
   size_t rows(const Operand& o) const { return (*bounds_[o.slot])[o.stop] - (*bounds_[o.slot])[o.start]; }
@@ -48,9 +53,10 @@ class Binding {
   std::vector<std::vector<size_t>> sums_;           // by layout: where each block begins, and the last one ends
   std::vector<const std::vector<size_t>*> bounds_;  // by slot
   std::vector<char*> bases_;                        // by slot
+  std::vector<size_t> turns_;                       // by slot: all bits where buffers take turns
   std::vector<size_t> strides_, columns_, row_bytes_;
-  std::vector<size_t> offsets_;                     // of workspaces, by buffer
-  size_t workspace_ = 0, written_ = 0;
+  std::vector<size_t> offsets_;                     // of workspaces and eager buffers, by buffer
+  size_t workspace_ = 0, eager_ = 0, written_ = 0;
   std::string call_;
   uint64_t digest_;
 };

@@ -19,10 +19,17 @@ Counter& Executor::counter(int rank, uint32_t index) const {
   return reinterpret_cast<Counter*>(control_->parts[rank]->base() + Calls::kBytes)[index];
 }
 
+std::vector<uintptr_t> Executor::eager_bases() const {
+  std::vector<uintptr_t> bases;
+  for (const auto& part : control_->parts) bases.push_back(reinterpret_cast<uintptr_t>(part->base()) + counters_end(ranks_));
+  return bases;
+}
+
 void Executor::begin(const Program& program, Execution& execution) {
   const Binding* bound = execution.binding;
   execution.reset(bound ? calls.begin(bound->digest(), bound->call()) : calls.begin(program.digest, program.call));
   execution.digest = bound ? bound->digest() : program.digest;
+  if (program.eager) execution.turn = turn_ = Program::kEager - turn_;
   for (size_t lane = 0; lane < program.lanes.size(); ++lane)
     for (size_t at = 0; at < program.lanes[lane].size(); ++at)
       if (const Instruction& i = program.lanes[lane][at]; i.op == Op::wait) execution.targets[lane][at] = base_[i.index] + i.count;
@@ -68,14 +75,14 @@ void Executor::move(Execution& execution, size_t lane, const Instruction* first,
   if (!rows) return;
   for (size_t i = 0; i < count; ++i) {
     const Operand& target = first[i].operands[0];
-    targets.push_back({bound.at(target), bound.stride(target), first[i].together ? bound.written() : rows * bound.row_bytes(target)});
+    targets.push_back({bound.at(target, execution.turn), bound.stride(target), first[i].together ? bound.written() : rows * bound.row_bytes(target)});
   }
   const Operand& source = first->operands[1];
   if (first->op == Op::copy) {
-    copy_rows(targets.data(), count, bound.at(source), bound.stride(source), rows, bound.row_bytes(source));
+    copy_rows(targets.data(), count, bound.at(source, execution.turn), bound.stride(source), rows, bound.row_bytes(source));
   } else {
     for (size_t i = 0; i < first->operands.size(); ++i)
-      operands.push_back({bound.at(first->operands[i]), bound.stride(first->operands[i]), first->dtypes[i]});
+      operands.push_back({bound.at(first->operands[i], execution.turn), bound.stride(first->operands[i]), first->dtypes[i]});
     reduce_rows(first->combine, operands, rows, bound.columns(source), ranks_, targets[0].whole, targets.data() + 1, count - 1);
     feed(execution, lane);
   }

@@ -18,13 +18,16 @@ class Executor {
  public:
   static constexpr size_t kNames = 256;  // signal names of all plans of a world
 
-  static size_t control_bytes(size_t ranks) { return Calls::kBytes + kNames * ranks * sizeof(Counter); }
+  // Headers of calls, counters, and eager buffers for two executions.
+  static size_t control_bytes(size_t ranks) { return counters_end(ranks) + 2 * Program::kEager; }
 
   // `control` is a zeroed symmetric segment of control_bytes; `spins` is how long a wait spins before it sleeps. What the lane thread
   // copies and adds is shared by `comm_threads`; what the caller does, by as many as torch uses there.
   Executor(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> control, int spins, size_t comm_threads = 1);
 
   Counter& counter(int rank, uint32_t index) const;
+  // Where each rank's eager buffers of the first turn begin.
+  std::vector<uintptr_t> eager_bases() const;
 
   // Publish a call, and fix what its waits wait for. Calls begin on one thread at a time, in the same order on all ranks.
   void begin(const Program& program, Execution& execution);
@@ -38,6 +41,7 @@ class Executor {
   bool tracing = false;
 
  private:
+  static size_t counters_end(size_t ranks) { return Calls::kBytes + kNames * ranks * sizeof(Counter); }
   void run(const LaneThread::Job& job);
   bool wait(Execution& execution, size_t lane, int at, const Instruction& instruction);
   void move(Execution& execution, size_t lane, const Instruction* first, size_t count);
@@ -47,6 +51,7 @@ class Executor {
   std::shared_ptr<Segment> control_;
   int rank_, ranks_, spins_;
   std::vector<uint64_t> base_;  // what earlier executions promised, by counter
+  size_t turn_ = 0;             // of eager buffers in the latest execution that had some
 
  public:
   Calls calls;

@@ -27,7 +27,7 @@ using namespace weft;
 namespace {
 
 using Place = std::tuple<uint32_t, uint32_t, uint32_t>;  // slot, start, stop
-using PyBuffer = std::tuple<std::string, std::string, size_t, bool, uint32_t, bool, bool, std::vector<uint32_t>>;  // as in Buffer
+using PyBuffer = std::tuple<std::string, std::string, size_t, Role, uint32_t, bool, bool, std::vector<uint32_t>>;  // as in Buffer
 using Shared = std::pair<std::vector<uintptr_t>, std::string>;  // `parts` and `place` of a Given
 using ByName = nb::typed<nb::dict, nb::str, nb::any>;            // by the names of buffers
 
@@ -139,6 +139,8 @@ NB_MODULE(_native, m) {
   nb::enum_<Combine>(m, "Combine")
       .value("sum", Combine::sum).value("avg", Combine::avg).value("max", Combine::max).value("min", Combine::min);
 
+  nb::enum_<Role>(m, "Role")
+      .value("input", Role::input).value("output", Role::output).value("workspace", Role::workspace).value("eager", Role::eager);
   nb::enum_<WaitStatus>(m, "WaitStatus")
       .value("none", WaitStatus::none).value("timeout", WaitStatus::timeout).value("failed", WaitStatus::failed)
       .value("left", WaitStatus::left).value("mismatch", WaitStatus::mismatch)
@@ -199,8 +201,10 @@ NB_MODULE(_native, m) {
       .def("lay_out", [](Compiled& self, std::vector<uint32_t> pieces, std::vector<std::vector<int>> layouts,
                          const std::vector<PyBuffer>& buffers, const std::vector<std::pair<int, uint32_t>>& slots) {
         self.program.pieces = std::move(pieces), self.program.layouts = std::move(layouts);
-        for (const auto& [name, dtype, itemsize, workspace, like, told, shared, by_rank] : buffers)
-          self.program.buffers.push_back({name, dtype, itemsize, workspace, like, told, shared, by_rank});
+        for (const auto& [name, dtype, itemsize, role, like, told, shared, by_rank] : buffers) {
+          self.program.buffers.push_back({name, dtype, itemsize, role, like, told, shared, by_rank});
+          self.program.eager |= role == Role::eager;
+        }
         for (auto [rank, buffer] : slots) self.program.slots.push_back({rank, buffer});
       })
       .def("bind", [](Compiled& self, const Binding* binding) { self.execution.binding = binding; }, nb::arg().none())
@@ -249,7 +253,10 @@ NB_MODULE(_native, m) {
            nb::arg("look").none(), nb::keep_alive<1, 2>())
       .def_prop_ro("workspace", &Binding::workspace)
       .def_prop_ro("call", &Binding::call)
-      .def("place", [](Binding& self, const Compiled& c, const std::vector<uintptr_t>& workspaces) { self.place(c.program, workspaces); })
+      .def_prop_ro("eager", &Binding::eager)
+      .def("place", [](Binding& self, const Compiled& c, Role role, const std::vector<uintptr_t>& begins) {
+        self.place(c.program, role, begins);
+      })
       .def("move", [](Binding& self, const Compiled& c, int rank, uint32_t buffer, uintptr_t address) {
         self.move(c.program, rank, buffer, address);
       })
@@ -268,6 +275,7 @@ NB_MODULE(_native, m) {
       })
       .def_static("control_bytes", &Executor::control_bytes)
       .def_ro_static("max_names", &Executor::kNames)
+      .def("eager_bases", &Executor::eager_bases)
       .def_prop_ro("calls", [](Executor& self) { return self.calls.latest(); })
       .def("begin", [](Executor& self, Compiled& c, double timeout) {
         c.execution.timeout = static_cast<int64_t>(timeout * 1e9);

@@ -39,13 +39,16 @@ struct Instruction {
 };
 
 // A buffer of a plan: which blocks it has on each rank.
+// What a buffer is to the caller; as in the plan.
+enum class Role : int { input, output, workspace, eager };
+
 struct Buffer {
   static constexpr int kRoom = -1;  // room for any block: as many rows as the largest has
   static constexpr int kRow = -2;   // a single row, in plans whose sizes are fixed
 
   std::string name, dtype;
   size_t itemsize;
-  bool workspace;
+  Role role;
   uint32_t like;  // the caller's buffer whose columns its rows have
   bool told;      // whether ranks tell each other what it is, since they must agree on it
   bool shared;    // whether peers access it
@@ -59,6 +62,8 @@ struct Slot {
 
 // One rank's part of a plan: its lanes, and how much each of its counters grows in one execution.
 struct Program {
+  static constexpr size_t kEager = 32 << 10;  // bytes of eager buffers that a plan has on each rank
+
   std::vector<std::vector<Instruction>> lanes;
   std::vector<std::pair<uint32_t, uint64_t>> promised;
   std::string call;     // what all ranks must agree on, in words, if nothing is bound; else its beginning,
@@ -68,6 +73,7 @@ struct Program {
   std::vector<std::vector<int>> layouts = {};   // the numbers of blocks that lie one after another in some buffer
   std::vector<Buffer> buffers = {};
   std::vector<Slot> slots = {};
+  bool eager = false;   // whether some buffer is
 
   void add(size_t lane, Instruction instruction);
 };
@@ -118,6 +124,7 @@ struct Execution {
   std::vector<int64_t> held;             // by lane: when it last began, computed or had to wait
   std::vector<std::vector<char>> agreed; // by lane: peers seen to have made the same call
   uint64_t call = 0, digest = 0;
+  size_t turn = 0;      // by how many bytes its eager buffers lie behind the first ones
   int64_t timeout = 0;  // of each wait, in nanoseconds
 };
 

@@ -35,6 +35,15 @@ class Combine(enum.Enum):
 
     min = 3
 
+class Role(enum.Enum):
+    input = 0
+
+    output = 1
+
+    workspace = 2
+
+    eager = 3
+
 class WaitStatus(enum.Enum):
     none = 0
 
@@ -101,7 +110,7 @@ class Compiled:
 
     def describe(self, arg0: str, arg1: str, /) -> None: ...
 
-    def lay_out(self, arg0: Sequence[int], arg1: Sequence[Sequence[int]], arg2: Sequence[tuple[str, str, int, bool, int, bool, bool, Sequence[int]]], arg3: Sequence[tuple[int, int]], /) -> None: ...
+    def lay_out(self, arg0: Sequence[int], arg1: Sequence[Sequence[int]], arg2: Sequence[tuple[str, str, int, Role, int, bool, bool, Sequence[int]]], arg3: Sequence[tuple[int, int]], /) -> None: ...
 
     def bind(self, arg: Binding | None, /) -> None: ...
 
@@ -141,7 +150,10 @@ class Binding:
     @property
     def call(self) -> str: ...
 
-    def place(self, arg0: Compiled, arg1: Sequence[int], /) -> None: ...
+    @property
+    def eager(self) -> int: ...
+
+    def place(self, arg0: Compiled, arg1: Role, arg2: Sequence[int], /) -> None: ...
 
     def move(self, arg0: Compiled, arg1: int, arg2: int, arg3: int, /) -> None: ...
 
@@ -165,6 +177,8 @@ class Executor:
 
     max_names: Final[int] = ...
     """(arg: object, /) -> int"""
+
+    def eager_bases(self) -> list[int]: ...
 
     @property
     def calls(self) -> int: ...

@@ -253,8 +253,8 @@ void test_lanes(int ranks, int calls) {
       program.layouts = {{0}, {}};  // a block of the caller's, and a row from each rank
       program.layouts[1].assign(ranks, Buffer::kRow);
       program.pieces = {1};
-      program.buffers = {{"own", "int32", sizeof(int), false, 0, false, false, std::vector<uint32_t>(ranks, 0)},
-                         {"inbox", "int32", sizeof(int), false, 1, false, true, std::vector<uint32_t>(ranks, 1)}};
+      program.buffers = {{"own", "int32", sizeof(int), Role::input, 0, false, false, std::vector<uint32_t>(ranks, 0)},
+                         {"inbox", "int32", sizeof(int), Role::output, 1, false, true, std::vector<uint32_t>(ranks, 1)}};
       program.slots = {{r, 0}};
       std::vector<uintptr_t> parts;
       for (int p = 0; p < ranks; ++p) {
@@ -279,6 +279,54 @@ void test_lanes(int ranks, int calls) {
           if (p != r) CHECK(all[p * n] == call * 1000 + p * 10 && all[p * n + n - 1] == call * 1000 + p * 10 + n - 1);
         CHECK(executor.run(program, execution, 0, at + 1) >= 0);
         executor.lane_thread.join();
+      }
+    });
+  for (auto& thread : threads) thread.join();
+}
+
+// Four ranks that meet by pairs and then across, and read what each has put in its eager buffer: nobody says that it may be used again.
+void test_eager(int calls) {
+  constexpr int n = 500, ranks = 4;
+  Host host(ranks, 64);
+  std::vector<std::thread> threads;
+  for (int r = 0; r < ranks; ++r)
+    threads.emplace_back([&, r] {
+      Executor& executor = *host.executors[r];
+      std::vector<int> own(n), all(ranks * n);
+      Program program;
+      program.call = "eager", program.digest = 1, program.lanes.resize(1), program.eager = true;
+      auto& lane = program.lanes[0];
+      lane.push_back({Op::copy, {{uint32_t(1 + r), 0, 1}, {0, 0, 1}}});
+      for (int peer : {r ^ 1, r ^ 2}) {
+        lane.push_back(signal(Op::notify, executor.counter(peer, r), 0, 0, 0));
+        lane.push_back(signal(Op::wait, executor.counter(r, peer), peer, peer, 1));
+        program.promised.push_back({peer, 1});
+      }
+      const uint32_t out = 1 + ranks;
+      for (int p = 0; p < ranks; ++p) lane.push_back({Op::copy, {{out, uint32_t(p), uint32_t(p + 1)}, {uint32_t(1 + p), 0, 1}}});
+      program.layouts = {{0}, {}};
+      program.layouts[1].assign(ranks, Buffer::kRow);
+      program.pieces = {1};
+      program.buffers = {{"own", "int32", sizeof(int), Role::input, 0, false, false, std::vector<uint32_t>(ranks, 0)},
+                         {"eager", "int32", sizeof(int), Role::eager, 0, false, true, std::vector<uint32_t>(ranks, 0)},
+                         {"all", "int32", sizeof(int), Role::output, 2, false, false, std::vector<uint32_t>(ranks, 1)}};
+      program.slots = {{r, 0}};
+      for (int p = 0; p < ranks; ++p) program.slots.push_back({p, 1});
+      program.slots.push_back({r, 2});
+      const size_t row = n * sizeof(int);
+      Binding binding(program, {1}, {{0, reinterpret_cast<uintptr_t>(own.data()), 1, n, row, {}, ""},
+                                     {2, reinterpret_cast<uintptr_t>(all.data()), ranks, n, row, {}, ""}}, r);
+      CHECK(!binding.workspace() && binding.eager() >= row);
+      binding.place(program, Role::eager, executor.eager_bases());
+      Execution execution(program, ranks);
+      execution.timeout = 20'000'000'000;
+      execution.binding = &binding;
+      for (int call = 0; call < calls; ++call) {
+        for (int i = 0; i < n; ++i) own[i] = call * 1000 + r * 10 + i;
+        executor.begin(program, execution);
+        CHECK(executor.run(program, execution, 0, 0) >= 0);
+        for (int p = 0; p < ranks; ++p)
+          CHECK(all[p * n] == call * 1000 + p * 10 && all[p * n + n - 1] == call * 1000 + p * 10 + n - 1);
       }
     });
   for (auto& thread : threads) thread.join();
@@ -460,6 +508,7 @@ int main() {
   test_teams();
   test_lanes(2, 300);
   test_lanes(4, 200);
+  test_eager(500);
   test_a_wait_ends_early();
   test_lanes_end_together();
   test_what_was_raised_before_leaving_counts();

@@ -13,11 +13,15 @@ from torch import Tensor
 from weft.engines.reference import Call
 from weft.plan import Plan
 from weft.schedules.all_gather import all_gather
+from weft.schedules.all_gather import eager as eager_all_gather
 from weft.schedules.all_gather_matmul import ALGORITHMS, all_gather_matmul
 from weft.schedules.all_reduce import ALGORITHMS as PLAIN_ALL_REDUCES
 from weft.schedules.all_reduce import all_reduce
+from weft.schedules.all_reduce import eager as eager_all_reduce
 from weft.schedules.all_to_all import all_to_all
 from weft.schedules.broadcast import broadcast
+from weft.schedules.broadcast import eager as eager_broadcast
+from weft.schedules.levels import flat, nested
 from weft.schedules.matmul_all_reduce import ALGORITHMS as ALL_REDUCES
 from weft.schedules.matmul_all_reduce import matmul_all_reduce
 from weft.schedules.matmul_reduce_scatter import ALGORITHMS as REDUCE_SCATTERS
@@ -63,6 +67,16 @@ def collected(rows: Sequence[int], algorithm: str, *, chunk_rows: int, symmetric
     return all_to_all(counts, symmetric_a=symmetric_a, chunk_rows=chunk_rows)
 
 
+def handed_out(rows: Sequence[int], algorithm: str, *, chunk_rows: int, several: bool) -> Plan:
+    """A collective of a few rows through eager buffers, among ranks that meet at once or by as many levels as there can be."""
+    levels = nested(len(rows), hop=0.0) if several else flat(len(rows))
+    if algorithm == "all_gather":
+        return eager_all_gather([max(1, n) for n in rows], levels)
+    if algorithm == "all_reduce":
+        return eager_all_reduce(max(1, *rows), levels)
+    return eager_broadcast(max(1, *rows), chunk_rows % len(rows), levels)
+
+
 def _odd(rank: int, ranks: int) -> list[int]:
     """Of each rank whether it is an odd number away: these get the rows of an all-to-all, in equal shares."""
     return [(rank + other) % 2 for other in range(ranks)]
@@ -78,6 +92,7 @@ SCHEDULES: dict[Callable[..., Plan], tuple[Sequence[str], Sequence[str]]] = {
     scattered: (("push", "sequential"), ("remote_reads",)),
     matmul_all_reduce: (ALL_REDUCES, ("remote_reads",)),
     reduced: (PLAIN_ALL_REDUCES, ("symmetric_a", "symmetric_out")),
+    handed_out: (("all_gather", "all_reduce", "broadcast"), ("several",)),
     collected: (("reduce_scatter", "broadcast", "all_to_all"), ("symmetric_a",)),
 }
 """Planners with their algorithms and flags."""

@@ -1,5 +1,6 @@
 """Ranks that are threads of this process."""
 
+import functools
 import gc
 import threading
 
@@ -106,6 +107,28 @@ def test_ranks_that_meet_by_levels():
 
     with weft.local_world(16) as local:
         assert local.run(meet) == [2] * 16
+
+
+def test_few_rows_by_levels():
+    """Small collectives of many ranks, one after the other: sums in rank order, to the bit."""
+    ranks, uneven = 12, [rank % 2 for rank in range(12)]
+
+    def gather(call):
+        world = weft.init()
+        rows = [shard(r, 3, 5, call=call) for r in range(ranks)]
+        own = rows[world.rank]
+        assert torch.equal(weft.all_gather(own), torch.cat(rows))
+        out = world.empty(3, 5).fill_(float("nan"))
+        assert torch.equal(weft.all_reduce(own, out=out), functools.reduce(torch.add, rows))
+        later = weft.all_reduce_async(own.bfloat16()), weft.all_gather_async(own[: world.rank % 2], shard_rows=uneven)
+        told = weft.broadcast(own.clone(), source := call % ranks)
+        assert torch.equal(told, rows[source])
+        assert torch.equal(later[0].wait(), functools.reduce(torch.add, [r.bfloat16().float() for r in rows]).bfloat16())
+        assert torch.equal(later[1].wait(), torch.cat([r[:n] for r, n in zip(rows, uneven, strict=True)]))
+
+    with weft.local_world(ranks) as local:
+        for call in range(10):
+            local.run(gather, call)
 
 
 def test_bad_arguments():

@@ -16,11 +16,15 @@ from weft.plan.proof import verify
 from weft.schedules import all_gather, all_reduce, broadcast, reduce_scatter
 from weft.schedules.all_to_all import all_to_all
 from weft.schedules.barrier import barrier
-from weft.schedules.levels import flat, nested
+from weft.schedules.levels import nested
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Operator, Place, Variant, Workload, pieces
 
 app = typer.Typer(help="Look at plans: what every rank does in one execution of an operator.", no_args_is_help=True)
+
+
+EAGER = "eager"
+"""How few rows are handed out; operators choose it by themselves."""
 
 
 class Request(NamedTuple):
@@ -38,6 +42,8 @@ class Request(NamedTuple):
 
 
 def _gather(r: Request) -> Plan:
+    if r.algorithm == EAGER:
+        return all_gather.eager(r.blocks, nested(r.ranks))
     return all_gather.all_gather(r.blocks, r.algorithm, chunk_rows=1, symmetric_a=r.symmetric, symmetric_gathered=r.symmetric)
 
 
@@ -49,6 +55,8 @@ def _fused(operator: Operator, r: Request) -> Plan:
 
 def _reduce(r: Request) -> Plan:
     rows = r.pieces * r.ranks
+    if r.algorithm == EAGER:
+        return all_reduce.eager(rows, nested(r.ranks))
     return all_reduce.all_reduce(rows, r.ranks, r.algorithm, symmetric_a=r.symmetric, symmetric_out=r.symmetric, chunk_rows=1)
 
 
@@ -59,6 +67,8 @@ def _scatter(r: Request) -> Plan:
 
 
 def _broadcast(r: Request) -> Plan:
+    if r.algorithm == EAGER:
+        return broadcast.eager(r.pieces, 0, nested(r.ranks))
     if r.algorithm == "pull":
         return broadcast.broadcast(r.pieces, r.ranks, 0, symmetric_a=r.symmetric, chunk_rows=1)
     if r.algorithm == "push":
@@ -67,7 +77,7 @@ def _broadcast(r: Request) -> Plan:
 
 
 def _barrier(r: Request) -> Plan:
-    return barrier(nested(r.ranks) if r.algorithm == "levels" else flat(r.ranks))
+    return barrier(nested(r.ranks))
 
 
 def _exchange(r: Request) -> Plan:
@@ -84,11 +94,11 @@ class Planner(NamedTuple):
 
 PLANNERS: Mapping[str, Planner] = {
     **{name: Planner(operator.algorithms, partial(_fused, operator)) for name, operator in OPERATORS.items()},
-    "all_gather": Planner(all_gather.ALGORITHMS, _gather),
+    "all_gather": Planner((*all_gather.ALGORITHMS, EAGER), _gather),
     "reduce_scatter": Planner(reduce_scatter.ALGORITHMS, _scatter),
-    "all_reduce": Planner(all_reduce.ALGORITHMS, _reduce, lambda rows: split(sum(rows), len(rows))),
-    "broadcast": Planner(broadcast.ALGORITHMS, _broadcast, lambda rows: [sum(rows)]),
-    "barrier": Planner(("mesh", "levels"), _barrier, lambda rows: []),
+    "all_reduce": Planner((*all_reduce.ALGORITHMS, EAGER), _reduce, lambda rows: split(sum(rows), len(rows))),
+    "broadcast": Planner((*broadcast.ALGORITHMS, EAGER), _broadcast, lambda rows: [sum(rows)]),
+    "barrier": Planner(("levels",), _barrier, lambda rows: []),
     "all_to_all": Planner(("pull",), _exchange, lambda rows: rows * len(rows)),
 }
 """Of each operator who makes its plans."""

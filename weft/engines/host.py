@@ -148,7 +148,9 @@ class HostProgram(Program):
         given = tensors if isinstance(tensors, dict) else dict(tensors)
         native = _native.Binding(self.native, rows, given, self.numbers, shared, self.world.rank, memory.LOOK)
         if size := native.workspace:
-            native.place(self.native, self.engine.reserve(size, native.call).bases(0))
+            native.place(self.native, _native.Role.workspace, self.engine.reserve(size, native.call).bases(0))
+        if native.eager:
+            native.place(self.native, _native.Role.eager, self.world.native.eager_bases())
         return Binding(native, rows)
 
     def move(self, binding: Binding, name: str, tensor: Tensor) -> None:
@@ -244,9 +246,8 @@ class HostProgram(Program):
         for name, (dtype, like) in self.kinds.items():
             buffer = plan.buffers[name]
             by_rank = [layout(buffer.numbers(r)) for r in range(plan.ranks)]
-            workspace, told, shared = buffer.role == "workspace", name in self.told, name in self.shared
-            kind = dtype_name(dtype), dtype.itemsize
-            buffers.append((name, *kind, workspace, self.numbers[like], told, shared, by_rank))
+            kind, role = (dtype_name(dtype), dtype.itemsize), getattr(_native.Role, buffer.role)
+            buffers.append((name, *kind, role, self.numbers[like], name in self.told, name in self.shared, by_rank))
         slots = [(rank, self.numbers[name]) for rank, name in self.slots]
         self.native.lay_out(plan.pieces, list(layouts), buffers, slots)
 
@@ -289,7 +290,7 @@ class HostProgram(Program):
     def _together(self, region: Region) -> bool:
         """Whether all that outputs get is written before anybody looks at it: in a workspace only these are, as in what products
         read."""
-        return not self.multiplies and self.plan.buffers[region.buffer].role != "workspace"
+        return not self.multiplies and self.plan.buffers[region.buffer].role in ("input", "output")
 
     def _compile(self, lane: int, at: int, instruction: Instruction) -> None:
         native, world, rank = self.native, self.world.native, self.world.rank
@@ -307,8 +308,10 @@ class HostProgram(Program):
             case Wait(signal, count):
                 native.wait(lane, world, rank, self.engine.index(signal), signal.source, count)
             case Matmul(src, dst):
-                if lane:
-                    raise PlanError(f"products are made on the compute lane; the plan has {instruction} on another")
+                if lane or "eager" in {self.plan.buffers[region.buffer].role for region in (src, dst)}:
+                    raise PlanError(
+                        f"products are made on the compute lane, and not in eager buffers; the plan has {instruction} there"
+                    )
                 native.multiply(lane, self.place(src))
                 self.products[at] = src, dst
                 self.entire |= {region for region in (src, dst) if self._entire(region)}

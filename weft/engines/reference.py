@@ -11,6 +11,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -163,22 +164,29 @@ def _result(move: Move, sources: Sequence[Tensor], call: Call, rank: int) -> Ten
 
 
 def _memory(calls: Sequence[Call]) -> list[list[Buffers]]:
-    """The buffers of each call on each rank; a rank's workspaces begin, in every call, at the start of one pool."""
+    """The buffers of each call on each rank.
+
+    A rank's workspaces begin, in every call, at the start of one pool; eager buffers at that of one of two others, in turn.
+    """
     ranks, likes = range(calls[0].plan.ranks), [_like(call) for call in calls]
     plans = [(call.plan, like) for call, like in zip(calls, likes, strict=True)]
     largest = max(sum(_bytes(like[name], max(buffer.rows)) for name, buffer in plan.buffers.items()) for plan, like in plans)
-    pools = [torch.full((largest,), NAN, dtype=torch.uint8) for _ in ranks]
-    return [[_lay_out(plan, like, r, pools[r]) for r in ranks] for plan, like in plans]
+    pools = [[torch.full((largest,), NAN, dtype=torch.uint8) for _ in range(3)] for _ in ranks]
+    turns = accumulate((any(buffer.role == "eager" for buffer in plan.buffers.values()) for plan, _ in plans), initial=0)
+    return [
+        [_lay_out(plan, like, r, {"workspace": pools[r][0], "eager": pools[r][1 + turn % 2]}) for r in ranks]
+        for (plan, like), turn in zip(plans, turns, strict=False)
+    ]
 
 
-def _lay_out(plan: Plan, like: Buffers, rank: int, pool: Tensor) -> Buffers:
-    """Memory that nothing has been written to: workspaces one after the other in `pool`, the rest by itself."""
+def _lay_out(plan: Plan, like: Buffers, rank: int, pools: dict[str, Tensor]) -> Buffers:
+    """Memory that nothing has been written to: workspaces side by side in their pool, as eager buffers, the rest by itself."""
     buffers = {}
     for name, buffer in plan.buffers.items():
         shape = buffer.rows[rank], *like[name].shape[1:]
         size = _bytes(like[name], buffer.rows[rank])
-        if buffer.role == "workspace":
-            piece, pool = pool[:size], pool[size:]
+        if buffer.role in pools:
+            piece, pools[buffer.role] = pools[buffer.role].tensor_split([size])
         else:
             piece = torch.full((size,), NAN, dtype=torch.uint8)
         buffers[name] = piece.view(like[name].dtype)[: math.prod(shape)].view(shape)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from weft.ops import arguments, dims
-from weft.ops.collective import ANY, Handle, Work, as_matrix, call_later, call_now, parts, same_place, slot_rows
+from weft.ops.collective import ANY, Handle, Work, as_matrix, call_later, call_now, handed_out, parts, same_place, slot_rows
+from weft.plan import Plan
 from weft.schedules import all_gather as schedule
+from weft.schedules.levels import Levels
 from weft.schedules.workload import PIECES, pieces
 from weft.world import World
 
@@ -78,8 +80,11 @@ def _prepare(
     # In place each rank's rows begin elsewhere, so they are not one symmetric tensor.
     symmetric, symmetric_out = world.is_symmetric(matrix) and not in_place, world.is_symmetric(whole)
     hosts = world.topology
+    copied, tensors = parts(result, whole, dim, sizes) if lead != 1 else (), {"a": matrix, "gathered": whole}
+    most = max(rows) * matrix.shape[1] * matrix.itemsize
+    if algorithm in ("auto", "pull") and chunk_rows is None and handed_out(world, most):
+        return Work(_eager(world.levels), rows, tensors, result, copied)
     if algorithm == "auto":
-        most = max(rows) * matrix.shape[1] * matrix.itemsize
         straight = symmetric_out and (not symmetric or most >= PUSH_BYTES)
         algorithm = "push" if hosts or straight else "pull"
     least = 1 if algorithm == "push" and symmetric_out and hosts is None else PIECES
@@ -87,8 +92,7 @@ def _prepare(
     if algorithm == "pull" and not symmetric and chunk_rows is None:
         chunk = slot_rows(matrix, max(rows), 1, world)
     plan = _plan(world.ranks, algorithm, pieces(max(rows), chunk), symmetric, symmetric_out, hosts)
-    copied = parts(result, whole, dim, sizes) if lead != 1 else ()
-    return Work(plan, rows, {"a": matrix, "gathered": whole}, result, copied)
+    return Work(plan, rows, tensors, result, copied)
 
 
 _plan = lru_cache(1024)(
@@ -96,3 +100,8 @@ _plan = lru_cache(1024)(
         (cut,) * ranks, algorithm, chunk_rows=1, symmetric_a=a, symmetric_gathered=gathered, hosts=hosts
     )
 )
+
+
+@lru_cache(64)
+def _eager(levels: Levels) -> Plan:
+    return schedule.eager((1,) * len(levels[-1]), levels)

@@ -7,14 +7,13 @@ from functools import lru_cache, partial
 from torch import Tensor
 
 from weft.ops import arguments
-from weft.ops.collective import Handle, Work, call_later, call_now, check_reduction, same_place, slot_rows
+from weft.ops.collective import EAGER_BYTES, Handle, Work, call_later, call_now, check_reduction, handed_out, same_place, slot_rows
 from weft.plan import Plan
 from weft.schedules import all_reduce as schedule
 from weft.schedules.common import Hosts, apart, split
+from weft.schedules.levels import Levels
 from weft.schedules.workload import PIECES, pieces
 from weft.world import World
-
-ONE_SHOT_BYTES = 16 << 10  # up to this size the least waiting wins over the least work
 
 
 def all_reduce(
@@ -55,12 +54,13 @@ def _prepare(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: st
     result = arguments.result(out, a.shape, a.dtype, [a], world, partial(same_place, a))
     in_place = out is not None and same_place(a, out)
     if algorithm == "auto":
-        algorithm = "one_shot" if a.numel() * a.itemsize <= ONE_SHOT_BYTES else "two_shot"
-    flat = a.reshape(-1, 1).contiguous()
+        algorithm = "one_shot" if a.numel() * a.itemsize <= EAGER_BYTES else "two_shot"
+    flat, rows = a.reshape(-1, 1).contiguous(), split(a.numel(), world.ranks)
+    if algorithm == "one_shot" and handed_out(world, a.numel() * a.itemsize):
+        return Work(_eager(world.levels, op), rows, {"a": flat, "out": result.view(-1, 1)}, result)
     # Where every rank reads all of a there is no moment at which its own rank may overwrite it.
     symmetric = world.is_symmetric(flat) and not (in_place and algorithm == "one_shot")
     places = symmetric, world.is_symmetric(result)
-    rows = split(a.numel(), world.ranks)
     put = world.topology is not None and not (algorithm == "ring" and apart(world.topology))
     slot = max(1, -(-rows[0] // PIECES)) if put else slot_rows(flat, rows[0], world.ranks - 1, world)
     cut = 1 if algorithm == "one_shot" and not put else pieces(rows[0], slot)
@@ -75,3 +75,8 @@ def _plan(ranks: int, cut: int, algorithm: str, op: str, symmetric: bool, symmet
         return schedule.put(cut * ranks, ranks, way, op, chunk_rows=1, hosts=hosts)
     places = {"symmetric_a": symmetric, "symmetric_out": symmetric_out}
     return schedule.all_reduce(cut * ranks, ranks, algorithm, op, chunk_rows=1, **places)
+
+
+@lru_cache(64)
+def _eager(levels: Levels, op: str) -> Plan:
+    return schedule.eager(len(levels[-1]), levels, op)

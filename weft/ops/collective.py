@@ -46,6 +46,7 @@ REDUCTIONS = ("sum", "avg", "max", "min")
 
 STAGED_BYTES = 1 << 20  # up to so much for each peer, what peers cannot read is staged at once, and in pieces above
 SLOT_BYTES = 512 << 10  # what a thread of a rank then stages at a time: few enough that it stays in the caches until it is read
+EAGER_BYTES = 16 << 10  # up to so many of each rank are handed out through eager buffers: a copy of them costs less than a wait
 STEPS = 64  # in which it does so at most: a plan is a list of all of them
 _REMEMBERED = 1024  # calls per world that are found by the identity of their tensors
 
@@ -206,6 +207,11 @@ def slot_rows(matrix: Tensor, most: int, readers: int, world: World) -> int:
     row = max(1, matrix.shape[1] * matrix.itemsize)
     staged = most if most * row <= STAGED_BYTES else SLOT_BYTES * world.threads // (row * max(1, readers))
     return max(1, staged, -(-most // STEPS))
+
+
+def handed_out(world: World, size: int) -> bool:
+    """Whether so many bytes of each rank go through eager buffers, which ranks of one host have."""
+    return size <= EAGER_BYTES and world.topology is None and not world.stream_ordered
 
 
 def same_place(one: Tensor, other: Tensor) -> bool:

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-Role = Literal["input", "output", "workspace"]
+Role = Literal["input", "output", "workspace", "eager"]
 
 ROOM = -1
 """Where a buffer has this instead of a block's number, it has room for any block: one at a time, with as many rows as that has."""
@@ -140,6 +140,9 @@ Value = tuple[Term, ...]
 @dataclass(frozen=True)
 class Buffer:
     """Blocks of each rank's buffer, and what it is to the caller: an input, an output, or workspace shared with other plans.
+
+    Eager buffers are a small workspace of plans that meet (`Plan.meets`): these have two, and use them in turn. Whoever begins the
+    next but one has ended the next, which all others have begun: nobody needs to say that a buffer may be used again.
 
     `rows` counts them, and `blocks` says which of the plan's blocks they are, or `ROOM`; without it each is a row of its own.
     """

@@ -35,6 +35,7 @@ from weft.schedules.common import (
     side_lanes,
     tidy,
 )
+from weft.schedules.levels import Levels, hand_out
 from weft.schedules.staging import Part, Stream, pipeline
 
 ALGORITHMS = ("pull", "push", "ring")
@@ -309,6 +310,20 @@ def all_gather(
         return {"compute": tidy([*lane, *part.last])} | side_lanes(beside)
 
     return made(gather_buffers(rows), lanes_of)
+
+
+def eager(rows: Sequence[int], levels: Levels) -> Plan:
+    """All-gather of a few rows, whether symmetric or not: every rank hands out its own and reads its peers'."""
+    ranks, starts, lanes = len(rows), offsets(rows), []
+    for r in range(ranks):
+        own = Region(r, "a", 0, rows[r])
+        handed = hand_out(own, levels)
+        lane = [*handed[:1], *keep(own, starts[r]), *handed[1:]]  # own rows are copied in one pass
+        for peer in after(r, ranks):
+            lane += keep(Region(peer, "eager", 0, rows[peer]), starts[peer], r)
+        lanes.append({"compute": tuple(lane)})
+    buffers = gather_buffers(rows) | {"eager": Buffer.of("eager", shards(rows))}
+    return Plan("all_gather", "eager", buffers, tuple(lanes), gathered_result(rows, None), tuple(rows), meets=True)
 
 
 def _through_slots(handed: Stream, starts: Sequence[int], rank: int) -> tuple[Instruction, ...]:

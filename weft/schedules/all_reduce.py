@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Term, Wait
+from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, Role, Signal, Term, Wait
 from weft.schedules.common import Hosts, after, apart, around, before, enter, everything, leave, offsets, publish, room, split, tidy
 from weft.schedules.host_rings import HostRing, of_rows
 from weft.schedules.host_sums import HostSums, inbox, part_of, reduce
+from weft.schedules.levels import Levels, hand_out
 from weft.schedules.reduce_scatter import blocks_of, stage, sum_of
 from weft.schedules.staging import Part, Stream, copies, pipeline
 
@@ -47,6 +48,21 @@ def all_reduce(
     terms = tuple(Term(p, "a", 0) for p in range(ranks))
     result = {Region(r, "out", 0, rows): terms for r in range(ranks) if rows}
     return Plan("all_reduce", algorithm, buffers | spaces, lanes, result, tuple(blocks))
+
+
+def eager(rows: int, levels: Levels, op: str = "sum") -> Plan:
+    """All-reduce of a few rows, whether symmetric or not: every rank hands out its own and reduces all of them, in rank order."""
+    ranks, every = len(levels[-1]), range(rows)
+    lanes = []
+    for r in range(ranks):
+        everyone = tuple(Region(p, "a" if p == r else "eager", 0, rows) for p in range(ranks))
+        reduced = Reduce(everyone, Region(r, "out", 0, rows), op)
+        lanes.append({"compute": (*hand_out(everyone[r], levels), reduced)})
+    terms = tuple(Term(p, "a", 0) for p in range(ranks))
+    roles: tuple[Role, ...] = ("input", "output", "eager")
+    buffers = {name: Buffer.of(role, [every] * ranks) for name, role in zip(("a", "out", "eager"), roles, strict=True)}
+    result = {Region(r, "out", 0, rows): terms for r in range(ranks)}
+    return Plan("all_reduce", "eager", buffers, tuple(lanes), result, tuple(split(rows, ranks)), meets=True)
 
 
 def put(rows: int, ranks: int, algorithm: str, op: str = "sum", *, chunk_rows: int, hosts: Hosts) -> Plan:

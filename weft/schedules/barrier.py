@@ -12,4 +12,4 @@ from weft.schedules.levels import Levels, meet
 def barrier(levels: Levels, name: str = "barrier") -> Plan:
     """No rank ends it before all have begun it. `name` is that of its signals."""
     lanes = tuple({"compute": tuple(meet(rank, levels, name))} for rank in range(len(levels[-1])))
-    return Plan(name, "mesh" if len(levels) == 1 else "levels", {}, lanes, meets=True)
+    return Plan(name, "levels", {}, lanes, meets=True)

@@ -18,6 +18,7 @@ from weft.schedules.common import (
     room,
     tidy,
 )
+from weft.schedules.levels import Levels, hand_out, meet
 from weft.schedules.staging import Part, Stream, copies, pipeline
 
 ALGORITHMS = ("pull", "push", "ring")
@@ -69,6 +70,20 @@ def _to_others(rank: int, source: int, rows: int, put: int, ranks: int) -> tuple
     there, published = Region(source, "a", put, rows), publish(rank, ranks, [], True, [], [source])
     fetch = [Wait(Signal("ready", source), 1), Copy(there, there._replace(rank=rank, buffer="out")), *published.last]
     return (Notify(source, Signal("open", rank)), *fetch, Wait(Signal("arrived", source), 1)) if put else tuple(fetch)
+
+
+def eager(rows: int, source: int, levels: Levels) -> Plan:
+    """Broadcast of a few rows, whether symmetric or not: the source hands them out, and all know that all are there."""
+    ranks, lanes = len(levels[-1]), []
+    for r in range(ranks):
+        own = Region(r, "a", 0, rows)
+        fetched = Copy(own._replace(rank=source, buffer="eager"), own._replace(buffer="out"))
+        lanes.append({"compute": tuple(hand_out(own, levels) if r == source else [*meet(r, levels, "ready"), fetched])})
+    result = {Region(r, "out", 0, rows): (Term(source, "a", 0),) for r in range(ranks) if r != source}
+    buffers = _buffers(rows, source, ranks) | {
+        "eager": Buffer.of("eager", [range(rows if r == source else 0) for r in range(ranks)])
+    }
+    return Plan("broadcast", "eager", buffers, tuple(lanes), result, (rows,), meets=True)
 
 
 def _through_slots(rank: int, handed: Stream) -> tuple[Instruction, ...]:

@@ -12,7 +12,7 @@ from functools import cache
 from itertools import count, pairwise
 from typing import NamedTuple
 
-from weft.plan import Instruction, Notify, Signal, Wait
+from weft.plan import Copy, Instruction, Notify, Region, Signal, Wait
 from weft.schedules.common import Hosts, after, before
 
 Levels = tuple[tuple[int, ...], ...]
@@ -37,6 +37,12 @@ def meet(rank: int, levels: Levels, name: str) -> list[Instruction]:
         lane += [Notify(peer, Signal(name, rank)) for peer in told]
         lane += [Wait(Signal(name, peer), 1) for peer in heard]
     return lane
+
+
+def hand_out(own: Region, levels: Levels) -> list[Instruction]:
+    """Let all ranks have a few rows: once they have met, they find them in the eager buffers, where peers do in this rank's own."""
+    alone = len(levels[-1]) == 1
+    return [] if alone else [Copy(own, own._replace(buffer="eager")), *meet(own.rank, levels, "ready")]
 
 
 @cache
