@@ -1,26 +1,19 @@
-"""Set-up of all tests: processes that they start find helpers too, new ranks find them loaded, and the user's cache is left alone."""
+"""Set-up of all tests: processes that they start find helpers too, new ranks find all loaded, and the user's cache is left alone."""
 
 import os
 import tempfile
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 
-os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+_here = Path(__file__).parent
+_folders = [_here, *sorted({path.parent for path in _here.rglob("test_*.py")} - {_here})]
+os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, _folders), os.environ.get("PYTHONPATH", "")])
 if "WEFT_CACHE" not in os.environ:  # workers take over that of the process that starts them: products are timed once for all
     _cache = tempfile.TemporaryDirectory(prefix="weft-test-cache-", ignore_cleanup_errors=True)
     os.environ["WEFT_CACHE"] = _cache.name
 
 LONGEST = ["copy_mutant", "hosts", "storm", "compile", "examples", "proof", "commands", "launch", "sanitizers"]
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Start the server of new processes where tests run: with the environment as it is now, whatever tests set later."""
-    if not (config.getoption("numprocesses", None) or config.option.collectonly):
-        import support.ranks  # noqa: F401  (says what the server loads; takes seconds, which a process that runs no tests need not spend)
-
-        forkserver.ensure_running()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -34,3 +27,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files that take longest begin first: at the end one process would work on them alone."""
     order = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the server of new processes where tests run: with these tests, and the environment as it is before any of them."""
+    if not (session.config.getoption("numprocesses", None) or session.config.option.collectonly):
+        from support import ranks  # takes seconds, which a process that runs no tests need not spend
+
+        ranks.serve(sorted({item.module.__name__ for item in session.items}))

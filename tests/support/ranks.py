@@ -9,8 +9,9 @@ import pickle
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +19,9 @@ import torch.distributed as dist
 
 import weft
 
-# Ranks of tests, and those that weft launches here, are forked from one process that has imported what they need.
 _context = multiprocessing.get_context("forkserver")
-_LIBRARIES = ["torch.fx.experimental.symbolic_shapes", "torch._dynamo", "pytest", "hypothesis"]
-_context.set_forkserver_preload([*_LIBRARIES, "weft.ops", "weft.nn", "weft.cli", "weft.bench.plots", "support.ranks"])
+_LIBRARIES = ["torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch.utils.serialization", "pytest", "hypothesis"]
+_LOADED = [*_LIBRARIES, "weft.ops", "weft.nn", "weft.cli", "weft.bench.plots", "support.ranks"]
 
 
 class Outcome(NamedTuple):
@@ -30,6 +30,12 @@ class Outcome(NamedTuple):
     result: Any
     error: BaseException | None = None
     trace: str = ""
+
+
+def serve(modules: Sequence[str] = ()) -> None:
+    """Start the process that ranks, and those that weft launches here, are forked from: it imports `modules` and what all need."""
+    _context.set_forkserver_preload([*_LOADED, *modules, "support.warm"])
+    forkserver.ensure_running()
 
 
 def world() -> contextlib.AbstractContextManager[Any]:
@@ -126,7 +132,7 @@ def _main(
     fn: Callable[..., Any], given: Callable[[], Any], rank: int, ranks: int, port: int, args: tuple[Any, ...], end: Any
 ) -> None:
     torch.set_num_threads(1)
-    torch.manual_seed(rank)
+    torch.default_generator.manual_seed(rank)  # torch.manual_seed prepares accelerators, too, which takes milliseconds
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
         with given() as found:

@@ -1,0 +1,31 @@
+"""The last that the server of new ranks imports: what it holds by then becomes cheap to inherit."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing.popen_forkserver  # noqa: F401  (what a new process looks at itself with)
+
+from torch._dynamo import trace_rules
+
+_COLLAPSE = 25  # MADV_COLLAPSE
+_HUGE = 1 << 21  # bytes of a huge page
+
+
+def _to_huge_pages() -> None:
+    """Put this process's own memory into huge pages, where there are any: a fork and an end handle each page that is mapped."""
+    libc = ctypes.CDLL(None)
+    with open("/proc/self/maps") as file:
+        mappings = file.readlines()
+    for addresses, access, _, _, inode, *_ in map(str.split, mappings):
+        if access == "rw-p" and inode == "0":
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            start, end = -(-start // _HUGE) * _HUGE, end // _HUGE * _HUGE
+            if start < end:
+                libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _COLLAPSE)
+
+
+trace_rules.clear_lru_cache()  # else every rank does that, when it is given a process group
+gc.collect()
+gc.freeze()  # ranks need not look through what they inherit, and copy it thereby
+_to_huge_pages()
