@@ -81,6 +81,22 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
+def collective(operator: str, sizes: Sequence[int], ranks: int, machine: Machine) -> dict[str, Any]:
+    """What is predicted for a collective of each of these sizes in bytes on each rank, as a JSON object; times in microseconds."""
+    found = [(size, way) for size in sizes for way in predict.ways(operator, size, ranks, machine)]
+    rows = [{"bytes": size, "way": way.name, "us": 1e6 * way.seconds, "notifies": way.notifies} for size, way in found]
+    return {"predicted": operator.replace("_", "-"), "machine": machine.name, "ranks": ranks, "rows": rows}
+
+
+def show_collective(found: dict[str, Any], console: Console) -> None:
+    """Print what is predicted for a collective as a table."""
+    console.print(Text(f"{found['predicted']} on {found['machine']}, PREDICTED: {found['ranks']} ranks", "bold"), soft_wrap=True)
+    table = tables.table(("bytes of each rank", "way", "us", "notifies of a rank"), left=("way",))
+    for row in found["rows"]:
+        table.add_row(str(row["bytes"]), row["way"], f"{row['us']:.2f}", str(row["notifies"]))
+    console.print(table)
+
+
 def words(result: dict[str, Any]) -> list[str]:
     """The answer in plain words: whether overlap helps, by how much, what holds it up and what would change that."""
     times, ways = result["times_ms"], result["ways"]

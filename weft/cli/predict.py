@@ -15,6 +15,7 @@ from rich.console import Console
 from weft.bench.settings import FUSED, SHAPE, Dtype, Json, Plot, Shape, Trace, parse_sizes, product
 from weft.cli import options
 from weft.cli.options import refuse
+from weft.predict import COLLECTIVES
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,14 @@ class Question:
     """
 
     operator: Annotated[
-        str, typer.Argument(help="mlp: both of a gated MLP; --shape is then tokens x hidden x intermediate."), (*FUSED, "mlp")
+        str,
+        typer.Argument(help="mlp: both of a gated MLP; --shape is then tokens x hidden x intermediate. Collectives take --bytes."),
+        (*FUSED, "mlp", *(name.replace("_", "-") for name in COLLECTIVES)),
     ]
     machine: Annotated[str, typer.Option(help="A profile; without one, this machine if it is calibrated, else cpu.")] = ""
     ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="How many share the work.")] = 2
+    threads: Annotated[int | None, typer.Option(min=1, help="Of each rank, where the profile tells cores; by default all.")] = None
+    bytes: Annotated[str, typer.Option(metavar="FIRST:LAST:FACTOR,…", help="Of each rank, in a collective.")] = "8:16M:8"
     hosts: Annotated[int, typer.Option(min=1, help="Over how many hosts they are spread, as many on each.")] = 1
     shape: Annotated[Shape, product("M rows in all, times each rank's (K, N).")] = SHAPE
     dtype: Annotated[Dtype | None, typer.Option(help="Of the inputs; by default the first that the machine has.")] = None
@@ -75,7 +80,7 @@ class Question:
         dtype = self.dtype or known[0]
         if dtype not in known:
             refuse("--dtype", f"{machine.name} has product rates for {', '.join(dict.fromkeys(known))}; got {dtype}")
-        on = self._linked(machine)
+        on = self.linked(machine)
         m, k, n = self.shape
         parts = {self.operator.replace("-", "_"): (m, k, n)}
         if self.operator == "mlp":
@@ -95,9 +100,13 @@ class Question:
                 )
             yield case, on, self.algorithm, self.chunk_rows
 
-    def _linked(self, machine: Any) -> Any:
+    def linked(self, machine: Any) -> Any:
         """The machine with the hosts and links that are asked for."""
-        on = machine.emulating(self.link_gbps, self.link_latency_us) if self.link_gbps else machine
+        try:
+            on = machine.of_ranks(self.ranks, self.threads)
+        except ValueError as error:
+            refuse("--threads", str(error))
+        on = on.emulating(self.link_gbps, self.link_latency_us) if self.link_gbps else on
         if self.ranks % self.hosts:
             refuse("--hosts", f"{self.ranks} ranks are not spread evenly over {self.hosts} hosts: give another --ranks")
         if self.hosts > 1:
@@ -119,6 +128,17 @@ def predict(given: Question) -> None:
     machine, console = options.load_machine(given.machine), Console(stderr=given.json_file == "-")
     from weft.bench import predictions
 
+    if (collective := given.operator.replace("-", "_")) in COLLECTIVES:
+        if given.sweep or given.plot or given.trace or given.timeline:
+            refuse("--sweep", "of a collective there is a table by --bytes, and --json")
+        sizes = [0] if collective == "barrier" else parse_sizes(given.bytes)
+        try:
+            found = predictions.collective(collective, sizes, given.ranks, given.linked(machine))
+        except ValueError as error:
+            refuse("--machine", str(error))
+        predictions.show_collective(found, console)
+        options.write_json(found, given.json_file)
+        return
     if given.sweep:
         if given.operator == "mlp" or measured:
             refuse("--sweep", "a sweep is of one operator, without --compare")

@@ -7,11 +7,11 @@ from functools import lru_cache, partial
 from torch import Tensor
 
 from weft.ops import arguments
-from weft.ops.collective import EAGER_BYTES, Handle, Work, call_later, call_now, check_reduction, handed_out, same_place, slot_rows
+from weft.ops.collective import Handle, Work, call_later, call_now, check_reduction, handed_out, same_place, slot_rows
 from weft.plan import Plan
 from weft.schedules import all_reduce as schedule
 from weft.schedules.common import Hosts, apart, split
-from weft.schedules.levels import Levels
+from weft.schedules.levels import EAGER_BYTES, Levels
 from weft.schedules.workload import PIECES, pieces
 from weft.world import World
 

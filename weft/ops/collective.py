@@ -34,6 +34,7 @@ from weft.engines.weights import DTYPES as FLOATS
 from weft.errors import PeerTimeout
 from weft.ops import arguments
 from weft.plan import Plan
+from weft.schedules.levels import EAGER_BYTES
 from weft.world import World, current, memory
 
 NUMBERS = (*FLOATS, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
@@ -46,7 +47,6 @@ REDUCTIONS = ("sum", "avg", "max", "min")
 
 STAGED_BYTES = 1 << 20  # up to so much for each peer, what peers cannot read is staged at once, and in pieces above
 SLOT_BYTES = 512 << 10  # what a thread of a rank then stages at a time: few enough that it stays in the caches until it is read
-EAGER_BYTES = 16 << 10  # up to so many of each rank are handed out through eager buffers: a copy of them costs less than a wait
 STEPS = 64  # in which it does so at most: a plan is a list of all of them
 _REMEMBERED = 1024  # calls per world that are found by the identity of their tensors
 

@@ -7,11 +7,12 @@ microseconds where a name says so and else in seconds.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -57,7 +58,9 @@ class Link:
     `reach`: it joins ranks of the same group of this many; None: all. `shared`: a rank's transfers share one link out and one in,
     instead of having one for each peer. `idle`: a transfer first copies at memory speed, and then waits until the link would have
     been done, as an emulated link does; transfers of a rank take turns. `factors`: by what measured times differ, by bytes.
-    `core_gbs`: a core that did nothing else could send, or receive, this much; for links that need the processor.
+    `core_gbs`: a core that did nothing else could send, or receive, this much; for links that need the processor. `line_us`: how
+    long a core waits for one cache line over it, which it does for each notify and, `Machine.fetches` at a time, for each peer that
+    it reads from.
     """
 
     gbs: float
@@ -67,6 +70,7 @@ class Link:
     idle: bool = False
     factors: Grid | None = None
     core_gbs: float | None = None
+    line_us: float = 0.0
 
     @property
     def core(self) -> float:
@@ -80,6 +84,51 @@ class Link:
     def passing(self, size: int) -> float:
         """Seconds for which a transfer of `size` bytes occupies the link: its time without the latency."""
         return _passing(size, self.gbs, self.factors)
+
+
+class Near(NamedTuple):
+    """So many cores that are near each other: the GB/s that one of them reads from the caches of another, the microseconds that it
+    waits for a line of these, and the GB/s that all of a group together read from other groups, if that is limited."""
+
+    cores: int
+    gbs: float
+    line_us: float
+    out_gbs: float | None = None
+
+
+@dataclass(frozen=True)
+class Cores:
+    """The cores of a host, by which a machine's figures follow from the ranks and their threads.
+
+    `levels`: groups of cores, the nearest first and all cores last; `package`: how many share `package_gbs` of memory, of which one
+    core alone takes `core_gbs`. `products` are those of one core.
+    """
+
+    levels: tuple[Near, ...]
+    package: int
+    package_gbs: float
+    core_gbs: float
+    products: Mapping[str, Product]
+
+    @property
+    def total(self) -> int:
+        """All cores."""
+        return self.levels[-1].cores
+
+    def links(self, ranks: int, threads: int) -> tuple[Link, ...]:
+        """What joins ranks with so many threads each, which are spread over the cores evenly."""
+        found = []
+        for inner, level in zip((None, *self.levels), self.levels, strict=False):
+            reach = max(1, level.cores * ranks // self.total)
+            if reach > 1 or level is self.levels[-1]:
+                out = inner.out_gbs / max(1, inner.cores * ranks // self.total) if inner and inner.out_gbs else math.inf
+                gbs = min(threads * level.gbs, out)
+                found.append(Link(gbs, reach=None if level is self.levels[-1] else reach, line_us=level.line_us))
+        return tuple(found)
+
+    def memory(self, ranks: int, threads: int) -> float:
+        """GB/s of memory that each of as many ranks has."""
+        return min(threads * self.core_gbs, self.package_gbs / max(1, -(-self.package * ranks // self.total)))
 
 
 @dataclass(frozen=True)
@@ -100,6 +149,8 @@ class Machine:
         communicate_slowdown: these while the compute lane works.
         lanes: how many comm lanes a rank has, each feeding a link.
         in_place: products and sums read the memory of peers as their own.
+        fetches: from how many peers a core fetches rows at a time.
+        cores: what the figures follow from, where they follow from the ranks and their threads (`of_ranks`).
         ranks: how many the figures were measured on, if that matters.
         source: where the figures come from; `residuals`: by what the fit misses them, in percent.
     """
@@ -122,6 +173,8 @@ class Machine:
     reduce_factors: Grid | None = None
     network: Link | None = None
     hosts: tuple[int, ...] | None = None
+    fetches: int = 1
+    cores: Cores | None = None
     ranks: int | None = None
     source: str = ""
     residuals: Mapping[str, float] = field(default_factory=dict)
@@ -158,8 +211,33 @@ class Machine:
         return self.hosts is not None and self.hosts[one] != self.hosts[other]
 
     def signal_us(self, one: int, other: int) -> float:
-        """Microseconds from a notify of one rank until the wait of the other is over."""
-        return self.network.latency_us if self.network and self.apart(one, other) else self.notify_us
+        """Microseconds from when a rank has raised a counter of another until that one's wait is over: it fetches the line, too."""
+        return self.network.latency_us if self.network and self.apart(one, other) else self.notify_us + self.line_us(one, other)
+
+    def line_us(self, one: int, other: int) -> float:
+        """Microseconds for which a rank waits for a cache line of another."""
+        return 0.0 if one == other or self.apart(one, other) else self.link(one, other).line_us
+
+    def of_ranks(self, ranks: int, threads: int | None = None) -> Machine:
+        """This machine as so many ranks have it, with so many threads each or all cores shared out.
+
+        One whose figures do not follow from its cores stays as it is.
+        Raises `ValueError` for more threads than cores.
+        """
+        if self.cores is None:
+            return self
+        threads = threads or max(1, self.cores.total // ranks)
+        if ranks * threads > self.cores.total:
+            raise ValueError(f"{self.name} has {self.cores.total} cores, too few for {ranks} ranks of {threads} threads")
+        memory = self.cores.memory(ranks, threads)
+        products = {name: replace(one, tflops=threads * one.tflops, weight_gbs=memory) for name, one in self.cores.products.items()}
+        links = self.cores.links(ranks, threads)
+        return replace(self, products=products, links=links, memory_gbs=memory / 2, reduce_gbs=memory)
+
+    def near(self, ranks: int) -> tuple[tuple[int, ...], ...]:
+        """The groups of ranks that links join, the nearest first."""
+        reaches = (link.reach for link in self.links if link.reach and 1 < link.reach < ranks)
+        return tuple(tuple(rank // reach for rank in range(ranks)) for reach in reaches)
 
     def group(self, ranks: int) -> int:
         """A rotation of so many ranks by this number is not noticed by any link."""
@@ -245,6 +323,11 @@ def from_dict(profile: Mapping[str, Any]) -> Machine:
     """A machine from what a profile says; other keys than a machine's are notes for readers."""
     known = {key: value for key, value in profile.items() if key in Machine.__dataclass_fields__}
     known |= {key: interpolation.from_dict(known.get(key)) for key in ("memory_factors", "reduce_factors")}
+    if cores := known.get("cores"):
+        levels = tuple(Near(**level) for level in cores["levels"])
+        products = {name: Product(**product) for name, product in cores["products"].items()}
+        known["cores"] = Cores(**{**cores, "levels": levels, "products": products})
+        return Machine(**{"products": {}, "links": (), "memory_gbs": 0.0, "reduce_gbs": 0.0, **known}).of_ranks(2)
     known["products"] = {name: Product(**_with_grid(product)) for name, product in profile["products"].items()}
     known["links"] = tuple(Link(**_with_grid(link)) for link in profile["links"])
     known["network"] = Link(**_with_grid(known["network"])) if known.get("network") else None

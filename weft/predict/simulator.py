@@ -143,7 +143,11 @@ class _Run:
                 here = instruction.rank % self.ranks_planned
                 source = (instruction.signal.source - instruction.rank + here) % self.plan.ranks
                 counter = here, Signal(instruction.signal.name, source)
-                self.schedule(self.now + self.machine.signal_us(lane.rank, instruction.rank) * 1e-6, self.count, counter)
+                raised = self.now + self.machine.line_us(lane.rank, instruction.rank) * 1e-6
+                self.schedule(raised + self.machine.signal_us(lane.rank, instruction.rank) * 1e-6, self.count, counter)
+                if raised > self.now:
+                    self.schedule(raised, self.leave, lane)
+                    return
             else:
                 self.begin(lane, instruction)
                 return
@@ -270,7 +274,7 @@ class _Run:
                     return begin(machine.copy(size), until=self.free[rank])
                 used = self.resources(link, src.rank, dst.rank)
                 if not machine.apart(src.rank, dst.rank):
-                    return begin(link.seconds(size), used)
+                    return begin(link.seconds(size) + link.line_us * 1e-6, used)
                 # Its latency is the signal's: messages follow each other without it. It has one end here, if it sends to its
                 # counterpart, as it is sent to by it.
                 ends = tuple({rank, dst.rank % self.ranks_planned})
@@ -283,8 +287,9 @@ class _Run:
 
     def fetching(self, rank: int, regions: Iterable[Region]) -> float:
         """How long peers' rows that are read or written in place take to pass the links."""
-        links = ((self.machine.link(rank, there.rank), self.size(there)) for there in regions if there.rank != rank)
-        return sum(0.0 if link.idle else link.passing(size) for link, size in links)
+        links = [(self.machine.link(rank, there.rank), self.size(there)) for there in regions if there.rank != rank]
+        passing = sum(0.0 if link.idle else link.passing(size) for link, size in links)
+        return passing + sum(link.line_us for link, _ in links) * 1e-6 / self.machine.fetches
 
     def resources(self, link: Link, src: int, dst: int) -> tuple[Resource, ...]:
         """The links that a transfer shares with others; a rank that is not planned uses those of its counterpart."""

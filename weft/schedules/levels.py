@@ -23,6 +23,10 @@ HOP = 3.0
 who raises the counter, which others can overlap, and then by who waits."""
 
 
+EAGER_BYTES = 16 << 10
+"""Up to so many bytes of each rank are handed out at once: to copy them costs less than to wait."""
+
+
 class Stage(NamedTuple):
     """Whom a rank tells and whom it hears in a level, in the order in which it does."""
 

@@ -1,0 +1,63 @@
+"""What collectives would take on a machine: those of few rows meet at once or by levels, others go by their algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from weft.plan import Plan
+from weft.predict.machine import Machine
+from weft.predict.simulator import seconds
+from weft.schedules import all_gather, all_reduce, broadcast
+from weft.schedules.barrier import barrier
+from weft.schedules.levels import EAGER_BYTES, Levels, flat, nested
+from weft.schedules.workload import Rows
+
+
+class Way(NamedTuple):
+    """A way to carry out a collective: its predicted seconds, and how many counters of others a rank raises at most."""
+
+    name: str
+    seconds: float
+    notifies: int
+
+
+Planner = Callable[[int], Plan]
+
+_EAGER: Mapping[str, Callable[[Levels], Plan]] = {
+    "barrier": barrier,
+    "all_gather": lambda levels: all_gather.eager((1,) * len(levels[-1]), levels),
+    "all_reduce": lambda levels: all_reduce.eager(1, levels),
+    "broadcast": lambda levels: broadcast.eager(1, 0, levels),
+}
+_STAGED: Mapping[str, Mapping[str, Planner]] = {
+    "all_gather": {"pull": lambda ranks: all_gather.all_gather((ranks,) * ranks, "pull", chunk_rows=ranks)},
+    "all_reduce": {
+        "one_shot": lambda ranks: all_reduce.all_reduce(ranks, ranks, "one_shot", chunk_rows=1),
+        "two_shot": lambda ranks: all_reduce.all_reduce(ranks, ranks, "two_shot", chunk_rows=1),
+        "ring": lambda ranks: all_reduce.all_reduce(ranks, ranks, "ring", chunk_rows=1),
+    },
+    "broadcast": {"pull": lambda ranks: broadcast.broadcast(ranks, ranks, 0, chunk_rows=ranks)},
+}
+COLLECTIVES = tuple(_EAGER)
+
+
+def ways(collective: str, size: int, ranks: int, machine: Machine) -> list[Way]:
+    """The ways of a collective of `size` bytes on each rank, the fastest first.
+
+    Few bytes are handed out: ``flat``, or by ``levels`` where ranks are so many that there are several. Raises
+    `ValueError` for a machine of which it is not known how long a signal takes.
+    """
+    if not machine.notify_us:
+        raise ValueError(f"{machine.name} does not know how long signals take, of which such collectives mostly consist")
+    if size <= EAGER_BYTES or collective == "barrier":
+        meeting = {"flat": flat(ranks), "levels": nested(ranks, machine.near(ranks))}
+        found = {name: (_EAGER[collective](levels), size) for name, levels in meeting.items() if name == "flat" or len(levels) > 1}
+    else:
+        found = {name: (plan(ranks), -(-size // ranks)) for name, plan in _STAGED[collective].items()}
+    return sorted((_way(name, plan, row, machine) for name, (plan, row) in found.items()), key=lambda way: way.seconds)
+
+
+def _way(name: str, plan: Plan, row: int, machine: Machine) -> Way:
+    rows = dict.fromkeys(plan.buffers, Rows(-(-row // 4), "float32"))
+    return Way(name, seconds(plan, machine, rows), max(plan.notifies()))
