@@ -131,6 +131,29 @@ def test_few_rows_by_levels():
             local.run(gather, call)
 
 
+def test_who_is_late_is_named_by_ranks_that_do_not_hear_it():
+    said = []
+
+    def meet():
+        world = weft.init()
+        if world.rank == 7:
+            assert late.wait(60)
+            return
+        try:
+            weft.all_reduce(torch.zeros(2))
+        except weft.PeerTimeout as error:
+            said.append(str(error))
+            raise
+        finally:
+            late.set()
+
+    late = threading.Event()
+    with weft.local_world(12, timeout=0.5) as local, pytest.raises(weft.PeerTimeout, match="rank 7"):
+        local.run(meet)
+    assert said
+    assert all("from rank 7:" in error or "rank 7 has not made the call" in error for error in said), said
+
+
 def test_bad_arguments():
     with pytest.raises(ValueError, match="at least one rank"):
         weft.local_world(0)

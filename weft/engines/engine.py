@@ -179,7 +179,16 @@ class Engine(ABC):
             case _native.WaitStatus.lane:  # of no lane of this call
                 return WeftError(f"rank {world.rank} closed its world while it waited {doing}")
             case _:
-                return world.timed_out(doing, timeout)
+                return world.timed_out(f"{doing}{self._missing(source, compiled.call)}", timeout)
+
+    def _missing(self, source: int, call: int) -> str:
+        """Who has not made a call in which rank `source` is waited for, if that is not to blame itself: it may wait for others."""
+        peers = (peer for peer in range(self.world.ranks) if peer != self.world.rank)
+        missing = [peer for peer in peers if not self.world.native.peer_call(peer, call)]
+        if not missing or source in missing:
+            return ""
+        one = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
+        return f", which waits for others: {one} not made the call"
 
 
 class Program(ABC):
