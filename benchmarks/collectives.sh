@@ -4,7 +4,7 @@
 set -eu
 weft=$1 into=$2 ranks=$3
 mkdir -p "$into"
-baselines=gloo,openmpi,mpich sizes=8,4K,64K,1M,16M,64M
+baselines=gloo,openmpi,mpich,intel-mpi sizes=8,4K,64K,1M,16M,64M
 [ "$ranks" = 2 ] || baselines=mpich sizes=8,4K,64K,1M,16M
 for operation in all-gather all-reduce reduce-scatter broadcast all-to-all; do
   "$weft" bench $operation -n "$ranks" --sizes $sizes --baseline $baselines \

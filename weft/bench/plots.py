@@ -29,7 +29,14 @@ _BARS = {
     "pipelined": COLOURS["reduce"],
     "overlapped": COLOURS["reduce"],
 }
-_LINES = {"weft": COLOURS["matmul"], "weft (plain)": "#8fb0da", "gloo": "#9aa3b0", "openmpi": COLOURS["copy"], "mpich": "#b0574a"}
+_LINES = {
+    "weft": COLOURS["matmul"],
+    "weft (plain)": "#8fb0da",
+    "gloo": "#9aa3b0",
+    "openmpi": COLOURS["copy"],
+    "mpich": "#b0574a",
+    "intel-mpi": COLOURS["reduce"],
+}
 
 
 @contextmanager

@@ -235,7 +235,8 @@ class SweepSettings:
     iterations: Annotated[int, typer.Option(min=1, help="Rounds of batches measured.")] = 20
     seed: Seed = 0
     baseline: Annotated[
-        str | None, typer.Option(help="Of gloo, openmpi, mpich, or none; by default gloo. `make baselines` installs the MPIs.")
+        str | None,
+        typer.Option(help="Of gloo, openmpi, mpich, intel-mpi, or none; by default gloo. `make baselines` installs the MPIs."),
     ] = None
     json_file: Json = None
     plot: Plot = None

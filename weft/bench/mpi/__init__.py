@@ -17,15 +17,26 @@ from pathlib import Path
 from typing import Any, TextIO
 
 DIRECTORY = Path(".baselines")
-MPIS = ("openmpi", "mpich")
+MPIS = ("openmpi", "mpich", "intel-mpi")
 _START = 60.0  # seconds
 _ANSWER = 600.0
-_LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "HYDRA_", "HYDI_", "SLURM_", "PYTHONPATH")
+_LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "HYDRA_", "HYDI_", "I_MPI_", "SLURM_", "PYTHONPATH")
 
 
 def environment(mpi: str) -> Path:
     """Where the Python environment of an MPI is looked for: below the working directory."""
     return DIRECTORY / mpi
+
+
+def _variables(mpi: str) -> dict[str, str]:
+    """What its processes need to be told, and nobody else: other MPIs would load the library that Intel's is told to."""
+    if mpi == "openmpi":
+        return {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    if mpi == "intel-mpi":
+        root = str(environment(mpi).absolute())
+        told = {"FABRICS": "shm", "PIN": "0", "HYDRA_BOOTSTRAP": "fork", "ROOT": root}
+        return {f"I_MPI_{name}": value for name, value in told.items()} | {"LD_LIBRARY_PATH": f"{root}/lib"}
+    return {}
 
 
 class MpiRanks:
@@ -38,7 +49,7 @@ class MpiRanks:
         self.mpi, ranks, everywhere = mpi, len(cores), frozenset[int]().union(*cores)
         # mpiexec must not take itself for a part of what started weft.
         variables = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
-        variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        variables |= _variables(mpi)
         placing = ["--bind-to", "none", *(["--oversubscribe"] if ranks > len(everywhere) else [])] if mpi == "openmpi" else []
         programs = environment(mpi).absolute() / "bin"
         script = Path(__file__).with_name("program.py")
