@@ -23,6 +23,9 @@ inline void copy_rows(char* dst, size_t dst_stride, const char* src, size_t src_
   copy_rows(&target, 1, src, src_stride, rows, row_bytes);
 }
 
+// Copy bytes that lie side by side; fast, too, where another core has read what is written over and still has its lines.
+void copy_run(char* dst, const char* src, size_t bytes);
+
 // Are so many bytes better written past the caches, in runs of `run` bytes?
 bool streamed(size_t bytes, size_t run);
 // Copy past the caches; what was written may be published after `streams_done`.

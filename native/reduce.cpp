@@ -120,6 +120,8 @@ size_t item_of(const Target&, size_t item) { return item; }
 
 // One block at a time, so that the accumulator stays in the first-level cache while the sources stream through.
 constexpr size_t kBlock = 1024;
+// So many bytes are made before they are copied: they are still there, and long copies are fast ones.
+constexpr size_t kRun = size_t{16} << 10;
 
 // Compilers do not vectorise conversions from and to float16, so they are written out: for as many elements as fill vectors; how many
 // these were.
@@ -198,28 +200,30 @@ void reduce_all(Combine combine, const std::vector<Rows>& operands, size_t rows,
                 const Target* copies, size_t count) {
   const size_t item = size_of(operands[0].dtype);
   const size_t run = columns * item;
-  const bool past_caches = streamed(whole, run), as_it_is = !std::is_same_v<Wide, float> || operands[0].dtype == Dtype::float32;
+  const bool past_caches = streamed(whole, run);
   const bool any_past = past_caches || std::any_of(copies, copies + count, [&](const Target& x) { return streamed(x.whole, run); });
   share(rows, columns, item, [&](size_t top, size_t high, size_t left, size_t wide) {
     alignas(64) Wide total[kBlock];
-    alignas(64) char rounded[kBlock * sizeof(Wide)];
+    alignas(64) char aside[kRun];
     for (size_t row = top; row < top + high; ++row)
-      for (size_t start = left; start < left + wide; start += kBlock) {
-        size_t n = std::min(kBlock, left + wide - start);
-        auto at = [&](const auto& x) { return x.base + row * x.stride + start * item_of(x, item); };
-        read<Wide>(operands[1].dtype, at(operands[1]), n, [&](const auto* one) {
-          if (operands.size() == 2) return begin(total, one, n);
-          read<Wide>(operands[2].dtype, at(operands[2]), n, [&](const auto* other) { begin<Make>(total, one, other, n); });
-        });
-        for (size_t s = 3; s < operands.size(); ++s)
-          read<Wide>(operands[s].dtype, at(operands[s]), n, [&](const auto* src) { go_on<Make>(total, src, n); });
-        if (combine == Combine::avg) divide(total, n, static_cast<Wide>(ranks));
-        char* first = at(operands[0]);
-        char* made = past_caches ? as_it_is ? reinterpret_cast<char*>(total) : rounded : first;
-        if (made != reinterpret_cast<char*>(total)) write(operands[0].dtype, made, total, n);
-        if (past_caches) stream(first, made, n * item);
+      for (size_t begun = left; begun < left + wide; begun += kRun / item) {
+        const size_t all = std::min(kRun / item, left + wide - begun);
+        auto at = [&](const auto& x, size_t start) { return x.base + row * x.stride + start * item_of(x, item); };
+        char* made = past_caches ? aside : at(operands[0], begun);
+        for (size_t start = begun; start < begun + all; start += kBlock) {
+          const size_t n = std::min(kBlock, begun + all - start);
+          read<Wide>(operands[1].dtype, at(operands[1], start), n, [&](const auto* one) {
+            if (operands.size() == 2) return begin(total, one, n);
+            read<Wide>(operands[2].dtype, at(operands[2], start), n, [&](const auto* other) { begin<Make>(total, one, other, n); });
+          });
+          for (size_t s = 3; s < operands.size(); ++s)
+            read<Wide>(operands[s].dtype, at(operands[s], start), n, [&](const auto* src) { go_on<Make>(total, src, n); });
+          if (combine == Combine::avg) divide(total, n, static_cast<Wide>(ranks));
+          write(operands[0].dtype, made + (start - begun) * item, total, n);
+        }
+        if (past_caches) stream(at(operands[0], begun), made, all * item);
         for (const Target* copy = copies; copy < copies + count; ++copy)
-          streamed(copy->whole, run) ? stream(at(*copy), made, n * item) : void(std::memcpy(at(*copy), made, n * item));
+          (streamed(copy->whole, run) ? stream : copy_run)(at(*copy, begun), made, all * item);
       }
     if (any_past) streams_done();
   });
