@@ -36,7 +36,7 @@ from weft.schedules.common import (
     tidy,
 )
 from weft.schedules.levels import Levels, hand_out
-from weft.schedules.staging import Part, Stream, pipeline
+from weft.schedules.staging import Part, Stream, copies, pipeline
 
 ALGORITHMS = ("pull", "push", "ring")
 
@@ -327,13 +327,14 @@ def eager(rows: Sequence[int], levels: Levels) -> Plan:
 
 
 def _through_slots(handed: Stream, starts: Sequence[int], rank: int) -> tuple[Instruction, ...]:
-    """Stage own rows, in one pass with their copy to `gathered`, and fetch what peers stage."""
+    """Stage own rows, copy them to `gathered` as well, for which peers need not wait, and fetch what peers stage."""
 
-    def stage(part: Part, there: Region) -> list[Instruction]:
-        own = Region(rank, "a", part.start, part.stop)
-        return [Copy(own, there), *keep(own, starts[rank] + part.start)]
+    def stage(step: int) -> list[Instruction]:
+        own = [Region(rank, "a", part.start, part.stop) for part in handed.handed_out(rank, step)]
+        kept = [keep(rows, starts[rank] + rows.start) for rows in own]
+        return [*handed.stage(rank, step, copies(rank, "a")), *chain(*kept)]
 
-    return pipeline(rank, [handed], [lambda step: handed.stage(rank, step, stage), handed.fetch(rank, "gathered", starts)])
+    return pipeline(rank, [handed], [stage, handed.fetch(rank, "gathered", starts)])
 
 
 def _fan_out(sizes: Sizes, rank: int) -> list[Instruction]:

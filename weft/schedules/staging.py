@@ -56,6 +56,10 @@ class Stream:
         """How many steps a rank hands out."""
         return len(self.pieces[rank])
 
+    def handed_out(self, rank: int, step: int) -> list[Part]:
+        """What a rank hands out in a step."""
+        return [part for part, _ in self.pieces[rank][step]] if step < self.steps(rank) else []
+
     def stage(self, rank: int, step: int, make: Callable[[Part, Region], Iterable[Instruction]]) -> list[Instruction]:
         """Hand out a step: `make` puts each piece to its place, once nobody needs what was there before."""
         if step >= self.steps(rank):
