@@ -20,8 +20,9 @@ import torch.distributed as dist
 import weft
 
 _context = multiprocessing.get_context("forkserver")
-_LIBRARIES = ["torch.fx.experimental.symbolic_shapes", "torch._dynamo", "torch.utils.serialization", "pytest", "hypothesis"]
-_LOADED = [*_LIBRARIES, "weft.ops", "weft.nn", "weft.cli", "weft.bench.plots", "support.ranks"]
+_COMPILER = ["torch._dynamo.backends.inductor", "torch._inductor.compile_fx", "torch.distributed.tensor.experimental"]
+_LIBRARIES = [*_COMPILER, "torch.fx.experimental.symbolic_shapes", "torch.utils.serialization", "pytest", "hypothesis"]
+_LOADED = [*_LIBRARIES, "weft.ops", "weft.nn", "weft.compiler", "weft.cli", "weft.bench.plots", "support.ranks"]
 
 
 class Outcome(NamedTuple):
