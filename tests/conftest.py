@@ -13,7 +13,7 @@ if "WEFT_CACHE" not in os.environ:  # workers take over that of the process that
     _cache = tempfile.TemporaryDirectory(prefix="weft-test-cache-", ignore_cleanup_errors=True)
     os.environ["WEFT_CACHE"] = _cache.name
 
-LONGEST = ["copy_mutant", "hosts", "storm", "compile", "examples", "proof", "commands", "launch", "sanitizers"]
+LONGEST = ["copy_mutant", "hosts", "async_tp", "storm", "compile", "examples", "proof", "commands", "launch", "sanitizers"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
