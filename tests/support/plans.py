@@ -26,6 +26,7 @@ from weft.schedules.matmul_all_reduce import ALGORITHMS as ALL_REDUCES
 from weft.schedules.matmul_all_reduce import matmul_all_reduce
 from weft.schedules.matmul_reduce_scatter import ALGORITHMS as REDUCE_SCATTERS
 from weft.schedules.matmul_reduce_scatter import matmul_reduce_scatter
+from weft.schedules.reduce_scatter import eager as eager_reduce_scatter
 from weft.schedules.reduce_scatter import reduce_scatter
 
 COLUMNS = 3
@@ -74,6 +75,8 @@ def handed_out(rows: Sequence[int], algorithm: str, *, chunk_rows: int, several:
         return eager_all_gather([max(1, n) for n in rows], levels)
     if algorithm == "all_reduce":
         return eager_all_reduce(max(1, *rows), levels)
+    if algorithm == "reduce_scatter":
+        return eager_reduce_scatter([max(1, n) for n in rows], levels)
     return eager_broadcast(max(1, *rows), chunk_rows % len(rows), levels)
 
 
@@ -92,7 +95,7 @@ SCHEDULES: dict[Callable[..., Plan], tuple[Sequence[str], Sequence[str]]] = {
     scattered: (("push", "sequential"), ("remote_reads",)),
     matmul_all_reduce: (ALL_REDUCES, ("remote_reads",)),
     reduced: (PLAIN_ALL_REDUCES, ("symmetric_a", "symmetric_out")),
-    handed_out: (("all_gather", "all_reduce", "broadcast"), ("several",)),
+    handed_out: (("all_gather", "all_reduce", "broadcast", "reduce_scatter"), ("several",)),
     collected: (("reduce_scatter", "broadcast", "all_to_all"), ("symmetric_a",)),
 }
 """Planners with their algorithms and flags."""

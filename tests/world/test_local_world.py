@@ -121,6 +121,8 @@ def test_few_rows_by_levels():
         out = world.empty(3, 5).fill_(float("nan"))
         assert torch.equal(weft.all_reduce(own, out=out), functools.reduce(torch.add, rows))
         later = weft.all_reduce_async(own.bfloat16()), weft.all_gather_async(own[: world.rank % 2], shard_rows=uneven)
+        summed = functools.reduce(torch.add, [r.repeat(ranks, 1) for r in rows])
+        assert torch.equal(weft.reduce_scatter(own.repeat(ranks, 1)), summed[3 * world.rank : 3 * world.rank + 3])
         told = weft.broadcast(own.clone(), source := call % ranks)
         assert torch.equal(told, rows[source])
         assert torch.equal(later[0].wait(), functools.reduce(torch.add, [r.bfloat16().float() for r in rows]).bfloat16())

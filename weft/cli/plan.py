@@ -61,6 +61,8 @@ def _reduce(r: Request) -> Plan:
 
 
 def _scatter(r: Request) -> Plan:
+    if r.algorithm == EAGER:
+        return reduce_scatter.eager(r.blocks, nested(r.ranks))
     if r.algorithm == "direct":
         return reduce_scatter.reduce_scatter(r.blocks, symmetric_a=r.symmetric, chunk_rows=1)
     return reduce_scatter.put(r.blocks, r.algorithm, chunk_rows=1, hosts=range(r.ranks))
@@ -95,7 +97,7 @@ class Planner(NamedTuple):
 PLANNERS: Mapping[str, Planner] = {
     **{name: Planner(operator.algorithms, partial(_fused, operator)) for name, operator in OPERATORS.items()},
     "all_gather": Planner((*all_gather.ALGORITHMS, EAGER), _gather),
-    "reduce_scatter": Planner(reduce_scatter.ALGORITHMS, _scatter),
+    "reduce_scatter": Planner((*reduce_scatter.ALGORITHMS, EAGER), _scatter),
     "all_reduce": Planner((*all_reduce.ALGORITHMS, EAGER), _reduce, lambda rows: split(sum(rows), len(rows))),
     "broadcast": Planner((*broadcast.ALGORITHMS, EAGER), _broadcast, lambda rows: [sum(rows)]),
     "barrier": Planner(("levels",), _barrier, lambda rows: []),

@@ -9,6 +9,7 @@ from weft.plan import Buffer, Copy, Instruction, Plan, Reduce, Region, Signal, T
 from weft.schedules.common import Hosts, after, apart, before, everything, offsets, publish, room, shards, tidy
 from weft.schedules.host_rings import HostRing, of_rows
 from weft.schedules.host_sums import HostSums, inbox, scatter
+from weft.schedules.levels import Levels, hand_out
 from weft.schedules.staging import Arrival, Part, Stream, copies, pipeline
 
 ALGORITHMS = ("direct", "push", "ring")
@@ -57,6 +58,19 @@ def reduce_scatter(rows: Sequence[int], op: str = "sum", *, symmetric_a: bool = 
         "out": Buffer.of("output", shards(rows)),
     }
     return Plan("reduce_scatter", "direct", buffers, tuple(lanes), result, tuple(rows))
+
+
+def eager(rows: Sequence[int], levels: Levels, op: str = "sum") -> Plan:
+    """Reduce-scatter of a few rows, whether symmetric or not: every rank hands out all of its own and reduces its block of them."""
+    ranks, starts, lanes, result = len(rows), offsets(rows), [], {}
+    for r in range(ranks):
+        blocks = tuple(Region(p, "a" if p == r else "eager", starts[r], starts[r] + rows[r]) for p in range(ranks))
+        handed = hand_out(Region(r, "a", 0, sum(rows)), levels)
+        lanes.append({"compute": (*handed, Reduce(blocks, Region(r, "out", 0, rows[r]), op))})
+        result[Region(r, "out", 0, rows[r])] = tuple(Term(p, "a", starts[r]) for p in range(ranks))
+    buffers = {"a": Buffer.of("input", everything(rows)), "eager": Buffer.of("eager", everything(rows))}
+    buffers["out"] = Buffer.of("output", shards(rows))
+    return Plan("reduce_scatter", "eager", buffers, tuple(lanes), result, tuple(rows), meets=True)
 
 
 def blocks_of(rows: Sequence[int], chunk_rows: int | None, taken: str | None = "taken") -> Stream:
