@@ -16,6 +16,7 @@ from weft.schedules.workload import PIECES, pieces
 from weft.world import World
 
 SHARED_BYTES = 256 << 10  # from this size on of a broadcast its source moves rows, too
+PIECE_BYTES = 64 << 10  # what its source stages at a time, while the others, who have nothing else to do, fetch what came before
 
 
 def broadcast(
@@ -60,7 +61,9 @@ def _prepare(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: 
     if algorithm in ("auto", "pull") and len(world.levels) > 1 and handed_out(world, rows.numel() * rows.itemsize):
         return Work(_eager(source, world.levels), (len(rows),), tensors, tensor)
     symmetric, shared = world.is_symmetric(rows), rows.numel() * rows.itemsize >= SHARED_BYTES
-    cut = world.ranks if symmetric and shared else 1 if symmetric else pieces(len(rows), slot_rows(rows, len(rows), 1, world))
+    cut = world.ranks if shared else 1
+    if not symmetric:
+        cut = pieces(len(rows), slot_rows(rows, len(rows), 1, world, PIECE_BYTES))
     if algorithm == "ring":
         cut = pieces(len(rows), max(1, -(-len(rows) // PIECES)))
     plan = _plan(cut, world.ranks, source, algorithm, symmetric, shared, world.topology)

@@ -202,10 +202,14 @@ def parts(tensor: Tensor, blocks: Tensor, dim: int, sizes: Sequence[int]) -> lis
     return [(part, place.view(part.shape)) for part, place in zip(parts, places, strict=True)]
 
 
-def slot_rows(matrix: Tensor, most: int, readers: int, world: World) -> int:
-    """How many of at most `most` rows go to each of as many readers at a time, where they are staged."""
+def slot_rows(matrix: Tensor, most: int, readers: int, world: World, piece: int = 0) -> int:
+    """How many of at most `most` rows go to each of as many readers at a time, where they are staged.
+
+    `piece`: the bytes of as much, where ranks with one thread gain by less than others do.
+    """
     row = max(1, matrix.shape[1] * matrix.itemsize)
-    staged = most if most * row <= STAGED_BYTES else SLOT_BYTES * world.threads // (row * max(1, readers))
+    at_once, slot = (piece, piece) if piece and world.threads == 1 else (STAGED_BYTES, SLOT_BYTES * world.threads)
+    staged = most if most * row <= at_once else slot // (row * max(1, readers))
     return max(1, staged, -(-most // STEPS))
 
 
