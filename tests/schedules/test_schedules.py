@@ -147,3 +147,14 @@ def test_tidying_leaves_out_waits_that_add_nothing():
     this, that = Signal("this", 0), Signal("that", 0)
     lane = [Wait(this, 1), Wait(this, 2), Notify(0, this), Wait(this, 1), Wait(that, 0), Wait(this, 3)]
     assert tidy(lane) == (Wait(this, 2), Notify(0, this), Wait(that, 0), Wait(this, 3))
+
+
+def test_peers_need_not_wait_for_a_ranks_own_copies():
+    lane = all_gather((4, 4), "pull", chunk_rows=2).lanes[0]["compute"]
+    staged = [at for at, done in enumerate(lane) if isinstance(done, Copy) and done.dst.buffer == "staged"]
+    assert len(staged) == 2
+    for at in staged:
+        told, kept = lane[at + 1 : at + 3]
+        assert isinstance(told, Notify)
+        assert isinstance(kept, Copy)
+        assert (told.rank, kept.src, kept.dst.buffer) == (1, lane[at].src, "gathered")
