@@ -34,4 +34,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if not (session.config.getoption("numprocesses", None) or session.config.option.collectonly):
         from support import ranks  # takes seconds, which a process that runs no tests need not spend
 
-        ranks.serve(sorted({item.module.__name__ for item in session.items}))
+        modules = {item.module.__name__ for item in session.items}
+        # Those that load GPU kernels stay out: a rank says first whether it interprets these.
+        ranks.serve(sorted(name for name in modules if not name.startswith("test_kernel")))

@@ -9,7 +9,7 @@ import torch
 
 import weft
 from weft.engines.recording import record
-from weft.world import device_memory, memory
+from weft.world import device_memory, memory, peers
 
 
 def shard(rank, *shape, call=0):
@@ -94,6 +94,13 @@ def test_two_at_once_and_nested_defaults():
         assert one.run(sums, 5) == [[10.0, 10.0]] * 2
 
 
+@pytest.fixture
+def cores_of_their_own(monkeypatch):
+    """Ranks meet as where each has a core."""
+    monkeypatch.setattr(peers, "crowded", lambda places: False)
+
+
+@pytest.mark.usefixtures("cores_of_their_own")
 def test_ranks_that_meet_by_levels():
     came = [0] * 16
 
@@ -109,12 +116,15 @@ def test_ranks_that_meet_by_levels():
         assert local.run(meet) == [2] * 16
 
 
-def test_few_rows_by_levels():
+@pytest.mark.parametrize("several", [False, True])
+def test_few_rows_by_levels(several, monkeypatch):
     """Small collectives of many ranks, one after the other: sums in rank order, to the bit."""
+    monkeypatch.setattr(peers, "crowded", lambda places: not several)
     ranks, uneven = 12, [rank % 2 for rank in range(12)]
 
     def gather(call):
         world = weft.init()
+        assert (len(world.levels) > 1) == several
         rows = [shard(r, 3, 5, call=call) for r in range(ranks)]
         own = rows[world.rank]
         assert torch.equal(weft.all_gather(own), torch.cat(rows))
@@ -133,6 +143,7 @@ def test_few_rows_by_levels():
             local.run(gather, call)
 
 
+@pytest.mark.usefixtures("cores_of_their_own")
 def test_who_is_late_is_named_by_ranks_that_do_not_hear_it():
     said = []
 

@@ -17,6 +17,7 @@ from support.ranks import die, on_ranks, start
 import weft
 from weft import _native
 from weft.schedules.barrier import barrier as barrier_plan
+from weft.schedules.levels import flat
 
 SOON = 10.0  # seconds, half the time limit: survivors take milliseconds, but the machine may be busy
 DTYPES = (torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.float64, torch.complex128)
@@ -443,7 +444,7 @@ def barriers(world):
 @pytest.mark.data
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_barrier_orders_all_before_it_before_all_after_it(ranks):
-    weft.verify(barrier_plan(ranks))
+    weft.verify(barrier_plan(flat(ranks)))
     on_ranks(barriers, ranks)
 
 

@@ -22,6 +22,9 @@ HOP = 3.0
 """How many notifies a core could make, to different peers, in the time until one of them is seen: a cache line has to be fetched by
 who raises the counter, which others can overlap, and then by who waits."""
 
+TURN = 50.0
+"""The same where ranks share cores: each level then costs every rank a turn on its core, some microseconds."""
+
 
 EAGER_BYTES = 16 << 10
 """Up to so many bytes of each rank are handed out at once: to copy them costs less than to wait."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from weft import _native, errors
 from weft.errors import PeerLost, PeerTimeout, SymmetricMemoryError, WeftError
-from weft.schedules.levels import Levels, nested, numbered
+from weft.schedules.levels import HOP, TURN, Levels, nested, numbered
 from weft.world.relay import Relay
 from weft.world.rendezvous import Place
 
@@ -79,7 +79,7 @@ class Peers:
         self.rank, self.ranks, self.timeout, self.relay, self.group = rank, len(places), timeout, relay, group
         self.device, self.stream_ordered, self.matmul_backend, self.ranks_per_device = backend
         self.hosts = numbered(place.host for place in places)
-        self.near_groups = groups(places)
+        self.near_groups, self.crowded = groups(places), crowded(places)
         self.known_as: Sequence[int] = range(self.ranks)
         self.pids = [place.pid for place in places]
         self.cores = [place.cores for place in places]
@@ -110,7 +110,7 @@ class Peers:
     @cached_property
     def levels(self) -> Levels:
         """How ranks meet, alike on all: it follows from what all have said of where they are."""
-        return nested(self.ranks, self.near_groups)
+        return nested(self.ranks, self.near_groups, TURN if self.crowded else HOP)
 
     @property
     def topology(self) -> tuple[int, ...] | None:
@@ -222,6 +222,14 @@ def receive(peers: Peers, peer: int, doing: str, late: str, look: Callable[[], N
             raise peers.lost(peer, "closed its world", doing)
         if time.monotonic() > deadline:
             raise peers.timed_out(late)
+
+
+def crowded(places: Sequence[Place]) -> bool:
+    """Whether ranks of some host have to share cores."""
+    by_host: dict[str, list[frozenset[int]]] = {}
+    for place in places:
+        by_host.setdefault(place.host, []).append(place.cores)
+    return any(len(ranks) > len(frozenset[int]().union(*ranks)) for ranks in by_host.values())
 
 
 def groups(places: Sequence[Place]) -> Levels:
