@@ -11,6 +11,8 @@ import time
 import traceback
 from pathlib import Path
 
+import weft
+
 
 def belongings() -> dict[str, list[str]]:
     """This process's threads, open files and mappings of symmetric memory."""
@@ -35,8 +37,16 @@ def kept(before: dict[str, list[str]], excused: bool = False) -> list[str]:
         if excused:
             found = [one for one in found if one.startswith("mappings")]
         if not found or time.monotonic() > deadline:
-            own = threading.get_ident()
-            return found + [
-                "".join(traceback.format_stack(at)) for one, at in sys._current_frames().items() if found and one != own
-            ]
+            return [*found, *_reasons()] if found else []
         time.sleep(0.01)
+
+
+def _reasons() -> list[str]:
+    """What other threads do, and what refers to worlds that are still there."""
+    own = threading.get_ident()
+    stacks = ["".join(traceback.format_stack(at)) for one, at in sys._current_frames().items() if one != own]
+    worlds = [one for one in gc.get_objects() if issubclass(type(one), weft.World)]
+    holders = [
+        f"{one!r} is held by {', '.join(sorted(type(holder).__name__ for holder in gc.get_referrers(one)))}" for one in worlds
+    ]
+    return stacks + holders
