@@ -75,7 +75,8 @@ void Executor::move(Execution& execution, size_t lane, const Instruction* first,
   if (!rows) return;
   for (size_t i = 0; i < count; ++i) {
     const Operand& target = first[i].operands[0];
-    targets.push_back({bound.at(target, execution.turn), bound.stride(target), first[i].together ? bound.written() : rows * bound.row_bytes(target)});
+    const size_t whole = first[i].together ? bound.written() : rows * bound.row_bytes(target);
+    targets.push_back({bound.at(target, execution.turn), bound.stride(target), whole});
   }
   const Operand& source = first->operands[1];
   if (first->op == Op::copy) {

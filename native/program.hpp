@@ -38,10 +38,10 @@ struct Instruction {
   bool follows = false;         // a copy of the same rows as the one before it, made in one pass with that
 };
 
-// A buffer of a plan: which blocks it has on each rank.
 // What a buffer is to the caller; as in the plan.
 enum class Role : int { input, output, workspace, eager };
 
+// A buffer of a plan: which blocks it has on each rank.
 struct Buffer {
   static constexpr int kRoom = -1;  // room for any block: as many rows as the largest has
   static constexpr int kRow = -2;   // a single row, in plans whose sizes are fixed

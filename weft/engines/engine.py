@@ -221,7 +221,7 @@ class Program(ABC):
     def check_given(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise `ValueError` unless there is a tensor for every buffer of the caller's."""
         for name, buffer in self.plan.buffers.items():
-            if buffer.role in ("input", "output") and name not in tensors:
+            if buffer.given and name not in tensors:
                 raise ValueError(f"{self.plan.operator} needs a tensor for the {buffer.role} {name!r}")
 
     def own_lanes(self) -> Mapping[str, Sequence[Instruction]]:

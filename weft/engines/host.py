@@ -270,7 +270,7 @@ class HostProgram(Program):
         assert self.bound is not None
         native, place, buffer = self.bound.native, self.place(region), self.plan.buffers[region.buffer]
         start, rows = native.first(place), native.rows(place)
-        if region.rank == self.world.rank and buffer.role != "workspace":
+        if region.rank == self.world.rank and buffer.given:
             return tensors[region.buffer][start : start + rows]
         dtype, _ = self.kinds[region.buffer]
         if not rows * native.columns(place):
@@ -285,12 +285,12 @@ class HostProgram(Program):
     def _entire(self, region: Region) -> bool:
         """Whether a region is all of a tensor given on this rank, however many rows that has."""
         buffer, rank = self.plan.buffers[region.buffer], self.world.rank
-        return buffer.role != "workspace" and (region.rank, region.start, region.stop) == (rank, 0, buffer.rows[rank])
+        return buffer.given and (region.rank, region.start, region.stop) == (rank, 0, buffer.rows[rank])
 
     def _together(self, region: Region) -> bool:
         """Whether all that outputs get is written before anybody looks at it: in a workspace only these are, as in what products
         read."""
-        return not self.multiplies and self.plan.buffers[region.buffer].role in ("input", "output")
+        return not self.multiplies and self.plan.buffers[region.buffer].given
 
     def _compile(self, lane: int, at: int, instruction: Instruction) -> None:
         native, world, rank = self.native, self.world.native, self.world.rank

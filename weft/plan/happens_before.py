@@ -136,7 +136,7 @@ class Run:
         """Take inputs and outputs as written by the caller, whose they are before and after an execution."""
         lane = self.index[rank, "compute"]
         for name, buffer in self.plans[execution].buffers.items():
-            if buffer.role in ("workspace", "eager"):
+            if not buffer.given:
                 continue
             for start, stop, cell in self.buffer(execution, rank, name).over(0, buffer.rows[rank]):
                 self.order(lane, "the caller's use", Region(rank, name, start, stop), cell, write=True)

@@ -157,6 +157,11 @@ class Buffer:
         blocks = tuple(blocks)
         return cls(role, tuple(map(len, blocks)), blocks)
 
+    @property
+    def given(self) -> bool:
+        """Whether it is the caller's."""
+        return self.role in ("input", "output")
+
     def numbers(self, rank: int) -> Sequence[int]:
         """The number of each block on a rank, or `ROOM` or `ROW`."""
         return self.blocks[rank] if self.blocks else (ROW,) * self.rows[rank]

@@ -25,7 +25,6 @@ who raises the counter, which others can overlap, and then by who waits."""
 TURN = 50.0
 """The same where ranks share cores: each level then costs every rank a turn on its core, some microseconds."""
 
-
 EAGER_BYTES = 16 << 10
 """Up to so many bytes of each rank are handed out at once: to copy them costs less than to wait."""
 
