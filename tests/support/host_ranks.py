@@ -172,6 +172,14 @@ def mismatch():
         assert "all_reduce(" in words, words
 
 
+def gives_up():
+    """A rank that cannot go on before ranks have told each other all is not waited for."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            patch.setattr(worlds, "listen_to_hosts", lambda rank: (_ for _ in ()).throw(weft.WeftError("no address")))
+        return error_of(lambda: weft.init(dist.new_group(backend="gloo"), timeout=300))[:2]
+
+
 def traffic(world):
     """What this host sends for each operator and collective, in bytes, and the least that could do.
 

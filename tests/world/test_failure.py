@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import die, named_memory, none_left, sockets, start
+from support.ranks import die, named_memory, none_left, on_ranks, sockets, start
 
 import weft
 from weft import _native
@@ -226,6 +226,22 @@ def too_many_names(world):
         other = (Notify(world.rank, Signal(f"s{n}", 1 - world.rank)), Wait(Signal(f"s{n}", world.rank), 1))
         lanes = ({"compute": lane}, {"compute": other}) if world.rank == 0 else ({"compute": other}, {"compute": lane})
         engine(world).execute(Plan("hello", "x", {"a": Buffer("input", (0, 0))}, lanes), {"a": torch.empty(0, 1)})
+
+
+def told_later(world):
+    if world.rank == 0:
+        world.fail(weft.MismatchError("rank 0 calls this, but rank 1 calls that"), 1, beside=True)
+    while not world.mesh.failure()[0]:
+        time.sleep(0.001)
+    with pytest.raises(weft.MismatchError, match="rank 1 calls that"):
+        weft.all_reduce_async(torch.ones(2)).wait()
+    with pytest.raises(weft.WeftError, match="this world is closed: MismatchError"):
+        weft.barrier()
+
+
+def test_what_a_thread_beside_the_caller_finds_is_raised_by_the_next_call():
+    """A relay's may find that calls differ while no call waits."""
+    on_ranks(told_later, 2)
 
 
 def test_too_many_signal_names_are_refused():

@@ -80,7 +80,7 @@ def test_traces_of_several_hosts_are_aligned(two_by_two):
 def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path):
     """Right after a job that lost a rank, over a slower link."""
     two_hosts.shape(gbps=4)
-    two_hosts.start(SCRIPT, 1, "doctor,cut_off,operators,sums_to_the_bit,refusals,mismatch,benches", tmp_path)
+    two_hosts.start(SCRIPT, 1, "doctor,cut_off,operators,sums_to_the_bit,refusals,mismatch,gives_up,benches", tmp_path)
     wait_for(two_hosts, *(tmp_path / f"running{rank}" for rank in range(2)))
     two_hosts.cut_off(1)
     wait_for(two_hosts, *(tmp_path / f"gave_up{rank}" for rank in range(2)))
@@ -102,6 +102,9 @@ def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path
     assert all(words in late for words in ("eth0 10.77.0.1", "eth0 10.77.0.2", "(rank 1) is 90.0 s ahead of that of")), late
     gbps = float(re.search(r"0 - 1 *│ *([0-9.]+)", late)[1])
     assert 0 < gbps < 1.1 * 4, late
+    [kind, said], own = found(tmp_path, "gives_up", 2)
+    assert (kind, said) == ("PeerLost", "rank 1 gave up while rank 0 waited to learn where it is: no address")
+    assert own == ["WeftError", "no address"]
     measured, _ = found(tmp_path, "benches", 2)
     assert all((result["ranks"], result["hosts"], result["verified"]) == (2, 2, True) for result in measured)
     for name, words, seconds in found(tmp_path, "cut_off", 2):

@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -86,6 +86,7 @@ class Peers:
         self.threads = min(place.threads for place in places)
         self.number = next(_numbers)
         self.closed: str | None = None
+        self.untold = False  # whether that is something which a thread beside the caller's has found, and no call has told yet
         self.keepalive: list[object] = []  # memory that lives as long as the world
         self.guard = Guard(self)
         self.mesh = mesh
@@ -100,7 +101,7 @@ class Peers:
             raise
         self.native = _native.Executor(self.mesh, control, self.spins, comm_threads)
         if relay is not None:
-            relay.start(self.native, self.fail)
+            relay.start(self.native, partial(self.fail, beside=True))
 
     @property
     def multi_host(self) -> bool:
@@ -122,12 +123,15 @@ class Peers:
         return self.hosts[rank] == self.hosts[self.rank]
 
     def check(self) -> None:
-        """Raise `WeftError` if this world is closed."""
+        """Raise `WeftError` if this world is closed: why, if no call has told that yet."""
+        if self.untold:
+            raise self.failure("to make the call")
         if self.closed is not None:
             raise WeftError(f"this world is closed: {self.closed}; make a new one with weft.init()")
 
     def failure(self, doing: str) -> WeftError:
         """The error for a failure that a peer caused or reported while this rank was `doing` something; closes the world."""
+        self.untold = False
         kind, culprit, text = self.mesh.failure()
         if kind in ("MismatchError", "PeerTimeout"):
             return self.fail(getattr(errors, kind)(text), culprit)
@@ -143,14 +147,14 @@ class Peers:
         """The error for a wait that took too long; closes the world."""
         return self.fail(PeerTimeout(f"rank {self.rank} waited {timeout or self.timeout:g} s {doing}; its timeout is over"))
 
-    def fail(self, error: BaseException, culprit: int | None = None) -> WeftError:
-        """Close the world because of `error`, tell all peers, and return it."""
+    def fail(self, error: BaseException, culprit: int | None = None, beside: bool = False) -> WeftError:
+        """Close the world because of `error`, tell all peers, and return it; `beside` the caller's thread, who is told later."""
         if self.closed is None:
             text = (
                 (error.how if isinstance(error, PeerLost) else str(error)).encode(errors="replace")[:8000].decode(errors="ignore")
             )
             self.mesh.abort(type(error).__name__, self.rank if culprit is None else culprit, text)
-            self.closed = f"{type(error).__name__}: {error}"
+            self.untold, self.closed = beside, f"{type(error).__name__}: {error}"
             if self.relay is not None:
                 self.relay.close()  # no message may arrive in memory that is the caller's again
         return error  # type: ignore[return-value]

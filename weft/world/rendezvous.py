@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from weft.world.listener import Address
 
 Said = TypeVar("Said")
 _PLACE, _PLACES = 1 << 14, 0x7FFFFFFE  # bytes of a message that says where a rank is, and its tag
+_LAST_WORD = 0.5  # seconds that a rank which gives up may take to say so
 
 
 class Place(NamedTuple):
@@ -34,6 +35,12 @@ class Place(NamedTuple):
     cores: frozenset[int]
     threads: int
     spot: tuple[int, ...] = ()
+
+
+class GaveUp(NamedTuple):
+    """What a rank that gives up says instead of where it is, and why."""
+
+    why: str
 
 
 def default_group(environment: Mapping[str, str] = os.environ) -> dist.ProcessGroup | None:
@@ -125,8 +132,11 @@ class Meeting(Protocol):
     def exchanged(self, own: Said, timeout: float) -> contextlib.AbstractContextManager[list[Said]]:
         """What all ranks say of where they are, each its `own`; in the ``with`` block what is on its way may still arrive.
 
-        Raises `PeerLost` or `PeerTimeout` naming the rank from which nothing comes, where that can be known.
+        Raises `PeerLost` or `PeerTimeout` naming the rank from which nothing comes, where that can be known, or that gave up.
         """
+
+    def give_up(self, error: BaseException) -> None:
+        """Let no rank wait for what this one would have said next."""
 
 
 class Alone:
@@ -137,6 +147,9 @@ class Alone:
     @contextlib.contextmanager
     def exchanged(self, own: Said, timeout: float) -> Iterator[list[Said]]:
         yield [own]
+
+    def give_up(self, error: BaseException) -> None:
+        pass
 
 
 class ByGroup:
@@ -156,25 +169,37 @@ class ByGroup:
             dist.all_gather_object(said, own, group=group)
             yield said
             return
-        deadline, words = time.monotonic() + timeout, pickle.dumps(own)
-        mine = torch.zeros(_PLACE, dtype=torch.uint8)
-        mine[: len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
-        peers = [peer for peer in range(self.ranks) if peer != rank]
-        under_way = []
-        for peer in peers:
-            with contextlib.suppress(RuntimeError):  # which the receive says, too
-                under_way.append(group.send([mine], peer, _PLACES))
-        for peer in peers:
-            theirs = torch.empty_like(mine)
+        deadline, under_way = time.monotonic() + timeout, self._say(own)
+        for peer in self._peers():
+            theirs = torch.empty(_PLACE, dtype=torch.uint8)
             try:
                 group.recv([theirs], peer, _PLACES).wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
             except RuntimeError as error:
                 if time.monotonic() < deadline:
                     raise PeerLost(f"rank {peer} was lost while rank {rank} waited to learn where it is: {error}") from error
                 raise PeerTimeout(f"rank {rank} waited {timeout:g} s for rank {peer} to say where it is") from error
-            said[peer] = pickle.loads(theirs.numpy().tobytes())
+            said[peer] = _known(rank, peer, theirs.numpy().tobytes())
         yield said
         del under_way
+
+    def give_up(self, error: BaseException) -> None:
+        deadline = time.monotonic() + _LAST_WORD
+        for word in self._say(GaveUp(str(error)[:1000])) if self.backend == "gloo" else ():
+            with contextlib.suppress(RuntimeError):  # who is gone need not hear it
+                word.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+
+    def _peers(self) -> list[int]:
+        return [peer for peer in range(self.ranks) if peer != self.rank]
+
+    def _say(self, own: object) -> list[dist.Work]:
+        """Send all peers a message, which is through when all of this is."""
+        words, under_way = pickle.dumps(own), list[dist.Work]()
+        message = torch.zeros(_PLACE, dtype=torch.uint8)
+        message[: len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+        for peer in self._peers():
+            with contextlib.suppress(RuntimeError):  # which receiving from it says, too
+                under_way.append(self.group.send([message], peer, _PLACES))
+        return under_way
 
 
 class ByStore:
@@ -188,14 +213,32 @@ class ByStore:
 
     @contextlib.contextmanager
     def exchanged(self, own: Said, timeout: float) -> Iterator[list[Said]]:
-        turn = next(self.rounds)
-        keys = [f"{turn} {peer}" for peer in range(self.ranks)]
-        self.store.set(keys[self.rank], pickle.dumps(own))  # type: ignore[arg-type]  # bytes do, too
-        deadline, said = time.monotonic() + timeout, []
-        for peer, key in enumerate(keys):
+        turn = self._say(own)
+        deadline, said = time.monotonic() + timeout, list[Said]()
+        for peer in range(self.ranks):
+            key = f"{turn} {peer}"
             try:
                 self.store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-                said.append(pickle.loads(self.store.get(key)))
+                words = self.store.get(key)
             except RuntimeError as error:
                 raise PeerTimeout(f"rank {self.rank} waited {timeout:g} s for rank {peer} to say where it is: {error}") from error
+            said.append(_known(self.rank, peer, words))
         yield said
+
+    def give_up(self, error: BaseException) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone, and with it who would ask it
+            self._say(GaveUp(str(error)[:1000]))
+
+    def _say(self, own: object) -> int:
+        """Lay down what this rank has to say; the number of the turn."""
+        turn = next(self.rounds)
+        self.store.set(f"{turn} {self.rank}", pickle.dumps(own))  # type: ignore[arg-type]  # bytes do, too
+        return turn
+
+
+def _known(rank: int, peer: int, words: bytes) -> Any:
+    """What a peer has said of where it is."""
+    said = pickle.loads(words)
+    if isinstance(said, GaveUp):
+        raise PeerLost(f"rank {peer} gave up while rank {rank} waited to learn where it is: {said.why}")
+    return said

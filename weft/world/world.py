@@ -151,6 +151,7 @@ class World(Peers):
         """
         self.transfers.finish()
         self.keepalive.clear()
+        self.untold = False
         if self.closed is None:
             if self.relay is not None:
                 self.relay.finish()
@@ -248,14 +249,21 @@ def _joined(meeting: Meeting, timeout: float, backend: Backend, group: dist.Proc
         near = {peer: (place.pid, place.address) for peer, place in others.items() if place.host == own.host}
         sockets = [-1] * len(places)
         stack.callback(lambda: _close(sockets))
-        for peer, (spare, connection) in listener.connect(rank, near, timeout).items():
+        far = {peer: place.pid for peer, place in others.items() if peer not in near}
+        if far and backend.stream_ordered:
+            raise WeftError("ranks with GPUs must be on one host in this version of weft")
+        try:
+            connected = listener.connect(rank, near, timeout)
+            outside = stack.enter_context(listen_to_hosts(rank)) if far else None
+        except BaseException as error:
+            if far:
+                meeting.give_up(error)
+            raise
+        for peer, (spare, connection) in connected.items():
             spare.close()
             sockets[peer] = connection.detach()
         relay = None
-        if far := {peer: place.pid for peer, place in others.items() if peer not in near}:
-            if backend.stream_ordered:
-                raise WeftError("ranks with GPUs must be on one host in this version of weft")
-            outside = stack.enter_context(listen_to_hosts(rank))
+        if outside is not None:
             addresses = stack.enter_context(meeting.exchanged(outside.address, timeout))
             called = {peer: (pid, addresses[peer]) for peer, pid in far.items()}
             relay = Relay(rank, outside.connect(rank, called, timeout), timeout)
