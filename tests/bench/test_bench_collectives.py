@@ -16,7 +16,7 @@ from support.ranks import on_ranks
 from typer.testing import CliRunner
 
 import weft
-from weft.bench import collectives, fused, mpi, overlap, plots
+from weft.bench import collectives, deepspeed, fused, mpi, overlap, plots
 from weft.bench.collectives import PLACES, Data, Local, count_of, limit_of, output_count
 from weft.bench.harness import Times, per_call
 from weft.bench.settings import OverlapSettings, Shape, SweepSettings, parse_sizes
@@ -242,6 +242,8 @@ def test_sizes_are_named():
         (["all-reduce", "--op", "avg", "--dtype", "int32"], "floating"),
         (["all-reduce", "--dtype", "bfloat16", "--baseline", "mpich"], "another --dtype"),
         (["broadcast", "--baseline", "openmpi"], "make baselines"),
+        (["all-reduce", "--baseline", "deepspeed"], "make baselines"),
+        (["all-gather", "--baseline", "deepspeed"], "only sums"),
         (["overlap", "--size", "1K,2K"], "one size"),
         (["overlap", "--link-gbps", "slow"], "positive"),
         (["overlap", "--link-gbps", "10", "--baseline", "gloo"], "none"),
@@ -278,6 +280,18 @@ def test_mpi_is_measured_beside(monkeypatch):
     assert made["verified"]
     assert {*MPIS} < {row["implementation"] for row in made["rows"]}
     assert {*MPIS} < {*made["versions"]}
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("dtype", deepspeed.DTYPES)
+def test_deepspeed_is_measured_beside(dtype, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    if why := deepspeed.missing():
+        pytest.skip(why)
+    made = json.loads(bench("all-reduce", *SHORT, "--dtype", dtype, "--baseline", "deepspeed", "--json", "-").stdout)
+    assert made["verified"]
+    assert [row["in_place"] for row in made["rows"] if row["implementation"] == "deepspeed"] == [True, True]
+    assert not [*Path("/dev/shm").glob("deepspeed*")]
 
 
 def measure_mpi(world, directory):

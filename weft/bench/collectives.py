@@ -1,4 +1,4 @@
-"""The benchmarks of the collectives over message size, beside gloo in the same processes and MPI in processes of its own.
+"""The benchmarks of the collectives over message size, beside gloo and DeepSpeed in the same processes and MPI in its own.
 
 What is compared takes turns, batch by batch, so that noise hits all alike; whoever is not timed sleeps. Each batch follows a call
 that is not timed and a barrier, and lasts until the slowest rank is done.
@@ -21,7 +21,7 @@ from rich.text import Text
 from torch import Tensor
 
 import weft
-from weft.bench import environment, tables
+from weft.bench import deepspeed, environment, tables
 from weft.bench.baselines import gloo_collective
 from weft.bench.harness import Stopwatch, Times, batches, every_size, largest, per_call, poison, race, session, verified
 from weft.bench.mpi import MPIS, MpiRanks
@@ -160,6 +160,8 @@ class Bench:
                 found.append(Local(name, in_place, weft_collective(settings, *tensors, self.world), tensors, self))
             if GLOO in settings.baselines:  # on the plain tensors
                 found.append(Local(GLOO, in_place, gloo_collective(settings.operation, *tensors, settings.op), tensors, self))
+            if in_place and deepspeed.NAME in settings.baselines:
+                found.append(Local(deepspeed.NAME, in_place, deepspeed.all_reduce(tensors[1]), tensors, self))
             found += [Mpi(name, in_place, ranks, self) for name, ranks in mpis.items()]
         carrier, limit = numpy_dtype(settings), limit_of(settings.dtype, self.world.ranks)
         for asked in filter(None, mpis.values()):
@@ -193,7 +195,9 @@ class Bench:
     def _race(self, contenders: Sequence[Contender], advance: Callable[[], None]) -> list[tuple[int, list[float]]]:
         """Time batches of all contenders in turn: for each the calls per batch, and the seconds of its batches."""
         rounds, world = self.settings.iterations, self.world
-        sizes = [batches(largest(world, [contender.time(3)])[0] / 3) for contender in contenders]
+        sized = functools.partial(batches, crowded=world.crowded)
+        few = [sized(largest(world, [contender.time(3)])[0] / 3)[0] for contender in contenders]  # which may be slow at first
+        sizes = [sized(largest(world, [c.time(calls)])[0] / calls) for c, calls in zip(contenders, few, strict=True)]
         turns = [functools.partial(contender.time, calls) for contender, (calls, _) in zip(contenders, sizes, strict=True)]
         found = race(turns, [min(rounds, most) for _, most in sizes], self.settings.warmup, rounds, advance)
         return [(calls, largest(world, own)) for (calls, _), own in zip(sizes, found, strict=True)]
@@ -205,6 +209,9 @@ def measure(settings: SweepSettings) -> dict[str, Any]:
         world = stack.enter_context(session(settings.threads))
         if asked := [name for name in settings.baselines if name in MPIS]:
             environment.need_one_host(world, f"the baseline {asked[0]} starts its ranks on one: use --baseline gloo, or none")
+        if deepspeed.NAME in settings.baselines:
+            environment.need_one_host(world, "the baseline deepspeed is for one: use --baseline gloo, or none")
+            deepspeed.connect()
         mpis = {name: stack.enter_context(closing(MpiRanks(name, world.cores))) if world.rank == 0 else None for name in asked}
         bench = Bench(settings, world)
         rows = every_size(settings, world, lambda size, advance: bench.rows(size, mpis, advance))

@@ -35,6 +35,7 @@ BATCH, BATCHES = 1e-3, 2.0
 """Seconds that the calls of a batch are to take together: much longer than reading the clock, or leaving a barrier; and those that
 all batches of one contender may take. Slower ones get fewer batches, at least three."""
 
+_TURNS = 10  # times as long a batch then is
 _TIMEOUT = 600.0  # seconds; a baseline may keep one rank longer than another
 
 Contender = TypeVar("Contender")
@@ -140,9 +141,12 @@ def every_size(
         return [row for size in sizes for row in rows(size, advance)]
 
 
-def batches(seconds: float, per_turn: float = 1.0) -> tuple[int, int]:
-    """For calls that take this long: how many make a batch, and how many batches, each of `per_turn` such, the budget allows."""
-    calls = max(1, round(BATCH / seconds))
+def batches(seconds: float, per_turn: float = 1.0, crowded: bool = False) -> tuple[int, int]:
+    """For calls that take this long: how many make a batch, and how many batches, each of `per_turn` such, the budget allows.
+
+    `crowded`: ranks share cores, so that a barrier may take a turn of each.
+    """
+    calls = max(1, round(BATCH * (_TURNS if crowded else 1) / seconds))
     return calls, max(3, int(BATCHES / (per_turn * calls * seconds)))
 
 

@@ -236,7 +236,7 @@ class SweepSettings:
     seed: Seed = 0
     baseline: Annotated[
         str | None,
-        typer.Option(help="Of gloo, openmpi, mpich, intel-mpi, or none; by default gloo. `make baselines` installs the MPIs."),
+        typer.Option(help="Of gloo, openmpi, mpich, intel-mpi, deepspeed, or none; by default gloo. `make baselines` makes them."),
     ] = None
     json_file: Json = None
     plot: Plot = None

@@ -98,17 +98,22 @@ def _sweep(given: SweepSettings) -> None:
 
 
 def _check_baselines(given: SweepSettings) -> None:
+    from weft.bench import deepspeed
     from weft.bench.mpi import MPIS, environment
 
     for name in given.baselines:
-        if name not in ("gloo", *MPIS):
-            refuse("--baseline", f"there is no baseline {name!r}: use none, gloo, {', '.join(MPIS)}")
+        if name not in ("gloo", *MPIS, deepspeed.NAME):
+            refuse("--baseline", f"there is no baseline {name!r}: use none, gloo, {', '.join(MPIS)}, {deepspeed.NAME}")
         if given.op == "avg":
             refuse("--baseline", f"{name} has no averages: use --baseline none")
         if name in MPIS and given.operation in ("reduce_scatter", "all_reduce") and given.dtype in ("float16", "bfloat16"):
             refuse("--baseline", f"{name} does not reduce {given.dtype} tensors: use --baseline gloo, or another --dtype")
         if name in MPIS and not (environment(name) / "bin" / "mpiexec").exists():
             refuse("--baseline", f"there is no {environment(name)} here: run `make baselines` and start in its directory")
+        if name == deepspeed.NAME and (given.operation != "all_reduce" or given.op != "sum" or given.dtype not in deepspeed.DTYPES):
+            refuse("--baseline", f"{name} only sums, by an all-reduce, and of {', '.join(deepspeed.DTYPES)}: use --baseline gloo")
+        if name == deepspeed.NAME and (why := deepspeed.missing()):
+            refuse("--baseline", why)
 
 
 def _overlap(given: OverlapSettings) -> None:
