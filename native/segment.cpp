@@ -2,35 +2,53 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/sysinfo.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <system_error>
 
+#ifndef MADV_POPULATE_WRITE  // of Linux 5.14; older C libraries do not know it, and older kernels refuse it
+#define MADV_POPULATE_WRITE 23
+#endif
+
 namespace weft {
 
 namespace {
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
+
+// Take all pages of a file now and here, on this rank's node, so that a lack of memory is an error and not a SIGBUS at the first write.
+void take(char* base, size_t bytes, int fd) {
+  if (!bytes) return;
+  // Where there is plenty they are taken by the mapping, to which the kernel may lend huge ones; else by what is refused in time.
+  struct sysinfo memory;
+  madvise(base, bytes, MADV_HUGEPAGE);
+  const bool plenty = !sysinfo(&memory) && bytes < memory.freeram / 2 * memory.mem_unit;
+  if (plenty) madvise(base, bytes, MADV_POPULATE_WRITE);
+  if ((errno = posix_fallocate(fd, 0, static_cast<off_t>(bytes)))) fail("fallocate");
+  if (!plenty) madvise(base, bytes, MADV_POPULATE_WRITE);
+}
 }  // namespace
 
 std::shared_ptr<Mapping> Mapping::create(size_t bytes, int& fd) {
   fd = memfd_create("weft", MFD_CLOEXEC);
   if (fd < 0) fail("memfd_create");
-  // fallocate takes the pages now, so that a lack of memory is an error here and not a SIGBUS at the first write.
-  int error = bytes ? posix_fallocate(fd, 0, static_cast<off_t>(bytes)) : 0;
-  if (error) {
+  try {
+    if (ftruncate(fd, static_cast<off_t>(bytes))) fail("ftruncate");
+    std::shared_ptr<Mapping> mapping(new Mapping(fd, bytes));
+    take(mapping->base_, bytes, fd);
+    return mapping;
+  } catch (...) {
     close(fd);
-    errno = error;
-    fail("fallocate");
+    throw;
   }
-  return std::shared_ptr<Mapping>(new Mapping(fd, bytes));
 }
 
+// Peers' pages are mapped when they are used: with many ranks page tables of all would be larger than what they map.
 std::shared_ptr<Mapping> Mapping::attach(int fd, size_t bytes) { return std::shared_ptr<Mapping>(new Mapping(fd, bytes)); }
 
 Mapping::Mapping(int fd, size_t bytes) : bytes_(bytes) {
-  size_t length = bytes ? bytes : 1;
-  void* base = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
+  void* base = mmap(nullptr, bytes ? bytes : 1, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (base == MAP_FAILED) fail("mmap");
   base_ = static_cast<char*>(base);
 }

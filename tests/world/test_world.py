@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -222,3 +224,27 @@ def test_an_error_of_one_rank_is_reported():
 
 def raise_on_one(world):
     return 1 / (1 - world.rank)
+
+
+def resident(tensor):
+    """Bytes of the mapping that a tensor lies in that this process has pages of."""
+    found = None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            found = int(bounds[1], 16) <= tensor.data_ptr() < int(bounds[2], 16)
+        elif found and line.startswith("Rss:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError(f"nothing is mapped at {tensor.data_ptr():x}")
+
+
+def pages(world):
+    own = world.empty(1 << 20)
+    theirs = world.peer(own, 1 - world.rank)
+    assert resident(own) == own.nbytes
+    assert resident(theirs) == 0
+    assert not theirs.any()
+    assert resident(theirs) == theirs.nbytes
+
+
+def test_own_pages_are_there_at_once_and_peers_when_they_are_used():
+    on_ranks(pages, 2)
