@@ -95,3 +95,35 @@ def test_another_way_must_be_worth_it():
     seconds = {1: {"mm": 1.0, "onednn": 0.99}, 8: {"mm": 1.0, "onednn": 0.5}, 64: {"mm": 1.0}}
     assert matmul._fastest(seconds, packed=True) == {"1": "mm", "8": "onednn", "64": "mm"}
     assert matmul._fastest(seconds, packed=False) == {"1": "mm", "8": "onednn", "64": "mm"}
+
+
+@pytest.mark.parametrize("most", [256, 1024])
+@pytest.mark.parametrize("small", [False, True])
+def test_blocks_are_all_rows_in_few_sizes(most, small):
+    sizes = set()
+    for rows in range(1, 2500):
+        blocks = matmul._blocks(rows, most, small)
+        assert [row for block in blocks for row in range(rows)[block]] == [*range(rows)]
+        heights = [block.stop - block.start for block in blocks]
+        assert max(heights) <= most
+        assert len(heights) == 1 or min(heights) >= matmul._LEAST or not small
+        sizes |= {*heights}
+    assert len(sizes) <= 132 if small else len(sizes) == most
+
+
+@pytest.mark.parametrize(("k", "making"), [(260, range(1, 129)), (1 << 11, range(1, 65)), (200, range(0))])
+def test_kernels_are_made_once_rows_differ(k, making, monkeypatch):
+    """For all numbers of rows that are few, unless the weight is so small that nobody would wait for long."""
+    made, kernel = [], matmul._kernel
+    monkeypatch.setattr(matmul, "_kernel", lambda x, w, bias: (made.append(len(x)), kernel(x, w, bias))[1])
+    monkeypatch.setattr(matmul, "_first", {})
+    monkeypatch.setattr(matmul, "_MAKING", {4: 1 << 26})
+    monkeypatch.setattr(matmul, "chosen", lambda *_: "onednn")
+    n = (1 << 26) // (64 * k) if k > 1024 else 256
+    b, counts = torch.randn(k, n), (24, 24, 9, 24, 60, 300)
+    for rows in counts:
+        x, out = torch.randn(rows, k), torch.empty(rows, n)
+        matmul.multiply(x, b, out)
+        assert torch.allclose(out, x @ b, atol=1e-2)
+    asked = [24, 24, 9, 24, 60, *[block.stop - block.start for block in matmul._blocks(300, 1024, k * n <= 1 << 19)]]
+    assert made == [24, 24, *making, *asked[2:]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 
 import torch
 from torch import Tensor
@@ -28,6 +28,14 @@ _FAR = 8  # times as slow as the fastest is not tried again
 _WORTH = 1.05  # torch.mm is replaced only by a way this many times as fast; less is noise
 _BLOCK = 256  # rows of a packed product whose result still lies in the cache when it is copied to its place
 _SMALL = 1 << 18  # multiplications of float32 that take no longer than asking another than `torch.mm` for them
+_MAKING = {4: 1 << 26, 2: 1 << 28}
+"""By the bytes of a number: multiplications that take about as long as making a kernel of oneDNN's, which has one for each number
+of rows, 0.3 to 1 ms."""
+_TINY, _FEW = 1 << 16, 128  # elements of a weight, and rows, up to which kernels are not, and at most, made before they are needed
+_SMALL_WEIGHT = {True: 1 << 20, False: 1 << 19}
+"""Whether it is packed: elements of a weight that is looked at again, and packed again, in less time than a kernel is made."""
+_LEAST = 16  # rows of a block of several, so that bits do not depend on how many there are
+_first: dict[Hashable, int] = {}  # rows that a weight like this was multiplied by first; 0 once there were others
 _REPACKED_BLOCK = 1024  # the same where each product packs the weight anew, which takes as long as some hundred rows
 
 
@@ -106,13 +114,49 @@ def _linear(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None, way: st
     w = weight.laid_out(way) if isinstance(weight, PackedWeight) else _dense(plain(weight)).to(dtype).t()
     x = x.contiguous() if transposed(x) else x
     b = None if bias is None else bias.to(dtype)
-    size = _BLOCK if packed else _REPACKED_BLOCK
-    if x.shape[0] <= size:
-        out.copy_(torch.ops.mkldnn._linear_pointwise(x.to(dtype), w, b, "none", [], ""))
+    rows, size = x.shape[0], w.shape[0] * w.shape[1]
+    _make_kernels(rows, w, b, dtype)
+    blocks = _blocks(rows, _BLOCK if packed else _REPACKED_BLOCK, size <= _SMALL_WEIGHT[packed])
+    if len(blocks) == 1:
+        out.copy_(_kernel(x.to(dtype), w, b))
         return
-    for start in range(0, len(x), size):
-        rows = slice(start, start + size)
-        out[rows].copy_(torch.ops.mkldnn._linear_pointwise(x[rows].to(dtype), w, b, "none", [], ""))
+    for block in blocks:
+        out[block].copy_(_kernel(x[block].to(dtype), w, b))
+
+
+@functools.lru_cache(4096)
+def _blocks(rows: int, most: int, small: bool) -> list[slice]:
+    """The blocks of at most so many rows that a product is made in: with a `small` weight of few sizes, each with a kernel."""
+    found, start = list[slice](), 0
+    while start < rows:
+        left = rows - start
+        height = min(left, most)
+        if small and left > _FEW:
+            height = next((h for h in (1024, 512, 256, _FEW) if h <= most and (left == h or left - h >= _LEAST)), _FEW - _LEAST)
+        found.append(slice(start, start + height))
+        start += height
+    return found
+
+
+def _make_kernels(rows: int, w: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    """Have oneDNN make kernels before they are needed.
+
+    As soon as a weight like this is multiplied by a second number of rows they are made for all numbers so small that making one
+    takes longer than using it: which come will go on to differ, and each call would have to wait for its own.
+    """
+    size, making = w.shape[0] * w.shape[1], _MAKING[dtype.itemsize]
+    if size <= _TINY or min(rows, _FEW) * size > making:
+        return
+    like = dtype, w.shape, w.is_mkldnn, w.is_mkldnn or w.is_contiguous(), bias is None
+    if _first.setdefault(like, rows) not in (rows, 0):
+        _first[like] = 0
+        for other in range(1, min(_FEW, making // size) + 1):
+            _kernel(torch.zeros(other, w.shape[1], dtype=dtype), w, bias)
+
+
+def _kernel(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
+    return product
 
 
 def _dense(b: Tensor) -> Tensor:
