@@ -346,6 +346,7 @@ def halfway():
             if world.rank < world.ranks - 1:
                 found.append(error_of(lambda: weft.all_gather(a))[:2])
             else:
+                patch.setattr(world.relay, "timeout", 1.0)  # which leaving takes, before the other's waiting does
                 patch.setattr(world.relay, "send", half)
                 patch.setattr(world.relay, "_arrivals", lambda *_: time.sleep(1))
                 weft.all_gather_async(a, timeout=1)
