@@ -21,7 +21,7 @@ class Calls {
     char text[496];
   };
   static_assert(sizeof(Header) == 512);
-  static constexpr size_t kHeaders = 16;  // a rank is never this many calls ahead of a peer that still waits for it
+  static constexpr size_t kHeaders = 32;  // a rank is never this many calls ahead of a peer that still waits for it
 
  public:
   static constexpr size_t kBytes = kHeaders * sizeof(Header);  // of a rank's part of the segment, at its beginning

@@ -29,7 +29,8 @@ void Executor::begin(const Program& program, Execution& execution) {
   const Binding* bound = execution.binding;
   execution.reset(bound ? calls.begin(bound->digest(), bound->call()) : calls.begin(program.digest, program.call));
   execution.digest = bound ? bound->digest() : program.digest;
-  if (program.eager) execution.turn = turn_ = Program::kEager - turn_;
+  if (program.eager) execution.turn = turn_ = (turn_ + Program::kEager) % (Program::kTurns * Program::kEager);
+  ahead_ = program.meets ? 0 : ahead_ + program.eager;
   for (size_t lane = 0; lane < program.lanes.size(); ++lane)
     for (size_t at = 0; at < program.lanes[lane].size(); ++at)
       if (const Instruction& i = program.lanes[lane][at]; i.op == Op::wait) execution.targets[lane][at] = base_[i.index] + i.count;

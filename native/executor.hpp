@@ -18,8 +18,8 @@ class Executor {
  public:
   static constexpr size_t kNames = 256;  // signal names of all plans of a world
 
-  // Headers of calls, counters, and eager buffers for two executions.
-  static size_t control_bytes(size_t ranks) { return counters_end(ranks) + 2 * Program::kEager; }
+  // Headers of calls, counters, and eager buffers for each turn.
+  static size_t control_bytes(size_t ranks) { return counters_end(ranks) + Program::kTurns * Program::kEager; }
 
   // `control` is a zeroed symmetric segment of control_bytes; `spins` is how long a wait spins before it sleeps. What the lane thread
   // copies and adds is shared by `comm_threads`; what the caller does, by as many as torch uses there.
@@ -29,6 +29,9 @@ class Executor {
   // Where each rank's eager buffers of the first turn begin.
   std::vector<uintptr_t> eager_bases() const;
 
+  // Must all ranks meet before they begin this? What it writes to is then read no more: whoever begins a turn again has ended a
+  // call in which ranks met after the turn before that was over.
+  bool must_meet(const Program& program) const { return program.eager && !program.meets && ahead_ + 2 == Program::kTurns; }
   // Publish a call, and fix what its waits wait for. Calls begin on one thread at a time, in the same order on all ranks.
   void begin(const Program& program, Execution& execution);
   // Interpret instructions of a lane from `at` on, up to a pause or the end; the next position, or -1 if a wait ended early.
@@ -51,7 +54,8 @@ class Executor {
   std::shared_ptr<Segment> control_;
   int rank_, ranks_, spins_;
   std::vector<uint64_t> base_;  // what earlier executions promised, by counter
-  size_t turn_ = 0;             // of eager buffers in the latest execution that had some
+  size_t turn_ = 0;             // of eager buffers in the latest execution that had some, as in `Execution`
+  size_t ahead_ = 0;            // executions that had some since ranks last met
 
  public:
   Calls calls;

@@ -36,9 +36,11 @@ struct Compiled {
   Program program;
   Execution execution;
 
-  Compiled(std::string call, size_t lanes, std::vector<std::pair<uint32_t, uint64_t>> promised, size_t ranks)
+  Compiled(std::string call, size_t lanes, std::vector<std::pair<uint32_t, uint64_t>> promised, size_t ranks, bool meets)
       : program{std::vector<std::vector<Instruction>>(lanes), std::move(promised), call, {}, weft::digest(call)},
-        execution(program, ranks) {}
+        execution(program, ranks) {
+    program.meets = meets;
+  }
 
   void add(size_t lane, Instruction instruction) {
     program.add(lane, std::move(instruction));
@@ -194,7 +196,8 @@ NB_MODULE(_native, m) {
       });
 
   nb::class_<Compiled>(m, "Compiled")
-      .def(nb::init<std::string, size_t, std::vector<std::pair<uint32_t, uint64_t>>, size_t>())
+      .def(nb::init<std::string, size_t, std::vector<std::pair<uint32_t, uint64_t>>, size_t, bool>(), "call"_a, "lanes"_a,
+           "promised"_a, "ranks"_a, "meets"_a = false)
       .def("describe", [](Compiled& self, std::string beginning, std::string ending) {
         self.program.call = std::move(beginning), self.program.ending = std::move(ending);
       })
@@ -275,6 +278,8 @@ NB_MODULE(_native, m) {
       })
       .def_static("control_bytes", &Executor::control_bytes)
       .def_ro_static("max_names", &Executor::kNames)
+      .def_ro_static("turns", &Program::kTurns)
+      .def("must_meet", [](Executor& self, Compiled& c) { return self.must_meet(c.program); })
       .def("eager_bases", &Executor::eager_bases)
       .def_prop_ro("calls", [](Executor& self) { return self.calls.latest(); })
       .def("begin", [](Executor& self, Compiled& c, double timeout) {

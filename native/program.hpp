@@ -63,6 +63,7 @@ struct Slot {
 // One rank's part of a plan: its lanes, and how much each of its counters grows in one execution.
 struct Program {
   static constexpr size_t kEager = 32 << 10;  // bytes of eager buffers that a plan has on each rank
+  static constexpr size_t kTurns = 8;         // of these buffers: executions use them in turn
 
   std::vector<std::vector<Instruction>> lanes;
   std::vector<std::pair<uint32_t, uint64_t>> promised;
@@ -73,6 +74,7 @@ struct Program {
   std::vector<std::vector<int>> layouts = {};   // the numbers of blocks that lie one after another in some buffer
   std::vector<Buffer> buffers = {};
   std::vector<Slot> slots = {};
+  bool meets = false;   // whether no rank ends it before all have begun it
   bool eager = false;   // whether some buffer is
 
   void add(size_t lane, Instruction instruction);

@@ -8,9 +8,12 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
+from weft.engines import reference
 from weft.engines.reference import Call, run
 from weft.errors import PlanError
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Role, Signal, Wait
+from weft.schedules.broadcast import eager
+from weft.schedules.levels import flat
 
 Lanes = Mapping[str, Sequence[Instruction]]
 GO = Signal("go", 1)
@@ -144,6 +147,23 @@ def test_workspaces_of_calls_lie_on_top_of_one_another_and_are_not_cleared():
     leave = plan({"compute": [Copy(rows(0, "a"), rows(0, "first"))]}, a="input", first="workspace", unused="workspace")
     find = plan({"compute": [Copy(rows(0, "other"), rows(0, "out"))]}, a="input", other="workspace", out="output")
     assert outcomes(Call(leave, [{"a": numbers(1, 2)}]), Call(find, [{"a": numbers(3, 4)}])) == {(1, 2)}
+
+
+def broadcasts(many: int) -> list[Call]:
+    """Broadcasts that ranks make as far ahead of each other as they may; rank 2 gets the number of each, as others do."""
+    return [
+        Call(eager(1, i % 2, flat(3)), [{"a": numbers(i)} if r == i % 2 else {"a": numbers()} for r in range(3)])
+        for i in range(many)
+    ]
+
+
+@pytest.mark.parametrize("meet", [True, False])
+def test_eager_buffers_are_used_again_once_all_have_read_them(meet, monkeypatch):
+    if not meet:
+        monkeypatch.setattr(reference, "_met", list)
+    many = 3 * reference.TURNS
+    found = {tuple(of[2]["out"].item() for of in run(*broadcasts(many), order=random.Random(seed))) for seed in range(200)}
+    assert (found == {tuple(range(many))}) == meet
 
 
 def test_what_nothing_was_written_to_is_no_number():

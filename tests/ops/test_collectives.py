@@ -369,6 +369,33 @@ def bad_arguments(world):
 
 
 @pytest.mark.data
+def ahead(world):
+    """The source of broadcasts ends as many as there is room for before others begin them; then ranks meet now and then."""
+    signals, tensor, most = world.signals(1), torch.empty(3), _native.Executor.turns - 2
+    if world.rank:
+        weft.wait(signals, 0, ">=", 1)
+    for number in range(most):
+        weft.broadcast(tensor.fill_(torch.nan if world.rank else number), 0)
+        assert tensor.tolist() == [number] * 3
+    for peer in range(1, world.ranks) if not world.rank else ():
+        weft.notify(signals, 0, peer)
+    for number in range(50):
+        source = random.Random(number).randrange(world.ranks)
+        assert weft.broadcast(torch.tensor([number if world.rank == source else -1]), source).item() == number
+        assert weft.all_reduce(torch.ones(number % 3)).tolist() == [world.ranks] * (number % 3)
+    for many in (1, *[4 * most] * 5):
+        sent = [torch.full((3,), number if world.rank == number % world.ranks else -1) for number in range(many)]
+        handles = [weft.broadcast_async(each, number % world.ranks) for number, each in enumerate(sent)]
+        assert [handle.wait().tolist() for handle in handles] == [[number] * 3 for number in range(many)]
+    assert len(weft.engines.engine(world).pending) <= 4  # barriers, which are used again
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_the_source_of_broadcasts_goes_on_before_others_come(ranks):
+    on_ranks(ahead, ranks)
+
+
 def test_bad_arguments():
     on_ranks(bad_arguments, 2)
 

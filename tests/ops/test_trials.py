@@ -24,14 +24,18 @@ def first_calls(world, operator, link):
     if link:
         world.emulate_link(10.0, 5.0)
     a, b, taken = torch.randn(400, 64), torch.randn(64, 32), []
-    seen, call = weft.ops.fused.prepare, getattr(weft, operator)
-    weft.ops.fused.prepare = lambda call, variant, pieces: (taken.append((variant.algorithm, pieces)), seen(call, variant, pieces))[
-        1
-    ]
+    seen, call = weft.ops.fused.decide, getattr(weft, operator)
+
+    def decide(call):
+        decision = seen(call)
+        taken.append((decision.algorithm, decision.pieces))
+        return decision
+
+    weft.ops.fused.decide = decide
     while not settled(world):
         call(a, b)
         assert len(taken) <= CALLS
-    weft.ops.fused.prepare = seen
+    weft.ops.fused.decide = seen
     (choice,) = settled(world)
     return taken, choice.way, weft.explain(a, b, operator=operator)
 

@@ -72,11 +72,11 @@ def handed_out(rows: Sequence[int], algorithm: str, *, chunk_rows: int, several:
     """A collective of a few rows through eager buffers, among ranks that meet at once or by as many levels as there can be."""
     levels = nested(len(rows), hop=0.0) if several else flat(len(rows))
     if algorithm == "all_gather":
-        return eager_all_gather([max(1, n) for n in rows], levels)
+        return eager_all_gather(tuple(max(1, n) for n in rows), levels)
     if algorithm == "all_reduce":
         return eager_all_reduce(max(1, *rows), levels)
     if algorithm == "reduce_scatter":
-        return eager_reduce_scatter([max(1, n) for n in rows], levels)
+        return eager_reduce_scatter(tuple(max(1, n) for n in rows), levels)
     return eager_broadcast(max(1, *rows), chunk_rows % len(rows), levels)
 
 

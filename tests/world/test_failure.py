@@ -48,7 +48,8 @@ def die_at(world, algorithm, lane, done):
         own[lane] = plan.lanes[VICTIM][lane][:done]
         lanes = [own if rank == VICTIM else other for rank, other in enumerate(plan.lanes)]
         call = whole.bind(tensors, plan.pieces).native.call
-        part = HostProgram(engine(world), dataclasses.replace(plan, lanes=tuple(lanes)), tensors, {}, call)
+        part = HostProgram(engine(world), dataclasses.replace(plan, lanes=tuple(lanes)), tensors, {})
+        part.native.describe(call, "")
         part.run(tensors, plan.pieces, {"out": torch.eye(4)})
         for rank in range(world.ranks):
             world.peer(death, rank)[0] = time.monotonic()

@@ -22,6 +22,8 @@ class CachedCall:
         program, world = self.program, self.world
         if self.engine.pending or world.recorder is not None:
             return False
+        if program.ahead:
+            program.meet_first(timeout)
         if program.bound is not self.binding:
             program.apply(self.binding)
         seconds = world.timeout if timeout is None else timeout

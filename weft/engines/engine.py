@@ -67,6 +67,14 @@ class Engine(ABC):
         rows = plan.pieces if rows is None else rows
         self.program(plan, tensors, rows).run(tensors, rows, weights or {}, timeout=timeout)
 
+    def execute_as(
+        self, call: str, plan: Plan, tensors: Mapping[str, Tensor], rows: Sequence[int] = (), timeout: float | None = None
+    ) -> None:
+        """Execute a plan of which peers are told as `call`, not by its sizes; nobody else may execute it."""
+        program = self.program(plan, tensors, rows)
+        program.native.describe(call, "")
+        program.run(tensors, rows, {}, timeout=timeout)
+
     def program(
         self,
         plan: Plan,
@@ -99,9 +107,8 @@ class Engine(ABC):
         tensors: Mapping[str, Tensor],
         rows: Sequence[int],
         dtypes: Mapping[str, torch.dtype],
-        call: str | None = None,
     ) -> Program:
-        """The plan for this rank and tensors and sizes like these; peers are told of it as `call`, or else by its sizes."""
+        """The plan for this rank and tensors and sizes like these."""
 
     def check_product(self, x: Tensor, weight: Weight, out_dtype: torch.dtype) -> None:  # noqa: B027, most make any product
         """Raise `ValueError` for a product that this engine cannot make, with a result of `out_dtype`."""
@@ -192,7 +199,9 @@ class Engine(ABC):
 
 
 class Program(ABC):
-    """A plan compiled for one rank."""
+    """A plan compiled for one rank; `native` is what the native core has of it."""
+
+    native: _native.Compiled
 
     def __init__(self, engine: Engine, plan: Plan) -> None:
         self.engine, self.world, self.plan = engine, engine.world, plan

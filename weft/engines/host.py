@@ -7,6 +7,7 @@ is bound by each call.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Hashable, Mapping, Sequence
@@ -22,6 +23,7 @@ from weft.engines.matmul import multiply
 from weft.engines.weights import Weight
 from weft.errors import PlanError, WeftError
 from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Wait, accesses
+from weft.schedules.barrier import barrier
 from weft.world import memory
 
 Place = tuple[int, int, int]
@@ -48,9 +50,15 @@ class HostEngine(Engine):
         tensors: Mapping[str, Tensor],
         rows: Sequence[int],
         dtypes: Mapping[str, torch.dtype],
-        call: str | None = None,
     ) -> HostProgram:
-        return self.program_class(self, plan, tensors, dtypes, call)
+        return self.program_class(self, plan, tensors, dtypes)
+
+    def meet_beside(self, timeout: float | None) -> None:
+        """Let ranks meet before what is started next."""
+        plan = barrier(self.world.levels)
+        programs = (self.program(plan, {}, number=number) for number in itertools.count())
+        program = next(program for program in programs if program.idle() or (program.done() and program.join()))
+        program.start(program.bind({}, ()), timeout)
 
 
 class Binding(NamedTuple):
@@ -73,7 +81,6 @@ class HostProgram(Program):
         plan: Plan,
         tensors: Mapping[str, Tensor],
         dtypes: Mapping[str, torch.dtype],
-        call: str | None = None,
     ) -> None:
         super().__init__(engine, plan)
         plan, rank = self.plan, self.world.rank
@@ -86,9 +93,9 @@ class HostProgram(Program):
         for region in self.regions():
             self.slots.setdefault((region.rank, region.buffer), len(self.slots))
         promised = [(engine.index(signal), count) for signal, count in plan.promised(rank).items()]
-        self.native = _native.Compiled(call or "", len(LANES) + self.more_lanes, promised, plan.ranks)
-        if call is None:
-            self.native.describe(f"{plan.operator}(", f", algorithm={plan.algorithm}, plan {plan.digest:08x})")
+        self.native = _native.Compiled("", len(LANES) + self.more_lanes, promised, plan.ranks, plan.meets)
+        self.ahead = plan.ahead
+        self.native.describe(f"{plan.operator}(", f", algorithm={plan.algorithm}, plan {plan.digest:08x})")
         self._lay_out()
         self.bound: Binding | None = None
         self.products: dict[int, tuple[Region, Region]] = {}  # by their place in the compute lane
@@ -117,9 +124,12 @@ class HostProgram(Program):
         """Execute once, with these tensors and the rows of each shard."""
         world, native, compiled = self.world, self.world.native, self.native
         seconds, whole = world.timeout if timeout is None else timeout, sum(rows)
-        self.apply(self.bind(tensors, rows))
+        binding = self.bind(tensors, rows)
         if self.engine.pending:
             self.engine.settle()
+        if self.ahead:
+            self.meet_first(timeout)
+        self.apply(binding)
         try:
             with world.guard:
                 self.begin(seconds)
@@ -168,6 +178,8 @@ class HostProgram(Program):
         world = self.world
         if self.engine.pending:
             self.engine.settle()
+        if self.ahead:
+            self.meet_first(timeout)
         self.apply(binding)
         try:
             done = world.native.execute(self.native, timeout or world.timeout)
@@ -178,8 +190,15 @@ class HostProgram(Program):
             raise self._stopped(0, timeout or world.timeout)
         self._record()
 
+    def meet_first(self, timeout: float | None) -> None:
+        """Let ranks meet where they must before this is executed."""
+        if self.world.native.must_meet(self.native):
+            self.engine.execute(barrier(self.world.levels), {}, timeout=timeout)
+
     def start(self, binding: Binding, timeout: float | None = None) -> None:
         """Begin what `execute` does, on the native lane."""
+        if self.ahead and self.world.native.must_meet(self.native):
+            self.engine.meet_beside(timeout)
         self.apply(binding)
         self.timeout = timeout or self.world.timeout
         self.begin(self.timeout)

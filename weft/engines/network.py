@@ -44,8 +44,7 @@ class NetworkEngine(HostEngine):
         return NetworkProgram
 
     def agree(self, call: str) -> None:
-        program = self.compile(barrier(self.world.levels, "agree"), {}, (), {}, call)
-        program.execute(program.bind({}, ()))
+        self.execute_as(call, barrier(self.world.levels, "agree"), {})
 
 
 class _Sent(NamedTuple):
@@ -67,7 +66,6 @@ class NetworkProgram(HostProgram):
         plan: Plan,
         tensors: Mapping[str, Tensor],
         dtypes: Mapping[str, torch.dtype],
-        call: str | None = None,
     ) -> None:
         world, rank = engine.world, engine.world.rank
         self.original = plan  # alive as long as this: compiled plans are found by the identity of what was written
@@ -82,7 +80,7 @@ class NetworkProgram(HostProgram):
             for sender, lane in incoming(plan, rank)
         ]
         self.more_lanes = len(self.outgoing) + len(self.incoming)
-        super().__init__(engine, plan, tensors, dtypes, call)
+        super().__init__(engine, plan, tensors, dtypes)
         self.sends: list[tuple[str, list[_Sent]]] = []
         self.receives: list[tuple[int, str, list[Place | None]]] = []
         self._compile_channels()

@@ -17,8 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from weft import _native
 from weft.errors import PlanError
 from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait, reads
+from weft.schedules.barrier import barrier
+from weft.schedules.levels import flat
+
+TURNS = _native.Executor.turns
+"""How many eager buffers there are, which calls use in turn."""
 
 Buffers = dict[str, Tensor]
 Move = Copy | Matmul | Reduce
@@ -47,14 +53,29 @@ def run(*calls: Call, order: random.Random | None = None) -> list[list[Buffers]]
     With `order` some lanes run ahead of others as far as signals allow; without it all take turns. Products have the dtype of the
     weight. A deadlock raises `PlanError`.
     """
-    memory = _memory(calls)
-    ranks = [_Rank(r, calls, memory) for r in range(calls[0].plan.ranks)]
+    every = _met(calls)
+    memory = _memory(every)
+    ranks = [_Rank(r, every, memory) for r in range(calls[0].plan.ranks)]
     choose = _at_random(order) if order else _in_turns()
     while ready := [(rank.rank, lane) for rank in ranks for lane in rank.ready()]:
         _step(ranks, *choose(ready))
     if stuck := [where for rank in ranks for where in rank.stuck()]:
         raise PlanError(f"deadlock: {'; '.join(stuck)}")
-    return [list(outputs) for outputs in zip(*(rank.outputs for rank in ranks), strict=True)]
+    found = [list(outputs) for outputs in zip(*(rank.outputs for rank in ranks), strict=True)]
+    asked = {*map(id, calls)}
+    return [outputs for outputs, call in zip(found, every, strict=True) if id(call) in asked]
+
+
+def _met(calls: Sequence[Call]) -> list[Call]:
+    """The calls, and the barriers that engines add before eager buffers are written to which some rank may still read."""
+    found, ahead = list[Call](), 0
+    for call in calls:
+        if call.plan.ahead and ahead == TURNS - 2:
+            found.append(Call(barrier(flat(call.plan.ranks)), [{}] * call.plan.ranks))
+            ahead = 0
+        ahead = 0 if call.plan.meets else ahead + call.plan.ahead
+        found.append(call)
+    return found
 
 
 def _in_turns() -> Callable[[Sequence[Step]], Step]:
@@ -166,15 +187,15 @@ def _result(move: Move, sources: Sequence[Tensor], call: Call, rank: int) -> Ten
 def _memory(calls: Sequence[Call]) -> list[list[Buffers]]:
     """The buffers of each call on each rank.
 
-    A rank's workspaces begin, in every call, at the start of one pool; eager buffers at that of one of two others, in turn.
+    A rank's workspaces begin, in every call, at the start of one pool; eager buffers at that of one of `TURNS` others, in turn.
     """
     ranks, likes = range(calls[0].plan.ranks), [_like(call) for call in calls]
     plans = [(call.plan, like) for call, like in zip(calls, likes, strict=True)]
     largest = max(sum(_bytes(like[name], max(buffer.rows)) for name, buffer in plan.buffers.items()) for plan, like in plans)
-    pools = [[torch.full((largest,), NAN, dtype=torch.uint8) for _ in range(3)] for _ in ranks]
+    pools = [[torch.full((largest,), NAN, dtype=torch.uint8) for _ in range(1 + TURNS)] for _ in ranks]
     turns = accumulate((any(buffer.role == "eager" for buffer in plan.buffers.values()) for plan, _ in plans), initial=0)
     return [
-        [_lay_out(plan, like, r, {"workspace": pools[r][0], "eager": pools[r][1 + turn % 2]}) for r in ranks]
+        [_lay_out(plan, like, r, {"workspace": pools[r][0], "eager": pools[r][1 + turn % TURNS]}) for r in ranks]
         for (plan, like), turn in zip(plans, turns, strict=False)
     ]
 
@@ -205,7 +226,7 @@ def _like(call: Call) -> Buffers:
     """
     moves = [(r, i) for r, lanes in enumerate(call.plan.lanes) for lane in lanes.values() for i in lane if isinstance(i, Move)]
     like = {name: tensor[:0] for name, tensor in call.inputs[0].items()}
-    first = next(iter(like.values()))
+    first = next(iter(like.values()), torch.empty(0, 1))
     while new := [(r, i) for r, i in moves if i.dst.buffer not in like and all(source.buffer in like for source in reads(i))]:
         for r, move in new:
             sources, name = [like[source.buffer] for source in reads(move)], move.dst.buffer

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from weft.ops import arguments, dims
 from weft.ops.collective import ANY, Handle, Work, as_matrix, call_later, call_now, handed_out, parts, same_place, slot_rows
-from weft.plan import Plan
 from weft.schedules import all_gather as schedule
-from weft.schedules.levels import Levels
 from weft.schedules.workload import PIECES, pieces
 from weft.world import World
 
@@ -83,7 +81,7 @@ def _prepare(
     copied, tensors = parts(result, whole, dim, sizes) if lead != 1 else (), {"a": matrix, "gathered": whole}
     most = max(rows) * matrix.shape[1] * matrix.itemsize
     if algorithm in ("auto", "pull") and chunk_rows is None and handed_out(world, most):
-        return Work(_eager(world.levels), rows, tensors, result, copied)
+        return Work(schedule.eager((1,) * world.ranks, world.levels), rows, tensors, result, copied)
     if algorithm == "auto":
         straight = symmetric_out and (not symmetric or most >= PUSH_BYTES)
         algorithm = "push" if hosts or straight else "pull"
@@ -100,8 +98,3 @@ _plan = lru_cache(1024)(
         (cut,) * ranks, algorithm, chunk_rows=1, symmetric_a=a, symmetric_gathered=gathered, hosts=hosts
     )
 )
-
-
-@lru_cache(64)
-def _eager(levels: Levels) -> Plan:
-    return schedule.eager((1,) * len(levels[-1]), levels)

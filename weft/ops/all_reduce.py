@@ -11,7 +11,7 @@ from weft.ops.collective import Handle, Work, call_later, call_now, check_reduct
 from weft.plan import Plan
 from weft.schedules import all_reduce as schedule
 from weft.schedules.common import Hosts, apart, split
-from weft.schedules.levels import EAGER_BYTES, Levels
+from weft.schedules.levels import EAGER_BYTES
 from weft.schedules.workload import PIECES, pieces
 from weft.world import World
 
@@ -57,7 +57,7 @@ def _prepare(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: st
         algorithm = "one_shot" if a.numel() * a.itemsize <= EAGER_BYTES else "two_shot"
     flat, rows = a.reshape(-1, 1).contiguous(), split(a.numel(), world.ranks)
     if algorithm == "one_shot" and handed_out(world, a.numel() * a.itemsize):
-        return Work(_eager(world.levels, op), rows, {"a": flat, "out": result.view(-1, 1)}, result)
+        return Work(schedule.eager(world.ranks, world.levels, op), rows, {"a": flat, "out": result.view(-1, 1)}, result)
     # Where every rank reads all of a there is no moment at which its own rank may overwrite it.
     symmetric = world.is_symmetric(flat) and not (in_place and algorithm == "one_shot")
     places = symmetric, world.is_symmetric(result)
@@ -75,8 +75,3 @@ def _plan(ranks: int, cut: int, algorithm: str, op: str, symmetric: bool, symmet
         return schedule.put(cut * ranks, ranks, way, op, chunk_rows=1, hosts=hosts)
     places = {"symmetric_a": symmetric, "symmetric_out": symmetric_out}
     return schedule.all_reduce(cut * ranks, ranks, algorithm, op, chunk_rows=1, **places)
-
-
-@lru_cache(64)
-def _eager(levels: Levels, op: str) -> Plan:
-    return schedule.eager(len(levels[-1]), levels, op)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -21,7 +22,8 @@ from weft.ops.call import Call, CallKey, Decision
 from weft.ops.trials import MOST, Choice, Trial, likely
 from weft.plan import Plan
 from weft.predict import machine, tuned
-from weft.schedules.broadcast import broadcast, push
+from weft.schedules.broadcast import eager, push
+from weft.schedules.levels import Levels
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import ORDERS, Variant, Workload
 from weft.world import World
@@ -45,6 +47,7 @@ def decide(call: Call) -> Decision:
     if key is None:
         return call.usual(call.options.algorithm)
     found: Choice | Trial | None = world.choices.get((key, world.emulated_link))
+    choices: list[Choice] = []
     if found is None:
         call.check_algorithm("auto")
         choices = _of_rank_0(call, key)
@@ -52,7 +55,7 @@ def decide(call: Call) -> Decision:
     if isinstance(found, Choice):
         return found.of(call)
     report = partial(_measured, call, found) if found.includes(call) else None
-    return found.of(call)._replace(settled=False, report=report)
+    return found.of(call)._replace(settled=False, report=report, others=[choice.of(call) for choice in choices])
 
 
 def _measured(call: Call, trial: Trial, begun: int, ended: int) -> None:
@@ -153,18 +156,18 @@ def _of_rank_0(call: Call, key: CallKey) -> list[Choice]:
     said = torch.zeros(3 * MOST, 1, dtype=torch.int64)
     numbers = [number for one in own for number in (_ALGORITHMS.index(one.algorithm), one.pieces, ORDERS.index(one.order))]
     said[: len(numbers), 0] = torch.tensor(numbers, dtype=torch.int64)
-    rows, plan = (len(said),), _telling(len(said), world.ranks, world.topology)
+    rows, plan = (len(said),), _telling(world.levels, world.topology)
     tensors = {"a": said, "out": said[:0]} if own else {"a": said[:0], "out": said}
     with _beside(world):
-        engine(world).compile(plan, tensors, rows, {}, str(key)).run(tensors, rows, {}, timeout=call.options.timeout)
+        engine(world).execute_as(str(key), plan, tensors, rows, call.options.timeout)
     told = [numbers for numbers in said.view(-1, 3).tolist() if numbers[1]]
     return own or [Choice(_ALGORITHMS[name], cut, ORDERS[order], "as rank 0 decided") for name, cut, order in told]
 
 
 @cache
-def _telling(numbers: int, ranks: int, hosts: tuple[int, ...] | None) -> Plan:
-    """How rank 0 tells all ranks so many numbers."""
-    return push(numbers, 0, hosts) if hosts else broadcast(numbers, ranks, 0)
+def _telling(levels: Levels, hosts: tuple[int, ...] | None) -> Plan:
+    """How rank 0 tells all ranks something."""
+    return replace(push(1, 0, hosts) if hosts else eager(1, 0, levels), operator="auto")
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ from weft.ops.collective import ANY, Handle, Work, call_later, call_now, handed_
 from weft.plan import Plan
 from weft.schedules import broadcast as schedule
 from weft.schedules.common import Hosts
-from weft.schedules.levels import Levels
 from weft.schedules.workload import PIECES, pieces
 from weft.world import World
 
@@ -57,9 +56,8 @@ def _prepare(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: 
     rows = tensor.view(-1, 1)
     mine, theirs = ("a", "out") if world.rank == source else ("out", "a")
     tensors = {mine: rows, theirs: rows[:0]}
-    # Where each would tell all others that it is done, it costs the source little more to wait for them.
-    if algorithm in ("auto", "pull") and len(world.levels) > 1 and handed_out(world, rows.numel() * rows.itemsize):
-        return Work(_eager(source, world.levels), (len(rows),), tensors, tensor)
+    if algorithm in ("auto", "pull") and handed_out(world, rows.numel() * rows.itemsize):
+        return Work(schedule.eager(1, source, world.levels), (len(rows),), tensors, tensor)
     symmetric, shared = world.is_symmetric(rows), rows.numel() * rows.itemsize >= SHARED_BYTES
     cut = world.ranks if shared else 1
     if not symmetric:
@@ -78,8 +76,3 @@ def _plan(cut: int, ranks: int, source: int, algorithm: str, symmetric: bool, sh
     if hosts is not None or algorithm == "push":
         return schedule.push(cut, source, places, staged=staged)
     return schedule.broadcast(cut, ranks, source, symmetric_a=symmetric, shared=shared, chunk_rows=1)
-
-
-@lru_cache(64)
-def _eager(source: int, levels: Levels) -> Plan:
-    return schedule.eager(1, source, levels)

@@ -74,7 +74,8 @@ class Decision(NamedTuple):
 
     `pieces`: into how many the rows are cut, where that is said for a class of sizes. `measured`: the least milliseconds of the
     variants that were tried in calls of its class. `sure`: nothing else need be tried.
-    `settled`: calls of its class go this way from now on. `report` is told when the call began and ended, where that is measured.
+    `settled`: calls of its class go this way from now on. `report` is told when the call began and ended, where that is measured;
+    `others` are what later calls will try, to be made ready at once.
     """
 
     variant: Variant
@@ -85,6 +86,7 @@ class Decision(NamedTuple):
     sure: bool = False
     settled: bool = True
     report: Callable[[int, int], None] | None = None
+    others: Sequence[Decision] = ()
 
     @property
     def algorithm(self) -> str:

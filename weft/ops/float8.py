@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft import checks
 from weft.checks import name
 from weft.engines.weights import FLOAT8, ScaledWeight, Weight
 from weft.ops import arguments
@@ -22,10 +21,8 @@ def scaled(
     Scales are float32: one for a whole tensor, or one for each row of a (…, 1) and each column of b (1, N), as
     ``torch._scaled_mm`` takes them. Raises `ValueError` or `TypeError` for anything else.
     """
-    if not torch.compiler.is_compiling():
-        checks.check_tensor(a, "a")
-    if scale_a is None and all(scale is None for scale in scales_b) and a.dtype not in FLOAT8:
-        return a, [*weights]
+    if scale_a is None and all(scale is None for scale in scales_b) and getattr(a, "dtype", None) not in FLOAT8:
+        return a, [*weights]  # if it is no tensor, the operator says so
     arguments.check_matrix(a, world, FLOAT8)
     made: list[Weight] = []
     for b, scale in zip(weights, scales_b, strict=True):

@@ -45,6 +45,8 @@ def run(call: Call) -> Any:
 def carry_out(call: Call) -> Outcome:
     """Carry out a call, collectively."""
     decision = decide(call)
+    for other in decision.others:
+        prepare(call, other.variant, other.pieces)
     way = prepare(call, decision.variant, decision.pieces)
     begun = time.monotonic_ns()
     result = go(call, way)

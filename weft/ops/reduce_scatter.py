@@ -24,7 +24,6 @@ from weft.ops.collective import (
 from weft.plan import Plan
 from weft.schedules import reduce_scatter as schedule
 from weft.schedules.common import Hosts
-from weft.schedules.levels import Levels
 from weft.schedules.workload import PIECES, pieces
 from weft.world import World
 
@@ -95,7 +94,7 @@ def _prepare(
             block.copy_(part)
     tensors = {"a": matrix, "out": as_matrix(result, dim)}
     if algorithm in ("auto", "direct") and handed_out(world, a.numel() * a.itemsize):
-        return Work(_eager(world.levels, op), rows, tensors, result)
+        return Work(schedule.eager((1,) * world.ranks, world.levels, op), rows, tensors, result)
     slot = slot_rows(matrix, max(rows), world.ranks - 1, world)
     put = world.multi_host or algorithm in ("push", "ring")
     cut = pieces(max(rows), max(1, -(-max(rows) // PIECES)) if put else slot)
@@ -110,8 +109,3 @@ def _plan(ranks: int, algorithm: str, op: str, symmetric: bool, cut: int, hosts:
         way = "ring" if algorithm == "ring" else "push"
         return schedule.put(blocks, way, op, chunk_rows=1, hosts=hosts or range(ranks))
     return schedule.reduce_scatter(blocks, op, symmetric_a=symmetric, chunk_rows=1)
-
-
-@lru_cache(64)
-def _eager(levels: Levels, op: str) -> Plan:
-    return schedule.eager((1,) * len(levels[-1]), levels, op)

@@ -141,8 +141,8 @@ Value = tuple[Term, ...]
 class Buffer:
     """Blocks of each rank's buffer, and what it is to the caller: an input, an output, or workspace shared with other plans.
 
-    Eager buffers are a small workspace of plans that meet (`Plan.meets`): these have two, and use them in turn. Whoever begins the
-    next but one has ended the next, which all others have begun: nobody needs to say that a buffer may be used again.
+    Eager buffers are a small workspace, of which there are several: plans that have some use them in turn, and nobody says that
+    one may be used again. Between two uses ranks meet (`Plan.meets`), by such plans or since their engine sees to it.
 
     `rows` counts them, and `blocks` says which of the plan's blocks they are, or `ROOM`; without it each is a row of its own.
     """
@@ -197,6 +197,11 @@ class Plan:
     @property
     def ranks(self) -> int:
         return len(self.lanes)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a rank can end it, and others like it, long before others begin, who find what it wrote in eager buffers."""
+        return not self.meets and any(buffer.role == "eager" for buffer in self.buffers.values())
 
     def notifies(self) -> list[int]:
         """How many counters of other ranks each rank raises in one execution: atomic operations on memory that is not its own."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -312,6 +313,7 @@ def all_gather(
     return made(gather_buffers(rows), lanes_of)
 
 
+@cache
 def eager(rows: Sequence[int], levels: Levels) -> Plan:
     """All-gather of a few rows, whether symmetric or not: every rank hands out its own and reads its peers'."""
     ranks, starts, lanes = len(rows), offsets(rows), []

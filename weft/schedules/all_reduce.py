@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, Role, Signal, Term, Wait
 from weft.schedules.common import Hosts, after, apart, around, before, enter, everything, leave, offsets, publish, room, split, tidy
@@ -50,6 +51,7 @@ def all_reduce(
     return Plan("all_reduce", algorithm, buffers | spaces, lanes, result, tuple(blocks))
 
 
+@cache
 def eager(rows: int, levels: Levels, op: str = "sum") -> Plan:
     """All-reduce of a few rows, whether symmetric or not: every rank hands out its own and reduces all of them, in rank order."""
     ranks, every = len(levels[-1]), range(rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
 from weft.schedules.common import (
     Hosts,
@@ -18,7 +20,7 @@ from weft.schedules.common import (
     room,
     tidy,
 )
-from weft.schedules.levels import Levels, hand_out, meet
+from weft.schedules.levels import Levels, spread
 from weft.schedules.staging import Part, Stream, copies, pipeline
 
 ALGORITHMS = ("pull", "push", "ring")
@@ -72,18 +74,21 @@ def _to_others(rank: int, source: int, rows: int, put: int, ranks: int) -> tuple
     return (Notify(source, Signal("open", rank)), *fetch, Wait(Signal("arrived", source), 1)) if put else tuple(fetch)
 
 
+@cache
 def eager(rows: int, source: int, levels: Levels) -> Plan:
-    """Broadcast of a few rows, whether symmetric or not: the source hands them out, and all know that all are there."""
-    ranks, lanes = len(levels[-1]), []
+    """Broadcast of a few rows, whether symmetric or not: the source lays them down and goes on, and word of it is passed on."""
+    ranks, lanes, (heard, told) = len(levels[-1]), [], spread(source, levels)
+    there = Region(source, "eager", 0, rows)
     for r in range(ranks):
-        own = Region(r, "a", 0, rows)
-        fetched = Copy(own._replace(rank=source, buffer="eager"), own._replace(buffer="out"))
-        lanes.append({"compute": tuple(hand_out(own, levels) if r == source else [*meet(r, levels, "ready"), fetched])})
+        own = Region(r, "a" if r == source else "out", 0, rows)
+        first = Copy(own, there) if r == source else Wait(Signal("ready", heard[r]), 1)
+        fetched = [] if r == source else [Copy(there, own)]
+        lanes.append({"compute": (first, *(Notify(peer, Signal("ready", r)) for peer in told[r]), *fetched) if ranks > 1 else ()})
     result = {Region(r, "out", 0, rows): (Term(source, "a", 0),) for r in range(ranks) if r != source}
     buffers = _buffers(rows, source, ranks) | {
         "eager": Buffer.of("eager", [range(rows if r == source else 0) for r in range(ranks)])
     }
-    return Plan("broadcast", "eager", buffers, tuple(lanes), result, (rows,), meets=True)
+    return Plan("broadcast", "eager", buffers, tuple(lanes), result, (rows,))
 
 
 def _through_slots(rank: int, handed: Stream) -> tuple[Instruction, ...]:

@@ -74,6 +74,22 @@ def meetings(levels: Levels) -> list[list[Stage]]:
     return stages
 
 
+def spread(source: int, levels: Levels) -> tuple[dict[int, int], list[list[int]]]:
+    """How all ranks learn that one has come somewhere: from whom each hears of it, but that one, and whom each then tells.
+
+    The source tells a rank of every other group of the last level but one, these tell one of every group within theirs, and so on.
+    """
+    ranks = len(levels[-1])
+    heard, told = dict[int, int](), [list[int]() for _ in range(ranks)]
+    for inner, outer in reversed([*pairwise((tuple(range(ranks)), *levels))]):
+        for units in _units(inner, outer):
+            [teller] = [rank for unit in units for rank in unit if rank == source or rank in heard]
+            firsts = [unit[0] for unit in units if teller not in unit]
+            told[teller] += [rank for rank in before(teller, ranks) if rank in firsts]
+            heard |= dict.fromkeys(firsts, teller)
+    return heard, told
+
+
 def flat(ranks: int) -> Levels:
     """One level, in which all are together."""
     return ((0,) * ranks,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import chain
 
 from weft.plan import Buffer, Copy, Instruction, Plan, Reduce, Region, Signal, Term, Wait
@@ -60,6 +61,7 @@ def reduce_scatter(rows: Sequence[int], op: str = "sum", *, symmetric_a: bool = 
     return Plan("reduce_scatter", "direct", buffers, tuple(lanes), result, tuple(rows))
 
 
+@cache
 def eager(rows: Sequence[int], levels: Levels, op: str = "sum") -> Plan:
     """Reduce-scatter of a few rows, whether symmetric or not: every rank hands out all of its own and reduces its block of them."""
     ranks, starts, lanes, result = len(rows), offsets(rows), [], {}

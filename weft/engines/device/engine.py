@@ -86,12 +86,10 @@ class DeviceEngine(Engine):
     def moved(self) -> None:
         self.compiled.clear()  # which are over the old workspace
 
-    def compile(
-        self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Mapping[str, torch.dtype], call: str | None = None
-    ) -> DeviceProgram:
+    def compile(self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Mapping[str, torch.dtype]) -> DeviceProgram:
         if self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise WeftError(f"the first {plan.operator} of its kind takes memory and loads kernels: make one before you capture it")
-        return DeviceProgram(self, plan, tensors, rows, dtypes, call)
+        return DeviceProgram(self, plan, tensors, rows, dtypes)
 
     def begin(self) -> None:
         """Order what the caller does from now on after all earlier calls, on whatever stream they were made."""
@@ -132,9 +130,8 @@ class DeviceProgram(FixedProgram):
         tensors: Tensors,
         rows: Sequence[int],
         dtypes: Mapping[str, torch.dtype],
-        call: str | None = None,
     ) -> None:
-        super().__init__(engine, plan, tensors, rows, dtypes, call)
+        super().__init__(engine, plan, tensors, rows, dtypes)
         rank = self.world.rank
         self.native = _native.Compiled(self.call, len(LANES), [], self.plan.ranks)
         self.promised = {engine.index(signal): count for signal, count in self.plan.promised(rank).items()}

@@ -52,7 +52,6 @@ class FixedProgram(Program):
         tensors: Mapping[str, Tensor],
         rows: Sequence[int],
         dtypes: Mapping[str, torch.dtype],
-        call: str | None = None,
     ) -> None:
         self.original = plan  # alive as long as this: compiled plans are found by the identity of what was written
         super().__init__(engine, _that_move(bind(plan, rows)))
@@ -60,7 +59,7 @@ class FixedProgram(Program):
         for name, (dtype, like) in kinds(self.plan, {name: t.dtype for name, t in tensors.items()}, dtypes).items():
             columns = self.geometry[like].columns
             self.geometry.setdefault(name, Geometry(dtype, columns, columns * dtype.itemsize))
-        self.call = call or self._describe()
+        self.call = self._describe()
         self._check(tensors)
         self.segments = {name: segment for name, t in tensors.items() if (segment := memory.find(t)) is not None}
         self.workspace = self._reserve()
