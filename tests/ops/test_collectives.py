@@ -390,6 +390,24 @@ def ahead(world):
     assert len(weft.engines.engine(world).pending) <= 4  # barriers, which are used again
 
 
+def another_tensor(world):
+    """One rank's tensor is found by what it was, a small one; the other's is new."""
+    kept = []  # else what is new may be found, too
+    for many in range(_native.Executor.turns):
+        kept.append(small := torch.zeros(3))
+        weft.barrier()
+        for _ in range(many):
+            weft.broadcast(small, 0)
+        large = small.resize_(1 << 14) if world.rank else torch.empty(1 << 14)
+        weft.broadcast(large.fill_(torch.nan if world.rank else many), 0)
+        assert large.eq(many).all()
+
+
+@pytest.mark.data
+def test_another_tensor_in_place_of_a_small_one():
+    on_ranks(another_tensor, 2)
+
+
 @pytest.mark.data
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_the_source_of_broadcasts_goes_on_before_others_come(ranks):
