@@ -56,7 +56,9 @@ def _prepare(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: 
     rows = tensor.view(-1, 1)
     mine, theirs = ("a", "out") if world.rank == source else ("out", "a")
     tensors = {mine: rows, theirs: rows[:0]}
-    if algorithm in ("auto", "pull") and handed_out(world, rows.numel() * rows.itemsize):
+    # Where a rank waits for its core, or for many others, it is worth more that the source need not than that no rank meets them.
+    many = world.crowded or len(world.levels) > 1
+    if algorithm in ("auto", "pull") and many and handed_out(world, rows.numel() * rows.itemsize):
         return Work(schedule.eager(1, source, world.levels), (len(rows),), tensors, tensor)
     symmetric, shared = world.is_symmetric(rows), rows.numel() * rows.itemsize >= SHARED_BYTES
     cut = world.ranks if shared else 1
