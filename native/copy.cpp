@@ -30,10 +30,21 @@ void copy_run(char* dst, const char* src, size_t bytes) {
   __asm__ volatile("rep movsb" : "+D"(dst), "+S"(src), "+c"(bytes) : : "memory");
 }
 
+// This core's share of the last cache: its bytes by how many share it, as the processor says (CPUID, leaves 4 and 0x8000001D).
+static size_t cache_share() {
+  size_t share = 0;
+  for (unsigned leaf : {0x4u, 0x8000001du})
+    for (unsigned i = 0, a, b, c, d; __get_cpuid_count(leaf, i, &a, &b, &c, &d) && a & 31; ++i) {
+      const size_t lines = size_t{c + 1} * ((b >> 22) + 1) * ((b >> 12 & 0x3ff) + 1);
+      share = lines * ((b & 0xfff) + 1) / ((a >> 14 & 0xfff) + 1);
+    }
+  return share;
+}
+
 bool streamed(size_t bytes, size_t run) {
   // From so many written bytes on they do not stay in the caches until somebody looks at them again. Stores past the caches then
   // leave these to others, and save reading what is written over.
-  constexpr size_t kStreamed = size_t{8} << 20, kPage = 4096;
+  static const size_t kStreamed = std::max(size_t{8} << 20, cache_share()), kPage = 4096;
   return bytes >= kStreamed && run >= kPage;
 }
 

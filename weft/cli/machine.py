@@ -33,7 +33,7 @@ def calibrate(
         _calibrate_network(threads, json_file)
         return
     count = ranks or max(2, len(os.sched_getaffinity(0)) // threads)
-    with options.failing("weft calibrate"):
+    with options.failing("weft calibrate", json_file):
         profile = launch(calibration.measure, count, threads, threads=threads)[0]
         machine.remember(profile)
     console = Console(stderr=json_file == "-")
@@ -69,7 +69,7 @@ def _calibrate_network(threads: int, json_file: str | None) -> None:
     mine = machine.calibrated()
     if mine is None:
         refuse("calibrate", "measure each machine by itself first, and then what joins them: run weft calibrate without torchrun")
-    with options.failing("weft calibrate"):
+    with options.failing("weft calibrate", json_file):
         network = asdict(calibration.measure_network(threads))
         if os.environ.get("LOCAL_RANK", "0") == "0":
             machine.remember(mine | {"network": network})
@@ -119,7 +119,7 @@ def tune(given: Tune) -> None:
         case = predict.workload(given.operator.replace("-", "_"), given.ranks, (shape.m, shape.k, shape.n), given.dtype)
         case = case._replace(out_dtype=given.out_dtype or given.dtype, packed=not given.plain, symmetric=not given.staged)
         questions.append(tuning.Question(case, [way for way, _ in tuning.ways(case, on)], link))
-    with options.failing("weft tune"):
+    with options.failing("weft tune", given.json_file):
         answers = tuning.tune(questions, given.iterations, given.threads or threads_per_rank(given.ranks))
     console, results = Console(stderr=given.json_file == "-"), []
     for shape, (case, _, _), found in zip(given.shape, questions, answers, strict=True):

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_origin, get_type_hints
@@ -102,13 +102,23 @@ def check_files(json_file: str | None, trace: Path | None, *pictures: Path | Non
 
 
 @contextmanager
-def failing(command: str) -> Iterator[None]:
-    """End with exit status 1 for what fails, or cannot be done here, in the ``with`` block."""
-    try:
-        yield
-    except (RuntimeError, ValueError, OSError) as error:
-        typer.echo(f"{command}: {error}", err=True)
-        raise typer.Exit(1) from None
+def failing(command: str, json_file: str | None = None) -> Iterator[None]:
+    """End with exit status 1 for what fails, or cannot be done here, in the ``with`` block.
+
+    Where the result goes to stdout nothing else does: what gloo says of its connections in torch 2.9, here or in ranks that are
+    started, goes to stderr.
+    """
+    with ExitStack() as stack:
+        if json_file == "-":
+            sys.stdout.flush()
+            stack.callback(os.close, kept := os.dup(1))
+            stack.callback(os.dup2, kept, 1)
+            os.dup2(2, 1)
+        try:
+            yield
+        except (RuntimeError, ValueError, OSError) as error:
+            typer.echo(f"{command}: {error}", err=True)
+            raise typer.Exit(1) from None
 
 
 def write_json(result: dict[str, Any], file: str | None) -> None:
@@ -154,7 +164,7 @@ def hand_over(
     settings = replace(given, ranks=ranks, threads=threads)
     from weft.world.launcher import launch
 
-    with failing("weft bench"):
+    with failing("weft bench", given.json_file):
         found = measure(settings) if joined is not None else launch(measure, ranks, settings, threads=threads)[0]
     result = to_json(found)
     if not joined:

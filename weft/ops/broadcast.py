@@ -56,7 +56,7 @@ def _prepare(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: 
     rows = tensor.view(-1, 1)
     mine, theirs = ("a", "out") if world.rank == source else ("out", "a")
     tensors = {mine: rows, theirs: rows[:0]}
-    # Where a rank waits for its core, or for many others, it is worth more that the source need not than that no rank meets them.
+    # Where ranks are many, or wait for a core, a source that waits for nobody gains more than it costs that all meet now and then.
     many = world.crowded or len(world.levels) > 1
     if algorithm in ("auto", "pull") and many and handed_out(world, rows.numel() * rows.itemsize):
         return Work(schedule.eager(1, source, world.levels), (len(rows),), tensors, tensor)
