@@ -36,6 +36,8 @@ class Calls {
   // looked for.
   void note(int rank, uint64_t call, uint64_t digest, const std::string& text);
 
+  // Has `peer` begun the call of this number, whatever it is?
+  bool begun(int peer, uint64_t call) const { return header(peer, call).call.load(std::memory_order_acquire) >= call; }
   // Does `peer` say that it made another call than this rank, whose `call` has this digest?
   bool mismatch(int peer, uint64_t call, uint64_t digest) const;
   // The text of the call that `peer` made as this rank made `call`; empty if it has not made it yet.

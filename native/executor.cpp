@@ -1,5 +1,8 @@
 #include "executor.hpp"
 
+#include <chrono>
+#include <thread>
+
 #include "binding.hpp"
 #include "copy.hpp"
 
@@ -113,8 +116,15 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
   };
   auto gone = [&] { return is(source != rank_ && mesh_->left(source), WaitStatus::left); };
   const SpinPolicy policy = !mine && source == rank_ ? beside_products(spins_) : usual(spins_);
-  bool come = wait_until(*instruction.counter, Compare::greater_equal, expected, policy, now() + execution.timeout,
-                         mesh_->sleepers(), interrupted, gone);
+  const int64_t deadline = now() + execution.timeout;
+  bool come = wait_until(*instruction.counter, Compare::greater_equal, expected, policy, deadline, mesh_->sleepers(), interrupted, gone);
+  // A signal of a peer that has not begun this call is one of another call, which that peer made as this rank made an earlier one: it
+  // counts for nothing here, and the peer will see that calls differ.
+  const bool told = instruction.count && source != rank_ && within_host && !execution.agreed[lane][source];
+  while (come && told && !calls.begun(source, execution.call)) {
+    come = !interrupted() && !gone() && now() < deadline;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
   if (come && source != rank_ && !execution.agreed[lane][source]) {
     if (calls.mismatch(source, execution.call, execution.digest)) come = false, status = WaitStatus::mismatch;
     else if (instruction.count) execution.agreed[lane][source] = 1;

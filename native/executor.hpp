@@ -40,6 +40,8 @@ class Executor {
   void stop(Execution& execution);
   // Called now and then by waits on the caller's thread; true ends the wait.
   std::function<bool()> caller_interrupted = [] { return false; };
+  // Whether all peers are on this host, where they publish a call before they raise its signals.
+  bool within_host = true;
   // Whether executions take note of when each instruction begins and ends.
   bool tracing = false;
 

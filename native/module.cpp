@@ -279,6 +279,7 @@ NB_MODULE(_native, m) {
       .def_static("control_bytes", &Executor::control_bytes)
       .def_ro_static("max_names", &Executor::kNames)
       .def_ro_static("turns", &Program::kTurns)
+      .def_rw("within_host", &Executor::within_host)
       .def("must_meet", [](Executor& self, Compiled& c) { return self.must_meet(c.program); })
       .def("eager_bases", &Executor::eager_bases)
       .def_prop_ro("calls", [](Executor& self) { return self.calls.latest(); })

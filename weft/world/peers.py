@@ -101,6 +101,7 @@ class Peers:
             raise
         self.native = _native.Executor(self.mesh, control, self.spins, comm_threads)
         if relay is not None:
+            self.native.within_host = False
             relay.start(self.native, partial(self.fail, beside=True))
 
     @property
