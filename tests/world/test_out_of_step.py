@@ -19,8 +19,8 @@ def behind(world):
         weft.notify(signals, 0, 1)
     else:
         weft.wait(signals, 0, ">=", 1)
-    with pytest.raises(weft.MismatchError, match="calls all_gather.*calls broadcast|calls broadcast.*calls all_gather"):
-        weft.all_gather(torch.full((40000,), float(world.rank)))
+    with pytest.raises(weft.MismatchError, match=r"calls (all_gather.*calls broadcast|broadcast.*calls all_gather)"):
+        weft.all_gather(torch.full((4,), float(world.rank)))
 
 
 def test_signals_of_another_call_count_for_nothing():
