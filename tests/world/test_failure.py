@@ -76,10 +76,13 @@ def test_a_rank_that_dies_anywhere_is_named_by_all_others(algorithm):
 
 
 def late_or_dead(world, how):
-    a, b = torch.ones(512, 8), torch.ones(8, 8)
+    a, b, through = torch.ones(512, 8), torch.ones(8, 8), world.signals(1)
     weft.all_gather_matmul(a, b, algorithm="direct")
     begun = time.monotonic()
-    if world.rank == 2:
+    if world.rank != 2:
+        weft.notify(through, 0, 2)
+    else:
+        weft.wait(through, 0, ">=", 2)  # else one may still be in that call, and lose this rank there
         if how == "die":
             die()
         if how == "raise":
