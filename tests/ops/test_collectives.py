@@ -368,7 +368,6 @@ def bad_arguments(world):
     assert torch.equal(weft.all_reduce(a), 2 * a), "nothing was sent: the world goes on"
 
 
-@pytest.mark.data
 def ahead(world):
     """The source of broadcasts ends as many as there is room for before others begin them; then ranks meet now and then."""
     world.crowded = True  # as where ranks share cores
@@ -415,6 +414,7 @@ def test_the_source_of_broadcasts_goes_on_before_others_come(ranks):
     on_ranks(ahead, ranks)
 
 
+@pytest.mark.data
 def test_bad_arguments():
     on_ranks(bad_arguments, 2)
 
