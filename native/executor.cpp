@@ -120,12 +120,12 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
   bool come = wait_until(*instruction.counter, Compare::greater_equal, expected, policy, deadline, mesh_->sleepers(), interrupted, gone);
   // A signal of a peer that has not begun this call is one of another call, which that peer made as this rank made an earlier one: it
   // counts for nothing here, and the peer will see that calls differ.
-  const bool told = instruction.count && source != rank_ && within_host && !execution.agreed[lane][source];
-  while (come && told && !calls.begun(source, execution.call)) {
+  const bool first = source != rank_ && !execution.agreed[lane][source];
+  while (come && first && instruction.count && within_host && !calls.begun(source, execution.call)) {
     come = !interrupted() && !gone() && now() < deadline;
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
-  if (come && source != rank_ && !execution.agreed[lane][source]) {
+  if (come && first) {
     if (calls.mismatch(source, execution.call, execution.digest)) come = false, status = WaitStatus::mismatch;
     else if (instruction.count) execution.agreed[lane][source] = 1;
   }

@@ -23,10 +23,10 @@ class CachedCall:
         program, world = self.program, self.world
         if self.engine.pending or world.recorder is not None:
             return False
-        if program.ahead and world.native.must_meet(program.native):
+        if program.ahead and program.must_meet():
             if not (self.a.matches(a) and self.out.matches(out)):
                 return False  # other tensors that are found by what these were: there may be none of them on other ranks
-            program.meet_first(timeout)
+            self.engine.meet(timeout)
         if program.bound is not self.binding:
             program.apply(self.binding)
         seconds = world.timeout if timeout is None else timeout

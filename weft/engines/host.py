@@ -53,6 +53,10 @@ class HostEngine(Engine):
     ) -> HostProgram:
         return self.program_class(self, plan, tensors, dtypes)
 
+    def meet(self, timeout: float | None) -> None:
+        """Let ranks meet before what is executed next."""
+        self.execute(barrier(self.world.levels), {}, timeout=timeout)
+
     def meet_beside(self, timeout: float | None) -> None:
         """Let ranks meet before what is started next."""
         plan = barrier(self.world.levels)
@@ -94,7 +98,7 @@ class HostProgram(Program):
             self.slots.setdefault((region.rank, region.buffer), len(self.slots))
         promised = [(engine.index(signal), count) for signal, count in plan.promised(rank).items()]
         self.native = _native.Compiled("", len(LANES) + self.more_lanes, promised, plan.ranks, plan.meets)
-        self.ahead = plan.ahead
+        self.ahead = plan.ahead  # so that a repeated call of another need not ask the native core
         self.native.describe(f"{plan.operator}(", f", algorithm={plan.algorithm}, plan {plan.digest:08x})")
         self._lay_out()
         self.bound: Binding | None = None
@@ -127,8 +131,8 @@ class HostProgram(Program):
         binding = self.bind(tensors, rows)
         if self.engine.pending:
             self.engine.settle()
-        if self.ahead:
-            self.meet_first(timeout)
+        if self.must_meet():
+            self.engine.meet(timeout)
         self.apply(binding)
         try:
             with world.guard:
@@ -178,8 +182,8 @@ class HostProgram(Program):
         world = self.world
         if self.engine.pending:
             self.engine.settle()
-        if self.ahead:
-            self.meet_first(timeout)
+        if self.ahead and self.must_meet():
+            self.engine.meet(timeout)
         self.apply(binding)
         try:
             done = world.native.execute(self.native, timeout or world.timeout)
@@ -190,14 +194,13 @@ class HostProgram(Program):
             raise self._stopped(0, timeout or world.timeout)
         self._record()
 
-    def meet_first(self, timeout: float | None) -> None:
-        """Let ranks meet where they must before this is executed."""
-        if self.world.native.must_meet(self.native):
-            self.engine.execute(barrier(self.world.levels), {}, timeout=timeout)
+    def must_meet(self) -> bool:
+        """Whether ranks must meet before this is executed; never unless it is one that runs `ahead`."""
+        return self.world.native.must_meet(self.native)
 
     def start(self, binding: Binding, timeout: float | None = None) -> None:
         """Begin what `execute` does, on the native lane."""
-        if self.ahead and self.world.native.must_meet(self.native):
+        if self.must_meet():
             self.engine.meet_beside(timeout)
         self.apply(binding)
         self.timeout = timeout or self.world.timeout

@@ -27,6 +27,7 @@ _ROUNDS = 5  # of timing, for each provider
 _FAR = 8  # times as slow as the fastest is not tried again
 _WORTH = 1.05  # torch.mm is replaced only by a way this many times as fast; less is noise
 _BLOCK = 256  # rows of a packed product whose result still lies in the cache when it is copied to its place
+_REPACKED_BLOCK = 1024  # the same where each product packs the weight anew, which takes as long as some hundred rows
 _SMALL = 1 << 18  # multiplications of float32 that take no longer than asking another than `torch.mm` for them
 _MAKING = {4: 1 << 26, 2: 1 << 28}
 """By the bytes of a number: multiplications that take about as long as making a kernel of oneDNN's, which has one for each number
@@ -36,7 +37,6 @@ _SMALL_WEIGHT = {True: 1 << 20, False: 1 << 19}
 """Whether it is packed: elements of a weight that is looked at again, and packed again, in less time than a kernel is made."""
 _LEAST = 16  # rows of a block of several, so that bits do not depend on how many there are
 _first: dict[Hashable, int] = {}  # rows that a weight like this was multiplied by first; 0 once there were others
-_REPACKED_BLOCK = 1024  # the same where each product packs the weight anew, which takes as long as some hundred rows
 
 
 def multiply(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None = None, whole: int | None = None) -> None:
@@ -127,12 +127,12 @@ def _linear(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None, way: st
 @functools.lru_cache(4096)
 def _blocks(rows: int, most: int, small: bool) -> list[slice]:
     """The blocks of at most so many rows that a product is made in: with a `small` weight of few sizes, each with a kernel."""
-    found, start = list[slice](), 0
+    found, start, heights = list[slice](), 0, [h for h in (_REPACKED_BLOCK, 512, _BLOCK, _FEW) if h <= most]
     while start < rows:
         left = rows - start
         height = min(left, most)
         if small and left > _FEW:
-            height = next((h for h in (1024, 512, 256, _FEW) if h <= most and (left == h or left - h >= _LEAST)), _FEW - _LEAST)
+            height = next((h for h in heights if left == h or left - h >= _LEAST), _FEW - _LEAST)
         found.append(slice(start, start + height))
         start += height
     return found

@@ -314,7 +314,7 @@ def all_gather(
 
 
 @cache
-def eager(rows: Sequence[int], levels: Levels) -> Plan:
+def eager(rows: tuple[int, ...], levels: Levels) -> Plan:
     """All-gather of a few rows, whether symmetric or not: every rank hands out its own and reads its peers'."""
     ranks, starts, lanes = len(rows), offsets(rows), []
     for r in range(ranks):

@@ -62,7 +62,7 @@ def reduce_scatter(rows: Sequence[int], op: str = "sum", *, symmetric_a: bool = 
 
 
 @cache
-def eager(rows: Sequence[int], levels: Levels, op: str = "sum") -> Plan:
+def eager(rows: tuple[int, ...], levels: Levels, op: str = "sum") -> Plan:
     """Reduce-scatter of a few rows, whether symmetric or not: every rank hands out all of its own and reduces its block of them."""
     ranks, starts, lanes, result = len(rows), offsets(rows), [], {}
     for r in range(ranks):

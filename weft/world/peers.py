@@ -91,7 +91,7 @@ class Peers:
         self.guard = Guard(self)
         self.mesh = mesh
         here = [place for place in places if place.host == places[rank].host]
-        cores = len(frozenset[int]().union(*(place.cores for place in here)))
+        cores = _all_cores(here)
         _native.let_teams(sum(place.threads for place in here) <= cores)
         self.spins = 200 if len(here) <= cores else 0  # some microseconds; the scheduler may put two ranks on one core
         try:
@@ -231,10 +231,15 @@ def receive(peers: Peers, peer: int, doing: str, late: str, look: Callable[[], N
 
 def crowded(places: Sequence[Place]) -> bool:
     """Whether ranks of some host have to share cores."""
-    by_host: dict[str, list[frozenset[int]]] = {}
+    by_host: dict[str, list[Place]] = {}
     for place in places:
-        by_host.setdefault(place.host, []).append(place.cores)
-    return any(len(ranks) > len(frozenset[int]().union(*ranks)) for ranks in by_host.values())
+        by_host.setdefault(place.host, []).append(place)
+    return any(len(ranks) > _all_cores(ranks) for ranks in by_host.values())
+
+
+def _all_cores(places: Sequence[Place]) -> int:
+    """How many cores ranks of a host have together."""
+    return len(frozenset[int]().union(*(place.cores for place in places)))
 
 
 def groups(places: Sequence[Place]) -> Levels:

@@ -173,7 +173,7 @@ class ByGroup:
         for peer in self._peers():
             theirs = torch.empty(_PLACE, dtype=torch.uint8)
             try:
-                group.recv([theirs], peer, _PLACES).wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                group.recv([theirs], peer, _PLACES).wait(_left(deadline))
             except RuntimeError as error:
                 if time.monotonic() < deadline:
                     raise PeerLost(f"rank {peer} was lost while rank {rank} waited to learn where it is: {error}") from error
@@ -186,7 +186,7 @@ class ByGroup:
         deadline = time.monotonic() + _LAST_WORD
         for word in self._say(GaveUp(str(error)[:1000])) if self.backend == "gloo" else ():
             with contextlib.suppress(RuntimeError):  # who is gone need not hear it
-                word.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                word.wait(_left(deadline))
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.ranks) if peer != self.rank]
@@ -218,7 +218,7 @@ class ByStore:
         for peer in range(self.ranks):
             key = f"{turn} {peer}"
             try:
-                self.store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                self.store.wait([key], _left(deadline))
                 words = self.store.get(key)
             except RuntimeError as error:
                 raise PeerTimeout(f"rank {self.rank} waited {timeout:g} s for rank {peer} to say where it is: {error}") from error
@@ -234,6 +234,11 @@ class ByStore:
         turn = next(self.rounds)
         self.store.set(f"{turn} {self.rank}", pickle.dumps(own))  # type: ignore[arg-type]  # bytes do, too
         return turn
+
+
+def _left(deadline: float) -> timedelta:
+    """The time until then, or next to none."""
+    return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 
 def _known(rank: int, peer: int, words: bytes) -> Any:
