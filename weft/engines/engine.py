@@ -292,8 +292,11 @@ class Program(ABC):
 
 
 def _class_of(size: int) -> int:
-    """The size of a workspace of at least `size` bytes: of few sizes, so that it seldom grows, and hardly more than is needed."""
-    step = 1 << max(12, size.bit_length() - 4)
+    """The size of a workspace of at least `size` bytes: of few sizes, so that it seldom grows, and hardly more than is needed.
+
+    The least, 1 MiB, is enough for most calls of few rows: to grow it takes all ranks as long as several of those.
+    """
+    step = 1 << max(20, size.bit_length() - 4)
     return -(-size // step) * step
 
 
