@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from weft.plan import Buffer, Copy, Matmul, Plan, Region
+from weft.plan.binding import bind, split
 from weft.predict.machine import Link, Machine, Product
 from weft.predict.simulator import Rows, seconds
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import all_gather_matmul
-from weft.schedules.common import split
 from weft.schedules.matmul_all_reduce import matmul_all_reduce
 
 HERE = Path(__file__).parent
@@ -101,7 +101,8 @@ def streaming() -> System:
     points = []
     for row in published("allgather_gemm"):
         ranks, m, k, n = (int(row[name]) for name in ("ranks", "m", "k", "n"))
-        plan = all_gather_matmul(split(m, ranks), "push", chunk_rows=m // ranks // 64, links=ranks - 1, joined=False, planned=(0,))
+        plan = all_gather_matmul(ranks, 64, "push", links=ranks - 1, joined=False, planned=(0,))
+        plan = bind(plan, split(m, ranks))
         points.append(Point(f"{ranks} ranks, {m}x{k}x{n}", float(row["value"]) / 1e3, plan, _gathering(k, n)))
 
     def machine(p: Parameters, _: str) -> Machine:
@@ -128,7 +129,7 @@ def steps() -> System:
     options += [{"algorithm": "push", "own_first": own, "joined": joined} for own, joined in improvements]
     points = []
     for row, option in zip(rows, options, strict=True):
-        plan = all_gather_matmul(split(m, ranks), chunk_rows=m // ranks // 4, links=ranks - 1, planned=(0,), **option)
+        plan = bind(all_gather_matmul(ranks, 4, links=ranks - 1, planned=(0,), **option), split(m, ranks))
         points.append(Point(row["variant"], float(row["value"]) / 1e6, plan, _gathering(k, n)))
 
     def machine(p: Parameters, _: str) -> Machine:
@@ -171,7 +172,7 @@ def streams() -> System:
     for row in published("bench_overlapped_matmul_allgather"):
         ranks, size, n = int(row["ranks"]), int(row["m"]), int(row["bytes"]) // 2 // 1024
         product = Matmul(Region(0, "x", 0, size), Region(0, "y", 0, size))
-        gather = all_gather([n] * ranks, "push", chunk_rows=n, symmetric_gathered=True, planned=(0,))
+        gather = bind(all_gather(ranks, 1, "push", symmetric_gathered=True, planned=(0,)), [n] * ranks)
         communicate = gather.lanes[0]["compute"]
         lanes = (
             {"compute": (*communicate, product)} if row["variant"] == "sequential" else {"compute": (product,), "comm": communicate}
@@ -182,7 +183,7 @@ def streams() -> System:
         points.append(Point(f"matmul and all-gather, {row['variant']}", float(row["value"]) / 1e3, plan, rows, variant))
     for row in published("nvfuser_overlap")[1:]:  # many streams have no plan that stands for them
         ranks, m, k, n = (int(row[name]) for name in ("ranks", "m", "k", "n"))
-        plan = matmul_all_reduce(split(m, ranks), "one_shot", chunk_rows=m // 4, remote_reads=False)
+        plan = bind(matmul_all_reduce(ranks, 4, "one_shot", remote_reads=False), split(m, ranks))
         variant = "nccl" if row["variant"] == "two streams" else ""
         rows = {"a": Rows(k // ranks, "bfloat16")} | dict.fromkeys(("partial", "inbox", "out"), Rows(n, "bfloat16"))
         points.append(Point(f"matmul + all-reduce, {row['variant']}", float(row["value"]) / 1e3, plan, rows, variant))
@@ -210,7 +211,7 @@ def tiles() -> System:
     points = []
     for row in published("iris_all_gather"):
         ranks, size, variant = int(row["ranks"]), int(row["bytes"]), row["variant"].lower()
-        plan = all_gather([1] * ranks, "push", chunk_rows=1, symmetric_gathered=True, links=ranks - 1, planned=(0,))
+        plan = all_gather(ranks, 1, "push", symmetric_gathered=True, links=ranks - 1, planned=(0,))
         rows = dict.fromkeys(("a", "gathered"), Rows(size // 2, "float16"))
         points.append(Point(f"{variant}, {size >> 20} MiB", (ranks - 1) * size / (float(row["value"]) * 1e9), plan, rows, variant))
 

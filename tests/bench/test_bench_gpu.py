@@ -44,15 +44,16 @@ def test_the_script_says_that_there_is_no_gpu(tmp_path):
     assert "finds no GPU here; nothing was run" in done.stderr
 
 
-@pytest.mark.parametrize(("own", "away", "chunk"), [(8, 24, 5), (0, 7, 7), (6, 0, 1)])
-def test_rows_from_another_memory(own, away, chunk):
-    plan = matmul_from_host(own, away, chunk_rows=chunk)
+@pytest.mark.parametrize(("own", "away", "pieces"), [(8, 24, 5), (0, 7, 1), (6, 0, 2)])
+def test_rows_from_another_memory(own, away, pieces):
+    plan = matmul_from_host(pieces)
     weft.verify(plan)
     rows, weight = torch.randn(own + away, 6), torch.randn(6, 4)
 
     def multiply():
         out = torch.full((own + away, 4), float("nan"))
-        engine(weft.init()).execute(plan, {"a": rows[:own], "away": rows[own:], "out": out}, {"out": weight})
+        tensors = {"a": rows[:own], "away": rows[own:], "out": out}
+        engine(weft.init()).execute(plan, tensors, {"out": weight}, rows=(own, away))
         return out
 
     for streams in (False, True):

@@ -152,8 +152,7 @@ def test_workspaces_of_calls_lie_on_top_of_one_another_and_are_not_cleared():
 def broadcasts(many: int) -> list[Call]:
     """Broadcasts that ranks make as far ahead of each other as they may; rank 2 gets the number of each, as others do."""
     return [
-        Call(eager(1, i % 2, flat(3)), [{"a": numbers(i)} if r == i % 2 else {"a": numbers()} for r in range(3)])
-        for i in range(many)
+        Call(eager(i % 2, flat(3)), [{"a": numbers(i)} if r == i % 2 else {"a": numbers()} for r in range(3)]) for i in range(many)
     ]
 
 

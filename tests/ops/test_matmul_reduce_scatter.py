@@ -12,7 +12,7 @@ from support.products import DTYPES, assert_sum
 from support.ranks import on_ranks
 
 import weft
-from weft.schedules.common import split
+from weft.plan.binding import split
 from weft.schedules.matmul_all_reduce import ALGORITHMS as ALL_REDUCES
 from weft.schedules.matmul_reduce_scatter import ALGORITHMS
 

@@ -9,8 +9,9 @@ from support import sums
 from weft.checks import name
 from weft.engines.reference import Call, run
 from weft.plan import accesses
+from weft.plan.binding import bind, split
 from weft.schedules import all_reduce, matmul_all_reduce, matmul_reduce_scatter, reduce_scatter
-from weft.schedules.common import apart, split
+from weft.schedules.common import apart
 from weft.schedules.matmul_reduce_scatter import product_buffer, sum_buffers
 from weft.schedules.workload import Workload
 
@@ -30,7 +31,7 @@ def planned(schedule, hosts, kept):
         if several is None or algorithm not in reads_peers:
             planner = getattr(schedule, schedule.__name__.rsplit(".", 1)[-1])
             for remote_reads in (True, False) if several is None else (False,):
-                yield planner(kept, algorithm, chunk_rows=3, remote_reads=remote_reads, hosts=several)
+                yield bind(planner(len(hosts), 3, algorithm, remote_reads=remote_reads, hosts=several), kept)
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
@@ -62,21 +63,21 @@ def test_fused_sums_are_rounded_once_by_every_algorithm(schedule, hosts):
 
 def collectives(hosts, kept):
     """Plans of collectives, each with how it adds up, and whether all ranks have all sums."""
-    ranks = len(hosts)
+    ranks, even = len(hosts), split(ROWS, len(hosts))
     several = range(ranks) if one_host(hosts) else hosts
     for algorithm, how in (("push", sums.once), ("ring", sums.at_every_hop)):
-        yield reduce_scatter.put(kept, algorithm, chunk_rows=3, hosts=several), several, how, False
+        yield bind(reduce_scatter.put(3, several, algorithm), kept), several, how, False
     if one_host(hosts):
         for symmetric in (False, True):
-            yield reduce_scatter.reduce_scatter(kept, symmetric_a=symmetric, chunk_rows=3), several, sums.once, False
+            yield bind(reduce_scatter.reduce_scatter(ranks, 3, symmetric_a=symmetric), kept), several, sums.once, False
             for algorithm, how in (("one_shot", sums.once), ("two_shot", sums.once), ("ring", sums.around)):
-                options = {"symmetric_a": symmetric, "symmetric_out": symmetric, "chunk_rows": 3}
-                yield all_reduce.all_reduce(ROWS, ranks, algorithm, **options), several, how, True
+                plan = all_reduce.all_reduce(ranks, 3, algorithm, symmetric_a=symmetric, symmetric_out=symmetric)
+                yield bind(plan, even), several, how, True
     else:
         for algorithm, how in (("two_shot", sums.once), ("ring", sums.at_every_hop)):
-            yield all_reduce.put(ROWS, ranks, algorithm, chunk_rows=3, hosts=hosts), hosts, how, True
+            yield bind(all_reduce.put(3, hosts, algorithm), even), hosts, how, True
     if apart(hosts):
-        yield all_reduce.all_reduce(ROWS, ranks, "ring"), hosts, sums.around, True
+        yield bind(all_reduce.all_reduce(ranks, 1, "ring"), even), hosts, sums.around, True
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)

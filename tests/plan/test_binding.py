@@ -30,9 +30,7 @@ seeds = st.integers(0, 2**32 - 1)
 @st.composite
 def bound_plans(draw: st.DrawFn) -> Plan:
     """Any plan over blocks, some of them without rows, as a plan over rows."""
-    ranks = draw(st.integers(1, 5))
-    pieces = draw(st.sampled_from([1, 2, 3]))
-    plan = draw(plans.any_plan(st.just((pieces,) * ranks)))
+    plan = draw(plans.any_plan(st.integers(1, 5)))
     rows = draw(st.lists(st.integers(0, 9), min_size=len(plan.pieces), max_size=len(plan.pieces)))
     return bind(plan, rows)
 
@@ -45,7 +43,7 @@ def test_whatever_is_bound_is_proved(plan):
 
 def test_pieces_are_as_even_as_they_can_be():
     assert [split(7, 3), split(2, 4), split(0, 2)] == [[3, 2, 2], [1, 1, 0, 0], [0, 0]]
-    plan = plans.all_gather((2, 2), "pull", chunk_rows=1)
+    plan = plans.all_gather(2, 2, "pull")
     assert sizes(plan, (5, 0)) == [3, 2, 0, 0]
     with pytest.raises(PlanError, match="has 2 shards, but 3 sizes were given"):
         bind(plan, (1, 2, 3))
@@ -73,7 +71,7 @@ def executed(world, seed, mutant):
     choose, own, wrong = random.Random(seed), engine(world), 0
     every = [
         (plan, index)
-        for plan, index in product(plans.every((4,) * world.ranks, 1), range(2))
+        for plan, index in product(plans.every(world.ranks, 4), range(2))
         if choose.random() < 0.5 and {*plan.lanes[0]} <= {*LANES}
     ]
     numbers = HostProgram._lay_out

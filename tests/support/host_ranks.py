@@ -26,7 +26,8 @@ from support.belongings import belongings, kept
 from weft.cli import app
 from weft.cli.doctor import diagnose
 from weft.engines.recording import clock_offsets, record
-from weft.schedules.common import apart, split
+from weft.plan.binding import split
+from weft.schedules.common import apart
 from weft.world import relay
 from weft.world import world as worlds
 

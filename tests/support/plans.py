@@ -12,6 +12,7 @@ from torch import Tensor
 
 from weft.engines.reference import Call
 from weft.plan import Plan
+from weft.plan.binding import bind
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather import eager as eager_all_gather
 from weft.schedules.all_gather_matmul import ALGORITHMS, all_gather_matmul
@@ -32,57 +33,43 @@ from weft.schedules.reduce_scatter import reduce_scatter
 COLUMNS = 3
 
 
-def interleaved_gather(rows: Sequence[int], algorithm: str, **choices: Any) -> Plan:
-    """All-gather whose ranks use the first chunk of every peer first, and send over two links."""
-    return all_gather(rows, algorithm, order="interleaved", links=2, **choices)
+def interleaved_gather(ranks: int, pieces: int, algorithm: str, **choices: Any) -> Plan:
+    """All-gather whose ranks use the first piece of every peer first, and send over two links."""
+    return all_gather(ranks, pieces, algorithm, order="interleaved", links=2, **choices)
 
 
-def interleaved(rows: Sequence[int], algorithm: str, **choices: Any) -> Plan:
+def interleaved(ranks: int, pieces: int, algorithm: str, **choices: Any) -> Plan:
     """All-gather + matmul in that order."""
-    return all_gather_matmul(rows, algorithm, order="interleaved", **choices)
+    return all_gather_matmul(ranks, pieces, algorithm, order="interleaved", **choices)
 
 
-def linked(rows: Sequence[int], algorithm: str, **choices: Any) -> Plan:
+def linked(ranks: int, pieces: int, algorithm: str, **choices: Any) -> Plan:
     """All-gather + matmul over two links."""
-    return all_gather_matmul(rows, algorithm, links=2, **choices)
+    return all_gather_matmul(ranks, pieces, algorithm, links=2, **choices)
 
 
-def scattered(rows: Sequence[int], algorithm: str, **choices: Any) -> Plan:
+def scattered(ranks: int, pieces: int, algorithm: str, **choices: Any) -> Plan:
     """Matmul + reduce-scatter that makes the first piece for every peer first, over two links."""
-    return matmul_reduce_scatter(rows, algorithm, order="interleaved", links=2, **choices)
+    return matmul_reduce_scatter(ranks, pieces, algorithm, order="interleaved", links=2, **choices)
 
 
-def reduced(rows: Sequence[int], algorithm: str, *, chunk_rows: int, symmetric_a: bool, symmetric_out: bool) -> Plan:
-    """The all-reduce of as many rows as there are in all."""
-    return all_reduce(sum(rows), len(rows), algorithm, symmetric_a=symmetric_a, symmetric_out=symmetric_out, chunk_rows=chunk_rows)
-
-
-def collected(rows: Sequence[int], algorithm: str, *, chunk_rows: int, symmetric_a: bool) -> Plan:
-    """A collective that has but one algorithm; `chunk_rows` tells broadcasts apart."""
+def collected(ranks: int, pieces: int, algorithm: str, *, symmetric_a: bool) -> Plan:
+    """A collective that has but one algorithm; `pieces` tells broadcasts apart."""
     if algorithm == "reduce_scatter":
-        return reduce_scatter(rows, symmetric_a=symmetric_a, chunk_rows=chunk_rows)
+        return reduce_scatter(ranks, pieces, symmetric_a=symmetric_a)
     if algorithm == "broadcast":
-        choices = {"symmetric_a": symmetric_a, "shared": symmetric_a and chunk_rows > 2, "chunk_rows": chunk_rows}
-        return broadcast(max(rows), len(rows), chunk_rows % len(rows), **choices)
-    counts = [[share if odd else 0 for odd in _odd(r, len(rows))] for r, share in enumerate(rows)]
-    return all_to_all(counts, symmetric_a=symmetric_a, chunk_rows=chunk_rows)
+        return broadcast(ranks, pieces, pieces % ranks, symmetric_a=symmetric_a, shared=symmetric_a and pieces > 1)
+    return all_to_all(ranks, pieces, symmetric_a=symmetric_a)
 
 
-def handed_out(rows: Sequence[int], algorithm: str, *, chunk_rows: int, several: bool) -> Plan:
+def handed_out(ranks: int, pieces: int, algorithm: str, *, several: bool) -> Plan:
     """A collective of a few rows through eager buffers, among ranks that meet at once or by as many levels as there can be."""
-    levels = nested(len(rows), hop=0.0) if several else flat(len(rows))
-    if algorithm == "all_gather":
-        return eager_all_gather(tuple(max(1, n) for n in rows), levels)
-    if algorithm == "all_reduce":
-        return eager_all_reduce(max(1, *rows), levels)
-    if algorithm == "reduce_scatter":
-        return eager_reduce_scatter(tuple(max(1, n) for n in rows), levels)
-    return eager_broadcast(max(1, *rows), chunk_rows % len(rows), levels)
-
-
-def _odd(rank: int, ranks: int) -> list[int]:
-    """Of each rank whether it is an odd number away: these get the rows of an all-to-all, in equal shares."""
-    return [(rank + other) % 2 for other in range(ranks)]
+    levels = nested(ranks, hop=0.0) if several else flat(ranks)
+    if algorithm == "broadcast":
+        return eager_broadcast(pieces % ranks, levels)
+    return {"all_gather": eager_all_gather, "all_reduce": eager_all_reduce, "reduce_scatter": eager_reduce_scatter}[algorithm](
+        levels
+    )
 
 
 SCHEDULES: dict[Callable[..., Plan], tuple[Sequence[str], Sequence[str]]] = {
@@ -94,17 +81,17 @@ SCHEDULES: dict[Callable[..., Plan], tuple[Sequence[str], Sequence[str]]] = {
     matmul_reduce_scatter: (REDUCE_SCATTERS, ("remote_reads",)),
     scattered: (("push", "sequential"), ("remote_reads",)),
     matmul_all_reduce: (ALL_REDUCES, ("remote_reads",)),
-    reduced: (PLAIN_ALL_REDUCES, ("symmetric_a", "symmetric_out")),
+    all_reduce: (PLAIN_ALL_REDUCES, ("symmetric_a", "symmetric_out")),
     handed_out: (("all_gather", "all_reduce", "broadcast", "reduce_scatter"), ("several",)),
     collected: (("reduce_scatter", "broadcast", "all_to_all"), ("symmetric_a",)),
 }
 """Planners with their algorithms and flags."""
 
 
-def every(rows: Sequence[int], chunk_rows: int) -> list[Plan]:
-    """The distinct plans that all schedules make of these sizes."""
+def every(ranks: int, pieces: int) -> list[Plan]:
+    """The distinct plans that all schedules make for so many ranks, whose rows are cut into so many pieces."""
     found = [
-        schedule(rows, algorithm, chunk_rows=chunk_rows, **dict(zip(flags, choice, strict=True)))
+        schedule(ranks, pieces, algorithm, **dict(zip(flags, choice, strict=True)))
         for schedule, (algorithms, flags) in SCHEDULES.items()
         for algorithm in algorithms
         for choice in product((False, True), repeat=len(flags))
@@ -113,20 +100,38 @@ def every(rows: Sequence[int], chunk_rows: int) -> list[Plan]:
 
 
 @st.composite
-def row_counts(draw: st.DrawFn, max_ranks: int = 16) -> tuple[int, ...]:
+def any_plan(draw: st.DrawFn, ranks: st.SearchStrategy[int] = st.integers(1, 16)) -> Plan:  # noqa: B008
+    """Any plan that a schedule can make; of fewer pieces where there are many ranks."""
+    schedule, many = draw(st.sampled_from([*SCHEDULES])), draw(ranks)
+    algorithms, flags = SCHEDULES[schedule]
+    chosen = {flag: draw(st.booleans()) for flag in flags}
+    return schedule(many, draw(st.integers(1, 5 if many <= 4 else 2)), draw(st.sampled_from(algorithms)), **chosen)
+
+
+def row_counts(ranks: int) -> st.SearchStrategy[list[int]]:
     """Rows of each rank: ragged, with zeros, fewer where there are many ranks."""
-    ranks = draw(st.integers(1, max_ranks))
-    return tuple(draw(st.lists(st.integers(0, 7 if ranks <= 4 else 2), min_size=ranks, max_size=ranks)))
+    return st.lists(st.integers(0, 7 if ranks <= 4 else 2), min_size=ranks, max_size=ranks)
 
 
 @st.composite
-def any_plan(draw: st.DrawFn, rows: st.SearchStrategy[Sequence[int]] | None = None) -> Plan:
-    """Any plan that a schedule can make."""
-    schedule = draw(st.sampled_from([*SCHEDULES]))
-    algorithms, flags = SCHEDULES[schedule]
-    chosen = {flag: draw(st.booleans()) for flag in flags}
-    sizes = draw(row_counts() if rows is None else rows)
-    return schedule(sizes, draw(st.sampled_from(algorithms)), chunk_rows=draw(st.integers(1, 8)), **chosen)
+def bound_plan(draw: st.DrawFn, ranks: st.SearchStrategy[int] = st.integers(1, 16)) -> Plan:  # noqa: B008
+    """Any plan as one over rows."""
+    plan = draw(any_plan(ranks))
+    return bound(plan, draw(row_counts(plan.ranks)))
+
+
+def bound(plan: Plan, rows: Sequence[int]) -> Plan:
+    """A plan as one over rows, of which each rank gives so many, or keeps them."""
+    if plan.operator == "broadcast":
+        return bind(plan, [max(rows)])
+    if plan.operator == "all_to_all":
+        return bind(plan, [share if odd else 0 for r, share in enumerate(rows) for odd in _odd(r, len(rows))])
+    return bind(plan, rows)
+
+
+def _odd(rank: int, ranks: int) -> list[int]:
+    """Of each rank whether it is an odd number away: these get the rows of an all-to-all, in equal shares."""
+    return [(rank + other) % 2 for other in range(ranks)]
 
 
 def call(plan: Plan, seed: int) -> Call:

@@ -20,12 +20,12 @@ from weft.engines.host import HostProgram
 from weft.plan import Wait
 from weft.schedules.all_gather_matmul import ALGORITHMS, all_gather_matmul
 
-ROWS, VICTIM = (2, 2, 2), 1
+RANKS, VICTIM = 3, 1
 SOON = 10.0  # seconds, half the time limit: survivors take milliseconds, but the machine may be busy
 
 
 def plan_of(algorithm):
-    return all_gather_matmul(ROWS, algorithm, chunk_rows=2)
+    return all_gather_matmul(RANKS, 2, algorithm)
 
 
 def cuts(algorithm):

@@ -14,7 +14,6 @@ from weft.bench.settings import FusedSettings
 from weft.bench.verification import Check, Problem
 from weft.engines import engine
 from weft.schedules import all_gather_matmul as schedule
-from weft.schedules.common import offsets
 from weft.world import World
 
 _STEPS: dict[str, dict[str, Any]] = {
@@ -49,7 +48,7 @@ class AllGatherMatmul(Subject):
         self.shares = {"shard_rows": self.rows}
 
     def renew(self, run: int) -> None:
-        start = offsets(self.rows)[self.world.rank]
+        start = sum(self.rows[: self.world.rank])
         self.x.copy_(self.problem.rows(run))
         self.a.copy_(self.x[start : start + len(self.a)])
 
@@ -63,8 +62,8 @@ class AllGatherMatmul(Subject):
         return gloo_all_gather_matmul(self.a, self.problem.weight, self.out, self.rows)
 
     def _step(self, name: str, algorithm: str) -> Callable[[], object]:
-        chunk = self.call.usual(algorithm).chunk_rows
-        plan = schedule.all_gather_matmul(
-            self.rows, algorithm, chunk_rows=chunk, symmetric_a=True, hosts=self.world.topology, **_STEPS[name]
-        )
-        return lambda: engine(self.world).execute(plan, {"a": self.a, "out": self.out}, {"out": self.weight})
+        pieces = self.call.operator.cut(self.call.workload, self.call.usual(algorithm).variant)
+        options: dict[str, Any] = {"symmetric_a": True, "hosts": self.world.topology, **_STEPS[name]}
+        plan = schedule.all_gather_matmul(self.world.ranks, pieces, algorithm, **options)
+        tensors = {"a": self.a, "out": self.out}
+        return lambda: engine(self.world).execute(plan, tensors, {"out": self.weight}, rows=self.rows)

@@ -27,8 +27,8 @@ from weft.ops import fused
 from weft.ops.auto import decide
 from weft.ops.call import Decision, Given, Options
 from weft.plan import Copy, Plan
+from weft.plan.binding import bind, split
 from weft.plan.trace import Trace
-from weft.schedules.common import split
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Place, Workload
 from weft.world import World
@@ -115,7 +115,7 @@ class Subject(ABC):
         if settings.link_gbps == "auto":
             self.renew(0)
             first = next(iter(self.moved.values()))
-            gbps = balanced_gbps(self.plan(), first.shape[1] * first.itemsize, stopwatch.alone(compute), latency)
+            gbps = balanced_gbps(bind(self.plan(), self.rows), first.shape[1] * first.itemsize, stopwatch.alone(compute), latency)
             world.emulate_link(gbps, latency)
         if settings.algorithm == "auto" and shape.m:
             while (choice := decide(self.call)).report is not None:
@@ -160,14 +160,15 @@ class Subject(ABC):
     def plan(self) -> Plan:
         """The communication of the choice."""
         place = Place(self.world.topology, self.world.remote_reads)
-        return self.call.operator.communicate(self.call.workload, self.choice.variant, place)
+        operator = self.call.operator
+        return operator.communicate(operator.request(self.call.workload, self.choice.variant), place)
 
     def view(self, call: Callable[[], object]) -> View:
         """The view of a call that does all that the operator does."""
         return View(call, (self.out,), self.check)
 
     def _move(self, plan: Plan) -> None:
-        engine(self.world).program(plan, self.moved, plan.pieces, self.dtypes).run(self.moved, plan.pieces, {})
+        engine(self.world).program(plan, self.moved, self.rows, self.dtypes).run(self.moved, self.rows, {})
 
 
 def measure(make_subject: Callable[[FusedSettings, World, Stopwatch], Subject], settings: FusedSettings) -> Result:

@@ -9,7 +9,7 @@ import torch
 from weft.bench.baselines import gloo_matmul_all_reduce, gloo_matmul_reduce_scatter
 from weft.bench.fused import Subject
 from weft.bench.verification import Check, Sums
-from weft.schedules.common import apart, offsets
+from weft.schedules.common import apart
 
 
 class MatmulSum(Subject):
@@ -24,7 +24,7 @@ class MatmulSum(Subject):
     def prepare(self) -> None:
         world, (m, k, n), product = self.world, self.settings.shape, self.dtypes["partial"]
         self.scatters = self.settings.operator == "matmul_reduce_scatter"
-        self.start = offsets(self.rows)[world.rank] if self.scatters else 0
+        self.start = sum(self.rows[: world.rank]) if self.scatters else 0
         self.shares = {"shard_rows": self.rows} if self.scatters else {}
         host_partial = world.multi_host and not apart(world.hosts)
         dtypes, seed = (self.dtype, self.out_dtype, product), self.settings.seed

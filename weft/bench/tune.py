@@ -13,6 +13,7 @@ from weft.engines import engine
 from weft.engines.weights import pack
 from weft.ops import fused
 from weft.ops.call import Call, Given, Options
+from weft.plan.binding import bind
 from weft.predict import tuned
 from weft.predict.machine import Machine
 from weft.schedules.operators import OPERATORS
@@ -80,7 +81,9 @@ def show(case: Workload, machine: Machine, found: list[Answer]) -> list[dict[str
 def _prepare(workload: Workload, world: World) -> Call:
     """A call of this workload, on random data."""
     dtype, rank = getattr(torch, workload.dtype), world.rank
-    rows = OPERATORS[workload.operator].plan(workload, Variant("sequential", 1), Place()).buffers["a"].rows
+    operator = OPERATORS[workload.operator]
+    plan = operator.plan(operator.request(workload, Variant("sequential", 1)), Place())
+    rows = bind(plan, workload.rows).buffers["a"].rows
     a, b = torch.randn(rows[rank], workload.k).to(dtype), torch.randn(workload.k, workload.n).to(dtype)
     if workload.symmetric and workload.operator == "all_gather_matmul":
         a = world.empty(max(rows), workload.k, dtype=dtype)[: rows[rank]].copy_(a)

@@ -18,7 +18,7 @@ from weft.schedules.all_to_all import all_to_all
 from weft.schedules.barrier import barrier
 from weft.schedules.levels import nested
 from weft.schedules.operators import OPERATORS
-from weft.schedules.workload import Operator, Place, Variant, Workload, pieces
+from weft.schedules.workload import Operator, Place, Request, pieces
 
 app = typer.Typer(help="Look at plans: what every rank does in one execution of an operator.", no_args_is_help=True)
 
@@ -27,55 +27,38 @@ EAGER = "eager"
 """How few rows are handed out; operators choose it by themselves."""
 
 
-class Request(NamedTuple):
-    """What a planner is asked for: each rank's part in so many pieces."""
-
-    ranks: int
-    pieces: int
-    algorithm: str
-    symmetric: bool
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """The blocks of each rank's part."""
-        return (self.pieces,) * self.ranks
-
-
 def _gather(r: Request) -> Plan:
     if r.algorithm == EAGER:
-        return all_gather.eager(r.blocks, nested(r.ranks))
-    return all_gather.all_gather(r.blocks, r.algorithm, chunk_rows=1, symmetric_a=r.symmetric, symmetric_gathered=r.symmetric)
+        return all_gather.eager(nested(r.ranks))
+    return all_gather.all_gather(r.ranks, r.pieces, r.algorithm, symmetric_a=r.symmetric, symmetric_gathered=r.symmetric)
 
 
 def _fused(operator: Operator, r: Request) -> Plan:
-    workload = Workload(operator.name, r.blocks, 1, 1, "float32", "float32", symmetric=r.symmetric)
-    way = Variant(r.algorithm, 1)
-    return operator.plan(*operator.in_blocks(workload, way, 1 if r.algorithm in operator.whole else r.pieces), Place())
+    return operator.plan(r._replace(pieces=1) if r.algorithm in operator.whole else r, Place())
 
 
 def _reduce(r: Request) -> Plan:
-    rows = r.pieces * r.ranks
     if r.algorithm == EAGER:
-        return all_reduce.eager(rows, nested(r.ranks))
-    return all_reduce.all_reduce(rows, r.ranks, r.algorithm, symmetric_a=r.symmetric, symmetric_out=r.symmetric, chunk_rows=1)
+        return all_reduce.eager(nested(r.ranks))
+    return all_reduce.all_reduce(r.ranks, r.pieces, r.algorithm, symmetric_a=r.symmetric, symmetric_out=r.symmetric)
 
 
 def _scatter(r: Request) -> Plan:
     if r.algorithm == EAGER:
-        return reduce_scatter.eager(r.blocks, nested(r.ranks))
+        return reduce_scatter.eager(nested(r.ranks))
     if r.algorithm == "direct":
-        return reduce_scatter.reduce_scatter(r.blocks, symmetric_a=r.symmetric, chunk_rows=1)
-    return reduce_scatter.put(r.blocks, r.algorithm, chunk_rows=1, hosts=range(r.ranks))
+        return reduce_scatter.reduce_scatter(r.ranks, r.pieces, symmetric_a=r.symmetric)
+    return reduce_scatter.put(r.pieces, range(r.ranks), r.algorithm)
 
 
 def _broadcast(r: Request) -> Plan:
     if r.algorithm == EAGER:
-        return broadcast.eager(r.pieces, 0, nested(r.ranks))
+        return broadcast.eager(0, nested(r.ranks))
     if r.algorithm == "pull":
-        return broadcast.broadcast(r.pieces, r.ranks, 0, symmetric_a=r.symmetric, chunk_rows=1)
+        return broadcast.broadcast(r.ranks, r.pieces, 0, symmetric_a=r.symmetric)
     if r.algorithm == "push":
-        return broadcast.push(r.pieces, 0, range(r.ranks))
-    return broadcast.ring(r.pieces, 0, range(r.ranks), chunk_rows=1)
+        return broadcast.push(0, range(r.ranks))
+    return broadcast.ring(r.pieces, 0, range(r.ranks))
 
 
 def _barrier(r: Request) -> Plan:
@@ -83,7 +66,7 @@ def _barrier(r: Request) -> Plan:
 
 
 def _exchange(r: Request) -> Plan:
-    return all_to_all([r.blocks] * r.ranks, symmetric_a=r.symmetric, chunk_rows=1)
+    return all_to_all(r.ranks, r.pieces, symmetric_a=r.symmetric)
 
 
 class Planner(NamedTuple):

@@ -81,7 +81,7 @@ def _prepare(
     copied, tensors = parts(result, whole, dim, sizes) if lead != 1 else (), {"a": matrix, "gathered": whole}
     most = max(rows) * matrix.shape[1] * matrix.itemsize
     if algorithm in ("auto", "pull") and chunk_rows is None and handed_out(world, most):
-        return Work(schedule.eager((1,) * world.ranks, world.levels), rows, tensors, result, copied)
+        return Work(schedule.eager(world.levels), rows, tensors, result, copied)
     if algorithm == "auto":
         straight = symmetric_out and (not symmetric or most >= PUSH_BYTES)
         algorithm = "push" if hosts or straight else "pull"
@@ -95,6 +95,6 @@ def _prepare(
 
 _plan = lru_cache(1024)(
     lambda ranks, algorithm, cut, a, gathered, hosts: schedule.all_gather(
-        (cut,) * ranks, algorithm, chunk_rows=1, symmetric_a=a, symmetric_gathered=gathered, hosts=hosts
+        ranks, cut, algorithm, symmetric_a=a, symmetric_gathered=gathered, hosts=hosts
     )
 )

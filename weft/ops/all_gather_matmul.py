@@ -15,7 +15,7 @@ from weft.ops.call import Call, Decision, Given, Options, workload
 from weft.plan import Plan
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import outputs
-from weft.schedules.workload import Place, Variant, Workload
+from weft.schedules.workload import Place, Request, Variant
 from weft.world import World, current
 
 Optionals = Sequence[Tensor | None]
@@ -231,5 +231,5 @@ class _ColumnsCall(_GatherCall):
         return self.results, columns.view(*a.shape[:-1], columns.shape[1]) if self.options.keep else None
 
 
-def _gather_columns(workload: Workload, variant: Variant, place: Place) -> Plan:
-    return all_gather(workload.rows, variant.algorithm, chunk_rows=variant.chunk_rows, hosts=place.hosts)
+def _gather_columns(request: Request, place: Place) -> Plan:
+    return all_gather(request.ranks, request.pieces, request.algorithm, hosts=place.hosts)

@@ -9,8 +9,9 @@ from torch import Tensor
 from weft.ops import arguments
 from weft.ops.collective import Handle, Work, call_later, call_now, check_reduction, handed_out, same_place, slot_rows
 from weft.plan import Plan
+from weft.plan.binding import split
 from weft.schedules import all_reduce as schedule
-from weft.schedules.common import Hosts, apart, split
+from weft.schedules.common import Hosts, apart
 from weft.schedules.levels import EAGER_BYTES
 from weft.schedules.workload import PIECES, pieces
 from weft.world import World
@@ -57,7 +58,7 @@ def _prepare(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: st
         algorithm = "one_shot" if a.numel() * a.itemsize <= EAGER_BYTES else "two_shot"
     flat, rows = a.reshape(-1, 1).contiguous(), split(a.numel(), world.ranks)
     if algorithm == "one_shot" and handed_out(world, a.numel() * a.itemsize):
-        return Work(schedule.eager(world.ranks, world.levels, op), rows, {"a": flat, "out": result.view(-1, 1)}, result)
+        return Work(schedule.eager(world.levels, op), rows, {"a": flat, "out": result.view(-1, 1)}, result)
     # Where every rank reads all of a there is no moment at which its own rank may overwrite it.
     symmetric = world.is_symmetric(flat) and not (in_place and algorithm == "one_shot")
     places = symmetric, world.is_symmetric(result)
@@ -71,7 +72,5 @@ def _prepare(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: st
 @lru_cache(1024)
 def _plan(ranks: int, cut: int, algorithm: str, op: str, symmetric: bool, symmetric_out: bool, hosts: Hosts | None) -> Plan:
     if hosts is not None:
-        way = "ring" if algorithm == "ring" else "two_shot"
-        return schedule.put(cut * ranks, ranks, way, op, chunk_rows=1, hosts=hosts)
-    places = {"symmetric_a": symmetric, "symmetric_out": symmetric_out}
-    return schedule.all_reduce(cut * ranks, ranks, algorithm, op, chunk_rows=1, **places)
+        return schedule.put(cut, hosts, "ring" if algorithm == "ring" else "two_shot", op)
+    return schedule.all_reduce(ranks, cut, algorithm, op, symmetric_a=symmetric, symmetric_out=symmetric_out)

@@ -101,6 +101,4 @@ def _exchange_splits(world: World, given: tuple[int, ...], taken: tuple[int, ...
     return tuple(tuple(row) for row in sent.tolist())
 
 
-_plan = lru_cache(1024)(
-    lambda ranks, cut, a, hosts: schedule.all_to_all([(cut,) * ranks] * ranks, symmetric_a=a, chunk_rows=1, hosts=hosts)
-)
+_plan = lru_cache(1024)(lambda ranks, cut, a, hosts: schedule.all_to_all(ranks, cut, symmetric_a=a, hosts=hosts))

@@ -167,7 +167,7 @@ def _of_rank_0(call: Call, key: CallKey) -> list[Choice]:
 @cache
 def _telling(levels: Levels, hosts: tuple[int, ...] | None) -> Plan:
     """How rank 0 tells all ranks something."""
-    return replace(push(1, 0, hosts) if hosts else eager(1, 0, levels), operator="auto")
+    return replace(push(0, hosts) if hosts else eager(0, levels), operator="auto")
 
 
 @contextlib.contextmanager

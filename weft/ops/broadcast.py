@@ -59,7 +59,7 @@ def _prepare(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: 
     # Where ranks are many, or wait for a core, a source that waits for nobody gains more than it costs that all meet now and then.
     many = world.crowded or len(world.levels) > 1
     if algorithm in ("auto", "pull") and many and handed_out(world, rows.numel() * rows.itemsize):
-        return Work(schedule.eager(1, source, world.levels), (len(rows),), tensors, tensor)
+        return Work(schedule.eager(source, world.levels), (len(rows),), tensors, tensor)
     symmetric, shared = world.is_symmetric(rows), rows.numel() * rows.itemsize >= SHARED_BYTES
     cut = world.ranks if shared else 1
     if not symmetric:
@@ -74,7 +74,7 @@ def _prepare(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: 
 def _plan(cut: int, ranks: int, source: int, algorithm: str, symmetric: bool, shared: bool, hosts: Hosts | None) -> Plan:
     places, staged = hosts or range(ranks), hosts is None and not symmetric
     if algorithm == "ring":
-        return schedule.ring(cut, source, places, chunk_rows=1, staged=staged)
+        return schedule.ring(cut, source, places, staged=staged)
     if hosts is not None or algorithm == "push":
-        return schedule.push(cut, source, places, staged=staged)
-    return schedule.broadcast(cut, ranks, source, symmetric_a=symmetric, shared=shared, chunk_rows=1)
+        return schedule.push(source, places, staged=staged)
+    return schedule.broadcast(ranks, cut, source, symmetric_a=symmetric, shared=shared)

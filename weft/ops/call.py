@@ -114,7 +114,7 @@ class Call(ABC):
     """A call that was checked on this rank, with what is particular to its operator.
 
     `tensors` are those of the plan's buffers; `weights` and `biases` belong to its products in their order. `asked` is what the
-    planner is told beside workload, variant and place.
+    planner is told beside request and place.
     """
 
     tensors: Mapping[str, Tensor]

@@ -19,7 +19,7 @@ from weft.ops.auto import decide
 from weft.ops.call import Call, Given, Options
 from weft.plan import Matmul, Plan
 from weft.schedules.operators import OPERATORS
-from weft.schedules.workload import Place, Variant, Workload
+from weft.schedules.workload import Place, Request, Variant, Workload
 from weft.world import World
 
 
@@ -79,8 +79,8 @@ def prepare(call: Call, variant: Variant, pieces: int | None) -> Way:
     world, operator, workload = call.world, call.operator, call.workload
     whole = engine(world).whole_plans or variant.algorithm in operator.unequal
     place = Place(world.topology, world.remote_reads, planned=None if whole else (world.rank,))
-    blocks = operator.in_blocks(workload, variant, pieces or operator.cut(workload, variant))
-    plan, dtypes, products = _planned(call.planner, *blocks, place, call.asked)
+    held = workload._replace(rows=(), k=1, n=1, packed=True)  # what plans for all sizes depend on
+    plan, dtypes, products = _planned(call.planner, held, operator.request(workload, variant, pieces), place, call.asked)
     program = engine(world).program(plan, call.tensors, workload.rows, dtypes)
     biases = {name: bias for name, bias in zip(products, call.biases, strict=False) if bias is not None}
     return Way(program, dict(zip(products, call.weights, strict=False)), biases)
@@ -96,11 +96,11 @@ class _Planned(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _planned(
-    planner: Callable[..., Plan], workload: Workload, variant: Variant, place: Place, asked: tuple[tuple[str, object], ...]
+    planner: Callable[..., Plan], workload: Workload, request: Request, place: Place, asked: tuple[tuple[str, object], ...]
 ) -> _Planned:
-    plan = planner(workload, variant, place, **dict(asked))
+    plan = planner(request, place, **dict(asked))
     if place.planned is not None:
-        plan = replace(plan, request=repr((workload.rows, workload.symmetric, variant, asked)))
+        plan = replace(plan, request=repr((request, asked)))
     dtypes = {name: getattr(torch, rows.dtype) for name, rows in OPERATORS[workload.operator].buffers(workload).items()}
     every = (instruction for lanes in plan.lanes for lane in lanes.values() for instruction in lane)
     products = dict.fromkeys(instruction.dst.buffer for instruction in every if isinstance(instruction, Matmul))

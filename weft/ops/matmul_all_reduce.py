@@ -10,7 +10,7 @@ from weft.engines.weights import DTYPES, FLOAT8, Weight, plain
 from weft.ops import arguments, dims, float8, fused, known
 from weft.ops.call import Call, Given, Options, workload
 from weft.ops.partial_sums import ADDED_ROWS, SumCall
-from weft.schedules.common import split
+from weft.plan.binding import split
 from weft.world import World, current
 
 

@@ -94,7 +94,7 @@ def _prepare(
             block.copy_(part)
     tensors = {"a": matrix, "out": as_matrix(result, dim)}
     if algorithm in ("auto", "direct") and handed_out(world, a.numel() * a.itemsize):
-        return Work(schedule.eager((1,) * world.ranks, world.levels, op), rows, tensors, result)
+        return Work(schedule.eager(world.levels, op), rows, tensors, result)
     slot = slot_rows(matrix, max(rows), world.ranks - 1, world)
     put = world.multi_host or algorithm in ("push", "ring")
     cut = pieces(max(rows), max(1, -(-max(rows) // PIECES)) if put else slot)
@@ -104,8 +104,6 @@ def _prepare(
 
 @lru_cache(1024)
 def _plan(ranks: int, algorithm: str, op: str, symmetric: bool, cut: int, hosts: Hosts | None) -> Plan:
-    blocks = (cut,) * ranks
     if hosts is not None or algorithm in ("push", "ring"):
-        way = "ring" if algorithm == "ring" else "push"
-        return schedule.put(blocks, way, op, chunk_rows=1, hosts=hosts or range(ranks))
-    return schedule.reduce_scatter(blocks, op, symmetric_a=symmetric, chunk_rows=1)
+        return schedule.put(cut, hosts or range(ranks), "ring" if algorithm == "ring" else "push", op)
+    return schedule.reduce_scatter(ranks, cut, op, symmetric_a=symmetric)

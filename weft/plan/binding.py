@@ -33,11 +33,18 @@ def bind(plan: Plan, rows: Sequence[int]) -> Plan:
 class _Binding:
     def __init__(self, plan: Plan, sizes: Sequence[int]) -> None:
         self.plan, self.sizes, self.room = plan, sizes, max(sizes, default=0)
-        self.bounds = {
-            (rank, name): [0, *accumulate(map(self.size, buffer.numbers(rank)))]
-            for name, buffer in plan.buffers.items()
-            for rank in range(plan.ranks)
-        }
+        self.begin: dict[tuple[int, str], list[int]] = {}
+        self.alike: dict[tuple[int, ...] | range, list[int]] = {}  # of ranks that have the same blocks
+
+    def bounds(self, rank: int, name: str) -> list[int]:
+        """Where each block of a rank's buffer begins, and the last one ends."""
+        if (rank, name) not in self.begin:
+            numbers = self.plan.buffers[name].numbers(rank)
+            blocks = numbers if isinstance(numbers, range) else tuple(numbers)
+            if blocks not in self.alike:
+                self.alike[blocks] = [0, *accumulate(map(self.size, blocks))]
+            self.begin[rank, name] = self.alike[blocks]
+        return self.begin[rank, name]
 
     def size(self, block: int) -> int:
         return self.room if block == ROOM else 1 if block == ROW else self.sizes[block]
@@ -45,7 +52,7 @@ class _Binding:
     def bound(self) -> Plan:
         plan = self.plan
         buffers = {
-            name: Buffer(buffer.role, tuple(self.bounds[rank, name][-1] for rank in range(plan.ranks)))
+            name: Buffer(buffer.role, tuple(self.bounds(rank, name)[-1] for rank in range(plan.ranks)))
             for name, buffer in plan.buffers.items()
         }
         lanes = tuple({name: tuple(map(self.instruction, lane)) for name, lane in lanes.items()} for lanes in plan.lanes)
@@ -53,11 +60,11 @@ class _Binding:
         return replace(plan, buffers=buffers, lanes=lanes, result=result, pieces=())
 
     def rows(self, region: Region) -> int:
-        bounds = self.bounds[region[:2]]
+        bounds = self.bounds(region.rank, region.buffer)
         return bounds[region.stop] - bounds[region.start]
 
     def region(self, region: Region, rows: int) -> Region:
-        start = self.bounds[region[:2]][region.start]
+        start = self.bounds(region.rank, region.buffer)[region.start]
         return region._replace(start=start, stop=start + rows)
 
     def instruction(self, instruction: Instruction) -> Instruction:
@@ -71,8 +78,8 @@ class _Binding:
         return instruction
 
     def promise(self, region: Region, value: Value) -> tuple[Region, Value]:
-        start = self.bounds[region[:2]][region.start]
+        start = self.bounds(region.rank, region.buffer)[region.start]
         return self.region(region, self.rows(region)), tuple(self.term(term, region.start, start) for term in value)
 
     def term(self, term: Term, block: int, row: int) -> Term:
-        return term._replace(shift=self.bounds[term.rank, term.buffer][block + term.shift] - row)
+        return term._replace(shift=self.bounds(term.rank, term.buffer)[block + term.shift] - row)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from weft.plan import Plan
+from weft.plan.binding import bind, split
 from weft.predict.machine import Machine
 from weft.predict.simulator import seconds
 from weft.schedules import all_gather, all_reduce, broadcast
@@ -26,18 +28,18 @@ Planner = Callable[[int], Plan]
 
 _EAGER: Mapping[str, Callable[[Levels], Plan]] = {
     "barrier": barrier,
-    "all_gather": lambda levels: all_gather.eager((1,) * len(levels[-1]), levels),
-    "all_reduce": lambda levels: all_reduce.eager(1, levels),
-    "broadcast": lambda levels: broadcast.eager(1, 0, levels),
+    "all_gather": all_gather.eager,
+    "all_reduce": all_reduce.eager,
+    "broadcast": partial(broadcast.eager, 0),
 }
 _STAGED: Mapping[str, Mapping[str, Planner]] = {
-    "all_gather": {"pull": lambda ranks: all_gather.all_gather((ranks,) * ranks, "pull", chunk_rows=ranks)},
+    "all_gather": {"pull": lambda ranks: all_gather.all_gather(ranks, 1, "pull")},
     "all_reduce": {
-        "one_shot": lambda ranks: all_reduce.all_reduce(ranks, ranks, "one_shot", chunk_rows=1),
-        "two_shot": lambda ranks: all_reduce.all_reduce(ranks, ranks, "two_shot", chunk_rows=1),
-        "ring": lambda ranks: all_reduce.all_reduce(ranks, ranks, "ring", chunk_rows=1),
+        "one_shot": lambda ranks: all_reduce.all_reduce(ranks, 1, "one_shot"),
+        "two_shot": lambda ranks: all_reduce.all_reduce(ranks, 1, "two_shot"),
+        "ring": lambda ranks: all_reduce.all_reduce(ranks, 1, "ring"),
     },
-    "broadcast": {"pull": lambda ranks: broadcast.broadcast(ranks, ranks, 0, chunk_rows=ranks)},
+    "broadcast": {"pull": lambda ranks: broadcast.broadcast(ranks, 1, 0)},
 }
 COLLECTIVES = tuple(_EAGER)
 
@@ -52,12 +54,14 @@ def ways(collective: str, size: int, ranks: int, machine: Machine) -> list[Way]:
         raise ValueError(f"{machine.name} does not know how long signals take, of which such collectives mostly consist")
     if size <= EAGER_BYTES or collective == "barrier":
         meeting = {"flat": flat(ranks), "levels": nested(ranks, machine.near(ranks))}
-        found = {name: (_EAGER[collective](levels), size) for name, levels in meeting.items() if name == "flat" or len(levels) > 1}
+        found = {name: _EAGER[collective](levels) for name, levels in meeting.items() if name == "flat" or len(levels) > 1}
     else:
-        found = {name: (plan(ranks), -(-size // ranks)) for name, plan in _STAGED[collective].items()}
-    return sorted((_way(name, plan, row, machine) for name, (plan, row) in found.items()), key=lambda way: way.seconds)
+        found = {name: plan(ranks) for name, plan in _STAGED[collective].items()}
+    rows = split(-(-size // 4), ranks) if collective == "all_reduce" else [-(-size // 4)] * ranks
+    return sorted((_way(name, plan, rows, machine) for name, plan in found.items()), key=lambda way: way.seconds)
 
 
-def _way(name: str, plan: Plan, row: int, machine: Machine) -> Way:
-    rows = dict.fromkeys(plan.buffers, Rows(-(-row // 4), "float32"))
-    return Way(name, seconds(plan, machine, rows), max(plan.notifies()))
+def _way(name: str, plan: Plan, rows: Sequence[int], machine: Machine) -> Way:
+    """`rows`: those of each shard, of a number of 4 bytes each."""
+    bound, numbers = bind(plan, rows[: len(plan.pieces)]), dict.fromkeys(plan.buffers, Rows(1, "float32"))
+    return Way(name, seconds(bound, machine, numbers), max(plan.notifies()))

@@ -12,11 +12,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from weft.plan import Plan
+from weft.plan.binding import bind, split
 from weft.plan.messages import lower_to_messages
 from weft.plan.trace import Trace
 from weft.predict.machine import Link, Machine
 from weft.predict.simulator import seconds, simulate
-from weft.schedules.common import split
 from weft.schedules.operators import OPERATORS, SHARED_MEMORY_ONLY
 from weft.schedules.workload import ORDERS, PIECES, Place, Variant, Workload
 
@@ -47,7 +47,7 @@ def plan(workload: Workload, variant: Variant, machine: Machine, communicate: bo
 @lru_cache(maxsize=64)
 def _plan(workload: Workload, variant: Variant, place: Place, communicate: bool) -> Plan:
     operator = OPERATORS[workload.operator]
-    made = (operator.communicate if communicate else operator.plan)(workload, variant, place)
+    made = bind((operator.communicate if communicate else operator.plan)(operator.request(workload, variant), place), workload.rows)
     return made if place.hosts is None else lower_to_messages(made, place.hosts)
 
 

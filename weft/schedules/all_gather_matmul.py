@@ -10,18 +10,18 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from weft.plan import Buffer, Copy, Instruction, Matmul, Plan, Region, Term
-from weft.schedules.all_gather import GATHERINGS, Arrival, Sizes, all_gather, gather_buffers, gathered_result, keep, push
-from weft.schedules.common import Hosts, Lanes, enter, everything, in_all, offsets, side_lanes, tidy
-from weft.schedules.workload import Operator, Place, Rows, Variant, Workload
+from weft.schedules.all_gather import GATHERINGS, Arrival, Choices, all_gather, gather_buffers, gathered_result, keep, push
+from weft.schedules.common import Hosts, Lanes, enter, everything, in_all, side_lanes, tidy
+from weft.schedules.workload import Operator, Place, Request, Rows, Workload
 
 ALGORITHMS = ("direct", "pull", "push", "ring", "sequential")
 
 
 def all_gather_matmul(
-    rows: Sequence[int],
+    ranks: int,
+    pieces: int,
     algorithm: str,
     *,
-    chunk_rows: int,
     symmetric_a: bool = False,
     gathered: bool = False,
     own_first: bool = True,
@@ -32,7 +32,7 @@ def all_gather_matmul(
     planned: tuple[int, ...] | None = None,
     hosts: Hosts | None = None,
 ) -> Plan:
-    """Plan for shards of `rows[rank]` rows, moved in transfers of at most `chunk_rows`.
+    """Plan for ranks whose rows are moved in so many `pieces`.
 
     `symmetric_a`: the input lies in symmetric memory. `gathered`: the gathered rows are an output too. `own_first` and `joined`
     leave out one improvement each when false: own rows are multiplied last; each transfer gets a product of its own. `weights` is
@@ -40,60 +40,50 @@ def all_gather_matmul(
     of the one in ``sequential``: ``peer`` or ``interleaved``, and how many lanes send beside each other. `planned`: the ranks that
     get their lanes, all unless given. `hosts` are given where there are several.
     """
-    starts, outs = offsets(rows), outputs(weights)
+    outs = outputs(weights)
     into = "gathered" if gathered and algorithm == "pull" else "inbox"
-    sizes = Sizes(rows, chunk_rows, symmetric_a, into, order, links, hosts)
+    choices = Choices(ranks, pieces, symmetric_a, into, order, links, hosts)
 
-    def lanes_of(r: int) -> Lanes:
-        if algorithm == "sequential":
-            return _gather_then_multiply(sizes, r, gathered, outs)
-        part = GATHERINGS[algorithm](sizes, r)
-        own = [*_multiply(Region(r, "a", 0, rows[r]), starts[r], r, outs)]
-        own += keep(Region(r, "a", 0, rows[r]), starts[r]) if gathered else []
+    def used(region: Region, start: int, r: int) -> list[Instruction]:
+        """What is done with rows that are there, from block `start` of all on."""
+        kept = [keep(region, start, r)] if gathered and region.buffer != "gathered" else []
+        return [*(Matmul(region, Region(r, out, start, start + region.rows)) for out in outs), *kept]
+
+    def gather_then_multiply(r: int) -> Lanes:
+        """All rows first, then one product over all of them; a single link is served by the lane that multiplies."""
+        part, all_rows = push(choices, r), Region(r, "inbox", 0, ranks * pieces)
+        own, here = Region(r, "a", 0, pieces), Region(r, "inbox", r * pieces, (r + 1) * pieces)
+        beside = part.transfers if links > 1 else []
+        lane = [*part.first, *(enter(r, ranks) if beside else chain(*part.transfers))]
+        lane += [Copy(own, here)] if ranks > 1 else []
+        for wait, region, at in join(part.arrivals, all_at_once=True):
+            there = Region(r, "inbox", at, at + region.rows)
+            lane += [wait, *([Copy(region, there)] if region != there else [])]
+        lane += [*used(all_rows if ranks > 1 else own, 0, r), *part.last]
+        return {"compute": tidy(lane)} | side_lanes(beside)
+
+    def multiply_as_they_come(r: int) -> Lanes:
+        part = GATHERINGS[algorithm](choices, r)
+        own = used(Region(r, "a", 0, pieces), r * pieces, r)
         peers: list[Instruction] = []
         for wait, region, start in join(part.arrivals) if joined else part.arrivals:
-            peers += [wait, *_multiply(region, start, r, outs)]
-            peers += keep(region, start, r) if gathered else []
+            peers += [wait, *used(region, start, r)]
         compute = own + peers if own_first else peers + own
         return {"compute": tidy([*part.first, *compute, *part.last])} | side_lanes(part.transfers)
 
-    lanes = in_all(len(rows), planned, lanes_of)
-    result = gathered_result(rows, planned) if gathered else {}
-    for r in planned or range(len(rows)):
-        for p, start in enumerate(starts):
-            for out in outs if rows[p] else ():
-                result[Region(r, out, start, start + rows[p])] = (Term(p, "a", -start, weights=(r, out)),)
-    buffers = gather_buffers(rows, gathered) | {out: Buffer.of("output", everything(rows)) for out in outs}
-    return Plan("all_gather_matmul", algorithm, buffers, lanes, result, tuple(rows), planned=planned)
-
-
-def _gather_then_multiply(sizes: Sizes, rank: int, gathered: bool, outs: Sequence[str]) -> dict[str, tuple[Instruction, ...]]:
-    """All rows first, then one product over all of them; a single link is served by the lane that multiplies."""
-    rows, total, start = sizes.rows, sum(sizes.rows), offsets(sizes.rows)[rank]
-    part = push(sizes, rank)
-    beside = part.transfers if sizes.links > 1 else []
-    own, everything = Region(rank, "a", 0, rows[rank]), Region(rank, "inbox", 0, total)
-    lane = [*part.first, *([] if beside else chain(*part.transfers))]
-    if own.rows == total:  # nothing to gather
-        everything = own
-    elif own.rows:  # only writes to a workspace wait for it to be free; a rank without rows writes to none
-        lane += enter(rank, len(rows)) if beside else []
-        lane.append(Copy(own, Region(rank, "inbox", start, start + own.rows)))
-    for wait, region, at in join(part.arrivals, all_at_once=True):
-        here = Region(rank, "inbox", at, at + region.rows)
-        lane += [wait, *([Copy(region, here)] if region != here else [])]
-    lane += [*_multiply(everything, 0, rank, outs), *(keep(everything, 0) if gathered else []), *part.last]
-    return {"compute": tidy(lane)} | side_lanes(beside)
+    lanes = in_all(ranks, planned, gather_then_multiply if algorithm == "sequential" else multiply_as_they_come)
+    result = gathered_result(ranks, pieces, planned) if gathered else {}
+    for r in planned or range(ranks):
+        for p in range(ranks):
+            for out in outs:
+                result[Region(r, out, p * pieces, (p + 1) * pieces)] = (Term(p, "a", -p * pieces, weights=(r, out)),)
+    buffers = gather_buffers(ranks, pieces, gathered) | {out: Buffer.of("output", everything(ranks, pieces)) for out in outs}
+    return Plan("all_gather_matmul", algorithm, buffers, lanes, result, (pieces,) * ranks, planned=planned)
 
 
 def outputs(weights: int) -> tuple[str, ...]:
     """The names of the outputs of products with this many weights."""
     return ("out", *(f"out{i}" for i in range(1, weights)))
-
-
-def _multiply(region: Region, start: int, rank: int, outs: Sequence[str]) -> Iterator[Instruction]:
-    for out in outs if region.rows else ():
-        yield Matmul(region, Region(rank, out, start, start + region.rows))
 
 
 def join(arrivals: Sequence[Arrival], all_at_once: bool = False) -> Iterator[Arrival]:
@@ -114,31 +104,31 @@ def _adjacent(one: Arrival, next_: Arrival) -> bool:
     return same_place and one.wait.signal == next_.wait.signal
 
 
-def _plan(workload: Workload, variant: Variant, place: Place, *, gathered: bool = False, weights: int = 1) -> Plan:
+def _plan(request: Request, place: Place, *, gathered: bool = False, weights: int = 1) -> Plan:
     return all_gather_matmul(
-        workload.rows,
-        variant.algorithm,
-        chunk_rows=variant.chunk_rows,
-        symmetric_a=workload.symmetric,
+        request.ranks,
+        request.pieces,
+        request.algorithm,
+        symmetric_a=request.symmetric,
         gathered=gathered,
         weights=weights,
-        order=variant.order,
+        order=request.order,
         links=place.links,
         planned=place.planned,
         hosts=place.hosts,
     )
 
 
-def _communicate(workload: Workload, variant: Variant, place: Place) -> Plan:
+def _communicate(request: Request, place: Place) -> Plan:
     """The gather alone, between symmetric tensors; a pull, or a push, where the algorithm has none of its own."""
-    algorithm = {"direct": "pull", "sequential": "push"}.get(variant.algorithm, variant.algorithm)
+    algorithm = {"direct": "pull", "sequential": "push"}.get(request.algorithm, request.algorithm)
     return all_gather(
-        workload.rows,
+        request.ranks,
+        request.pieces,
         algorithm,
-        chunk_rows=variant.chunk_rows,
         symmetric_a=True,
         symmetric_gathered=True,
-        order=variant.order,
+        order=request.order,
         links=place.links if algorithm == "push" else 1,
         planned=place.planned,
         hosts=place.hosts,

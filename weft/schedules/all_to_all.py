@@ -2,100 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
-from weft.schedules.common import Hosts, after, around, before, offsets, publish, room, shards
-from weft.schedules.staging import Part, Stream, copies, pipeline
+from weft.schedules.common import Hosts, after, around, before, publish
+from weft.schedules.staging import copies, one_for_each, pipeline
 
 
-def all_to_all(
-    rows: Sequence[Sequence[int]], *, symmetric_a: bool = False, chunk_rows: int | None = None, hosts: Hosts | None = None
-) -> Plan:
-    """Plan for `rows[r][p]` rows from rank r to rank p.
+def all_to_all(ranks: int, pieces: int, *, symmetric_a: bool = False, hosts: Hosts | None = None) -> Plan:
+    """Plan for what every rank has for each other, cut into `pieces`: shard ``r * ranks + p`` is what rank r has for rank p.
 
-    Every rank gets its blocks where they lie if `symmetric_a`; else they are handed out, `chunk_rows` of each at a time. Blocks for
+    Every rank gets its shards where they lie if `symmetric_a`; else they are handed out, a piece of each at a time. Shards for
     ranks of another of the `hosts` are put there, once a rank has made this call.
     """
-    ranks = len(rows)
     if hosts is None and not symmetric_a and ranks > 1:
-        return _through_slots(rows, chunk_rows)
-    lanes, result = [], {}
-    for r in range(ranks):
-        received = [rows[p][r] for p in range(ranks)]
-        at, into = offsets(rows[r]), offsets(received)
+        return _through_slots(ranks, pieces)
+
+    def shard(rank: int, buffer: str, number: int) -> Region:
+        """What a rank has for another, or has from it."""
+        return Region(rank, buffer, number * pieces, (number + 1) * pieces)
+
+    def lane(r: int) -> tuple[Instruction, ...]:
         near = [p for p in range(ranks) if hosts is None or hosts[p] == hosts[r]]
-        sources = [p for p in after(r, ranks) if rows[p][r] and p in near]
-        readers = [p for p in before(r, ranks) if rows[r][p] and p in near]
-        givers = [p for p in after(r, ranks) if rows[p][r] and p not in near]
-        takers = [p for p in before(r, ranks) if rows[r][p] and p not in near]
-        pieces = around(at[r], at[r] + rows[r][r], sum(rows[r]))
+        far = [p for p in after(r, ranks) if p not in near]
+        sources, readers = ([p for p in order(r, ranks) if p in near] for order in (after, before))
+        parts = around(r * pieces, (r + 1) * pieces, ranks * pieces)
         if hosts is not None:
-            pieces = [(at[p], at[p] + rows[r][p]) for p in near if p != r]
-        own = publish(r, ranks, pieces, symmetric_a, readers, sources)
-        lane: list[Instruction] = [*(Notify(p, Signal("open", r)) for p in givers), *own.first]
-        for p in takers:
-            there = offsets([rows[q][p] for q in range(ranks)])[r]
-            block = Region(r, "a", at[p], at[p] + rows[r][p])
-            lane += [Wait(Signal("open", p), 1), Copy(block, Region(p, "out", there, there + block.rows))]
-            lane.append(Notify(p, Signal("arrived", r)))
-        for p in [r, *sources]:
-            start = offsets(rows[p])[r]
-            here = Region(r, "out", into[p], into[p] + rows[p][r])
-            lane += [Wait(Signal("ready", p), 1)] if p != r else []
-            lane += [Copy(Region(p, "a" if p == r else own.buffer, start, start + here.rows), here)] if here.rows else []
-            if here.rows:
-                result[here] = (Term(p, "a", start - here.start),)
-        for p in givers:
-            lane.append(Wait(Signal("arrived", p), 1))
-            result[Region(r, "out", into[p], into[p] + rows[p][r])] = (Term(p, "a", offsets(rows[p])[r] - into[p]),)
-        lanes.append({"compute": (*lane, *own.last)})
-    buffers = _buffers(rows)
-    return Plan(
-        "all_to_all", "pull", buffers | {"staged": replace(buffers["a"], role="workspace")}, tuple(lanes), result, _pieces(rows)
-    )
+            parts = [(p * pieces, (p + 1) * pieces) for p in near if p != r]
+        own = publish(r, ranks, parts, symmetric_a, readers, sources)
+        made: list[Instruction] = [*(Notify(p, Signal("open", r)) for p in far), *own.first]
+        for p in (p for p in before(r, ranks) if p in far):
+            made += [Wait(Signal("open", p), 1), Copy(shard(r, "a", p), shard(p, "out", r)), Notify(p, Signal("arrived", r))]
+        made.append(Copy(shard(r, "a", r), shard(r, "out", r)))
+        for p in sources:
+            made += [Wait(Signal("ready", p), 1), Copy(shard(p, own.buffer, r), shard(r, "out", p))]
+        return (*made, *(Wait(Signal("arrived", p), 1) for p in far), *own.last)
+
+    buffers = _buffers(ranks, pieces)
+    buffers["staged"] = replace(buffers["a"], role="workspace")
+    return _plan(ranks, pieces, buffers, [lane(r) for r in range(ranks)])
 
 
-def _through_slots(rows: Sequence[Sequence[int]], chunk_rows: int | None) -> Plan:
-    ranks = range(len(rows))
-    parts = [
-        [Part([p] if p != r else [], start, start + count) for p, (start, count) in enumerate(zip(offsets(own), own, strict=True))]
-        for r, own in enumerate(rows)
-    ]
-    handed = Stream("staged", parts, chunk_rows or max(1, *(count for counts in rows for count in counts)))
-    into = [offsets([rows[p][r] for p in ranks]) for r in ranks]
-    result = {
-        Region(r, "out", into[r][p], into[r][p] + rows[p][r]): (Term(p, "a", parts[p][r].start - into[r][p]),)
-        for r in ranks
-        for p in ranks
-        if rows[p][r]
-    }
+def _through_slots(ranks: int, pieces: int) -> Plan:
+    handed = one_for_each(ranks, pieces)
 
     def lane(rank: int) -> tuple[Instruction, ...]:
-        own, at = parts[rank][rank], into[rank][rank]
-        kept = [Copy(Region(rank, "a", own.start, own.stop), Region(rank, "out", at, at + own.stop - own.start))]
-        kept = kept if own.start < own.stop else []
+        own = Region(rank, "a", rank * pieces, (rank + 1) * pieces)
+        kept = Copy(own, own._replace(buffer="out"))
 
         def stage(step: int) -> list[Instruction]:
-            return [*handed.stage(rank, step, copies(rank, "a")), *(kept if step == 0 else [])]  # peers need not wait for it
+            return [*handed.stage(rank, step, copies(rank, "a")), *([kept] if step == 0 else [])]  # peers need not wait for it
 
-        fetch = handed.fetch(rank, "out", into[rank])
-        return pipeline(rank, [handed], [stage, fetch]) if any(map(handed.steps, ranks)) else tuple(kept)
+        return pipeline(rank, [handed], [stage, handed.fetch(rank, "out", [p * pieces for p in range(ranks)])])
 
-    lanes = tuple({"compute": lane(r)} for r in ranks)
-    return Plan("all_to_all", "pull", _buffers(rows) | {"staged": room(handed.rows)}, lanes, result, _pieces(rows))
+    return _plan(ranks, pieces, _buffers(ranks, pieces) | {"staged": handed.room}, [lane(r) for r in range(ranks)])
 
 
-def _pieces(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Shard ``r * ranks + p`` is what rank r has for rank p."""
-    return tuple(count for counts in rows for count in counts)
+def _plan(ranks: int, pieces: int, buffers: Mapping[str, Buffer], lanes: Sequence[tuple[Instruction, ...]]) -> Plan:
+    result = {
+        Region(r, "out", p * pieces, (p + 1) * pieces): (Term(p, "a", (r - p) * pieces),)
+        for r in range(ranks)
+        for p in range(ranks)
+    }
+    return Plan("all_to_all", "pull", buffers, tuple({"compute": lane} for lane in lanes), result, (pieces,) * ranks**2)
 
 
-def _buffers(rows: Sequence[Sequence[int]]) -> dict[str, Buffer]:
-    ranks, blocks = len(rows), shards(_pieces(rows))
+def _buffers(ranks: int, pieces: int) -> dict[str, Buffer]:
+    shards = [range(number * pieces, (number + 1) * pieces) for number in range(ranks**2)]
     return {
-        "a": Buffer.of("input", [[*chain(*blocks[r * ranks : (r + 1) * ranks])] for r in range(ranks)]),
-        "out": Buffer.of("output", [[*chain(*blocks[r::ranks])] for r in range(ranks)]),
+        "a": Buffer.of("input", [range(r * ranks * pieces, (r + 1) * ranks * pieces) for r in range(ranks)]),
+        "out": Buffer.of("output", [[*chain(*shards[r::ranks])] for r in range(ranks)]),
     }

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 
-from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
+from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Value, Wait
 from weft.schedules.common import (
     Hosts,
     apart,
     before,
-    chunks,
+    block,
     enter,
     leave,
     members,
@@ -17,7 +17,6 @@ from weft.schedules.common import (
     others,
     publish,
     rail_peer,
-    room,
     tidy,
 )
 from weft.schedules.levels import Levels, spread
@@ -26,39 +25,40 @@ from weft.schedules.staging import Part, Stream, copies, pipeline
 ALGORITHMS = ("pull", "push", "ring")
 
 
-def broadcast(
-    rows: int, ranks: int, source: int, *, symmetric_a: bool = False, shared: bool = False, chunk_rows: int | None = None
-) -> Plan:
-    """All ranks but `source` get its rows. The source has them as ``a``, the others as ``out``.
+def broadcast(ranks: int, pieces: int, source: int, *, symmetric_a: bool = False, shared: bool = False) -> Plan:
+    """All ranks but `source` get its rows, cut into `pieces`. The source has them as ``a``, the others as ``out``.
 
     Where `symmetric_a` they read them where they lie, and if the work is `shared` the source, too, puts as many rows as every rank
-    then moves; else it hands them out, `chunk_rows` at a time.
+    then moves; else it hands them out, a piece at a time.
     """
-    parts = [[Part(before(r, ranks), 0, rows)] if r == source else [] for r in range(ranks)]
-    handed = Stream("staged", parts, chunk_rows or max(1, rows))
-    put = rows // ranks if shared else 0
+    parts = [[Part(before(r, ranks), 0)] if r == source else [] for r in range(ranks)]
+    handed = Stream("staged", parts, pieces)
+    put = pieces // ranks if shared else 0
 
     def lane(rank: int) -> tuple[Instruction, ...]:
         if symmetric_a:
-            return _from_source(source, rows, put, ranks) if rank == source else _to_others(rank, source, rows, put, ranks)
+            return _from_source(source, put, ranks) if rank == source else _to_others(rank, source, pieces, put, ranks)
         return _through_slots(rank, handed)
 
-    lanes = tuple({"compute": lane(r) if rows and ranks > 1 else ()} for r in range(ranks))
-    result = {Region(r, "out", 0, rows): (Term(source, "a", 0),) for r in range(ranks) if rows and r != source}
-    buffers = _buffers(rows, source, ranks) | {"staged": room(handed.rows)}
-    return Plan("broadcast", "pull", buffers, lanes, result, (rows,))
+    lanes = tuple({"compute": lane(r) if ranks > 1 else ()} for r in range(ranks))
+    buffers = _buffers(ranks, pieces, source) | {"staged": handed.room}
+    return Plan("broadcast", "pull", buffers, lanes, _result(ranks, pieces, source), (pieces,))
 
 
-def _buffers(rows: int, source: int, ranks: int) -> dict[str, Buffer]:
-    all_rows, none = range(rows), range(0)
+def _buffers(ranks: int, pieces: int, source: int) -> dict[str, Buffer]:
+    every, none = range(pieces), range(0)
     return {
-        "a": Buffer.of("input", [all_rows if r == source else none for r in range(ranks)]),
-        "staged": Buffer.of("workspace", [all_rows] * ranks),
-        "out": Buffer.of("output", [none if r == source else all_rows for r in range(ranks)]),
+        "a": Buffer.of("input", [every if r == source else none for r in range(ranks)]),
+        "staged": Buffer.of("workspace", [every] * ranks),
+        "out": Buffer.of("output", [none if r == source else every for r in range(ranks)]),
     }
 
 
-def _from_source(source: int, rows: int, put: int, ranks: int) -> tuple[Instruction, ...]:
+def _result(ranks: int, pieces: int, source: int) -> dict[Region, Value]:
+    return {Region(r, "out", 0, pieces): (Term(source, "a", 0),) for r in range(ranks) if r != source}
+
+
+def _from_source(source: int, put: int, ranks: int) -> tuple[Instruction, ...]:
     peers, puts = before(source, ranks), list[Instruction]()
     if put:
         puts = [Wait(Signal("open", peer), 1) for peer in peers]
@@ -68,27 +68,25 @@ def _from_source(source: int, rows: int, put: int, ranks: int) -> tuple[Instruct
     return (*published.first, *puts, *published.last)
 
 
-def _to_others(rank: int, source: int, rows: int, put: int, ranks: int) -> tuple[Instruction, ...]:
-    there, published = Region(source, "a", put, rows), publish(rank, ranks, [], True, [], [source])
+def _to_others(rank: int, source: int, pieces: int, put: int, ranks: int) -> tuple[Instruction, ...]:
+    there, published = Region(source, "a", put, pieces), publish(rank, ranks, [], True, [], [source])
     fetch = [Wait(Signal("ready", source), 1), Copy(there, there._replace(rank=rank, buffer="out")), *published.last]
     return (Notify(source, Signal("open", rank)), *fetch, Wait(Signal("arrived", source), 1)) if put else tuple(fetch)
 
 
 @cache
-def eager(rows: int, source: int, levels: Levels) -> Plan:
+def eager(source: int, levels: Levels) -> Plan:
     """Broadcast of a few rows, whether symmetric or not: the source lays them down and goes on, and word of it is passed on."""
     ranks, lanes, (heard, told) = len(levels[-1]), [], spread(source, levels)
-    there = Region(source, "eager", 0, rows)
+    there = block(source, "eager", 0)
     for r in range(ranks):
-        own = Region(r, "a" if r == source else "out", 0, rows)
+        own = block(r, "a" if r == source else "out", 0)
         first = Copy(own, there) if r == source else Wait(Signal("ready", heard[r]), 1)
         fetched = [] if r == source else [Copy(there, own)]
         lanes.append({"compute": (first, *(Notify(peer, Signal("ready", r)) for peer in told[r]), *fetched) if ranks > 1 else ()})
-    result = {Region(r, "out", 0, rows): (Term(source, "a", 0),) for r in range(ranks) if r != source}
-    buffers = _buffers(rows, source, ranks) | {
-        "eager": Buffer.of("eager", [range(rows if r == source else 0) for r in range(ranks)])
-    }
-    return Plan("broadcast", "eager", buffers, tuple(lanes), result, (rows,))
+    laid = Buffer.of("eager", [range(1 if r == source else 0) for r in range(ranks)])
+    buffers = _buffers(ranks, 1, source) | {"eager": laid}
+    return Plan("broadcast", "eager", buffers, tuple(lanes), _result(ranks, 1, source), (1,))
 
 
 def _through_slots(rank: int, handed: Stream) -> tuple[Instruction, ...]:
@@ -96,42 +94,39 @@ def _through_slots(rank: int, handed: Stream) -> tuple[Instruction, ...]:
     return pipeline(rank, [handed], [lambda step: handed.stage(rank, step, copies(rank, "a")), fetch])
 
 
-def push(rows: int, source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
+def push(source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
     """Broadcast over several hosts: rows are put to one rank of each other host, and its other ranks read them there.
 
     Where every rank has a host of its own they are put into its ``out``, unless they are to be `staged`.
     """
-    ranks, lanes, result = len(hosts), [], {}
+    ranks, lanes = len(hosts), []
     arrived, alone = Signal("arrived", source), apart(hosts) and not staged
     for r in range(ranks):
         lane: list[Instruction] = []
         if r == source:
-            near, own = neighbours(r, hosts), Region(r, "a", 0, rows)
+            near, own = neighbours(r, hosts), block(r, "a", 0)
             lane = [] if alone else [*enter(r, ranks)]
             if near:
                 lane += [Copy(own, own._replace(buffer="staged")), *(Notify(peer, arrived) for peer in near)]
             for host in others(r, hosts):
                 to = rail_peer(r, host, hosts)
                 lane += [Wait(Signal("open", to), 1)] if alone else []
-                lane.append(Copy(own, Region(to, "out" if alone else "staged", 0, rows)))
+                lane.append(Copy(own, block(to, "out" if alone else "staged", 0)))
                 lane += [Notify(peer, arrived) for peer in members(host, hosts)]
         elif alone:
             lane = [Notify(source, Signal("open", r)), Wait(arrived, 1)]
         else:
             holder = source if hosts[r] == hosts[source] else rail_peer(source, hosts[r], hosts)
-            lane = [Wait(arrived, 1), Copy(Region(holder, "staged", 0, rows), Region(r, "out", 0, rows)), *leave(r, ranks)]
-        lanes.append({"compute": tuple(lane) if rows else ()})
-        if rows and r != source:
-            result[Region(r, "out", 0, rows)] = (Term(source, "a", 0),)
-    return Plan("broadcast", "push", _buffers(rows, source, ranks), tuple(lanes), result, (rows,))
+            lane = [Wait(arrived, 1), Copy(block(holder, "staged", 0), block(r, "out", 0)), *leave(r, ranks)]
+        lanes.append({"compute": tuple(lane)})
+    return Plan("broadcast", "push", _buffers(ranks, 1, source), tuple(lanes), _result(ranks, 1, source), (1,))
 
 
-def ring(rows: int, source: int, hosts: Hosts, *, chunk_rows: int, staged: bool = False) -> Plan:
-    """Broadcast over several hosts: each host puts rows to the next one as they come, so that the source sends them once."""
+def ring(pieces: int, source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
+    """Broadcast over several hosts: each host puts pieces to the next one as they come, so that the source sends them once."""
     ranks, around, lanes = len(hosts), max(hosts) + 1, []
     into = "out" if apart(hosts) and not staged else "staged"
     holders = [source, *(rail_peer(source, (hosts[source] + step) % around, hosts) for step in range(1, around))]
-    pieces = [*chunks(rows, chunk_rows)]
     for r in range(ranks):
         step = (hosts[r] - hosts[source]) % around
         before, holder = Signal("arrived", holders[step - 1]), holders[step]
@@ -143,22 +138,21 @@ def ring(rows: int, source: int, hosts: Hosts, *, chunk_rows: int, staged: bool 
         elif r == source:
             lane += enter(r, ranks)
             if neighbours(r, hosts):
-                own = Region(r, "a", 0, rows)
+                own = Region(r, "a", 0, pieces)
                 lane.append(Copy(own, own._replace(buffer="staged")))
                 lane += [Notify(peer, Signal("ready", r)) for peer in neighbours(r, hosts)]
-        for count, (low, high) in enumerate(pieces, 1):
-            here = Region(r, "a" if r == source else into, low, high)
-            lane += [Wait(before, count)] if step else []
+        for piece in range(pieces):
+            here = block(r, "a" if r == source else into, piece)
+            lane += [Wait(before, piece + 1)] if step else []
             if following is not None:
-                lane.append(Copy(here, Region(following, into, low, high)))
+                lane.append(Copy(here, block(following, into, piece)))
                 lane += [Notify(peer, Signal("arrived", r)) for peer in members(hosts[following], hosts)]
             if into == "staged" and step:
-                lane.append(Copy(here._replace(rank=holder), Region(r, "out", low, high)))
+                lane.append(Copy(here._replace(rank=holder), block(r, "out", piece)))
         if into == "staged" and r != source:
             if not step:
-                kept = Region(source, "staged", 0, rows)
+                kept = Region(source, "staged", 0, pieces)
                 lane += [Wait(Signal("ready", source), 1), Copy(kept, kept._replace(rank=r, buffer="out"))]
             lane += leave(r, ranks)
-        lanes.append({"compute": tidy(lane) if rows else ()})
-    result = {Region(r, "out", 0, rows): (Term(source, "a", 0),) for r in range(ranks) if rows and r != source}
-    return Plan("broadcast", "ring", _buffers(rows, source, ranks), tuple(lanes), result, (rows,))
+        lanes.append({"compute": tidy(lane)})
+    return Plan("broadcast", "ring", _buffers(ranks, pieces, source), tuple(lanes), _result(ranks, pieces, source), (pieces,))

@@ -1,14 +1,15 @@
-"""What all planners share: who comes after whom, how rows are cut, and how workspaces are handed from plan to plan."""
+"""What all planners share: who comes after whom, which blocks are whose, and how workspaces are handed from plan to plan.
+
+A rank's rows are cut into as many pieces as every other's, and a piece is a block: rank r has ``r * pieces : (r + 1) * pieces``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import NamedTuple
 
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait
-from weft.plan.binding import split as split
 from weft.plan.language import ROOM
 
 
@@ -51,14 +52,9 @@ def rail_peer(rank: int, host: int, hosts: Hosts) -> int:
     return members(host, hosts)[members(hosts[rank], hosts).index(rank) % hosts.count(host)]
 
 
-def offsets(rows: Sequence[int]) -> list[int]:
-    """Where each rank's rows begin in the gathered matrix."""
-    return [0, *accumulate(rows)][:-1]
-
-
-def chunks(rows: int, size: int) -> Iterator[tuple[int, int]]:
-    """``0:rows`` cut into pieces of `size` rows, the last one possibly shorter."""
-    return ((start, min(start + size, rows)) for start in range(0, rows, size))
+def block(rank: int, buffer: str, number: int) -> Region:
+    """A single block of a buffer."""
+    return Region(rank, buffer, number, number + 1)
 
 
 def enter(rank: int, ranks: int) -> list[Wait]:
@@ -80,9 +76,9 @@ class Published(NamedTuple):
 
 
 def publish(
-    rank: int, ranks: int, pieces: Sequence[tuple[int, int]], symmetric: bool, readers: Sequence[int], sources: Sequence[int]
+    rank: int, ranks: int, parts: Sequence[tuple[int, int]], symmetric: bool, readers: Sequence[int], sources: Sequence[int]
 ) -> Published:
-    """Let `readers` read `pieces` of this rank's ``a``; this rank reads from `sources`, which publish theirs alike.
+    """Let `readers` read `parts` of this rank's ``a``; this rank reads from `sources`, which publish theirs alike.
 
     Readers wait for "ready". A symmetric input is read where it lies, and is the caller's again only when every reader has said
     "read"; others are staged in a workspace. A rank that only publishes sends no "free": its readers' waits already cover all that
@@ -92,7 +88,7 @@ def publish(
     if symmetric:
         read: list[Instruction] = [Notify(peer, Signal("read", rank)) for peer in sources]
         return Published(ready, [*read, *(Wait(Signal("read", peer), 1) for peer in readers)], "a")
-    stage = [Copy(Region(rank, "a", *piece), Region(rank, "staged", *piece)) for piece in pieces if piece[0] < piece[1]]
+    stage = [Copy(Region(rank, "a", *piece), Region(rank, "staged", *piece)) for piece in parts if piece[0] < piece[1]]
     first = [*enter(rank, ranks), *stage, *ready] if readers else []
     return Published(first, [*leave(rank, ranks)] if sources else [], "staged")
 
@@ -102,19 +98,19 @@ def around(start: int, stop: int, total: int) -> list[tuple[int, int]]:
     return [(0, start), (stop, total)]
 
 
-def everything(rows: Sequence[int]) -> tuple[range, ...]:
-    """All blocks on every rank, where rank r's shard has `rows[r]`."""
-    return (range(sum(rows)),) * len(rows)
+def everything(ranks: int, pieces: int) -> tuple[range, ...]:
+    """All blocks, on every rank."""
+    return (range(ranks * pieces),) * ranks
 
 
-def shards(rows: Sequence[int]) -> tuple[range, ...]:
+def shards(ranks: int, pieces: int) -> tuple[range, ...]:
     """Each rank's own blocks."""
-    return tuple(range(start, start + count) for start, count in zip(offsets(rows), rows, strict=True))
+    return tuple(range(rank * pieces, (rank + 1) * pieces) for rank in range(ranks))
 
 
-def room(rows: Sequence[int]) -> Buffer:
+def room(blocks: Sequence[int]) -> Buffer:
     """Workspaces with room for so many blocks on each rank."""
-    return Buffer.of("workspace", [(ROOM,) * count for count in rows])
+    return Buffer.of("workspace", [(ROOM,) * count for count in blocks])
 
 
 def without_products(plan: Plan) -> Plan:
@@ -162,13 +158,14 @@ def tidied(lanes: Mapping[str, Sequence[Instruction]]) -> Lanes:
     return {name: tidy(lane) for name, lane in lanes.items()}
 
 
-def in_order(order: str, shards: Mapping[int, int], size: int) -> list[tuple[int, int, tuple[int, int]]]:
-    """``(peer, number, chunk)`` of all chunks of the peers' `shards`, numbered from 1 for each.
+def in_order(order: str, peers: Sequence[int], pieces: int) -> list[tuple[int, int]]:
+    """``(peer, piece)`` of all pieces of these peers.
 
-    `order` is ``peer``, peer after peer, or ``interleaved``: the first chunk of every peer, then the second …
+    `order` is ``peer``, peer after peer, or ``interleaved``: the first piece of every peer, then the second …
     """
-    found = [(peer, *piece) for peer, shard in shards.items() for piece in enumerate(chunks(shard, size), 1)]
-    return sorted(found, key=lambda piece: piece[1]) if order == "interleaved" else found
+    if order == "interleaved":
+        return [(peer, piece) for piece in range(pieces) for peer in peers]
+    return [(peer, piece) for peer in peers for piece in range(pieces)]
 
 
 def side_lanes(transfers: Sequence[Sequence[Instruction]]) -> dict[str, tuple[Instruction, ...]]:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 from weft.plan import Copy, Instruction, Notify, Reduce, Region, Signal, Wait
-from weft.schedules.common import Hosts, enter, leave, neighbours, offsets, rail_peer
+from weft.schedules.common import Hosts, block, enter, leave, neighbours, rail_peer
 from weft.schedules.host_sums import HostSums, Lanes, Make, Piece, part_of
 
 
@@ -64,10 +63,10 @@ class HostRing(NamedTuple):
         lane: list[Instruction] = [*enter(self.rank, self.sums.ranks)]
         notified = [self.reducer(piece.owner, self.here) for piece in self.pieces()]
         if self.sums.at_once:
-            lane.append(make(self.rank, 0, sum(self.sums.rows)))
+            lane.append(make(self.rank, 0, self.sums.ranks * self.sums.cut))
             return [*lane, *(Notify(peer, Signal("made", self.rank)) for peer in dict.fromkeys(notified))]
         for piece, peer in zip(self.pieces(), notified, strict=True):
-            lane += [make(self.rank, piece.start, piece.stop), Notify(peer, Signal("made", self.rank))]
+            lane += [make(self.rank, piece.at, piece.at + 1), Notify(peer, Signal("made", self.rank))]
         return lane
 
     def add(self, producers: Sequence[int]) -> list[Instruction]:
@@ -75,7 +74,7 @@ class HostRing(NamedTuple):
         lane: list[Instruction] = []
         came = Counter[int]()
         for count, piece in enumerate(self.own(), 1):
-            rows = Region(self.rank, self.sums.source, piece.start, piece.stop)
+            rows = block(self.rank, self.sums.source, piece.at)
             running, parts = rows._replace(buffer="running"), [rows._replace(rank=peer) for peer in self.sums.here]
             lane += [Wait(Signal("made", peer), 1 if self.sums.at_once else count) for peer in producers]
             if len(parts) > 1 and self.hosts[piece.owner] != self.here:
@@ -98,9 +97,8 @@ class HostRing(NamedTuple):
     def _complete(self, piece: Piece, parts: tuple[Region, ...]) -> list[Instruction]:
         """Make a complete sum, where it is to be or to go on from."""
         if not self.everywhere and piece.owner == self.rank:
-            start = offsets(self.sums.rows)[self.rank]
-            return [Reduce(parts, Region(self.rank, "out", piece.start - start, piece.stop - start), self.sums.op)]
-        summed = Region(self.rank, "summed", piece.start, piece.stop)
+            return [Reduce(parts, block(self.rank, "out", piece.number), self.sums.op)]
+        summed = block(self.rank, "summed", piece.at)
         return [Reduce(parts, summed, self.sums.op), *self._hand_on(piece, summed)]
 
     def _hand_on(self, piece: Piece, summed: Region) -> list[Instruction]:
@@ -108,7 +106,8 @@ class HostRing(NamedTuple):
         lane: list[Instruction] = []
         if (to := self.onward(piece.owner)) is not None:
             lane += [Copy(summed, summed._replace(rank=to)), Notify(to, Signal("summed", self.rank))]
-        near = neighbours(self.rank, self.hosts) if self.everywhere else []
+        last = piece.number == self.sums.cut - 1  # others take an owner's rows once all are there
+        near = neighbours(self.rank, self.hosts) if self.everywhere and last else []
         return lane + [Notify(peer, Signal("shared", self.rank)) for peer in near]
 
     def spread(self) -> list[Instruction]:
@@ -121,25 +120,23 @@ class HostRing(NamedTuple):
                 continue
             came[before] += 1
             lane.append(Wait(Signal("summed", before), came[before]))
-            lane += self._hand_on(piece, Region(self.rank, "summed", piece.start, piece.stop))
+            lane += self._hand_on(piece, block(self.rank, "summed", piece.at))
         return lane + (self._take_all() if self.everywhere else self._take_own())
 
     def _take_own(self) -> list[Instruction]:
-        rows, start = self.sums.rows[self.rank], offsets(self.sums.rows)[self.rank]
-        if not rows:
-            return []
-        kept = Copy(Region(self.rank, "summed", start, start + rows), Region(self.rank, "out", 0, rows))
+        cut, start = self.sums.cut, self.rank * self.sums.cut
+        kept = Copy(Region(self.rank, "summed", start, start + cut), Region(self.rank, "out", 0, cut))
         return [*([kept] if self.here < self.last else []), *leave(self.rank, self.sums.ranks)]
 
     def _take_all(self) -> list[Instruction]:
         lane: list[Instruction] = []
         came = Counter[int]()
-        for owner, pieces in groupby(self.pieces(), key=lambda piece: piece.owner):
-            block, holder = [*pieces], self.reducer(owner, self.here)
+        for owner in range(self.sums.ranks):
+            cut, holder = self.sums.cut, self.reducer(owner, self.here)
             if holder != self.rank:
-                came[holder] += len(block)
+                came[holder] += 1
                 lane.append(Wait(Signal("shared", holder), came[holder]))
-            rows = Region(holder, "summed", block[0].start, block[-1].stop)
+            rows = Region(holder, "summed", owner * cut, (owner + 1) * cut)
             lane.append(Copy(rows, rows._replace(rank=self.rank, buffer="out")))
         return [*lane, *leave(self.rank, self.sums.ranks)]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Reduce, Region, Signal, Wait
-from weft.schedules.common import Hosts, after, apart, chunks, enter, leave, members, neighbours, offsets, others, rail_peer, shards
+from weft.schedules.common import Hosts, after, apart, block, enter, leave, members, neighbours, others, rail_peer, shards
 
 Lanes = dict[str, list[Instruction]]
 Make = Callable[[int, int, int], Instruction]
@@ -22,23 +22,21 @@ PARTS = 4  # least products per block: fewer delay the first transfer, more make
 
 
 class Piece(NamedTuple):
-    """Rows ``start:stop`` of all, the `number`-th piece of the block that `owner` keeps."""
+    """Block `at` of all, the `number`-th piece of what `owner` keeps."""
 
     owner: int
     number: int
-    start: int
-    stop: int
+    at: int
 
 
 class HostSums(NamedTuple):
-    """One rank's part: the rows that each rank keeps, rows per piece, ``sum`` or another reduction, and the hosts.
+    """One rank's part: the pieces of the rows that each rank keeps, ``sum`` or another reduction, and the hosts.
 
-    Rows are made block by block (other hosts', the neighbours', the own one), or all `at_once`. They are added up from the buffer
+    Rows are made owner by owner (other hosts', the neighbours', the own ones), or all `at_once`. They are added up from the buffer
     `source`.
     """
 
-    rows: Sequence[int]
-    chunk: int
+    cut: int
     op: str
     hosts: Hosts
     at_once: bool = False
@@ -47,7 +45,7 @@ class HostSums(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        return len(self.rows)
+        return len(self.hosts)
 
     @property
     def here(self) -> list[int]:
@@ -55,10 +53,8 @@ class HostSums(NamedTuple):
         return members(self.hosts[self.rank], self.hosts)
 
     def pieces(self, owner: int) -> list[Piece]:
-        """The block of a rank, in pieces."""
-        start = offsets(self.rows)[owner]
-        cut = enumerate(chunks(self.rows[owner], self.chunk))
-        return [Piece(owner, number, start + low, start + high) for number, (low, high) in cut]
+        """What a rank keeps, in pieces."""
+        return [Piece(owner, number, owner * self.cut + number) for number in range(self.cut)]
 
     def made(self, producer: int) -> list[list[Piece]]:
         """What a rank of this host makes by one product each, in order.
@@ -68,9 +64,9 @@ class HostSums(NamedTuple):
         """
         first = self.here[0]
         far = [grown(self.pieces(owner)) for host in others(first, self.hosts) for owner in members(host, self.hosts)]
-        near = [[self.pieces(peer)] for peer in neighbours(producer, self.hosts) if self.rows[peer]]
+        near = [[self.pieces(peer)] for peer in neighbours(producer, self.hosts)]
         own = [group[::-1] for group in grown(self.pieces(producer)[::-1])][::-1]
-        return [group for block in [*far, *near, own] for group in block]
+        return [group for groups in [*far, *near, own] for group in groups]
 
     def reducer(self, piece: Piece) -> int:
         """Who of this host adds up a piece: its owner, or on behalf of an owner elsewhere its rail peer."""
@@ -83,7 +79,7 @@ class HostSums(NamedTuple):
 
     def multiply(self, group: Sequence[Piece], make: Make) -> Instruction:
         """Make this rank's rows of some pieces that lie side by side."""
-        return make(self.rank, group[0].start, group[-1].stop)
+        return make(self.rank, group[0].at, group[-1].at + 1)
 
     def notify(self, group: Sequence[Piece]) -> Notify:
         """Tell who adds up some pieces that this rank's rows of them are there."""
@@ -99,54 +95,51 @@ class HostSums(NamedTuple):
 
     def put(self, piece: Piece, producers: Sequence[int]) -> list[Instruction]:
         """Add up this host's rows of a piece, once `producers` have told that theirs are there, and put them to the owner."""
-        lane, sums = self.wait_for(piece, producers), Region(self.rank, self.source, piece.start, piece.stop)
+        lane, sums = self.wait_for(piece, producers), block(self.rank, self.source, piece.at)
         if len(self.here) > 1:
             products = tuple(sums._replace(rank=peer) for peer in self.here)
             sums = sums._replace(buffer="hosted")
             lane.append(Reduce(products, sums, part_of(self.op)))
         return [*lane, Copy(sums, self.place(piece, self.hosts[self.rank])), Notify(piece.owner, Signal("arrived", self.rank))]
 
-    def add(self, piece: Piece, producers: Sequence[int], into: str, start: int) -> list[Instruction]:
-        """Add up an own piece at row `start` of `into`, once `producers` have told of theirs and other hosts' have arrived."""
+    def add(self, piece: Piece, producers: Sequence[int], into: str, at: int) -> list[Instruction]:
+        """Add up an own piece into block `at` of `into`, once `producers` have told of theirs and other hosts' have arrived."""
         reducers = [rail_peer(self.rank, host, self.hosts) for host in others(self.rank, self.hosts)]
         waits = [*self.wait_for(piece, producers), *(Wait(Signal("arrived", reducer), piece.number + 1) for reducer in reducers)]
         sums: list[Region] = []
         for host in dict.fromkeys(self.hosts):
-            products = [Region(peer, self.source, piece.start, piece.stop) for peer in members(host, self.hosts)]
+            products = [block(peer, self.source, piece.at) for peer in members(host, self.hosts)]
             sums += products if self.rank in members(host, self.hosts) else [self.place(piece, host)]
-        return [*waits, Reduce(tuple(sums), Region(self.rank, into, start, start + piece.stop - piece.start), self.op)]
+        return [*waits, Reduce(tuple(sums), block(self.rank, into, at), self.op)]
 
     def place(self, piece: Piece, host: int) -> Region:
         """Where the owner of a piece finds the sum of `host`: its inbox has a place for each."""
-        start = host * self.rows[piece.owner] - offsets(self.rows)[piece.owner]
-        return Region(piece.owner, "inbox", start + piece.start, start + piece.stop)
+        return block(piece.owner, "inbox", host * self.cut + piece.number)
 
     def share(self, piece: Piece, producers: Sequence[int]) -> list[Instruction]:
         """Add up an own piece and let all ranks have it: in their ``out``, or where several of a host can read it."""
         into = "out" if apart(self.hosts) else "summed"
-        here, summed = Region(self.rank, into, piece.start, piece.stop), Signal("summed", self.rank)
-        lane = self.add(piece, producers, into, piece.start)
+        here, summed = block(self.rank, into, piece.at), Signal("summed", self.rank)
+        lane = self.add(piece, producers, into, piece.at)
         for host in others(self.rank, self.hosts):
             lane.append(Copy(here, here._replace(rank=rail_peer(self.rank, host, self.hosts))))
             lane += [Notify(peer, summed) for peer in members(host, self.hosts)]
         return lane + [Notify(peer, summed) for peer in neighbours(self.rank, self.hosts)]
 
     def collect(self, own_elsewhere: bool = False) -> list[Instruction]:
-        """Wait for the sums of all blocks, and copy to ``out`` what does not arrive there.
+        """Wait for all sums, and copy to ``out`` what does not arrive there.
 
-        `own_elsewhere`: the sum of the own block is made in another lane, which tells when it is there.
+        `own_elsewhere`: the sum of the own rows is made in another lane, which tells when it is there.
         """
-        rank, starts, together = self.rank, offsets(self.rows), not apart(self.hosts)
+        rank, together = self.rank, not apart(self.hosts)
         lane: list[Instruction] = []
         for owner in [rank, *after(rank, self.ranks)]:
-            if not self.rows[owner]:
-                continue
             if owner != rank or (own_elsewhere and together):
-                lane.append(Wait(Signal("summed", owner), 1 if owner == rank else len(self.pieces(owner))))
+                lane.append(Wait(Signal("summed", owner), 1 if owner == rank else self.cut))
             if together:
                 holder = owner if owner in self.here else rail_peer(owner, self.hosts[rank], self.hosts)
-                block = Region(holder, "summed", starts[owner], starts[owner] + self.rows[owner])
-                lane.append(Copy(block, block._replace(rank=rank, buffer="out")))
+                summed = Region(holder, "summed", owner * self.cut, (owner + 1) * self.cut)
+                lane.append(Copy(summed, summed._replace(rank=rank, buffer="out")))
         return [*lane, *(leave(rank, self.ranks) if together else [])]
 
     def publish(self, make: Make, reducers: Sequence[int]) -> list[Instruction]:
@@ -154,14 +147,14 @@ class HostSums(NamedTuple):
         lane: list[Instruction] = [*enter(self.rank, self.ranks)]
         if self.source == "partial":
             notified = {self.reducer(group[0]) for group in self.made(self.rank)}
-            lane.append(make(self.rank, 0, sum(self.rows)))
+            lane.append(make(self.rank, 0, self.ranks * self.cut))
             lane += [Notify(peer, Signal("made", self.rank)) for peer in reducers if peer in notified]
         return lane
 
 
-def inbox(rows: Sequence[int], hosts: Hosts) -> Buffer:
+def inbox(pieces: int, hosts: Hosts) -> Buffer:
     """A rank's inbox: a place for its own rows from each host."""
-    return Buffer.of("workspace", [[*own] * len(set(hosts)) for own in shards(rows)])
+    return Buffer.of("workspace", [[*own] * len(set(hosts)) for own in shards(len(hosts), pieces)])
 
 
 def part_of(op: str) -> str:
@@ -182,7 +175,7 @@ def grown(pieces: Sequence[Piece]) -> list[list[Piece]]:
 
 def scatter_products(sums: HostSums, make: Make) -> Lanes:
     """Reduce-scatter while rows are made: those that cross first, own ones last."""
-    rank, starts, neighbouring = sums.rank, offsets(sums.rows), neighbours(sums.rank, sums.hosts)
+    rank, neighbouring = sums.rank, neighbours(sums.rank, sums.hosts)
     lane: list[Instruction] = [*enter(rank, sums.ranks)]
     for group in sums.made(rank):
         lane.append(sums.multiply(group, make))
@@ -190,9 +183,9 @@ def scatter_products(sums: HostSums, make: Make) -> Lanes:
             lane.append(sums.notify(group))
             continue
         for piece in group:
-            lane += sums.add(piece, neighbouring, "out", piece.start - starts[rank])
+            lane += sums.add(piece, neighbouring, "out", piece.number)
     comm = [instruction for piece in sums.far() for instruction in sums.put(piece, sums.here)]
-    return {"compute": [*lane, *(leave(rank, sums.ranks) if sums.rows[rank] else [])]} | ({"comm": comm} if comm else {})
+    return {"compute": [*lane, *leave(rank, sums.ranks)]} | ({"comm": comm} if comm else {})
 
 
 def reduce_products(sums: HostSums, make: Make) -> Lanes:
@@ -205,20 +198,20 @@ def reduce_products(sums: HostSums, make: Make) -> Lanes:
         lane = [*enter(rank, sums.ranks), *(instruction for pair in made for instruction in pair)]
     comm = [instruction for piece in sums.far() for instruction in sums.put(piece, sums.here)]
     comm += [instruction for piece in own for instruction in sums.share(piece, sums.here)]
-    if own and not apart(sums.hosts):
+    if not apart(sums.hosts):
         comm.append(Notify(rank, Signal("summed", rank)))
     return {"compute": [*lane, *sums.collect(own_elsewhere=True)]} | ({"comm": comm} if comm else {})
 
 
 def scatter(sums: HostSums, stage: Make) -> list[Instruction]:
     """Reduce-scatter of rows that are there; they are staged where ranks of one host read each other's."""
-    rank, start, neighbouring = sums.rank, offsets(sums.rows)[sums.rank], neighbours(sums.rank, sums.hosts)
+    rank, neighbouring = sums.rank, neighbours(sums.rank, sums.hosts)
     lane = sums.publish(stage, neighbouring)
     for piece in sums.far():
         lane += sums.put(piece, neighbouring)
     for piece in sums.pieces(rank):
-        lane += sums.add(piece, neighbouring, "out", piece.start - start)
-    return [*lane, *(leave(rank, sums.ranks) if sums.rows[rank] else [])]
+        lane += sums.add(piece, neighbouring, "out", piece.number)
+    return [*lane, *leave(rank, sums.ranks)]
 
 
 def reduce(sums: HostSums, stage: Make) -> list[Instruction]:

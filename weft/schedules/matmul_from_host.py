@@ -9,31 +9,29 @@ from __future__ import annotations
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Region, Signal, Term, Wait
 from weft.schedules.all_gather import Arrival
 from weft.schedules.all_gather_matmul import join
-from weft.schedules.common import chunks
+from weft.schedules.common import block
 
 
-def matmul_from_host(own: int, away: int, *, chunk_rows: int) -> Plan:
-    """``out = (a, then away) @ B`` for `own` and `away` rows; those are fetched `chunk_rows` at a time, and joined for products."""
+def matmul_from_host(cut: int) -> Plan:
+    """``out = (a, then away) @ B``; ``away`` is fetched in so many pieces, which are joined for products."""
     arrived = Signal("arrived", 0)
-    compute: list[Instruction] = [Matmul(Region(0, "a", 0, own), Region(0, "out", 0, own))] if own else []
+    compute: list[Instruction] = [Matmul(block(0, "a", 0), block(0, "out", 0))]
     comm: list[Instruction] = []
     arrivals: list[Arrival] = []
-    for count, (low, high) in enumerate(chunks(away, chunk_rows), 1):
-        here = Region(0, "inbox", low, high)
-        comm += [Copy(Region(0, "away", low, high), here), Notify(0, arrived)]
-        arrivals.append(Arrival(Wait(arrived, count), here, own + low))
+    for piece in range(cut):
+        here = block(0, "inbox", piece)
+        comm += [Copy(block(0, "away", piece), here), Notify(0, arrived)]
+        arrivals.append(Arrival(Wait(arrived, piece + 1), here, 1 + piece))
     for wait, rows, start in join(arrivals):
         compute += [wait, Matmul(rows, Region(0, "out", start, start + rows.rows))]
     buffers = {
-        "a": Buffer.of("input", [range(own)]),
-        "away": Buffer.of("input", [range(own, own + away)]),
-        "inbox": Buffer.of("workspace", [range(own, own + away)]),
-        "out": Buffer.of("output", [range(own + away)]),
+        "a": Buffer.of("input", [range(1)]),
+        "away": Buffer.of("input", [range(1, 1 + cut)]),
+        "inbox": Buffer.of("workspace", [range(1, 1 + cut)]),
+        "out": Buffer.of("output", [range(1 + cut)]),
     }
-    pieces = [("a", 0, own, 0), ("away", own, own + away, -own)]
     result = {
-        Region(0, "out", start, stop): (Term(0, name, shift, weights=(0, "out")),)
-        for name, start, stop, shift in pieces
-        if start < stop
+        block(0, "out", 0): (Term(0, "a", 0, weights=(0, "out")),),
+        Region(0, "out", 1, 1 + cut): (Term(0, "away", -1, weights=(0, "out")),),
     }
-    return Plan("matmul_from_host", "pull", buffers, ({"compute": tuple(compute), "comm": tuple(comm)},), result, (own, away))
+    return Plan("matmul_from_host", "pull", buffers, ({"compute": tuple(compute), "comm": tuple(comm)},), result, (1, cut))

@@ -14,13 +14,12 @@ from weft.schedules.common import (
     Hosts,
     after,
     before,
-    chunks,
+    block,
     enter,
     everything,
     in_all,
     in_order,
     leave,
-    offsets,
     shards,
     side_lanes,
     tidied,
@@ -28,28 +27,28 @@ from weft.schedules.common import (
 )
 from weft.schedules.host_rings import HostRing, of_products
 from weft.schedules.host_sums import HostSums, inbox, scatter, scatter_products
-from weft.schedules.workload import Operator, Place, Rows, Variant, Workload, accumulator
+from weft.schedules.workload import Operator, Place, Request, Rows, Workload, accumulator
 
 ALGORITHMS = ("direct", "push", "put", "ring", "sequential")
 
 Lanes = Mapping[str, Sequence[Instruction]]
 
 
-class Sizes(NamedTuple):
-    """What a planner is given: the rows that each rank keeps, rows per piece, ``sum`` or ``avg``, and how a push goes about it."""
+class Choices(NamedTuple):
+    """What a planner is given: ranks, the pieces of what each keeps, ``sum`` or ``avg``, and how a push goes about it."""
 
-    rows: Sequence[int]
-    chunk: int
+    ranks: int
+    pieces: int
     op: str
     order: str = "peer"
     links: int = 1
 
 
 def matmul_reduce_scatter(
-    rows: Sequence[int],
+    ranks: int,
+    pieces: int,
     algorithm: str,
     *,
-    chunk_rows: int,
     op: str = "sum",
     remote_reads: bool = True,
     order: str = "peer",
@@ -57,7 +56,7 @@ def matmul_reduce_scatter(
     planned: tuple[int, ...] | None = None,
     hosts: Hosts | None = None,
 ) -> Plan:
-    """Plan for ranks that multiply ``sum(rows)`` rows and keep `rows[rank]` of them, in pieces of at most `chunk_rows`.
+    """Plan for ranks that multiply all rows and keep some of them each, in so many `pieces`.
 
     ``direct``: peers' products are added where they lie. ``push``: they are copied to the rank that keeps them. ``put``: they are
     made in its memory. ``ring``: running sums go from neighbour to neighbour, beginning at rank 0 so that they are taken in rank
@@ -69,9 +68,8 @@ def matmul_reduce_scatter(
     lanes, all unless given. `hosts` are given where there are several: what a host has is then added up before it is put to
     another (push and sequential).
     """
-    sizes = Sizes(rows, chunk_rows, op, order, links)
-    ranks, total, starts = len(rows), sum(rows), offsets(rows)
-    make: Callable[[Sizes, int], Lanes] = {
+    choices = Choices(ranks, pieces, op, order, links)
+    make: Callable[[Choices, int], Lanes] = {
         "direct": _direct,
         "push": _push,
         "put": _put_products,
@@ -80,29 +78,26 @@ def matmul_reduce_scatter(
     }[algorithm]
     if ranks == 1:
         make = _alone
-    elif hosts is not None and algorithm == "push":
-        sums = HostSums(rows, chunk_rows, op, hosts)
-        make = lambda _, rank: scatter_products(sums._replace(rank=rank), multiply)  # noqa: E731
-    elif hosts is not None and algorithm == "sequential":
-        sums = HostSums(rows, max(1, *rows), op, hosts, at_once=True)
-        make = lambda _, rank: {"compute": scatter(sums._replace(rank=rank), multiply)}  # noqa: E731
-    elif hosts is not None and algorithm == "ring":
-        sums = HostSums(rows, chunk_rows, op, hosts)
-        make = lambda _, rank: of_products(HostRing(sums._replace(rank=rank)), multiply)  # noqa: E731
-    lanes = in_all(ranks, planned, lambda r: tidied(make(sizes, r) if total else {"compute": ()}))
-    factor = product_buffer(algorithm, ranks)
+    elif hosts is not None:
+        sums = HostSums(pieces, op, hosts, at_once=algorithm == "sequential")
+        make = {
+            "push": lambda _, rank: scatter_products(sums._replace(rank=rank), multiply),
+            "ring": lambda _, rank: of_products(HostRing(sums._replace(rank=rank)), multiply),
+            "sequential": lambda _, rank: {"compute": scatter(sums._replace(rank=rank), multiply)},
+        }.get(algorithm, make)
+    lanes = in_all(ranks, planned, lambda r: tidied(make(choices, r)))
+    factor, every = product_buffer(algorithm, ranks), everything(ranks, pieces)
     buffers = {
-        "a": Buffer.of("input", everything(rows)),
-        **dict.fromkeys(("partial", "running", "summed", "hosted"), Buffer.of("workspace", everything(rows))),
-        "inbox": inbox(rows, hosts if hosts and algorithm != "ring" else range(ranks)),
-        "out": Buffer.of("output", shards(rows)),
+        "a": Buffer.of("input", every),
+        **dict.fromkeys(("partial", "running", "summed", "hosted"), Buffer.of("workspace", every)),
+        "inbox": inbox(pieces, hosts if hosts and algorithm != "ring" else range(ranks)),
+        "out": Buffer.of("output", shards(ranks, pieces)),
     }
     result: dict[Region, Value] = {
-        Region(r, "out", 0, kept): tuple(Term(p, "a", starts[r], weights=(p, factor)) for p in range(ranks))
-        for r, kept in enumerate(rows)
-        if kept and lanes[r]
+        Region(r, "out", 0, pieces): tuple(Term(p, "a", r * pieces, weights=(p, factor)) for p in range(ranks))
+        for r in planned or range(ranks)
     }
-    return Plan("matmul_reduce_scatter", algorithm, buffers, lanes, result, tuple(rows), planned=planned)
+    return Plan("matmul_reduce_scatter", algorithm, buffers, lanes, result, (pieces,) * ranks, planned=planned)
 
 
 def product_buffer(algorithm: str, ranks: int) -> str:
@@ -110,127 +105,115 @@ def product_buffer(algorithm: str, ranks: int) -> str:
     return "out" if ranks == 1 else "inbox" if algorithm == "put" else "partial"
 
 
-def _alone(sizes: Sizes, rank: int) -> Lanes:
+def _alone(choices: Choices, rank: int) -> Lanes:
     """A sum over one rank is its product."""
-    own = Region(rank, "a", 0, sum(sizes.rows))
+    own = Region(rank, "a", 0, choices.pieces)
     return {"compute": [Matmul(own, own._replace(buffer="out"))]}
 
 
-def _direct(sizes: Sizes, rank: int) -> Lanes:
-    rows, ranks, starts = sizes.rows, len(sizes.rows), offsets(sizes.rows)
+def _direct(choices: Choices, rank: int) -> Lanes:
+    ranks, pieces = choices.ranks, choices.pieces
     lane: list[Instruction] = [*enter(rank, ranks)]
     for peer in after(rank, ranks):
-        if rows[peer]:
-            lane += [multiply(rank, starts[peer], starts[peer] + rows[peer]), Notify(peer, Signal("ready", rank))]
-    for low, high in chunks(rows[rank], sizes.chunk):
-        lane += [multiply(rank, starts[rank] + low, starts[rank] + high), *wait_all("ready", rank, ranks)]
-        lane.append(_add(sizes, rank, low, high))
-    return {"compute": [*lane, *(leave(rank, ranks) if rows[rank] else [])]}
+        lane += [multiply(rank, peer * pieces, (peer + 1) * pieces), Notify(peer, Signal("ready", rank))]
+    for piece in range(pieces):
+        lane += [_product(rank, rank * pieces + piece), *wait_all("ready", rank, ranks), _add(choices, rank, piece)]
+    return {"compute": [*lane, *leave(rank, ranks)]}
 
 
-def _push(sizes: Sizes, rank: int) -> Lanes:
-    rows, ranks, starts = sizes.rows, len(sizes.rows), offsets(sizes.rows)
+def _push(choices: Choices, rank: int) -> Lanes:
+    (ranks, pieces, _, order, links), peers = choices, after(rank, choices.ranks)
     lane: list[Instruction] = [*enter(rank, ranks)]
-    puts: list[list[Instruction]] = [[] for _ in range(sizes.links)]
-    peers = {peer: rows[peer] for peer in after(rank, ranks) if rows[peer]}
-    places = {peer: number % sizes.links for number, peer in enumerate(peers)}
-    for count, (peer, _, (low, high)) in enumerate(in_order(sizes.order, peers, sizes.chunk), 1):
-        lane += [multiply(rank, starts[peer] + low, starts[peer] + high), Notify(rank, Signal("made", rank))]
-        puts[places[peer]] += [Wait(Signal("made", rank), count), *_put(sizes, rank, peer, low, high)]
-    for count, (low, high) in enumerate(chunks(rows[rank], sizes.chunk), 1):
-        lane += [multiply(rank, starts[rank] + low, starts[rank] + high), *wait_all("arrived", rank, ranks, count)]
-        lane.append(_add(sizes, rank, low, high, put=True))
-    return {"compute": [*lane, *(leave(rank, ranks) if rows[rank] else [])], **side_lanes([put for put in puts if put])}
+    puts: list[list[Instruction]] = [[] for _ in range(links)]
+    for count, (peer, piece) in enumerate(in_order(order, peers, pieces), 1):
+        lane += [_product(rank, peer * pieces + piece), Notify(rank, Signal("made", rank))]
+        puts[peers.index(peer) % links] += [Wait(Signal("made", rank), count), *_put(choices, rank, peer, piece, piece + 1)]
+    for piece in range(pieces):
+        lane += [_product(rank, rank * pieces + piece), *wait_all("arrived", rank, ranks, piece + 1)]
+        lane.append(_add(choices, rank, piece, put=True))
+    return {"compute": [*lane, *leave(rank, ranks)], **side_lanes([put for put in puts if put])}
 
 
-def _put_products(sizes: Sizes, rank: int) -> Lanes:
-    return {"compute": [*put_and_add(sizes, rank, "out", 0), *(leave(rank, len(sizes.rows)) if sizes.rows[rank] else [])]}
+def _put_products(choices: Choices, rank: int) -> Lanes:
+    return {"compute": [*put_and_add(choices, rank, "out", 0), *leave(rank, choices.ranks)]}
 
 
-def put_and_add(sizes: Sizes, rank: int, into: str, start: int) -> list[Instruction]:
-    """Make every peer's products in its inbox, and add up this rank's rows, from row `start` of `into` on, in rank order."""
-    rows, ranks = sizes.rows, len(sizes.rows)
+def put_and_add(choices: Choices, rank: int, into: str, start: int) -> list[Instruction]:
+    """Make every peer's products in its inbox, and add up this rank's rows, from block `start` of `into` on, in rank order."""
+    ranks, pieces = choices.ranks, choices.pieces
+
+    def product(owner: int, piece: int) -> Matmul:
+        """Of a piece that `owner` keeps, in its inbox, which has a place for each source."""
+        return Matmul(block(rank, "a", owner * pieces + piece), block(owner, "inbox", rank * pieces + piece))
+
     lane: list[Instruction] = [*enter(rank, ranks)]
     for peer in after(rank, ranks):
-        for low, high in chunks(rows[peer], sizes.chunk):
-            lane += [_multiply_into(rows, rank, peer, low, high), Notify(peer, Signal("arrived", rank))]
-    for count, (low, high) in enumerate(chunks(rows[rank], sizes.chunk), 1):
-        lane += [_multiply_into(rows, rank, rank, low, high), *wait_all("arrived", rank, ranks, count)]
-        products = tuple(Region(rank, "inbox", p * rows[rank] + low, p * rows[rank] + high) for p in range(ranks))
-        lane.append(Reduce(products, Region(rank, into, start + low, start + high), sizes.op))
+        for piece in range(pieces):
+            lane += [product(peer, piece), Notify(peer, Signal("arrived", rank))]
+    for piece in range(pieces):
+        lane += [product(rank, piece), *wait_all("arrived", rank, ranks, piece + 1)]
+        products = tuple(block(rank, "inbox", p * pieces + piece) for p in range(ranks))
+        lane.append(Reduce(products, block(rank, into, start + piece), choices.op))
     return lane
 
 
-def _multiply_into(rows: Sequence[int], rank: int, owner: int, low: int, high: int) -> Instruction:
-    """This rank's product of the rows ``low:high`` that `owner` keeps, in its inbox, which has a place for each source."""
-    start, place = offsets(rows)[owner], rank * rows[owner]
-    return Matmul(Region(rank, "a", start + low, start + high), Region(owner, "inbox", place + low, place + high))
-
-
-def _ring(sizes: Sizes, rank: int) -> Lanes:
+def _ring(choices: Choices, rank: int) -> Lanes:
     """Products are made in the order of the rows; ``comm`` adds them to what comes from the rank before and hands it on."""
-    rows, ranks, starts = sizes.rows, len(sizes.rows), offsets(sizes.rows)
+    ranks, pieces = choices.ranks, choices.pieces
     last, following, previous = ranks - 1, (rank + 1) % ranks, (rank - 1) % ranks
     compute: list[Instruction] = [*enter(rank, ranks)]
     comm: list[Instruction] = []
-    pieces = [
-        (owner, starts[owner] + low, starts[owner] + high)
-        for owner in range(ranks)
-        for low, high in chunks(rows[owner], sizes.chunk)
-    ]
-    for count, (owner, start, stop) in enumerate(pieces, 1):
-        product = Region(rank, "partial", start, stop)
+    for number in range(ranks * pieces):
+        product = block(rank, "partial", number)
         running, summed = product._replace(buffer="running"), product._replace(buffer="summed")
-        compute += [multiply(rank, start, stop), Notify(rank, Signal("made", rank))]
-        comm += [Wait(Signal("made", rank), count), *([Wait(Signal("running", previous), count)] if rank else [])]
+        compute += [_product(rank, number), Notify(rank, Signal("made", rank))]
+        comm += [Wait(Signal("made", rank), number + 1), *([Wait(Signal("running", previous), number + 1)] if rank else [])]
         if rank < last:
             comm += [Reduce((running, product) if rank else (product,), running)]
             comm += [Copy(running, running._replace(rank=following)), Notify(following, Signal("running", rank))]
-        elif owner < last:
-            comm += [Reduce((running, product), summed, sizes.op), Copy(summed, summed._replace(rank=following))]
+        elif number < last * pieces:
+            comm += [Reduce((running, product), summed, choices.op), Copy(summed, summed._replace(rank=following))]
             comm += [Notify(following, Signal("summed", rank))]
         else:
-            comm += [Reduce((running, product), Region(rank, "out", start - starts[rank], stop - starts[rank]), sizes.op)]
+            comm += [Reduce((running, product), block(rank, "out", number - last * pieces), choices.op)]
     if rank < last:  # finished sums go on from rank to rank until they reach their owner
-        passing = [piece for piece in pieces if rank <= piece[0] < last]
-        for count, (owner, start, stop) in enumerate(passing, 1):
-            summed = Region(rank, "summed", start, stop)
+        for count, number in enumerate(range(rank * pieces, last * pieces), 1):
+            summed = block(rank, "summed", number)
             comm.append(Wait(Signal("summed", previous), count))
-            if owner != rank:
+            if number >= (rank + 1) * pieces:
                 comm += [Copy(summed, summed._replace(rank=following)), Notify(following, Signal("summed", rank))]
-        if rows[rank]:
-            comm.append(Copy(Region(rank, "summed", starts[rank], starts[rank] + rows[rank]), Region(rank, "out", 0, rows[rank])))
-    return {"compute": compute, "comm": [*comm, *(leave(rank, ranks) if rows[rank] else [])]}
+        comm.append(Copy(Region(rank, "summed", rank * pieces, (rank + 1) * pieces), Region(rank, "out", 0, pieces)))
+    return {"compute": compute, "comm": [*comm, *leave(rank, ranks)]}
 
 
-def _then_add(sizes: Sizes, rank: int) -> Lanes:
-    rows, ranks = sizes.rows, len(sizes.rows)
-    lane = [*enter(rank, ranks), multiply(rank, 0, sum(rows))]
-    lane += [Notify(peer, Signal("ready", rank)) for peer in before(rank, ranks) if rows[peer]]
-    if rows[rank]:
-        lane += [*wait_all("ready", rank, ranks), _add(sizes, rank, 0, rows[rank]), *leave(rank, ranks)]
-    return {"compute": lane}
+def _then_add(choices: Choices, rank: int) -> Lanes:
+    ranks, pieces = choices.ranks, choices.pieces
+    lane = [*enter(rank, ranks), multiply(rank, 0, ranks * pieces)]
+    lane += [Notify(peer, Signal("ready", rank)) for peer in before(rank, ranks)]
+    added = [_add(choices, rank, piece) for piece in range(pieces)]
+    return {"compute": [*lane, *wait_all("ready", rank, ranks), *added, *leave(rank, ranks)]}
 
 
-def _then_push(sizes: Sizes, rank: int) -> Lanes:
-    rows, ranks = sizes.rows, len(sizes.rows)
-    lane = [*enter(rank, ranks), multiply(rank, 0, sum(rows))]
-    peers = [peer for peer in after(rank, ranks) if rows[peer]]
-    dealt = [peers[link :: sizes.links] for link in range(sizes.links)]
-    puts = [[i for peer in share for i in _put(sizes, rank, peer, 0, rows[peer])] for share in dealt]
-    if sizes.links == 1:
+def _then_push(choices: Choices, rank: int) -> Lanes:
+    ranks, pieces, links, peers = choices.ranks, choices.pieces, choices.links, after(rank, choices.ranks)
+    lane = [*enter(rank, ranks), multiply(rank, 0, ranks * pieces)]
+    puts = [[i for peer in peers[link::links] for i in _put(choices, rank, peer, 0, pieces)] for link in range(links)]
+    if links == 1:
         lane, beside = lane + puts[0], []
     else:
         beside = [[Wait(Signal("made", rank), 1), *put] for put in puts if put]
-        lane += [Notify(rank, Signal("made", rank))] if beside else []
-    if rows[rank]:
-        lane += [*wait_all("arrived", rank, ranks), _add(sizes, rank, 0, rows[rank], put=True), *leave(rank, ranks)]
-    return {"compute": lane, **side_lanes(beside)}
+        lane.append(Notify(rank, Signal("made", rank)))
+    added = [_add(choices, rank, piece, put=True) for piece in range(pieces)]
+    return {"compute": [*lane, *wait_all("arrived", rank, ranks), *added, *leave(rank, ranks)], **side_lanes(beside)}
 
 
 def multiply(rank: int, start: int, stop: int) -> Instruction:
-    """This rank's product of these rows."""
+    """This rank's product of these blocks."""
     return Matmul(Region(rank, "a", start, stop), Region(rank, "partial", start, stop))
+
+
+def _product(rank: int, number: int) -> Instruction:
+    return multiply(rank, number, number + 1)
 
 
 def wait_all(signal: str, rank: int, ranks: int, count: int = 1) -> list[Instruction]:
@@ -238,23 +221,21 @@ def wait_all(signal: str, rank: int, ranks: int, count: int = 1) -> list[Instruc
     return [Wait(Signal(signal, peer), count) for peer in after(rank, ranks)]
 
 
-def _put(sizes: Sizes, rank: int, peer: int, low: int, high: int) -> list[Instruction]:
-    """Put the product of the peer's rows ``low:high`` into its inbox, which has a place for each source."""
-    start, place = offsets(sizes.rows)[peer], rank * sizes.rows[peer]
+def _put(choices: Choices, rank: int, peer: int, low: int, high: int) -> list[Instruction]:
+    """Put the product of the peer's pieces ``low:high`` into its inbox, which has a place for each source."""
+    start, place = peer * choices.pieces, rank * choices.pieces
     source, target = Region(rank, "partial", start + low, start + high), Region(peer, "inbox", place + low, place + high)
     return [Copy(source, target), Notify(peer, Signal("arrived", rank))]
 
 
-def _add(sizes: Sizes, rank: int, low: int, high: int, put: bool = False) -> Instruction:
-    """Add up this rank's rows ``low:high``, in rank order: where the peers' products lie, or from its inbox if they were put."""
-    start, kept = offsets(sizes.rows)[rank], sizes.rows[rank]
+def _add(choices: Choices, rank: int, piece: int, put: bool = False) -> Instruction:
+    """Add up a piece of this rank's, in rank order: where the peers' products lie, or from its inbox if they were put."""
+    pieces = choices.pieces
     products = tuple(
-        Region(rank, "inbox", p * kept + low, p * kept + high)
-        if put and p != rank
-        else Region(p, "partial", start + low, start + high)
-        for p in range(len(sizes.rows))
+        block(rank, "inbox", p * pieces + piece) if put and p != rank else block(p, "partial", rank * pieces + piece)
+        for p in range(choices.ranks)
     )
-    return Reduce(products, Region(rank, "out", low, high), sizes.op)
+    return Reduce(products, block(rank, "out", piece), choices.op)
 
 
 def sum_buffers(workload: Workload) -> dict[str, Rows]:
@@ -270,14 +251,14 @@ def sum_buffers(workload: Workload) -> dict[str, Rows]:
     }
 
 
-def _plan(workload: Workload, variant: Variant, place: Place, *, op: str = "sum") -> Plan:
+def _plan(request: Request, place: Place, *, op: str = "sum") -> Plan:
     return matmul_reduce_scatter(
-        workload.rows,
-        variant.algorithm,
-        chunk_rows=variant.chunk_rows,
+        request.ranks,
+        request.pieces,
+        request.algorithm,
         op=op,
         remote_reads=place.remote_reads,
-        order=variant.order,
+        order=request.order,
         links=place.links,
         planned=place.planned,
         hosts=place.hosts,

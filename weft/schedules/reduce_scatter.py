@@ -6,34 +6,37 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import chain
 
-from weft.plan import Buffer, Copy, Instruction, Plan, Reduce, Region, Signal, Term, Wait
-from weft.schedules.common import Hosts, after, apart, before, everything, offsets, publish, room, shards, tidy
+from weft.plan import Buffer, Copy, Instruction, Plan, Reduce, Region, Signal, Term, Value, Wait
+from weft.schedules.common import Hosts, after, apart, before, block, everything, publish, shards, tidy
 from weft.schedules.host_rings import HostRing, of_rows
 from weft.schedules.host_sums import HostSums, inbox, scatter
 from weft.schedules.levels import Levels, hand_out
-from weft.schedules.staging import Arrival, Part, Stream, copies, pipeline
+from weft.schedules.staging import Arrival, Stream, copies, one_for_each, pipeline
 
 ALGORITHMS = ("direct", "push", "ring")
 
 
-def put(rows: Sequence[int], algorithm: str, op: str = "sum", *, chunk_rows: int, hosts: Hosts) -> Plan:
+def put(pieces: int, hosts: Hosts, algorithm: str, op: str = "sum") -> Plan:
     """Reduce-scatter over several hosts, each of which adds up what its ranks have.
 
     ``push``: it puts that to the ranks of the others; ``ring``: to the next host, which adds its own.
     """
-    ranks, starts, total = len(rows), offsets(rows), sum(rows)
-    sums = HostSums(rows, chunk_rows, op, hosts, True, "a" if apart(hosts) else "partial")
+    ranks = len(hosts)
+    sums = HostSums(pieces, op, hosts, True, "a" if apart(hosts) else "partial")
     every = [sums._replace(rank=r) for r in range(ranks)]
-    made = (
-        [of_rows(HostRing(own), stage) if algorithm == "ring" else scatter(own, stage) for own in every] if total else [[]] * ranks
-    )
-    result = {
-        Region(r, "out", 0, kept): tuple(Term(p, "a", starts[r]) for p in range(ranks)) for r, kept in enumerate(rows) if kept
-    }
-    buffers = {"a": Buffer.of("input", everything(rows)), "out": Buffer.of("output", shards(rows))}
-    buffers |= dict.fromkeys(("partial", "hosted", "running", "summed"), Buffer.of("workspace", everything(rows)))
-    buffers["inbox"] = inbox(rows, hosts)
-    return Plan("reduce_scatter", algorithm, buffers, tuple({"compute": tidy(lane)} for lane in made), result, tuple(rows))
+    made = [of_rows(HostRing(own), stage) if algorithm == "ring" else scatter(own, stage) for own in every]
+    spaces = dict.fromkeys(("partial", "hosted", "running", "summed"), Buffer.of("workspace", everything(ranks, pieces)))
+    lanes = tuple({"compute": tidy(lane)} for lane in made)
+    buffers = _buffers(ranks, pieces) | spaces | {"inbox": inbox(pieces, hosts)}
+    return Plan("reduce_scatter", algorithm, buffers, lanes, _result(ranks, pieces), (pieces,) * ranks)
+
+
+def _buffers(ranks: int, pieces: int) -> dict[str, Buffer]:
+    return {"a": Buffer.of("input", everything(ranks, pieces)), "out": Buffer.of("output", shards(ranks, pieces))}
+
+
+def _result(ranks: int, pieces: int) -> dict[Region, Value]:
+    return {Region(r, "out", 0, pieces): tuple(Term(p, "a", r * pieces) for p in range(ranks)) for r in range(ranks)}
 
 
 def stage(rank: int, start: int, stop: int) -> Instruction:
@@ -41,65 +44,43 @@ def stage(rank: int, start: int, stop: int) -> Instruction:
     return Copy(Region(rank, "a", start, stop), Region(rank, "partial", start, stop))
 
 
-def reduce_scatter(rows: Sequence[int], op: str = "sum", *, symmetric_a: bool = False, chunk_rows: int | None = None) -> Plan:
-    """Every rank has ``sum(rows)`` rows and keeps block r of `rows[r]`, reduced in rank order.
+def reduce_scatter(ranks: int, pieces: int, op: str = "sum", *, symmetric_a: bool = False) -> Plan:
+    """Every rank keeps its own rows of all, cut into `pieces`, reduced in rank order.
 
-    Where `symmetric_a` peers' rows are read where they lie; else they are handed out, `chunk_rows` of each block at a time.
+    Where `symmetric_a` peers' rows are read where they lie; else they are handed out, a piece for each peer at a time.
     """
-    ranks, starts = len(rows), offsets(rows)
-    handed = blocks_of(rows, chunk_rows)
-    lanes, result = [], {}
-    for r in range(ranks):
-        lanes.append({"compute": _direct(r, rows, op) if symmetric_a or ranks == 1 else _through_slots(r, rows, op, handed)})
-        if rows[r]:
-            result[Region(r, "out", 0, rows[r])] = tuple(Term(p, "a", starts[r]) for p in range(ranks))
-    buffers = {
-        "a": Buffer.of("input", everything(rows)),
-        "staged": room(handed.rows),
-        "out": Buffer.of("output", shards(rows)),
-    }
-    return Plan("reduce_scatter", "direct", buffers, tuple(lanes), result, tuple(rows))
+    handed, direct = one_for_each(ranks, pieces), symmetric_a or ranks == 1
+    made = [_direct(r, ranks, pieces, op) if direct else _through_slots(r, op, handed) for r in range(ranks)]
+    buffers, lanes = _buffers(ranks, pieces) | {"staged": handed.room}, tuple({"compute": lane} for lane in made)
+    return Plan("reduce_scatter", "direct", buffers, lanes, _result(ranks, pieces), (pieces,) * ranks)
 
 
 @cache
-def eager(rows: tuple[int, ...], levels: Levels, op: str = "sum") -> Plan:
-    """Reduce-scatter of a few rows, whether symmetric or not: every rank hands out all of its own and reduces its block of them."""
-    ranks, starts, lanes, result = len(rows), offsets(rows), [], {}
+def eager(levels: Levels, op: str = "sum") -> Plan:
+    """Reduce-scatter of a few rows, whether symmetric or not: every rank hands out all of its own and reduces what it keeps."""
+    ranks, lanes = len(levels[-1]), []
     for r in range(ranks):
-        blocks = tuple(Region(p, "a" if p == r else "eager", starts[r], starts[r] + rows[r]) for p in range(ranks))
-        handed = hand_out(Region(r, "a", 0, sum(rows)), levels)
-        lanes.append({"compute": (*handed, Reduce(blocks, Region(r, "out", 0, rows[r]), op))})
-        result[Region(r, "out", 0, rows[r])] = tuple(Term(p, "a", starts[r]) for p in range(ranks))
-    buffers = {"a": Buffer.of("input", everything(rows)), "eager": Buffer.of("eager", everything(rows))}
-    buffers["out"] = Buffer.of("output", shards(rows))
-    return Plan("reduce_scatter", "eager", buffers, tuple(lanes), result, tuple(rows), meets=True)
+        terms = tuple(block(p, "a" if p == r else "eager", r) for p in range(ranks))
+        handed = hand_out(Region(r, "a", 0, ranks), levels)
+        lanes.append({"compute": (*handed, Reduce(terms, block(r, "out", 0), op))})
+    buffers = _buffers(ranks, 1) | {"eager": Buffer.of("eager", everything(ranks, 1))}
+    return Plan("reduce_scatter", "eager", buffers, tuple(lanes), _result(ranks, 1), (1,) * ranks, meets=True)
 
 
-def blocks_of(rows: Sequence[int], chunk_rows: int | None, taken: str | None = "taken") -> Stream:
-    """Every rank hands each peer its rows of that peer's block."""
-    starts, ranks = offsets(rows), range(len(rows))
-    parts = [[Part([p] if p != r else [], starts[p], starts[p] + rows[p]) for p in ranks] for r in ranks]
-    return Stream("staged", parts, chunk_rows or max(1, *rows), taken=taken)
+def _direct(rank: int, ranks: int, pieces: int, op: str) -> tuple[Instruction, ...]:
+    peers, start = after(rank, ranks), rank * pieces
+    own = publish(rank, ranks, [], True, before(rank, ranks), peers)
+    terms = tuple(Region(p, "a", start, start + pieces) for p in range(ranks))
+    reduced = Reduce(terms, Region(rank, "out", 0, pieces), op)
+    return (*own.first, *(Wait(Signal("ready", peer), 1) for peer in peers), reduced, *own.last)
 
 
-def _direct(rank: int, rows: Sequence[int], op: str) -> tuple[Instruction, ...]:
-    ranks, start = len(rows), offsets(rows)[rank]
-    readers, sources = [peer for peer in before(rank, ranks) if rows[peer]], after(rank, ranks) if rows[rank] else []
-    own = publish(rank, ranks, [], True, readers, sources)
-    blocks = tuple(Region(p, "a", start, start + rows[rank]) for p in range(ranks))
-    reduced = [Reduce(blocks, Region(rank, "out", 0, rows[rank]), op)] if rows[rank] else []
-    return (*own.first, *(Wait(Signal("ready", peer), 1) for peer in sources), *reduced, *own.last)
-
-
-def _through_slots(rank: int, rows: Sequence[int], op: str, handed: Stream) -> tuple[Instruction, ...]:
-    start = offsets(rows)[rank]
-
+def _through_slots(rank: int, op: str, handed: Stream) -> tuple[Instruction, ...]:
     def reduced(step: int) -> list[Instruction]:
-        if not (arrivals := handed.arrivals(rank, step)):
+        if step >= handed.pieces:
             return []
-        own = Region(rank, "a", start + arrivals[0].at, start + arrivals[0].at + arrivals[0].region.rows)
-        here = Region(rank, "out", own.start - start, own.stop - start)
-        return sum_of(rank, own, arrivals, here, op)
+        own = block(rank, "a", rank * handed.pieces + step)
+        return sum_of(rank, own, handed.arrivals(rank, step), block(rank, "out", step), op)
 
     return pipeline(rank, [handed], [lambda step: handed.stage(rank, step, copies(rank, "a")), reduced])
 

@@ -11,64 +11,59 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from weft.plan import Copy, Instruction, Notify, Region, Signal, Wait
-from weft.schedules.common import after, before, chunks, enter, leave, tidy
+from weft.schedules.common import after, before, block, enter, leave, room, tidy
 
 SLOTS = 3
 """Slots of a stream. With two, each rank would wait in each step until its peers have done as much as itself."""
 
 
 class Part(NamedTuple):
-    """Rows ``start:stop`` that a rank hands to `readers`."""
+    """Blocks from `start` on that a rank hands to `readers`."""
 
     readers: Sequence[int]
     start: int
-    stop: int
 
 
 class Arrival(NamedTuple):
-    """Once `wait` is over, rows of `peer` lie in `region`, the `at`-th of their part and following; then `thanks` must be said."""
+    """Once `wait` is over, a block of `peer` lies in `region`; then `thanks` must be said."""
 
     peer: int
     wait: Wait
     region: Region
-    at: int
     thanks: list[Instruction]
 
 
 class Stream:
-    """The parts that every rank hands out through slots of the workspace `buffer`, in steps: step k is chunk k of each part.
+    """The parts that every rank hands out through slots of the workspace `buffer`, in steps: step k is block k of each part.
 
-    A rank reads at most one part of each peer. `ready` and `taken` are the names of the signals that say that a step can be read,
-    and that it has been; the latter is None where a plan's other signals say it before a slot is used again.
+    All parts have as many `pieces`, and a rank reads at most one part of each peer. `ready` and `taken` are the names of the
+    signals that say that a step can be read, and that it has been; the latter is None where a plan's other signals say it before a
+    slot is used again.
     """
 
     def __init__(
-        self, buffer: str, parts: Sequence[Sequence[Part]], chunk: int, ready: str = "ready", taken: str | None = "taken"
+        self, buffer: str, parts: Sequence[Sequence[Part]], pieces: int, ready: str = "ready", taken: str | None = "taken"
     ) -> None:
-        self.parts, self.chunk, self.ready, self.taken = parts, chunk, ready, taken
+        self.buffer, self.parts, self.pieces, self.ready, self.taken = buffer, parts, pieces, ready, taken
         self.ranks = len(parts)
-        # By rank and step: what is handed out, and where.
-        self.pieces = [_cut(Region(rank, buffer, 0, 0), own, chunk) for rank, own in enumerate(parts)]
-        # The rows of the buffer on each rank.
-        self.rows = tuple(min(len(self.pieces[rank]), SLOTS) * len(own) * chunk for rank, own in enumerate(parts))
+        self.room = room([min(self.steps(rank), SLOTS) * len(own) for rank, own in enumerate(parts)])
 
     def steps(self, rank: int) -> int:
         """How many steps a rank hands out."""
-        return len(self.pieces[rank])
+        return self.pieces if any(part.readers for part in self.parts[rank]) else 0
 
-    def handed_out(self, rank: int, step: int) -> list[Part]:
-        """What a rank hands out in a step."""
-        return [part for part, _ in self.pieces[rank][step]] if step < self.steps(rank) else []
-
-    def stage(self, rank: int, step: int, make: Callable[[Part, Region], Iterable[Instruction]]) -> list[Instruction]:
-        """Hand out a step: `make` puts each piece to its place, once nobody needs what was there before."""
+    def stage(self, rank: int, step: int, make: Callable[[int, Region], Iterable[Instruction]]) -> list[Instruction]:
+        """Hand out a step: `make` puts each block to its place, once nobody needs what was there before."""
         if step >= self.steps(rank):
             return []
-        free: list[Instruction] = []
+        readers, free = self._readers(rank), list[Instruction]()
         if self.taken and step >= SLOTS:
-            free += [Wait(Signal(self.taken, reader), step - SLOTS + 1) for reader in self._readers(rank, step - SLOTS)]
-        made = [instruction for piece in self.pieces[rank][step] for instruction in make(*piece)]
-        return [*free, *made, *(Notify(reader, Signal(self.ready, rank)) for reader in self._readers(rank, step))]
+            free += [Wait(Signal(self.taken, reader), step - SLOTS + 1) for reader in readers]
+        made: list[Instruction] = []
+        for number, part in enumerate(self.parts[rank]):
+            if part.readers:
+                made += make(part.start + step, self._slot(rank, number, step))
+        return [*free, *made, *(Notify(reader, Signal(self.ready, rank)) for reader in readers)]
 
     def arrivals(self, rank: int, step: int) -> list[Arrival]:
         """What a rank's peers hand to it in a step."""
@@ -77,9 +72,10 @@ class Stream:
             thanks: list[Instruction] = []
             if self.taken and step + SLOTS < self.steps(peer):
                 thanks.append(Notify(peer, Signal(self.taken, rank)))
-            for part, region in self.pieces[peer][step] if step < self.steps(peer) else ():
+            for number, part in enumerate(self.parts[peer]) if step < self.steps(peer) else ():
                 if rank in part.readers:
-                    found.append(Arrival(peer, Wait(Signal(self.ready, peer), step + 1), region, step * self.chunk, thanks))
+                    wait = Wait(Signal(self.ready, peer), step + 1)
+                    found.append(Arrival(peer, wait, self._slot(peer, number, step), thanks))
         return found
 
     def fetch(self, rank: int, buffer: str, starts: Sequence[int]) -> Callable[[int], list[Instruction]]:
@@ -87,32 +83,29 @@ class Stream:
 
         def fetched(step: int) -> list[Instruction]:
             found: list[Instruction] = []
-            for peer, wait, region, at, thanks in self.arrivals(rank, step):
-                start = starts[peer] + at
-                found += [wait, Copy(region, Region(rank, buffer, start, start + region.rows)), *thanks]
+            for peer, wait, region, thanks in self.arrivals(rank, step):
+                found += [wait, Copy(region, block(rank, buffer, starts[peer] + step)), *thanks]
             return found
 
         return fetched
 
-    def _readers(self, rank: int, step: int) -> list[int]:
-        readers = {reader for part, _ in self.pieces[rank][step] for reader in part.readers}
+    def _slot(self, rank: int, part: int, step: int) -> Region:
+        return block(rank, self.buffer, step % SLOTS * len(self.parts[rank]) + part)
+
+    def _readers(self, rank: int) -> list[int]:
+        readers = {reader for part in self.parts[rank] for reader in part.readers}
         return [peer for peer in before(rank, self.ranks) if peer in readers]
 
 
-def _cut(buffer: Region, parts: Sequence[Part], chunk: int) -> list[list[tuple[Part, Region]]]:
-    steps: list[list[tuple[Part, Region]]] = []
-    for number, (readers, start, stop) in enumerate(parts):
-        for step, (low, high) in enumerate(chunks(stop - start, chunk) if readers else ()):
-            at = (step % SLOTS * len(parts) + number) * chunk
-            if step == len(steps):
-                steps.append([])
-            steps[step].append((Part(readers, start + low, start + high), buffer._replace(start=at, stop=at + high - low)))
-    return steps
+def one_for_each(ranks: int, pieces: int, taken: str | None = "taken") -> Stream:
+    """Every rank hands each peer the part of ``a`` that is for it: its p-th share for rank p."""
+    parts = [[Part([p] if p != r else [], p * pieces) for p in range(ranks)] for r in range(ranks)]
+    return Stream("staged", parts, pieces, taken=taken)
 
 
-def copies(rank: int, buffer: str) -> Callable[[Part, Region], Iterable[Instruction]]:
-    """Stage rows of a buffer as they are."""
-    return lambda part, there: [Copy(Region(rank, buffer, part.start, part.stop), there)]
+def copies(rank: int, buffer: str) -> Callable[[int, Region], Iterable[Instruction]]:
+    """Stage blocks of a buffer as they are."""
+    return lambda number, slot: [Copy(block(rank, buffer, number), slot)]
 
 
 def pipeline(

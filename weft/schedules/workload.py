@@ -45,7 +45,7 @@ def accumulator(dtype: str) -> str:
 
 
 class Variant(NamedTuple):
-    """A way to do it: the algorithm, the rows of a piece (all where it has none), and the order of a push."""
+    """A way to do it: the algorithm, the most rows of a piece (all where it has none), and the order of a push."""
 
     algorithm: str
     chunk_rows: int
@@ -69,6 +69,19 @@ def size_class(rows: int) -> int:
     rows = max(rows, FEW_ROWS)
     step = 1 << max(0, rows.bit_length() - 2)
     return -(-rows // step) * step
+
+
+class Request(NamedTuple):
+    """What a planner is asked for, whatever the sizes: each rank's rows in so many `pieces`, in which a plan moves them.
+
+    `symmetric`: the caller's tensors lie in symmetric memory. `order` is that of a push.
+    """
+
+    ranks: int
+    pieces: int
+    algorithm: str
+    symmetric: bool = True
+    order: str = "peer"
 
 
 class Place(NamedTuple):
@@ -95,14 +108,14 @@ class Rows(NamedTuple):
 class Operator:
     """What is known of a fused operator without a tensor.
 
-    `plan` makes its plan of a workload, a variant and a place, and may take more: what the caller asked for beside. `communicate`
-    plans its communication alone, of the same three, as benchmarks measure it. `buffers` says what the buffers of its plans hold.
+    `plan` makes its plan of a request and a place, and may take more: what the caller asked for beside. `communicate` plans its
+    communication alone, of the same two, as benchmarks measure it. `buffers` says what the buffers of its plans hold.
     """
 
     name: str
     algorithms: tuple[str, ...]
     plan: Callable[..., Plan]
-    communicate: Callable[[Workload, Variant, Place], Plan]
+    communicate: Callable[[Request, Place], Plan]
     buffers: Callable[[Workload], Mapping[str, Rows]]
     shards: Callable[[int, int], Sequence[int] | None]
     """The rows of each shard where a rank of so many gives so many and nobody says otherwise; None where that cannot be."""
@@ -127,11 +140,10 @@ class Operator:
         """Into how many pieces a variant cuts the rows of this workload."""
         return 1 if variant.algorithm in self.whole else pieces(self.extent(workload, variant.algorithm), variant.chunk_rows)
 
-    def in_blocks(self, workload: Workload, variant: Variant, cut: int) -> tuple[Workload, Variant]:
-        """What the planner is asked for to get the plan of blocks that serves this workload, and others, in so many pieces."""
-        shards, across = len(workload.rows), variant.algorithm in self.across  # where a piece is a block of each shard
-        one = workload._replace(rows=(cut,) * shards, k=1, n=1, packed=True)
-        return one, variant._replace(chunk_rows=shards if across else 1)
+    def request(self, workload: Workload, variant: Variant, pieces: int | None = None) -> Request:
+        """What the planner is asked for; in so many `pieces`, or as many as the variant cuts the rows of this workload into."""
+        algorithm, cut = variant.algorithm, pieces or self.cut(workload, variant)
+        return Request(workload.ranks, cut, algorithm, workload.symmetric, variant.order)
 
     def extent(self, workload: Workload, algorithm: str) -> int:
         """The rows that an algorithm cuts into pieces."""

@@ -39,7 +39,7 @@ def from_host(settings: AllGatherMatmul) -> dict[str, Any]:
     for products in ("torch", "triton"):
         with local_world(1, "cuda", products=products) as local:
             found += local.run(_from_host, settings, rows, b, own)
-    (times, chunk, check), (kernel_times, _, kernel_check) = found
+    (times, check), (kernel_times, kernel_check) = found
     times |= {"pipelined triton": kernel_times["pipelined"]}
     worst = check.worse(kernel_check)
     medians = [times[name]["median"] for name in VIEWS]
@@ -51,7 +51,7 @@ def from_host(settings: AllGatherMatmul) -> dict[str, Any]:
         "shape": asdict(settings.shape),
         "dtype": settings.dtype,
         "algorithm": "pull",
-        "chunk_rows": chunk,
+        "chunk_rows": -(-(m - own) // _PIECES),
         "link": None,
         "times_ms": times,
         "baselines_ms": {},
@@ -66,19 +66,18 @@ def from_host(settings: AllGatherMatmul) -> dict[str, Any]:
     }
 
 
-def _from_host(settings: AllGatherMatmul, rows: Tensor, b: Tensor, own: int) -> tuple[dict[str, dict[str, float]], int, Check]:
+def _from_host(settings: AllGatherMatmul, rows: Tensor, b: Tensor, own: int) -> tuple[dict[str, dict[str, float]], Check]:
     world = init()
     device, m = world.device, len(rows)
-    chunk = max(1, -(-(m - own) // _PIECES))
-    plan = matmul_from_host(own, m - own, chunk_rows=chunk)
+    plan, shards = matmul_from_host(_PIECES), (own, m - own)
     a, away, weight = rows[:own].to(device), rows[own:].pin_memory(), b.to(device)
     whole, out = rows.to(device), torch.empty(m, b.shape[1], dtype=rows.dtype, device=device)
     tensors = {"a": a, "away": away, "out": out}
-    program = engine(world).program(plan, tensors, plan.pieces)
+    program = engine(world).program(plan, tensors, shards)
 
     compute = partial(torch.mm, whole, weight, out=out)
     communicate = partial(whole[own:].copy_, away, non_blocking=True)
-    pipelined = partial(program.run, tensors, plan.pieces, {"out": weight})
+    pipelined = partial(program.run, tensors, shards, {"out": weight})
     views: dict[str, Callable[[], object]] = {
         "compute": compute,
         "communicate": communicate,
@@ -89,7 +88,7 @@ def _from_host(settings: AllGatherMatmul, rows: Tensor, b: Tensor, own: int) -> 
     out.fill_(float("nan"))
     pipelined()
     exact, size = whole.double() @ weight.double(), whole.double().abs() @ weight.double().abs()
-    return times, chunk, compare(out, exact, error_bound(size, exact, rows.shape[1], rows.dtype, out.dtype))
+    return times, compare(out, exact, error_bound(size, exact, rows.shape[1], rows.dtype, out.dtype))
 
 
 def summary(milliseconds: Sequence[float]) -> dict[str, float]:
