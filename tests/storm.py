@@ -98,7 +98,7 @@ def calls(seed: int, place: str, gradients: bool = True) -> Iterator[Call]:
     """Calls of every public kind for ever, the same on all ranks."""
     draw = random.Random(seed + 1)
     torch.manual_seed(seed)
-    grown = 64
+    grown = 8192
     kinds: list[Callable[[], Call]] = [*KINDS, *([_one_sided] if place != "hosts" else []), *([_gradients] if gradients else [])]
     while True:
         if place == "compile" and draw.random() < 0.3:
