@@ -15,7 +15,8 @@ from support.ranks import on_ranks
 
 import weft
 from weft import _native
-from weft.ops.collective import SLOT_BYTES, slot_rows
+from weft.ops.collective import SLOT_BYTES, sent_rows, slot_rows
+from weft.schedules.workload import pieces
 
 
 def tasks():
@@ -198,6 +199,11 @@ def test_slots_are_as_large_as_threads_are_many():
     row = torch.empty(1, 1)
     alone, eight = (slot_rows(row, 1 << 20, 3, SimpleNamespace(threads=threads)) for threads in (1, 8))
     assert eight // 8 == alone == SLOT_BYTES // 3 // 4
+
+
+def test_what_is_sent_is_worth_a_message():
+    row = torch.empty(1, 1)
+    assert [pieces(rows, sent_rows(row, rows)) for rows in (1, 1 << 10, 1 << 15, 1 << 20, 1 << 26)] == [1, 1, 2, 16, 16]
 
 
 def beside(world):

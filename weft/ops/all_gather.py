@@ -10,9 +10,21 @@ import torch
 from torch import Tensor
 
 from weft.ops import arguments, dims
-from weft.ops.collective import ANY, Handle, Work, as_matrix, call_later, call_now, handed_out, parts, same_place, slot_rows
+from weft.ops.collective import (
+    ANY,
+    Handle,
+    Work,
+    as_matrix,
+    call_later,
+    call_now,
+    handed_out,
+    parts,
+    same_place,
+    sent_rows,
+    slot_rows,
+)
 from weft.schedules import all_gather as schedule
-from weft.schedules.workload import PIECES, pieces
+from weft.schedules.workload import pieces
 from weft.world import World
 
 PUSH_BYTES = 256 << 10  # from this size on of a rank's rows, not reading them from memory twice wins over finding them in the cache
@@ -85,10 +97,14 @@ def _prepare(
     if algorithm == "auto":
         straight = symmetric_out and (not symmetric or most >= PUSH_BYTES)
         algorithm = "push" if hosts or straight else "pull"
-    least = 1 if algorithm == "push" and symmetric_out and hosts is None else PIECES
-    chunk = max(1, lead * chunk_rows if chunk_rows else -(-max(rows) // least))
-    if algorithm == "pull" and not symmetric and chunk_rows is None:
+    if chunk_rows is not None:
+        chunk = lead * chunk_rows
+    elif algorithm == "pull" and not symmetric:
         chunk = slot_rows(matrix, max(rows), 1, world)
+    elif algorithm == "push" and symmetric_out and hosts is None:
+        chunk = max(1, *rows)
+    else:
+        chunk = sent_rows(matrix, max(rows))
     plan = _plan(world.ranks, algorithm, pieces(max(rows), chunk), symmetric, symmetric_out, hosts)
     return Work(plan, rows, tensors, result, copied)
 

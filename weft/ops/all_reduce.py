@@ -7,13 +7,13 @@ from functools import lru_cache, partial
 from torch import Tensor
 
 from weft.ops import arguments
-from weft.ops.collective import Handle, Work, call_later, call_now, check_reduction, handed_out, same_place, slot_rows
+from weft.ops.collective import Handle, Work, call_later, call_now, check_reduction, handed_out, same_place, sent_rows, slot_rows
 from weft.plan import Plan
 from weft.plan.binding import split
 from weft.schedules import all_reduce as schedule
 from weft.schedules.common import Hosts, apart
 from weft.schedules.levels import EAGER_BYTES
-from weft.schedules.workload import PIECES, pieces
+from weft.schedules.workload import pieces
 from weft.world import World
 
 
@@ -63,7 +63,7 @@ def _prepare(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: st
     symmetric = world.is_symmetric(flat) and not (in_place and algorithm == "one_shot")
     places = symmetric, world.is_symmetric(result)
     put = world.topology is not None and not (algorithm == "ring" and apart(world.topology))
-    slot = max(1, -(-rows[0] // PIECES)) if put else slot_rows(flat, rows[0], world.ranks - 1, world)
+    slot = sent_rows(flat, rows[0]) if put else slot_rows(flat, rows[0], world.ranks - 1, world)
     cut = 1 if algorithm == "one_shot" and not put else pieces(rows[0], slot)
     plan = _plan(world.ranks, cut, algorithm, op, *places, world.topology if put else None)
     return Work(plan, rows, {"a": flat, "out": result.view(-1, 1)}, result)

@@ -7,11 +7,11 @@ from functools import lru_cache
 from torch import Tensor
 
 from weft.ops import arguments
-from weft.ops.collective import ANY, Handle, Work, call_later, call_now, handed_out, slot_rows
+from weft.ops.collective import ANY, Handle, Work, call_later, call_now, handed_out, sent_rows, slot_rows
 from weft.plan import Plan
 from weft.schedules import broadcast as schedule
 from weft.schedules.common import Hosts
-from weft.schedules.workload import PIECES, pieces
+from weft.schedules.workload import pieces
 from weft.world import World
 
 SHARED_BYTES = 256 << 10  # from this size on of a broadcast its source moves rows, too
@@ -65,7 +65,7 @@ def _prepare(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: 
     if not symmetric:
         cut = pieces(len(rows), slot_rows(rows, len(rows), 1, world, PIECE_BYTES))
     if algorithm == "ring":
-        cut = pieces(len(rows), max(1, -(-len(rows) // PIECES)))
+        cut = pieces(len(rows), sent_rows(rows, len(rows)))
     plan = _plan(cut, world.ranks, source, algorithm, symmetric, shared, world.topology)
     return Work(plan, (len(rows),), tensors, tensor)
 

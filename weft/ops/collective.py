@@ -35,6 +35,7 @@ from weft.errors import PeerTimeout
 from weft.ops import arguments
 from weft.plan import Plan
 from weft.schedules.levels import EAGER_BYTES
+from weft.schedules.workload import PIECES
 from weft.world import World, current, memory
 
 NUMBERS = (*FLOATS, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
@@ -47,6 +48,7 @@ REDUCTIONS = ("sum", "avg", "max", "min")
 
 STAGED_BYTES = 1 << 20  # up to so much for each peer, what peers cannot read is staged at once, and in pieces above
 SLOT_BYTES = 512 << 10  # what a thread of a rank then stages at a time: few enough that it stays in the caches until it is read
+SENT_BYTES = 64 << 10  # least bytes of a piece that is put to peers: with fewer, its message takes longer than they do
 STEPS = 64  # in which it does so at most: a plan is a list of all of them
 _REMEMBERED = 1024  # calls per world that are found by the identity of their tensors
 
@@ -211,6 +213,11 @@ def slot_rows(matrix: Tensor, most: int, readers: int, world: World, piece: int 
     at_once, slot = (piece, piece) if piece and world.threads == 1 else (STAGED_BYTES, SLOT_BYTES * world.threads)
     staged = most if most * row <= at_once else slot // (row * max(1, readers))
     return max(1, staged, -(-most // STEPS))
+
+
+def sent_rows(matrix: Tensor, most: int) -> int:
+    """How many of at most `most` rows go at a time where they are put to peers: a part of them that is worth a message."""
+    return max(1, -(-most // PIECES), SENT_BYTES // max(1, matrix.shape[1] * matrix.itemsize))
 
 
 def handed_out(world: World, size: int) -> bool:

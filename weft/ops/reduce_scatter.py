@@ -19,12 +19,13 @@ from weft.ops.collective import (
     handed_out,
     parts,
     same_place,
+    sent_rows,
     slot_rows,
 )
 from weft.plan import Plan
 from weft.schedules import reduce_scatter as schedule
 from weft.schedules.common import Hosts
-from weft.schedules.workload import PIECES, pieces
+from weft.schedules.workload import pieces
 from weft.world import World
 
 
@@ -95,9 +96,8 @@ def _prepare(
     tensors = {"a": matrix, "out": as_matrix(result, dim)}
     if algorithm in ("auto", "direct") and handed_out(world, a.numel() * a.itemsize):
         return Work(schedule.eager(world.levels, op), rows, tensors, result)
-    slot = slot_rows(matrix, max(rows), world.ranks - 1, world)
     put = world.multi_host or algorithm in ("push", "ring")
-    cut = pieces(max(rows), max(1, -(-max(rows) // PIECES)) if put else slot)
+    cut = pieces(max(rows), sent_rows(matrix, max(rows)) if put else slot_rows(matrix, max(rows), world.ranks - 1, world))
     plan = _plan(world.ranks, algorithm, op, world.is_symmetric(matrix), cut, world.topology)
     return Work(plan, rows, tensors, result)
 
