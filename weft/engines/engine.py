@@ -300,14 +300,6 @@ def _class_of(size: int) -> int:
     return -(-size // step) * step
 
 
-def row_stride(tensor: Tensor) -> int:
-    """The bytes between the beginnings of a buffer's rows. Raises `ValueError` for what is not a matrix with contiguous rows."""
-    if tensor.dim() != 2 or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
-        raise ValueError(f"a buffer is a matrix with contiguous rows; got shape {tuple(tensor.shape)}, strides {tensor.stride()}")
-    rows, columns = tensor.shape
-    return (tensor.stride(0) if rows > 1 else columns) * tensor.itemsize
-
-
 def kinds(plan: Plan, given: Mapping[str, torch.dtype], dtypes: Mapping[str, torch.dtype]) -> dict[str, tuple[torch.dtype, str]]:
     """The dtype of every buffer that is used, and the given one whose columns it has: workspaces look like what they exchange rows
     with."""

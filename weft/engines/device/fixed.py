@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.checks import name as dtype_name
-from weft.engines.engine import Engine, Program, kinds, row_stride
+from weft.engines.engine import Engine, Program, kinds
 from weft.plan import Plan, Region, accesses, reads, writes
 from weft.plan.binding import bind
 from weft.world import World, memory
@@ -26,7 +26,7 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, world: World) -> Geometry:
-        stride, segment = row_stride(tensor), memory.find(tensor)
+        stride, segment = _row_stride(tensor), memory.find(tensor)
         place = None
         if segment is not None and segment.world == world.number:
             place = segment.number, int(tensor.storage_offset()) * tensor.itemsize
@@ -112,3 +112,11 @@ class FixedProgram(Program):
         whole = segment.bytes(region.rank)[: segment.size // dtype.itemsize * dtype.itemsize].view(dtype)
         step = stride // dtype.itemsize
         return whole.as_strided((region.rows, columns), (step, 1), offset // dtype.itemsize + region.start * step)
+
+
+def _row_stride(tensor: Tensor) -> int:
+    """The bytes between the beginnings of a buffer's rows. Raises `ValueError` for what is not a matrix with contiguous rows."""
+    if tensor.dim() != 2 or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
+        raise ValueError(f"a buffer is a matrix with contiguous rows; got shape {tuple(tensor.shape)}, strides {tensor.stride()}")
+    rows, columns = tensor.shape
+    return (tensor.stride(0) if rows > 1 else columns) * tensor.itemsize
