@@ -289,6 +289,8 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
+        if self not in distributed_c10d._world.pg_map:
+            return []  # torch (2.15) is still making it, and would attach a recorder, for which a group needs backends in C++
         return [_CPU, *(self._others()._device_types if self._other_backends() else ())]
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -379,15 +381,20 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     def _others(self) -> dist.ProcessGroup:
         if self.others is None:
-            self.others, _ = distributed_c10d._new_process_group_helper(
-                self.size(),
-                self.rank(),
-                self.global_ranks,
-                dist.Backend(self._other_backends()),
-                self.store,
-                group_name=cast(Any, f"{self.group_name} beside weft"),
-                timeout=timedelta(seconds=self.world.timeout),
-            )
+            self.others = _ProcessGroup(self.rank(), self.size())  # an empty one, for backends that look here while they are made
+            try:
+                self.others, _ = distributed_c10d._new_process_group_helper(
+                    self.size(),
+                    self.rank(),
+                    self.global_ranks,
+                    dist.Backend(self._other_backends()),
+                    self.store,
+                    group_name=cast(Any, f"{self.group_name} beside weft"),
+                    timeout=timedelta(seconds=self.world.timeout),
+                )
+            except BaseException:
+                self.others = None
+                raise
         return self.others
 
     # Torch has had two names for some of these.
