@@ -14,7 +14,7 @@ from weft.engines.device import engine as device
 from weft.engines.recording import record
 from weft.world import World
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", "3.6")
 
 GATHERS = ("direct", "pull", "push", "ring", "sequential")
 SCATTERS = ("direct", "push", "put", "ring", "sequential")

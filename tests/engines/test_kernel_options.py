@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", "3.6")
 import weft
 from weft.engines.device.kernels import symmetric
 from weft.engines.device.kernels.all_gather import Traffic
@@ -113,6 +113,9 @@ def test_products_that_cannot_be(monkeypatch):
     monkeypatch.setattr(symmetric.triton.knobs.runtime, "interpret", False)
     with pytest.raises(weft.WeftError, match="set TRITON_INTERPRET=1"):
         weft.init(products="triton")
+    monkeypatch.setattr(symmetric.triton, "__version__", "3.5.1")
+    with pytest.raises(weft.WeftError, match=r"needs Triton 3.6 or newer, and there is 3.5.1: install weft\[gpu\]"):
+        weft.local_world(2, products="triton")
     monkeypatch.setattr(device_memory, "find_spec", lambda name: None)
-    with pytest.raises(weft.WeftError, match=r"install weft\[gpu\]"):
+    with pytest.raises(weft.WeftError, match=r"and there is none: install weft\[gpu\]"):
         weft.local_world(2, products="triton")

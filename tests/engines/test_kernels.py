@@ -14,7 +14,7 @@ import weft
 from weft.errors import PeerTimeout
 from weft.world import World
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", "3.6")
 
 
 def interpret() -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", "3.6")
 import torch
 from support.compiled import SHARED, TARGETS, Compiled, build
 
@@ -68,12 +68,12 @@ NVIDIA = Words(
     any_store=r"\bst\.\S*global",
     poll=r"ld\.global\.sys\.acquire\.b64",
     tell=[
-        "bar.sync",
-        "atom.global.gpu.acq_rel.add",
-        "bar.sync",
-        "atom.global.sys.release.add.u64",
-        "ld.global.sys.acquire.b64",
-        "bar.sync",
+        r"bar\.sync",
+        r"atom\.global\.gpu\.acq_rel\.add",
+        r"bar\.sync",
+        r"(?:atom|red)\.global\.sys\.release\.add\.u64",
+        r"ld\.global\.sys\.acquire\.b64",
+        r"bar\.sync",
     ],
 )
 AMD = Words(
@@ -81,7 +81,7 @@ AMD = Words(
     store="global_store_dwordx4",
     any_load=r"(?:global|flat|buffer)_load\w*",
     any_store=r"(?:global|flat|buffer)_store\w*",
-    poll=r"global_load_dwordx2 .* sc0 sc1\n",
+    poll=r"global_(?:load_dwordx2|atomic_add_x2) .* sc0 sc1\n",  # of Triton 3.6, and of 3.9
     tell=[
         "s_barrier",
         "buffer_wbl2 sc1",
@@ -92,6 +92,15 @@ AMD = Words(
         "buffer_inv sc0 sc1",
     ],
 )
+
+
+def follows(steps: list[str], assembly: str) -> None:
+    """The steps are there in this order."""
+    at = 0
+    for step in steps:
+        found = re.compile(step).search(assembly, at)
+        assert found, f"no {step} where it should be"
+        at = found.end()
 
 
 def gathers(made: Compiled, target: str, ranks: int, per_thread: int) -> None:
@@ -106,10 +115,7 @@ def gathers(made: Compiled, target: str, ranks: int, per_thread: int) -> None:
     assert len(re.findall(words.load, body)) == len(re.findall(words.any_load, body)) == per_thread
     assert len(re.findall(words.store, body)) == len(re.findall(words.any_store, body)) == per_thread * ranks
     assert any(re.search(words.poll, loop) for loop in every)
-    at = made.assembly.index(body) + len(body)
-    for step in words.tell:
-        at = made.assembly.find(step, at) + 1
-        assert at, f"no {step} where it should be"
+    follows(words.tell, made.assembly[made.assembly.index(body) + len(body) :])
     assert made.spills == 0
 
 
@@ -174,10 +180,9 @@ def test_all_gather_matmul(target: str, transposed: bool) -> None:
 def test_products_are_put(target: str, products: str) -> None:
     made = product(target, "bf16", products, SOURCES=1, PUTS=True, NOTIFIES=True)
     multiplies(made, target, 24 if (target, products) == ("sm_100", "fp32") else 0)  # a few bytes, at the end of a tile
-    at = 0
-    for step in NVIDIA.tell[:4] if target.startswith("sm") else AMD.tell[:6]:  # from the last store of a tile to the peer
-        at = made.assembly.find(step, at) + 1
-        assert at, f"no {step} where it should be"
+    follows(
+        NVIDIA.tell[:4] if target.startswith("sm") else AMD.tell[:6], made.assembly
+    )  # from the last store of a tile to the peer
 
 
 def test_products_of_float32(target: str) -> None:

@@ -9,7 +9,7 @@ import torch
 
 import weft
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", "3.6")
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch.torch_version import TorchVersion
 
 from weft import _native
 from weft.checks import name as dtype_name
@@ -21,6 +22,7 @@ from weft.world import memory
 if TYPE_CHECKING:
     from weft.world.peers import Peers
 
+_TRITON = "3.6"
 _parts: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()  # of ranks of this process, by address
 
 
@@ -30,8 +32,7 @@ def check_device(device: torch.device | str) -> torch.device:
     if place.type == "cuda":
         if not torch.cuda.is_available():
             raise WeftError('no GPU that torch can use was found; use device="cpu"')
-        if find_spec("triton") is None:
-            raise WeftError("GPUs need Triton: install weft[gpu]")
+        _check_triton("GPUs need")
         return torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
     if place.type != "cpu":
         raise WeftError(f"weft serves cpu and cuda; got {place}")
@@ -43,8 +44,7 @@ def check_products(products: str, device: torch.device) -> None:
     if products not in ("torch", "triton"):
         raise ValueError(f"products are made by torch or by triton; got {products!r}")
     if products == "triton":
-        if find_spec("triton") is None:
-            raise WeftError('weft\'s product kernel needs Triton: install weft[gpu], or use products="torch"')
+        _check_triton("weft's product kernel needs", ', or use products="torch"')
         if device.type == "cpu":
             import triton
 
@@ -53,6 +53,17 @@ def check_products(products: str, device: torch.device) -> None:
                     "on a CPU Triton's kernels run only under its interpreter: set TRITON_INTERPRET=1 before anything imports "
                     'them, or use products="torch"'
                 )
+
+
+def _check_triton(who_needs: str, instead: str = "") -> None:
+    """Raise `WeftError` unless Triton is there and as new as weft's kernels need it."""
+    found = None
+    if find_spec("triton") is not None:
+        import triton
+
+        found = triton.__version__
+    if found is None or TorchVersion(found) < _TRITON:
+        raise WeftError(f"{who_needs} Triton {_TRITON} or newer, and there is {found or 'none'}: install weft[gpu]{instead}")
 
 
 def allocate(world: Peers, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

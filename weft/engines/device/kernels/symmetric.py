@@ -189,8 +189,8 @@ def wait(counter, index, expected, timeout_record, max_polls):
     """Hold this program until its rank's counter number `index` has reached `expected`, for at most `max_polls` looks.
 
     Pattern: "all that the notifier wrote before is here", for every thread of this program. Out of time it reports to
-    `timeout_record` and goes on; later waits then do not wait at all. An addition of 0 is compiled to a load that acquires; AMD's
-    compiler takes a volatile load for one that it may move out of the loop.
+    `timeout_record` and goes on; later waits then do not wait at all. An addition of 0 is compiled to a load that acquires (by
+    Triton 3.9 for AMD to the addition); AMD's compiler takes a volatile load for one that it may move out of the loop.
     """
     address = counter + index * 8
     actual = tl.atomic_add(address, 0, sem="acquire", scope="sys")
