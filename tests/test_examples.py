@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 import typer
 from support import snippets
 from support.ranks import on_ranks
@@ -73,6 +74,7 @@ def test_tensor_parallel_transformer(dtype):
 
 
 @pytest.mark.data
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="this torch's pipelines send an int64 to who receives a float32")
 def test_torch_distributed():
     """On both backends the losses are the same; the example itself checks that in every step."""
     sizes = "--dim 32 --layers 2 --heads 2 --batch 4 --length 8 --steps 3"

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.inductor import QUICK
 from support.ranks import group, on_ranks
 from torch import nn
 from torch._dynamo.utils import counters
@@ -23,9 +24,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import weft
 from weft.process_group import worlds
-
-QUICK = {"fallback_by_default": True, "pattern_matcher": False}
-"""Options of Inductor with which there are no kernels to build."""
 
 
 class Seen(CustomGraphPass):

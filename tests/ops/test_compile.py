@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from support.inductor import QUICK
 from support.ranks import on_ranks
 
 import weft
@@ -99,10 +100,6 @@ def in_turn(world):
 @pytest.mark.data
 def test_layers_compile_whole():
     on_ranks(in_turn, 2, limit=110)
-
-
-QUICK = {"fallback_by_default": True, "pattern_matcher": False}
-"""Options of Inductor with which there are no kernels to build."""
 
 
 def alike(a, b, c, parts, world):

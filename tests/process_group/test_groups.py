@@ -87,6 +87,7 @@ def ends_with_its_threads(nothing):
         world.close()
 
 
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="this torch gives gloo's threads no names")
 def test_no_thread_of_gloo_outlives_the_groups():
     on_ranks(ends_with_its_threads, 2, given=contextlib.nullcontext)
 

@@ -77,7 +77,7 @@ def all_gather_matmul(
         MismatchError, PeerLost, PeerTimeout: the ranks do not make the same call, or one is lost or late; the world is closed.
     """
     world = current(world)
-    several = isinstance(b, list | tuple)
+    several = isinstance(b, (list, tuple))  # no union: the compiler of torch 2.9 does not know them
     weights: list[Weight] = [*b] if several else [b]  # type: ignore[list-item, misc]
     biases = listed(bias, weights, several, "bias")
     asked = known.Asked("all_gather_matmul", weights, biases, (out_dtype, algorithm, chunk_rows))
@@ -112,7 +112,7 @@ def listed(value: object, weights: Sequence[Weight], several: bool, what: str) -
         return [value]  # type: ignore[list-item]
     if value is None:
         return [None] * len(weights)
-    if not isinstance(value, list | tuple) or len(value) != len(weights):
+    if not isinstance(value, (list, tuple)) or len(value) != len(weights):
         raise ValueError(f"b is a list of {len(weights)} weights, so {what} must be a list of {len(weights)} too")
     return [*value]
 
