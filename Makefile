@@ -2,14 +2,15 @@
 PYTHON ?= python3
 BIN := .venv/bin
 RESULTS := results
+TORCH ?= 2.9.1
 NATIVE := $(wildcard native/*)
 
-.PHONY: bench baselines test check torch-suite collected storm sanitize portable wheels wheel-test clean
+.PHONY: bench baselines test check test-torch torch-suite collected storm sanitize portable wheels wheel-test clean
 
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[gpu,test]"
 	touch $@
 
 bench: .venv/installed
@@ -49,6 +50,17 @@ check: .venv/installed
 test: .venv/installed
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
+# The suite on another torch, TORCH, with the Triton that it brings.
+test-torch: .torches/$(TORCH)/installed
+	.torches/$(TORCH)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+.torches/%/installed: pyproject.toml constraints.txt $(NATIVE)
+	$(PYTHON) -m venv .torches/$*
+	sed -e 's/^torch==.*/torch==$*/' -e '/^triton==/d' constraints.txt > .torches/$*/constraints.txt
+	.torches/$*/bin/python -m pip install --quiet --constraint .torches/$*/constraints.txt torch numpy
+	.torches/$*/bin/python -m pip install --quiet --constraint .torches/$*/constraints.txt --editable ".[test]"
+	touch $@
+
 # torch's own tests of backends, on weft with as many ranks as each of RANKS says; TESTS chooses some of them by name.
 torch-suite: .venv/installed
 	for ranks in $(or $(RANKS),2 3 4); do \
@@ -82,4 +94,4 @@ wheel-test:
 	build/wheels/tools/bin/python .ci/wheels.py --test
 
 clean:
-	rm -rf .venv .baselines build dist $(RESULTS)
+	rm -rf .venv .baselines .torches build dist $(RESULTS)
