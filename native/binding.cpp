@@ -23,7 +23,7 @@ std::vector<size_t> cut(const std::vector<uint32_t>& pieces, const std::vector<s
 }  // namespace
 
 Binding::Binding(const Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given, int rank)
-    : bounds_(program.slots.size()), bases_(program.slots.size()), turns_(program.slots.size()), strides_(program.slots.size()),
+    : shards_(rows), widths_(program.buffers.size()), bounds_(program.slots.size()), bases_(program.slots.size()), turns_(program.slots.size()), strides_(program.slots.size()),
       columns_(program.slots.size()), row_bytes_(program.slots.size()), offsets_(program.buffers.size()) {
   const std::vector<size_t> sizes = cut(program.pieces, rows);
   const size_t largest = sizes.empty() ? 1 : *std::max_element(sizes.begin(), sizes.end());
@@ -37,7 +37,7 @@ Binding::Binding(const Program& program, const std::vector<size_t>& rows, const 
   std::vector<const Given*> tensors(program.buffers.size());
   for (const Given& tensor : given) {
     const Buffer& buffer = program.buffers[tensor.buffer];
-    tensors[tensor.buffer] = &tensor;
+    tensors[tensor.buffer] = &tensor, widths_[tensor.buffer] = tensor.columns;
     if (size_t planned = sums_[buffer.layouts[rank]].back(); tensor.rows != planned)
       throw std::invalid_argument("'" + buffer.name + "' has " + std::to_string(tensor.rows) + " rows; the plan gives it " +
                                   std::to_string(planned));
@@ -94,6 +94,19 @@ void Binding::place(const Program& program, Role role, const std::vector<uintptr
     const auto [owner, which] = program.slots[number];
     if (program.buffers[which].role == role) bases_[number] = reinterpret_cast<char*>(begins.at(owner) + offsets_[which]);
   }
+}
+
+bool Binding::again(const Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given, int rank) {
+  if (rows != shards_) return false;
+  for (const Given& tensor : given) {
+    const Buffer& buffer = program.buffers[tensor.buffer];
+    if (tensor.columns != widths_[tensor.buffer] || tensor.rows != sums_[buffer.layouts[rank]].back()) return false;
+    for (uint32_t number = 0; number < program.slots.size(); ++number)
+      if (program.slots[number].buffer == tensor.buffer && (program.slots[number].rank != rank || strides_[number] != tensor.stride))
+        return false;
+  }
+  for (const Given& tensor : given) move(program, rank, tensor.buffer, tensor.address);
+  return true;
 }
 
 void Binding::move(const Program& program, int rank, uint32_t buffer, uintptr_t address) {

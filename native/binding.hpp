@@ -30,6 +30,9 @@ class Binding {
   // Where each rank's workspace begins, or its eager buffers of the first turn.
   void place(const Program& program, Role role, const std::vector<uintptr_t>& begins);
 
+  // Whether this is a binding of so many rows to tensors like these, none of them symmetric; if so they are its own from now on.
+  bool again(const Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given, int rank);
+
   // A buffer of the caller's, on `rank` itself, begins elsewhere from now on.
   void move(const Program& program, int rank, uint32_t buffer, uintptr_t address);
 
@@ -50,6 +53,7 @@ class Binding {
   uint64_t digest() const { return digest_; }
 
  private:
+  std::vector<size_t> shards_, widths_;             // the rows of shards, and the columns of the caller's buffers
   std::vector<std::vector<size_t>> sums_;           // by layout: where each block begins, and the last one ends
   std::vector<const std::vector<size_t>*> bounds_;  // by slot
   std::vector<char*> bases_;                        // by slot

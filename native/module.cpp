@@ -57,17 +57,16 @@ std::vector<Operand> operands(const std::vector<Place>& places) {
   return result;
 }
 
-// Tensors, their buffers' numbers, and where those lie that peers access. A binding keeps the program alive that it belongs to.
-Binding bind(const Compiled& c, const std::vector<size_t>& rows, ByName tensors, ByName numbers, ByName shared, int rank,
-             nb::handle look) {
+// Tensors, their buffers' numbers, and where those lie that peers access.
+std::vector<Given> given(ByName tensors, ByName numbers, ByName shared, nb::handle look) {
   const Exchange* api = exchange(look);
-  std::vector<Given> given;
+  std::vector<Given> found;
   for (auto [name, tensor] : tensors) {
     const auto [address, count, columns, stride] = matrix(tensor, api);
-    given.push_back({nb::cast<uint32_t>(numbers[name]), address, count, columns, stride, {}, {}});
-    if (shared.contains(name)) std::tie(given.back().parts, given.back().place) = nb::cast<Shared>(shared[name]);
+    found.push_back({nb::cast<uint32_t>(numbers[name]), address, count, columns, stride, {}, {}});
+    if (shared.contains(name)) std::tie(found.back().parts, found.back().place) = nb::cast<Shared>(shared[name]);
   }
-  return Binding(c.program, rows, given, rank);
+  return found;
 }
 
 bool signal_pending() {
@@ -251,9 +250,13 @@ NB_MODULE(_native, m) {
   nb::class_<Binding>(m, "Binding")
       .def("__init__", [](Binding* self, const Compiled& c, const std::vector<size_t>& rows, ByName tensors, ByName numbers,
                           ByName shared, int rank, nb::handle look) {
-        new (self) Binding(bind(c, rows, tensors, numbers, shared, rank, look));
+        new (self) Binding(c.program, rows, given(tensors, numbers, shared, look), rank);
       }, nb::arg("compiled"), nb::arg("rows"), nb::arg("tensors"), nb::arg("numbers"), nb::arg("shared"), nb::arg("rank"),
-           nb::arg("look").none(), nb::keep_alive<1, 2>())
+           nb::arg("look").none(), nb::keep_alive<1, 2>())  // the program that it belongs to
+      .def("again", [](Binding& self, const Compiled& c, const std::vector<size_t>& rows, ByName tensors, ByName numbers, int rank,
+                       nb::handle look) {
+        return self.again(c.program, rows, given(tensors, numbers, {}, look), rank);
+      }, nb::arg("compiled"), nb::arg("rows"), nb::arg("tensors"), nb::arg("numbers"), nb::arg("rank"), nb::arg("look").none())
       .def_prop_ro("workspace", &Binding::workspace)
       .def_prop_ro("call", &Binding::call)
       .def_prop_ro("eager", &Binding::eager)
@@ -266,7 +269,10 @@ NB_MODULE(_native, m) {
       .def("first", [](Binding& self, Place place) { return self.first(operand(place)); })
       .def("rows", [](Binding& self, Place place) { return self.rows(operand(place)); })
       .def("stride", [](Binding& self, Place place) { return self.stride(operand(place)); })
-      .def("columns", [](Binding& self, Place place) { return self.columns(operand(place)); })
+      .def("matrix", [](Binding& self, Place place) {
+        const Operand o = operand(place);
+        return std::make_tuple(self.first(o), self.rows(o), self.columns(o), self.stride(o), reinterpret_cast<uintptr_t>(self.at(o)));
+      })
       .def("row_bytes", [](Binding& self, Place place) { return self.row_bytes(operand(place)); })
       .def("address", [](Binding& self, Place place) { return reinterpret_cast<uintptr_t>(self.at(operand(place))); });
 

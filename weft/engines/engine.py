@@ -44,6 +44,8 @@ class Engine(ABC):
         self.compiled: OrderedDict[Hashable, Program] = OrderedDict()
         self.names = {"agree": 0}  # signal names of all plans, in the order in which all ranks meet them
         self.workspace: Tensor | None = None
+        self.segment: memory.Segment | None = None  # that of the workspace
+        self.spaces: dict[Hashable, Tensor] = {}  # what `space` was asked for
         self.pending: list[Program] = []  # started and not yet joined, in their order
         self.calls: dict[Hashable, Any] = {}  # where operators remember calls they have seen, with the workspace that they use
         self.known: dict[Hashable, Any] = {}  # the same, of what does not go by the workspace
@@ -131,16 +133,26 @@ class Engine(ABC):
 
     def reserve(self, size: int, call: str) -> memory.Segment:
         """The workspace's segment, of at least `size` bytes. Growing it is collective: ranks first agree on the call."""
-        if self.workspace is None or self.workspace.numel() < size:
+        if self.segment is None or self.segment.size < size:
             self.settle()  # first: what went wrong with a call before this one is the cause of what goes wrong here
             self.agree(call)
             self.moved()
             self.calls.clear()
-            self.workspace = None
+            self.spaces.clear()
+            self.workspace = self.segment = None
             self.workspace = self.world.empty(_class_of(size), dtype=torch.uint8)
-        segment = memory.find(self.workspace)
-        assert segment is not None
-        return segment
+            self.segment = memory.find(self.workspace)
+            assert self.segment is not None
+        return self.segment
+
+    def space(self, rank: int, dtype: torch.dtype, where: memory.Matrix) -> Tensor:
+        """A matrix in the workspace of a rank. It is remembered: to make a tensor takes as long as a small product."""
+        found = self.spaces.get((rank, dtype, where))
+        if found is None:
+            if len(self.spaces) >= _CACHED:
+                self.spaces.clear()
+            found = self.spaces[rank, dtype, where] = memory.matrix(self.segment, rank, dtype, where)
+        return found
 
     def abandon(self) -> None:
         """End what was started, as far as that goes: the world is closed, and what it works on may soon be others' memory."""

@@ -54,8 +54,11 @@ def multiply(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None = None,
     if isinstance(weight, ScaledWeight):
         _scaled(x, weight, out, bias)
         return
-    size = weight.shape[0] * weight.shape[1]
-    _WAYS[chosen(x.dtype, out.dtype, _lie(x, weight), whole or x.shape[0], size)](x, weight, out, bias)
+    rows, size = whole or x.shape[0], weight.shape[0] * weight.shape[1]
+    if rows * size <= _SMALL and x.dtype == out.dtype == torch.float32:
+        _mm(x, weight, out, bias)
+        return
+    _WAYS[chosen(x.dtype, out.dtype, _lie(x, weight), rows)](x, weight, out, bias)
 
 
 def _lie(x: Tensor, weight: Tensor | PackedWeight) -> str:
@@ -178,14 +181,12 @@ _WAYS: dict[str, Callable[[Tensor, Weight, Tensor, Tensor | None], None]] = {
 }
 
 
-def chosen(dtype: torch.dtype, out_dtype: torch.dtype, lie: str, rows: int, size: float = math.inf) -> str:
+def chosen(dtype: torch.dtype, out_dtype: torch.dtype, lie: str, rows: int) -> str:
     """The name of the way that `multiply` takes: ``mm`` or ``onednn``, with ``/float32`` if it computes in float32.
 
     `lie` says how the factors do: ``plain`` (the weight), ``transposed`` (as that of a linear layer), ``packed plain`` or ``packed
-    transposed``; ``columns`` if x is transposed. `size`: the elements of the weight; without it, many.
+    transposed``; ``columns`` if x is transposed.
     """
-    if rows * size <= _SMALL and dtype == out_dtype == torch.float32:
-        return "mm"
     return _way(dtype, out_dtype, lie, max(size for size in _ROWS if size <= rows), torch.get_num_threads())
 
 

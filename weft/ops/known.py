@@ -7,6 +7,7 @@ was decided on it is then left to look at them, to make the results, and to bind
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from weft.engines.weights import PackedWeight, Weight, plain
 from weft.ops import fused
 from weft.ops.call import Call
 from weft.ops.fused import Way
+from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import size_class
 from weft.world import World, memory
 
@@ -72,7 +74,8 @@ class KnownCall:
     """A call with certain weights, biases and options, none of which it keeps alive, and the way of each class of sizes."""
 
     def __init__(self, asked: Asked, call: Call) -> None:
-        self.world, self.operator, self.decided = call.world, call.operator, call.key is not None
+        self.world, self.operator, self.decided = call.world, call.workload.operator, call.key is not None
+        self.gathers = self.operator == "all_gather_matmul"  # so peers read `a`, where it is symmetric
         given = (*map(plain, asked.weights), *asked.biases)
         self.given = [None if tensor is None else memory.snapshot(tensor) for tensor in given]
         self.packed = [at for at, b in enumerate(asked.weights) if isinstance(b, PackedWeight)]
@@ -95,25 +98,30 @@ class KnownCall:
         own = [asked.biases[at] for at, name in enumerate(way.weights) if name in way.biases]
         if _same(way.weights.values(), asked.weights) and _same(way.biases.values(), own):
             made = _Way(way.program, tuple(way.weights), bool(way.biases))
-            self.ways[self._class(call.workload.rows, call.workload.symmetric)] = made
+            shards = tuple(call.workload.rows)
+            sizes = size_class(max(shards)) if self.decided else shards
+            self.ways[self._class(sizes, call.workload.symmetric)] = made
 
-    def _class(self, shards: Sequence[int], symmetric: bool) -> Hashable:
-        return size_class(max(shards)) if self.decided else tuple(shards), symmetric, self.world.emulated_link
+    def _class(self, sizes: Hashable, symmetric: bool) -> Hashable:
+        return sizes, symmetric, self.world.emulated_link
 
     def repeat(self, asked: Asked, a: Tensor) -> list[Tensor] | None:
         """The results for these rows; None where anything is not as it was, or their class is new."""
         if a.dtype != self.dtype or a.shape[-1] != self.k:
             return None
         matrix = a if a.dim() == 2 else a.view(-1, self.k)
-        shards, segment = self.operator.shards(matrix.shape[0], self.world.ranks), memory.find(matrix)
-        if shards is None or (segment is not None and segment.world != self.world.number):
+        segment = memory.find(matrix) if self.gathers else None
+        if segment is not None and segment.world != self.world.number:
             return None
-        way = self.ways.get(self._class(shards, segment is not None or self.operator.name != "all_gather_matmul"))
+        if (shares := _shares(self.operator, matrix.shape[0], self.world.ranks, self.world.rank)) is None:
+            return None
+        shards, kept, most = shares
+        way = self.ways.get(self._class(most if self.decided else shards, segment is not None or not self.gathers))
         if way is None or not self.matches(asked):
             return None
         for at in self.packed:
             asked.weights[at].check_unchanged()  # type: ignore[union-attr]
-        kept, tensors = self.operator.kept(shards, self.world.rank), {"a": matrix}
+        tensors = {"a": matrix}
         for name, columns, dtype in self.outs:
             tensors[name] = torch.empty((kept, columns), dtype=dtype)
         weights = dict(zip(way.products, asked.weights, strict=True))
@@ -121,6 +129,15 @@ class KnownCall:
         way.program.run(tensors, shards, weights, biases)  # type: ignore[arg-type]
         results = [tensors[name] for name, _, _ in self.outs]
         return results if a.dim() == 2 else [out.view(*a.shape[:-1], out.shape[1]) for out in results]
+
+
+@lru_cache(4096)
+def _shares(operator: str, rows: int, ranks: int, rank: int) -> tuple[tuple[int, ...], int, int] | None:
+    """The rows of each shard where a rank gives so many, those of its result, and the most rows of their class; None if that cannot
+    be."""
+    known = OPERATORS[operator]
+    shards = known.shards(rows, ranks)
+    return None if shards is None else (tuple(shards), known.kept(shards, rank), size_class(max(shards)))
 
 
 def _same(given: Iterable[object], asked: Iterable[object]) -> bool:

@@ -45,6 +45,9 @@ class DeviceSegment:
 
 
 Segment = _native.Segment | DeviceSegment
+Matrix = tuple[int, int, int, int]
+"""Its rows and columns, the bytes from one row to the next, and its address."""
+
 segments: WeakValueDictionary[int, Segment] = WeakValueDictionary()  # by the address of this rank's part
 
 
@@ -117,9 +120,22 @@ def exchange(world: Peers, compiled: _native.Compiled, call: str, note: str, fd:
         yield peer, text, theirs
 
 
+def numbers(segment: Segment, rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """A rank's part of a segment, as numbers of a dtype."""
+    return segment.bytes(rank)[: segment.size // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+def matrix(segment: Segment | None, rank: int, dtype: torch.dtype, where: Matrix) -> torch.Tensor:
+    """A matrix in a rank's part of a segment."""
+    assert segment is not None
+    rows, columns, stride, address = where
+    whole, size = numbers(segment, rank, dtype), dtype.itemsize
+    return whole.as_strided((rows, columns), (stride // size, 1), (address - whole.data_ptr()) // size)
+
+
 def peer_view(tensor: torch.Tensor, segment: Segment, rank: int) -> torch.Tensor:
     """What `tensor` views in this rank's part of the segment, as a tensor over `rank`'s part."""
-    whole = segment.bytes(rank)[: segment.size // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
+    whole = numbers(segment, rank, tensor.dtype)
     return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 

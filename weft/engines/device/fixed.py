@@ -109,7 +109,7 @@ class FixedProgram(Program):
         dtype, columns, stride, place = self.geometry[region.buffer]
         segment = self.segments["workspace" if region.buffer in self.workspace else region.buffer]
         offset = self.workspace[region.buffer] if place is None else place[1]
-        whole = segment.bytes(region.rank)[: segment.size // dtype.itemsize * dtype.itemsize].view(dtype)
+        whole = memory.numbers(segment, region.rank, dtype)
         step = stride // dtype.itemsize
         return whole.as_strided((region.rows, columns), (step, 1), offset // dtype.itemsize + region.start * step)
 
