@@ -146,12 +146,16 @@ class Engine(ABC):
         return self.segment
 
     def space(self, rank: int, dtype: torch.dtype, where: memory.Matrix) -> Tensor:
-        """A matrix in the workspace of a rank. It is remembered: to make a tensor takes as long as a small product."""
+        """A matrix in the workspace of a rank, remembered: to make a tensor takes as long as a small product."""
         found = self.spaces.get((rank, dtype, where))
         if found is None:
             if len(self.spaces) >= _CACHED:
                 self.spaces.clear()
-            found = self.spaces[rank, dtype, where] = memory.matrix(self.segment, rank, dtype, where)
+            whole = self.spaces.get((rank, dtype))
+            if whole is None:
+                assert self.segment is not None
+                whole = self.spaces[rank, dtype] = memory.numbers(self.segment, rank, dtype)
+            found = self.spaces[rank, dtype, where] = memory.matrix(whole, where)
         return found
 
     def abandon(self) -> None:

@@ -312,7 +312,9 @@ class HostProgram(Program):
         if not rows * columns:
             return torch.empty(rows, columns, dtype=dtype)
         if given:
-            return memory.matrix(memory.find(tensors[region.buffer]), region.rank, dtype, (rows, columns, stride, address))
+            segment = memory.find(tensors[region.buffer])
+            assert segment is not None
+            return memory.matrix(memory.numbers(segment, region.rank, dtype), (rows, columns, stride, address))
         return self.engine.space(region.rank, dtype, (rows, columns, stride, address))
 
     def _entire(self, region: Region) -> bool:

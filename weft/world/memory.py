@@ -125,12 +125,10 @@ def numbers(segment: Segment, rank: int, dtype: torch.dtype) -> torch.Tensor:
     return segment.bytes(rank)[: segment.size // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
-def matrix(segment: Segment | None, rank: int, dtype: torch.dtype, where: Matrix) -> torch.Tensor:
-    """A matrix in a rank's part of a segment."""
-    assert segment is not None
+def matrix(whole: torch.Tensor, where: Matrix) -> torch.Tensor:
+    """A matrix within the numbers of a part of a segment."""
     rows, columns, stride, address = where
-    whole, size = numbers(segment, rank, dtype), dtype.itemsize
-    return whole.as_strided((rows, columns), (stride // size, 1), (address - whole.data_ptr()) // size)
+    return whole.as_strided((rows, columns), (stride // whole.itemsize, 1), (address - whole.data_ptr()) // whole.itemsize)
 
 
 def peer_view(tensor: torch.Tensor, segment: Segment, rank: int) -> torch.Tensor:
