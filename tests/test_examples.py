@@ -105,7 +105,7 @@ def test_huggingface():
 
 def test_every_example_is_tested():
     here = Path(__file__).read_text()
-    assert all(re.search(rf'(example|by_itself)\("{path.name}"', here) for path in EXAMPLES.glob("*.py"))
+    assert all(re.search(rf'(example|by_itself|start)\("{path.name}"', here) for path in EXAMPLES.glob("*.py"))
 
 
 class Block(NamedTuple):

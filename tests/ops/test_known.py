@@ -112,6 +112,23 @@ def test_what_is_remembered_holds_beside_other_calls():
     assert all(programs < 16 for programs in on_ranks(under_way, 2))
 
 
+def in_and_out_of_inference(world, name, within):
+    """Calls of one size, the first of them in inference mode or outside of it, the later ones elsewhere; results are the same."""
+    numbers = torch.Generator().manual_seed(world.rank)
+    a, b = torch.randn(6, 8, generator=numbers), torch.randn(8, 5, generator=numbers)
+    results = []
+    for inside in (within, not within, within, not within):
+        with torch.inference_mode(inside):
+            results.append(getattr(weft, name)(a, b).clone())
+    assert all(torch.equal(results[0], result) for result in results[1:])
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["inference first", "inference later"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_what_is_remembered_serves_in_and_out_of_inference_mode(name, within):
+    on_ranks(in_and_out_of_inference, 2, name, within)
+
+
 def many_shapes(world):
     """Shapes that are all different leave no program each behind."""
     b, counts = torch.eye(3), []

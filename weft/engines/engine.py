@@ -151,11 +151,12 @@ class Engine(ABC):
         if found is None:
             if len(self.spaces) >= _CACHED:
                 self.spaces.clear()
-            whole = self.spaces.get((rank, dtype))
-            if whole is None:
-                assert self.segment is not None
-                whole = self.spaces[rank, dtype] = memory.numbers(self.segment, rank, dtype)
-            found = self.spaces[rank, dtype, where] = memory.matrix(whole, where)
+            with torch.inference_mode(False):  # later calls may be outside of it
+                whole = self.spaces.get((rank, dtype))
+                if whole is None:
+                    assert self.segment is not None
+                    whole = self.spaces[rank, dtype] = memory.numbers(self.segment, rank, dtype)
+                found = self.spaces[rank, dtype, where] = memory.matrix(whole, where)
         return found
 
     def abandon(self) -> None:
