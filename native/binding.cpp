@@ -23,8 +23,8 @@ std::vector<size_t> cut(const std::vector<uint32_t>& pieces, const std::vector<s
 }  // namespace
 
 Binding::Binding(const Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given, int rank)
-    : shards_(rows), widths_(program.buffers.size()), bounds_(program.slots.size()), bases_(program.slots.size()), turns_(program.slots.size()), strides_(program.slots.size()),
-      columns_(program.slots.size()), row_bytes_(program.slots.size()), offsets_(program.buffers.size()) {
+    : shards_(rows), widths_(program.buffers.size()), bounds_(program.slots.size()), bases_(program.slots.size()),
+      turns_(program.slots.size()), strides_(program.slots.size()), columns_(program.slots.size()), row_bytes_(program.slots.size()), offsets_(program.buffers.size()) {
   const std::vector<size_t> sizes = cut(program.pieces, rows);
   const size_t largest = sizes.empty() ? 1 : *std::max_element(sizes.begin(), sizes.end());
   for (const auto& layout : program.layouts) {

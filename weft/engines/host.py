@@ -172,11 +172,12 @@ class HostProgram(Program):
     def _own_binding(self, tensors: Mapping[str, Tensor], rows: Sequence[int]) -> Binding:
         """A binding that nobody else has: the one of the call before, if tensors and sizes are like that one's."""
         own, given = self.own, tensors if isinstance(tensors, dict) else dict(tensors)
-        if own is None or not self.shared.isdisjoint(given) or self.segment is not self.engine.segment:
-            like = False
-        else:
-            like = own.native.again(self.native, rows, given, self.numbers, self.world.rank, memory.LOOK)
-        if own is None or not like:
+        if (
+            own is None
+            or self.segment is not self.engine.segment
+            or not self.shared.isdisjoint(given)
+            or not own.native.again(self.native, rows, given, self.numbers, self.world.rank, memory.LOOK)
+        ):
             own = self.own = self.bind(given, rows)
             self.segment = self.engine.segment
         return own

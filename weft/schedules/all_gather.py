@@ -290,9 +290,9 @@ def all_gather(
         lane = [*part.first, *([] if beside else chain(*part.transfers))]
         staged = [at for at, instruction in enumerate(part.first) if isinstance(instruction, Copy)]
         at = staged[-1] + 1 if staged else len(lane)  # own rows are copied in one pass with their staging
-        lane.insert(at, own)
+        lane[at:at] = own
         for wait, region, start in part.arrivals:
-            lane += [wait, *([keep(region, start, r)] if region.buffer != "gathered" else [])]
+            lane += [wait, *keep(region, start, r)]
         return {"compute": tidy([*lane, *part.last])} | side_lanes(beside)
 
     return made(gather_buffers(ranks, pieces), lanes_of)
@@ -305,8 +305,8 @@ def eager(levels: Levels) -> Plan:
     for r in range(ranks):
         own = block(r, "a", 0)
         handed = hand_out(own, levels)
-        fetched = [keep(block(peer, "eager", 0), peer, r) for peer in after(r, ranks)]
-        lanes.append({"compute": (*handed[:1], keep(own, r), *handed[1:], *fetched)})  # own rows are copied in one pass
+        fetched = chain(*(keep(block(peer, "eager", 0), peer, r) for peer in after(r, ranks)))
+        lanes.append({"compute": (*handed[:1], *keep(own, r), *handed[1:], *fetched)})  # own rows are copied in one pass
     buffers = gather_buffers(ranks, 1) | {"eager": Buffer.of("eager", shards(ranks, 1))}
     return Plan("all_gather", "eager", buffers, tuple(lanes), gathered_result(ranks, 1, None), (1,) * ranks, meets=True)
 
@@ -316,7 +316,7 @@ def _through_slots(handed: Stream, rank: int) -> tuple[Instruction, ...]:
     starts = [r * handed.pieces for r in range(handed.ranks)]
 
     def stage(step: int) -> list[Instruction]:
-        kept = [keep(block(rank, "a", step), starts[rank] + step)] if step < handed.pieces else []
+        kept = keep(block(rank, "a", step), starts[rank] + step) if step < handed.pieces else []
         return [*handed.stage(rank, step, copies(rank, "a")), *kept]
 
     return pipeline(rank, [handed], [stage, handed.fetch(rank, "gathered", starts)])
@@ -334,9 +334,10 @@ def _fan_out(choices: Choices, rank: int) -> list[Instruction]:
     return lane + [Wait(Signal("arrived", peer), pieces) for peer in sources]
 
 
-def keep(region: Region, start: int, rank: int | None = None) -> Copy:
-    """Copy an arrival to its place in `gathered` on `rank`, the region's own by default."""
-    return Copy(region, Region(region.rank if rank is None else rank, "gathered", start, start + region.rows))
+def keep(region: Region, start: int, rank: int | None = None) -> list[Instruction]:
+    """Copy an arrival to its place in `gathered` on `rank` (the region's own by default), unless it lies there."""
+    here = Region(region.rank if rank is None else rank, "gathered", start, start + region.rows)
+    return [Copy(region, here)] if region.buffer != "gathered" else []
 
 
 def gather_buffers(ranks: int, pieces: int, gathered: bool = True) -> dict[str, Buffer]:

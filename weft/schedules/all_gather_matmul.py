@@ -46,7 +46,7 @@ def all_gather_matmul(
 
     def used(region: Region, start: int, r: int) -> list[Instruction]:
         """What is done with rows that are there, from block `start` of all on."""
-        kept = [keep(region, start, r)] if gathered and region.buffer != "gathered" else []
+        kept = keep(region, start, r) if gathered else []
         return [*(Matmul(region, Region(r, out, start, start + region.rows)) for out in outs), *kept]
 
     def gather_then_multiply(r: int) -> Lanes:
