@@ -69,7 +69,7 @@ def lost(world):
     weft.all_gather_matmul(a, b, algorithm="push", chunk_rows=2)
     if world.rank == 1:
         die()
-    with pytest.raises(weft.PeerLost, match=r"rank 1 \(pid \d+\) died while rank 0 waited for .* of all_gather_matmul call"):
+    with pytest.raises(weft.PeerLost, match=r"rank 1 \(pid \d+\) died while rank 0 waited"):  # when it is known is not said
         for _ in range(3):
             weft.all_gather_matmul(a, b, algorithm="push", chunk_rows=2)
 
