@@ -11,7 +11,7 @@ from weft.checks import check_timeout
 from weft.engines.matmul import multiply
 from weft.engines.weights import DTYPES, FLOAT8, Weight, plain
 from weft.ops import arguments, dims, float8, fused, known
-from weft.ops.call import Call, Decision, Given, Options, workload
+from weft.ops.call import QUICK, Call, Decision, Given, Options, workload
 from weft.plan import Plan
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import outputs
@@ -182,6 +182,8 @@ class _RowsCall(_GatherCall):
             return "sequential", "there is nothing to gather"
         if self.few:
             return "sequential", "few rows per rank: one product that reads b once beats one per rank"
+        if self.quick:
+            return "sequential", QUICK
         if world.emulated_link:
             return "push", "the emulated link is slower than memory, so rows are moved while others are multiplied"
         if world.multi_host:

@@ -67,7 +67,8 @@ def _measured(call: Call, trial: Trial, begun: int, ended: int) -> None:
         choice = trial.heard(call, every)
         if choice is not None:
             world.choices[call.key, world.emulated_link] = choice
-            if world.rank == 0 and call.options.chunk_rows is None:
+            remembered = call.options.chunk_rows is None and not world.multi_host  # a network is not this machine's
+            if world.rank == 0 and remembered:
                 tuned.learn(call.workload, world.emulated_link, choice.variant(call))
 
 

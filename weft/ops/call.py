@@ -20,6 +20,9 @@ from weft.world import World
 LEAST_ROWS = {True: 64, False: 128}
 """Whether b is packed: rows of a product with fewer of which each costs clearly more, since the weight is read, or packed, anew."""
 
+_WORTH_HIDING = 5e-4
+"""Seconds on an emulated link that are worth hiding: lanes that meet once per piece cost more than waiting for less."""
+QUICK = "rows pass the emulated link in less time than moving them piece by piece would cost"
 _HOST_PIECES = 8  # between hosts, where each transfer and each small product costs a core more than what is left in the end
 
 
@@ -148,6 +151,14 @@ class Call(ABC):
     def few(self) -> bool:
         """Whether the products of single shards have so few rows that one of all rows is better."""
         return max(self.workload.rows) <= (FEW_ROWS if self.world.multi_host else LEAST_ROWS[self.workload.packed])
+
+    @property
+    def quick(self) -> bool:
+        """Whether what a rank sends passes an emulated link in so little time that it is not worth hiding."""
+        if not (link := self.world.emulated_link):
+            return False
+        sent = (self.world.ranks - 1) * max(self.workload.rows) * self.columns * self.tensors["a"].itemsize
+        return sent * 8e-9 / link[0] < _WORTH_HIDING
 
     def piece(self, rows: int, pieces: int) -> int:
         """The most rows of a piece of so many, cut into about so many pieces of which each is worth a product."""

@@ -1,7 +1,8 @@
 """Ways to carry out the calls of a class of sizes: the first calls measure the likely ones, and the fastest stays.
 
 All ranks make the same calls in the same order, so each knows whose turn it is; after every round they tell each other when they
-came and went. A call takes from when the last rank came until the last one went, whoever was waited for.
+came and went. A call takes from when the last rank came until the last one went, whoever was waited for. Clocks of hosts differ:
+there it is what the host sees whose last rank came last, so which saw the least.
 
 Ways are only mixed where they give the same bits. Sums are taken in one order by every way, and torch's products have the same bits
 in however many rows they are made, except by their kernels for few rows, and in float64.
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from weft.ops.call import Call, Decision
@@ -61,11 +63,11 @@ def likely(call: Call, decision: Decision) -> list[Choice]:
     """The ways that are worth measuring for the class of a call, the one decided on first; alone if that is known to be best."""
     operator, workload, world = call.operator, call.workload, call.world
     first, times = chosen(call, decision), dict(decision.predicted)
-    if decision.sure or world.multi_host or max(workload.rows) <= FEW_ROWS or workload.dtype not in _DTYPES:
+    if decision.sure or max(workload.rows) <= FEW_ROWS or workload.dtype not in _DTYPES:
         return [first]
-    found = {first.way: first}
-    for name in operator.tried_over_links if world.emulated_link else operator.tried:
-        for cut in (1, 4) if world.emulated_link and call.options.chunk_rows is None and name not in operator.whole else (1,):
+    found, linked = {first.way: first}, not world.remote_reads
+    for name in operator.tried_over_links if linked else operator.tried:
+        for cut in (1, 4) if linked and call.options.chunk_rows is None and name not in operator.whole else (1,):
             variant = call.usual(name).variant
             variant = variant._replace(chunk_rows=min(cut * variant.chunk_rows, operator.extent(workload, name)))
             if times.get(variant, 0.0) <= _LIKELY * min(times.values(), default=0.0):
@@ -103,11 +105,13 @@ class Trial:
 
     def heard(self, call: Call, said: Tensor) -> Choice | None:
         """Take what all ranks say of a round, a row each; the choice, if it is made."""
-        every = said.view(-1, len(self.left), 3).amax(0).tolist()
-        for choice, (begun, ended, work) in zip(self.left, every, strict=True):
-            self.least[choice.way] = min(self.least.get(choice.way, float("inf")), (ended - begun) / work)
+        every, hosts = said.view(-1, len(self.left), 3), call.world.hosts
+        last = [every[[host == one for one in hosts]].amax(0) for host in dict.fromkeys(hosts)]
+        took = torch.stack([one[:, 1] - one[:, 0] for one in last]).amin(0).tolist()
+        for choice, ns, work in zip(self.left, took, every[0, :, 2].tolist(), strict=True):
+            self.least[choice.way] = min(self.least.get(choice.way, float("inf")), ns / work)
             variant = choice.variant(call)
-            self.shown[variant] = min(self.shown.get(variant, float("inf")), 1e-6 * (ended - begun))
+            self.shown[variant] = min(self.shown.get(variant, float("inf")), 1e-6 * ns)
         self.calls, self.round, self.remaining = [], self.round + 1, self.remaining - len(self.left)
         bound = _HOPELESS[self.round > 1] * min(self.least.values())
         self.left = [choice for choice in self.left if self.least[choice.way] <= bound]
