@@ -59,6 +59,39 @@ inline Matrix matrix(nb::handle tensor, const Exchange* exchange) {
   return of(reinterpret_cast<uintptr_t>(view.data) + view.byte_offset, view.dtype.bits / 8, view.ndim, view.shape, view.strides);
 }
 
+// Dtype, shape and strides of tensors of this process's memory, to find what was made for tensors that lie like these; None for
+// those of which one cannot be looked at. Where there is none, None stands for it. `tensors` holds nothing else.
+inline nb::object layouts(nb::handle tensors, nb::handle api) {
+  const Exchange* look = exchange(api);
+  if (!look) {
+    nb::list found;
+    for (nb::handle tensor : tensors) {
+      if (!tensor.is_none() && !nb::cast<bool>(tensor.attr("is_cpu"))) return nb::none();
+      found.append(tensor.is_none() ? nb::object(nb::none())
+                                    : nb::make_tuple(tensor.attr("dtype"), tensor.attr("shape"), tensor.attr("stride")()));
+    }
+    return nb::tuple(found);
+  }
+  std::vector<int64_t> numbers;
+  numbers.reserve(24);
+  for (nb::handle tensor : tensors) {
+    nb::dlpack::dltensor view{};
+    if (tensor.is_none()) {
+      numbers.push_back(-1);
+      continue;
+    }
+    if (look->look(tensor.ptr(), &view)) {
+      PyErr_Clear();
+      return nb::none();
+    }
+    if (view.device.device_type != nb::device::cpu::value) return nb::none();
+    numbers.push_back(view.ndim);
+    numbers.push_back(view.dtype.code << 16 | view.dtype.bits);
+    for (const int64_t* all : {view.shape, view.strides}) numbers.insert(numbers.end(), all, all + view.ndim);
+  }
+  return nb::bytes(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t));
+}
+
 // Identity, address, dtype, shape and strides of a tensor. Identities are used again once a tensor is gone, and the rest can be
 // changed in place.
 class TensorSnapshot {

@@ -10,7 +10,9 @@ import torch
 from support.ranks import on_ranks
 
 import weft
+from weft import _native
 from weft.engines import engine
+from weft.world import memory
 
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
@@ -61,7 +63,7 @@ def several(world, algorithm):
         whole = a.repeat(world.ranks, 1)
         wanted = [whole @ kept.plain, whole @ plain, whole @ other + bias]
         assert [torch.equal(*pair) for pair in zip(results, wanted, strict=True)] == [True] * 3, rows
-    assert len(engine(world).known) == 2, "each list of weights is known"
+    assert len(engine(world).known) == 1, "lists of weights that lie alike are known by one"
     kept.plain.add_(1)
     with pytest.raises(ValueError, match="changed after it was packed"):
         weft.all_gather_matmul(drawn(8, 4), [kept, plain, others[0]], bias=[None, None, bias], algorithm=algorithm)
@@ -70,6 +72,40 @@ def several(world, algorithm):
 @pytest.mark.parametrize("algorithm", ["auto", "push"])
 def test_several_weights_may_be_written_to_in_place(algorithm):
     on_ranks(several, 2, algorithm)
+
+
+def views(world):
+    """Weights that are seen through new views in each call, two of each layout, then some that cannot be multiplied."""
+    numbers, a = torch.Generator().manual_seed(9), torch.ones(3, 4)
+    whole = [torch.randint(-4, 4, (8, 8), generator=numbers).float() for _ in range(2)]
+    for call in range(12):
+        b = whole[call % 2]
+        for view in (b[:4, :4], b[4:, 4:].t(), b[::2, :4], b[:4, ::2], b[:4, :4].contiguous()):
+            assert torch.equal(weft.all_gather_matmul(a, view), (a @ view).repeat(world.ranks, 1))
+    assert len(engine(world).known) == 5, "one for each layout"
+    for wrong in (b[:4, :4].to_sparse(), b[:4, :4].to("meta"), [b], None, b[:4, :4].double(), b[0]):
+        with pytest.raises((TypeError, ValueError)):
+            weft.all_gather_matmul(a, wrong)
+        if wrong is not None:
+            with pytest.raises((TypeError, ValueError)):
+                weft.all_gather_matmul(a, b[:4, :4], bias=wrong)
+    with pytest.raises(TypeError):
+        weft.all_gather_matmul(a, b[:4, :4], bias=weft.pack(b[:4, :4]))
+
+
+def test_weights_are_known_by_how_they_lie():
+    on_ranks(views, 2)
+
+
+@pytest.mark.parametrize("api", [memory.LOOK, None], ids=["exchange", "attributes"])
+def test_layouts_tell_apart_what_lies_otherwise(api):
+    """Also where torch does not let native code look at tensors."""
+    b = torch.zeros(4, 4)
+    others = [(b.t(),), (b[:, :2],), (b[:2],), (b.view(16),), (b.double(),), (b.int(),), (b, None), (None, b), (b, b), ()]
+    found = [_native.layouts(each, api) for each in [(b,), *others]]
+    assert len({*found}) == len(found)
+    assert _native.layouts((b.clone(),), api) == found[0]
+    assert _native.layouts((b, b.to("meta")), api) is None
 
 
 def forgotten(world):

@@ -1,7 +1,8 @@
-"""Calls of fused operators with weights and options that were made before: only their rows are new.
+"""Calls of fused operators with weights and options like those of a call before: only where they lie is new, and their rows.
 
-What a call checks and decides of its weights and options is remembered, by the identity of the weights. For rows of a class that
-was decided on it is then left to look at them, to make the results, and to bind and run the program.
+What a call checks and decides of its weights and options is remembered by how they lie, not where, so that layers which are alike
+share it and a view made anew, like ``weight.t()``, finds it. For rows of a class that was decided on it is then left to look at
+them, to make the results, and to bind and run the program.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from weft.checks import PLAIN
 from weft.engines import engine
 from weft.engines.engine import Program
 from weft.engines.weights import PackedWeight, Weight, plain
@@ -24,6 +26,7 @@ from weft.schedules.workload import size_class
 from weft.world import World, memory
 
 _REMEMBERED = 1024  # weights and options, per world
+_WEIGHTS, _BIASES = {*PLAIN, PackedWeight}, {*PLAIN, type(None)}
 _WAYS = 256  # sizes of each, where an algorithm was asked for and so each is a class of its own
 
 
@@ -36,9 +39,13 @@ class Asked(NamedTuple):
     options: tuple[Hashable, ...]
 
     @property
-    def name(self) -> Hashable:
-        """What it is found by."""
-        return self.operator, *map(id, self.weights), *map(id, self.biases), self.options
+    def name(self) -> Hashable | None:
+        """What it is found by; None for operands that have to be checked."""
+        kinds = tuple(map(type, self.weights))
+        if not (_WEIGHTS.issuperset(kinds) and _BIASES.issuperset(map(type, self.biases))):
+            return None
+        lie = memory.layouts((*map(plain, self.weights), *self.biases))
+        return None if lie is None else (self.operator, kinds, lie, self.options)
 
 
 def repeat(world: World, asked: Asked, a: Tensor) -> list[Tensor] | None:
@@ -53,12 +60,12 @@ def run(asked: Asked, call: Call) -> Any:
     """Carry out a checked call, and remember it."""
     known = engine(call.world).known
     result, way, settled = fused.carry_out(call)
-    if settled and engine(call.world).remembers:
-        if len(known) >= _REMEMBERED:
-            known.clear()
-        if asked.name not in known or not known[asked.name].matches(asked):
-            known[asked.name] = KnownCall(asked, call)
-        known[asked.name].add(asked, call, way)
+    if settled and engine(call.world).remembers and (name := asked.name) is not None:
+        if name not in known:
+            if len(known) >= _REMEMBERED:
+                known.clear()
+            known[name] = KnownCall(asked, call)
+        known[name].add(asked, call, way)
     return result
 
 
@@ -71,25 +78,16 @@ class _Way(NamedTuple):
 
 
 class KnownCall:
-    """A call with certain weights, biases and options, none of which it keeps alive, and the way of each class of sizes."""
+    """A call with weights and biases that lie in a certain way, and certain options, and the way of each class of sizes."""
 
     def __init__(self, asked: Asked, call: Call) -> None:
         self.world, self.operator, self.decided = call.world, call.workload.operator, call.key is not None
         self.gathers = self.operator == "all_gather_matmul"  # so peers read `a`, where it is symmetric
-        given = (*map(plain, asked.weights), *asked.biases)
-        self.given = [None if tensor is None else memory.snapshot(tensor) for tensor in given]
         self.packed = [at for at, b in enumerate(asked.weights) if isinstance(b, PackedWeight)]
         self.biased = [at for at, bias in enumerate(asked.biases) if bias is not None]
         self.k, self.dtype = asked.weights[0].shape[0], call.tensors["a"].dtype
         self.outs = [(name, tensor.shape[1], tensor.dtype) for name, tensor in call.tensors.items() if name != "a"]
         self.ways: dict[Hashable, _Way] = {}
-
-    def matches(self, asked: Asked) -> bool:
-        """Whether weights and biases are what they were."""
-        for was, tensor in zip(self.given, (*map(plain, asked.weights), *asked.biases), strict=True):
-            if was is not None and not was.matches(tensor):
-                return False
-        return True
 
     def add(self, asked: Asked, call: Call, way: Way) -> None:
         """From now on go this way for calls like this, unless what it multiplies or adds is made of them anew each time."""
@@ -117,7 +115,7 @@ class KnownCall:
             return None
         shards, kept, most = shares
         way = self.ways.get(self._class(most if self.decided else shards, segment is not None or not self.gathers))
-        if way is None or not self.matches(asked):
+        if way is None:
             return None
         for at in self.packed:
             asked.weights[at].check_unchanged()  # type: ignore[union-attr]

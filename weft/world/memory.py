@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -58,6 +58,11 @@ LOOK = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 def snapshot(tensor: torch.Tensor) -> _native.TensorSnapshot:
     """What a tensor is when something is made for it, such as a compiled call; `matches` tells whether a tensor is still that."""
     return _native.TensorSnapshot(tensor, LOOK)
+
+
+def layouts(tensors: Sequence[torch.Tensor | None]) -> Hashable:
+    """How plain tensors lie, but not where: dtypes, shapes and strides. None if that of one on a CPU cannot be told."""
+    return _native.layouts(tensors, LOOK)
 
 
 def find(tensor: torch.Tensor) -> Segment | None:
