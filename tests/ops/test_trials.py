@@ -23,7 +23,7 @@ def settled(world):
 def first_calls(world, operator, link):
     """The algorithms that the calls of a class take until one stays, that one, and what is said of it."""
     if link:
-        world.emulate_link(10.0, 5.0)
+        world.emulate_link(0.2, 5.0)
     a, b, taken = torch.randn(400, 64), torch.randn(64, 32), []
     seen, call = weft.ops.fused.decide, getattr(weft, operator)
 

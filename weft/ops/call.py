@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -153,12 +154,17 @@ class Call(ABC):
         return max(self.workload.rows) <= (FEW_ROWS if self.world.multi_host else LEAST_ROWS[self.workload.packed])
 
     @property
+    def passing(self) -> float:
+        """Seconds that an emulated link takes for what a rank sends; infinite where there is none."""
+        if not (link := self.world.emulated_link):
+            return math.inf
+        sent = (self.world.ranks - 1) * max(self.workload.rows) * self.columns * self.tensors["a"].itemsize
+        return sent * 8e-9 / link[0]
+
+    @property
     def quick(self) -> bool:
         """Whether what a rank sends passes an emulated link in so little time that it is not worth hiding."""
-        if not (link := self.world.emulated_link):
-            return False
-        sent = (self.world.ranks - 1) * max(self.workload.rows) * self.columns * self.tensors["a"].itemsize
-        return sent * 8e-9 / link[0] < _WORTH_HIDING
+        return self.passing < _WORTH_HIDING
 
     def piece(self, rows: int, pieces: int) -> int:
         """The most rows of a piece of so many, cut into about so many pieces of which each is worth a product."""

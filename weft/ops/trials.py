@@ -24,6 +24,7 @@ MOST = 4  # ways that take turns
 _LIKELY = 1.5  # times the least prediction is not worth trying
 _HOPELESS = (1.5, 1.2)  # times as slow as the fastest is not tried again, after the first round and after later ones
 _BETTER = 0.97  # of the usual way's time is worth leaving it
+_WORTH_TRYING = 1.7e-4  # seconds on an emulated link: for less, pieces may take twice as long as what they are to hide
 _BITS = 16  # rows from which on the bits of a product do not depend on how many there are
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -63,7 +64,7 @@ def likely(call: Call, decision: Decision) -> list[Choice]:
     """The ways that are worth measuring for the class of a call, the one decided on first; alone if that is known to be best."""
     operator, workload, world = call.operator, call.workload, call.world
     first, times = chosen(call, decision), dict(decision.predicted)
-    if decision.sure or max(workload.rows) <= FEW_ROWS or workload.dtype not in _DTYPES:
+    if decision.sure or call.passing < _WORTH_TRYING or max(workload.rows) <= FEW_ROWS or workload.dtype not in _DTYPES:
         return [first]
     found, linked = {first.way: first}, not world.remote_reads
     for name in operator.tried_over_links if linked else operator.tried:
