@@ -68,6 +68,23 @@ def nothing_to_try(world):
     assert len(trial.calls) == 1, "a product of one row may have other bits, so it goes the usual way"
 
 
+def quick_links(world):
+    """What a link passes at once is multiplied at once; pieces are tried only where they may be worth it."""
+    a, b = torch.randn(512, 256), torch.randn(256, 32)  # half a MiB
+    found = []
+    for gbps in (100.0, 16.0, 1.0):  # 42 us, 0.26 ms and 4.2 ms
+        world.emulate_link(gbps)
+        usual = weft.explain(a, b).splitlines()[0]
+        weft.all_gather_matmul(a, b)
+        found.append((usual.split(": ")[1].split(",")[0], type(world.choices[[*world.choices][-1]])))
+    return found
+
+
+def test_what_passes_a_link_at_once_is_not_cut():
+    for found in on_ranks(quick_links, 2):
+        assert found == [("sequential", Choice), ("sequential", Trial), ("push", Trial)]
+
+
 def test_ways_that_differ_are_not_mixed():
     on_ranks(nothing_to_try, 2)
 

@@ -11,7 +11,7 @@ from weft.checks import check_timeout
 from weft.engines.matmul import multiply
 from weft.engines.weights import DTYPES, FLOAT8, Weight, plain
 from weft.ops import arguments, dims, float8, fused, known
-from weft.ops.call import QUICK, Call, Decision, Given, Options, workload
+from weft.ops.call import Call, Decision, Given, Options, workload
 from weft.plan import Plan
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import outputs
@@ -176,14 +176,8 @@ class _RowsCall(_GatherCall):
             self.tensors["gathered"] = self.gathered.view(sum(rows), a.shape[-1])
         self.asked = ("gathered", keep), ("weights", len(weights))
 
-    def default(self) -> tuple[str, str]:
-        world, rows = self.world, self.workload.rows
-        if world.ranks == 1 or not any(rows):
-            return "sequential", "there is nothing to gather"
-        if self.few:
-            return "sequential", "few rows per rank: one product that reads b once beats one per rank"
-        if self.quick:
-            return "sequential", QUICK
+    def overlapped(self) -> tuple[str, str]:
+        world = self.world
         if world.emulated_link:
             return "push", "the emulated link is slower than memory, so rows are moved while others are multiplied"
         if world.multi_host:
@@ -216,12 +210,12 @@ class _ColumnsCall(_GatherCall):
 
     def usual(self, algorithm: str) -> Decision:
         self.check_algorithm(algorithm)
-        reading = self.default()[0]
+        reading, why = self.overlapped()
         algorithm = {"auto": reading, "direct": "pull", "sequential": "push"}.get(algorithm, algorithm)
         chunk = self.options.chunk_rows or self.chunk_rows(algorithm)
-        return Decision(Variant(algorithm, max(1, chunk)), self.default()[1])
+        return Decision(Variant(algorithm, max(1, chunk)), why)
 
-    def default(self) -> tuple[str, str]:
+    def overlapped(self) -> tuple[str, str]:
         why = "the last dimension is gathered, a split of K: no product can begin before all columns are there"
         return "push" if self.world.multi_host else "pull", why
 

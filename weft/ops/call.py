@@ -23,7 +23,6 @@ LEAST_ROWS = {True: 64, False: 128}
 
 _WORTH_HIDING = 5e-4
 """Seconds on an emulated link that are worth hiding: lanes that meet once per piece cost more than waiting for less."""
-QUICK = "rows pass the emulated link in less time than moving them piece by piece would cost"
 _HOST_PIECES = 8  # between hosts, where each transfer and each small product costs a core more than what is left in the end
 
 
@@ -161,11 +160,6 @@ class Call(ABC):
         sent = (self.world.ranks - 1) * max(self.workload.rows) * self.columns * self.tensors["a"].itemsize
         return sent * 8e-9 / link[0]
 
-    @property
-    def quick(self) -> bool:
-        """Whether what a rank sends passes an emulated link in so little time that it is not worth hiding."""
-        return self.passing < _WORTH_HIDING
-
     def piece(self, rows: int, pieces: int) -> int:
         """The most rows of a piece of so many, cut into about so many pieces of which each is worth a product."""
         return max(-(-rows // pieces), min(rows, LEAST_ROWS[self.workload.packed]))
@@ -202,9 +196,19 @@ class Call(ABC):
         chunk = self.whole if algorithm in operator.whole else self.options.chunk_rows or self.chunk_rows(algorithm)
         return Decision(Variant(algorithm, max(1, chunk)), why)
 
-    @abstractmethod
     def default(self) -> tuple[str, str]:
         """The algorithm that ``auto`` begins with, and why."""
+        if self.world.ranks == 1 or not any(self.workload.rows):
+            return "sequential", "there is nothing to exchange"
+        if self.few:
+            return "sequential", "few rows per rank: one product that reads b once beats several"
+        if self.passing < _WORTH_HIDING:
+            return "sequential", "rows pass the emulated link in less time than moving them piece by piece would cost"
+        return self.overlapped()
+
+    @abstractmethod
+    def overlapped(self) -> tuple[str, str]:
+        """The same where there is enough to do for moving some rows while others are multiplied."""
 
     @abstractmethod
     def chunk_rows(self, algorithm: str) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 from weft.checks import check_timeout
 from weft.engines.weights import DTYPES, FLOAT8, Weight, plain
 from weft.ops import arguments, dims, float8, fused, known
-from weft.ops.call import QUICK, Call, Given, Options, workload
+from weft.ops.call import Call, Given, Options, workload
 from weft.ops.partial_sums import ADDED_ROWS, SumCall
 from weft.plan.binding import split
 from weft.world import World, current
@@ -110,14 +110,8 @@ class _ReduceCall(SumCall):
     def whole(self) -> int:
         return sum(self.workload.rows)
 
-    def default(self) -> tuple[str, str]:
+    def overlapped(self) -> tuple[str, str]:
         world = self.world
-        if world.ranks == 1 or not self.whole:
-            return "sequential", "there is nothing to sum"
-        if self.few:
-            return "sequential", "few rows per rank: one product that reads b once beats several"
-        if self.quick:
-            return "sequential", QUICK
         if world.multi_host:
             return "two_shot", "each rank adds up a part, to which each host sends its sum of it once"
         if world.ranks == 2:

@@ -10,7 +10,7 @@ from torch import Tensor
 from weft.checks import check_timeout
 from weft.engines.weights import DTYPES, FLOAT8, ScaledWeight, Weight, plain
 from weft.ops import arguments, dims, float8, fused, known
-from weft.ops.call import QUICK, Call, Given, Options, workload
+from weft.ops.call import Call, Given, Options, workload
 from weft.ops.partial_sums import ADDED_ROWS, SumCall, accumulator
 from weft.schedules.workload import Variant
 from weft.world import World, current
@@ -116,14 +116,8 @@ def check(world: World, given: Given, options: Options) -> Call:
 class _ScatterCall(SumCall):
     """What sums of rows and of columns have in common."""
 
-    def default(self) -> tuple[str, str]:
+    def overlapped(self) -> tuple[str, str]:
         world = self.world
-        if world.ranks == 1 or not any(self.workload.rows):
-            return "sequential", "there is nothing to scatter"
-        if self.few:
-            return "sequential", "few rows per rank: one product that reads b once beats one per rank"
-        if self.quick:
-            return "sequential", QUICK
         if world.multi_host:
             return "push", "each host adds up its products and puts them to the others while more are made"
         if world.emulated_link:
