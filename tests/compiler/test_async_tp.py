@@ -25,6 +25,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import weft
 from weft.process_group import worlds
 
+if torch.__version__.startswith("2.11."):  # whose compiler does not trace torch's own gather of another dimension than the first
+    funcol._maybe_view_chunk_cat = torch._dynamo.dont_skip_tracing(funcol._maybe_view_chunk_cat)
+
 
 class Seen(CustomGraphPass):
     """Takes the place of the pass that is set: runs it, and notes which collectives there are in a graph then."""
