@@ -113,8 +113,7 @@ class ShardedLinear(nn.Linear):
 
     def _usual(self, x: Tensor) -> bool:
         """Whether an input is what comes most, of which nothing more need be checked."""
-        weight = self._parameters["weight"]  # the attribute is looked for in three places
-        return weight is not None and x.dtype is weight.dtype and arguments.lies_plainly(x) and memory.find(x) is None
+        return arguments.lies_plainly(x) and x.dtype is self.weight.dtype and memory.find(x) is None
 
     def _leave(self, y: Tensor, placement: Placement, size: int | None = None) -> Tensor:
         """Redistribute the result `y` from `placement` to the layout's; `size` is the whole's along it where parts are uneven."""

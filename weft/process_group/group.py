@@ -66,7 +66,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         if not tensor.is_cpu:
             return self._elsewhere(tensor).allreduce([tensor], opts)
         if tensor.layout is torch.sparse_coo:
-            return self._borrowed(tensor, self._by_gloo("sparse all_reduce").allreduce([tensor], opts))
+            return self._borrowed(tensor, self._by_gloo("sparse all_reduce").allreduce, [tensor], opts)
         return self._issue([tensor], opts, collectives.all_reduce, tensor, opts.reduceOp)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -178,7 +178,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             return self._elsewhere(tensor).send([tensor], peer, tag)
         self._check_peer(peer)
         if self.messages is None:
-            return self._borrowed(tensor, self._by_gloo(_MESSAGES).send([tensor], peer, tag))
+            return self._borrowed(tensor, self._by_gloo(_MESSAGES).send, [tensor], peer, tag)
         return self._begun(self.messages.send(tensor, collectives.as_bytes(tensor), peer, tag))
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
@@ -187,7 +187,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             return self._elsewhere(tensor).recv([tensor], peer, tag)
         self._check_peer(peer)
         if self.messages is None:
-            return self._borrowed(tensor, self._by_gloo(_MESSAGES).recv([tensor], peer, tag))
+            return self._borrowed(tensor, self._by_gloo(_MESSAGES).recv, [tensor], peer, tag)
         return self._begun(self.messages.receive(tensor, _place(tensor), peer, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
@@ -195,7 +195,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         if not tensor.is_cpu:
             return self._elsewhere(tensor).recv_anysource([tensor], tag)
         if self.messages is None:
-            return self._borrowed(tensor, self._by_gloo(_MESSAGES).recv_anysource([tensor], tag))
+            return self._borrowed(tensor, self._by_gloo(_MESSAGES).recv_anysource, [tensor], tag)
         return self._begun(self.messages.receive(tensor, _place(tensor), None, tag))
 
     # Barriers
@@ -353,7 +353,12 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             self.gloo = self._gloo(what)
         return self.gloo
 
-    def _borrowed(self, tensor: Tensor, work: dist.Work) -> dist.Work:
+    def _borrowed(self, tensor: Tensor, begin: Callable[..., dist.Work], *given: Any) -> dist.Work:
+        """A work of gloo's, which `begin` makes of what is given; that may fail already, if a peer is gone by then."""
+        try:
+            work = begin(*given)
+        except RuntimeError as error:
+            raise self._cause(error) from None
         return self._begun(Borrowed(work, [tensor], self._cause))
 
     def _cause(self, error: RuntimeError) -> BaseException:
