@@ -13,6 +13,7 @@ from support.ranks import die, on_ranks, start
 import weft
 from weft.engines import engine
 from weft.engines.device.engine import DeviceEngine
+from weft.plan import Signal
 
 
 def on_lanes(world, *checks):
@@ -67,9 +68,11 @@ def lost(world):
     world.stream_ordered = True
     a, b = torch.ones(4, 3), torch.ones(3, 2)
     weft.all_gather_matmul(a, b, algorithm="push", chunk_rows=2)
-    if world.rank == 1:
+    if world.rank == 1:  # rank 0 is in its next call, and has told all it has to tell there
+        own = engine(world)
+        weft.wait(own.counters.signals, own.index(Signal("arrived", 0)), ">=", 4)
         die()
-    with pytest.raises(weft.PeerLost, match=r"rank 1 \(pid \d+\) died while rank 0 waited"):  # when it is known is not said
+    with pytest.raises(weft.PeerLost, match=r"rank 1 \(pid \d+\) died while rank 0 waited for .* of all_gather_matmul call"):
         for _ in range(3):
             weft.all_gather_matmul(a, b, algorithm="push", chunk_rows=2)
 

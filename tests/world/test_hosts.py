@@ -41,7 +41,7 @@ def assert_told_of_the_death(folder, ranks):
     for name, words, when in found(folder, "killed", ranks - 1):
         assert name == "PeerLost", words
         assert words.startswith(f"rank {ranks - 1} (pid "), words
-        assert re.search("died while rank . waited (for .* of all_gather(_matmul)? call|to make the call)", words), words
+        assert "of all_gather_matmul call" in words
         assert when - death < SOON
 
 
@@ -109,7 +109,7 @@ def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path
     assert all((result["ranks"], result["hosts"], result["verified"]) == (2, 2, True) for result in measured)
     for name, words, seconds in found(tmp_path, "cut_off", 2):
         assert name == "PeerTimeout", words
-        assert re.search("of all_gather(_matmul)? call", words), words  # or where ranks tell each other how long it took
+        assert "of all_gather_matmul call" in words
         assert seconds < host_ranks.LIMIT + SOON
 
 

@@ -17,11 +17,11 @@ import torch
 
 from weft import predict
 from weft.engines import engine
-from weft.ops.all_gather import all_gather
 from weft.ops.call import Call, CallKey, Decision
 from weft.ops.trials import MOST, Choice, Trial, likely
 from weft.plan import Plan
 from weft.predict import machine, tuned
+from weft.schedules import all_gather
 from weft.schedules.broadcast import eager, push
 from weft.schedules.levels import Levels
 from weft.schedules.operators import OPERATORS
@@ -61,9 +61,11 @@ def decide(call: Call) -> Decision:
 def _measured(call: Call, trial: Trial, begun: int, ended: int) -> None:
     """Take note of how long a call took that was part of a trial; collective where a round is over."""
     if trial.took(call, begun, ended):
-        world = call.world
+        world, said = call.world, torch.tensor([trial.said()])
+        every, plan = said.new_empty(world.ranks, said.shape[1]), _asking(call.operator.name, world.levels, world.topology)
         with _beside(world):
-            every = all_gather(torch.tensor([trial.said()]), world=world, timeout=call.options.timeout)
+            words = f"{call.key} took {said.shape[1]}"
+            engine(world).execute_as(words, plan, {"a": said, "gathered": every}, (1,) * world.ranks, call.options.timeout)
         choice = trial.heard(call, every)
         if choice is not None:
             world.choices[call.key, world.emulated_link] = choice
@@ -169,6 +171,13 @@ def _of_rank_0(call: Call, key: CallKey) -> list[Choice]:
 def _telling(levels: Levels, hosts: tuple[int, ...] | None) -> Plan:
     """How rank 0 tells all ranks something."""
     return replace(push(0, hosts) if hosts else eager(0, levels), operator="auto")
+
+
+@cache
+def _asking(operator: str, levels: Levels, hosts: tuple[int, ...] | None) -> Plan:
+    """How all ranks tell each other something in a call of an operator."""
+    plan = all_gather.all_gather(len(levels[-1]), 1, "push", hosts=hosts) if hosts else all_gather.eager(levels)
+    return replace(plan, operator=operator)
 
 
 @contextlib.contextmanager
