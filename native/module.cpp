@@ -316,7 +316,7 @@ NB_MODULE(_native, m) {
         // The same, if its tensors are as they were; else nothing, and None.
         if (!a.matches(now_a) || (!now_out.is(now_a) && !out.matches(now_out))) return nb::object(nb::none());
         return nb::object(nb::bool_(execute(self, c, timeout)));
-      }, "compiled"_a, "a"_a, "out"_a, "now_a"_a.none(), "now_out"_a.none(), "timeout"_a)
+      })
       .def("mismatch", [](Executor& self, Compiled& c, int peer) {
         return self.calls.mismatch(peer, c.execution.call, c.execution.digest);
       })

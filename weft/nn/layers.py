@@ -113,7 +113,9 @@ class ShardedLinear(nn.Linear):
 
     def _usual(self, x: Tensor) -> bool:
         """Whether an input is what comes most, of which nothing more need be checked."""
-        return arguments.lies_plainly(x) and x.dtype is self.weight.dtype and memory.find(x) is None
+        weight = self._parameters["weight"]
+        assert weight is not None
+        return arguments.lies_plainly(x) and x.dtype is weight.dtype and memory.find(x) is None
 
     def _leave(self, y: Tensor, placement: Placement, size: int | None = None) -> Tensor:
         """Redistribute the result `y` from `placement` to the layout's; `size` is the whole's along it where parts are uneven."""

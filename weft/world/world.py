@@ -36,7 +36,15 @@ class Recorder(Protocol):
 
 
 _default: World | None = None
-_here = threading.local()  # the default world of this thread, if it is a rank by itself
+
+
+class _Here(threading.local):
+    """What is particular to a thread: its default world, if it is a rank by itself."""
+
+    world: World | None = None
+
+
+_here = _Here()
 _alive: weakref.WeakValueDictionary[int, World] = weakref.WeakValueDictionary()  # by number
 
 
@@ -208,7 +216,7 @@ def init(
     rank lacks memory.
     """
     global _default
-    if group is None and (here := getattr(_here, "world", None)) is not None:
+    if group is None and (here := _here.world) is not None:
         found: World = here
         return found
     place = device_memory.check_device(device)
@@ -286,10 +294,11 @@ def default_here(world: World) -> None:
 
 def current(world: World | None = None) -> World:
     """`world`, or the default world; it must be open."""
-    chosen = world or getattr(_here, "world", None) or _default
+    chosen = world or _here.world or _default
     if chosen is None:
         raise WeftError("there is no default world: call weft.init() first, or pass world=...")
-    chosen.check()
+    if chosen.closed is not None:
+        chosen.check()
     return chosen
 
 
