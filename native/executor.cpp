@@ -30,8 +30,8 @@ std::vector<uintptr_t> Executor::eager_bases() const {
 
 void Executor::begin(const Program& program, Execution& execution) {
   const Binding* bound = execution.binding;
-  execution.reset(bound ? calls.begin(bound->digest(), bound->call()) : calls.begin(program.digest, program.call));
-  execution.digest = bound ? bound->digest() : program.digest;
+  const uint64_t digest = bound ? bound->digest() : program.digest;
+  execution.reset(calls.begin(digest, bound ? bound->call() : program.call), digest);
   if (program.eager) execution.turn = turn_ = (turn_ + Program::kEager) % (Program::kTurns * Program::kEager);
   ahead_ = program.meets ? 0 : ahead_ + program.eager;
   for (size_t lane = 0; lane < program.lanes.size(); ++lane)
@@ -53,7 +53,10 @@ int Executor::run(const Program& program, Execution& execution, size_t lane, int
         while (at + count < end && instructions[at + count].follows) ++count;
         move(execution, lane, &instruction, count);
         break;
-      case Op::notify: add(*instruction.counter, 1); break;
+      case Op::notify:
+        instruction.counter->call.store(execution.mark, std::memory_order_relaxed);
+        add(*instruction.counter, 1);
+        break;
       case Op::wait:
         if (!wait(execution, lane, at, instruction)) return -1;
         break;
@@ -104,7 +107,15 @@ void Executor::feed(Execution& execution, size_t lane) const {
 bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction& instruction) {
   int source = instruction.source;
   uint64_t expected = execution.targets[lane][at];
-  bool begun = link.on() && instruction.counter->value.load() < expected;
+  const Counter& counter = *instruction.counter;
+  const bool begun = link.on() && counter.value.load() < expected;
+  const bool first = source != rank_ && !execution.agreed[lane][source];
+  const auto says_the_same = [&] { return instruction.count && counter.call.load(std::memory_order_relaxed) == execution.mark; };
+  if (spin(counter, Compare::greater_equal, expected, spins_) && (!first || says_the_same())) {
+    execution.agreed[lane][source] = 1;
+    if (begun) feed(execution, lane);
+    return true;
+  }
   WaitStatus status = WaitStatus::timeout;
   bool mine = !LaneThread::current();
   auto is = [&](bool condition, WaitStatus what) { return condition && (status = what, true); };
@@ -120,7 +131,6 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
   bool come = wait_until(*instruction.counter, Compare::greater_equal, expected, policy, deadline, mesh_->sleepers(), interrupted, gone);
   // A signal of a peer that has not begun this call is one of another call, which that peer made as this rank made an earlier one: it
   // counts for nothing here, and the peer will see that calls differ.
-  const bool first = source != rank_ && !execution.agreed[lane][source];
   while (come && first && instruction.count && within_host && !calls.begun(source, execution.call)) {
     come = !interrupted() && !gone() && now() < deadline;
     std::this_thread::sleep_for(std::chrono::microseconds(50));

@@ -13,8 +13,10 @@
 #include <system_error>
 
 #include "binding.hpp"
+#include "compiled.hpp"
 #include "copy.hpp"
 #include "executor.hpp"
+#include "repeats.hpp"
 #include "signal_array.hpp"
 #include "team.hpp"
 #include "tensor_snapshot.hpp"
@@ -30,24 +32,6 @@ using Place = std::tuple<uint32_t, uint32_t, uint32_t>;  // slot, start, stop
 using PyBuffer = std::tuple<std::string, std::string, size_t, Role, uint32_t, bool, bool, std::vector<uint32_t>>;  // as in Buffer
 using Shared = std::pair<std::vector<uintptr_t>, std::string>;  // `parts` and `place` of a Given
 using ByName = nb::typed<nb::dict, nb::str, nb::any>;            // by the names of buffers
-
-// A program together with the state of its execution.
-struct Compiled {
-  Program program;
-  Execution execution;
-
-  Compiled(std::string call, size_t lanes, std::vector<std::pair<uint32_t, uint64_t>> promised, size_t ranks, bool meets)
-      : program{std::vector<std::vector<Instruction>>(lanes), std::move(promised), call, {}, weft::digest(call)},
-        execution(program, ranks) {
-    program.meets = meets;
-  }
-
-  void add(size_t lane, Instruction instruction) {
-    program.add(lane, std::move(instruction));
-    execution.spans[lane].emplace_back();
-    execution.targets[lane].emplace_back();
-  }
-};
 
 Operand operand(const Place& place) { return {std::get<0>(place), std::get<1>(place), std::get<2>(place)}; }
 
@@ -72,23 +56,6 @@ std::vector<Given> given(ByName tensors, ByName numbers, ByName shared, nb::hand
 bool signal_pending() {
   nb::gil_scoped_acquire acquire;
   return PyErr_CheckSignals() != 0;
-}
-
-void throw_pending() {
-  if (PyErr_Occurred()) throw nb::python_error();  // a signal handler raised during a wait
-}
-
-// A whole call of a program that is one lane without pauses; whether it came to its end.
-bool execute(Executor& executor, Compiled& c, double timeout) {
-  c.execution.timeout = static_cast<int64_t>(timeout * 1e9);
-  bool done;
-  {
-    nb::gil_scoped_release release;
-    executor.begin(c.program, c.execution);
-    done = executor.run(c.program, c.execution, 0, 0) >= 0;
-  }
-  throw_pending();
-  return done;
 }
 
 using Sizes = std::vector<size_t>;
@@ -311,12 +278,6 @@ NB_MODULE(_native, m) {
       })
       .def_prop_ro("busy", [](Executor& self) { return self.lane_thread.busy(); })
       .def("execute", &execute)
-      .def("repeat", [](Executor& self, Compiled& c, const TensorSnapshot& a, const TensorSnapshot& out,
-                        nb::handle now_a, nb::handle now_out, double timeout) {
-        // The same, if its tensors are as they were; else nothing, and None.
-        if (!a.matches(now_a) || (!now_out.is(now_a) && !out.matches(now_out))) return nb::object(nb::none());
-        return nb::object(nb::bool_(execute(self, c, timeout)));
-      })
       .def("mismatch", [](Executor& self, Compiled& c, int peer) {
         return self.calls.mismatch(peer, c.execution.call, c.execution.digest);
       })
@@ -328,6 +289,13 @@ NB_MODULE(_native, m) {
         self.link.set(bytes_per_second, latency_seconds);
       })
       .def("trace", [](Executor& self, bool on) { self.tracing = on; });
+
+  nb::class_<Repeats>(m, "Repeats", nb::type_slots(Repeats::slots))
+      .def(nb::init<Executor&>(), nb::keep_alive<1, 2>())
+      .def("add", &Repeats::add, "what"_a, "a"_a, "out"_a, "options"_a, "program"_a, "binding"_a, "look"_a.none())
+      .def("call", &Repeats::call, "what"_a, "a"_a.none(), "out"_a, "options"_a, "timeout"_a)
+      .def("clear", &Repeats::clear)
+      .def("__len__", &Repeats::size);
 
   nb::enum_<Compare>(m, "Compare")
       .value("equal", Compare::equal).value("not_equal", Compare::not_equal).value("greater", Compare::greater)

@@ -62,7 +62,7 @@ struct Slot {
 
 // One rank's part of a plan: its lanes, and how much each of its counters grows in one execution.
 struct Program {
-  static constexpr size_t kEager = 32 << 10;  // bytes of eager buffers that a plan has on each rank
+  static constexpr size_t kEager = 64 << 10;  // bytes of eager buffers that a plan has on each rank
   static constexpr size_t kTurns = 8;         // of these buffers: executions use them in turn
 
   std::vector<std::vector<Instruction>> lanes;
@@ -116,7 +116,7 @@ class Binding;
 // One execution's state. Kept with the program and used again, so that a repeated call allocates nothing.
 struct Execution {
   Execution(const Program& program, size_t ranks);
-  void reset(uint64_t new_call);
+  void reset(uint64_t new_call, uint64_t new_digest);
 
   const Binding* binding = nullptr;      // of an execution whose plan has buffers
   std::vector<std::vector<Span>> spans;  // by lane and instruction, when tracing
@@ -126,6 +126,7 @@ struct Execution {
   std::vector<int64_t> held;             // by lane: when it last began, computed or had to wait
   std::vector<std::vector<char>> agreed; // by lane: peers seen to have made the same call
   uint64_t call = 0, digest = 0;
+  uint64_t mark = 0;    // both in one number, for peers to compare
   size_t turn = 0;      // by how many bytes its eager buffers lie behind the first ones
   int64_t timeout = 0;  // of each wait, in nanoseconds
 };
@@ -135,8 +136,9 @@ inline Execution::Execution(const Program& program, size_t ranks)
   for (const auto& lane : program.lanes) spans.emplace_back(lane.size()), targets.emplace_back(lane.size());
 }
 
-inline void Execution::reset(uint64_t new_call) {
-  call = new_call;
+inline void Execution::reset(uint64_t new_call, uint64_t new_digest) {
+  call = new_call, digest = new_digest;
+  mark = digest ^ call * 0x9e3779b97f4a7c15;
   for (auto& peers : agreed) peers.assign(peers.size(), 0);
   failures.assign(failures.size(), WaitFailure{});
   stopped.store(-1, std::memory_order_relaxed);

@@ -11,6 +11,7 @@ namespace weft {
 struct alignas(64) Counter {
   std::atomic<uint64_t> value;
   std::atomic<uint32_t> sleepers;
+  std::atomic<uint64_t> call;  // of a counter that one rank raises: in which call it last did, as `Execution::mark` has it
 };
 static_assert(sizeof(Counter) == 64 && std::atomic<uint64_t>::is_always_lock_free);
 
@@ -74,15 +75,21 @@ inline SpinPolicy beside_products(int spins) { return {spins, 0}; }
 
 inline bool nobody() { return false; }
 
+// Try so often whether `compare` holds.
+inline bool spin(const Counter& counter, Compare compare, uint64_t expected, int spins) {
+  for (int i = 0; i <= spins; ++i) {
+    if (holds(compare, counter.value.load(std::memory_order_acquire), expected)) return true;
+    pause();
+  }
+  return false;
+}
+
 // Wait until `compare` holds: spin, then give way to whoever may share the core, then sleep. False if `interrupted()` returned true
 // or the deadline passed first, or if `gone()` did: whoever raises the counter will not any more, but what they raised before counts.
 template <class Interrupted, class Gone = bool (*)()>
 bool wait_until(Counter& counter, Compare compare, uint64_t expected, SpinPolicy policy, int64_t deadline, Sleepers& sleepers,
                 Interrupted&& interrupted, Gone&& gone = nobody) {
-  for (int i = 0; i <= policy.spins; ++i) {
-    if (holds(compare, counter.value.load(std::memory_order_acquire), expected)) return true;
-    pause();
-  }
+  if (spin(counter, compare, expected, policy.spins)) return true;
   for (int i = 0; i < policy.yields && now() < deadline; ++i) {
     if (holds(compare, counter.value.load(std::memory_order_acquire), expected)) return true;
     sched_yield();

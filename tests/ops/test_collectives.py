@@ -232,6 +232,11 @@ def the_same_tensors_again(world):
     out.resize_(4 * world.ranks)
     a.fill_(world.rank)
     assert weft.all_gather(a, out=out).view(world.ranks, 4)[:, 3].tolist() == [*map(float, range(world.ranks))]
+    wrong = [(None, {}), (3, {}), (a, {"dim": [0]}), (a, {"algorithm": ["pull"]}), (a, {"timeout": -1.0})]
+    for given, options in wrong:
+        with pytest.raises((TypeError, ValueError)):
+            weft.all_gather(given, out=out, **options)
+    assert weft.all_gather(a, out=out) is out, "a call that is refused does not touch what was remembered, or the world"
     for turn in range(50):
         mine = torch.full((6,), float(turn))
         assert weft.all_reduce(mine, out=torch.empty(6)).tolist() == [float(turn * world.ranks)] * 6

@@ -47,7 +47,8 @@ class Engine(ABC):
         self.segment: memory.Segment | None = None  # that of the workspace
         self.spaces: dict[Hashable, Tensor] = {}  # what `space` was asked for
         self.pending: list[Program] = []  # started and not yet joined, in their order
-        self.calls: dict[Hashable, Any] = {}  # where operators remember calls they have seen, with the workspace that they use
+        self.repeats = _native.Repeats(world.native)  # calls seen before, on the same tensors, with the workspace that they use
+        self.calls: dict[Hashable, Any] = {}  # the same, on tensors that look alike
         self.known: dict[Hashable, Any] = {}  # the same, of what does not go by the workspace
 
     def execute(
@@ -137,6 +138,7 @@ class Engine(ABC):
             self.settle()  # first: what went wrong with a call before this one is the cause of what goes wrong here
             self.agree(call)
             self.moved()
+            self.repeats.clear()
             self.calls.clear()
             self.spaces.clear()
             self.workspace = self.segment = None

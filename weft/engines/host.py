@@ -98,7 +98,7 @@ class HostProgram(Program):
             self.slots.setdefault((region.rank, region.buffer), len(self.slots))
         promised = [(engine.index(signal), count) for signal, count in plan.promised(rank).items()]
         self.native = _native.Compiled("", len(LANES) + self.more_lanes, promised, plan.ranks, plan.meets)
-        self.ahead = plan.ahead  # so that a repeated call of another need not ask the native core
+        self.ahead = plan.ahead
         self.native.describe(f"{plan.operator}(", f", algorithm={plan.algorithm}, plan {plan.digest:08x})")
         self._lay_out()
         self.bound: Binding | None = None
@@ -150,12 +150,12 @@ class HostProgram(Program):
                     compiled.set_span(0, at, start, _native.now())
                     at = native.run(compiled, 0, at + 1)
                 if at < 0:
-                    raise self._stopped(0, seconds)
+                    raise self.stopped(0, seconds)
         finally:
             if self.lanes[1]:
                 native.join()
         if self.lanes[1] and compiled.wait_failure(1)[0] != _native.WaitStatus.none:
-            raise self._stopped(1, seconds)
+            raise self.stopped(1, seconds)
         self._record()
 
     def bind(self, tensors: Mapping[str, Tensor], rows: Sequence[int]) -> Binding:
@@ -206,7 +206,7 @@ class HostProgram(Program):
             world.fail(error)
             raise
         if not done:
-            raise self._stopped(0, timeout or world.timeout)
+            raise self.stopped(0, timeout or world.timeout)
         self._record()
 
     def must_meet(self) -> bool:
@@ -236,7 +236,7 @@ class HostProgram(Program):
                 self.engine.pending.remove(self)
                 self.held = None
                 if self.native.wait_failure(0)[0] != _native.WaitStatus.none:
-                    raise self._stopped(0, self.timeout)
+                    raise self.stopped(0, self.timeout)
                 self._record()
             elif left <= 0:
                 return False
@@ -258,7 +258,7 @@ class HostProgram(Program):
             for index, (start, stop) in enumerate(self.native.spans(lane))
         ]
 
-    def _stopped(self, lane: int, timeout: float) -> WeftError:
+    def stopped(self, lane: int, timeout: float) -> WeftError:
         """The error for a wait of this program that ended early; if another lane's end was the reason, for that one's."""
         if self.native.wait_failure(lane)[0] == _native.WaitStatus.lane:
             lane = self.native.stopped

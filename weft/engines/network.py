@@ -112,7 +112,7 @@ class NetworkProgram(HostProgram):
         with world.guard:
             self.begin(seconds)
             if world.native.run(self.native, 0, 0) < 0:
-                raise self._stopped(0, seconds)
+                raise self.stopped(0, seconds)
         self._record()
 
     def rows(self, place: Place | None) -> _Rows:

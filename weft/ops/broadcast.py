@@ -7,7 +7,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from weft.ops import arguments
-from weft.ops.collective import ANY, Handle, Work, call_later, call_now, handed_out, sent_rows, slot_rows
+from weft.ops.collective import ANY, Handle, Work, call_later, call_now, handed_out, many, sent_rows, slot_rows
 from weft.plan import Plan
 from weft.schedules import broadcast as schedule
 from weft.schedules.common import Hosts
@@ -57,8 +57,7 @@ def _prepare(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: 
     mine, theirs = ("a", "out") if world.rank == source else ("out", "a")
     tensors = {mine: rows, theirs: rows[:0]}
     # Where ranks are many, or wait for a core, a source that waits for nobody gains more than it costs that all meet now and then.
-    many = world.crowded or len(world.levels) > 1
-    if algorithm in ("auto", "pull") and many and handed_out(world, rows.numel() * rows.itemsize):
+    if algorithm in ("auto", "pull") and many(world) and handed_out(world, rows.numel() * rows.itemsize):
         return Work(schedule.eager(source, world.levels), (len(rows),), tensors, tensor)
     symmetric, shared = world.is_symmetric(rows), rows.numel() * rows.itemsize >= SHARED_BYTES
     cut = world.ranks if shared else 1

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from weft.checks import check_timeout
 from weft.engines import engine
-from weft.engines.cached_call import CachedCall
 from weft.engines.engine import Program
 from weft.engines.host import Binding, HostProgram
 from weft.engines.weights import DTYPES as FLOATS
@@ -50,7 +49,7 @@ STAGED_BYTES = 1 << 20  # up to so much for each peer, what peers cannot read is
 SLOT_BYTES = 512 << 10  # what a thread of a rank then stages at a time: few enough that it stays in the caches until it is read
 SENT_BYTES = 64 << 10  # least bytes of a piece that is put to peers: with fewer, its message takes longer than they do
 STEPS = 64  # in which it does so at most: a plan is a list of all of them
-_REMEMBERED = 1024  # calls per world that are found by the identity of their tensors
+_REMEMBERED = 1024  # calls per world that are found by how their tensors look
 
 
 class Handle:
@@ -103,19 +102,17 @@ def call_now(
     prepare: Prepare, a: Tensor, out: Tensor | None, options: tuple[Hashable, ...], world: World | None, timeout: float | None
 ) -> Tensor:
     """Make a call and return its result."""
-    if world is None or world.closed is not None:
-        world = current(world)
+    world = current(world)
+    own = world.engine or engine(world)
     if timeout is not None:
         check_timeout(timeout)
-    calls = (world.engine or engine(world)).calls
-    name = prepare, id(a), id(out), options
-    known: CachedCall | None = calls.get(name)
-    if known is not None and out is not None and known.replay(a, out, timeout):
+    seconds, alone = world.timeout if timeout is None else timeout, not own.pending and world.recorder is None
+    if out is not None and alone and own.repeats.call(prepare, a, out, options, seconds):
         return out
     like = None
     if out is None and arguments.lies_plainly(a) and memory.find(a) is None:
         like = prepare, options, a.shape, a.dtype
-        alike: _Alike | None = calls.get(like)
+        alike: _Alike | None = own.calls.get(like)
         if alike is not None:
             return alike.call(a, timeout)
     work = prepare(world, a, out, *options)
@@ -123,14 +120,14 @@ def call_now(
     binding = program.bind(work.tensors, work.rows)
     program.execute(binding, timeout)
     work.finish()
-    if engine(world).remembers and not work.copied and not work.agreed:
-        if len(calls) >= _REMEMBERED:
-            calls.clear()
+    if own.remembers and not work.copied and not work.agreed:
         assert isinstance(program, HostProgram)
         if out is not None and all(_within(tensor, (a, out)) for tensor in work.tensors.values()):
-            calls[name] = CachedCall(program, binding, a, out)
+            own.repeats.add(prepare, a, out, options, program, binding, memory.LOOK)
         elif like is not None and (alike := _alike(program, binding, work, a)) is not None:
-            calls[like] = alike
+            if len(own.calls) >= _REMEMBERED:
+                own.calls.clear()
+            own.calls[like] = alike
     return work.result
 
 
@@ -220,9 +217,14 @@ def sent_rows(matrix: Tensor, most: int) -> int:
     return max(1, -(-most // PIECES), SENT_BYTES // max(1, matrix.shape[1] * matrix.itemsize))
 
 
-def handed_out(world: World, size: int) -> bool:
-    """Whether so many bytes of each rank go through eager buffers, which ranks of one host have."""
-    return size <= EAGER_BYTES and world.topology is None and not world.stream_ordered
+def handed_out(world: World, size: int, most: int = EAGER_BYTES) -> bool:
+    """Whether so many bytes of each rank, of at most so many, go through eager buffers, which ranks of one host have."""
+    return size <= most and world.topology is None and not world.stream_ordered
+
+
+def many(world: World) -> bool:
+    """Whether ranks are so many, or wait for a core, that signals are most of what a small collective takes."""
+    return world.crowded or len(world.levels) > 1
 
 
 def same_place(one: Tensor, other: Tensor) -> bool:

@@ -28,6 +28,9 @@ TURN = 50.0
 EAGER_BYTES = 16 << 10
 """Up to so many bytes of each rank are handed out at once: to copy them costs less than to wait."""
 
+GATHERED_BYTES = 64 << 10
+"""The same in an all-gather of tensors that peers cannot reach: staged, they would be copied as often, and a signal more made."""
+
 
 class Stage(NamedTuple):
     """Whom a rank tells and whom it hears in a level, in the order in which it does."""
