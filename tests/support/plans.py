@@ -20,6 +20,7 @@ from weft.schedules.all_reduce import ALGORITHMS as PLAIN_ALL_REDUCES
 from weft.schedules.all_reduce import all_reduce
 from weft.schedules.all_reduce import eager as eager_all_reduce
 from weft.schedules.all_to_all import all_to_all
+from weft.schedules.all_to_all import eager as eager_all_to_all
 from weft.schedules.broadcast import broadcast
 from weft.schedules.broadcast import eager as eager_broadcast
 from weft.schedules.levels import flat, nested
@@ -67,9 +68,12 @@ def handed_out(ranks: int, pieces: int, algorithm: str, *, several: bool) -> Pla
     levels = nested(ranks, hop=0.0) if several else flat(ranks)
     if algorithm == "broadcast":
         return eager_broadcast(pieces % ranks, levels)
-    return {"all_gather": eager_all_gather, "all_reduce": eager_all_reduce, "reduce_scatter": eager_reduce_scatter}[algorithm](
-        levels
-    )
+    return {
+        "all_gather": eager_all_gather,
+        "all_reduce": eager_all_reduce,
+        "reduce_scatter": eager_reduce_scatter,
+        "all_to_all": eager_all_to_all,
+    }[algorithm](levels)
 
 
 SCHEDULES: dict[Callable[..., Plan], tuple[Sequence[str], Sequence[str]]] = {
@@ -82,7 +86,7 @@ SCHEDULES: dict[Callable[..., Plan], tuple[Sequence[str], Sequence[str]]] = {
     scattered: (("push", "sequential"), ("remote_reads",)),
     matmul_all_reduce: (ALL_REDUCES, ("remote_reads",)),
     all_reduce: (PLAIN_ALL_REDUCES, ("symmetric_a", "symmetric_out")),
-    handed_out: (("all_gather", "all_reduce", "broadcast", "reduce_scatter"), ("several",)),
+    handed_out: (("all_gather", "all_reduce", "broadcast", "reduce_scatter", "all_to_all"), ("several",)),
     collected: (("reduce_scatter", "broadcast", "all_to_all"), ("symmetric_a",)),
 }
 """Planners with their algorithms and flags."""

@@ -17,19 +17,16 @@ from weft.ops.collective import (
     as_matrix,
     call_later,
     call_now,
-    handed_out,
-    many,
+    moved_at_once,
     parts,
     same_place,
     sent_rows,
     slot_rows,
 )
 from weft.schedules import all_gather as schedule
-from weft.schedules.levels import EAGER_BYTES, GATHERED_BYTES
 from weft.schedules.workload import pieces
 from weft.world import World
 
-REACHED_BYTES = 2 << 10  # up to so much of each rank is handed out where peers could reach the tensors, and signals take little
 PUSH_BYTES = 256 << 10  # from this size on of a rank's rows, not reading them from memory twice wins over finding them in the cache
 
 
@@ -95,9 +92,7 @@ def _prepare(
     hosts = world.topology
     copied, tensors = parts(result, whole, dim, sizes) if lead != 1 else (), {"a": matrix, "gathered": whole}
     most = max(rows) * matrix.shape[1] * matrix.itemsize
-    reached = symmetric or symmetric_out
-    few = GATHERED_BYTES if not reached else EAGER_BYTES if many(world) else REACHED_BYTES
-    if algorithm in ("auto", "pull") and chunk_rows is None and handed_out(world, most, few):
+    if algorithm in ("auto", "pull") and chunk_rows is None and moved_at_once(world, most, symmetric or symmetric_out):
         return Work(schedule.eager(world.levels), rows, tensors, result, copied)
     if algorithm == "auto":
         straight = symmetric_out and (not symmetric or most >= PUSH_BYTES)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.ops import arguments, dims
 from weft.ops.all_gather import all_gather
-from weft.ops.collective import ANY, Handle, Work, as_matrix, call_later, call_now, slot_rows
+from weft.ops.collective import ANY, Handle, Work, as_matrix, call_later, call_now, moved_at_once, slot_rows
 from weft.schedules import all_to_all as schedule
 from weft.schedules.workload import pieces
 from weft.world import World
@@ -59,17 +59,14 @@ def _prepare(world: World, a: Tensor, out: Tensor | None, given: tuple[int, ...]
     given, taken = _splits(world, a.shape[0], given, taken)
     result = arguments.result(out, (sum(taken), *a.shape[1:]), a.dtype, [a], world)
     counts = (given,) * world.ranks if even else _exchange_splits(world, given, taken)
-    matrix = as_matrix(a)
+    matrix, hosts = as_matrix(a), world.topology
+    symmetric = world.is_symmetric(matrix)
+    rows, tensors = [*chain(*counts)], {"a": matrix, "out": as_matrix(result)}
+    if moved_at_once(world, max(map(sum, counts)) * matrix.shape[1] * matrix.itemsize, symmetric):
+        return Work(schedule.eager(world.levels), rows, tensors, result, agreed=not even)
     slot = slot_rows(matrix, max(map(max, counts)), world.ranks - 1, world)
-    symmetric, hosts = world.is_symmetric(matrix), world.topology
     cut = 1 if symmetric or hosts else pieces(max(map(max, counts)), slot)
-    return Work(
-        _plan(world.ranks, cut, symmetric, hosts),
-        [*chain(*counts)],
-        {"a": matrix, "out": as_matrix(result)},
-        result,
-        agreed=not even,
-    )
+    return Work(_plan(world.ranks, cut, symmetric, hosts), rows, tensors, result, agreed=not even)
 
 
 def _splits(

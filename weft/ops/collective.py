@@ -33,7 +33,7 @@ from weft.engines.weights import DTYPES as FLOATS
 from weft.errors import PeerTimeout
 from weft.ops import arguments
 from weft.plan import Plan
-from weft.schedules.levels import EAGER_BYTES
+from weft.schedules.levels import EAGER_BYTES, MOVED_BYTES
 from weft.schedules.workload import PIECES
 from weft.world import World, current, memory
 
@@ -48,6 +48,7 @@ REDUCTIONS = ("sum", "avg", "max", "min")
 STAGED_BYTES = 1 << 20  # up to so much for each peer, what peers cannot read is staged at once, and in pieces above
 SLOT_BYTES = 512 << 10  # what a thread of a rank then stages at a time: few enough that it stays in the caches until it is read
 SENT_BYTES = 64 << 10  # least bytes of a piece that is put to peers: with fewer, its message takes longer than they do
+REACHED_BYTES = 2 << 10  # up to so much of a rank is handed out although peers can reach it, where ranks are few
 STEPS = 64  # in which it does so at most: a plan is a list of all of them
 _REMEMBERED = 1024  # calls per world that are found by how their tensors look
 
@@ -220,6 +221,11 @@ def sent_rows(matrix: Tensor, most: int) -> int:
 def handed_out(world: World, size: int, most: int = EAGER_BYTES) -> bool:
     """Whether so many bytes of each rank, of at most so many, go through eager buffers, which ranks of one host have."""
     return size <= most and world.topology is None and not world.stream_ordered
+
+
+def moved_at_once(world: World, size: int, reached: bool) -> bool:
+    """The same of bytes that are only moved. `reached`: whether peers can reach the tensors themselves."""
+    return handed_out(world, size, MOVED_BYTES if not reached else EAGER_BYTES if many(world) else REACHED_BYTES)
 
 
 def many(world: World) -> bool:

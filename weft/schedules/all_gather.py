@@ -304,7 +304,7 @@ def eager(levels: Levels) -> Plan:
     ranks, lanes = len(levels[-1]), []
     for r in range(ranks):
         own = block(r, "a", 0)
-        handed = hand_out(own, levels)
+        handed = hand_out([own], levels)
         fetched = chain(*(keep(block(peer, "eager", 0), peer, r) for peer in after(r, ranks)))
         lanes.append({"compute": (*handed[:1], *keep(own, r), *handed[1:], *fetched)})  # own rows are copied in one pass
     buffers = gather_buffers(ranks, 1) | {"eager": Buffer.of("eager", shards(ranks, 1))}

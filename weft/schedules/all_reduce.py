@@ -56,7 +56,7 @@ def eager(levels: Levels, op: str = "sum") -> Plan:
     for r in range(ranks):
         everyone = tuple(Region(p, "a" if p == r else "eager", 0, ranks) for p in range(ranks))
         reduced = Reduce(everyone, Region(r, "out", 0, ranks), op)
-        lanes.append({"compute": (*hand_out(everyone[r], levels), reduced)})
+        lanes.append({"compute": (*hand_out([everyone[r]], levels), reduced)})
     buffers = _buffers(ranks, 1) | {"eager": Buffer.of("eager", everything(ranks, 1))}
     return Plan("all_reduce", "eager", buffers, tuple(lanes), _result(ranks, 1), (1,) * ranks, meets=True)
 

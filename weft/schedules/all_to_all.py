@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import chain
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
-from weft.schedules.common import Hosts, after, around, before, publish
+from weft.schedules.common import Hosts, after, around, before, block, publish
+from weft.schedules.levels import Levels, hand_out
 from weft.schedules.staging import copies, one_for_each, pipeline
 
 
@@ -45,6 +47,21 @@ def all_to_all(ranks: int, pieces: int, *, symmetric_a: bool = False, hosts: Hos
     return _plan(ranks, pieces, buffers, [lane(r) for r in range(ranks)])
 
 
+@cache
+def eager(levels: Levels) -> Plan:
+    """All-to-all of a few rows: every rank hands out what it has for others and fetches what these have for it."""
+    ranks, lanes = len(levels[-1]), []
+    for r in range(ranks):
+        others = [Region(r, "a", start, stop) for start, stop in around(r, r + 1, ranks) if start < stop]
+        kept = Copy(block(r, "a", r), block(r, "out", r))
+        fetched = [Copy(block(p, "eager", r), block(r, "out", p)) for p in after(r, ranks)]
+        handed = hand_out(others, levels)
+        told = next((at for at, instruction in enumerate(handed) if isinstance(instruction, Wait)), 0)
+        lanes.append((*handed[:told], kept, *handed[told:], *fetched))  # peers need not wait for what is kept
+    buffers = _buffers(ranks, 1)
+    return _plan(ranks, 1, buffers | {"eager": replace(buffers["a"], role="eager")}, lanes, meets=True)
+
+
 def _through_slots(ranks: int, pieces: int) -> Plan:
     handed = one_for_each(ranks, pieces)
 
@@ -60,13 +77,16 @@ def _through_slots(ranks: int, pieces: int) -> Plan:
     return _plan(ranks, pieces, _buffers(ranks, pieces) | {"staged": handed.room}, [lane(r) for r in range(ranks)])
 
 
-def _plan(ranks: int, pieces: int, buffers: Mapping[str, Buffer], lanes: Sequence[tuple[Instruction, ...]]) -> Plan:
+def _plan(
+    ranks: int, pieces: int, buffers: Mapping[str, Buffer], lanes: Sequence[tuple[Instruction, ...]], meets: bool = False
+) -> Plan:
     result = {
         Region(r, "out", p * pieces, (p + 1) * pieces): (Term(p, "a", (r - p) * pieces),)
         for r in range(ranks)
         for p in range(ranks)
     }
-    return Plan("all_to_all", "pull", buffers, tuple({"compute": lane} for lane in lanes), result, (pieces,) * ranks**2)
+    algorithm, named = "eager" if meets else "pull", tuple({"compute": lane} for lane in lanes)
+    return Plan("all_to_all", algorithm, buffers, named, result, (pieces,) * ranks**2, meets=meets)
 
 
 def _buffers(ranks: int, pieces: int) -> dict[str, Buffer]:

@@ -7,7 +7,7 @@ instead of W - 1, and hears of the last one a hop later.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from functools import cache
 from itertools import count, pairwise
 from typing import NamedTuple
@@ -28,8 +28,8 @@ TURN = 50.0
 EAGER_BYTES = 16 << 10
 """Up to so many bytes of each rank are handed out at once: to copy them costs less than to wait."""
 
-GATHERED_BYTES = 64 << 10
-"""The same in an all-gather of tensors that peers cannot reach: staged, they would be copied as often, and a signal more made."""
+MOVED_BYTES = 64 << 10
+"""The same of what is only moved and peers cannot reach: staged, it would be copied as often, and a signal more made."""
 
 
 class Stage(NamedTuple):
@@ -48,10 +48,11 @@ def meet(rank: int, levels: Levels, name: str) -> list[Instruction]:
     return lane
 
 
-def hand_out(own: Region, levels: Levels) -> list[Instruction]:
+def hand_out(own: Sequence[Region], levels: Levels) -> list[Instruction]:
     """Let all ranks have a few rows: once they have met, they find them in the eager buffers, where peers do in this rank's own."""
     alone = len(levels[-1]) == 1
-    return [] if alone else [Copy(own, own._replace(buffer="eager")), *meet(own.rank, levels, "ready")]
+    handed = [Copy(rows, rows._replace(buffer="eager")) for rows in own]
+    return [] if alone else [*handed, *meet(own[0].rank, levels, "ready")]
 
 
 @cache

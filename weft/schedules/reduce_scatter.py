@@ -61,7 +61,7 @@ def eager(levels: Levels, op: str = "sum") -> Plan:
     ranks, lanes = len(levels[-1]), []
     for r in range(ranks):
         terms = tuple(block(p, "a" if p == r else "eager", r) for p in range(ranks))
-        handed = hand_out(Region(r, "a", 0, ranks), levels)
+        handed = hand_out([Region(r, "a", 0, ranks)], levels)
         lanes.append({"compute": (*handed, Reduce(terms, block(r, "out", 0), op))})
     buffers = _buffers(ranks, 1) | {"eager": Buffer.of("eager", everything(ranks, 1))}
     return Plan("reduce_scatter", "eager", buffers, tuple(lanes), _result(ranks, 1), (1,) * ranks, meets=True)
