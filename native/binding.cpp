@@ -20,11 +20,16 @@ std::vector<size_t> cut(const std::vector<uint32_t>& pieces, const std::vector<s
   return sizes;
 }
 
+[[noreturn]] void not_symmetric(const Buffer& buffer) {
+  throw std::invalid_argument("peers access '" + buffer.name + "' in this plan, so it must be symmetric: make it with world.empty(...)");
+}
+
 }  // namespace
 
 Binding::Binding(const Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given, int rank)
     : shards_(rows), widths_(program.buffers.size()), bounds_(program.slots.size()), bases_(program.slots.size()),
-      turns_(program.slots.size()), strides_(program.slots.size()), columns_(program.slots.size()), row_bytes_(program.slots.size()), offsets_(program.buffers.size()) {
+      turns_(program.slots.size()), strides_(program.slots.size()), columns_(program.slots.size()),
+      row_bytes_(program.slots.size()), apart_(program.slots.size(), -1), offsets_(program.buffers.size()) {
   const std::vector<size_t> sizes = cut(program.pieces, rows);
   const size_t largest = sizes.empty() ? 1 : *std::max_element(sizes.begin(), sizes.end());
   for (const auto& layout : program.layouts) {
@@ -41,8 +46,8 @@ Binding::Binding(const Program& program, const std::vector<size_t>& rows, const 
     if (size_t planned = sums_[buffer.layouts[rank]].back(); tensor.rows != planned)
       throw std::invalid_argument("'" + buffer.name + "' has " + std::to_string(tensor.rows) + " rows; the plan gives it " +
                                   std::to_string(planned));
-    if (buffer.shared && tensor.parts.empty())
-      throw std::invalid_argument("peers access '" + buffer.name + "' in this plan, so it must be symmetric: make it with world.empty(...)");
+    if (buffer.shared && tensor.apart && offers_ < 0) offered_ = tensor.address, offers_ = static_cast<int>(tensor.buffer);
+    else if (buffer.shared && tensor.parts.empty()) not_symmetric(buffer);
   }
   auto columns = [&](uint32_t buffer) { return tensors[program.buffers[buffer].like]->columns; };
   for (uint32_t number = 0; number < program.buffers.size(); ++number) {
@@ -66,8 +71,15 @@ Binding::Binding(const Program& program, const std::vector<size_t>& rows, const 
     columns_[number] = columns(which), row_bytes_[number] = columns_[number] * buffer.itemsize;
     turns_[number] = buffer.role == Role::eager ? ~size_t{0} : 0;
     strides_[number] = tensor ? tensor->stride : row_bytes_[number];
-    if (tensor) bases_[number] = reinterpret_cast<char*>(owner == rank ? tensor->address : tensor->parts.at(owner));
+    if (!tensor) continue;
+    if (tensor->apart && owner != rank) apart_[number] = owner;
+    else bases_[number] = reinterpret_cast<char*>(owner == rank ? tensor->address : tensor->parts.at(owner));
   }
+  for (const auto& lane : program.lanes)
+    for (const Instruction& i : lane)
+      for (size_t at = 0; at < i.operands.size(); ++at)
+        if (apart(i.operands[at]) >= 0 && (i.op != Op::copy || at == 0))  // others are not read, nor written to
+          not_symmetric(program.buffers[program.slots[i.operands[at].slot].buffer]);
   for (const auto& lane : program.lanes)
     for (const Instruction& i : lane)
       if (i.together) written_ += Binding::rows(i.operands[i.measure]) * row_bytes(i.operands[0]);
@@ -113,6 +125,7 @@ void Binding::move(const Program& program, int rank, uint32_t buffer, uintptr_t 
   for (uint32_t number = 0; number < program.slots.size(); ++number)
     if (program.slots[number].rank == rank && program.slots[number].buffer == buffer)
       bases_[number] = reinterpret_cast<char*>(address);
+  if (static_cast<int>(buffer) == offers_) offered_ = address;
 }
 
 }  // namespace weft

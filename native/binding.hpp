@@ -8,13 +8,15 @@
 
 namespace weft {
 
-// A tensor of the caller's: rows `stride` bytes apart. `parts` are where all ranks' parts begin if it is symmetric.
+// A tensor of the caller's: rows `stride` bytes apart. `parts` are where all ranks' parts begin if it is symmetric; else peers may read
+// it through the kernel if it is `apart`.
 struct Given {
   uint32_t buffer;
   uintptr_t address;
   size_t rows, columns, stride;
   std::vector<uintptr_t> parts;
   std::string place;  // which symmetric memory, in words
+  bool apart = false;
 };
 
 class Binding {
@@ -45,6 +47,10 @@ class Binding {
   size_t rows(const Operand& o) const { return (*bounds_[o.slot])[o.stop] - (*bounds_[o.slot])[o.start]; }
   size_t columns(const Operand& o) const { return columns_[o.slot]; }
   size_t row_bytes(const Operand& o) const { return row_bytes_[o.slot]; }
+  // The rank whose memory this lies in, at an offset from the address which that rank tells, if it is not mapped here; else -1.
+  int apart(const Operand& o) const { return apart_[o.slot]; }
+  // The address to tell peers; 0 if they read nothing through the kernel.
+  uintptr_t offered() const { return offered_; }
   // Bytes that are written to outputs.
   size_t written() const { return written_; }
 
@@ -59,6 +65,9 @@ class Binding {
   std::vector<char*> bases_;                        // by slot
   std::vector<size_t> turns_;                       // by slot: all bits where buffers take turns
   std::vector<size_t> strides_, columns_, row_bytes_;
+  std::vector<int> apart_;                          // by slot
+  uintptr_t offered_ = 0;
+  int offers_ = -1;                                 // the buffer that lies there
   std::vector<size_t> offsets_;                     // of workspaces and eager buffers, by buffer
   size_t workspace_ = 0, eager_ = 0, written_ = 0;
   std::string call_;

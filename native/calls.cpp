@@ -15,13 +15,14 @@ Calls::Header& Calls::header(int rank, uint64_t call) const {
   return reinterpret_cast<Header*>(segment_->parts[rank]->base())[call % kHeaders];
 }
 
-uint64_t Calls::begin(uint64_t digest, const std::string& text) {
-  note(segment_->rank, ++latest_, digest, text);
+uint64_t Calls::begin(uint64_t digest, const std::string& text, uint64_t address) {
+  note(segment_->rank, ++latest_, digest, text, address);
   return latest_;
 }
 
-void Calls::note(int rank, uint64_t call, uint64_t digest, const std::string& text) {
+void Calls::note(int rank, uint64_t call, uint64_t digest, const std::string& text, uint64_t address) {
   Header& said = header(rank, call);
+  said.address.store(address, std::memory_order_relaxed);
   if (said.digest.load(std::memory_order_relaxed) == digest) return said.call.store(call, std::memory_order_release);  // the same text
   said.call.store(0, std::memory_order_relaxed);  // not to be read while it is written
   said.digest.store(digest, std::memory_order_release);  // who reads it sees that the call before is gone

@@ -18,7 +18,8 @@ class Calls {
   struct Header {
     std::atomic<uint64_t> call;
     std::atomic<uint64_t> digest;
-    char text[496];
+    std::atomic<uint64_t> address;
+    char text[488];
   };
   static_assert(sizeof(Header) == 512);
   static constexpr size_t kHeaders = 32;  // a rank is never this many calls ahead of a peer that still waits for it
@@ -30,16 +31,18 @@ class Calls {
 
   // The number of calls that this rank has begun; the latest has it.
   uint64_t latest() const { return latest_; }
-  // Begin the next call, and let peers read what it is; its number.
-  uint64_t begin(uint64_t digest, const std::string& text);
+  // Begin the next call, and let peers read what it is, and at which address they find what they read through the kernel; its number.
+  uint64_t begin(uint64_t digest, const std::string& text, uint64_t address = 0);
   // Write down what a rank says of a call. That of a peer on another host comes by message, and is kept where its header is
   // looked for.
-  void note(int rank, uint64_t call, uint64_t digest, const std::string& text);
+  void note(int rank, uint64_t call, uint64_t digest, const std::string& text, uint64_t address = 0);
 
   // Has `peer` begun the call of this number, whatever it is?
   bool begun(int peer, uint64_t call) const { return header(peer, call).call.load(std::memory_order_acquire) >= call; }
   // Does `peer` say that it made another call than this rank, whose `call` has this digest?
   bool mismatch(int peer, uint64_t call, uint64_t digest) const;
+  // The address that `peer` told with this call.
+  uint64_t address(int peer, uint64_t call) const { return header(peer, call).address.load(std::memory_order_relaxed); }
   // The text of the call that `peer` made as this rank made `call`; empty if it has not made it yet.
   std::string text(int peer, uint64_t call) const;
 

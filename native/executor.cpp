@@ -5,6 +5,7 @@
 
 #include "binding.hpp"
 #include "copy.hpp"
+#include "peer_memory.hpp"
 
 namespace weft {
 
@@ -31,7 +32,7 @@ std::vector<uintptr_t> Executor::eager_bases() const {
 void Executor::begin(const Program& program, Execution& execution) {
   const Binding* bound = execution.binding;
   const uint64_t digest = bound ? bound->digest() : program.digest;
-  execution.reset(calls.begin(digest, bound ? bound->call() : program.call), digest);
+  execution.reset(calls.begin(digest, bound ? bound->call() : program.call, bound ? bound->offered() : 0), digest);
   if (program.eager) execution.turn = turn_ = (turn_ + Program::kEager) % (Program::kTurns * Program::kEager);
   ahead_ = program.meets ? 0 : ahead_ + program.eager;
   for (size_t lane = 0; lane < program.lanes.size(); ++lane)
@@ -51,7 +52,10 @@ int Executor::run(const Program& program, Execution& execution, size_t lane, int
     switch (instruction.op) {
       case Op::copy: case Op::reduce:
         while (at + count < end && instructions[at + count].follows) ++count;
-        move(execution, lane, &instruction, count);
+        if (!move(execution, lane, &instruction, count)) {
+          lost(execution, lane, at, execution.binding->apart(instruction.operands[1]));
+          return -1;
+        }
         break;
       case Op::notify:
         instruction.counter->call.store(execution.mark, std::memory_order_relaxed);
@@ -73,20 +77,26 @@ int Executor::run(const Program& program, Execution& execution, size_t lane, int
   return at;
 }
 
-void Executor::move(Execution& execution, size_t lane, const Instruction* first, size_t count) {
+// False if a peer's memory cannot be read any more.
+bool Executor::move(Execution& execution, size_t lane, const Instruction* first, size_t count) {
   thread_local std::vector<Target> targets;  // kept, so that a repeated call allocates nothing
   thread_local std::vector<Rows> operands;
   targets.clear(), operands.clear();
   const Binding& bound = *execution.binding;
   const size_t rows = bound.rows(first->operands[first->measure]);
-  if (!rows) return;
+  if (!rows) return true;
   for (size_t i = 0; i < count; ++i) {
     const Operand& target = first[i].operands[0];
     const size_t whole = first[i].together ? bound.written() : rows * bound.row_bytes(target);
     targets.push_back({bound.at(target, execution.turn), bound.stride(target), whole});
   }
   const Operand& source = first->operands[1];
-  if (first->op == Op::copy) {
+  if (const int peer = bound.apart(source); peer >= 0) {
+    const uintptr_t from = calls.address(peer, execution.call) + reinterpret_cast<uintptr_t>(bound.at(source));
+    const Target& to = targets[0];
+    if (!read_memory(pids.at(peer), from, bound.stride(source), to.base, to.stride, rows, bound.row_bytes(source))) return false;
+    copy_rows(targets.data() + 1, count - 1, to.base, to.stride, rows, bound.row_bytes(source));
+  } else if (first->op == Op::copy) {
     copy_rows(targets.data(), count, bound.at(source, execution.turn), bound.stride(source), rows, bound.row_bytes(source));
   } else {
     for (size_t i = 0; i < first->operands.size(); ++i)
@@ -97,6 +107,20 @@ void Executor::move(Execution& execution, size_t lane, const Instruction* first,
   if (link.on())
     for (size_t i = 0; i < count; ++i)
       if (first[i].remote) link.carry(execution.held[lane], rows * bound.row_bytes(first[i].operands[0]));
+  return true;
+}
+
+// What became of a peer whose memory could not be read, as soon as that is known.
+void Executor::lost(Execution& execution, size_t lane, int at, int peer) {
+  const int64_t deadline = now() + execution.timeout;
+  WaitStatus status = WaitStatus::timeout;
+  while (status == WaitStatus::timeout && now() < deadline) {
+    if (mesh_->failed()) status = WaitStatus::failed;
+    else if (mesh_->left(peer)) status = WaitStatus::left;
+    else if (!LaneThread::current() && caller_interrupted()) status = WaitStatus::interrupted;
+    else std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  execution.failures[lane] = {status, at, peer, 0, 0};
 }
 
 // From now on copies can have been ready for the link: what they copy was not there before.

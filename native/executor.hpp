@@ -42,6 +42,8 @@ class Executor {
   std::function<bool()> caller_interrupted = [] { return false; };
   // Whether all peers are on this host, where they publish a call before they raise its signals.
   bool within_host = true;
+  // The processes of all ranks, whose memory is read through the kernel where it is not mapped.
+  std::vector<int> pids;
   // Whether executions take note of when each instruction begins and ends.
   bool tracing = false;
 
@@ -49,7 +51,8 @@ class Executor {
   static size_t counters_end(size_t ranks) { return Calls::kBytes + kNames * ranks * sizeof(Counter); }
   void run(const LaneThread::Job& job);
   bool wait(Execution& execution, size_t lane, int at, const Instruction& instruction);
-  void move(Execution& execution, size_t lane, const Instruction* first, size_t count);
+  bool move(Execution& execution, size_t lane, const Instruction* first, size_t count);
+  void lost(Execution& execution, size_t lane, int at, int peer);
   void feed(Execution& execution, size_t lane) const;
 
   std::shared_ptr<Mesh> mesh_;

@@ -16,6 +16,7 @@
 #include "compiled.hpp"
 #include "copy.hpp"
 #include "executor.hpp"
+#include "peer_memory.hpp"
 #include "repeats.hpp"
 #include "signal_array.hpp"
 #include "team.hpp"
@@ -30,7 +31,7 @@ namespace {
 
 using Place = std::tuple<uint32_t, uint32_t, uint32_t>;  // slot, start, stop
 using PyBuffer = std::tuple<std::string, std::string, size_t, Role, uint32_t, bool, bool, std::vector<uint32_t>>;  // as in Buffer
-using Shared = std::pair<std::vector<uintptr_t>, std::string>;  // `parts` and `place` of a Given
+using Shared = std::pair<std::vector<uintptr_t>, std::string>;  // `parts` and `place` of a Given: a place without parts is apart
 using ByName = nb::typed<nb::dict, nb::str, nb::any>;            // by the names of buffers
 
 Operand operand(const Place& place) { return {std::get<0>(place), std::get<1>(place), std::get<2>(place)}; }
@@ -47,8 +48,10 @@ std::vector<Given> given(ByName tensors, ByName numbers, ByName shared, nb::hand
   std::vector<Given> found;
   for (auto [name, tensor] : tensors) {
     const auto [address, count, columns, stride] = matrix(tensor, api);
-    found.push_back({nb::cast<uint32_t>(numbers[name]), address, count, columns, stride, {}, {}});
-    if (shared.contains(name)) std::tie(found.back().parts, found.back().place) = nb::cast<Shared>(shared[name]);
+    found.push_back({nb::cast<uint32_t>(numbers[name]), address, count, columns, stride, {}, {}, false});
+    if (!shared.contains(name)) continue;
+    std::tie(found.back().parts, found.back().place) = nb::cast<Shared>(shared[name]);
+    found.back().apart = found.back().parts.empty() && !found.back().place.empty();
   }
   return found;
 }
@@ -254,6 +257,7 @@ NB_MODULE(_native, m) {
       .def_ro_static("max_names", &Executor::kNames)
       .def_ro_static("turns", &Program::kTurns)
       .def_rw("within_host", &Executor::within_host)
+      .def_rw("pids", &Executor::pids)
       .def("must_meet", [](Executor& self, Compiled& c) { return self.must_meet(c.program); })
       .def("eager_bases", &Executor::eager_bases)
       .def_prop_ro("calls", [](Executor& self) { return self.calls.latest(); })
@@ -323,6 +327,13 @@ NB_MODULE(_native, m) {
         throw_pending();
         return std::make_tuple(outcome.status, outcome.index, outcome.actual);
       });
+
+  m.def("read_number", [](int pid, uintptr_t from) {
+    // The 8 bytes at an address of a process.
+    uint64_t number = 0;
+    if (!read_memory(pid, from, 8, reinterpret_cast<char*>(&number), 8, 1, 8)) throw std::system_error(errno, std::generic_category());
+    return number;
+  });
 
   nb::class_<StridedCopy>(m, "StridedCopy");
   m.def("one_sided", &one_sided);

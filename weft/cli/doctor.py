@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 from weft import _native
 from weft.checks import name as dtype_name
 from weft.cli import placed
-from weft.engines import matmul
+from weft.engines import engine, matmul, peer_memory
 from weft.engines.recording import clock_offsets
 from weft.engines.weights import pack
 from weft.errors import SymmetricMemoryError
@@ -101,8 +101,12 @@ def diagnose(console: Console) -> bool:
         links = _links(world)
         # Only rank 0 knows of clocks.
         troubles = _everyones(world, [*_troubles(everyone, links, clock_offsets(world, now=time.time_ns))])[0]
+        staged = next(filter(None, _everyones(world, _staged(world))), "")
         if world.rank == 0:
             _print(everyone, links, console)
+            if world.ranks > 1 and not world.multi_host:
+                how = f"staged, since {staged}" if staged else "read through the kernel, where they lie"
+                console.print(f"Ordinary tensors of 2 MiB and more are {how}.", soft_wrap=True)
             _tell(troubles, console)
             if not troubles:
                 hosts = len(set(world.hosts))
@@ -220,6 +224,11 @@ def _look(world: World) -> RankReport:
         placement.here(),
         _native.team_size(),
     )
+
+
+def _staged(world: World) -> str:
+    """Why large tensors are staged on this rank; nothing where they are not."""
+    return "" if world.ranks == 1 or world.multi_host else peer_memory.trouble(engine(world))
 
 
 def _named() -> str:

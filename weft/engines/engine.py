@@ -296,11 +296,12 @@ class Program(ABC):
         return self not in self.engine.pending
 
     def doing(self, lane: int, index: int, call: int, source: int, expected: int, actual: int) -> str:
-        """What a wait of this program is for: which rows of what it holds up, and what it counts."""
+        """What a wait of this program is for, or a copy that failed: which rows of what it holds up, and what it counts."""
         wait = self.lanes[lane][index]
-        assert isinstance(wait, Wait)
         held = next((self.plan.measure(i) for i in self.lanes[lane][index:] if writes(i)), None)
         rows = f"rows {':'.join(map(str, self.rows_of(held)))}" if held else "the end"
+        if not isinstance(wait, Wait):
+            return f"for {rows} of {self.plan.operator} call {call} (in the memory of rank {source})"
         come = f"{actual} of {expected}" if expected else "still owed by an earlier call"
         signal = f'signal "{wait.signal.name}" from rank {source}: {come}'
         return f"for {rows} of {self.plan.operator} call {call} ({signal})"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from weft import _native
 from weft.checks import name as dtype_name
+from weft.engines import peer_memory
 from weft.engines.engine import LANES, Engine, Program, kinds
 from weft.engines.matmul import multiply
 from weft.engines.weights import Weight
@@ -35,6 +36,7 @@ class HostEngine(Engine):
 
     whole_plans = False
     remembers = True
+    reads: bool | None = None  # whether ranks read each other's memory through the kernel, once that is known
 
     @property
     def program_class(self) -> type[HostProgram]:
@@ -52,6 +54,14 @@ class HostEngine(Engine):
         dtypes: Mapping[str, torch.dtype],
     ) -> HostProgram:
         return self.program_class(self, plan, tensors, dtypes)
+
+    def reads_memory(self, size: int) -> bool:
+        """Whether ranks read ordinary tensors of so many bytes in each other's memory; agreed on by all ranks the first time."""
+        if size < peer_memory.LEAST_BYTES or self.world.multi_host or self.world.ranks == 1:
+            return False
+        if self.reads is None:
+            self.reads = peer_memory.agreed(self)
+        return self.reads
 
     def meet(self, timeout: float | None) -> None:
         """Let ranks meet before what is executed next."""
@@ -289,10 +299,10 @@ class HostProgram(Program):
         self.native.lay_out(plan.pieces, list(layouts), buffers, slots)
 
     def _parts(self, tensor: Tensor) -> tuple[list[int], str]:
-        """Where all ranks' parts of a tensor lie, and the same in words; nothing if it is not symmetric."""
+        """Where all ranks' parts of a tensor lie, and the same in words; no parts if it is not symmetric."""
         segment = memory.find(tensor)
         if segment is None or segment.world != self.world.number:
-            return [], ""
+            return [], " read through the kernel" if self.engine.reads else ""
         offset = int(tensor.storage_offset()) * tensor.itemsize
         return segment.bases(offset), f" in symmetric segment {segment.number} at byte {offset}"
 

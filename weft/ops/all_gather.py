@@ -19,6 +19,7 @@ from weft.ops.collective import (
     call_now,
     moved_at_once,
     parts,
+    read_in_place,
     same_place,
     sent_rows,
     slot_rows,
@@ -94,6 +95,9 @@ def _prepare(
     most = max(rows) * matrix.shape[1] * matrix.itemsize
     if algorithm in ("auto", "pull") and chunk_rows is None and moved_at_once(world, most, symmetric or symmetric_out):
         return Work(schedule.eager(world.levels), rows, tensors, result, copied)
+    apart = not (symmetric or symmetric_out) and algorithm in ("auto", "pull") and chunk_rows is None
+    if apart and read_in_place(world, most):
+        return Work(_plan(world.ranks, "pull", 1, True, False, None), rows, tensors, result, copied)
     if algorithm == "auto":
         straight = symmetric_out and (not symmetric or most >= PUSH_BYTES)
         algorithm = "push" if hosts or straight else "pull"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.ops import arguments, dims
 from weft.ops.all_gather import all_gather
-from weft.ops.collective import ANY, Handle, Work, as_matrix, call_later, call_now, moved_at_once, slot_rows
+from weft.ops.collective import ANY, Handle, Work, as_matrix, call_later, call_now, moved_at_once, read_in_place, slot_rows
 from weft.schedules import all_to_all as schedule
 from weft.schedules.workload import pieces
 from weft.world import World
@@ -62,8 +62,11 @@ def _prepare(world: World, a: Tensor, out: Tensor | None, given: tuple[int, ...]
     matrix, hosts = as_matrix(a), world.topology
     symmetric = world.is_symmetric(matrix)
     rows, tensors = [*chain(*counts)], {"a": matrix, "out": as_matrix(result)}
-    if moved_at_once(world, max(map(sum, counts)) * matrix.shape[1] * matrix.itemsize, symmetric):
+    most = max(map(sum, counts)) * matrix.shape[1] * matrix.itemsize
+    if moved_at_once(world, most, symmetric):
         return Work(schedule.eager(world.levels), rows, tensors, result, agreed=not even)
+    if not symmetric and read_in_place(world, most):
+        return Work(_plan(world.ranks, 1, True, None), rows, tensors, result, agreed=not even)
     slot = slot_rows(matrix, max(map(max, counts)), world.ranks - 1, world)
     cut = 1 if symmetric or hosts else pieces(max(map(max, counts)), slot)
     return Work(_plan(world.ranks, cut, symmetric, hosts), rows, tensors, result, agreed=not even)

@@ -28,7 +28,7 @@ from torch import Tensor
 from weft.checks import check_timeout
 from weft.engines import engine
 from weft.engines.engine import Program
-from weft.engines.host import Binding, HostProgram
+from weft.engines.host import Binding, HostEngine, HostProgram
 from weft.engines.weights import DTYPES as FLOATS
 from weft.errors import PeerTimeout
 from weft.ops import arguments
@@ -231,6 +231,12 @@ def moved_at_once(world: World, size: int, reached: bool) -> bool:
 def many(world: World) -> bool:
     """Whether ranks are so many, or wait for a core, that signals are most of what a small collective takes."""
     return world.crowded or len(world.levels) > 1
+
+
+def read_in_place(world: World, size: int) -> bool:
+    """Whether peers read so many bytes of an ordinary tensor through the kernel, where they lie; collective the first time."""
+    own = engine(world)
+    return isinstance(own, HostEngine) and own.reads_memory(size)
 
 
 def same_place(one: Tensor, other: Tensor) -> bool:

@@ -100,6 +100,7 @@ class Peers:
             self.fail(error)
             raise
         self.native = _native.Executor(self.mesh, control, self.spins, comm_threads)
+        self.native.pids = self.pids
         if relay is not None:
             self.native.within_host = False
             relay.start(self.native, partial(self.fail, beside=True))

@@ -50,6 +50,8 @@ class MpiRanks:
         # mpiexec must not take itself for a part of what started weft.
         variables = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
         variables |= _variables(mpi)
+        # Numpy asks for huge pages, torch only where it is told to: both are to work on the same kind of memory.
+        variables["NUMPY_MADVISE_HUGEPAGE"] = os.environ.get("THP_MEM_ALLOC_ENABLE", "0")
         placing = ["--bind-to", "none", *(["--oversubscribe"] if ranks > len(everywhere) else [])] if mpi == "openmpi" else []
         programs = environment(mpi).absolute() / "bin"
         script = Path(__file__).with_name("program.py")

@@ -1,0 +1,171 @@
+"""Ordinary tensors that peers read through the kernel, where they lie."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.ranks import on_ranks, start
+
+import weft
+from weft import _native
+from weft.engines import engine, peer_memory
+from weft.errors import PeerTimeout, WeftError
+from weft.plan import Buffer, Copy, Notify, Plan, Region, Signal, Wait
+from weft.schedules.all_gather import all_gather
+
+NUMBERS = peer_memory.LEAST_BYTES // 4  # float32 of a tensor that is just large enough
+
+
+@pytest.fixture(scope="module", autouse=True)
+def allowed():
+    """The kernel lets a process read another's memory here, which containers may forbid."""
+    program = "import torch; t = torch.tensor([7]); print(t.data_ptr(), flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            assert _native.read_number(child.pid, int(child.stdout.readline())) == 7
+        except OSError as error:
+            pytest.skip(f"the kernel does not allow it: {error}")
+        finally:
+            child.stdin.write("\n")
+
+
+def reading(world, large=True):
+    """Say that this rank's large tensors lie in huge pages, or do not; whether ranks then read each other's."""
+    peer_memory.huge_pages = lambda: large
+    return engine(world).reads_memory(peer_memory.LEAST_BYTES)
+
+
+def collectives(world):
+    assert reading(world)
+    ranks, rank = world.ranks, world.rank
+    whole = torch.arange(ranks * NUMBERS, dtype=torch.float32)
+    mine = whole.view(ranks, NUMBERS)[rank]
+    assert "read through the kernel" in told(world, lambda: weft.all_gather(mine.clone()))
+    out = torch.empty_like(whole)
+    for again in range(3):
+        assert torch.equal(weft.all_gather(mine + again), whole + again), "a new result"
+        assert torch.equal(weft.all_gather(mine + again, out=out.zero_()), whole + again)
+        part = out.zero_().view(ranks, NUMBERS)[rank].copy_(mine)
+        assert torch.equal(weft.all_gather(part, out=out), whole), "in place"
+    handles = [weft.all_gather_async(mine * (again + 1)) for again in range(3)]
+    assert all(torch.equal(handle.wait(), whole * (again + 1)) for again, handle in enumerate(handles))
+    sizes = [NUMBERS * (r + 1) for r in range(ranks)]
+    ragged = weft.all_gather(torch.full((sizes[rank],), float(rank)), shard_rows=sizes)
+    assert [part.unique().tolist() for part in ragged.split(sizes)] == [[float(r)] for r in range(ranks)]
+    shares = torch.arange(ranks * NUMBERS, dtype=torch.float32) + 1000 * rank
+    expected = torch.cat([(shares - 1000 * rank + 1000 * r).view(ranks, -1)[rank] for r in range(ranks)])
+    for _ in range(3):
+        assert torch.equal(weft.all_to_all(shares), expected)
+        assert torch.equal(weft.all_to_all(shares, out=out), expected)
+    torch.set_num_threads(2)
+    assert torch.equal(weft.all_to_all(shares), expected), "by more than one thread"
+
+
+def told(world, call):
+    """What ranks tell each other of a call."""
+    call()
+    return world.native.peer_call(world.rank, world.native.calls)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_collectives(ranks):
+    on_ranks(collectives, ranks)
+
+
+def not_alike(world):
+    assert not reading(world, large=world.rank == 0), "all ranks or none"
+    mine = torch.full((NUMBERS,), float(world.rank))
+    assert "read through the kernel" not in told(world, lambda: weft.all_gather(mine))
+    assert weft.all_gather(mine)[::NUMBERS].tolist() == [*map(float, range(world.ranks))]
+
+
+def test_a_rank_whose_tensors_lie_in_small_pages():
+    on_ranks(not_alike, 2)
+
+
+def written_by_peers(world):
+    assert reading(world)
+    plan = all_gather(world.ranks, 1, "push", symmetric_gathered=True)
+    tensors = {"a": torch.zeros(NUMBERS, 1), "gathered": torch.zeros(world.ranks * NUMBERS, 1)}
+    with pytest.raises(ValueError, match="peers access 'gathered' in this plan, so it must be symmetric"):
+        engine(world).execute(plan, tensors, rows=[NUMBERS] * world.ranks)
+    weft.barrier()
+
+
+def test_peers_only_read():
+    on_ranks(written_by_peers, 2)
+
+
+def two_to_read(world):
+    """A plan that reads more than one buffer of a peer, of which only one address is told."""
+    assert reading(world)
+    buffers = {name: Buffer.of("input", [range(1), range(1, 2)]) for name in "ab"} | {"out": Buffer.of("output", [range(2)] * 2)}
+
+    def lane(r):
+        peer = 1 - r
+        fetched = [Copy(Region(peer, name, 0, 1), Region(r, "out", at, at + 1)) for at, name in enumerate("ab")]
+        return {"compute": (Notify(peer, Signal("ready", r)), Wait(Signal("ready", peer), 1), *fetched)}
+
+    plan = Plan("two", "read", buffers, (lane(0), lane(1)), {}, (1, 1))
+    tensors = {"a": torch.zeros(1, 8), "b": torch.zeros(1, 8), "out": torch.zeros(2, 8)}
+    with pytest.raises(ValueError, match="peers access 'b' in this plan, so it must be symmetric"):
+        engine(world).execute(plan, tensors, rows=[1, 1])
+    weft.barrier()
+
+
+def test_peers_read_one_buffer():
+    on_ranks(two_to_read, 2)
+
+
+def gone(world):
+    """A peer that cannot be read is waited for as long as a call may take, and then named."""
+    assert reading(world)
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    if world.rank == 0:
+        world.native.pids = [os.getpid(), child.pid]
+    mine = torch.zeros(NUMBERS)
+    if world.rank == 0:
+        with pytest.raises(PeerTimeout, match=r"for rows .* of all_gather call \d+ \(in the memory of rank 1\)"):
+            weft.all_gather(mine, timeout=0.5)
+    else:
+        with pytest.raises(WeftError):
+            weft.all_gather(mine, timeout=20.0)
+    return world.closed is not None
+
+
+def test_a_peer_that_cannot_be_read():
+    assert [outcome.result for outcome in start(gone, 2) if outcome] == [True, True]
+
+
+def test_why_memory_cannot_be_read():
+    number = torch.tensor([os.getpid()])
+    assert peer_memory.refusal([os.getpid()], [number.data_ptr()]) == ""
+    assert "another one here" in peer_memory.refusal([os.getpid()], [(number + 1).data_ptr()])
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    assert peer_memory.refusal([child.pid], [number.data_ptr()]) == f"process {child.pid} cannot be read: No such process"
+
+
+@pytest.mark.parametrize(
+    ("policy", "asked", "huge"),
+    [
+        ("[always] madvise never", "0", True),
+        ("always [madvise] never", "0", False),
+        ("always [madvise] never", "1", True),
+        ("always madvise [never]", "1", False),
+    ],
+)
+def test_huge_pages(tmp_path, monkeypatch, policy, asked, huge):
+    (tmp_path / "enabled").write_text(policy)
+    monkeypatch.setattr(peer_memory, "_ENABLED", tmp_path / "enabled")
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", asked)
+    assert peer_memory.huge_pages() is huge
+    monkeypatch.setattr(peer_memory, "_ENABLED", tmp_path / "none")
+    assert not peer_memory.huge_pages(), "a kernel without them"
