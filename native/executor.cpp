@@ -118,6 +118,7 @@ void Executor::lost(Execution& execution, size_t lane, int at, int peer) {
     if (mesh_->failed()) status = WaitStatus::failed;
     else if (mesh_->left(peer)) status = WaitStatus::left;
     else if (!LaneThread::current() && caller_interrupted()) status = WaitStatus::interrupted;
+    else if (execution.stopped.load(std::memory_order_acquire) >= 0) status = WaitStatus::lane;
     else std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
   execution.failures[lane] = {status, at, peer, 0, 0};

@@ -93,11 +93,12 @@ def _prepare(
     hosts = world.topology
     copied, tensors = parts(result, whole, dim, sizes) if lead != 1 else (), {"a": matrix, "gathered": whole}
     most = max(rows) * matrix.shape[1] * matrix.itemsize
-    if algorithm in ("auto", "pull") and chunk_rows is None and moved_at_once(world, most, symmetric or symmetric_out):
-        return Work(schedule.eager(world.levels), rows, tensors, result, copied)
-    apart = not (symmetric or symmetric_out) and algorithm in ("auto", "pull") and chunk_rows is None
-    if apart and read_in_place(world, most):
-        return Work(_plan(world.ranks, "pull", 1, True, False, None), rows, tensors, result, copied)
+    if algorithm in ("auto", "pull") and chunk_rows is None:
+        reached = symmetric or symmetric_out
+        if moved_at_once(world, most, reached):
+            return Work(schedule.eager(world.levels), rows, tensors, result, copied)
+        if not reached and read_in_place(world, most):
+            return Work(_plan(world.ranks, "pull", 1, True, False, None), rows, tensors, result, copied)
     if algorithm == "auto":
         straight = symmetric_out and (not symmetric or most >= PUSH_BYTES)
         algorithm = "push" if hosts or straight else "pull"
