@@ -21,10 +21,10 @@ class Repeats {
   // in `weft.engines.host`.
   void add(nb::object what, nb::handle a, nb::handle out, nb::object options, nb::object program, nb::object binding, nb::handle look) {
     if (known_.size() >= kMost) clear();
-    auto& compiled = nb::cast<Compiled&>(program.attr("native"));
-    const auto& bound = nb::cast<const Binding&>(binding.attr("native"));
+    auto* compiled = nb::cast<Compiled*>(program.attr("native"));
+    auto* bound = nb::cast<const Binding*>(binding.attr("native"));
     known_[name(what, a, out, options)] =
-        std::make_shared<Call>(Call{what, options, program, binding, {a, look}, {out, look}, compiled, bound});
+        std::make_shared<Call>(Call{what, options, program, binding, {a, look}, {out, look}, *compiled, *bound});
   }
 
   // Make the call again, if it was made before and its tensors are as they were; else do nothing: false. Raises what the call does.
