@@ -121,6 +121,7 @@ NB_MODULE(_native, m) {
       .def(nb::init<nb::handle, nb::handle>(), "tensor"_a, "api"_a.none())
       .def("matches", &TensorSnapshot::matches, "tensor"_a.none());
   m.def("layouts", &layouts, "tensors"_a, "api"_a.none());
+  m.def("same_vectors", &same_vectors);
 
   nb::class_<Mapping>(m, "Mapping").def_prop_ro("base", [](Mapping& x) { return reinterpret_cast<uintptr_t>(x.base()); });
   m.def("create_mapping", [](size_t bytes) {

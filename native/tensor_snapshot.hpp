@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -90,6 +91,19 @@ inline nb::object layouts(nb::handle tensors, nb::handle api) {
     for (const int64_t* all : {view.shape, view.strides}) numbers.insert(numbers.end(), all, all + view.ndim);
   }
   return nb::bytes(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t));
+}
+
+// Whether two vectors of one dtype, of this process's memory, have the same bytes.
+inline bool same_vectors(nb::handle one, nb::handle other, nb::handle api) {
+  const Exchange* look = exchange(api);
+  nb::dlpack::dltensor a, b;
+  if (!look || look->look(one.ptr(), &a) || look->look(other.ptr(), &b)) throw nb::python_error();
+  if (a.ndim != 1 || b.ndim != 1 || a.dtype != b.dtype || a.shape[0] != b.shape[0]) return false;
+  const size_t item = a.dtype.bits / 8;
+  for (int64_t i = 0; i < a.shape[0]; ++i)
+    if (std::memcmp(static_cast<char*>(a.data) + i * a.strides[0] * item, static_cast<char*>(b.data) + i * b.strides[0] * item, item))
+      return false;
+  return true;
 }
 
 // Identity, address, dtype, shape and strides of a tensor. Identities are used again once a tensor is gone, and the rest can be

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from weft.checks import check_tensor
+from weft.world import memory
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """The dtypes that products take."""
@@ -45,7 +46,7 @@ class PackedWeight:
 
         Torch counts writes, except those through ``.data`` and the like; these are told by some elements of the diagonal.
         """
-        return _version(self.plain) != self._version or not torch.equal(self._probed, self._probe)
+        return _version(self.plain) != self._version or not memory.same(self._probed, self._probe)
 
     def check_unchanged(self) -> None:
         """Raise `ValueError` if the tensor that this was packed from has been written to since."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,10 @@ class Layout(NamedTuple):
 
 def normal(placement: Placement, dims: int) -> Placement:
     """The placement for tensors of `dims` dimensions, with a dimension that is not negative."""
-    return Shard(placement.dim + dims) if isinstance(placement, Shard) and placement.dim < 0 else placement
+    return _along(placement.dim + dims) if isinstance(placement, Shard) and placement.dim < 0 else placement
+
+
+_along = cache(Shard)  # what is made once is equal at a glance
 
 
 def as_dtensor(local: Tensor, mesh: DeviceMesh, placement: Placement, size: int | None = None) -> DTensor:

@@ -65,6 +65,11 @@ def layouts(tensors: Sequence[torch.Tensor | None]) -> Hashable:
     return _native.layouts(tensors, LOOK)
 
 
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two vectors of whole numbers on a CPU are equal; where torch allows it in a fraction of the time of `torch.equal`."""
+    return torch.equal(a, b) if LOOK is None else _native.same_vectors(a, b, LOOK)
+
+
 def find(tensor: torch.Tensor) -> Segment | None:
     """The segment that a tensor lies in, if it lies in symmetric memory of any world."""
     return segments.get(tensor.untyped_storage().data_ptr()) if tensor.is_cpu or tensor.is_cuda else None
