@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -28,10 +27,7 @@ class Layout(NamedTuple):
 
 def normal(placement: Placement, dims: int) -> Placement:
     """The placement for tensors of `dims` dimensions, with a dimension that is not negative."""
-    return _along(placement.dim + dims) if isinstance(placement, Shard) and placement.dim < 0 else placement
-
-
-_along = cache(Shard)  # what is made once is equal at a glance
+    return Shard(placement.dim + dims) if isinstance(placement, Shard) and placement.dim < 0 else placement
 
 
 def as_dtensor(local: Tensor, mesh: DeviceMesh, placement: Placement, size: int | None = None) -> DTensor:
