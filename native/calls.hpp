@@ -32,7 +32,7 @@ class Calls {
   // The number of calls that this rank has begun; the latest has it.
   uint64_t latest() const { return latest_; }
   // Begin the next call, and let peers read what it is, and at which address they find what they read through the kernel; its number.
-  uint64_t begin(uint64_t digest, const std::string& text, uint64_t address = 0);
+  uint64_t begin(uint64_t digest, const std::string& text, uint64_t address);
   // Write down what a rank says of a call. That of a peer on another host comes by message, and is kept where its header is
   // looked for.
   void note(int rank, uint64_t call, uint64_t digest, const std::string& text, uint64_t address = 0);

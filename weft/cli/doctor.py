@@ -101,12 +101,13 @@ def diagnose(console: Console) -> bool:
         links = _links(world)
         # Only rank 0 knows of clocks.
         troubles = _everyones(world, [*_troubles(everyone, links, clock_offsets(world, now=time.time_ns))])[0]
-        staged = next(filter(None, _everyones(world, _staged(world))), "")
+        staged = _everyones(world, _staged(world))
         if world.rank == 0:
             _print(everyone, links, console)
-            if world.ranks > 1 and not world.multi_host:
-                how = f"staged, since {staged}" if staged else "read through the kernel, where they lie"
-                console.print(f"Ordinary tensors of 2 MiB and more are {how}.", soft_wrap=True)
+            if staged[0] is not None:
+                why = next(filter(None, staged), "")
+                how = f"staged, since {why}" if why else "read through the kernel, where they lie"
+                console.print(f"Ordinary tensors of {peer_memory.LEAST_BYTES >> 20} MiB and more are {how}.", soft_wrap=True)
             _tell(troubles, console)
             if not troubles:
                 hosts = len(set(world.hosts))
@@ -226,9 +227,9 @@ def _look(world: World) -> RankReport:
     )
 
 
-def _staged(world: World) -> str:
-    """Why large tensors are staged on this rank; nothing where they are not."""
-    return "" if world.ranks == 1 or world.multi_host else peer_memory.trouble(engine(world))
+def _staged(world: World) -> str | None:
+    """Why large tensors are staged on this rank, if they are; None where there are no peers that could read them."""
+    return None if world.ranks == 1 or world.multi_host else peer_memory.trouble(engine(world))
 
 
 def _named() -> str:

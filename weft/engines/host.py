@@ -108,7 +108,7 @@ class HostProgram(Program):
             self.slots.setdefault((region.rank, region.buffer), len(self.slots))
         promised = [(engine.index(signal), count) for signal, count in plan.promised(rank).items()]
         self.native = _native.Compiled("", len(LANES) + self.more_lanes, promised, plan.ranks, plan.meets)
-        self.ahead = plan.ahead
+        self.ahead = plan.ahead  # all others need not ask the native core whether ranks must meet
         self.native.describe(f"{plan.operator}(", f", algorithm={plan.algorithm}, plan {plan.digest:08x})")
         self._lay_out()
         self.bound: Binding | None = None
