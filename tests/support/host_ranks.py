@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from support import sums
 from support.belongings import belongings, kept
 from weft.cli import app
 from weft.cli.doctor import diagnose
+from weft.engines import network
 from weft.engines.recording import clock_offsets, record
 from weft.plan.binding import split
 from weft.schedules.common import apart
@@ -337,28 +339,43 @@ def halfway():
     worlds._default = None
 
     def half(peer, lane, call, digest, rows):
-        head = relay._ROWS.pack(lane, call, digest, len(rows))
-        world.relay.rows[peer].sendall(head + bytes(rows[: len(rows) // 2]))
+        if not rows:
+            whole(peer, lane, call, digest, rows)
+            return
+        world.relay.rows[peer].sendall(relay._ROWS.pack(lane, call, digest, len(rows)) + bytes(rows[: len(rows) // 2]))
+        sent.set()
+        until_closed()
+
+    def nothing(rows, read):
+        if rows.rows:
+            until_closed()
+            raise ConnectionResetError("closed")
+
+    def until_closed():
+        while not world.relay.closed:
+            time.sleep(0.001)
 
     for how in ("left", "raised", "died"):
-        before = belongings()
+        before, sent = belongings(), threading.Event()
         with contextlib.suppress(KeyError), pytest.MonkeyPatch.context() as patch, weft.init(timeout=20) as world:
+            whole = world.relay.send
+            if world.rank == world.ranks - 1:
+                patch.setattr(world.relay, "timeout", 1.0)  # which leaving takes, before the other's waiting does
+                patch.setattr(world.relay, "send", half)
+                patch.setattr(network._Rows, "fill", nothing)
             weft.barrier()
             if world.rank < world.ranks - 1:
                 found.append(error_of(lambda: weft.all_gather(a))[:2])
             else:
-                patch.setattr(world.relay, "timeout", 1.0)  # which leaving takes, before the other's waiting does
-                patch.setattr(world.relay, "send", half)
-                patch.setattr(world.relay, "_arrivals", lambda *_: time.sleep(1))
                 weft.all_gather_async(a, timeout=1)
                 connection = world.relay.rows[0]
-                while not _waiting(connection, termios.FIONREAD) or _waiting(connection, termios.TIOCOUTQ):
+                while not (sent.is_set() and _waiting(connection, termios.FIONREAD)) or _waiting(connection, termios.TIOCOUTQ):
                     time.sleep(0.001)
                 if how == "died":
                     os.kill(os.getpid(), signal.SIGKILL)
                 if how == "raised":
                     raise KeyError("halfway")
-        worlds._default = world = None
+        worlds._default = world = whole = None
         found.append(kept(before))
     return found
 
