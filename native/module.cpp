@@ -1,6 +1,7 @@
 // The Python face of the native core. Everything here is internal to weft; the package's modules are the public face.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -12,6 +13,7 @@
 #include <functional>
 #include <system_error>
 
+#include "alike.hpp"
 #include "binding.hpp"
 #include "compiled.hpp"
 #include "copy.hpp"
@@ -122,6 +124,15 @@ NB_MODULE(_native, m) {
       .def("matches", &TensorSnapshot::matches, "tensor"_a.none());
   m.def("layouts", &layouts, "tensors"_a, "api"_a.none());
   m.def("same_vectors", &same_vectors);
+  m.def("lies", [](nb::handle tensor, nb::handle api) -> std::optional<uint64_t> {
+    nb::dlpack::dltensor view;
+    if (exchange(api)->look(tensor.ptr(), &view)) {
+      PyErr_Clear();
+      return {};
+    }
+    if (view.device.device_type != nb::device::cpu::value || !contiguous(view)) return {};
+    return Segment::world_of(static_cast<const char*>(view.data) + view.byte_offset);
+  });
 
   nb::class_<Mapping>(m, "Mapping").def_prop_ro("base", [](Mapping& x) { return reinterpret_cast<uintptr_t>(x.base()); });
   m.def("create_mapping", [](size_t bytes) {
@@ -132,9 +143,7 @@ NB_MODULE(_native, m) {
   m.def("attach_mapping", &Mapping::attach);
 
   nb::class_<Segment>(m, "Segment", nb::is_weak_referenceable())
-      .def("__init__", [](Segment* self, std::vector<std::shared_ptr<Mapping>> parts, int rank, uint64_t world, uint64_t number) {
-        new (self) Segment{std::move(parts), rank, world, number};
-      })
+      .def(nb::init<std::vector<std::shared_ptr<Mapping>>, int, uint64_t, uint64_t>())
       .def_ro("world", &Segment::world)
       .def_ro("number", &Segment::number)
       .def_prop_ro("size", [](Segment& self) { return self.parts.at(self.rank)->bytes(); })
@@ -301,6 +310,13 @@ NB_MODULE(_native, m) {
       .def("call", &Repeats::call, "what"_a, "a"_a.none(), "out"_a, "options"_a, "timeout"_a)
       .def("clear", &Repeats::clear)
       .def("__len__", &Repeats::size);
+
+  nb::class_<Alike>(m, "Alike", nb::type_slots(Alike::slots))
+      .def(nb::init<nb::object, nb::object, uint64_t, nb::handle>(), "plain"_a, "packed"_a, "world"_a, "look"_a.none())
+      .def("add", &Alike::add, "options"_a, "a"_a, "weights"_a, "biases"_a, "made"_a)
+      .def("find", &Alike::find, "options"_a, "a"_a, "weights"_a, "biases"_a)
+      .def("clear", &Alike::clear)
+      .def("__len__", &Alike::size);
 
   nb::enum_<Compare>(m, "Compare")
       .value("equal", Compare::equal).value("not_equal", Compare::not_equal).value("greater", Compare::greater)

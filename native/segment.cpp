@@ -6,6 +6,8 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <map>
+#include <mutex>
 #include <system_error>
 
 #ifndef MADV_POPULATE_WRITE  // of Linux 5.14; older C libraries do not know it, and older kernels refuse it
@@ -27,6 +29,16 @@ void take(char* base, size_t bytes, int fd) {
   if (plenty) madvise(base, bytes, MADV_POPULATE_WRITE);
   if ((errno = posix_fallocate(fd, 0, static_cast<off_t>(bytes)))) fail("fallocate");
   if (!plenty) madvise(base, bytes, MADV_POPULATE_WRITE);
+}
+
+// All segments of this process, by where the parts of their own ranks begin. They outlive what static objects of Python's hold.
+struct Registry {
+  std::mutex mutex;
+  std::map<const char*, const Segment*> segments;
+};
+Registry& registry() {
+  static auto* all = new Registry;
+  return *all;
 }
 }  // namespace
 
@@ -54,5 +66,25 @@ Mapping::Mapping(int fd, size_t bytes) : bytes_(bytes) {
 }
 
 Mapping::~Mapping() { munmap(base_, bytes_ ? bytes_ : 1); }
+
+Segment::Segment(std::vector<std::shared_ptr<Mapping>> all, int own, uint64_t of_world, uint64_t of_call)
+    : parts(std::move(all)), rank(own), world(of_world), number(of_call) {
+  std::lock_guard lock(registry().mutex);
+  registry().segments[parts.at(rank)->base()] = this;
+}
+
+Segment::~Segment() {
+  std::lock_guard lock(registry().mutex);
+  registry().segments.erase(parts[rank]->base());
+}
+
+uint64_t Segment::world_of(const void* address) {
+  std::lock_guard lock(registry().mutex);
+  const auto& segments = registry().segments;
+  auto after = segments.upper_bound(static_cast<const char*>(address));
+  if (after == segments.begin()) return 0;
+  const auto& [begin, segment] = *--after;
+  return address < begin + segment->parts[segment->rank]->bytes() ? segment->world : 0;
+}
 
 }  // namespace weft

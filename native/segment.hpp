@@ -27,10 +27,17 @@ class Mapping {
 
 // One symmetric allocation: this rank's memory and its peers', in rank order.
 struct Segment {
+  Segment(std::vector<std::shared_ptr<Mapping>> parts, int rank, uint64_t world = 0, uint64_t number = 0);
+  ~Segment();
+  Segment(const Segment&) = delete;
+
+  // The number of the world in whose symmetric memory this lies, on the rank that it belongs to; 0 if there is none.
+  static uint64_t world_of(const void* address);
+
   std::vector<std::shared_ptr<Mapping>> parts;
   int rank;
-  uint64_t world = 0;   // the number, in this process, of the world it belongs to
-  uint64_t number = 0;  // of the call that made it, alike on all ranks
+  uint64_t world;   // the number, in this process, of the world it belongs to; from 1 on
+  uint64_t number;  // of the call that made it, alike on all ranks
 };
 
 }  // namespace weft

@@ -60,6 +60,20 @@ inline Matrix matrix(nb::handle tensor, const Exchange* exchange) {
   return of(reinterpret_cast<uintptr_t>(view.data) + view.byte_offset, view.dtype.bits / 8, view.ndim, view.shape, view.strides);
 }
 
+// Add how a tensor lies, but not where: its dtype, shape and strides.
+inline void add_layout(std::vector<int64_t>& numbers, const nb::dlpack::dltensor& view) {
+  numbers.push_back(view.ndim);
+  numbers.push_back(view.dtype.code << 16 | view.dtype.bits);
+  for (const int64_t* all : {view.shape, view.strides}) numbers.insert(numbers.end(), all, all + view.ndim);
+}
+
+inline bool contiguous(const nb::dlpack::dltensor& view) {
+  int64_t below = 1;
+  for (int32_t dim = view.ndim; dim-- > 0; below *= view.shape[dim])
+    if (view.shape[dim] != 1 && view.strides[dim] != below) return false;
+  return true;
+}
+
 // Dtype, shape and strides of tensors of this process's memory, to find what was made for tensors that lie like these; None for
 // those of which one cannot be looked at. Where there is none, None stands for it. `tensors` holds nothing else.
 inline nb::object layouts(nb::handle tensors, nb::handle api) {
@@ -86,9 +100,7 @@ inline nb::object layouts(nb::handle tensors, nb::handle api) {
       return nb::none();
     }
     if (view.device.device_type != nb::device::cpu::value) return nb::none();
-    numbers.push_back(view.ndim);
-    numbers.push_back(view.dtype.code << 16 | view.dtype.bits);
-    for (const int64_t* all : {view.shape, view.strides}) numbers.insert(numbers.end(), all, all + view.ndim);
+    add_layout(numbers, view);
   }
   return nb::bytes(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t));
 }

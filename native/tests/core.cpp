@@ -211,8 +211,8 @@ struct Host {  // ranks as threads of one process
     auto control = parts(Executor::control_bytes(ranks)), memory = parts(bytes);
     for (int i = 0; i < ranks; ++i) {
       meshes.push_back(std::make_shared<Mesh>(fds[i]));
-      controls.push_back(std::make_shared<Segment>(Segment{control, i}));
-      data.push_back(std::make_shared<Segment>(Segment{memory, i}));
+      controls.push_back(std::make_shared<Segment>(control, i));
+      data.push_back(std::make_shared<Segment>(memory, i));
       executors.push_back(std::make_unique<Executor>(meshes[i], controls[i], i ? 100 : 0));
     }
   }

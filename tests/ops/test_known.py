@@ -12,6 +12,7 @@ from support.ranks import on_ranks
 import weft
 from weft import _native
 from weft.engines import engine
+from weft.engines.weights import PackedWeight
 from weft.world import memory
 
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -106,6 +107,47 @@ def test_layouts_tell_apart_what_lies_otherwise(api):
     assert len({*found}) == len(found)
     assert _native.layouts((b.clone(),), api) == found[0]
     assert _native.layouts((b, b.to("meta")), api) is None
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_rows_are_known_by_how_they_lie(name):
+    on_ranks(rows_that_lie_otherwise, 2, name)
+
+
+def rows_that_lie_otherwise(world, name):
+    """Rows of the size of those that are known, seven times each; not all may be taken as these were."""
+    call, b, drawn = getattr(weft, name), torch.eye(4), torch.arange(16.0).view(4, 4)
+    symmetric = world.empty(4, 4)
+    symmetric.copy_(drawn)
+    wide = torch.zeros(4, 8)
+    wide[:, ::2] = drawn
+    for _ in range(7):
+        for a in (drawn, drawn.t(), symmetric, wide[:, ::2], wide[:, :4], drawn[:2], drawn):
+            assert torch.equal(call(a, b), expected(world, name, a, b, torch.zeros(4), "sum"))
+        for wrong in (torch._neg_view(drawn), drawn.double(), drawn[:, :3], drawn.to("meta"), drawn.to_sparse(), [drawn], None):
+            with pytest.raises((TypeError, ValueError)):
+                call(wrong, b)
+    deep = drawn.view(2, 2, 4)
+    for _ in range(3):
+        if name == "matmul_all_reduce":
+            assert torch.equal(call(deep, b), 2 * deep)
+        elif name == "all_gather_matmul":
+            assert torch.equal(call(deep, b), deep.repeat(2, 1, 1))
+        else:
+            assert torch.equal(call(deep, b), 2 * deep[world.rank : world.rank + 1])
+
+
+@pytest.mark.skipif(memory.LOOK is None, reason="this torch does not let native code look at tensors")
+def test_what_was_made_for_sizes_is_bounded():
+    b, found = torch.zeros(2, 2), _native.Alike((torch.Tensor,), PackedWeight, 1, memory.LOOK)
+    for rows in range(5000):
+        found.add(("sum",), torch.zeros(1).expand(rows, 1), [b], [None], rows)  # of no memory, and only one row is contiguous
+        found.add(("sum",), torch.empty(rows + 1, 1), [b], [None], rows)
+        assert found.find(("sum",), torch.empty(rows + 1, 1), (b,), (None,)) == rows
+        assert found.find(("avg",), torch.empty(rows + 1, 1), (b,), (None,)) is None
+    assert 0 < len(found) <= 4096
+    assert found.find(("sum",), torch.empty(rows + 1, 1), [b.t()], [None]) is None
+    assert found.find(("sum",), torch.empty(rows + 1, 1).t(), [b], [None]) is None
 
 
 def forgotten(world):

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from weft import _native
-from weft.engines.weights import Weight
+from weft.checks import PLAIN
+from weft.engines.weights import PackedWeight, Weight
 from weft.errors import MismatchError, PlanError, WeftError
 from weft.plan import Copy, Instruction, Plan, Reduce, Region, Signal, Wait, accesses, reads, writes
 from weft.world import World, memory
@@ -50,6 +51,7 @@ class Engine(ABC):
         self.repeats = _native.Repeats(world.native)  # calls seen before, on the same tensors, with the workspace that they use
         self.calls: dict[Hashable, Any] = {}  # the same, on tensors that look alike
         self.known: dict[Hashable, Any] = {}  # the same, of what does not go by the workspace
+        self.ready = _native.Alike(PLAIN, PackedWeight, world.number, memory.LOOK)  # the same, for rows seen before
 
     def execute(
         self,

@@ -48,14 +48,15 @@ def multiply(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None = None,
     accumulated in float32 (float64 for float64) and rounded once to the dtype of `out`. The result depends on nothing but the
     arguments and the machine. A `ScaledWeight` goes with rows that carry their scales, and gives any dtype.
     """
-    if 0 in x.shape or 0 in weight.shape:
+    (part, k), (_, n) = x.shape, weight.shape
+    if not (part and k and n):
         out.copy_(bias) if bias is not None else out.zero_()
         return
     if isinstance(weight, ScaledWeight):
         _scaled(x, weight, out, bias)
         return
-    rows, size = whole or x.shape[0], weight.shape[0] * weight.shape[1]
-    if rows * size <= _SMALL and x.dtype == out.dtype == torch.float32:
+    rows = whole or part
+    if rows * k * n <= _SMALL and x.dtype is out.dtype is torch.float32:
         _mm(x, weight, out, bias)
         return
     _WAYS[chosen(x.dtype, out.dtype, _lie(x, weight), rows)](x, weight, out, bias)

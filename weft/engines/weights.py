@@ -21,12 +21,16 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 class PackedWeight:
     """A weight (K, N) laid out for products; made by `pack`.
 
-    Attributes: `shape`, `dtype`, `plain`, the tensor it was made from, and `lies`, how that does (`weft.engines.matmul`).
+    Attributes: `shape`, `dtype`, `plain`, the tensor it was made from, `lies`, how that does (`weft.engines.matmul`), and
+    `watched`: whether who packed it looks for changes before each use, so that operators need not.
     """
+
+    watched = False
 
     def __init__(self, b: Tensor) -> None:
         self.plain, self.shape, self.dtype = b.detach(), b.shape, b.dtype
-        self._version = _version(self.plain)
+        self._counted = not self.plain.is_inference()  # whether torch counts writes
+        self._version = self.plain._version if self._counted else 0
         step = max(1, min(b.shape) // _PROBED)
         self._probed = self.plain.view(_BITS[b.itemsize]).diagonal()[::step]
         self._probe = self._probed.clone()
@@ -46,11 +50,12 @@ class PackedWeight:
 
         Torch counts writes, except those through ``.data`` and the like; these are told by some elements of the diagonal.
         """
-        return _version(self.plain) != self._version or not memory.same(self._probed, self._probe)
+        written = self._counted and self.plain._version != self._version
+        return written or not memory.same(self._probed, self._probe)
 
     def check_unchanged(self) -> None:
         """Raise `ValueError` if the tensor that this was packed from has been written to since."""
-        if self.changed():
+        if not self.watched and self.changed():
             raise ValueError("the weight was changed after it was packed; pack it again with weft.pack(b)")
 
     def __repr__(self) -> str:
@@ -94,8 +99,3 @@ def pack(b: Tensor) -> PackedWeight:
 def transposed(matrix: Tensor) -> bool:
     """Whether its columns are contiguous, and its rows are not."""
     return matrix.stride(0) == 1 and matrix.stride(1) > 1
-
-
-def _version(tensor: Tensor) -> int:
-    """How often the tensor has been written to; tensors made for inference do not count."""
-    return 0 if tensor.is_inference() else tensor._version

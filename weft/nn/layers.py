@@ -17,7 +17,9 @@ from weft.ops import arguments
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.ops.matmul_all_reduce import matmul_all_reduce
 from weft.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from weft.world import World, current, memory
+from weft.world import World, current
+
+_LAST = Shard(-1)
 
 
 class ShardedLinear(nn.Linear):
@@ -31,6 +33,7 @@ class ShardedLinear(nn.Linear):
     _natural: Placement  # what inputs that are not taken as they lie become
     _parts: ClassVar[Mapping[str, int]]  # the parameters of which a rank holds a part, and along which dimension
     _packed: tuple[tuple[object, ...], PackedWeight] | None  # of a weight in this state
+    _taken: dict[int, Placement]  # that of plain inputs of so many dimensions which are taken as they lie
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class ShardedLinear(nn.Linear):
         raise NotImplementedError
 
     def _spread(self, world: World, layout: Layout) -> None:
-        self.world, self.layout, self._packed = world, layout, None
+        self.world, self.layout, self._packed, self._taken = world, layout, None, {}
         note(self, self._describe())
 
     def _describe(self) -> str:
@@ -94,19 +97,24 @@ class ShardedLinear(nn.Linear):
         state = id(given), given._version, weight.data_ptr(), weight.dtype
         if self._packed is None or self._packed[0] != state or self._packed[1].changed():
             self._packed = state, pack(weight.t())
+            self._packed[1].watched = True
         return x, self._packed[1], bias
 
     def _enter(self, x: Tensor) -> tuple[Tensor, Placement]:
         """The local part of x and its placement, redistributed by torch if this layer does not take x with the one it has."""
-        spread = isinstance(x, DTensor)
-        if not (spread or torch.compiler.is_compiling() or self._usual(x)):
+        plain = not (isinstance(x, DTensor) or torch.compiler.is_compiling())
+        if plain:
+            if self._usual(x) and (taken := self._taken.get(x.dim())) is not None:
+                return x, taken
             dtypes = DTYPES if torch.is_autocast_enabled("cpu") else (self.weight.dtype,)
             arguments.check_input(x, "input", self.world, dtypes)
         if not (dims := x.dim()):
             raise ValueError("input must have features in its last dimension; got a tensor with no dimension")
         placement = normal(x.placements[0] if isinstance(x, DTensor) else self.layout.input, dims)
         if self._takes(placement, dims):
-            return local(x) if spread else x, placement
+            if plain:
+                self._taken[dims] = placement
+            return local(x), placement
         whole = x if isinstance(x, DTensor) else as_dtensor(x, self.layout.on_mesh(), placement)
         placement = normal(self._natural, dims)
         return local(whole.redistribute(placements=[placement])), placement
@@ -115,11 +123,13 @@ class ShardedLinear(nn.Linear):
         """Whether an input is what comes most, of which nothing more need be checked."""
         weight = self._parameters["weight"]
         assert weight is not None
-        return arguments.lies_plainly(x) and x.dtype is weight.dtype and memory.find(x) is None
+        return arguments.lies(x) == 0 and x.dtype is weight.dtype
 
     def _leave(self, y: Tensor, placement: Placement, size: int | None = None) -> Tensor:
         """Redistribute the result `y` from `placement` to the layout's; `size` is the whole's along it where parts are uneven."""
-        target = normal(self.layout.output, y.dim())
+        if self.layout.local and placement is self.layout.output:
+            return y
+        placement, target = normal(placement, y.dim()), normal(self.layout.output, y.dim())
         if self.layout.local and placement == target:
             return y
         spread = as_dtensor(y, self.layout.on_mesh(), placement, size)
@@ -153,7 +163,7 @@ class ColumnParallelLinear(ShardedLinear):
         super()._spread(world, layout)
 
     def _sharded_along(self, sequence: Placement) -> Layout:
-        return Layout(sequence, Shard(-1))
+        return Layout(sequence, _LAST)
 
     def forward(self, given: Tensor) -> Tensor:
         x, placement = self._enter(given)
@@ -165,8 +175,8 @@ class ColumnParallelLinear(ShardedLinear):
         else:
             y = column_product(*self._operands(x), self.world)
         if self.layout.output.is_replicate() and not torch.compiler.is_compiling():
-            return self._leave(all_columns(y, self.out_features, self.world), Replicate())
-        return self._leave(y, Shard(y.dim() - 1), self.out_features)
+            return self._leave(all_columns(y, self.out_features, self.world), self.layout.output)
+        return self._leave(y, _LAST, self.out_features)
 
     def _takes(self, placement: Placement, dims: int) -> bool:
         return placement.is_replicate() or isinstance(placement, Shard)
@@ -253,7 +263,7 @@ class RowParallelLinear(ShardedLinear):
         x, weight, bias = self._operands(x)
         target = normal(self.layout.output, x.dim())
         if not isinstance(target, Shard):
-            return self._leave(matmul_all_reduce(x, weight, bias=bias, world=self.world), Replicate())
+            return self._leave(matmul_all_reduce(x, weight, bias=bias, world=self.world), target)
         size = (*x.shape[:-1], self.out_features)[target.dim]
         sizes = chunk_sizes(size, self.world.ranks) if size % self.world.ranks else None
         y = matmul_reduce_scatter(x, weight, dim=target.dim, bias=bias, shard_rows=sizes, world=self.world)

@@ -80,10 +80,10 @@ def all_gather_matmul(
     several = isinstance(b, (list, tuple))  # no union: the compiler of torch 2.9 does not know them
     weights: list[Weight] = [*b] if several else [b]  # type: ignore[list-item, misc]
     biases = listed(bias, weights, several, "bias")
-    asked = known.Asked("all_gather_matmul", weights, biases, (out_dtype, algorithm, chunk_rows))
+    asked = known.Asked(("all_gather_matmul", out_dtype, algorithm, chunk_rows), weights, biases)
     usual = scale_a is None and scale_b is None and out is None and timeout is None and not return_gathered
     usual = usual and dim == 0 and shard_rows is None
-    if usual and arguments.plainly(a, *weights, *biases) and a.dim() == 2 and (again := known.repeat(world, asked, a)) is not None:
+    if usual and not arguments.recorded((a, *weights, *biases)) and (again := known.repeat(world, a, asked)) is not None:
         return again if several else again[0]
     outs = listed(out, weights, several, "out")
     rows, weights = float8.scaled(a, weights, scale_a, listed(scale_b, weights, several, "scale_b"), world)

@@ -153,16 +153,11 @@ def _read(given: Weight | None) -> Sequence[Tensor]:
     return (plain(given), given.scales) if isinstance(given, ScaledWeight) else (plain(given),)
 
 
-def lies_plainly(a: object) -> bool:
-    """Whether these are plain contiguous rows in this process's memory; what is wrong with others the checks say."""
-    if type(a) not in checks.PLAIN or a.is_nested or a.layout is not torch.strided:  # type: ignore[attr-defined]
-        return False
-    return bool(a.is_cpu and a.is_contiguous() and not (a.is_neg() or a.is_conj()))  # type: ignore[attr-defined]
-
-
-def plainly(a: object, *others: object) -> bool:
-    """The same, where torch takes no part in a call with these."""
-    return not recorded((a, *others)) and lies_plainly(a)
+def lies(a: object) -> int | None:
+    """As `memory.lies` says of plain rows; None for others, of which the checks say what is wrong."""
+    if type(a) not in checks.PLAIN or (world := memory.lies(a)) is None:  # type: ignore[arg-type]
+        return None
+    return None if a.is_neg() or a.is_conj() else world  # type: ignore[attr-defined]
 
 
 def recorded(tensors: Sequence[object]) -> bool:

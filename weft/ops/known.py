@@ -2,13 +2,12 @@
 
 What a call checks and decides of its weights and options is remembered by how they lie, not where, so that layers which are alike
 share it and a view made anew, like ``weight.t()``, finds it. For rows of a class that was decided on it is then left to look at
-them, to make the results, and to bind and run the program.
+them, to make the results, and to bind and run the program. What there is to know of so many rows is found natively the next time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +17,9 @@ from weft.checks import PLAIN
 from weft.engines import engine
 from weft.engines.engine import Program
 from weft.engines.weights import PackedWeight, Weight, plain
-from weft.ops import fused
+from weft.ops import arguments, fused
 from weft.ops.call import Call
 from weft.ops.fused import Way
-from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import size_class
 from weft.world import World, memory
 
@@ -31,12 +29,12 @@ _WAYS = 256  # sizes of each, where an algorithm was asked for and so each is a 
 
 
 class Asked(NamedTuple):
-    """A call of an operator, whose rows are matrices or whatever has them: what it is remembered by. Each weight has its bias."""
+    """What a call of an operator is remembered by, beside its rows; each weight has its bias."""
 
-    operator: str
+    options: tuple[Hashable, ...]
+    """The operator, then what else is asked for."""
     weights: Sequence[Weight]
     biases: Sequence[Tensor | None]
-    options: tuple[Hashable, ...]
 
     @property
     def name(self) -> Hashable | None:
@@ -45,15 +43,22 @@ class Asked(NamedTuple):
         if not (_WEIGHTS.issuperset(kinds) and _BIASES.issuperset(map(type, self.biases))):
             return None
         lie = memory.layouts((*map(plain, self.weights), *self.biases))
-        return None if lie is None else (self.operator, kinds, lie, self.options)
+        return None if lie is None else (kinds, lie, self.options)
 
 
-def repeat(world: World, asked: Asked, a: Tensor) -> list[Tensor] | None:
+def repeat(world: World, a: Tensor, asked: Asked) -> list[Tensor] | None:
     """The result of each weight for these rows if such a call was made before; else None, with nothing done."""
-    if world.engine is None or world.closed is not None:
+    if world.engine is None:
         return None
-    known: KnownCall | None = world.engine.known.get(asked.name)
-    return None if known is None else known.repeat(asked, a)
+    options, weights, biases = asked
+    ready: _Ready | None = world.engine.ready.find(options, a, weights, biases)
+    if ready is None or ready.link is not world.emulated_link or a.is_neg():
+        if (where := arguments.lies(a)) not in (0, world.number) or (known := world.engine.known.get(asked.name)) is None:
+            return None
+        if (ready := known.ready(a, symmetric=where != 0)) is None:
+            return None
+        world.engine.ready.add(options, a, weights, biases, ready)
+    return ready.run(a, weights, biases)
 
 
 def run(asked: Asked, call: Call) -> Any:
@@ -77,14 +82,53 @@ class _Way(NamedTuple):
     biased: bool
 
 
+class _Out(NamedTuple):
+    """A result: its buffer, what it is like, and its shape as a matrix if it is none."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    matrix: tuple[int, int] | None
+
+
+class _Ready(NamedTuple):
+    """What there is to know of a call but its tensors.
+
+    `link` is the emulated one; `matrix` the shape of rows that are none; `packed` and `biased` are the places of weights that are
+    packed and of biases that are added.
+    """
+
+    link: object
+    program: Program
+    shards: tuple[int, ...]
+    matrix: tuple[int, int] | None
+    outs: Sequence[_Out]
+    products: tuple[str, ...]
+    packed: tuple[int, ...]
+    biased: tuple[int, ...]
+
+    def run(self, a: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> list[Tensor]:
+        _, program, shards, shape, outs, products, packed, biased = self
+        for at in packed:
+            weights[at].check_unchanged()  # type: ignore[union-attr]
+        tensors, results = {"a": a if shape is None else a.view(shape)}, []
+        for name, size, strides, dtype, matrix in outs:
+            result = torch.empty_strided(size, strides, dtype=dtype)  # which takes half the time of `torch.empty`
+            tensors[name] = result if matrix is None else result.view(matrix)
+            results.append(result)
+        added = {products[at]: biases[at] for at in biased} if biased else None
+        program.run(tensors, shards, dict(zip(products, weights, strict=True)), added)  # type: ignore[arg-type]
+        return results
+
+
 class KnownCall:
     """A call with weights and biases that lie in a certain way, and certain options, and the way of each class of sizes."""
 
     def __init__(self, asked: Asked, call: Call) -> None:
-        self.world, self.operator, self.decided = call.world, call.workload.operator, call.key is not None
-        self.gathers = self.operator == "all_gather_matmul"  # so peers read `a`, where it is symmetric
-        self.packed = [at for at, b in enumerate(asked.weights) if isinstance(b, PackedWeight)]
-        self.biased = [at for at, bias in enumerate(asked.biases) if bias is not None]
+        self.world, self.operator, self.decided = call.world, call.operator, call.key is not None
+        self.packed = tuple([at for at, b in enumerate(asked.weights) if isinstance(b, PackedWeight)])
+        self.biased = tuple([at for at, bias in enumerate(asked.biases) if bias is not None])
         self.k, self.dtype = asked.weights[0].shape[0], call.tensors["a"].dtype
         self.outs = [(name, tensor.shape[1], tensor.dtype) for name, tensor in call.tensors.items() if name != "a"]
         self.ways: dict[Hashable, _Way] = {}
@@ -96,46 +140,29 @@ class KnownCall:
         own = [asked.biases[at] for at, name in enumerate(way.weights) if name in way.biases]
         if _same(way.weights.values(), asked.weights) and _same(way.biases.values(), own):
             made = _Way(way.program, tuple(way.weights), bool(way.biases))
-            shards = tuple(call.workload.rows)
-            sizes = size_class(max(shards)) if self.decided else shards
-            self.ways[self._class(sizes, call.workload.symmetric)] = made
+            self.ways[self._class(tuple(call.workload.rows), memory.find(call.tensors["a"]) is not None)] = made
 
-    def _class(self, sizes: Hashable, symmetric: bool) -> Hashable:
-        return sizes, symmetric, self.world.emulated_link
+    def _class(self, shards: tuple[int, ...], symmetric: bool) -> Hashable:
+        return size_class(max(shards)) if self.decided else shards, symmetric, self.world.emulated_link
 
-    def repeat(self, asked: Asked, a: Tensor) -> list[Tensor] | None:
-        """The results for these rows; None where anything is not as it was, or their class is new."""
-        if a.dtype != self.dtype or a.shape[-1] != self.k:
+    def ready(self, a: Tensor, symmetric: bool) -> _Ready | None:
+        """What there is to know of a call with these rows; None where anything is not as it was, or their class is new."""
+        operator, world = self.operator, self.world
+        if a.dtype != self.dtype or a.shape[-1] != self.k or (a.dim() != 2 and not operator.flat):
             return None
-        matrix = a if a.dim() == 2 else a.view(-1, self.k)
-        segment = memory.find(matrix) if self.gathers else None
-        if segment is not None and segment.world != self.world.number:
+        matrix = None if a.dim() == 2 else (a.numel() // self.k, self.k)
+        if (shares := operator.shards(a.shape[0] if matrix is None else matrix[0], world.ranks)) is None:
             return None
-        if (shares := _shares(self.operator, matrix.shape[0], self.world.ranks, self.world.rank)) is None:
+        shards = tuple(shares)
+        if (way := self.ways.get(self._class(shards, symmetric))) is None:
             return None
-        shards, kept, most = shares
-        way = self.ways.get(self._class(most if self.decided else shards, segment is not None or not self.gathers))
-        if way is None:
-            return None
-        for at in self.packed:
-            asked.weights[at].check_unchanged()  # type: ignore[union-attr]
-        tensors = {"a": matrix}
-        for name, columns, dtype in self.outs:
-            tensors[name] = torch.empty((kept, columns), dtype=dtype)
-        weights = dict(zip(way.products, asked.weights, strict=True))
-        biases = {way.products[at]: asked.biases[at] for at in self.biased} if way.biased else {}
-        way.program.run(tensors, shards, weights, biases)  # type: ignore[arg-type]
-        results = [tensors[name] for name, _, _ in self.outs]
-        return results if a.dim() == 2 else [out.view(*a.shape[:-1], out.shape[1]) for out in results]
-
-
-@lru_cache(4096)
-def _shares(operator: str, rows: int, ranks: int, rank: int) -> tuple[tuple[int, ...], int, int] | None:
-    """The rows of each shard where a rank gives so many, those of its result, and the most rows of their class; None if that cannot
-    be."""
-    known = OPERATORS[operator]
-    shards = known.shards(rows, ranks)
-    return None if shards is None else (tuple(shards), known.kept(shards, rank), size_class(max(shards)))
+        kept = operator.kept(shards, world.rank)
+        outs = []
+        for name, n, dtype in self.outs:
+            shape = (kept, n) if matrix is None else (*a.shape[:-1], n)
+            outs.append(_Out(name, shape, torch.empty(shape, device="meta").stride(), dtype, matrix and (kept, n)))
+        biased = self.biased if way.biased else ()
+        return _Ready(world.emulated_link, way.program, shards, matrix, outs, way.products, self.packed, biased)
 
 
 def _same(given: Iterable[object], asked: Iterable[object]) -> bool:

@@ -75,9 +75,9 @@ def matmul_reduce_scatter(
         MismatchError, PeerLost, PeerTimeout: the ranks do not make the same call, or one is lost or late; the world is closed.
     """
     world = current(world)
-    asked = known.Asked("matmul_reduce_scatter", (b,), (bias,), (op, out_dtype, algorithm, chunk_rows))
+    asked = known.Asked(("matmul_reduce_scatter", op, out_dtype, algorithm, chunk_rows), (b,), (bias,))
     usual = scale_a is None and scale_b is None and out is None and timeout is None and dim == 0 and shard_rows is None
-    if usual and arguments.plainly(a, b, bias) and a.dim() == 2 and (again := known.repeat(world, asked, a)) is not None:
+    if usual and not arguments.recorded((a, b, bias)) and (again := known.repeat(world, a, asked)) is not None:
         return again[0]
     a, (b,) = float8.scaled(a, [b], scale_a, [scale_b], world)
     if arguments.recorded((a, b, bias, out)):

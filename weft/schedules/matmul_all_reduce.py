@@ -174,6 +174,7 @@ OPERATOR = Operator(
     sum_buffers,
     shards=lambda rows, ranks: tuple(split(rows, ranks)),
     kept=lambda shards, rank: sum(shards),
+    flat=True,
     across=("one_shot",),
     still=("put",),
     unequal=("ring",),

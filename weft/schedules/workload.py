@@ -121,6 +121,8 @@ class Operator:
     """The rows of each shard where a rank of so many gives so many and nobody says otherwise; None where that cannot be."""
     kept: Callable[[Sequence[int], int], int]
     """The rows of the result on a rank, of those of each shard."""
+    flat: bool = False
+    """Whether rows of all dimensions but the last are alike, so that what has more than two can be taken for a matrix."""
     whole: tuple[str, ...] = ("sequential",)
     """Algorithms that do not cut shards into pieces."""
     across: tuple[str, ...] = ()

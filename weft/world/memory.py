@@ -70,6 +70,16 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b) if LOOK is None else _native.same_vectors(a, b, LOOK)
 
 
+def lies(tensor: torch.Tensor) -> int | None:
+    """The number of the world in whose symmetric memory contiguous elements lie, 0 if in none's; None for those that are not
+    contiguous, or not in this process's memory."""
+    if LOOK is not None:
+        return _native.lies(tensor, LOOK)
+    if tensor.is_nested or tensor.layout is not torch.strided or not (tensor.is_cpu and tensor.is_contiguous()):
+        return None
+    return 0 if (segment := find(tensor)) is None else segment.world
+
+
 def find(tensor: torch.Tensor) -> Segment | None:
     """The segment that a tensor lies in, if it lies in symmetric memory of any world."""
     return segments.get(tensor.untyped_storage().data_ptr()) if tensor.is_cpu or tensor.is_cuda else None
