@@ -18,9 +18,9 @@ class Alike {
   static PyType_Slot slots[];  // through which the garbage collector sees what is held here
 
   // `plain` are the types of tensors, `packed` that of weights which have theirs as an attribute `plain`; `world` is the number of the
-  // world whose symmetric memory rows may lie in; `api` is the capsule with torch's `Exchange`, or None, and then nothing is found.
+  // world whose symmetric memory rows may lie in; `api` is the capsule with torch's `Exchange`, or None.
   Alike(nb::object plain, nb::object packed, uint64_t world, nb::handle api)
-      : plain_(std::move(plain)), packed_(std::move(packed)), world_(world), exchange_(exchange(api)) {}
+      : eye_(std::move(plain), api), packed_(std::move(packed)), world_(world) {}
 
   void add(nb::object options, nb::handle a, nb::handle weights, nb::handle biases, nb::object made) {
     uint64_t name;
@@ -51,10 +51,9 @@ class Alike {
 
   // Note in `lies_` how all these lie, and name it; false for what has to be checked.
   bool look(nb::handle options, nb::handle a, nb::handle weights, nb::handle biases, uint64_t& name) {
-    nb::dlpack::dltensor rows;
     lies_.clear();
-    if (!exchange_ || !note(a, rows) || !contiguous(rows)) return false;
-    const uint64_t world = Segment::world_of(static_cast<const char*>(rows.data) + rows.byte_offset);
+    if (!note(a) || !eye_.contiguous()) return false;
+    const uint64_t world = Segment::around(eye_.address).first;
     if (world && world != world_) return false;
     lies_.push_back(world != 0);
     for (nb::handle weight : weights) {
@@ -68,30 +67,14 @@ class Alike {
       else if (!note(bias))
         return false;
     }
-    name = static_cast<uint64_t>(PyObject_Hash(options.ptr()));
-    if (PyErr_Occurred()) PyErr_Clear();  // what is wrong with options that cannot be hashed is said by who checks them
-    for (int64_t number : lies_) {
-      name = (name ^ static_cast<uint64_t>(number)) * 0x9e3779b97f4a7c15;
-      name ^= name >> 32;
-    }
+    name = mixed(lies_, options);
     return true;
   }
 
   bool note(nb::handle tensor) {
-    nb::dlpack::dltensor view;
-    return note(tensor, view);
-  }
-
-  bool note(nb::handle tensor, nb::dlpack::dltensor& view) {
-    bool plain = false;
-    for (nb::handle type : plain_) plain = plain || tensor.type().is(type);
-    if (!plain) return false;
-    if (exchange_->look(tensor.ptr(), &view)) {
-      PyErr_Clear();  // one without a place in memory
-      return false;
-    }
-    add_layout(lies_, view);
-    return view.device.device_type == nb::device::cpu::value;
+    if (!eye_.look(tensor)) return false;
+    eye_.add_layout(lies_);
+    return true;
   }
 
   static int traverse(PyObject* self, visitproc visit, void* arg) {
@@ -105,9 +88,9 @@ class Alike {
     return 0;
   }
 
-  nb::object plain_, packed_;
+  Eye eye_;
+  nb::object packed_;
   uint64_t world_;
-  const Exchange* exchange_;
   std::unordered_map<uint64_t, Made> made_;
   std::vector<int64_t> lies_;  // how the tensors of the latest call lie; kept for its room
 };

@@ -124,15 +124,11 @@ NB_MODULE(_native, m) {
       .def("matches", &TensorSnapshot::matches, "tensor"_a.none());
   m.def("layouts", &layouts, "tensors"_a, "api"_a.none());
   m.def("same_vectors", &same_vectors);
-  m.def("lies", [](nb::handle tensor, nb::handle api) -> std::optional<uint64_t> {
-    nb::dlpack::dltensor view;
-    if (exchange(api)->look(tensor.ptr(), &view)) {
-      PyErr_Clear();
-      return {};
-    }
-    if (view.device.device_type != nb::device::cpu::value || !contiguous(view)) return {};
-    return Segment::world_of(static_cast<const char*>(view.data) + view.byte_offset);
-  });
+  m.def("lies", [](nb::handle tensor, nb::object plain, nb::handle api) -> std::optional<uint64_t> {
+    Eye eye(std::move(plain), api);
+    if (!eye.look(tensor) || !eye.contiguous()) return {};
+    return Segment::around(eye.address).first;
+  }, "tensor"_a.none(), "plain"_a, "look"_a.none());
 
   nb::class_<Mapping>(m, "Mapping").def_prop_ro("base", [](Mapping& x) { return reinterpret_cast<uintptr_t>(x.base()); });
   m.def("create_mapping", [](size_t bytes) {
@@ -244,9 +240,6 @@ NB_MODULE(_native, m) {
       .def("place", [](Binding& self, const Compiled& c, Role role, const std::vector<uintptr_t>& begins) {
         self.place(c.program, role, begins);
       })
-      .def("move", [](Binding& self, const Compiled& c, int rank, uint32_t buffer, uintptr_t address) {
-        self.move(c.program, rank, buffer, address);
-      })
       .def("first", [](Binding& self, Place place) { return self.first(operand(place)); })
       .def("rows", [](Binding& self, Place place) { return self.rows(operand(place)); })
       .def("stride", [](Binding& self, Place place) { return self.stride(operand(place)); })
@@ -305,8 +298,9 @@ NB_MODULE(_native, m) {
       .def("trace", [](Executor& self, bool on) { self.tracing = on; });
 
   nb::class_<Repeats>(m, "Repeats", nb::type_slots(Repeats::slots))
-      .def(nb::init<Executor&>(), nb::keep_alive<1, 2>())
-      .def("add", &Repeats::add, "what"_a, "a"_a, "out"_a, "options"_a, "program"_a, "binding"_a, "look"_a.none())
+      .def(nb::init<Executor&, int, nb::object, nb::handle>(), "executor"_a, "rank"_a, "plain"_a, "look"_a.none(),
+           nb::keep_alive<1, 2>())
+      .def("add", &Repeats::add, "what"_a, "a"_a, "out"_a, "options"_a, "program"_a, "binding"_a, "tensors"_a)
       .def("call", &Repeats::call, "what"_a, "a"_a.none(), "out"_a, "options"_a, "timeout"_a)
       .def("clear", &Repeats::clear)
       .def("__len__", &Repeats::size);
@@ -314,7 +308,7 @@ NB_MODULE(_native, m) {
   nb::class_<Alike>(m, "Alike", nb::type_slots(Alike::slots))
       .def(nb::init<nb::object, nb::object, uint64_t, nb::handle>(), "plain"_a, "packed"_a, "world"_a, "look"_a.none())
       .def("add", &Alike::add, "options"_a, "a"_a, "weights"_a, "biases"_a, "made"_a)
-      .def("find", &Alike::find, "options"_a, "a"_a, "weights"_a, "biases"_a)
+      .def("find", &Alike::find, "options"_a, "a"_a.none(), "weights"_a, "biases"_a)
       .def("clear", &Alike::clear)
       .def("__len__", &Alike::size);
 

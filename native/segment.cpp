@@ -34,12 +34,13 @@ void take(char* base, size_t bytes, int fd) {
 // All segments of this process, by where the parts of their own ranks begin. They outlive what static objects of Python's hold.
 struct Registry {
   std::mutex mutex;
-  std::map<const char*, const Segment*> segments;
+  std::map<uintptr_t, const Segment*> segments;
 };
 Registry& registry() {
   static auto* all = new Registry;
   return *all;
 }
+uintptr_t begin(const Segment& segment) { return reinterpret_cast<uintptr_t>(segment.parts.at(segment.rank)->base()); }
 }  // namespace
 
 std::shared_ptr<Mapping> Mapping::create(size_t bytes, int& fd) {
@@ -70,21 +71,22 @@ Mapping::~Mapping() { munmap(base_, bytes_ ? bytes_ : 1); }
 Segment::Segment(std::vector<std::shared_ptr<Mapping>> all, int own, uint64_t of_world, uint64_t of_call)
     : parts(std::move(all)), rank(own), world(of_world), number(of_call) {
   std::lock_guard lock(registry().mutex);
-  registry().segments[parts.at(rank)->base()] = this;
+  registry().segments[begin(*this)] = this;
 }
 
 Segment::~Segment() {
   std::lock_guard lock(registry().mutex);
-  registry().segments.erase(parts[rank]->base());
+  registry().segments.erase(begin(*this));
 }
 
-uint64_t Segment::world_of(const void* address) {
+std::pair<uint64_t, uint64_t> Segment::around(uintptr_t address) {
   std::lock_guard lock(registry().mutex);
   const auto& segments = registry().segments;
-  auto after = segments.upper_bound(static_cast<const char*>(address));
-  if (after == segments.begin()) return 0;
-  const auto& [begin, segment] = *--after;
-  return address < begin + segment->parts[segment->rank]->bytes() ? segment->world : 0;
+  auto after = segments.upper_bound(address);
+  if (after == segments.begin()) return {0, 0};
+  const Segment& found = *(--after)->second;
+  if (address >= after->first + found.parts[found.rank]->bytes()) return {0, 0};
+  return {found.world, found.number};
 }
 
 }  // namespace weft

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace weft {
@@ -31,8 +32,8 @@ struct Segment {
   ~Segment();
   Segment(const Segment&) = delete;
 
-  // The number of the world in whose symmetric memory this lies, on the rank that it belongs to; 0 if there is none.
-  static uint64_t world_of(const void* address);
+  // The numbers of the world in whose symmetric memory this lies, on the rank that it belongs to, and of the segment; 0 if in none.
+  static std::pair<uint64_t, uint64_t> around(uintptr_t address);
 
   std::vector<std::shared_ptr<Mapping>> parts;
   int rank;

@@ -60,18 +60,86 @@ inline Matrix matrix(nb::handle tensor, const Exchange* exchange) {
   return of(reinterpret_cast<uintptr_t>(view.data) + view.byte_offset, view.dtype.bits / 8, view.ndim, view.shape, view.strides);
 }
 
-// Add how a tensor lies, but not where: its dtype, shape and strides.
-inline void add_layout(std::vector<int64_t>& numbers, const nb::dlpack::dltensor& view) {
-  numbers.push_back(view.ndim);
-  numbers.push_back(view.dtype.code << 16 | view.dtype.bits);
-  for (const int64_t* all : {view.shape, view.strides}) numbers.insert(numbers.end(), all, all + view.ndim);
-}
+// Looks at plain tensors in this process's memory.
+class Eye {
+ public:
+  // What was seen last: where, the dtype as a number, the bytes of an element, and sizes in elements.
+  uintptr_t address;
+  int64_t dtype;
+  size_t item;
+  const int64_t *shape, *strides;
+  size_t dimensions;
 
-inline bool contiguous(const nb::dlpack::dltensor& view) {
-  int64_t below = 1;
-  for (int32_t dim = view.ndim; dim-- > 0; below *= view.shape[dim])
-    if (view.shape[dim] != 1 && view.strides[dim] != below) return false;
-  return true;
+  // `plain` are the types of such tensors, `api` is the capsule with torch's `Exchange`, or None.
+  Eye(nb::object plain, nb::handle api) : plain_(std::move(plain)), exchange_(exchange(api)) {}
+
+  // False for anything else.
+  bool look(nb::handle tensor) {
+    bool plain = false;
+    for (nb::handle type : plain_) plain = plain || tensor.type().is(type);
+    if (!plain) return false;
+    if (exchange_) {
+      if (exchange_->look(tensor.ptr(), &view_)) {
+        PyErr_Clear();  // one without a place in memory
+        return false;
+      }
+      address = reinterpret_cast<uintptr_t>(view_.data) + view_.byte_offset;
+      dtype = view_.dtype.code << 16 | view_.dtype.bits, item = view_.dtype.bits / 8;
+      shape = view_.shape, strides = view_.strides, dimensions = static_cast<size_t>(view_.ndim);
+      return view_.device.device_type == nb::device::cpu::value;
+    }
+    try {
+      if (!nb::cast<bool>(tensor.attr("is_cpu"))) return false;
+      address = nb::cast<uintptr_t>(tensor.attr("data_ptr")()), item = nb::cast<size_t>(tensor.attr("itemsize"));
+      dtype = reinterpret_cast<intptr_t>(nb::object(tensor.attr("dtype")).ptr());
+      shape_ = nb::cast<std::vector<int64_t>>(tensor.attr("shape")), strides_ = nb::cast<std::vector<int64_t>>(tensor.attr("stride")());
+      shape = shape_.data(), strides = strides_.data(), dimensions = shape_.size();
+      return true;
+    } catch (const nb::python_error&) {
+      return false;
+    }
+  }
+
+  bool contiguous() const {
+    int64_t below = 1;
+    for (size_t dim = dimensions; dim-- > 0; below *= shape[dim])
+      if (shape[dim] != 1 && strides[dim] != below) return false;
+    return true;
+  }
+
+  // The bytes from the first element to behind the last.
+  size_t span() const {
+    size_t last = 0;
+    for (size_t dim = 0; dim < dimensions; ++dim) {
+      if (!shape[dim]) return 0;
+      last += static_cast<size_t>((shape[dim] - 1) * strides[dim]);
+    }
+    return (last + 1) * item;
+  }
+
+  // Add how it lies, but not where: its dtype, shape and strides.
+  void add_layout(std::vector<int64_t>& numbers) const {
+    numbers.push_back(static_cast<int64_t>(dimensions));
+    numbers.push_back(dtype);
+    for (const int64_t* all : {shape, strides}) numbers.insert(numbers.end(), all, all + dimensions);
+  }
+
+ private:
+  nb::object plain_;
+  const Exchange* exchange_;
+  nb::dlpack::dltensor view_;
+  std::vector<int64_t> shape_, strides_;
+};
+
+// A name of numbers, and of what can be hashed in Python.
+inline uint64_t mixed(const std::vector<int64_t>& numbers, nb::handle options) {
+  uint64_t name = static_cast<uint64_t>(PyObject_Hash(options.ptr()));
+  if (PyErr_Occurred()) PyErr_Clear();  // what is wrong with options that cannot be hashed is said by who checks them
+  for (int64_t number : numbers) {
+    name = (name ^ static_cast<uint64_t>(number)) * 0x9e3779b97f4a7c15;
+    name ^= name >> 32;
+  }
+  return name;
 }
 
 // Dtype, shape and strides of tensors of this process's memory, to find what was made for tensors that lie like these; None for
@@ -100,7 +168,9 @@ inline nb::object layouts(nb::handle tensors, nb::handle api) {
       return nb::none();
     }
     if (view.device.device_type != nb::device::cpu::value) return nb::none();
-    add_layout(numbers, view);
+    numbers.push_back(view.ndim);
+    numbers.push_back(view.dtype.code << 16 | view.dtype.bits);
+    for (const int64_t* all : {view.shape, view.strides}) numbers.insert(numbers.end(), all, all + view.ndim);
   }
   return nb::bytes(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t));
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 
 import pytest
@@ -148,6 +149,54 @@ def test_what_was_made_for_sizes_is_bounded():
     assert 0 < len(found) <= 4096
     assert found.find(("sum",), torch.empty(rows + 1, 1), [b.t()], [None]) is None
     assert found.find(("sum",), torch.empty(rows + 1, 1).t(), [b], [None]) is None
+
+
+def new_tensors(world):
+    """Collectives on tensors that are new in each call, in place and not, in symmetric memory that is made and dropped, and not."""
+    drawn, ranks, mine = random.Random(3), world.ranks, world.rank
+    for call in range(300):
+        size, symmetric = drawn.choice((3, 40, 5000)), drawn.random() < 0.2
+        spare = torch.empty(drawn.randint(0, 3))  # so that tensors lie elsewhere than those before
+
+        def empty(*shape, symmetric=symmetric):
+            return world.empty(*shape) if symmetric else torch.empty(shape)
+
+        parts = [torch.full((size,), float(call + 1000 * rank)) for rank in range(ranks)]
+        a, whole = empty(size).copy_(parts[mine]), empty(ranks, size)
+        match drawn.randrange(6):
+            case 0:
+                assert torch.equal(weft.all_reduce(a), sum(parts))
+            case 1:
+                assert torch.equal(weft.all_reduce(a, out=a), sum(parts))
+                assert torch.equal(a, sum(parts))
+            case 2:  # in place: each rank's rows lie where they do in the result
+                own = whole.view(-1)[mine * size : (mine + 1) * size].copy_(a)
+                assert torch.equal(weft.all_gather(own, out=whole.view(-1)), torch.cat(parts))
+            case 3:
+                assert torch.equal(weft.all_gather(a, out=whole.view(-1)), torch.cat(parts))
+            case 4:
+                whole.copy_(torch.stack(parts))
+                assert torch.equal(weft.reduce_scatter(whole.view(-1)), ranks * parts[mine])
+            case 5:
+                assert torch.equal(weft.broadcast(a, call % ranks), parts[call % ranks])
+        del spare
+    assert len(engine(world).repeats) < 150
+    a = torch.ones(40)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="out requires a gradient"):
+            weft.all_reduce(torch.ones(40), out=torch.ones(40, requires_grad=True))
+        for wrong in (torch._neg_view(a), a[None].to_sparse(), a.to("meta")):
+            with pytest.raises((TypeError, ValueError)):
+                weft.all_reduce(wrong)
+            with pytest.raises((TypeError, ValueError)):
+                weft.all_reduce(a, out=wrong)
+        assert torch.equal(weft.all_reduce(a), torch.full((40,), float(ranks)))
+        assert torch.equal(weft.all_reduce(torch.ones(80)[::2]), torch.full((40,), float(ranks)))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_collectives_on_new_tensors(ranks):
+    on_ranks(new_tensors, ranks)
 
 
 def forgotten(world):

@@ -48,10 +48,11 @@ class Engine(ABC):
         self.segment: memory.Segment | None = None  # that of the workspace
         self.spaces: dict[Hashable, Tensor] = {}  # what `space` was asked for
         self.pending: list[Program] = []  # started and not yet joined, in their order
-        self.repeats = _native.Repeats(world.native)  # calls seen before, on the same tensors, with the workspace that they use
-        self.calls: dict[Hashable, Any] = {}  # the same, on tensors that look alike
-        self.known: dict[Hashable, Any] = {}  # the same, of what does not go by the workspace
-        self.ready = _native.Alike(PLAIN, PackedWeight, world.number, memory.LOOK)  # the same, for rows seen before
+        # Collectives seen before, for tensors that lie alike, with the workspace that they use.
+        self.repeats = _native.Repeats(world.native, world.rank, PLAIN, memory.LOOK)
+        self.calls: dict[Hashable, Any] = {}  # the same, of those without tensors
+        self.known: dict[Hashable, Any] = {}  # what is decided of others, whatever their rows
+        self.ready = _native.Alike(PLAIN, PackedWeight, world.number, memory.LOOK)  # what is known of all for rows that lie alike
 
     def execute(
         self,

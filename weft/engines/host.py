@@ -192,10 +192,6 @@ class HostProgram(Program):
             self.segment = self.engine.segment
         return own
 
-    def move(self, binding: Binding, name: str, tensor: Tensor) -> None:
-        """Let a binding have another tensor, not symmetric, that lies like the one it has."""
-        binding.native.move(self.native, self.world.rank, self.numbers[name], tensor.data_ptr())
-
     def apply(self, binding: Binding) -> None:
         """Work with these sizes and places from now on."""
         if self.bound is not binding:

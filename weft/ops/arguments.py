@@ -154,10 +154,9 @@ def _read(given: Weight | None) -> Sequence[Tensor]:
 
 
 def lies(a: object) -> int | None:
-    """As `memory.lies` says of plain rows; None for others, of which the checks say what is wrong."""
-    if type(a) not in checks.PLAIN or (world := memory.lies(a)) is None:  # type: ignore[arg-type]
-        return None
-    return None if a.is_neg() or a.is_conj() else world  # type: ignore[attr-defined]
+    """The same as `memory.lies`; None too for elements that are negated or conjugated when they are read."""
+    world = memory.lies(a)
+    return None if world is None or a.is_neg() or a.is_conj() else world  # type: ignore[attr-defined]
 
 
 def recorded(tensors: Sequence[object]) -> bool:

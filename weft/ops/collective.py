@@ -5,8 +5,9 @@ Each is collective, and returns when its result is in place and its inputs are t
 until it is waited for, its tensors must not be touched. Calls are carried out in the order in which they are made. Results do not
 depend on arrival order: the same bits on every run.
 
-Passing `out`, and the same tensors again and again, is the fastest way to call: the compiled plan is then found by the tensors'
-identity. Symmetric tensors (`World.empty`), the same on all ranks, are read and written in place by peers; others are staged.
+A call on tensors that lie like those of a call before (dtype, shape, strides; in the same place of the same symmetric memory, if in
+any) is found again, which is fastest where `out` is passed. Symmetric tensors (`World.empty`), the same on all ranks, are read and
+written in place by peers; others are staged.
 
 All tensors are plain: `torch.Tensor` or `torch.nn.Parameter` itself, strided, no conjugate or negative view. Autograd does not take
 part, so `out` must not require a gradient while it records.
@@ -20,22 +21,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from weft.checks import check_timeout
 from weft.engines import engine
-from weft.engines.engine import Program
-from weft.engines.host import Binding, HostEngine, HostProgram
+from weft.engines.engine import Engine, Program
+from weft.engines.host import HostEngine
 from weft.engines.weights import DTYPES as FLOATS
 from weft.errors import PeerTimeout
 from weft.ops import arguments
 from weft.plan import Plan
 from weft.schedules.levels import EAGER_BYTES, MOVED_BYTES
 from weft.schedules.workload import PIECES
-from weft.world import World, current, memory
+from weft.world import World, current
 
 NUMBERS = (*FLOATS, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 """What can be reduced; averages are of floating dtypes."""
@@ -50,7 +51,6 @@ SLOT_BYTES = 512 << 10  # what a thread of a rank then stages at a time: few eno
 SENT_BYTES = 64 << 10  # least bytes of a piece that is put to peers: with fewer, its message takes longer than they do
 REACHED_BYTES = 2 << 10  # up to so much of a rank is handed out although peers can reach it, where ranks are few
 STEPS = 64  # in which it does so at most: a plan is a list of all of them
-_REMEMBERED = 1024  # calls per world that are found by how their tensors look
 
 
 class Handle:
@@ -107,29 +107,31 @@ def call_now(
     own = world.engine or engine(world)
     if timeout is not None:
         check_timeout(timeout)
-    seconds, alone = world.timeout if timeout is None else timeout, not own.pending and world.recorder is None
-    if out is not None and alone and own.repeats.call(prepare, a, out, options, seconds):
-        return out
-    like = None
-    if out is None and arguments.lies(a) == 0:
-        like = prepare, options, a.shape, a.dtype
-        alike: _Alike | None = own.calls.get(like)
-        if alike is not None:
-            return alike.call(a, timeout)
+    if world.recorder is None and not own.pending:
+        result = _result(own, prepare, a, options) if out is None else out
+        seconds = world.timeout if timeout is None else timeout
+        if result is not None and own.repeats.call(prepare, a, result, options, seconds):
+            return result
     work = prepare(world, a, out, *options)
     program = _program(world, work)
     binding = program.bind(work.tensors, work.rows)
     program.execute(binding, timeout)
     work.finish()
-    if own.remembers and not work.copied and not work.agreed:
-        assert isinstance(program, HostProgram)
-        if out is not None and all(_within(tensor, (a, out)) for tensor in work.tensors.values()):
-            own.repeats.add(prepare, a, out, options, program, binding, memory.LOOK)
-        elif like is not None and (alike := _alike(program, binding, work, a)) is not None:
-            if len(own.calls) >= _REMEMBERED:
-                own.calls.clear()
-            own.calls[like] = alike
+    if own.remembers and not (work.copied or work.agreed):
+        own.repeats.add(prepare, a, work.result, options, program, binding, work.tensors)
+        if out is None:
+            result = work.result
+            own.ready.add((prepare, options), a, (), (), (result.shape, result.stride(), result.dtype))
     return work.result
+
+
+def _result(own: Engine, prepare: Prepare, a: Tensor, options: tuple[Hashable, ...]) -> Tensor | None:
+    """Room for the result of a call like one that was made before; None if there was none."""
+    made: Any = own.ready.find((prepare, options), a, (), ())
+    if made is None:
+        return None
+    shape, strides, dtype = made
+    return torch.empty_strided(shape, strides, dtype=dtype)
 
 
 def call_later(
@@ -145,42 +147,9 @@ def call_later(
     return Handle(program, work)
 
 
-class _Alike(NamedTuple):
-    """What calls come to on new tensors that look alike: a binding of a program, whose buffers are `a` or the result."""
-
-    program: HostProgram
-    binding: Binding
-    shape: torch.Size
-    of_a: Sequence[str]
-    of_result: Sequence[str]
-
-    def call(self, a: Tensor, timeout: float | None) -> Tensor:
-        """Make the call and return its result."""
-        result = a.new_empty(self.shape)
-        for name in self.of_a:
-            self.program.move(self.binding, name, a)
-        for name in self.of_result:
-            self.program.move(self.binding, name, result)
-        self.program.execute(self.binding, timeout)
-        return result
-
-
-def _alike(program: HostProgram, binding: Binding, work: Work, a: Tensor) -> _Alike | None:
-    """What calls like this come to; None where that takes more than buffers that are `a` or the result."""
-    of_a = [name for name, tensor in work.tensors.items() if tensor.data_ptr() == a.data_ptr()]
-    of_result = [name for name, tensor in work.tensors.items() if tensor.data_ptr() == work.result.data_ptr()]
-    if a.numel() == 0 or work.result.numel() == 0 or len(of_a) + len(of_result) != len(work.tensors):
-        return None
-    return _Alike(program, binding, work.result.shape, of_a, of_result)
-
-
 def _program(world: World, work: Work, number: int = 0) -> Program:
     """The program for this work; `number` tells those apart that are under way at the same time."""
     return engine(world).program(work.plan, work.tensors, work.rows, number=number)
-
-
-def _within(tensor: Tensor, owners: tuple[Tensor, ...]) -> bool:
-    return tensor.numel() == 0 or any(arguments.overlap(tensor, owner) for owner in owners)
 
 
 def check_reduction(a: Tensor, op: str, world: World) -> None:

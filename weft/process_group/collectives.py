@@ -1,7 +1,7 @@
 """What the collectives of torch.distributed come to, as operators of weft. Each returns when it is done on this rank.
 
 Tensors are as programs have them: of any strides, any dtype, with gradients, without elements. Those that weft takes as they are go
-straight to it, and a repeated call is found again by their identity; others take a view or a copy. Dtypes that weft does not know
+straight to it, and calls on tensors that lie alike are found again; others take a view or a copy. Dtypes that weft does not know
 travel as integers of their size; complex numbers are added as two. What weft does not reduce (products, bits, other dtypes) is
 gathered, and reduced by the ranks that want it, in rank order.
 

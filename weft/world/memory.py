@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from weft import _native
+from weft.checks import PLAIN
 from weft.checks import name as dtype_name
 from weft.errors import MismatchError, SymmetricMemoryError
 from weft.world.peers import Peers, attach, receive, send
@@ -70,14 +71,12 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b) if LOOK is None else _native.same_vectors(a, b, LOOK)
 
 
-def lies(tensor: torch.Tensor) -> int | None:
-    """The number of the world in whose symmetric memory contiguous elements lie, 0 if in none's; None for those that are not
-    contiguous, or not in this process's memory."""
-    if LOOK is not None:
-        return _native.lies(tensor, LOOK)
-    if tensor.is_nested or tensor.layout is not torch.strided or not (tensor.is_cpu and tensor.is_contiguous()):
-        return None
-    return 0 if (segment := find(tensor)) is None else segment.world
+def lies(tensor: object) -> int | None:
+    """The number of the world in whose symmetric memory the contiguous elements of a plain tensor lie, 0 if in none's.
+
+    None for what is no such tensor, or not in this process's memory.
+    """
+    return _native.lies(tensor, PLAIN, LOOK)
 
 
 def find(tensor: torch.Tensor) -> Segment | None:
