@@ -19,7 +19,7 @@ class Alike {
 
   // `plain` are the types of tensors, `packed` that of weights which have theirs as an attribute `plain`; `world` is the number of the
   // world whose symmetric memory rows may lie in; `api` is the capsule with torch's `Exchange`, or None.
-  Alike(nb::object plain, nb::object packed, uint64_t world, nb::handle api)
+  Alike(nb::tuple plain, nb::object packed, uint64_t world, nb::handle api)
       : eye_(std::move(plain), api), packed_(std::move(packed)), world_(world) {}
 
   void add(nb::object options, nb::handle a, nb::handle weights, nb::handle biases, nb::object made) {

@@ -34,6 +34,7 @@ namespace {
 using Place = std::tuple<uint32_t, uint32_t, uint32_t>;  // slot, start, stop
 using PyBuffer = std::tuple<std::string, std::string, size_t, Role, uint32_t, bool, bool, std::vector<uint32_t>>;  // as in Buffer
 using Shared = std::pair<std::vector<uintptr_t>, std::string>;  // `parts` and `place` of a Given: a place without parts is apart
+using Types = nb::typed<nb::tuple, nb::handle, nb::ellipsis>;
 using ByName = nb::typed<nb::dict, nb::str, nb::any>;            // by the names of buffers
 
 Operand operand(const Place& place) { return {std::get<0>(place), std::get<1>(place), std::get<2>(place)}; }
@@ -124,7 +125,7 @@ NB_MODULE(_native, m) {
       .def("matches", &TensorSnapshot::matches, "tensor"_a.none());
   m.def("layouts", &layouts, "tensors"_a, "api"_a.none());
   m.def("same_vectors", &same_vectors);
-  m.def("lies", [](nb::handle tensor, nb::object plain, nb::handle api) -> std::optional<uint64_t> {
+  m.def("lies", [](nb::handle tensor, Types plain, nb::handle api) -> std::optional<uint64_t> {
     Eye eye(std::move(plain), api);
     if (!eye.look(tensor) || !eye.contiguous()) return {};
     return Segment::around(eye.address).first;
@@ -298,7 +299,7 @@ NB_MODULE(_native, m) {
       .def("trace", [](Executor& self, bool on) { self.tracing = on; });
 
   nb::class_<Repeats>(m, "Repeats", nb::type_slots(Repeats::slots))
-      .def(nb::init<Executor&, int, nb::object, nb::handle>(), "executor"_a, "rank"_a, "plain"_a, "look"_a.none(),
+      .def(nb::init<Executor&, int, Types, nb::handle>(), "executor"_a, "rank"_a, "plain"_a, "look"_a.none(),
            nb::keep_alive<1, 2>())
       .def("add", &Repeats::add, "what"_a, "a"_a, "out"_a, "options"_a, "program"_a, "binding"_a, "tensors"_a)
       .def("call", &Repeats::call, "what"_a, "a"_a.none(), "out"_a, "options"_a, "timeout"_a)
@@ -306,7 +307,7 @@ NB_MODULE(_native, m) {
       .def("__len__", &Repeats::size);
 
   nb::class_<Alike>(m, "Alike", nb::type_slots(Alike::slots))
-      .def(nb::init<nb::object, nb::object, uint64_t, nb::handle>(), "plain"_a, "packed"_a, "world"_a, "look"_a.none())
+      .def(nb::init<Types, nb::object, uint64_t, nb::handle>(), "plain"_a, "packed"_a, "world"_a, "look"_a.none())
       .def("add", &Alike::add, "options"_a, "a"_a, "weights"_a, "biases"_a, "made"_a)
       .def("find", &Alike::find, "options"_a, "a"_a.none(), "weights"_a, "biases"_a)
       .def("clear", &Alike::clear)

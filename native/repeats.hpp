@@ -19,7 +19,7 @@ class Repeats {
   static PyType_Slot slots[];  // through which the garbage collector sees what is held here
 
   // `plain` and `api` as an `Eye` takes them.
-  Repeats(Executor& executor, int rank, nb::object plain, nb::handle api) : executor_(executor), rank_(rank), eye_(std::move(plain), api) {}
+  Repeats(Executor& executor, int rank, nb::tuple plain, nb::handle api) : executor_(executor), rank_(rank), eye_(std::move(plain), api) {}
 
   // Remember that `what` with these tensors and options is an execution of `program`, of one lane, with `binding`; both as they are
   // in `weft.engines.host`. `tensors` are those of the program's buffers, each of which lies within `a` or `out`.

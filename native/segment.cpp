@@ -5,6 +5,8 @@
 #include <sys/sysinfo.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <map>
 #include <mutex>
@@ -35,6 +37,7 @@ void take(char* base, size_t bytes, int fd) {
 struct Registry {
   std::mutex mutex;
   std::map<uintptr_t, const Segment*> segments;
+  std::atomic<uintptr_t> lowest{~uintptr_t{0}}, highest{0};  // between which all were that ever were: most tensors lie elsewhere
 };
 Registry& registry() {
   static auto* all = new Registry;
@@ -71,7 +74,10 @@ Mapping::~Mapping() { munmap(base_, bytes_ ? bytes_ : 1); }
 Segment::Segment(std::vector<std::shared_ptr<Mapping>> all, int own, uint64_t of_world, uint64_t of_call)
     : parts(std::move(all)), rank(own), world(of_world), number(of_call) {
   std::lock_guard lock(registry().mutex);
-  registry().segments[begin(*this)] = this;
+  Registry& all_of_them = registry();
+  all_of_them.segments[begin(*this)] = this;
+  all_of_them.lowest = std::min(all_of_them.lowest.load(), begin(*this));
+  all_of_them.highest = std::max(all_of_them.highest.load(), begin(*this) + parts[rank]->bytes());
 }
 
 Segment::~Segment() {
@@ -80,6 +86,8 @@ Segment::~Segment() {
 }
 
 std::pair<uint64_t, uint64_t> Segment::around(uintptr_t address) {
+  if (address < registry().lowest.load(std::memory_order_relaxed) || address >= registry().highest.load(std::memory_order_relaxed))
+    return {0, 0};
   std::lock_guard lock(registry().mutex);
   const auto& segments = registry().segments;
   auto after = segments.upper_bound(address);

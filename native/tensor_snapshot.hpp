@@ -71,7 +71,7 @@ class Eye {
   size_t dimensions;
 
   // `plain` are the types of such tensors, `api` is the capsule with torch's `Exchange`, or None.
-  Eye(nb::object plain, nb::handle api) : plain_(std::move(plain)), exchange_(exchange(api)) {}
+  Eye(nb::tuple plain, nb::handle api) : plain_(std::move(plain)), exchange_(exchange(api)) {}
 
   // False for anything else.
   bool look(nb::handle tensor) {
@@ -125,7 +125,7 @@ class Eye {
   }
 
  private:
-  nb::object plain_;
+  nb::tuple plain_;
   const Exchange* exchange_;
   nb::dlpack::dltensor view_;
   std::vector<int64_t> shape_, strides_;
