@@ -1,4 +1,4 @@
-// What was made for calls of fused operators, found by how their tensors lie: a look at each of them and no way through Python.
+// What was made for calls, found by how their tensors lie: a look at each of them and no way through Python.
 #pragma once
 
 #include <nanobind/nanobind.h>

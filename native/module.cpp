@@ -34,7 +34,7 @@ namespace {
 using Place = std::tuple<uint32_t, uint32_t, uint32_t>;  // slot, start, stop
 using PyBuffer = std::tuple<std::string, std::string, size_t, Role, uint32_t, bool, bool, std::vector<uint32_t>>;  // as in Buffer
 using Shared = std::pair<std::vector<uintptr_t>, std::string>;  // `parts` and `place` of a Given: a place without parts is apart
-using Types = nb::typed<nb::tuple, nb::handle, nb::ellipsis>;
+using Types = nb::typed<nb::tuple, nb::handle, nb::ellipsis>;    // of plain tensors
 using ByName = nb::typed<nb::dict, nb::str, nb::any>;            // by the names of buffers
 
 Operand operand(const Place& place) { return {std::get<0>(place), std::get<1>(place), std::get<2>(place)}; }
@@ -123,7 +123,8 @@ NB_MODULE(_native, m) {
   nb::class_<TensorSnapshot>(m, "TensorSnapshot")
       .def(nb::init<nb::handle, nb::handle>(), "tensor"_a, "api"_a.none())
       .def("matches", &TensorSnapshot::matches, "tensor"_a.none());
-  m.def("layouts", &layouts, "tensors"_a, "api"_a.none());
+  m.def("layouts", [](nb::handle tensors, Types plain, nb::handle look) { return layouts(tensors, std::move(plain), look); },
+        "tensors"_a, "plain"_a, "look"_a.none());
   m.def("same_vectors", &same_vectors);
   m.def("lies", [](nb::handle tensor, Types plain, nb::handle api) -> std::optional<uint64_t> {
     Eye eye(std::move(plain), api);

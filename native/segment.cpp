@@ -73,11 +73,11 @@ Mapping::~Mapping() { munmap(base_, bytes_ ? bytes_ : 1); }
 
 Segment::Segment(std::vector<std::shared_ptr<Mapping>> all, int own, uint64_t of_world, uint64_t of_call)
     : parts(std::move(all)), rank(own), world(of_world), number(of_call) {
-  std::lock_guard lock(registry().mutex);
-  Registry& all_of_them = registry();
-  all_of_them.segments[begin(*this)] = this;
-  all_of_them.lowest = std::min(all_of_them.lowest.load(), begin(*this));
-  all_of_them.highest = std::max(all_of_them.highest.load(), begin(*this) + parts[rank]->bytes());
+  auto& [mutex, segments, lowest, highest] = registry();
+  std::lock_guard lock(mutex);
+  segments[begin(*this)] = this;
+  lowest = std::min(lowest.load(), begin(*this));
+  highest = std::max(highest.load(), begin(*this) + parts[rank]->bytes());
 }
 
 Segment::~Segment() {

@@ -142,35 +142,19 @@ inline uint64_t mixed(const std::vector<int64_t>& numbers, nb::handle options) {
   return name;
 }
 
-// Dtype, shape and strides of tensors of this process's memory, to find what was made for tensors that lie like these; None for
-// those of which one cannot be looked at. Where there is none, None stands for it. `tensors` holds nothing else.
-inline nb::object layouts(nb::handle tensors, nb::handle api) {
-  const Exchange* look = exchange(api);
-  if (!look) {
-    nb::list found;
-    for (nb::handle tensor : tensors) {
-      if (!tensor.is_none() && !nb::cast<bool>(tensor.attr("is_cpu"))) return nb::none();
-      found.append(tensor.is_none() ? nb::object(nb::none())
-                                    : nb::make_tuple(tensor.attr("dtype"), tensor.attr("shape"), tensor.attr("stride")()));
-    }
-    return nb::tuple(found);
-  }
+// How plain tensors of this process's memory lie, but not where, to find what was made for tensors that lie like these; None if one is
+// something else. Where there is none, None stands for it.
+inline nb::object layouts(nb::handle tensors, nb::tuple plain, nb::handle api) {
+  Eye eye(std::move(plain), api);
   std::vector<int64_t> numbers;
   numbers.reserve(24);
   for (nb::handle tensor : tensors) {
-    nb::dlpack::dltensor view{};
-    if (tensor.is_none()) {
+    if (tensor.is_none())
       numbers.push_back(-1);
-      continue;
-    }
-    if (look->look(tensor.ptr(), &view)) {
-      PyErr_Clear();
+    else if (eye.look(tensor))
+      eye.add_layout(numbers);
+    else
       return nb::none();
-    }
-    if (view.device.device_type != nb::device::cpu::value) return nb::none();
-    numbers.push_back(view.ndim);
-    numbers.push_back(view.dtype.code << 16 | view.dtype.bits);
-    for (const int64_t* all : {view.shape, view.strides}) numbers.insert(numbers.end(), all, all + view.ndim);
   }
   return nb::bytes(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t));
 }

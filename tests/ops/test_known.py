@@ -12,6 +12,7 @@ from support.ranks import on_ranks
 
 import weft
 from weft import _native
+from weft.checks import PLAIN
 from weft.engines import engine
 from weft.engines.weights import PackedWeight
 from weft.world import memory
@@ -104,10 +105,10 @@ def test_layouts_tell_apart_what_lies_otherwise(api):
     """Also where torch does not let native code look at tensors."""
     b = torch.zeros(4, 4)
     others = [(b.t(),), (b[:, :2],), (b[:2],), (b.view(16),), (b.double(),), (b.int(),), (b, None), (None, b), (b, b), ()]
-    found = [_native.layouts(each, api) for each in [(b,), *others]]
+    found = [_native.layouts(each, PLAIN, api) for each in [(b,), *others]]
     assert len({*found}) == len(found)
-    assert _native.layouts((b.clone(),), api) == found[0]
-    assert _native.layouts((b, b.to("meta")), api) is None
+    assert _native.layouts((b.clone(),), PLAIN, api) == found[0]
+    assert _native.layouts((b, b.to("meta")), PLAIN, api) is None
 
 
 @pytest.mark.parametrize("name", OPERATORS)

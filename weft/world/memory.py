@@ -63,7 +63,7 @@ def snapshot(tensor: torch.Tensor) -> _native.TensorSnapshot:
 
 def layouts(tensors: Sequence[torch.Tensor | None]) -> Hashable:
     """How plain tensors lie, but not where: dtypes, shapes and strides. None if that of one on a CPU cannot be told."""
-    return _native.layouts(tensors, LOOK)
+    return _native.layouts(tensors, PLAIN, LOOK)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
