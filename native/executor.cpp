@@ -33,7 +33,10 @@ void Executor::begin(const Program& program, Execution& execution) {
   const Binding* bound = execution.binding;
   const uint64_t digest = bound ? bound->digest() : program.digest;
   execution.reset(calls.begin(digest, bound ? bound->call() : program.call, bound ? bound->offered() : 0), digest);
-  if (program.eager) execution.turn = turn_ = (turn_ + Program::kEager) % (Program::kTurns * Program::kEager);
+  if (program.eager && program.meets)
+    execution.turn = met_++ % Program::kMeeting * Program::kEager;
+  else if (program.eager)
+    execution.turn = (Program::kMeeting + passed_++ % (Program::kTurns - Program::kMeeting)) * Program::kEager;
   ahead_ = program.meets ? 0 : ahead_ + program.eager;
   for (size_t lane = 0; lane < program.lanes.size(); ++lane)
     for (size_t at = 0; at < program.lanes[lane].size(); ++at)
@@ -80,15 +83,15 @@ int Executor::run(const Program& program, Execution& execution, size_t lane, int
 // False if a peer's memory cannot be read any more.
 bool Executor::move(Execution& execution, size_t lane, const Instruction* first, size_t count) {
   thread_local std::vector<Target> targets;  // kept, so that a repeated call allocates nothing
-  thread_local std::vector<Rows> operands;
-  targets.clear(), operands.clear();
+  thread_local std::vector<Rows> sources;
+  targets.clear(), sources.clear();
   const Binding& bound = *execution.binding;
   const size_t rows = bound.rows(first->operands[first->measure]);
   if (!rows) return true;
   for (size_t i = 0; i < count; ++i) {
     const Operand& target = first[i].operands[0];
     const size_t whole = first[i].together ? bound.written() : rows * bound.row_bytes(target);
-    targets.push_back({bound.at(target, execution.turn), bound.stride(target), whole});
+    targets.push_back({bound.at(target, execution.turn), bound.stride(target), whole, first[i].peers});
   }
   const Operand& source = first->operands[1];
   if (const int peer = bound.apart(source); peer >= 0) {
@@ -99,9 +102,9 @@ bool Executor::move(Execution& execution, size_t lane, const Instruction* first,
   } else if (first->op == Op::copy) {
     copy_rows(targets.data(), count, bound.at(source, execution.turn), bound.stride(source), rows, bound.row_bytes(source));
   } else {
-    for (size_t i = 0; i < first->operands.size(); ++i)
-      operands.push_back({bound.at(first->operands[i], execution.turn), bound.stride(first->operands[i]), first->dtypes[i]});
-    reduce_rows(first->combine, operands, rows, bound.columns(source), ranks_, targets[0].whole, targets.data() + 1, count - 1);
+    for (size_t i = 1; i < first->operands.size(); ++i)
+      sources.push_back({bound.at(first->operands[i], execution.turn), bound.stride(first->operands[i]), first->dtypes[i]});
+    reduce_rows(first->combine, first->dtypes[0], sources, rows, bound.columns(source), ranks_, targets.data(), count);
     feed(execution, lane);
   }
   if (link.on())

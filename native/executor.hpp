@@ -31,7 +31,7 @@ class Executor {
 
   // Must all ranks meet before they begin this? What it writes to is then read no more: whoever begins a turn again has ended a
   // call in which ranks met after the turn before that was over.
-  bool must_meet(const Program& program) const { return program.eager && !program.meets && ahead_ + 2 == Program::kTurns; }
+  bool must_meet(const Program& program) const { return program.eager && !program.meets && ahead_ == Program::kTurns - Program::kMeeting; }
   // Publish a call, and fix what its waits wait for. Calls begin on one thread at a time, in the same order on all ranks.
   void begin(const Program& program, Execution& execution);
   // Interpret instructions of a lane from `at` on, up to a pause or the end; the next position, or -1 if a wait ended early.
@@ -59,7 +59,7 @@ class Executor {
   std::shared_ptr<Segment> control_;
   int rank_, ranks_, spins_;
   std::vector<uint64_t> base_;  // what earlier executions promised, by counter
-  size_t turn_ = 0;             // of eager buffers in the latest execution that had some, as in `Execution`
+  size_t met_ = 0, passed_ = 0; // executions that had eager buffers: of plans that meet, and of others
   size_t ahead_ = 0;            // executions that had some since ranks last met
 
  public:

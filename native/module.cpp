@@ -261,6 +261,7 @@ NB_MODULE(_native, m) {
       .def_static("control_bytes", &Executor::control_bytes)
       .def_ro_static("max_names", &Executor::kNames)
       .def_ro_static("turns", &Program::kTurns)
+      .def_ro_static("meeting", &Program::kMeeting)
       .def_rw("within_host", &Executor::within_host)
       .def_rw("pids", &Executor::pids)
       .def("must_meet", [](Executor& self, Compiled& c) { return self.must_meet(c.program); })

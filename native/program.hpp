@@ -35,6 +35,7 @@ struct Instruction {
   uint32_t index = 0;           // of the counter waited for, among this rank's
   int source = 0;               // who raises the counter waited for
   uint64_t count = 0;
+  bool peers = false;           // peers access what it writes
   bool follows = false;         // a copy of the same rows as the one before it, made in one pass with that
 };
 
@@ -63,7 +64,8 @@ struct Slot {
 // One rank's part of a plan: its lanes, and how much each of its counters grows in one execution.
 struct Program {
   static constexpr size_t kEager = 64 << 10;  // bytes of eager buffers that a plan has on each rank
-  static constexpr size_t kTurns = 8;         // of these buffers: executions use them in turn
+  static constexpr size_t kTurns = 8;         // of these buffers: executions use them in turn,
+  static constexpr size_t kMeeting = 2;       // those of plans that meet as many of them, so that they stay in the caches
 
   std::vector<std::vector<Instruction>> lanes;
   std::vector<std::pair<uint32_t, uint64_t>> promised;
@@ -92,6 +94,8 @@ inline void Program::add(size_t lane, Instruction instruction) {
   auto first = instructions.rbegin();
   while (first != instructions.rend() && first->follows) ++first;
   instruction.follows = first != instructions.rend() && joins(*first, instruction);
+  if (instruction.op == Op::copy || instruction.op == Op::reduce)
+    instruction.peers = buffers.at(slots.at(instruction.operands[0].slot).buffer).shared;
   instructions.push_back(std::move(instruction));
 }
 

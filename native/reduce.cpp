@@ -115,9 +115,6 @@ void divide(Wide* total, size_t n, Wide by) {
   }, total, n, by);
 }
 
-size_t item_of(const Rows& rows, size_t) { return size_of(rows.dtype); }
-size_t item_of(const Target&, size_t item) { return item; }
-
 // One block at a time, so that the accumulator stays in the first-level cache while the sources stream through.
 constexpr size_t kBlock = 1024;
 // So many bytes are made before they are copied: they are still there, and long copies are fast ones.
@@ -196,57 +193,52 @@ void write(Dtype dtype, char* at, const Wide* total, size_t n) {
 }
 
 template <class Make, class Wide>
-void reduce_all(Combine combine, const std::vector<Rows>& operands, size_t rows, size_t columns, int ranks, size_t whole,
-                const Target* copies, size_t count) {
-  const size_t item = size_of(operands[0].dtype);
-  const size_t run = columns * item;
-  const bool past_caches = streamed(whole, run);
-  const bool any_past = past_caches || std::any_of(copies, copies + count, [&](const Target& x) { return streamed(x.whole, run); });
+void reduce_all(Combine combine, Dtype made, const std::vector<Rows>& sources, size_t rows, size_t columns, int ranks,
+                const Target* targets, size_t count) {
+  const size_t item = size_of(made);
+  const Writer shared(targets, count, rows * columns * item, columns * item);
+  const bool aside = shared.past_caches(targets[0]);
   share(rows, columns, item, [&](size_t top, size_t high, size_t left, size_t wide) {
+    Writer writer = shared;
     alignas(64) Wide total[kBlock];
-    alignas(64) char aside[kRun];
+    alignas(64) char block[kRun];
     for (size_t row = top; row < top + high; ++row)
       for (size_t begun = left; begun < left + wide; begun += kRun / item) {
         const size_t all = std::min(kRun / item, left + wide - begun);
-        auto at = [&](const auto& x, size_t start) { return x.base + row * x.stride + start * item_of(x, item); };
-        char* made = past_caches ? aside : at(operands[0], begun);
+        auto there = [&](const Target& to) { return to.base + row * to.stride + begun * item; };
+        char* const result = aside ? block : there(targets[0]);
         for (size_t start = begun; start < begun + all; start += kBlock) {
           const size_t n = std::min(kBlock, begun + all - start);
-          read<Wide>(operands[1].dtype, at(operands[1], start), n, [&](const auto* one) {
-            if (operands.size() == 2) return begin(total, one, n);
-            read<Wide>(operands[2].dtype, at(operands[2], start), n, [&](const auto* other) { begin<Make>(total, one, other, n); });
+          auto from = [&](const Rows& x, auto use) {
+            read<Wide>(x.dtype, x.base + row * x.stride + start * size_of(x.dtype), n, use);
+          };
+          from(sources[0], [&](const auto* one) {
+            if (sources.size() == 1) return begin(total, one, n);
+            from(sources[1], [&](const auto* other) { begin<Make>(total, one, other, n); });
           });
-          for (size_t s = 3; s < operands.size(); ++s)
-            read<Wide>(operands[s].dtype, at(operands[s], start), n, [&](const auto* src) { go_on<Make>(total, src, n); });
+          for (size_t source = 2; source < sources.size(); ++source)
+            from(sources[source], [&](const auto* more) { go_on<Make>(total, more, n); });
           if (combine == Combine::avg) divide(total, n, static_cast<Wide>(ranks));
-          write(operands[0].dtype, made + (start - begun) * item, total, n);
+          write(made, result + (start - begun) * item, total, n);
         }
-        if (past_caches) stream(at(operands[0], begun), made, all * item);
-        for (const Target* copy = copies; copy < copies + count; ++copy)
-          (streamed(copy->whole, run) ? stream : copy_run)(at(*copy, begun), made, all * item);
+        for (size_t target = aside ? 0 : 1; target < count; ++target)
+          writer.write(targets[target], there(targets[target]), result, all * item);
       }
-    if (any_past) streams_done();
+    writer.done(!top && !left);
   });
 }
 
-// Rows without gaps are one long row.
-bool joined(const std::vector<Rows>& operands, const Target* copies, size_t count, size_t columns) {
-  const size_t row = columns * size_of(operands[0].dtype);
-  return std::all_of(operands.begin(), operands.end(), [&](const Rows& x) { return x.stride == columns * size_of(x.dtype); }) &&
-         std::all_of(copies, copies + count, [&](const Target& x) { return x.stride == row; });
-}
-
 template <class Make, class... Given>
-void reduce_by(Combine combine, const std::vector<Rows>& operands, Given... given) {
-  switch (operands[0].dtype) {
-    case Dtype::float16: case Dtype::bfloat16: case Dtype::float32: return reduce_all<Make, float>(combine, operands, given...);
-    case Dtype::float64: return reduce_all<Make, double>(combine, operands, given...);
-    case Dtype::int8: return reduce_all<Make, int8_t>(combine, operands, given...);
-    case Dtype::int16: return reduce_all<Make, int16_t>(combine, operands, given...);
-    case Dtype::int32: return reduce_all<Make, int32_t>(combine, operands, given...);
-    case Dtype::int64: return reduce_all<Make, int64_t>(combine, operands, given...);
-    case Dtype::uint8: return reduce_all<Make, uint8_t>(combine, operands, given...);
-    case Dtype::boolean: return reduce_all<Make, bool>(combine, operands, given...);
+void reduce_by(Combine combine, Dtype made, const Given&... given) {
+  switch (made) {
+    case Dtype::float16: case Dtype::bfloat16: case Dtype::float32: return reduce_all<Make, float>(combine, made, given...);
+    case Dtype::float64: return reduce_all<Make, double>(combine, made, given...);
+    case Dtype::int8: return reduce_all<Make, int8_t>(combine, made, given...);
+    case Dtype::int16: return reduce_all<Make, int16_t>(combine, made, given...);
+    case Dtype::int32: return reduce_all<Make, int32_t>(combine, made, given...);
+    case Dtype::int64: return reduce_all<Make, int64_t>(combine, made, given...);
+    case Dtype::uint8: return reduce_all<Make, uint8_t>(combine, made, given...);
+    case Dtype::boolean: return reduce_all<Make, bool>(combine, made, given...);
   }
 }
 
@@ -262,13 +254,17 @@ size_t size_of(Dtype dtype) {
   return 0;
 }
 
-void reduce_rows(Combine combine, const std::vector<Rows>& operands, size_t rows, size_t columns, int ranks, size_t whole,
-                 const Target* copies, size_t count) {
+void reduce_rows(Combine combine, Dtype made, const std::vector<Rows>& sources, size_t rows, size_t columns, int ranks,
+                 const Target* targets, size_t count) {
 #ifdef WEFT_MUTANT_NO_COPY  // a build that moves nothing, to prove that the tests would notice
   return;
 #endif
-  if (joined(operands, copies, count, columns)) columns *= rows, rows = columns > 0;
-  auto by = [&](auto make) { reduce_by<decltype(make)>(combine, operands, rows, columns, ranks, whole, copies, count); };
+  const size_t row = columns * size_of(made);
+  bool joined = true;  // rows without gaps are one long row
+  for (const Rows& x : sources) joined = joined && x.stride == columns * size_of(x.dtype);
+  for (size_t i = 0; i < count; ++i) joined = joined && targets[i].stride == row;
+  if (joined) columns *= rows, rows = columns > 0;
+  auto by = [&](auto make) { reduce_by<decltype(make)>(combine, made, sources, rows, columns, ranks, targets, count); };
   if (combine == Combine::max) by(Max());
   else if (combine == Combine::min) by(Min());
   else by(Sum());

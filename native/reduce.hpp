@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "copy.hpp"
+#include "stores.hpp"
 
 namespace weft {
 
@@ -15,18 +15,17 @@ enum class Combine : int { sum, avg, max, min };
 size_t size_of(Dtype dtype);
 
 struct Rows {
-  char* base;
+  const char* base;
   size_t stride;  // bytes between the beginnings of rows
   Dtype dtype;
 };
 
-// operands[0] = operands[1] + operands[2] + … for each element, in this order, or their extreme; `avg` divides the sum by `ranks`.
+// sources[0] + sources[1] + … for each element, in this order, or their extreme, as `made`; `avg` divides the sum by `ranks`.
 // float16, bfloat16 and float32 are accumulated in float32, float64 in float64, and rounded once; integers are exact (modulo
 // their width; an average is cut off), a sum of booleans is "or". Floating operands may differ in dtype, except that float64 goes
-// with float64. The extreme of a NaN and anything is NaN. The destination may be one of the sources; what it holds is part of `whole`
-// bytes, as `Target` says. The result is also written to `count` further `copies`, in the same pass; these too may be sources.
-// Many bytes are shared out among the threads of the team, which changes nothing in the result.
-void reduce_rows(Combine combine, const std::vector<Rows>& operands, size_t rows, size_t columns, int ranks, size_t whole = 0,
-                 const Target* copies = nullptr, size_t count = 0);
+// with float64. The extreme of a NaN and anything is NaN. The result is written to each of `count` targets in one pass; they may be
+// sources, too. Many bytes are shared out among the threads of the team, which changes nothing in the result.
+void reduce_rows(Combine combine, Dtype made, const std::vector<Rows>& sources, size_t rows, size_t columns, int ranks,
+                 const Target* targets, size_t count);
 
 }  // namespace weft

@@ -187,6 +187,9 @@ class Executor:
     turns: Final[int] = ...
     """(arg: object, /) -> int"""
 
+    meeting: Final[int] = ...
+    """(arg: object, /) -> int"""
+
     @property
     def within_host(self) -> bool: ...
 

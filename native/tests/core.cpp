@@ -49,10 +49,13 @@ void test_several_targets() {
   for (size_t bytes : {1, 100, 70'000, 2 << 20, 5 << 20}) {
     std::vector<char> src(bytes), one(bytes + 8), other(bytes + 8);
     for (auto& x : src) x = static_cast<char>(random());
-    Target targets[] = {{one.data() + 3, bytes, bytes}, {src.data(), bytes, 0}, {other.data() + 1, bytes, 3 * bytes}};  // the source may be among them
-    std::vector<char> wanted = src;
-    copy_rows(targets, 3, src.data(), bytes, 1, bytes);
-    CHECK(src == wanted && !std::memcmp(one.data() + 3, wanted.data(), bytes) && !std::memcmp(other.data() + 1, wanted.data(), bytes));
+    Target targets[] = {{one.data() + 3, bytes, bytes}, {src.data(), bytes, 0}, {other.data() + 1, bytes, 3 * bytes, true}};
+    std::vector<char> wanted = src;  // the source may be among them
+    for (int time = 0; time < 4; ++time) {
+      copy_rows(targets, 3, src.data(), bytes, 1, bytes);
+      CHECK(src == wanted && !std::memcmp(one.data() + 3, wanted.data(), bytes) && !std::memcmp(other.data() + 1, wanted.data(), bytes));
+      std::memset(other.data(), time, other.size());
+    }
   }
 }
 
@@ -65,6 +68,14 @@ void test_transposing() {
     for (size_t c = 0; c < columns; ++c) CHECK(dst[c * rows + r] == src[r * columns + c]);
 }
 
+// The first operand is what is made of the others; it is part of `whole` bytes, and copied to more targets.
+void reduce(Combine combine, const std::vector<Rows>& operands, size_t rows, size_t columns, int ranks, size_t whole = 0,
+            const Target* copies = nullptr, size_t count = 0) {
+  std::vector<Target> targets{{const_cast<char*>(operands[0].base), operands[0].stride, whole}};
+  targets.insert(targets.end(), copies, copies + count);
+  reduce_rows(combine, operands[0].dtype, {operands.begin() + 1, operands.end()}, rows, columns, ranks, targets.data(), targets.size());
+}
+
 void test_sums() {
   std::mt19937 random(2);
   std::uniform_real_distribution<float> uniform(-1, 1);
@@ -75,25 +86,25 @@ void test_sums() {
     for (auto& x : numbers) x = uniform(random);
     places.push_back({reinterpret_cast<char*>(numbers.data()), columns * 4, Dtype::float32});
   }
-  reduce_rows(Combine::sum, places, rows, columns, 4);
+  reduce(Combine::sum, places, rows, columns, 4);
   for (size_t i = 0; i < rows * columns; ++i) CHECK(all[0][i] == ((all[1][i] + all[2][i]) + all[3][i]) + all[4][i]);
   std::vector<float> copy(rows * columns);
-  Target copies[] = {{reinterpret_cast<char*>(copy.data()), columns * 4, 0}, {reinterpret_cast<char*>(all[2].data()), columns * 4, 0}};
-  reduce_rows(Combine::sum, places, rows, columns, 4, 0, copies, 2);  // a source is overwritten, once it has been read
+  Target copies[] = {{reinterpret_cast<char*>(copy.data()), columns * 4, 0, true}, {reinterpret_cast<char*>(all[2].data()), columns * 4, 0}};
+  reduce(Combine::sum, places, rows, columns, 4, 0, copies, 2);  // a source is overwritten, once it has been read
   CHECK(copy == all[0] && all[2] == all[0]);
   size_t many = (size_t{9} << 20) / 4;  // written past the caches
   std::vector<float> left(many, 1), right(many, 2), total(many), twice(many);
   auto whole = [&](std::vector<float>& x) { return Rows{reinterpret_cast<char*>(x.data()), many * 4, Dtype::float32}; };
   Target again{reinterpret_cast<char*>(twice.data()), many * 4, 2 * many * 4};
-  reduce_rows(Combine::avg, {whole(total), whole(left), whole(right)}, 1, many, 2, many * 4, &again, 1);
+  reduce(Combine::avg, {whole(total), whole(left), whole(right)}, 1, many, 2, many * 4, &again, 1);
   for (size_t i = 0; i < many; ++i) CHECK(total[i] == 1.5f && twice[i] == 1.5f);
   uint16_t one = 0x3f80, tiny = 0x3b80, sum = 0, nan = 0x7fc1;  // bfloat16: 1, 1/256 and a NaN
   auto place = [](uint16_t& x) { return Rows{reinterpret_cast<char*>(&x), 2, Dtype::bfloat16}; };
-  reduce_rows(Combine::sum, {place(sum), place(one), place(tiny)}, 1, 1, 2);
+  reduce(Combine::sum, {place(sum), place(one), place(tiny)}, 1, 1, 2);
   CHECK(sum == 0x3f80);  // a tie goes to even …
-  reduce_rows(Combine::sum, {place(sum), place(one), place(tiny), place(tiny)}, 1, 1, 3);
+  reduce(Combine::sum, {place(sum), place(one), place(tiny), place(tiny)}, 1, 1, 3);
   CHECK(sum == 0x3f81);  // … but two of them are kept until the one rounding at the end
-  reduce_rows(Combine::sum, {place(sum), place(one), place(nan)}, 1, 1, 2);
+  reduce(Combine::sum, {place(sum), place(one), place(nan)}, 1, 1, 2);
   CHECK((sum & 0x7fff) > 0x7f80);
 }
 
@@ -103,7 +114,7 @@ void test_conversions() {
   std::vector<Float16> halves(65536), narrowed;
   std::vector<float> wide(halves.size()), numbers;
   for (uint32_t i = 0; i < halves.size(); ++i) halves[i].bits = static_cast<uint16_t>(i);
-  reduce_rows(Combine::sum, {rows(wide, Dtype::float32), rows(halves, Dtype::float16)}, 1, halves.size(), 1);
+  reduce(Combine::sum, {rows(wide, Dtype::float32), rows(halves, Dtype::float16)}, 1, halves.size(), 1);
   for (size_t i = 0; i < halves.size(); ++i) CHECK(bits_as<uint32_t>(wide[i]) == bits_as<uint32_t>(widen(halves[i])));
   std::mt19937 random(4);
   for (float half : wide)  // each half, what lies midway to the next one, their neighbours, and anything
@@ -111,7 +122,7 @@ void test_conversions() {
       numbers.push_back(bits_as<float>(bits_as<uint32_t>(half) + above));
   for (uint32_t i = 0; i < 1 << 20; ++i) numbers.push_back(bits_as<float>(0x32000000u + i * 64));  // all that is tiny, in steps
   narrowed.resize(numbers.size());
-  reduce_rows(Combine::sum, {rows(narrowed, Dtype::float16), rows(numbers, Dtype::float32)}, 1, numbers.size(), 1);
+  reduce(Combine::sum, {rows(narrowed, Dtype::float16), rows(numbers, Dtype::float32)}, 1, numbers.size(), 1);
   for (size_t i = 0; i < numbers.size(); ++i) CHECK(narrowed[i].bits == narrow<Float16>(numbers[i]).bits);
   CHECK(widen(Float16{0x3555}) == 0x1.554p-2f && narrow<Float16>(65519.f).bits == 0x7bff && narrow<Float16>(65520.f).bits == 0x7c00);
 }
@@ -157,7 +168,7 @@ void test_teams() {
       for (size_t gap : {0, 3}) {
         const size_t item = size_of(dtype), columns = 17'001 / item, rows = 17, stride = (columns + gap) * item;
         Target copy{next() + 8, columns * item, gap << 22};
-        reduce_rows(Combine::sum, {{next() + 16, stride, dtype}, {a.data(), stride, dtype}, {b.data(), stride, dtype}}, rows, columns, 2,
+        reduce(Combine::sum, {{next() + 16, stride, dtype}, {a.data(), stride, dtype}, {b.data(), stride, dtype}}, rows, columns, 2,
                     gap << 22, &copy, 1);
       }
     char* over = next();
@@ -499,7 +510,26 @@ void test_signal_arrays() {
   CHECK(wait(1, {7, 1, 1}, Compare::equal, 1) == WaitStatus::failed && !arrays[1].add(0, {0, 1, 1}, 1));
 }
 
+// Which way to write is learnt from how long each takes, and learnt anew when that changes.
+void test_stores_learn() {
+  Learnt learnt;
+  auto past = [&](float through, float past, int copies) {  // how many of so many copies went past the caches
+    int found = 0;
+    for (int copy = 0; copy < copies; ++copy) {
+      learnt.begin(size_t{64} << 10);
+      found += learnt.past();
+      if (learnt.timed()) learnt.took((learnt.past() ? past : through) * (copy ? 1 : 20));  // the first finds new memory
+    }
+    return found;
+  };
+  CHECK(past(0.05f, 0.05f, 3000) < 60);   // threads of a core
+  CHECK(past(0.6f, 0.05f, 3000) > 2700);  // distant cores, from now on
+  CHECK(past(0.05f, 0.08f, 3000) < 1100);  // until that is tried again
+  CHECK(past(0.06f, 0.04f, 3000) < 60);  // the peer would lose more
+}
+
 int main() {
+  test_stores_learn();
   test_copies();
   test_several_targets();
   test_transposing();

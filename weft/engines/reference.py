@@ -11,7 +11,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from itertools import cycle
 from typing import NamedTuple
 
 import torch
@@ -23,8 +23,8 @@ from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, S
 from weft.schedules.barrier import barrier
 from weft.schedules.levels import flat
 
-TURNS = _native.Executor.turns
-"""How many eager buffers there are, which calls use in turn."""
+TURNS, MEETING = _native.Executor.turns, _native.Executor.meeting
+"""How many eager buffers there are, which calls use in turn: those of plans that meet the first ones, the others the rest."""
 
 Buffers = dict[str, Tensor]
 Move = Copy | Matmul | Reduce
@@ -70,7 +70,7 @@ def _met(calls: Sequence[Call]) -> list[Call]:
     """The calls, and the barriers that engines add before eager buffers are written to which some rank may still read."""
     found, ahead = list[Call](), 0
     for call in calls:
-        if call.plan.ahead and ahead == TURNS - 2:
+        if call.plan.ahead and ahead == TURNS - MEETING:
             found.append(Call(barrier(flat(call.plan.ranks)), [{}] * call.plan.ranks))
             ahead = 0
         ahead = 0 if call.plan.meets else ahead + call.plan.ahead
@@ -187,17 +187,19 @@ def _result(move: Move, sources: Sequence[Tensor], call: Call, rank: int) -> Ten
 def _memory(calls: Sequence[Call]) -> list[list[Buffers]]:
     """The buffers of each call on each rank.
 
-    A rank's workspaces begin, in every call, at the start of one pool; eager buffers at that of one of `TURNS` others, in turn.
+    A rank's workspaces begin, in every call, at the start of one pool; eager buffers at that of one of `TURNS` others.
     """
     ranks, likes = range(calls[0].plan.ranks), [_like(call) for call in calls]
     plans = [(call.plan, like) for call, like in zip(calls, likes, strict=True)]
     largest = max(sum(_bytes(like[name], max(buffer.rows)) for name, buffer in plan.buffers.items()) for plan, like in plans)
     pools = [[torch.full((largest,), NAN, dtype=torch.uint8) for _ in range(1 + TURNS)] for _ in ranks]
-    turns = accumulate((any(buffer.role == "eager" for buffer in plan.buffers.values()) for plan, _ in plans), initial=0)
-    return [
-        [_lay_out(plan, like, r, {"workspace": pools[r][0], "eager": pools[r][1 + turn % TURNS]}) for r in ranks]
-        for (plan, like), turn in zip(plans, turns, strict=False)
-    ]
+    met, passed = cycle(range(MEETING)), cycle(range(MEETING, TURNS))
+    found = []
+    for plan, like in plans:
+        eager = any(buffer.role == "eager" for buffer in plan.buffers.values())
+        turn = next(met if plan.meets else passed) if eager else 0
+        found.append([_lay_out(plan, like, r, {"workspace": pools[r][0], "eager": pools[r][1 + turn]}) for r in ranks])
+    return found
 
 
 def _lay_out(plan: Plan, like: Buffers, rank: int, pools: dict[str, Tensor]) -> Buffers:
