@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "segment.hpp"
-#include "tensor_snapshot.hpp"
+#include "tensor_view.hpp"
 
 namespace weft {
 
@@ -53,9 +53,9 @@ class Alike {
   bool look(nb::handle options, nb::handle a, nb::handle weights, nb::handle biases, uint64_t& name) {
     lies_.clear();
     if (!note(a) || !eye_.contiguous()) return false;
-    const uint64_t world = Segment::around(eye_.address).first;
-    if (world && world != world_) return false;
-    lies_.push_back(world != 0);
+    const Segment* within = Segment::around(eye_.address);
+    if (within && within->world != world_) return false;
+    lies_.push_back(within != nullptr);
     for (nb::handle weight : weights) {
       const bool packed = weight.type().is(packed_);
       lies_.push_back(packed);

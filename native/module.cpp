@@ -12,6 +12,7 @@
 #include <deque>
 #include <functional>
 #include <system_error>
+#include <unordered_map>
 
 #include "alike.hpp"
 #include "binding.hpp"
@@ -22,7 +23,7 @@
 #include "repeats.hpp"
 #include "signal_array.hpp"
 #include "team.hpp"
-#include "tensor_snapshot.hpp"
+#include "tensor_view.hpp"
 #include "transfers.hpp"
 
 namespace nb = nanobind;
@@ -66,24 +67,41 @@ bool signal_pending() {
 
 using Sizes = std::vector<size_t>;
 
-// A copy between a peer's part of a segment, from byte `offset` on, and memory of this process.
-StridedCopy one_sided(bool put, const Segment& segment, int peer, size_t offset, uintptr_t local, size_t item, const Sizes& shape,
-                      const Sizes& remote_strides, const Sizes& local_strides) {
-  const Mapping& part = *segment.parts.at(peer);
-  if (offset + span_of(item, shape, remote_strides) > part.bytes())
-    throw nb::value_error("out of bounds: the tensor reaches beyond its symmetric memory on the peer");
-  const Sizes& written = put ? remote_strides : local_strides;
-  if (may_repeat(shape, written))
+// The number of the world in whose symmetric memory `remote` lies, and a copy between a peer's counterpart of it and `local`; nothing
+// if there is something wrong with one of them, which is to be told in words.
+std::optional<std::pair<uint64_t, StridedCopy>> one_sided(bool put, nb::handle remote, nb::handle local, int peer, Types plain,
+                                                          nb::handle api) {
+  Eye there(plain, api), here(plain, api);
+  if (!there.look(remote) || !here.look(local) || there.dtype != here.dtype || !there.same_shape(here)) return {};
+  if (!there.read_as_they_lie(remote) || !here.read_as_they_lie(local)) return {};
+  // Without elements a tensor need not say where it lies.
+  const auto at = there.span() ? there.address : nb::cast<uintptr_t>(remote.attr("untyped_storage")().attr("data_ptr")());
+  const Segment* segment = Segment::around(at);
+  if (!segment || peer < 0 || static_cast<size_t>(peer) >= segment->parts.size() || !segment->parts[peer]) return {};
+  const Mapping &own = *segment->parts[segment->rank], &part = *segment->parts[peer];
+  const size_t offset = at - reinterpret_cast<uintptr_t>(own.base());
+  const Sizes shape(there.shape, there.shape + there.dimensions), remote_strides(there.strides, there.strides + there.dimensions),
+      local_strides(here.strides, here.strides + here.dimensions);
+  if (may_repeat(shape, put ? remote_strides : local_strides))
     throw nb::value_error("dst holds elements more than once, or its dimensions interleave; write to a tensor that is not expanded");
-  char *there = part.base() + offset, *here = reinterpret_cast<char*>(local);
-  return put ? StridedCopy(there, here, item, shape, remote_strides, local_strides)
-             : StridedCopy(here, there, item, shape, local_strides, remote_strides);
+  char *far = part.base() + offset, *near = reinterpret_cast<char*>(here.address);
+  return std::pair(segment->world, put ? StridedCopy(far, near, there.item, shape, remote_strides, local_strides)
+                                       : StridedCopy(near, far, there.item, shape, local_strides, remote_strides));
 }
 
 // Transfers, and the Python objects whose memory they use, which live until a transfer is over. All calls hold the GIL.
 struct PyTransfers {
+  static inline std::unordered_map<uint64_t, PyTransfers*> open;  // by the numbers of worlds, until they are closed
+
+  uint64_t world;
   std::deque<std::pair<uint64_t, nb::object>> keepalive;
   Transfers transfers;  // destroyed first, so that nothing is under way when the objects go
+
+  PyTransfers(std::shared_ptr<Mesh> mesh, int spins, size_t comm_threads, uint64_t number)
+      : world(number), transfers(std::move(mesh), spins, comm_threads) {
+    open[world] = this;
+  }
+  ~PyTransfers() { open.erase(world); }
 
   void release() {
     while (!keepalive.empty() && transfers.done(keepalive.front().first)) {
@@ -120,16 +138,14 @@ NB_MODULE(_native, m) {
       .value("left", WaitStatus::left).value("mismatch", WaitStatus::mismatch)
       .value("interrupted", WaitStatus::interrupted).value("lane", WaitStatus::lane);
 
-  nb::class_<TensorSnapshot>(m, "TensorSnapshot")
-      .def(nb::init<nb::handle, nb::handle>(), "tensor"_a, "api"_a.none())
-      .def("matches", &TensorSnapshot::matches, "tensor"_a.none());
   m.def("layouts", [](nb::handle tensors, Types plain, nb::handle look) { return layouts(tensors, std::move(plain), look); },
         "tensors"_a, "plain"_a, "look"_a.none());
-  m.def("same_vectors", &same_vectors);
+  m.def("same_vectors", &same_vectors, "one"_a, "other"_a, "api"_a.none());
   m.def("lies", [](nb::handle tensor, Types plain, nb::handle api) -> std::optional<uint64_t> {
     Eye eye(std::move(plain), api);
     if (!eye.look(tensor) || !eye.contiguous()) return {};
-    return Segment::around(eye.address).first;
+    const Segment* within = Segment::around(eye.address);
+    return within ? within->world : 0;
   }, "tensor"_a.none(), "plain"_a, "look"_a.none());
 
   nb::class_<Mapping>(m, "Mapping").def_prop_ro("base", [](Mapping& x) { return reinterpret_cast<uintptr_t>(x.base()); });
@@ -350,28 +366,23 @@ NB_MODULE(_native, m) {
   });
 
   nb::class_<StridedCopy>(m, "StridedCopy");
-  m.def("one_sided", &one_sided);
+  m.def("copy_at_once", [](bool put, nb::handle remote, nb::handle local, int peer, Types plain, nb::handle api) {
+    // Whether that copy was made; not where something is to be told in words.
+    const auto found = one_sided(put, remote, local, peer, std::move(plain), api);
+    const auto world = found ? PyTransfers::open.find(found->first) : PyTransfers::open.end();
+    if (world == PyTransfers::open.end()) return false;
+    nb::gil_scoped_release release;
+    return world->second->transfers.copy(found->second);
+  }, "put"_a, "remote"_a.none(), "local"_a.none(), "peer"_a, "plain"_a, "api"_a.none());
+  m.def("one_sided", &one_sided, "put"_a, "remote"_a.none(), "local"_a.none(), "peer"_a, "plain"_a, "api"_a.none());
 
   nb::class_<PyTransfers>(m, "Transfers")
-      .def("__init__", [](PyTransfers* self, std::shared_ptr<Mesh> mesh, int spins, size_t comm_threads) {
-        new (self) PyTransfers{{}, {mesh, spins, comm_threads}};
-      })
+      .def(nb::init<std::shared_ptr<Mesh>, int, size_t, uint64_t>())
       .def_prop_ro_static("max_outstanding", [](nb::handle) { return Transfers::kOutstanding; })
       .def("copy", [](PyTransfers& self, const StridedCopy& copy) {
         nb::gil_scoped_release release;
         return self.transfers.copy(copy);
       })
-      .def("repeat", [](PyTransfers& self, const StridedCopy& copy, const TensorSnapshot& remote, const TensorSnapshot& local,
-                        nb::handle now_remote, nb::handle now_local) {
-        // The same, if its tensors are as they were; else nothing, and None.
-        if (!remote.matches(now_remote) || !local.matches(now_local)) return nb::object(nb::none());
-        bool made;
-        {
-          nb::gil_scoped_release release;
-          made = self.transfers.copy(copy);
-        }
-        return nb::object(nb::bool_(made));
-      }, "copy"_a, "remote"_a, "local"_a, "now_remote"_a.none(), "now_local"_a.none())
       .def("submit", [](PyTransfers& self, nb::object keepalive, const StridedCopy& copy) {
         uint64_t number;
         {
@@ -404,6 +415,7 @@ NB_MODULE(_native, m) {
           self.transfers.finish();
         }
         self.release();
+        PyTransfers::open.erase(self.world);
       });
 
   m.def("set_team_size", &set_team_size);

@@ -10,7 +10,7 @@
 
 #include "compiled.hpp"
 #include "segment.hpp"
-#include "tensor_snapshot.hpp"
+#include "tensor_view.hpp"
 
 namespace weft {
 
@@ -51,11 +51,11 @@ class Repeats {
     Call& known = *held;
     if (!known.what.is(what) || known.lies != lies_ || !known.options.equal(options)) return false;
     if (!same(known.out, out)) {
-      if (nb::cast<bool>(out.attr("requires_grad")) || !read_as_it_lies(out)) return false;  // who checks may have something to say
+      if (nb::cast<bool>(out.attr("requires_grad")) || !eye_.read_as_they_lie(out)) return false;  // who checks may have something to say
       known.out = weak(out);
     }
     if (!out.is(a) && !same(known.a, a)) {
-      if (!read_as_it_lies(a)) return false;
+      if (!eye_.read_as_they_lie(a)) return false;
       known.a = weak(a);
     }
     const Place from = a_, to = out_;
@@ -112,15 +112,11 @@ class Repeats {
     if (!eye_.look(tensor)) return false;
     place = {eye_.address, eye_.span()};
     eye_.add_layout(lies_);
-    if (const auto [world, segment] = Segment::around(place.address); world)  // peers have it where theirs is
-      for (uint64_t each : {world, segment, static_cast<uint64_t>(place.address)}) lies_.push_back(static_cast<int64_t>(each));
+    if (const Segment* within = Segment::around(place.address))  // peers have it where theirs is
+      for (uint64_t each : {within->world, within->number, uint64_t{place.address}}) lies_.push_back(static_cast<int64_t>(each));
     return place.bytes > 0;
   }
 
-  // Whether elements are not conjugated or negated when they are read.
-  static bool read_as_it_lies(nb::handle tensor) {
-    return !nb::cast<bool>(tensor.attr("is_neg")()) && !nb::cast<bool>(tensor.attr("is_conj")());
-  }
   static bool same(const nb::object& weak, nb::handle tensor) { return weak.is_valid() && weak().is(tensor); }
   static nb::object weak(nb::handle tensor) {
     nb::object made = nb::steal(PyWeakref_NewRef(tensor.ptr(), nullptr));

@@ -85,16 +85,15 @@ Segment::~Segment() {
   registry().segments.erase(begin(*this));
 }
 
-std::pair<uint64_t, uint64_t> Segment::around(uintptr_t address) {
+const Segment* Segment::around(uintptr_t address) {
   if (address < registry().lowest.load(std::memory_order_relaxed) || address >= registry().highest.load(std::memory_order_relaxed))
-    return {0, 0};
+    return nullptr;
   std::lock_guard lock(registry().mutex);
   const auto& segments = registry().segments;
   auto after = segments.upper_bound(address);
-  if (after == segments.begin()) return {0, 0};
+  if (after == segments.begin()) return nullptr;
   const Segment& found = *(--after)->second;
-  if (address >= after->first + found.parts[found.rank]->bytes()) return {0, 0};
-  return {found.world, found.number};
+  return address < after->first + found.parts[found.rank]->bytes() ? &found : nullptr;
 }
 
 }  // namespace weft

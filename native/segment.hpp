@@ -32,8 +32,8 @@ struct Segment {
   ~Segment();
   Segment(const Segment&) = delete;
 
-  // The numbers of the world in whose symmetric memory this lies, on the rank that it belongs to, and of the segment; 0 if in none.
-  static std::pair<uint64_t, uint64_t> around(uintptr_t address);
+  // The one in whose own part this lies; null if there is none. It lives while the tensor does whose address it is.
+  static const Segment* around(uintptr_t address);
 
   std::vector<std::shared_ptr<Mapping>> parts;
   int rank;

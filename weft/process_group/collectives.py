@@ -19,16 +19,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.checks import name
+from weft.engines.weights import DTYPES as FLOATS
 from weft.engines.weights import FLOAT8
 from weft.ops.all_gather import all_gather as weft_all_gather
 from weft.ops.all_reduce import all_reduce as weft_all_reduce
 from weft.ops.all_to_all import all_to_all as weft_all_to_all
 from weft.ops.broadcast import broadcast as weft_broadcast
-from weft.ops.collective import ANY, NUMBERS, REDUCTIONS
+from weft.ops.collective import ANY, NUMBERS
 from weft.ops.reduce_scatter import reduce_scatter as weft_reduce_scatter
 from weft.world import World
 
-_SUM = dist.ReduceOp.SUM
+_KINDS = {hash(op): name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}  # to ask one for its name takes 5 us
+_AS_THEY_ARE = {"sum": {*NUMBERS}, "max": {*NUMBERS}, "min": {*NUMBERS}, "avg": {*FLOATS}}
+"""What weft's own reductions take."""
+
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 _ON_BOOLEANS = {"sum": "max", "max": "max", "bor": "max", "product": "min", "min": "min", "band": "min"}
@@ -47,8 +51,9 @@ _COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
 
 def all_reduce(world: World, tensor: Tensor, op: Any, timeout: float | None = None) -> None:
     """Overwrite `tensor` with the reduction of all ranks'."""
-    if op == _SUM and tensor.dtype in NUMBERS and _as_it_is(tensor):
-        weft_all_reduce(tensor, out=tensor, world=world, timeout=timeout)
+    kind = _kind(op)
+    if tensor.dtype in _AS_THEY_ARE.get(kind, ()) and _as_it_is(tensor):
+        weft_all_reduce(tensor, op=kind, out=tensor, world=world, timeout=timeout)
         return
     kind, here = _reducible(tensor, op)
     if here is None:
@@ -111,8 +116,9 @@ def reduce_scatter_single(world: World, out: Tensor, tensor: Tensor, op: Any, ti
     _check_dtypes(out, tensor)
     if tensor.numel() != out.numel() * world.ranks:
         raise ValueError(f"the input must have {world.ranks} times the {out.numel()} elements of the output; got {tensor.numel()}")
-    if op == _SUM and tensor.dtype in NUMBERS and _as_it_is(tensor) and _as_it_is(out) and _joins(tensor, out, world):
-        weft_reduce_scatter(tensor, out=out, world=world, timeout=timeout)
+    kind = _kind(op)
+    if tensor.dtype in _AS_THEY_ARE.get(kind, ()) and _as_it_is(tensor) and _as_it_is(out) and _joins(tensor, out, world):
+        weft_reduce_scatter(tensor, out=out, op=kind, world=world, timeout=timeout)
     else:
         _reduce_scatter(world, out, tensor, [out.numel()] * world.ranks, op, timeout)
 
@@ -212,7 +218,7 @@ def _reducible(tensor: Tensor, op: Any) -> tuple[str, Tensor | None]:
         return _ON_BOOLEANS[kind], _moved(tensor).view(torch.uint8)
     if kind == "avg" and tensor.dtype in _WHOLE:
         kind = "sum"  # and divided by `_finish`
-    known = kind in REDUCTIONS and tensor.dtype in NUMBERS
+    known = tensor.dtype in _AS_THEY_ARE.get(kind, ())
     return kind, _moved(tensor) if known or (tensor.is_complex() and kind in ("sum", "avg")) else None
 
 
@@ -238,8 +244,7 @@ def _rows_of_all(world: World, tensor: Tensor, timeout: float | None) -> Tensor:
 
 
 def _kind(op: Any) -> str:
-    name: str = getattr(op, "op", op).name
-    return name.lower()
+    return _KINDS[hash(op)]
 
 
 def _as_it_is(tensor: Tensor) -> bool:

@@ -56,11 +56,6 @@ LOOK = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 """How native code can look at a tensor; torch 2.9 does not offer it."""
 
 
-def snapshot(tensor: torch.Tensor) -> _native.TensorSnapshot:
-    """What a tensor is when something is made for it, such as a compiled call; `matches` tells whether a tensor is still that."""
-    return _native.TensorSnapshot(tensor, LOOK)
-
-
 def layouts(tensors: Sequence[torch.Tensor | None]) -> Hashable:
     """How plain tensors lie, but not where: dtypes, shapes and strides. None if that of one on a CPU cannot be told."""
     return _native.layouts(tensors, PLAIN, LOOK)
@@ -68,7 +63,7 @@ def layouts(tensors: Sequence[torch.Tensor | None]) -> Hashable:
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two vectors of whole numbers on a CPU are equal; where torch allows it in a fraction of the time of `torch.equal`."""
-    return torch.equal(a, b) if LOOK is None else _native.same_vectors(a, b, LOOK)
+    return _native.same_vectors(a, b, LOOK)
 
 
 def lies(tensor: object) -> int | None:

@@ -12,15 +12,13 @@ peer has died or failed, which closes the world; bad arguments are `ValueError` 
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import NamedTuple
-from weakref import ReferenceType, ref
 
 from torch import Tensor
 
 from weft import _native
-from weft.checks import check_tensor, check_timeout, name
+from weft.checks import PLAIN, check_tensor, check_timeout, name
 from weft.errors import PeerTimeout, WeftError
 from weft.world import memory
 from weft.world.peers import Peers
@@ -38,26 +36,15 @@ _COMPARISONS = {
 _FOREVER = 1e9  # seconds; what a clock of 64 bits in nanoseconds can count to without care
 
 
-_REMEMBERED = 1024  # copies that are found by the identity of their tensors
-
-
 class _Copy(NamedTuple):
-    """A copy between a peer's counterpart of `remote` and `local`, checked and made ready."""
+    """A copy that was asked for, in words when it is turned into a string."""
 
-    owner: ReferenceType[World]
     put: bool
     peer: int
     size: int  # bytes
-    native: _native.StridedCopy
-    remote: _native.TensorSnapshot
-    local: _native.TensorSnapshot
 
     def __str__(self) -> str:
         return f"{'put' if self.put else 'get'} of {self.size:,} bytes {'to' if self.put else 'from'} rank {self.peer}"
-
-
-_copies: dict[tuple[bool, int, int, int], _Copy] = {}
-"""Copies that were made before, by direction, the identities of both tensors, and the peer."""
 
 
 class Transfer:
@@ -101,7 +88,7 @@ def put(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> N
     and the target overlap, all is read before anything is written. Autograd does not take part.
 
     The peer learns nothing of it: tell it by `notify` or `put_notify`. `world` is the tensor's own and need not be given; one that
-    is, is checked. Raises `ValueError` (not symmetric, of another world, no such peer, shapes differ, out of bounds, not plain),
+    is, is checked. Raises `ValueError` (not symmetric, of another world, no such peer, shapes differ, not plain),
     `TypeError` (dtypes differ, a subclass), `PeerLost`.
     """
     _copy(dst, src, peer, world, True)
@@ -115,7 +102,7 @@ def get(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> N
     conjugate or negative view. `peer` may be this rank itself. Autograd does not take part.
 
     What is read is only certain if the peer has said that it is there, and does not write it meanwhile. `world` is the tensor's own
-    and need not be given. Raises `ValueError` (not symmetric, of another world, no such peer, shapes differ, out of bounds, not
+    and need not be given. Raises `ValueError` (not symmetric, of another world, no such peer, shapes differ, not
     plain), `TypeError` (dtypes differ, a subclass), `PeerLost`.
     """
     _copy(src, dst, peer, world, False)
@@ -127,7 +114,7 @@ def put_async(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None
     A world has 1024 transfers under way at most; while it has, this call holds its thread until one ends. Arguments and errors are
     those of `put`.
     """
-    return _begin((dst, src), *_prepared(dst, src, peer, world, True))
+    return _begin(dst, src, peer, world, True)
 
 
 def get_async(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> Transfer:
@@ -136,14 +123,15 @@ def get_async(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None
     A world has 1024 transfers under way at most; while it has, this call holds its thread until one ends. Arguments and errors are
     those of `get`.
     """
-    return _begin((dst, src), *_prepared(src, dst, peer, world, False))
+    return _begin(src, dst, peer, world, False)
 
 
 def put_notify(dst: Tensor, src: Tensor, signals: Signals, index: int | slice, peer: int, op: str = "add", value: int = 1) -> None:
     """`put`, then `notify` the same peer: who sees the counter sees the data. Everything is checked before anything is moved."""
     own, copy = _prepared(dst, src, peer, signals.world, True)
     raising = _notification(signals, index, peer, op, value)
-    _run(own, copy)
+    if not own.transfers.copy(copy):
+        raise own.failure(f"to make a {_Copy(True, peer, src.nbytes)}")
     if not raising():
         raise own.failure(f"to notify rank {peer}")
 
@@ -194,76 +182,47 @@ def test(signals: Signals, index: int | slice, cmp: str, value: int) -> bool:
 
 
 def _copy(remote: Tensor, local: Tensor, peer: int, world: World | None, put: bool) -> None:
-    """Make a copy; one that was made before is little more than one native call."""
-    known = _copies.get((put, id(remote), id(local), peer)) if type(peer) is int else None
-    if known is not None and (own := known.owner()) is not None and (world is None or world is own) and own.closed is None:
-        done = own.transfers.repeat(known.native, known.remote, known.local, remote, local)
-        if done:
-            return
-        if done is False:
-            raise own.failure(f"to make a {known}")
-    _run(*_prepared(remote, local, peer, world, put))
+    if world is None and type(peer) is int and _native.copy_at_once(put, remote, local, peer, PLAIN, memory.LOOK):
+        return
+    own, copy = _prepared(remote, local, peer, world, put)
+    if not own.transfers.copy(copy):
+        raise own.failure(f"to make a {_Copy(put, peer, local.nbytes)}")
 
 
-def _prepared(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put: bool) -> tuple[World, _Copy]:
-    """The world of `remote`, and the copy between `peer`'s counterpart of it and `local`; a repeated call finds its copy ready."""
-    known = _copies.get((put, id(remote), id(local), peer)) if type(peer) is int else None
-    if known is not None and known.remote.matches(remote) and known.local.matches(local):
-        own = known.owner()
-        if own is not None and (world is None or world is own):
-            own.check()
-            return own, known
-    own, copy = _checked(remote, local, peer, world, put)
-    if len(_copies) >= _REMEMBERED:
-        _copies.clear()
-    _copies[put, id(remote), id(local), copy.peer] = copy
-    return own, copy
+def _begin(remote: Tensor, local: Tensor, peer: int, world: World | None, put: bool) -> Transfer:
+    own, copy = _prepared(remote, local, peer, world, put)
+    return Transfer(own, own.transfers.submit((remote, local), copy), _Copy(put, peer, local.nbytes))
 
 
-def _checked(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put: bool) -> tuple[World, _Copy]:
-    """Check the arguments of a copy between `peer`'s counterpart of `remote` and `local`; the world of `remote`, and the copy."""
+def _prepared(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put: bool) -> tuple[World, _native.StridedCopy]:
+    """The world of `remote`, and the copy between `peer`'s counterpart of it and `local`; all arguments are checked."""
+    rank = peer if type(peer) is int else whole(peer, "peer is the number of a rank")
+    found = _native.one_sided(put, remote, local, rank, PLAIN, memory.LOOK)
+    own = None if found is None else numbered(found[0])
+    if found is None or own is None or (world is not None and world is not own):
+        raise _refusal(remote, local, rank, put)
+    if own.closed is not None:
+        own.check()
+    return own, found[1]
+
+
+def _refusal(remote: Tensor, local: Tensor, peer: int, put: bool) -> Exception:
+    """What is wrong with the arguments of a copy between `peer`'s counterpart of `remote` and `local`."""
     there, here = ("dst", "src") if put else ("src", "dst")
     for tensor, what in ((remote, there), (local, here)):
         check_tensor(tensor, what)
         if not tensor.is_cpu:
-            raise ValueError(f"{what} is on {tensor.device}; ranks of a host exchange CPU tensors: pass one")
-    segment = memory.find(remote)
-    own = None if segment is None else numbered(segment.world)
-    shape, dtype = remote.shape, remote.dtype
-    if (
-        not isinstance(segment, _native.Segment)
-        or own is None
-        or world not in (None, own)
-        or dtype is not local.dtype
-        or shape != local.shape
-    ):
-        raise _refusal(remote, local, there, here)
-    own.check()
-    rank, item = _rank(peer, own), dtype.itemsize
-    offset = int(remote.storage_offset()) * item
-    native = _native.one_sided(put, segment, rank, offset, local.data_ptr(), item, shape, remote.stride(), local.stride())
-    size = math.prod(shape) * item
-    return own, _Copy(ref(own), put, rank, size, native, memory.snapshot(remote), memory.snapshot(local))
-
-
-def _refusal(remote: Tensor, local: Tensor, there: str, here: str) -> Exception:
-    """What is wrong with the tensors of a call, as the error to raise; `there` and `here` are what the caller calls them."""
-    if memory.find(remote) is None:
+            return ValueError(f"{what} is on {tensor.device}; ranks of a host exchange CPU tensors: pass one")
+    if (segment := memory.find(remote)) is None:
         return ValueError(f"{there} is not symmetric, so no peer has a counterpart; make it with world.empty(...)")
     if remote.dtype != local.dtype:
         return TypeError(f"{there} is {name(remote.dtype)} and {here} {name(local.dtype)}; they must have one dtype")
     if remote.shape != local.shape:
         return ValueError(f"{there} has shape {tuple(remote.shape)} and {here} {tuple(local.shape)}; they must be equal")
+    if (own := numbered(segment.world)) is not None:
+        own.check()
+        _rank(peer, own)
     return ValueError(f"{there} is symmetric in another world; use one made by this world's empty(...)")
-
-
-def _run(world: World, copy: _Copy) -> None:
-    if not world.transfers.copy(copy.native):
-        raise world.failure(f"to make a {copy}")
-
-
-def _begin(tensors: tuple[Tensor, Tensor], world: World, copy: _Copy) -> Transfer:
-    return Transfer(world, world.transfers.submit(tensors, copy.native), copy)
 
 
 def _notification(signals: Signals, index: int | slice, peer: int, op: str, value: int) -> partial[bool]:

@@ -80,7 +80,7 @@ class World(Peers):
         self.recorder: Recorder | None = None
         self.emulated_link: tuple[float, float] | None = None
         self.choices: dict[Hashable, Any] = {}  # what `weft.ops.auto` has agreed on
-        self.transfers = _native.Transfers(self.mesh, self.spins, comm_threads)
+        self.transfers = _native.Transfers(self.mesh, self.spins, comm_threads, self.number)
         _alive[self.number] = self
 
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -1,0 +1,187 @@
+// How a tensor lies in memory, without a way through Python where torch allows it.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace weft {
+
+namespace nb = nanobind;
+
+// What torch 2.10 and later offer as `Tensor.__dlpack_c_exchange_api__`; of DLPack 1.3, whose first version this layout belongs to.
+struct Exchange {
+  uint32_t major, minor;
+  const Exchange* previous;
+  void *allocate, *from_tensor, *to_tensor;
+  int (*look)(void* tensor, nb::dlpack::dltensor* out);
+};
+
+// How to look at tensors, given the capsule with torch's `Exchange`, or None; null if that cannot be.
+inline const Exchange* exchange(nb::handle api) {
+  if (api.is_none()) return nullptr;
+  auto* found = static_cast<const Exchange*>(PyCapsule_GetPointer(api.ptr(), "dlpack_exchange_api"));
+  if (!found) throw nb::python_error();
+  return found->major == 1 ? found : nullptr;
+}
+
+// A tensor as it lies in memory: where, its dtype as a number, the bytes of an element, and sizes in elements.
+class View {
+ public:
+  uintptr_t address = 0;
+  int64_t dtype = 0;
+  size_t item = 0;
+  bool complex = true;  // or not known
+  const int64_t *shape = nullptr, *strides = nullptr;
+  size_t dimensions = 0;
+
+  // False for one that has no place in this process's memory.
+  bool look(nb::handle tensor, const Exchange* exchange) {
+    if (exchange) {
+      if (exchange->look(tensor.ptr(), &view_)) {
+        PyErr_Clear();
+        return false;
+      }
+      address = reinterpret_cast<uintptr_t>(view_.data) + view_.byte_offset;
+      dtype = view_.dtype.code << 16 | view_.dtype.bits, item = view_.dtype.bits / 8;
+      complex = view_.dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Complex);
+      shape = view_.shape, strides = view_.strides, dimensions = static_cast<size_t>(view_.ndim);
+      return view_.device.device_type == nb::device::cpu::value;
+    }
+    try {
+      if (!nb::cast<bool>(tensor.attr("is_cpu"))) return false;
+      address = nb::cast<uintptr_t>(tensor.attr("data_ptr")()), item = nb::cast<size_t>(tensor.attr("itemsize"));
+      dtype = reinterpret_cast<intptr_t>(nb::object(tensor.attr("dtype")).ptr());
+      shape_ = nb::cast<std::vector<int64_t>>(tensor.attr("shape")), strides_ = nb::cast<std::vector<int64_t>>(tensor.attr("stride")());
+      shape = shape_.data(), strides = strides_.data(), dimensions = shape_.size();
+      return true;
+    } catch (const nb::python_error&) {
+      return false;
+    }
+  }
+
+  bool contiguous() const {
+    int64_t below = 1;
+    for (size_t dim = dimensions; dim-- > 0; below *= shape[dim])
+      if (shape[dim] != 1 && strides[dim] != below) return false;
+    return true;
+  }
+
+  bool same_shape(const View& other) const { return std::equal(shape, shape + dimensions, other.shape, other.shape + other.dimensions); }
+
+  // Whether its elements are not conjugated or negated when they are read.
+  bool read_as_they_lie(nb::handle tensor) const {
+    static PyObject *const negated = PyUnicode_InternFromString("is_neg"), *const conjugated = PyUnicode_InternFromString("is_conj");
+    auto is = [&](PyObject* what) {
+      PyObject* self = tensor.ptr();
+      nb::object said = nb::steal(PyObject_VectorcallMethod(what, &self, 1, nullptr));
+      if (!said.is_valid()) throw nb::python_error();
+      return said.is(Py_True);
+    };
+    return !is(negated) && !(complex && is(conjugated));
+  }
+
+  // The bytes from the first element to behind the last.
+  size_t span() const {
+    size_t last = 0;
+    for (size_t dim = 0; dim < dimensions; ++dim) {
+      if (!shape[dim]) return 0;
+      last += static_cast<size_t>((shape[dim] - 1) * strides[dim]);
+    }
+    return (last + 1) * item;
+  }
+
+  // Add how it lies, but not where: its dtype, shape and strides.
+  void add_layout(std::vector<int64_t>& numbers) const {
+    numbers.push_back(static_cast<int64_t>(dimensions));
+    numbers.push_back(dtype);
+    for (const int64_t* all : {shape, strides}) numbers.insert(numbers.end(), all, all + dimensions);
+  }
+
+ private:
+  nb::dlpack::dltensor view_;
+  std::vector<int64_t> shape_, strides_;
+};
+
+// Looks at plain tensors in this process's memory.
+class Eye : public View {
+ public:
+  // `plain` are the types of such tensors, `api` is the capsule with torch's `Exchange`, or None.
+  Eye(nb::tuple plain, nb::handle api) : plain_(std::move(plain)), exchange_(exchange(api)) {}
+
+  // False for anything else.
+  bool look(nb::handle tensor) {
+    for (nb::handle type : plain_)
+      if (tensor.type().is(type)) return View::look(tensor, exchange_);
+    return false;
+  }
+
+ private:
+  nb::tuple plain_;
+  const Exchange* exchange_;
+};
+
+// A matrix whose rows are contiguous and begin `stride` bytes apart.
+struct Matrix {
+  uintptr_t address;
+  size_t rows, columns, stride;
+};
+
+// Throws std::invalid_argument for a tensor that is none.
+inline Matrix matrix(nb::handle tensor, const Exchange* exchange) {
+  View view;
+  if (!view.look(tensor, exchange) || view.dimensions != 2 || (view.shape[1] > 1 && view.strides[1] != 1))
+    throw std::invalid_argument(std::string("a buffer is a matrix with contiguous rows; got shape ") +
+                                nb::str(nb::tuple(tensor.attr("shape"))).c_str() + ", strides " + nb::str(tensor.attr("stride")()).c_str());
+  const size_t rows = static_cast<size_t>(view.shape[0]), columns = static_cast<size_t>(view.shape[1]);
+  return {view.address, rows, columns, (rows > 1 ? static_cast<size_t>(view.strides[0]) : columns) * view.item};
+}
+
+// A name of numbers, and of what can be hashed in Python.
+inline uint64_t mixed(const std::vector<int64_t>& numbers, nb::handle options) {
+  uint64_t name = static_cast<uint64_t>(PyObject_Hash(options.ptr()));
+  if (PyErr_Occurred()) PyErr_Clear();  // what is wrong with options that cannot be hashed is said by who checks them
+  for (int64_t number : numbers) {
+    name = (name ^ static_cast<uint64_t>(number)) * 0x9e3779b97f4a7c15;
+    name ^= name >> 32;
+  }
+  return name;
+}
+
+// How plain tensors of this process's memory lie, but not where, to find what was made for tensors that lie like these; None if one is
+// something else. Where there is none, None stands for it.
+inline nb::object layouts(nb::handle tensors, nb::tuple plain, nb::handle api) {
+  Eye eye(std::move(plain), api);
+  std::vector<int64_t> numbers;
+  numbers.reserve(24);
+  for (nb::handle tensor : tensors) {
+    if (tensor.is_none())
+      numbers.push_back(-1);
+    else if (eye.look(tensor))
+      eye.add_layout(numbers);
+    else
+      return nb::none();
+  }
+  return nb::bytes(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t));
+}
+
+// Whether two vectors of one dtype, of this process's memory, have the same bytes.
+inline bool same_vectors(nb::handle one, nb::handle other, nb::handle api) {
+  const Exchange* look = exchange(api);
+  View a, b;
+  if (!a.look(one, look) || !b.look(other, look) || a.dimensions != 1 || a.dtype != b.dtype || !a.same_shape(b)) return false;
+  for (int64_t i = 0; i < a.shape[0]; ++i)
+    if (std::memcmp(reinterpret_cast<char*>(a.address) + i * a.strides[0] * a.item,
+                    reinterpret_cast<char*>(b.address) + i * b.strides[0] * b.item, a.item))
+      return false;
+  return true;
+}
+
+}  // namespace weft
