@@ -16,6 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+PROFILE = "machine"
+"""The name, on each machine, of the profile that ``weft calibrate`` leaves."""
+
 
 def directory() -> Path:
     """Where weft remembers things."""

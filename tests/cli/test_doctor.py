@@ -10,6 +10,7 @@ from rich.console import Console
 from support.sysfs import recorded
 
 from weft.cli import doctor, placed
+from weft.schedules.thresholds import Thresholds
 from weft.world import topology
 from weft.world.topology import Core, Topology
 
@@ -19,10 +20,10 @@ RATES = {"float32": 80.0}
 SMALL = Topology(tuple(Core((cpu,), 0, 0, 0) for cpu in range(2)), cpuset=frozenset({0, 1}))
 
 
-def seen(rank, host="one", cores=(0, 1), threads=1, shared="works", rates=RATES, topology=SMALL, team=None):
+def seen(rank, host="one", cores=(0, 1), threads=1, shared="works", rates=RATES, topology=SMALL, team=None, known=()):
     name, addresses = f"node-{host}", {"lo": "127.0.0.1"}
     return doctor.RankReport(
-        rank, 100 + rank, name, host, "", addresses, tuple(cores), threads, shared, rates, topology, team or threads
+        rank, 100 + rank, name, host, "", addresses, tuple(cores), threads, shared, rates, topology, team or threads, dict(known)
     )
 
 
@@ -109,6 +110,25 @@ def test_a_rank_is_drawn_where_it_is(tmp_path):
     assert "1 on 8-15" in lines[1]
     assert "1 on 16-23" in lines[2]
     assert "none" in lines[3]
+
+
+def test_thresholds_are_said_and_where_they_come_from():
+    def said(agreed, *known, crowded=False):
+        console = Console(width=140, record=True, file=StringIO())
+        console.print(doctor._thresholds([seen(rank, known=told) for rank, told in enumerate(known)], agreed, crowded))
+        return [[word.strip() for word in line.strip("│").split("│")][1:] for line in console.export_text().splitlines()[3:-1]]
+
+    told = {"first_level": 48 << 10, "second_level": 2 << 20, "hop": 4.0}
+    first, *seconds, hop = said(Thresholds(**told), told, told)
+    assert first == ["24 KiB", "first-level cache of 48 KiB (sysfs)"]
+    assert [size for size, _ in seconds] == ["2048 KiB", "1024 KiB", "512 KiB"]
+    assert {source for _, source in seconds} == {"second-level cache of 2048 KiB (sysfs)"}
+    assert hop == ["4.0 notifies", "weft calibrate"]
+    first, *_, hop = said(Thresholds(), told, {})
+    assert first == ["16 KiB", "first-level cache of 32 KiB (sysfs and default)"]
+    assert hop == ["3.0 notifies", "weft calibrate and default"]
+    assert said(Thresholds(), {}, {})[-1] == ["3.0 notifies", "default"]
+    assert said(Thresholds(), told, told, crowded=True)[-1] == ["50.0 notifies", "default, as ranks share cores"]
 
 
 @pytest.mark.parametrize(

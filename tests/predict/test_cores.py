@@ -15,6 +15,7 @@ from weft.predict.machine import Link
 from weft.predict.simulator import seconds
 from weft.schedules.barrier import barrier
 from weft.schedules.levels import flat, nested
+from weft.schedules.thresholds import Thresholds
 
 HOSTS = ("epyc-9654-2s", "graviton4-2s", "xeon-6985p-2s")
 
@@ -57,6 +58,17 @@ def test_levels_are_predicted_to_be_faster_where_ranks_are_many(name):
             assert (first.name, second.name) == ("levels", "flat")
             assert first.notifies < second.notifies == ranks - 1
     assert {way.name for way in predict.ways("all_reduce", 1 << 20, 4, host.of_ranks(4))} == {"one_shot", "two_shot", "ring"}
+
+
+def test_predictions_go_by_the_thresholds_of_a_machine():
+    def ways(collective, size, thresholds):
+        return {way.name for way in predict.ways(collective, size, 16, replace(machine.load(HOSTS[0]), thresholds=thresholds))}
+
+    usual, large, far = Thresholds(), Thresholds(first_level=64 << 10), Thresholds(hop=99.0)
+    assert ways("all_reduce", 16 << 10, usual) == ways("all_reduce", 32 << 10, large) == {"flat", "levels"}
+    assert "two_shot" in ways("all_reduce", 17 << 10, usual) & ways("all_reduce", 33 << 10, large)
+    assert ways("all_gather", 64 << 10, usual) == {"flat", "levels"}
+    assert ways("barrier", 0, far) == {"flat"}
 
 
 def test_as_many_levels_as_are_worth_their_hops():

@@ -24,7 +24,9 @@ from weft.ops.call import Decision
 from weft.predict import machine, tuned
 from weft.predict.interpolation import Grid
 from weft.predict.machine import Link
+from weft.schedules.thresholds import Thresholds
 from weft.schedules.workload import Variant, Workload
+from weft.world import placement
 
 FIT = Path(__file__).parents[2] / "benchmarks" / "fit_machines.py"
 
@@ -232,6 +234,22 @@ def test_interference_from_times(times, slower):
     assert calibrate.slowdown(*times) == pytest.approx(slower)
 
 
+@pytest.mark.parametrize(
+    ("one", "nine", "notifies"),
+    [(4, 12, 3), (1.5, 9.5, 1), (1000, 1008, 50), (4, 4, 3), (4, 2, 3)],  # the last ones: something else was going on
+)
+def test_a_hop_from_times(one, nine, notifies):
+    assert calibrate.hop(one, nine, 9) == pytest.approx(notifies)
+
+
+def test_profiles_from_before_thresholds_have_the_usual_ones():
+    calibrated(thresholds=Thresholds(48 << 10, 2 << 20, 4.5))
+    profile = cache.stored(cache.of_this_machine(cache.PROFILE))
+    assert machine.load("this").thresholds == Thresholds(48 << 10, 2 << 20, 4.5)
+    del profile["thresholds"]
+    assert machine.from_dict(profile).thresholds == Thresholds()
+
+
 def measured(world, directory):
     os.environ["WEFT_CACHE"] = str(directory)
     calibrate._PASSES, calibrate._ROWS, calibrate._WIDTHS, calibrate._COPIED = 2, (1, 8), (64, 128), (1, 16)
@@ -263,6 +281,8 @@ def test_this_machine_is_measured(tmp_path):
     assert machine.names()[0] == "this"
     assert mine.in_place
     assert min(mine.memory_gbs, mine.reduce_gbs, mine.links[0].gbs, mine.products["float32 packed"].tflops) > 0
+    assert calibrate._HOPS[0] <= mine.thresholds.hop <= calibrate._HOPS[1]
+    assert placement.known()["hop"] == mine.thresholds.hop
     assert {"float32 1x64x64", "memory 16", "64 signals", "call"} <= profile["spread"].keys()
     assert all({*ways} <= {answer.way for answer in found} for ways, found in zip(asked, answers, strict=True))
     assert all(0 < answer.least <= answer.median for found in answers for answer in found)

@@ -32,6 +32,16 @@ def recorded(name: str, folder: Path) -> Path:
         for index, shared in (0, str(cpu)), (3, _holding(cpu, machine["caches"])[1]):
             files[about / f"cache/index{index}/level"] = str(max(1, index))
             files[about / f"cache/index{index}/shared_cpu_list"] = shared
+        for several, (first, second, *sharing) in machine.get("data", {}).items():
+            if cpu in numbers(several):
+                shared = (
+                    f"{cpu - cpu % sharing[0]}-{cpu - cpu % sharing[0] + sharing[0] - 1}" if sharing else _siblings(cpu, machine)
+                )
+                own = (0, 1, "Data", first), (1, 1, "Instruction", 2 * first), (2, 2, "Unified", second)
+                for index, level, kind, size in own:
+                    about_cache = {"level": level, "type": kind, "size": f"{size}K"}
+                    about_cache["shared_cpu_list"] = shared if level == 2 else _siblings(cpu, machine)
+                    files |= {about / f"cache/index{index}/{name}": str(said) for name, said in about_cache.items()}
         for several, capacity in machine.get("capacities", {}).items():
             if cpu in numbers(several):
                 files[about / "cpu_capacity"] = str(capacity)

@@ -15,7 +15,8 @@ from support.ranks import on_ranks
 
 import weft
 from weft import _native
-from weft.ops.collective import SLOT_BYTES, sent_rows, slot_rows
+from weft.ops.collective import sent_rows, slot_rows
+from weft.schedules.thresholds import Thresholds
 from weft.schedules.workload import pieces
 
 
@@ -197,8 +198,9 @@ def test_one_thread_copies_where_ranks_have_more_threads_than_cores():
 
 def test_slots_are_as_large_as_threads_are_many():
     row = torch.empty(1, 1)
-    alone, eight = (slot_rows(row, 1 << 20, 3, SimpleNamespace(threads=threads)) for threads in (1, 8))
-    assert eight // 8 == alone == SLOT_BYTES // 3 // 4
+    worlds = (SimpleNamespace(threads=threads, thresholds=Thresholds()) for threads in (1, 8))
+    alone, eight = (slot_rows(row, 1 << 20, 3, world) for world in worlds)
+    assert eight // 8 == alone == Thresholds().slot_bytes // 3 // 4
 
 
 def test_what_is_sent_is_worth_a_message():

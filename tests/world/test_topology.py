@@ -116,6 +116,22 @@ def test_memory_without_cores(machine):
     assert shares(found, 2, 4) == ["0-3", "4-7"]
 
 
+@pytest.mark.parametrize(
+    ("name", "cpus", "sizes"),
+    [
+        ("xeon", "0-127", (48, 1280)),
+        ("epyc", "3,70", (32, 512)),
+        ("graviton", "0-63", (64, 1024)),
+        ("laptop", "0-3", (48, 1280)),
+        ("laptop", "12", (32, 512)),  # a quarter of what four cores share
+        ("laptop", "0-19", (32, 512)),
+        ("phone", "0-7", (0, 0)),  # not told
+    ],
+)
+def test_the_least_caches_of_the_cores_of_a_rank(machine, name, cpus, sizes):
+    assert topology.data_caches(machine(name), numbers(cpus)) == tuple(size << 10 for size in sizes)
+
+
 def test_a_host_that_says_nothing_of_itself(tmp_path):
     online = tmp_path / "devices/system/cpu/online"
     online.parent.mkdir(parents=True)
@@ -123,6 +139,7 @@ def test_a_host_that_says_nothing_of_itself(tmp_path):
     found = topology.read(tmp_path)
     assert [core.cpus for core in found.cores] == [(0,), (1,), (2,), (3,)]
     assert shares(found, 2, 2) == ["0-1", "2-3"]
+    assert topology.data_caches(found, {0}) == topology.data_caches(found, ()) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from weft.engines.recording import clock_offsets
 from weft.engines.weights import pack
 from weft.errors import SymmetricMemoryError
 from weft.ops.barrier import barrier
+from weft.schedules.thresholds import CROWDED_HOP, Thresholds
 from weft.world import World, init, placement
 from weft.world.listener import addresses, family_of, named_interface
 from weft.world.rendezvous import host_identity, join, launcher_variables, translated
@@ -60,6 +61,7 @@ class RankReport(NamedTuple):
     providers: dict[str, float]
     topology: Topology
     team: int  # threads that share what is copied and added
+    known: Mapping[str, float]  # of what its thresholds follow from
 
 
 class Met(NamedTuple):
@@ -104,6 +106,7 @@ def diagnose(console: Console) -> bool:
         staged = _everyones(world, _staged(world))
         if world.rank == 0:
             _print(everyone, links, console)
+            console.print(_thresholds(everyone, world.thresholds, world.crowded))
             if staged[0] is not None:
                 why = next(filter(None, staged), "")
                 how = f"staged, since {why}" if why else "read through the kernel, where they lie"
@@ -224,6 +227,7 @@ def _look(world: World) -> RankReport:
         {dtype_name(dtype): _gflops(dtype) for dtype in (torch.float32, torch.bfloat16)},
         placement.here(),
         _native.team_size(),
+        placement.known(),
     )
 
 
@@ -322,6 +326,26 @@ def _troubles(
                     f"rank {seen.rank} on {seen.name} multiplies {name} at {seen.providers[name]:.0f} GFLOP/s, another rank at "
                     f"{fastest:.0f}: does something else run there, or do ranks share a core?"
                 )
+
+
+def _thresholds(everyone: Sequence[RankReport], agreed: Thresholds, crowded: bool) -> Table:
+    """The thresholds of these ranks' world, and where they come from."""
+
+    def said(name: str, by: str) -> str:
+        return " and ".join(dict.fromkeys(by if name in seen.known else "default" for seen in everyone))
+
+    first, second = (
+        f"{level}-level cache of {size >> 10} KiB ({said(f'{level}_level', 'sysfs')})"
+        for level, size in (("first", agreed.first_level), ("second", agreed.second_level))
+    )
+    table = Table("threshold", "here", "from")
+    table.add_row("handed out at once, up to", f"{agreed.eager_bytes >> 10} KiB", first)
+    table.add_row("staged at once, up to", f"{agreed.staged_bytes >> 10} KiB", second)
+    table.add_row("else by each thread", f"{agreed.slot_bytes >> 10} KiB", second)
+    table.add_row("pushed though it could be read, from", f"{agreed.pushed_bytes >> 10} KiB", second)
+    hop = (CROWDED_HOP, "default, as ranks share cores") if crowded else (agreed.hop, said("hop", "weft calibrate"))
+    table.add_row("another level of ranks, if it saves", f"{hop[0]:.1f} notifies", hop[1])
+    return table
 
 
 def _print(everyone: Sequence[RankReport], links: dict[tuple[int, int], tuple[float, float]], console: Console) -> None:

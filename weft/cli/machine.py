@@ -47,6 +47,7 @@ def calibrate(
     lines |= {"reduce": f"{profile['reduce_gbs']:.1f} GB/s", "64 signals": f"{profile['notify_us']:.1f} us each"}
     lines |= {"call": f"{profile['launch_us']:.1f} us", "two lanes": f"{profile['lane_us']:.1f} us more"}
     lines |= {"a slow copy": f"{profile['wake_us']:.1f} us late", "turn": f"{profile['turn_us']:.0f} us"}
+    lines |= {"64 rounds of 1": f"a hop takes {profile['thresholds']['hop']:.1f} notifies"}
     for what, text in lines.items():
         found = [percent for timed, percent in spread.items() if what in (timed, timed.rpartition(" ")[0])]
         table.add_row(what, text, f"{statistics.median(found):.0f} %")

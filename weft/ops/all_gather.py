@@ -28,8 +28,6 @@ from weft.schedules import all_gather as schedule
 from weft.schedules.workload import pieces
 from weft.world import World
 
-PUSH_BYTES = 256 << 10  # from this size on of a rank's rows, not reading them from memory twice wins over finding them in the cache
-
 
 def all_gather(
     a: Tensor,
@@ -100,7 +98,7 @@ def _prepare(
         if not reached and read_in_place(world, most):
             return Work(_plan(world.ranks, "pull", 1, True, False, None), rows, tensors, result, copied)
     if algorithm == "auto":
-        straight = symmetric_out and (not symmetric or most >= PUSH_BYTES)
+        straight = symmetric_out and (not symmetric or most >= world.thresholds.pushed_bytes)
         algorithm = "push" if hosts or straight else "pull"
     if chunk_rows is not None:
         chunk = lead * chunk_rows

@@ -12,7 +12,6 @@ from weft.plan import Plan
 from weft.plan.binding import split
 from weft.schedules import all_reduce as schedule
 from weft.schedules.common import Hosts, apart
-from weft.schedules.levels import EAGER_BYTES
 from weft.schedules.workload import pieces
 from weft.world import World
 
@@ -55,7 +54,7 @@ def _prepare(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: st
     result = arguments.result(out, a.shape, a.dtype, [a], world, partial(same_place, a))
     in_place = out is not None and same_place(a, out)
     if algorithm == "auto":
-        algorithm = "one_shot" if a.numel() * a.itemsize <= EAGER_BYTES else "two_shot"
+        algorithm = "one_shot" if a.numel() * a.itemsize <= world.thresholds.eager_bytes else "two_shot"
     flat, rows = a.reshape(-1, 1).contiguous(), split(a.numel(), world.ranks)
     if algorithm == "one_shot" and handed_out(world, a.numel() * a.itemsize):
         return Work(schedule.eager(world.levels, op), rows, {"a": flat, "out": result.view(-1, 1)}, result)

@@ -14,6 +14,7 @@ from weft.schedules.common import Hosts
 from weft.schedules.workload import pieces
 from weft.world import World
 
+# No matter of caches: what the source takes off its peers has to be worth their waiting for it, and a piece, its signals.
 SHARED_BYTES = 256 << 10  # from this size on of a broadcast its source moves rows, too
 PIECE_BYTES = 64 << 10  # what its source stages at a time, while the others, who have nothing else to do, fetch what came before
 

@@ -34,7 +34,7 @@ from weft.engines.weights import DTYPES as FLOATS
 from weft.errors import PeerTimeout
 from weft.ops import arguments
 from weft.plan import Plan
-from weft.schedules.levels import EAGER_BYTES, MOVED_BYTES
+from weft.schedules.thresholds import EAGER_ROOM
 from weft.schedules.workload import PIECES
 from weft.world import World, current
 
@@ -46,10 +46,8 @@ ANY = (*NUMBERS, torch.bool)
 
 REDUCTIONS = ("sum", "avg", "max", "min")
 
-STAGED_BYTES = 1 << 20  # up to so much for each peer, what peers cannot read is staged at once, and in pieces above
-SLOT_BYTES = 512 << 10  # what a thread of a rank then stages at a time: few enough that it stays in the caches until it is read
 SENT_BYTES = 64 << 10  # least bytes of a piece that is put to peers: with fewer, its message takes longer than they do
-REACHED_BYTES = 2 << 10  # up to so much of a rank is handed out although peers can reach it, where ranks are few
+REACHED_BYTES = 2 << 10  # up to so much is handed out although few ranks could reach it: copying more costs more than a signal
 STEPS = 64  # in which it does so at most: a plan is a list of all of them
 
 
@@ -176,8 +174,8 @@ def slot_rows(matrix: Tensor, most: int, readers: int, world: World, piece: int 
 
     `piece`: the bytes of as much, where ranks with one thread gain by less than others do.
     """
-    row = max(1, matrix.shape[1] * matrix.itemsize)
-    at_once, slot = (piece, piece) if piece and world.threads == 1 else (STAGED_BYTES, SLOT_BYTES * world.threads)
+    row, limits = max(1, matrix.shape[1] * matrix.itemsize), world.thresholds
+    at_once, slot = (piece, piece) if piece and world.threads == 1 else (limits.staged_bytes, limits.slot_bytes * world.threads)
     staged = most if most * row <= at_once else slot // (row * max(1, readers))
     return max(1, staged, -(-most // STEPS))
 
@@ -187,14 +185,17 @@ def sent_rows(matrix: Tensor, most: int) -> int:
     return max(1, -(-most // PIECES), SENT_BYTES // max(1, matrix.shape[1] * matrix.itemsize))
 
 
-def handed_out(world: World, size: int, most: int = EAGER_BYTES) -> bool:
+def handed_out(world: World, size: int, most: int | None = None) -> bool:
     """Whether so many bytes of each rank, of at most so many, go through eager buffers, which ranks of one host have."""
-    return size <= most and world.topology is None and not world.stream_ordered
+    return size <= (most or world.thresholds.eager_bytes) and world.topology is None and not world.stream_ordered
 
 
 def moved_at_once(world: World, size: int, reached: bool) -> bool:
-    """The same of bytes that are only moved. `reached`: whether peers can reach the tensors themselves."""
-    return handed_out(world, size, MOVED_BYTES if not reached else EAGER_BYTES if many(world) else REACHED_BYTES)
+    """The same of bytes that are only moved. `reached`: whether peers can reach the tensors themselves.
+
+    Where they cannot, as many as an eager buffer holds: staged, they would be copied as often, and a signal more made.
+    """
+    return handed_out(world, size, EAGER_ROOM if not reached else world.thresholds.eager_bytes if many(world) else REACHED_BYTES)
 
 
 def many(world: World) -> bool:

@@ -12,7 +12,8 @@ from weft.predict.machine import Machine
 from weft.predict.simulator import seconds
 from weft.schedules import all_gather, all_reduce, broadcast
 from weft.schedules.barrier import barrier
-from weft.schedules.levels import EAGER_BYTES, MOVED_BYTES, Levels, flat, nested
+from weft.schedules.levels import Levels, flat, nested
+from weft.schedules.thresholds import EAGER_ROOM
 from weft.schedules.workload import Rows
 
 
@@ -52,8 +53,8 @@ def ways(collective: str, size: int, ranks: int, machine: Machine) -> list[Way]:
     """
     if not machine.notify_us:
         raise ValueError(f"{machine.name} does not know how long signals take, of which such collectives mostly consist")
-    if collective == "barrier" or size <= (MOVED_BYTES if collective == "all_gather" else EAGER_BYTES):
-        meeting = {"flat": flat(ranks), "levels": nested(ranks, machine.near(ranks))}
+    if collective == "barrier" or size <= (EAGER_ROOM if collective == "all_gather" else machine.thresholds.eager_bytes):
+        meeting = {"flat": flat(ranks), "levels": nested(ranks, machine.near(ranks), machine.thresholds.hop)}
         found = {name: _EAGER[collective](levels) for name, levels in meeting.items() if name == "flat" or len(levels) > 1}
     else:
         found = {name: plan(ranks) for name, plan in _STAGED[collective].items()}

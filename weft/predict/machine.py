@@ -22,6 +22,7 @@ else:
 from weft import cache
 from weft.predict import interpolation
 from weft.predict.interpolation import Grid
+from weft.schedules.thresholds import Thresholds
 
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of an element, by dtype."""
@@ -152,6 +153,7 @@ class Machine:
         fetches: from how many peers a core fetches rows at a time.
         cores: what the figures follow from, where they follow from the ranks and their threads (`of_ranks`).
         ranks: how many the figures were measured on, if that matters.
+        thresholds: of collectives on it, and the hop by which levels are chosen.
         source: where the figures come from; `residuals`: by what the fit misses them, in percent.
     """
 
@@ -176,6 +178,7 @@ class Machine:
     fetches: int = 1
     cores: Cores | None = None
     ranks: int | None = None
+    thresholds: Thresholds = field(default_factory=Thresholds)
     source: str = ""
     residuals: Mapping[str, float] = field(default_factory=dict)
 
@@ -310,18 +313,19 @@ def load(name: str) -> Machine:
 
 def calibrated() -> dict[str, Any] | None:
     """The profile of this machine, if ``weft calibrate`` has been run."""
-    found: dict[str, Any] | None = cache.stored(cache.of_this_machine("machine"))
+    found: dict[str, Any] | None = cache.stored(cache.of_this_machine(cache.PROFILE))
     return found
 
 
 def remember(profile: Mapping[str, Any]) -> None:
     """Store what ``weft calibrate`` measured as the profile of this machine."""
-    cache.store(cache.of_this_machine("machine"), profile)
+    cache.store(cache.of_this_machine(cache.PROFILE), profile)
 
 
 def from_dict(profile: Mapping[str, Any]) -> Machine:
     """A machine from what a profile says; other keys than a machine's are notes for readers."""
     known = {key: value for key, value in profile.items() if key in Machine.__dataclass_fields__}
+    known["thresholds"] = Thresholds(**profile.get("thresholds", {}))
     known |= {key: interpolation.from_dict(known.get(key)) for key in ("memory_factors", "reduce_factors")}
     if cores := known.get("cores"):
         levels = tuple(Near(**level) for level in cores["levels"])

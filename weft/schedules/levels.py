@@ -14,22 +14,10 @@ from typing import NamedTuple
 
 from weft.plan import Copy, Instruction, Notify, Region, Signal, Wait
 from weft.schedules.common import Hosts, after, before
+from weft.schedules.thresholds import Thresholds
 
 Levels = tuple[tuple[int, ...], ...]
 """The group of each rank, level by level: those of one level are parts of those of the next, and in the last all are together."""
-
-HOP = 3.0
-"""How many notifies a core could make, to different peers, in the time until one of them is seen: a cache line has to be fetched by
-who raises the counter, which others can overlap, and then by who waits."""
-
-TURN = 50.0
-"""The same where ranks share cores: each level then costs every rank a turn on its core, some microseconds."""
-
-EAGER_BYTES = 16 << 10
-"""Up to so many bytes of each rank are handed out at once: to copy them costs less than to wait."""
-
-MOVED_BYTES = 64 << 10
-"""The same of what is only moved and peers cannot reach: staged, it would be copied as often, and a signal more made."""
 
 
 class Stage(NamedTuple):
@@ -100,8 +88,8 @@ def flat(ranks: int) -> Levels:
 
 
 @cache
-def nested(ranks: int, known: Levels = (), hop: float = HOP) -> Levels:
-    """The levels by which ranks meet soonest.
+def nested(ranks: int, known: Levels = (), hop: float = Thresholds.hop) -> Levels:
+    """The levels by which ranks meet soonest, where a hop takes as long as so many notifies.
 
     `known`, innermost first, are groups of ranks that are near each other: those that share a cache, a package, a host. Groups
     with too many parts are divided by number. It is one level where nothing is gained by more.

@@ -22,7 +22,7 @@ from weft.errors import PeerLost
 from weft.world.device_memory import check_device, check_products
 from weft.world.listener import Address
 from weft.world.peers import Backend
-from weft.world.placement import threads_per_rank
+from weft.world.placement import threads_per_rank, thresholds
 from weft.world.rendezvous import Place, host_identity
 from weft.world.world import World, default_here
 
@@ -40,7 +40,7 @@ class LocalWorld:
         self.ranks, self.device = ranks, device
         self.threads = [ThreadPoolExecutor(1, f"rank {rank}") for rank in range(ranks)]
         cores, nowhere = frozenset(os.sched_getaffinity(0)), Address(socket.AF_UNIX, "", b"")
-        place = Place(os.getpid(), host_identity(), nowhere, cores, threads_per_rank(ranks))
+        place = Place(os.getpid(), host_identity(), nowhere, cores, threads_per_rank(ranks), thresholds=thresholds())
         sockets = _sockets(ranks)
 
         def make(rank: int) -> World:

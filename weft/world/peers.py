@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from weft import _native, errors
 from weft.errors import PeerLost, PeerTimeout, SymmetricMemoryError, WeftError
-from weft.schedules.levels import HOP, TURN, Levels, nested, numbered
+from weft.schedules.levels import Levels, nested, numbered
+from weft.schedules.thresholds import CROWDED_HOP, agreed
 from weft.world.relay import Relay
 from weft.world.rendezvous import Place
 
@@ -59,10 +60,10 @@ class Peers:
 
     Attributes: `rank`, `ranks` (their number), `timeout` (seconds any wait may take unless a call says otherwise), `pids`, `cores`
     (the processor cores that each rank may use), `threads` (the fewest that any rank computed with when the world was made),
-    `hosts` (the host of each rank, numbered from 0), `relay` (to the ranks on other hosts, or None if there are none), `group` (the
-    process group by which ranks with GPUs share memory, or None), `known_as` (the number of each rank in a larger job, which errors
-    tell where it is another), `number` (of this world in this process), `closed` (why it is, or None); `device`, `stream_ordered`,
-    `matmul_backend` and `ranks_per_device` as in `Backend`.
+    `thresholds` (of its collectives, as all ranks have agreed), `hosts` (the host of each rank, numbered from 0), `relay` (to the
+    ranks on other hosts, or None if there are none), `group` (the process group by which ranks with GPUs share memory, or None),
+    `known_as` (the number of each rank in a larger job, which errors tell where it is another), `number` (of this world in this
+    process), `closed` (why it is, or None); `device`, `stream_ordered`, `matmul_backend` and `ranks_per_device` as in `Backend`.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Peers:
         self.pids = [place.pid for place in places]
         self.cores = [place.cores for place in places]
         self.threads = min(place.threads for place in places)
+        self.thresholds = agreed(place.thresholds for place in places)
         self.number = next(_numbers)
         self.closed: str | None = None
         self.untold = False  # whether that is something which a thread beside the caller's has found, and no call has told yet
@@ -113,7 +115,7 @@ class Peers:
     @cached_property
     def levels(self) -> Levels:
         """How ranks meet, alike on all: it follows from what all have said of where they are."""
-        return nested(self.ranks, self.near_groups, TURN if self.crowded else HOP)
+        return nested(self.ranks, self.near_groups, CROWDED_HOP if self.crowded else self.thresholds.hop)
 
     @property
     def topology(self) -> tuple[int, ...] | None:

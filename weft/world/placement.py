@@ -7,9 +7,12 @@ import os
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from weft import cache
+from weft.schedules.thresholds import Thresholds
 from weft.world import topology
 from weft.world.topology import Topology
 
@@ -24,6 +27,19 @@ def here() -> Topology:
     except OSError:
         groups = ""
     return topology.read(groups=groups)
+
+
+def known() -> dict[str, Any]:
+    """What is known of this process's `Thresholds`: by the kernel, its cores' caches, and by ``weft calibrate``, the hop."""
+    first, second = topology.data_caches(here(), os.sched_getaffinity(0))
+    calibrated = (cache.stored(cache.of_this_machine(cache.PROFILE)) or {}).get("thresholds", {})
+    figures = {"first_level": first, "second_level": second, "hop": calibrated.get("hop")}
+    return {name: figure for name, figure in figures.items() if figure}
+
+
+def thresholds() -> Thresholds:
+    """The thresholds of this process; defaults for what is not known."""
+    return Thresholds(**known())
 
 
 def threads_per_rank(ranks: int) -> int:

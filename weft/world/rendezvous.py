@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft.errors import PeerLost, PeerTimeout, WeftError
+from weft.schedules.thresholds import Thresholds
 from weft.world.listener import Address
 
 Said = TypeVar("Said")
@@ -26,8 +27,8 @@ _LAST_WORD = 0.5  # seconds that a rank which gives up may take to say so
 
 
 class Place(NamedTuple):
-    """Where a rank lives: its process, its host, the address of its socket, the cores it may run on, its compute threads, and the
-    package, NUMA node and cache that it is in, as far as all its cores are in one."""
+    """Where a rank lives: its process, its host, the address of its socket, the cores it may run on, its compute threads, the
+    package, NUMA node and cache that it is in, as far as all its cores are in one, and the thresholds that follow from these."""
 
     pid: int
     host: str
@@ -35,6 +36,7 @@ class Place(NamedTuple):
     cores: frozenset[int]
     threads: int
     spot: tuple[int, ...] = ()
+    thresholds: Thresholds = Thresholds()
 
 
 class GaveUp(NamedTuple):

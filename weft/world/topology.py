@@ -21,6 +21,7 @@ class Core:
     node: int  # the NUMA node whose memory is near
     cache: int  # the lowest number that shares its last-level cache
     fast: bool = True  # not one of the slower cores of a processor that has two kinds
+    caches: tuple[int, int] = (0, 0)  # bytes of the first and second level for data, its part of what cores share; 0: not told
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ def read(sysfs: Path = Path("/sys"), groups: str = "") -> Topology:
         about = devices / f"cpu/cpu{cpu}"
         siblings = numbers(_said(about / "topology/thread_siblings_list", str(cpu))) & online
         package = int(_said(about / "topology/physical_package_id", "0"))
-        cores.append(Core(tuple(sorted(siblings)), package, node_of[cpu], _last_cache(about, cpu), cpu not in slow))
+        near, last = _data_caches(about, len(siblings)), _last_cache(about, cpu)
+        cores.append(Core(tuple(sorted(siblings)), package, node_of[cpu], last, cpu not in slow, near))
         seen |= siblings
     cores.sort(key=lambda core: (core.package, core.node, core.cache, core.cpus))
     return Topology(tuple(cores), tuple(memory_nodes), _cpuset(sysfs / "fs/cgroup", groups) & online or online)
@@ -120,6 +122,12 @@ def spot(topology: Topology, cpus: Collection[int]) -> tuple[int, ...]:
     return tuple(level[0] for level in takewhile(lambda level: len({*level}) == 1, zip(*spots, strict=True)))
 
 
+def data_caches(topology: Topology, cpus: Collection[int]) -> tuple[int, int]:
+    """The bytes that each core with one of these hardware threads has at least, as `Core.caches`."""
+    found = [core.caches for core in topology.cores if not {*core.cpus}.isdisjoint(cpus)]
+    return min((first for first, _ in found), default=0), min((second for _, second in found), default=0)
+
+
 def _share(cores: Sequence[Core], ranks: int, threads: int, levels: Sequence[str]) -> list[Sequence[Core]]:
     """The cores of each rank; `levels`: what a share should be within one of, if it can."""
     if levels:
@@ -150,6 +158,16 @@ def _last_cache(about: Path, cpu: int) -> int:
     """The lowest number that shares the last-level cache of a hardware thread; its own package's caches may not be told."""
     levels = {int(_said(index / "level", "0")): index for index in sorted((about / "cache").glob("index*"))}
     return min(numbers(_said(levels[max(levels)] / "shared_cpu_list")) or {cpu}) if levels else 0
+
+
+def _data_caches(about: Path, siblings: int) -> tuple[int, int]:
+    """The first two levels of a core with so many hardware threads, as `Core.caches`."""
+    found = dict[str, int]()
+    for index in (about / "cache").glob("index*"):
+        if _said(index / "type") != "Instruction":
+            cores = max(1, len(numbers(_said(index / "shared_cpu_list"))) // siblings)
+            found[_said(index / "level")] = (int(_said(index / "size", "0K").removesuffix("K")) << 10) // cores
+    return found.get("1", 0), found.get("2", 0)
 
 
 def _cpuset(folder: Path, groups: str) -> frozenset[int]:

@@ -59,7 +59,8 @@ class World(Peers):
     latency in microseconds, or None), `device` (where its tensors are), `stream_ordered` (whether lanes are streams, as on a GPU),
     `matmul_backend` (how streams multiply: ``torch`` or ``triton``), `ranks_per_device` (how many ranks work on this rank's GPU, if
     it has one), `group` (the process group it was made on, or None), `hosts` (the host of each rank, numbered from 0), `relay` (to
-    the ranks on other hosts, or None if there are none), `comm_threads` (as in `init`).
+    the ranks on other hosts, or None if there are none), `comm_threads` (as in `init`), `thresholds` (the sizes from which on its
+    collectives go another way, alike on all ranks).
     """
 
     def __init__(
@@ -251,7 +252,7 @@ def _joined(meeting: Meeting, timeout: float, backend: Backend, group: dist.Proc
         listener = stack.enter_context(Listener())
         cores, threads = frozenset(os.sched_getaffinity(0)), torch.get_num_threads()
         spot = topology.spot(placement.here(), cores)
-        own = Place(os.getpid(), host_identity(), listener.address, cores, threads, spot)
+        own = Place(os.getpid(), host_identity(), listener.address, cores, threads, spot, placement.thresholds())
         places = stack.enter_context(meeting.exchanged(own, timeout))
         others = {peer: place for peer, place in enumerate(places) if peer != rank}
         near = {peer: (place.pid, place.address) for peer, place in others.items() if place.host == own.host}
