@@ -40,6 +40,7 @@ from weft.world.topology import Topology
 
 PING, BULK, ROUNDS = 1, 8 << 20, 20  # bytes of a small and a large message, and how many small ones
 PRODUCT = 1024  # rows and columns of the product that is timed
+NEW = 32 << 20  # bytes of a tensor that is filled
 _BEHIND = 1.0  # seconds by which a host's clock may be wrong before logs and certificates are
 _MEETING, _CONNECTING = 60.0, 2.0  # seconds for all ranks to come, and for a connection
 _diagnoses = itertools.count()
@@ -111,6 +112,7 @@ def diagnose(console: Console) -> bool:
                 why = next(filter(None, staged), "")
                 how = f"staged, since {why}" if why else "read through the kernel, where they lie"
                 console.print(f"Ordinary tensors of {peer_memory.LEAST_BYTES >> 20} MiB and more are {how}.", soft_wrap=True)
+            console.print(_new_memory(), soft_wrap=True)
             _tell(troubles, console)
             if not troubles:
                 hosts = len(set(world.hosts))
@@ -234,6 +236,23 @@ def _look(world: World) -> RankReport:
 def _staged(world: World) -> str | None:
     """Why large tensors are staged on this rank, if they are; None where there are no peers that could read them."""
     return None if world.ranks == 1 or world.multi_host else peer_memory.trouble(engine(world))
+
+
+def _new_memory() -> str:
+    """What it costs to write to a large tensor that is new, in words; the C library may keep the memory of those before, or not."""
+
+    def written(tensor: torch.Tensor) -> float:
+        begun = time.perf_counter()
+        tensor.fill_(1)
+        return 1e3 * (time.perf_counter() - begun)
+
+    kept = torch.empty(NEW, dtype=torch.uint8)
+    again = min(written(kept) for _ in range(4))
+    new = min(written(torch.empty(NEW, dtype=torch.uint8)) for _ in range(4))
+    text = f"To fill a tensor of {NEW >> 20} MiB takes {new:.1f} ms where it is new, {again:.1f} ms where it is not."
+    if new < 2 * again:
+        return text
+    return f"{text} Where results are new in each call this can be avoided: see 'New results' in docs/performance.md."
 
 
 def _named() -> str:
