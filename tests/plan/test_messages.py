@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import chain
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import plans
-from support.mutants import deleted
+from support.mutants import deleted, edited, places
 
 from weft.engines.reference import run
 from weft.errors import PlanError
-from weft.plan import Copy, Notify, Plan
+from weft.plan import Copy, Notify, Plan, Wait
 from weft.plan.binding import bind
-from weft.plan.messages import batches, incoming, is_channel, lower_to_messages, target
+from weft.plan.messages import batches, incoming, is_channel, is_inlet, lower_to_messages, target
 from weft.plan.proof import problems, verify
 from weft.schedules import all_reduce, all_to_all, broadcast, reduce_scatter
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import all_gather_matmul
-from weft.schedules.common import members
+from weft.schedules.common import apart, members
 from weft.schedules.matmul_all_reduce import matmul_all_reduce
 from weft.schedules.matmul_reduce_scatter import matmul_reduce_scatter
 
@@ -89,6 +90,25 @@ def test_no_signal_is_too_many(hosts):
         plan = planner(hosts, 2)
         for change, changed in random.Random(0).sample(found := [*deleted(plan)], min(len(found), 12)):
             assert problems(changed) or problems(lower_to_messages(changed, hosts)), f"{name}: {change}"
+
+
+@pytest.mark.parametrize("hosts", [(0, 1), (0, 1, 1), (0, 1, 2)], ids=str)
+def test_who_hears_from_a_rank_in_any_case_is_not_told_that_it_has_come(hosts):
+    """Its rows wait at that rank's inlet: only messages with rows are sent, and none may be taken before the rank has come."""
+    planners = [PLAIN["all_to_all"], *([FUSED["all_gather push"]] if apart(hosts) else [])]
+    for plan in [lower_to_messages(planner(hosts, 1), hosts) for planner in planners]:
+        ends = [(*end, rank) for rank in range(len(hosts)) for end in incoming(plan, rank)]
+        assert all(message.copy for end in ends for message in batches(plan, *end)[0][1])
+        for place, instruction in places(plan):
+            if isinstance(instruction, Notify | Wait) and instruction.signal.name == "compute taken":
+                assert problems(edited(plan, place)), (place, instruction)
+        assert sum(map(is_inlet, chain(*plan.lanes))) == len(ends)
+
+
+def test_who_would_else_end_before_a_rank_has_come_is_told():
+    """The source of a broadcast hears nothing else of the others."""
+    plan = lower_to_messages(PLAIN["broadcast push"]((0, 1), 1), (0, 1))
+    assert not any(is_inlet(name) for lanes in plan.lanes for name in lanes)
 
 
 def crossings(plan, hosts):

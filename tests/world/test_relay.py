@@ -19,6 +19,9 @@ class _Expected:
     def __init__(self, call, lanes, taken):
         self.call, self.lanes, self.taken = call, list(lanes), taken
 
+    def let_in(self, lane):
+        return True
+
     def take(self, lane, size, read):
         room = bytearray(size)
         read(memoryview(room))

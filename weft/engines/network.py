@@ -3,7 +3,7 @@
 It runs what `weft.plan.messages.lower_to_messages` makes of a plan. The lanes that compute and copy within the host are
 interpreted by the native core as ever. A channel is interpreted at both of its ends: a thread of the sender's lane sends each
 message, straight from the rows; the receiver, which knows the sender's plan, takes it straight into the rows and raises the signals
-that come with it.
+that come with it, once the inlet lets it in.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weft.engines.engine import LANES
 from weft.engines.host import Binding, HostEngine, HostProgram, Place
 from weft.errors import WeftError
 from weft.plan import Instruction, Notify, Plan, Region, Wait
-from weft.plan.messages import Message, batches, channel, incoming, is_channel, lower_to_messages, target
+from weft.plan.messages import Message, batches, channel, incoming, inlet, is_channel, is_inlet, lower_to_messages, target
 from weft.schedules.barrier import barrier
 from weft.schedules.operators import SHARED_MEMORY_ONLY
 from weft.world import World
@@ -88,7 +88,7 @@ class NetworkProgram(HostProgram):
         self.spans: list[tuple[str, int, int, int]] = []
 
     def own_lanes(self) -> Mapping[str, Sequence[Instruction]]:
-        return {name: lane for name, lane in self.plan.lanes[self.world.rank].items() if not is_channel(name)}
+        return {name: lane for name, lane in self.plan.lanes[self.world.rank].items() if not (is_channel(name) or is_inlet(name))}
 
     def begin(self, seconds: float) -> None:
         """Publish the call, let come what will, and what is to go wait for its turn."""
@@ -123,6 +123,16 @@ class NetworkProgram(HostProgram):
             return _Rows(0, 0, 0, 0)
         return _Rows(native.address(place), native.rows(place), native.row_bytes(place), native.stride(place))
 
+    def advance(self, number: int, at: int) -> int:
+        """Run a native lane to its next pause; -1 if it never gets there. That another still computes is no reason to give up."""
+        native, compiled = self.world.native, self.native
+        while True:
+            reached = native.run(compiled, number, at)
+            status, stopped, *_ = compiled.wait_failure(number)
+            if reached >= 0 or status != _native.WaitStatus.timeout or self.world.closed is not None:
+                return reached
+            at = stopped
+
     def _spans(self) -> list[tuple[str, int, int, int]]:
         return super()._spans() + self.spans
 
@@ -150,6 +160,9 @@ class NetworkProgram(HostProgram):
                 )
             )
         for number, (sender, lane, messages) in enumerate(self.incoming, len(LANES) + len(self.outgoing)):
+            for instruction in self.plan.lanes[self.world.rank].get(inlet(lane, sender), ()):
+                if isinstance(instruction, Wait):  # what it then tells the sender, rows being taken says
+                    self._compile(number, 0, instruction)
             for message in messages:
                 native.pause(number)
                 for notify in message.signals:
@@ -199,26 +212,16 @@ class _Sending:
         self.call, self.digest = program.native.call, program.native.digest
 
     def run(self) -> None:
-        relay, lane = self.program.engine.relay, LANES.index(self.lane)
-        at = self.advance(0)
+        program, relay, lane = self.program, self.program.engine.relay, LANES.index(self.lane)
+        at = program.advance(self.number, 0)
         for batch in self.batches:
             if at < 0:
                 return
             for index, place in zip(batch.indices, batch.places, strict=True):
                 begun = _native.now()
-                relay.send(batch.to, lane, self.call, self.digest, self.program.rows(place).gathered())
+                relay.send(batch.to, lane, self.call, self.digest, program.rows(place).gathered())
                 self.spans.append((channel(self.lane, batch.to), index, begun, _native.now()))
-            at = self.advance(at + 1)
-
-    def advance(self, at: int) -> int:
-        """Wait for the next batch's turn; -1 if there will be none. That the lane is still computing is no reason to give up."""
-        native, compiled = self.program.world.native, self.program.native
-        while True:
-            reached = native.run(compiled, self.number, at)
-            status, stopped, *_ = compiled.wait_failure(self.number)
-            if reached >= 0 or status != _native.WaitStatus.timeout or self.program.world.closed is not None:
-                return reached
-            at = stopped
+            at = program.advance(self.number, at + 1)
 
 
 class _Arrivals:
@@ -231,6 +234,12 @@ class _Arrivals:
     def add(self, lane: int, number: int, places: Sequence[_Rows]) -> None:
         """Expect rows for these places of a lane, whose signals the native lane `number` raises."""
         self.lanes[lane] = _Coming(number, deque(places))
+
+    def let_in(self, lane: int) -> bool:
+        coming = self.lanes[lane]
+        if not coming.at:
+            coming.at = self.program.advance(coming.number, 0)
+        return coming.at >= 0
 
     def take(self, lane: int, size: int, read: Callable[[memoryview], object]) -> bool:
         coming = self.lanes[lane]

@@ -7,12 +7,18 @@ other, between channels in any order.
 
 A notify without rows of its own travels with the rows before it where these go to the same host: rows that one rank of a host
 receives may be told to all its ranks.
+
+Rows wait where they arrive until a rank makes the call, so it need not say that it has come to those who put rows there and hear
+from it later: such a wait goes to the channel, and the notify to the other end of that, its **inlet**. Lane ``"comm<3"`` lets in
+what ``comm`` of rank 3 sends, as soon as the lanes of its own rank begin.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Container, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from weft.errors import PlanError
 from weft.plan.language import Copy, Instruction, Notify, Plan, Region, Signal, Wait, accesses, writes
@@ -25,13 +31,19 @@ def lower_to_messages(plan: Plan, hosts: Sequence[int]) -> Plan:
 
     Raises `PlanError` for a plan that reads rows of another host, or writes to them otherwise than by a copy: messages only put.
     """
-    lanes = []
+    held, lanes = _held(plan, hosts), list[Lanes]()
     for rank, before in enumerate(plan.lanes):
         after: Lanes = {}
         for name, lane in before.items():
-            after |= _Lowering(plan, hosts, rank, name).run(lane)
-        lanes.append({name: tuple(lane) for name, lane in after.items()})
-    return replace(plan, lanes=tuple(lanes))
+            after |= _Lowering(plan, hosts, rank, name, held).run(lane)
+        lanes.append(after)
+    for rank in {signal.source for _, signal in held}:
+        lanes[rank].setdefault("compute", []).insert(0, Notify(rank, Signal("begun", rank)))
+    for rank, name, there in dict.fromkeys((rank, name, signal.source) for (rank, signal), name in held.items()):
+        taken = Signal(f"{name} taken", there)  # which is not sent either
+        lanes[there][inlet(name, rank)] = [Wait(Signal("begun", there), 1), Notify(rank, taken)]
+        lanes[rank][channel(name, there)].insert(0, Wait(taken, 1))
+    return replace(plan, lanes=tuple({name: tuple(lane) for name, lane in after.items()} for after in lanes))
 
 
 def channel(lane: str, to: int) -> str:
@@ -44,17 +56,55 @@ def is_channel(lane: str) -> bool:
     return ">" in lane
 
 
+def inlet(lane: str, sender: int) -> str:
+    """The name of the lane that lets in what `lane` of rank `sender` sends."""
+    return f"{lane}<{sender}"
+
+
+def is_inlet(lane: str) -> bool:
+    """Whether a lane of a lowered plan lets messages in."""
+    return "<" in lane
+
+
 def target(lane: str) -> tuple[str, int]:
     """Whose messages a channel sends, and to which rank."""
     name, _, to = lane.partition(">")
     return name, int(to)
 
 
+def _held(plan: Plan, hosts: Sequence[int]) -> dict[tuple[int, Signal], str]:
+    """The signals that need not be sent, each with the rank that waits for it, and the lane in which that does.
+
+    A rank raises such a signal once and before all else. Who waits for it sends rows there, and hears from that rank in another
+    way, too: nobody ends a call that another has yet to make.
+    """
+    every = [(rank, name, lane) for rank, lanes in enumerate(plan.lanes) for name, lane in lanes.items()]
+    waits = [(rank, i.signal) for rank, _, lane in every for i in lane if isinstance(i, Wait) and i.count]
+    raised, waited = Counter((i.rank, i.signal) for *_, lane in every for i in lane if isinstance(i, Notify)), Counter(waits)
+    first = {
+        (i.rank, i.signal)
+        for rank, _, lane in every
+        for i in takewhile(lambda i: isinstance(i, Notify), lane)
+        if isinstance(i, Notify) and hosts[i.rank] != hosts[rank] and raised[i.rank, i.signal] == waited[i.rank, i.signal] == 1
+    }
+    heard = {(rank, signal.source) for rank, signal in waits if (rank, signal) not in first}
+    found: dict[tuple[int, Signal], str] = {}
+    for rank, name, lane in every:
+        sent: set[int] = set()
+        for i in reversed(lane):
+            match i:
+                case Copy(_, dst):
+                    sent.add(dst.rank)
+                case Wait(signal) if (rank, signal) in first and signal.source in sent and (rank, signal.source) in heard:
+                    found[rank, signal] = name
+    return found
+
+
 class _Lowering:
     """One lane on its way from instructions to messages."""
 
-    def __init__(self, plan: Plan, hosts: Sequence[int], rank: int, name: str) -> None:
-        self.plan, self.hosts, self.rank, self.name = plan, hosts, rank, name
+    def __init__(self, plan: Plan, hosts: Sequence[int], rank: int, name: str, held: Container[tuple[int, Signal]]) -> None:
+        self.plan, self.hosts, self.rank, self.name, self.held = plan, hosts, rank, name, held
         self.lane: list[Instruction] = []
         self.channels: dict[int, list[Instruction]] = {}
         self.to: int | None = None  # where the batch that is being posted goes
@@ -76,6 +126,10 @@ class _Lowering:
             case Copy(src, dst) if self.hosts[src.rank] == here != self.hosts[dst.rank]:
                 self.post(instruction, dst.rank)
                 self.unsent.setdefault(dst.rank, []).append(src)
+            case Notify(peer, signal) if (peer, signal) in self.held:
+                pass
+            case Wait(signal) if (self.rank, signal) in self.held:
+                pass
             case Notify(peer, _) if self.hosts[peer] != here:
                 together = self.to is not None and self.hosts[self.to] == self.hosts[peer]
                 to = self.to if together and self.to is not None else peer
@@ -160,7 +214,7 @@ def batches(plan: Plan, sender: int, lane: str, to: int) -> list[tuple[Wait, lis
     messages: list[Message] = []
     for index, instruction in enumerate(plan.lanes[sender][channel(lane, to)]):
         match instruction:
-            case Wait():
+            case Wait(signal) if signal.source == sender:
                 begun, messages = instruction, []
             case Copy():
                 messages.append(Message(index, instruction))

@@ -43,6 +43,9 @@ class Arrivals(Protocol):
 
     digest: int
 
+    def let_in(self, lane: int) -> bool:
+        """Wait until rows of a lane may come; False if they never may."""
+
     def take(self, lane: int, size: int, read: Callable[[memoryview], object]) -> bool:
         """Let `read` fill the place of what a lane sends next, as many bytes; whether more will come."""
 
@@ -226,7 +229,7 @@ class Relay:
             while stream.more():
                 stream.read(head)
                 lane, call, digest, size = _ROWS.unpack(head)
-                if (coming := self._arrivals(peer, call, digest)) is None:
+                if (coming := self._arrivals(peer, call, digest)) is None or not coming.let_in(lane):
                     return
                 if not coming.take(lane, size, stream.read):
                     del self.expected[peer][call]
