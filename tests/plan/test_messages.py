@@ -55,7 +55,9 @@ PLAIN: dict[str, Planner] = {
     "broadcast staged push": lambda hosts, pieces: broadcast.push(pieces % len(hosts), hosts, staged=True),
     "broadcast staged ring": lambda hosts, pieces: broadcast.ring(pieces, pieces % len(hosts), hosts, staged=True),
     "all_to_all": lambda hosts, pieces: all_to_all.all_to_all(len(hosts), pieces, hosts=hosts),
+    "all_to_all of few": lambda hosts, pieces: all_to_all.all_to_all(len(hosts), pieces, hosts=hosts, few=True),
 }
+EXCHANGES = ("all_to_all", "all_to_all of few")
 FRUGAL = [name for name in [*FUSED, *PLAIN] if "gather" in name or not name.endswith(("ring", "neighbours"))] + ["broadcast ring"]
 
 
@@ -76,9 +78,10 @@ def test_every_plan_is_proved_and_so_are_its_messages(hosts, name, pieces):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), groupings(), st.sampled_from([*FUSED]), st.integers(1, 3), st.integers(0, 2**32 - 1))
+@given(st.data(), groupings(), st.sampled_from([*FUSED, *EXCHANGES]), st.integers(1, 3), st.integers(0, 2**32 - 1))
 def test_messages_compute_the_operator_in_any_order(data, hosts, name, pieces, seed):
-    plan = lower_to_messages(plans.bound(FUSED[name](hosts, pieces), data.draw(plans.row_counts(len(hosts)))), hosts)
+    plan = lower_to_messages(plans.bound((FUSED | PLAIN)[name](hosts, pieces), data.draw(plans.row_counts(len(hosts)))), hosts)
+    verify(plan)
     calls = [plans.call(plan, seed + i) for i in range(2)]
     for call, outputs in zip(calls, run(*calls, order=random.Random(seed)), strict=True):
         assert plans.equal(outputs, plans.expected(call))
@@ -95,7 +98,7 @@ def test_no_signal_is_too_many(hosts):
 @pytest.mark.parametrize("hosts", [(0, 1), (0, 1, 1), (0, 1, 2)], ids=str)
 def test_who_hears_from_a_rank_in_any_case_is_not_told_that_it_has_come(hosts):
     """Its rows wait at that rank's inlet: only messages with rows are sent, and none may be taken before the rank has come."""
-    planners = [PLAIN["all_to_all"], *([FUSED["all_gather push"]] if apart(hosts) else [])]
+    planners = [*(PLAIN[name] for name in EXCHANGES), *([FUSED["all_gather push"]] if apart(hosts) else [])]
     for plan in [lower_to_messages(planner(hosts, 1), hosts) for planner in planners]:
         ends = [(*end, rank) for rank in range(len(hosts)) for end in incoming(plan, rank)]
         assert all(message.copy for end in ends for message in batches(plan, *end)[0][1])

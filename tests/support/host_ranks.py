@@ -80,8 +80,18 @@ def operators(world):
         for source in ranks:
             sent = products[source].clone() if world.rank == source else torch.full((total, n), torch.nan)
             assert torch.equal(weft.broadcast(sent, source, algorithm=("auto", "ring")[call % 2]), products[source])
-        taken = [products[r].chunk(world.ranks)[world.rank] for r in ranks]
-        assert torch.equal(weft.all_to_all(products[world.rank]), torch.cat(taken))
+        for repeats in (1, 40):  # through eager buffers, where ranks share a host, and through the workspace
+            given = [product.repeat(1, repeats) for product in products]
+            taken = torch.cat([given[r].chunk(world.ranks)[world.rank] for r in ranks])
+            there, back = torch.empty_like(taken), torch.empty_like(taken)
+            handles = [weft.all_to_all_async(given[world.rank], out=there), weft.all_to_all_async(there, out=back)]
+            assert torch.equal(handles[0].wait(), taken)
+            assert torch.equal(handles[1].wait(), given[world.rank])
+            sizes = [[(r + p) % 3 * 4 for p in ranks] for r in ranks]
+            shares = [given[r][: sum(sizes[r])].split(sizes[r]) for r in ranks]
+            received = [shares[r][world.rank] for r in ranks]
+            options = {"input_split_sizes": sizes[world.rank], "output_split_sizes": [*map(len, received)]}
+            assert torch.equal(weft.all_to_all(torch.cat(shares[world.rank]), **options), torch.cat(received))
         handles = [weft.all_gather_async(pieces[world.rank], shard_rows=shards), weft.all_reduce_async(products[world.rank])]
         assert torch.equal(handles[1].wait(), summed)
         assert torch.equal(handles[0].wait(), gathered)

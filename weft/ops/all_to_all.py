@@ -13,6 +13,7 @@ from weft.ops import arguments, dims
 from weft.ops.all_gather import all_gather
 from weft.ops.collective import ANY, Handle, Work, as_matrix, call_later, call_now, moved_at_once, read_in_place, slot_rows
 from weft.schedules import all_to_all as schedule
+from weft.schedules.levels import MOVED_BYTES
 from weft.schedules.workload import pieces
 from weft.world import World
 
@@ -66,10 +67,11 @@ def _prepare(world: World, a: Tensor, out: Tensor | None, given: tuple[int, ...]
     if moved_at_once(world, most, symmetric):
         return Work(schedule.eager(world.levels), rows, tensors, result, agreed=not even)
     if not symmetric and read_in_place(world, most):
-        return Work(_plan(world.ranks, 1, True, None), rows, tensors, result, agreed=not even)
+        return Work(_plan(world.ranks, 1, True, None, False), rows, tensors, result, agreed=not even)
     slot = slot_rows(matrix, max(map(max, counts)), world.ranks - 1, world)
     cut = 1 if symmetric or hosts else pieces(max(map(max, counts)), slot)
-    return Work(_plan(world.ranks, cut, symmetric, hosts), rows, tensors, result, agreed=not even)
+    few = hosts is not None and not symmetric and most <= MOVED_BYTES
+    return Work(_plan(world.ranks, cut, symmetric, hosts, few), rows, tensors, result, agreed=not even)
 
 
 def _splits(
@@ -101,4 +103,4 @@ def _exchange_splits(world: World, given: tuple[int, ...], taken: tuple[int, ...
     return tuple(tuple(row) for row in sent.tolist())
 
 
-_plan = lru_cache(1024)(lambda ranks, cut, a, hosts: schedule.all_to_all(ranks, cut, symmetric_a=a, hosts=hosts))
+_plan = lru_cache(1024)(lambda ranks, cut, a, hosts, few: schedule.all_to_all(ranks, cut, symmetric_a=a, hosts=hosts, few=few))

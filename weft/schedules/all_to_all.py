@@ -8,16 +8,17 @@ from functools import cache
 from itertools import chain
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
-from weft.schedules.common import Hosts, after, around, before, block, publish
+from weft.schedules.common import Hosts, Published, after, around, before, block, publish
 from weft.schedules.levels import Levels, hand_out
 from weft.schedules.staging import copies, one_for_each, pipeline
 
 
-def all_to_all(ranks: int, pieces: int, *, symmetric_a: bool = False, hosts: Hosts | None = None) -> Plan:
+def all_to_all(ranks: int, pieces: int, *, symmetric_a: bool = False, hosts: Hosts | None = None, few: bool = False) -> Plan:
     """Plan for what every rank has for each other, cut into `pieces`: shard ``r * ranks + p`` is what rank r has for rank p.
 
     Every rank gets its shards where they lie if `symmetric_a`; else they are handed out, a piece of each at a time. Shards for
-    ranks of another of the `hosts` are put there, once a rank has made this call.
+    ranks of another of the `hosts` are put there, once a rank has made this call; those for others of this one are staged, or go
+    through eager buffers where rows are `few`.
     """
     if hosts is None and not symmetric_a and ranks > 1:
         return _through_slots(ranks, pieces)
@@ -33,7 +34,7 @@ def all_to_all(ranks: int, pieces: int, *, symmetric_a: bool = False, hosts: Hos
         parts = around(r * pieces, (r + 1) * pieces, ranks * pieces)
         if hosts is not None:
             parts = [(p * pieces, (p + 1) * pieces) for p in near if p != r]
-        own = publish(r, ranks, parts, symmetric_a, readers, sources)
+        own = _hand_to(readers, r, parts) if few else publish(r, ranks, parts, symmetric_a, readers, sources)
         made: list[Instruction] = [*(Notify(p, Signal("open", r)) for p in far), *own.first]
         for p in (p for p in before(r, ranks) if p in far):
             made += [Wait(Signal("open", p), 1), Copy(shard(r, "a", p), shard(p, "out", r)), Notify(p, Signal("arrived", r))]
@@ -43,8 +44,8 @@ def all_to_all(ranks: int, pieces: int, *, symmetric_a: bool = False, hosts: Hos
         return (*made, *(Wait(Signal("arrived", p), 1) for p in far), *own.last)
 
     buffers = _buffers(ranks, pieces)
-    buffers["staged"] = replace(buffers["a"], role="workspace")
-    return _plan(ranks, pieces, buffers, [lane(r) for r in range(ranks)])
+    buffers |= {"eager": replace(buffers["a"], role="eager")} if few else {"staged": replace(buffers["a"], role="workspace")}
+    return _plan(ranks, pieces, buffers, [lane(r) for r in range(ranks)], meets=few)
 
 
 @cache
@@ -60,6 +61,12 @@ def eager(levels: Levels) -> Plan:
         lanes.append((*handed[:told], kept, *handed[told:], *fetched))  # peers need not wait for what is kept
     buffers = _buffers(ranks, 1)
     return _plan(ranks, 1, buffers | {"eager": replace(buffers["a"], role="eager")}, lanes, meets=True)
+
+
+def _hand_to(readers: Sequence[int], rank: int, parts: Sequence[tuple[int, int]]) -> Published:
+    """Let ranks of this host have `parts` of this rank's ``a`` at once."""
+    handed = [Copy(Region(rank, "a", *part), Region(rank, "eager", *part)) for part in parts]
+    return Published([*handed, *(Notify(peer, Signal("ready", rank)) for peer in readers)], [], "eager")
 
 
 def _through_slots(ranks: int, pieces: int) -> Plan:
