@@ -25,8 +25,7 @@ Counter& Executor::counter(int rank, uint32_t index) const {
 
 std::vector<uintptr_t> Executor::eager_bases() const {
   std::vector<uintptr_t> bases;
-  for (const auto& part : control_->parts)
-    bases.push_back(part ? reinterpret_cast<uintptr_t>(part->base()) + counters_end(ranks_) : 0);  // none of ranks on other hosts
+  for (const auto& part : control_->parts) bases.push_back(reinterpret_cast<uintptr_t>(part->base()) + counters_end(ranks_));
   return bases;
 }
 

@@ -13,7 +13,7 @@ from weft.ops import arguments, dims
 from weft.ops.all_gather import all_gather
 from weft.ops.collective import ANY, Handle, Work, as_matrix, call_later, call_now, moved_at_once, read_in_place, slot_rows
 from weft.schedules import all_to_all as schedule
-from weft.schedules.levels import MOVED_BYTES
+from weft.schedules.thresholds import EAGER_ROOM
 from weft.schedules.workload import pieces
 from weft.world import World
 
@@ -70,7 +70,7 @@ def _prepare(world: World, a: Tensor, out: Tensor | None, given: tuple[int, ...]
         return Work(_plan(world.ranks, 1, True, None, False), rows, tensors, result, agreed=not even)
     slot = slot_rows(matrix, max(map(max, counts)), world.ranks - 1, world)
     cut = 1 if symmetric or hosts else pieces(max(map(max, counts)), slot)
-    few = hosts is not None and not symmetric and most <= MOVED_BYTES
+    few = hosts is not None and not symmetric and most <= EAGER_ROOM
     return Work(_plan(world.ranks, cut, symmetric, hosts, few), rows, tensors, result, agreed=not even)
 
 
