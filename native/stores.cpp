@@ -83,13 +83,11 @@ constexpr float kOther = 2;  // times as long, or as short, as it was: ranks are
 void Learnt::begin(size_t bytes) {
   // Past the caches it must be so much faster, and by so many nanoseconds: what the peer loses is not seen here.
   constexpr float kFaster = 2, kSooner = 700;
-  constexpr uint32_t kTimed = 8;  // one in so many copies
   const bool known = took_[0] > 0 && took_[1] > 0;
   const bool faster = kFaster * took_[1] + kSooner / static_cast<float>(bytes) < took_[0];
   const bool changed = took_[faster] > kOther * compared_ || kOther * took_[faster] < compared_;
   const bool trying = known && (changed || copies_ >= next_);
   past_ = known ? faster != trying : took_[0] > 0;
-  timed_ = !known || trying || copies_ % kTimed == 0;
   ++copies_;
   if (!trying) return;
   compared_ = took_[faster];
@@ -100,8 +98,7 @@ void Learnt::took(float each) {
   float& known = took_[past_];
   if (known > kOther * each) next_ = copies_;  // to be seen again at once
   if (known <= 0) known = each;
-  else if (each < known) known = (known + each) / 2;
-  else known += std::min(each - known, known) / 4;  // what was held up says little
+  else known = each < known ? (known + each) / 2 : std::min(each, 2 * known);  // what was held up says little
 }
 
 Writer::Writer(const Target* targets, size_t count, size_t bytes, size_t run) : run_(run) {
@@ -119,7 +116,7 @@ bool Writer::streamed(size_t whole) const {
 }
 
 void Writer::write(const Target& to, char* dst, const char* src, size_t bytes) {
-  const bool past = past_caches(to), clocked = to.peers && learnt_ && learnt_->timed();
+  const bool past = past_caches(to), clocked = to.peers && learnt_;
   const int64_t start = clocked ? now() : 0;
   past ? stream(dst, src, bytes) : copy_run(dst, src, bytes);
   streams_ = streams_ || past;

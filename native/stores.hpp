@@ -23,9 +23,8 @@ struct Target {
 class Learnt {
  public:
   void begin(size_t bytes);
-  // Of the copy that has begun: its way, and whether it is to be timed.
+  // The way of the copy that has begun.
   bool past() const { return past_; }
-  bool timed() const { return timed_; }
   // It took so many nanoseconds for each byte.
   void took(float each);
 
@@ -33,7 +32,7 @@ class Learnt {
   float took_[2] = {0, 0};  // of late, through the caches and past them
   float compared_ = 0;      // how long the faster way took when the other was last tried
   uint32_t copies_ = 0, next_ = 0;
-  bool past_ = false, timed_ = false;
+  bool past_ = false;
 };
 
 // Writes what is copied or made to its targets. One for all targets of a copy of `bytes` bytes, in runs of `run` bytes; the threads of a
