@@ -91,7 +91,7 @@ bool Executor::move(Execution& execution, size_t lane, const Instruction* first,
   for (size_t i = 0; i < count; ++i) {
     const Operand& target = first[i].operands[0];
     const size_t whole = first[i].together ? bound.written() : rows * bound.row_bytes(target);
-    targets.push_back({bound.at(target, execution.turn), bound.stride(target), whole, first[i].peers});
+    targets.push_back({bound.at(target, execution.turn), bound.stride(target), whole, first[i].reader});
   }
   const Operand& source = first->operands[1];
   if (const int peer = bound.apart(source); peer >= 0) {

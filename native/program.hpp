@@ -35,7 +35,7 @@ struct Instruction {
   uint32_t index = 0;           // of the counter waited for, among this rank's
   int source = 0;               // who raises the counter waited for
   uint64_t count = 0;
-  bool peers = false;           // peers access what it writes
+  Reader reader = Reader::self;  // of what it writes
   bool follows = false;         // a copy of the same rows as the one before it, made in one pass with that
 };
 
@@ -94,8 +94,11 @@ inline void Program::add(size_t lane, Instruction instruction) {
   auto first = instructions.rbegin();
   while (first != instructions.rend() && first->follows) ++first;
   instruction.follows = first != instructions.rend() && joins(*first, instruction);
-  if (instruction.op == Op::copy || instruction.op == Op::reduce)
-    instruction.peers = buffers.at(slots.at(instruction.operands[0].slot).buffer).shared;
+  if (instruction.op == Op::copy || instruction.op == Op::reduce) {
+    const Buffer& written = buffers.at(slots.at(instruction.operands[0].slot).buffer);
+    const bool given = written.role == Role::input || written.role == Role::output;  // of which peers read no more
+    if (written.shared && (instruction.remote || !given)) instruction.reader = instruction.remote ? Reader::owner : Reader::peers;
+  }
   instructions.push_back(std::move(instruction));
 }
 

@@ -52,9 +52,10 @@ void streams_done() {}
 #endif
 
 // What this thread has learnt of copies of up to so many bytes, a power of two each.
-Learnt& learnt(size_t bytes) {
+Learnt& learnt(Reader reader, size_t bytes) {
   constexpr size_t kSizes = 12;
-  thread_local Learnt sizes[kSizes];
+  thread_local Learnt all[3][kSizes];
+  Learnt* sizes = all[static_cast<int>(reader)];
   size_t number = 0;
   while (number + 1 < kSizes && kLeast << number < bytes) ++number;
   return sizes[number];
@@ -78,7 +79,8 @@ void copy_run(char* dst, const char* src, size_t bytes) {
 #endif
 }
 
-constexpr float kOther = 2;  // times as long, or as short, as it was: ranks are on other cores, or others beside them
+constexpr float kOther = 2;      // times as long, or as short, as it was: ranks are on other cores, or others beside them
+constexpr uint32_t kSettled = 8;  // copies after which lines are where the present way leaves them
 
 void Learnt::begin(size_t bytes) {
   // Past the caches it must be so much faster, and by so many nanoseconds: what the peer loses is not seen here.
@@ -86,25 +88,27 @@ void Learnt::begin(size_t bytes) {
   const bool known = took_[0] > 0 && took_[1] > 0;
   const bool faster = kFaster * took_[1] + kSooner / static_cast<float>(bytes) < took_[0];
   const bool changed = took_[faster] > kOther * compared_ || kOther * took_[faster] < compared_;
-  const bool trying = known && (changed || copies_ >= next_);
+  const bool trying = known && (copies_ >= next_ || (changed && copies_ >= tried_ + kSettled));
   past_ = known ? faster != trying : took_[0] > 0;
   ++copies_;
   if (!trying) return;
-  compared_ = took_[faster];
+  compared_ = took_[faster], tried_ = copies_;
   next_ = copies_ + std::min(copies_, static_cast<uint32_t>(std::max<size_t>(32, (size_t{64} << 20) / bytes)));
 }
 
 void Learnt::took(float each) {
+  if (copies_ == tried_ + 1) return;  // of a copy that found lines where the other way had left them
   float& known = took_[past_];
-  if (known > kOther * each) next_ = copies_;  // to be seen again at once
+  if (known > kOther * each) next_ = std::min(next_, copies_ + kSettled);  // to be seen again soon
   if (known <= 0) known = each;
   else known = each < known ? (known + each) / 2 : std::min(each, 2 * known);  // what was held up says little
 }
 
 Writer::Writer(const Target* targets, size_t count, size_t bytes, size_t run) : run_(run) {
   if (!kStreams || bytes < kLeast || run < kLeastRun) return;
-  if (std::none_of(targets, targets + count, [](const Target& to) { return to.peers; })) return;
-  learnt_ = &learnt(bytes);
+  const Target* to = std::find_if(targets, targets + count, [](const Target& x) { return x.reader != Reader::self; });
+  if (to == targets + count) return;
+  learnt_ = &learnt(to->reader, bytes);
   learnt_->begin(bytes);
 }
 
@@ -116,7 +120,7 @@ bool Writer::streamed(size_t whole) const {
 }
 
 void Writer::write(const Target& to, char* dst, const char* src, size_t bytes) {
-  const bool past = past_caches(to), clocked = to.peers && learnt_;
+  const bool past = past_caches(to), clocked = learns(to);
   const int64_t start = clocked ? now() : 0;
   past ? stream(dst, src, bytes) : copy_run(dst, src, bytes);
   streams_ = streams_ || past;

@@ -6,13 +6,16 @@
 
 namespace weft {
 
+// Who reads what is written: this rank alone, peers too, or the peer whose memory it is.
+enum class Reader : uint8_t { self, peers, owner };
+
 // Where rows go: the first begins at `base`, the others `stride` bytes apart. They are part of `whole` bytes that are written before
-// anybody looks at them again. `peers`: other ranks access them.
+// anybody looks at them again.
 struct Target {
   char* base;
   size_t stride;
   size_t whole;
-  bool peers = false;
+  Reader reader = Reader::self;
 };
 
 // Whether what peers read is written past the caches, learnt from how long it takes, for copies of about one size.
@@ -31,7 +34,7 @@ class Learnt {
  private:
   float took_[2] = {0, 0};  // of late, through the caches and past them
   float compared_ = 0;      // how long the faster way took when the other was last tried
-  uint32_t copies_ = 0, next_ = 0;
+  uint32_t copies_ = 0, tried_ = 0, next_ = 0;
   bool past_ = false;
 };
 
@@ -41,13 +44,14 @@ class Writer {
  public:
   Writer(const Target* targets, size_t count, size_t bytes, size_t run);
 
-  bool past_caches(const Target& to) const { return (to.peers && learnt_ && learnt_->past()) || streamed(to.whole); }
+  bool past_caches(const Target& to) const { return (learns(to) && learnt_->past()) || streamed(to.whole); }
   void write(const Target& to, char* dst, const char* src, size_t bytes);
   // What this thread has written may be published. `first`: it is the one whose time counts.
   void done(bool first);
 
  private:
   bool streamed(size_t whole) const;
+  bool learns(const Target& to) const { return learnt_ && to.reader != Reader::self; }
 
   size_t run_;
   Learnt* learnt_ = nullptr;  // of the thread that made this; the threads of a team only look at it

@@ -49,7 +49,7 @@ void test_several_targets() {
   for (size_t bytes : {1, 100, 70'000, 2 << 20, 5 << 20}) {
     std::vector<char> src(bytes), one(bytes + 8), other(bytes + 8);
     for (auto& x : src) x = static_cast<char>(random());
-    Target targets[] = {{one.data() + 3, bytes, bytes}, {src.data(), bytes, 0}, {other.data() + 1, bytes, 3 * bytes, true}};
+    Target targets[] = {{one.data() + 3, bytes, bytes}, {src.data(), bytes, 0}, {other.data() + 1, bytes, 3 * bytes, Reader::peers}};
     std::vector<char> wanted = src;  // the source may be among them
     for (int time = 0; time < 4; ++time) {
       copy_rows(targets, 3, src.data(), bytes, 1, bytes);
@@ -89,7 +89,7 @@ void test_sums() {
   reduce(Combine::sum, places, rows, columns, 4);
   for (size_t i = 0; i < rows * columns; ++i) CHECK(all[0][i] == ((all[1][i] + all[2][i]) + all[3][i]) + all[4][i]);
   std::vector<float> copy(rows * columns);
-  Target copies[] = {{reinterpret_cast<char*>(copy.data()), columns * 4, 0, true}, {reinterpret_cast<char*>(all[2].data()), columns * 4, 0}};
+  Target copies[] = {{reinterpret_cast<char*>(copy.data()), columns * 4, 0, Reader::owner}, {reinterpret_cast<char*>(all[2].data()), columns * 4, 0}};
   reduce(Combine::sum, places, rows, columns, 4, 0, copies, 2);  // a source is overwritten, once it has been read
   CHECK(copy == all[0] && all[2] == all[0]);
   size_t many = (size_t{9} << 20) / 4;  // written past the caches
