@@ -96,7 +96,7 @@ inline void Program::add(size_t lane, Instruction instruction) {
   instruction.follows = first != instructions.rend() && joins(*first, instruction);
   if (instruction.op == Op::copy || instruction.op == Op::reduce) {
     const Buffer& written = buffers.at(slots.at(instruction.operands[0].slot).buffer);
-    const bool given = written.role == Role::input || written.role == Role::output;  // of which peers read no more
+    const bool given = written.role == Role::input || written.role == Role::output;  // there peers read what was there before
     if (written.shared && (instruction.remote || !given)) instruction.reader = instruction.remote ? Reader::owner : Reader::peers;
   }
   instructions.push_back(std::move(instruction));
