@@ -198,6 +198,9 @@ void reduce_all(Combine combine, Dtype made, const std::vector<Rows>& sources, s
   const size_t item = size_of(made);
   const Writer shared(targets, count, rows * columns * item, columns * item);
   const bool aside = shared.past_caches(targets[0]);
+  // Two rows that are added as they are need no accumulator, unless one of them lies where the sum goes.
+  const bool straight = sources.size() == 2 && combine != Combine::avg && sizeof(Wide) == item && sources[0].dtype == made &&
+                        sources[1].dtype == made && sources[0].base != targets[0].base && sources[1].base != targets[0].base;
   share(rows, columns, item, [&](size_t top, size_t high, size_t left, size_t wide) {
     Writer writer = shared;
     alignas(64) Wide total[kBlock];
@@ -212,14 +215,17 @@ void reduce_all(Combine combine, Dtype made, const std::vector<Rows>& sources, s
           auto from = [&](const Rows& x, auto use) {
             read<Wide>(x.dtype, x.base + row * x.stride + start * size_of(x.dtype), n, use);
           };
+          char* const sum = result + (start - begun) * item;
           from(sources[0], [&](const auto* one) {
             if (sources.size() == 1) return begin(total, one, n);
-            from(sources[1], [&](const auto* other) { begin<Make>(total, one, other, n); });
+            Wide* const into = straight ? reinterpret_cast<Wide*>(sum) : total;
+            from(sources[1], [&](const auto* other) { begin<Make>(into, one, other, n); });
           });
+          if (straight) continue;
           for (size_t source = 2; source < sources.size(); ++source)
             from(sources[source], [&](const auto* more) { go_on<Make>(total, more, n); });
           if (combine == Combine::avg) divide(total, n, static_cast<Wide>(ranks));
-          write(made, result + (start - begun) * item, total, n);
+          write(made, sum, total, n);
         }
         for (size_t target = aside ? 0 : 1; target < count; ++target)
           writer.write(targets[target], there(targets[target]), result, all * item);

@@ -92,6 +92,11 @@ void test_sums() {
   Target copies[] = {{reinterpret_cast<char*>(copy.data()), columns * 4, 0, Reader::owner}, {reinterpret_cast<char*>(all[2].data()), columns * 4, 0}};
   reduce(Combine::sum, places, rows, columns, 4, 0, copies, 2);  // a source is overwritten, once it has been read
   CHECK(copy == all[0] && all[2] == all[0]);
+  const std::vector<float> one_before = all[3];
+  reduce(Combine::sum, {places[0], places[3], places[4]}, rows, columns, 2);  // of two, elsewhere and over one of them
+  reduce(Combine::max, {places[3], places[3], places[4]}, rows, columns, 2);
+  for (size_t i = 0; i < rows * columns; ++i)
+    CHECK(all[0][i] == one_before[i] + all[4][i] && all[3][i] == std::max(one_before[i], all[4][i]));
   size_t many = (size_t{9} << 20) / 4;  // written past the caches
   std::vector<float> left(many, 1), right(many, 2), total(many), twice(many);
   auto whole = [&](std::vector<float>& x) { return Rows{reinterpret_cast<char*>(x.data()), many * 4, Dtype::float32}; };
