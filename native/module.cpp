@@ -371,8 +371,10 @@ NB_MODULE(_native, m) {
     const auto found = one_sided(put, remote, local, peer, std::move(plain), api);
     const auto world = found ? PyTransfers::open.find(found->first) : PyTransfers::open.end();
     if (world == PyTransfers::open.end()) return false;
+    PyTransfers& open = *world->second;
+    const nb::object held = nb::find(open);  // another thread may close the world, and let go of it
     nb::gil_scoped_release release;
-    return world->second->transfers.copy(found->second);
+    return open.transfers.copy(found->second);
   }, "put"_a, "remote"_a.none(), "local"_a.none(), "peer"_a, "plain"_a, "api"_a.none());
   m.def("one_sided", &one_sided, "put"_a, "remote"_a.none(), "local"_a.none(), "peer"_a, "plain"_a, "api"_a.none());
 

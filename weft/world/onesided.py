@@ -130,8 +130,7 @@ def put_notify(dst: Tensor, src: Tensor, signals: Signals, index: int | slice, p
     """`put`, then `notify` the same peer: who sees the counter sees the data. Everything is checked before anything is moved."""
     own, copy = _prepared(dst, src, peer, signals.world, True)
     raising = _notification(signals, index, peer, op, value)
-    if not own.transfers.copy(copy):
-        raise own.failure(f"to make a {_Copy(True, peer, src.nbytes)}")
+    _make(own, copy, _Copy(True, peer, src.nbytes))
     if not raising():
         raise own.failure(f"to notify rank {peer}")
 
@@ -185,8 +184,12 @@ def _copy(remote: Tensor, local: Tensor, peer: int, world: World | None, put: bo
     if world is None and type(peer) is int and _native.copy_at_once(put, remote, local, peer, PLAIN, memory.LOOK):
         return
     own, copy = _prepared(remote, local, peer, world, put)
-    if not own.transfers.copy(copy):
-        raise own.failure(f"to make a {_Copy(put, peer, local.nbytes)}")
+    _make(own, copy, _Copy(put, peer, local.nbytes))
+
+
+def _make(world: World, copy: _native.StridedCopy, what: _Copy) -> None:
+    if not world.transfers.copy(copy):
+        raise world.failure(f"to make a {what}")
 
 
 def _begin(remote: Tensor, local: Tensor, peer: int, world: World | None, put: bool) -> Transfer:
