@@ -28,7 +28,7 @@ std::vector<size_t> cut(const std::vector<uint32_t>& pieces, const std::vector<s
 
 Binding::Binding(const Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given, int rank)
     : shards_(rows), widths_(program.buffers.size()), bounds_(program.slots.size()), bases_(program.slots.size()),
-      turns_(program.slots.size()), strides_(program.slots.size()), columns_(program.slots.size()),
+      turns_(program.slots.size()), others_(program.slots.size()), strides_(program.slots.size()), columns_(program.slots.size()),
       row_bytes_(program.slots.size()), apart_(program.slots.size(), -1), offsets_(program.buffers.size()) {
   const std::vector<size_t> sizes = cut(program.pieces, rows);
   const size_t largest = sizes.empty() ? 1 : *std::max_element(sizes.begin(), sizes.end());
@@ -104,7 +104,9 @@ Binding::Binding(const Program& program, const std::vector<size_t>& rows, const 
 void Binding::place(const Program& program, Role role, const std::vector<uintptr_t>& begins) {
   for (uint32_t number = 0; number < program.slots.size(); ++number) {
     const auto [owner, which] = program.slots[number];
-    if (program.buffers[which].role == role) bases_[number] = reinterpret_cast<char*>(begins.at(owner) + offsets_[which]);
+    if (program.buffers[which].role != role) continue;
+    bases_[number] = reinterpret_cast<char*>(begins.at(owner) + offsets_[which]);
+    if (role == Role::eager && begins.size() == 2) others_[number] = begins[1 - owner] - begins[owner];
   }
 }
 

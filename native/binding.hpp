@@ -39,8 +39,8 @@ class Binding {
   void move(const Program& program, int rank, uint32_t buffer, uintptr_t address);
 
   // `turn`: that of the execution.
-  char* at(const Operand& o, size_t turn = 0) const {
-    return bases_[o.slot] + (turn & turns_[o.slot]) + (*bounds_[o.slot])[o.start] * strides_[o.slot];
+  char* at(const Operand& o, Turn turn = {}) const {
+    return bases_[o.slot] + (turn.behind & turns_[o.slot]) + (turn.crossed & others_[o.slot]) + (*bounds_[o.slot])[o.start] * strides_[o.slot];
   }
   size_t stride(const Operand& o) const { return strides_[o.slot]; }
   size_t first(const Operand& o) const { return (*bounds_[o.slot])[o.start]; }
@@ -63,7 +63,7 @@ class Binding {
   std::vector<std::vector<size_t>> sums_;           // by layout: where each block begins, and the last one ends
   std::vector<const std::vector<size_t>*> bounds_;  // by slot
   std::vector<char*> bases_;                        // by slot
-  std::vector<size_t> turns_;                       // by slot: all bits where buffers take turns
+  std::vector<size_t> turns_, others_;              // by slot: all bits where buffers take turns; how far the other rank's lie from them
   std::vector<size_t> strides_, columns_, row_bytes_;
   std::vector<int> apart_;                          // by slot
   uintptr_t offered_ = 0;

@@ -24,8 +24,8 @@ struct Compiled {
     program.meets = meets;
   }
 
-  void add(size_t lane, Instruction instruction) {
-    program.add(lane, std::move(instruction));
+  void add(size_t lane, Instruction instruction, bool returns = false) {
+    program.add(lane, std::move(instruction), returns);
     execution.spans[lane].emplace_back();
     execution.targets[lane].emplace_back();
   }

@@ -33,15 +33,18 @@ void Executor::begin(const Program& program, Execution& execution) {
   const Binding* bound = execution.binding;
   const uint64_t digest = bound ? bound->digest() : program.digest;
   execution.reset(calls.begin(digest, bound ? bound->call() : program.call, bound ? bound->offered() : 0), digest);
-  if (program.eager && program.meets)
-    execution.turn = met_++ % Program::kMeeting * Program::kEager;
-  else if (program.eager)
-    execution.turn = (Program::kMeeting + passed_++ % (Program::kTurns - Program::kMeeting)) * Program::kEager;
+  if (program.eager) execution.turn = turn(program);
   ahead_ = program.meets ? 0 : ahead_ + program.eager;
   for (size_t lane = 0; lane < program.lanes.size(); ++lane)
     for (size_t at = 0; at < program.lanes[lane].size(); ++at)
       if (const Instruction& i = program.lanes[lane][at]; i.op == Op::wait) execution.targets[lane][at] = base_[i.index] + i.count;
   for (auto [index, count] : program.promised) base_[index] += count;  // what the next call's waits begin from
+}
+
+Turn Executor::turn(const Program& program) {
+  if (!program.meets) return {(Program::kMeeting + passed_++ % (Program::kTurns - Program::kMeeting)) * Program::kEager};
+  const bool crossed = program.crosses() && within_host && met_ / Program::kMeeting % 2;
+  return {met_++ % Program::kMeeting * Program::kEager, crossed ? ~size_t{0} : 0};
 }
 
 int Executor::run(const Program& program, Execution& execution, size_t lane, int at) {

@@ -48,6 +48,8 @@ class Executor {
   bool tracing = false;
 
  private:
+  // The eager buffers of the next execution that has some.
+  Turn turn(const Program& program);
   static size_t counters_end(size_t ranks) { return Calls::kBytes + kNames * ranks * sizeof(Counter); }
   void run(const LaneThread::Job& job);
   bool wait(Execution& execution, size_t lane, int at, const Instruction& instruction);

@@ -205,14 +205,14 @@ NB_MODULE(_native, m) {
         for (auto [rank, buffer] : slots) self.program.slots.push_back({rank, buffer});
       })
       .def("bind", [](Compiled& self, const Binding* binding) { self.execution.binding = binding; }, nb::arg().none())
-      .def("copy", [](Compiled& self, size_t lane, Place dst, Place src, uint32_t measure, bool together, bool remote) {
+      .def("copy", [](Compiled& self, size_t lane, Place dst, Place src, uint32_t measure, bool together, bool remote, bool returns) {
         Instruction i{Op::copy, operands({dst, src}), measure, together};
         i.remote = remote;
-        self.add(lane, i);
+        self.add(lane, i, returns);
       })
       .def("reduce", [](Compiled& self, size_t lane, std::vector<Place> places, uint32_t measure, bool together,
-                        std::vector<Dtype> dtypes, Combine combine) {
-        self.add(lane, {Op::reduce, operands(places), measure, together, dtypes, combine});
+                        std::vector<Dtype> dtypes, Combine combine, bool returns) {
+        self.add(lane, {Op::reduce, operands(places), measure, together, dtypes, combine}, returns);
       })
       .def("notify", [](Compiled& self, size_t lane, Executor& executor, int rank, uint32_t index) {
         Instruction i{Op::notify, {}};

@@ -79,7 +79,12 @@ struct Program {
   bool meets = false;   // whether no rank ends it before all have begun it
   bool eager = false;   // whether some buffer is
 
-  void add(size_t lane, Instruction instruction);
+  // Whether the two ranks that it is for have each other's eager buffers in every other turn. They then write where they last read: that
+  // is in their own cache, and what they last wrote in the other's, which would have to give it up line after line.
+  bool crosses() const { return eager && meets && buffers[0].layouts.size() == 2; }
+
+  // `returns`: this rank also reads what lies where it writes.
+  void add(size_t lane, Instruction instruction, bool returns = false);
 };
 
 // Does `next` copy the rows that `first` copies or makes?
@@ -89,7 +94,7 @@ inline bool joins(const Instruction& first, const Instruction& next) {
   return first.op == Op::reduce && first.operands[0] == next.operands[1];
 }
 
-inline void Program::add(size_t lane, Instruction instruction) {
+inline void Program::add(size_t lane, Instruction instruction, bool returns) {
   auto& instructions = lanes[lane];
   auto first = instructions.rbegin();
   while (first != instructions.rend() && first->follows) ++first;
@@ -97,7 +102,8 @@ inline void Program::add(size_t lane, Instruction instruction) {
   if (instruction.op == Op::copy || instruction.op == Op::reduce) {
     const Buffer& written = buffers.at(slots.at(instruction.operands[0].slot).buffer);
     const bool given = written.role == Role::input || written.role == Role::output;  // there peers read what was there before
-    if (written.shared && (instruction.remote || !given)) instruction.reader = instruction.remote ? Reader::owner : Reader::peers;
+    returns = returns || (written.role == Role::eager && crosses());
+    if (written.shared && !returns && (instruction.remote || !given)) instruction.reader = instruction.remote ? Reader::owner : Reader::peers;
   }
   instructions.push_back(std::move(instruction));
 }
@@ -120,6 +126,11 @@ struct Span {
 
 class Binding;
 
+// Which eager buffers an execution has: those that lie so many bytes behind the first ones; each rank the other's where all bits are set.
+struct Turn {
+  size_t behind = 0, crossed = 0;
+};
+
 // One execution's state. Kept with the program and used again, so that a repeated call allocates nothing.
 struct Execution {
   Execution(const Program& program, size_t ranks);
@@ -134,7 +145,7 @@ struct Execution {
   std::vector<std::vector<char>> agreed; // by lane: peers seen to have made the same call
   uint64_t call = 0, digest = 0;
   uint64_t mark = 0;    // both in one number, for peers to compare
-  size_t turn = 0;      // by how many bytes its eager buffers lie behind the first ones
+  Turn turn;
   int64_t timeout = 0;  // of each wait, in nanoseconds
 };
 

@@ -300,9 +300,10 @@ void test_lanes(int ranks, int calls) {
   for (auto& thread : threads) thread.join();
 }
 
-// Four ranks that meet by pairs and then across, and read what each has put in its eager buffer: nobody says that it may be used again.
-void test_eager(int calls) {
-  constexpr int n = 500, ranks = 4;
+// Ranks that meet, four of them by pairs and then across, and read what each has put in its eager buffer: nobody says that it may be
+// used again. Two have each other's in every other turn.
+void test_eager(int ranks, int calls) {
+  constexpr int n = 500;
   Host host(ranks, 64);
   std::vector<std::thread> threads;
   for (int r = 0; r < ranks; ++r)
@@ -310,10 +311,11 @@ void test_eager(int calls) {
       Executor& executor = *host.executors[r];
       std::vector<int> own(n), all(ranks * n);
       Program program;
-      program.call = "eager", program.digest = 1, program.lanes.resize(1), program.eager = true;
+      program.call = "eager", program.digest = 1, program.lanes.resize(1), program.eager = program.meets = true;
       auto& lane = program.lanes[0];
       lane.push_back({Op::copy, {{uint32_t(1 + r), 0, 1}, {0, 0, 1}}});
-      for (int peer : {r ^ 1, r ^ 2}) {
+      for (int step = 1; step < ranks; step *= 2) {
+        const int peer = r ^ step;
         lane.push_back(signal(Op::notify, executor.counter(peer, r), 0, 0, 0));
         lane.push_back(signal(Op::wait, executor.counter(r, peer), peer, peer, 1));
         program.promised.push_back({peer, 1});
@@ -543,7 +545,8 @@ int main() {
   test_teams();
   test_lanes(2, 300);
   test_lanes(4, 200);
-  test_eager(500);
+  test_eager(2, 500);
+  test_eager(4, 500);
   test_a_wait_ends_early();
   test_lanes_end_together();
   test_what_was_raised_before_leaving_counts();

@@ -23,7 +23,7 @@ from weft.engines.engine import LANES, Engine, Program, kinds
 from weft.engines.matmul import multiply
 from weft.engines.weights import Weight
 from weft.errors import PlanError, WeftError
-from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Wait, accesses
+from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Wait, accesses, reads
 from weft.schedules.barrier import barrier
 from weft.world import memory
 
@@ -117,6 +117,7 @@ class HostProgram(Program):
         self.products: dict[int, tuple[Region, Region]] = {}  # by their place in the compute lane
         self.entire: set[Region] = set()  # of what they read and write, those that are all of a tensor given
         self.multiplies = any(isinstance(i, Matmul) for lane in self.lanes for i in lane)
+        self.read = {region for lane in self.lanes for instruction in lane for region in reads(instruction)}
         for lane, instructions in enumerate(self.lanes):
             for at, instruction in enumerate(instructions):
                 self._compile(lane, at, instruction)
@@ -339,12 +340,13 @@ class HostProgram(Program):
         match instruction:
             case Copy(src, dst):
                 remote, measure = src.rank != rank or dst.rank != rank, (dst, src).index(self.plan.measure(instruction))
-                native.copy(lane, self.place(dst), self.place(src), measure, self._together(dst), remote)
+                native.copy(lane, self.place(dst), self.place(src), measure, self._together(dst), remote, dst in self.read)
             case Reduce(srcs, dst, op):
                 regions = (dst, *srcs)
                 dtypes = [getattr(_native.Dtype, dtype_name(self.kinds[r.buffer][0])) for r in regions]
                 places, measure = [self.place(r) for r in regions], regions.index(self.plan.measure(instruction))
-                native.reduce(lane, places, measure, self._together(dst), dtypes, getattr(_native.Combine, op))
+                combine = getattr(_native.Combine, op)
+                native.reduce(lane, places, measure, self._together(dst), dtypes, combine, dst in self.read)
             case Notify(peer, signal):
                 native.notify(lane, world, peer, self.engine.index(signal))
             case Wait(signal, count):

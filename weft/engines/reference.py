@@ -187,18 +187,22 @@ def _result(move: Move, sources: Sequence[Tensor], call: Call, rank: int) -> Ten
 def _memory(calls: Sequence[Call]) -> list[list[Buffers]]:
     """The buffers of each call on each rank.
 
-    A rank's workspaces begin, in every call, at the start of one pool; eager buffers at that of one of `TURNS` others.
+    A rank's workspaces begin, in every call, at the start of one pool; eager buffers at that of one of `TURNS` others, which two
+    ranks that meet have from each other when every other turn comes round.
     """
     ranks, likes = range(calls[0].plan.ranks), [_like(call) for call in calls]
     plans = [(call.plan, like) for call, like in zip(calls, likes, strict=True)]
     largest = max(sum(_bytes(like[name], max(buffer.rows)) for name, buffer in plan.buffers.items()) for plan, like in plans)
     pools = [[torch.full((largest,), NAN, dtype=torch.uint8) for _ in range(1 + TURNS)] for _ in ranks]
-    met, passed = cycle(range(MEETING)), cycle(range(MEETING, TURNS))
+    met = cycle([(turn, crossed) for crossed in ((False, True) if len(ranks) == 2 else (False,)) for turn in range(MEETING)])
+    passed = cycle([(turn, False) for turn in range(MEETING, TURNS)])
     found = []
     for plan, like in plans:
         eager = any(buffer.role == "eager" for buffer in plan.buffers.values())
-        turn = next(met if plan.meets else passed) if eager else 0
-        found.append([_lay_out(plan, like, r, {"workspace": pools[r][0], "eager": pools[r][1 + turn]}) for r in ranks])
+        turn, crossed = next(met if plan.meets else passed) if eager else (0, False)
+        owners = ranks[::-1] if crossed else ranks
+        spaces = [{"workspace": pools[r][0], "eager": pools[owner][1 + turn]} for r, owner in zip(ranks, owners, strict=True)]
+        found.append([_lay_out(plan, like, r, spaces[r]) for r in ranks])
     return found
 
 

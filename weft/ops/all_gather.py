@@ -17,6 +17,7 @@ from weft.ops.collective import (
     as_matrix,
     call_later,
     call_now,
+    exchanged_rows,
     moved_at_once,
     parts,
     read_in_place,
@@ -103,7 +104,7 @@ def _prepare(
     if chunk_rows is not None:
         chunk = lead * chunk_rows
     elif algorithm == "pull" and not symmetric:
-        chunk = slot_rows(matrix, max(rows), 1, world)
+        chunk = exchanged_rows(matrix, max(rows), world) if world.ranks == 2 else slot_rows(matrix, max(rows), 1, world)
     elif algorithm == "push" and symmetric_out and hosts is None:
         chunk = max(1, *rows)
     else:

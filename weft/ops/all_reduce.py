@@ -7,7 +7,17 @@ from functools import lru_cache, partial
 from torch import Tensor
 
 from weft.ops import arguments
-from weft.ops.collective import Handle, Work, call_later, call_now, check_reduction, handed_out, same_place, sent_rows, slot_rows
+from weft.ops.collective import (
+    Handle,
+    Work,
+    call_later,
+    call_now,
+    check_reduction,
+    exchanged_rows,
+    reduced_at_once,
+    same_place,
+    sent_rows,
+)
 from weft.plan import Plan
 from weft.plan.binding import split
 from weft.schedules import all_reduce as schedule
@@ -53,16 +63,17 @@ def _prepare(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: st
     arguments.check_algorithm(algorithm, schedule.ALGORITHMS, world)
     result = arguments.result(out, a.shape, a.dtype, [a], world, partial(same_place, a))
     in_place = out is not None and same_place(a, out)
-    if algorithm == "auto":
-        algorithm = "one_shot" if a.numel() * a.itemsize <= world.thresholds.eager_bytes else "two_shot"
-    flat, rows = a.reshape(-1, 1).contiguous(), split(a.numel(), world.ranks)
-    if algorithm == "one_shot" and handed_out(world, a.numel() * a.itemsize):
+    flat, rows, size = a.reshape(-1, 1).contiguous(), split(a.numel(), world.ranks), a.numel() * a.itemsize
+    reached = world.is_symmetric(flat) or world.is_symmetric(result)
+    if algorithm in ("auto", "one_shot") and reduced_at_once(world, size, reached):
         return Work(schedule.eager(world.levels, op), rows, {"a": flat, "out": result.view(-1, 1)}, result)
+    if algorithm == "auto":
+        algorithm = "one_shot" if size <= world.thresholds.eager_bytes else "two_shot"
     # Where every rank reads all of a there is no moment at which its own rank may overwrite it.
     symmetric = world.is_symmetric(flat) and not (in_place and algorithm == "one_shot")
     places = symmetric, world.is_symmetric(result)
     put = world.topology is not None and not (algorithm == "ring" and apart(world.topology))
-    slot = sent_rows(flat, rows[0]) if put else slot_rows(flat, rows[0], world.ranks - 1, world)
+    slot = sent_rows(flat, rows[0]) if put else exchanged_rows(flat, rows[0], world)
     cut = 1 if algorithm == "one_shot" and not put else pieces(rows[0], slot)
     plan = _plan(world.ranks, cut, algorithm, op, *places, world.topology if put else None)
     return Work(plan, rows, {"a": flat, "out": result.view(-1, 1)}, result)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.ops import arguments, dims
 from weft.ops.all_gather import all_gather
-from weft.ops.collective import ANY, Handle, Work, as_matrix, call_later, call_now, moved_at_once, read_in_place, slot_rows
+from weft.ops.collective import ANY, Handle, Work, as_matrix, call_later, call_now, exchanged_rows, moved_at_once, read_in_place
 from weft.schedules import all_to_all as schedule
 from weft.schedules.thresholds import EAGER_ROOM
 from weft.schedules.workload import pieces
@@ -64,11 +64,12 @@ def _prepare(world: World, a: Tensor, out: Tensor | None, given: tuple[int, ...]
     symmetric = world.is_symmetric(matrix)
     rows, tensors = [*chain(*counts)], {"a": matrix, "out": as_matrix(result)}
     most = max(map(sum, counts)) * matrix.shape[1] * matrix.itemsize
-    if moved_at_once(world, most, symmetric):
+    handed = max(sum(given) - given[rank] for rank, given in enumerate(counts)) * matrix.shape[1] * matrix.itemsize
+    if moved_at_once(world, handed, symmetric):
         return Work(schedule.eager(world.levels), rows, tensors, result, agreed=not even)
     if not symmetric and read_in_place(world, most):
         return Work(_plan(world.ranks, 1, True, None, False), rows, tensors, result, agreed=not even)
-    slot = slot_rows(matrix, max(map(max, counts)), world.ranks - 1, world)
+    slot = exchanged_rows(matrix, max(map(max, counts)), world)
     cut = 1 if symmetric or hosts else pieces(max(map(max, counts)), slot)
     few = hosts is not None and not symmetric and most <= EAGER_ROOM
     return Work(_plan(world.ranks, cut, symmetric, hosts, few), rows, tensors, result, agreed=not even)

@@ -34,6 +34,7 @@ from weft.engines.weights import DTYPES as FLOATS
 from weft.errors import PeerTimeout
 from weft.ops import arguments
 from weft.plan import Plan
+from weft.schedules.staging import SHARED_SLOTS
 from weft.schedules.thresholds import EAGER_ROOM
 from weft.schedules.workload import PIECES
 from weft.world import World, current
@@ -48,6 +49,7 @@ REDUCTIONS = ("sum", "avg", "max", "min")
 
 SENT_BYTES = 64 << 10  # least bytes of a piece that is put to peers: with fewer, its message takes longer than they do
 REACHED_BYTES = 2 << 10  # up to so much is handed out although few ranks could reach it: copying more costs more than a signal
+EXCHANGED_BYTES = 16 << 10  # least bytes of a piece that two ranks exchange: with fewer, its signals take longer than it does
 STEPS = 64  # in which it does so at most: a plan is a list of all of them
 
 
@@ -174,15 +176,27 @@ def slot_rows(matrix: Tensor, most: int, readers: int, world: World, piece: int 
 
     `piece`: the bytes of as much, where ranks with one thread gain by less than others do.
     """
-    row, limits = max(1, matrix.shape[1] * matrix.itemsize), world.thresholds
+    row, limits = _row_bytes(matrix), world.thresholds
     at_once, slot = (piece, piece) if piece and world.threads == 1 else (limits.staged_bytes, limits.slot_bytes * world.threads)
     staged = most if most * row <= at_once else slot // (row * max(1, readers))
     return max(1, staged, -(-most // STEPS))
 
 
+def exchanged_rows(matrix: Tensor, most: int, world: World) -> int:
+    """The same where any two ranks give each other as many: so few that each slot that they share is written by both."""
+    if world.crowded:
+        return slot_rows(matrix, most, world.ranks - 1, world)
+    row, largest = _row_bytes(matrix), world.thresholds.staged_bytes * world.threads // max(1, world.ranks - 1)
+    return max(1, min(max(-(-most // (2 * SHARED_SLOTS)), EXCHANGED_BYTES // row), largest // row), -(-most // STEPS))
+
+
 def sent_rows(matrix: Tensor, most: int) -> int:
     """How many of at most `most` rows go at a time where they are put to peers: a part of them that is worth a message."""
-    return max(1, -(-most // PIECES), SENT_BYTES // max(1, matrix.shape[1] * matrix.itemsize))
+    return max(1, -(-most // PIECES), SENT_BYTES // _row_bytes(matrix))
+
+
+def _row_bytes(matrix: Tensor) -> int:
+    return max(1, matrix.shape[1] * matrix.itemsize)
 
 
 def handed_out(world: World, size: int, most: int | None = None) -> bool:
@@ -196,6 +210,11 @@ def moved_at_once(world: World, size: int, reached: bool) -> bool:
     Where they cannot, as many as an eager buffer holds: staged, they would be copied as often, and a signal more made.
     """
     return handed_out(world, size, EAGER_ROOM if not reached else world.thresholds.eager_bytes if many(world) else REACHED_BYTES)
+
+
+def reduced_at_once(world: World, size: int, reached: bool) -> bool:
+    """The same of bytes that are reduced: where two ranks cannot reach them, they would be copied as often if they were staged."""
+    return handed_out(world, size, EAGER_ROOM if world.ranks == 2 and not reached else None)
 
 
 def many(world: World) -> bool:

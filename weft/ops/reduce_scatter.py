@@ -16,11 +16,11 @@ from weft.ops.collective import (
     call_later,
     call_now,
     check_reduction,
-    handed_out,
+    exchanged_rows,
     parts,
+    reduced_at_once,
     same_place,
     sent_rows,
-    slot_rows,
 )
 from weft.plan import Plan
 from weft.schedules import reduce_scatter as schedule
@@ -94,10 +94,11 @@ def _prepare(
         for part, block in parts(a.detach(), matrix, dim, sizes):
             block.copy_(part)
     tensors = {"a": matrix, "out": as_matrix(result, dim)}
-    if algorithm in ("auto", "direct") and handed_out(world, a.numel() * a.itemsize):
+    handed = (sum(rows) - min(rows)) * matrix.shape[1] * matrix.itemsize
+    if algorithm in ("auto", "direct") and reduced_at_once(world, handed, world.is_symmetric(matrix)):
         return Work(schedule.eager(world.levels, op), rows, tensors, result)
     put = world.multi_host or algorithm in ("push", "ring")
-    cut = pieces(max(rows), sent_rows(matrix, max(rows)) if put else slot_rows(matrix, max(rows), world.ranks - 1, world))
+    cut = pieces(max(rows), sent_rows(matrix, max(rows)) if put else exchanged_rows(matrix, max(rows), world))
     plan = _plan(world.ranks, algorithm, op, world.is_symmetric(matrix), cut, world.topology)
     return Work(plan, rows, tensors, result)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait
-from weft.schedules.common import Hosts, after, apart, around, before, enter, everything, leave, publish, tidy
+from weft.schedules.common import Hosts, after, apart, around, before, block, enter, everything, leave, publish, tidy
 from weft.schedules.host_rings import HostRing, of_rows
 from weft.schedules.host_sums import HostSums, inbox, part_of, reduce
 from weft.schedules.levels import Levels, hand_out
@@ -115,8 +115,7 @@ def _through_slots(rank: int, op: str, staged: Stream, reduced: Stream) -> tuple
 
     def reduce_own(step: int) -> list[Instruction]:
         def make(number: int, slot: Region) -> list[Instruction]:
-            own = slot._replace(buffer="a", start=number, stop=number + 1)
-            out = own._replace(buffer="out")
+            own, out = block(rank, "a", number), block(rank, "out", number)
             return sum_of(rank, own, staged.arrivals(rank, step), out, op, Copy(out, slot))
 
         return reduced.stage(rank, step, make)

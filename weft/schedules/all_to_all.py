@@ -53,14 +53,14 @@ def eager(levels: Levels) -> Plan:
     """All-to-all of a few rows: every rank hands out what it has for others and fetches what these have for it."""
     ranks, lanes = len(levels[-1]), []
     for r in range(ranks):
-        others = [Region(r, "a", start, stop) for start, stop in around(r, r + 1, ranks) if start < stop]
+        others = [Region(r, "a", *part) for part in around(r, r + 1, ranks)]
         kept = Copy(block(r, "a", r), block(r, "out", r))
-        fetched = [Copy(block(p, "eager", r), block(r, "out", p)) for p in after(r, ranks)]
+        fetched = [Copy(block(p, "eager", r - (r > p)), block(r, "out", p)) for p in after(r, ranks)]
         handed = hand_out(others, levels)
         told = next((at for at, instruction in enumerate(handed) if isinstance(instruction, Wait)), 0)
         lanes.append((*handed[:told], kept, *handed[told:], *fetched))  # peers need not wait for what is kept
-    buffers = _buffers(ranks, 1)
-    return _plan(ranks, 1, buffers | {"eager": replace(buffers["a"], role="eager")}, lanes, meets=True)
+    handed_on = Buffer.of("eager", [[r * ranks + p for p in range(ranks) if p != r] for r in range(ranks)])
+    return _plan(ranks, 1, _buffers(ranks, 1) | {"eager": handed_on}, lanes, meets=True)
 
 
 def _hand_to(readers: Sequence[int], rank: int, parts: Sequence[tuple[int, int]]) -> Published:

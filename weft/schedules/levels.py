@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cache
-from itertools import count, pairwise
+from itertools import accumulate, count, pairwise
 from typing import NamedTuple
 
 from weft.plan import Copy, Instruction, Notify, Region, Signal, Wait
@@ -37,10 +37,11 @@ def meet(rank: int, levels: Levels, name: str) -> list[Instruction]:
 
 
 def hand_out(own: Sequence[Region], levels: Levels) -> list[Instruction]:
-    """Let all ranks have a few rows: once they have met, they find them in the eager buffers, where peers do in this rank's own."""
-    alone = len(levels[-1]) == 1
-    handed = [Copy(rows, rows._replace(buffer="eager")) for rows in own]
-    return [] if alone else [*handed, *meet(own[0].rank, levels, "ready")]
+    """Let all ranks have a few rows, one part after the other: once they have met, they find them in the eager buffers."""
+    ends = [*accumulate(rows.rows for rows in own)]
+    placed = [rows._replace(buffer="eager", start=end - rows.rows, stop=end) for rows, end in zip(own, ends, strict=True)]
+    handed = [Copy(rows, place) for rows, place in zip(own, placed, strict=True) if rows.rows]
+    return [] if len(levels[-1]) == 1 else [*handed, *meet(own[0].rank, levels, "ready")]
 
 
 @cache

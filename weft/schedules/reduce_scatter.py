@@ -7,7 +7,7 @@ from functools import cache
 from itertools import chain
 
 from weft.plan import Buffer, Copy, Instruction, Plan, Reduce, Region, Signal, Term, Value, Wait
-from weft.schedules.common import Hosts, after, apart, before, block, everything, publish, shards, tidy
+from weft.schedules.common import Hosts, after, apart, around, before, block, everything, publish, shards, tidy
 from weft.schedules.host_rings import HostRing, of_rows
 from weft.schedules.host_sums import HostSums, inbox, scatter
 from weft.schedules.levels import Levels, hand_out
@@ -57,13 +57,13 @@ def reduce_scatter(ranks: int, pieces: int, op: str = "sum", *, symmetric_a: boo
 
 @cache
 def eager(levels: Levels, op: str = "sum") -> Plan:
-    """Reduce-scatter of a few rows, whether symmetric or not: every rank hands out all of its own and reduces what it keeps."""
+    """Reduce-scatter of a few rows, whether symmetric or not: every rank hands out what others keep and reduces what it keeps."""
     ranks, lanes = len(levels[-1]), []
     for r in range(ranks):
-        terms = tuple(block(p, "a" if p == r else "eager", r) for p in range(ranks))
-        handed = hand_out([Region(r, "a", 0, ranks)], levels)
+        terms = tuple(block(p, "a", r) if p == r else block(p, "eager", r - (r > p)) for p in range(ranks))
+        handed = hand_out([Region(r, "a", *part) for part in around(r, r + 1, ranks)], levels)
         lanes.append({"compute": (*handed, Reduce(terms, block(r, "out", 0), op))})
-    buffers = _buffers(ranks, 1) | {"eager": Buffer.of("eager", everything(ranks, 1))}
+    buffers = _buffers(ranks, 1) | {"eager": Buffer.of("eager", [[p for p in range(ranks) if p != r] for r in range(ranks)])}
     return Plan("reduce_scatter", "eager", buffers, tuple(lanes), _result(ranks, 1), (1,) * ranks, meets=True)
 
 

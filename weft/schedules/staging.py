@@ -14,7 +14,10 @@ from weft.plan import Copy, Instruction, Notify, Region, Signal, Wait
 from weft.schedules.common import after, before, block, enter, leave, room, tidy
 
 SLOTS = 3
-"""Slots of a stream. With two, each rank would wait in each step until its peers have done as much as itself."""
+"""Slots of a part. With two, each rank would wait in each step until its peers have done as much as itself."""
+
+SHARED_SLOTS = 2
+"""Slots that two ranks share on each: one is written while what the other holds is read."""
 
 
 class Part(NamedTuple):
@@ -39,6 +42,10 @@ class Stream:
     All parts have as many `pieces`, and a rank reads at most one part of each peer. `ready` and `taken` are the names of the
     signals that say that a step can be read, and that it has been; the latter is None where a plan's other signals say it before a
     slot is used again.
+
+    Two ranks that hand parts to each other, and nobody else these, share their slots: each writes where it has read the step
+    before last. So it need not be told that a slot is free, and what it writes to is in its own cache. What it wrote last is in the
+    other's, which would have to give it up line after line.
     """
 
     def __init__(
@@ -47,6 +54,10 @@ class Stream:
         self.buffer, self.parts, self.pieces, self.ready, self.taken = buffer, parts, pieces, ready, taken
         self.ranks = len(parts)
         self.room = room([min(self.steps(rank), SLOTS) * len(own) for rank, own in enumerate(parts)])
+
+    def shares(self, rank: int, peer: int) -> bool:
+        """Whether two ranks hand each other parts that nobody else reads."""
+        return all([to] in [[*part.readers] for part in self.parts[own]] for own, to in ((rank, peer), (peer, rank)))
 
     def steps(self, rank: int) -> int:
         """How many steps a rank hands out."""
@@ -58,7 +69,7 @@ class Stream:
             return []
         readers, free = self._readers(rank), list[Instruction]()
         if self.taken and step >= SLOTS:
-            free += [Wait(Signal(self.taken, reader), step - SLOTS + 1) for reader in readers]
+            free += [Wait(Signal(self.taken, peer), step - SLOTS + 1) for peer in readers if not self.shares(rank, peer)]
         made: list[Instruction] = []
         for number, part in enumerate(self.parts[rank]):
             if part.readers:
@@ -70,7 +81,7 @@ class Stream:
         found = []
         for peer in after(rank, self.ranks):
             thanks: list[Instruction] = []
-            if self.taken and step + SLOTS < self.steps(peer):
+            if self.taken and step + SLOTS < self.steps(peer) and not self.shares(rank, peer):
                 thanks.append(Notify(peer, Signal(self.taken, rank)))
             for number, part in enumerate(self.parts[peer]) if step < self.steps(peer) else ():
                 if rank in part.readers:
@@ -90,7 +101,14 @@ class Stream:
         return fetched
 
     def _slot(self, rank: int, part: int, step: int) -> Region:
-        return block(rank, self.buffer, step % SLOTS * len(self.parts[rank]) + part)
+        """Where a rank's part lies in a step."""
+        readers = self.parts[rank][part].readers
+        if len(readers) != 1 or not self.shares(rank, readers[0]):
+            return block(rank, self.buffer, step % SLOTS * len(self.parts[rank]) + part)
+        if step // SHARED_SLOTS % 2:
+            [part] = [number for number, own in enumerate(self.parts[readers[0]]) if [*own.readers] == [rank]]
+            rank = readers[0]
+        return block(rank, self.buffer, step % SHARED_SLOTS * len(self.parts[rank]) + part)
 
     def _readers(self, rank: int) -> list[int]:
         readers = {reader for part in self.parts[rank] for reader in part.readers}
