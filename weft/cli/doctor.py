@@ -27,13 +27,13 @@ from torch.distributed.rendezvous import rendezvous
 from weft import _native
 from weft.checks import name as dtype_name
 from weft.cli import placed
-from weft.engines import engine, matmul, peer_memory
+from weft.engines import matmul
 from weft.engines.recording import clock_offsets
 from weft.engines.weights import pack
 from weft.errors import SymmetricMemoryError
 from weft.ops.barrier import barrier
 from weft.schedules.thresholds import CROWDED_HOP, Thresholds
-from weft.world import World, init, placement
+from weft.world import World, init, peer_memory, placement
 from weft.world.listener import addresses, family_of, named_interface
 from weft.world.rendezvous import host_identity, join, launcher_variables, translated
 from weft.world.topology import Topology
@@ -104,11 +104,11 @@ def diagnose(console: Console) -> bool:
         links = _links(world)
         # Only rank 0 knows of clocks.
         troubles = _everyones(world, [*_troubles(everyone, links, clock_offsets(world, now=time.time_ns))])[0]
-        staged = _everyones(world, _staged(world))
+        staged = _everyones(world, world.staged)
         if world.rank == 0:
             _print(everyone, links, console)
             console.print(_thresholds(everyone, world.thresholds, world.crowded))
-            if staged[0] is not None:
+            if world.ranks > 1 and not world.multi_host:
                 why = next(filter(None, staged), "")
                 how = f"staged, since {why}" if why else "read through the kernel, where they lie"
                 console.print(f"Ordinary tensors of {peer_memory.LEAST_BYTES >> 20} MiB and more are {how}.", soft_wrap=True)
@@ -231,11 +231,6 @@ def _look(world: World) -> RankReport:
         _native.team_size(),
         placement.known(),
     )
-
-
-def _staged(world: World) -> str | None:
-    """Why large tensors are staged on this rank, if they are; None where there are no peers that could read them."""
-    return None if world.ranks == 1 or world.multi_host else peer_memory.trouble(engine(world))
 
 
 def _new_memory() -> str:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from weft import _native
 from weft.checks import name as dtype_name
-from weft.engines import peer_memory
 from weft.engines.engine import LANES, Engine, Program, kinds
 from weft.engines.matmul import multiply
 from weft.engines.weights import Weight
@@ -36,7 +35,6 @@ class HostEngine(Engine):
 
     whole_plans = False
     remembers = True
-    reads: bool | None = None  # whether ranks read each other's memory through the kernel, once that is known
 
     @property
     def program_class(self) -> type[HostProgram]:
@@ -54,14 +52,6 @@ class HostEngine(Engine):
         dtypes: Mapping[str, torch.dtype],
     ) -> HostProgram:
         return self.program_class(self, plan, tensors, dtypes)
-
-    def reads_memory(self, size: int) -> bool:
-        """Whether ranks read ordinary tensors of so many bytes in each other's memory; agreed on by all ranks the first time."""
-        if size < peer_memory.LEAST_BYTES or self.world.multi_host or self.world.ranks == 1:
-            return False
-        if self.reads is None:
-            self.reads = peer_memory.agreed(self)
-        return self.reads
 
     def meet(self, timeout: float | None) -> None:
         """Let ranks meet before what is executed next."""
@@ -299,7 +289,7 @@ class HostProgram(Program):
         """Where all ranks' parts of a tensor lie, and the same in words; no parts if it is not symmetric."""
         segment = memory.find(tensor)
         if segment is None or segment.world != self.world.number:
-            return [], " read through the kernel" if self.engine.reads else ""
+            return [], " read through the kernel" if self.world.reads_memory else ""
         offset = int(tensor.storage_offset()) * tensor.itemsize
         return segment.bases(offset), f" in symmetric segment {segment.number} at byte {offset}"
 

@@ -29,7 +29,6 @@ from torch import Tensor
 from weft.checks import check_timeout
 from weft.engines import engine
 from weft.engines.engine import Engine, Program
-from weft.engines.host import HostEngine
 from weft.engines.weights import DTYPES as FLOATS
 from weft.errors import PeerTimeout
 from weft.ops import arguments
@@ -38,6 +37,7 @@ from weft.schedules.staging import SHARED_SLOTS
 from weft.schedules.thresholds import EAGER_ROOM
 from weft.schedules.workload import PIECES
 from weft.world import World, current
+from weft.world.peer_memory import LEAST_BYTES
 
 NUMBERS = (*FLOATS, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 """What can be reduced; averages are of floating dtypes."""
@@ -223,9 +223,8 @@ def many(world: World) -> bool:
 
 
 def read_in_place(world: World, size: int) -> bool:
-    """Whether peers read so many bytes of an ordinary tensor through the kernel, where they lie; collective the first time."""
-    own = engine(world)
-    return isinstance(own, HostEngine) and own.reads_memory(size)
+    """Whether peers read so many bytes of an ordinary tensor through the kernel, where they lie."""
+    return world.reads_memory and size >= LEAST_BYTES and not world.stream_ordered
 
 
 def same_place(one: Tensor, other: Tensor) -> bool:

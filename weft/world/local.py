@@ -21,6 +21,7 @@ from weft import _native
 from weft.errors import PeerLost
 from weft.world.device_memory import check_device, check_products
 from weft.world.listener import Address
+from weft.world.peer_memory import probe
 from weft.world.peers import Backend
 from weft.world.placement import threads_per_rank, thresholds
 from weft.world.rendezvous import Place, host_identity
@@ -40,7 +41,7 @@ class LocalWorld:
         self.ranks, self.device = ranks, device
         self.threads = [ThreadPoolExecutor(1, f"rank {rank}") for rank in range(ranks)]
         cores, nowhere = frozenset(os.sched_getaffinity(0)), Address(socket.AF_UNIX, "", b"")
-        place = Place(os.getpid(), host_identity(), nowhere, cores, threads_per_rank(ranks), thresholds=thresholds())
+        place = Place(os.getpid(), host_identity(), nowhere, cores, threads_per_rank(ranks), (), thresholds(), probe())
         sockets = _sockets(ranks)
 
         def make(rank: int) -> World:

@@ -18,6 +18,7 @@ from weft import _native, errors
 from weft.errors import PeerLost, PeerTimeout, SymmetricMemoryError, WeftError
 from weft.schedules.levels import Levels, nested, numbered
 from weft.schedules.thresholds import CROWDED_HOP, agreed
+from weft.world import peer_memory
 from weft.world.relay import Relay
 from weft.world.rendezvous import Place
 
@@ -60,8 +61,9 @@ class Peers:
 
     Attributes: `rank`, `ranks` (their number), `timeout` (seconds any wait may take unless a call says otherwise), `pids`, `cores`
     (the processor cores that each rank may use), `threads` (the fewest that any rank computed with when the world was made),
-    `thresholds` (of its collectives, as all ranks have agreed), `hosts` (the host of each rank, numbered from 0), `relay` (to the
-    ranks on other hosts, or None if there are none), `group` (the process group by which ranks with GPUs share memory, or None),
+    `thresholds` (of its collectives, as all ranks have agreed), `staged` (why this rank does not read large ordinary tensors in its
+    peers' memory, or nothing), `reads_memory` (whether all ranks do), `hosts` (the host of each rank, numbered from 0), `relay` (to
+    the ranks on other hosts, or None if there are none), `group` (the process group by which ranks with GPUs share memory),
     `known_as` (the number of each rank in a larger job, which errors tell where it is another), `number` (of this world in this
     process), `closed` (why it is, or None); `device`, `stream_ordered`, `matmul_backend` and `ranks_per_device` as in `Backend`.
     """
@@ -86,6 +88,9 @@ class Peers:
         self.cores = [place.cores for place in places]
         self.threads = min(place.threads for place in places)
         self.thresholds = agreed(place.thresholds for place in places)
+        alone = self.ranks == 1 or relay is not None
+        self.staged = "" if alone else peer_memory.refusal(self.pids, [place.probe for place in places])
+        self.reads_memory = not (alone or self.staged)
         self.number = next(_numbers)
         self.closed: str | None = None
         self.untold = False  # whether that is something which a thread beside the caller's has found, and no call has told yet
@@ -176,10 +181,11 @@ class Peers:
                     os.close(theirs)
             peers = [peer for peer in range(self.ranks) if peer != self.rank and self.near(peer)]
             for peer in peers:
-                send(self, peer, "control", fd, doing)
+                send(self, peer, self.staged, fd, doing)
             for peer in peers:
-                _, theirs = receive(self, peer, doing, f"for rank {peer} (pid {self.pids[peer]}) {doing}")
+                staged, theirs = receive(self, peer, doing, f"for rank {peer} (pid {self.pids[peer]}) {doing}")
                 parts[peer] = attach(self, peer, theirs, size, doing)
+                self.reads_memory = self.reads_memory and not staged
         finally:
             os.close(fd)
         return _native.Segment(parts, self.rank, self.number, 0)

@@ -28,7 +28,8 @@ _LAST_WORD = 0.5  # seconds that a rank which gives up may take to say so
 
 class Place(NamedTuple):
     """Where a rank lives: its process, its host, the address of its socket, the cores it may run on, its compute threads, the
-    package, NUMA node and cache that it is in, as far as all its cores are in one, and the thresholds that follow from these."""
+    package, NUMA node and cache that it is in, as far as all its cores are in one, the thresholds that follow from these, and where
+    it lets peers try to read its memory (`peer_memory.probe`)."""
 
     pid: int
     host: str
@@ -37,6 +38,7 @@ class Place(NamedTuple):
     threads: int
     spot: tuple[int, ...] = ()
     thresholds: Thresholds = Thresholds()
+    probe: int = 0
 
 
 class GaveUp(NamedTuple):

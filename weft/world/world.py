@@ -19,7 +19,7 @@ from weft import _native
 from weft.checks import check_tensor
 from weft.errors import WeftError
 from weft.plan import Plan
-from weft.world import device_memory, memory, placement, topology
+from weft.world import device_memory, memory, peer_memory, placement, topology
 from weft.world.listener import Listener, listen_to_hosts
 from weft.world.peers import CPU, Backend, Peers
 from weft.world.relay import Relay
@@ -252,7 +252,9 @@ def _joined(meeting: Meeting, timeout: float, backend: Backend, group: dist.Proc
         listener = stack.enter_context(Listener())
         cores, threads = frozenset(os.sched_getaffinity(0)), torch.get_num_threads()
         spot = topology.spot(placement.here(), cores)
-        own = Place(os.getpid(), host_identity(), listener.address, cores, threads, spot, placement.thresholds())
+        own = Place(
+            os.getpid(), host_identity(), listener.address, cores, threads, spot, placement.thresholds(), peer_memory.probe()
+        )
         places = stack.enter_context(meeting.exchanged(own, timeout))
         others = {peer: place for peer, place in enumerate(places) if peer != rank}
         near = {peer: (place.pid, place.address) for peer, place in others.items() if place.host == own.host}

@@ -12,10 +12,11 @@ from support.ranks import on_ranks, start
 
 import weft
 from weft import _native
-from weft.engines import engine, peer_memory
+from weft.engines import engine
 from weft.errors import PeerTimeout, WeftError
 from weft.plan import Buffer, Copy, Notify, Plan, Region, Signal, Wait
 from weft.schedules.all_gather import all_gather
+from weft.world import peer_memory
 
 NUMBERS = peer_memory.LEAST_BYTES // 4  # float32 of a tensor that is just large enough
 
@@ -35,14 +36,15 @@ def allowed():
             child.stdin.write("\n")
 
 
-def reading(world, large=True):
-    """Say that this rank's large tensors lie in huge pages, or do not; whether ranks then read each other's."""
+def remade(large=True):
+    """The world made again by ranks whose large tensors lie in huge pages, or do not."""
     peer_memory.huge_pages = lambda: large
-    return engine(world).reads_memory(peer_memory.LEAST_BYTES)
+    return weft.init()
 
 
-def collectives(world):
-    assert reading(world)
+def collectives(_):
+    world = remade()
+    assert world.reads_memory
     ranks, rank = world.ranks, world.rank
     whole = torch.arange(ranks * NUMBERS, dtype=torch.float32)
     mine = whole.view(ranks, NUMBERS)[rank]
@@ -78,8 +80,10 @@ def test_collectives(ranks):
     on_ranks(collectives, ranks)
 
 
-def not_alike(world):
-    assert not reading(world, large=world.rank == 0), "all ranks or none"
+def not_alike(first):
+    world = remade(large=first.rank == 0)
+    assert not world.reads_memory, "all ranks or none"
+    assert world.staged == "tensors of rank 1 lie in small pages"
     mine = torch.full((NUMBERS,), float(world.rank))
     assert "read through the kernel" not in told(world, lambda: weft.all_gather(mine))
     assert weft.all_gather(mine)[::NUMBERS].tolist() == [*map(float, range(world.ranks))]
@@ -89,8 +93,8 @@ def test_a_rank_whose_tensors_lie_in_small_pages():
     on_ranks(not_alike, 2)
 
 
-def written_by_peers(world):
-    assert reading(world)
+def written_by_peers(_):
+    world = remade()
     plan = all_gather(world.ranks, 1, "push", symmetric_gathered=True)
     tensors = {"a": torch.zeros(NUMBERS, 1), "gathered": torch.zeros(world.ranks * NUMBERS, 1)}
     with pytest.raises(ValueError, match="peers access 'gathered' in this plan, so it must be symmetric"):
@@ -102,9 +106,9 @@ def test_peers_only_read():
     on_ranks(written_by_peers, 2)
 
 
-def two_to_read(world):
+def two_to_read(_):
     """A plan that reads more than one buffer of a peer, of which only one address is told."""
-    assert reading(world)
+    world = remade()
     buffers = {name: Buffer.of("input", [range(1), range(1, 2)]) for name in "ab"} | {"out": Buffer.of("output", [range(2)] * 2)}
 
     def lane(r):
@@ -123,9 +127,22 @@ def test_peers_read_one_buffer():
     on_ranks(two_to_read, 2)
 
 
-def gone(world):
+def forbidden(first):
+    """One rank that may not read its peers' memory keeps all from it."""
+    refuse = peer_memory.refusal
+    if first.rank == 1:
+        peer_memory.refusal = lambda pids, probes: refuse(pids, probes) or "it is not to"
+    world = remade()
+    assert (world.reads_memory, world.staged) == (False, "it is not to" if world.rank == 1 else "")
+
+
+def test_a_rank_that_may_not_read():
+    on_ranks(forbidden, 2)
+
+
+def gone(_):
     """A peer that cannot be read is waited for as long as a call may take, and then named."""
-    assert reading(world)
+    world = remade()
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     if world.rank == 0:
@@ -147,6 +164,7 @@ def test_a_peer_that_cannot_be_read():
 def test_why_memory_cannot_be_read():
     number = torch.tensor([os.getpid()])
     assert peer_memory.refusal([os.getpid()], [number.data_ptr()]) == ""
+    assert peer_memory.refusal([os.getpid()] * 2, [number.data_ptr(), 0]) == "tensors of rank 1 lie in small pages"
     assert "another one here" in peer_memory.refusal([os.getpid()], [(number + 1).data_ptr()])
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
@@ -169,3 +187,4 @@ def test_huge_pages(tmp_path, monkeypatch, policy, asked, huge):
     assert peer_memory.huge_pages() is huge
     monkeypatch.setattr(peer_memory, "_ENABLED", tmp_path / "none")
     assert not peer_memory.huge_pages(), "a kernel without them"
+    assert not peer_memory.probe()
