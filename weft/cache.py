@@ -6,6 +6,7 @@ with a home directory: what is true of one processor only is stored under a name
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -23,7 +24,7 @@ PROFILE = "machine"
 def directory() -> Path:
     """Where weft remembers things."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("WEFT_CACHE") or Path(home) / "weft")
+    return Path(os.environ.get("WEFT_CACHE") or f"{home}/weft")
 
 
 def of_this_machine(name: str, and_also: str = "") -> str:
@@ -35,27 +36,24 @@ def of_this_machine(name: str, and_also: str = "") -> str:
 def processor() -> str:
     """Model, family and model number of this machine's processor."""
     try:
-        with open("/proc/cpuinfo") as file:
-            lines = dict(line.split("\t", 1) for line in file.read().split("\n\n")[0].splitlines() if "\t" in line)
-        return ":".join(lines.get(key, "").strip(" \t:") for key in ("model name", "cpu family", "model"))
+        first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
     except OSError:
         return platform.processor()
+    lines = dict(line.split("\t", 1) for line in first.splitlines() if "\t" in line)
+    return ":".join(lines.get(key, "").strip(" \t:") for key in ("model name", "cpu family", "model"))
 
 
 def stored(name: str) -> Any:
     """The JSON value stored under `name`, None if there is none."""
     try:
-        return json.loads((directory() / f"{name}.json").read_text())
+        return json.loads(_path(name).read_text())
     except (OSError, ValueError):
         return None
 
 
 def store(name: str, value: Any) -> None:
     """Store a JSON value under `name` in place of what was there. Raises `OSError` without a writable directory."""
-    directory().mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=directory(), suffix=".tmp", delete=False) as file:
-        json.dump(value, file, indent=1)
-    os.replace(file.name, directory() / f"{name}.json")
+    os.replace(_written(value), _path(name))
 
 
 def once(name: str, measure: Callable[[], Any]) -> Any:
@@ -64,22 +62,25 @@ def once(name: str, measure: Callable[[], Any]) -> Any:
     Of several processes that measure at the same time the first to finish wins, and all return its value, so ranks agree.
     Without a writable directory each process keeps what it measured.
     """
-    path = directory() / f"{name}.json"
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        value = measure()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-            json.dump(value, file, indent=1)
+    if (found := stored(name)) is not None:
+        return found
+    value = measure()
+    with contextlib.suppress(OSError):
+        written = _written(value)
         try:
-            os.link(file.name, path)  # unlike a rename, a link does not replace what another process stored
+            os.link(written, _path(name))  # unlike a rename, a link does not replace what another process stored
         finally:
-            os.unlink(file.name)
-    except OSError:
-        pass
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return value
+            os.unlink(written)
+    return stored(name) or value
+
+
+def _path(name: str) -> Path:
+    return directory() / f"{name}.json"
+
+
+def _written(value: Any) -> str:
+    """A new file in the directory, with a JSON value in it."""
+    directory().mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=directory(), suffix=".tmp", delete=False) as file:
+        json.dump(value, file, indent=1)
+    return file.name
