@@ -99,19 +99,16 @@ def launcher_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
         "LOCAL_RANK": ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
         "LOCAL_WORLD_SIZE": ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
     }
-    found = {name: next((environment[key] for key in keys if key in environment), None) for name, keys in known.items()}
-    if found["RANK"] is None or found["WORLD_SIZE"] is None:
+    found = {name: [environment[key] for key in keys if key in environment] for name, keys in known.items()}
+    variables = {name: values[0] for name, values in found.items() if values}
+    if not {"RANK", "WORLD_SIZE"} <= {*variables}:
         return None
-    variables = {name: value for name, value in found.items() if value is not None}
-    job = next((environment[key] for key in ("PMIX_NAMESPACE", "SLURM_JOB_ID", "PMI_ID") if key in environment), str(os.getppid()))
-    if "PMI_RANK" in environment:  # MPICH names no job, but its ranks on a host have one parent
-        job = str(os.getppid())
-    port = 20000 + sum(map(ord, job)) * 7919 % 12000
-    if "PMI_RANK" in environment and _several_hosts(variables):
-        port = 29500
-    first = re.split(r"[,\[]", environment.get("SLURM_STEP_NODELIST", "localhost"))
-    bracket = re.match(r"[^\[,]*\[(\d+)", environment.get("SLURM_STEP_NODELIST", ""))
-    variables["MASTER_ADDR"] = environment.get("MASTER_ADDR", first[0] + (bracket.group(1) if bracket else ""))
+    mpich = "PMI_RANK" in environment  # which names no job, but its ranks on a host have one parent
+    jobs = [] if mpich else [environment[key] for key in ("PMIX_NAMESPACE", "SLURM_JOB_ID", "PMI_ID") if key in environment]
+    job = jobs[0] if jobs else str(os.getppid())
+    port = 29500 if mpich and _several_hosts(variables) else 20000 + sum(map(ord, job)) * 7919 % 12000
+    first = re.findall(r"([^,\[]*)\[?(\d*)", environment.get("SLURM_STEP_NODELIST", "localhost"))[0]  # node01 of node[01-03]
+    variables["MASTER_ADDR"] = environment.get("MASTER_ADDR", "".join(first))
     variables["MASTER_PORT"] = environment.get("MASTER_PORT", str(port))
     return variables
 
