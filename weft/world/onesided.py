@@ -19,7 +19,7 @@ from torch import Tensor
 
 from weft import _native
 from weft.checks import PLAIN, check_tensor, check_timeout, name
-from weft.errors import PeerTimeout, WeftError
+from weft.errors import PeerTimeout
 from weft.world import memory
 from weft.world.peers import Peers
 from weft.world.signals import LARGEST, Signals, whole
@@ -37,7 +37,7 @@ _FOREVER = 1e9  # seconds; what a clock of 64 bits in nanoseconds can count to w
 
 
 class _Copy(NamedTuple):
-    """A copy that was asked for, in words when it is turned into a string."""
+    """A copy that was asked for; its words are made only where they are needed."""
 
     put: bool
     peer: int
@@ -56,7 +56,7 @@ class Transfer:
     """
 
     def __init__(self, world: World, number: int, what: object) -> None:
-        self._world, self._number, self._what = world, number, what  # in words, where it is turned into a string
+        self._world, self._number, self._what = world, number, what
 
     def done(self) -> bool:
         """Whether the transfer is over. False at first, then True for ever; what it moved may be used once this is True."""
@@ -87,9 +87,9 @@ def put(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> N
     `torch.Tensor` or `torch.nn.Parameter` itself, strided, no conjugate or negative view. `peer` may be this rank itself. If `src`
     and the target overlap, all is read before anything is written. Autograd does not take part.
 
-    The peer learns nothing of it: tell it by `notify` or `put_notify`. `world` is the tensor's own and need not be given; one that
-    is, is checked. Raises `ValueError` (not symmetric, of another world, no such peer, shapes differ, not plain),
-    `TypeError` (dtypes differ, a subclass), `PeerLost`.
+    The peer learns nothing of it: tell it by `notify` or `put_notify`. `world` is the tensor's own; one that is given is checked.
+    Raises `ValueError` (not symmetric, of another world, no such peer, shapes differ, not plain), `TypeError` (dtypes differ, a
+    subclass), `PeerLost`.
     """
     _copy(dst, src, peer, world, True)
 
@@ -97,32 +97,22 @@ def put(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> N
 def get(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> None:
     """Copy `peer`'s counterpart of `src` to `dst`; when it returns the data is in `dst`.
 
-    `src` is this rank's part of a symmetric tensor or any view of it, `dst` any CPU tensor of that dtype and shape that holds no
-    element twice and whose dimensions do not interleave. Both are plain: `torch.Tensor` or `torch.nn.Parameter` itself, strided, no
-    conjugate or negative view. `peer` may be this rank itself. Autograd does not take part.
-
-    What is read is only certain if the peer has said that it is there, and does not write it meanwhile. `world` is the tensor's own
-    and need not be given. Raises `ValueError` (not symmetric, of another world, no such peer, shapes differ, not
-    plain), `TypeError` (dtypes differ, a subclass), `PeerLost`.
+    `src` is this rank's part of a symmetric tensor or any view of it, `dst` any CPU tensor of that dtype and shape; all else, and
+    errors, are as in `put`. What is read is only certain if the peer has said that it is there, and does not write it meanwhile.
     """
     _copy(src, dst, peer, world, False)
 
 
 def put_async(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> Transfer:
-    """Begin a `put` and return at once; `src` must stay as it is until the returned `Transfer` is over.
+    """Begin a `put`, with its arguments and errors, and return at once; `src` must stay as it is until the `Transfer` is over.
 
-    A world has 1024 transfers under way at most; while it has, this call holds its thread until one ends. Arguments and errors are
-    those of `put`.
+    A world has 1024 transfers under way at most; while it has, this call holds its thread until one ends.
     """
     return _begin(dst, src, peer, world, True)
 
 
 def get_async(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> Transfer:
-    """Begin a `get` and return at once; `dst` holds nothing certain until the returned `Transfer` is over.
-
-    A world has 1024 transfers under way at most; while it has, this call holds its thread until one ends. Arguments and errors are
-    those of `get`.
-    """
+    """Begin a `get` as `put_async` begins a put; `dst` holds nothing certain until the returned `Transfer` is over."""
     return _begin(src, dst, peer, world, False)
 
 
@@ -151,8 +141,7 @@ def wait(signals: Signals, index: int | slice, cmp: str, value: int, timeout: fl
 
     `cmp` is one of ``== != > >= < <=``, `value` from 0 to 2**64 - 1. A slice is satisfied when one look over its counters, one
     after the other, finds each satisfied; counters that only grow, awaited with ``>=`` or ``>``, then all are at once. On return
-    everything is visible that was put before the notifies that were seen. Prefer ``>=`` to ``==``, which a counter may pass
-    unseen.
+    all is visible that was put before the notifies that were seen. Prefer ``>=`` to ``==``, which a counter may pass unseen.
 
     `timeout` is in seconds, the world's by default; after it `PeerTimeout` names the counter, what was expected and what it holds.
     The world stays open: nothing on other ranks is out of step, and one may wait again. The same is true of Ctrl-C. Raises
@@ -163,8 +152,14 @@ def wait(signals: Signals, index: int | slice, cmp: str, value: int, timeout: fl
     selection, compare, number = signals.select(index), _comparison(cmp), _value(value)
     seconds = _seconds(timeout, world)
     status, at, actual = signals.native.wait(*selection, compare, number, seconds)
-    if status != _native.WaitStatus.none:
-        raise _ended(signals, status, f"for {signals.name}[{at}] {cmp} {number}: it is {actual}", seconds)
+    if status == _native.WaitStatus.none:
+        return
+    doing = f"for {signals.name}[{at}] {cmp} {number}: it is {actual}"
+    if status == _native.WaitStatus.failed:
+        raise world.failure(doing)
+    if status == _native.WaitStatus.left:
+        raise world.lost((world.rank + 1) % world.ranks, "closed its world, as all peers did,", doing)
+    raise PeerTimeout(f"rank {world.rank} waited {seconds:g} s {doing}")
 
 
 def test(signals: Signals, index: int | slice, cmp: str, value: int) -> bool:
@@ -263,13 +258,3 @@ def _value(value: int) -> int:
 def _seconds(timeout: float | None, world: Peers) -> float:
     check_timeout(timeout)
     return min(world.timeout if timeout is None else timeout, _FOREVER)
-
-
-def _ended(signals: Signals, status: _native.WaitStatus, doing: str, seconds: float) -> WeftError:
-    """The error for a wait that ended early."""
-    world = signals.world
-    if status == _native.WaitStatus.failed:
-        return world.failure(doing)
-    if status == _native.WaitStatus.left:
-        return world.lost((world.rank + 1) % world.ranks, "closed its world, as all peers did,", doing)
-    return PeerTimeout(f"rank {world.rank} waited {seconds:g} s {doing}")
