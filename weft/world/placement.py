@@ -22,11 +22,7 @@ OFF = "WEFT_BIND"  # the variable that keeps ranks where the kernel puts them, i
 @lru_cache(1)
 def here() -> Topology:
     """This host's cores."""
-    try:
-        groups = Path("/proc/self/cgroup").read_text()
-    except OSError:
-        groups = ""
-    return topology.read(groups=groups)
+    return topology.read(groups=topology.said(Path("/proc/self/cgroup")))
 
 
 def known() -> dict[str, Any]:

@@ -58,23 +58,23 @@ def listed(cpus: Iterable[int]) -> str:
 def read(sysfs: Path = Path("/sys"), groups: str = "") -> Topology:
     """The topology of the host whose sysfs is given; `groups` is what ``/proc/self/cgroup`` says of a process there."""
     devices = sysfs / "devices/system"
-    online = numbers(_said(devices / "cpu/online"))
+    online = numbers(said(devices / "cpu/online"))
     node_of, memory_nodes = dict.fromkeys(online, 0), []
-    for node in sorted(numbers(_said(devices / "node/online", "0"))):
-        cpus = numbers(_said(devices / f"node/node{node}/cpulist")) & online
+    for node in sorted(numbers(said(devices / "node/online", "0"))):
+        cpus = numbers(said(devices / f"node/node{node}/cpulist")) & online
         node_of |= dict.fromkeys(cpus, node)
-        if not cpus and node in numbers(_said(devices / "node/has_memory")):
+        if not cpus and node in numbers(said(devices / "node/has_memory")):
             memory_nodes.append(node)
-    slow = numbers(_said(sysfs / "devices/cpu_atom/cpus"))
-    capacity = {cpu: int(_said(devices / f"cpu/cpu{cpu}/cpu_capacity", "0")) for cpu in online}
+    slow = numbers(said(sysfs / "devices/cpu_atom/cpus"))
+    capacity = {cpu: int(said(devices / f"cpu/cpu{cpu}/cpu_capacity", "0")) for cpu in online}
     slow |= {cpu for cpu in online if capacity[cpu] < max(capacity.values())}
     cores, seen = [], set[int]()
     for cpu in sorted(online):
         if cpu in seen:
             continue
         about = devices / f"cpu/cpu{cpu}"
-        siblings = numbers(_said(about / "topology/thread_siblings_list", str(cpu))) & online
-        package = int(_said(about / "topology/physical_package_id", "0"))
+        siblings = numbers(said(about / "topology/thread_siblings_list", str(cpu))) & online
+        package = int(said(about / "topology/physical_package_id", "0"))
         near, last = _data_caches(about, len(siblings)), _last_cache(about, cpu)
         cores.append(Core(tuple(sorted(siblings)), package, node_of[cpu], last, cpu not in slow, near))
         seen |= siblings
@@ -156,17 +156,17 @@ def _grouped(cores: Sequence[Core], level: str) -> list[list[Core]]:
 
 def _last_cache(about: Path, cpu: int) -> int:
     """The lowest number that shares the last-level cache of a hardware thread; its own package's caches may not be told."""
-    levels = {int(_said(index / "level", "0")): index for index in sorted((about / "cache").glob("index*"))}
-    return min(numbers(_said(levels[max(levels)] / "shared_cpu_list")) or {cpu}) if levels else 0
+    levels = {int(said(index / "level", "0")): index for index in sorted((about / "cache").glob("index*"))}
+    return min(numbers(said(levels[max(levels)] / "shared_cpu_list")) or {cpu}) if levels else 0
 
 
 def _data_caches(about: Path, siblings: int) -> tuple[int, int]:
     """The first two levels of a core with so many hardware threads, as `Core.caches`."""
     found = dict[str, int]()
     for index in (about / "cache").glob("index*"):
-        if _said(index / "type") != "Instruction":
-            cores = max(1, len(numbers(_said(index / "shared_cpu_list"))) // siblings)
-            found[_said(index / "level")] = (int(_said(index / "size", "0K").removesuffix("K")) << 10) // cores
+        if said(index / "type") != "Instruction":
+            cores = max(1, len(numbers(said(index / "shared_cpu_list"))) // siblings)
+            found[said(index / "level")] = (int(said(index / "size", "0K").removesuffix("K")) << 10) // cores
     return found.get("1", 0), found.get("2", 0)
 
 
@@ -175,10 +175,11 @@ def _cpuset(folder: Path, groups: str) -> frozenset[int]:
     of = {controllers: path.lstrip("/") for _, controllers, path in (line.split(":", 2) for line in groups.splitlines())}
     told = [folder / of.get("", "") / "cpuset.cpus.effective", folder / "cpuset.cpus.effective"]
     told += [folder / "cpuset" / of.get("cpuset", "") / "cpuset.effective_cpus", folder / "cpuset/cpuset.effective_cpus"]
-    return next((found for found in map(numbers, map(_said, told)) if found), frozenset())
+    return next((found for found in map(numbers, map(said, told)) if found), frozenset())
 
 
-def _said(path: Path, otherwise: str = "") -> str:
+def said(path: Path, otherwise: str = "") -> str:
+    """What a file of the kernel's says; `otherwise` if it is empty or not to be read."""
     try:
         return path.read_text().strip() or otherwise
     except OSError:
