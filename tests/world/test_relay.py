@@ -42,7 +42,7 @@ def two():
     """The relays of two ranks."""
     control, rows = connected(), connected()
     relays = [Relay(rank, {1 - rank: (control[rank], rows[rank])}, LIMIT) for rank in range(2)]
-    ends = [socket.socket(fileno=end) for relay in relays for end in relay.sockets().values()]  # which are the mesh's
+    ends = [end for relay in relays for end in relay.sockets().values()]  # which are the mesh's
     for relay in relays:
         relay.start(None, lambda error, rank: pytest.fail(f"rank {rank}: {error}"))
     yield relays

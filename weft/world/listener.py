@@ -17,10 +17,11 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping
-from types import TracebackType
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from weft.errors import PeerLost, PeerTimeout, WeftError
+from weft.world.topology import said
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable that names the interface to use, to gloo too
 _HELLO = struct.Struct("16si")  # the secret of who is called, and the rank that calls
@@ -40,7 +41,7 @@ class Address(NamedTuple):
 
 
 class Listener:
-    """This rank's socket, to which peers connect; a context manager."""
+    """This rank's `socket`, to which peers connect at its `address`."""
 
     def __init__(self, family: int = socket.AF_UNIX, host: str = "") -> None:
         self.socket = _made(family)
@@ -63,9 +64,9 @@ class Listener:
         deadline = time.monotonic() + timeout
         called: dict[int, socket.socket] = {}
         callers: dict[int, socket.socket] = {}
-        try:
+        with contextlib.ExitStack() as made:
             for peer, (pid, address) in peers.items():
-                called[peer] = _call(rank, peer, pid, address, deadline)
+                called[peer] = made.enter_context(_call(rank, peer, pid, address, deadline))
             while missing := [peer for peer in peers if peer not in callers]:
                 watched = {called[peer].fileno(): peer for peer in missing}
                 here = select.poll()
@@ -75,48 +76,34 @@ class Listener:
                 ready = [fd for fd, _ in here.poll(max(0.0, deadline - time.monotonic()) * 1000)]
                 if self.socket.fileno() in ready:  # first: who has called may go
                     if (hello := self._answer()) is not None:
-                        callers.update([hello])
+                        callers[hello[0]] = made.enter_context(hello[1])
                 elif ready:
                     raise _lost(rank, watched[ready[0]], peers[watched[ready[0]]][0])
                 else:
                     raise PeerTimeout(f"rank {rank} waited {timeout:g} s for ranks {missing} to connect")
             for each in (*called.values(), *callers.values()):
                 each.settimeout(None)
-            made = [(peer, called.pop(peer), callers.pop(peer)) for peer in peers]
-            return {peer: (ours, theirs) if rank < peer else (theirs, ours) for peer, ours, theirs in made}
-        finally:
-            for each in (*called.values(), *callers.values()):
-                each.close()
+            made.pop_all()
+        return {peer: (called[peer], callers[peer]) if rank < peer else (callers[peer], called[peer]) for peer in peers}
 
     def _answer(self) -> tuple[int, socket.socket] | None:
         """Who calls, with the connection; None for a stranger, or one that is gone again."""
         caller, _ = self.socket.accept()
-        hello = b""
-        try:
+        with contextlib.ExitStack() as stranger, contextlib.suppress(ConnectionError, TimeoutError):
+            stranger.enter_context(caller)
             caller.settimeout(_AT_ONCE)
+            hello = b""
             while len(hello) < _HELLO.size and _same_user(caller) and (more := caller.recv(_HELLO.size - len(hello))):
                 hello += more
             if len(hello) == _HELLO.size and hmac.compare_digest(hello[:16], self.address.secret):
-                rank: int = _HELLO.unpack(hello)[1]
-                return rank, caller
-        except (ConnectionError, TimeoutError):
-            pass
-        except BaseException:
-            caller.close()
-            raise
-        caller.close()
+                stranger.pop_all()
+                return _HELLO.unpack(hello)[1], caller
         return None
-
-    def __enter__(self) -> Listener:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.socket.close()
 
 
 def _call(rank: int, peer: int, pid: int, address: Address, deadline: float) -> socket.socket:
     """A connection to a peer."""
-    to = _made(address.family)
+    to, here = _made(address.family), address.family == socket.AF_UNIX
     try:
         to.settimeout(max(0.001, deadline - time.monotonic()))
         to.connect(address.at)
@@ -125,10 +112,9 @@ def _call(rank: int, peer: int, pid: int, address: Address, deadline: float) -> 
         to.close()
         if isinstance(error, ConnectionError):
             raise _lost(rank, peer, pid) from error
-        if isinstance(error, TimeoutError) or (isinstance(error, OSError) and address.family != socket.AF_UNIX):
+        if isinstance(error, TimeoutError) or (isinstance(error, OSError) and not here):
             why = "no answer" if isinstance(error, TimeoutError) else error.strerror
-            hint = f"; is there a firewall? {INTERFACE} says which interface ranks use, `weft doctor` what is wrong"
-            hint = "" if address.family == socket.AF_UNIX else hint
+            hint = "" if here else f"; is there a firewall? {INTERFACE} says which interface ranks use, `weft doctor` what is wrong"
             raise PeerTimeout(f"rank {rank} cannot reach rank {peer} (pid {pid}){address}: {why}{hint}") from error
         raise
     return to
@@ -189,10 +175,9 @@ def family_of(host: str) -> socket.AddressFamily:
 def addresses() -> dict[str, str]:
     """The address of each interface: that of IPv4, else one of IPv6 that is valid beyond its link."""
     found = {}
-    with open("/proc/net/if_inet6") if os.path.exists("/proc/net/if_inet6") else open(os.devnull) as file:
-        for digits, _, _, scope, _, name in map(str.split, file):
-            if scope in ("00", "10"):  # global, this host
-                found[name] = str(ipaddress.IPv6Address(int(digits, 16)))
+    for digits, _, _, scope, _, name in map(str.split, said(Path("/proc/net/if_inet6")).splitlines()):
+        if scope in ("00", "10"):  # global, this host
+            found[name] = str(ipaddress.IPv6Address(int(digits, 16)))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:

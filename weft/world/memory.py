@@ -115,10 +115,9 @@ def allocate(world: Peers, shape: Sequence[int], dtype: torch.dtype, call: str |
 
 def exchange(world: Peers, compiled: _native.Compiled, call: str, note: str, fd: int = -1) -> Iterator[tuple[int, str, int]]:
     """Send every peer a note and a file (or -1), and give ``(peer, note, file)`` of each; all ranks make the same `call`."""
-    peers = [peer for peer in range(world.ranks) if peer != world.rank]
-    for peer in peers:
+    for peer in world.others:
         send(world, peer, f"{call}\n{note}", fd, f"in {call}")
-    for peer in peers:
+    for peer in world.others:
 
         def look(peer: int = peer) -> None:
             if world.native.mismatch(compiled, peer):

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,19 +23,14 @@ from weft.world.rendezvous import Place
 
 
 class Backend(NamedTuple):
-    """Where a rank's tensors are and how they are worked on.
-
-    `stream_ordered`: lanes are streams, as on a GPU. `matmul_backend`: how streams multiply, ``torch`` or ``triton``.
-    `ranks_per_device`: how many ranks work on this rank's GPU, if it has one.
-    """
+    """Where a rank's tensors are and how they are worked on: each attribute as in `World`."""
 
     device: torch.device
     stream_ordered: bool = False
     matmul_backend: str = "torch"
     ranks_per_device: int = 1
-
-
-CPU = Backend(torch.device("cpu"))
+    group: dist.ProcessGroup | None = None
+    comm_threads: int = 1
 
 
 class Guard:
@@ -48,7 +42,7 @@ class Guard:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, SymmetricMemoryError):  # which all ranks raise together
             self.peers.fail(error)
 
@@ -59,28 +53,17 @@ _numbers = itertools.count(1)
 class Peers:
     """This rank and its peers: what memory, signals and relays need of a world, and no more.
 
-    Attributes: `rank`, `ranks` (their number), `timeout` (seconds any wait may take unless a call says otherwise), `pids`, `cores`
-    (the processor cores that each rank may use), `threads` (the fewest that any rank computed with when the world was made),
-    `thresholds` (of its collectives, as all ranks have agreed), `staged` (why this rank does not read large ordinary tensors in its
-    peers' memory, or nothing), `reads_memory` (whether all ranks do), `hosts` (the host of each rank, numbered from 0), `relay` (to
-    the ranks on other hosts, or None if there are none), `group` (the process group by which ranks with GPUs share memory),
-    `known_as` (the number of each rank in a larger job, which errors tell where it is another), `number` (of this world in this
-    process), `closed` (why it is, or None); `device`, `stream_ordered`, `matmul_backend` and `ranks_per_device` as in `Backend`.
+    Attributes: those of `World` that say where ranks are and how they work, `staged` (why this rank does not
+    read large ordinary tensors in its peers' memory, or nothing), `reads_memory` (whether all ranks do), `threads` (the fewest that any rank computed with when
+    the world was made), `known_as` (the number of each rank in a larger job, which errors tell where it is another), `number` (of
+    this world in this process), `closed` (why it is, or None).
     """
 
     def __init__(
-        self,
-        rank: int,
-        places: Sequence[Place],
-        mesh: _native.Mesh,
-        timeout: float,
-        backend: Backend = CPU,
-        group: dist.ProcessGroup | None = None,
-        relay: Relay | None = None,
-        comm_threads: int = 1,
+        self, rank: int, places: Sequence[Place], mesh: _native.Mesh, timeout: float, backend: Backend, relay: Relay | None = None
     ) -> None:
-        self.rank, self.ranks, self.timeout, self.relay, self.group = rank, len(places), timeout, relay, group
-        self.device, self.stream_ordered, self.matmul_backend, self.ranks_per_device = backend
+        self.rank, self.ranks, self.timeout, self.relay = rank, len(places), timeout, relay
+        self.device, self.stream_ordered, self.matmul_backend, self.ranks_per_device, self.group, self.comm_threads = backend
         self.hosts = numbered(place.host for place in places)
         self.near_groups, self.crowded = groups(places), crowded(places)
         self.known_as: Sequence[int] = range(self.ranks)
@@ -106,11 +89,16 @@ class Peers:
         except BaseException as error:
             self.fail(error)
             raise
-        self.native = _native.Executor(self.mesh, control, self.spins, comm_threads)
+        self.native = _native.Executor(self.mesh, control, self.spins, self.comm_threads)
         self.native.pids = self.pids
         if relay is not None:
             self.native.within_host = False
             relay.start(self.native, partial(self.fail, beside=True))
+
+    @property
+    def others(self) -> list[int]:
+        """All ranks but this one."""
+        return [peer for peer in range(self.ranks) if peer != self.rank]
 
     @property
     def multi_host(self) -> bool:
@@ -159,9 +147,8 @@ class Peers:
     def fail(self, error: BaseException, culprit: int | None = None, beside: bool = False) -> WeftError:
         """Close the world because of `error`, tell all peers, and return it; `beside` the caller's thread, who is told later."""
         if self.closed is None:
-            text = (
-                (error.how if isinstance(error, PeerLost) else str(error)).encode(errors="replace")[:8000].decode(errors="ignore")
-            )
+            text = error.how if isinstance(error, PeerLost) else str(error)
+            text = text.encode(errors="replace")[:8000].decode(errors="ignore")
             self.mesh.abort(type(error).__name__, self.rank if culprit is None else culprit, text)
             self.untold, self.closed = beside, f"{type(error).__name__}: {error}"
             if self.relay is not None:
@@ -175,14 +162,13 @@ class Peers:
         own, fd = self._mapping(size)
         try:
             parts = [own] * self.ranks
-            for peer in range(self.ranks):
-                if not self.near(peer):  # what it says comes by message, and is noted in a part of this rank's own
+            for peer in self.others:
+                if self.near(peer):
+                    send(self, peer, self.staged, fd, doing)
+                else:  # what it says comes by message, and is noted in a part of this rank's own
                     parts[peer], theirs = self._mapping(size)
                     os.close(theirs)
-            peers = [peer for peer in range(self.ranks) if peer != self.rank and self.near(peer)]
-            for peer in peers:
-                send(self, peer, self.staged, fd, doing)
-            for peer in peers:
+            for peer in filter(self.near, self.others):
                 staged, theirs = receive(self, peer, doing, f"for rank {peer} (pid {self.pids[peer]}) {doing}")
                 parts[peer] = attach(self, peer, theirs, size, doing)
                 self.reads_memory = self.reads_memory and not staged
@@ -240,10 +226,8 @@ def receive(peers: Peers, peer: int, doing: str, late: str, look: Callable[[], N
 
 def crowded(places: Sequence[Place]) -> bool:
     """Whether ranks of some host have to share cores."""
-    by_host: dict[str, list[Place]] = {}
-    for place in places:
-        by_host.setdefault(place.host, []).append(place)
-    return any(len(ranks) > _all_cores(ranks) for ranks in by_host.values())
+    by_host = [[place for place in places if place.host == host] for host in {place.host for place in places}]
+    return any(len(ranks) > _all_cores(ranks) for ranks in by_host)
 
 
 def _all_cores(places: Sequence[Place]) -> int:

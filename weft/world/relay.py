@@ -2,10 +2,8 @@
 
 To the rest of weft a peer on another host has a Unix socket as any peer has: its other end is held here, and what is written to it
 is carried to the peer's relay, which writes it to a socket there. So notes, bad news, farewells and deaths have one way on one host
-and on many. Rows have a connection of their own, so that nothing of this waits behind them.
-
-Rows are sent when they are ready, those of a call before those of the next. A rank that has not come to their call leaves them
-where they are, and what follows waits too: it is for calls that come later still.
+and on many. Rows have a connection of their own, so that nothing of this waits behind them; those of a call are sent before those
+of the next, and stay where they are until the peer has come to their call.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ class Arrivals(Protocol):
 
 
 class Relay:
-    """What this rank has with its `peers`, the ranks on other hosts: two connections to each.
+    """What this rank has with its `peers`, the ranks on other hosts: a connection for control to each, and one for rows.
 
     `timeout` is the seconds that a peer may take to accept a message that is not of rows, and to send what it owes one that leaves.
     """
@@ -60,10 +58,10 @@ class Relay:
         self.rank, self.peers, self.timeout = rank, list(peers), timeout
         self.control = {peer: control for peer, (control, _) in peers.items()}
         self.rows = {peer: rows for peer, (_, rows) in peers.items()}
-        for connection in (*self.control.values(), *self.rows.values()):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for connection in self.control.values():
-            connection.settimeout(timeout)
+        for control, rows in peers.values():
+            control.settimeout(timeout)
+            for connection in (control, rows):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.ends: dict[int, socket.socket] = {}
         self.speaking = {peer: threading.Lock() for peer in peers}  # by `control`
         self.sending = {peer: threading.Condition() for peer in peers}  # by `rows`
@@ -80,12 +78,11 @@ class Relay:
         self.closing = threading.Lock()
         self.closed = False
 
-    def sockets(self) -> dict[int, int]:
+    def sockets(self) -> dict[int, socket.socket]:
         """A socket for each peer, for the world's mesh to own."""
         near = {}
         for peer in self.peers:
-            one, self.ends[peer] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            near[peer] = one.detach()
+            near[peer], self.ends[peer] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return near
 
     def start(self, native: _native.Executor, fail: Callable[[BaseException, int], object]) -> None:
@@ -199,9 +196,10 @@ class Relay:
 
     def _end_senders(self, deadline: float) -> None:
         """Let the threads of lanes end after what they have to do."""
-        for _, jobs in [*self.senders.values()]:
+        senders = [*self.senders.values()]
+        for _, jobs in senders:
             jobs.put(None)
-        _join([thread for thread, _ in [*self.senders.values()]], deadline)
+        _join((thread for thread, _ in senders), deadline)
 
     def _work(self, jobs: Jobs) -> None:
         while (job := jobs.get()) is not None:
@@ -275,10 +273,8 @@ class Relay:
         try:
             if self._forward(peer):
                 return True
-        except BlockingIOError:  # another thread was faster
-            return True
-        except OSError:
-            return False
+        except OSError as error:
+            return isinstance(error, BlockingIOError)  # another thread was faster
         if not (self.closed or self.over[peer].is_set()):  # not the peer: the world is gone, without a word
             for over in self.over.values():
                 over.set()
@@ -349,8 +345,7 @@ class _Stream:
 
 
 def _started(target: Callable[..., None], *arguments: object) -> threading.Thread:
-    """A thread that does not interrupt others that compute: where all cores are busy it waits for its turn, some milliseconds, and
-    then takes all that has come."""
+    """A thread that does not interrupt others that compute: where all cores are busy it waits some milliseconds for its turn."""
     thread = threading.Thread(target=target, args=arguments, daemon=True)
     usual = os.sched_getscheduler(0) == os.SCHED_OTHER  # whoever chose another policy knows better
     if usual:

@@ -8,7 +8,6 @@ import os
 import threading
 import weakref
 from collections.abc import Hashable, Sequence
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +20,7 @@ from weft.errors import WeftError
 from weft.plan import Plan
 from weft.world import device_memory, memory, peer_memory, placement, topology
 from weft.world.listener import Listener, listen_to_hosts
-from weft.world.peers import CPU, Backend, Peers
+from weft.world.peers import Backend, Peers
 from weft.world.relay import Relay
 from weft.world.rendezvous import Alone, ByGroup, ByStore, Meeting, Place, default_group, host_identity
 from weft.world.signals import Signals
@@ -58,30 +57,21 @@ class World(Peers):
     (the processor cores that each rank may use), `recorder` (told of every execution, or None), `emulated_link` (its Gbit/s and its
     latency in microseconds, or None), `device` (where its tensors are), `stream_ordered` (whether lanes are streams, as on a GPU),
     `matmul_backend` (how streams multiply: ``torch`` or ``triton``), `ranks_per_device` (how many ranks work on this rank's GPU, if
-    it has one), `group` (the process group it was made on, or None), `hosts` (the host of each rank, numbered from 0), `relay` (to
-    the ranks on other hosts, or None if there are none), `comm_threads` (as in `init`), `thresholds` (the sizes from which on its
-    collectives go another way, alike on all ranks).
+    it has one), `group` (the process group by which ranks with GPUs share memory, or None), `hosts` (the host of each rank,
+    numbered from 0), `relay` (to the ranks on other hosts, or None if there are none), `comm_threads` (as in `init`), `thresholds`
+    (the sizes from which on its collectives go another way, alike on all ranks).
     """
 
     def __init__(
-        self,
-        rank: int,
-        places: Sequence[Place],
-        mesh: _native.Mesh,
-        timeout: float,
-        backend: Backend = CPU,
-        group: dist.ProcessGroup | None = None,
-        relay: Relay | None = None,
-        comm_threads: int = 1,
+        self, rank: int, places: Sequence[Place], mesh: _native.Mesh, timeout: float, backend: Backend, relay: Relay | None = None
     ) -> None:
-        super().__init__(rank, places, mesh, timeout, backend, group, relay, comm_threads)
-        self.comm_threads = comm_threads
+        super().__init__(rank, places, mesh, timeout, backend, relay)
         self.name = (self.number, self.rank, self.ranks)  # among the arguments of torch's operators
         self.engine: Any = None  # made and found by `weft.engines.engine`
         self.recorder: Recorder | None = None
         self.emulated_link: tuple[float, float] | None = None
         self.choices: dict[Hashable, Any] = {}  # what `weft.ops.auto` has agreed on
-        self.transfers = _native.Transfers(self.mesh, self.spins, comm_threads, self.number)
+        self.transfers = _native.Transfers(self.mesh, self.spins, self.comm_threads, self.number)
         _alive[self.number] = self
 
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -174,7 +164,7 @@ class World(Peers):
     def __enter__(self) -> World:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self.fail(error)
         self.close()
@@ -230,9 +220,9 @@ def init(
         raise ValueError(f"comm_threads must be a positive whole number; got {comm_threads!r}")
     members = default_group() if group is None else group
     placement.bind_as_launched()  # before there is memory
-    backend = Backend(place, place.type == "cuda" or products == "triton", products)
     shared = members if place.type == "cuda" else None  # a world that needs no group keeps none, nor its threads, alive
-    world = _joined(Alone() if members is None else ByGroup(members), timeout, backend, shared, comm_threads)
+    backend = Backend(place, place.type == "cuda" or products == "triton", products, 1, shared, comm_threads)
+    world = _joined(Alone() if members is None else ByGroup(members), timeout, backend)
     if group is None:
         _default = world
     return world
@@ -243,13 +233,14 @@ def init_by_store(store: Store, rank: int, ranks: int, timeout: float) -> World:
 
     `timeout` and errors are those of `init`.
     """
-    return _joined(ByStore(store, rank, ranks), timeout, CPU, None)
+    return _joined(ByStore(store, rank, ranks), timeout, Backend(torch.device("cpu")))
 
 
-def _joined(meeting: Meeting, timeout: float, backend: Backend, group: dist.ProcessGroup | None, comm_threads: int = 1) -> World:
-    rank, sockets = meeting.rank, list[int]()
+def _joined(meeting: Meeting, timeout: float, backend: Backend) -> World:
+    rank = meeting.rank
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(Listener())
+        listener = Listener()
+        stack.enter_context(listener.socket)
         cores, threads = frozenset(os.sched_getaffinity(0)), torch.get_num_threads()
         spot = topology.spot(placement.here(), cores)
         own = Place(
@@ -258,36 +249,31 @@ def _joined(meeting: Meeting, timeout: float, backend: Backend, group: dist.Proc
         places = stack.enter_context(meeting.exchanged(own, timeout))
         others = {peer: place for peer, place in enumerate(places) if peer != rank}
         near = {peer: (place.pid, place.address) for peer, place in others.items() if place.host == own.host}
-        sockets = [-1] * len(places)
-        stack.callback(lambda: _close(sockets))
         far = {peer: place.pid for peer, place in others.items() if peer not in near}
         if far and backend.stream_ordered:
             raise WeftError("ranks with GPUs must be on one host in this version of weft")
         try:
             connected = listener.connect(rank, near, timeout)
-            outside = stack.enter_context(listen_to_hosts(rank)) if far else None
+            outside = listen_to_hosts(rank) if far else None
         except BaseException as error:
             if far:
                 meeting.give_up(error)
             raise
+        ends = {}
         for peer, (spare, connection) in connected.items():
             spare.close()
-            sockets[peer] = connection.detach()
+            ends[peer] = stack.enter_context(connection)
         relay = None
         if outside is not None:
+            stack.enter_context(outside.socket)
             addresses = stack.enter_context(meeting.exchanged(outside.address, timeout))
             called = {peer: (pid, addresses[peer]) for peer, pid in far.items()}
             relay = Relay(rank, outside.connect(rank, called, timeout), timeout)
-            for peer, end in relay.sockets().items():
-                sockets[peer] = end
-        mesh, sockets = _native.Mesh(sockets), []
-        return World(rank, places, mesh, timeout, backend, group, relay, comm_threads)
-
-
-def _close(sockets: Sequence[int]) -> None:
-    for end in sockets:
-        if end >= 0:
-            os.close(end)
+            ends |= {peer: stack.enter_context(end) for peer, end in relay.sockets().items()}
+        mesh = _native.Mesh([-1 if peer == rank else ends[peer].fileno() for peer in range(len(places))])
+        for end in ends.values():
+            end.detach()
+        return World(rank, places, mesh, timeout, backend, relay)
 
 
 def default_here(world: World) -> None:
