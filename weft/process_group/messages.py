@@ -32,33 +32,23 @@ SLOTS = 4  # of a box
 _BOXES = 2 << 20  # bytes of all boxes of a rank, about
 _LEAST, _MOST = 4 << 10, 256 << 10  # bytes of a slot
 _HEADER = 64  # bytes before the piece in a slot: the message's tag and its bytes in all
-_ANY = -1
 
 
-class _Sending(NamedTuple):
+class _Begun(NamedTuple):
+    """A send, with its bytes, or a receive, with their place; the peer may be any (None)."""
+
     work: Work
+    peer: int | None
     tag: int
     data: Tensor
-
-
-class _Receiving(NamedTuple):
-    work: Work
-    source: int
-    tag: int
-    place: Tensor
 
 
 class _Coming:
     """A message of which some has come: for a receive that wants it, or to be kept until it is asked for."""
 
-    def __init__(self, tag: int, size: int, wanted: _Receiving | None) -> None:
+    def __init__(self, tag: int, size: int, wanted: _Begun | None) -> None:
         self.tag, self.size, self.wanted, self.got = tag, size, wanted, 0
-        fits = wanted is not None and size <= len(wanted.place)
-        self.place = wanted.place if wanted is not None and fits else torch.empty(size, dtype=torch.uint8)
-
-    @property
-    def whole(self) -> bool:
-        return self.got == self.size
+        self.place = wanted.data if wanted is not None and size <= len(wanted.data) else torch.empty(size, dtype=torch.uint8)
 
     def add(self, place: Tensor) -> None:
         """Take the piece that lies at the beginning of a slot."""
@@ -66,14 +56,14 @@ class _Coming:
         self.place[self.got : self.got + len(piece)] = piece
         self.got += len(piece)
 
-    def deliver(self, wanted: _Receiving, source: int) -> None:
+    def deliver(self, wanted: _Begun, source: int) -> None:
         """End the receive that this message is for."""
         wanted.work.source = source
-        if self.size > len(wanted.place):
-            wanted.work.end(ValueError(f"rank {source} has sent {self.size} bytes, and there is room for {len(wanted.place)}"))
+        if self.size > len(wanted.data):
+            wanted.work.end(ValueError(f"rank {source} has sent {self.size} bytes, and there is room for {len(wanted.data)}"))
             return
-        if self.place is not wanted.place:
-            wanted.place[: self.size] = self.place
+        if self.place is not wanted.data:
+            wanted.data[: self.size] = self.place
         wanted.work.end()
 
 
@@ -86,14 +76,15 @@ class Messages:
         boxes = world.empty(world.ranks, SLOTS, slot, dtype=torch.uint8)
         self.room = slot - _HEADER
         self.signals = world.signals(1 + 2 * world.ranks, "messages")
-        peers = [peer for peer in range(world.ranks) if peer != world.rank]
+        peers = world.others
         self.mine = {peer: [_slot(part) for part in boxes[peer]] for peer in peers}  # what comes from a peer
         self.theirs = {peer: [_slot(part) for part in world.peer(boxes, peer)[world.rank]] for peer in peers}
         self.put = dict.fromkeys(peers, 0)  # pieces
         self.taken = dict.fromkeys(peers, 0)
-        self.sending: dict[int, deque[_Sending]] = {peer: deque() for peer in peers}
+        self.sending: dict[int, deque[_Begun]] = {peer: deque() for peer in peers}
         self.sent = dict.fromkeys(peers, 0)  # bytes of the first of these
-        self.receiving: list[_Receiving] = []
+        self.receiving: deque[_Begun] = deque()
+        self.waiting = [self.receiving, *self.sending.values()]
         self.coming: dict[int, _Coming] = {}
         self.kept: dict[int, list[_Coming]] = {peer: [] for peer in peers}  # come, and not asked for
         self.changed = threading.Condition()  # guards all of this
@@ -106,14 +97,14 @@ class Messages:
         work = Work([tensor], self._help, self.lines)
         with self.changed:
             self.world.check()
-            self.sending[peer].append(_Sending(work, tag, data))
+            self.sending[peer].append(_Begun(work, peer, tag, data))
             self._begun(work)
         return work
 
     def receive(self, tensor: Tensor, place: Tensor, source: int | None, tag: int) -> Work:
         """Begin to receive a message of at most as many bytes as `place`, those of `tensor`, from one peer or (None) from any."""
         work = Work([tensor], self._help, self.lines)
-        wanted = _Receiving(work, _ANY if source is None else source, tag, place)
+        wanted = _Begun(work, source, tag, place)
         with self.changed:
             self.world.check()
             for peer in self.kept if source is None else (source,):
@@ -139,16 +130,15 @@ class Messages:
 
     def _begun(self, work: Work) -> None:
         """Move what can be moved at once; the rest is for who waits, or the thread."""
-        if not self.moving:
-            self._move()
-            if work.over:
-                return
+        if self.moving:
+            notify(self.signals, 0, self.world.rank)  # for who moves to look again
+            return
+        self._move()
+        if not work.over:
             if self.thread is None:
                 self.thread = threading.Thread(target=self._run, name="weft messages", daemon=True)
                 self.thread.start()
             self.changed.notify_all()
-        else:
-            notify(self.signals, 0, self.world.rank)  # for who moves to look again
 
     def _help(self, work: Work, seconds: float | None) -> None:
         """Move messages until `work` is over, unless another thread does."""
@@ -173,7 +163,7 @@ class Messages:
                     self._move_on(lambda: not self._pending(), self.world.timeout)
 
     def _pending(self) -> bool:
-        return bool(self.receiving or self.coming or any(self.sending.values()))
+        return bool(self.coming) or any(self.waiting)
 
     def _move_on(self, enough: Callable[[], bool], seconds: float) -> None:
         """Move messages until it is `enough`, or for so many seconds; what goes wrong ends all that was begun."""
@@ -211,9 +201,9 @@ class Messages:
                 moved = True
         return moved
 
-    def _put_piece(self, peer: int, queue: deque[_Sending]) -> bool:
+    def _put_piece(self, peer: int, queue: deque[_Begun]) -> bool:
         """Put the next piece of the first message for `peer` into its box, if there is room."""
-        world, (work, tag, data), at = self.world, queue[0], self.sent[peer]
+        world, (work, _, tag, data), at = self.world, queue[0], self.sent[peer]
         if self.put[peer] - cast(int, self.signals[1 + world.ranks + peer]) == SLOTS:
             return False
         header, place = self.theirs[peer][self.put[peer] % SLOTS]
@@ -234,7 +224,7 @@ class Messages:
     def _take_piece(self, peer: int) -> bool:
         """Take the next piece from the box that `peer` fills, if there is one and this rank wants something from there."""
         world, message = self.world, self.coming.get(peer)
-        if message is None and not any(wanted.source in (peer, _ANY) for wanted in self.receiving):
+        if message is None and not any(wanted.peer in (peer, None) for wanted in self.receiving):
             return False
         if self.signals[1 + peer] == self.taken[peer]:
             return False
@@ -246,7 +236,7 @@ class Messages:
         self.taken[peer] += 1
         notify(self.signals, 1 + world.ranks + world.rank, peer)
         notify(self.signals, 0, peer)
-        if message.whole:
+        if message.got == message.size:
             del self.coming[peer]
             message.wanted = message.wanted or self._wanted(peer, message.tag)  # it may have been asked for meanwhile
             if message.wanted is None:
@@ -255,10 +245,10 @@ class Messages:
                 message.deliver(message.wanted, peer)
         return True
 
-    def _wanted(self, peer: int, tag: int) -> _Receiving | None:
+    def _wanted(self, peer: int, tag: int) -> _Begun | None:
         """The first receive that a message of this tag from `peer` is for, which is then no longer looked for."""
         for wanted in self.receiving:
-            if wanted.source in (peer, _ANY) and wanted.tag == tag:
+            if wanted.peer in (peer, None) and wanted.tag == tag:
                 self.receiving.remove(wanted)
                 return wanted
         return None
@@ -266,28 +256,22 @@ class Messages:
     def _give_up(self, work: Work, seconds: float) -> None:
         """End a work that has taken too long; one of which some has been moved takes the world with it."""
         error: WeftError = PeerTimeout(f"rank {self.world.rank} waited {seconds:g} s for a message; its timeout is over")
-        for wanted in self.receiving:
-            if wanted.work is work:
-                self.receiving.remove(wanted)
-                work.end(error)
-                return
-        for peer, queue in self.sending.items():
-            for sending in queue:
-                if sending.work is work and (self.sent[peer] == 0 or sending is not queue[0]):
-                    queue.remove(sending)
+        moved = [queue[0].work for peer, queue in self.sending.items() if self.sent[peer]]
+        for queue in self.waiting:
+            for begun in queue:
+                if begun.work is work and work not in moved:
+                    queue.remove(begun)
                     work.end(error)
                     return
         self._end_all(self.world.fail(error))
 
     def _end_all(self, error: BaseException) -> None:
-        works = [wanted.work for wanted in self.receiving]
+        works = [begun.work for queue in self.waiting for begun in queue]
         works += [message.wanted.work for message in self.coming.values() if message.wanted]
-        works += [sending.work for queue in self.sending.values() for sending in queue]
         for work in works:
             work.end(error)
-        self.receiving.clear()
         self.coming.clear()
-        for queue in self.sending.values():
+        for queue in self.waiting:
             queue.clear()
 
 
