@@ -57,7 +57,7 @@ def all_reduce(world: World, tensor: Tensor, op: Any, timeout: float | None = No
         return
     kind, here = _reducible(tensor, op)
     if here is None:
-        here = _combined(_rows_of_all(world, tensor, timeout), kind)
+        here = _reduced_here(world, tensor, kind, timeout)
     else:
         weft_all_reduce(here, op=kind, out=here, world=world, timeout=timeout)
     _finish(here, tensor, op, world)
@@ -67,7 +67,7 @@ def reduce(world: World, tensor: Tensor, op: Any, root: int, timeout: float | No
     """Overwrite `tensor` of rank `root` with the reduction of all ranks'; those of the others stay as they are."""
     kind, here = _reducible(tensor, op)
     if here is None:
-        here = _combined(_rows_of_all(world, tensor, timeout), kind)
+        here = _reduced_here(world, tensor, kind, timeout)
     else:
         here = here.view(-1)
         sizes = [len(here) if rank == root else 0 for rank in range(world.ranks)]
@@ -107,8 +107,7 @@ def all_gather(world: World, outs: Sequence[Tensor], tensor: Tensor, timeout: fl
     here, sizes = _moved(tensor).view(-1), _sizes(outs)
     whole = here.new_empty(sum(sizes))
     weft_all_gather(here, out=whole, shard_rows=sizes, world=world, timeout=timeout)
-    for out, part in zip(outs, whole.split(sizes), strict=True):
-        _put(part, out)
+    _put_parts(whole, sizes, outs)
 
 
 def reduce_scatter_single(world: World, out: Tensor, tensor: Tensor, op: Any, timeout: float | None = None) -> None:
@@ -142,13 +141,11 @@ def all_to_all_single(
     _check_split(out, taken, "output", world)
     here, there = _moved(tensor), _moved(out)
     if given or taken:
-        sizes = {
-            "input_split_sizes": given or [len(tensor) // world.ranks] * world.ranks,
-            "output_split_sizes": taken or [len(out) // world.ranks] * world.ranks,
-        }
-        weft_all_to_all(here, out=there, **sizes, world=world, timeout=timeout)
-    else:
-        weft_all_to_all(here, out=there, world=world, timeout=timeout)
+        given = given or [len(tensor) // world.ranks] * world.ranks
+        taken = taken or [len(out) // world.ranks] * world.ranks
+    weft_all_to_all(
+        here, out=there, input_split_sizes=given or None, output_split_sizes=taken or None, world=world, timeout=timeout
+    )
     _put(there, out)
 
 
@@ -160,8 +157,7 @@ def all_to_all(world: World, outs: Sequence[Tensor], tensors: Sequence[Tensor], 
     here, sizes = _moved(_joined(tensors)).view(-1), _sizes(outs)
     whole = here.new_empty(sum(sizes))
     weft_all_to_all(here, out=whole, input_split_sizes=_sizes(tensors), output_split_sizes=sizes, world=world, timeout=timeout)
-    for out, part in zip(outs, whole.split(sizes), strict=True):
-        _put(part, out)
+    _put_parts(whole, sizes, outs)
 
 
 def gather(world: World, outs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float | None = None) -> None:
@@ -184,8 +180,7 @@ def all_reduce_together(world: World, tensors: Sequence[Tensor], op: Any, timeou
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]
         whole = _joined(alike)
         all_reduce(world, whole, op, timeout)
-        for tensor, part in zip(alike, whole.split([tensor.numel() for tensor in alike]), strict=True):
-            _put(part, tensor)
+        _put_parts(whole, [tensor.numel() for tensor in alike], alike)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -224,9 +219,7 @@ def _reducible(tensor: Tensor, op: Any) -> tuple[str, Tensor | None]:
 
 def _combined(rows: Tensor, kind: str) -> Tensor:
     """The reduction of what this rank has gathered, a row from each rank."""
-    if rows.dtype in FLOAT8:
-        return _COMBINE[kind](rows.float()).to(rows.dtype)
-    return _COMBINE[kind](rows)
+    return _COMBINE[kind](rows.float()).to(rows.dtype) if rows.dtype in FLOAT8 else _COMBINE[kind](rows)
 
 
 def _finish(here: Tensor, tensor: Tensor, op: Any, world: World) -> None:
@@ -236,11 +229,11 @@ def _finish(here: Tensor, tensor: Tensor, op: Any, world: World) -> None:
     _put(here, tensor)
 
 
-def _rows_of_all(world: World, tensor: Tensor, timeout: float | None) -> Tensor:
-    """The elements of all ranks, a row from each."""
+def _reduced_here(world: World, tensor: Tensor, kind: str, timeout: float | None) -> Tensor:
+    """The reduction of all ranks' elements, which this rank has gathered."""
     rows = tensor.detach().new_empty(world.ranks, tensor.numel())
     weft_all_gather(_moved(tensor).view(-1), out=_moved(rows).view(-1), world=world, timeout=timeout)
-    return rows
+    return _combined(rows, kind)
 
 
 def _kind(op: Any) -> str:
@@ -269,6 +262,12 @@ def _put(here: Tensor, tensor: Tensor) -> None:
     if tensor.is_complex() and not here.is_complex():
         here = torch.view_as_complex(here.view(-1, 2))
     tensor.detach().copy_(here.view(tensor.dtype).view(tensor.shape))
+
+
+def _put_parts(whole: Tensor, sizes: list[int], tensors: Sequence[Tensor]) -> None:
+    """Copy to each of the tensors its part of `whole`."""
+    for tensor, part in zip(tensors, whole.split(sizes), strict=True):
+        _put(part, tensor)
 
 
 def _numbers(tensor: Tensor, elements: int) -> int:
