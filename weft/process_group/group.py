@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -20,12 +21,13 @@ from weft.errors import PeerTimeout, WeftError
 from weft.ops.barrier import barrier
 from weft.process_group import collectives
 from weft.process_group.messages import Messages
-from weft.process_group.works import Borrowed, Done, Order, Several, Work
+from weft.process_group.works import Borrowed, Order, Several, Work
 from weft.world import init_by_store
 
 _log = logging.getLogger("weft")
 _CPU = torch.device("cpu")
-_DONE = Done()
+_DONE = Work((), lambda work, seconds: None)  # what was over when its call returned
+_DONE.end()
 _MESSAGES = "messages, since its ranks are on several hosts"
 _NOTICED = 1.0  # seconds within which the world knows of a peer whose connection is gone
 
@@ -44,6 +46,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     """
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
+    group_name = group_desc = ""  # its name and what it is for, as torch will say
 
     def __init__(self, store: Store, rank: int, ranks: int, timeout: float, global_ranks: Sequence[int]) -> None:
         super().__init__(rank, ranks)
@@ -52,11 +55,12 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self.world.known_as = self.global_ranks
         self.order = Order(f"weft group of {ranks}")
         self.messages = None if self.world.multi_host else Messages(self.world)
-        self.gloo: Any = self._gloo(_MESSAGES) if self.world.multi_host else None
+        self.gloo: Any = None
+        if self.messages is None:
+            self._by_gloo(_MESSAGES)
         self.others: dist.ProcessGroup | None = None
         self.together: list[Work] | None = None  # what was begun since `_start_coalescing`
         self.barriers = 0
-        self.names = ["", ""]  # its name and what it is for, as torch will say
 
     # Reductions
 
@@ -101,7 +105,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     def reduce_scatter_single_coalesced(self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> dist.Work:
         opts = _options(c10d.ReduceScatterOptions, opts)
-        return self._all([self.reduce_scatter_single(*pair, opts) for pair in zip(outs, tensors, strict=True)])
+        return Several([self.reduce_scatter_single(*pair, opts) for pair in zip(outs, tensors, strict=True)])
 
     # What moves tensors
 
@@ -120,8 +124,8 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self._issue(outs, opts, collectives.all_gather, outs, tensor)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        by_tensor = [[part[index] for part in outputs] for index in range(len(inputs))]
-        return self._all([self.allgather(outs, tensor, opts) for outs, tensor in zip(by_tensor, inputs, strict=True)])
+        by_tensor = zip(zip(*outputs, strict=True), inputs, strict=True)
+        return Several([self.allgather(outs, tensor, opts) for outs, tensor in by_tensor])
 
     def all_gather_single(self, out: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         opts = _options(c10d.AllgatherOptions, opts)
@@ -130,7 +134,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self._issue([out], opts, collectives.all_gather_single, out, tensor)
 
     def all_gather_single_coalesced(self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        return self._all([self.all_gather_single(*pair, opts) for pair in zip(outs, tensors, strict=True)])
+        return Several([self.all_gather_single(*pair, opts) for pair in zip(outs, tensors, strict=True)])
 
     def gather(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
@@ -174,29 +178,36 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
         tensor = _one(tensors)
-        if not tensor.is_cpu:
-            return self._elsewhere(tensor).send([tensor], peer, tag)
-        self._check_peer(peer)
-        if self.messages is None:
-            return self._borrowed(tensor, self._by_gloo(_MESSAGES).send, [tensor], peer, tag)
-        return self._begun(self.messages.send(tensor, collectives.as_bytes(tensor), peer, tag))
+        if (messages := self._messages(tensor, peer)) is None:
+            return self._by_others(tensor, "send", peer, tag)
+        return self._begun(messages.send(tensor, collectives.as_bytes(tensor), peer, tag))
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
         tensor = _one(tensors)
-        if not tensor.is_cpu:
-            return self._elsewhere(tensor).recv([tensor], peer, tag)
-        self._check_peer(peer)
-        if self.messages is None:
-            return self._borrowed(tensor, self._by_gloo(_MESSAGES).recv, [tensor], peer, tag)
-        return self._begun(self.messages.receive(tensor, _place(tensor), peer, tag))
+        if (messages := self._messages(tensor, peer)) is None:
+            return self._by_others(tensor, "recv", peer, tag)
+        return self._begun(messages.receive(tensor, _place(tensor), peer, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         tensor = _one(tensors)
+        if (messages := self._messages(tensor)) is None:
+            return self._by_others(tensor, "recv_anysource", tag)
+        return self._begun(messages.receive(tensor, _place(tensor), None, tag))
+
+    def _messages(self, tensor: Tensor, peer: int | None = None) -> Messages | None:
+        """What moves a tensor to or from a peer, or any; None if others do."""
         if not tensor.is_cpu:
-            return self._elsewhere(tensor).recv_anysource([tensor], tag)
-        if self.messages is None:
-            return self._borrowed(tensor, self._by_gloo(_MESSAGES).recv_anysource, [tensor], tag)
-        return self._begun(self.messages.receive(tensor, _place(tensor), None, tag))
+            return None
+        if peer is not None and (not 0 <= peer < self.size() or peer == self.rank()):
+            raise ValueError(f"rank {self.rank()} can send to and receive from the other ranks of {self.size()}; got rank {peer}")
+        return self.messages
+
+    def _by_others(self, tensor: Tensor, call: str, *to: int) -> dist.Work:
+        """A message of another device's backend, or of gloo."""
+        if not tensor.is_cpu:
+            work: dist.Work = getattr(self._elsewhere(tensor), call)([tensor], *to)
+            return work
+        return self._borrowed(tensor, getattr(self._by_gloo(_MESSAGES), call), [tensor], *to)
 
     # Barriers
 
@@ -204,7 +215,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         opts = _options(c10d.BarrierOptions, opts, timeout)
         if opts.device is not None and opts.device.type != "cpu":
             return self._others().barrier(opts)
-        return self._issue([], opts, lambda world, timeout: barrier(world, timeout))
+        return self._issue([], opts, barrier)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that says on rank 0 who has not come in `timeout`: the first of them, or all.
@@ -212,14 +223,13 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         It goes over the group's store, and leaves the group as it was.
         """
         seconds = self.world.timeout if timeout is None else timeout.total_seconds()
-        rank, number, deadline = self.rank(), self.barriers, time.monotonic() + seconds
+        rank, deadline = self.rank(), time.monotonic() + seconds
+        store = PrefixStore(f"weft monitored barrier {self.barriers}", self.store)
         self.barriers += 1
-        store = PrefixStore(f"weft monitored barrier {number}", self.store)
 
         def come(key: str) -> bool:
-            left = deadline - time.monotonic()
             try:
-                store.wait([key], timedelta(seconds=max(0.001, left)))
+                store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
             except RuntimeError:
                 return False
             return True
@@ -232,16 +242,11 @@ class Group(_ProcessGroup):  # type: ignore[misc]
                     "but received errors while waiting for send/recv from rank 0"
                 )
             return
-        missing: list[int] = []
-        for peer in range(1, self.size()):
-            if not seconds > 0:
-                raise PeerTimeout(f"Rank 0 timed out in monitoredBarrier after {seconds * 1e3:g} ms")
-            if not come(str(peer)):
-                missing.append(peer)
-                if not wait_all_ranks:
-                    break
-        if missing:
-            who = f"Rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        if not seconds > 0 and self.size() > 1:
+            raise PeerTimeout(f"Rank 0 timed out in monitoredBarrier after {seconds * 1e3:g} ms")
+        missing = (peer for peer in map(str, range(1, self.size())) if not come(peer))
+        if late := [*itertools.islice(missing, None if wait_all_ranks else 1)]:
+            who = f"Rank{'s' if len(late) > 1 else ''} {', '.join(late)}"
             raise PeerTimeout(f"{who} failed to pass monitoredBarrier in {seconds * 1e3:g} ms")
         store.set("all", "")
 
@@ -261,19 +266,11 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     def get_group_store(self) -> Store:
         return self.store
 
-    @property
-    def group_name(self) -> str:
-        return self.names[0]
-
-    @property
-    def group_desc(self) -> str:
-        return self.names[1]
-
     def _set_group_name(self, name: str) -> None:
-        self.names[0] = name
+        self.group_name = name
 
     def _set_group_desc(self, text: str) -> None:
-        self.names[1] = text
+        self.group_desc = text
 
     def getBackendName(self) -> str:
         return "weft"
@@ -283,9 +280,6 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     def getGroupDesc(self) -> str:
         return self.group_desc
-
-    def _get_backend_name(self) -> str:
-        return "weft"
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -332,25 +326,16 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             self.together.append(work)
         return work
 
-    def _all(self, works: Sequence[dist.Work]) -> dist.Work:
-        return Several(works)
-
-    def _check_peer(self, peer: int) -> None:
-        if not 0 <= peer < self.size() or peer == self.rank():
-            raise ValueError(f"rank {self.rank()} can send to and receive from the other ranks of {self.size()}; got rank {peer}")
-
     # What others do
 
-    def _gloo(self, what: str) -> Any:
-        if self.rank() == 0:
-            _log.warning("a process group of weft's leaves %s to gloo", what)
-        limit = timedelta(seconds=self.world.timeout)
-        return dist.ProcessGroupGloo(PrefixStore("weft gloo", self.store), self.rank(), self.size(), timeout=limit)
-
     def _by_gloo(self, what: str) -> Any:
+        """A group of gloo's, made at its first use."""
         self.world.check()
         if self.gloo is None:
-            self.gloo = self._gloo(what)
+            if self.rank() == 0:
+                _log.warning("a process group of weft's leaves %s to gloo", what)
+            limit = timedelta(seconds=self.world.timeout)
+            self.gloo = dist.ProcessGroupGloo(PrefixStore("weft gloo", self.store), self.rank(), self.size(), timeout=limit)
         return self.gloo
 
     def _borrowed(self, tensor: Tensor, begin: Callable[..., dist.Work], *given: Any) -> dist.Work:
@@ -405,7 +390,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     # Torch has had two names for some of these.
     _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
     _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
+    alltoall_base, _get_backend_name = all_to_all_single, getBackendName
 
 
 def _options(kind: type[Options], given: Any, timeout: timedelta | None = None, **fields: Any) -> Options:

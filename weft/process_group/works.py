@@ -138,14 +138,6 @@ class Lines:
             thread.shutdown(wait=False)
 
 
-class Done(Work):
-    """What was over when its call returned."""
-
-    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
-        super().__init__(tensors, lambda work, seconds: None)
-        self.over = True
-
-
 class Several(Work):
     """Several works as one."""
 
@@ -198,9 +190,7 @@ class Order:
     def __init__(self, name: str) -> None:
         self.name, self.lines = name, Lines()
         self.turn = threading.Lock()  # of who carries out
-        self.issued: deque[tuple[Work, Callable[..., object], tuple[Any, ...]]] = (
-            deque()
-        )  # and not over; the first may be under way
+        self.issued: deque[tuple[Work, Callable[..., object], tuple[Any, ...]]] = deque()  # the first may be under way
         self.over = threading.Condition()
         self.watched = 0  # by as many threads
         self.calls: SimpleQueue[bool] = SimpleQueue()
