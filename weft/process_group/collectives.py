@@ -191,15 +191,14 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def _reduce_scatter(world: World, out: Tensor, tensor: Tensor, parts: list[int], op: Any, timeout: float | None) -> None:
     """This rank's part of the reduction; the parts have so many elements."""
     kind, here = _reducible(tensor, op)
+    sizes = [_numbers(tensor, n) for n in parts]
     if here is None:
         mine = out.detach().new_empty(world.ranks, parts[world.rank])
-        there, here = _moved(mine).view(-1), _moved(tensor).view(-1)
-        given, taken = [_numbers(tensor, n) for n in parts], [_numbers(tensor, parts[world.rank])] * world.ranks
-        weft_all_to_all(here, out=there, input_split_sizes=given, output_split_sizes=taken, world=world, timeout=timeout)
+        there, here, taken = _moved(mine).view(-1), _moved(tensor).view(-1), [sizes[world.rank]] * world.ranks
+        weft_all_to_all(here, out=there, input_split_sizes=sizes, output_split_sizes=taken, world=world, timeout=timeout)
         mine = _combined(mine, kind)
     else:
         mine = _moved(out).view(here.dtype).view(-1)
-        sizes = [_numbers(tensor, n) for n in parts]
         weft_reduce_scatter(here.view(-1), op=kind, out=mine, shard_rows=sizes, world=world, timeout=timeout)
     _finish(mine, out, op, world)
 
