@@ -85,30 +85,27 @@ def allocate(world: Peers, shape: Sequence[int], dtype: torch.dtype, call: str |
     call = call or f"empty({tuple(shape)}, {dtype_name(dtype)})"
     compiled = _native.Compiled(call, 0, [], world.ranks)
     world.native.begin(compiled, world.timeout)
-    own, fd, trouble = None, -1, ""
+    parts: list[Any] = [None] * world.ranks  # None for those whose memory cannot be mapped, on other hosts
+    failures, fd = dict[int, str](), -1
     try:
         _check_available(size)
-        own, fd = _native.create_mapping(size)
+        parts[world.rank], fd = _native.create_mapping(size)
     except OSError as error:
-        trouble = str(error)
-    parts: dict[int, Any] = {} if own is None else {world.rank: own}
-    failures = {world.rank: trouble} if trouble else {}
+        failures[world.rank] = str(error)
     try:
-        for peer, text, theirs in exchange(world, compiled, call, trouble, fd):
+        for peer, text, theirs in exchange(world, compiled, call, failures.get(world.rank, ""), fd):
             if text:
                 failures[peer] = text
-            elif trouble:
-                if theirs >= 0:
-                    os.close(theirs)
-            else:  # a host whose memory cannot be mapped has no part here
-                parts[peer] = attach(world, peer, theirs, size, call) if world.near(peer) else None
+            elif world.rank not in failures and world.near(peer):
+                parts[peer] = attach(world, peer, theirs, size, call)
+            elif theirs >= 0:
+                os.close(theirs)
     finally:
         if fd >= 0:
             os.close(fd)
     if failures:
         raise SymmetricMemoryError(f"{call}: " + "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
-    in_order = [parts[rank] for rank in range(world.ranks)]
-    segment = _native.Segment(in_order, world.rank, world.number, world.native.calls)
+    segment = _native.Segment(parts, world.rank, world.number, world.native.calls)
     segments[segment.base(world.rank)] = segment
     return segment.bytes(world.rank).view(dtype).view(tuple(shape))
 
@@ -142,12 +139,6 @@ def matrix(whole: torch.Tensor, where: Matrix) -> torch.Tensor:
     """A matrix within the numbers of a part of a segment."""
     rows, columns, stride, address = where
     return whole.as_strided((rows, columns), (stride // whole.itemsize, 1), (address - whole.data_ptr()) // whole.itemsize)
-
-
-def peer_view(tensor: torch.Tensor, segment: Segment, rank: int) -> torch.Tensor:
-    """What `tensor` views in this rank's part of the segment, as a tensor over `rank`'s part."""
-    whole = numbers(segment, rank, tensor.dtype)
-    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _mismatch(world: Peers, call: str, peer: int, theirs: str) -> MismatchError:
