@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,9 +18,7 @@ from weft import _native
 from weft.checks import name as dtype_name
 from weft.errors import WeftError
 from weft.world import memory
-
-if TYPE_CHECKING:
-    from weft.world.peers import Peers
+from weft.world.peers import Peers
 
 _TRITON = "3.6"
 _parts: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()  # of ranks of this process, by address

@@ -6,15 +6,12 @@ How they order memory is in docs/memory-model.md; the calls that raise and await
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING
 
 import torch
 
 from weft import _native
 from weft.world import memory
-
-if TYPE_CHECKING:
-    from weft.world.peers import Peers
+from weft.world.peers import Peers
 
 COUNTER_BYTES = 64  # a cache line each, so that those who raise neighbouring counters do not disturb each other
 LARGEST = 2**64 - 1
@@ -56,14 +53,11 @@ class Signals:
 
     def select(self, index: int | slice) -> tuple[int, int, int]:
         """First, number and step of the counters that `index` means. Raises `ValueError` unless all of them exist."""
-        if isinstance(index, slice):
-            return self._select_slice(index)
-        at = whole(index, "an index is a number or a slice")
-        if not 0 <= at < self._count:
-            raise ValueError(f"{self.name} has the counters 0 to {self._count - 1}; got index {at}")
-        return at, 1, 1
-
-    def _select_slice(self, index: slice) -> tuple[int, int, int]:
+        if not isinstance(index, slice):
+            at = whole(index, "an index is a number or a slice")
+            if not 0 <= at < self._count:
+                raise ValueError(f"{self.name} has the counters 0 to {self._count - 1}; got index {at}")
+            return at, 1, 1
         start, step = index.start or 0, 1 if index.step is None else index.step
         stop = self._count if index.stop is None else index.stop
         if not (0 <= start <= stop <= self._count and step > 0):
