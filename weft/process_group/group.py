@@ -23,6 +23,7 @@ from weft.process_group import collectives
 from weft.process_group.messages import Messages
 from weft.process_group.works import Borrowed, Order, Several, Work
 from weft.world import init_by_store
+from weft.world.rendezvous import time_left
 
 _log = logging.getLogger("weft")
 _CPU = torch.device("cpu")
@@ -229,7 +230,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
         def come(key: str) -> bool:
             try:
-                store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                store.wait([key], time_left(deadline))
             except RuntimeError:
                 return False
             return True
@@ -425,18 +426,16 @@ def _place(tensor: Tensor) -> Tensor:
     return collectives.as_bytes(tensor)
 
 
-def _also_for_weft(function: Callable[..., None]) -> Callable[..., None]:
-    """torch's own `monitored_barrier` refuses by name all backends but gloo."""
-
-    @functools.wraps(function)
-    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        chosen = dist.group.WORLD if group is None else group
-        if isinstance(chosen, Group):
-            chosen.monitored_barrier(timedelta(seconds=timeout) if isinstance(timeout, float | int) else timeout, wait_all_ranks)
-        else:
-            function(group, timeout, wait_all_ranks)
-
-    return monitored_barrier
+_of_torch = dist.monitored_barrier  # which refuses by name all backends but gloo
 
 
-dist.monitored_barrier = distributed_c10d.monitored_barrier = _also_for_weft(dist.monitored_barrier)
+@functools.wraps(_of_torch)
+def _monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+    chosen = dist.group.WORLD if group is None else group
+    if isinstance(chosen, Group):
+        chosen.monitored_barrier(timedelta(seconds=timeout) if isinstance(timeout, float | int) else timeout, wait_all_ranks)
+    else:
+        _of_torch(group, timeout, wait_all_ranks)
+
+
+dist.monitored_barrier = distributed_c10d.monitored_barrier = _monitored_barrier

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from weft import _native
 from weft.errors import PeerTimeout
+from weft.world.rendezvous import time_left
 
 _NO_LIMIT = timedelta(0)  # what torch's native code says for none
 
@@ -110,10 +111,6 @@ _futures = threading.Lock()
 _here = threading.local()  # `line`: that of futures that are asked for on this thread
 
 
-def _in_line(number: int) -> None:
-    _here.line = number
-
-
 class Lines:
     """Threads on which a group's futures call back, in the order in which their works end, as on every rank.
 
@@ -129,7 +126,7 @@ class Lines:
         """Complete a future in a line."""
         with self.growing:
             while len(self.threads) <= line:
-                self.threads.append(ThreadPoolExecutor(1, "weft futures", _in_line, (len(self.threads) + 1,)))
+                self.threads.append(ThreadPoolExecutor(1, "weft futures", setattr, (_here, "line", len(self.threads) + 1)))
         self.threads[line].submit(future.set_result, None)
 
     def close(self) -> None:
@@ -148,7 +145,7 @@ class Several(Work):
     def _wait_for_all(self, work: Work, seconds: float | None) -> None:
         deadline = None if seconds is None else time.monotonic() + seconds
         for each in self.works:
-            each.wait(_NO_LIMIT if deadline is None else timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            each.wait(_NO_LIMIT if deadline is None else time_left(deadline))
         self.end()
 
     def is_completed(self) -> bool:
@@ -175,7 +172,7 @@ class Borrowed(Work):
 
     def _wait_for_it(self, work: Work, seconds: float | None) -> None:
         try:
-            self.work.wait(*([] if seconds is None else [timedelta(seconds=seconds)]))
+            self.work.wait(_NO_LIMIT if seconds is None else timedelta(seconds=seconds))
         except RuntimeError as error:
             self.end(self.cause(error))
         else:

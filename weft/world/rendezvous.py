@@ -125,10 +125,9 @@ def host_identity() -> str:
 
 
 class Meeting(Protocol):
-    """How the ranks of a world to be find each other: this rank's number, how many there are, and a way to speak to all of them."""
+    """How the ranks of a world to be find each other: this rank's number, and a way to speak to all of them."""
 
     rank: int
-    ranks: int
 
     def exchanged(self, own: Said, timeout: float) -> contextlib.AbstractContextManager[list[Said]]:
         """What all ranks say of where they are, each its `own`; in the ``with`` block what is on its way may still arrive.
@@ -138,19 +137,6 @@ class Meeting(Protocol):
 
     def give_up(self, error: BaseException) -> None:
         """Let no rank wait for what this one would have said next."""
-
-
-class Alone:
-    """A rank by itself."""
-
-    rank, ranks = 0, 1
-
-    @contextlib.contextmanager
-    def exchanged(self, own: Said, timeout: float) -> Iterator[list[Said]]:
-        yield [own]
-
-    def give_up(self, error: BaseException) -> None:
-        pass
 
 
 class ByGroup:
@@ -174,7 +160,7 @@ class ByGroup:
         for peer in self._peers():
             theirs = torch.empty(_PLACE, dtype=torch.uint8)
             try:
-                group.recv([theirs], peer, _PLACES).wait(_left(deadline))
+                group.recv([theirs], peer, _PLACES).wait(time_left(deadline))
             except RuntimeError as error:
                 if time.monotonic() < deadline:
                     raise PeerLost(f"rank {peer} was lost while rank {rank} waited to learn where it is: {error}") from error
@@ -187,7 +173,7 @@ class ByGroup:
         deadline = time.monotonic() + _LAST_WORD
         for word in self._say(GaveUp(str(error)[:1000])) if self.backend == "gloo" else ():
             with contextlib.suppress(RuntimeError):  # who is gone need not hear it
-                word.wait(_left(deadline))
+                word.wait(time_left(deadline))
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.ranks) if peer != self.rank]
@@ -219,7 +205,7 @@ class ByStore:
         for peer in range(self.ranks):
             key = f"{turn} {peer}"
             try:
-                self.store.wait([key], _left(deadline))
+                self.store.wait([key], time_left(deadline))
                 words = self.store.get(key)
             except RuntimeError as error:
                 raise PeerTimeout(f"rank {self.rank} waited {timeout:g} s for rank {peer} to say where it is: {error}") from error
@@ -237,7 +223,7 @@ class ByStore:
         return turn
 
 
-def _left(deadline: float) -> timedelta:
+def time_left(deadline: float) -> timedelta:
     """The time until then, or next to none."""
     return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 

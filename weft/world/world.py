@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import Store
 
 from weft import _native
@@ -22,7 +23,7 @@ from weft.world import device_memory, memory, peer_memory, placement, topology
 from weft.world.listener import Listener, listen_to_hosts
 from weft.world.peers import Backend, Peers
 from weft.world.relay import Relay
-from weft.world.rendezvous import Alone, ByGroup, ByStore, Meeting, Place, default_group, host_identity
+from weft.world.rendezvous import ByGroup, ByStore, Meeting, Place, default_group, host_identity
 from weft.world.signals import Signals
 
 
@@ -221,8 +222,8 @@ def init(
     members = default_group() if group is None else group
     placement.bind_as_launched()  # before there is memory
     shared = members if place.type == "cuda" else None  # a world that needs no group keeps none, nor its threads, alive
-    backend = Backend(place, place.type == "cuda" or products == "triton", products, 1, shared, comm_threads)
-    world = _joined(Alone() if members is None else ByGroup(members), timeout, backend)
+    backend = Backend(place, place.type == "cuda" or products == "triton", products, group=shared, comm_threads=comm_threads)
+    world = _joined(ByStore(HashStore(), 0, 1) if members is None else ByGroup(members), timeout, backend)
     if group is None:
         _default = world
     return world
