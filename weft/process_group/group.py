@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -374,14 +374,10 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         if self.others is None:
             self.others = _ProcessGroup(self.rank(), self.size())  # an empty one, for backends that look here while they are made
             try:
+                backends, limit = dist.Backend(self._other_backends()), timedelta(seconds=self.world.timeout)
+                name: Any = f"{self.group_name} beside weft"
                 self.others, _ = distributed_c10d._new_process_group_helper(
-                    self.size(),
-                    self.rank(),
-                    self.global_ranks,
-                    dist.Backend(self._other_backends()),
-                    self.store,
-                    group_name=cast(Any, f"{self.group_name} beside weft"),
-                    timeout=timedelta(seconds=self.world.timeout),
+                    self.size(), self.rank(), self.global_ranks, backends, self.store, group_name=name, timeout=limit
                 )
             except BaseException:
                 self.others = None

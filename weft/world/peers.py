@@ -53,10 +53,11 @@ _numbers = itertools.count(1)
 class Peers:
     """This rank and its peers: what memory, signals and relays need of a world, and no more.
 
-    Attributes: those of `World` that say where ranks are and how they work, `staged` (why this rank does not
-    read large ordinary tensors in its peers' memory, or nothing), `reads_memory` (whether all ranks do), `threads` (the fewest that any rank computed with when
-    the world was made), `known_as` (the number of each rank in a larger job, which errors tell where it is another), `number` (of
-    this world in this process), `closed` (why it is, or None).
+    Attributes: those of `World` that say where ranks are and how they work, `others` (all ranks but this one), `multi_host`
+    (whether they are on several hosts), `topology` (the host of each rank if so, which planners want to know, or None), `threads`
+    (the fewest that any rank computed with when the world was made), `staged` (why this rank does not read large ordinary tensors
+    in its peers' memory, or nothing), `reads_memory` (whether all ranks do), `known_as` (the number of each rank in a larger job,
+    which errors tell where it is another), `number` (of this world in this process), `closed` (why it is, or None).
     """
 
     def __init__(
@@ -64,7 +65,10 @@ class Peers:
     ) -> None:
         self.rank, self.ranks, self.timeout, self.relay = rank, len(places), timeout, relay
         self.device, self.stream_ordered, self.matmul_backend, self.ranks_per_device, self.group, self.comm_threads = backend
+        self.others = [peer for peer in range(self.ranks) if peer != rank]
         self.hosts = numbered(place.host for place in places)
+        self.multi_host = relay is not None
+        self.topology = self.hosts if self.multi_host else None
         self.near_groups, self.crowded = groups(places), crowded(places)
         self.known_as: Sequence[int] = range(self.ranks)
         self.pids = [place.pid for place in places]
@@ -95,25 +99,10 @@ class Peers:
             self.native.within_host = False
             relay.start(self.native, partial(self.fail, beside=True))
 
-    @property
-    def others(self) -> list[int]:
-        """All ranks but this one."""
-        return [peer for peer in range(self.ranks) if peer != self.rank]
-
-    @property
-    def multi_host(self) -> bool:
-        """Whether ranks are on several hosts."""
-        return self.relay is not None
-
     @cached_property
     def levels(self) -> Levels:
         """How ranks meet, alike on all: it follows from what all have said of where they are."""
         return nested(self.ranks, self.near_groups, CROWDED_HOP if self.crowded else self.thresholds.hop)
-
-    @property
-    def topology(self) -> tuple[int, ...] | None:
-        """The host of each rank, if they are not all on one: what planners want to know."""
-        return self.hosts if self.multi_host else None
 
     def near(self, rank: int) -> bool:
         """Whether a rank is on this rank's host, so that they share memory."""
