@@ -6,7 +6,7 @@ the transfers, and the order in which rows arrive. The plain all-gather runs the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -19,20 +19,23 @@ from weft.schedules.common import (
     after,
     apart,
     before,
+    beside,
     block,
     enter,
     everything,
+    hear,
     in_all,
     in_order,
     leave,
     members,
     neighbours,
+    one_lane,
     others,
     publish,
     rail_peer,
+    shard,
     shards,
-    side_lanes,
-    tidy,
+    tell,
 )
 from weft.schedules.levels import Levels, hand_out
 from weft.schedules.staging import Part, Stream, copies, pipeline
@@ -80,8 +83,13 @@ class Gathering:
 
 def direct(choices: Choices, rank: int) -> Gathering:
     """Nothing is moved: peers' rows are used where they lie."""
-    ranks, pieces, peers = choices.ranks, choices.pieces, after(rank, choices.ranks)
-    own = publish(rank, ranks, [(0, pieces)], choices.symmetric_a, before(rank, ranks), peers)
+    return _published(choices, rank, choices.symmetric_a, before(rank, choices.ranks), after(rank, choices.ranks))
+
+
+def _published(choices: Choices, rank: int, symmetric: bool, readers: Sequence[int], peers: Sequence[int]) -> Gathering:
+    """Rows that `readers` use where this rank has them, and this rank where `peers` have theirs."""
+    pieces = choices.pieces
+    own = publish(rank, choices.ranks, [(0, pieces)], symmetric, readers, peers)
     arrivals = [Arrival(Wait(Signal("ready", peer), 1), Region(peer, own.buffer, 0, pieces), peer * pieces) for peer in peers]
     return Gathering(own.first, [], arrivals, own.last)
 
@@ -102,8 +110,8 @@ def pull(choices: Choices, rank: int) -> Gathering:
         # Staging would have waited for the workspaces of all and handed them back; here the first "ready" and each "read" say so
         # for one peer each.
         first = published.arrivals[0].region.rank
-        transfers = [free for free in enter(rank, choices.ranks) if free.signal.source != first] + transfers
-    return Gathering(published.first, [transfers] if transfers else [], arrivals, published.last)
+        transfers = hear("free", (peer for peer in after(rank, choices.ranks) if peer != first), 0) + transfers
+    return Gathering(published.first, [transfers], arrivals, published.last)
 
 
 def push(choices: Choices, rank: int) -> Gathering:
@@ -135,34 +143,19 @@ def push(choices: Choices, rank: int) -> Gathering:
 
 def _push_to_hosts(choices: Choices, hosts: Hosts, rank: int) -> Gathering:
     """Rows cross to each host once and are read by all its ranks where they arrive; those of neighbours where they are staged."""
-    ranks, pieces = choices.ranks, choices.pieces
-    transfers = list[Instruction]()
-    first, arrivals = _share_with_neighbours(choices, hosts, rank)
-    if others(rank, hosts):
-        transfers = [*enter(rank, ranks)]
-        for host in others(rank, hosts):
-            for piece in range(pieces):
-                there = block(rail_peer(rank, host, hosts), "inbox", rank * pieces + piece)
-                transfers.append(Copy(block(rank, "a", piece), there))
-                transfers += [Notify(peer, Signal("arrived", rank)) for peer in members(host, hosts)]
-    for peer in (peer for peer in after(rank, ranks) if hosts[peer] != hosts[rank]):
+    ranks, pieces, near = choices.ranks, choices.pieces, neighbours(rank, hosts)
+    part = _published(choices, rank, False, near, near)
+    transfers = enter(rank, ranks)
+    for host in others(rank, hosts):
+        for piece in range(pieces):
+            there = block(rail_peer(rank, host, hosts), "inbox", rank * pieces + piece)
+            transfers += [Copy(block(rank, "a", piece), there), *tell(rank, "arrived", members(host, hosts))]
+    for peer in (peer for peer in after(rank, ranks) if peer not in near):
         holder = rail_peer(peer, hosts[rank], hosts)
         for piece in range(pieces):
             there = block(holder, "inbox", peer * pieces + piece)
-            arrivals.append(Arrival(Wait(Signal("arrived", peer), piece + 1), there, there.start))
-    return Gathering(first, [transfers] if transfers else [], arrivals, [*leave(rank, ranks)] if arrivals else [])
-
-
-def _share_with_neighbours(choices: Choices, hosts: Hosts, rank: int) -> tuple[list[Instruction], list[Arrival]]:
-    """Stage this rank's rows for the others of its host, and what of theirs can be read where they stage it."""
-    pieces, near = choices.pieces, neighbours(rank, hosts)
-    first: list[Instruction] = []
-    if near:
-        own = Region(rank, "a", 0, pieces)
-        first = [*enter(rank, choices.ranks), Copy(own, own._replace(buffer="staged"))]
-        first += [Notify(peer, Signal("ready", rank)) for peer in near]
-    arrivals = [Arrival(Wait(Signal("ready", peer), 1), Region(peer, "staged", 0, pieces), peer * pieces) for peer in near]
-    return first, arrivals
+            part.arrivals.append(Arrival(Wait(Signal("arrived", peer), piece + 1), there, there.start))
+    return Gathering(part.first, [transfers], part.arrivals, leave(rank, ranks))
 
 
 def ring(choices: Choices, rank: int) -> Gathering:
@@ -186,7 +179,7 @@ def ring(choices: Choices, rank: int) -> Gathering:
             if origin != following:
                 transfers += [arrivals[-1].wait] if origin != rank else []
                 transfers += [Copy(source, here._replace(rank=following)), Notify(following, Signal("arrived", rank))]
-    return Gathering(first, [transfers] if transfers else [], arrivals, last)
+    return Gathering(first, [transfers], arrivals, last)
 
 
 def _ring_of_hosts(choices: Choices, hosts: Hosts, rank: int) -> Gathering:
@@ -215,24 +208,24 @@ def _ring_of_hosts(choices: Choices, hosts: Hosts, rank: int) -> Gathering:
         here = block(holder, "inbox", origin * pieces + piece)
         return Arrival(Wait(Signal("arrived", before), sent(before).index((origin, piece)) + 1), here, here.start)
 
-    first, arrivals = _share_with_neighbours(choices, hosts, rank)
-    transfers: list[Instruction] = [*enter(rank, ranks)]
+    near, transfers = neighbours(rank, hosts), enter(rank, ranks)
     for origin, piece in sent(rank):
         there = block(following(rank), "inbox", origin * pieces + piece)
         if origin != rank:
             transfers.append(arrival(origin, piece).wait)
         source = block(rank, "a", piece) if origin == rank else there._replace(rank=rank)
-        transfers += [Copy(source, there), *(Notify(peer, Signal("arrived", rank)) for peer in members(hosts[there.rank], hosts))]
+        transfers += [Copy(source, there), *tell(rank, "arrived", members(hosts[there.rank], hosts))]
     far = sorted((p for p in range(ranks) if hosts[p] != hosts[rank]), key=lambda p: (hosts[rank] - hosts[p]) % around)
-    arrivals += [arrival(origin, piece) for origin in far for piece in range(pieces)]
-    return Gathering(first, [transfers], arrivals, [*leave(rank, ranks)] if arrivals else [])
+    part = _published(choices, rank, False, near, near)
+    part.arrivals.extend(arrival(origin, piece) for origin in far for piece in range(pieces))
+    return Gathering(part.first, [transfers], part.arrivals, leave(rank, ranks))
 
 
 def _open(choices: Choices, rank: int, sources: Sequence[int]) -> tuple[list[Instruction], list[Instruction]]:
     """What precedes and follows puts into this rank's memory: (first, last)."""
     if choices.into == "gathered":
-        return [Notify(peer, Signal("open", rank)) for peer in sources], []
-    return [], [*leave(rank, choices.ranks)]
+        return tell(rank, "open", sources), []
+    return [], leave(rank, choices.ranks)
 
 
 def _enter(choices: Choices, rank: int, targets: Sequence[int]) -> list[Instruction]:
@@ -240,9 +233,7 @@ def _enter(choices: Choices, rank: int, targets: Sequence[int]) -> list[Instruct
 
     A workspace is free when all ranks have left the plan before, a caller's own tensor when the caller has made this call.
     """
-    if choices.into == "gathered":
-        return [Wait(Signal("open", peer), 1) for peer in targets]
-    return [*enter(rank, choices.ranks)]
+    return hear("open", targets) if choices.into == "gathered" else enter(rank, choices.ranks)
 
 
 GATHERINGS: dict[str, Callable[[Choices, int], Gathering]] = {"direct": direct, "pull": pull, "push": push, "ring": ring}
@@ -270,32 +261,30 @@ def all_gather(
     shared = hosts is not None and not apart(hosts)  # rows that arrive are read by several ranks
     straight = (symmetric_gathered and not shared) or apart(hosts)
     choices = Choices(ranks, pieces, symmetric_a, "gathered" if straight else "inbox", order, links, hosts)
-
-    def made(buffers: Mapping[str, Buffer], lanes: Callable[[int], Lanes]) -> Plan:
-        result = gathered_result(ranks, pieces, planned)
-        return Plan("all_gather", algorithm, buffers, in_all(ranks, planned, lanes), result, (pieces,) * ranks, planned=planned)
-
-    if algorithm == "push" and symmetric_gathered and links == 1 and hosts is None:
-        return made(gather_buffers(ranks, pieces), lambda r: {"compute": tidy(_fan_out(choices, r))})
-    if algorithm == "pull" and not symmetric_a and ranks > 1:
-        handed = Stream("staged", [[Part(before(r, ranks), 0)] for r in range(ranks)], pieces)
-        buffers = gather_buffers(ranks, pieces) | {"staged": handed.room}
-        return made(buffers, lambda r: {"compute": _through_slots(handed, r)})
+    handed = Stream("staged", [[Part(before(r, ranks), 0)] for r in range(ranks)], pieces)
+    through_slots = algorithm == "pull" and not symmetric_a and ranks > 1
+    fanned_out = algorithm == "push" and symmetric_gathered and links == 1 and hosts is None
     gather = {"pull": direct, "push": push, "ring": ring}[algorithm]
 
-    def lanes_of(r: int) -> Lanes:
+    def lanes(r: int) -> Lanes:
+        if through_slots:
+            return {"compute": _through_slots(handed, r)}
+        if fanned_out:
+            return {"compute": _fan_out(choices, r)}
         part = gather(choices, r)
-        own = keep(Region(r, "a", 0, pieces), r * pieces)
-        beside = part.transfers if links > 1 else []
-        lane = [*part.first, *([] if beside else chain(*part.transfers))]
+        own = keep(Region(r, "a", 0, pieces), r * pieces, r)
+        lane = [*part.first, *([] if links > 1 else chain(*part.transfers))]
         staged = [at for at, instruction in enumerate(part.first) if isinstance(instruction, Copy)]
         at = staged[-1] + 1 if staged else len(lane)  # own rows are copied in one pass with their staging
         lane[at:at] = own
         for wait, region, start in part.arrivals:
             lane += [wait, *keep(region, start, r)]
-        return {"compute": tidy([*lane, *part.last])} | side_lanes(beside)
+        return beside([*lane, *part.last], part.transfers if links > 1 else [])
 
-    return made(gather_buffers(ranks, pieces), lanes_of)
+    buffers, result = gather_plan(ranks, pieces, planned, ["gathered"])
+    if through_slots:
+        buffers["staged"] = handed.room
+    return Plan("all_gather", algorithm, buffers, in_all(ranks, planned, lanes), result, (pieces,) * ranks, planned=planned)
 
 
 @cache
@@ -306,17 +295,18 @@ def eager(levels: Levels) -> Plan:
         own = block(r, "a", 0)
         handed = hand_out([own], levels)
         fetched = chain(*(keep(block(peer, "eager", 0), peer, r) for peer in after(r, ranks)))
-        lanes.append({"compute": (*handed[:1], *keep(own, r), *handed[1:], *fetched)})  # own rows are copied in one pass
-    buffers = gather_buffers(ranks, 1) | {"eager": Buffer.of("eager", shards(ranks, 1))}
-    return Plan("all_gather", "eager", buffers, tuple(lanes), gathered_result(ranks, 1, None), (1,) * ranks, meets=True)
+        lanes.append([*handed[:1], *keep(own, r, r), *handed[1:], *fetched])  # own rows are copied in one pass
+    buffers, result = gather_plan(ranks, 1, None, ["gathered"])
+    buffers["eager"] = Buffer.of("eager", shards(ranks, 1))
+    return one_lane("all_gather", "eager", buffers, lanes, result, (1,) * ranks, meets=True)
 
 
-def _through_slots(handed: Stream, rank: int) -> tuple[Instruction, ...]:
+def _through_slots(handed: Stream, rank: int) -> list[Instruction]:
     """Stage own rows, copy them to `gathered` as well, for which peers need not wait, and fetch what peers stage."""
     starts = [r * handed.pieces for r in range(handed.ranks)]
 
     def stage(step: int) -> list[Instruction]:
-        kept = keep(block(rank, "a", step), starts[rank] + step) if step < handed.pieces else []
+        kept = keep(block(rank, "a", step), starts[rank] + step, rank) if step < handed.pieces else []
         return [*handed.stage(rank, step, copies(rank, "a")), *kept]
 
     return pipeline(rank, [handed], [stage, handed.fetch(rank, "gathered", starts)])
@@ -326,34 +316,31 @@ def _fan_out(choices: Choices, rank: int) -> list[Instruction]:
     """Put each piece to its place on all ranks, this one included, before the next: an engine then reads it from memory once."""
     ranks, pieces = choices.ranks, choices.pieces
     sources, targets = after(rank, ranks), before(rank, ranks)
-    first, _ = _open(choices, rank, sources)
-    lane = [*first, *_enter(choices, rank, targets)]
+    lane = tell(rank, "open", sources) + hear("open", targets)
     for piece in range(pieces):
         lane += [Copy(block(rank, "a", piece), block(r, "gathered", rank * pieces + piece)) for r in [rank, *targets]]
-        lane += [Notify(peer, Signal("arrived", rank)) for peer in targets]
-    return lane + [Wait(Signal("arrived", peer), pieces) for peer in sources]
+        lane += tell(rank, "arrived", targets)
+    return lane + hear("arrived", sources, pieces)
 
 
-def keep(region: Region, start: int, rank: int | None = None) -> list[Instruction]:
-    """Copy an arrival to its place in `gathered` on `rank` (the region's own by default), unless it lies there."""
-    here = Region(region.rank if rank is None else rank, "gathered", start, start + region.rows)
-    return [Copy(region, here)] if region.buffer != "gathered" else []
+def keep(region: Region, start: int, rank: int) -> list[Instruction]:
+    """Copy an arrival to its place in `gathered` on `rank`, unless it lies there."""
+    return [Copy(region, Region(rank, "gathered", start, start + region.rows))] if region.buffer != "gathered" else []
 
 
-def gather_buffers(ranks: int, pieces: int, gathered: bool = True) -> dict[str, Buffer]:
-    """The buffers of any gathering; `gathered` says whether the caller wants the gathered rows."""
-    buffers = {
-        "a": Buffer.of("input", shards(ranks, pieces)),
-        "staged": Buffer.of("workspace", shards(ranks, pieces)),
-        "inbox": Buffer.of("workspace", everything(ranks, pieces)),
-    }
-    return buffers | ({"gathered": Buffer.of("output", everything(ranks, pieces))} if gathered else {})
+def gather_plan(
+    ranks: int, pieces: int, planned: tuple[int, ...] | None, outputs: Sequence[str]
+) -> tuple[dict[str, Buffer], dict[Region, Value]]:
+    """The buffers of any gathering with these `outputs`, and what each must hold on the planned ranks, all unless given.
 
-
-def gathered_result(ranks: int, pieces: int, planned: tuple[int, ...] | None) -> dict[Region, Value]:
-    """What `gathered` must hold on each of the planned ranks, all unless given."""
-    return {
-        Region(r, "gathered", p * pieces, (p + 1) * pieces): (Term(p, "a", -p * pieces),)
+    ``gathered`` has the gathered rows, all others their products.
+    """
+    every, own = everything(ranks, pieces), shards(ranks, pieces)
+    buffers = {"a": Buffer.of("input", own), "staged": Buffer.of("workspace", own), "inbox": Buffer.of("workspace", every)}
+    result: dict[Region, Value] = {
+        shard(r, name, p, pieces): (Term(p, "a", -p * pieces, None if name == "gathered" else (r, name)),)
+        for name in outputs
         for r in planned or range(ranks)
         for p in range(ranks)
     }
+    return buffers | {name: Buffer.of("output", every) for name in outputs}, result

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import Any
 
-from weft.plan import Buffer, Copy, Instruction, Matmul, Plan, Region, Term
-from weft.schedules.all_gather import GATHERINGS, Arrival, Choices, all_gather, gather_buffers, gathered_result, keep, push
-from weft.schedules.common import Hosts, Lanes, enter, everything, in_all, side_lanes, tidy
+from weft.plan import Copy, Instruction, Matmul, Plan, Region
+from weft.schedules.all_gather import GATHERINGS, Arrival, Choices, all_gather, gather_plan, keep, push
+from weft.schedules.common import Hosts, Lanes, beside, enter, in_all, shard
 from weft.schedules.workload import Operator, Place, Request, Rows, Workload
 
 ALGORITHMS = ("direct", "pull", "push", "ring", "sequential")
@@ -41,6 +42,7 @@ def all_gather_matmul(
     get their lanes, all unless given. `hosts` are given where there are several.
     """
     outs = outputs(weights)
+    buffers, result = gather_plan(ranks, pieces, planned, ["gathered", *outs] if gathered else outs)
     into = "gathered" if gathered and algorithm == "pull" else "inbox"
     choices = Choices(ranks, pieces, symmetric_a, into, order, links, hosts)
 
@@ -52,15 +54,14 @@ def all_gather_matmul(
     def gather_then_multiply(r: int) -> Lanes:
         """All rows first, then one product over all of them; a single link is served by the lane that multiplies."""
         part, all_rows = push(choices, r), Region(r, "inbox", 0, ranks * pieces)
-        own, here = Region(r, "a", 0, pieces), Region(r, "inbox", r * pieces, (r + 1) * pieces)
-        beside = part.transfers if links > 1 else []
-        lane = [*part.first, *(enter(r, ranks) if beside else chain(*part.transfers))]
-        lane += [Copy(own, here)] if ranks > 1 else []
+        own = Region(r, "a", 0, pieces)
+        lane = [*part.first, *(enter(r, ranks) if links > 1 else chain(*part.transfers))]
+        lane += [Copy(own, shard(r, "inbox", r, pieces))] if ranks > 1 else []
         for wait, region, at in join(part.arrivals, all_at_once=True):
             there = Region(r, "inbox", at, at + region.rows)
             lane += [wait, *([Copy(region, there)] if region != there else [])]
         lane += [*used(all_rows if ranks > 1 else own, 0, r), *part.last]
-        return {"compute": tidy(lane)} | side_lanes(beside)
+        return beside(lane, part.transfers if links > 1 else [])
 
     def multiply_as_they_come(r: int) -> Lanes:
         part = GATHERINGS[algorithm](choices, r)
@@ -69,15 +70,9 @@ def all_gather_matmul(
         for wait, region, start in join(part.arrivals) if joined else part.arrivals:
             peers += [wait, *used(region, start, r)]
         compute = own + peers if own_first else peers + own
-        return {"compute": tidy([*part.first, *compute, *part.last])} | side_lanes(part.transfers)
+        return beside([*part.first, *compute, *part.last], part.transfers)
 
     lanes = in_all(ranks, planned, gather_then_multiply if algorithm == "sequential" else multiply_as_they_come)
-    result = gathered_result(ranks, pieces, planned) if gathered else {}
-    for r in planned or range(ranks):
-        for p in range(ranks):
-            for out in outs:
-                result[Region(r, out, p * pieces, (p + 1) * pieces)] = (Term(p, "a", -p * pieces, weights=(r, out)),)
-    buffers = gather_buffers(ranks, pieces, gathered) | {out: Buffer.of("output", everything(ranks, pieces)) for out in outs}
     return Plan("all_gather_matmul", algorithm, buffers, lanes, result, (pieces,) * ranks, planned=planned)
 
 
@@ -104,34 +99,20 @@ def _adjacent(one: Arrival, next_: Arrival) -> bool:
     return same_place and one.wait.signal == next_.wait.signal
 
 
-def _plan(request: Request, place: Place, *, gathered: bool = False, weights: int = 1) -> Plan:
+def _plan(request: Request, place: Place, **asked: Any) -> Plan:
+    (ranks, pieces, algorithm, symmetric, order), (hosts, _, links, planned) = request, place
     return all_gather_matmul(
-        request.ranks,
-        request.pieces,
-        request.algorithm,
-        symmetric_a=request.symmetric,
-        gathered=gathered,
-        weights=weights,
-        order=request.order,
-        links=place.links,
-        planned=place.planned,
-        hosts=place.hosts,
+        ranks, pieces, algorithm, symmetric_a=symmetric, order=order, links=links, planned=planned, hosts=hosts, **asked
     )
 
 
 def _communicate(request: Request, place: Place) -> Plan:
     """The gather alone, between symmetric tensors; a pull, or a push, where the algorithm has none of its own."""
-    algorithm = {"direct": "pull", "sequential": "push"}.get(request.algorithm, request.algorithm)
+    (ranks, pieces, algorithm, _, order), (hosts, _, links, planned) = request, place
+    algorithm = {"direct": "pull", "sequential": "push"}.get(algorithm, algorithm)
+    links = links if algorithm == "push" else 1
     return all_gather(
-        request.ranks,
-        request.pieces,
-        algorithm,
-        symmetric_a=True,
-        symmetric_gathered=True,
-        order=request.order,
-        links=place.links if algorithm == "push" else 1,
-        planned=place.planned,
-        hosts=place.hosts,
+        ranks, pieces, algorithm, symmetric_a=True, symmetric_gathered=True, order=order, links=links, planned=planned, hosts=hosts
     )
 
 

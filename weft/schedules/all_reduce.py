@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 
-from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait
-from weft.schedules.common import Hosts, after, apart, around, before, block, enter, everything, leave, publish, tidy
-from weft.schedules.host_rings import HostRing, of_rows
-from weft.schedules.host_sums import HostSums, inbox, part_of, reduce
+from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Wait
+from weft.schedules.common import Hosts, after, around, before, block, enter, everything, hear, leave, shard, tell
+from weft.schedules.host_sums import part_of
 from weft.schedules.levels import Levels, hand_out
-from weft.schedules.reduce_scatter import stage, sum_of
+from weft.schedules.reduce_scatter import put_sums, reduce_published, sum_of, sum_plan
 from weft.schedules.staging import Part, Stream, copies, one_for_each, pipeline
 
 ALGORITHMS = ("one_shot", "two_shot", "ring")
@@ -26,27 +24,16 @@ def all_reduce(
     neither `a` nor ``out`` is symmetric, both ways go a piece at a time.
     ``ring``: share by share from neighbour to neighbour, each adding its own, in the order of the ring; only neighbours talk.
     """
-    two_shot = _two_shot_into_out if symmetric_out else _two_shot
-    make = {"one_shot": _one_shot, "two_shot": two_shot, "ring": _ring}[algorithm]
-    spaces = dict.fromkeys(("staged", "reduced", "inbox"), Buffer.of("workspace", everything(ranks, pieces)))
     if algorithm == "two_shot" and not (symmetric_a or symmetric_out) and ranks > 1:
         staged, reduced = _streams(ranks, pieces)
         lanes = [_through_slots(r, op, staged, reduced) for r in range(ranks)]
         spaces = {"staged": staged.room, "reduced": reduced.room}
     else:
-        lanes = [tidy(make(r, ranks, pieces, op, symmetric_a)) for r in range(ranks)]
-    buffers, result = _buffers(ranks, pieces) | spaces, _result(ranks, pieces)
-    return Plan("all_reduce", algorithm, buffers, tuple({"compute": lane} for lane in lanes), result, (pieces,) * ranks)
-
-
-def _buffers(ranks: int, pieces: int) -> dict[str, Buffer]:
-    every = everything(ranks, pieces)
-    return {"a": Buffer.of("input", every), "out": Buffer.of("output", every)}
-
-
-def _result(ranks: int, pieces: int) -> dict[Region, Value]:
-    terms = tuple(Term(p, "a", 0) for p in range(ranks))
-    return {Region(r, "out", 0, ranks * pieces): terms for r in range(ranks)}
+        two_shot = _two_shot_into_out if symmetric_out else _two_shot
+        make = {"one_shot": _one_shot, "two_shot": two_shot, "ring": _ring}[algorithm]
+        lanes = [make(r, ranks, pieces, op, symmetric_a) for r in range(ranks)]
+        spaces = dict.fromkeys(("staged", "reduced", "inbox"), Buffer.of("workspace", everything(ranks, pieces)))
+    return sum_plan("all_reduce", algorithm, ranks, pieces, lanes, spaces, everywhere=True)
 
 
 @cache
@@ -55,10 +42,9 @@ def eager(levels: Levels, op: str = "sum") -> Plan:
     ranks, lanes = len(levels[-1]), []
     for r in range(ranks):
         everyone = tuple(Region(p, "a" if p == r else "eager", 0, ranks) for p in range(ranks))
-        reduced = Reduce(everyone, Region(r, "out", 0, ranks), op)
-        lanes.append({"compute": (*hand_out([everyone[r]], levels), reduced)})
-    buffers = _buffers(ranks, 1) | {"eager": Buffer.of("eager", everything(ranks, 1))}
-    return Plan("all_reduce", "eager", buffers, tuple(lanes), _result(ranks, 1), (1,) * ranks, meets=True)
+        lanes.append([*hand_out([everyone[r]], levels), Reduce(everyone, Region(r, "out", 0, ranks), op)])
+    laid = Buffer.of("eager", everything(ranks, 1))
+    return sum_plan("all_reduce", "eager", ranks, 1, lanes, {"eager": laid}, everywhere=True, meets=True)
 
 
 def put(pieces: int, hosts: Hosts, algorithm: str, op: str = "sum") -> Plan:
@@ -67,35 +53,30 @@ def put(pieces: int, hosts: Hosts, algorithm: str, op: str = "sum") -> Plan:
     ``two_shot``: it puts that to the ranks that keep a share each, and these put its sum to all hosts. ``ring``: it puts it to the
     next host, which adds its own, and complete sums go round once more.
     """
-    ranks = len(hosts)
-    sums = HostSums(pieces, op, hosts, True, "a" if apart(hosts) else "partial")
-    every = [sums._replace(rank=r) for r in range(ranks)]
-    made = [of_rows(HostRing(own, everywhere=True), stage) if algorithm == "ring" else reduce(own, stage) for own in every]
-    spaces = dict.fromkeys(("partial", "hosted", "running", "summed"), Buffer.of("workspace", everything(ranks, pieces)))
-    buffers, lanes = _buffers(ranks, pieces) | spaces | {"inbox": inbox(pieces, hosts)}, [{"compute": tidy(lane)} for lane in made]
-    return Plan("all_reduce", algorithm, buffers, tuple(lanes), _result(ranks, pieces), (pieces,) * ranks)
+    return put_sums("all_reduce", pieces, hosts, algorithm, op, everywhere=True)
 
 
-def _one_shot(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> Sequence[Instruction]:
-    peers, every = after(rank, ranks), ranks * pieces
-    own = publish(rank, ranks, [(0, every)], symmetric, before(rank, ranks), peers)
-    everyone = tuple(Region(p, "a" if p == rank else own.buffer, 0, every) for p in range(ranks))
-    waits = [Wait(Signal("ready", peer), 1) for peer in peers]
-    return [*own.first, *waits, Reduce(everyone, Region(rank, "out", 0, every), op), *own.last]
+def _one_shot(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> list[Instruction]:
+    every = 0, ranks * pieces
+    lane, last = reduce_published(rank, ranks, [every], every, Region(rank, "out", *every), op, symmetric=symmetric)
+    return lane + last
 
 
-def _two_shot(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> Sequence[Instruction]:
-    peers, start, stop = after(rank, ranks), rank * pieces, (rank + 1) * pieces
-    own = publish(rank, ranks, around(start, stop, ranks * pieces), symmetric, before(rank, ranks), peers)
-    sources = tuple(Region(p, "a" if p == rank else own.buffer, start, stop) for p in range(ranks))
-    here = Region(rank, "reduced", start, stop)
-    lane: list[Instruction] = [*own.first, *(Wait(Signal("ready", peer), 1) for peer in peers)]
-    lane += [Reduce(sources, here, op), Copy(here, here._replace(buffer="out"))]
-    lane += [Notify(peer, Signal("reduced", rank)) for peer in before(rank, ranks)]
-    for peer in peers:
-        there = Region(peer, "reduced", peer * pieces, (peer + 1) * pieces)
-        lane += [Wait(Signal("reduced", peer), 1), Copy(there, there._replace(rank=rank, buffer="out"))]
-    return lane + own.last
+def _reduce_share(
+    rank: int, ranks: int, pieces: int, op: str, symmetric: bool, here: Region
+) -> tuple[list[Instruction], list[Instruction]]:
+    """Reduce this rank's share; and what must come last."""
+    parts = around(here.start, here.stop, ranks * pieces)
+    return reduce_published(rank, ranks, parts, here[2:], here, op, symmetric=symmetric)
+
+
+def _two_shot(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> list[Instruction]:
+    here = shard(rank, "reduced", rank, pieces)
+    lane, last = _reduce_share(rank, ranks, pieces, op, symmetric, here)
+    lane += [Copy(here, here._replace(buffer="out")), *tell(rank, "reduced", before(rank, ranks))]
+    for peer in after(rank, ranks):
+        lane += [Wait(Signal("reduced", peer), 1), Copy(shard(peer, "reduced", peer, pieces), shard(rank, "out", peer, pieces))]
+    return lane + last
 
 
 def _streams(ranks: int, pieces: int) -> tuple[Stream, Stream]:
@@ -107,7 +88,7 @@ def _streams(ranks: int, pieces: int) -> tuple[Stream, Stream]:
     return one_for_each(ranks, pieces, None), Stream("reduced", sums, pieces, "reduced", None)
 
 
-def _through_slots(rank: int, op: str, staged: Stream, reduced: Stream) -> tuple[Instruction, ...]:
+def _through_slots(rank: int, op: str, staged: Stream, reduced: Stream) -> list[Instruction]:
     """Stage a step, reduce the one before, fetch the one before that.
 
     Rows of ``out`` are written when this rank has staged those of ``a``, so they may be the same tensor.
@@ -124,48 +105,35 @@ def _through_slots(rank: int, op: str, staged: Stream, reduced: Stream) -> tuple
     return pipeline(rank, [staged, reduced], [lambda step: staged.stage(rank, step, copies(rank, "a")), reduce_own, fetch])
 
 
-def _two_shot_into_out(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> Sequence[Instruction]:
+def _two_shot_into_out(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> list[Instruction]:
     """A share is put to its place on every rank in one pass with its sum.
 
     "ready" says that a rank's rows may be read and its ``out`` written; "reduced" that both is done, so nothing else need be handed
     back. Of ``a`` and ``out`` a rank uses the same share only, so they may be the same tensor.
     """
-    peers, start, stop = after(rank, ranks), rank * pieces, (rank + 1) * pieces
-    own = publish(rank, ranks, around(start, stop, ranks * pieces), symmetric, before(rank, ranks), peers)
-    sources = tuple(Region(p, "a" if p == rank else own.buffer, start, stop) for p in range(ranks))
-    here = Region(rank, "out", start, stop)
-    return [
-        *own.first,
-        *(Wait(Signal("ready", peer), 1) for peer in peers),
-        Reduce(sources, here, op),
-        *(Copy(here, here._replace(rank=peer)) for peer in before(rank, ranks)),
-        *(Notify(peer, Signal("reduced", rank)) for peer in before(rank, ranks)),
-        *(Wait(Signal("reduced", peer), 1) for peer in peers),
-    ]
+    here, targets = shard(rank, "out", rank, pieces), before(rank, ranks)
+    lane, _ = _reduce_share(rank, ranks, pieces, op, symmetric, here)
+    lane += [Copy(here, here._replace(rank=peer)) for peer in targets]
+    return lane + tell(rank, "reduced", targets) + hear("reduced", after(rank, ranks))
 
 
-def _ring(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> Sequence[Instruction]:
+def _ring(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> list[Instruction]:
     """Share s starts at rank s+1 and is complete at rank s, whence it goes round again as it is."""
     following, previous = (rank + 1) % ranks, Signal("arrived", (rank - 1) % ranks)
     sent = Notify(following, Signal("arrived", rank))
-
-    def share(s: int, buffer: str, at: int = rank) -> Region:
-        return Region(at, buffer, s * pieces, (s + 1) * pieces)
-
-    lane: list[Instruction] = [*enter(rank, ranks)]
+    lane = enter(rank, ranks)
     for step in range(ranks):
         s = (rank - 1 - step) % ranks
+        own, here = shard(rank, "a", s, pieces), shard(rank, "inbox", s, pieces)
+        terms = (here, own) if step else (own,)
         lane += [Wait(previous, step)] if step else []
         if step == ranks - 1:
-            terms = (share(s, "inbox"), share(s, "a")) if step else (share(s, "a"),)
-            lane.append(Reduce(terms, share(s, "out"), op))
-        elif step:
-            here = share(s, "inbox")
-            lane += [Reduce((here, share(s, "a")), here, part_of(op)), Copy(here, share(s, "inbox", following)), sent]
+            lane.append(Reduce(terms, here._replace(buffer="out"), op))
         else:
-            lane += [Copy(share(s, "a"), share(s, "inbox", following)), sent]
+            lane += [Reduce(terms, here, part_of(op))] if step else []
+            lane += [Copy(here if step else own, here._replace(rank=following)), sent]
     for step in range(ranks - 1):
-        s, arriving = (rank - step) % ranks, (rank - 1 - step) % ranks
-        lane += [Copy(share(s, "out"), share(s, "reduced", following)), sent]
-        lane += [Wait(previous, ranks + step), Copy(share(arriving, "reduced"), share(arriving, "out"))]
-    return [*lane, *leave(rank, ranks)]
+        out, arriving = (shard(rank, "out", (rank - s) % ranks, pieces) for s in (step, step + 1))
+        lane += [Copy(out, out._replace(rank=following, buffer="reduced")), sent]
+        lane += [Wait(previous, ranks + step), Copy(arriving._replace(buffer="reduced"), arriving)]
+    return lane + leave(rank, ranks)

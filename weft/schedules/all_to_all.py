@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from itertools import chain
+from itertools import chain, product
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
-from weft.schedules.common import Hosts, Published, after, around, before, block, publish
+from weft.schedules.common import Hosts, Published, after, around, block, hear, neighbours, one_lane, publish, shard, shards, tell
 from weft.schedules.levels import Levels, hand_out
 from weft.schedules.staging import copies, one_for_each, pipeline
 
@@ -23,29 +22,24 @@ def all_to_all(ranks: int, pieces: int, *, symmetric_a: bool = False, hosts: Hos
     if hosts is None and not symmetric_a and ranks > 1:
         return _through_slots(ranks, pieces)
 
-    def shard(rank: int, buffer: str, number: int) -> Region:
-        """What a rank has for another, or has from it."""
-        return Region(rank, buffer, number * pieces, (number + 1) * pieces)
-
-    def lane(r: int) -> tuple[Instruction, ...]:
-        near = [p for p in range(ranks) if hosts is None or hosts[p] == hosts[r]]
+    def lane(r: int) -> list[Instruction]:
+        near = neighbours(r, hosts or (0,) * ranks)
         far = [p for p in after(r, ranks) if p not in near]
-        sources, readers = ([p for p in order(r, ranks) if p in near] for order in (after, before))
         parts = around(r * pieces, (r + 1) * pieces, ranks * pieces)
         if hosts is not None:
-            parts = [(p * pieces, (p + 1) * pieces) for p in near if p != r]
-        own = _hand_to(readers, r, parts) if few else publish(r, ranks, parts, symmetric_a, readers, sources)
-        made: list[Instruction] = [*(Notify(p, Signal("open", r)) for p in far), *own.first]
-        for p in (p for p in before(r, ranks) if p in far):
-            made += [Wait(Signal("open", p), 1), Copy(shard(r, "a", p), shard(p, "out", r)), Notify(p, Signal("arrived", r))]
-        made.append(Copy(shard(r, "a", r), shard(r, "out", r)))
-        for p in sources:
-            made += [Wait(Signal("ready", p), 1), Copy(shard(p, own.buffer, r), shard(r, "out", p))]
-        return (*made, *(Wait(Signal("arrived", p), 1) for p in far), *own.last)
+            parts = [(p * pieces, (p + 1) * pieces) for p in sorted(near)]
+        own = _hand_to(near[::-1], r, parts) if few else publish(r, ranks, parts, symmetric_a, near[::-1], near)
+        made = tell(r, "open", far) + own.first
+        for p in reversed(far):
+            there = shard(p, "out", r, pieces)
+            made += [Wait(Signal("open", p), 1), Copy(shard(r, "a", p, pieces), there), Notify(p, Signal("arrived", r))]
+        made.append(Copy(shard(r, "a", r, pieces), shard(r, "out", r, pieces)))
+        for p in near:
+            made += [Wait(Signal("ready", p), 1), Copy(shard(p, own.buffer, r, pieces), shard(r, "out", p, pieces))]
+        return made + hear("arrived", far) + own.last
 
-    buffers = _buffers(ranks, pieces)
-    buffers |= {"eager": replace(buffers["a"], role="eager")} if few else {"staged": replace(buffers["a"], role="workspace")}
-    return _plan(ranks, pieces, buffers, [lane(r) for r in range(ranks)], meets=few)
+    handed = {"eager" if few else "staged": Buffer.of("eager" if few else "workspace", shards(ranks, ranks * pieces))}
+    return _plan(ranks, pieces, handed, map(lane, range(ranks)), meets=few)
 
 
 @cache
@@ -60,20 +54,20 @@ def eager(levels: Levels) -> Plan:
         told = next((at for at, instruction in enumerate(handed) if isinstance(instruction, Wait)), 0)
         lanes.append((*handed[:told], kept, *handed[told:], *fetched))  # peers need not wait for what is kept
     handed_on = Buffer.of("eager", [[r * ranks + p for p in range(ranks) if p != r] for r in range(ranks)])
-    return _plan(ranks, 1, _buffers(ranks, 1) | {"eager": handed_on}, lanes, meets=True)
+    return _plan(ranks, 1, {"eager": handed_on}, lanes, meets=True)
 
 
 def _hand_to(readers: Sequence[int], rank: int, parts: Sequence[tuple[int, int]]) -> Published:
     """Let ranks of this host have `parts` of this rank's ``a`` at once."""
     handed = [Copy(Region(rank, "a", *part), Region(rank, "eager", *part)) for part in parts]
-    return Published([*handed, *(Notify(peer, Signal("ready", rank)) for peer in readers)], [], "eager")
+    return Published([*handed, *tell(rank, "ready", readers)], [], "eager")
 
 
 def _through_slots(ranks: int, pieces: int) -> Plan:
     handed = one_for_each(ranks, pieces)
 
-    def lane(rank: int) -> tuple[Instruction, ...]:
-        own = Region(rank, "a", rank * pieces, (rank + 1) * pieces)
+    def lane(rank: int) -> list[Instruction]:
+        own = shard(rank, "a", rank, pieces)
         kept = Copy(own, own._replace(buffer="out"))
 
         def stage(step: int) -> list[Instruction]:
@@ -81,24 +75,18 @@ def _through_slots(ranks: int, pieces: int) -> Plan:
 
         return pipeline(rank, [handed], [stage, handed.fetch(rank, "out", [p * pieces for p in range(ranks)])])
 
-    return _plan(ranks, pieces, _buffers(ranks, pieces) | {"staged": handed.room}, [lane(r) for r in range(ranks)])
+    return _plan(ranks, pieces, {"staged": handed.room}, map(lane, range(ranks)))
 
 
 def _plan(
-    ranks: int, pieces: int, buffers: Mapping[str, Buffer], lanes: Sequence[tuple[Instruction, ...]], meets: bool = False
+    ranks: int, pieces: int, handed: Mapping[str, Buffer], lanes: Iterable[Sequence[Instruction]], meets: bool = False
 ) -> Plan:
-    result = {
-        Region(r, "out", p * pieces, (p + 1) * pieces): (Term(p, "a", (r - p) * pieces),)
-        for r in range(ranks)
-        for p in range(ranks)
+    cut = shards(ranks**2, pieces)
+    buffers = {
+        "a": Buffer.of("input", shards(ranks, ranks * pieces)),
+        "out": Buffer.of("output", [[*chain(*cut[r::ranks])] for r in range(ranks)]),
+        **handed,
     }
-    algorithm, named = "eager" if meets else "pull", tuple({"compute": lane} for lane in lanes)
-    return Plan("all_to_all", algorithm, buffers, named, result, (pieces,) * ranks**2, meets=meets)
-
-
-def _buffers(ranks: int, pieces: int) -> dict[str, Buffer]:
-    shards = [range(number * pieces, (number + 1) * pieces) for number in range(ranks**2)]
-    return {
-        "a": Buffer.of("input", [range(r * ranks * pieces, (r + 1) * ranks * pieces) for r in range(ranks)]),
-        "out": Buffer.of("output", [[*chain(*shards[r::ranks])] for r in range(ranks)]),
-    }
+    every = product(range(ranks), repeat=2)
+    result = {shard(r, "out", p, pieces): (Term(p, "a", (r - p) * pieces),) for r, p in every}
+    return one_lane("all_to_all", "eager" if meets else "pull", buffers, lanes, result, (pieces,) * ranks**2, meets=meets)

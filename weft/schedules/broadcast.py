@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import cache
 
-from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Value, Wait
+from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
 from weft.schedules.common import (
     Hosts,
     apart,
     before,
     block,
     enter,
+    hear,
     leave,
     members,
     neighbours,
+    one_lane,
     others,
     publish,
     rail_peer,
-    tidy,
+    tell,
 )
 from weft.schedules.levels import Levels, spread
 from weft.schedules.staging import Part, Stream, copies, pipeline
@@ -35,43 +38,41 @@ def broadcast(ranks: int, pieces: int, source: int, *, symmetric_a: bool = False
     handed = Stream("staged", parts, pieces)
     put = pieces // ranks if shared else 0
 
-    def lane(rank: int) -> tuple[Instruction, ...]:
+    def lane(rank: int) -> list[Instruction]:
         if symmetric_a:
             return _from_source(source, put, ranks) if rank == source else _to_others(rank, source, pieces, put, ranks)
         return _through_slots(rank, handed)
 
-    lanes = tuple({"compute": lane(r) if ranks > 1 else ()} for r in range(ranks))
-    buffers = _buffers(ranks, pieces, source) | {"staged": handed.room}
-    return Plan("broadcast", "pull", buffers, lanes, _result(ranks, pieces, source), (pieces,))
+    lanes = (lane(r) if ranks > 1 else [] for r in range(ranks))
+    return _plan("pull", ranks, pieces, source, lanes, staged=handed.room)
 
 
-def _buffers(ranks: int, pieces: int, source: int) -> dict[str, Buffer]:
+def _plan(
+    algorithm: str, ranks: int, pieces: int, source: int, lanes: Iterable[Sequence[Instruction]], **workspaces: Buffer
+) -> Plan:
     every, none = range(pieces), range(0)
-    return {
+    buffers = {
         "a": Buffer.of("input", [every if r == source else none for r in range(ranks)]),
         "staged": Buffer.of("workspace", [every] * ranks),
         "out": Buffer.of("output", [none if r == source else every for r in range(ranks)]),
+        **workspaces,
     }
+    result = {Region(r, "out", 0, pieces): (Term(source, "a", 0),) for r in range(ranks) if r != source}
+    return one_lane("broadcast", algorithm, buffers, lanes, result, (pieces,))
 
 
-def _result(ranks: int, pieces: int, source: int) -> dict[Region, Value]:
-    return {Region(r, "out", 0, pieces): (Term(source, "a", 0),) for r in range(ranks) if r != source}
+def _from_source(source: int, put: int, ranks: int) -> list[Instruction]:
+    peers = before(source, ranks)
+    copies = [Copy(Region(source, "a", 0, put), Region(peer, "out", 0, put)) for peer in peers]
+    puts = [*hear("open", peers), *copies, *tell(source, "arrived", peers)] if put else []
+    own = publish(source, ranks, [], True, peers, [])
+    return [*own.first, *puts, *own.last]
 
 
-def _from_source(source: int, put: int, ranks: int) -> tuple[Instruction, ...]:
-    peers, puts = before(source, ranks), list[Instruction]()
-    if put:
-        puts = [Wait(Signal("open", peer), 1) for peer in peers]
-        puts += [Copy(Region(source, "a", 0, put), Region(peer, "out", 0, put)) for peer in peers]
-        puts += [Notify(peer, Signal("arrived", source)) for peer in peers]
-    published = publish(source, ranks, [], True, peers, [])
-    return (*published.first, *puts, *published.last)
-
-
-def _to_others(rank: int, source: int, pieces: int, put: int, ranks: int) -> tuple[Instruction, ...]:
-    there, published = Region(source, "a", put, pieces), publish(rank, ranks, [], True, [], [source])
-    fetch = [Wait(Signal("ready", source), 1), Copy(there, there._replace(rank=rank, buffer="out")), *published.last]
-    return (Notify(source, Signal("open", rank)), *fetch, Wait(Signal("arrived", source), 1)) if put else tuple(fetch)
+def _to_others(rank: int, source: int, pieces: int, put: int, ranks: int) -> list[Instruction]:
+    there, own = Region(source, "a", put, pieces), publish(rank, ranks, [], True, [], [source])
+    fetch = [Wait(Signal("ready", source), 1), Copy(there, there._replace(rank=rank, buffer="out")), *own.last]
+    return [Notify(source, Signal("open", rank)), *fetch, Wait(Signal("arrived", source), 1)] if put else fetch
 
 
 @cache
@@ -83,13 +84,12 @@ def eager(source: int, levels: Levels) -> Plan:
         own = block(r, "a" if r == source else "out", 0)
         first = Copy(own, there) if r == source else Wait(Signal("ready", heard[r]), 1)
         fetched = [] if r == source else [Copy(there, own)]
-        lanes.append({"compute": (first, *(Notify(peer, Signal("ready", r)) for peer in told[r]), *fetched) if ranks > 1 else ()})
+        lanes.append([first, *tell(r, "ready", told[r]), *fetched] if ranks > 1 else [])
     laid = Buffer.of("eager", [range(1 if r == source else 0) for r in range(ranks)])
-    buffers = _buffers(ranks, 1, source) | {"eager": laid}
-    return Plan("broadcast", "eager", buffers, tuple(lanes), _result(ranks, 1, source), (1,))
+    return _plan("eager", ranks, 1, source, lanes, eager=laid)
 
 
-def _through_slots(rank: int, handed: Stream) -> tuple[Instruction, ...]:
+def _through_slots(rank: int, handed: Stream) -> list[Instruction]:
     fetch = handed.fetch(rank, "out", [0] * handed.ranks)
     return pipeline(rank, [handed], [lambda step: handed.stage(rank, step, copies(rank, "a")), fetch])
 
@@ -99,34 +99,33 @@ def push(source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
 
     Where every rank has a host of its own they are put into its ``out``, unless they are to be `staged`.
     """
-    ranks, lanes = len(hosts), []
-    arrived, alone = Signal("arrived", source), apart(hosts) and not staged
-    for r in range(ranks):
-        lane: list[Instruction] = []
-        if r == source:
-            near, own = neighbours(r, hosts), block(r, "a", 0)
-            lane = [] if alone else [*enter(r, ranks)]
-            if near:
-                lane += [Copy(own, own._replace(buffer="staged")), *(Notify(peer, arrived) for peer in near)]
-            for host in others(r, hosts):
-                to = rail_peer(r, host, hosts)
-                lane += [Wait(Signal("open", to), 1)] if alone else []
-                lane.append(Copy(own, block(to, "out" if alone else "staged", 0)))
-                lane += [Notify(peer, arrived) for peer in members(host, hosts)]
-        elif alone:
-            lane = [Notify(source, Signal("open", r)), Wait(arrived, 1)]
-        else:
-            holder = source if hosts[r] == hosts[source] else rail_peer(source, hosts[r], hosts)
-            lane = [Wait(arrived, 1), Copy(block(holder, "staged", 0), block(r, "out", 0)), *leave(r, ranks)]
-        lanes.append({"compute": tuple(lane)})
-    return Plan("broadcast", "push", _buffers(ranks, 1, source), tuple(lanes), _result(ranks, 1, source), (1,))
+    ranks, alone = len(hosts), apart(hosts) and not staged
+    arrived = Wait(Signal("arrived", source), 1)
+
+    def lane(r: int) -> list[Instruction]:
+        if r != source and alone:
+            return [Notify(source, Signal("open", r)), arrived]
+        if r != source:
+            holder = rail_peer(source, hosts[r], hosts)
+            return [arrived, Copy(block(holder, "staged", 0), block(r, "out", 0)), *leave(r, ranks)]
+        near, own = neighbours(r, hosts), block(r, "a", 0)
+        made = [] if alone else enter(r, ranks)
+        if near:
+            made += [Copy(own, own._replace(buffer="staged")), *tell(r, "arrived", near)]
+        for host in others(r, hosts):
+            to = rail_peer(r, host, hosts)
+            made += hear("open", [to] if alone else [])
+            made += [Copy(own, block(to, "out" if alone else "staged", 0)), *tell(r, "arrived", members(host, hosts))]
+        return made
+
+    return _plan("push", ranks, 1, source, map(lane, range(ranks)))
 
 
 def ring(pieces: int, source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
     """Broadcast over several hosts: each host puts pieces to the next one as they come, so that the source sends them once."""
     ranks, around, lanes = len(hosts), max(hosts) + 1, []
     into = "out" if apart(hosts) and not staged else "staged"
-    holders = [source, *(rail_peer(source, (hosts[source] + step) % around, hosts) for step in range(1, around))]
+    holders = [rail_peer(source, (hosts[source] + step) % around, hosts) for step in range(around)]
     for r in range(ranks):
         step = (hosts[r] - hosts[source]) % around
         before, holder = Signal("arrived", holders[step - 1]), holders[step]
@@ -139,14 +138,12 @@ def ring(pieces: int, source: int, hosts: Hosts, *, staged: bool = False) -> Pla
             lane += enter(r, ranks)
             if neighbours(r, hosts):
                 own = Region(r, "a", 0, pieces)
-                lane.append(Copy(own, own._replace(buffer="staged")))
-                lane += [Notify(peer, Signal("ready", r)) for peer in neighbours(r, hosts)]
+                lane += [Copy(own, own._replace(buffer="staged")), *tell(r, "ready", neighbours(r, hosts))]
         for piece in range(pieces):
             here = block(r, "a" if r == source else into, piece)
             lane += [Wait(before, piece + 1)] if step else []
             if following is not None:
-                lane.append(Copy(here, block(following, into, piece)))
-                lane += [Notify(peer, Signal("arrived", r)) for peer in members(hosts[following], hosts)]
+                lane += [Copy(here, block(following, into, piece)), *tell(r, "arrived", members(hosts[following], hosts))]
             if into == "staged" and step:
                 lane.append(Copy(here._replace(rank=holder), block(r, "out", piece)))
         if into == "staged" and r != source:
@@ -154,5 +151,5 @@ def ring(pieces: int, source: int, hosts: Hosts, *, staged: bool = False) -> Pla
                 kept = Region(source, "staged", 0, pieces)
                 lane += [Wait(Signal("ready", source), 1), Copy(kept, kept._replace(rank=r, buffer="out"))]
             lane += leave(r, ranks)
-        lanes.append({"compute": tidy(lane)})
-    return Plan("broadcast", "ring", _buffers(ranks, pieces, source), tuple(lanes), _result(ranks, pieces, source), (pieces,))
+        lanes.append(lane)
+    return _plan("ring", ranks, pieces, source, lanes)

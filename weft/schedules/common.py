@@ -5,12 +5,11 @@ A rank's rows are cut into as many pieces as every other's, and a piece is a blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait
-from weft.plan.language import ROOM
+from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait
 
 
 def after(rank: int, ranks: int) -> list[int]:
@@ -48,7 +47,7 @@ def neighbours(rank: int, hosts: Hosts) -> list[int]:
 
 
 def rail_peer(rank: int, host: int, hosts: Hosts) -> int:
-    """The rank of `host` that deals with `rank` of another host on behalf of all: each has about as many to deal with."""
+    """The rank of `host` that deals with `rank` on behalf of all: itself on its own, elsewhere each with about as many."""
     return members(host, hosts)[members(hosts[rank], hosts).index(rank) % hosts.count(host)]
 
 
@@ -57,14 +56,29 @@ def block(rank: int, buffer: str, number: int) -> Region:
     return Region(rank, buffer, number, number + 1)
 
 
-def enter(rank: int, ranks: int) -> list[Wait]:
+def shard(rank: int, buffer: str, owner: int, pieces: int) -> Region:
+    """The blocks of `owner` in a buffer that has those of all."""
+    return Region(rank, buffer, owner * pieces, (owner + 1) * pieces)
+
+
+def tell(rank: int, name: str, peers: Iterable[int]) -> list[Instruction]:
+    """Raise the signal `name` of this rank on peers."""
+    return [Notify(peer, Signal(name, rank)) for peer in peers]
+
+
+def hear(name: str, peers: Iterable[int], count: int = 1) -> list[Instruction]:
+    """Wait until each of these peers has raised its signal `name` so often."""
+    return [Wait(Signal(name, peer), count) for peer in peers]
+
+
+def enter(rank: int, ranks: int) -> list[Instruction]:
     """Hold until no rank still uses a workspace on behalf of an earlier plan; every plan that uses workspaces begins with it."""
-    return [Wait(Signal("free", peer), 0) for peer in after(rank, ranks)]
+    return hear("free", after(rank, ranks), 0)
 
 
-def leave(rank: int, ranks: int) -> list[Notify]:
+def leave(rank: int, ranks: int) -> list[Instruction]:
     """Tell all peers that this rank has done everything it does with any workspace; the last thing in such a plan."""
-    return [Notify(peer, Signal("free", rank)) for peer in before(rank, ranks)]
+    return tell(rank, "free", before(rank, ranks))
 
 
 class Published(NamedTuple):
@@ -84,13 +98,12 @@ def publish(
     "read"; others are staged in a workspace. A rank that only publishes sends no "free": its readers' waits already cover all that
     it does.
     """
-    ready: list[Instruction] = [Notify(peer, Signal("ready", rank)) for peer in readers]
+    ready = tell(rank, "ready", readers)
     if symmetric:
-        read: list[Instruction] = [Notify(peer, Signal("read", rank)) for peer in sources]
-        return Published(ready, [*read, *(Wait(Signal("read", peer), 1) for peer in readers)], "a")
+        return Published(ready, tell(rank, "read", sources) + hear("read", readers), "a")
     stage = [Copy(Region(rank, "a", *piece), Region(rank, "staged", *piece)) for piece in parts if piece[0] < piece[1]]
     first = [*enter(rank, ranks), *stage, *ready] if readers else []
-    return Published(first, [*leave(rank, ranks)] if sources else [], "staged")
+    return Published(first, leave(rank, ranks) if sources else [], "staged")
 
 
 def around(start: int, stop: int, total: int) -> list[tuple[int, int]]:
@@ -106,11 +119,6 @@ def everything(ranks: int, pieces: int) -> tuple[range, ...]:
 def shards(ranks: int, pieces: int) -> tuple[range, ...]:
     """Each rank's own blocks."""
     return tuple(range(rank * pieces, (rank + 1) * pieces) for rank in range(ranks))
-
-
-def room(blocks: Sequence[int]) -> Buffer:
-    """Workspaces with room for so many blocks on each rank."""
-    return Buffer.of("workspace", [(ROOM,) * count for count in blocks])
 
 
 def without_products(plan: Plan) -> Plan:
@@ -153,11 +161,6 @@ def tidy(lane: Sequence[Instruction]) -> tuple[Instruction, ...]:
     return tuple(kept)
 
 
-def tidied(lanes: Mapping[str, Sequence[Instruction]]) -> Lanes:
-    """All lanes of a rank, tidy."""
-    return {name: tidy(lane) for name, lane in lanes.items()}
-
-
 def in_order(order: str, peers: Sequence[int], pieces: int) -> list[tuple[int, int]]:
     """``(peer, piece)`` of all pieces of these peers.
 
@@ -168,14 +171,43 @@ def in_order(order: str, peers: Sequence[int], pieces: int) -> list[tuple[int, i
     return [(peer, piece) for peer in peers for piece in range(pieces)]
 
 
-def side_lanes(transfers: Sequence[Sequence[Instruction]]) -> dict[str, tuple[Instruction, ...]]:
-    """Lanes for transfers: ``comm``, ``comm1``, …"""
-    return {f"comm{number or ''}": tidy(lane) for number, lane in enumerate(transfers)}
+Lanes = Mapping[str, Sequence[Instruction]]
 
 
-Lanes = Mapping[str, tuple[Instruction, ...]]
+def beside(compute: Sequence[Instruction], transfers: Iterable[Sequence[Instruction]]) -> Lanes:
+    """The lane ``compute`` with lanes for transfers, where there are some, beside it: ``comm``, ``comm1``, …"""
+    return {"compute": compute} | {f"comm{number or ''}": lane for number, lane in enumerate(filter(None, transfers))}
 
 
-def in_all(ranks: int, planned: tuple[int, ...] | None, lanes: Callable[[int], Lanes]) -> tuple[Lanes, ...]:
-    """The lanes of all ranks, empty for those that are not `planned`."""
-    return tuple(lanes(rank) if planned is None or rank in planned else {} for rank in range(ranks))
+def in_all(
+    ranks: int, planned: tuple[int, ...] | None, lanes: Callable[[int], Lanes]
+) -> tuple[Mapping[str, tuple[Instruction, ...]], ...]:
+    """The lanes of all ranks, tidy, and none for those that are not `planned`."""
+    made = (lanes(rank) if planned is None or rank in planned else {} for rank in range(ranks))
+    return tuple({name: tidy(lane) for name, lane in of_rank.items()} for of_rank in made)
+
+
+def one_lane(
+    operator: str,
+    algorithm: str,
+    buffers: Mapping[str, Buffer],
+    lanes: Iterable[Sequence[Instruction]],
+    result: Mapping[Region, Value],
+    pieces: tuple[int, ...],
+    *,
+    meets: bool = False,
+) -> Plan:
+    """A plan in which each rank has one lane."""
+    return Plan(operator, algorithm, buffers, tuple({"compute": tidy(lane)} for lane in lanes), result, pieces, meets=meets)
+
+
+def sum_result(kept: Sequence[range], planned: tuple[int, ...] | None = None, factor: str | None = None) -> dict[Region, Value]:
+    """What ``out`` must hold on the planned ranks: of the blocks that each keeps the sum over all ranks.
+
+    It is one of products if there is a `factor`, the buffer that names their weight.
+    """
+    ranks = range(len(kept))
+    return {
+        Region(r, "out", 0, len(kept[r])): tuple(Term(p, "a", kept[r].start, (p, factor) if factor else None) for p in ranks)
+        for r in planned or ranks
+    }

@@ -9,64 +9,54 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from weft.plan import Copy, Instruction, Notify, Reduce, Region, Signal, Wait
-from weft.schedules.common import Hosts, block, enter, leave, neighbours, rail_peer
-from weft.schedules.host_sums import HostSums, Lanes, Make, Piece, part_of
+from weft.schedules.common import Lanes, beside, block, enter, hear, leave, rail_peer, shard, tell
+from weft.schedules.host_sums import HostPart, Make, Piece, part_of
 
 
-class HostRing(NamedTuple):
-    """One rank's part: whose rows are summed how (`HostSums`), and whether sums go to all ranks, not only to their owners."""
+class HostRing(HostPart):
+    """One rank's part where sums go from host to host."""
 
-    sums: HostSums
-    everywhere: bool = False
+    def of_rows(self, stage: Make) -> Lanes:
+        """Sums of rows that are there; they are staged where ranks of a host read each other's."""
+        first = [] if self.host else enter(self.rank, self.ranks)  # other hosts use workspaces after host 0
+        if self.source == "partial":
+            first = self.make_all(stage)
+        told = Notify(self.rank, Signal("made", self.rank))  # what it need not be told in one lane
+        return {"compute": [*(i for i in first if i != told), *self.add(self.near), *self.spread()]}
 
-    @property
-    def rank(self) -> int:
-        return self.sums.rank
-
-    @property
-    def hosts(self) -> Hosts:
-        return self.sums.hosts
-
-    @property
-    def here(self) -> int:
-        """This rank's host."""
-        return self.hosts[self.rank]
+    def of_products(self, make: Make) -> Lanes:
+        """Sums of rows that are made meanwhile."""
+        return beside(self.make_all(make), [self.add(self.here) + self.spread()])
 
     @property
     def last(self) -> int:
         """The host where sums are complete."""
         return max(self.hosts)
 
-    def reducer(self, owner: int, host: int) -> int:
-        """The rank of `host` that deals with what `owner` keeps: the owner itself on its own host."""
-        return owner if self.hosts[owner] == host else rail_peer(owner, host, self.hosts)
-
-    def pieces(self) -> list[Piece]:
+    def all_pieces(self) -> list[Piece]:
         """All pieces in the order of the rows, in which every rank makes them and hands them on."""
-        return [piece for owner in range(self.sums.ranks) for piece in self.sums.pieces(owner)]
+        return [piece for owner in range(self.ranks) for piece in self.pieces(owner)]
 
     def own(self) -> list[Piece]:
         """The pieces that this rank deals with on behalf of its host, in the order of the rows."""
-        return [piece for piece in self.pieces() if self.reducer(piece.owner, self.here) == self.rank]
+        return [piece for piece in self.all_pieces() if self.reducer(piece.owner) == self.rank]
 
     def onward(self, owner: int) -> int | None:
         """Who gets the complete sum of an owner's rows from this rank, if anyone does."""
         end = self.last - 1 if self.everywhere else self.hosts[owner]
-        following = 0 if self.here == self.last else self.here + 1
-        return self.reducer(owner, following) if following <= end < self.last else None
+        following = 0 if self.host == self.last else self.host + 1
+        return rail_peer(owner, following, self.hosts) if following <= end < self.last else None
 
-    def made(self, make: Make) -> list[Instruction]:
+    def make_all(self, make: Make) -> list[Instruction]:
         """Make all pieces, and tell who deals with them; or all rows at once."""
-        lane: list[Instruction] = [*enter(self.rank, self.sums.ranks)]
-        notified = [self.reducer(piece.owner, self.here) for piece in self.pieces()]
-        if self.sums.at_once:
-            lane.append(make(self.rank, 0, self.sums.ranks * self.sums.cut))
-            return [*lane, *(Notify(peer, Signal("made", self.rank)) for peer in dict.fromkeys(notified))]
-        for piece, peer in zip(self.pieces(), notified, strict=True):
-            lane += [make(self.rank, piece.at, piece.at + 1), Notify(peer, Signal("made", self.rank))]
+        lane, rank = enter(self.rank, self.ranks), self.rank
+        if self.at_once:
+            lane.append(make(rank, 0, self.ranks * self.cut))
+            return lane + tell(rank, "made", dict.fromkeys(map(self.reducer, range(self.ranks))))
+        for piece in self.all_pieces():
+            lane += [make(rank, piece.at, piece.at + 1), Notify(self.reducer(piece.owner), Signal("made", rank))]
         return lane
 
     def add(self, producers: Sequence[int]) -> list[Instruction]:
@@ -74,84 +64,62 @@ class HostRing(NamedTuple):
         lane: list[Instruction] = []
         came = Counter[int]()
         for count, piece in enumerate(self.own(), 1):
-            rows = block(self.rank, self.sums.source, piece.at)
-            running, parts = rows._replace(buffer="running"), [rows._replace(rank=peer) for peer in self.sums.here]
-            lane += [Wait(Signal("made", peer), 1 if self.sums.at_once else count) for peer in producers]
-            if len(parts) > 1 and self.hosts[piece.owner] != self.here:
+            rows = block(self.rank, self.source, piece.at)
+            running, parts = rows._replace(buffer="running"), tuple(rows._replace(rank=peer) for peer in self.here)
+            lane += hear("made", producers, 1 if self.at_once else count)
+            if len(parts) > 1 and self.hosts[piece.owner] != self.host:
                 hosted = rows._replace(buffer="hosted")
-                lane.append(Reduce(tuple(parts), hosted, part_of(self.sums.op)))
-                parts = [hosted]
-            if self.here:
-                before = self.reducer(piece.owner, self.here - 1)
+                lane.append(Reduce(parts, hosted, part_of(self.op)))
+                parts = (hosted,)
+            if self.host:
+                before = rail_peer(piece.owner, self.host - 1, self.hosts)
                 came[before] += 1
                 lane.append(Wait(Signal("running", before), came[before]))
-                parts.insert(0, running)
-            if self.here < self.last:
-                following = self.reducer(piece.owner, self.here + 1)
-                lane += [Reduce(tuple(parts), running, part_of(self.sums.op)), Copy(running, running._replace(rank=following))]
+                parts = (running, *parts)
+            if self.host < self.last:
+                following = rail_peer(piece.owner, self.host + 1, self.hosts)
+                lane += [Reduce(parts, running, part_of(self.op)), Copy(running, running._replace(rank=following))]
                 lane.append(Notify(following, Signal("running", self.rank)))
+            elif piece.owner == self.rank and not self.everywhere:
+                lane.append(Reduce(parts, block(self.rank, "out", piece.number), self.op))
             else:
-                lane += self._complete(piece, tuple(parts))
+                summed = block(self.rank, "summed", piece.at)
+                lane += [Reduce(parts, summed, self.op), *self.hand_on(piece, summed)]
         return lane
 
-    def _complete(self, piece: Piece, parts: tuple[Region, ...]) -> list[Instruction]:
-        """Make a complete sum, where it is to be or to go on from."""
-        if not self.everywhere and piece.owner == self.rank:
-            return [Reduce(parts, block(self.rank, "out", piece.number), self.sums.op)]
-        summed = block(self.rank, "summed", piece.at)
-        return [Reduce(parts, summed, self.sums.op), *self._hand_on(piece, summed)]
-
-    def _hand_on(self, piece: Piece, summed: Region) -> list[Instruction]:
+    def hand_on(self, piece: Piece, summed: Region) -> list[Instruction]:
         """Put a complete sum to who gets it next; those of this host read it here, if they are to have it."""
         lane: list[Instruction] = []
         if (to := self.onward(piece.owner)) is not None:
             lane += [Copy(summed, summed._replace(rank=to)), Notify(to, Signal("summed", self.rank))]
-        last = piece.number == self.sums.cut - 1  # others take an owner's rows once all are there
-        near = neighbours(self.rank, self.hosts) if self.everywhere and last else []
-        return lane + [Notify(peer, Signal("shared", self.rank)) for peer in near]
+        last = piece.number == self.cut - 1  # others take an owner's rows once all are there
+        return lane + tell(self.rank, "shared", self.near if self.everywhere and last else [])
 
     def spread(self) -> list[Instruction]:
         """Hand complete sums on as they come, and take those that are to be had."""
         lane: list[Instruction] = []
         came = Counter[int]()
-        for piece in self.own() if self.here < self.last else ():
-            before = self.reducer(piece.owner, self.here - 1 if self.here else self.last)
-            if not self.everywhere and not self.here <= self.hosts[piece.owner] < self.last:
-                continue
-            came[before] += 1
-            lane.append(Wait(Signal("summed", before), came[before]))
-            lane += self._hand_on(piece, block(self.rank, "summed", piece.at))
-        return lane + (self._take_all() if self.everywhere else self._take_own())
+        for piece in self.own() if self.host < self.last else ():
+            if self.everywhere or self.host <= self.hosts[piece.owner] < self.last:
+                before = rail_peer(piece.owner, self.host - 1 if self.host else self.last, self.hosts)
+                came[before] += 1
+                lane.append(Wait(Signal("summed", before), came[before]))
+                lane += self.hand_on(piece, block(self.rank, "summed", piece.at))
+        if self.everywhere:
+            lane += self.take_all()
+        elif self.host < self.last:
+            summed = shard(self.rank, "summed", self.rank, self.cut)
+            lane.append(Copy(summed, Region(self.rank, "out", 0, self.cut)))
+        return lane + leave(self.rank, self.ranks)
 
-    def _take_own(self) -> list[Instruction]:
-        cut, start = self.sums.cut, self.rank * self.sums.cut
-        kept = Copy(Region(self.rank, "summed", start, start + cut), Region(self.rank, "out", 0, cut))
-        return [*([kept] if self.here < self.last else []), *leave(self.rank, self.sums.ranks)]
-
-    def _take_all(self) -> list[Instruction]:
+    def take_all(self) -> list[Instruction]:
+        """Copy all sums to ``out`` as those who have them on this host tell of them."""
         lane: list[Instruction] = []
         came = Counter[int]()
-        for owner in range(self.sums.ranks):
-            cut, holder = self.sums.cut, self.reducer(owner, self.here)
+        for owner in range(self.ranks):
+            holder = self.reducer(owner)
             if holder != self.rank:
                 came[holder] += 1
                 lane.append(Wait(Signal("shared", holder), came[holder]))
-            rows = Region(holder, "summed", owner * cut, (owner + 1) * cut)
-            lane.append(Copy(rows, rows._replace(rank=self.rank, buffer="out")))
-        return [*lane, *leave(self.rank, self.sums.ranks)]
-
-
-def of_products(ring: HostRing, make: Make) -> Lanes:
-    """Sums of rows that are made meanwhile."""
-    comm = [*ring.add(ring.sums.here), *ring.spread()]
-    return {"compute": ring.made(make)} | ({"comm": comm} if comm else {})
-
-
-def of_rows(ring: HostRing, stage: Make) -> list[Instruction]:
-    """Sums of rows that are there; they are staged where ranks of a host read each other's."""
-    rank, near = ring.rank, neighbours(ring.rank, ring.hosts)
-    first: list[Instruction] = [] if ring.here else [*enter(rank, ring.sums.ranks)]  # other hosts use workspaces after host 0
-    if ring.sums.source == "partial":
-        first = ring.made(stage)
-    first = [instruction for instruction in first if instruction != Notify(rank, Signal("made", rank))]  # it is one lane
-    return [*first, *ring.add(near), *ring.spread()]
+            lane.append(self.take(owner))
+        return lane

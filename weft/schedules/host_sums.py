@@ -8,13 +8,31 @@ each host that is the order of ranks, and nothing is added up before it is sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Reduce, Region, Signal, Wait
-from weft.schedules.common import Hosts, after, apart, block, enter, leave, members, neighbours, others, rail_peer, shards
+from weft.schedules.common import (
+    Hosts,
+    Lanes,
+    after,
+    apart,
+    beside,
+    block,
+    enter,
+    everything,
+    hear,
+    leave,
+    members,
+    neighbours,
+    others,
+    rail_peer,
+    shard,
+    shards,
+    tell,
+)
 
-Lanes = dict[str, list[Instruction]]
 Make = Callable[[int, int, int], Instruction]
 """From (rank, start, stop) to what puts a rank's own rows there into the buffer that is added up."""
 
@@ -29,32 +47,88 @@ class Piece(NamedTuple):
     at: int
 
 
-class HostSums(NamedTuple):
-    """One rank's part: the pieces of the rows that each rank keeps, ``sum`` or another reduction, and the hosts.
+@dataclass(frozen=True)
+class HostPart:
+    """One rank's part in sums of what ranks on these hosts have; each keeps `cut` pieces.
 
-    Rows are made owner by owner (other hosts', the neighbours', the own ones), or all `at_once`. They are added up from the buffer
-    `source`.
+    `op` is ``sum`` or another reduction. Sums go to all ranks if `everywhere`, else to those that keep them. Rows are made piece by
+    piece, or all `at_once`, and added up from the buffer `source`.
     """
 
+    rank: int
     cut: int
-    op: str
     hosts: Hosts
+    op: str
+    everywhere: bool
     at_once: bool = False
     source: str = "partial"
-    rank: int = 0
 
     @property
     def ranks(self) -> int:
         return len(self.hosts)
 
     @property
+    def host(self) -> int:
+        """This rank's host."""
+        return self.hosts[self.rank]
+
+    @property
     def here(self) -> list[int]:
         """The ranks of this host."""
-        return members(self.hosts[self.rank], self.hosts)
+        return members(self.host, self.hosts)
+
+    @property
+    def near(self) -> list[int]:
+        """The others of them."""
+        return neighbours(self.rank, self.hosts)
 
     def pieces(self, owner: int) -> list[Piece]:
         """What a rank keeps, in pieces."""
         return [Piece(owner, number, owner * self.cut + number) for number in range(self.cut)]
+
+    def reducer(self, owner: int) -> int:
+        """Who of this host deals with what a rank keeps: the owner itself on its own host."""
+        return rail_peer(owner, self.host, self.hosts)
+
+    def take(self, owner: int) -> Copy:
+        """Copy the sums that a rank keeps to ``out``, from where this host has them."""
+        summed = shard(self.reducer(owner), "summed", owner, self.cut)
+        return Copy(summed, summed._replace(rank=self.rank, buffer="out"))
+
+
+class HostSums(HostPart):
+    """One rank's part where reducers put what their hosts have to the owners.
+
+    Rows are made owner by owner: other hosts', the neighbours', the own ones.
+    """
+
+    def of_rows(self, stage: Make) -> Lanes:
+        """Sums of rows that are there; they are staged where ranks of one host read each other's."""
+        lane = self.publish(stage, self.near)
+        for piece in self.far():
+            lane += self.put(piece, self.near)
+        for piece in self.pieces(self.rank):
+            lane += self.share(piece, self.near) if self.everywhere else self.add(piece, self.near, "out", piece.number)
+        return {"compute": lane + (self.collect() if self.everywhere else leave(self.rank, self.ranks))}
+
+    def of_products(self, make: Make) -> Lanes:
+        """Sums of rows that are made meanwhile: those that cross first, own ones last."""
+        rank, comm = self.rank, [instruction for piece in self.far() for instruction in self.put(piece, self.here)]
+        lane = self.publish(make, self.here) if self.at_once else enter(rank, self.ranks)
+        for group in () if self.at_once else self.made(rank):
+            lane.append(make(rank, group[0].at, group[-1].at + 1))
+            if self.everywhere or group[0].owner != rank:
+                lane.append(Notify(self.reducer(group[0].owner), Signal("made", rank)))
+            else:
+                for piece in group:
+                    lane += self.add(piece, self.near, "out", piece.number)
+        if not self.everywhere:
+            return beside([*lane, *leave(rank, self.ranks)], [comm])
+        for piece in self.pieces(rank):
+            comm += self.share(piece, self.here)
+        if not apart(self.hosts):
+            comm.append(Notify(rank, Signal("summed", rank)))
+        return beside([*lane, *self.collect(own_elsewhere=True)], [comm])
 
     def made(self, producer: int) -> list[list[Piece]]:
         """What a rank of this host makes by one product each, in order.
@@ -68,30 +142,18 @@ class HostSums(NamedTuple):
         own = [group[::-1] for group in grown(self.pieces(producer)[::-1])][::-1]
         return [group for groups in [*far, *near, own] for group in groups]
 
-    def reducer(self, piece: Piece) -> int:
-        """Who of this host adds up a piece: its owner, or on behalf of an owner elsewhere its rail peer."""
-        near = self.hosts[piece.owner] == self.hosts[self.rank]
-        return piece.owner if near else rail_peer(piece.owner, self.hosts[self.rank], self.hosts)
-
     def far(self) -> list[Piece]:
         """The pieces that this rank adds up for other hosts."""
-        return [piece for group in self.made(self.rank) for piece in group if self.reducer(piece) == self.rank != piece.owner]
-
-    def multiply(self, group: Sequence[Piece], make: Make) -> Instruction:
-        """Make this rank's rows of some pieces that lie side by side."""
-        return make(self.rank, group[0].at, group[-1].at + 1)
-
-    def notify(self, group: Sequence[Piece]) -> Notify:
-        """Tell who adds up some pieces that this rank's rows of them are there."""
-        return Notify(self.reducer(group[0]), Signal("made", self.rank))
+        return [piece for group in self.made(self.rank) for piece in group if self.reducer(piece.owner) == self.rank != piece.owner]
 
     def wait_for(self, piece: Piece, producers: Sequence[int]) -> list[Instruction]:
         """Wait until these ranks of the host have told this one that their rows of a piece are there."""
-        notified = {peer: [group for group in self.made(peer) if self.reducer(group[0]) == self.rank] for peer in producers}
-        count = {
-            peer: next(number for number, group in enumerate(groups, 1) if piece in group) for peer, groups in notified.items()
-        }
-        return [Wait(Signal("made", peer), 1 if self.at_once else count[peer]) for peer in producers]
+        waits: list[Instruction] = []
+        for peer in producers:
+            groups = (group for group in self.made(peer) if self.reducer(group[0].owner) == self.rank)
+            count = 1 if self.at_once else next(number for number, group in enumerate(groups, 1) if piece in group)
+            waits.append(Wait(Signal("made", peer), count))
+        return waits
 
     def put(self, piece: Piece, producers: Sequence[int]) -> list[Instruction]:
         """Add up this host's rows of a piece, once `producers` have told that theirs are there, and put them to the owner."""
@@ -100,16 +162,16 @@ class HostSums(NamedTuple):
             products = tuple(sums._replace(rank=peer) for peer in self.here)
             sums = sums._replace(buffer="hosted")
             lane.append(Reduce(products, sums, part_of(self.op)))
-        return [*lane, Copy(sums, self.place(piece, self.hosts[self.rank])), Notify(piece.owner, Signal("arrived", self.rank))]
+        return [*lane, Copy(sums, self.place(piece, self.host)), Notify(piece.owner, Signal("arrived", self.rank))]
 
     def add(self, piece: Piece, producers: Sequence[int], into: str, at: int) -> list[Instruction]:
         """Add up an own piece into block `at` of `into`, once `producers` have told of theirs and other hosts' have arrived."""
         reducers = [rail_peer(self.rank, host, self.hosts) for host in others(self.rank, self.hosts)]
-        waits = [*self.wait_for(piece, producers), *(Wait(Signal("arrived", reducer), piece.number + 1) for reducer in reducers)]
         sums: list[Region] = []
         for host in dict.fromkeys(self.hosts):
             products = [block(peer, self.source, piece.at) for peer in members(host, self.hosts)]
-            sums += products if self.rank in members(host, self.hosts) else [self.place(piece, host)]
+            sums += products if host == self.host else [self.place(piece, host)]
+        waits = self.wait_for(piece, producers) + hear("arrived", reducers, piece.number + 1)
         return [*waits, Reduce(tuple(sums), block(self.rank, into, at), self.op)]
 
     def place(self, piece: Piece, host: int) -> Region:
@@ -118,13 +180,12 @@ class HostSums(NamedTuple):
 
     def share(self, piece: Piece, producers: Sequence[int]) -> list[Instruction]:
         """Add up an own piece and let all ranks have it: in their ``out``, or where several of a host can read it."""
-        into = "out" if apart(self.hosts) else "summed"
-        here, summed = block(self.rank, into, piece.at), Signal("summed", self.rank)
-        lane = self.add(piece, producers, into, piece.at)
+        here = block(self.rank, "out" if apart(self.hosts) else "summed", piece.at)
+        lane = self.add(piece, producers, here.buffer, piece.at)
         for host in others(self.rank, self.hosts):
             lane.append(Copy(here, here._replace(rank=rail_peer(self.rank, host, self.hosts))))
-            lane += [Notify(peer, summed) for peer in members(host, self.hosts)]
-        return lane + [Notify(peer, summed) for peer in neighbours(self.rank, self.hosts)]
+            lane += tell(self.rank, "summed", members(host, self.hosts))
+        return lane + tell(self.rank, "summed", self.near)
 
     def collect(self, own_elsewhere: bool = False) -> list[Instruction]:
         """Wait for all sums, and copy to ``out`` what does not arrive there.
@@ -136,25 +197,28 @@ class HostSums(NamedTuple):
         for owner in [rank, *after(rank, self.ranks)]:
             if owner != rank or (own_elsewhere and together):
                 lane.append(Wait(Signal("summed", owner), 1 if owner == rank else self.cut))
-            if together:
-                holder = owner if owner in self.here else rail_peer(owner, self.hosts[rank], self.hosts)
-                summed = Region(holder, "summed", owner * self.cut, (owner + 1) * self.cut)
-                lane.append(Copy(summed, summed._replace(rank=rank, buffer="out")))
-        return [*lane, *(leave(rank, self.ranks) if together else [])]
+            lane += [self.take(owner)] if together else []
+        return lane + (leave(rank, self.ranks) if together else [])
 
-    def publish(self, make: Make, reducers: Sequence[int]) -> list[Instruction]:
+    def publish(self, make: Make, reducers: Iterable[int]) -> list[Instruction]:
         """Make all rows at once, and tell those of `reducers` who add up some of them."""
-        lane: list[Instruction] = [*enter(self.rank, self.ranks)]
+        lane = enter(self.rank, self.ranks)
         if self.source == "partial":
-            notified = {self.reducer(group[0]) for group in self.made(self.rank)}
+            notified = {self.reducer(owner) for owner in range(self.ranks)}
             lane.append(make(self.rank, 0, self.ranks * self.cut))
-            lane += [Notify(peer, Signal("made", self.rank)) for peer in reducers if peer in notified]
+            lane += tell(self.rank, "made", (peer for peer in reducers if peer in notified))
         return lane
 
 
 def inbox(pieces: int, hosts: Hosts) -> Buffer:
     """A rank's inbox: a place for its own rows from each host."""
     return Buffer.of("workspace", [[*own] * len(set(hosts)) for own in shards(len(hosts), pieces)])
+
+
+def spaces(pieces: int, hosts: Hosts) -> dict[str, Buffer]:
+    """The workspaces of sums of rows that are there."""
+    names = ("partial", "hosted", "running", "summed")
+    return dict.fromkeys(names, Buffer.of("workspace", everything(len(hosts), pieces))) | {"inbox": inbox(pieces, hosts)}
 
 
 def part_of(op: str) -> str:
@@ -171,55 +235,3 @@ def grown(pieces: Sequence[Piece]) -> list[list[Piece]]:
         groups.append([*pieces[done : done + size]])
         done += size
     return groups
-
-
-def scatter_products(sums: HostSums, make: Make) -> Lanes:
-    """Reduce-scatter while rows are made: those that cross first, own ones last."""
-    rank, neighbouring = sums.rank, neighbours(sums.rank, sums.hosts)
-    lane: list[Instruction] = [*enter(rank, sums.ranks)]
-    for group in sums.made(rank):
-        lane.append(sums.multiply(group, make))
-        if group[0].owner != rank:
-            lane.append(sums.notify(group))
-            continue
-        for piece in group:
-            lane += sums.add(piece, neighbouring, "out", piece.number)
-    comm = [instruction for piece in sums.far() for instruction in sums.put(piece, sums.here)]
-    return {"compute": [*lane, *leave(rank, sums.ranks)]} | ({"comm": comm} if comm else {})
-
-
-def reduce_products(sums: HostSums, make: Make) -> Lanes:
-    """All-reduce while rows are made: each piece is put to its owner, added up there, and put to all."""
-    rank, own = sums.rank, sums.pieces(sums.rank)
-    if sums.at_once:
-        lane = sums.publish(make, sums.here)
-    else:
-        made = ((sums.multiply(group, make), sums.notify(group)) for group in sums.made(rank))
-        lane = [*enter(rank, sums.ranks), *(instruction for pair in made for instruction in pair)]
-    comm = [instruction for piece in sums.far() for instruction in sums.put(piece, sums.here)]
-    comm += [instruction for piece in own for instruction in sums.share(piece, sums.here)]
-    if not apart(sums.hosts):
-        comm.append(Notify(rank, Signal("summed", rank)))
-    return {"compute": [*lane, *sums.collect(own_elsewhere=True)]} | ({"comm": comm} if comm else {})
-
-
-def scatter(sums: HostSums, stage: Make) -> list[Instruction]:
-    """Reduce-scatter of rows that are there; they are staged where ranks of one host read each other's."""
-    rank, neighbouring = sums.rank, neighbours(sums.rank, sums.hosts)
-    lane = sums.publish(stage, neighbouring)
-    for piece in sums.far():
-        lane += sums.put(piece, neighbouring)
-    for piece in sums.pieces(rank):
-        lane += sums.add(piece, neighbouring, "out", piece.number)
-    return [*lane, *leave(rank, sums.ranks)]
-
-
-def reduce(sums: HostSums, stage: Make) -> list[Instruction]:
-    """All-reduce of rows that are there."""
-    neighbouring = neighbours(sums.rank, sums.hosts)
-    lane = sums.publish(stage, neighbouring)
-    for piece in sums.far():
-        lane += sums.put(piece, neighbouring)
-    for piece in sums.pieces(sums.rank):
-        lane += sums.share(piece, neighbouring)
-    return [*lane, *sums.collect()]

@@ -12,8 +12,8 @@ from functools import cache
 from itertools import accumulate, count, pairwise
 from typing import NamedTuple
 
-from weft.plan import Copy, Instruction, Notify, Region, Signal, Wait
-from weft.schedules.common import Hosts, after, before
+from weft.plan import Copy, Instruction, Region
+from weft.schedules.common import Hosts, after, before, hear, tell
 from weft.schedules.thresholds import Thresholds
 
 Levels = tuple[tuple[int, ...], ...]
@@ -31,8 +31,7 @@ def meet(rank: int, levels: Levels, name: str) -> list[Instruction]:
     """Hold until all ranks have come here; what each did before is then visible to all. `name` is that of the signals."""
     lane: list[Instruction] = []
     for told, heard in meetings(levels)[rank]:
-        lane += [Notify(peer, Signal(name, rank)) for peer in told]
-        lane += [Wait(Signal(name, peer), 1) for peer in heard]
+        lane += [*tell(rank, name, told), *hear(name, heard)]
     return lane
 
 

@@ -6,40 +6,42 @@ peers' sums arrive, and a piece is added up while it still lies in the cache. Ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait
+from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait
 from weft.schedules.common import (
     Hosts,
+    Lanes,
     after,
     before,
+    beside,
     block,
     enter,
     everything,
+    hear,
     in_all,
     in_order,
     leave,
     shards,
-    side_lanes,
-    tidied,
+    sum_result,
+    tell,
     without_products,
 )
-from weft.schedules.host_rings import HostRing, of_products
-from weft.schedules.host_sums import HostSums, inbox, scatter, scatter_products
+from weft.schedules.host_rings import HostRing
+from weft.schedules.host_sums import HostSums, inbox
 from weft.schedules.workload import Operator, Place, Request, Rows, Workload, accumulator
 
 ALGORITHMS = ("direct", "push", "put", "ring", "sequential")
 
-Lanes = Mapping[str, Sequence[Instruction]]
-
 
 class Choices(NamedTuple):
-    """What a planner is given: ranks, the pieces of what each keeps, ``sum`` or ``avg``, and how a push goes about it."""
+    """What a planner is given: ranks, the pieces of what each keeps, ``sum`` or ``avg``, whether ranks can read each other's
+    products where they lie, and how a push goes about it."""
 
     ranks: int
     pieces: int
     op: str
+    remote_reads: bool
     order: str = "peer"
     links: int = 1
 
@@ -68,36 +70,29 @@ def matmul_reduce_scatter(
     lanes, all unless given. `hosts` are given where there are several: what a host has is then added up before it is put to
     another (push and sequential).
     """
-    choices = Choices(ranks, pieces, op, order, links)
-    make: Callable[[Choices, int], Lanes] = {
-        "direct": _direct,
-        "push": _push,
-        "put": _put_products,
-        "ring": _ring,
-        "sequential": _then_add if remote_reads else _then_push,
-    }[algorithm]
-    if ranks == 1:
-        make = _alone
-    elif hosts is not None:
-        sums = HostSums(pieces, op, hosts, at_once=algorithm == "sequential")
-        make = {
-            "push": lambda _, rank: scatter_products(sums._replace(rank=rank), multiply),
-            "ring": lambda _, rank: of_products(HostRing(sums._replace(rank=rank)), multiply),
-            "sequential": lambda _, rank: {"compute": scatter(sums._replace(rank=rank), multiply)},
-        }.get(algorithm, make)
-    lanes = in_all(ranks, planned, lambda r: tidied(make(choices, r)))
-    factor, every = product_buffer(algorithm, ranks), everything(ranks, pieces)
+    choices = Choices(ranks, pieces, op, remote_reads, order, links)
+    then = _then_add if remote_reads else _then_push
+    make = {"direct": _direct, "push": _push, "put": _put_products, "sequential": then}
+
+    def lanes(rank: int) -> Lanes:
+        if ranks == 1:
+            return alone(choices, rank)
+        if algorithm == "ring":
+            return HostRing(rank, pieces, hosts or range(ranks), op, everywhere=False).of_products(multiply)
+        if hosts is None or algorithm not in ("push", "sequential"):
+            return make[algorithm](choices, rank)
+        sums = HostSums(rank, pieces, hosts, op, everywhere=False, at_once=algorithm == "sequential")
+        return sums.of_rows(multiply) if sums.at_once else sums.of_products(multiply)
+
+    every, kept = everything(ranks, pieces), shards(ranks, pieces)
     buffers = {
         "a": Buffer.of("input", every),
         **dict.fromkeys(("partial", "running", "summed", "hosted"), Buffer.of("workspace", every)),
         "inbox": inbox(pieces, hosts if hosts and algorithm != "ring" else range(ranks)),
-        "out": Buffer.of("output", shards(ranks, pieces)),
+        "out": Buffer.of("output", kept),
     }
-    result: dict[Region, Value] = {
-        Region(r, "out", 0, pieces): tuple(Term(p, "a", r * pieces, weights=(p, factor)) for p in range(ranks))
-        for r in planned or range(ranks)
-    }
-    return Plan("matmul_reduce_scatter", algorithm, buffers, lanes, result, (pieces,) * ranks, planned=planned)
+    result, every_lane = sum_result(kept, planned, product_buffer(algorithm, ranks)), in_all(ranks, planned, lanes)
+    return Plan("matmul_reduce_scatter", algorithm, buffers, every_lane, result, (pieces,) * ranks, planned=planned)
 
 
 def product_buffer(algorithm: str, ranks: int) -> str:
@@ -105,7 +100,7 @@ def product_buffer(algorithm: str, ranks: int) -> str:
     return "out" if ranks == 1 else "inbox" if algorithm == "put" else "partial"
 
 
-def _alone(choices: Choices, rank: int) -> Lanes:
+def alone(choices: Choices, rank: int) -> Lanes:
     """A sum over one rank is its product."""
     own = Region(rank, "a", 0, choices.pieces)
     return {"compute": [Matmul(own, own._replace(buffer="out"))]}
@@ -113,25 +108,31 @@ def _alone(choices: Choices, rank: int) -> Lanes:
 
 def _direct(choices: Choices, rank: int) -> Lanes:
     ranks, pieces = choices.ranks, choices.pieces
-    lane: list[Instruction] = [*enter(rank, ranks)]
-    for peer in after(rank, ranks):
-        lane += [multiply(rank, peer * pieces, (peer + 1) * pieces), Notify(peer, Signal("ready", rank))]
+    lane = multiply_for_peers(rank, ranks, pieces)
     for piece in range(pieces):
-        lane += [_product(rank, rank * pieces + piece), *wait_all("ready", rank, ranks), _add(choices, rank, piece)]
+        lane += [_product(rank, rank * pieces + piece), *hear("ready", after(rank, ranks)), _add(choices, rank, piece)]
     return {"compute": [*lane, *leave(rank, ranks)]}
 
 
+def multiply_for_peers(rank: int, ranks: int, pieces: int) -> list[Instruction]:
+    """Make the products of what peers keep, and tell each that its are there."""
+    lane = enter(rank, ranks)
+    for peer in after(rank, ranks):
+        lane += [multiply(rank, peer * pieces, (peer + 1) * pieces), Notify(peer, Signal("ready", rank))]
+    return lane
+
+
 def _push(choices: Choices, rank: int) -> Lanes:
-    (ranks, pieces, _, order, links), peers = choices, after(rank, choices.ranks)
-    lane: list[Instruction] = [*enter(rank, ranks)]
+    (ranks, pieces, _, _, order, links), peers = choices, after(rank, choices.ranks)
+    lane = enter(rank, ranks)
     puts: list[list[Instruction]] = [[] for _ in range(links)]
     for count, (peer, piece) in enumerate(in_order(order, peers, pieces), 1):
         lane += [_product(rank, peer * pieces + piece), Notify(rank, Signal("made", rank))]
         puts[peers.index(peer) % links] += [Wait(Signal("made", rank), count), *_put(choices, rank, peer, piece, piece + 1)]
     for piece in range(pieces):
-        lane += [_product(rank, rank * pieces + piece), *wait_all("arrived", rank, ranks, piece + 1)]
+        lane += [_product(rank, rank * pieces + piece), *hear("arrived", peers, piece + 1)]
         lane.append(_add(choices, rank, piece, put=True))
-    return {"compute": [*lane, *leave(rank, ranks)], **side_lanes([put for put in puts if put])}
+    return beside([*lane, *leave(rank, ranks)], puts)
 
 
 def _put_products(choices: Choices, rank: int) -> Lanes:
@@ -146,52 +147,22 @@ def put_and_add(choices: Choices, rank: int, into: str, start: int) -> list[Inst
         """Of a piece that `owner` keeps, in its inbox, which has a place for each source."""
         return Matmul(block(rank, "a", owner * pieces + piece), block(owner, "inbox", rank * pieces + piece))
 
-    lane: list[Instruction] = [*enter(rank, ranks)]
+    lane = enter(rank, ranks)
     for peer in after(rank, ranks):
         for piece in range(pieces):
             lane += [product(peer, piece), Notify(peer, Signal("arrived", rank))]
     for piece in range(pieces):
-        lane += [product(rank, piece), *wait_all("arrived", rank, ranks, piece + 1)]
+        lane += [product(rank, piece), *hear("arrived", after(rank, ranks), piece + 1)]
         products = tuple(block(rank, "inbox", p * pieces + piece) for p in range(ranks))
         lane.append(Reduce(products, block(rank, into, start + piece), choices.op))
     return lane
 
 
-def _ring(choices: Choices, rank: int) -> Lanes:
-    """Products are made in the order of the rows; ``comm`` adds them to what comes from the rank before and hands it on."""
-    ranks, pieces = choices.ranks, choices.pieces
-    last, following, previous = ranks - 1, (rank + 1) % ranks, (rank - 1) % ranks
-    compute: list[Instruction] = [*enter(rank, ranks)]
-    comm: list[Instruction] = []
-    for number in range(ranks * pieces):
-        product = block(rank, "partial", number)
-        running, summed = product._replace(buffer="running"), product._replace(buffer="summed")
-        compute += [_product(rank, number), Notify(rank, Signal("made", rank))]
-        comm += [Wait(Signal("made", rank), number + 1), *([Wait(Signal("running", previous), number + 1)] if rank else [])]
-        if rank < last:
-            comm += [Reduce((running, product) if rank else (product,), running)]
-            comm += [Copy(running, running._replace(rank=following)), Notify(following, Signal("running", rank))]
-        elif number < last * pieces:
-            comm += [Reduce((running, product), summed, choices.op), Copy(summed, summed._replace(rank=following))]
-            comm += [Notify(following, Signal("summed", rank))]
-        else:
-            comm += [Reduce((running, product), block(rank, "out", number - last * pieces), choices.op)]
-    if rank < last:  # finished sums go on from rank to rank until they reach their owner
-        for count, number in enumerate(range(rank * pieces, last * pieces), 1):
-            summed = block(rank, "summed", number)
-            comm.append(Wait(Signal("summed", previous), count))
-            if number >= (rank + 1) * pieces:
-                comm += [Copy(summed, summed._replace(rank=following)), Notify(following, Signal("summed", rank))]
-        comm.append(Copy(Region(rank, "summed", rank * pieces, (rank + 1) * pieces), Region(rank, "out", 0, pieces)))
-    return {"compute": compute, "comm": [*comm, *leave(rank, ranks)]}
-
-
 def _then_add(choices: Choices, rank: int) -> Lanes:
     ranks, pieces = choices.ranks, choices.pieces
-    lane = [*enter(rank, ranks), multiply(rank, 0, ranks * pieces)]
-    lane += [Notify(peer, Signal("ready", rank)) for peer in before(rank, ranks)]
+    lane = [*enter(rank, ranks), multiply(rank, 0, ranks * pieces), *tell(rank, "ready", before(rank, ranks))]
     added = [_add(choices, rank, piece) for piece in range(pieces)]
-    return {"compute": [*lane, *wait_all("ready", rank, ranks), *added, *leave(rank, ranks)]}
+    return {"compute": [*lane, *hear("ready", after(rank, ranks)), *added, *leave(rank, ranks)]}
 
 
 def _then_push(choices: Choices, rank: int) -> Lanes:
@@ -199,12 +170,12 @@ def _then_push(choices: Choices, rank: int) -> Lanes:
     lane = [*enter(rank, ranks), multiply(rank, 0, ranks * pieces)]
     puts = [[i for peer in peers[link::links] for i in _put(choices, rank, peer, 0, pieces)] for link in range(links)]
     if links == 1:
-        lane, beside = lane + puts[0], []
+        lane, puts = lane + puts[0], []
     else:
-        beside = [[Wait(Signal("made", rank), 1), *put] for put in puts if put]
+        puts = [[Wait(Signal("made", rank), 1), *put] for put in puts if put]
         lane.append(Notify(rank, Signal("made", rank)))
     added = [_add(choices, rank, piece, put=True) for piece in range(pieces)]
-    return {"compute": [*lane, *wait_all("arrived", rank, ranks), *added, *leave(rank, ranks)], **side_lanes(beside)}
+    return beside([*lane, *hear("arrived", peers), *added, *leave(rank, ranks)], puts)
 
 
 def multiply(rank: int, start: int, stop: int) -> Instruction:
@@ -216,11 +187,6 @@ def _product(rank: int, number: int) -> Instruction:
     return multiply(rank, number, number + 1)
 
 
-def wait_all(signal: str, rank: int, ranks: int, count: int = 1) -> list[Instruction]:
-    """Wait for `count` of a signal from every peer."""
-    return [Wait(Signal(signal, peer), count) for peer in after(rank, ranks)]
-
-
 def _put(choices: Choices, rank: int, peer: int, low: int, high: int) -> list[Instruction]:
     """Put the product of the peer's pieces ``low:high`` into its inbox, which has a place for each source."""
     start, place = peer * choices.pieces, rank * choices.pieces
@@ -229,13 +195,24 @@ def _put(choices: Choices, rank: int, peer: int, low: int, high: int) -> list[In
 
 
 def _add(choices: Choices, rank: int, piece: int, put: bool = False) -> Instruction:
-    """Add up a piece of this rank's, in rank order: where the peers' products lie, or from its inbox if they were put."""
-    pieces = choices.pieces
-    products = tuple(
-        block(rank, "inbox", p * pieces + piece) if put and p != rank else block(p, "partial", rank * pieces + piece)
+    """Add up a piece of this rank's."""
+    own = range(rank * choices.pieces, (rank + 1) * choices.pieces)
+    return add(choices, rank, own[piece : piece + 1], own, block(rank, "out", piece), put)
+
+
+def add(choices: Choices, rank: int, piece: range, whole: range, into: Region, moved: bool) -> Instruction:
+    """Add up a piece of a `whole` in rank order: where the peers' products lie, or from its inbox if they were moved there."""
+    products = (
+        inbox_place(rank, p, piece, whole) if moved and p != rank else Region(p, "partial", piece.start, piece.stop)
         for p in range(choices.ranks)
     )
-    return Reduce(products, block(rank, "out", piece), choices.op)
+    return Reduce(tuple(products), into, choices.op)
+
+
+def inbox_place(rank: int, peer: int, piece: range, whole: range) -> Region:
+    """Where a rank's inbox has the products of a peer: there is a place for the `whole` from each."""
+    shift = peer * len(whole) - whole.start
+    return Region(rank, "inbox", piece.start + shift, piece.stop + shift)
 
 
 def sum_buffers(workload: Workload) -> dict[str, Rows]:
@@ -252,17 +229,8 @@ def sum_buffers(workload: Workload) -> dict[str, Rows]:
 
 
 def _plan(request: Request, place: Place, *, op: str = "sum") -> Plan:
-    return matmul_reduce_scatter(
-        request.ranks,
-        request.pieces,
-        request.algorithm,
-        op=op,
-        remote_reads=place.remote_reads,
-        order=request.order,
-        links=place.links,
-        planned=place.planned,
-        hosts=place.hosts,
-    )
+    ranks, pieces, algorithm, _, order = request
+    return matmul_reduce_scatter(ranks, pieces, algorithm, op=op, order=order, **place._asdict())
 
 
 OPERATOR = Operator(

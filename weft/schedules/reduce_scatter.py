@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import chain
 
-from weft.plan import Buffer, Copy, Instruction, Plan, Reduce, Region, Signal, Term, Value, Wait
-from weft.schedules.common import Hosts, after, apart, around, before, block, everything, publish, shards, tidy
-from weft.schedules.host_rings import HostRing, of_rows
-from weft.schedules.host_sums import HostSums, inbox, scatter
+from weft.plan import Buffer, Copy, Instruction, Plan, Reduce, Region
+from weft.schedules.common import (
+    Hosts,
+    after,
+    apart,
+    around,
+    before,
+    block,
+    everything,
+    hear,
+    one_lane,
+    publish,
+    shards,
+    sum_result,
+)
+from weft.schedules.host_rings import HostRing
+from weft.schedules.host_sums import HostSums, spaces
 from weft.schedules.levels import Levels, hand_out
 from weft.schedules.staging import Arrival, Stream, copies, one_for_each, pipeline
 
@@ -21,22 +34,33 @@ def put(pieces: int, hosts: Hosts, algorithm: str, op: str = "sum") -> Plan:
 
     ``push``: it puts that to the ranks of the others; ``ring``: to the next host, which adds its own.
     """
-    ranks = len(hosts)
-    sums = HostSums(pieces, op, hosts, True, "a" if apart(hosts) else "partial")
-    every = [sums._replace(rank=r) for r in range(ranks)]
-    made = [of_rows(HostRing(own), stage) if algorithm == "ring" else scatter(own, stage) for own in every]
-    spaces = dict.fromkeys(("partial", "hosted", "running", "summed"), Buffer.of("workspace", everything(ranks, pieces)))
-    lanes = tuple({"compute": tidy(lane)} for lane in made)
-    buffers = _buffers(ranks, pieces) | spaces | {"inbox": inbox(pieces, hosts)}
-    return Plan("reduce_scatter", algorithm, buffers, lanes, _result(ranks, pieces), (pieces,) * ranks)
+    return put_sums("reduce_scatter", pieces, hosts, algorithm, op, everywhere=False)
 
 
-def _buffers(ranks: int, pieces: int) -> dict[str, Buffer]:
-    return {"a": Buffer.of("input", everything(ranks, pieces)), "out": Buffer.of("output", shards(ranks, pieces))}
+def put_sums(operator: str, pieces: int, hosts: Hosts, algorithm: str, op: str, *, everywhere: bool) -> Plan:
+    """Sums over several hosts for the ranks that keep them, or for all."""
+    ranks, kind = len(hosts), HostRing if algorithm == "ring" else HostSums
+    every = [kind(r, pieces, hosts, op, everywhere, True, "a" if apart(hosts) else "partial") for r in range(ranks)]
+    made = [part.of_rows(stage)["compute"] for part in every]
+    return sum_plan(operator, algorithm, ranks, pieces, made, spaces(pieces, hosts), everywhere=everywhere)
 
 
-def _result(ranks: int, pieces: int) -> dict[Region, Value]:
-    return {Region(r, "out", 0, pieces): tuple(Term(p, "a", r * pieces) for p in range(ranks)) for r in range(ranks)}
+def sum_plan(
+    operator: str,
+    algorithm: str,
+    ranks: int,
+    pieces: int,
+    lanes: Iterable[Sequence[Instruction]],
+    workspaces: Mapping[str, Buffer],
+    *,
+    everywhere: bool,
+    meets: bool = False,
+) -> Plan:
+    """A plan of sums for the ranks that keep them, or for all."""
+    every = everything(ranks, pieces)
+    kept = every if everywhere else shards(ranks, pieces)
+    buffers = {"a": Buffer.of("input", every), "out": Buffer.of("output", kept), **workspaces}
+    return one_lane(operator, algorithm, buffers, lanes, sum_result(kept), (pieces,) * ranks, meets=meets)
 
 
 def stage(rank: int, start: int, stop: int) -> Instruction:
@@ -49,10 +73,25 @@ def reduce_scatter(ranks: int, pieces: int, op: str = "sum", *, symmetric_a: boo
 
     Where `symmetric_a` peers' rows are read where they lie; else they are handed out, a piece for each peer at a time.
     """
-    handed, direct = one_for_each(ranks, pieces), symmetric_a or ranks == 1
-    made = [_direct(r, ranks, pieces, op) if direct else _through_slots(r, op, handed) for r in range(ranks)]
-    buffers, lanes = _buffers(ranks, pieces) | {"staged": handed.room}, tuple({"compute": lane} for lane in made)
-    return Plan("reduce_scatter", "direct", buffers, lanes, _result(ranks, pieces), (pieces,) * ranks)
+    handed = one_for_each(ranks, pieces)
+
+    def lane(rank: int) -> Sequence[Instruction]:
+        if not symmetric_a and ranks > 1:
+            return _through_slots(rank, op, handed)
+        share = rank * pieces, (rank + 1) * pieces
+        return [*chain(*reduce_published(rank, ranks, [], share, Region(rank, "out", 0, pieces), op, symmetric=True))]
+
+    lanes = map(lane, range(ranks))
+    return sum_plan("reduce_scatter", "direct", ranks, pieces, lanes, {"staged": handed.room}, everywhere=False)
+
+
+def reduce_published(
+    rank: int, ranks: int, parts: Sequence[tuple[int, int]], share: tuple[int, int], into: Region, op: str, *, symmetric: bool
+) -> tuple[list[Instruction], list[Instruction]]:
+    """Publish `parts` of own rows, and reduce a share of all ranks' where they lie, in rank order; and what must come last."""
+    own = publish(rank, ranks, parts, symmetric, before(rank, ranks), after(rank, ranks))
+    terms = tuple(Region(p, "a" if p == rank else own.buffer, *share) for p in range(ranks))
+    return [*own.first, *hear("ready", after(rank, ranks)), Reduce(terms, into, op)], own.last
 
 
 @cache
@@ -62,23 +101,13 @@ def eager(levels: Levels, op: str = "sum") -> Plan:
     for r in range(ranks):
         terms = tuple(block(p, "a", r) if p == r else block(p, "eager", r - (r > p)) for p in range(ranks))
         handed = hand_out([Region(r, "a", *part) for part in around(r, r + 1, ranks)], levels)
-        lanes.append({"compute": (*handed, Reduce(terms, block(r, "out", 0), op))})
-    buffers = _buffers(ranks, 1) | {"eager": Buffer.of("eager", [[p for p in range(ranks) if p != r] for r in range(ranks)])}
-    return Plan("reduce_scatter", "eager", buffers, tuple(lanes), _result(ranks, 1), (1,) * ranks, meets=True)
+        lanes.append([*handed, Reduce(terms, block(r, "out", 0), op)])
+    laid = Buffer.of("eager", [[p for p in range(ranks) if p != r] for r in range(ranks)])
+    return sum_plan("reduce_scatter", "eager", ranks, 1, lanes, {"eager": laid}, everywhere=False, meets=True)
 
 
-def _direct(rank: int, ranks: int, pieces: int, op: str) -> tuple[Instruction, ...]:
-    peers, start = after(rank, ranks), rank * pieces
-    own = publish(rank, ranks, [], True, before(rank, ranks), peers)
-    terms = tuple(Region(p, "a", start, start + pieces) for p in range(ranks))
-    reduced = Reduce(terms, Region(rank, "out", 0, pieces), op)
-    return (*own.first, *(Wait(Signal("ready", peer), 1) for peer in peers), reduced, *own.last)
-
-
-def _through_slots(rank: int, op: str, handed: Stream) -> tuple[Instruction, ...]:
+def _through_slots(rank: int, op: str, handed: Stream) -> list[Instruction]:
     def reduced(step: int) -> list[Instruction]:
-        if step >= handed.pieces:
-            return []
         own = block(rank, "a", rank * handed.pieces + step)
         return sum_of(rank, own, handed.arrivals(rank, step), block(rank, "out", step), op)
 

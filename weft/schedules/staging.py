@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from weft.plan import Copy, Instruction, Notify, Region, Signal, Wait
-from weft.schedules.common import after, before, block, enter, leave, room, tidy
+from weft.plan import Buffer, Copy, Instruction, Region, Signal, Wait
+from weft.plan.language import ROOM
+from weft.schedules.common import after, before, block, enter, hear, leave, tell
 
 SLOTS = 3
 """Slots of a part. With two, each rank would wait in each step until its peers have done as much as itself."""
@@ -53,7 +54,7 @@ class Stream:
     ) -> None:
         self.buffer, self.parts, self.pieces, self.ready, self.taken = buffer, parts, pieces, ready, taken
         self.ranks = len(parts)
-        self.room = room([min(self.steps(rank), SLOTS) * len(own) for rank, own in enumerate(parts)])
+        self.room = Buffer.of("workspace", [(ROOM,) * min(self.steps(rank), SLOTS) * len(own) for rank, own in enumerate(parts)])
 
     def shares(self, rank: int, peer: int) -> bool:
         """Whether two ranks hand each other parts that nobody else reads."""
@@ -67,14 +68,13 @@ class Stream:
         """Hand out a step: `make` puts each block to its place, once nobody needs what was there before."""
         if step >= self.steps(rank):
             return []
-        readers, free = self._readers(rank), list[Instruction]()
+        readers, lane = self._readers(rank), list[Instruction]()
         if self.taken and step >= SLOTS:
-            free += [Wait(Signal(self.taken, peer), step - SLOTS + 1) for peer in readers if not self.shares(rank, peer)]
-        made: list[Instruction] = []
+            lane += hear(self.taken, (peer for peer in readers if not self.shares(rank, peer)), step - SLOTS + 1)
         for number, part in enumerate(self.parts[rank]):
             if part.readers:
-                made += make(part.start + step, self._slot(rank, number, step))
-        return [*free, *made, *(Notify(reader, Signal(self.ready, rank)) for reader in readers)]
+                lane += make(part.start + step, self._slot(rank, number, step))
+        return lane + tell(rank, self.ready, readers)
 
     def arrivals(self, rank: int, step: int) -> list[Arrival]:
         """What a rank's peers hand to it in a step."""
@@ -82,7 +82,7 @@ class Stream:
         for peer in after(rank, self.ranks):
             thanks: list[Instruction] = []
             if self.taken and step + SLOTS < self.steps(peer) and not self.shares(rank, peer):
-                thanks.append(Notify(peer, Signal(self.taken, rank)))
+                thanks = tell(rank, self.taken, [peer])
             for number, part in enumerate(self.parts[peer]) if step < self.steps(peer) else ():
                 if rank in part.readers:
                     wait = Wait(Signal(self.ready, peer), step + 1)
@@ -126,9 +126,7 @@ def copies(rank: int, buffer: str) -> Callable[[int, Region], Iterable[Instructi
     return lambda number, slot: [Copy(block(rank, buffer, number), slot)]
 
 
-def pipeline(
-    rank: int, streams: Sequence[Stream], stages: Sequence[Callable[[int], Iterable[Instruction]]]
-) -> tuple[Instruction, ...]:
+def pipeline(rank: int, streams: Sequence[Stream], stages: Sequence[Callable[[int], Iterable[Instruction]]]) -> list[Instruction]:
     """A rank's lane: step k of the first of `stages`, then step k - 1 of the next, and so on; each is given the step.
 
     A stream is staged in one of them and read in the next.
@@ -144,4 +142,4 @@ def pipeline(
     ]
     first = enter(rank, ranks) if any(stream.steps(rank) for stream in streams) else []
     last = leave(rank, ranks) if any(stream.arrivals(rank, 0) for stream in streams) else []
-    return tidy([*first, *lane, *last])
+    return [*first, *lane, *last]
