@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from weft.errors import PlanError
-from weft.plan.language import ROOM, ROW, Buffer, Copy, Instruction, Matmul, Plan, Reduce, Region, Term, Value
+from weft.plan.language import ROOM, ROW, Buffer, Instruction, Notify, Plan, Reduce, Region, Term, Value, Wait
 
 
 def split(rows: int, pieces: int) -> list[int]:
@@ -68,14 +68,13 @@ class _Binding:
         return region._replace(start=start, stop=start + rows)
 
     def instruction(self, instruction: Instruction) -> Instruction:
-        match instruction:
-            case Copy(src, dst) | Matmul(src, dst):
-                rows = self.rows(self.plan.measure(instruction))
-                return replace(instruction, src=self.region(src, rows), dst=self.region(dst, rows))
-            case Reduce(srcs, dst):
-                rows = self.rows(self.plan.measure(instruction))
-                return replace(instruction, srcs=tuple(self.region(src, rows) for src in srcs), dst=self.region(dst, rows))
-        return instruction
+        if isinstance(instruction, Notify | Wait):
+            return instruction
+        rows = self.rows(self.plan.measure(instruction))
+        dst = self.region(instruction.dst, rows)
+        if isinstance(instruction, Reduce):
+            return replace(instruction, srcs=tuple(self.region(src, rows) for src in instruction.srcs), dst=dst)
+        return replace(instruction, src=self.region(instruction.src, rows), dst=dst)
 
     def promise(self, region: Region, value: Value) -> tuple[Region, Value]:
         start = self.bounds(region.rank, region.buffer)[region.start]

@@ -12,22 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations
 
-from weft.plan.language import (
-    ROOM,
-    Copy,
-    Instruction,
-    Matmul,
-    Notify,
-    Plan,
-    Reduce,
-    Region,
-    Signal,
-    Term,
-    Wait,
-    accesses,
-    reads,
-    writes,
-)
+from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Wait, accesses, reads, writes
+from weft.plan.language import ROOM
 from weft.plan.symbols import Cell, Pieces, Rows, added, text
 
 Clock = list[int]
@@ -166,38 +152,11 @@ class Run:
                     other = self.names[self.writers.get((execution, peer, signal), i)]
                     self.complain(f"counter {signal} of rank {peer} has a second writer: {self.names[i]} beside {other}")
                 self.raised.setdefault((peer, signal), []).append([*clock])
-            case _ if self.in_bounds(execution, lane, instruction):
+            case _ if wrong := _wrong(self.plans[execution], instruction):
+                self.complain(f"{self.names[i]}: {instruction}: {wrong}")
+            case _:
                 self.move(execution, i, instruction)
         clock[i] += 1
-        return True
-
-    def in_bounds(self, execution: int, lane: Lane, instruction: Instruction) -> bool:
-        plan = self.plans[execution]
-        for region in accesses(instruction):
-            if not plan.inside(region):
-                self.complain(f"{self.names[self.index[lane]]}: {instruction}: {region} does not exist")
-                return False
-        if len({region.rows for region in accesses(instruction)}) > 1:
-            self.complain(f"{self.names[self.index[lane]]}: {instruction}: the numbers of rows differ")
-            return False
-        exact = [numbers for region in accesses(instruction) if ROOM not in (numbers := [*plan.numbers(region)])]
-        if any(numbers != exact[0] for numbers in exact):
-            self.complain(f"{self.names[self.index[lane]]}: {instruction}: the blocks differ")
-            return False
-        if not exact:
-            self.complain(f"{self.names[self.index[lane]]}: {instruction}: nothing says how many rows these are")
-            return False
-        (dst,) = writes(instruction)
-        if plan.buffers[dst.buffer].role == "input":
-            self.complain(f"{self.names[self.index[lane]]}: {instruction}: an input is only read")
-            return False
-        in_place = isinstance(instruction, Reduce)  # where a source is the destination itself
-        if any(
-            src[:2] == dst[:2] and src.start < dst.stop and dst.start < src.stop and not (in_place and src == dst)
-            for src in reads(instruction)
-        ):
-            self.complain(f"{self.names[self.index[lane]]}: {instruction}: source and destination overlap")
-            return False
         return True
 
     def move(self, execution: int, lane: int, instruction: Instruction) -> None:
@@ -219,14 +178,14 @@ class Run:
         for start, stop, value in pieces:
             shifted = tuple(term._replace(shift=term.shift - dst.start) for term in value)
             for a, b, cell in rows.over(dst.start + start, dst.start + stop):
-                self.touch(execution, lane, instruction, Region(dst.rank, dst.buffer, a, b), cell, write=True)
+                self.touch(execution, lane, instruction, dst._replace(start=a, stop=b), cell, write=True)
                 cell.value, cell.writes = shifted, cell.writes + 1
 
     def read(self, execution: int, lane: int, instruction: Instruction, src: Region) -> Pieces:
         """The values of a region's rows, in pieces counted from its start."""
         pieces = []
         for a, b, cell in self.buffer(execution, src.rank, src.buffer).over(src.start, src.stop):
-            region = Region(src.rank, src.buffer, a, b)
+            region = src._replace(start=a, stop=b)
             if cell.value is None:
                 self.complain(f"{self.names[lane]}: {instruction}: {region} was not written in this execution")
             self.touch(execution, lane, instruction, region, cell, write=False)
@@ -255,20 +214,15 @@ class Run:
             cell.readers[lane] = clock[lane]
 
     def check_result(self, execution: int, rank: int) -> None:
-        plan = self.plans[execution]
-        for name, buffer in plan.buffers.items():
-            if buffer.role != "output":
+        for region, value in self.plans[execution].result.items():
+            if region.rank != rank:
                 continue
-            rows = self.buffer(execution, rank, name)
-            for region, value in plan.result.items():
-                if (region.rank, region.buffer) != (rank, name):
-                    continue
-                for a, b, cell in rows.over(region.start, region.stop):
-                    here = Region(rank, name, a, b)
-                    if cell.writes != 1:
-                        self.complain(f"output {here} is written {cell.writes} times")
-                    elif sorted(cell.value or (), key=str) != sorted(value, key=str):
-                        self.complain(f"output {here} holds {text(cell.value)} instead of {text(value)}")
+            for a, b, cell in self.buffer(execution, rank, region.buffer).over(region.start, region.stop):
+                here = region._replace(start=a, stop=b)
+                if cell.writes != 1:
+                    self.complain(f"output {here} is written {cell.writes} times")
+                elif sorted(cell.value or (), key=str) != sorted(value, key=str):
+                    self.complain(f"output {here} holds {text(cell.value)} instead of {text(value)}")
 
     def check_workspaces(self) -> None:
         for (rank, execution), users in self.uses.items():
@@ -314,3 +268,24 @@ class Run:
                 clock, _ = self.ends[execution, rank]
                 if all(clock[lane] < time for lane, time in self.begun[execution, of]):
                     self.complain(f"rank {rank} ends {plan.operator} before rank {of} must have begun it")
+
+
+def _wrong(plan: Plan, instruction: Instruction) -> str:
+    """What forbids an instruction that moves rows, if anything: what it works on must be there, alike and apart."""
+    regions, (dst,) = accesses(instruction), writes(instruction)
+    for region in regions:
+        if not plan.inside(region):
+            return f"{region} does not exist"
+    if len({region.rows for region in regions}) > 1:
+        return "the numbers of rows differ"
+    exact = [numbers for region in regions if ROOM not in (numbers := [*plan.numbers(region)])]
+    if any(numbers != exact[0] for numbers in exact):
+        return "the blocks differ"
+    if not exact:
+        return "nothing says how many rows these are"
+    if plan.buffers[dst.buffer].role == "input":
+        return "an input is only read"
+    in_place = isinstance(instruction, Reduce)  # where a source is the destination itself
+    if any(src.overlaps(dst) and not (in_place and src == dst) for src in reads(instruction)):
+        return "source and destination overlap"
+    return ""

@@ -20,8 +20,10 @@ has, none perhaps, is bound when the plan is executed (`weft.plan.bind`). So a p
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, zip_longest
 from typing import Literal, NamedTuple
 
 Role = Literal["input", "output", "workspace", "eager"]
@@ -44,6 +46,9 @@ class Region(NamedTuple):
     @property
     def rows(self) -> int:
         return self.stop - self.start
+
+    def overlaps(self, other: Region) -> bool:
+        return self[:2] == other[:2] and self.start < other.stop and other.start < self.stop
 
     def __str__(self) -> str:
         return f"{self.buffer}@{self.rank}[{self.start}:{self.stop}]"
@@ -203,28 +208,22 @@ class Plan:
         """Whether a rank can end it, and others like it, long before others begin, who find what it wrote in eager buffers."""
         return not self.meets and any(buffer.role == "eager" for buffer in self.buffers.values())
 
+    def instructions(self) -> Iterator[tuple[int, Instruction]]:
+        """All instructions, lane after lane, each with the rank that carries it out."""
+        return ((rank, i) for rank, lanes in enumerate(self.lanes) for lane in lanes.values() for i in lane)
+
     def notifies(self) -> list[int]:
         """How many counters of other ranks each rank raises in one execution: atomic operations on memory that is not its own."""
-        return [
-            sum(isinstance(i, Notify) and i.rank != rank for lane in lanes.values() for i in lane)
-            for rank, lanes in enumerate(self.lanes)
-        ]
+        raised = Counter(rank for rank, i in self.instructions() if isinstance(i, Notify) and i.rank != rank)
+        return [raised[rank] for rank in range(self.ranks)]
 
     def signal_names(self) -> list[str]:
         """The names of all signals, in alphabetic order."""
-        instructions = (i for lanes in self.lanes for lane in lanes.values() for i in lane)
-        return sorted({i.signal.name for i in instructions if isinstance(i, Notify | Wait)})
+        return sorted({i.signal.name for _, i in self.instructions() if isinstance(i, Notify | Wait)})
 
     def shared_buffers(self) -> set[str]:
         """Names of the buffers that some rank accesses on another: these must lie in symmetric memory."""
-        return {
-            region.buffer
-            for rank, lanes in enumerate(self.lanes)
-            for lane in lanes.values()
-            for instruction in lane
-            for region in accesses(instruction)
-            if region.rank != rank
-        }
+        return {region.buffer for rank, i in self.instructions() for region in accesses(i) if region.rank != rank}
 
     def inside(self, region: Region) -> bool:
         """Whether there is such a region."""
@@ -246,21 +245,15 @@ class Plan:
         Where only its own lanes are there it goes by these: all that is notified within a plan is waited for in it, but for "free",
         which the next plan waits for, and which every rank is told that tells it.
         """
+        if self.planned is None:
+            return dict(Counter(i.signal for _, i in self.instructions() if isinstance(i, Notify) and i.rank == rank))
         totals: dict[Signal, int] = {}
-        if self.planned is not None:
-            for lane in self.lanes[rank].values():
-                for instruction in lane:
-                    match instruction:
-                        case Wait(signal, count) if count > totals.get(signal, 0):
-                            totals[signal] = count
-                        case Notify(peer, Signal("free")):
-                            totals[Signal("free", peer)] = 1
-            return totals
-        for lanes in self.lanes:
-            for lane in lanes.values():
-                for instruction in lane:
-                    if isinstance(instruction, Notify) and instruction.rank == rank:
-                        totals[instruction.signal] = totals.get(instruction.signal, 0) + 1
+        for instruction in chain(*self.lanes[rank].values()):
+            match instruction:
+                case Wait(signal, count) if count > totals.get(signal, 0):
+                    totals[signal] = count
+                case Notify(peer, Signal("free")):
+                    totals[Signal("free", peer)] = 1
         return totals
 
     def __str__(self) -> str:
@@ -303,6 +296,5 @@ def _columns(lanes: Mapping[str, Sequence[str]]) -> Iterable[str]:
     widths = {name: max(map(len, [name, *cells])) for name, cells in lanes.items()}
     yield "  " + " | ".join(name.ljust(widths[name]) for name in lanes).rstrip()
     yield "  " + "-+-".join("-" * widths[name] for name in lanes)
-    for row in range(max(map(len, lanes.values()), default=0)):
-        cells = (lane[row] if row < len(lane) else "" for lane in lanes.values())
+    for cells in zip_longest(*lanes.values(), fillvalue=""):
         yield "  " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths.values(), strict=True)).rstrip()

@@ -109,7 +109,7 @@ class _Lowering:
         self.channels: dict[int, list[Instruction]] = {}
         self.to: int | None = None  # where the batch that is being posted goes
         self.posts = 0
-        self.batches: dict[int, int] = {}
+        self.batches = Counter[int]()
         self.unsent: dict[int, list[Region]] = {}  # rows that may not be written to before their batch is sent
 
     def run(self, lane: Sequence[Instruction]) -> Lanes:
@@ -131,8 +131,7 @@ class _Lowering:
             case Wait(signal) if (self.rank, signal) in self.held:
                 pass
             case Notify(peer, _) if self.hosts[peer] != here:
-                together = self.to is not None and self.hosts[self.to] == self.hosts[peer]
-                to = self.to if together and self.to is not None else peer
+                to = self.to if self.to is not None and self.hosts[self.to] == self.hosts[peer] else peer
                 for other in [other for other in self.unsent if other != to]:
                     self.settle_reused(other)
                 self.post(instruction, to)
@@ -147,7 +146,7 @@ class _Lowering:
                 for to in [*self.unsent]:
                     if isinstance(instruction, Notify):
                         self.settle_reused(to)
-                    elif any(_overlap(dst, src) for dst in writes(instruction) for src in self.unsent[to]):
+                    elif any(dst.overlaps(src) for dst in writes(instruction) for src in self.unsent[to]):
                         self.settle(to)
                 self.lane.append(instruction)
 
@@ -166,7 +165,7 @@ class _Lowering:
         """End the current batch, if any."""
         if self.to is not None:
             self.channels[self.to].append(Notify(self.rank, self.sent(self.to)))
-            self.batches[self.to] = self.batches.get(self.to, 0) + 1
+            self.batches[self.to] += 1
             self.to = None
 
     def settle_reused(self, to: int) -> None:
@@ -185,18 +184,10 @@ class _Lowering:
         return Signal(f"{self.name} sent to {to}", self.rank)
 
 
-def _overlap(one: Region, other: Region) -> bool:
-    return one[:2] == other[:2] and one.start < other.stop and other.start < one.stop
-
-
 def incoming(plan: Plan, rank: int) -> list[tuple[int, str]]:
     """The channels of a lowered plan that end at `rank`, as (the sender, the lane it sends for)."""
-    return [
-        (sender, target(name)[0])
-        for sender, lanes in enumerate(plan.lanes)
-        for name in lanes
-        if is_channel(name) and target(name)[1] == rank
-    ]
+    channels = ((sender, *target(name)) for sender, lanes in enumerate(plan.lanes) for name in lanes if is_channel(name))
+    return [(sender, lane) for sender, lane, to in channels if to == rank]
 
 
 class Message:

@@ -86,8 +86,8 @@ def _malformed(plan: Plan) -> Iterator[str]:
 
 def _torn(plan: Plan) -> Iterator[str]:
     """Regions of room that overlap but begin at different blocks: what one puts there the other would find elsewhere."""
-    every = (region for lanes in plan.lanes for lane in lanes.values() for i in lane for region in accesses(i))
-    room = {region for region in every if plan.inside(region) and ROOM in plan.numbers(region)}
+    every = {region for _, i in plan.instructions() for region in accesses(i)}
+    room = [region for region in every if plan.inside(region) and ROOM in plan.numbers(region)]
     for one, other in pairwise(sorted(room)):
         if one[:2] == other[:2] and one.start < other.start < one.stop:
             yield f"{one} and {other} are the same room, but begin at different blocks"
@@ -111,10 +111,6 @@ def _neighbour(ranks: int) -> Plan:
         lane += [Notify(p, Signal("free", r)) for p in peers]
         lanes.append({"compute": tuple(lane)})
         result |= {Region(r, "out", p, p + 1): (Term(p, "in", 0),) for p in range(ranks)}
-    buffers = {
-        "in": Buffer("input", rows),
-        "out": Buffer("output", rows),
-        "pulled": Buffer("workspace", rows),
-        "pushed": Buffer("workspace", rows),
-    }
+    spaces = dict.fromkeys(("pulled", "pushed"), Buffer("workspace", rows))
+    buffers = {"in": Buffer("input", rows), "out": Buffer("output", rows), **spaces}
     return Plan("neighbour", "any", buffers, tuple(lanes), result)

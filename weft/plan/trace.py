@@ -73,12 +73,13 @@ def to_perfetto(*traces: Trace) -> dict[str, Any]:
         threads = {lane: thread for thread, lane in enumerate(trace.lanes)}
         for (rank, lane), thread in threads.items():
             process = number * ranks + rank
-            events += [
-                _name("process_name", process, thread, name=f"{trace.title}: rank {rank}"),
-                _name("process_sort_index", process, thread, sort_index=process),
-                _name("thread_name", process, thread, name=lane),
-                _name("thread_sort_index", process, thread, sort_index=thread),
-            ]
+            named: dict[str, dict[str, Any]] = {
+                "process_name": {"name": f"{trace.title}: rank {rank}"},
+                "process_sort_index": {"sort_index": process},
+                "thread_name": {"name": lane},
+                "thread_sort_index": {"sort_index": thread},
+            }
+            events += [{"ph": "M", "name": what, "pid": process, "tid": thread, "args": args} for what, args in named.items()]
         for span in trace.spans:
             events.append(
                 {
@@ -93,10 +94,6 @@ def to_perfetto(*traces: Trace) -> dict[str, Any]:
                 }
             )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _name(what: str, process: int, thread: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
 
 
 def _union(spans: Iterable[Span]) -> Sequence[tuple[int, int]]:

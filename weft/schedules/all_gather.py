@@ -38,7 +38,7 @@ from weft.schedules.common import (
     tell,
 )
 from weft.schedules.levels import Levels, hand_out
-from weft.schedules.staging import Part, Stream, copies, pipeline
+from weft.schedules.staging import Part, Stream, pipeline
 
 ALGORITHMS = ("pull", "push", "ring")
 
@@ -254,9 +254,9 @@ def all_gather(
     """``gathered`` = the rows `a` of all ranks in rank order, each in `pieces`; `algorithm` is ``pull``, ``push`` or ``ring``.
 
     A pull writes `gathered` itself, from where `a` lies if that is symmetric; else ranks hand out a piece at a time. Push and
-    ring, whose writer is a peer, do so if it is symmetric or every rank has a host of its own, and else pass a workspace. A push
-    over several `links` has a lane for each. `planned`: the ranks that get their lanes, all unless given. On one host a push
-    into a symmetric `gathered` needs nothing of `a` but to read it, so it may be this rank's own part of `gathered`.
+    ring, whose writer is a peer, do so if it is symmetric or every rank has a host of its own, and else pass a workspace. `planned`
+    and `hosts` are those of a `Place`. On one host a push into a symmetric `gathered` needs nothing of `a` but to read it, so it
+    may be this rank's own part of `gathered`.
     """
     shared = hosts is not None and not apart(hosts)  # rows that arrive are read by several ranks
     straight = (symmetric_gathered and not shared) or apart(hosts)
@@ -307,7 +307,7 @@ def _through_slots(handed: Stream, rank: int) -> list[Instruction]:
 
     def stage(step: int) -> list[Instruction]:
         kept = keep(block(rank, "a", step), starts[rank] + step, rank) if step < handed.pieces else []
-        return [*handed.stage(rank, step, copies(rank, "a")), *kept]
+        return [*handed.stage_own(rank)(step), *kept]
 
     return pipeline(rank, [handed], [stage, handed.fetch(rank, "gathered", starts)])
 

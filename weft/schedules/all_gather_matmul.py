@@ -37,9 +37,8 @@ def all_gather_matmul(
 
     `symmetric_a`: the input lies in symmetric memory. `gathered`: the gathered rows are an output too. `own_first` and `joined`
     leave out one improvement each when false: own rows are multiplied last; each transfer gets a product of its own. `weights` is
-    the number of weights that rows are multiplied by, each with one of the `outputs`. `order` and `links` are those of a push, and
-    of the one in ``sequential``: ``peer`` or ``interleaved``, and how many lanes send beside each other. `planned`: the ranks that
-    get their lanes, all unless given. `hosts` are given where there are several.
+    the number of weights that rows are multiplied by, each with one of the `outputs`. `order` is that of a push (`push`), also of
+    the one in ``sequential``; `links`, `planned` and `hosts` are those of a `Place`.
     """
     outs = outputs(weights)
     buffers, result = gather_plan(ranks, pieces, planned, ["gathered", *outs] if gathered else outs)

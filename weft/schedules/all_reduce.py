@@ -9,7 +9,7 @@ from weft.schedules.common import Hosts, after, around, before, block, enter, ev
 from weft.schedules.host_sums import part_of
 from weft.schedules.levels import Levels, hand_out
 from weft.schedules.reduce_scatter import put_sums, reduce_published, sum_of, sum_plan
-from weft.schedules.staging import Part, Stream, copies, one_for_each, pipeline
+from weft.schedules.staging import Part, Stream, one_for_each, pipeline
 
 ALGORITHMS = ("one_shot", "two_shot", "ring")
 
@@ -102,7 +102,7 @@ def _through_slots(rank: int, op: str, staged: Stream, reduced: Stream) -> list[
         return reduced.stage(rank, step, make)
 
     fetch = reduced.fetch(rank, "out", [own[0].start for own in reduced.parts])
-    return pipeline(rank, [staged, reduced], [lambda step: staged.stage(rank, step, copies(rank, "a")), reduce_own, fetch])
+    return pipeline(rank, [staged, reduced], [staged.stage_own(rank), reduce_own, fetch])
 
 
 def _two_shot_into_out(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> list[Instruction]:

@@ -9,7 +9,7 @@ from itertools import chain, product
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
 from weft.schedules.common import Hosts, Published, after, around, block, hear, neighbours, one_lane, publish, shard, shards, tell
 from weft.schedules.levels import Levels, hand_out
-from weft.schedules.staging import copies, one_for_each, pipeline
+from weft.schedules.staging import one_for_each, pipeline
 
 
 def all_to_all(ranks: int, pieces: int, *, symmetric_a: bool = False, hosts: Hosts | None = None, few: bool = False) -> Plan:
@@ -71,7 +71,7 @@ def _through_slots(ranks: int, pieces: int) -> Plan:
         kept = Copy(own, own._replace(buffer="out"))
 
         def stage(step: int) -> list[Instruction]:
-            return [*handed.stage(rank, step, copies(rank, "a")), *([kept] if step == 0 else [])]  # peers need not wait for it
+            return [*handed.stage_own(rank)(step), *([kept] if step == 0 else [])]  # peers need not wait for it
 
         return pipeline(rank, [handed], [stage, handed.fetch(rank, "out", [p * pieces for p in range(ranks)])])
 

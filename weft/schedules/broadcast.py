@@ -23,7 +23,7 @@ from weft.schedules.common import (
     tell,
 )
 from weft.schedules.levels import Levels, spread
-from weft.schedules.staging import Part, Stream, copies, pipeline
+from weft.schedules.staging import Part, Stream, pipeline
 
 ALGORITHMS = ("pull", "push", "ring")
 
@@ -41,7 +41,7 @@ def broadcast(ranks: int, pieces: int, source: int, *, symmetric_a: bool = False
     def lane(rank: int) -> list[Instruction]:
         if symmetric_a:
             return _from_source(source, put, ranks) if rank == source else _to_others(rank, source, pieces, put, ranks)
-        return _through_slots(rank, handed)
+        return pipeline(rank, [handed], [handed.stage_own(rank), handed.fetch(rank, "out", [0] * ranks)])
 
     lanes = (lane(r) if ranks > 1 else [] for r in range(ranks))
     return _plan("pull", ranks, pieces, source, lanes, staged=handed.room)
@@ -87,11 +87,6 @@ def eager(source: int, levels: Levels) -> Plan:
         lanes.append([first, *tell(r, "ready", told[r]), *fetched] if ranks > 1 else [])
     laid = Buffer.of("eager", [range(1 if r == source else 0) for r in range(ranks)])
     return _plan("eager", ranks, 1, source, lanes, eager=laid)
-
-
-def _through_slots(rank: int, handed: Stream) -> list[Instruction]:
-    fetch = handed.fetch(rank, "out", [0] * handed.ranks)
-    return pipeline(rank, [handed], [lambda step: handed.stage(rank, step, copies(rank, "a")), fetch])
 
 
 def push(source: int, hosts: Hosts, *, staged: bool = False) -> Plan:

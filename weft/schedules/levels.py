@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cache
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, count, pairwise, permutations
 from typing import NamedTuple
 
 from weft.plan import Copy, Instruction, Region
@@ -37,9 +37,9 @@ def meet(rank: int, levels: Levels, name: str) -> list[Instruction]:
 
 def hand_out(own: Sequence[Region], levels: Levels) -> list[Instruction]:
     """Let all ranks have a few rows, one part after the other: once they have met, they find them in the eager buffers."""
-    ends = [*accumulate(rows.rows for rows in own)]
-    placed = [rows._replace(buffer="eager", start=end - rows.rows, stop=end) for rows, end in zip(own, ends, strict=True)]
-    handed = [Copy(rows, place) for rows, place in zip(own, placed, strict=True) if rows.rows]
+    ends = accumulate(rows.rows for rows in own)
+    places = (rows._replace(buffer="eager", start=end - rows.rows, stop=end) for rows, end in zip(own, ends, strict=True))
+    handed = [Copy(rows, place) for rows, place in zip(own, places, strict=True) if rows.rows]
     return [] if len(levels[-1]) == 1 else [*handed, *meet(own[0].rank, levels, "ready")]
 
 
@@ -52,13 +52,11 @@ def meetings(levels: Levels) -> list[list[Stage]]:
     for outer in levels:
         told, heard = ([set[int]() for _ in range(ranks)] for _ in range(2))
         for units in _units(inner, outer):
-            for number, unit in enumerate(units):
+            for (number, unit), (_, other) in permutations(enumerate(units), 2):
                 for place, rank in enumerate(unit):
-                    for other in units:
-                        if other is not unit:
-                            speaker = other[place if place < len(other) else (place + number) % len(other)]
-                            heard[rank].add(speaker)
-                            told[speaker].add(rank)
+                    speaker = other[place if place < len(other) else (place + number) % len(other)]
+                    heard[rank].add(speaker)
+                    told[speaker].add(rank)
         for rank in range(ranks):
             tells = [peer for peer in before(rank, ranks) if peer in told[rank]]
             stages[rank].append(Stage(tells, [peer for peer in after(rank, ranks) if peer in heard[rank]]))

@@ -58,9 +58,8 @@ def matmul_all_reduce(
     ``one_shot``: every rank adds up all rows, each piece, of all shares, while the next one is multiplied elsewhere. ``two_shot``:
     every rank adds up its share, which it multiplies last, and copies the sums of the others. ``put``: the same, with products made
     in the memory of the rank that adds them up. ``sequential``: one product, then the sums. Other products are added where they
-    lie, or, without `remote_reads`, gotten from the peers before. `planned`: the ranks that get their lanes, all unless
-    given. `hosts` are given where there are several: products are then put to the rank that adds them up (``two_shot`` and
-    ``sequential``), once from each host.
+    lie, or, without `remote_reads`, gotten from the peers before. `planned` and `hosts` are those of a `Place`: on several hosts
+    products are put to the rank that adds them up (``two_shot`` and ``sequential``), once from each.
     """
     choices = Choices(ranks, 1 if algorithm == "sequential" else pieces, op, remote_reads)
     make: Callable[[Choices, int], Lanes] = {"two_shot": _two_shot, "put": _put}.get(algorithm, _one_shot)

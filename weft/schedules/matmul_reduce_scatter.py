@@ -66,13 +66,11 @@ def matmul_reduce_scatter(
     lie, or, without `remote_reads`, put before.
 
     In the `order` ``peer`` a push makes and sends the products of one peer after the other; ``interleaved`` the first piece of
-    every peer, then the second … Peers are dealt out to as many lanes as there are `links`. `planned`: the ranks that get their
-    lanes, all unless given. `hosts` are given where there are several: what a host has is then added up before it is put to
-    another (push and sequential).
+    every peer, then the second … Peers are dealt out to as many lanes as there are `links`. `remote_reads`, `planned` and `hosts`
+    are those of a `Place`: what one of several hosts has is added up before it is put to another (push and sequential).
     """
     choices = Choices(ranks, pieces, op, remote_reads, order, links)
-    then = _then_add if remote_reads else _then_push
-    make = {"direct": _direct, "push": _push, "put": _put_products, "sequential": then}
+    make = {"direct": _direct, "push": _push, "put": _put_products, "sequential": _sequential}
 
     def lanes(rank: int) -> Lanes:
         if ranks == 1:
@@ -158,24 +156,20 @@ def put_and_add(choices: Choices, rank: int, into: str, start: int) -> list[Inst
     return lane
 
 
-def _then_add(choices: Choices, rank: int) -> Lanes:
-    ranks, pieces = choices.ranks, choices.pieces
-    lane = [*enter(rank, ranks), multiply(rank, 0, ranks * pieces), *tell(rank, "ready", before(rank, ranks))]
-    added = [_add(choices, rank, piece) for piece in range(pieces)]
-    return {"compute": [*lane, *hear("ready", after(rank, ranks)), *added, *leave(rank, ranks)]}
-
-
-def _then_push(choices: Choices, rank: int) -> Lanes:
-    ranks, pieces, links, peers = choices.ranks, choices.pieces, choices.links, after(rank, choices.ranks)
-    lane = [*enter(rank, ranks), multiply(rank, 0, ranks * pieces)]
+def _sequential(choices: Choices, rank: int) -> Lanes:
+    """One product, then the sums, of what is put before unless peers can read it."""
+    ranks, pieces, _, remote_reads, _, links = choices
+    peers, lane = after(rank, ranks), [*enter(rank, ranks), multiply(rank, 0, ranks * pieces)]
     puts = [[i for peer in peers[link::links] for i in _put(choices, rank, peer, 0, pieces)] for link in range(links)]
-    if links == 1:
+    if remote_reads:
+        lane, puts = lane + tell(rank, "ready", before(rank, ranks)), []
+    elif links == 1:
         lane, puts = lane + puts[0], []
     else:
-        puts = [[Wait(Signal("made", rank), 1), *put] for put in puts if put]
-        lane.append(Notify(rank, Signal("made", rank)))
-    added = [_add(choices, rank, piece, put=True) for piece in range(pieces)]
-    return beside([*lane, *hear("arrived", peers), *added, *leave(rank, ranks)], puts)
+        lane, puts = lane + tell(rank, "made", [rank]), [[Wait(Signal("made", rank), 1), *put] for put in puts if put]
+    lane += hear("ready" if remote_reads else "arrived", peers)
+    lane += [_add(choices, rank, piece, put=not remote_reads) for piece in range(pieces)]
+    return beside(lane + leave(rank, ranks), puts)
 
 
 def multiply(rank: int, start: int, stop: int) -> Instruction:

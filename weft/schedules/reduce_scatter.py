@@ -24,7 +24,7 @@ from weft.schedules.common import (
 from weft.schedules.host_rings import HostRing
 from weft.schedules.host_sums import HostSums, spaces
 from weft.schedules.levels import Levels, hand_out
-from weft.schedules.staging import Arrival, Stream, copies, one_for_each, pipeline
+from weft.schedules.staging import Arrival, Stream, one_for_each, pipeline
 
 ALGORITHMS = ("direct", "push", "ring")
 
@@ -111,7 +111,7 @@ def _through_slots(rank: int, op: str, handed: Stream) -> list[Instruction]:
         own = block(rank, "a", rank * handed.pieces + step)
         return sum_of(rank, own, handed.arrivals(rank, step), block(rank, "out", step), op)
 
-    return pipeline(rank, [handed], [lambda step: handed.stage(rank, step, copies(rank, "a")), reduced])
+    return pipeline(rank, [handed], [handed.stage_own(rank), reduced])
 
 
 def sum_of(rank: int, own: Region, arrivals: Sequence[Arrival], into: Region, op: str, *copies: Copy) -> list[Instruction]:

@@ -76,6 +76,10 @@ class Stream:
                 lane += make(part.start + step, self._slot(rank, number, step))
         return lane + tell(rank, self.ready, readers)
 
+    def stage_own(self, rank: int) -> Callable[[int], list[Instruction]]:
+        """What a rank does in a step to hand out its ``a`` as it is."""
+        return lambda step: self.stage(rank, step, lambda number, slot: [Copy(block(rank, "a", number), slot)])
+
     def arrivals(self, rank: int, step: int) -> list[Arrival]:
         """What a rank's peers hand to it in a step."""
         found = []
@@ -119,11 +123,6 @@ def one_for_each(ranks: int, pieces: int, taken: str | None = "taken") -> Stream
     """Every rank hands each peer the part of ``a`` that is for it: its p-th share for rank p."""
     parts = [[Part([p] if p != r else [], p * pieces) for p in range(ranks)] for r in range(ranks)]
     return Stream("staged", parts, pieces, taken=taken)
-
-
-def copies(rank: int, buffer: str) -> Callable[[int, Region], Iterable[Instruction]]:
-    """Stage blocks of a buffer as they are."""
-    return lambda number, slot: [Copy(block(rank, buffer, number), slot)]
 
 
 def pipeline(rank: int, streams: Sequence[Stream], stages: Sequence[Callable[[int], Iterable[Instruction]]]) -> list[Instruction]:
