@@ -48,6 +48,7 @@ class Region(NamedTuple):
         return self.stop - self.start
 
     def overlaps(self, other: Region) -> bool:
+        """Whether they share a block."""
         return self[:2] == other[:2] and self.start < other.stop and other.start < self.stop
 
     def __str__(self) -> str:

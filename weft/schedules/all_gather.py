@@ -298,7 +298,7 @@ def eager(levels: Levels) -> Plan:
         lanes.append([*handed[:1], *keep(own, r, r), *handed[1:], *fetched])  # own rows are copied in one pass
     buffers, result = gather_plan(ranks, 1, None, ["gathered"])
     buffers["eager"] = Buffer.of("eager", shards(ranks, 1))
-    return one_lane("all_gather", "eager", buffers, lanes, result, (1,) * ranks, meets=True)
+    return Plan("all_gather", "eager", buffers, one_lane(lanes), result, (1,) * ranks, meets=True)
 
 
 def _through_slots(handed: Stream, rank: int) -> list[Instruction]:

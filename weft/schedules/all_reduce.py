@@ -33,7 +33,7 @@ def all_reduce(
         make = {"one_shot": _one_shot, "two_shot": two_shot, "ring": _ring}[algorithm]
         lanes = [make(r, ranks, pieces, op, symmetric_a) for r in range(ranks)]
         spaces = dict.fromkeys(("staged", "reduced", "inbox"), Buffer.of("workspace", everything(ranks, pieces)))
-    return sum_plan("all_reduce", algorithm, ranks, pieces, lanes, spaces, everywhere=True)
+    return sum_plan("all_reduce", algorithm, ranks, pieces, lanes, spaces)
 
 
 @cache
@@ -44,7 +44,7 @@ def eager(levels: Levels, op: str = "sum") -> Plan:
         everyone = tuple(Region(p, "a" if p == r else "eager", 0, ranks) for p in range(ranks))
         lanes.append([*hand_out([everyone[r]], levels), Reduce(everyone, Region(r, "out", 0, ranks), op)])
     laid = Buffer.of("eager", everything(ranks, 1))
-    return sum_plan("all_reduce", "eager", ranks, 1, lanes, {"eager": laid}, everywhere=True, meets=True)
+    return sum_plan("all_reduce", "eager", ranks, 1, lanes, {"eager": laid})
 
 
 def put(pieces: int, hosts: Hosts, algorithm: str, op: str = "sum") -> Plan:
@@ -53,7 +53,7 @@ def put(pieces: int, hosts: Hosts, algorithm: str, op: str = "sum") -> Plan:
     ``two_shot``: it puts that to the ranks that keep a share each, and these put its sum to all hosts. ``ring``: it puts it to the
     next host, which adds its own, and complete sums go round once more.
     """
-    return put_sums("all_reduce", pieces, hosts, algorithm, op, everywhere=True)
+    return put_sums("all_reduce", pieces, hosts, algorithm, op)
 
 
 def _one_shot(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> list[Instruction]:

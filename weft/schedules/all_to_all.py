@@ -89,4 +89,4 @@ def _plan(
     }
     every = product(range(ranks), repeat=2)
     result = {shard(r, "out", p, pieces): (Term(p, "a", (r - p) * pieces),) for r, p in every}
-    return one_lane("all_to_all", "eager" if meets else "pull", buffers, lanes, result, (pieces,) * ranks**2, meets=meets)
+    return Plan("all_to_all", "eager" if meets else "pull", buffers, one_lane(lanes), result, (pieces,) * ranks**2, meets=meets)

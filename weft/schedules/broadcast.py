@@ -58,7 +58,7 @@ def _plan(
         **workspaces,
     }
     result = {Region(r, "out", 0, pieces): (Term(source, "a", 0),) for r in range(ranks) if r != source}
-    return one_lane("broadcast", algorithm, buffers, lanes, result, (pieces,))
+    return Plan("broadcast", algorithm, buffers, one_lane(lanes), result, (pieces,))
 
 
 def _from_source(source: int, put: int, ranks: int) -> list[Instruction]:

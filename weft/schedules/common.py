@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
-from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait
+from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait
 
 
 def after(rank: int, ranks: int) -> list[int]:
@@ -46,6 +47,7 @@ def neighbours(rank: int, hosts: Hosts) -> list[int]:
     return [peer for peer in after(rank, len(hosts)) if hosts[peer] == hosts[rank]]
 
 
+@cache
 def rail_peer(rank: int, host: int, hosts: Hosts) -> int:
     """The rank of `host` that deals with `rank` on behalf of all: itself on its own, elsewhere each with about as many."""
     return members(host, hosts)[members(hosts[rank], hosts).index(rank) % hosts.count(host)]
@@ -187,18 +189,9 @@ def in_all(
     return tuple({name: tidy(lane) for name, lane in of_rank.items()} for of_rank in made)
 
 
-def one_lane(
-    operator: str,
-    algorithm: str,
-    buffers: Mapping[str, Buffer],
-    lanes: Iterable[Sequence[Instruction]],
-    result: Mapping[Region, Value],
-    pieces: tuple[int, ...],
-    *,
-    meets: bool = False,
-) -> Plan:
-    """A plan in which each rank has one lane."""
-    return Plan(operator, algorithm, buffers, tuple({"compute": tidy(lane)} for lane in lanes), result, pieces, meets=meets)
+def one_lane(lanes: Iterable[Sequence[Instruction]]) -> tuple[Mapping[str, tuple[Instruction, ...]], ...]:
+    """The lanes of ranks that have one each, tidy."""
+    return tuple({"compute": tidy(lane)} for lane in lanes)
 
 
 def sum_result(kept: Sequence[range], planned: tuple[int, ...] | None = None, factor: str | None = None) -> dict[Region, Value]:

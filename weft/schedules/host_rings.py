@@ -18,13 +18,13 @@ from weft.schedules.host_sums import HostPart, Make, Piece, part_of
 class HostRing(HostPart):
     """One rank's part where sums go from host to host."""
 
-    def of_rows(self, stage: Make) -> Lanes:
+    def of_rows(self, stage: Make) -> list[Instruction]:
         """Sums of rows that are there; they are staged where ranks of a host read each other's."""
         first = [] if self.host else enter(self.rank, self.ranks)  # other hosts use workspaces after host 0
         if self.source == "partial":
             first = self.make_all(stage)
         told = Notify(self.rank, Signal("made", self.rank))  # what it need not be told in one lane
-        return {"compute": [*(i for i in first if i != told), *self.add(self.near), *self.spread()]}
+        return [*(i for i in first if i != told), *self.add(self.near), *self.spread()]
 
     def of_products(self, make: Make) -> Lanes:
         """Sums of rows that are made meanwhile."""

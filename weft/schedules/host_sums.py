@@ -102,14 +102,14 @@ class HostSums(HostPart):
     Rows are made owner by owner: other hosts', the neighbours', the own ones.
     """
 
-    def of_rows(self, stage: Make) -> Lanes:
+    def of_rows(self, stage: Make) -> list[Instruction]:
         """Sums of rows that are there; they are staged where ranks of one host read each other's."""
         lane = self.publish(stage, self.near)
         for piece in self.far():
             lane += self.put(piece, self.near)
         for piece in self.pieces(self.rank):
             lane += self.share(piece, self.near) if self.everywhere else self.add(piece, self.near, "out", piece.number)
-        return {"compute": lane + (self.collect() if self.everywhere else leave(self.rank, self.ranks))}
+        return lane + (self.collect() if self.everywhere else leave(self.rank, self.ranks))
 
     def of_products(self, make: Make) -> Lanes:
         """Sums of rows that are made meanwhile: those that cross first, own ones last."""

@@ -37,9 +37,9 @@ def meet(rank: int, levels: Levels, name: str) -> list[Instruction]:
 
 def hand_out(own: Sequence[Region], levels: Levels) -> list[Instruction]:
     """Let all ranks have a few rows, one part after the other: once they have met, they find them in the eager buffers."""
-    ends = accumulate(rows.rows for rows in own)
-    places = (rows._replace(buffer="eager", start=end - rows.rows, stop=end) for rows, end in zip(own, ends, strict=True))
-    handed = [Copy(rows, place) for rows, place in zip(own, places, strict=True) if rows.rows]
+    ends = [*accumulate(rows.rows for rows in own)]
+    placed = [rows._replace(buffer="eager", start=end - rows.rows, stop=end) for rows, end in zip(own, ends, strict=True)]
+    handed = [Copy(rows, place) for rows, place in zip(own, placed, strict=True) if rows.rows]
     return [] if len(levels[-1]) == 1 else [*handed, *meet(own[0].rank, levels, "ready")]
 
 

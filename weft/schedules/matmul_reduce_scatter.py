@@ -80,7 +80,7 @@ def matmul_reduce_scatter(
         if hosts is None or algorithm not in ("push", "sequential"):
             return make[algorithm](choices, rank)
         sums = HostSums(rank, pieces, hosts, op, everywhere=False, at_once=algorithm == "sequential")
-        return sums.of_rows(multiply) if sums.at_once else sums.of_products(multiply)
+        return {"compute": sums.of_rows(multiply)} if sums.at_once else sums.of_products(multiply)
 
     every, kept = everything(ranks, pieces), shards(ranks, pieces)
     buffers = {

@@ -34,33 +34,26 @@ def put(pieces: int, hosts: Hosts, algorithm: str, op: str = "sum") -> Plan:
 
     ``push``: it puts that to the ranks of the others; ``ring``: to the next host, which adds its own.
     """
-    return put_sums("reduce_scatter", pieces, hosts, algorithm, op, everywhere=False)
+    return put_sums("reduce_scatter", pieces, hosts, algorithm, op)
 
 
-def put_sums(operator: str, pieces: int, hosts: Hosts, algorithm: str, op: str, *, everywhere: bool) -> Plan:
-    """Sums over several hosts for the ranks that keep them, or for all."""
+def put_sums(operator: str, pieces: int, hosts: Hosts, algorithm: str, op: str) -> Plan:
+    """Sums over several hosts: an all-reduce, or a reduce-scatter."""
     ranks, kind = len(hosts), HostRing if algorithm == "ring" else HostSums
-    every = [kind(r, pieces, hosts, op, everywhere, True, "a" if apart(hosts) else "partial") for r in range(ranks)]
-    made = [part.of_rows(stage)["compute"] for part in every]
-    return sum_plan(operator, algorithm, ranks, pieces, made, spaces(pieces, hosts), everywhere=everywhere)
+    everywhere, source = operator == "all_reduce", "a" if apart(hosts) else "partial"
+    lanes = (kind(r, pieces, hosts, op, everywhere, at_once=True, source=source).of_rows(stage) for r in range(ranks))
+    return sum_plan(operator, algorithm, ranks, pieces, lanes, spaces(pieces, hosts))
 
 
 def sum_plan(
-    operator: str,
-    algorithm: str,
-    ranks: int,
-    pieces: int,
-    lanes: Iterable[Sequence[Instruction]],
-    workspaces: Mapping[str, Buffer],
-    *,
-    everywhere: bool,
-    meets: bool = False,
+    operator: str, algorithm: str, ranks: int, pieces: int, lanes: Iterable[Sequence[Instruction]], handed: Mapping[str, Buffer]
 ) -> Plan:
-    """A plan of sums for the ranks that keep them, or for all."""
+    """An all-reduce or a reduce-scatter whose rows pass these buffers; ``eager`` ones meet."""
     every = everything(ranks, pieces)
-    kept = every if everywhere else shards(ranks, pieces)
-    buffers = {"a": Buffer.of("input", every), "out": Buffer.of("output", kept), **workspaces}
-    return one_lane(operator, algorithm, buffers, lanes, sum_result(kept), (pieces,) * ranks, meets=meets)
+    kept = every if operator == "all_reduce" else shards(ranks, pieces)
+    buffers = {"a": Buffer.of("input", every), "out": Buffer.of("output", kept), **handed}
+    meets = algorithm == "eager"
+    return Plan(operator, algorithm, buffers, one_lane(lanes), sum_result(kept), (pieces,) * ranks, meets=meets)
 
 
 def stage(rank: int, start: int, stop: int) -> Instruction:
@@ -81,8 +74,7 @@ def reduce_scatter(ranks: int, pieces: int, op: str = "sum", *, symmetric_a: boo
         share = rank * pieces, (rank + 1) * pieces
         return [*chain(*reduce_published(rank, ranks, [], share, Region(rank, "out", 0, pieces), op, symmetric=True))]
 
-    lanes = map(lane, range(ranks))
-    return sum_plan("reduce_scatter", "direct", ranks, pieces, lanes, {"staged": handed.room}, everywhere=False)
+    return sum_plan("reduce_scatter", "direct", ranks, pieces, map(lane, range(ranks)), {"staged": handed.room})
 
 
 def reduce_published(
@@ -103,7 +95,7 @@ def eager(levels: Levels, op: str = "sum") -> Plan:
         handed = hand_out([Region(r, "a", *part) for part in around(r, r + 1, ranks)], levels)
         lanes.append([*handed, Reduce(terms, block(r, "out", 0), op)])
     laid = Buffer.of("eager", [[p for p in range(ranks) if p != r] for r in range(ranks)])
-    return sum_plan("reduce_scatter", "eager", ranks, 1, lanes, {"eager": laid}, everywhere=False, meets=True)
+    return sum_plan("reduce_scatter", "eager", ranks, 1, lanes, {"eager": laid})
 
 
 def _through_slots(rank: int, op: str, handed: Stream) -> list[Instruction]:
