@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 
 from weft.plan import Copy, Instruction, Notify, Reduce, Region, Signal, Wait
 from weft.schedules.common import Lanes, beside, block, enter, hear, leave, rail_peer, shard, tell
@@ -30,7 +31,7 @@ class HostRing(HostPart):
         """Sums of rows that are made meanwhile."""
         return beside(self.make_all(make), [self.add(self.here) + self.spread()])
 
-    @property
+    @cached_property
     def last(self) -> int:
         """The host where sums are complete."""
         return max(self.hosts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Reduce, Region, Signal, Wait
@@ -72,12 +73,12 @@ class HostPart:
         """This rank's host."""
         return self.hosts[self.rank]
 
-    @property
+    @cached_property
     def here(self) -> list[int]:
         """The ranks of this host."""
         return members(self.host, self.hosts)
 
-    @property
+    @cached_property
     def near(self) -> list[int]:
         """The others of them."""
         return neighbours(self.rank, self.hosts)
