@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Wait
-from weft.schedules.common import Hosts, after, around, before, block, enter, everything, hear, leave, shard, tell
+from weft.schedules.common import Hosts, after, before, block, enter, everything, hear, leave, shard, tell
 from weft.schedules.host_sums import part_of
 from weft.schedules.levels import Levels, hand_out
 from weft.schedules.reduce_scatter import put_sums, reduce_published, sum_of, sum_plan
@@ -58,21 +58,13 @@ def put(pieces: int, hosts: Hosts, algorithm: str, op: str = "sum") -> Plan:
 
 def _one_shot(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> list[Instruction]:
     every = 0, ranks * pieces
-    lane, last = reduce_published(rank, ranks, [every], every, Region(rank, "out", *every), op, symmetric=symmetric)
+    lane, last = reduce_published(rank, ranks, pieces, every, Region(rank, "out", *every), op, symmetric=symmetric)
     return lane + last
-
-
-def _reduce_share(
-    rank: int, ranks: int, pieces: int, op: str, symmetric: bool, here: Region
-) -> tuple[list[Instruction], list[Instruction]]:
-    """Reduce this rank's share; and what must come last."""
-    parts = around(here.start, here.stop, ranks * pieces)
-    return reduce_published(rank, ranks, parts, here[2:], here, op, symmetric=symmetric)
 
 
 def _two_shot(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> list[Instruction]:
     here = shard(rank, "reduced", rank, pieces)
-    lane, last = _reduce_share(rank, ranks, pieces, op, symmetric, here)
+    lane, last = reduce_published(rank, ranks, pieces, here[2:], here, op, symmetric=symmetric)
     lane += [Copy(here, here._replace(buffer="out")), *tell(rank, "reduced", before(rank, ranks))]
     for peer in after(rank, ranks):
         lane += [Wait(Signal("reduced", peer), 1), Copy(shard(peer, "reduced", peer, pieces), shard(rank, "out", peer, pieces))]
@@ -112,7 +104,7 @@ def _two_shot_into_out(rank: int, ranks: int, pieces: int, op: str, symmetric: b
     back. Of ``a`` and ``out`` a rank uses the same share only, so they may be the same tensor.
     """
     here, targets = shard(rank, "out", rank, pieces), before(rank, ranks)
-    lane, _ = _reduce_share(rank, ranks, pieces, op, symmetric, here)
+    lane, _ = reduce_published(rank, ranks, pieces, here[2:], here, op, symmetric=symmetric)
     lane += [Copy(here, here._replace(rank=peer)) for peer in targets]
     return lane + tell(rank, "reduced", targets) + hear("reduced", after(rank, ranks))
 

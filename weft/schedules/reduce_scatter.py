@@ -72,15 +72,20 @@ def reduce_scatter(ranks: int, pieces: int, op: str = "sum", *, symmetric_a: boo
         if not symmetric_a and ranks > 1:
             return _through_slots(rank, op, handed)
         share = rank * pieces, (rank + 1) * pieces
-        return [*chain(*reduce_published(rank, ranks, [], share, Region(rank, "out", 0, pieces), op, symmetric=True))]
+        return [*chain(*reduce_published(rank, ranks, pieces, share, Region(rank, "out", 0, pieces), op, symmetric=True))]
 
     return sum_plan("reduce_scatter", "direct", ranks, pieces, map(lane, range(ranks)), {"staged": handed.room})
 
 
 def reduce_published(
-    rank: int, ranks: int, parts: Sequence[tuple[int, int]], share: tuple[int, int], into: Region, op: str, *, symmetric: bool
+    rank: int, ranks: int, pieces: int, share: tuple[int, int], into: Region, op: str, *, symmetric: bool
 ) -> tuple[list[Instruction], list[Instruction]]:
-    """Publish `parts` of own rows, and reduce a share of all ranks' where they lie, in rank order; and what must come last."""
+    """Publish own rows, and reduce a share of all ranks' where they lie, in rank order; and what must come last.
+
+    Peers read what is not this rank's share, or everything where that is the share of each.
+    """
+    every = 0, ranks * pieces
+    parts = [every] if share == every else around(*share, ranks * pieces)
     own = publish(rank, ranks, parts, symmetric, before(rank, ranks), after(rank, ranks))
     terms = tuple(Region(p, "a" if p == rank else own.buffer, *share) for p in range(ranks))
     return [*own.first, *hear("ready", after(rank, ranks)), Reduce(terms, into, op)], own.last
