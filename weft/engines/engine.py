@@ -26,6 +26,13 @@ LANES = ("compute", "comm")
 _MOMENT = 1.0  # seconds in which an instruction ends that has no waits
 _CACHED = 256  # compiled plans; a program is small, and its workspace is shared
 
+Tensors = Mapping[str, Tensor]
+"""Tensors by buffer."""
+Weights = Mapping[str, Weight]
+"""Weights by the buffer that their products go to."""
+Dtypes = Mapping[str, torch.dtype]
+"""Dtypes by buffer."""
+
 
 class Engine(ABC):
     """Executes plans for one rank of a world; which kind of engine does, follows from the world (`weft.engines.engine`).
@@ -57,8 +64,8 @@ class Engine(ABC):
     def execute(
         self,
         plan: Plan,
-        tensors: Mapping[str, Tensor],
-        weights: Mapping[str, Weight] | None = None,
+        tensors: Tensors,
+        weights: Weights | None = None,
         timeout: float | None = None,
         rows: Sequence[int] | None = None,
     ) -> None:
@@ -73,21 +80,14 @@ class Engine(ABC):
         rows = plan.pieces if rows is None else rows
         self.program(plan, tensors, rows).run(tensors, rows, weights or {}, timeout=timeout)
 
-    def execute_as(
-        self, call: str, plan: Plan, tensors: Mapping[str, Tensor], rows: Sequence[int] = (), timeout: float | None = None
-    ) -> None:
+    def execute_as(self, call: str, plan: Plan, tensors: Tensors, rows: Sequence[int] = (), timeout: float | None = None) -> None:
         """Execute a plan of which peers are told as `call`, not by its sizes; nobody else may execute it."""
         program = self.program(plan, tensors, rows)
         program.native.describe(call, "")
         program.run(tensors, rows, {}, timeout=timeout)
 
     def program(
-        self,
-        plan: Plan,
-        tensors: Mapping[str, Tensor],
-        rows: Sequence[int] = (),
-        dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
-        number: int = 0,
+        self, plan: Plan, tensors: Tensors, rows: Sequence[int] = (), dtypes: Dtypes = MappingProxyType({}), number: int = 0
     ) -> Program:
         """The compiled plan for tensors and sizes like these; `number` tells those apart that are under way at the same time.
 
@@ -103,17 +103,11 @@ class Engine(ABC):
         return program
 
     @abstractmethod
-    def kind(self, tensors: Mapping[str, Tensor], rows: Sequence[int]) -> Hashable:
+    def kind(self, tensors: Tensors, rows: Sequence[int]) -> Hashable:
         """What a program of this engine depends on beside its plan."""
 
     @abstractmethod
-    def compile(
-        self,
-        plan: Plan,
-        tensors: Mapping[str, Tensor],
-        rows: Sequence[int],
-        dtypes: Mapping[str, torch.dtype],
-    ) -> Program:
+    def compile(self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes) -> Program:
         """The plan for this rank and tensors and sizes like these."""
 
     def check_product(self, x: Tensor, weight: Weight, out_dtype: torch.dtype) -> None:  # noqa: B027, most make any product
@@ -249,7 +243,7 @@ class Program(ABC):
             name for name, buffer in plan.buffers.items() if name in self.shared or (buffer.role == "input" and name in moved)
         }
 
-    def check_given(self, tensors: Mapping[str, Tensor]) -> None:
+    def check_given(self, tensors: Tensors) -> None:
         """Raise `ValueError` unless there is a tensor for every buffer of the caller's."""
         for name, buffer in self.plan.buffers.items():
             if buffer.given and name not in tensors:
@@ -261,17 +255,12 @@ class Program(ABC):
 
     @abstractmethod
     def run(
-        self,
-        tensors: Mapping[str, Tensor],
-        rows: Sequence[int],
-        weights: Mapping[str, Weight],
-        bias: Mapping[str, Tensor] | None = None,
-        timeout: float | None = None,
+        self, tensors: Tensors, rows: Sequence[int], weights: Weights, bias: Tensors | None = None, timeout: float | None = None
     ) -> None:
         """Execute once, with these tensors and the rows of each shard."""
 
     @abstractmethod
-    def bind(self, tensors: Mapping[str, Tensor], rows: Sequence[int]) -> Any:
+    def bind(self, tensors: Tensors, rows: Sequence[int]) -> Any:
         """What `execute` and `start` take for these tensors; it may be kept while the tensors stay where they are."""
 
     @abstractmethod
@@ -323,7 +312,7 @@ def _class_of(size: int) -> int:
     return -(-size // step) * step
 
 
-def kinds(plan: Plan, given: Mapping[str, torch.dtype], dtypes: Mapping[str, torch.dtype]) -> dict[str, tuple[torch.dtype, str]]:
+def kinds(plan: Plan, given: Dtypes, dtypes: Dtypes) -> dict[str, tuple[torch.dtype, str]]:
     """The dtype of every buffer that is used, and the given one whose columns it has: workspaces look like what they exchange rows
     with."""
     known = {name: (dtype, name) for name, dtype in given.items()}

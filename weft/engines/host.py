@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,9 +18,8 @@ from torch import Tensor
 
 from weft import _native
 from weft.checks import name as dtype_name
-from weft.engines.engine import LANES, Engine, Program, kinds
+from weft.engines.engine import LANES, Dtypes, Engine, Program, Tensors, Weights, kinds
 from weft.engines.matmul import multiply
-from weft.engines.weights import Weight
 from weft.errors import PlanError, WeftError
 from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Wait, accesses, reads
 from weft.schedules.barrier import barrier
@@ -41,16 +40,10 @@ class HostEngine(Engine):
         """What it makes of plans."""
         return HostProgram
 
-    def kind(self, tensors: Mapping[str, Tensor], rows: Sequence[int]) -> Hashable:
+    def kind(self, tensors: Tensors, rows: Sequence[int]) -> Hashable:
         return tuple([tensor.dtype for tensor in tensors.values()])
 
-    def compile(
-        self,
-        plan: Plan,
-        tensors: Mapping[str, Tensor],
-        rows: Sequence[int],
-        dtypes: Mapping[str, torch.dtype],
-    ) -> HostProgram:
+    def compile(self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes) -> HostProgram:
         return self.program_class(self, plan, tensors, dtypes)
 
     def meet(self, timeout: float | None) -> None:
@@ -79,13 +72,7 @@ class HostProgram(Program):
 
     more_lanes = 0  # of the native program, beside those of `LANES`
 
-    def __init__(
-        self,
-        engine: HostEngine,
-        plan: Plan,
-        tensors: Mapping[str, Tensor],
-        dtypes: Mapping[str, torch.dtype],
-    ) -> None:
+    def __init__(self, engine: HostEngine, plan: Plan, tensors: Tensors, dtypes: Dtypes) -> None:
         super().__init__(engine, plan)
         plan, rank = self.plan, self.world.rank
         given = {name: tensor.dtype for name, tensor in tensors.items()}
@@ -121,14 +108,8 @@ class HostProgram(Program):
         self.world.native.begin(self.native, seconds)
 
     def run(
-        self,
-        tensors: Mapping[str, Tensor],
-        rows: Sequence[int],
-        weights: Mapping[str, Weight],
-        bias: Mapping[str, Tensor] | None = None,
-        timeout: float | None = None,
+        self, tensors: Tensors, rows: Sequence[int], weights: Weights, bias: Tensors | None = None, timeout: float | None = None
     ) -> None:
-        """Execute once, with these tensors and the rows of each shard."""
         world, native, compiled = self.world, self.world.native, self.native
         seconds, whole = world.timeout if timeout is None else timeout, sum(rows)
         if self.engine.pending:
@@ -159,7 +140,7 @@ class HostProgram(Program):
             raise self.stopped(1, seconds)
         self._record()
 
-    def bind(self, tensors: Mapping[str, Tensor], rows: Sequence[int]) -> Binding:
+    def bind(self, tensors: Tensors, rows: Sequence[int]) -> Binding:
         """The blocks' sizes and places for these tensors; makes the workspace larger where it is too small, collectively."""
         shared = {name: self._parts(tensors[name]) for name in self.shared if name in tensors}
         given = tensors if isinstance(tensors, dict) else dict(tensors)
@@ -170,7 +151,7 @@ class HostProgram(Program):
             native.place(self.native, _native.Role.eager, self.world.native.eager_bases())
         return Binding(native, rows)
 
-    def _own_binding(self, tensors: Mapping[str, Tensor], rows: Sequence[int]) -> Binding:
+    def _own_binding(self, tensors: Tensors, rows: Sequence[int]) -> Binding:
         """A binding that nobody else has: the one of the call before, if tensors and sizes are like that one's."""
         own, given = self.own, tensors if isinstance(tensors, dict) else dict(tensors)
         if (
@@ -190,7 +171,6 @@ class HostProgram(Program):
             self.bound = binding
 
     def execute(self, binding: Binding, timeout: float | None = None) -> None:
-        """Execute a program of one lane without products: nothing but one native call."""
         world = self.world
         if self.engine.pending:
             self.engine.settle()
@@ -211,7 +191,6 @@ class HostProgram(Program):
         return self.world.native.must_meet(self.native)
 
     def start(self, binding: Binding, timeout: float | None = None) -> None:
-        """Begin what `execute` does, on the native lane."""
         if self.must_meet():
             self.engine.meet_beside(timeout)
         self.apply(binding)
@@ -221,11 +200,9 @@ class HostProgram(Program):
         self.engine.pending.append(self)
 
     def done(self) -> bool:
-        """Whether what was started is over."""
         return self not in self.engine.pending or bool(self.world.native.join(self.native, 0.0))
 
     def join(self, timeout: float = math.inf) -> bool:
-        """Wait until what was started is over, and raise what went wrong with it; False if `timeout` seconds pass first."""
         deadline = time.monotonic() + timeout
         while self in self.engine.pending:
             left = deadline - time.monotonic()
@@ -297,7 +274,7 @@ class HostProgram(Program):
         """A region as the native core names it."""
         return self.slots[region.rank, region.buffer], region.start, region.stop
 
-    def _rows(self, region: Region, tensors: Mapping[str, Tensor]) -> Tensor:
+    def _rows(self, region: Region, tensors: Tensors) -> Tensor:
         """The rows of a region in the execution under way."""
         if region in self.entire:
             return tensors[region.buffer]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from weft import _native
-from weft.engines.engine import LANES
+from weft.engines.engine import LANES, Dtypes, Tensors
 from weft.engines.host import Binding, HostEngine, HostProgram, Place
 from weft.errors import WeftError
 from weft.plan import Instruction, Notify, Plan, Region, Wait
@@ -60,13 +60,7 @@ class NetworkProgram(HostProgram):
 
     engine: NetworkEngine
 
-    def __init__(
-        self,
-        engine: NetworkEngine,
-        plan: Plan,
-        tensors: Mapping[str, Tensor],
-        dtypes: Mapping[str, torch.dtype],
-    ) -> None:
+    def __init__(self, engine: NetworkEngine, plan: Plan, tensors: Tensors, dtypes: Dtypes) -> None:
         world, rank = engine.world, engine.world.rank
         self.original = plan  # alive as long as this: compiled plans are found by the identity of what was written
         plan = lower_to_messages(plan, world.hosts)

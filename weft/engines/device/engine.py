@@ -21,7 +21,7 @@ from weft import _native
 from weft.engines.device.counters import Counters, DeviceCounters, WaitFailed, WaitTarget, counters
 from weft.engines.device.fixed import FixedProgram, Geometry
 from weft.engines.device.lanes import Completion, Operands, Step, lane
-from weft.engines.engine import LANES, Engine
+from weft.engines.engine import LANES, Dtypes, Engine, Tensors, Weights
 from weft.engines.matmul import multiply
 from weft.engines.weights import Weight, plain
 from weft.errors import PeerTimeout, WeftError
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from weft.engines.device.kernels.sum_in_rank_order import Sum
     from weft.engines.device.products import Run
 
-Tensors = Mapping[str, Tensor]
 Span = Callable[[], list[tuple[str, int, int, int]]]
 """Tells, when all is over, of each instruction of a step the lane, its index, and when it began and ended."""
 
@@ -86,7 +85,7 @@ class DeviceEngine(Engine):
     def moved(self) -> None:
         self.compiled.clear()  # which are over the old workspace
 
-    def compile(self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Mapping[str, torch.dtype]) -> DeviceProgram:
+    def compile(self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes) -> DeviceProgram:
         if self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise WeftError(f"the first {plan.operator} of its kind takes memory and loads kernels: make one before you capture it")
         return DeviceProgram(self, plan, tensors, rows, dtypes)
@@ -129,14 +128,7 @@ class DeviceProgram(FixedProgram):
 
     engine: DeviceEngine
 
-    def __init__(
-        self,
-        engine: DeviceEngine,
-        plan: Plan,
-        tensors: Tensors,
-        rows: Sequence[int],
-        dtypes: Mapping[str, torch.dtype],
-    ) -> None:
+    def __init__(self, engine: DeviceEngine, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes) -> None:
         super().__init__(engine, plan, tensors, rows, dtypes)
         rank = self.world.rank
         self.native = _native.Compiled(self.call, len(LANES), [], self.plan.ranks)
@@ -174,12 +166,7 @@ class DeviceProgram(FixedProgram):
         return found if isinstance(found, Tensor) else buffer
 
     def run(
-        self,
-        tensors: Tensors,
-        rows: Sequence[int],
-        weights: Mapping[str, Weight],
-        bias: Tensors | None = None,
-        timeout: float | None = None,
+        self, tensors: Tensors, rows: Sequence[int], weights: Weights, bias: Tensors | None = None, timeout: float | None = None
     ) -> None:
         """Put one execution on the lanes; the caller's stream goes on after it (on a CPU, it is over when this returns)."""
         engine, world = self.engine, self.world

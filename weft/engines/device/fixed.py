@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.checks import name as dtype_name
-from weft.engines.engine import Engine, Program, kinds
+from weft.engines.engine import Dtypes, Engine, Program, Tensors, kinds
 from weft.plan import Plan, Region, accesses, reads, writes
 from weft.plan.binding import bind
 from weft.world import World, memory
@@ -45,14 +45,7 @@ def _that_move(plan: Plan) -> Plan:
 class FixedProgram(Program):
     """A plan compiled for one rank, one set of sizes and one geometry of its tensors."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        plan: Plan,
-        tensors: Mapping[str, Tensor],
-        rows: Sequence[int],
-        dtypes: Mapping[str, torch.dtype],
-    ) -> None:
+    def __init__(self, engine: Engine, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes) -> None:
         self.original = plan  # alive as long as this: compiled plans are found by the identity of what was written
         super().__init__(engine, _that_move(bind(plan, rows)))
         self.geometry = {name: Geometry.of(tensor, self.world) for name, tensor in tensors.items()}
@@ -80,7 +73,7 @@ class FixedProgram(Program):
             words.append(f"{name}={[*buffer.rows]} rows x {geometry.columns} {dtype_name(geometry.dtype)}{place}")
         return f"{self.plan.operator}({', '.join(words)}, algorithm={self.plan.algorithm}, plan {self.plan.digest:08x})"
 
-    def _check(self, tensors: Mapping[str, Tensor]) -> None:
+    def _check(self, tensors: Tensors) -> None:
         self.check_given(tensors)
         for name, buffer in self.plan.buffers.items():
             if buffer.role == "workspace":

@@ -7,14 +7,13 @@ behind it. Nothing here waits on a GPU: what waits are streams.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from weft.engines.weights import Weight
+from weft.engines.engine import Tensors, Weights
 
 Step = Callable[[], object]
 
@@ -22,9 +21,9 @@ Step = Callable[[], object]
 class Operands(NamedTuple):
     """What one execution of a program works on: tensors, weights and biases by buffer, and the seconds that any wait may take."""
 
-    tensors: Mapping[str, Tensor]
-    weights: Mapping[str, Weight]
-    bias: Mapping[str, Tensor]
+    tensors: Tensors
+    weights: Weights
+    bias: Tensors
     timeout: float
 
 
