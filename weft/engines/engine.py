@@ -32,6 +32,8 @@ Weights = Mapping[str, Weight]
 """Weights by the buffer that their products go to."""
 Dtypes = Mapping[str, torch.dtype]
 """Dtypes by buffer."""
+Timed = tuple[str, int, int, int]
+"""A lane, the index of an instruction there, and when that began and ended."""
 
 
 class Engine(ABC):
@@ -179,12 +181,8 @@ class Engine(ABC):
         with world.guard:
             world.native.begin(compiled, world.timeout)
             if world.native.run(compiled, 0, 0) < 0:
-                raise self.stopped(compiled, 0, f"to begin {call}", call, world.timeout)
-
-    def stopped(self, compiled: _native.Compiled, lane: int, doing: str, call: str, timeout: float) -> WeftError:
-        """The error for a wait of a native lane that ended early."""
-        status, _, source, _, _ = compiled.wait_failure(lane)
-        return self.ended(status, source, compiled, doing, call, timeout)
+                status, _, source, *_ = compiled.wait_failure(0)
+                raise self.ended(status, source, compiled, f"to begin {call}", call, world.timeout)
 
     def ended(
         self, status: _native.WaitStatus, source: int, compiled: _native.Compiled, doing: str, call: str, timeout: float

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weft import _native
 from weft.checks import name as dtype_name
-from weft.engines.engine import LANES, Dtypes, Engine, Program, Tensors, Weights, kinds
+from weft.engines.engine import LANES, Dtypes, Engine, Program, Tensors, Timed, Weights, kinds
 from weft.engines.matmul import multiply
 from weft.errors import PlanError, WeftError
 from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Wait, accesses, reads
@@ -35,16 +35,11 @@ class HostEngine(Engine):
     whole_plans = False
     remembers = True
 
-    @property
-    def program_class(self) -> type[HostProgram]:
-        """What it makes of plans."""
-        return HostProgram
-
     def kind(self, tensors: Tensors, rows: Sequence[int]) -> Hashable:
         return tuple([tensor.dtype for tensor in tensors.values()])
 
     def compile(self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes) -> HostProgram:
-        return self.program_class(self, plan, tensors, dtypes)
+        return HostProgram(self, plan, tensors, dtypes)
 
     def meet(self, timeout: float | None) -> None:
         """Let ranks meet before what is executed next."""
@@ -225,7 +220,7 @@ class HostProgram(Program):
         native, place = self.bound.native, self.place(region)
         return native.first(place), native.first(place) + native.rows(place)
 
-    def _spans(self) -> list[tuple[str, int, int, int]]:
+    def _spans(self) -> list[Timed]:
         return [
             (name, index, start, stop)
             for lane, name in enumerate(LANES)
@@ -236,10 +231,10 @@ class HostProgram(Program):
         """The error for a wait of this program that ended early; if another lane's end was the reason, for that one's."""
         if self.native.wait_failure(lane)[0] == _native.WaitStatus.lane:
             lane = self.native.stopped
-        _, index, source, expected, actual = self.native.wait_failure(lane)
+        status, index, source, expected, actual = self.native.wait_failure(lane)
         doing = self.doing(lane, index, self.native.call, source, expected, actual)
         assert self.bound is not None
-        return self.engine.stopped(self.native, lane, doing, self.bound.native.call, timeout)
+        return self.engine.ended(status, source, self.native, doing, self.bound.native.call, timeout)
 
     def _record(self) -> None:
         if self.world.recorder is not None:

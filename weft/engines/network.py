@@ -11,13 +11,15 @@ from __future__ import annotations
 import ctypes
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from weft import _native
-from weft.engines.engine import LANES, Dtypes, Tensors
+from weft.engines.engine import LANES, Dtypes, Tensors, Timed
 from weft.engines.host import Binding, HostEngine, HostProgram, Place
 from weft.errors import WeftError
 from weft.plan import Instruction, Notify, Plan, Region, Wait
@@ -39,20 +41,18 @@ class NetworkEngine(HostEngine):
         assert world.relay is not None
         self.relay = world.relay
 
-    @property
-    def program_class(self) -> type[HostProgram]:
-        return NetworkProgram
+    def compile(self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes) -> NetworkProgram:
+        return NetworkProgram(self, plan, tensors, dtypes)
 
     def agree(self, call: str) -> None:
         self.execute_as(call, barrier(self.world.levels, "agree"), {})
 
 
 class _Sent(NamedTuple):
-    """A batch to send: to whom, and for each message its place in its channel and where its rows are; a token has none."""
+    """A batch to send: to whom, and for each message its number in its channel and where its rows are; a token has none."""
 
     to: int
-    indices: Sequence[int]
-    places: Sequence[Place | None]
+    messages: Sequence[tuple[int, Place | None]]
 
 
 class NetworkProgram(HostProgram):
@@ -78,8 +78,8 @@ class NetworkProgram(HostProgram):
         self.sends: list[tuple[str, list[_Sent]]] = []
         self.receives: list[tuple[int, str, list[Place | None]]] = []
         self._compile_channels()
-        self.departures = Counter(batch.to for _, sent in self.sends for batch in sent for _ in batch.indices)
-        self.spans: list[tuple[str, int, int, int]] = []
+        self.departures = Counter(batch.to for _, sent in self.sends for batch in sent for _ in batch.messages)
+        self.spans: list[Timed] = []
 
     def own_lanes(self) -> Mapping[str, Sequence[Instruction]]:
         return {name: lane for name, lane in self.plan.lanes[self.world.rank].items() if not (is_channel(name) or is_inlet(name))}
@@ -93,10 +93,10 @@ class NetworkProgram(HostProgram):
         arrivals: dict[int, _Arrivals] = {}
         for number, (sender, lane, places) in enumerate(self.receives, len(LANES) + len(self.sends)):
             coming = arrivals.setdefault(sender, _Arrivals(self, digest))
-            coming.add(LANES.index(lane), number, [self.rows(place) for place in places])
+            coming.lanes[LANES.index(lane)] = _Coming(number, deque(map(self.rows, places)))
         relay.begin(call, digest, self.bound.native.call, arrivals, self.departures)
         for number, (lane, sent) in enumerate(self.sends, len(LANES)):
-            relay.work(lane, _Sending(self, number, lane, sent, self.spans).run)
+            relay.work(lane, partial(self._send, number, lane, sent, call, digest, self.spans))
 
     def execute(self, binding: Binding, timeout: float | None = None) -> None:
         world, seconds = self.world, timeout or self.world.timeout
@@ -127,7 +127,19 @@ class NetworkProgram(HostProgram):
                 return reached
             at = stopped
 
-    def _spans(self) -> list[tuple[str, int, int, int]]:
+    def _send(self, number: int, lane: str, sent: Sequence[_Sent], call: int, digest: int, spans: list[Timed]) -> None:
+        """Send what a lane has for other hosts in a call."""
+        relay, sender, at = self.engine.relay, LANES.index(lane), self.advance(number, 0)
+        for to, messages in sent:
+            if at < 0:
+                return
+            for index, place in messages:
+                begun = _native.now()
+                relay.send(to, sender, call, digest, self.rows(place).gathered())
+                spans.append((channel(lane, to), index, begun, _native.now()))
+            at = self.advance(number, at + 1)
+
+    def _spans(self) -> list[Timed]:
         return super()._spans() + self.spans
 
     def regions(self) -> list[Region]:
@@ -138,21 +150,14 @@ class NetworkProgram(HostProgram):
 
     def _compile_channels(self) -> None:
         native = self.native
-        for number, (lane, sent) in enumerate(self.outgoing.items(), len(LANES)):
-            several = sorted(sent, key=lambda one: one[1][0].count)  # as the lane comes to them
-            for _, (begin, _, end) in several:
+        for number, (lane, posted) in enumerate(self.outgoing.items(), len(LANES)):
+            sent = []
+            for to, (begin, messages, end) in sorted(posted, key=lambda one: one[1][0].count):  # as the lane comes to them
                 self._compile(number, 0, begin)
                 native.pause(number)
                 self._compile(number, 0, end)
-            self.sends.append(
-                (
-                    lane,
-                    [
-                        _Sent(to, [m.index for m in messages], [self.place(m.copy.src) if m.copy else None for m in messages])
-                        for to, (_, messages, _) in several
-                    ],
-                )
-            )
+                sent.append(_Sent(to, [(m.index, self.place(m.copy.src) if m.copy else None) for m in messages]))
+            self.sends.append((lane, sent))
         for number, (sender, lane, messages) in enumerate(self.incoming, len(LANES) + len(self.outgoing)):
             for instruction in self.plan.lanes[self.world.rank].get(inlet(lane, sender), ()):
                 if isinstance(instruction, Wait):  # what it then tells the sender, rows being taken says
@@ -196,38 +201,12 @@ class _Rows(NamedTuple):
         return whole.as_strided((self.rows, self.row), (self.stride, 1))
 
 
-class _Sending:
-    """The sending of what one lane of one call has for other hosts."""
-
-    def __init__(
-        self, program: NetworkProgram, number: int, lane: str, batches: list[_Sent], spans: list[tuple[str, int, int, int]]
-    ) -> None:
-        self.program, self.number, self.lane, self.batches, self.spans = program, number, lane, batches, spans
-        self.call, self.digest = program.native.call, program.native.digest
-
-    def run(self) -> None:
-        program, relay, lane = self.program, self.program.engine.relay, LANES.index(self.lane)
-        at = program.advance(self.number, 0)
-        for batch in self.batches:
-            if at < 0:
-                return
-            for index, place in zip(batch.indices, batch.places, strict=True):
-                begun = _native.now()
-                relay.send(batch.to, lane, self.call, self.digest, program.rows(place).gathered())
-                self.spans.append((channel(self.lane, batch.to), index, begun, _native.now()))
-            at = program.advance(self.number, at + 1)
-
-
 class _Arrivals:
     """What one rank sends to this rank in one call."""
 
     def __init__(self, program: NetworkProgram, digest: int) -> None:
         self.program, self.digest = program, digest
         self.lanes: dict[int, _Coming] = {}
-
-    def add(self, lane: int, number: int, places: Sequence[_Rows]) -> None:
-        """Expect rows for these places of a lane, whose signals the native lane `number` raises."""
-        self.lanes[lane] = _Coming(number, deque(places))
 
     def let_in(self, lane: int) -> bool:
         coming = self.lanes[lane]
@@ -247,11 +226,13 @@ class _Arrivals:
         return bool(self.lanes)
 
 
+@dataclass
 class _Coming:
-    """What one lane sends: the places that are still to be filled, and how far its signals are raised."""
+    """What one lane sends: the native lane that raises its signals, the places still to be filled, and how far they are raised."""
 
-    def __init__(self, number: int, places: deque[_Rows]) -> None:
-        self.number, self.places, self.at = number, places, 0
+    number: int
+    places: deque[_Rows]
+    at: int = 0
 
 
 def _memory(address: int, size: int) -> memoryview:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from weft import _native
+from weft.engines.engine import Timed
 from weft.plan import Plan, writes
 from weft.plan.binding import bind
 from weft.plan.trace import Span, Trace
@@ -42,10 +43,10 @@ class Recording:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.executions: list[tuple[Plan, Sequence[int], list[tuple[str, int, int, int]]]] = []
+        self.executions: list[tuple[Plan, Sequence[int], list[Timed]]] = []
 
-    def add(self, plan: Plan, rows: Sequence[int], spans: list[tuple[str, int, int, int]]) -> None:
-        """Take note of an execution with these sizes; called by engines with ``(lane, index of the instruction, start, stop)``."""
+    def add(self, plan: Plan, rows: Sequence[int], spans: list[Timed]) -> None:
+        """Take note of an execution with these sizes; called by engines."""
         self.executions.append((plan, rows, spans))
 
     def gather(self, title: str, group: dist.ProcessGroup | None = None) -> Trace | None:

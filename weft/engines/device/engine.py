@@ -21,7 +21,7 @@ from weft import _native
 from weft.engines.device.counters import Counters, DeviceCounters, WaitFailed, WaitTarget, counters
 from weft.engines.device.fixed import FixedProgram, Geometry
 from weft.engines.device.lanes import Completion, Operands, Step, lane
-from weft.engines.engine import LANES, Dtypes, Engine, Tensors, Weights
+from weft.engines.engine import LANES, Dtypes, Engine, Tensors, Timed, Weights
 from weft.engines.matmul import multiply
 from weft.engines.weights import Weight, plain
 from weft.errors import PeerTimeout, WeftError
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from weft.engines.device.kernels.sum_in_rank_order import Sum
     from weft.engines.device.products import Run
 
-Span = Callable[[], list[tuple[str, int, int, int]]]
-"""Tells, when all is over, of each instruction of a step the lane, its index, and when it began and ended."""
+Span = Callable[[], list[Timed]]
+"""Tells of the instructions of a step when all is over."""
 
 
 class DeviceEngine(Engine):
