@@ -25,13 +25,13 @@ from weft.engines.engine import LANES, Dtypes, Engine, Tensors, Timed, Weights
 from weft.engines.matmul import multiply
 from weft.engines.weights import Weight, plain
 from weft.errors import PeerTimeout, WeftError
-from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Wait, accesses
+from weft.plan import Copy, Matmul, Notify, Plan, Reduce, Region, Wait, accesses
 from weft.world import World
 from weft.world.device_memory import drain
 
 if TYPE_CHECKING:
     from weft.engines.device.kernels.sum_in_rank_order import Sum
-    from weft.engines.device.products import Run
+    from weft.engines.device.products import Launch
 
 Span = Callable[[], list[Timed]]
 """Tells of the instructions of a step when all is over."""
@@ -39,8 +39,6 @@ Span = Callable[[], list[Timed]]
 
 class DeviceEngine(Engine):
     """Executes plans for one rank of a world on the lanes of its device."""
-
-    remembers = False  # tensors are not known by address alone
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -100,10 +98,11 @@ class DeviceEngine(Engine):
 
     def check(self) -> None:
         """Raise what a stream could not: that a peer failed, or called something else than this rank's last call, or was late."""
-        last, world = self.last, self.world
-        for peer in range(world.ranks) if last is not None else ():
-            if last is not None and world.native.mismatch(last.native, peer):
-                raise self.ended(_native.WaitStatus.mismatch, peer, last.native, "", last.call, world.timeout)
+        world = self.world
+        if (last := self.last) is not None:
+            for peer in range(world.ranks):
+                if world.native.mismatch(last.native, peer):
+                    raise self.ended(_native.WaitStatus.mismatch, peer, last.native, "", last.call, world.timeout)
         if world.mesh.failure()[0]:
             raise world.failure("to make its next call")
         if (late := self.late()) is not None:
@@ -130,34 +129,39 @@ class DeviceProgram(FixedProgram):
 
     def __init__(self, engine: DeviceEngine, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes) -> None:
         super().__init__(engine, plan, tensors, rows, dtypes)
-        rank = self.world.rank
         self.native = _native.Compiled(self.call, len(LANES), [], self.plan.ranks)
-        self.promised = {engine.index(signal): count for signal, count in self.plan.promised(rank).items()}
+        self.promised = {engine.index(signal): count for signal, count in self.plan.promised(self.world.rank).items()}
         self.fixed = {region: self._rows(region) for instructions in self.lanes for i in instructions for region in accesses(i)}
         self.completion: Completion | None = None
-        self.runs: dict[int, Run] = {}
+        self.launches: dict[range, list[Launch]] = {}  # by the part of the compute lane that they carry out
         self.sums: dict[tuple[Region, ...], Sum] = {}
         engine.counters.prepare(self.promised)
         if engine.kernels:
             self._use_kernels()
+        inside = {at for part in self.launches for at in part}
+        alone = [range(at, at + 1) for at in range(len(self.lanes[0])) if at not in inside]
+        self.parts = {  # of each lane, that are a step each
+            "compute": sorted([*self.launches, *alone], key=lambda part: part.start),
+            "comm": [range(at, at + 1) for at in range(len(self.lanes[1]))],
+        }
 
     def _use_kernels(self) -> None:
         """Leave products, and sums of what lies still, to kernels."""
         from weft.engines.device.kernels.sum_in_rank_order import Sum
-        from weft.engines.device.kernels.tiles import runs
-        from weft.engines.device.products import ProgramMemory, Run
+        from weft.engines.device.kernels.tiles import launches, runs
+        from weft.engines.device.products import Launch
 
-        assert isinstance(self.engine.counters, DeviceCounters)
-        memory = ProgramMemory(self.whole, self.geometry, self.engine.index, self.engine.max_programs)
-        if all(self.geometry[r.buffer].columns for i in self.lanes[0] if isinstance(i, Matmul) for r in (i.src, i.dst)):
-            self.runs = {
-                start: Run(memory, self.engine.counters, self.lanes[0], start, stop) for start, stop in runs(self.lanes[0])
-            }
-        for i in self.lanes[0]:
+        lane, index, counters, programs = self.lanes[0], self.engine.index, self.engine.counters, self.engine.max_programs
+        assert isinstance(counters, DeviceCounters)
+        if all(self.geometry[r.buffer].columns for i in lane if isinstance(i, Matmul) for r in (i.src, i.dst)):
+            for start, stop in runs(lane):
+                made = [Launch(part, self.whole, self.geometry, index, counters, programs) for part in launches(lane[start:stop])]
+                self.launches[range(start, stop)] = made
+        for i in lane:
             if isinstance(i, Reduce) and i.op in ("sum", "avg"):
                 parts = [part for src in i.srcs if isinstance(part := self.fixed[src], Tensor)]
                 if len(parts) == len(i.srcs) and Sum.fits(parts, self.geometry[i.dst.buffer].dtype):
-                    self.sums[i.srcs] = Sum(parts, i.op == "avg", self.engine.max_programs)
+                    self.sums[i.srcs] = Sum(parts, i.op == "avg", programs)
 
     def whole(self, rank: int, buffer: str) -> Tensor | str:
         """A rank's buffer, or its name if it is the caller's own. Workspaces have room for the largest rank's rows everywhere."""
@@ -172,32 +176,31 @@ class DeviceProgram(FixedProgram):
         engine, world = self.engine, self.world
         engine.settle()
         engine.begin()
-        given = Operands(tensors, weights, bias or {}, world.timeout if timeout is None else timeout)
+        given, spans = Operands(tensors, weights, bias or {}, world.timeout if timeout is None else timeout), list[Span]()
         products = self._products(given)
-        spans = self._begin(given.timeout)
+        self._begin(given.timeout)
         with world.guard:
             completions = []
-            for name in ("comm", "compute"):  # transfers first: they are soon put on their stream, and go on beside the rest
-                if self.lanes[LANES.index(name)]:
-                    engine.lanes[name].begin()
-                    steps = self._steps(name, given, spans, products)
+            # Transfers first: they are soon put on their stream, and go on beside the rest.
+            for name, made in (("comm", {}), ("compute", products)):
+                if self.parts[name]:
+                    steps = self._steps(name, given, spans, made)
                     completions.append(engine.lanes[name].start(partial(self._guarded, steps)))
             self._join(completions)
             engine.counters.advance(self.promised)
         if world.device.type == "cpu" and engine.late():  # a peer that is lost now but was not waited for did its part
             engine.check()
-        if world.recorder is not None:
-            world.recorder.add(self.plan, (), [each for span in spans for each in span()])
+        self._record(spans)
 
-    def _products(self, given: Operands) -> dict[int, Step]:
+    def _products(self, given: Operands) -> dict[range, Step]:
         """Steps for the runs of products, checked before anything is sent; their kernels are loaded before anything waits."""
-        made = {at: [launch.step(given) for launch in run.launches] for at, run in self.runs.items()}
+        made = {part: [launch.step(given) for launch in launches] for part, launches in self.launches.items()}
         if made and self.world.device.type == "cuda" and self.call not in self.engine.loaded:
             from weft.engines.device.kernels.symmetric import LOADING
 
             with LOADING:
-                for run in self.runs.values():
-                    for launch in run.launches:
+                for launches in self.launches.values():
+                    for launch in launches:
                         launch.step(given, idle=True)()
                 for instruction in self.lanes[0]:
                     if isinstance(instruction, Reduce) and instruction.srcs in self.sums:
@@ -206,7 +209,7 @@ class DeviceProgram(FixedProgram):
             if self.world.ranks_per_device > 1:
                 self.engine.agree(self.call)
             self.engine.loaded.add(self.call)
-        return {at: partial(_all, steps) for at, steps in made.items()}
+        return {part: partial(_all, steps) for part, steps in made.items()}
 
     def _join(self, completions: list[Completion]) -> None:
         """Go on after all of them; of several errors that of this rank's own making is raised, but no lane is left at work."""
@@ -231,12 +234,11 @@ class DeviceProgram(FixedProgram):
         """Begin what `execute` does, in the background: behind what was started before, on the lane for transfers."""
         self.engine.begin()
         given = Operands(binding, {}, {}, self.world.timeout if timeout is None else timeout)
-        self.spans = self._begin(given.timeout)
-        background = self.engine.lanes["comm"]
-        background.begin()
+        self.spans: list[Span] = []
+        self._begin(given.timeout)
         steps = self._steps("compute", given, self.spans, {})
         steps.append(lambda: self.engine.counters.advance(self.promised))
-        self.completion = background.start(partial(self._guarded, steps))
+        self.completion = self.engine.lanes["comm"].start(partial(self._guarded, steps))
         self.held = binding  # their memory is the caller's stream's, which may be far ahead
         self.engine.pending.append(self)
 
@@ -255,8 +257,7 @@ class DeviceProgram(FixedProgram):
             raise self.world.fail(error) from None
         self.engine.pending.remove(self)
         self.held = None
-        if self.world.recorder is not None:
-            self.world.recorder.add(self.plan, (), [each for span in self.spans for each in span()])
+        self._record(self.spans)
         return True
 
     def stop(self, timeout: float) -> None:
@@ -265,27 +266,23 @@ class DeviceProgram(FixedProgram):
             with contextlib.suppress(WeftError):
                 self.completion.join(timeout)
 
-    def _begin(self, seconds: float) -> list[Span]:
-        """Tell peers what is called; where spans are put."""
+    def _begin(self, seconds: float) -> None:
+        """Tell peers what is called."""
         self.engine.check()
         self.engine.last = self
         self.world.native.begin(self.native, seconds)
-        return []
 
-    def _steps(self, name: str, given: Operands, spans: list[Span], products: Mapping[int, Step]) -> list[Step]:
-        """Steps for the instructions of a lane with these operands; `products` are the steps for its runs."""
-        lane = self.lanes[LANES.index(name)]
-        runs = self.runs if name == "compute" else {}
-        inside = {at for run in runs.values() for at in range(run.start + 1, run.stop)}
-        steps: dict[range, Step] = {}
-        for at, instruction in enumerate(lane):
-            if at in products and at in runs:
-                steps[range(at, runs[at].stop)] = products[at]
-            elif at not in inside:
-                steps[range(at, at + 1)] = self._step(name, at, instruction, given)
+    def _record(self, spans: Sequence[Span]) -> None:
+        if self.world.recorder is not None:
+            self.world.recorder.add(self.plan, (), [each for span in spans for each in span()])
+
+    def _steps(self, name: str, given: Operands, spans: list[Span], products: Mapping[range, Step]) -> list[Step]:
+        """Steps for the parts of a lane with these operands; `products` are those made by kernels."""
+        lane, parts = LANES.index(name), self.parts[name]
+        steps = [products[part] if part in products else self._step(lane, part.start, given) for part in parts]
         if self.world.recorder is None:
-            return [*steps.values()]
-        return [_timed(step, name, every, spans, self.world.device) for every, step in steps.items()]
+            return steps
+        return [_timed(step, name, part, spans, self.world.device) for part, step in zip(parts, steps, strict=True)]
 
     def _guarded(self, steps: Sequence[Step]) -> None:
         """Do these steps; what goes wrong with one ends the waits of this rank's other lanes, and of its peers, at once."""
@@ -297,10 +294,10 @@ class DeviceProgram(FixedProgram):
         fixed = self.fixed[region]
         return fixed if isinstance(fixed, Tensor) else tensors[region.buffer][region.start : region.stop]
 
-    def _step(self, name: str, at: int, instruction: Instruction, given: Operands) -> Step:
-        """The step for one instruction, number `at` of lane `name`."""
+    def _step(self, lane: int, at: int, given: Operands) -> Step:
+        """The step for instruction number `at` of a lane."""
         engine, call, rows = self.engine, self.native.call, partial(self._find, tensors=given.tensors)
-        match instruction:
+        match self.lanes[lane][at]:
             case Copy(src, dst):
                 return partial(rows(dst).copy_, rows(src), non_blocking=True)
             case Matmul(src, dst):
@@ -319,7 +316,6 @@ class DeviceProgram(FixedProgram):
                     try:
                         engine.counters.wait(target, self.native, given.timeout)
                     except WaitFailed as failed:
-                        lane = LANES.index(name)
                         doing = self.doing(lane, at, call, signal.source, failed.expected, failed.actual)
                         raise engine.ended(failed.status, signal.source, self.native, doing, self.call, given.timeout) from None
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.checks import name as dtype_name
 from weft.engines.engine import Dtypes, Engine, Program, Tensors, kinds
-from weft.plan import Plan, Region, accesses, reads, writes
+from weft.plan import Plan, Region, accesses
 from weft.plan.binding import bind
 from weft.world import World, memory
 
@@ -26,11 +26,15 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, world: World) -> Geometry:
-        stride, segment = _row_stride(tensor), memory.find(tensor)
-        place = None
+        """That of a tensor. Raises `ValueError` for what is not a matrix with contiguous rows."""
+        if tensor.dim() != 2 or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
+            lies = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+            raise ValueError(f"a buffer is a matrix with contiguous rows; got {lies}")
+        rows, columns = tensor.shape
+        segment, place = memory.find(tensor), None
         if segment is not None and segment.world == world.number:
             place = segment.number, int(tensor.storage_offset()) * tensor.itemsize
-        return cls(tensor.dtype, tensor.shape[1], stride, place)
+        return cls(tensor.dtype, columns, (tensor.stride(0) if rows > 1 else columns) * tensor.itemsize, place)
 
 
 def _that_move(plan: Plan) -> Plan:
@@ -85,7 +89,7 @@ class FixedProgram(Program):
 
     def _reserve(self) -> dict[str, int]:
         """Lay out the workspaces that the plan uses, alike on all ranks; returns their offsets."""
-        used = {r.buffer for lanes in self.plan.lanes for lane in lanes.values() for i in lane for r in reads(i) + writes(i)}
+        used = {r.buffer for lanes in self.plan.lanes for lane in lanes.values() for i in lane for r in accesses(i)}
         offsets, size = {}, 0
         for name, buffer in self.plan.buffers.items():
             if buffer.role == "workspace" and name in used:
@@ -105,11 +109,3 @@ class FixedProgram(Program):
         whole = memory.numbers(segment, region.rank, dtype)
         step = stride // dtype.itemsize
         return whole.as_strided((region.rows, columns), (step, 1), offset // dtype.itemsize + region.start * step)
-
-
-def _row_stride(tensor: Tensor) -> int:
-    """The bytes between the beginnings of a buffer's rows. Raises `ValueError` for what is not a matrix with contiguous rows."""
-    if tensor.dim() != 2 or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
-        raise ValueError(f"a buffer is a matrix with contiguous rows; got shape {tuple(tensor.shape)}, strides {tensor.stride()}")
-    rows, columns = tensor.shape
-    return (tensor.stride(0) if rows > 1 else columns) * tensor.itemsize

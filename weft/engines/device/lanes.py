@@ -1,7 +1,7 @@
 """What the lanes of a plan become on a device: on a GPU streams, on a CPU threads that each do in order what they are given.
 
-`begin` puts what a lane is given next behind what the caller's stream holds so far, and the `Completion` of that puts the caller
-behind it. Nothing here waits on a GPU: what waits are streams.
+What a lane is given goes behind what the caller's stream holds so far, and the `Completion` of that puts the caller behind it.
+Nothing here waits on a GPU: what waits are streams.
 """
 
 from __future__ import annotations
@@ -51,9 +51,6 @@ class ThreadLane:
         threads = torch.get_num_threads()
         self.thread = ThreadPoolExecutor(1, name, torch.set_num_threads, (threads,))  # ends with the lane
 
-    def begin(self) -> None:
-        pass  # what the caller has done is done
-
     def start(self, step: Step) -> ThreadCompletion:
         """Do this behind what was started before, beside the caller and other lanes."""
 
@@ -85,11 +82,9 @@ class StreamLane:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
 
-    def begin(self) -> None:
-        """Order the steps that follow after what the caller has put on its current stream."""
-        self.stream.wait_stream(torch.cuda.current_stream())
-
     def start(self, step: Step) -> StreamCompletion:
+        """Do this behind what was started before, and what the caller has put on its current stream."""
+        self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream), torch.no_grad():
             step()
             event = torch.cuda.Event()

@@ -7,7 +7,6 @@ one launch of `kernels.all_gather_matmul`, which does the waiting and the tellin
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -15,50 +14,39 @@ from weft.engines.device.counters import DeviceCounters
 from weft.engines.device.fixed import Geometry
 from weft.engines.device.kernels import symmetric
 from weft.engines.device.kernels.all_gather_matmul import Product, check
-from weft.engines.device.kernels.tiles import launches
 from weft.engines.device.lanes import Operands, Step
 from weft.engines.weights import plain
 from weft.plan import Instruction, Matmul, Signal
 
 
-class ProgramMemory(NamedTuple):
-    """Where a program's buffers and counters lie, and how many programs of a kernel there is room for.
+class Launch:
+    """One launch of the product kernel in a program, for a `part` of its compute lane.
 
-    `whole` gives a rank's buffer, or its name if it is the caller's own; `counter` the index of a signal's counter.
+    `whole` gives a rank's buffer, or its name if it is the caller's own; `index` says where a signal's counter lies; there is room
+    for so many `programs` of the kernel.
     """
 
-    whole: Callable[[int, str], Tensor | str]
-    geometry: Mapping[str, Geometry]
-    counter: Callable[[Signal], int]
-    max_programs: int
-
-
-class Run:
-    """A part of a program's compute lane that is carried out by product kernels: ``lane[start:stop]``."""
-
-    def __init__(self, memory: ProgramMemory, counters: DeviceCounters, lane: Sequence[Instruction], start: int, stop: int) -> None:
-        self.start, self.stop = start, stop
-        self.launches = [Launch(memory, counters, part) for part in launches(lane[start:stop])]
-
-
-class Launch:
-    """One launch of the product kernel in a program."""
-
-    def __init__(self, memory: ProgramMemory, counters: DeviceCounters, part: Sequence[Instruction]) -> None:
+    def __init__(
+        self,
+        part: Sequence[Instruction],
+        whole: Callable[[int, str], Tensor | str],
+        geometry: Mapping[str, Geometry],
+        index: Callable[[Signal], int],
+        counters: DeviceCounters,
+        programs: int,
+    ) -> None:
         products = [i for i in part if isinstance(i, Matmul)]
         world = counters.world
         self.counters, self.output = counters, products[0].dst.buffer
         sources = [*dict.fromkeys(i.src[:2] for i in products)]
-        self.sources = [memory.whole(rank, buffer) for rank, buffer in (sources[0], sources[-1])]
-        self.out = memory.whole(world.rank, self.output)
+        self.sources = [whole(rank, buffer) for rank, buffer in (sources[0], sources[-1])]
+        self.out = whole(world.rank, self.output)
         self.bases = counters.bases  # of no use where only this rank's own rows are written
         if any(i.dst.rank != world.rank for i in products):
             assert isinstance(self.out, Tensor)
             self.bases = symmetric.bases(world, self.out)
-        source, output = memory.geometry[sources[0][1]], memory.geometry[self.output]
-        self.product = Product(
-            part, output.columns, source.dtype, output.dtype, memory.counter, world.rank, memory.max_programs, world.device
-        )
+        source, output = geometry[sources[0][1]], geometry[self.output]
+        self.product = Product(part, output.columns, source.dtype, output.dtype, index, world.rank, programs, world.device)
 
     def step(self, given: Operands, idle: bool = False) -> Step:
         """The launch with these operands, or one that only loads its kernel. Raises `ValueError` for what it cannot multiply."""
