@@ -63,11 +63,7 @@ def multiply(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None = None,
 
 
 def _lie(x: Tensor, weight: Tensor | PackedWeight) -> str:
-    """How the factors lie in memory, in words.
-
-    A weight (K, N) is ``plain``, or ``transposed`` like that of a linear layer, and may be packed. An `x` that is transposed, as it
-    is for the gradient of a weight, goes with any.
-    """
+    """How the factors lie, as `chosen` takes it; a transposed `x`, as for the gradient of a weight, goes with any weight."""
     if transposed(x):
         return "columns"
     if isinstance(weight, PackedWeight):
@@ -101,26 +97,17 @@ def _mm(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None) -> None:
 
 def _mm_float32(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None) -> None:
     b = weight.laid_out("mm/float32") if isinstance(weight, PackedWeight) else plain(weight).float()
-    if out.dtype == torch.float32:
-        torch.mm(x.float(), b, out=out)
-        if bias is not None:
-            out.add_(bias)
-    else:
-        product = torch.mm(x.float(), b)
-        out.copy_(product if bias is None else product.add_(bias))
+    narrow = out.dtype != torch.float32
+    product = torch.mm(x.float(), b, out=None if narrow else out)
+    if bias is not None:
+        product.add_(bias)
+    if narrow:
+        out.copy_(product)
 
 
-def _onednn(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None) -> None:
-    _linear(x, weight, out, bias, "onednn", x.dtype)
-
-
-def _onednn_float32(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None) -> None:
-    _linear(x, weight, out, bias, "onednn/float32", torch.float32)
-
-
-def _linear(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None, way: str, dtype: torch.dtype) -> None:
+def _onednn(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None, way: str = "onednn") -> None:
     """oneDNN's linear kernel, which returns a new tensor: block by block, so that it is small and copied from the cache."""
-    packed = isinstance(weight, PackedWeight)
+    packed, dtype = isinstance(weight, PackedWeight), x.dtype if way == "onednn" else torch.float32
     w = weight.laid_out(way) if isinstance(weight, PackedWeight) else _dense(plain(weight)).to(dtype).t()
     x = x.contiguous() if transposed(x) else x
     b = None if bias is None else bias.to(dtype)
@@ -176,7 +163,7 @@ def _dense(b: Tensor) -> Tensor:
 
 _WAYS: dict[str, Callable[[Tensor, Weight, Tensor, Tensor | None], None]] = {
     "onednn": _onednn,
-    "onednn/float32": _onednn_float32,
+    "onednn/float32": functools.partial(_onednn, way="onednn/float32"),
     "mm": _mm,
     "mm/float32": _mm_float32,
 }
@@ -193,8 +180,7 @@ def chosen(dtype: torch.dtype, out_dtype: torch.dtype, lie: str, rows: int) -> s
 
 @functools.cache
 def _way(dtype: torch.dtype, out_dtype: torch.dtype, lie: str, rows: int, threads: int) -> str:
-    way: str = _table(dtype, out_dtype, threads)[lie][str(rows)]
-    return way
+    return _table(dtype, out_dtype, threads)[lie][str(rows)]
 
 
 @functools.cache

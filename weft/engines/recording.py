@@ -58,7 +58,11 @@ class Recording:
             dist.gather_object(spans, parts, group=group, group_dst=0)
             if parts is None:
                 return None
-            spans = [_shifted(span, offset) for part, offset in zip(parts, offsets, strict=True) for span in part]
+            spans = [
+                span._replace(start=span.start - offset, stop=span.stop - offset)
+                for part, offset in zip(parts, offsets, strict=True)
+                for span in part
+            ]
         return Trace(title, tuple(sorted(spans, key=lambda span: span.start)))
 
     def _spans(self) -> Iterator[Span]:
@@ -95,7 +99,3 @@ def clock_offsets(world: World, group: dist.ProcessGroup | None = None, now: Cal
             if rounds and world.hosts[rank] == host:
                 offsets[rank] = min(rounds)[1]
     return offsets
-
-
-def _shifted(span: Span, offset: int) -> Span:
-    return span._replace(start=span.start - offset, stop=span.stop - offset)

@@ -37,16 +37,11 @@ class Blocks(NamedTuple):
     stages: int = 3
 
 
-def blocks_for(device: torch.device, dtype: torch.dtype, out: torch.dtype) -> Blocks:
-    """Sizes of tiles at which no register is spilled and all fits in shared memory, on the makers' GPUs that tests compile for.
-
-    `dtype` is that of the factors, `out` that of the result.
-    """
-    return sizes(device.type == "cuda" and torch.version.hip is not None, dtype == torch.float32, out == torch.float32)
-
-
 def sizes(amd: bool, wide: bool, wide_out: bool) -> Blocks:
-    """Sizes of tiles for AMD's or NVIDIA's GPUs, by whether factors (`wide`) and results (`wide_out`) are of 4 bytes."""
+    """Sizes of tiles for AMD's or NVIDIA's GPUs, by whether factors (`wide`) and results (`wide_out`) are of 4 bytes.
+
+    With these no register is spilled and all fits in shared memory, on the GPUs that tests compile for.
+    """
     if wide:  # multiplied in all of float32, which NVIDIA's matrix instructions do not do
         return Blocks(64, 128, 16, 8, 3)
     if amd:
@@ -54,18 +49,13 @@ def sizes(amd: bool, wide: bool, wide_out: bool) -> Blocks:
     return Blocks(n=128) if wide_out else Blocks()
 
 
-def fits(x: Tensor, weight: Tensor, out: Tensor) -> bool:
-    """Whether the kernel can multiply these: rows that begin at multiples of 16 bytes, as descriptors demand."""
+def check(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Raise `ValueError` unless the kernel can multiply these: rows that begin at multiples of 16 bytes, as descriptors demand."""
     aligned = all(
         t.stride(1) == 1 and t.stride(0) * t.itemsize % 16 == 0 and t.data_ptr() % 16 == 0 and t.numel() > 0
         for t in (x, _rows(weight))
     )
-    return aligned and x.dtype in DTYPES and weight.dtype == x.dtype and out.dtype in DTYPES and out.stride(1) == 1
-
-
-def check(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Raise `ValueError` unless the kernel can multiply these."""
-    if not fits(x, weight, out):
+    if not (aligned and x.dtype in DTYPES and weight.dtype == x.dtype and out.dtype in DTYPES and out.stride(1) == 1):
         raise ValueError(
             f"weft's product kernel takes {', '.join(dtype_name(dtype) for dtype in DTYPES)}, and rows of x and "
             f"of the weight, or of its transpose, that begin at multiples of 16 bytes; got x {_said(x)}, weight {_said(weight)}, "
@@ -99,9 +89,9 @@ class Product:
         rank: int,
         programs: int,
         device: torch.device,
-        blocks: Blocks | None = None,
     ) -> None:
-        self.blocks = blocks = blocks or blocks_for(device, dtype, out)
+        gpu, amd = device.type == "cuda", torch.version.hip is not None
+        self.blocks = blocks = sizes(gpu and amd, dtype == torch.float32, out == torch.float32)
         made = follow(part, triton.cdiv(columns, blocks.n), blocks.m)
         waits = [(index(signal), count) for signal, count in made.waits] or [(0, 0)]
         notifies = [(peer, index(signal), arrivals) for peer, signal, arrivals in made.notifies] or [(0, 0, 0)]
@@ -121,7 +111,7 @@ class Product:
             "BLOCK_M": blocks.m,
             "BLOCK_N": blocks.n,
             "BLOCK_K": blocks.k,
-            "FENCE": device.type == "cuda" and torch.version.hip is None,
+            "FENCE": gpu and not amd,
             "num_warps": blocks.warps,
             "num_stages": blocks.stages,
         }
@@ -141,7 +131,7 @@ class Product:
         """Put the kernel on the current stream. The first source is `own` (rows, K), the second, if there is one, `x`.
 
         `weight` is (K, N), `bias` (N,), and `out` (rows, N) this rank's part of what is written; `out_bases` says where it begins
-        on every rank (`kernels.symmetric.bases`) if others' is written too. All are such as `fits` accepts. An `idle` kernel
+        on every rank (`kernels.symmetric.bases`) if others' is written too. All are such as `check` accepts. An `idle` kernel
         is loaded and does nothing.
         """
         blocks = self.blocks
