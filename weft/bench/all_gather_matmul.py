@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from weft.bench.baselines import gloo_all_gather_matmul
 from weft.bench.fused import Subject
 from weft.bench.harness import Stopwatch
 from weft.bench.settings import FusedSettings
-from weft.bench.verification import Check, Problem
+from weft.bench.verification import Problem
 from weft.engines import engine
 from weft.schedules import all_gather_matmul as schedule
 from weft.world import World
@@ -45,21 +46,15 @@ class AllGatherMatmul(Subject):
         self.moved = {"a": self.a, "gathered": world.empty(m, k, dtype=self.dtype)}
         self.x = torch.empty(m, k, dtype=self.dtype)
         self.product = self.out = torch.empty(m, n, dtype=self.out_dtype)
+        self.check = partial(self.problem.check_product, self.out)
+        self.check_moved = partial(self.problem.check_rows, self.moved["gathered"])
         self.shares = {"shard_rows": self.rows}
+        self.baseline = partial(gloo_all_gather_matmul, self.a, self.problem.weight, self.out, self.rows)
 
     def renew(self, run: int) -> None:
         start = sum(self.rows[: self.world.rank])
         self.x.copy_(self.problem.rows(run))
         self.a.copy_(self.x[start : start + len(self.a)])
-
-    def check(self, run: int) -> Check:
-        return self.problem.check_product(self.out, run)
-
-    def check_moved(self, run: int) -> Check:
-        return self.problem.check_rows(self.moved["gathered"], run)
-
-    def baseline(self) -> Callable[[], object]:
-        return gloo_all_gather_matmul(self.a, self.problem.weight, self.out, self.rows)
 
     def _step(self, name: str, algorithm: str) -> Callable[[], object]:
         pieces = self.call.operator.cut(self.call.workload, self.call.usual(algorithm).variant)

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -71,21 +71,23 @@ class View(NamedTuple):
     check: Callable[[int], Check]
 
 
-class Views(Protocol):
+class Views(ABC):
     """What one rank measures, by name, all on the same inputs."""
 
     views: dict[str, View]
 
+    @abstractmethod
     def renew(self, run: int) -> None:
         """Fill the inputs with those of this run."""
 
 
-class Subject(ABC):
+class Subject(Views):
     """The tensors of one rank and the views on them: `VIEWS`, the baseline, and the steps that `ablation` names, in order.
 
     As in a model that runs many times, the weight is packed; the baseline has a plain one. `prepare` makes what is particular to an
     operator: the `problem`, its input `a` and its `out`, the `x` that is multiplied into `product` where nothing moves, what is
-    `moved` where nothing is multiplied, by the names of the plan's buffers, and what the operator takes of `shares` of rows.
+    `moved` where nothing is multiplied, by the names of the plan's buffers, the checks of `out` and of what is moved, what the
+    operator takes of `shares` of rows, and what makes the `baseline`'s call.
     """
 
     problem: Problem
@@ -94,7 +96,10 @@ class Subject(ABC):
     product: Tensor
     out: Tensor
     moved: dict[str, Tensor]
+    check: Callable[[int], Check]
+    check_moved: Callable[[int], Check]
     shares: dict[str, Any]
+    baseline: Callable[[], Callable[[], object]]
     notes: tuple[str, ...]
 
     def __init__(self, settings: FusedSettings, world: World, stopwatch: Stopwatch) -> None:
@@ -133,23 +138,7 @@ class Subject(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Make the problem and the tensors."""
-
-    @abstractmethod
-    def renew(self, run: int) -> None:
-        """Fill the inputs with those of this run."""
-
-    @abstractmethod
-    def check(self, run: int) -> Check:
-        """What is wrong with `out`."""
-
-    @abstractmethod
-    def check_moved(self, run: int) -> Check:
-        """What is wrong with what communication alone has brought."""
-
-    @abstractmethod
-    def baseline(self) -> Callable[[], object]:
-        """The same by gloo and `torch.mm`."""
+        """Make what is particular to the operator."""
 
     def operator(self, algorithm: str, chunk_rows: int | None) -> Callable[[], object]:
         """The call to measure."""

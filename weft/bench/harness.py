@@ -50,10 +50,6 @@ class Statistics(NamedTuple):
     max: float
     iterations: int
 
-    def to_json(self) -> dict[str, float]:
-        """The times as a JSON object."""
-        return {"median": self.median, "min": self.min, "max": self.max}
-
 
 class Times(NamedTuple):
     """Microseconds per call, over the batches measured; each is the time of the slowest rank."""
@@ -67,6 +63,11 @@ def summarize(seconds: Sequence[float]) -> Statistics:
     """The statistics of the iterations' seconds."""
     times = [1e3 * second for second in seconds]
     return Statistics(statistics.median(times), min(times), max(times), len(times))
+
+
+def times_ms(rows: Mapping[str, Statistics]) -> dict[str, dict[str, float]]:
+    """The times of rows as a JSON object."""
+    return {name: {"median": times.median, "min": times.min, "max": times.max} for name, times in rows.items()}
 
 
 def per_call(seconds: Sequence[float], calls: int = 1) -> Times:

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from weft.bench import collectives, figures, tables
 from weft.bench.baselines import gloo_collective
-from weft.bench.fused import View, interleave, verify
-from weft.bench.harness import Stopwatch, link_of, session, where
+from weft.bench.fused import View, Views, interleave, verify
+from weft.bench.harness import Stopwatch, link_of, session, times_ms, where
 from weft.bench.plots import size_name
 from weft.bench.settings import OverlapSettings, SweepSettings, parse_sizes
 from weft.bench.verification import Check, Problem
@@ -28,13 +28,12 @@ from weft.ops.all_gather import all_gather, all_gather_async
 from weft.world import World
 
 
-class Overlap:
+class Overlap(Views):
     """One rank's tensors, and the views on them by name; what is gathered lies in symmetric memory and the weight is packed."""
 
     def __init__(self, settings: OverlapSettings, world: World) -> None:
         dtype = getattr(torch, settings.dtype)
         m, k, n = settings.shape
-        self.world = world
         self.problem = Problem(m, k, n, dtype, dtype, seed=settings.seed, rank=world.rank)
         self.x, self.out = torch.empty(m, k, dtype=dtype), torch.empty(m, n, dtype=dtype)
         self.weight = pack(self.problem.weight)
@@ -45,8 +44,9 @@ class Overlap:
         product = partial(matmul.multiply, self.x, self.weight, self.out)
         gather = partial(all_gather, self.a, out=self.gathered, world=world)
         begin = partial(all_gather_async, self.a, out=self.gathered, world=world)
+        self.check_product = partial(self.problem.check_product, self.out)
         self.views = {
-            "compute": View(product, (self.out,), self._check_product),
+            "compute": View(product, (self.out,), self.check_product),
             "communicate": View(gather, (self.gathered,), self._check_gathered),
             "sequential": self._both(lambda: (gather(), product())),
             "overlapped": self._both(partial(_beside, product, begin)),
@@ -58,15 +58,11 @@ class Overlap:
             self.views["gloo overlapped"] = self._both(partial(_beside, mm, partial(by_gloo, async_op=True)))
 
     def renew(self, run: int) -> None:
-        """Fill the inputs with those of this run."""
         self.x.copy_(self.problem.rows(run))
         self.a.copy_(self.data.own(run, len(self.a)))
 
     def _both(self, call: Callable[[], object]) -> View:
-        return View(call, (self.out, self.gathered), lambda run: self._check_product(run).plus(self._check_gathered(run).wrong))
-
-    def _check_product(self, run: int) -> Check:
-        return self.problem.check_product(self.out, run)
+        return View(call, (self.out, self.gathered), lambda run: self.check_product(run).plus(self._check_gathered(run).wrong))
 
     def _check_gathered(self, run: int) -> Check:
         return Check(int((self.gathered != self.data.expected(run, len(self.a))).sum()))
@@ -82,8 +78,8 @@ def measure(settings: OverlapSettings) -> dict[str, Any]:
         stopwatch, overlap = Stopwatch(world), Overlap(settings, world)
         copies = _emulate(settings, world, overlap, stopwatch)
         times, checks = verify(overlap, world, lambda: interleave(overlap, stopwatch, settings))
-        medians = [times[name].median for name in ("compute", "communicate", "sequential", "overlapped")]
-        shown = {name: time.to_json() for name, time in times.items()}
+        baselines = {name: time for name, time in times.items() if name.startswith("gloo")}
+        own = {name: time for name, time in times.items() if name not in baselines}
         return {
             "benchmark": "overlap",
             "ranks": world.ranks,
@@ -94,9 +90,9 @@ def measure(settings: OverlapSettings) -> dict[str, Any]:
             "algorithm": f"all-gather of {size_name(gathered)} per rank",
             "link": link_of(world),
             "copies_ms": copies,
-            "times_ms": {name: time for name, time in shown.items() if not name.startswith("gloo")},
-            "baselines_ms": {name: time for name, time in shown.items() if name.startswith("gloo")},
-            **figures.of_overlap(*medians),
+            "times_ms": times_ms(own),
+            "baselines_ms": times_ms(baselines),
+            **figures.of_overlap(*(time.median for time in own.values())),
             "wrong": {name: check.wrong for name, check in checks.items()},
             "verified": not any(check.wrong for check in checks.values()),
             **where(world),

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from weft.bench import figures, tables
 from weft.bench.fused import Result
-from weft.bench.harness import Statistics
+from weft.bench.harness import Statistics, times_ms
 
 
 def to_json(result: Result) -> dict[str, Any]:
@@ -33,8 +33,8 @@ def to_json(result: Result) -> dict[str, Any]:
         "algorithm": result.choice.algorithm,
         "chunk_rows": result.choice.chunk_rows,
         "link": where["link"],
-        "times_ms": _times(result.times),
-        "baselines_ms": _times(result.baselines),
+        "times_ms": times_ms(result.times),
+        "baselines_ms": times_ms(result.baselines),
         **_figures(result),
         "verified": result.verified,
         "max_error": _finite(max(check.max_error for check in products)),
@@ -42,7 +42,7 @@ def to_json(result: Result) -> dict[str, Any]:
         "machine": where["machine"],
         "versions": where["versions"],
     }
-    return report | ({"ablation_ms": _times(result.ablation)} if result.ablation else {})
+    return report | ({"ablation_ms": times_ms(result.ablation)} if result.ablation else {})
 
 
 def print_tables(result: Result, console: Console) -> None:
@@ -78,11 +78,9 @@ def _table(result: Result, rows: Mapping[str, Statistics], compared: Mapping[str
 
 
 def _figure_table(result: Result) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    figure = _figures(result)
-    hidden = "of communicate is hidden behind compute"
+    table, figure = Table(box=None, show_header=False, pad_edge=False), _figures(result)
     table.add_row("speedup", tables.ratio(figure["speedup"]), "sequential / pipelined")
-    table.add_row("overlap", f"{figure['overlap_percent']:.0f} %", hidden)
+    table.add_row("overlap", f"{figure['overlap_percent']:.0f} %", "of communicate is hidden behind compute")
     table.add_row("limit ratio", f"{figure['limit_ratio']:.3f}", "pipelined / max(compute, communicate); 1 is the limit")
     table.add_row("TFLOP/s", f"{figure['tflops']:.3f}", "of each rank's product, pipelined")
     table.columns[1].justify = "right"
@@ -114,10 +112,6 @@ def _notes(result: Result) -> Iterator[Text]:
 def _figures(result: Result) -> dict[str, float]:
     shape, medians = result.settings.shape, [times.median for times in result.times.values()]
     return figures.of_overlap(*medians) | {"tflops": figures.tflops(shape.m, shape.k, shape.n, medians[-1])}
-
-
-def _times(rows: Mapping[str, Statistics]) -> dict[str, dict[str, float]]:
-    return {name: times.to_json() for name, times in rows.items()}
 
 
 def _finite(value: float) -> float | None:
