@@ -20,7 +20,7 @@ from weft.bench.baselines import gloo_collective
 from weft.bench.fused import View, Views, interleave, verify
 from weft.bench.harness import Stopwatch, link_of, session, times_ms, where
 from weft.bench.plots import size_name
-from weft.bench.settings import OverlapSettings, SweepSettings, parse_sizes
+from weft.bench.settings import OverlapSettings, Shape, SweepSettings, parse_sizes
 from weft.bench.verification import Check, Problem
 from weft.engines import matmul
 from weft.engines.weights import pack
@@ -101,8 +101,7 @@ def measure(settings: OverlapSettings) -> dict[str, Any]:
 
 def print_tables(result: dict[str, Any], console: Console) -> None:
     """Print the times, the figures, and what one must know to read them."""
-    shape, link, machine = result["shape"], result["link"], result["machine"]
-    size = f"{shape['m']}x{shape['k']}x{shape['n']} {result['dtype']}"
+    link, machine, size = result["link"], result["machine"], f"{Shape(**result['shape'])} {result['dtype']}"
     where = f", EMULATED LINK of {link['gbps']:g} Gbit/s" if link else ""
     console.print(Text(f"overlap: {result['ranks']} ranks, {size} beside an {result['algorithm']}{where}", "bold"), soft_wrap=True)
     table = tables.table(("", "median ms", "min", "max"))

@@ -14,7 +14,7 @@ import ctypes
 import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from torch import Tensor
 from weft import _native
 from weft.bench import environment, tables
 from weft.bench.harness import batches, every_size, per_call, race, session, verified, where, worst
-from weft.bench.plots import COLOURS, over_sizes, picture, size_name, unverified
+from weft.bench.plots import COLOURS, over_sizes, picture, size_name
 from weft.bench.settings import CopySettings, parse_sizes
 from weft.bench.verification import RUNS, Check
 from weft.ops.barrier import barrier
@@ -142,23 +142,22 @@ def measure(settings: CopySettings) -> dict[str, Any]:
 def print_tables(result: dict[str, Any], console: Console) -> None:
     """Print the rows of a result, and what one must know to read them."""
     table = tables.table(("size", "", "us", "p99 us", "GB/s", "kcycles", f"vs {MEMCPY}", "wrong"))
-    local = {row["size_bytes"]: row["algbw_gbps"] for row in result["rows"] if row["implementation"] == MEMCPY}
-    previous = None
-    for row in result["rows"]:
-        size, name = row["size_bytes"], row["implementation"]
-        if previous not in (None, size):
-            table.add_section()
-        table.add_row(
-            size_name(size) if size != previous else "",
-            _label(row),
-            f"{row['time_us']['median']:.1f}",
-            f"{row['time_us']['p99']:.1f}",
-            f"{row['algbw_gbps']:.1f}",
-            "" if row["cycles"] is None else f"{row['cycles'] / 1e3:.1f}",
-            Text() if name == MEMCPY else tables.ratio(row["algbw_gbps"] / local[size]),
-            tables.count(row["wrong"]),
-        )
-        previous = size
+    for size, of_size in groupby(result["rows"], key=lambda row: row["size_bytes"]):
+        rows = {(row["operation"], row["implementation"]): row for row in of_size}
+        head, local = size_name(size), rows["local", MEMCPY]["algbw_gbps"]
+        for (operation, name), row in rows.items():
+            table.add_row(
+                head,
+                name if operation == "local" else f"{operation} async" if "async" in name else operation,
+                f"{row['time_us']['median']:.1f}",
+                f"{row['time_us']['p99']:.1f}",
+                f"{row['algbw_gbps']:.1f}",
+                "" if row["cycles"] is None else f"{row['cycles'] / 1e3:.1f}",
+                Text() if name == MEMCPY else tables.ratio(row["algbw_gbps"] / local),
+                tables.count(row["wrong"]),
+            )
+            head = ""
+        table.add_section()
     console.print(Text(f"p2p: rank 0 and rank {result['ranks'] - 1} of {result['ranks']}", "bold"), table)
     tables.tell(
         console,
@@ -173,18 +172,17 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draw bandwidth over size for put and for get, synchronous and asynchronous beside local copies, into a PNG or SVG file."""
-    title = f"p2p: rank 0 and rank {result['ranks'] - 1}, beside local copies{unverified(result)}"
-    with picture(path, 11, 4.4, title) as figure:
+    title = f"p2p: rank 0 and rank {result['ranks'] - 1}, beside local copies"
+    with picture(path, 11, 4.4, title, verified=result["verified"]) as figure:
         for axes, operation in zip(figure.subplots(1, 2, sharey=True), ("put", "get"), strict=True):
             rows = [row for row in result["rows"] if row["operation"] in (operation, "local")]
             for name, style in _STYLES.items():
-                own = [row for row in rows if row["implementation"] == name]
-                label = name if operation == "put" else None
-                axes.plot([row["size_bytes"] for row in own], [row["algbw_gbps"] for row in own], label=label, marker="o", **style)
+                points = [(row["size_bytes"], row["algbw_gbps"]) for row in rows if row["implementation"] == name]
+                axes.plot(*zip(*points, strict=True), label=name, marker="o", **style)
             over_sizes(axes, [row["size_bytes"] for row in rows], "bytes of a copy")
             axes.set_title(f"{operation}, GB/s")
             axes.set_ylim(bottom=0)
-        figure.legend(loc="outside lower center", ncols=4)
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
 
 
 def _turn(contender: Copier, copies: int) -> Samples:
@@ -201,12 +199,6 @@ def _turn(contender: Copier, copies: int) -> Samples:
     ticks = _native.cycles() - ticks
     _complete(last)
     return Samples(singles, [(perf_counter() - start) / window], [ticks / window])
-
-
-def _label(row: dict[str, Any]) -> str:
-    if row["operation"] == "local":
-        return str(row["implementation"])
-    return f"{row['operation']} async" if "async" in row["implementation"] else str(row["operation"])
 
 
 def _complete(handle: object) -> None:

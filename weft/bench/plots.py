@@ -12,6 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+from weft.bench.settings import Shape
+
 COLOURS = {
     "matmul": "#3566a8",
     "copy": "#e8963c",
@@ -40,13 +42,13 @@ _LINES = {
 
 
 @contextmanager
-def picture(path: Path, width: float, height: float, title: str = "") -> Iterator[Figure]:
-    """A figure of so many inches in weft's style, which becomes a PNG or SVG file by the suffix of `path`."""
+def picture(path: Path, width: float, height: float, title: str = "", *, verified: bool = True) -> Iterator[Figure]:
+    """A figure of so many inches in weft's style; it becomes a PNG or SVG file by the suffix of `path`, and says what is wrong."""
     with style.context(Path(__file__).with_name("weft.mplstyle")):
         figure = Figure(figsize=(width, height))
         yield figure
         if title:
-            figure.suptitle(title, x=0.012, ha="left")
+            figure.suptitle(title if verified else f"{title}  NOT VERIFIED", x=0.012, ha="left")
         figure.savefig(path)
 
 
@@ -58,20 +60,14 @@ def over_sizes(axes: Axes, sizes: Sequence[int], what: str) -> None:
     axes.set_xlabel(what)
 
 
-def unverified(result: dict[str, Any]) -> str:
-    """What the title of a picture says of a result that is wrong."""
-    return "" if result["verified"] else "  NOT VERIFIED"
-
-
 def draw_times(result: dict[str, Any], path: Path) -> None:
     """Draw what a fused operator and its baselines take, median and range, beside the limit, into a PNG or SVG file."""
     steps = list(result.get("ablation_ms", {}).items())[1:]  # the first is sequential
     times = result["times_ms"] | result["baselines_ms"] | {f"step: {name}": time for name, time in steps}
-    shape, link = result["shape"], result["link"]
-    where = f", emulated link of {link['gbps']:g} Gbit/s" if link else ""
-    size = f"{shape['m']}x{shape['k']}x{shape['n']} {result['dtype']}"
-    title = f"{result['benchmark']}: {result['ranks']} ranks, {size}, {result['algorithm']}{where}{unverified(result)}"
-    with picture(path, 9, 0.42 * len(times) + 1.6, title) as figure:
+    size = f"{Shape(**result['shape'])} {result['dtype']}"
+    link = f", emulated link of {result['link']['gbps']:g} Gbit/s" if result["link"] else ""
+    title = f"{result['benchmark']}: {result['ranks']} ranks, {size}, {result['algorithm']}{link}"
+    with picture(path, 9, 0.42 * len(times) + 1.6, title, verified=result["verified"]) as figure:
         axes = figure.subplots()
         for row, (name, time) in enumerate(times.items()):
             axes.barh(row, time["median"], 0.66, color=_BARS.get(name, "#9aa3b0"), zorder=2)
@@ -80,8 +76,8 @@ def draw_times(result: dict[str, Any], path: Path) -> None:
             axes.annotate(f"{time['median']:.2f}", (time["max"], row), (6, 0), textcoords="offset points", va="center", fontsize=9)
         limit = max(result["times_ms"][name]["median"] for name in ("compute", "communicate"))
         axes.axvline(limit, color=COLOURS["text"], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-        above: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8.5, "color": COLOURS["muted"], "va": "center"}
-        axes.annotate("limit", (limit, -0.62), (3, 0), **above)
+        muted = COLOURS["muted"]
+        axes.annotate("limit", (limit, -0.62), (3, 0), textcoords="offset points", fontsize=8.5, color=muted, va="center")
         axes.set_yticks(range(len(times)), list(times))
         axes.set_ylim(len(times) - 0.4, -0.9)
         axes.set_xlim(0, 1.1 * max(time["max"] for time in times.values()))
@@ -97,7 +93,7 @@ def draw_sweep(result: dict[str, Any], path: Path) -> None:
     in_place = all(row["in_place"] for row in result["rows"])
     rows = [row for row in result["rows"] if row["in_place"] == in_place]
     title = f"{result['benchmark']}: {result['ranks']} ranks, {result['dtype']}{', in place' if in_place else ''}"
-    with picture(path, 11, 4.4, title + unverified(result)) as figure:
+    with picture(path, 11, 4.4, title, verified=result["verified"]) as figure:
         times, widths = figure.subplots(1, 2)
         for name in dict.fromkeys(row["implementation"] for row in rows):
             own, colour = [row for row in rows if row["implementation"] == name], _LINES.get(name)

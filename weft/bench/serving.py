@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import weft.nn
 from weft.bench import environment, tables
 from weft.bench.harness import Stopwatch, largest, per_call, race, session, verified, where, worst
-from weft.bench.plots import COLOURS, picture, unverified
+from weft.bench.plots import COLOURS, picture
 from weft.bench.progress import progress
 from weft.bench.settings import ServingSettings
 from weft.bench.verification import RUNS, Check, compare
@@ -221,7 +221,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draw the time of each step over its tokens, and which part of all steps take at most how long, into a PNG or SVG file."""
-    with picture(path, 11, 4.4, title(result) + unverified(result)) as figure:
+    with picture(path, 11, 4.4, title(result), verified=result["verified"]) as figure:
         over, shares = figure.subplots(1, 2)
         for name, way in result["ways"].items():
             times = [time / 1e3 for time in way["steps_us"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
@@ -33,29 +34,23 @@ def bandwidths(operation: str, size_bytes: int, ranks: int, microseconds: float)
 
 def print_table(rows: Sequence[dict[str, Any]], baselines: Sequence[str], console: Console) -> None:
     """Print JSON rows as nccl-tests do, a line for each size and implementation, beside how weft compares with each baseline."""
-    places = [in_place for in_place in (False, True) if any(row["in_place"] == in_place for row in rows)]
+    places = sorted({row["in_place"] for row in rows})
     of_places = [
         name for place in places for name in (f"{'in' if place else 'out of'} place\nus", "\nalgbw", "\nbusbw", "\n#wrong")
     ]
     table = tables.table(("\nsize B", "\ncount", "\ntype", "", *of_places, *(f"\nvs {name}" for name in baselines)))
-    found = {(row["size_bytes"], row["implementation"], row["in_place"]): row for row in rows}
-    previous = None
-    for row in {(row["size_bytes"], row["implementation"]): row for row in rows}.values():
-        size, implementation = row["size_bytes"], row["implementation"]
-        if previous not in (None, size):
-            table.add_section()
-        head = ["", "", ""] if size == previous else [str(size), str(row["count"]), row["dtype"]]
-        cells = [cell for place in places for cell in _cells(found.get((size, implementation, place)))]
-        first = next(place for place in places if (size, implementation, place) in found)
-        ours = found[size, implementation, first]["time_us"]["median"]
-        compared = []
-        for name in baselines:
-            theirs = found.get((size, name, first))
-            compared.append(
-                tables.ratio(theirs["time_us"]["median"] / ours) if theirs and implementation not in baselines else Text()
-            )
-        table.add_row(*head, implementation, *cells, *compared)
-        previous = size
+    for _, of_size in groupby(rows, key=lambda row: row["size_bytes"]):
+        found = {(row["implementation"], row["in_place"]): row for row in of_size}
+        head = [str(next(iter(found.values()))[key]) for key in ("size_bytes", "count", "dtype")]
+        for name in dict.fromkeys(name for name, _ in found):
+            cells = [cell for place in places for cell in _cells(found.get((name, place)))]
+            first = next(place for place in places if (name, place) in found)
+            theirs = [None if name in baselines else found.get((baseline, first)) for baseline in baselines]
+            ours = found[name, first]["time_us"]["median"]
+            compared = [tables.ratio(row["time_us"]["median"] / ours) if row else Text() for row in theirs]
+            table.add_row(*head, name, *cells, *compared)
+            head = [""] * 3
+        table.add_section()
     needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
     console.width = max(console.width, needed)  # in a pipe there is no edge to fold columns at
     console.print(table)
