@@ -23,7 +23,7 @@ from torch import Tensor
 import weft
 from weft.bench import deepspeed, environment, tables
 from weft.bench.baselines import gloo_collective
-from weft.bench.harness import Stopwatch, Times, batches, every_size, largest, per_call, poison, race, session, verified
+from weft.bench.harness import Stopwatch, Times, batches, every_size, largest, per_call, poison, race, session, verified, where
 from weft.bench.mpi import MPIS, MpiRanks
 from weft.bench.settings import SweepSettings, parse_sizes
 from weft.bench.sweep import bandwidths, print_table
@@ -40,10 +40,11 @@ PLACES = {
 """The operations, and whether they are measured out of place (False), in place (True) or both."""
 
 REDUCTIONS = ("reduce_scatter", "all_reduce")
+_OF_PARTS = ("reduce_scatter", "all_to_all")  # each rank gets a part of every input
 WEFT, PLAIN, GLOO = "weft", "weft (plain)", "gloo"
 
 _DIGITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53, "int8": 7, "int32": 31, "int64": 63}
-_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"max": torch.maximum, "min": torch.minimum}  # all others add
 
 
 class Data:
@@ -57,10 +58,8 @@ class Data:
         self.rank, self.operation, self.op = world.rank, settings.operation, settings.op
         self.dtype = getattr(torch, settings.dtype)
         limit = limit_of(settings.dtype, world.ranks)
-        self.streams = []
-        for rank in range(world.ranks):
-            generator = torch.Generator().manual_seed(settings.seed * world.ranks + rank)
-            self.streams.append(torch.randint(-limit, limit + 1, (count + RUNS,), generator=generator).to(self.dtype))
+        seeded = (torch.Generator().manual_seed(settings.seed * world.ranks + rank) for rank in range(world.ranks))
+        self.streams = [torch.randint(-limit, limit + 1, (count + RUNS,), generator=each).to(self.dtype) for each in seeded]
 
     def own(self, run: int, count: int) -> Tensor:
         """This rank's input of `count` elements in this run."""
@@ -69,25 +68,16 @@ class Data:
     def expected(self, run: int, count: int) -> Tensor:
         """This rank's result of inputs of `count` elements in this run."""
         sources = [stream[run : run + count] for stream in self.streams]
-        part = count // len(sources)
-        start = self.rank * part
-        match self.operation:
-            case "all_gather":
-                return torch.cat(sources)
-            case "reduce_scatter":
-                return self._reduced([source[start : start + part] for source in sources])
-            case "all_reduce":
-                return self._reduced(sources)
-            case "broadcast":
-                return sources[0]
-            case _:
-                return torch.cat([source[start : start + part] for source in sources])
-
-    def _reduced(self, sources: Sequence[Tensor]) -> Tensor:
-        if self.op != "avg":
-            return functools.reduce(_COMBINE[self.op], sources)
-        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        return (functools.reduce(_COMBINE["sum"], sources).to(wide) / len(sources)).to(self.dtype)
+        if self.operation == "broadcast":
+            return sources[0]
+        if self.operation in _OF_PARTS:
+            sources = [source.chunk(len(sources))[self.rank] for source in sources]
+        if self.operation not in REDUCTIONS:
+            return torch.cat(sources)
+        reduced = functools.reduce(_COMBINE.get(self.op, torch.add), sources)
+        if self.op == "avg":
+            reduced = reduced.to(torch.promote_types(self.dtype, torch.float32)) / len(sources)
+        return reduced.to(self.dtype)
 
 
 class Local:
@@ -136,20 +126,14 @@ class Bench:
         self.settings, self.world, self.stopwatch = settings, world, Stopwatch(world)
         dtype, ranks = getattr(torch, settings.dtype), world.ranks
         largest_count = count_of(max(parse_sizes(settings.sizes)), settings, ranks)
-        self.data = Data(world, settings, largest_count)
+        self.data, self.places = Data(world, settings, largest_count), PLACES[settings.operation]
         outputs = output_count(settings.operation, largest_count, ranks)
-        self.memory: dict[str, dict[bool, tuple[Tensor, ...]]] = {}
-        for name, empty in ((WEFT, world.empty), (PLAIN, torch.empty)):
-            apart = (empty(largest_count, dtype=dtype), empty(outputs, dtype=dtype)) if False in self.places else ()
-            joint = (empty(max(largest_count, outputs), dtype=dtype),) if True in self.places else ()
-            for tensor in (*apart, *joint):
-                tensor.zero_()  # pages are there before anything is timed
-            self.memory[name] = {False: apart, True: joint}
-
-    @property
-    def places(self) -> tuple[bool, ...]:
-        """Whether the operation is measured out of place, in place or both."""
-        return PLACES[self.settings.operation]
+        counts = {False: (largest_count, outputs), True: (max(largest_count, outputs),)}
+        self.memory = {  # of zeros: pages are there before anything is timed
+            (name, in_place): [empty(count, dtype=dtype).zero_() for count in counts[in_place]]
+            for name, empty in ((WEFT, world.empty), (PLAIN, torch.empty))
+            for in_place in self.places
+        }
 
     def contenders(self, count: int, mpis: dict[str, MpiRanks | None]) -> list[Contender]:
         """All implementations, for inputs of `count` elements."""
@@ -172,24 +156,23 @@ class Bench:
         """The input of `count` elements and the output; in place the smaller is a part of the larger."""
         outputs, rank = output_count(self.settings.operation, count, self.world.ranks), self.world.rank
         if not in_place:
-            a, out = self.memory[name][False]
+            a, out = self.memory[name, False]
             return a[:count], out[:outputs]
-        whole = self.memory[name][True][0][: max(count, outputs)]
-        part = min(count, outputs)
+        [whole], part = self.memory[name, True], min(count, outputs)
+        whole = whole[: max(count, outputs)]
         own = whole if part == len(whole) else whole[rank * part : (rank + 1) * part]
         return (whole, own) if count > outputs else (own, whole)
 
     def rows(self, size: int, mpis: dict[str, MpiRanks | None], advance: Callable[[], None]) -> list[dict[str, Any]]:
         """Verify, measure and verify again all implementations for one size; the rows of the result, as JSON objects."""
-        settings, world = self.settings, self.world
-        count = count_of(size, settings, world.ranks)
+        count = count_of(size, self.settings, self.world.ranks)
         contenders = self.contenders(count, mpis)
         timings, checks = verified(contenders, lambda one, run: one.verify(run), lambda: self._race(contenders, advance))
         size = count * self.data.dtype.itemsize
         found = []
         for one, (calls, seconds), check in zip(contenders, timings, checks, strict=True):
             counts = {"wrong": check.wrong, "batches": len(seconds), "calls": calls}
-            found.append(row(settings, size, world.ranks, one, per_call(seconds, calls), **counts))
+            found.append(row(self.settings, size, self.world.ranks, one, per_call(seconds, calls), **counts))
         return found
 
     def _race(self, contenders: Sequence[Contender], advance: Callable[[], None]) -> list[tuple[int, list[float]]]:
@@ -225,8 +208,7 @@ def measure(settings: SweepSettings) -> dict[str, Any]:
             "size_bytes_of": "each rank's input",
             "rows": rows,
             "verified": not any(row["wrong"] for row in rows),
-            "machine": environment.machine(world),
-            "versions": environment.versions() | {name: ranks.version for name, ranks in mpis.items() if ranks},
+            **where(world, **{name: ranks.version for name, ranks in mpis.items() if ranks}),
         }
 
 
@@ -280,7 +262,7 @@ def limit_of(dtype: str, ranks: int) -> int:
 
 def count_of(size: int, settings: SweepSettings, ranks: int) -> int:
     """Elements of each rank's input for a size in bytes, rounded up to whole elements, and parts where it is cut into some."""
-    parts = ranks if settings.operation in ("reduce_scatter", "all_to_all") else 1
+    parts = ranks if settings.operation in _OF_PARTS else 1
     step: int = getattr(torch, settings.dtype).itemsize * parts
     return -(-size // step) * parts
 

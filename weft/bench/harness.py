@@ -87,9 +87,9 @@ def session(threads: int | None) -> Iterator[World]:
         yield world
 
 
-def where(world: World) -> dict[str, Any]:
-    """What every result says of the machine and the versions."""
-    return {"machine": environment.machine(world), "versions": environment.versions()}
+def where(world: World, **versions: str) -> dict[str, Any]:
+    """What every result says of the machine, and of the versions of weft and of what is measured beside it."""
+    return {"machine": environment.machine(world), "versions": environment.versions() | versions}
 
 
 def link_of(world: World) -> dict[str, float] | None:
