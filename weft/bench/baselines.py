@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.plan.binding import split
+
 GLOO = "gloo+torch.mm"
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -34,10 +36,7 @@ def gloo_all_gather_matmul(a: Tensor, b: Tensor, out: Tensor, rows: Sequence[int
     def call() -> None:
         if shard is not a:
             shard[: len(a)].copy_(a)
-        if dist.is_initialized():
-            gather()
-        else:
-            gathered.copy_(shard)
+        gather()
         for source, target in pieces:
             torch.mm(source.to(out.dtype), wide, out=target)
 
@@ -50,27 +49,21 @@ def gloo_matmul_reduce_scatter(a: Tensor, b: Tensor, out: Tensor) -> Callable[[]
     Where rows do not divide evenly the product is padded, since the collective takes equal shards. Where `out` is wider than the
     inputs both are widened before the product, the weight only once.
     """
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    shard = -(-len(a) // ranks)
-    even = len(a) == shard * ranks
-    product = out.new_zeros(shard * ranks, b.shape[1])
-    sizes = [len(a) // ranks + (rank < len(a) % ranks) for rank in range(ranks)]
-    places = [product[rank * shard : rank * shard + size] for rank, size in enumerate(sizes)]
-    kept = out if even else out.new_empty(shard, b.shape[1])
+    sizes = split(len(a), dist.get_world_size() if dist.is_initialized() else 1)
+    product = out.new_zeros(max(sizes) * len(sizes), b.shape[1])
+    if min(sizes) == max(sizes):
+        kept, pieces = out, [(a, product)]
+    else:
+        kept, parts = out.new_empty(max(sizes), b.shape[1]), torch.split(product, max(sizes))
+        pieces = [(rows, part[: len(rows)]) for rows, part in zip(torch.split(a, sizes), parts, strict=True)]
     wide = b.to(out.dtype)
     scatter = gloo_collective("reduce_scatter", product, kept, "sum")
 
     def call() -> None:
-        if even:
-            torch.mm(a.to(out.dtype), wide, out=product)
-        else:
-            for rows, place in zip(torch.split(a, sizes), places, strict=True):
-                torch.mm(rows.to(out.dtype), wide, out=place)
-        if dist.is_initialized():
-            scatter()
-        else:
-            kept.copy_(product)
-        if not even:
+        for rows, place in pieces:
+            torch.mm(rows.to(out.dtype), wide, out=place)
+        scatter()
+        if kept is not out:
             out.copy_(kept[: len(out)])
 
     return call
@@ -79,17 +72,22 @@ def gloo_matmul_reduce_scatter(a: Tensor, b: Tensor, out: Tensor) -> Callable[[]
 def gloo_matmul_all_reduce(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], None]:
     """``torch.mm`` into `out`, then ``dist.all_reduce`` on gloo; both inputs are widened first where `out` is wider."""
     wide = b.to(out.dtype)
+    reduce = gloo_collective("all_reduce", out, out, "sum")
 
     def call() -> None:
         torch.mm(a.to(out.dtype), wide, out=out)
-        if dist.is_initialized():
-            dist.all_reduce(out)
+        reduce()
 
     return call
 
 
 def gloo_collective(operation: str, a: Tensor, out: Tensor, op: str) -> Callable[..., object]:
-    """The call of ``torch.distributed`` that does `operation` on gloo, from `a` to `out`; broadcasts come from rank 0."""
+    """The call of ``torch.distributed`` that does `operation` on gloo, from `a` to `out`; broadcasts come from rank 0.
+
+    Without a process group it is a copy: a single rank has nobody to exchange anything with.
+    """
+    if not dist.is_initialized():
+        return partial(out.copy_, a)
     match operation:
         case "all_gather":  # renamed in torch 2.13, as is reduce_scatter
             return partial(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor, out, a)

@@ -82,7 +82,6 @@ class Sums(Problem):
     ) -> None:
         self.host_partial = _unit(product) if host_partial else 0.0  # by how much the sum of each host is rounded before it is sent
         super().__init__(m, k, n, dtype, out_dtype, seed=seed + 1000 * rank, rank=rank)
-        self.accumulator = torch.float64 if dtype == torch.float64 else torch.float32
         self.everything_made = _random(m + RUNS, n, product, seed + 1000 * rank + 500)
         magnitude = self.everything.double().abs() @ self.weight.double().abs()
         rounded = error_bound(magnitude, self.exact, k, dtype, product)
@@ -107,7 +106,7 @@ class Sums(Problem):
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         exact, off, size = (everyones_sum(tensor) for tensor in (terms, errors, terms.abs() + errors))
         off = off + self.host_partial * size
-        return exact, off + error_bound(size, exact, ranks, self.accumulator, out_dtype) + _unit(out_dtype) * off
+        return exact, off + error_bound(size, exact, ranks, self.weight.dtype, out_dtype) + _unit(out_dtype) * off
 
 
 def everyones_sum(tensor: Tensor) -> Tensor:
@@ -122,7 +121,7 @@ def compare(actual: Tensor, exact: Tensor, bound: Tensor) -> Check:
     """How far `actual` is from `exact` (float64), element by element; a NaN is infinitely far."""
     error = (actual.double() - exact).abs_().nan_to_num_(nan=torch.inf)
     if not error.numel():
-        return Check(0, 0.0, 0.0)
+        return Check(0)
     return Check(int((error > bound).sum()), error.max().item(), bound.max().item())
 
 
@@ -139,7 +138,7 @@ def error_bound(magnitude: Tensor, exact: Tensor, k: int, dtype: torch.dtype, ou
     Algorithms, 2nd edition, section 3.5); u is that of float32, or float64 for float64 inputs. The float64 product to compare with
     is as far off with its own u. Rounding to `out_dtype` once adds its unit roundoff times the value, or half its smallest number.
     """
-    accumulate = torch.float64 if dtype == torch.float64 else torch.float32
+    accumulate = torch.promote_types(dtype, torch.float32)
     summed = (_gamma(k, accumulate) + _gamma(k, torch.float64)) * magnitude
     rounding = 0.0 if out_dtype == accumulate else _unit(out_dtype)
     return summed + rounding * (exact.abs() + summed) + torch.finfo(out_dtype).smallest_normal * torch.finfo(out_dtype).eps / 2
@@ -156,5 +155,5 @@ def _unit(dtype: torch.dtype) -> float:
 
 
 def _random(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(dtype, torch.float32)
     return torch.randn(rows, columns, dtype=wide, generator=torch.Generator().manual_seed(seed)).to(dtype)
