@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
-from importlib.machinery import ExtensionFileLoader
-from importlib.util import module_from_spec, spec_from_loader
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +46,11 @@ def build() -> None:
 
 def connect() -> None:
     """Load the operator and have it find its peers, collectively; the segments it makes last as long as the processes."""
-    loader = ExtensionFileLoader(_MODULE, str(_library()))
-    spec = spec_from_loader(_MODULE, loader)
+    spec = spec_from_file_location(_MODULE, _library())
     assert spec is not None
+    assert spec.loader is not None
     module: Any = module_from_spec(spec)
-    loader.exec_module(module)
+    spec.loader.exec_module(module)
     ranks, rank, number = dist.get_world_size(), dist.get_rank(), [os.getpid()]
     dist.broadcast_object_list(number, 0)
     told = {"LOCAL_SIZE": str(ranks), "MASTER_ADDR": "weft", "MASTER_PORT": str(number[0])}

@@ -55,7 +55,7 @@ def parse_sizes(text: str) -> list[int]:
     sizes: list[int] = []
     for part in text.split(","):
         fields = part.split(":")
-        if not 1 <= len(fields) <= 3 or (len(fields) == 3 and not (fields[2].isdecimal() and int(fields[2]) > 1)):
+        if len(fields) > 3 or (len(fields) == 3 and not (fields[2].isdecimal() and int(fields[2]) > 1)):
             raise ValueError(f"expected sizes such as 8,4K:64M:4 (first, last, factor of at least 2); got {part!r}")
         first, last = _bytes(fields[0]), _bytes(fields[min(1, len(fields) - 1)])
         if last < first:
@@ -120,6 +120,7 @@ def _sizes(what: str, metavar: str = "FIRST:LAST:FACTOR,…") -> Any:
 
 
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
+Op = Annotated[Literal["sum", "avg", "max", "min"], typer.Option(help="The reduction.")]
 FUSED = tuple(name.replace("_", "-") for name in OPERATORS)
 """The fused operators, as commands call them."""
 Ranks = Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="Ranks to start; 2 unless a launcher did.")]
@@ -128,10 +129,7 @@ Warmup = Annotated[int, typer.Option(min=0, help="Rounds before the measured one
 Iterations = Annotated[int, typer.Option(min=1, help="Rounds measured.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of the random data.")]
 Baseline = Annotated[str | None, typer.Option(help="gloo, or none; by default gloo, and none on an emulated link.")]
-Gbps = Annotated[
-    str | None,
-    _option(_gbps, "GBPS|auto", "Emulate a slower link; auto: communicate takes as long as compute."),
-]
+Gbps = Annotated[str | None, _option(_gbps, "GBPS|auto", "Emulate a slower link; auto: communicate takes as long as compute.")]
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write the result as JSON; -: stdout.")]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Draw the result.")]
 Trace = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for https://ui.perfetto.dev.")]
@@ -202,9 +200,7 @@ class MatmulReduceScatter(FusedSettings):
     operator: str = "matmul_reduce_scatter"
     shape: Annotated[Shape, product("M rows, of any number, and K columns of each rank, times (K, N).")] = SHAPE
     algorithm: Annotated[
-        str,
-        typer.Option(help="How products reach the rank that keeps their sum."),
-        _algorithms("matmul_reduce_scatter"),
+        str, typer.Option(help="How products reach the rank that keeps their sum."), _algorithms("matmul_reduce_scatter")
     ] = "auto"
     chunk_rows: Annotated[int | None, typer.Option(min=1, help="Rows that are added, or sent, together.")] = None
 
@@ -263,9 +259,6 @@ class AllGather(SweepSettings):
     @property
     def sms(self) -> list[int]:
         return [int(number) for number in self.comm_sms.split(",")]
-
-
-Op = Annotated[Literal["sum", "avg", "max", "min"], typer.Option(help="The reduction.")]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -18,8 +19,7 @@ _BAR = 0.72  # of the height of a lane
 def draw(traces: Sequence[Trace], path: Path, title: str) -> None:
     """Draw `traces` one below the other, each from its own beginning, into a PNG or SVG file by the suffix of `path`."""
     lanes = [len(trace.lanes) for trace in traces]
-    height = 0.36 * sum(lanes) + 0.75 * len(traces) + 1.1
-    with picture(path, 11, height, title) as figure:
+    with picture(path, 11, 0.36 * sum(lanes) + 0.75 * len(traces) + 1.1, title) as figure:
         panels = figure.subplots(len(traces), 1, sharex=True, squeeze=False, height_ratios=lanes)[:, 0]
         longest = max(trace.seconds for trace in traces)
         for panel, trace in zip(panels, traces, strict=True):
@@ -35,17 +35,11 @@ def _draw_panel(panel: Axes, trace: Trace, longest: float) -> None:
     for (rank, _), row in rows.items():
         panel.axhspan(row - 0.5, row + 0.5, color="#f6f7f9" if rank % 2 == 0 else "white", linewidth=0, zorder=0)
     for kind in ("wait", "matmul", "copy", "reduce"):
+        height, edge = (_BAR / 3, 0.0) if kind == "wait" else (_BAR, 0.4)
+        look: dict[str, Any] = {"facecolor": COLOURS[kind], "edgecolor": "white", "linewidth": edge, "zorder": 2}
         for lane, row in rows.items():
             spans = [_milliseconds(span, trace) for span in trace.spans if (span.rank, span.lane) == lane and span.kind == kind]
-            height = _BAR if kind != "wait" else _BAR / 3
-            panel.broken_barh(
-                [(start, stop - start) for start, stop in spans],
-                (row - height / 2, height),
-                facecolor=COLOURS[kind],
-                edgecolor="white",
-                linewidth=0.4 if kind != "wait" else 0,
-                zorder=2,
-            )
+            panel.broken_barh([(start, stop - start) for start, stop in spans], (row - height / 2, height), **look)
     for span in trace.spans:
         if span.kind == "notify":
             at, row = _milliseconds(span, trace)[1], rows[span.rank, span.lane]
@@ -55,7 +49,9 @@ def _draw_panel(panel: Axes, trace: Trace, longest: float) -> None:
     end = 1e3 * trace.seconds
     panel.axvline(end, color=COLOURS["text"], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
     panel.set_title(f"{trace.title}  {end:.2f} ms", loc="left", fontsize=10.5, fontweight="bold", color=COLOURS["text"])
-    panel.set_title(_hidden(trace), loc="right")
+    part = trace.hidden_copies()
+    hidden = "nothing is copied" if part is None else f"{100 * part:.0f} % of copying hidden behind products"
+    panel.set_title(hidden, loc="right")
     panel.set_ylim(len(rows) - 0.5, -0.5)
     panel.set_yticks(list(rows.values()), [f"rank {rank}  {lane}" for rank, lane in rows])
     panel.tick_params(labelbottom=True)
@@ -67,11 +63,6 @@ def _label(panel: Axes, span: Span, trace: Trace, row: int, longest: float) -> N
     start, stop = _milliseconds(span, trace)
     if stop - start > 0.05 * 1e3 * longest:
         panel.text((start + stop) / 2, row, f"{span.rows} rows", ha="center", va="center", color="white", fontsize=7.5, zorder=4)
-
-
-def _hidden(trace: Trace) -> str:
-    part = trace.hidden_copies()
-    return "nothing is copied" if part is None else f"{100 * part:.0f} % of copying hidden behind products"
 
 
 def _milliseconds(span: Span, trace: Trace) -> tuple[float, float]:

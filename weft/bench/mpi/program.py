@@ -79,30 +79,29 @@ class Collective:
 
     def _tensors(self, in_place: bool) -> tuple[Array, Array]:
         """The input and the output; in place the smaller is a part of the larger."""
-        ranks, rank = WORLD.size, WORLD.rank
-        sizes = {"all_gather": self.count * ranks, "reduce_scatter": self.count // ranks}
+        sizes = {"all_gather": self.count * WORLD.size, "reduce_scatter": self.count // WORLD.size}
         a, out = np.zeros(self.count, self.dtype), np.zeros(sizes.get(self.operation, self.count), self.dtype)
-        if in_place and len(out) >= len(a):
-            a = out[rank * len(a) :][: len(a)] if len(out) > len(a) else out
+        if in_place and len(out) > len(a):
+            a = _own(out)
         elif in_place:
-            out = a[rank * len(out) :][: len(out)]
+            out = a if len(out) == len(a) else _own(a)
         return a, out
 
     def _expected(self, run: int) -> Array:
         sources = [stream[run : run + self.count] for stream in self.streams]
-        rank, part = WORLD.rank, self.count // WORLD.size
-        own = slice(rank * part, (rank + 1) * part)
-        match self.operation:
-            case "all_gather":
-                return np.concatenate(sources)
-            case "reduce_scatter":
-                return functools.reduce(OPS[self.op][1], [source[own] for source in sources])
-            case "all_reduce":
-                return functools.reduce(OPS[self.op][1], sources)
-            case "broadcast":
-                return sources[0]
-            case _:
-                return np.concatenate([source[own] for source in sources])
+        if self.operation == "broadcast":
+            return sources[0]
+        if self.operation in ("reduce_scatter", "all_to_all"):  # each rank gets a part of every input
+            sources = [_own(source) for source in sources]
+        if self.operation in ("all_gather", "all_to_all"):
+            return np.concatenate(sources)
+        return functools.reduce(OPS[self.op][1], sources)
+
+
+def _own(whole: Array) -> Array:
+    """This rank's part."""
+    part: Array = np.split(whole, WORLD.size)[WORLD.rank]
+    return part
 
 
 def main() -> None:
