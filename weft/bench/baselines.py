@@ -20,25 +20,17 @@ def gloo_all_gather_matmul(a: Tensor, b: Tensor, out: Tensor, rows: Sequence[int
     """``dist.all_gather_into_tensor`` on gloo, then ``torch.mm`` into `out`.
 
     Shards of different sizes travel padded to the largest, since the collective takes equal ones, and are multiplied one by one.
-    Where `out` is wider than the inputs both are widened before the product, the weight only once.
     """
-    if min(rows) == max(rows):
-        gathered, shard = a.new_empty(len(out), a.shape[1]), a
-        pieces = [(gathered, out)]
-    else:
-        shard = a.new_zeros(max(rows), a.shape[1])
-        gathered = a.new_empty(max(rows) * len(rows), a.shape[1])
-        parts, targets = torch.split(gathered, max(rows)), torch.split(out, list(rows))
-        pieces = [(part[: len(target)], target) for part, target in zip(parts, targets, strict=True)]
-    wide = b.to(out.dtype)
+    shard = a if min(rows) == max(rows) else a.new_zeros(max(rows), a.shape[1])
+    gathered = a.new_empty(max(rows) * len(rows), a.shape[1])
     gather = gloo_collective("all_gather", shard, gathered, "sum")
+    multiply = _products(_parts(gathered, out, rows), b)
 
     def call() -> None:
         if shard is not a:
             shard[: len(a)].copy_(a)
         gather()
-        for source, target in pieces:
-            torch.mm(source.to(out.dtype), wide, out=target)
+        multiply()
 
     return call
 
@@ -46,22 +38,16 @@ def gloo_all_gather_matmul(a: Tensor, b: Tensor, out: Tensor, rows: Sequence[int
 def gloo_matmul_reduce_scatter(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], None]:
     """``torch.mm``, then ``dist.reduce_scatter_tensor`` on gloo into `out`.
 
-    Where rows do not divide evenly the product is padded, since the collective takes equal shards. Where `out` is wider than the
-    inputs both are widened before the product, the weight only once.
+    Where rows do not divide evenly the product is padded, since the collective takes equal shards.
     """
-    sizes = split(len(a), dist.get_world_size() if dist.is_initialized() else 1)
-    product = out.new_zeros(max(sizes) * len(sizes), b.shape[1])
-    if min(sizes) == max(sizes):
-        kept, pieces = out, [(a, product)]
-    else:
-        kept, parts = out.new_empty(max(sizes), b.shape[1]), torch.split(product, max(sizes))
-        pieces = [(rows, part[: len(rows)]) for rows, part in zip(torch.split(a, sizes), parts, strict=True)]
-    wide = b.to(out.dtype)
+    rows = split(len(a), dist.get_world_size() if dist.is_initialized() else 1)
+    product = out.new_zeros(max(rows) * len(rows), b.shape[1])
+    kept = out if min(rows) == max(rows) else out.new_empty(max(rows), b.shape[1])
+    multiply = _products([(own, place) for place, own in _parts(product, a, rows)], b)
     scatter = gloo_collective("reduce_scatter", product, kept, "sum")
 
     def call() -> None:
-        for rows, place in pieces:
-            torch.mm(rows.to(out.dtype), wide, out=place)
+        multiply()
         scatter()
         if kept is not out:
             out.copy_(kept[: len(out)])
@@ -70,13 +56,31 @@ def gloo_matmul_reduce_scatter(a: Tensor, b: Tensor, out: Tensor) -> Callable[[]
 
 
 def gloo_matmul_all_reduce(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], None]:
-    """``torch.mm`` into `out`, then ``dist.all_reduce`` on gloo; both inputs are widened first where `out` is wider."""
-    wide = b.to(out.dtype)
-    reduce = gloo_collective("all_reduce", out, out, "sum")
+    """``torch.mm`` into `out`, then ``dist.all_reduce`` on gloo."""
+    multiply, reduce = _products([(a, out)], b), gloo_collective("all_reduce", out, out, "sum")
 
     def call() -> None:
-        torch.mm(a.to(out.dtype), wide, out=out)
+        multiply()
         reduce()
+
+    return call
+
+
+def _parts(padded: Tensor, whole: Tensor, rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """Each shard in what is padded to the largest one, and in what is not; all together where they are alike."""
+    if min(rows) == max(rows):
+        return [(padded, whole)]
+    parts = zip(padded.split(max(rows)), whole.split(list(rows)), strict=True)
+    return [(part[: len(own)], own) for part, own in parts]
+
+
+def _products(pieces: Sequence[tuple[Tensor, Tensor]], b: Tensor) -> Callable[[], None]:
+    """Multiplies rows with `b`, each into its place; where that is wider both are widened before, `b` only once."""
+    wide = b.to(pieces[0][1].dtype)
+
+    def call() -> None:
+        for rows, place in pieces:
+            torch.mm(rows.to(place.dtype), wide, out=place)
 
     return call
 
