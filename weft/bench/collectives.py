@@ -21,12 +21,11 @@ from rich.text import Text
 from torch import Tensor
 
 import weft
-from weft.bench import deepspeed, environment, tables
+from weft.bench import deepspeed, environment, sweep, tables
 from weft.bench.baselines import gloo_collective
 from weft.bench.harness import Stopwatch, Times, batches, every_size, largest, per_call, poison, race, session, verified, where
 from weft.bench.mpi import MPIS, MpiRanks
 from weft.bench.settings import SweepSettings, parse_sizes
-from weft.bench.sweep import bandwidths, print_table
 from weft.bench.verification import RUNS, Check, everyones_sum
 from weft.world import World
 
@@ -214,19 +213,15 @@ def measure(settings: SweepSettings) -> dict[str, Any]:
 
 def row(settings: SweepSettings, size: int, ranks: int, one: Contender, times: Times, **counts: int) -> dict[str, Any]:
     """What an implementation takes for one size, that of each rank's input in bytes."""
-    algbw, busbw = bandwidths(settings.operation, size, ranks, times.median)
-    return {
+    what = {
         "size_bytes": size,
         "count": size // getattr(torch, settings.dtype).itemsize,
         "dtype": settings.dtype,
         "operation": settings.operation,
         "implementation": one.implementation,
         "in_place": one.in_place,
-        "time_us": times._asdict(),
-        "algbw_gbps": algbw,
-        "busbw_gbps": busbw,
-        **counts,
     }
+    return sweep.row(what, times, *sweep.bandwidths(settings.operation, size, ranks, times.median), **counts)
 
 
 def print_tables(result: dict[str, Any], console: Console) -> None:
@@ -234,7 +229,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     op = f", {result['op']}" if result["op"] else ""
     console.print(Text(f"{result['benchmark']}: {result['ranks']} ranks, {result['dtype']}{op}, {result['algorithm']}", "bold"))
     names = dict.fromkeys(row["implementation"] for row in result["rows"])
-    print_table(result["rows"], [name for name in names if name not in (WEFT, PLAIN)], console)
+    sweep.print_table(result["rows"], [name for name in names if name not in (WEFT, PLAIN)], console)
     tables.tell(
         console,
         "size and count: each rank's input. Times: median of batches, divided by their calls. algbw, busbw: GB/s of 1e9 bytes",

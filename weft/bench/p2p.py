@@ -25,7 +25,7 @@ from rich.text import Text
 from torch import Tensor
 
 from weft import _native
-from weft.bench import environment, tables
+from weft.bench import environment, sweep, tables
 from weft.bench.harness import batches, every_size, per_call, race, session, verified, where, worst
 from weft.bench.plots import COLOURS, over_sizes, picture, size_name
 from weft.bench.settings import CopySettings, parse_sizes
@@ -208,15 +208,13 @@ def _complete(handle: object) -> None:
 
 def _row(size: int, contender: Copier, samples: Samples, check: Check) -> dict[str, Any]:
     speed = size / statistics.median(samples.windows) / 1e9
-    return {
-        "size_bytes": size,
-        "operation": contender.operation,
-        "implementation": contender.implementation,
-        "time_us": per_call(samples.singles)._asdict(),
-        "algbw_gbps": speed,
-        "busbw_gbps": speed,
-        "cycles": statistics.median(samples.cycles) or None,
-        "wrong": check.wrong,
-        "copies": len(samples.singles),
-        "windows": len(samples.windows),
-    }
+    return sweep.row(
+        {"size_bytes": size, "operation": contender.operation, "implementation": contender.implementation},
+        per_call(samples.singles),
+        speed,
+        speed,
+        cycles=statistics.median(samples.cycles) or None,
+        wrong=check.wrong,
+        copies=len(samples.singles),
+        windows=len(samples.windows),
+    )

@@ -1,4 +1,4 @@
-"""Sweeps over message size: the bandwidths of a row, and the table of all."""
+"""Sweeps over message size: a row, its bandwidths, and the table of all."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.measure import Measurement
 from rich.text import Text
 
 from weft.bench import tables
+from weft.bench.harness import Times
 
 
 def bandwidths(operation: str, size_bytes: int, ranks: int, microseconds: float) -> tuple[float, float]:
@@ -30,6 +31,11 @@ def bandwidths(operation: str, size_bytes: int, ranks: int, microseconds: float)
     algbw = whole / (microseconds * 1e-6) / 1e9
     part = (ranks - 1) / ranks
     return algbw, algbw * {"broadcast": 1.0, "all_reduce": 2 * part}.get(operation, part)
+
+
+def row(what: dict[str, Any], times: Times, algbw: float, busbw: float, **found: Any) -> dict[str, Any]:
+    """A row of a result: what was measured, its microseconds and bandwidths, and what else was found."""
+    return what | {"time_us": times._asdict(), "algbw_gbps": algbw, "busbw_gbps": busbw} | found
 
 
 def print_table(rows: Sequence[dict[str, Any]], baselines: Sequence[str], console: Console) -> None:

@@ -73,17 +73,9 @@ def all_gathers(settings: AllGather) -> dict[str, Any]:
 def _row(size: int, kind: str, sms: int | None, found: Sequence[tuple[list[float], int]]) -> dict[str, Any]:
     """What all ranks found: their milliseconds and wrong elements."""
     time = per_call([1e-3 * max(times) for times in zip(*(times for times, _ in found), strict=True)])
-    algbw, busbw = sweep.bandwidths("all_gather", size // len(found), len(found), time.median)
-    return {
-        "size_bytes": size,
-        "operation": "all-gather",
-        "implementation": kind,
-        "comm_sms": sms,
-        "time_us": time._asdict(),
-        "algbw_gbps": algbw,
-        "busbw_gbps": busbw,
-        "wrong": sum(wrong for _, wrong in found),
-    }
+    widths = sweep.bandwidths("all_gather", size // len(found), len(found), time.median)
+    what = {"size_bytes": size, "operation": "all-gather", "implementation": kind, "comm_sms": sms}
+    return sweep.row(what, time, *widths, wrong=sum(wrong for _, wrong in found))
 
 
 def print_table(result: dict[str, Any], console: Console) -> None:
