@@ -10,8 +10,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-WRONG = Text("NOT VERIFIED: there are wrong results. Their times mean nothing.", "bold red")
-
 
 def table(columns: Iterable[str], left: Collection[str] = ("",)) -> Table:
     """An empty table of numbers, with words in the columns of `left`."""
@@ -45,7 +43,9 @@ def machine(result: dict[str, Any]) -> Text:
 
 def verdict(result: dict[str, Any], what: str) -> Text:
     """What was verified, or that something is wrong."""
-    return Text(f"Verified: {what}", "green") if result["verified"] else WRONG
+    if result["verified"]:
+        return Text(f"Verified: {what}", "green")
+    return Text("NOT VERIFIED: there are wrong results. Their times mean nothing.", "bold red")
 
 
 def tell(console: Console, *notes: Text | str) -> None:

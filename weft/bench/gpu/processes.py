@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,13 +27,11 @@ def gathers(sizes: Sequence[int], warmup: int, iterations: int) -> dict[int, dic
             own = world.empty(words, dtype=torch.int32).copy_(shards[world.rank])
             gathered = world.empty(world.ranks * words, dtype=torch.int32)
             views: dict[str, Callable[[], Tensor]] = {
-                "torch, processes": lambda own=own: _gathered_by_torch(own, world),  # type: ignore[misc]
-                "copy engine, processes": lambda own=own, gathered=gathered: all_gather(own, out=gathered),  # type: ignore[misc]
+                "torch, processes": partial(_gathered_by_torch, own, world),
+                "copy engine, processes": partial(all_gather, own, out=gathered),
             }
-            right = torch.cat(shards)
-            found[size] = {
-                name: (times, int((result() != right).sum())) for name, (times, result) in timed(views, warmup, iterations).items()
-            }
+            right, results = torch.cat(shards), timed(views, warmup, iterations)
+            found[size] = {name: (times, int((view() != right).sum())) for name, (times, view) in results.items()}
     dist.destroy_process_group()
     return found
 
