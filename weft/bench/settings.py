@@ -148,6 +148,15 @@ class Compared:
         return self.baseline != "none" and self.link_gbps is None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """Where results go, and with how many threads they are measured; as options these come last."""
+
+    json_file: Json = None
+    plot: Plot = None
+    threads: Threads = None
+
+
 @dataclass(frozen=True)
 class FusedSettings(Compared):
     """A fused operator, its parts, and the baseline. `shape` counts the rows of all ranks, shared out as evenly as it goes."""
@@ -214,7 +223,7 @@ class MatmulAllReduce(MatmulReduceScatter):
 
 
 @dataclass(frozen=True)
-class SweepSettings:
+class SweepSettings(Shown):
     """A collective over message size."""
 
     operation: str
@@ -234,9 +243,6 @@ class SweepSettings:
         str | None,
         typer.Option(help="Of gloo, openmpi, mpich, intel-mpi, deepspeed, or none; by default gloo. `make baselines` makes them."),
     ] = None
-    json_file: Json = None
-    plot: Plot = None
-    threads: Threads = None
 
     @property
     def baselines(self) -> tuple[str, ...]:
@@ -293,7 +299,7 @@ class AllToAll(SweepSettings):
 
 
 @dataclass(frozen=True)
-class OverlapSettings(Compared):
+class OverlapSettings(Compared, Shown):
     """A product and an all-gather that need nothing of each other: each alone, one after the other, and side by side."""
 
     ranks: Several = None
@@ -305,13 +311,10 @@ class OverlapSettings(Compared):
     seed: Seed = 0
     baseline: Baseline = None
     link_gbps: Gbps = None
-    json_file: Json = None
-    plot: Plot = None
-    threads: Threads = None
 
 
 @dataclass(frozen=True)
-class CopySettings:
+class CopySettings(Shown):
     """One-sided put and get over size, synchronous and asynchronous, beside local copies."""
 
     ranks: Several = None
@@ -319,13 +322,10 @@ class CopySettings:
     warmup: Warmup = 2
     iterations: Iterations = 40
     seed: Seed = 0
-    json_file: Json = None
-    plot: Plot = None
-    threads: Threads = None
 
 
 @dataclass(frozen=True)
-class ServingSettings:
+class ServingSettings(Shown):
     """A server's stream of steps through a tensor-parallel block, beside torch's styles on gloo and one process with all cores."""
 
     ranks: Several = None
@@ -337,6 +337,3 @@ class ServingSettings:
     warmup: Annotated[int, typer.Option(min=0, help="Steps before the measured ones.")] = 10
     steps: Annotated[int, typer.Option(min=1, help="Steps measured, each of another number of tokens.")] = 200
     seed: Seed = 0
-    json_file: Json = None
-    plot: Plot = None
-    threads: Threads = None
