@@ -57,11 +57,6 @@ class Result:
     traces: list[Trace]
     notes: tuple[str, ...] = ()
 
-    @property
-    def verified(self) -> bool:
-        """Whether every element of every result was right on every rank."""
-        return not any(check.wrong for check in self.checks.values())
-
 
 class View(NamedTuple):
     """Something to measure: a call that all ranks make, the tensors it writes, and a check of these in a given run."""

@@ -3,9 +3,6 @@
 Rank 0 copies to and from the last rank, which sleeps meanwhile; what is compared takes turns in one process. Each turn begins with
 a copy that is not timed, then times single copies (latency), then a window of copies back to back (bandwidth, and what they cost
 the calling thread). An asynchronous copy takes until it is complete, but costs its caller only its submission.
-
-Before and after it is timed, for every size, each implementation copies random bytes into a target that holds the complement of
-every byte; whoever owns the target compares all of them.
 """
 
 from __future__ import annotations
@@ -90,7 +87,7 @@ class Buffers:
         ]
 
     def verify(self, contender: Copier, run: int) -> Check:
-        """Copy the bytes of `run` to a poisoned target; how many are wrong. Collective."""
+        """Copy the bytes of `run` to a target that holds the complement of each; how many its owner finds wrong. Collective."""
         expected, rank = self.stream[run : run + len(contender.source)], self.world.rank
         if rank == contender.giver:
             contender.source.copy_(expected)

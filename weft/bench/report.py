@@ -36,7 +36,7 @@ def to_json(result: Result) -> dict[str, Any]:
         "times_ms": times_ms(result.times),
         "baselines_ms": times_ms(result.baselines),
         **_figures(result),
-        "verified": result.verified,
+        "verified": not any(check.wrong for check in result.checks.values()),
         "max_error": _finite(max(check.max_error for check in products)),
         "error_bound": _finite(max(check.bound for check in products)),
         "machine": where["machine"],

@@ -65,9 +65,5 @@ def print_table(rows: Sequence[dict[str, Any]], baselines: Sequence[str], consol
 def _cells(row: dict[str, Any] | None) -> list[Text]:
     if row is None:
         return [Text()] * 4
-    return [
-        Text(f"{row['time_us']['median']:.2f}"),
-        Text(f"{row['algbw_gbps']:.2f}"),
-        Text(f"{row['busbw_gbps']:.2f}"),
-        tables.count(row["wrong"]),
-    ]
+    numbers = row["time_us"]["median"], row["algbw_gbps"], row["busbw_gbps"]
+    return [*(Text(f"{number:.2f}") for number in numbers), tables.count(row["wrong"])]

@@ -41,11 +41,13 @@ def _draw_panel(panel: Axes, trace: Trace, longest: float) -> None:
             spans = [_milliseconds(span, trace) for span in trace.spans if (span.rank, span.lane) == lane and span.kind == kind]
             panel.broken_barh([(start, stop - start) for start, stop in spans], (row - height / 2, height), **look)
     for span in trace.spans:
+        (start, stop), row = _milliseconds(span, trace), rows[span.rank, span.lane]
         if span.kind == "notify":
-            at, row = _milliseconds(span, trace)[1], rows[span.rank, span.lane]
-            panel.plot([at, at], [row - 0.5, row - _BAR / 2], color=COLOURS["notify"], linewidth=0.9, zorder=3)
-        elif span.kind == "matmul":
-            _label(panel, span, trace, rows[span.rank, span.lane], longest)
+            panel.plot([stop, stop], [row - 0.5, row - _BAR / 2], color=COLOURS["notify"], linewidth=0.9, zorder=3)
+        elif span.kind == "matmul" and stop - start > 0.05 * 1e3 * longest:  # there is room
+            panel.text(
+                (start + stop) / 2, row, f"{span.rows} rows", ha="center", va="center", color="white", fontsize=7.5, zorder=4
+            )
     end = 1e3 * trace.seconds
     panel.axvline(end, color=COLOURS["text"], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
     panel.set_title(f"{trace.title}  {end:.2f} ms", loc="left", fontsize=10.5, fontweight="bold", color=COLOURS["text"])
@@ -56,13 +58,6 @@ def _draw_panel(panel: Axes, trace: Trace, longest: float) -> None:
     panel.set_yticks(list(rows.values()), [f"rank {rank}  {lane}" for rank, lane in rows])
     panel.tick_params(labelbottom=True)
     panel.grid(visible=False, axis="y")
-
-
-def _label(panel: Axes, span: Span, trace: Trace, row: int, longest: float) -> None:
-    """The number of rows inside a product's bar, where there is room."""
-    start, stop = _milliseconds(span, trace)
-    if stop - start > 0.05 * 1e3 * longest:
-        panel.text((start + stop) / 2, row, f"{span.rows} rows", ha="center", va="center", color="white", fontsize=7.5, zorder=4)
 
 
 def _milliseconds(span: Span, trace: Trace) -> tuple[float, float]:

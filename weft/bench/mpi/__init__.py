@@ -53,20 +53,19 @@ class MpiRanks:
         # Numpy asks for huge pages, torch only where it is told to: both are to work on the same kind of memory.
         variables["NUMPY_MADVISE_HUGEPAGE"] = os.environ.get("THP_MEM_ALLOC_ENABLE", "0")
         placing = ["--bind-to", "none", *(["--oversubscribe"] if ranks > len(everywhere) else [])] if mpi == "openmpi" else []
-        programs = environment(mpi).absolute() / "bin"
-        script = Path(__file__).with_name("program.py")
+        programs, script = environment(mpi).absolute() / "bin", Path(__file__).with_name("program.py")
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
         with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listener:
             path = f"{directory}/socket"
             listener.bind(path)
             listener.listen(ranks)
             listener.settimeout(0.1)
-            command = [f"{programs}/mpiexec", "-n", str(ranks), *placing, f"{programs}/python", str(script)]
+            program = [f"{programs}/python", str(script), path, json.dumps([sorted(own) for own in cores])]
             mine = os.sched_getaffinity(0)
             os.sched_setaffinity(0, everywhere)  # mpiexec inherits it; this rank may be bound to a core
             try:
                 self.process = subprocess.Popen(
-                    [*command, path, json.dumps([sorted(own) for own in cores])],
+                    [f"{programs}/mpiexec", "-n", str(ranks), *placing, *program],
                     env=variables,
                     stdin=subprocess.DEVNULL,
                     stdout=self.errors,
