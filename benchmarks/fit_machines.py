@@ -100,9 +100,8 @@ def streaming() -> System:
     """System 1: full-mesh push on all links at once, 64 chunks per source, consumed peer after peer."""
     points = []
     for row in published("allgather_gemm"):
-        ranks, m, k, n = (int(row[name]) for name in ("ranks", "m", "k", "n"))
-        plan = all_gather_matmul(ranks, 64, "push", links=ranks - 1, joined=False, planned=(0,))
-        plan = bind(plan, split(m, ranks))
+        ranks, m, k, n = _numbers(row)
+        plan = bind(all_gather_matmul(ranks, 64, "push", links=ranks - 1, joined=False, planned=(0,)), split(m, ranks))
         points.append(Point(f"{ranks} ranks, {m}x{k}x{n}", float(row["value"]) / 1e3, plan, _gathering(k, n)))
 
     def machine(p: Parameters, _: str) -> Machine:
@@ -123,7 +122,7 @@ def streaming() -> System:
 def steps() -> System:
     """System 2: the cascade and three improvements of it, four pieces per source."""
     rows = published("all_gather_matmul_v2")
-    ranks, m, k, n = (int(rows[0][name]) for name in ("ranks", "m", "k", "n"))
+    ranks, m, k, n = _numbers(rows[0])
     improvements = ((False, False), (True, False), (True, True))
     options: list[dict[str, Any]] = [{"algorithm": "sequential"}]
     options += [{"algorithm": "push", "own_first": own, "joined": joined} for own, joined in improvements]
@@ -182,7 +181,7 @@ def streams() -> System:
         variant = "nccl" if row["variant"] == "overlapped" else ""
         points.append(Point(f"matmul and all-gather, {row['variant']}", float(row["value"]) / 1e3, plan, rows, variant))
     for row in published("nvfuser_overlap")[1:]:  # many streams have no plan that stands for them
-        ranks, m, k, n = (int(row[name]) for name in ("ranks", "m", "k", "n"))
+        ranks, m, k, n = _numbers(row)
         plan = bind(matmul_all_reduce(ranks, 4, "one_shot", remote_reads=False), split(m, ranks))
         variant = "nccl" if row["variant"] == "two streams" else ""
         rows = {"a": Rows(k // ranks, "bfloat16")} | dict.fromkeys(("partial", "inbox", "out"), Rows(n, "bfloat16"))
@@ -234,6 +233,11 @@ def tiles() -> System:
     return System("System 5: flat all-gather", begin, machine, points, ("triton", "gluon"))
 
 
+def _numbers(row: dict[str, str]) -> list[int]:
+    """Ranks, M, K and N."""
+    return [int(row[name]) for name in ("ranks", "m", "k", "n")]
+
+
 def _gathering(k: int, n: int) -> dict[str, Rows]:
     return dict.fromkeys(("a", "staged", "inbox"), Rows(k, "float16")) | {"out": Rows(n, "float32")}
 
@@ -283,13 +287,10 @@ def profile(all_errors: Sequence[Errors], name: str) -> str:
     machine, variants = None, []
     for system, parameters, fitted, _ in own:
         residuals |= {point.label: round(error, 1) for point, error in zip(system.points, fitted, strict=True)}
-        if system.of:
-            variants += [
-                (variant, system.machine(parameters, variant)) for variant in dict.fromkeys(p.variant for p in system.points)
-            ]
-        else:
+        if not system.of:
             machine = system.machine(parameters, "")
-            variants += [(variant, system.machine(parameters, variant)) for variant in system.variants]
+        of_system = dict.fromkeys(point.variant for point in system.points) if system.of else system.variants
+        variants += [(variant, system.machine(parameters, variant)) for variant in of_system]
     assert machine is not None
     plain = _entries(machine, "residuals", "products")
     lines += [f"{key} = {value}" for key, value in plain.items()]

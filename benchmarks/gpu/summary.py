@@ -24,11 +24,8 @@ def main(folder: Path) -> None:
     if gathers:
         print("\n| bytes gathered | implementation | SMs | us | GB/s | wrong |\n|---|---|---|---|---|---|")
         for row in gathers["rows"]:
-            print(
-                f"| {row['size_bytes']} | {row['implementation']} | {row['comm_sms'] or '-'} | {row['time_us']['median']:.1f} ",
-                end="",
-            )
-            print(f"| {row['algbw_gbps']:.1f} | {row['wrong']} |")
+            what = f"{row['size_bytes']} | {row['implementation']} | {row['comm_sms'] or '-'}"
+            print(f"| {what} | {row['time_us']['median']:.1f} | {row['algbw_gbps']:.1f} | {row['wrong']} |")
     if products:
         rates = products.get("products")
         if isinstance(rates, list):

@@ -68,10 +68,8 @@ class Buffers:
         largest_size = max(parse_sizes(settings.sizes))
         generator = torch.Generator().manual_seed(settings.seed)
         self.stream = torch.randint(256, (largest_size + RUNS,), dtype=torch.uint8, generator=generator)
-        self.shared = world.empty(largest_size, dtype=torch.uint8)
-        self.source, self.target = torch.empty_like(self.shared), torch.empty_like(self.shared)
-        for tensor in (self.shared, self.source, self.target):
-            tensor.zero_()  # pages are there before anything is timed
+        made = [empty(largest_size, dtype=torch.uint8) for empty in (world.empty, torch.empty, torch.empty)]
+        self.shared, self.source, self.target = (tensor.zero_() for tensor in made)  # pages are there before anything is timed
 
     def contenders(self, size: int) -> list[Copier]:
         """All implementations, for copies of `size` bytes."""

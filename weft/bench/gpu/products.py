@@ -100,6 +100,5 @@ def print_times(result: dict[str, Any], console: Console) -> None:
     """Print what a fused operator took, in lines."""
     times = [f"{name:<16} {time['median']:9.3f} ms" for name, time in result["times_ms"].items()]
     ratios = f"speedup {result['speedup']:.2f}, limit_ratio {result['limit_ratio']:.3f}, overlap {result['overlap_percent']:.0f} %"
-    ratios += f", limit_ratio by triton {result['limit_ratio_triton']:.3f}"
-    wrong = "" if result["verified"] else ", WRONG"
-    console.print("\n".join([*times, f"{ratios}, {result['tflops']:.1f} TFLOP/s{wrong}"]))
+    more = f"limit_ratio by triton {result['limit_ratio_triton']:.3f}, {result['tflops']:.1f} TFLOP/s"
+    console.print("\n".join([*times, f"{ratios}, {more}{'' if result['verified'] else ', WRONG'}"]))
