@@ -23,8 +23,6 @@ from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.world.launcher import launch
 
 SHAPES = [(8192, 8192, 8192), (4096, 10240, 5120), (2048, 2048, 1024)]
-
-
 M = N = K = 8192
 
 
@@ -57,10 +55,7 @@ def fused(ranks: int, products: str) -> dict[str, Any]:
             views["product of the gather"] = lambda: torch.mm(gathered, b, out=out)
             views["product, then scatter"] = lambda: weft.reduce_scatter(torch.mm(x, w, out=product), out=scattered)
             views["product of the scatter"] = lambda: torch.mm(x, w, out=product)
-        found = {}
-        for name, view in views.items():
-            weft.barrier()
-            found[name] = milliseconds(view, 2, 8)
+        found = {name: times for name, (times, _) in timed(views, 2, 8).items()}
         right = weft.all_gather(a).float() @ b.float()
         torch.testing.assert_close(weft.all_gather_matmul(a, b, algorithm="push").float(), right, rtol=2e-2, atol=2e-2)
         right = weft.reduce_scatter(x.float() @ w.float())
@@ -134,7 +129,7 @@ def of_processes(m: int, k: int, n: int, dtype: torch.dtype, warmup: int, iterat
             torch.testing.assert_close(result().float(), right, rtol=2e-2, atol=2e-2)
         dist.all_gather_object(every, {name: times for name, (times, _) in found.items()})
     dist.destroy_process_group()
-    return {name: statistics.median(map(max, zip(*(times[name] for times in every), strict=True))) for name in views}
+    return medians(every)
 
 
 def tried(step: Callable[[], Any]) -> Any:
