@@ -157,8 +157,8 @@ class Bench:
         if not in_place:
             a, out = self.memory[name, False]
             return a[:count], out[:outputs]
-        [whole], part = self.memory[name, True], min(count, outputs)
-        whole = whole[: max(count, outputs)]
+        [whole] = self.memory[name, True]
+        whole, part = whole[: max(count, outputs)], min(count, outputs)
         own = whole if part == len(whole) else whole[rank * part : (rank + 1) * part]
         return (whole, own) if count > outputs else (own, whole)
 
