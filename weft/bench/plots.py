@@ -43,7 +43,7 @@ _LINES = {
 
 @contextmanager
 def picture(path: Path, width: float, height: float, title: str = "", *, verified: bool = True) -> Iterator[Figure]:
-    """A figure of so many inches in weft's style; it becomes a PNG or SVG file by the suffix of `path`, and says what is wrong."""
+    """A figure of so many inches in weft's style, saved as PNG or SVG by the suffix of `path`; its title says if it is wrong."""
     with style.context(Path(__file__).with_name("weft.mplstyle")):
         figure = Figure(figsize=(width, height))
         yield figure
