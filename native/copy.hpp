@@ -11,10 +11,4 @@ namespace weft {
 // target may be the source itself; else there is no overlap. Many bytes are shared out among the threads of the team.
 void copy_rows(const Target* targets, size_t count, const char* src, size_t src_stride, size_t rows, size_t row_bytes);
 
-// Copy them to one target.
-inline void copy_rows(char* dst, size_t dst_stride, const char* src, size_t src_stride, size_t rows, size_t row_bytes) {
-  Target target{dst, dst_stride, rows * row_bytes};
-  copy_rows(&target, 1, src, src_stride, rows, row_bytes);
-}
-
 }  // namespace weft

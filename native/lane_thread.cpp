@@ -45,13 +45,7 @@ void LaneThread::start(const Job& job) {
   std::lock_guard lock(mutex_);
   if (!thread_.joinable()) thread_ = std::thread(&LaneThread::work, this);
   jobs_.push_back(job);
-  outstanding_.store(jobs_.size(), std::memory_order_release);
   changed_.notify_all();
-}
-
-void LaneThread::join() {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return jobs_.empty(); });
 }
 
 bool LaneThread::join(const Execution& execution, double seconds) {
@@ -74,7 +68,6 @@ void LaneThread::work() {
     run_(job);
     lock.lock();
     jobs_.pop_front();
-    outstanding_.store(jobs_.size(), std::memory_order_release);
     changed_.notify_all();
   }
 }

@@ -1,7 +1,6 @@
 // The thread that runs lanes beside the caller, one after the other.
 #pragma once
 
-#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -25,12 +24,8 @@ class LaneThread {
   ~LaneThread();  // when all jobs are done
 
   void start(const Job& job);
-  // Wait until all jobs are done.
-  void join();
-  // Wait until those of this execution are; false if `seconds` pass first.
-  bool join(const Execution& execution, double seconds);
-  // Whether there is anything to do.
-  bool busy() const { return outstanding_.load(std::memory_order_acquire); }
+  // Wait until the jobs of this execution are done; false if `seconds` pass first.
+  bool join(const Execution& execution, double seconds = 1e9);
   // Whether a lane thread is what calls this.
   static bool current() { return current_; }
 
@@ -43,7 +38,6 @@ class LaneThread {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Job> jobs_;  // the first is being done
-  std::atomic<size_t> outstanding_{0};
   bool stopping_ = false;
   std::thread thread_;
 };

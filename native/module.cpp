@@ -297,12 +297,8 @@ NB_MODULE(_native, m) {
       })
       .def("start", [](Executor& self, Compiled& c, size_t lane) { self.lane_thread.start({&c.program, &c.execution, lane}); })
       .def("stop", [](Executor& self, Compiled& c) { self.stop(c.execution); })
-      .def("join", [](Executor& self) { self.lane_thread.join(); }, nb::call_guard<nb::gil_scoped_release>())
-      .def("join", [](Executor& self, Compiled& c, double seconds) {
-        nb::gil_scoped_release release;
-        return self.lane_thread.join(c.execution, seconds);
-      })
-      .def_prop_ro("busy", [](Executor& self) { return self.lane_thread.busy(); })
+      .def("join", [](Executor& self, Compiled& c, double seconds) { return self.lane_thread.join(c.execution, seconds); },
+           "compiled"_a, "seconds"_a = 1e9, nb::call_guard<nb::gil_scoped_release>())
       .def("execute", &execute)
       .def("mismatch", [](Executor& self, Compiled& c, int peer) {
         return self.calls.mismatch(peer, c.execution.call, c.execution.digest);

@@ -3,10 +3,7 @@
 namespace weft {
 
 SignalArray::SignalArray(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> segment, int spins)
-    : mesh_(std::move(mesh)),
-      segment_(std::move(segment)),
-      size_(segment_->parts[segment_->rank]->bytes() / sizeof(Counter)),
-      spins_(spins) {}
+    : mesh_(std::move(mesh)), segment_(std::move(segment)), spins_(spins) {}
 
 Counter& SignalArray::counter(int rank, Selection selection, size_t i) const {
   return reinterpret_cast<Counter*>(segment_->parts[rank]->base())[selection.start + i * selection.step];

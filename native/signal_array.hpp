@@ -21,8 +21,6 @@ class SignalArray {
   // `segment` is zeroed and holds nothing but counters.
   SignalArray(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> segment, int spins);
 
-  size_t size() const { return size_; }
-
   // Add to or set `rank`'s counters, after everything that this thread wrote is visible there. False if a peer has failed.
   bool add(int rank, Selection selection, uint64_t value);
   bool set(int rank, Selection selection, uint64_t value);
@@ -47,7 +45,6 @@ class SignalArray {
 
   std::shared_ptr<Mesh> mesh_;
   std::shared_ptr<Segment> segment_;
-  size_t size_;
   int spins_;
 };
 

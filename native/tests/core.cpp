@@ -25,6 +25,11 @@ using namespace weft;
     if (!(condition)) std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition), std::abort(); \
   } while (0)
 
+void copy_rows(char* dst, size_t dst_stride, const char* src, size_t src_stride, size_t rows, size_t row_bytes) {
+  const Target target{dst, dst_stride, rows * row_bytes};
+  copy_rows(&target, 1, src, src_stride, rows, row_bytes);
+}
+
 void test_copies() {
   std::mt19937 random(1);
   for (size_t bytes : {0, 1, 31, 33, 127, 4096, 9 << 20}) {
@@ -294,7 +299,7 @@ void test_lanes(int ranks, int calls) {
         for (int p = 0; p < ranks; ++p)
           if (p != r) CHECK(all[p * n] == call * 1000 + p * 10 && all[p * n + n - 1] == call * 1000 + p * 10 + n - 1);
         CHECK(executor.run(program, execution, 0, at + 1) >= 0);
-        executor.lane_thread.join();
+        executor.lane_thread.join(execution);
       }
     });
   for (auto& thread : threads) thread.join();
@@ -393,7 +398,7 @@ void test_lanes_end_together() {
     host.meshes[1]->leave();
     CHECK(executor.run(program, execution, 0, 0) == -1 && execution.failures[0].status == WaitStatus::lane);
     CHECK(execution.stopped == 1 && execution.failures[1].status == WaitStatus::left && execution.failures[1].source == 1);
-    executor.lane_thread.join();
+    executor.lane_thread.join(execution);
     execution.timeout = 1'000'000;
     executor.begin(program, execution);
     CHECK(executor.run(program, execution, 0, 0) == -1 && execution.failures[0].status == WaitStatus::timeout);  // not of the call before

@@ -130,7 +130,7 @@ class HostProgram(Program):
                     raise self.stopped(0, seconds)
         finally:
             if self.lanes[1]:
-                native.join()
+                native.join(compiled)
         if self.lanes[1] and compiled.wait_failure(1)[0] != _native.WaitStatus.none:
             raise self.stopped(1, seconds)
         self._record()
