@@ -27,9 +27,7 @@ std::vector<size_t> cut(const std::vector<uint32_t>& pieces, const std::vector<s
 }  // namespace
 
 Binding::Binding(const Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given, int rank)
-    : shards_(rows), widths_(program.buffers.size()), bounds_(program.slots.size()), bases_(program.slots.size()),
-      turns_(program.slots.size()), others_(program.slots.size()), strides_(program.slots.size()), columns_(program.slots.size()),
-      row_bytes_(program.slots.size()), apart_(program.slots.size(), -1), offsets_(program.buffers.size()) {
+    : shards_(rows), widths_(program.buffers.size()), offsets_(program.buffers.size()) {
   const std::vector<size_t> sizes = cut(program.pieces, rows);
   const size_t largest = sizes.empty() ? 1 : *std::max_element(sizes.begin(), sizes.end());
   for (const auto& layout : program.layouts) {
@@ -63,26 +61,22 @@ Binding::Binding(const Program& program, const std::vector<size_t>& rows, const 
   if (eager_ > Program::kEager)
     throw std::invalid_argument("eager buffers have " + std::to_string(Program::kEager) + " bytes on a rank; the plan needs " +
                                 std::to_string(eager_));
-  for (uint32_t number = 0; number < program.slots.size(); ++number) {
-    const auto [owner, which] = program.slots[number];
+  placed_.reserve(program.slots.size());
+  for (const auto [owner, which] : program.slots) {
     const Buffer& buffer = program.buffers[which];
     const Given* tensor = tensors[which];
-    bounds_[number] = &sums_[buffer.layouts[owner]];
-    columns_[number] = columns(which), row_bytes_[number] = columns_[number] * buffer.itemsize;
-    turns_[number] = buffer.role == Role::eager ? ~size_t{0} : 0;
-    strides_[number] = tensor ? tensor->stride : row_bytes_[number];
-    if (!tensor) continue;
-    if (tensor->apart && owner != rank) apart_[number] = owner;
-    else bases_[number] = reinterpret_cast<char*>(owner == rank ? tensor->address : tensor->parts.at(owner));
+    const size_t wide = columns(which), row = wide * buffer.itemsize, turns = buffer.role == Role::eager ? ~size_t{0} : 0;
+    Placed& placed = placed_.emplace_back(Placed{&sums_[buffer.layouts[owner]], wide, row, tensor ? tensor->stride : row, turns});
+    if (tensor && tensor->apart && owner != rank) placed.apart = owner;
+    else if (tensor) placed.base = reinterpret_cast<char*>(owner == rank ? tensor->address : tensor->parts.at(owner));
   }
   for (const auto& lane : program.lanes)
-    for (const Instruction& i : lane)
+    for (const Instruction& i : lane) {
       for (size_t at = 0; at < i.operands.size(); ++at)
         if (apart(i.operands[at]) >= 0 && (i.op != Op::copy || at == 0))  // others are not read, nor written to
           not_symmetric(program.buffers[program.slots[i.operands[at].slot].buffer]);
-  for (const auto& lane : program.lanes)
-    for (const Instruction& i : lane)
       if (i.together) written_ += Binding::rows(i.operands[i.measure]) * row_bytes(i.operands[0]);
+    }
   call_ = program.call;
   if (!program.ending.empty()) {
     const char* separator = "";
@@ -105,8 +99,8 @@ void Binding::place(const Program& program, Role role, const std::vector<uintptr
   for (uint32_t number = 0; number < program.slots.size(); ++number) {
     const auto [owner, which] = program.slots[number];
     if (program.buffers[which].role != role) continue;
-    bases_[number] = reinterpret_cast<char*>(begins.at(owner) + offsets_[which]);
-    if (role == Role::eager && begins.size() == 2) others_[number] = begins[1 - owner] - begins[owner];
+    placed_[number].base = reinterpret_cast<char*>(begins.at(owner) + offsets_[which]);
+    if (role == Role::eager && begins.size() == 2) placed_[number].others = begins[1 - owner] - begins[owner];
   }
 }
 
@@ -116,7 +110,8 @@ bool Binding::again(const Program& program, const std::vector<size_t>& rows, con
     const Buffer& buffer = program.buffers[tensor.buffer];
     if (tensor.columns != widths_[tensor.buffer] || tensor.rows != sums_[buffer.layouts[rank]].back()) return false;
     for (uint32_t number = 0; number < program.slots.size(); ++number)
-      if (program.slots[number].buffer == tensor.buffer && (program.slots[number].rank != rank || strides_[number] != tensor.stride))
+      if (const auto [owner, which] = program.slots[number];
+          which == tensor.buffer && (owner != rank || placed_[number].stride != tensor.stride))
         return false;
   }
   for (const Given& tensor : given) move(program, rank, tensor.buffer, tensor.address);
@@ -126,7 +121,7 @@ bool Binding::again(const Program& program, const std::vector<size_t>& rows, con
 void Binding::move(const Program& program, int rank, uint32_t buffer, uintptr_t address) {
   for (uint32_t number = 0; number < program.slots.size(); ++number)
     if (program.slots[number].rank == rank && program.slots[number].buffer == buffer)
-      bases_[number] = reinterpret_cast<char*>(address);
+      placed_[number].base = reinterpret_cast<char*>(address);
   if (static_cast<int>(buffer) == offers_) offered_ = address;
 }
 

@@ -40,15 +40,16 @@ class Binding {
 
   // `turn`: that of the execution.
   char* at(const Operand& o, Turn turn = {}) const {
-    return bases_[o.slot] + (turn.behind & turns_[o.slot]) + (turn.crossed & others_[o.slot]) + (*bounds_[o.slot])[o.start] * strides_[o.slot];
+    const Placed& p = placed_[o.slot];
+    return p.base + (turn.behind & p.turns) + (turn.crossed & p.others) + first(o) * p.stride;
   }
-  size_t stride(const Operand& o) const { return strides_[o.slot]; }
-  size_t first(const Operand& o) const { return (*bounds_[o.slot])[o.start]; }
-  size_t rows(const Operand& o) const { return (*bounds_[o.slot])[o.stop] - (*bounds_[o.slot])[o.start]; }
-  size_t columns(const Operand& o) const { return columns_[o.slot]; }
-  size_t row_bytes(const Operand& o) const { return row_bytes_[o.slot]; }
+  size_t stride(const Operand& o) const { return placed_[o.slot].stride; }
+  size_t first(const Operand& o) const { return (*placed_[o.slot].bounds)[o.start]; }
+  size_t rows(const Operand& o) const { return (*placed_[o.slot].bounds)[o.stop] - first(o); }
+  size_t columns(const Operand& o) const { return placed_[o.slot].columns; }
+  size_t row_bytes(const Operand& o) const { return placed_[o.slot].row_bytes; }
   // The rank whose memory this lies in, at an offset from the address which that rank tells, if it is not mapped here; else -1.
-  int apart(const Operand& o) const { return apart_[o.slot]; }
+  int apart(const Operand& o) const { return placed_[o.slot].apart; }
   // The address to tell peers; 0 if they read nothing through the kernel.
   uintptr_t offered() const { return offered_; }
   // Bytes that are written to outputs.
@@ -59,16 +60,19 @@ class Binding {
   uint64_t digest() const { return digest_; }
 
  private:
-  std::vector<size_t> shards_, widths_;             // the rows of shards, and the columns of the caller's buffers
-  std::vector<std::vector<size_t>> sums_;           // by layout: where each block begins, and the last one ends
-  std::vector<const std::vector<size_t>*> bounds_;  // by slot
-  std::vector<char*> bases_;                        // by slot
-  std::vector<size_t> turns_, others_;              // by slot: all bits where buffers take turns; how far the other rank's lie from them
-  std::vector<size_t> strides_, columns_, row_bytes_;
-  std::vector<int> apart_;                          // by slot
+  struct Placed {
+    const std::vector<size_t>* bounds;  // of `sums_`
+    size_t columns, row_bytes, stride;
+    size_t turns, others = 0;  // all bits where buffers take turns; how far the other rank's lie from them
+    char* base = nullptr;
+    int apart = -1;
+  };
+  std::vector<size_t> shards_, widths_;    // the rows of shards, and the columns of the caller's buffers
+  std::vector<std::vector<size_t>> sums_;  // by layout: where each block begins, and the last one ends
+  std::vector<Placed> placed_;             // by slot
   uintptr_t offered_ = 0;
-  int offers_ = -1;                                 // the buffer that lies there
-  std::vector<size_t> offsets_;                     // of workspaces and eager buffers, by buffer
+  int offers_ = -1;              // the buffer that lies there
+  std::vector<size_t> offsets_;  // of workspaces and eager buffers, by buffer
   size_t workspace_ = 0, eager_ = 0, written_ = 0;
   std::string call_;
   uint64_t digest_;
