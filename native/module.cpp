@@ -258,15 +258,11 @@ NB_MODULE(_native, m) {
       .def("place", [](Binding& self, const Compiled& c, Role role, const std::vector<uintptr_t>& begins) {
         self.place(c.program, role, begins);
       })
-      .def("first", [](Binding& self, Place place) { return self.first(operand(place)); })
-      .def("rows", [](Binding& self, Place place) { return self.rows(operand(place)); })
-      .def("stride", [](Binding& self, Place place) { return self.stride(operand(place)); })
       .def("matrix", [](Binding& self, Place place) {
         const Operand o = operand(place);
-        return std::make_tuple(self.first(o), self.rows(o), self.columns(o), self.stride(o), reinterpret_cast<uintptr_t>(self.at(o)));
-      })
-      .def("row_bytes", [](Binding& self, Place place) { return self.row_bytes(operand(place)); })
-      .def("address", [](Binding& self, Place place) { return reinterpret_cast<uintptr_t>(self.at(operand(place))); });
+        const auto address = reinterpret_cast<uintptr_t>(self.at(o));
+        return std::make_tuple(self.first(o), self.rows(o), self.columns(o), self.row_bytes(o), self.stride(o), address);
+      });
 
   nb::class_<Executor>(m, "Executor")
       .def("__init__", [](Executor* self, std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> control, int spins,

@@ -217,8 +217,8 @@ class HostProgram(Program):
 
     def rows_of(self, region: Region) -> tuple[int, int]:
         assert self.bound is not None
-        native, place = self.bound.native, self.place(region)
-        return native.first(place), native.first(place) + native.rows(place)
+        first, rows, *_ = self.bound.native.matrix(self.place(region))
+        return first, first + rows
 
     def _spans(self) -> list[Timed]:
         return [
@@ -274,7 +274,7 @@ class HostProgram(Program):
         if region in self.entire:
             return tensors[region.buffer]
         assert self.bound is not None
-        start, rows, columns, stride, address = self.bound.native.matrix(self.place(region))
+        start, rows, columns, _, stride, address = self.bound.native.matrix(self.place(region))
         given = self.plan.buffers[region.buffer].given
         if given and region.rank == self.world.rank:
             return tensors[region.buffer][start : start + rows]

@@ -112,10 +112,10 @@ class NetworkProgram(HostProgram):
     def rows(self, place: Place | None) -> _Rows:
         """The rows there, in this call; none where there is only a token."""
         assert self.bound is not None
-        native = self.bound.native
         if place is None:
             return _Rows(0, 0, 0, 0)
-        return _Rows(native.address(place), native.rows(place), native.row_bytes(place), native.stride(place))
+        _, rows, _, row, stride, address = self.bound.native.matrix(place)
+        return _Rows(address, rows, row, stride)
 
     def advance(self, number: int, at: int) -> int:
         """Run a native lane to its next pause; -1 if it never gets there. That another still computes is no reason to give up."""
