@@ -31,21 +31,36 @@ struct Compiled {
   }
 };
 
-inline void throw_pending() {
-  if (PyErr_Occurred()) throw nb::python_error();  // a signal handler raised during a wait
+// Do `work` without the GIL, and raise what a signal handler raised while it waited.
+template <class Work>
+auto unlocked(Work work) {
+  auto made = [&] {
+    nb::gil_scoped_release release;
+    return work();
+  }();
+  if (PyErr_Occurred()) throw nb::python_error();
+  return made;
 }
 
-// A whole call of a program that is one lane without pauses; whether it came to its end.
-inline bool execute(Executor& executor, Compiled& c, double timeout) {
+// A whole call of a program that is one lane without pauses, with a binding; both are given as `weft.engines.host` has them, too. Raises
+// what the call does.
+inline void execute(Executor& executor, nb::handle program, Compiled& c, nb::handle binding, const Binding& bound, double timeout) {
+  if (executor.must_meet(c.program)) program.attr("engine").attr("meet")(timeout);
+  if (c.execution.binding != &bound) program.attr("apply")(binding);
   c.execution.timeout = static_cast<int64_t>(timeout * 1e9);
-  bool done;
-  {
-    nb::gil_scoped_release release;
-    executor.begin(c.program, c.execution);
-    done = executor.run(c.program, c.execution, 0, 0) >= 0;
+  try {
+    const bool done = unlocked([&] {
+      executor.begin(c.program, c.execution);
+      return executor.run(c.program, c.execution, 0, 0) >= 0;
+    });
+    if (done) return;
+  } catch (nb::python_error& error) {
+    program.attr("world").attr("fail")(error.value());
+    throw;
   }
-  throw_pending();
-  return done;
+  const nb::object error = program.attr("stopped")(0, timeout);
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  throw nb::python_error();
 }
 
 }  // namespace weft

@@ -284,18 +284,13 @@ NB_MODULE(_native, m) {
         self.begin(c.program, c.execution);
       })
       .def("run", [](Executor& self, Compiled& c, size_t lane, int at) {
-        {
-          nb::gil_scoped_release release;
-          at = self.run(c.program, c.execution, lane, at);
-        }
-        throw_pending();
-        return at;
+        return unlocked([&] { return self.run(c.program, c.execution, lane, at); });
       })
       .def("start", [](Executor& self, Compiled& c, size_t lane) { self.lane_thread.start({&c.program, &c.execution, lane}); })
       .def("stop", [](Executor& self, Compiled& c) { self.stop(c.execution); })
       .def("join", [](Executor& self, Compiled& c, double seconds) { return self.lane_thread.join(c.execution, seconds); },
            "compiled"_a, "seconds"_a = 1e9, nb::call_guard<nb::gil_scoped_release>())
-      .def("execute", &execute)
+      .def("execute", &execute, "program"_a, "compiled"_a, "binding"_a, "bound"_a, "timeout"_a)
       .def("mismatch", [](Executor& self, Compiled& c, int peer) {
         return self.calls.mismatch(peer, c.execution.call, c.execution.digest);
       })
@@ -341,13 +336,10 @@ NB_MODULE(_native, m) {
       })
       .def_prop_ro("failed", &SignalArray::failed)
       .def("wait", [](SignalArray& self, size_t start, size_t count, size_t step, Compare compare, uint64_t value, double timeout) {
-        SignalArray::Outcome outcome;
-        {
-          nb::gil_scoped_release release;
-          outcome = self.wait({start, count, step}, compare, value, static_cast<int64_t>(timeout * 1e9), signal_pending);
-        }
-        throw_pending();
-        return std::make_tuple(outcome.status, outcome.index, outcome.actual);
+        const auto nanoseconds = static_cast<int64_t>(timeout * 1e9);
+        const auto [status, index, actual] =
+            unlocked([&] { return self.wait({start, count, step}, compare, value, nanoseconds, signal_pending); });
+        return std::make_tuple(status, index, actual);
       });
 
   m.def("read_number", [](int pid, uintptr_t from) {
@@ -378,12 +370,7 @@ NB_MODULE(_native, m) {
         return self.transfers.copy(copy);
       })
       .def("submit", [](PyTransfers& self, nb::object keepalive, const StridedCopy& copy) {
-        uint64_t number;
-        {
-          nb::gil_scoped_release release;
-          number = self.transfers.submit(copy, signal_pending);
-        }
-        if (!number) throw_pending();
+        const uint64_t number = unlocked([&] { return self.transfers.submit(copy, signal_pending); });
         self.keepalive.emplace_back(number, std::move(keepalive));
         self.release();
         return number;
@@ -393,12 +380,8 @@ NB_MODULE(_native, m) {
         return self.transfers.done(number);
       })
       .def("wait", [](PyTransfers& self, uint64_t number, double timeout) {
-        bool come;
-        {
-          nb::gil_scoped_release release;
-          come = self.transfers.wait(number, now() + static_cast<int64_t>(timeout * 1e9), signal_pending);
-        }
-        throw_pending();
+        const int64_t deadline = now() + static_cast<int64_t>(timeout * 1e9);
+        const bool come = unlocked([&] { return self.transfers.wait(number, deadline, signal_pending); });
         self.release();
         return come;
       })

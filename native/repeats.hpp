@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -14,12 +13,27 @@
 
 namespace weft {
 
-class Repeats {
- public:
-  static PyType_Slot slots[];  // through which the garbage collector sees what is held here
+// A buffer of the caller's: where it begins within one of the tensors.
+struct Moved {
+  uint32_t buffer;
+  bool within_out;
+  uintptr_t offset;
+};
 
+// A call that was made before; what was made for it is its program.
+struct Repeated : Made {
+  nb::object what, binding;
+  std::vector<Moved> moved;
+  Compiled& compiled;
+  Binding& bound;
+  nb::object a = {}, out = {};  // weak references to the tensors of the latest call, which need not be looked at twice
+};
+
+class Repeats : public Remembered<Repeated, 1024> {
+ public:
   // `plain` and `api` as an `Eye` takes them.
-  Repeats(Executor& executor, int rank, nb::tuple plain, nb::handle api) : executor_(executor), rank_(rank), eye_(std::move(plain), api) {}
+  Repeats(Executor& executor, int rank, nb::tuple plain, nb::handle api)
+      : Remembered(std::move(plain), api), executor_(executor), rank_(rank) {}
 
   // Remember that `what` with these tensors and options is an execution of `program`, of one lane, with `binding`; both as they are
   // in `weft.engines.host`. `tensors` are those of the program's buffers, each of which lies within `a` or `out`.
@@ -35,21 +49,17 @@ class Repeats {
       const uintptr_t begin = within_out ? out_.address : a_.address;
       moved.push_back({nb::cast<uint32_t>(program.attr("numbers")[name]), within_out, eye_.address - begin});
     }
-    if (known_.size() >= kMost) clear();
-    auto* compiled = nb::cast<Compiled*>(program.attr("native"));
-    auto* bound = nb::cast<Binding*>(binding.attr("native"));
-    known_[mixed(lies_, options)] =
-        std::make_shared<Call>(Call{what, options, program, binding, lies_, std::move(moved), {}, {}, *compiled, *bound});
+    auto& compiled = nb::cast<Compiled&>(program.attr("native"));
+    auto& bound = nb::cast<Binding&>(binding.attr("native"));
+    remember({{options, lies_, program}, what, binding, std::move(moved), compiled, bound});
   }
 
   // Make the call again, if one like it was made before; else do nothing: false. Raises what the call does.
   bool call(nb::handle what, nb::handle a, nb::handle out, nb::handle options, double timeout) {
     if (!look(what, a, out)) return false;
-    auto found = known_.find(mixed(lies_, options));
-    if (found == known_.end()) return false;
-    const std::shared_ptr<Call> held = found->second;  // whatever Python does meanwhile
-    Call& known = *held;
-    if (!known.what.is(what) || known.lies != lies_ || !known.options.equal(options)) return false;
+    const std::shared_ptr<Repeated> held = found(options);
+    if (!held) return false;
+    Repeated& known = *held;
     if (!same(known.out, out)) {
       if (nb::cast<bool>(out.attr("requires_grad")) || !eye_.read_as_they_lie(out)) return false;  // who checks may have something to say
       known.out = weak(out);
@@ -58,45 +68,17 @@ class Repeats {
       if (!eye_.read_as_they_lie(a)) return false;
       known.a = weak(a);
     }
-    const Place from = a_, to = out_;
-    if (executor_.must_meet(known.compiled.program)) known.program.attr("engine").attr("meet")(timeout);
-    if (known.compiled.execution.binding != &known.bound) known.program.attr("apply")(known.binding);
     for (const Moved& one : known.moved)
-      known.bound.move(known.compiled.program, rank_, one.buffer, (one.within_out ? to : from).address + one.offset);
-    try {
-      if (execute(executor_, known.compiled, timeout)) return true;
-    } catch (nb::python_error& error) {  // what a signal handler raised
-      known.program.attr("world").attr("fail")(error.value());
-      throw;
-    }
-    const nb::object error = known.program.attr("stopped")(0, timeout);
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
-    throw nb::python_error();
+      known.bound.move(known.compiled.program, rank_, one.buffer, (one.within_out ? out_ : a_).address + one.offset);
+    execute(executor_, known.made, known.compiled, known.binding, known.bound, timeout);
+    return true;
   }
 
-  void clear() { std::exchange(known_, {}); }  // ends of objects may run Python code that comes back here
-  size_t size() const { return known_.size(); }
-
  private:
-  // A buffer of the caller's: where it begins within one of the tensors.
-  struct Moved {
-    uint32_t buffer;
-    bool within_out;
-    uintptr_t offset;
-  };
   struct Place {
     uintptr_t address = 0;
     size_t bytes = 0;
   };
-  struct Call {
-    nb::object what, options, program, binding;
-    std::vector<int64_t> lies;
-    std::vector<Moved> moved;
-    nb::object a, out;  // weak references to the tensors of the latest call, which need not be looked at twice
-    Compiled& compiled;
-    Binding& bound;
-  };
-  static constexpr size_t kMost = 1024;
   static constexpr int64_t kApart = std::numeric_limits<int64_t>::min();
 
   // Note in `lies_` how the tensors lie, where in symmetric memory, and where to each other if they overlap.
@@ -109,9 +91,8 @@ class Repeats {
   }
 
   bool note(nb::handle tensor, Place& place) {
-    if (!eye_.look(tensor)) return false;
+    if (!eye_.note(tensor, lies_)) return false;
     place = {eye_.address, eye_.span()};
-    eye_.add_layout(lies_);
     if (const Segment* within = Segment::around(place.address))  // peers have it where theirs is
       for (uint64_t each : {within->world, within->number, uint64_t{place.address}}) lies_.push_back(static_cast<int64_t>(each));
     return place.bytes > 0;
@@ -124,26 +105,9 @@ class Repeats {
     return made;
   }
 
-  static int traverse(PyObject* self, visitproc visit, void* arg) {
-    Py_VISIT(Py_TYPE(self));
-    if (!nb::inst_ready(self)) return 0;
-    for (auto& [name, known] : nb::inst_ptr<Repeats>(self)->known_) Py_VISIT(known->program.ptr());
-    return 0;
-  }
-  static int release(PyObject* self) {
-    nb::inst_ptr<Repeats>(self)->clear();
-    return 0;
-  }
-
   Executor& executor_;
   int rank_;
-  Eye eye_;
-  Place a_, out_;              // of the latest call that was looked for
-  std::vector<int64_t> lies_;  // how its tensors lie; kept for its room
-  std::unordered_map<uint64_t, std::shared_ptr<Call>> known_;
+  Place a_, out_;  // of the latest call that was looked for
 };
-
-inline PyType_Slot Repeats::slots[] = {
-    {Py_tp_traverse, reinterpret_cast<void*>(traverse)}, {Py_tp_clear, reinterpret_cast<void*>(release)}, {0, nullptr}};
 
 }  // namespace weft

@@ -8,8 +8,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace weft {
@@ -123,6 +126,19 @@ class Eye : public View {
     return false;
   }
 
+  // Look at one and add how it lies to `numbers`.
+  bool note(nb::handle tensor, std::vector<int64_t>& numbers) {
+    if (!look(tensor)) return false;
+    add_layout(numbers);
+    return true;
+  }
+
+  // The same, or that there is none.
+  bool note_any(nb::handle tensor, std::vector<int64_t>& numbers) {
+    if (tensor.is_none()) numbers.push_back(-1);
+    return tensor.is_none() || note(tensor, numbers);
+  }
+
  private:
   nb::tuple plain_;
   const Exchange* exchange_;
@@ -144,16 +160,68 @@ inline Matrix matrix(nb::handle tensor, const Exchange* exchange) {
   return {view.address, rows, columns, (rows > 1 ? static_cast<size_t>(view.strides[0]) : columns) * view.item};
 }
 
-// A name of numbers, and of what can be hashed in Python.
-inline uint64_t mixed(const std::vector<int64_t>& numbers, nb::handle options) {
-  uint64_t name = static_cast<uint64_t>(PyObject_Hash(options.ptr()));
-  if (PyErr_Occurred()) PyErr_Clear();  // what is wrong with options that cannot be hashed is said by who checks them
-  for (int64_t number : numbers) {
-    name = (name ^ static_cast<uint64_t>(number)) * 0x9e3779b97f4a7c15;
-    name ^= name >> 32;
+// What was made for a call: with which options, and for tensors that lie how.
+struct Made {
+  nb::object options;
+  std::vector<int64_t> lies;
+  nb::object made;
+};
+
+// What was made for calls, each a `Known`, which is a `Made`; when they are `most`, all is forgotten.
+template <class Known, size_t most>
+class Remembered {
+ public:
+  void clear() { std::exchange(known_, {}); }  // ends of objects may run Python code that comes back here
+  size_t size() const { return known_.size(); }
+
+ protected:
+  // `plain` and `api` as an `Eye` takes them.
+  Remembered(nb::tuple plain, nb::handle api) : eye_(std::move(plain), api) {}
+
+  void remember(Known known) {
+    if (size() >= most) clear();
+    const uint64_t name = named(known.options);
+    known_[name] = std::make_shared<Known>(std::move(known));
   }
-  return name;
-}
+
+  // What was made with such options for tensors that lie like those in `lies_`, held whatever Python does meanwhile; else null.
+  std::shared_ptr<Known> found(nb::handle options) const {
+    const auto at = known_.find(named(options));
+    std::shared_ptr<Known> known = at == known_.end() ? nullptr : at->second;
+    return known && known->lies == lies_ && known->options.equal(options) ? known : nullptr;
+  }
+
+  Eye eye_;
+  std::vector<int64_t> lies_;  // how the tensors of the latest call lie; kept for its room
+
+ private:
+  uint64_t named(nb::handle options) const {
+    uint64_t name = static_cast<uint64_t>(PyObject_Hash(options.ptr()));
+    if (PyErr_Occurred()) PyErr_Clear();  // what is wrong with options that cannot be hashed is said by who checks them
+    for (int64_t number : lies_) {
+      name = (name ^ static_cast<uint64_t>(number)) * 0x9e3779b97f4a7c15;
+      name ^= name >> 32;
+    }
+    return name;
+  }
+
+  static int traverse(PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (!nb::inst_ready(self)) return 0;
+    for (auto& [name, known] : nb::inst_ptr<Remembered>(self)->known_) Py_VISIT(known->made.ptr());
+    return 0;
+  }
+  static int release(PyObject* self) {
+    nb::inst_ptr<Remembered>(self)->clear();
+    return 0;
+  }
+
+  std::unordered_map<uint64_t, std::shared_ptr<Known>> known_;
+
+ public:
+  static inline PyType_Slot slots[] = {  // through which the garbage collector sees what is held here
+      {Py_tp_traverse, reinterpret_cast<void*>(traverse)}, {Py_tp_clear, reinterpret_cast<void*>(release)}, {0, nullptr}};
+};
 
 // How plain tensors of this process's memory lie, but not where, to find what was made for tensors that lie like these; None if one is
 // something else. Where there is none, None stands for it.
@@ -161,14 +229,8 @@ inline nb::object layouts(nb::handle tensors, nb::tuple plain, nb::handle api) {
   Eye eye(std::move(plain), api);
   std::vector<int64_t> numbers;
   numbers.reserve(24);
-  for (nb::handle tensor : tensors) {
-    if (tensor.is_none())
-      numbers.push_back(-1);
-    else if (eye.look(tensor))
-      eye.add_layout(numbers);
-    else
-      return nb::none();
-  }
+  for (nb::handle tensor : tensors)
+    if (!eye.note_any(tensor, numbers)) return nb::none();
   return nb::bytes(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t));
 }
 

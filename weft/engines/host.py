@@ -166,19 +166,9 @@ class HostProgram(Program):
             self.bound = binding
 
     def execute(self, binding: Binding, timeout: float | None = None) -> None:
-        world = self.world
         if self.engine.pending:
             self.engine.settle()
-        if self.ahead and self.must_meet():
-            self.engine.meet(timeout)
-        self.apply(binding)
-        try:
-            done = world.native.execute(self.native, timeout or world.timeout)
-        except BaseException as error:  # what a signal handler raised; a `with` would cost every call
-            world.fail(error)
-            raise
-        if not done:
-            raise self.stopped(0, timeout or world.timeout)
+        self.world.native.execute(self, self.native, binding, binding.native, timeout or self.world.timeout)
         self._record()
 
     def must_meet(self) -> bool:
