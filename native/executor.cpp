@@ -5,7 +5,6 @@
 
 #include "binding.hpp"
 #include "copy.hpp"
-#include "peer_memory.hpp"
 
 namespace weft {
 

@@ -19,7 +19,6 @@
 #include "compiled.hpp"
 #include "copy.hpp"
 #include "executor.hpp"
-#include "peer_memory.hpp"
 #include "repeats.hpp"
 #include "signal_array.hpp"
 #include "team.hpp"
