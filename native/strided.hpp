@@ -7,7 +7,15 @@
 namespace weft {
 
 // The bytes from the first element to the end of the last one, 0 without elements. Strides count elements of `item` bytes.
-size_t span_of(size_t item, const std::vector<size_t>& shape, const std::vector<size_t>& strides);
+template <class Number>
+size_t span_of(size_t item, size_t dimensions, const Number* shape, const Number* strides) {
+  size_t last = 0;
+  for (size_t i = 0; i < dimensions; ++i) {
+    if (!shape[i]) return 0;
+    last += static_cast<size_t>((shape[i] - 1) * strides[i]);
+  }
+  return (last + 1) * item;
+}
 
 // Whether a view might hold an element more than once: unless each dimension steps over all that lies within it.
 bool may_repeat(const std::vector<size_t>& shape, const std::vector<size_t>& strides);

@@ -25,6 +25,9 @@ constexpr size_t kShared = size_t{256} << 10;
 // others, counted over all rows; where these lie side by side, no two write to one cache line.
 template <class Work>
 void share(size_t rows, size_t columns, size_t item, const Work& work) {
+#ifdef WEFT_MUTANT_NO_COPY  // a build that moves nothing, to prove that the tests would notice
+  return;
+#endif
   const size_t threads = rows * columns * item < kShared ? 1 : team_size();
   if (threads < 2) return work(size_t{0}, rows, size_t{0}, columns);
   auto run = [&](size_t part, size_t parts) {

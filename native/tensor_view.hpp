@@ -15,6 +15,8 @@
 #include <utility>
 #include <vector>
 
+#include "strided.hpp"
+
 namespace weft {
 
 namespace nb = nanobind;
@@ -92,14 +94,7 @@ class View {
   }
 
   // The bytes from the first element to behind the last.
-  size_t span() const {
-    size_t last = 0;
-    for (size_t dim = 0; dim < dimensions; ++dim) {
-      if (!shape[dim]) return 0;
-      last += static_cast<size_t>((shape[dim] - 1) * strides[dim]);
-    }
-    return (last + 1) * item;
-  }
+  size_t span() const { return span_of(item, dimensions, shape, strides); }
 
   // Add how it lies, but not where: its dtype, shape and strides.
   void add_layout(std::vector<int64_t>& numbers) const {

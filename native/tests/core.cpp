@@ -435,7 +435,8 @@ void test_strided_copies() {
       return result;
     };
     auto to = strides(), from = strides();
-    std::vector<char> src(span_of(item, shape, from) + 8), dst(span_of(item, shape, to) + 8, 7);
+    auto span = [&](const std::vector<size_t>& strides) { return span_of(item, dimensions, shape.data(), strides.data()); };
+    std::vector<char> src(span(from) + 8), dst(span(to) + 8, 7);
     for (auto& x : src) x = static_cast<char>(random());
     size_t shift = below(3), total = 1;
     std::vector<char> expected = dst;
