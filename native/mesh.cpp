@@ -121,14 +121,14 @@ Failure Mesh::failure() const {
 
 void Mesh::abort(const Failure& failure) {
   fail(failure);
-  std::string message = std::string(1, kAbort) + failure.kind + "\n" + std::to_string(failure.culprit) + "\n" + failure.text;
-  for (auto& peer : peers_)
-    if (peer->fd >= 0) transmit(peer->fd, message, -1, MSG_DONTWAIT);
+  tell_all(std::string(1, kAbort) + failure.kind + "\n" + std::to_string(failure.culprit) + "\n" + failure.text);
 }
 
-void Mesh::leave() {
+void Mesh::leave() { tell_all(std::string(1, kFarewell)); }
+
+void Mesh::tell_all(const std::string& message) {
   for (auto& peer : peers_)
-    if (peer->fd >= 0) transmit(peer->fd, std::string(1, kFarewell), -1, MSG_DONTWAIT);
+    if (peer->fd >= 0) transmit(peer->fd, message, -1, MSG_DONTWAIT);
 }
 
 void Mesh::send(int peer, const std::string& text, int fd) {

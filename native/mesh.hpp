@@ -57,6 +57,7 @@ class Mesh {
   void watch();
   bool read(int peer);
   void fail(const Failure& failure);
+  void tell_all(const std::string& message);
 
   int stop_;  // an eventfd that ends the watch
   std::vector<std::unique_ptr<Peer>> peers_;
