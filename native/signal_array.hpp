@@ -22,8 +22,8 @@ class SignalArray {
   SignalArray(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> segment, int spins);
 
   // Add to or set `rank`'s counters, after everything that this thread wrote is visible there. False if a peer has failed.
-  bool add(int rank, Selection selection, uint64_t value);
-  bool set(int rank, Selection selection, uint64_t value);
+  bool add(int rank, Selection selection, uint64_t value) { return raise(weft::add, rank, selection, value); }
+  bool set(int rank, Selection selection, uint64_t value) { return raise(weft::set, rank, selection, value); }
 
   // Do all of this rank's counters satisfy the comparison, as seen one after the other?
   bool test(Selection selection, Compare compare, uint64_t value) const;
@@ -36,11 +36,13 @@ class SignalArray {
     uint64_t actual;
   };
   // Hold until one look over this rank's counters finds that all satisfy the comparison. `interrupted` is called now and then.
-  Outcome wait(Selection selection, Compare compare, uint64_t value, int64_t timeout, const std::function<bool()>& interrupted);
+  Outcome wait(Selection selection, Compare compare, uint64_t expected, int64_t timeout, const std::function<bool()>& interrupted);
 
  private:
   Counter& counter(int rank, Selection selection, size_t i) const;
-  size_t unsatisfied(Selection selection, Compare compare, uint64_t value) const;
+  uint64_t value(Selection selection, size_t i) const;  // of this rank's
+  bool raise(void (*how)(Counter&, uint64_t), int rank, Selection selection, uint64_t value);
+  size_t unsatisfied(Selection selection, Compare compare, uint64_t expected) const;
   bool deserted() const;
 
   std::shared_ptr<Mesh> mesh_;
