@@ -36,6 +36,8 @@ using PyBuffer = std::tuple<std::string, std::string, size_t, Role, uint32_t, bo
 using Shared = std::pair<std::vector<uintptr_t>, std::string>;  // `parts` and `place` of a Given: a place without parts is apart
 using Types = nb::typed<nb::tuple, nb::handle, nb::ellipsis>;    // of plain tensors
 using ByName = nb::typed<nb::dict, nb::str, nb::any>;            // by the names of buffers
+using Sizes = std::vector<size_t>;
+using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 
 Operand operand(const Place& place) { return {std::get<0>(place), std::get<1>(place), std::get<2>(place)}; }
 
@@ -63,8 +65,6 @@ bool signal_pending() {
   nb::gil_scoped_acquire acquire;
   return PyErr_CheckSignals() != 0;
 }
-
-using Sizes = std::vector<size_t>;
 
 // The number of the world in whose symmetric memory `remote` lies, and a copy between a peer's counterpart of it and `local`; nothing
 // if there is something wrong with one of them, which is to be told in words.
@@ -148,11 +148,7 @@ NB_MODULE(_native, m) {
   }, "tensor"_a.none(), "plain"_a, "look"_a.none());
 
   nb::class_<Mapping>(m, "Mapping").def_prop_ro("base", [](Mapping& x) { return reinterpret_cast<uintptr_t>(x.base()); });
-  m.def("create_mapping", [](size_t bytes) {
-    int fd = -1;
-    auto mapping = Mapping::create(bytes, fd);
-    return std::make_pair(mapping, fd);
-  });
+  m.def("create_mapping", &Mapping::create);
   m.def("attach_mapping", &Mapping::attach);
 
   nb::class_<Segment>(m, "Segment", nb::is_weak_referenceable())
@@ -174,18 +170,17 @@ NB_MODULE(_native, m) {
 
   nb::class_<Mesh>(m, "Mesh")
       .def(nb::init<std::vector<int>>())
-      .def("send", &Mesh::send, nb::call_guard<nb::gil_scoped_release>())
+      .def("send", &Mesh::send, Unlocked())
       .def("receive", [](Mesh& self, int peer, double seconds) {
-        nb::gil_scoped_release release;
-        Note note = self.receive(peer, seconds);
-        return std::make_pair(note.text, note.fd);
-      })
+        const auto [text, fd] = self.receive(peer, seconds);
+        return std::make_pair(text, fd);
+      }, Unlocked())
       .def("abort", [](Mesh& self, std::string kind, int culprit, std::string text) { self.abort({kind, culprit, text}); })
       .def("leave", &Mesh::leave)
       .def("left", &Mesh::left)
       .def("failure", [](Mesh& self) {
-        Failure failure = self.failure();
-        return std::make_tuple(failure.kind, failure.culprit, failure.text);
+        const auto [kind, culprit, text] = self.failure();
+        return std::make_tuple(kind, culprit, text);
       });
 
   nb::class_<Compiled>(m, "Compiled")
@@ -237,20 +232,19 @@ NB_MODULE(_native, m) {
       })
       .def_prop_ro("stopped", [](Compiled& self) { return self.execution.stopped.load(std::memory_order_acquire); })
       .def("wait_failure", [](Compiled& self, size_t lane) {
-        const WaitFailure& f = self.execution.failures[lane];
-        return std::make_tuple(f.status, f.instruction, f.source, f.expected, f.actual);
+        const auto [status, instruction, source, expected, actual] = self.execution.failures[lane];
+        return std::make_tuple(status, instruction, source, expected, actual);
       });
 
   nb::class_<Binding>(m, "Binding")
-      .def("__init__", [](Binding* self, const Compiled& c, const std::vector<size_t>& rows, ByName tensors, ByName numbers,
-                          ByName shared, int rank, nb::handle look) {
+      .def("__init__", [](Binding* self, const Compiled& c, const Sizes& rows, ByName tensors, ByName numbers, ByName shared, int rank,
+                          nb::handle look) {
         new (self) Binding(c.program, rows, given(tensors, numbers, shared, look), rank);
-      }, nb::arg("compiled"), nb::arg("rows"), nb::arg("tensors"), nb::arg("numbers"), nb::arg("shared"), nb::arg("rank"),
-           nb::arg("look").none(), nb::keep_alive<1, 2>())  // the program that it belongs to
-      .def("again", [](Binding& self, const Compiled& c, const std::vector<size_t>& rows, ByName tensors, ByName numbers, int rank,
-                       nb::handle look) {
+      }, "compiled"_a, "rows"_a, "tensors"_a, "numbers"_a, "shared"_a, "rank"_a, "look"_a.none(),
+           nb::keep_alive<1, 2>())  // the program that it belongs to
+      .def("again", [](Binding& self, const Compiled& c, const Sizes& rows, ByName tensors, ByName numbers, int rank, nb::handle look) {
         return self.again(c.program, rows, given(tensors, numbers, {}, look), rank);
-      }, nb::arg("compiled"), nb::arg("rows"), nb::arg("tensors"), nb::arg("numbers"), nb::arg("rank"), nb::arg("look").none())
+      }, "compiled"_a, "rows"_a, "tensors"_a, "numbers"_a, "rank"_a, "look"_a.none())
       .def_prop_ro("workspace", &Binding::workspace)
       .def_prop_ro("call", &Binding::call)
       .def_prop_ro("eager", &Binding::eager)
@@ -288,7 +282,7 @@ NB_MODULE(_native, m) {
       .def("start", [](Executor& self, Compiled& c, size_t lane) { self.lane_thread.start({&c.program, &c.execution, lane}); })
       .def("stop", [](Executor& self, Compiled& c) { self.stop(c.execution); })
       .def("join", [](Executor& self, Compiled& c, double seconds) { return self.lane_thread.join(c.execution, seconds); },
-           "compiled"_a, "seconds"_a = 1e9, nb::call_guard<nb::gil_scoped_release>())
+           "compiled"_a, "seconds"_a = 1e9, Unlocked())
       .def("execute", &execute, "program"_a, "compiled"_a, "binding"_a, "bound"_a, "timeout"_a)
       .def("mismatch", [](Executor& self, Compiled& c, int peer) {
         return self.calls.mismatch(peer, c.execution.call, c.execution.digest);
@@ -364,10 +358,7 @@ NB_MODULE(_native, m) {
   nb::class_<PyTransfers>(m, "Transfers")
       .def(nb::init<std::shared_ptr<Mesh>, int, size_t, uint64_t>())
       .def_prop_ro_static("max_outstanding", [](nb::handle) { return Transfers::kOutstanding; })
-      .def("copy", [](PyTransfers& self, const StridedCopy& copy) {
-        nb::gil_scoped_release release;
-        return self.transfers.copy(copy);
-      })
+      .def("copy", [](PyTransfers& self, const StridedCopy& copy) { return self.transfers.copy(copy); }, Unlocked())
       .def("submit", [](PyTransfers& self, nb::object keepalive, const StridedCopy& copy) {
         const uint64_t number = unlocked([&] { return self.transfers.submit(copy, signal_pending); });
         self.keepalive.emplace_back(number, std::move(keepalive));

@@ -46,14 +46,14 @@ Registry& registry() {
 uintptr_t begin(const Segment& segment) { return reinterpret_cast<uintptr_t>(segment.parts.at(segment.rank)->base()); }
 }  // namespace
 
-std::shared_ptr<Mapping> Mapping::create(size_t bytes, int& fd) {
-  fd = memfd_create("weft", MFD_CLOEXEC);
+std::pair<std::shared_ptr<Mapping>, int> Mapping::create(size_t bytes) {
+  const int fd = memfd_create("weft", MFD_CLOEXEC);
   if (fd < 0) fail("memfd_create");
   try {
     if (ftruncate(fd, static_cast<off_t>(bytes))) fail("ftruncate");
     std::shared_ptr<Mapping> mapping(new Mapping(fd, bytes));
     take(mapping->base_, bytes, fd);
-    return mapping;
+    return {std::move(mapping), fd};
   } catch (...) {
     close(fd);
     throw;

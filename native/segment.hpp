@@ -12,7 +12,8 @@ namespace weft {
 // A mapped memory file; unmapped with the last reference to it.
 class Mapping {
  public:
-  static std::shared_ptr<Mapping> create(size_t bytes, int& fd);  // reserves all pages; throws std::system_error
+  // With the file, which is the caller's. Takes all pages; throws std::system_error.
+  static std::pair<std::shared_ptr<Mapping>, int> create(size_t bytes);
   static std::shared_ptr<Mapping> attach(int fd, size_t bytes);
   ~Mapping();
   Mapping(const Mapping&) = delete;

@@ -223,8 +223,8 @@ struct Host {  // ranks as threads of one process
     auto parts = [&](size_t size) {
       std::vector<std::shared_ptr<Mapping>> all;
       for (int i = 0; i < ranks; ++i) {
-        int fd;
-        all.push_back(Mapping::create(size, fd));
+        const auto [mapping, fd] = Mapping::create(size);
+        all.push_back(mapping);
         close(fd);
       }
       return all;
