@@ -34,9 +34,12 @@ void Executor::begin(const Program& program, Execution& execution) {
   execution.reset(calls.begin(digest, bound ? bound->call() : program.call, bound ? bound->offered() : 0), digest);
   if (program.eager) execution.turn = turn(program);
   ahead_ = program.meets ? 0 : ahead_ + program.eager;
-  for (size_t lane = 0; lane < program.lanes.size(); ++lane)
-    for (size_t at = 0; at < program.lanes[lane].size(); ++at)
-      if (const Instruction& i = program.lanes[lane][at]; i.op == Op::wait) execution.targets[lane][at] = base_[i.index] + i.count;
+  for (size_t lane = 0; lane < program.lanes.size(); ++lane) {
+    const auto& instructions = program.lanes[lane];
+    execution.spans[lane].resize(instructions.size()), execution.targets[lane].resize(instructions.size());
+    for (size_t at = 0; at < instructions.size(); ++at)
+      if (const Instruction& i = instructions[at]; i.op == Op::wait) execution.targets[lane][at] = base_[i.index] + i.count;
+  }
   for (auto [index, count] : program.promised) base_[index] += count;  // what the next call's waits begin from
 }
 
@@ -118,15 +121,19 @@ bool Executor::move(Execution& execution, size_t lane, const Instruction* first,
 // What became of a peer whose memory could not be read, as soon as that is known.
 void Executor::lost(Execution& execution, size_t lane, int at, int peer) {
   const int64_t deadline = now() + execution.timeout;
-  WaitStatus status = WaitStatus::timeout;
+  WaitStatus status = ended(execution);
   while (status == WaitStatus::timeout && now() < deadline) {
-    if (mesh_->failed()) status = WaitStatus::failed;
-    else if (mesh_->left(peer)) status = WaitStatus::left;
-    else if (!LaneThread::current() && caller_interrupted()) status = WaitStatus::interrupted;
-    else if (execution.stopped.load(std::memory_order_acquire) >= 0) status = WaitStatus::lane;
-    else std::this_thread::sleep_for(std::chrono::microseconds(50));
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+    status = mesh_->left(peer) && !mesh_->failed() ? WaitStatus::left : ended(execution);
   }
   execution.failures[lane] = {status, at, peer, 0, 0};
+}
+
+// What ends all waits of an execution, if anything did; else they end by their time.
+WaitStatus Executor::ended(const Execution& execution) const {
+  if (!LaneThread::current() && caller_interrupted()) return WaitStatus::interrupted;
+  if (mesh_->failed()) return WaitStatus::failed;
+  return execution.stopped.load(std::memory_order_acquire) >= 0 ? WaitStatus::lane : WaitStatus::timeout;
 }
 
 // From now on copies can have been ready for the link: what they copy was not there before.
@@ -147,16 +154,16 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
     return true;
   }
   WaitStatus status = WaitStatus::timeout;
-  bool mine = !LaneThread::current();
-  auto is = [&](bool condition, WaitStatus what) { return condition && (status = what, true); };
   auto interrupted = [&] {
-    if (is(source != rank_ && calls.mismatch(source, execution.call, execution.digest), WaitStatus::mismatch)) return true;
-    if (is(mine && caller_interrupted(), WaitStatus::interrupted)) return true;
-    if (is(mesh_->failed(), WaitStatus::failed)) return true;
-    return is(execution.stopped.load(std::memory_order_acquire) >= 0, WaitStatus::lane);
+    const bool others = source != rank_ && calls.mismatch(source, execution.call, execution.digest);
+    status = others ? WaitStatus::mismatch : ended(execution);
+    return status != WaitStatus::timeout;
   };
-  auto gone = [&] { return is(source != rank_ && mesh_->left(source), WaitStatus::left); };
-  const SpinPolicy policy = !mine && source == rank_ ? beside_products(spins_) : usual(spins_);
+  auto gone = [&] {
+    if (source != rank_ && mesh_->left(source)) status = WaitStatus::left;
+    return status == WaitStatus::left;
+  };
+  const SpinPolicy policy = LaneThread::current() && source == rank_ ? beside_products(spins_) : usual(spins_);
   const int64_t deadline = now() + execution.timeout;
   bool come = wait_until(*instruction.counter, Compare::greater_equal, expected, policy, deadline, mesh_->sleepers(), interrupted, gone);
   // A signal of a peer that has not begun this call is one of another call, which that peer made as this rank made an earlier one: it

@@ -55,6 +55,7 @@ class Executor {
   bool wait(Execution& execution, size_t lane, int at, const Instruction& instruction);
   bool move(Execution& execution, size_t lane, const Instruction* first, size_t count);
   void lost(Execution& execution, size_t lane, int at, int peer);
+  WaitStatus ended(const Execution& execution) const;
   void feed(Execution& execution, size_t lane) const;
 
   std::shared_ptr<Mesh> mesh_;
