@@ -1,4 +1,4 @@
-// A program as Python has it: with the state of its execution.
+// A program as Python has it.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -20,14 +20,8 @@ struct Compiled {
 
   Compiled(std::string call, size_t lanes, std::vector<std::pair<uint32_t, uint64_t>> promised, size_t ranks, bool meets)
       : program{std::vector<std::vector<Instruction>>(lanes), std::move(promised), call, {}, weft::digest(call)},
-        execution(program, ranks) {
+        execution(lanes, ranks) {
     program.meets = meets;
-  }
-
-  void add(size_t lane, Instruction instruction, bool returns = false) {
-    program.add(lane, std::move(instruction), returns);
-    execution.spans[lane].emplace_back();
-    execution.targets[lane].emplace_back();
   }
 };
 

@@ -52,8 +52,8 @@ Mesh::~Mesh() {
   thread_.join();
   for (auto& peer : peers_) {
     if (peer->fd >= 0) close(peer->fd);
-    for (auto& note : peer->notes)
-      if (note.fd >= 0) close(note.fd);
+    for (auto& [text, fd] : peer->notes)
+      if (fd >= 0) close(fd);
   }
   close(stop_);
 }

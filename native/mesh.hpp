@@ -9,6 +9,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "signals.hpp"
@@ -21,11 +22,7 @@ struct Failure {
   std::string text;
 };
 
-// A note from a peer, with a memory file if it came with one (fd -1 otherwise, owned by the receiver).
-struct Note {
-  std::string text;
-  int fd;
-};
+using Note = std::pair<std::string, int>;  // from a peer: a text, and the file that came with it, which is the receiver's, or -1
 
 class Mesh {
  public:

@@ -25,8 +25,7 @@
 #include "tensor_view.hpp"
 #include "transfers.hpp"
 
-namespace nb = nanobind;
-using namespace nb::literals;
+using namespace nanobind::literals;
 using namespace weft;
 
 namespace {
@@ -171,10 +170,7 @@ NB_MODULE(_native, m) {
   nb::class_<Mesh>(m, "Mesh")
       .def(nb::init<std::vector<int>>())
       .def("send", &Mesh::send, Unlocked())
-      .def("receive", [](Mesh& self, int peer, double seconds) {
-        const auto [text, fd] = self.receive(peer, seconds);
-        return std::make_pair(text, fd);
-      }, Unlocked())
+      .def("receive", &Mesh::receive, Unlocked())
       .def("abort", [](Mesh& self, std::string kind, int culprit, std::string text) { self.abort({kind, culprit, text}); })
       .def("leave", &Mesh::leave)
       .def("left", &Mesh::left)
@@ -202,34 +198,30 @@ NB_MODULE(_native, m) {
       .def("copy", [](Compiled& self, size_t lane, Place dst, Place src, uint32_t measure, bool together, bool remote, bool returns) {
         Instruction i{Op::copy, operands({dst, src}), measure, together};
         i.remote = remote;
-        self.add(lane, i, returns);
+        self.program.add(lane, i, returns);
       })
       .def("reduce", [](Compiled& self, size_t lane, std::vector<Place> places, uint32_t measure, bool together,
                         std::vector<Dtype> dtypes, Combine combine, bool returns) {
-        self.add(lane, {Op::reduce, operands(places), measure, together, dtypes, combine}, returns);
+        self.program.add(lane, {Op::reduce, operands(places), measure, together, dtypes, combine}, returns);
       })
       .def("notify", [](Compiled& self, size_t lane, Executor& executor, int rank, uint32_t index) {
         Instruction i{Op::notify, {}};
         i.counter = &executor.counter(rank, index);
-        self.add(lane, i);
+        self.program.add(lane, i);
       })
       .def("wait", [](Compiled& self, size_t lane, Executor& executor, int rank, uint32_t index, int source, uint64_t count) {
         Instruction i{Op::wait, {}};
         i.counter = &executor.counter(rank, index), i.index = index, i.source = source, i.count = count;
-        self.add(lane, i);
+        self.program.add(lane, i);
       })
-      .def("pause", [](Compiled& self, size_t lane) { self.add(lane, {Op::pause, {}}); })
-      .def("multiply", [](Compiled& self, size_t lane, Place src) { self.add(lane, {Op::pause, {operand(src)}}); })
+      .def("pause", [](Compiled& self, size_t lane) { self.program.add(lane, {Op::pause, {}}); })
+      .def("multiply", [](Compiled& self, size_t lane, Place src) { self.program.add(lane, {Op::pause, {operand(src)}}); })
       .def_prop_ro("call", [](Compiled& self) { return self.execution.call; })
       .def_prop_ro("digest", [](Compiled& self) { return self.execution.digest ? self.execution.digest : self.program.digest; })
       .def("set_span", [](Compiled& self, size_t lane, size_t at, int64_t start, int64_t stop) {
         self.execution.spans[lane][at] = {start, stop};
       })
-      .def("spans", [](Compiled& self, size_t lane) {
-        std::vector<std::pair<int64_t, int64_t>> spans;
-        for (const Span& span : self.execution.spans[lane]) spans.emplace_back(span.start, span.stop);
-        return spans;
-      })
+      .def("spans", [](Compiled& self, size_t lane) { return self.execution.spans[lane]; })
       .def_prop_ro("stopped", [](Compiled& self) { return self.execution.stopped.load(std::memory_order_acquire); })
       .def("wait_failure", [](Compiled& self, size_t lane) {
         const auto [status, instruction, source, expected, actual] = self.execution.failures[lane];

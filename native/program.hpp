@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "reduce.hpp"
@@ -119,10 +120,7 @@ struct WaitFailure {
   uint64_t actual = 0;
 };
 
-struct Span {
-  int64_t start = 0;
-  int64_t stop = 0;
-};
+using Span = std::pair<int64_t, int64_t>;  // when it began, and when it was over
 
 class Binding;
 
@@ -133,7 +131,7 @@ struct Turn {
 
 // One execution's state. Kept with the program and used again, so that a repeated call allocates nothing.
 struct Execution {
-  Execution(const Program& program, size_t ranks);
+  Execution(size_t lanes, size_t ranks);
   void reset(uint64_t new_call, uint64_t new_digest);
 
   const Binding* binding = nullptr;      // of an execution whose plan has buffers
@@ -149,10 +147,8 @@ struct Execution {
   int64_t timeout = 0;  // of each wait, in nanoseconds
 };
 
-inline Execution::Execution(const Program& program, size_t ranks)
-    : failures(program.lanes.size()), held(program.lanes.size()), agreed(program.lanes.size(), std::vector<char>(ranks)) {
-  for (const auto& lane : program.lanes) spans.emplace_back(lane.size()), targets.emplace_back(lane.size());
-}
+inline Execution::Execution(size_t lanes, size_t ranks)
+    : spans(lanes), failures(lanes), targets(lanes), held(lanes), agreed(lanes, std::vector<char>(ranks)) {}
 
 inline void Execution::reset(uint64_t new_call, uint64_t new_digest) {
   call = new_call, digest = new_digest;

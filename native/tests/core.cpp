@@ -285,7 +285,7 @@ void test_lanes(int ranks, int calls) {
       const size_t row = n * sizeof(int);
       Binding binding(program, {1}, {{0, reinterpret_cast<uintptr_t>(own.data()), 1, n, row, {}, ""},
                                      {1, parts[r], size_t(ranks), n, row, parts, ""}}, r);
-      Execution execution(program, ranks);
+      Execution execution(program.lanes.size(), ranks);
       execution.timeout = 20'000'000'000;
       execution.binding = &binding;
       executor.tracing = r == 0;
@@ -341,7 +341,7 @@ void test_eager(int ranks, int calls) {
                                      {2, reinterpret_cast<uintptr_t>(all.data()), ranks, n, row, {}, ""}}, r);
       CHECK(!binding.workspace() && binding.eager() >= row);
       binding.place(program, Role::eager, executor.eager_bases());
-      Execution execution(program, ranks);
+      Execution execution(program.lanes.size(), ranks);
       execution.timeout = 20'000'000'000;
       execution.binding = &binding;
       for (int call = 0; call < calls; ++call) {
@@ -361,12 +361,12 @@ void test_a_wait_ends_early() {
   Program program;
   program.call = "wait", program.digest = 3, program.lanes.resize(1);
   program.lanes[0].push_back(signal(Op::wait, executor.counter(0, 1), 1, 1, 1));
-  Execution execution(program, 2);
+  Execution execution(program.lanes.size(), 2);
   execution.timeout = 1'000'000;
   executor.begin(program, execution);
   CHECK(executor.run(program, execution, 0, 0) == -1 && execution.failures[0].status == WaitStatus::timeout);
   Program other = program;
-  Execution theirs(other, 2);
+  Execution theirs(other.lanes.size(), 2);
   other.digest = 4;
   host.executors[1]->begin(other, theirs);
   execution.timeout = 20'000'000'000;
@@ -391,7 +391,7 @@ void test_lanes_end_together() {
     program.call = "wait", program.digest = 3, program.lanes.resize(2);
     program.lanes[0].push_back(signal(Op::wait, executor.counter(0, 4), 4, source, 1));
     program.lanes[1].push_back(signal(Op::wait, executor.counter(0, 1), 1, 1, 1));
-    Execution execution(program, 3);
+    Execution execution(program.lanes.size(), 3);
     execution.timeout = INT64_MAX / 4;
     executor.begin(program, execution);
     executor.lane_thread.start({&program, &execution, 1});
