@@ -1,9 +1,13 @@
 // An emulated link between a rank and its peers, to see on one host what a slower network would do.
 #pragma once
 
+#include <sys/prctl.h>
+#include <time.h>
+
+#include <algorithm>
 #include <atomic>
-#include <cstddef>
-#include <cstdint>
+
+#include "signals.hpp"
 
 namespace weft {
 
@@ -12,10 +16,21 @@ namespace weft {
 class EmulatedLink {
  public:
   // 0 bytes a second ends the emulation.
-  void set(double bytes_per_second, double latency_seconds);
+  void set(double bytes_per_second, double latency_seconds) {
+    seconds_per_byte_ = bytes_per_second > 0 ? 1 / bytes_per_second : 0;
+    latency_ = latency_seconds;
+    prctl(PR_SET_TIMERSLACK, on() ? 1000 : 0);  // nanoseconds: the caller's own transfers end in time too; 0: as usual
+  }
   bool on() const { return seconds_per_byte_ > 0; }
   // Hold the caller until the link has carried so many bytes, which were ready for it at a time of `now()`.
-  void carry(int64_t ready, size_t bytes);
+  void carry(int64_t ready, size_t bytes) {
+    double seconds = latency_ + seconds_per_byte_ * static_cast<double>(bytes);
+    int64_t free = std::max(free_.load(), ready) + static_cast<int64_t>(seconds * 1e9);
+    free_.store(free);
+    if (free <= now()) return;  // a sleep until then would still give the core away
+    timespec until{free / 1'000'000'000, free % 1'000'000'000};
+    clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, nullptr);
+  }
 
  private:
   double seconds_per_byte_ = 0, latency_ = 0;

@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "mesh.hpp"
@@ -14,36 +15,79 @@ namespace weft {
 // Some counters of a row: `count` of them from `start` on, `step` apart.
 struct Selection {
   size_t start, count, step;
+
+  size_t operator[](size_t i) const { return start + i * step; }
 };
 
 class SignalArray {
  public:
   // `segment` is zeroed and holds nothing but counters.
-  SignalArray(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> segment, int spins);
+  SignalArray(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> segment, int spins)
+      : mesh_(std::move(mesh)), segment_(std::move(segment)), spins_(spins) {}
 
   // Add to or set `rank`'s counters, after everything that this thread wrote is visible there. False if a peer has failed.
   bool add(int rank, Selection selection, uint64_t value) { return raise(weft::add, rank, selection, value); }
   bool set(int rank, Selection selection, uint64_t value) { return raise(weft::set, rank, selection, value); }
 
   // Do all of this rank's counters satisfy the comparison, as seen one after the other?
-  bool test(Selection selection, Compare compare, uint64_t value) const;
+  bool test(Selection selection, Compare compare, uint64_t expected) const {
+    return unsatisfied(selection, compare, expected) == selection.count;
+  }
   bool failed() const { return mesh_->failed(); }
-  std::vector<uint64_t> values(Selection selection) const;
+  std::vector<uint64_t> values(Selection selection) const {
+    std::vector<uint64_t> all;
+    for (size_t i = 0; i < selection.count; ++i) all.push_back(value(selection[i]));
+    return all;
+  }
 
   struct Outcome {
     WaitStatus status;  // `left`: all peers have, so nobody can raise a counter any more
-    size_t index;     // a counter that does not satisfy the comparison, and what it holds
+    size_t index;       // a counter that does not satisfy the comparison, and what it holds
     uint64_t actual;
   };
   // Hold until one look over this rank's counters finds that all satisfy the comparison. `interrupted` is called now and then.
-  Outcome wait(Selection selection, Compare compare, uint64_t expected, int64_t timeout, const std::function<bool()>& interrupted);
+  Outcome wait(Selection selection, Compare compare, uint64_t expected, int64_t timeout, const std::function<bool()>& interrupted) {
+    int64_t deadline = now() + timeout;
+    WaitStatus status = WaitStatus::timeout;
+    auto is = [&](bool condition, WaitStatus what) { return condition && (status = what, true); };
+    auto ended = [&] { return is(interrupted(), WaitStatus::interrupted) || is(failed(), WaitStatus::failed); };
+    auto gone = [&] { return is(deserted(), WaitStatus::left); };
+    auto stopped = [&](size_t i) -> Outcome { return {status, selection[i], value(selection[i])}; };
+    while (true) {
+      for (size_t i = 0; i < selection.count; ++i)
+        if (Counter& own = counter(segment_->rank, selection[i]);
+            !wait_until(own, compare, expected, usual(spins_), deadline, mesh_->sleepers(), ended, gone))
+          return stopped(i);
+      size_t i = selection.count > 1 ? unsatisfied(selection, compare, expected) : selection.count;
+      if (i == selection.count) return {WaitStatus::none, 0, 0};
+      if (now() > deadline || ended()) return stopped(i);  // counters that come and go must not keep this loop for ever
+      if (gone() && (i = unsatisfied(selection, compare, expected)) < selection.count) return stopped(i);
+    }
+  }
 
  private:
-  Counter& counter(int rank, Selection selection, size_t i) const;
-  uint64_t value(Selection selection, size_t i) const;  // of this rank's
-  bool raise(void (*how)(Counter&, uint64_t), int rank, Selection selection, uint64_t value);
-  size_t unsatisfied(Selection selection, Compare compare, uint64_t expected) const;
-  bool deserted() const;
+  Counter& counter(int rank, size_t index) const { return reinterpret_cast<Counter*>(segment_->parts[rank]->base())[index]; }
+  uint64_t value(size_t index) const { return counter(segment_->rank, index).value.load(std::memory_order_acquire); }
+
+  bool raise(void (*how)(Counter&, uint64_t), int rank, Selection selection, uint64_t value) {
+    if (failed()) return false;
+    for (size_t i = 0; i < selection.count; ++i) how(counter(rank, selection[i]), value);
+    return true;
+  }
+
+  // The first that does not satisfy the comparison, `count` if all do.
+  size_t unsatisfied(Selection selection, Compare compare, uint64_t expected) const {
+    size_t i = 0;
+    while (i < selection.count && holds(compare, value(selection[i]), expected)) ++i;
+    return i;
+  }
+
+  bool deserted() const {
+    int ranks = static_cast<int>(segment_->parts.size());
+    for (int peer = 0; peer < ranks; ++peer)
+      if (peer != segment_->rank && !mesh_->left(peer)) return false;
+    return ranks > 1;
+  }
 
   std::shared_ptr<Mesh> mesh_;
   std::shared_ptr<Segment> segment_;

@@ -1,6 +1,7 @@
 // Copies that run beside the caller: a ring of them, and one thread that works it off in order.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <limits>
@@ -8,10 +9,11 @@
 #include <mutex>
 #include <optional>
 #include <thread>
-#include <vector>
+#include <utility>
 
 #include "mesh.hpp"
 #include "strided.hpp"
+#include "team.hpp"
 
 namespace weft {
 
@@ -21,24 +23,50 @@ class Transfers {
   using Interrupted = std::function<bool()>;  // called now and then by what waits; true ends the wait
 
   // What the thread copies is shared by `comm_threads`.
-  Transfers(std::shared_ptr<Mesh> mesh, int spins, size_t comm_threads = 1);
-  ~Transfers();  // when all that was queued is done
+  Transfers(std::shared_ptr<Mesh> mesh, int spins, size_t comm_threads = 1)
+      : mesh_(std::move(mesh)), spins_(spins), comm_threads_(comm_threads) {}
+  ~Transfers() {  // when all that was queued is done
+    if (!thread_.joinable()) return;
+    finish();
+    stopping_.store(true);
+    wake(*submitted_);
+    thread_.join();
+  }
 
   // Copy now; false, and nothing is copied, if a peer has failed.
-  bool copy(const StridedCopy& copy) const;
+  bool copy(const StridedCopy& copy) const {
+    if (mesh_->failed()) return false;
+    copy.run();
+    return true;
+  }
+
   // Queue a copy behind all earlier ones; holds the caller while kOutstanding are under way. Its number, or 0 if interrupted.
-  uint64_t submit(StridedCopy copy, const Interrupted& interrupted);
+  uint64_t submit(StridedCopy copy, const Interrupted& interrupted) {
+    std::lock_guard lock(submitting_);
+    uint64_t number = submitted_->value.load(std::memory_order_relaxed) + 1;
+    if (number > kOutstanding && !wait(number - kOutstanding, kForever, interrupted)) return 0;
+    if (!thread_.joinable()) thread_ = std::thread(&Transfers::work, this);
+    slot(number).copy = std::move(copy);
+    add(*submitted_, 1);
+    return number;
+  }
+
   // Are this copy and all before it over?
   bool done(uint64_t number) const { return slot(number).done.value.load(std::memory_order_acquire) >= number; }
   // Wait until they are; false at the deadline or if interrupted.
-  bool wait(uint64_t number, int64_t deadline, const Interrupted& interrupted);
+  bool wait(uint64_t number, int64_t deadline, const Interrupted& interrupted) {
+    return wait_until(slot(number).done, Compare::greater_equal, number, usual(spins_), deadline, sleepers_, interrupted);
+  }
   // Was this copy, when its turn came, not made because a peer had failed?
   bool refused(uint64_t number) const { return number >= refused_.load(std::memory_order_acquire); }
   // Wait until everything submitted is over.
-  void finish();
+  void finish() { wait(submitted_->value.load(std::memory_order_acquire), kForever, nobody); }
 
  private:
   static constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();
+  static constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
+  // The thread looks for the next copy for a microsecond or two before it sleeps; longer, and it keeps a core from the caller.
+  static constexpr int kLaneSpins = 50;
   // Copies are numbered from 1 and end in order. Number n is in slot n % kOutstanding from when it is submitted until it is done;
   // the copy is the thread's in between and the submitters' else. Each slot says which number was the last done in it, so that
   // whoever waits for a copy is woken by that one and not by those before it.
@@ -47,7 +75,19 @@ class Transfers {
     std::optional<StridedCopy> copy;
   };
   Slot& slot(uint64_t number) const { return ring_[number % kOutstanding]; }
-  void work();
+
+  void work() {
+    set_team_size(comm_threads_);
+    for (uint64_t number = 1;; ++number) {
+      auto stopping = [&] { return stopping_.load(); };
+      const SpinPolicy policy = usual(std::min(spins_, kLaneSpins));
+      if (!wait_until(*submitted_, Compare::greater_equal, number, policy, kForever, sleepers_, stopping)) return;
+      Slot& next = slot(number);
+      if (!copy(*next.copy) && refused_.load() == kNever) refused_.store(number, std::memory_order_release);
+      next.copy.reset();
+      set(next.done, number);
+    }
+  }
 
   std::shared_ptr<Mesh> mesh_;
   int spins_;
