@@ -13,7 +13,7 @@ class Alike : public Remembered<Made, 4096> {
  public:
   // `plain` and `api` as an `Eye` takes them. `packed` is the type of weights which have a tensor as an attribute `plain`; `world` is the
   // number of the world whose symmetric memory rows may lie in.
-  Alike(nb::tuple plain, nb::object packed, uint64_t world, nb::handle api)
+  Alike(Types plain, nb::object packed, uint64_t world, nb::handle api)
       : Remembered(std::move(plain), api), packed_(std::move(packed)), world_(world) {}
 
   void add(nb::object options, nb::handle a, nb::handle weights, nb::handle biases, nb::object made) {

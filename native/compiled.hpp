@@ -41,7 +41,7 @@ auto unlocked(Work work) {
 inline void execute(Executor& executor, nb::handle program, Compiled& c, nb::handle binding, const Binding& bound, double timeout) {
   if (executor.must_meet(c.program)) program.attr("engine").attr("meet")(timeout);
   if (c.execution.binding != &bound) program.attr("apply")(binding);
-  c.execution.timeout = static_cast<int64_t>(timeout * 1e9);
+  c.execution.timeout = nanoseconds(timeout);
   try {
     const bool done = unlocked([&] {
       executor.begin(c.program, c.execution);

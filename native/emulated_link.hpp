@@ -25,7 +25,7 @@ class EmulatedLink {
   // Hold the caller until the link has carried so many bytes, which were ready for it at a time of `now()`.
   void carry(int64_t ready, size_t bytes) {
     double seconds = latency_ + seconds_per_byte_ * static_cast<double>(bytes);
-    int64_t free = std::max(free_.load(), ready) + static_cast<int64_t>(seconds * 1e9);
+    int64_t free = std::max(free_.load(), ready) + nanoseconds(seconds);
     free_.store(free);
     if (free <= now()) return;  // a sleep until then would still give the core away
     timespec until{free / 1'000'000'000, free % 1'000'000'000};

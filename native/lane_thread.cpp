@@ -30,8 +30,6 @@ void be_punctual() {
 
 }  // namespace
 
-thread_local bool LaneThread::current_ = false;
-
 LaneThread::~LaneThread() {
   {
     std::lock_guard lock(mutex_);

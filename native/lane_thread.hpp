@@ -32,7 +32,7 @@ class LaneThread {
  private:
   void work();
 
-  static thread_local bool current_;
+  static inline thread_local bool current_ = false;
   std::function<void(const Job&)> run_;
   size_t threads_;
   std::mutex mutex_;

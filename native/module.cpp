@@ -33,7 +33,6 @@ namespace {
 using Place = std::tuple<uint32_t, uint32_t, uint32_t>;  // slot, start, stop
 using PyBuffer = std::tuple<std::string, std::string, size_t, Role, uint32_t, bool, bool, std::vector<uint32_t>>;  // as in Buffer
 using Shared = std::pair<std::vector<uintptr_t>, std::string>;  // `parts` and `place` of a Given: a place without parts is apart
-using Types = nb::typed<nb::tuple, nb::handle, nb::ellipsis>;    // of plain tensors
 using ByName = nb::typed<nb::dict, nb::str, nb::any>;            // by the names of buffers
 using Sizes = std::vector<size_t>;
 using Unlocked = nb::call_guard<nb::gil_scoped_release>;
@@ -136,8 +135,7 @@ NB_MODULE(_native, m) {
       .value("left", WaitStatus::left).value("mismatch", WaitStatus::mismatch)
       .value("interrupted", WaitStatus::interrupted).value("lane", WaitStatus::lane);
 
-  m.def("layouts", [](nb::handle tensors, Types plain, nb::handle look) { return layouts(tensors, std::move(plain), look); },
-        "tensors"_a, "plain"_a, "look"_a.none());
+  m.def("layouts", &layouts, "tensors"_a, "plain"_a, "look"_a.none());
   m.def("same_vectors", &same_vectors, "one"_a, "other"_a, "api"_a.none());
   m.def("lies", [](nb::handle tensor, Types plain, nb::handle api) -> std::optional<uint64_t> {
     Eye eye(std::move(plain), api);
@@ -265,7 +263,7 @@ NB_MODULE(_native, m) {
       .def("eager_bases", &Executor::eager_bases)
       .def_prop_ro("calls", [](Executor& self) { return self.calls.latest(); })
       .def("begin", [](Executor& self, Compiled& c, double timeout) {
-        c.execution.timeout = static_cast<int64_t>(timeout * 1e9);
+        c.execution.timeout = nanoseconds(timeout);
         self.begin(c.program, c.execution);
       })
       .def("run", [](Executor& self, Compiled& c, size_t lane, int at) {
@@ -289,8 +287,7 @@ NB_MODULE(_native, m) {
       .def("trace", [](Executor& self, bool on) { self.tracing = on; });
 
   nb::class_<Repeats>(m, "Repeats", nb::type_slots(Repeats::slots))
-      .def(nb::init<Executor&, int, Types, nb::handle>(), "executor"_a, "rank"_a, "plain"_a, "look"_a.none(),
-           nb::keep_alive<1, 2>())
+      .def(nb::init<Executor&, int, Types, nb::handle>(), "executor"_a, "rank"_a, "plain"_a, "look"_a.none(), nb::keep_alive<1, 2>())
       .def("add", &Repeats::add, "what"_a, "a"_a, "out"_a, "options"_a, "program"_a, "binding"_a, "tensors"_a)
       .def("call", &Repeats::call, "what"_a, "a"_a.none(), "out"_a, "options"_a, "timeout"_a)
       .def("clear", &Repeats::clear)
@@ -321,9 +318,8 @@ NB_MODULE(_native, m) {
       })
       .def_prop_ro("failed", &SignalArray::failed)
       .def("wait", [](SignalArray& self, size_t start, size_t count, size_t step, Compare compare, uint64_t value, double timeout) {
-        const auto nanoseconds = static_cast<int64_t>(timeout * 1e9);
         const auto [status, index, actual] =
-            unlocked([&] { return self.wait({start, count, step}, compare, value, nanoseconds, signal_pending); });
+            unlocked([&] { return self.wait({start, count, step}, compare, value, nanoseconds(timeout), signal_pending); });
         return std::make_tuple(status, index, actual);
       });
 
@@ -362,7 +358,7 @@ NB_MODULE(_native, m) {
         return self.transfers.done(number);
       })
       .def("wait", [](PyTransfers& self, uint64_t number, double timeout) {
-        const int64_t deadline = now() + static_cast<int64_t>(timeout * 1e9);
+        const int64_t deadline = now() + nanoseconds(timeout);
         const bool come = unlocked([&] { return self.transfers.wait(number, deadline, signal_pending); });
         self.release();
         return come;

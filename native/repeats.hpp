@@ -32,7 +32,7 @@ struct Repeated : Made {
 class Repeats : public Remembered<Repeated, 1024> {
  public:
   // `plain` and `api` as an `Eye` takes them.
-  Repeats(Executor& executor, int rank, nb::tuple plain, nb::handle api)
+  Repeats(Executor& executor, int rank, Types plain, nb::handle api)
       : Remembered(std::move(plain), api), executor_(executor), rank_(rank) {}
 
   // Remember that `what` with these tensors and options is an execution of `program`, of one lane, with `binding`; both as they are

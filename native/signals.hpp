@@ -56,6 +56,7 @@ inline void pause() {
 }
 
 int64_t now();  // nanoseconds of CLOCK_MONOTONIC, which is common to all processes of a host
+inline int64_t nanoseconds(double seconds) { return static_cast<int64_t>(seconds * 1e9); }
 
 constexpr int64_t kSlice = 20'000'000;  // a sleeper looks around at least this often, in nanoseconds
 

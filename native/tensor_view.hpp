@@ -21,6 +21,8 @@ namespace weft {
 
 namespace nb = nanobind;
 
+using Types = nb::typed<nb::tuple, nb::handle, nb::ellipsis>;  // of plain tensors
+
 // What torch 2.10 and later offer as `Tensor.__dlpack_c_exchange_api__`; of DLPack 1.3, whose first version this layout belongs to.
 struct Exchange {
   uint32_t major, minor;
@@ -112,7 +114,7 @@ class View {
 class Eye : public View {
  public:
   // `plain` are the types of such tensors, `api` is the capsule with torch's `Exchange`, or None.
-  Eye(nb::tuple plain, nb::handle api) : plain_(std::move(plain)), exchange_(exchange(api)) {}
+  Eye(Types plain, nb::handle api) : plain_(std::move(plain)), exchange_(exchange(api)) {}
 
   // False for anything else.
   bool look(nb::handle tensor) {
@@ -135,7 +137,7 @@ class Eye : public View {
   }
 
  private:
-  nb::tuple plain_;
+  Types plain_;
   const Exchange* exchange_;
 };
 
@@ -171,7 +173,7 @@ class Remembered {
 
  protected:
   // `plain` and `api` as an `Eye` takes them.
-  Remembered(nb::tuple plain, nb::handle api) : eye_(std::move(plain), api) {}
+  Remembered(Types plain, nb::handle api) : eye_(std::move(plain), api) {}
 
   void remember(Known known) {
     if (size() >= most) clear();
@@ -220,7 +222,7 @@ class Remembered {
 
 // How plain tensors of this process's memory lie, but not where, to find what was made for tensors that lie like these; None if one is
 // something else. Where there is none, None stands for it.
-inline nb::object layouts(nb::handle tensors, nb::tuple plain, nb::handle api) {
+inline nb::object layouts(nb::handle tensors, Types plain, nb::handle api) {
   Eye eye(std::move(plain), api);
   std::vector<int64_t> numbers;
   numbers.reserve(24);
