@@ -1,17 +1,24 @@
 // What ranks say of their latest calls, where their peers can read it: how all notice that they do not make the same one.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "segment.hpp"
 
 namespace weft {
 
 // What hosts compare of a text: FNV-1a of 64 bits, whose value no compiler or library may choose.
-uint64_t digest(const std::string& text);
+inline uint64_t digest(const std::string& text) {
+  uint64_t value = 0xcbf29ce484222325;
+  for (unsigned char byte : text) value = (value ^ byte) * 0x100000001b3;
+  return value;
+}
 
 class Calls {
  private:
@@ -32,22 +39,46 @@ class Calls {
   // The number of calls that this rank has begun; the latest has it.
   uint64_t latest() const { return latest_; }
   // Begin the next call, and let peers read what it is, and at which address they find what they read through the kernel; its number.
-  uint64_t begin(uint64_t digest, const std::string& text, uint64_t address);
-  // Write down what a rank says of a call. That of a peer on another host comes by message, and is kept where its header is
-  // looked for.
-  void note(int rank, uint64_t call, uint64_t digest, const std::string& text, uint64_t address = 0);
+  uint64_t begin(uint64_t digest, const std::string& text, uint64_t address) {
+    note(segment_->rank, ++latest_, digest, text, address);
+    return latest_;
+  }
+
+  // Write down what a rank says of a call. That of a peer on another host comes by message, and is kept where its header is looked for.
+  void note(int rank, uint64_t call, uint64_t digest, const std::string& text, uint64_t address = 0) {
+    Header& said = header(rank, call);
+    said.address.store(address, std::memory_order_relaxed);
+    if (said.digest.load(std::memory_order_relaxed) == digest) return said.call.store(call, std::memory_order_release);  // the same text
+    said.call.store(0, std::memory_order_relaxed);  // not to be read while it is written
+    said.digest.store(digest, std::memory_order_release);  // who reads it sees that the call before is gone
+    size_t length = std::min(text.size(), sizeof said.text - 1);
+    while (length < text.size() && length && (text[length] & 0xc0) == 0x80) --length;  // no half characters
+    std::memcpy(said.text, text.data(), length);
+    said.text[length] = 0;
+    said.call.store(call, std::memory_order_release);
+  }
 
   // Has `peer` begun the call of this number, whatever it is?
   bool begun(int peer, uint64_t call) const { return header(peer, call).call.load(std::memory_order_acquire) >= call; }
   // Does `peer` say that it made another call than this rank, whose `call` has this digest?
-  bool mismatch(int peer, uint64_t call, uint64_t digest) const;
+  bool mismatch(int peer, uint64_t call, uint64_t digest) const {
+    const Header& theirs = header(peer, call);
+    if (theirs.call.load(std::memory_order_acquire) != call) return false;
+    bool same = theirs.digest.load(std::memory_order_acquire) == digest;
+    return !same && theirs.call.load(std::memory_order_relaxed) == call;  // and not overwritten meanwhile
+  }
   // The address that `peer` told with this call.
   uint64_t address(int peer, uint64_t call) const { return header(peer, call).address.load(std::memory_order_relaxed); }
   // The text of the call that `peer` made as this rank made `call`; empty if it has not made it yet.
-  std::string text(int peer, uint64_t call) const;
+  std::string text(int peer, uint64_t call) const {
+    const Header& theirs = header(peer, call);
+    return theirs.call.load(std::memory_order_acquire) == call ? theirs.text : "";
+  }
 
  private:
-  Header& header(int rank, uint64_t call) const;
+  Header& header(int rank, uint64_t call) const {
+    return reinterpret_cast<Header*>(segment_->parts[rank]->base())[call % kHeaders];
+  }
 
   std::shared_ptr<Segment> segment_;
   uint64_t latest_ = 0;
