@@ -22,12 +22,6 @@ Counter& Executor::counter(int rank, uint32_t index) const {
   return reinterpret_cast<Counter*>(control_->parts[rank]->base() + Calls::kBytes)[index];
 }
 
-std::vector<uintptr_t> Executor::eager_bases() const {
-  std::vector<uintptr_t> bases;
-  for (const auto& part : control_->parts) bases.push_back(reinterpret_cast<uintptr_t>(part->base()) + counters_end(ranks_));
-  return bases;
-}
-
 void Executor::begin(const Program& program, Execution& execution) {
   const Binding* bound = execution.binding;
   const uint64_t digest = bound ? bound->digest() : program.digest;

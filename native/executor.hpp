@@ -27,7 +27,7 @@ class Executor {
 
   Counter& counter(int rank, uint32_t index) const;
   // Where each rank's eager buffers of the first turn begin.
-  std::vector<uintptr_t> eager_bases() const;
+  std::vector<uintptr_t> eager_bases() const { return control_->bases(counters_end(ranks_)); }
 
   // Must all ranks meet before they begin this? What it writes to is then read no more: whoever begins a turn again has ended a
   // call in which ranks met after the turn before that was over.

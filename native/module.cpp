@@ -75,13 +75,12 @@ std::optional<std::pair<uint64_t, StridedCopy>> one_sided(bool put, nb::handle r
   const auto at = there.span() ? there.address : nb::cast<uintptr_t>(remote.attr("untyped_storage")().attr("data_ptr")());
   const Segment* segment = Segment::around(at);
   if (!segment || peer < 0 || static_cast<size_t>(peer) >= segment->parts.size() || !segment->parts[peer]) return {};
-  const Mapping &own = *segment->parts[segment->rank], &part = *segment->parts[peer];
-  const size_t offset = at - reinterpret_cast<uintptr_t>(own.base());
+  const size_t offset = at - segment->own().address();
   const Sizes shape(there.shape, there.shape + there.dimensions), remote_strides(there.strides, there.strides + there.dimensions),
       local_strides(here.strides, here.strides + here.dimensions);
   if (may_repeat(shape, put ? remote_strides : local_strides))
     throw nb::value_error("dst holds elements more than once, or its dimensions interleave; write to a tensor that is not expanded");
-  char *far = part.base() + offset, *near = reinterpret_cast<char*>(here.address);
+  char *far = segment->parts[peer]->base() + offset, *near = reinterpret_cast<char*>(here.address);
   return std::pair(segment->world, put ? StridedCopy(far, near, there.item, shape, remote_strides, local_strides)
                                        : StridedCopy(near, far, there.item, shape, local_strides, remote_strides));
 }
@@ -144,7 +143,7 @@ NB_MODULE(_native, m) {
     return within ? within->world : 0;
   }, "tensor"_a.none(), "plain"_a, "look"_a.none());
 
-  nb::class_<Mapping>(m, "Mapping").def_prop_ro("base", [](Mapping& x) { return reinterpret_cast<uintptr_t>(x.base()); });
+  nb::class_<Mapping>(m, "Mapping");
   m.def("create_mapping", &Mapping::create);
   m.def("attach_mapping", &Mapping::attach);
 
@@ -152,13 +151,9 @@ NB_MODULE(_native, m) {
       .def(nb::init<std::vector<std::shared_ptr<Mapping>>, int, uint64_t, uint64_t>())
       .def_ro("world", &Segment::world)
       .def_ro("number", &Segment::number)
-      .def_prop_ro("size", [](Segment& self) { return self.parts.at(self.rank)->bytes(); })
-      .def("base", [](Segment& self, int rank) { return reinterpret_cast<uintptr_t>(self.parts.at(rank)->base()); })
-      .def("bases", [](Segment& self, size_t offset) {
-        std::vector<uintptr_t> bases;
-        for (const auto& part : self.parts) bases.push_back(part ? reinterpret_cast<uintptr_t>(part->base()) + offset : 0);
-        return bases;
-      })
+      .def_prop_ro("size", [](Segment& self) { return self.own().bytes(); })
+      .def("base", [](Segment& self, int rank) { return self.parts.at(rank)->address(); })
+      .def("bases", &Segment::bases)
       .def("bytes", [](Segment& self, int rank) {
         // A tensor over a rank's part; it keeps the whole segment alive.
         Mapping& part = *self.parts.at(rank);

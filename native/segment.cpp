@@ -43,7 +43,6 @@ Registry& registry() {
   static auto* all = new Registry;
   return *all;
 }
-uintptr_t begin(const Segment& segment) { return reinterpret_cast<uintptr_t>(segment.parts.at(segment.rank)->base()); }
 }  // namespace
 
 std::pair<std::shared_ptr<Mapping>, int> Mapping::create(size_t bytes) {
@@ -71,18 +70,18 @@ Mapping::Mapping(int fd, size_t bytes) : bytes_(bytes) {
 
 Mapping::~Mapping() { munmap(base_, bytes_ ? bytes_ : 1); }
 
-Segment::Segment(std::vector<std::shared_ptr<Mapping>> all, int own, uint64_t of_world, uint64_t of_call)
-    : parts(std::move(all)), rank(own), world(of_world), number(of_call) {
+Segment::Segment(std::vector<std::shared_ptr<Mapping>> all, int of_rank, uint64_t of_world, uint64_t of_call)
+    : parts(std::move(all)), rank(of_rank), world(of_world), number(of_call) {
   auto& [mutex, segments, lowest, highest] = registry();
   std::lock_guard lock(mutex);
-  segments[begin(*this)] = this;
-  lowest = std::min(lowest.load(), begin(*this));
-  highest = std::max(highest.load(), begin(*this) + parts[rank]->bytes());
+  segments[own().address()] = this;
+  lowest = std::min(lowest.load(), own().address());
+  highest = std::max(highest.load(), own().address() + own().bytes());
 }
 
 Segment::~Segment() {
   std::lock_guard lock(registry().mutex);
-  registry().segments.erase(begin(*this));
+  registry().segments.erase(own().address());
 }
 
 const Segment* Segment::around(uintptr_t address) {
@@ -93,7 +92,7 @@ const Segment* Segment::around(uintptr_t address) {
   auto after = segments.upper_bound(address);
   if (after == segments.begin()) return nullptr;
   const Segment& found = *(--after)->second;
-  return address < after->first + found.parts[found.rank]->bytes() ? &found : nullptr;
+  return address < after->first + found.own().bytes() ? &found : nullptr;
 }
 
 }  // namespace weft

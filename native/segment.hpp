@@ -19,6 +19,7 @@ class Mapping {
   Mapping(const Mapping&) = delete;
 
   char* base() const { return base_; }
+  uintptr_t address() const { return reinterpret_cast<uintptr_t>(base_); }
   size_t bytes() const { return bytes_; }
 
  private:
@@ -32,6 +33,14 @@ struct Segment {
   Segment(std::vector<std::shared_ptr<Mapping>> parts, int rank, uint64_t world = 0, uint64_t number = 0);
   ~Segment();
   Segment(const Segment&) = delete;
+
+  const Mapping& own() const { return *parts.at(rank); }
+  // Where all ranks have what lies `offset` bytes behind the beginning; 0 for a rank whose part is not mapped.
+  std::vector<uintptr_t> bases(size_t offset) const {
+    std::vector<uintptr_t> found;
+    for (const auto& part : parts) found.push_back(part ? part->address() + offset : 0);
+    return found;
+  }
 
   // The one in whose own part this lies; null if there is none. It lives while the tensor does whose address it is.
   static const Segment* around(uintptr_t address);
