@@ -7,10 +7,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
-#include <unistd.h>
 
 #include <deque>
-#include <functional>
+#include <stdexcept>
 #include <system_error>
 #include <unordered_map>
 
@@ -45,16 +44,21 @@ std::vector<Operand> operands(const std::vector<Place>& places) {
   return result;
 }
 
-// Tensors, their buffers' numbers, and where those lie that peers access.
+// Tensors, their buffers' numbers, and where those lie that peers access. Throws std::invalid_argument for what is no matrix.
 std::vector<Given> given(ByName tensors, ByName numbers, ByName shared, nb::handle look) {
   const Exchange* api = exchange(look);
   std::vector<Given> found;
+  View view;
   for (auto [name, tensor] : tensors) {
-    const auto [address, count, columns, stride] = matrix(tensor, api);
-    found.push_back({nb::cast<uint32_t>(numbers[name]), address, count, columns, stride, {}, {}, false});
+    if (!view.look(tensor, api) || view.dimensions != 2 || (view.shape[1] > 1 && view.strides[1] != 1))
+      throw std::invalid_argument(std::string("a buffer is a matrix with contiguous rows; got shape ") +
+                                  nb::str(nb::tuple(tensor.attr("shape"))).c_str() + ", strides " + nb::str(tensor.attr("stride")()).c_str());
+    const size_t rows = static_cast<size_t>(view.shape[0]), columns = static_cast<size_t>(view.shape[1]);
+    const size_t stride = (rows > 1 ? static_cast<size_t>(view.strides[0]) : columns) * view.item;
+    Given& one = found.emplace_back(Given{nb::cast<uint32_t>(numbers[name]), view.address, rows, columns, stride, {}, {}});
     if (!shared.contains(name)) continue;
-    std::tie(found.back().parts, found.back().place) = nb::cast<Shared>(shared[name]);
-    found.back().apart = found.back().parts.empty() && !found.back().place.empty();
+    std::tie(one.parts, one.place) = nb::cast<Shared>(shared[name]);
+    one.apart = one.parts.empty() && !one.place.empty();
   }
   return found;
 }

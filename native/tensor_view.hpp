@@ -9,8 +9,6 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
-#include <stdexcept>
-#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -140,22 +138,6 @@ class Eye : public View {
   Types plain_;
   const Exchange* exchange_;
 };
-
-// A matrix whose rows are contiguous and begin `stride` bytes apart.
-struct Matrix {
-  uintptr_t address;
-  size_t rows, columns, stride;
-};
-
-// Throws std::invalid_argument for a tensor that is none.
-inline Matrix matrix(nb::handle tensor, const Exchange* exchange) {
-  View view;
-  if (!view.look(tensor, exchange) || view.dimensions != 2 || (view.shape[1] > 1 && view.strides[1] != 1))
-    throw std::invalid_argument(std::string("a buffer is a matrix with contiguous rows; got shape ") +
-                                nb::str(nb::tuple(tensor.attr("shape"))).c_str() + ", strides " + nb::str(tensor.attr("stride")()).c_str());
-  const size_t rows = static_cast<size_t>(view.shape[0]), columns = static_cast<size_t>(view.shape[1]);
-  return {view.address, rows, columns, (rows > 1 ? static_cast<size_t>(view.strides[0]) : columns) * view.item};
-}
 
 // What was made for a call: with which options, and for tensors that lie how.
 struct Made {
