@@ -179,8 +179,8 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
   return false;
 }
 
-void Executor::stop(Execution& execution) {
-  execution.stopped.store(0, std::memory_order_release);
+void Executor::stop(Execution& execution, size_t lane) {
+  execution.stopped.store(static_cast<int>(lane), std::memory_order_release);
   mesh_->sleepers().wake_all();
 }
 
@@ -190,8 +190,7 @@ void Executor::run(const LaneThread::Job& job) {
   const WaitFailure& failure = job.execution->failures[job.lane];
   // A lane that waited for another of this rank too long: that one has a limit, and a cause, of its own.
   if (failure.status == WaitStatus::timeout && failure.source == rank_) return;
-  job.execution->stopped.store(static_cast<int>(job.lane), std::memory_order_release);
-  mesh_->sleepers().wake_all();  // what other lanes wait for may never come
+  stop(*job.execution, job.lane);  // what other lanes wait for may never come
 }
 
 }  // namespace weft

@@ -36,8 +36,8 @@ class Executor {
   void begin(const Program& program, Execution& execution);
   // Interpret instructions of a lane from `at` on, up to a pause or the end; the next position, or -1 if a wait ended early.
   int run(const Program& program, Execution& execution, size_t lane, int at);
-  // End the waits of an execution.
-  void stop(Execution& execution);
+  // End the waits of an execution, of which `lane` has ended early.
+  void stop(Execution& execution, size_t lane = 0);
   // Called now and then by waits on the caller's thread; true ends the wait.
   std::function<bool()> caller_interrupted = [] { return false; };
   // Whether all peers are on this host, where they publish a call before they raise its signals.

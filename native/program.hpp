@@ -38,6 +38,13 @@ struct Instruction {
   uint64_t count = 0;
   Reader reader = Reader::self;  // of what it writes
   bool follows = false;         // a copy of the same rows as the one before it, made in one pass with that
+
+  // Is it a copy of the rows that `first` copies or makes?
+  bool joins(const Instruction& first) const {
+    if (op != Op::copy) return false;
+    if (first.op == Op::copy) return first.operands[1] == operands[1];
+    return first.op == Op::reduce && first.operands[0] == operands[1];
+  }
 };
 
 // What a buffer is to the caller; as in the plan.
@@ -85,29 +92,21 @@ struct Program {
   bool crosses() const { return eager && meets && buffers[0].layouts.size() == 2; }
 
   // `returns`: this rank also reads what lies where it writes.
-  void add(size_t lane, Instruction instruction, bool returns = false);
-};
-
-// Does `next` copy the rows that `first` copies or makes?
-inline bool joins(const Instruction& first, const Instruction& next) {
-  if (next.op != Op::copy) return false;
-  if (first.op == Op::copy) return first.operands[1] == next.operands[1];
-  return first.op == Op::reduce && first.operands[0] == next.operands[1];
-}
-
-inline void Program::add(size_t lane, Instruction instruction, bool returns) {
-  auto& instructions = lanes[lane];
-  auto first = instructions.rbegin();
-  while (first != instructions.rend() && first->follows) ++first;
-  instruction.follows = first != instructions.rend() && joins(*first, instruction);
-  if (instruction.op == Op::copy || instruction.op == Op::reduce) {
-    const Buffer& written = buffers.at(slots.at(instruction.operands[0].slot).buffer);
-    const bool given = written.role == Role::input || written.role == Role::output;  // there peers read what was there before
-    returns = returns || (written.role == Role::eager && crosses());
-    if (written.shared && !returns && (instruction.remote || !given)) instruction.reader = instruction.remote ? Reader::owner : Reader::peers;
+  void add(size_t lane, Instruction instruction, bool returns = false) {
+    auto& instructions = lanes[lane];
+    auto first = instructions.rbegin();
+    while (first != instructions.rend() && first->follows) ++first;
+    instruction.follows = first != instructions.rend() && instruction.joins(*first);
+    if (instruction.op == Op::copy || instruction.op == Op::reduce) {
+      const Buffer& written = buffers.at(slots.at(instruction.operands[0].slot).buffer);
+      const bool given = written.role == Role::input || written.role == Role::output;  // there peers read what was there before
+      returns = returns || (written.role == Role::eager && crosses());
+      if (written.shared && !returns && (instruction.remote || !given))
+        instruction.reader = instruction.remote ? Reader::owner : Reader::peers;
+    }
+    instructions.push_back(std::move(instruction));
   }
-  instructions.push_back(std::move(instruction));
-}
+};
 
 // How a wait ended.
 enum class WaitStatus : int { none, timeout, failed, left, mismatch, interrupted, lane };  // lane: another lane of this rank ended
@@ -131,8 +130,15 @@ struct Turn {
 
 // One execution's state. Kept with the program and used again, so that a repeated call allocates nothing.
 struct Execution {
-  Execution(size_t lanes, size_t ranks);
-  void reset(uint64_t new_call, uint64_t new_digest);
+  Execution(size_t lanes, size_t ranks)
+      : spans(lanes), failures(lanes), targets(lanes), held(lanes), agreed(lanes, std::vector<char>(ranks)) {}
+  void reset(uint64_t new_call, uint64_t new_digest) {
+    call = new_call, digest = new_digest;
+    mark = digest ^ call * 0x9e3779b97f4a7c15;
+    for (auto& peers : agreed) peers.assign(peers.size(), 0);
+    failures.assign(failures.size(), WaitFailure{});
+    stopped.store(-1, std::memory_order_relaxed);
+  }
 
   const Binding* binding = nullptr;      // of an execution whose plan has buffers
   std::vector<std::vector<Span>> spans;  // by lane and instruction, when tracing
@@ -146,16 +152,5 @@ struct Execution {
   Turn turn;
   int64_t timeout = 0;  // of each wait, in nanoseconds
 };
-
-inline Execution::Execution(size_t lanes, size_t ranks)
-    : spans(lanes), failures(lanes), targets(lanes), held(lanes), agreed(lanes, std::vector<char>(ranks)) {}
-
-inline void Execution::reset(uint64_t new_call, uint64_t new_digest) {
-  call = new_call, digest = new_digest;
-  mark = digest ^ call * 0x9e3779b97f4a7c15;
-  for (auto& peers : agreed) peers.assign(peers.size(), 0);
-  failures.assign(failures.size(), WaitFailure{});
-  stopped.store(-1, std::memory_order_relaxed);
-}
 
 }  // namespace weft
