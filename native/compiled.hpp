@@ -48,7 +48,7 @@ inline void execute(Executor& executor, nb::handle program, Compiled& c, nb::han
       return executor.run(c.program, c.execution, 0, 0) >= 0;
     });
     if (done) return;
-  } catch (nb::python_error& error) {
+  } catch (nb::python_error& error) {  // what a signal handler raised
     program.attr("world").attr("fail")(error.value());
     throw;
   }

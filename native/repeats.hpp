@@ -20,7 +20,7 @@ struct Moved {
   uintptr_t offset;
 };
 
-// A call that was made before; what was made for it is its program.
+// A call that was made before; what was made for it is its program. The address of `what` is in `lies`, so it lives as long.
 struct Repeated : Made {
   nb::object what, binding;
   std::vector<Moved> moved;
