@@ -338,7 +338,7 @@ void test_eager(int ranks, int calls) {
       program.slots.push_back({r, 2});
       const size_t row = n * sizeof(int);
       Binding binding(program, {1}, {{0, reinterpret_cast<uintptr_t>(own.data()), 1, n, row, {}, ""},
-                                     {2, reinterpret_cast<uintptr_t>(all.data()), ranks, n, row, {}, ""}}, r);
+                                     {2, reinterpret_cast<uintptr_t>(all.data()), size_t(ranks), n, row, {}, ""}}, r);
       CHECK(!binding.workspace() && binding.eager() >= row);
       binding.place(program, Role::eager, executor.eager_bases());
       Execution execution(program.lanes.size(), ranks);
