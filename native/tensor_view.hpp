@@ -167,7 +167,8 @@ class Remembered {
   std::shared_ptr<Known> found(nb::handle options) const {
     const auto at = known_.find(named(options));
     std::shared_ptr<Known> known = at == known_.end() ? nullptr : at->second;
-    return known && known->lies == lies_ && known->options.equal(options) ? known : nullptr;
+    if (known && (known->lies != lies_ || !known->options.equal(options))) known.reset();
+    return known;
   }
 
   Eye eye_;
