@@ -19,11 +19,16 @@ namespace weft {
 
 namespace {
 
-template <class To, class From>
-To as(From x) {
-  if constexpr (std::is_same_v<From, BFloat16>) return widen(x);
-  else if constexpr (std::is_same_v<To, BFloat16>) return narrow<To>(x);
-  else return static_cast<To>(x);
+template <class Wide, class T>
+Wide load(T x) {
+  if constexpr (std::is_same_v<T, BFloat16>) return widen(x);
+  else return static_cast<Wide>(x);
+}
+
+template <class T, class Wide>
+T store(Wide x) {
+  if constexpr (std::is_same_v<T, BFloat16>) return narrow<T>(x);
+  else return static_cast<T>(x);
 }
 
 // Loops over elements are compiled for several widths of vectors, into which `WEFT_INLINE` puts them; the processor decides.
@@ -75,25 +80,32 @@ struct Min {
   WEFT_INLINE Wide operator()(Wide total, Wide x) const { return x < total || x != x ? x : total; }
 };
 
-template <class To, class From>
-void convert(To* dst, const From* src, size_t n) {
-  vectorised([](To* dst, const From* src, size_t n) WEFT_INLINE {
-    for (size_t i = 0; i < n; ++i) dst[i] = as<To>(src[i]);
-  }, dst, src, n);
+template <class Wide, class T>
+void begin(Wide* total, const T* src, size_t n) {
+  vectorised([](Wide* total, const T* src, size_t n) WEFT_INLINE {
+    for (size_t i = 0; i < n; ++i) total[i] = load<Wide>(src[i]);
+  }, total, src, n);
 }
 
 template <class Make, class Wide, class T, class U>
 void begin(Wide* total, const T* one, const U* other, size_t n) {
   vectorised([](Wide* total, const T* one, const U* other, size_t n) WEFT_INLINE {
-    for (size_t i = 0; i < n; ++i) total[i] = Make()(as<Wide>(one[i]), as<Wide>(other[i]));
+    for (size_t i = 0; i < n; ++i) total[i] = Make()(load<Wide>(one[i]), load<Wide>(other[i]));
   }, total, one, other, n);
 }
 
 template <class Make, class Wide, class T>
 void go_on(Wide* total, const T* src, size_t n) {
   vectorised([](Wide* total, const T* src, size_t n) WEFT_INLINE {
-    for (size_t i = 0; i < n; ++i) total[i] = Make()(total[i], as<Wide>(src[i]));
+    for (size_t i = 0; i < n; ++i) total[i] = Make()(total[i], load<Wide>(src[i]));
   }, total, src, n);
+}
+
+template <class Wide, class T>
+void end(T* dst, const Wide* total, size_t n) {
+  vectorised([](T* dst, const Wide* total, size_t n) WEFT_INLINE {
+    for (size_t i = 0; i < n; ++i) dst[i] = store<T>(total[i]);
+  }, dst, total, n);
 }
 
 template <class Wide>
@@ -175,9 +187,9 @@ template <class Wide>
 void write(Dtype dtype, char* at, const Wide* total, size_t n) {
   if constexpr (std::is_same_v<Wide, float>) {
     if (dtype == Dtype::float16) return narrow_all(reinterpret_cast<Float16*>(at), total, n);
-    if (dtype == Dtype::bfloat16) return convert(reinterpret_cast<BFloat16*>(at), total, n);
+    if (dtype == Dtype::bfloat16) return end(reinterpret_cast<BFloat16*>(at), total, n);
   }
-  convert(reinterpret_cast<Wide*>(at), total, n);
+  end(reinterpret_cast<Wide*>(at), total, n);
 }
 
 template <class Make, class Wide>
@@ -205,7 +217,7 @@ void reduce_all(Combine combine, Dtype made, const std::vector<Rows>& sources, s
           };
           char* const sum = result + (start - begun) * item;
           from(sources[0], [&](const auto* one) {
-            if (sources.size() == 1) return convert(total, one, n);
+            if (sources.size() == 1) return begin(total, one, n);
             Wide* const into = straight ? reinterpret_cast<Wide*>(sum) : total;
             from(sources[1], [&](const auto* other) { begin<Make>(into, one, other, n); });
           });
