@@ -4,27 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from weft.ops import arguments, dims
-from weft.ops.collective import (
-    ANY,
-    Handle,
-    Work,
-    as_matrix,
-    call_later,
-    call_now,
-    exchanged_rows,
-    moved_at_once,
-    parts,
-    read_in_place,
-    same_place,
-    sent_rows,
-    slot_rows,
-)
+from weft.ops import arguments, collective, dims
+from weft.ops.collective import ANY, Handle, Work, as_matrix, call_later, call_now, planned, same_place
 from weft.schedules import all_gather as schedule
 from weft.schedules.workload import pieces
 from weft.world import World
@@ -90,31 +75,28 @@ def _prepare(
     # In place each rank's rows begin elsewhere, so they are not one symmetric tensor.
     symmetric, symmetric_out = world.is_symmetric(matrix) and not in_place, world.is_symmetric(whole)
     hosts = world.topology
-    copied, tensors = parts(result, whole, dim, sizes) if lead != 1 else (), {"a": matrix, "gathered": whole}
-    most = max(rows) * matrix.shape[1] * matrix.itemsize
+    copied, tensors = collective.parts(result, whole, dim, sizes) if lead != 1 else (), {"a": matrix, "gathered": whole}
+    most = max(rows)
+    size = most * matrix.shape[1] * matrix.itemsize
     if algorithm in ("auto", "pull") and chunk_rows is None:
         reached = symmetric or symmetric_out
-        if moved_at_once(world, most, reached):
+        if collective.moved_at_once(world, size, reached):
             return Work(schedule.eager(world.levels), rows, tensors, result, copied)
-        if not reached and read_in_place(world, most):
-            return Work(_plan(world.ranks, "pull", 1, True, False, None), rows, tensors, result, copied)
+        if not reached and collective.read_in_place(world, size):
+            algorithm, symmetric, chunk_rows = "pull", True, max(sizes)
     if algorithm == "auto":
-        straight = symmetric_out and (not symmetric or most >= world.thresholds.pushed_bytes)
+        straight = symmetric_out and (not symmetric or size >= world.thresholds.pushed_bytes)
         algorithm = "push" if hosts or straight else "pull"
     if chunk_rows is not None:
         chunk = lead * chunk_rows
+    elif algorithm == "pull" and not symmetric and world.ranks == 2:
+        chunk = collective.exchanged_rows(matrix, most, world)
     elif algorithm == "pull" and not symmetric:
-        chunk = exchanged_rows(matrix, max(rows), world) if world.ranks == 2 else slot_rows(matrix, max(rows), 1, world)
+        chunk = collective.slot_rows(matrix, most, 1, world)
     elif algorithm == "push" and symmetric_out and hosts is None:
-        chunk = max(1, *rows)
+        chunk = max(1, most)
     else:
-        chunk = sent_rows(matrix, max(rows))
-    plan = _plan(world.ranks, algorithm, pieces(max(rows), chunk), symmetric, symmetric_out, hosts)
+        chunk = collective.sent_rows(matrix, most)
+    places = {"symmetric_a": symmetric, "symmetric_gathered": symmetric_out, "hosts": hosts}
+    plan = planned(schedule.all_gather, world.ranks, pieces(most, chunk), algorithm, **places)
     return Work(plan, rows, tensors, result, copied)
-
-
-_plan = lru_cache(1024)(
-    lambda ranks, algorithm, cut, a, gathered, hosts: schedule.all_gather(
-        ranks, cut, algorithm, symmetric_a=a, symmetric_gathered=gathered, hosts=hosts
-    )
-)

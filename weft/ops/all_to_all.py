@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from weft.ops import arguments, dims
+from weft.ops import arguments, collective, dims
 from weft.ops.all_gather import all_gather
-from weft.ops.collective import ANY, Handle, Work, as_matrix, call_later, call_now, exchanged_rows, moved_at_once, read_in_place
+from weft.ops.collective import ANY, Handle, Work, as_matrix, call_later, call_now, planned
 from weft.schedules import all_to_all as schedule
 from weft.schedules.thresholds import EAGER_ROOM
 from weft.schedules.workload import pieces
@@ -63,16 +62,15 @@ def _prepare(world: World, a: Tensor, out: Tensor | None, given: tuple[int, ...]
     matrix, hosts = as_matrix(a), world.topology
     symmetric = world.is_symmetric(matrix)
     rows, tensors = [*chain(*counts)], {"a": matrix, "out": as_matrix(result)}
-    most = max(map(sum, counts)) * matrix.shape[1] * matrix.itemsize
-    handed = max(sum(given) - given[rank] for rank, given in enumerate(counts)) * matrix.shape[1] * matrix.itemsize
-    if moved_at_once(world, handed, symmetric):
+    row = matrix.shape[1] * matrix.itemsize
+    most, handed = row * max(map(sum, counts)), row * max(sum(given) - given[rank] for rank, given in enumerate(counts))
+    if collective.moved_at_once(world, handed, symmetric):
         return Work(schedule.eager(world.levels), rows, tensors, result, agreed=not even)
-    if not symmetric and read_in_place(world, most):
-        return Work(_plan(world.ranks, 1, True, None, False), rows, tensors, result, agreed=not even)
-    slot = exchanged_rows(matrix, max(map(max, counts)), world)
-    cut = 1 if symmetric or hosts else pieces(max(map(max, counts)), slot)
+    symmetric = symmetric or collective.read_in_place(world, most)
+    cut = 1 if symmetric or hosts else pieces(max(rows), collective.exchanged_rows(matrix, max(rows), world))
     few = hosts is not None and not symmetric and most <= EAGER_ROOM
-    return Work(_plan(world.ranks, cut, symmetric, hosts, few), rows, tensors, result, agreed=not even)
+    plan = planned(schedule.all_to_all, world.ranks, cut, symmetric_a=symmetric, hosts=hosts, few=few)
+    return Work(plan, rows, tensors, result, agreed=not even)
 
 
 def _splits(
@@ -102,6 +100,3 @@ def _exchange_splits(world: World, given: tuple[int, ...], taken: tuple[int, ...
             f"rank {giver} gives rank {taker} {sent[giver, taker]} rows, but rank {taker} expects {expected[giver, taker]} from it"
         )
     return tuple(tuple(row) for row in sent.tolist())
-
-
-_plan = lru_cache(1024)(lambda ranks, cut, a, hosts, few: schedule.all_to_all(ranks, cut, symmetric_a=a, hosts=hosts, few=few))

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from torch import Tensor
 
-from weft.ops import arguments
-from weft.ops.collective import ANY, Handle, Work, call_later, call_now, handed_out, many, sent_rows, slot_rows
-from weft.plan import Plan
+from weft.ops import arguments, collective
+from weft.ops.collective import ANY, Handle, Work, call_later, call_now, planned
 from weft.schedules import broadcast as schedule
-from weft.schedules.common import Hosts
 from weft.schedules.workload import pieces
 from weft.world import World
 
@@ -54,27 +50,21 @@ def _prepare(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: 
         raise ValueError(f"there is no rank {source} in a world of {world.ranks}")
     if not tensor.is_contiguous():
         raise ValueError("tensor must be contiguous")
-    rows = tensor.view(-1, 1)
+    rows, hosts = tensor.view(-1, 1), world.topology
+    most, size = len(rows), tensor.nbytes
     mine, theirs = ("a", "out") if world.rank == source else ("out", "a")
-    tensors = {mine: rows, theirs: rows[:0]}
+    places, staged = hosts or range(world.ranks), hosts is None and not world.is_symmetric(rows)
     # Where ranks are many, or wait for a core, a source that waits for nobody gains more than it costs that all meet now and then.
-    if algorithm in ("auto", "pull") and many(world) and handed_out(world, rows.numel() * rows.itemsize):
-        return Work(schedule.eager(source, world.levels), (len(rows),), tensors, tensor)
-    symmetric, shared = world.is_symmetric(rows), rows.numel() * rows.itemsize >= SHARED_BYTES
-    cut = world.ranks if shared else 1
-    if not symmetric:
-        cut = pieces(len(rows), slot_rows(rows, len(rows), 1, world, PIECE_BYTES))
-    if algorithm == "ring":
-        cut = pieces(len(rows), sent_rows(rows, len(rows)))
-    plan = _plan(cut, world.ranks, source, algorithm, symmetric, shared, world.topology)
-    return Work(plan, (len(rows),), tensors, tensor)
-
-
-@lru_cache(1024)
-def _plan(cut: int, ranks: int, source: int, algorithm: str, symmetric: bool, shared: bool, hosts: Hosts | None) -> Plan:
-    places, staged = hosts or range(ranks), hosts is None and not symmetric
-    if algorithm == "ring":
-        return schedule.ring(cut, source, places, staged=staged)
-    if hosts is not None or algorithm == "push":
-        return schedule.push(source, places, staged=staged)
-    return schedule.broadcast(ranks, cut, source, symmetric_a=symmetric, shared=shared)
+    if algorithm in ("auto", "pull") and collective.many(world) and collective.handed_out(world, size):
+        plan = schedule.eager(source, world.levels)
+    elif algorithm == "ring":
+        plan = planned(schedule.ring, pieces(most, collective.sent_rows(rows, most)), source, places, staged=staged)
+    elif hosts is not None or algorithm == "push":
+        plan = planned(schedule.push, source, places, staged=staged)
+    else:
+        shared = size >= SHARED_BYTES
+        cut = world.ranks if shared else 1
+        if staged:
+            cut = pieces(most, collective.slot_rows(rows, most, 1, world, PIECE_BYTES))
+        plan = planned(schedule.broadcast, world.ranks, cut, source, symmetric_a=not staged, shared=shared)
+    return Work(plan, (most,), {mine: rows, theirs: rows[:0]}, tensor)

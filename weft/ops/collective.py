@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -150,6 +151,12 @@ def call_later(
 def _program(world: World, work: Work, number: int = 0) -> Program:
     """The program for this work; `number` tells those apart that are under way at the same time."""
     return engine(world).program(work.plan, work.tensors, work.rows, number=number)
+
+
+@lru_cache(4096)
+def planned(planner: Callable[..., Plan], *asked: Any, **more: Any) -> Plan:
+    """What a planner makes of this, kept for later calls."""
+    return planner(*asked, **more)
 
 
 def check_reduction(a: Tensor, op: str, world: World) -> None:

@@ -4,27 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 from torch import Tensor
 
-from weft.ops import arguments, dims
-from weft.ops.collective import (
-    Handle,
-    Work,
-    as_matrix,
-    call_later,
-    call_now,
-    check_reduction,
-    exchanged_rows,
-    parts,
-    reduced_at_once,
-    same_place,
-    sent_rows,
-)
-from weft.plan import Plan
+from weft.ops import arguments, collective, dims
+from weft.ops.collective import Handle, Work, as_matrix, call_later, call_now, planned, same_place
 from weft.schedules import reduce_scatter as schedule
-from weft.schedules.common import Hosts
 from weft.schedules.workload import pieces
 from weft.world import World
 
@@ -75,7 +60,7 @@ def reduce_scatter_async(
 def _prepare(
     world: World, a: Tensor, out: Tensor | None, op: str, dim: int, shards: tuple[int, ...] | None, algorithm: str
 ) -> Work:
-    check_reduction(a, op, world)
+    collective.check_reduction(a, op, world)
     arguments.check_algorithm(algorithm, schedule.ALGORITHMS, world)
     dim = dims.normal(dim, a.dim())
     sizes = arguments.check_parts(a.shape[dim], shards, world)
@@ -91,20 +76,17 @@ def _prepare(
         matrix = as_matrix(a, dim)
     else:
         matrix = a.new_empty(sum(rows), math.prod(a.shape[dim + 1 :]))
-        for part, block in parts(a.detach(), matrix, dim, sizes):
+        for part, block in collective.parts(a.detach(), matrix, dim, sizes):
             block.copy_(part)
     tensors = {"a": matrix, "out": as_matrix(result, dim)}
     handed = (sum(rows) - min(rows)) * matrix.shape[1] * matrix.itemsize
-    if algorithm in ("auto", "direct") and reduced_at_once(world, handed, world.is_symmetric(matrix)):
-        return Work(schedule.eager(world.levels, op), rows, tensors, result)
-    put = world.multi_host or algorithm in ("push", "ring")
-    cut = pieces(max(rows), sent_rows(matrix, max(rows)) if put else exchanged_rows(matrix, max(rows), world))
-    plan = _plan(world.ranks, algorithm, op, world.is_symmetric(matrix), cut, world.topology)
+    most, symmetric, hosts = max(rows), world.is_symmetric(matrix), world.topology
+    if algorithm in ("auto", "direct") and collective.reduced_at_once(world, handed, symmetric):
+        plan = schedule.eager(world.levels, op)
+    elif hosts is not None or algorithm in ("push", "ring"):
+        cut, by = pieces(most, collective.sent_rows(matrix, most)), "ring" if algorithm == "ring" else "push"
+        plan = planned(schedule.put, cut, hosts or range(world.ranks), by, op)
+    else:
+        cut = pieces(most, collective.exchanged_rows(matrix, most, world))
+        plan = planned(schedule.reduce_scatter, world.ranks, cut, op, symmetric_a=symmetric)
     return Work(plan, rows, tensors, result)
-
-
-@lru_cache(1024)
-def _plan(ranks: int, algorithm: str, op: str, symmetric: bool, cut: int, hosts: Hosts | None) -> Plan:
-    if hosts is not None or algorithm in ("push", "ring"):
-        return schedule.put(cut, hosts or range(ranks), "ring" if algorithm == "ring" else "push", op)
-    return schedule.reduce_scatter(ranks, cut, op, symmetric_a=symmetric)
