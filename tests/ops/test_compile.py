@@ -12,23 +12,25 @@ from support.inductor import QUICK
 from support.ranks import on_ranks
 
 import weft
+from weft.ops.call import Options
 
 
 def check_operators(world):
     gather, scatter, reduce = (
         getattr(torch.ops.weft, name).default for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
     )
-    rest = None, world.name, "auto", None, None
     for grad, dims in ((False, (0,)), (True, (0, 1))):
         a, b = torch.randn(4, 2, 6, requires_grad=grad), torch.randn(6, 8, requires_grad=grad)
         bias = torch.randn(8, requires_grad=grad)
         for dim in dims:
-            torch.library.opcheck(gather, (a, [b, b.detach().clone()], [bias, bias.new_empty(0)], dim, None, True, *rest))
-            torch.library.opcheck(scatter, (a, b, bias, "avg", dim, None, *rest))
-        torch.library.opcheck(reduce, (a, b, bias, "sum", *rest))
+            torch.library.opcheck(
+                gather, (a, [b, b.detach().clone()], [bias, bias.new_empty(0)], *Options(dim, keep=True), world.name)
+            )
+            torch.library.opcheck(scatter, (a, b, bias, *Options(dim, "avg"), world.name))
+        torch.library.opcheck(reduce, (a, b, bias, *Options(), world.name))
         torch.library.opcheck(torch.ops.weft.product.default, (a[0], b))
     half = torch.ones(4, 6, dtype=torch.bfloat16), [torch.ones(6, 8, dtype=torch.bfloat16)]
-    torch.library.opcheck(gather, (*half, [], 0, torch.float32, False, *rest))
+    torch.library.opcheck(gather, (*half, [], *Options(out_dtype=torch.float32), world.name))
 
 
 def test_torch_accepts_the_operators():

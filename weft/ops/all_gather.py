@@ -61,14 +61,13 @@ def _prepare(
     arguments.check_algorithm(algorithm, schedule.ALGORITHMS, world)
     arguments.check_chunk_rows(chunk_rows)
     sizes = arguments.check_shard_rows(a.shape[dim], shards, world)
-    shape = (*a.shape[:dim], sum(sizes), *a.shape[dim + 1 :])
     lead = math.prod(a.shape[:dim])
     rows, start = tuple(lead * size for size in sizes), sum(sizes[: world.rank])
 
     def is_part(out: Tensor) -> bool:
         return lead == 1 and same_place(a, out.narrow(dim, start, a.shape[dim]))
 
-    result = arguments.result(out, shape, a.dtype, [a], world, is_part)
+    result = arguments.result(out, dims.resized(a.shape, dim, sum(sizes)), a.dtype, [a], world, is_part)
     in_place = out is not None and is_part(out)
     matrix, gathered = as_matrix(a, dim), as_matrix(result, dim)
     whole = gathered if lead == 1 else torch.empty_like(gathered)  # else the rows of a rank do not lie side by side in the result

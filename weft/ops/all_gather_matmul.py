@@ -92,8 +92,8 @@ def all_gather_matmul(
         plains = [plain(w) for w in weights]
         keep = return_gathered or any(w.requires_grad for w in plains)
         given = [a.new_empty(0) if x is None else x for x in biases] if any(x is not None for x in biases) else []
-        recorded = dim, out_dtype, keep, shard_rows, world.name, algorithm, chunk_rows, timeout
-        made = torch.ops.weft.all_gather_matmul(a, plains, given, *recorded)
+        options = Options(dim, "sum", out_dtype, keep, shard_rows, algorithm, chunk_rows, timeout)
+        made = torch.ops.weft.all_gather_matmul(a, plains, given, *options, world.name)
         results, gathered = made[: len(weights)], made[-1]
     else:
         options = Options(dim, "sum", out_dtype, return_gathered, shard_rows, algorithm, chunk_rows, timeout)
@@ -131,7 +131,7 @@ def check(world: World, given: Given, options: Options) -> Call:
         arguments.check_bias(bias, b.shape[1], world)
     check_timeout(options.timeout)
     out_dtype = arguments.check_out_dtype(a.dtype, options.out_dtype)
-    whole = (*a.shape[:dim], sum(shards), *a.shape[dim + 1 :])
+    whole = dims.resized(a.shape, dim, sum(shards))
     results: list[Tensor] = []
     for out, b in zip(outs, weights, strict=True):
         results.append(arguments.result(out, (*whole[:-1], b.shape[1]), out_dtype, [a, *weights, *biases, *results], world))
@@ -172,7 +172,7 @@ class _RowsCall(_GatherCall):
         for name, result in zip(outputs(len(weights)), self.fronts, strict=True):
             self.tensors[name] = result.view(sum(rows), result.shape[-1])
         if keep:
-            self.gathered = a.new_empty(dims.front_shape((*a.shape[:dim], sum(shards), *a.shape[dim + 1 :]), dim))
+            self.gathered = a.new_empty(dims.front_shape(dims.resized(a.shape, dim, sum(shards)), dim))
             self.tensors["gathered"] = self.gathered.view(sum(rows), a.shape[-1])
         self.asked = ("gathered", keep), ("weights", len(weights))
 

@@ -4,7 +4,8 @@
 overlapped operators themselves, so they can be compiled, and differentiated again, like these.
 
 Torch keeps compiled graphs on disk, for processes of other worlds and for other ranks, and tells them apart by the arguments of
-their operators alone. So shapes and formulas go by arguments only: the world travels as its name, ``(number, rank, ranks)``.
+their operators alone. So shapes and formulas go by arguments only: operands, the fields of `Options`, and the world by its name,
+``(number, rank, ranks)``.
 """
 
 from __future__ import annotations
@@ -24,15 +25,13 @@ from weft.world import World, current, numbered
 
 _ops = torch.ops.weft
 
-_LAST = "SymInt[] world, str algorithm, SymInt? chunk_rows, float? timeout"
-_SUM = "Tensor a, Tensor b, Tensor? bias, str op"
-_GATHER = "Tensor a, Tensor[] weights, Tensor[] biases, SymInt dim, ScalarType? out_dtype, bool keep, SymInt[]? shard_rows"
-_SCHEMAS = {
-    "all_gather_matmul": f"({_GATHER}, {_LAST}) -> Tensor[]",
-    "matmul_reduce_scatter": f"({_SUM}, SymInt dim, ScalarType? out_dtype, SymInt[]? shard_rows, {_LAST}) -> Tensor",
-    "matmul_all_reduce": f"({_SUM}, ScalarType? out_dtype, {_LAST}) -> Tensor",
-}
-"""What the operators take, in torch's words; all on which shapes do not depend comes after the world."""
+_OPTIONS = (
+    "SymInt dim, str op, ScalarType? out_dtype, bool keep, SymInt[]? shard_rows, "
+    "str algorithm, SymInt? chunk_rows, float? timeout, bool own_bias, SymInt[] world"
+)
+_GATHER = f"(Tensor a, Tensor[] weights, Tensor[] biases, {_OPTIONS}) -> Tensor[]"
+_SUM = f"(Tensor a, Tensor b, Tensor? bias, {_OPTIONS}) -> Tensor"
+_WITHOUT = [None] * 10  # gradients of what comes after the operands
 
 
 def _world(name: Sequence[int]) -> World:
@@ -45,34 +44,38 @@ def _world(name: Sequence[int]) -> World:
     return current(world)
 
 
-@torch.library.custom_op("weft::all_gather_matmul", mutates_args=(), schema=_SCHEMAS["all_gather_matmul"])
+def _run(operator: str, given: Given, *asked: Any) -> Any:
+    *options, world = asked
+    return fused.run(fused.check(operator, _world(world), given, Options(*options)))
+
+
+@torch.library.custom_op("weft::all_gather_matmul", mutates_args=(), schema=_GATHER)
 def all_gather_matmul(*inputs: Any) -> list[Tensor]:
     """`weft.all_gather_matmul`: the results, followed by the gathered a if it is to be kept.
 
     There is a bias for each weight, of which those that are empty stand for none, or no bias at all.
     """
-    a, weights, biases, dim, out_dtype, keep, shard_rows, world, algorithm, chunk_rows, timeout = inputs
-    given = [bias if bias.numel() else None for bias in biases] or [None] * len(weights)
-    asked = Options(dim, "sum", out_dtype, keep, shard_rows, algorithm, chunk_rows, timeout)
-    call = fused.check("all_gather_matmul", _world(world), Given(a, weights, given, [None] * len(weights)), asked)
-    results, gathered = fused.run(call)
+    a, weights, biases, *asked = inputs
+    none = [None] * len(weights)
+    given = Given(a, weights, [bias if bias.numel() else None for bias in biases] or none, none)
+    results, gathered = _run("all_gather_matmul", given, *asked)
     return results if gathered is None else [*results, gathered]
 
 
 @all_gather_matmul.register_fake
 def _(*inputs: Any) -> Any:
-    a, weights, _, dim, out_dtype, keep, shard_rows, world, *_ = inputs
+    a, weights, _, dim, _, out_dtype, keep, shard_rows, *_, world = inputs
     dim = dims.normal(dim, a.dim())
-    size = a.shape[dim] * world[2] if shard_rows is None else sum(shard_rows)
-    whole = (*a.shape[:dim], size, *a.shape[dim + 1 :])
+    whole = dims.resized(a.shape, dim, a.shape[dim] * world[2] if shard_rows is None else sum(shard_rows))
     results = [a.new_empty(*whole[:-1], b.shape[1], dtype=out_dtype or a.dtype) for b in weights]
     return [*results, a.new_empty(whole)] if keep else results
 
 
 def _keep_all_gather_matmul(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    a, weights, biases, dim, _, keep, shard_rows, world, *_, timeout = inputs
-    ctx.dim = dims.normal(dim, a.dim())
-    ctx.options = shard_rows or [a.shape[ctx.dim]] * world[2], world, timeout
+    a, weights, biases, dim, _, _, keep, shard_rows, _, _, timeout, _, world = inputs
+    dim = dims.normal(dim, a.dim())
+    parts = shard_rows or [a.shape[dim]] * world[2]
+    ctx.asked = *Options(dim, shard_rows=parts, timeout=timeout), world
     ctx.for_a, ctx.for_weights = a.requires_grad, [b.requires_grad for b in weights]
     ctx.for_biases = [bias.requires_grad for bias in biases]
     ctx.dtype, ctx.weights = a.dtype, len(weights)
@@ -90,7 +93,6 @@ def _weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
 def _all_gather_matmul_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """da = reduce_scatter(dy @ b^T), db = gathered^T @ dy; the gradients of several weights are summed by one product."""
     weights, gathered = ctx.saved_tensors[: ctx.weights], ctx.saved_tensors[ctx.weights :]
-    shard_rows, world, timeout = ctx.options
     dys = [None if grad is None else grad.to(ctx.dtype) for grad in grads]
     for_a = None
     if ctx.for_a:
@@ -98,78 +100,65 @@ def _all_gather_matmul_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tup
         if len(dys) > ctx.weights and dys[-1] is not None:  # the gradient of the gathered a itself
             pairs.append((dys[-1], torch.eye(dys[-1].shape[-1], dtype=ctx.dtype)))
         dy, b = (torch.cat([pair[0] for pair in pairs], -1), torch.cat([pair[1] for pair in pairs])) if len(pairs) > 1 else pairs[0]
-        for_a = _ops.matmul_reduce_scatter(dy, b, None, "sum", ctx.dim, None, shard_rows, world, "auto", None, timeout)
+        for_a = _ops.matmul_reduce_scatter(dy, b, None, *ctx.asked)
     for_weights = [
         _weight_gradient(_rows(gathered[0]), _rows(dy)) if wanted and dy is not None else None
         for wanted, dy in zip(ctx.for_weights, dys, strict=False)
     ]
     for_biases = [_rows(dy).sum(0) if wanted and dy is not None else None for wanted, dy in zip(ctx.for_biases, dys, strict=False)]
-    return for_a, for_weights, for_biases, *[None] * 8
+    return for_a, for_weights, for_biases, *_WITHOUT
 
 
-@torch.library.custom_op("weft::matmul_reduce_scatter", mutates_args=(), schema=_SCHEMAS["matmul_reduce_scatter"])
+def _sum(operator: str, a: Tensor, b: Tensor, bias: Tensor | None, *asked: Any) -> Tensor:
+    result: Tensor = _run(operator, Given(a, [b], [bias], [None]), *asked)
+    return result
+
+
+@torch.library.custom_op("weft::matmul_reduce_scatter", mutates_args=(), schema=_SUM)
 def matmul_reduce_scatter(*inputs: Any) -> Tensor:
     """`weft.matmul_reduce_scatter`."""
-    a, b, bias, op, dim, out_dtype, shard_rows, world, algorithm, chunk_rows, timeout = inputs
-    asked = Options(dim, op, out_dtype, False, shard_rows, algorithm, chunk_rows, timeout)
-    result: Tensor = fused.run(fused.check("matmul_reduce_scatter", _world(world), Given(a, [b], [bias], [None]), asked))
-    return result
+    return _sum("matmul_reduce_scatter", *inputs)
 
 
 @matmul_reduce_scatter.register_fake
 def _(*inputs: Any) -> Any:
-    a, b, _, _, dim, out_dtype, shard_rows, world, *_ = inputs
-    dim = dims.normal(dim, a.dim())
-    whole, (rank, ranks) = (*a.shape[:-1], b.shape[1]), world[1:]
+    a, b, _, dim, _, out_dtype, _, shard_rows, *_, (_, rank, ranks) = inputs
+    dim, whole = dims.normal(dim, a.dim()), (*a.shape[:-1], b.shape[1])
     part = whole[dim] // ranks if shard_rows is None else shard_rows[rank]
-    return a.new_empty(*whole[:dim], part, *whole[dim + 1 :], dtype=out_dtype or a.dtype)
+    return a.new_empty(dims.resized(whole, dim, part), dtype=out_dtype or a.dtype)
 
 
-def _keep_factors(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None, divisor: int) -> None:
-    ctx.divisor, ctx.bias_dtype = divisor, None if bias is None else bias.dtype
+def _keep_factors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """What the backward formulas of both sums need."""
+    a, b, bias, dim, op, _, _, shard_rows, _, _, timeout, _, world = inputs
+    ctx.asked = *Options(dims.normal(dim, a.dim()), keep=True, shard_rows=shard_rows, timeout=timeout), world
+    ctx.divisor, ctx.bias_dtype = world[2] if op == "avg" else 1, None if bias is None else bias.dtype
     ctx.wanted = a.requires_grad, b.requires_grad, bias is not None and bias.requires_grad
     ctx.save_for_backward(a, b)
-
-
-def _keep_matmul_reduce_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, b, bias, op, dim, _, shard_rows, world, *_, timeout = inputs
-    ctx.dim = dims.normal(dim, a.dim())
-    ctx.options = shard_rows, world, timeout
-    _keep_factors(ctx, a, b, bias, world[2] if op == "avg" else 1)
 
 
 def _matmul_reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """With g = all_gather(dy): da = g @ b^T and db = a^T @ g share one gather, and dbias is the sum of the rows of g."""
     a, b = ctx.saved_tensors
-    shard_rows, world, timeout = ctx.options
     for_a, for_b, for_bias = ctx.wanted
-    options = ctx.dim, None, True, shard_rows, world, "auto", None, timeout
-    da, g = _ops.all_gather_matmul(grad.to(a.dtype), [b.t()], [], *options)
+    da, g = _ops.all_gather_matmul(grad.to(a.dtype), [b.t()], [], *ctx.asked)
     db = _weight_gradient(_rows(a), _rows(g)) if for_b else None
     dbias = _rows(g).sum(0).to(ctx.bias_dtype) if for_bias else None
     if ctx.divisor > 1:
         da, db = da / ctx.divisor, None if db is None else db / ctx.divisor
-    return da if for_a else None, db, dbias, *[None] * 8
+    return da if for_a else None, db, dbias, *_WITHOUT
 
 
-@torch.library.custom_op("weft::matmul_all_reduce", mutates_args=(), schema=_SCHEMAS["matmul_all_reduce"])
+@torch.library.custom_op("weft::matmul_all_reduce", mutates_args=(), schema=_SUM)
 def matmul_all_reduce(*inputs: Any) -> Tensor:
     """`weft.matmul_all_reduce`."""
-    a, b, bias, op, out_dtype, world, algorithm, chunk_rows, timeout = inputs
-    asked = Options(op=op, out_dtype=out_dtype, algorithm=algorithm, chunk_rows=chunk_rows, timeout=timeout)
-    result: Tensor = fused.run(fused.check("matmul_all_reduce", _world(world), Given(a, [b], [bias], [None]), asked))
-    return result
+    return _sum("matmul_all_reduce", *inputs)
 
 
 @matmul_all_reduce.register_fake
 def _(*inputs: Any) -> Any:
-    a, b, _, _, out_dtype, *_ = inputs
+    a, b, _, _, _, out_dtype, *_ = inputs
     return a.new_empty(*a.shape[:-1], b.shape[1], dtype=out_dtype or a.dtype)
-
-
-def _keep_matmul_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, b, bias, op, _, world, *_ = inputs
-    _keep_factors(ctx, a, b, bias, world[2] if op == "avg" else 1)
 
 
 def _matmul_all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -182,7 +171,7 @@ def _matmul_all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     da = _ops.product(dy, b.t()).view(a.shape) if for_a else None
     db = _weight_gradient(_rows(a), dy) if for_b else None
     dbias = _rows(grad).sum(0).to(ctx.bias_dtype) if for_bias else None
-    return da, db, dbias, *[None] * 6
+    return da, db, dbias, *_WITHOUT
 
 
 @torch.library.custom_op("weft::product", mutates_args=())
@@ -213,6 +202,6 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 all_gather_matmul.register_autograd(_all_gather_matmul_backward, setup_context=_keep_all_gather_matmul)
-matmul_reduce_scatter.register_autograd(_matmul_reduce_scatter_backward, setup_context=_keep_matmul_reduce_scatter)
-matmul_all_reduce.register_autograd(_matmul_all_reduce_backward, setup_context=_keep_matmul_all_reduce)
+matmul_reduce_scatter.register_autograd(_matmul_reduce_scatter_backward, setup_context=_keep_factors)
+matmul_all_reduce.register_autograd(_matmul_all_reduce_backward, setup_context=_keep_factors)
 product.register_autograd(_product_backward, setup_context=_keep_product)

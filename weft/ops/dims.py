@@ -29,6 +29,11 @@ def to_front(tensor: Tensor, dim: int) -> Tensor:
     return matrix.contiguous() if matrix.numel() else matrix.new_empty(matrix.shape)  # an empty one is contiguous with any strides
 
 
+def resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    """A shape with another size of dimension `dim`."""
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
 def front_shape(shape: Sequence[int], dim: int) -> tuple[int, ...]:
     """A shape with its dimension `dim` first."""
     return (shape[dim], *shape[:dim], *shape[dim + 1 :])

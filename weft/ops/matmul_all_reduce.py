@@ -72,12 +72,11 @@ def matmul_all_reduce(
     if usual and not arguments.recorded((a, b, bias)) and (again := known.repeat(world, a, asked)) is not None:
         return again[0]
     a, (b,) = float8.scaled(a, [b], scale_a, [scale_b], world)
+    options = Options(op=op, out_dtype=out_dtype, algorithm=algorithm, chunk_rows=chunk_rows, timeout=timeout)
     if arguments.recorded((a, b, bias, out)):
         arguments.check_recorded(a, [b], [bias], out, world)
-        recorded = op, out_dtype, world.name, algorithm, chunk_rows, timeout
-        summed: Tensor = torch.ops.weft.matmul_all_reduce(a, plain(b), bias, *recorded)
+        summed: Tensor = torch.ops.weft.matmul_all_reduce(a, plain(b), bias, *options, world.name)
         return summed
-    options = Options(op=op, out_dtype=out_dtype, algorithm=algorithm, chunk_rows=chunk_rows, timeout=timeout)
     with torch.no_grad():
         call = check(world, Given(a, [b], [bias], [out]), options)
         result: Tensor = known.run(asked, call) if usual else fused.run(call)

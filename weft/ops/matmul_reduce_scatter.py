@@ -80,12 +80,11 @@ def matmul_reduce_scatter(
     if usual and not arguments.recorded((a, b, bias)) and (again := known.repeat(world, a, asked)) is not None:
         return again[0]
     a, (b,) = float8.scaled(a, [b], scale_a, [scale_b], world)
+    options = Options(dim, op, out_dtype, False, shard_rows, algorithm, chunk_rows, timeout)
     if arguments.recorded((a, b, bias, out)):
         arguments.check_recorded(a, [b], [bias], out, world)
-        recorded = op, dim, out_dtype, shard_rows, world.name, algorithm, chunk_rows, timeout
-        scattered: Tensor = torch.ops.weft.matmul_reduce_scatter(a, plain(b), bias, *recorded)
+        scattered: Tensor = torch.ops.weft.matmul_reduce_scatter(a, plain(b), bias, *options, world.name)
         return scattered
-    options = Options(dim, op, out_dtype, False, shard_rows, algorithm, chunk_rows, timeout)
     with torch.no_grad():
         call = check(world, Given(a, [b], [bias], [out]), options)
         result: Tensor = known.run(asked, call) if usual and a.dim() == 2 else fused.run(call)
@@ -107,8 +106,7 @@ def check(world: World, given: Given, options: Options) -> Call:
     transposed = dim == a.dim() - 1
     if transposed and isinstance(b, ScaledWeight):
         raise ValueError("products of float8 cannot be scattered along their last dimension: choose another dim")
-    shape = (*whole[:dim], parts[world.rank], *whole[dim + 1 :])
-    result = arguments.result(out, shape, out_dtype, (a, b, bias), world)
+    result = arguments.result(out, dims.resized(whole, dim, parts[world.rank]), out_dtype, (a, b, bias), world)
     options = options if dim == options.dim else options._replace(dim=dim)
     return (_ColumnsCall if transposed else _RowsCall)(world, options, given, parts, result)
 

@@ -66,12 +66,11 @@ def _prepare(
     sizes = arguments.check_parts(a.shape[dim], shards, world)
     lead = math.prod(a.shape[:dim])
     rows, start = tuple(lead * size for size in sizes), sum(sizes[: world.rank])
-    shape = (*a.shape[:dim], sizes[world.rank], *a.shape[dim + 1 :])
 
     def is_part(out: Tensor) -> bool:
         return lead == 1 and same_place(out, a.narrow(dim, start, sizes[world.rank]))
 
-    result = arguments.result(out, shape, a.dtype, [a], world, is_part)
+    result = arguments.result(out, dims.resized(a.shape, dim, sizes[world.rank]), a.dtype, [a], world, is_part)
     if lead == 1:
         matrix = as_matrix(a, dim)
     else:
