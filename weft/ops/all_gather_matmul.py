@@ -9,7 +9,7 @@ from torch import Tensor
 
 from weft.checks import check_timeout
 from weft.engines.matmul import multiply
-from weft.engines.weights import DTYPES, FLOAT8, Weight, plain
+from weft.engines.weights import Weight, plain
 from weft.ops import arguments, dims, float8, fused, known
 from weft.ops.call import Call, Decision, Given, Options, workload
 from weft.plan import Plan
@@ -120,7 +120,7 @@ def listed(value: object, weights: Sequence[Weight], several: bool, what: str) -
 def check(world: World, given: Given, options: Options) -> Call:
     """A call, checked; it makes the results, and the gathered a if it is to be kept."""
     a, weights, biases, outs = given
-    arguments.check_matrix(a, world, (*DTYPES, *FLOAT8))
+    arguments.check_matrix(a, world)
     dim = dims.normal(options.dim, a.dim())
     split = dim == a.dim() - 1
     shards = arguments.check_shard_rows(a.shape[dim], options.shard_rows, world)

@@ -13,6 +13,9 @@ from weft.engines import engine
 from weft.engines.weights import DTYPES, FLOAT8, PackedWeight, ScaledWeight, Weight, plain
 from weft.world import World, memory
 
+FACTORS = (*DTYPES, *FLOAT8)
+"""The dtypes of what is multiplied."""
+
 
 def check_place(tensor: Tensor, what: str, world: World) -> None:
     """A plain tensor on the world's device that does not lie in another world's symmetric memory."""
@@ -102,13 +105,7 @@ def check_algorithm(algorithm: str, known: Sequence[str], world: World) -> None:
         raise ValueError(f"{algorithm} is not possible in this world: {refused[algorithm]}; choose {others}")
 
 
-def check_op(op: str) -> None:
-    """``sum`` or ``avg``."""
-    if op not in ("sum", "avg"):
-        raise ValueError(f"op must be sum or avg; got {op!r}")
-
-
-def check_matrix(a: Tensor, world: World, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
+def check_matrix(a: Tensor, world: World, dtypes: Sequence[torch.dtype] = FACTORS) -> None:
     """Rows to multiply: an input of at least two dimensions."""
     check_input(a, "a", world, dtypes)
     if a.dim() < 2:
@@ -169,10 +166,10 @@ def recorded(tensors: Sequence[object]) -> bool:
 def check_recorded(a: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], out: object, world: World) -> None:
     """What torch traces returns new tensors, and is made of tensors that torch itself would refuse in words of its own."""
     if not torch.compiler.is_compiling():
-        check_input(a, "a", world, (*DTYPES, *FLOAT8))
+        check_input(a, "a", world, FACTORS)
         for b in weights:
             if not isinstance(b, PackedWeight | ScaledWeight):
-                check_input(b, "b", world, (*DTYPES, *FLOAT8))
+                check_input(b, "b", world, FACTORS)
         for bias in biases:
             if bias is not None:
                 check_input(bias, "bias", world)

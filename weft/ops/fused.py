@@ -29,39 +29,30 @@ def check(operator: str, world: World, given: Given, options: Options) -> Call:
     return checked
 
 
-class Outcome(NamedTuple):
-    """The result of a call, the way that it went, and whether calls of its class will always go."""
-
-    result: Any
-    way: Way
-    settled: bool
-
-
 def run(call: Call) -> Any:
     """Carry out a call, collectively; its result."""
-    return carry_out(call).result
+    return carry_out(call)[0]
 
 
-def carry_out(call: Call) -> Outcome:
-    """Carry out a call, collectively."""
+def carry_out(call: Call) -> tuple[Any, Way | None]:
+    """Carry out a call, collectively: its result, and the way that it went if calls of its class will always go it."""
     decision = decide(call)
     for other in decision.others:
-        prepare(call, other.variant, other.pieces)
-    way = prepare(call, decision.variant, decision.pieces)
+        _prepare(call, other.variant, other.pieces)
+    way = _prepare(call, decision.variant, decision.pieces)
     begun = time.monotonic_ns()
-    result = go(call, way)
+    result = _go(call, way)
     if decision.report is not None:
         decision.report(begun, time.monotonic_ns())
-    return Outcome(result, way, decision.settled)
+    return result, way if decision.settled else None
 
 
-def execute(call: Call, variant: Variant, pieces: int | None = None) -> Any:
-    """Carry out a call in one variant, its rows in so many pieces or as the variant says."""
-    return go(call, prepare(call, variant, pieces))
+def execute(call: Call, variant: Variant) -> Any:
+    """Carry out a call in one variant."""
+    return _go(call, _prepare(call, variant))
 
 
-def go(call: Call, way: Way) -> Any:
-    """Carry out a call this way."""
+def _go(call: Call, way: Way) -> Any:
     way.program.run(call.tensors, call.workload.rows, way.weights, way.biases, call.options.timeout)
     return call.finish()
 
@@ -74,8 +65,8 @@ class Way(NamedTuple):
     biases: Mapping[str, Tensor]
 
 
-def prepare(call: Call, variant: Variant, pieces: int | None) -> Way:
-    """The program for a call."""
+def _prepare(call: Call, variant: Variant, pieces: int | None = None) -> Way:
+    """The way to carry out a call in a variant, its rows in so many pieces or as the variant says."""
     world, operator, workload = call.world, call.operator, call.workload
     whole = engine(world).whole_plans or variant.algorithm in operator.unequal
     place = Place(world.topology, world.remote_reads, planned=None if whole else (world.rank,))
@@ -86,22 +77,15 @@ def prepare(call: Call, variant: Variant, pieces: int | None) -> Way:
     return Way(program, dict(zip(products, call.weights, strict=False)), biases)
 
 
-class _Planned(NamedTuple):
-    """A plan, the dtypes of its buffers, and the buffers that products go to."""
-
-    plan: Plan
-    dtypes: Mapping[str, torch.dtype]
-    products: tuple[str, ...]
-
-
 @lru_cache(maxsize=1024)
 def _planned(
     planner: Callable[..., Plan], workload: Workload, request: Request, place: Place, asked: tuple[tuple[str, object], ...]
-) -> _Planned:
+) -> tuple[Plan, Mapping[str, torch.dtype], tuple[str, ...]]:
+    """A plan, the dtypes of its buffers, and the buffers that products go to."""
     plan = planner(request, place, **dict(asked))
     if place.planned is not None:
         plan = replace(plan, request=repr((request, asked)))
     dtypes = {name: getattr(torch, rows.dtype) for name, rows in OPERATORS[workload.operator].buffers(workload).items()}
     every = (instruction for lanes in plan.lanes for lane in lanes.values() for instruction in lane)
     products = dict.fromkeys(instruction.dst.buffer for instruction in every if isinstance(instruction, Matmul))
-    return _Planned(plan, dtypes, tuple(products))
+    return plan, dtypes, tuple(products)

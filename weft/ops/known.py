@@ -64,8 +64,8 @@ def repeat(world: World, a: Tensor, asked: Asked) -> list[Tensor] | None:
 def run(asked: Asked, call: Call) -> Any:
     """Carry out a checked call, and remember it."""
     known = engine(call.world).known
-    result, way, settled = fused.carry_out(call)
-    if settled and engine(call.world).remembers and (name := asked.name) is not None:
+    result, way = fused.carry_out(call)
+    if way is not None and engine(call.world).remembers and (name := asked.name) is not None:
         if name not in known:
             if len(known) >= _REMEMBERED:
                 known.clear()

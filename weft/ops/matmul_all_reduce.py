@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.checks import check_timeout
-from weft.engines.weights import DTYPES, FLOAT8, Weight, plain
+from weft.engines.weights import Weight, plain
 from weft.ops import arguments, dims, float8, fused, known
 from weft.ops.call import Call, Given, Options, workload
-from weft.ops.partial_sums import ADDED_ROWS, SumCall
+from weft.ops.partial_sums import ADDED_ROWS, SumCall, check_sum
 from weft.plan.binding import split
 from weft.world import World, current
 
@@ -40,31 +39,17 @@ def matmul_all_reduce(
     without communication. (Torch's sums the gradients of all ranks, which are as many losses: larger by a factor of the number of
     ranks.) So the gradients are those of the same layer on one rank. There are no second derivatives.
 
+    Arguments and errors are those of `matmul_reduce_scatter`, but for these:
+
     Args:
-        a: (…, K), this rank's columns of what is multiplied, at least two dimensions; float16, bfloat16, float32 or float64; any
-            strides. K may differ between ranks.
-        b: (K, N) of a's dtype, this rank's rows of the weight, any strides, or packed once by `weft.pack`.
-        op: ``sum``, or ``avg``: the sum divided by the number of ranks.
-        bias: (N,), the same on all ranks; added once, whatever `op` is.
-        scale_a: for float8 inputs (float8_e4m3fn or float8_e5m2, both a and b): the scale of a in float32, one for all of it or one
-            for each row, (…, 1). Products are those of ``torch._scaled_mm``, in float32; there is no gradient.
-        scale_b: the scale of b, one for all of it or one for each column, (1, N).
         out: contiguous (…, N), not overlapping an input.
-        out_dtype: a's dtype (default) or float32; for float8 bfloat16 (default), float16 or float32.
         algorithm: ``one_shot`` (every rank adds up everything where the products lie), ``two_shot`` (every rank adds up a part and
             copies the others), ``put`` (the same, with products made in the memory of the rank that adds them up), ``ring`` (sums
             pass from neighbour to neighbour), ``sequential`` (one product, then the sums) or ``auto``; `explain` says what auto
             chooses.
-        chunk_rows: rows (of the product as a matrix of N columns) that are added together; sequential makes no use of it.
-        world: by default the world made by ``weft.init()``.
-        timeout: seconds any wait may take; by default the world's.
 
     Returns:
         (…, N) of `out_dtype`.
-
-    Raises:
-        ValueError, TypeError: bad arguments, before anything is sent.
-        MismatchError, PeerLost, PeerTimeout: the ranks do not make the same call, or one is lost or late; the world is closed.
     """
     world = current(world)
     asked = known.Asked(("matmul_all_reduce", op, out_dtype, algorithm, chunk_rows), (b,), (bias,))
@@ -85,13 +70,8 @@ def matmul_all_reduce(
 
 def check(world: World, given: Given, options: Options) -> Call:
     """A call, checked; it makes the sum."""
+    out_dtype = check_sum(world, given, options)
     a, (b,), (bias,), (out,) = given
-    arguments.check_matrix(a, world, (*DTYPES, *FLOAT8))
-    arguments.check_weight(a, b, world)
-    arguments.check_bias(bias, b.shape[1], world)
-    arguments.check_op(options.op)
-    check_timeout(options.timeout)
-    out_dtype = arguments.check_out_dtype(a.dtype, options.out_dtype)
     result = arguments.result(out, (*a.shape[:-1], b.shape[1]), out_dtype, (a, b, bias), world)
     return _ReduceCall(world, options, given, result)
 

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.checks import check_timeout
-from weft.engines.weights import DTYPES, FLOAT8, ScaledWeight, Weight, plain
+from weft.engines.weights import ScaledWeight, Weight, plain
 from weft.ops import arguments, dims, float8, fused, known
 from weft.ops.call import Call, Given, Options, workload
-from weft.ops.partial_sums import ADDED_ROWS, SumCall, accumulator
+from weft.ops.partial_sums import ADDED_ROWS, SumCall, accumulator, check_sum
 from weft.schedules.workload import Variant
 from weft.world import World, current
 
@@ -39,8 +38,7 @@ def matmul_reduce_scatter(
     in rank order in float32 (float64 for float64) and rounded once, by every algorithm: same inputs, same bits. The products
     themselves are in float32, except that those of bfloat16 for a bfloat16 result come in bfloat16, as `torch.mm` gives them.
     Over several hosts these are taken in the order of their first ranks, and what the ranks of another host than the keeper's have
-    made is summed there first, which counts as one product: where these come in bfloat16, that sum is rounded to bfloat16, too
-    (not with `out_dtype` float32).
+    made is summed there first, as one product: where these come in bfloat16, so does that sum (not with `out_dtype` float32).
 
     Gradients flow to a, b and bias. Those of a and b share one gather of the result's gradient, by `all_gather_matmul`; that of
     bias is complete on every rank.
@@ -53,9 +51,7 @@ def matmul_reduce_scatter(
         dim: the dimension of the product (…, N) that is scattered. For the last one the transposed product is computed and
             scattered by rows, and the plain weight is used.
         bias: (N,), the same on all ranks; added once, whatever `op` is.
-        scale_a: for float8 inputs (float8_e4m3fn or float8_e5m2, both a and b): the scale of a in float32, one for all of it or one
-            for each row, (…, 1). Products are those of ``torch._scaled_mm``, in float32; there is no gradient.
-        scale_b: the scale of b, one for all of it or one for each column, (1, N).
+        scale_a, scale_b: those of float8 inputs, as `all_gather_matmul` takes them.
         out: contiguous, of the shape of the result, not overlapping an input.
         out_dtype: a's dtype (default) or float32; for float8 bfloat16 (default), float16 or float32.
         shard_rows: the size of the scattered dimension that each rank keeps; zero is allowed. Without it the dimension must
@@ -93,13 +89,8 @@ def matmul_reduce_scatter(
 
 def check(world: World, given: Given, options: Options) -> Call:
     """A call, checked; it makes this rank's part of the sum."""
+    out_dtype = check_sum(world, given, options)
     a, (b,), (bias,), (out,) = given
-    arguments.check_matrix(a, world, (*DTYPES, *FLOAT8))
-    arguments.check_weight(a, b, world)
-    arguments.check_bias(bias, b.shape[1], world)
-    arguments.check_op(options.op)
-    check_timeout(options.timeout)
-    out_dtype = arguments.check_out_dtype(a.dtype, options.out_dtype)
     dim = dims.normal(options.dim, a.dim())
     whole = (*a.shape[:-1], b.shape[1])
     parts = arguments.check_parts(whole[dim], options.shard_rows, world)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.checks import name
+from weft.checks import check_timeout, name
 from weft.engines.weights import Weight
-from weft.ops.call import Call, Options
+from weft.ops import arguments
+from weft.ops.call import Call, Given, Options
 from weft.schedules import workload as pure
 from weft.schedules.workload import Workload
 from weft.world import World
@@ -20,6 +21,18 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     """What sums of this dtype are accumulated in."""
     found: torch.dtype = getattr(torch, pure.accumulator(name(dtype)))
     return found
+
+
+def check_sum(world: World, given: Given, options: Options) -> torch.dtype:
+    """Check what both sums are given and asked for; the dtype of the result."""
+    a, (b,), (bias,), _ = given
+    arguments.check_matrix(a, world)
+    arguments.check_weight(a, b, world)
+    arguments.check_bias(bias, b.shape[1], world)
+    if options.op not in ("sum", "avg"):
+        raise ValueError(f"op must be sum or avg; got {options.op!r}")
+    check_timeout(options.timeout)
+    return arguments.check_out_dtype(a.dtype, options.out_dtype)
 
 
 class SumCall(Call):
