@@ -9,7 +9,8 @@ the sizes of tensors for instance, and so could choose one order here and anothe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,19 +19,23 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from weft.errors import WeftError
-from weft.ops import autograd, fused
+from weft.ops import autograd, dims, fused
 from weft.ops.call import Given, Options
 from weft.process_group import worlds
 
 assert autograd  # it defines the operators of which these are overloads
 _library = torch.library.Library("weft", "FRAGMENT")
+NAMES: dict[Any, str] = {}
+"""The overloads, each with the name of its operator."""
 
 
 def _overload(name: str, takes: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
     _library.define(f"{name}.group({takes}, str group, Tensor? after) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(f"{name}.group", run, "CPU")
+    _library.impl(f"{name}.group", partial(run, name), "CPU")
     torch.library.register_fake(f"weft::{name}.group", shapes, lib=_library)
-    return getattr(torch.ops.weft, name).group
+    made = getattr(torch.ops.weft, name).group
+    NAMES[made] = name
+    return made
 
 
 def group_of(name: str) -> dist.ProcessGroup | None:
@@ -56,65 +61,33 @@ def _run(operator: str, name: str, given: Given, options: Options) -> Any:
     return worlds.in_turn(group, call)
 
 
-def _all_gather_matmul(*inputs: Any) -> list[Tensor]:
+def _gather(operator: str, *inputs: Any) -> list[Tensor]:
     """The results, and the gathered a if it is to be kept."""
     a, weights, biases, dim, keep, _, group, _ = inputs
-    given = Given(a, weights, biases, [None] * len(weights))
-    results, gathered = _run("all_gather_matmul", group, given, Options(dim, keep=keep))
+    results, gathered = _run(operator, group, Given(a, weights, biases, [None] * len(weights)), Options(dim, keep=keep))
     return [*results, *([gathered] if keep else []), a.new_empty(0)]
 
 
-def _all_gather_matmul_shapes(*inputs: Any) -> list[Tensor]:
+def _gather_shapes(*inputs: Any) -> list[Tensor]:
     a, weights, _, dim, keep, ranks, *_ = inputs
-    whole = _resized(a.shape, dim, a.shape[dim] * ranks)
+    whole = dims.resized(a.shape, dim, a.shape[dim] * ranks)
     return [*(a.new_empty(*whole[:-1], b.shape[1]) for b in weights), *([a.new_empty(whole)] if keep else []), a.new_empty(0)]
 
 
-def _matmul_reduce_scatter(*inputs: Any) -> list[Tensor]:
-    """Sums to which each rank adds a bias of its own."""
+def _sum(operator: str, *inputs: Any) -> list[Tensor]:
+    """The sum, to which each rank adds a bias of its own."""
     a, b, bias, op, dim, _, group, _ = inputs
-    given = Given(a, [b], [bias], [None])
-    return [_run("matmul_reduce_scatter", group, given, Options(dim, op, own_bias=True)), a.new_empty(0)]
+    return [_run(operator, group, Given(a, [b], [bias], [None]), Options(dim or 0, op, own_bias=True)), a.new_empty(0)]
 
 
-def _matmul_reduce_scatter_shapes(*inputs: Any) -> list[Tensor]:
+def _sum_shapes(*inputs: Any) -> list[Tensor]:
     a, b, _, _, dim, ranks, *_ = inputs
-    whole = [*a.shape[:-1], b.shape[1]]
-    return [a.new_empty(_resized(whole, dim, whole[dim] // ranks)), a.new_empty(0)]
+    whole = (*a.shape[:-1], b.shape[1])
+    return [a.new_empty(whole if dim is None else dims.resized(whole, dim, whole[dim] // ranks)), a.new_empty(0)]
 
 
-def _matmul_all_reduce(*inputs: Any) -> list[Tensor]:
-    """Sums to which each rank adds a bias of its own."""
-    a, b, bias, op, group, _ = inputs
-    return [_run("matmul_all_reduce", group, Given(a, [b], [bias], [None]), Options(op=op, own_bias=True)), a.new_empty(0)]
-
-
-def _matmul_all_reduce_shapes(*inputs: Any) -> list[Tensor]:
-    a, b, *_ = inputs
-    return [a.new_empty(*a.shape[:-1], b.shape[1]), a.new_empty(0)]
-
-
-def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
-    return [*shape[:dim], size, *shape[dim + 1 :]]
-
-
-ALL_GATHER_MATMUL = _overload(
-    "all_gather_matmul",
-    "Tensor a, Tensor[] weights, Tensor?[] biases, SymInt dim, bool keep, SymInt ranks",
-    _all_gather_matmul,
-    _all_gather_matmul_shapes,
-)
-MATMUL_REDUCE_SCATTER = _overload(
-    "matmul_reduce_scatter",
-    "Tensor a, Tensor b, Tensor? bias, str op, SymInt dim, SymInt ranks",
-    _matmul_reduce_scatter,
-    _matmul_reduce_scatter_shapes,
-)
-MATMUL_ALL_REDUCE = _overload(
-    "matmul_all_reduce", "Tensor a, Tensor b, Tensor? bias, str op", _matmul_all_reduce, _matmul_all_reduce_shapes
-)
-NAMES = {
-    ALL_GATHER_MATMUL: "all_gather_matmul",
-    MATMUL_REDUCE_SCATTER: "matmul_reduce_scatter",
-    MATMUL_ALL_REDUCE: "matmul_all_reduce",
-}
+_GATHERED = "Tensor a, Tensor[] weights, Tensor?[] biases, SymInt dim, bool keep, SymInt ranks"
+_SUMMED = "Tensor a, Tensor b, Tensor? bias, str op, SymInt? dim, SymInt? ranks"
+ALL_GATHER_MATMUL = _overload("all_gather_matmul", _GATHERED, _gather, _gather_shapes)
+MATMUL_REDUCE_SCATTER = _overload("matmul_reduce_scatter", _SUMMED, _sum, _sum_shapes)
+MATMUL_ALL_REDUCE = _overload("matmul_all_reduce", _SUMMED, _sum, _sum_shapes)

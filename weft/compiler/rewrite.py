@@ -72,11 +72,8 @@ def put_sum(graph: Graph, found: Sum) -> None:
         if value(found.summed).dim() != 2:
             shape: Any = found.summed.args[1]
             a = _call(graph, _reshape, a, [*shape[:-1], value(b).shape[0]])
-        if found.dim is None:
-            made = _call(graph, operators.MATMUL_ALL_REDUCE, a, b, bias, found.op, found.group, None)
-        else:
-            options = found.op, found.dim, found.ranks, found.group, None
-            made = _call(graph, operators.MATMUL_REDUCE_SCATTER, a, b, bias, *options)
+        target = operators.MATMUL_ALL_REDUCE if found.dim is None else operators.MATMUL_REDUCE_SCATTER
+        made = _call(graph, target, a, b, bias, found.op, found.dim, found.ranks, found.group, None)
         result = _call(graph, operator.getitem, made, 0)
     wait.replace_all_uses_with(result)
     collective.replace_all_uses_with(result, delete_user_cb=lambda user: user is not wait)
