@@ -104,9 +104,12 @@ class ShardedLinear(nn.Linear):
         """The local part of x and its placement, redistributed by torch if this layer does not take x with the one it has."""
         plain = not (isinstance(x, DTensor) or torch.compiler.is_compiling())
         if plain:
-            if self._usual(x) and (taken := self._taken.get(x.dim())) is not None:
+            weight = self._parameters["weight"]
+            assert weight is not None
+            usual = arguments.lies(x) == 0 and x.dtype is weight.dtype  # what comes most, and needs no other check
+            if usual and (taken := self._taken.get(x.dim())) is not None:
                 return x, taken
-            dtypes = DTYPES if torch.is_autocast_enabled("cpu") else (self.weight.dtype,)
+            dtypes = DTYPES if torch.is_autocast_enabled("cpu") else (weight.dtype,)
             arguments.check_input(x, "input", self.world, dtypes)
         if not (dims := x.dim()):
             raise ValueError("input must have features in its last dimension; got a tensor with no dimension")
@@ -118,12 +121,6 @@ class ShardedLinear(nn.Linear):
         whole = x if isinstance(x, DTensor) else as_dtensor(x, self.layout.on_mesh(), placement)
         placement = normal(self._natural, dims)
         return local(whole.redistribute(placements=[placement])), placement
-
-    def _usual(self, x: Tensor) -> bool:
-        """Whether an input is what comes most, of which nothing more need be checked."""
-        weight = self._parameters["weight"]
-        assert weight is not None
-        return arguments.lies(x) == 0 and x.dtype is weight.dtype
 
     def _leave(self, y: Tensor, placement: Placement, size: int | None = None) -> Tensor:
         """Redistribute the result `y` from `placement` to the layout's; `size` is the whole's along it where parts are uneven."""
@@ -220,15 +217,8 @@ class Gather:
             if len(self.layers) == 1:
                 x, weight, bias = layer._operands(x)
                 return all_gather_matmul(x, weight, dim=dim, bias=bias, shard_rows=sizes, world=layer.world)  # type: ignore[return-value]
-            operands = [each._operands(x) for each in self.layers]
-            results = all_gather_matmul(
-                operands[0][0],
-                [weight for _, weight, _ in operands],
-                dim=dim,
-                bias=[bias for _, _, bias in operands],
-                shard_rows=sizes,
-                world=layer.world,
-            )
+            xs, weights, biases = zip(*(each._operands(x) for each in self.layers), strict=True)
+            results = all_gather_matmul(xs[0], weights, dim=dim, bias=biases, shard_rows=sizes, world=layer.world)
             assert isinstance(results, list)
             self.made_of, self.made = (given, recorded), {id(each): y for each, y in zip(self.layers, results, strict=True)}
         y = self.made.pop(id(layer))

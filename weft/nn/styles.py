@@ -1,4 +1,7 @@
-"""torch's tensor-parallel styles with weft's operators in them."""
+"""torch's tensor-parallel styles with weft's operators in them: same arguments, parameters and results.
+
+What weft does not run behaves as under torch's style; `explain` tells which.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,7 @@ from weft.process_group import worlds
 
 
 class ColwiseParallel(torch_styles.ColwiseParallel):
-    """torch's `ColwiseParallel`; weft runs an `nn.Linear` whose input is replicated or sharded.
-
-    Same arguments, parameters and results. Layers that weft does not run behave as under torch's style; `explain` tells which.
-    """
+    """torch's `ColwiseParallel`; weft runs an `nn.Linear` whose input is replicated or sharded."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return _spread(self, super()._apply, module, device_mesh, ColumnParallelLinear)
@@ -64,20 +64,14 @@ class SharedColwiseParallel(torch_styles.ParallelStyle):
 
 
 class RowwiseParallel(torch_styles.RowwiseParallel):
-    """torch's `RowwiseParallel`; weft runs an `nn.Linear` whose output is replicated or sharded.
-
-    Same arguments, parameters and results. Layers that weft does not run behave as under torch's style; `explain` tells which.
-    """
+    """torch's `RowwiseParallel`; weft runs an `nn.Linear` whose output is replicated or sharded."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return _spread(self, super()._apply, module, device_mesh, RowParallelLinear)
 
 
 class SequenceParallel(torch_styles.SequenceParallel):
-    """torch's `SequenceParallel`, on plain tensors for `nn.RMSNorm` and `nn.LayerNorm`, which need no communication.
-
-    Same arguments, parameters and results. Other modules behave as under torch's style; `explain` tells which.
-    """
+    """torch's `SequenceParallel`, on plain tensors for `nn.RMSNorm` and `nn.LayerNorm`, which need no communication."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(module) not in NORMS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -161,20 +161,17 @@ class _RowsCall(_GatherCall):
 
     def __init__(self, world: World, options: Options, given: Given, shards: Sequence[int], results: list[Tensor]) -> None:
         a, weights, biases, _ = given
-        dim, keep = options.dim, options.keep
-        front, inner = dims.to_front(a, dim), dims.inner(a.shape, dim)
-        rows = tuple(shard * inner for shard in shards)
-        symmetric = world.is_symmetric(front)
+        dim, inner = options.dim, dims.inner(a.shape, options.dim)
+        matrix, rows = dims.to_front(a, dim), tuple(shard * inner for shard in shards)
+        symmetric = world.is_symmetric(matrix)
         super().__init__(world, options, workload("all_gather_matmul", rows, given, results[0].dtype, symmetric))
-        self.weights, self.biases, self.results = weights, biases, results
-        self.fronts = [result if dim == 0 else result.new_empty(dims.front_shape(result.shape, dim)) for result in results]
-        self.tensors = {"a": front}
-        for name, result in zip(outputs(len(weights)), self.fronts, strict=True):
-            self.tensors[name] = result.view(sum(rows), result.shape[-1])
-        if keep:
-            self.gathered = a.new_empty(dims.front_shape(dims.resized(a.shape, dim, sum(shards)), dim))
-            self.tensors["gathered"] = self.gathered.view(sum(rows), a.shape[-1])
-        self.asked = ("gathered", keep), ("weights", len(weights))
+        self.weights, self.biases, self.asked = weights, biases, (("gathered", options.keep), ("weights", len(weights)))
+        names, self.wholes = [*outputs(len(weights))], results
+        if options.keep:
+            names, self.wholes = [*names, "gathered"], [*results, a.new_empty(dims.resized(a.shape, dim, sum(shards)))]
+        self.fronts = [dims.front(whole, dim) for whole in self.wholes]
+        written = {name: front.view(sum(rows), front.shape[-1]) for name, front in zip(names, self.fronts, strict=True)}
+        self.tensors = {"a": matrix, **written}
 
     def overlapped(self) -> tuple[str, str]:
         world = self.world
@@ -185,12 +182,9 @@ class _RowsCall(_GatherCall):
         return "direct", "peers' rows can be read where they lie at the speed of own memory"
 
     def finish(self) -> tuple[list[Tensor], Tensor | None]:
-        dim = self.options.dim
-        for front, result in zip(self.fronts, self.results, strict=True):
-            dims.back(front, dim, result)
-        if not self.options.keep:
-            return self.results, None
-        return self.results, self.gathered.movedim(0, dim).contiguous() if dim else self.gathered
+        for front, whole in zip(self.fronts, self.wholes, strict=True):
+            dims.back(front, self.options.dim, whole)
+        return self.wholes[: len(self.weights)], self.wholes[-1] if self.options.keep else None
 
 
 class _ColumnsCall(_GatherCall):
@@ -200,13 +194,9 @@ class _ColumnsCall(_GatherCall):
 
     def __init__(self, world: World, options: Options, given: Given, shards: Sequence[int], results: list[Tensor]) -> None:
         super().__init__(world, options, workload("all_gather_matmul", tuple(shards), given, results[0].dtype, symmetric=False))
-        self.given, self.results = given, results
+        self.planner, self.given, self.results = _gather_columns, given, results
         own = given.a.flatten(0, -2).t().contiguous()
         self.tensors = {"a": own, "gathered": own.new_empty(sum(shards), own.shape[1])}
-
-    @property
-    def planner(self) -> Callable[..., Plan]:
-        return _gather_columns
 
     def usual(self, algorithm: str) -> Decision:
         self.check_algorithm(algorithm)

@@ -8,12 +8,12 @@ nothing. Rank 0 decides for all. What was not measured before, the first calls o
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
 import torch
+from torch import Tensor
 
 from weft import predict
 from weft.engines import engine
@@ -26,7 +26,6 @@ from weft.schedules.broadcast import eager, push
 from weft.schedules.levels import Levels
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import ORDERS, Variant, Workload
-from weft.world import World
 
 _CLEARLY = 0.05  # by how much of its time a prediction has to beat the default
 _MANY = 4  # ranks from which on they are taken to be equal, and variants in which they are not are not considered
@@ -63,9 +62,7 @@ def _measured(call: Call, trial: Trial, begun: int, ended: int) -> None:
     if trial.took(call, begun, ended):
         world, said = call.world, torch.tensor([trial.said()])
         every, plan = said.new_empty(world.ranks, said.shape[1]), _asking(call.operator.name, world.levels, world.topology)
-        with _beside(world):
-            words = f"{call.key} took {said.shape[1]}"
-            engine(world).execute_as(words, plan, {"a": said, "gathered": every}, (1,) * world.ranks, call.options.timeout)
+        _beside(call, f"{call.key} took {said.shape[1]}", plan, {"a": said, "gathered": every}, (1,) * world.ranks)
         choice = trial.heard(call, every)
         if choice is not None:
             world.choices[call.key, world.emulated_link] = choice
@@ -159,10 +156,8 @@ def _of_rank_0(call: Call, key: CallKey) -> list[Choice]:
     said = torch.zeros(3 * MOST, 1, dtype=torch.int64)
     numbers = [number for one in own for number in (_ALGORITHMS.index(one.algorithm), one.pieces, ORDERS.index(one.order))]
     said[: len(numbers), 0] = torch.tensor(numbers, dtype=torch.int64)
-    rows, plan = (len(said),), _telling(world.levels, world.topology)
     tensors = {"a": said, "out": said[:0]} if own else {"a": said[:0], "out": said}
-    with _beside(world):
-        engine(world).execute_as(str(key), plan, tensors, rows, call.options.timeout)
+    _beside(call, str(key), _telling(world.levels, world.topology), tensors, (len(said),))
     told = [numbers for numbers in said.view(-1, 3).tolist() if numbers[1]]
     return own or [Choice(_ALGORITHMS[name], cut, ORDERS[order], "as rank 0 decided") for name, cut, order in told]
 
@@ -180,11 +175,11 @@ def _asking(operator: str, levels: Levels, hosts: tuple[int, ...] | None) -> Pla
     return replace(plan, operator=operator)
 
 
-@contextlib.contextmanager
-def _beside(world: World) -> Iterator[None]:
+def _beside(call: Call, words: str, plan: Plan, tensors: dict[str, Tensor], rows: tuple[int, ...]) -> None:
     """Say something to all ranks beside a call: traces show the operator, not this."""
+    world = call.world
     recorder, world.recorder = world.recorder, None
     try:
-        yield
+        engine(world).execute_as(words, plan, tensors, rows, call.options.timeout)
     finally:
         world.recorder = recorder

@@ -73,12 +73,11 @@ class CallKey(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """How a call is carried out, why, and all variants that were considered with their predicted milliseconds, fastest first.
+    """How a call is carried out, why, and what was considered: variants with predicted milliseconds, fastest first.
 
-    `pieces`: into how many the rows are cut, where that is said for a class of sizes. `measured`: the least milliseconds of the
-    variants that were tried in calls of its class. `sure`: nothing else need be tried.
-    `settled`: calls of its class go this way from now on. `report` is told when the call began and ended, where that is measured;
-    `others` are what later calls will try, to be made ready at once.
+    `pieces`: into how many rows are cut, where that is said for a class of sizes. `measured`: the least milliseconds of what was
+    tried in calls of the class. `sure`: nothing else need be tried. `settled`: the class goes this way from now on. `report` is
+    told when the call began and ended, where that is measured. `others`: what later calls will try, to be made ready at once.
     """
 
     variant: Variant
@@ -127,15 +126,8 @@ class Call(ABC):
 
     def __init__(self, world: World, options: Options, workload: Workload) -> None:
         self.world, self.options, self.workload = world, options, workload
-
-    @property
-    def operator(self) -> Operator:
-        return OPERATORS[self.workload.operator]
-
-    @property
-    def planner(self) -> Callable[..., Plan]:
-        """Who makes the plan."""
-        return self.operator.plan
+        self.operator: Operator = OPERATORS[workload.operator]
+        self.planner: Callable[..., Plan] = self.operator.plan
 
     @property
     def columns(self) -> int:
@@ -146,11 +138,6 @@ class Call(ABC):
     def pieces(self) -> int:
         """Transfers per shard."""
         return _HOST_PIECES if self.world.multi_host else PIECES
-
-    @property
-    def few(self) -> bool:
-        """Whether the products of single shards have so few rows that one of all rows is better."""
-        return max(self.workload.rows) <= (FEW_ROWS if self.world.multi_host else LEAST_ROWS[self.workload.packed])
 
     @property
     def passing(self) -> float:
@@ -200,7 +187,7 @@ class Call(ABC):
         """The algorithm that ``auto`` begins with, and why."""
         if self.world.ranks == 1 or not any(self.workload.rows):
             return "sequential", "there is nothing to exchange"
-        if self.few:
+        if max(self.workload.rows) <= (FEW_ROWS if self.world.multi_host else LEAST_ROWS[self.workload.packed]):
             return "sequential", "few rows per rank: one product that reads b once beats several"
         if self.passing < _WORTH_HIDING:
             return "sequential", "rows pass the emulated link in less time than moving them piece by piece would cost"

@@ -34,9 +34,9 @@ def resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
-def front_shape(shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    """A shape with its dimension `dim` first."""
-    return (shape[dim], *shape[:dim], *shape[dim + 1 :])
+def front(result: Tensor, dim: int) -> Tensor:
+    """Room for a result with its dimension `dim` first; the result itself if that is the first place."""
+    return result.new_empty(result.movedim(dim, 0).shape) if dim else result
 
 
 def inner(shape: Sequence[int], dim: int) -> int:
@@ -45,5 +45,5 @@ def inner(shape: Sequence[int], dim: int) -> int:
 
 
 def back(front: Tensor, dim: int, result: Tensor) -> Tensor:
-    """Bring the first dimension of `front` back to its place, in `result`, which is the same tensor if that is the first place."""
+    """Bring the first dimension of `front` back to its place, in the `result` that it was made for."""
     return result if dim == 0 else result.copy_(front.movedim(0, dim))

@@ -126,8 +126,7 @@ class _RowsCall(_ScatterCall):
         a, (b,), (bias,), _ = given
         dim, inner = options.dim, dims.inner(a.shape, options.dim)
         rows = tuple(part * inner for part in parts)
-        self.result = result
-        self.front = result if dim == 0 else result.new_empty(dims.front_shape(result.shape, dim))
+        self.result, self.front = result, dims.front(result, dim)
         kept = self.front.view(rows[world.rank], b.shape[1])
         sums = workload("matmul_reduce_scatter", rows, given, result.dtype)
         super().__init__(world, options, sums, (dims.to_front(a, dim), b, kept), bias)
