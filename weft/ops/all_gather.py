@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.ops import arguments, collective, dims
-from weft.ops.collective import ANY, Handle, Work, as_matrix, call_later, call_now, planned, same_place
+from weft.ops.collective import ANY, Work, as_matrix, begun, call_now, planned, same_place
 from weft.schedules import all_gather as schedule
 from weft.schedules.workload import pieces
 from weft.world import World
@@ -37,30 +37,14 @@ def all_gather(
     return call_now(_prepare, a, out, (dim, shards, algorithm, chunk_rows), world, timeout)
 
 
-def all_gather_async(
-    a: Tensor,
-    *,
-    out: Tensor | None = None,
-    dim: int = 0,
-    shard_rows: Sequence[int] | None = None,
-    algorithm: str = "auto",
-    chunk_rows: int | None = None,
-    world: World | None = None,
-    timeout: float | None = None,
-) -> Handle:
-    """Begin `all_gather`, with the same arguments, and return at once."""
-    shards = None if shard_rows is None else tuple(shard_rows)
-    return call_later(_prepare, a, out, (dim, shards, algorithm, chunk_rows), world, timeout)
-
-
 def _prepare(
-    world: World, a: Tensor, out: Tensor | None, dim: int, shards: tuple[int, ...] | None, algorithm: str, chunk_rows: int | None
+    world: World, a: Tensor, out: Tensor | None, dim: int, shard_rows: Sequence[int] | None, algorithm: str, chunk_rows: int | None
 ) -> Work:
     arguments.check_input(a, "a", world, ANY)
     dim = dims.normal(dim, a.dim())
     arguments.check_algorithm(algorithm, schedule.ALGORITHMS, world)
     arguments.check_chunk_rows(chunk_rows)
-    sizes = arguments.check_shard_rows(a.shape[dim], shards, world)
+    sizes = arguments.check_shard_rows(a.shape[dim], shard_rows, world)
     lead = math.prod(a.shape[:dim])
     rows, start = tuple(lead * size for size in sizes), sum(sizes[: world.rank])
 
@@ -99,3 +83,7 @@ def _prepare(
     places = {"symmetric_a": symmetric, "symmetric_gathered": symmetric_out, "hosts": hosts}
     plan = planned(schedule.all_gather, world.ranks, pieces(most, chunk), algorithm, **places)
     return Work(plan, rows, tensors, result, copied)
+
+
+all_gather_async = begun(all_gather, _prepare)
+"""Begin `all_gather`, with the same arguments, and return at once."""

@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from weft.ops import arguments, collective
-from weft.ops.collective import Handle, Work, call_later, call_now, planned, same_place
+from weft.ops.collective import Work, begun, call_now, planned, same_place
 from weft.plan.binding import split
 from weft.schedules import all_reduce as schedule
 from weft.schedules.common import apart
@@ -34,19 +34,6 @@ def all_reduce(
     return call_now(_prepare, a, out, (op, algorithm), world, timeout)
 
 
-def all_reduce_async(
-    a: Tensor,
-    *,
-    op: str = "sum",
-    out: Tensor | None = None,
-    algorithm: str = "auto",
-    world: World | None = None,
-    timeout: float | None = None,
-) -> Handle:
-    """Begin `all_reduce`, with the same arguments, and return at once."""
-    return call_later(_prepare, a, out, (op, algorithm), world, timeout)
-
-
 def _prepare(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: str) -> Work:
     collective.check_reduction(a, op, world)
     arguments.check_algorithm(algorithm, schedule.ALGORITHMS, world)
@@ -67,3 +54,7 @@ def _prepare(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: st
     symmetric = symmetric and not (in_place and algorithm == "one_shot")
     places = {"symmetric_a": symmetric, "symmetric_out": symmetric_out}
     return Work(planned(schedule.all_reduce, world.ranks, cut, algorithm, op, **places), rows, tensors, result)
+
+
+all_reduce_async = begun(all_reduce, _prepare)
+"""Begin `all_reduce`, with the same arguments, and return at once."""

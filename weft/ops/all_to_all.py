@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.ops import arguments, collective, dims
 from weft.ops.all_gather import all_gather
-from weft.ops.collective import ANY, Handle, Work, as_matrix, call_later, call_now, planned
+from weft.ops.collective import ANY, Work, as_matrix, begun, call_now, planned
 from weft.schedules import all_to_all as schedule
 from weft.schedules.thresholds import EAGER_ROOM
 from weft.schedules.workload import pieces
@@ -37,26 +37,13 @@ def all_to_all(
     return call_now(_prepare, a, out, (given, taken), world, timeout)
 
 
-def all_to_all_async(
-    a: Tensor,
-    *,
-    out: Tensor | None = None,
-    output_split_sizes: Sequence[int] | None = None,
-    input_split_sizes: Sequence[int] | None = None,
-    world: World | None = None,
-    timeout: float | None = None,
-) -> Handle:
-    """Begin `all_to_all`, with the same arguments, and return at once."""
-    given = None if input_split_sizes is None else tuple(input_split_sizes)
-    taken = None if output_split_sizes is None else tuple(output_split_sizes)
-    return call_later(_prepare, a, out, (given, taken), world, timeout)
-
-
-def _prepare(world: World, a: Tensor, out: Tensor | None, given: tuple[int, ...] | None, taken: tuple[int, ...] | None) -> Work:
+def _prepare(
+    world: World, a: Tensor, out: Tensor | None, input_split_sizes: Sequence[int] | None, output_split_sizes: Sequence[int] | None
+) -> Work:
     arguments.check_input(a, "a", world, ANY)
     dims.normal(0, a.dim())
-    even = given is None and taken is None
-    given, taken = _splits(world, a.shape[0], given, taken)
+    even = input_split_sizes is None and output_split_sizes is None
+    given, taken = _splits(world, a.shape[0], input_split_sizes, output_split_sizes)
     result = arguments.result(out, (sum(taken), *a.shape[1:]), a.dtype, [a], world)
     counts = (given,) * world.ranks if even else _exchange_splits(world, given, taken)
     matrix, hosts = as_matrix(a), world.topology
@@ -73,15 +60,19 @@ def _prepare(world: World, a: Tensor, out: Tensor | None, given: tuple[int, ...]
     return Work(plan, rows, tensors, result, agreed=not even)
 
 
+all_to_all_async = begun(all_to_all, _prepare)
+"""Begin `all_to_all`, with the same arguments, and return at once."""
+
+
 def _splits(
-    world: World, rows: int, given: tuple[int, ...] | None, taken: tuple[int, ...] | None
+    world: World, rows: int, given: Sequence[int] | None, taken: Sequence[int] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """How many of its `rows` this rank gives to each rank, and takes from each."""
     if given is None and taken is None:
         if rows % world.ranks:
             raise ValueError(f"{rows} rows do not divide evenly over {world.ranks} ranks: give the split sizes")
         return ((rows // world.ranks,) * world.ranks,) * 2
-    given, taken = given or (), taken or ()
+    given, taken = tuple(() if given is None else given), tuple(() if taken is None else taken)
     if not len(given) == len(taken) == world.ranks or min(given + taken) < 0 or sum(given) != rows:
         raise ValueError(
             f"input_split_sizes and output_split_sizes must be {world.ranks} counts each, none negative, the former of {rows} "

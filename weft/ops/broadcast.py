@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from weft.ops import arguments, collective
-from weft.ops.collective import ANY, Handle, Work, call_later, call_now, planned
+from weft.ops.collective import ANY, Work, begun, call_now, planned
 from weft.schedules import broadcast as schedule
 from weft.schedules.workload import pieces
 from weft.world import World
@@ -31,18 +31,6 @@ def broadcast(
     return call_now(_prepare, tensor, tensor, (source, algorithm), world, timeout)
 
 
-def broadcast_async(
-    tensor: Tensor,
-    source: int,
-    *,
-    algorithm: str = "auto",
-    world: World | None = None,
-    timeout: float | None = None,
-) -> Handle:
-    """Begin `broadcast`, with the same arguments, and return at once."""
-    return call_later(_prepare, tensor, tensor, (source, algorithm), world, timeout)
-
-
 def _prepare(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: str) -> Work:
     arguments.check_input(tensor, "tensor", world, ANY)
     arguments.check_algorithm(algorithm, schedule.ALGORITHMS, world)
@@ -53,11 +41,12 @@ def _prepare(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: 
     rows, hosts = tensor.view(-1, 1), world.topology
     most, size = len(rows), tensor.nbytes
     mine, theirs = ("a", "out") if world.rank == source else ("out", "a")
-    places, staged = hosts or range(world.ranks), hosts is None and not world.is_symmetric(rows)
+    tensors = {mine: rows, theirs: rows[:0]}
     # Where ranks are many, or wait for a core, a source that waits for nobody gains more than it costs that all meet now and then.
     if algorithm in ("auto", "pull") and collective.many(world) and collective.handed_out(world, size):
-        plan = schedule.eager(source, world.levels)
-    elif algorithm == "ring":
+        return Work(schedule.eager(source, world.levels), (most,), tensors, tensor)
+    places, staged = hosts or range(world.ranks), hosts is None and not world.is_symmetric(rows)
+    if algorithm == "ring":
         plan = planned(schedule.ring, pieces(most, collective.sent_rows(rows, most)), source, places, staged=staged)
     elif hosts is not None or algorithm == "push":
         plan = planned(schedule.push, source, places, staged=staged)
@@ -67,4 +56,12 @@ def _prepare(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: 
         if staged:
             cut = pieces(most, collective.slot_rows(rows, most, 1, world, PIECE_BYTES))
         plan = planned(schedule.broadcast, world.ranks, cut, source, symmetric_a=not staged, shared=shared)
-    return Work(plan, (most,), {mine: rows, theirs: rows[:0]}, tensor)
+    return Work(plan, (most,), tensors, tensor)
+
+
+def _begin(world: World, tensor: Tensor, source: int, algorithm: str) -> Work:
+    return _prepare(world, tensor, tensor, source, algorithm)
+
+
+broadcast_async = begun(broadcast, _begin)
+"""Begin `broadcast`, with the same arguments, and return at once."""

@@ -19,10 +19,11 @@ anything is sent; lost, late or disagreeing peers are `PeerLost`, `PeerTimeout` 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
@@ -52,6 +53,9 @@ SENT_BYTES = 64 << 10  # least bytes of a piece that is put to peers: with fewer
 REACHED_BYTES = 2 << 10  # up to so much is handed out although few ranks could reach it: copying more costs more than a signal
 EXCHANGED_BYTES = 16 << 10  # least bytes of a piece that two ranks exchange: with fewer, its signals take longer than it does
 STEPS = 64  # in which it does so at most: a plan is a list of all of them
+
+
+Asked = ParamSpec("Asked")
 
 
 class Handle:
@@ -135,17 +139,25 @@ def _result(own: Engine, prepare: Prepare, a: Tensor, options: tuple[Hashable, .
     return torch.empty_strided(shape, strides, dtype=dtype)
 
 
-def call_later(
-    prepare: Prepare, a: Tensor, out: Tensor | None, options: tuple[Hashable, ...], world: World | None, timeout: float | None
-) -> Handle:
-    """Begin a call and return at once."""
-    world = current(world)
-    check_timeout(timeout)
-    work = prepare(world, a, out, *options)
-    program = next(program for number in range(1 << 30) if (program := _program(world, work, number)).idle())
-    program.start(program.bind(work.tensors, work.rows), timeout)
-    program.held = work  # should nobody keep the handle
-    return Handle(program, work)
+def begun(now: Callable[Asked, Tensor], prepare: Callable[..., Work]) -> Callable[Asked, Handle]:
+    """The ``_async`` form of a collective, which takes what `now` does; `prepare` takes the same but for `timeout`."""
+    signature = inspect.signature(now)
+    usual = {name: each.default for name, each in signature.parameters.items() if each.kind is each.KEYWORD_ONLY}
+
+    def begin(*given: Asked.args, **options: Asked.kwargs) -> Handle:
+        asked: dict[str, Any] = {**usual, **options}
+        world, timeout = current(asked.pop("world")), asked.pop("timeout")
+        check_timeout(timeout)
+        work = prepare(world, *given, **asked)
+        program = next(program for number in range(1 << 30) if (program := _program(world, work, number)).idle())
+        program.start(program.bind(work.tensors, work.rows), timeout)
+        program.held = work  # should nobody keep the handle
+        return Handle(program, work)
+
+    begin.__signature__ = signature.replace(return_annotation=Handle)  # type: ignore[attr-defined]
+    begin.__module__, begin.__name__, begin.__qualname__ = now.__module__, f"{now.__name__}_async", f"{now.__name__}_async"
+    begin.__doc__ = f"Begin `{now.__name__}`, with the same arguments, and return at once."
+    return begin
 
 
 def _program(world: World, work: Work, number: int = 0) -> Program:

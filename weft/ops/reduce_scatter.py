@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from weft.ops import arguments, collective, dims
-from weft.ops.collective import Handle, Work, as_matrix, call_later, call_now, planned, same_place
+from weft.ops.collective import Work, as_matrix, begun, call_now, planned, same_place
 from weft.schedules import reduce_scatter as schedule
 from weft.schedules.workload import pieces
 from weft.world import World
@@ -41,29 +41,13 @@ def reduce_scatter(
     return call_now(_prepare, a, out, (op, dim, shards, algorithm), world, timeout)
 
 
-def reduce_scatter_async(
-    a: Tensor,
-    *,
-    op: str = "sum",
-    out: Tensor | None = None,
-    dim: int = 0,
-    shard_rows: Sequence[int] | None = None,
-    algorithm: str = "auto",
-    world: World | None = None,
-    timeout: float | None = None,
-) -> Handle:
-    """Begin `reduce_scatter`, with the same arguments, and return at once."""
-    shards = None if shard_rows is None else tuple(shard_rows)
-    return call_later(_prepare, a, out, (op, dim, shards, algorithm), world, timeout)
-
-
 def _prepare(
-    world: World, a: Tensor, out: Tensor | None, op: str, dim: int, shards: tuple[int, ...] | None, algorithm: str
+    world: World, a: Tensor, out: Tensor | None, op: str, dim: int, shard_rows: Sequence[int] | None, algorithm: str
 ) -> Work:
     collective.check_reduction(a, op, world)
     arguments.check_algorithm(algorithm, schedule.ALGORITHMS, world)
     dim = dims.normal(dim, a.dim())
-    sizes = arguments.check_parts(a.shape[dim], shards, world)
+    sizes = arguments.check_parts(a.shape[dim], shard_rows, world)
     lead = math.prod(a.shape[:dim])
     rows, start = tuple(lead * size for size in sizes), sum(sizes[: world.rank])
 
@@ -89,3 +73,7 @@ def _prepare(
         cut = pieces(most, collective.exchanged_rows(matrix, most, world))
         plan = planned(schedule.reduce_scatter, world.ranks, cut, op, symmetric_a=symmetric)
     return Work(plan, rows, tensors, result)
+
+
+reduce_scatter_async = begun(reduce_scatter, _prepare)
+"""Begin `reduce_scatter`, with the same arguments, and return at once."""
