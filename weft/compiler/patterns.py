@@ -219,8 +219,7 @@ def _parts(cat: Node, ranks: int) -> tuple[Node, int] | None:
     if cat.target is not _aten.cat.default:
         return None
     pieces = list(_args(cat)[0])
-    cuts = [_cut(piece) for piece in pieces]
-    known = [cut for cut in cuts if cut is not None]
+    known = [cut for piece in pieces if (cut := _cut(piece)) is not None]
     if not len(known) == len(pieces) == ranks or len({(source, dim) for source, dim, _ in known}) != 1:
         return None
     source, dim, _ = known[0]

@@ -66,7 +66,7 @@ def _prepare(
         if collective.moved_at_once(world, size, reached):
             return Work(schedule.eager(world.levels), rows, tensors, result, copied)
         if not reached and collective.read_in_place(world, size):
-            algorithm, symmetric, chunk_rows = "pull", True, max(sizes)
+            algorithm, symmetric, chunk_rows = "pull", True, max(sizes)  # as peers read symmetric ones, but at once
     if algorithm == "auto":
         straight = symmetric_out and (not symmetric or size >= world.thresholds.pushed_bytes)
         algorithm = "push" if hosts or straight else "pull"

@@ -83,7 +83,7 @@ class _ReduceCall(SumCall):
         a, (b,), (bias,), _ = given
         self.result, x = result, dims.to_front(a, 0)
         sums = workload("matmul_all_reduce", tuple(split(len(x), world.ranks)), given, result.dtype)
-        super().__init__(world, options, sums, (x, b, result.view(len(x), b.shape[1])), bias)
+        super().__init__(world, options, sums, x, b, result.view(len(x), b.shape[1]), bias)
 
     @property
     def whole(self) -> int:

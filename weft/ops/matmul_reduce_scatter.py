@@ -129,7 +129,7 @@ class _RowsCall(_ScatterCall):
         self.result, self.front = result, dims.front(result, dim)
         kept = self.front.view(rows[world.rank], b.shape[1])
         sums = workload("matmul_reduce_scatter", rows, given, result.dtype)
-        super().__init__(world, options, sums, (dims.to_front(a, dim), b, kept), bias)
+        super().__init__(world, options, sums, dims.to_front(a, dim), b, kept, bias)
 
     def finish(self) -> Tensor:
         return dims.back(self.front, self.options.dim, self.result)
@@ -144,7 +144,7 @@ class _ColumnsCall(_ScatterCall):
         dtype = result.dtype if self.bias is None else accumulator(result.dtype)
         self.summed = matrix.new_empty(parts[world.rank], len(matrix), dtype=dtype)
         sums = workload("matmul_reduce_scatter", tuple(parts), given, dtype)._replace(n=len(matrix), packed=False)
-        super().__init__(world, options, sums, (dims.to_front(plain(b).t(), 0), matrix.t(), self.summed), None)
+        super().__init__(world, options, sums, dims.to_front(plain(b).t(), 0), matrix.t(), self.summed, None)
 
     def describe(self, variant: Variant) -> str:
         return "; the transposed product is scattered by rows"

@@ -38,14 +38,13 @@ def check_sum(world: World, given: Given, options: Options) -> torch.dtype:
 class SumCall(Call):
     """Multiplies the matrix `x` (rows, K) by `weight` (K, N), and sums over ranks into `out` (rows kept, N).
 
-    `operands` are these three. Rank 0 adds the bias to its product, so that it is added once, unless each rank has its own.
+    Rank 0 adds the bias to its product, so that it is added once, unless each rank has its own.
     """
 
     def __init__(
-        self, world: World, options: Options, workload: Workload, operands: tuple[Tensor, Weight, Tensor], bias: Tensor | None
+        self, world: World, options: Options, sums: Workload, x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None
     ) -> None:
-        super().__init__(world, options, workload)
-        x, weight, out = operands
+        super().__init__(world, options, sums)
         self.tensors, self.weights, self.asked = {"a": x, "out": out}, (weight,), (("op", options.op),)
         if bias is not None and options.own_bias:
             self.biases = (bias,)
