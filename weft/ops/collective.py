@@ -54,7 +54,6 @@ REACHED_BYTES = 2 << 10  # up to so much is handed out although few ranks could 
 EXCHANGED_BYTES = 16 << 10  # least bytes of a piece that two ranks exchange: with fewer, its signals take longer than it does
 STEPS = 64  # in which it does so at most: a plan is a list of all of them
 
-
 Asked = ParamSpec("Asked")
 
 
@@ -101,7 +100,7 @@ class Work(NamedTuple):
 
 
 Prepare = Callable[..., Work]
-"""What an operator makes of a call: ``prepare(world, a, out, *options)``, its arguments checked."""
+"""What an operator makes of a call, checked: ``prepare(world, a, out, *options)``, by the names that the operator gives them."""
 
 
 def call_now(
@@ -139,8 +138,8 @@ def _result(own: Engine, prepare: Prepare, a: Tensor, options: tuple[Hashable, .
     return torch.empty_strided(shape, strides, dtype=dtype)
 
 
-def begun(now: Callable[Asked, Tensor], prepare: Callable[..., Work]) -> Callable[Asked, Handle]:
-    """The ``_async`` form of a collective, which takes what `now` does; `prepare` takes the same but for `timeout`."""
+def begun(now: Callable[Asked, Tensor], prepare: Prepare) -> Callable[Asked, Handle]:
+    """The ``_async`` form of the collective `now`, with the same arguments: those that `prepare` takes are passed by name."""
     signature = inspect.signature(now)
     usual = {name: each.default for name, each in signature.parameters.items() if each.kind is each.KEYWORD_ONLY}
 
