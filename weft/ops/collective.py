@@ -144,6 +144,8 @@ def begun(now: Callable[Asked, Tensor], prepare: Prepare) -> Callable[Asked, Han
     usual = {name: each.default for name, each in signature.parameters.items() if each.kind is each.KEYWORD_ONLY}
 
     def begin(*given: Asked.args, **options: Asked.kwargs) -> Handle:
+        if len(given) + len(usual) != len(signature.parameters) or not signature.parameters.keys() >= options.keys():
+            signature.bind(*given, **options)  # says what is wrong, if anything is
         asked: dict[str, Any] = {**usual, **options}
         world, timeout = current(asked.pop("world")), asked.pop("timeout")
         check_timeout(timeout)
