@@ -12,9 +12,12 @@ import json
 import os
 import socket
 import time
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
+from timeit import repeat, timeit
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 from weft import _native
 from weft.checks import name as dtype_name
 from weft.cli import placed
+from weft.cli.placed import RankReport
 from weft.engines import matmul
 from weft.engines.recording import clock_offsets
 from weft.engines.weights import pack
@@ -36,7 +40,6 @@ from weft.schedules.thresholds import CROWDED_HOP, Thresholds
 from weft.world import World, init, peer_memory, placement
 from weft.world.listener import addresses, family_of, named_interface
 from weft.world.rendezvous import host_identity, join, launcher_variables, translated
-from weft.world.topology import Topology
 
 PING, BULK, ROUNDS = 1, 8 << 20, 20  # bytes of a small and a large message, and how many small ones
 PRODUCT = 1024  # rows and columns of the product that is timed
@@ -45,24 +48,6 @@ _BEHIND = 1.0  # seconds by which a host's clock may be wrong before logs and ce
 _MEETING, _CONNECTING = 60.0, 2.0  # seconds for all ranks to come, and for a connection
 _diagnoses = itertools.count()
 _UNEVEN = 0.5  # of the best link or processor of a job, below which another one is worth a word
-
-
-class RankReport(NamedTuple):
-    """What one rank sees of its place."""
-
-    rank: int
-    pid: int
-    name: str
-    host: str
-    interface: str
-    addresses: dict[str, str]
-    cores: tuple[int, ...]
-    threads: int
-    shared: str
-    providers: dict[str, float]
-    topology: Topology
-    team: int  # threads that share what is copied and added
-    known: Mapping[str, float]  # of what its thresholds follow from
 
 
 class Met(NamedTuple):
@@ -90,12 +75,12 @@ def diagnose(console: Console) -> bool:
         world = init(timeout=60.0)
     except (RuntimeError, ValueError) as error:
         variables = launcher_variables(os.environ) or {}
-        master = f"{variables.get('MASTER_ADDR', '')}:{variables.get('MASTER_PORT', '')}"
+        address, port = (variables.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
         place = f"{socket.gethostname()} ({_listed(addresses())})"
-        console.print(f"[bold red]No connection[/]: {place} cannot join the job at {master}: {error}", soft_wrap=True)
         console.print(
-            f"Is {variables.get('MASTER_ADDR', 'that')} the address of the first host on a network that reaches from here, is "
-            f"port {variables.get('MASTER_PORT', '')} open there, and has every host started the job?",
+            f"[bold red]No connection[/]: {place} cannot join the job at {address}:{port}: {error}\n"
+            f"Is {address or 'that'} the address of the first host on a network that reaches from here, is port {port} open there, "
+            "and has every host started the job?",
             soft_wrap=True,
         )
         return False
@@ -126,7 +111,7 @@ def _reach(store: Store, rank: int, ranks: int) -> list[str]:
     Every rank listens on a port that the system chooses, as gloo does, and tries to connect to all of other hosts.
     """
     interface, known = named_interface(), addresses()
-    with ThreadPoolExecutor() as pool, _listening(known.get(interface) if interface else _named()) as listener:
+    with ThreadPoolExecutor() as pool, _listening(interface, known) as listener:
         own = Met(socket.gethostname(), host_identity(), interface, known, *listener.getsockname()[:2])
         everyone = [Met(*said) for said in _exchange(store, "met", rank, ranks, own)]
         far = [peer for peer, met in enumerate(everyone) if met.host != own.host]
@@ -136,10 +121,10 @@ def _reach(store: Store, rank: int, ranks: int) -> list[str]:
     return [*_unreachable(everyone, [dict(said) for said in reports])]
 
 
-def _listening(host: str | None) -> socket.socket:
-    """A socket that listens there, or where gloo does if that is no address of this host."""
+def _listening(interface: str, known: Mapping[str, str]) -> socket.socket:
+    """A socket that listens where gloo does: on the interface it is given, else where this host's name leads, else here only."""
     with contextlib.suppress(OSError):
-        if host:
+        if host := known.get(interface) if interface else socket.gethostbyname(socket.gethostname()):
             return socket.create_server((host, 0), family=family_of(host))
     return socket.create_server(("127.0.0.1", 0))
 
@@ -177,18 +162,16 @@ def _unreachable(everyone: Sequence[Met], failed: Sequence[dict[int, str]]) -> I
     for rank, met in enumerate(everyone):
         others = _listed({name: address for name, address in met.addresses.items() if name != "lo"})
         if met.interface and met.interface not in met.addresses:
-            excused.add(rank)
-            yield (
-                f"rank {rank} on {met.name}: GLOO_SOCKET_IFNAME={met.interface} is no interface with an address there; set it to "
-                f"one that the other hosts reach: {others}"
-            )
+            wrong = f"GLOO_SOCKET_IFNAME={met.interface} is no interface with an address there"
+            advice = "set it to one that the other hosts reach"
         elif met.address.startswith("127.") and len(hosts) > 1:
-            excused.add(rank)
             what = f"the interface {met.interface}" if met.interface else f"the name {met.name}"
-            yield (
-                f"rank {rank} on {met.name}: {what} stands for {met.address}, which other hosts cannot reach; set "
-                f"GLOO_SOCKET_IFNAME to the interface that they can: {others}"
-            )
+            wrong = f"{what} stands for {met.address}, which other hosts cannot reach"
+            advice = "set GLOO_SOCKET_IFNAME to the interface that they can"
+        else:
+            continue
+        excused.add(rank)
+        yield f"rank {rank} on {met.name}: {wrong}; {advice}: {others}"
     for rank, report in enumerate(failed):
         for peer, why in report.items():
             if peer not in excused:
@@ -235,64 +218,42 @@ def _look(world: World) -> RankReport:
 
 def _new_memory() -> str:
     """What it costs to write to a large tensor that is new, in words; the C library may keep the memory of those before, or not."""
-
-    def written(tensor: torch.Tensor) -> float:
-        begun = time.perf_counter()
-        tensor.fill_(1)
-        return 1e3 * (time.perf_counter() - begun)
-
     kept = torch.empty(NEW, dtype=torch.uint8)
-    again = min(written(kept) for _ in range(4))
-    new = min(written(torch.empty(NEW, dtype=torch.uint8)) for _ in range(4))
+    again = 1e3 * min(repeat(lambda: kept.fill_(1), number=1, repeat=4))
+    new = 1e3 * min(timeit(partial(torch.empty(NEW, dtype=torch.uint8).fill_, 1), number=1) for _ in range(4))
     text = f"To fill a tensor of {NEW >> 20} MiB takes {new:.1f} ms where it is new, {again:.1f} ms where it is not."
     if new < 2 * again:
         return text
     return f"{text} Where results are new in each call this can be avoided: see 'New results' in docs/performance.md."
 
 
-def _named() -> str:
-    """What this host's name stands for, which gloo tells peers unless it is given an interface."""
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
-
-
 def _gflops(dtype: torch.dtype) -> float:
     """The rate of weft's product of square matrices, by the provider that it chooses."""
     a, out = torch.ones(PRODUCT, PRODUCT, dtype=dtype), torch.empty(PRODUCT, PRODUCT, dtype=dtype)
-    weight, best = pack(a), float("inf")
-    for _ in range(3):
-        begun = time.perf_counter()
-        matmul.multiply(a, weight, out)
-        best = min(best, time.perf_counter() - begun)
-    return 2 * PRODUCT**3 / best / 1e9
+    seconds = min(repeat(partial(matmul.multiply, a, pack(a), out), number=1, repeat=3))
+    return 2 * PRODUCT**3 / seconds / 1e9
 
 
 def _links(world: World) -> dict[tuple[int, int], tuple[float, float]]:
     """(Gbit/s, latency in microseconds) between every two ranks on different hosts, as ``isend`` and ``irecv`` have it."""
     found = {}
     small, large = torch.zeros(PING, dtype=torch.uint8), torch.zeros(BULK, dtype=torch.uint8)
-    for one in range(world.ranks):
-        for other in range(one + 1, world.ranks):
-            barrier(world)
-            if world.hosts[one] == world.hosts[other] or world.rank not in (one, other):
-                continue
-            peer = other if world.rank == one else one
-            trips = min(_trip(small, peer, world.rank == one) for _ in range(ROUNDS))
-            bulk = min(_trip(large, peer, world.rank == one) for _ in range(3))
-            found[one, other] = 2 * 8 * BULK / max(bulk - trips, 1e-9) / 1e9, 1e6 * trips / 2
-    return {pair: link for part in reversed(_everyones(world, found)) for pair, link in part.items()}
+    for one, other in itertools.combinations(range(world.ranks), 2):
+        barrier(world)
+        if world.hosts[one] == world.hosts[other] or world.rank not in (one, other):
+            continue
+        peer = other if world.rank == one else one
+        trips = min(_trip(small, peer, world.rank == one) for _ in range(ROUNDS))
+        bulk = min(_trip(large, peer, world.rank == one) for _ in range(3))
+        found[one, other] = 2 * 8 * BULK / max(bulk - trips, 1e-9) / 1e9, 1e6 * trips / 2
+    return dict(ChainMap(*_everyones(world, found)))
 
 
 def _trip(tensor: torch.Tensor, peer: int, first: bool) -> float:
     """Seconds for a message there and back."""
     begun = _native.now()
     for turn in (first, not first):
-        if turn:
-            dist.send(tensor, peer)
-        else:
-            dist.recv(tensor, peer)
+        (dist.send if turn else dist.recv)(tensor, peer)
     return (_native.now() - begun) / 1e9
 
 
@@ -302,22 +263,14 @@ def _troubles(
     """What is wrong, in words."""
     for seen in everyone:
         if seen.shared != "works":
-            yield f"rank {seen.rank} on {seen.name} cannot reserve symmetric memory: {seen.shared}"
+            yield f"{seen.place} cannot reserve symmetric memory: {seen.shared}"
         if seen.threads > len(seen.cores):
-            few = f"with {seen.threads} threads on {len(seen.cores)} core(s): set OMP_NUM_THREADS"
-            yield f"rank {seen.rank} on {seen.name} computes {few}"
+            yield f"{seen.place} computes with {seen.threads} threads on {len(seen.cores)} core(s): set OMP_NUM_THREADS"
         if seen.team < seen.threads:
-            alone = f"with {seen.team} of its {seen.threads} threads: too few cores, or no OpenMP library in this torch"
-            yield f"rank {seen.rank} on {seen.name} copies and adds {alone}"
+            few = "too few cores, or no OpenMP library in this torch"
+            yield f"{seen.place} copies and adds with {seen.team} of its {seen.threads} threads: {few}"
     for host in dict.fromkeys(seen.host for seen in everyone):
-        here = [seen for seen in everyone if seen.host == host]
-        yield from placed.troubles(here)
-        cores, threads = {core for seen in here for core in seen.cores}, sum(seen.threads for seen in here)
-        if threads > len(cores):
-            yield (
-                f"{here[0].name} is over-subscribed: {len(here)} rank(s) with {threads} threads in all on {len(cores)} core(s); "
-                "start fewer ranks or set OMP_NUM_THREADS"
-            )
+        yield from placed.troubles([seen for seen in everyone if seen.host == host])
     for seen, offset in zip(everyone, offsets, strict=True):
         if abs(offset) > _BEHIND * 1e9:
             way = "ahead of" if offset > 0 else "behind"
@@ -328,17 +281,15 @@ def _troubles(
     best = max((gbps for gbps, _ in links.values()), default=0.0)
     for (one, other), (gbps, _) in links.items():
         if gbps < _UNEVEN * best:
-            yield (
-                f"ranks {one} and {other} are joined by {gbps:.2f} Gbit/s, others by {best:.2f}: the wrong interface? "
-                "GLOO_SOCKET_IFNAME sets it"
-            )
+            joined = f"ranks {one} and {other} are joined by {gbps:.2f} Gbit/s, others by {best:.2f}"
+            yield f"{joined}: the wrong interface? GLOO_SOCKET_IFNAME sets it"
     for name in everyone[0].providers:
         fastest = max(seen.providers[name] for seen in everyone)
         for seen in everyone:
-            if seen.providers[name] < _UNEVEN * fastest:
+            if (rate := seen.providers[name]) < _UNEVEN * fastest:
                 yield (
-                    f"rank {seen.rank} on {seen.name} multiplies {name} at {seen.providers[name]:.0f} GFLOP/s, another rank at "
-                    f"{fastest:.0f}: does something else run there, or do ranks share a core?"
+                    f"{seen.place} multiplies {name} at {rate:.0f} GFLOP/s, another rank at {fastest:.0f}: does something else run "
+                    "there, or do ranks share a core?"
                 )
 
 

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Protocol
+from typing import NamedTuple
 
 from rich.table import Table
 
 from weft.world.topology import Core, Topology, listed, usable
 
 
-class Seen(Protocol):
-    """What a rank tells of its place: `cores` are the hardware threads that it may run on."""
+class RankReport(NamedTuple):
+    """What one rank sees of its place."""
+
+    rank: int
+    pid: int
+    name: str
+    host: str
+    interface: str
+    addresses: dict[str, str]
+    cores: tuple[int, ...]  # the hardware threads that it may run on
+    threads: int
+    shared: str
+    providers: dict[str, float]
+    topology: Topology
+    team: int  # threads that share what is copied and added
+    known: Mapping[str, float]  # of what its thresholds follow from
 
     @property
-    def rank(self) -> int: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def cores(self) -> tuple[int, ...]: ...
-    @property
-    def threads(self) -> int: ...
-    @property
-    def topology(self) -> Topology: ...
+    def place(self) -> str:
+        """The rank and its host, as troubles begin."""
+        return f"rank {self.rank} on {self.name}"
 
 
-def drawing(here: Sequence[Seen]) -> Table:
+def drawing(here: Sequence[RankReport]) -> Table:
     """A line for each last-level cache of a host, with the ranks that may run on its cores."""
     topology = here[0].topology
     threads = {cpu for core in topology.cores for cpu in core.cpus}
@@ -52,7 +60,7 @@ def drawing(here: Sequence[Seen]) -> Table:
     return table
 
 
-def troubles(here: Sequence[Seen]) -> Iterator[str]:
+def troubles(here: Sequence[RankReport]) -> Iterator[str]:
     """What is wrong with where the ranks of a host are."""
     topology = here[0].topology
     all_threads = sum(seen.threads for seen in here)
@@ -62,7 +70,7 @@ def troubles(here: Sequence[Seen]) -> Iterator[str]:
         if len(here) > 1 and len({core.node for core in cores}) > 1:
             far.append(seen.rank)
         if len(cores) < seen.threads <= len(seen.cores):
-            yield _siblings(f"rank {seen.rank} on {seen.name} computes with {seen.threads} threads", len(cores), seen.threads)
+            yield _siblings(f"{seen.place} computes with {seen.threads} threads", len(cores), seen.threads)
     if far:
         yield (
             f"rank(s) {listed(far)} on {here[0].name} run on several NUMA nodes, so part of their memory is far: let weft bind "
@@ -78,9 +86,14 @@ def troubles(here: Sequence[Seen]) -> Iterator[str]:
             f"the control group of {here[0].name} allows {len(granted)} of its {len(topology.cores)} cores "
             f"({listed(topology.cpuset)}), and {all_threads} threads are to run there: give it more, or start fewer ranks"
         )
+    if all_threads > len(allowed):
+        yield (
+            f"{here[0].name} is over-subscribed: {len(here)} rank(s) with {all_threads} threads in all on {len(allowed)} core(s); "
+            "start fewer ranks or set OMP_NUM_THREADS"
+        )
 
 
-def _on(seen: Seen, cores: Sequence[Core]) -> set[int]:
+def _on(seen: RankReport, cores: Sequence[Core]) -> set[int]:
     """On which hardware threads of these cores a rank may run."""
     return {cpu for core in cores for cpu in core.cpus}.intersection(seen.cores)
 
