@@ -55,7 +55,7 @@ def foretell(seed: int) -> list[dict[str, Any]]:
         on = mine.emulating(*link) if link else mine
         way = dice.choice(predict.candidates(case, on))
         found = {"way": way, "predicted_ms": 1e3 * predict.time(case, way, on)}
-        ways = [{"way": way, "predicted_ms": 1e3 * seconds} for way, seconds in tune.ways(case, on)]
+        ways = [{"way": way, "predicted_ms": 1e3 * seconds} for way, seconds in predict.rank(case, on)]
         rows.append({"case": case._asdict(), "link": link, **found, "ways": ways})
     return rows
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from weft import predict
 from weft.bench.harness import Stopwatch, session
 from weft.engines import engine
 from weft.engines.weights import pack
@@ -15,7 +14,6 @@ from weft.ops import fused
 from weft.ops.call import Call, Given, Options
 from weft.plan.binding import bind
 from weft.predict import tuned
-from weft.predict.machine import Machine
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Place, Variant, Workload
 from weft.world import World
@@ -62,20 +60,6 @@ def tune(questions: list[Question], iterations: int, threads: int) -> list[list[
         found.sort(key=lambda answer: answer.median)
         tuned.remember(case, link, found[0].way)
     return answers
-
-
-def ways(case: Workload, machine: Machine) -> list[tuple[Variant, float]]:
-    """What is worth measuring: the best of each algorithm and order, with its predicted seconds."""
-    return predict.rank(case, machine, predict.candidates(case, machine))
-
-
-def show(case: Workload, machine: Machine, found: list[Answer]) -> list[dict[str, Any]]:
-    """Rows of a table: what is predicted and what was measured."""
-    expected = [1e3 * predict.time(case, answer.way, machine) for answer in found]
-    return [
-        {**answer.way._asdict(), "predicted_ms": ms, "measured_ms": answer.median}
-        for ms, answer in zip(expected, found, strict=True)
-    ]
 
 
 def _prepare(workload: Workload, world: World) -> Call:

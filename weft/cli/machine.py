@@ -38,7 +38,6 @@ def calibrate(
         machine.remember(profile)
     console = Console(stderr=json_file == "-")
     table = tables.table(("", " ", "spread"), left=("", " "))
-    spread = profile["spread"]
     lines = {
         kind: f"{1e3 * product['tflops']:.1f} GFLOP/s, weight {product['weight_gbs']:.1f} GB/s, {product['fixed_us']:.0f} us"
         for kind, product in profile["products"].items()
@@ -49,10 +48,9 @@ def calibrate(
     lines |= {"a slow copy": f"{profile['wake_us']:.1f} us late", "turn": f"{profile['turn_us']:.0f} us"}
     lines |= {"64 rounds of 1": f"a hop takes {profile['thresholds']['hop']:.1f} notifies"}
     for what, text in lines.items():
-        found = [percent for timed, percent in spread.items() if what in (timed, timed.rpartition(" ")[0])]
+        found = [percent for timed, percent in profile["spread"].items() if what in (timed, timed.rpartition(" ")[0])]
         table.add_row(what, text, f"{statistics.median(found):.0f} %")
-    slowdowns = f"products and copies {profile['compute_slowdown']:.2f}x slower"
-    table.add_row("interference", slowdowns, "")
+    table.add_row("interference", f"products and copies {profile['compute_slowdown']:.2f}x slower", "")
     console.print(table)
     console.print(
         "Rates are of large sizes, in the lower quartile of runs; spread: by how much the median took longer.", highlight=False
@@ -107,7 +105,6 @@ def tune(given: Tune) -> None:
     from weft import predict
     from weft.bench import tables
     from weft.bench import tune as tuning
-    from weft.world.placement import threads_per_rank
 
     if options.world_size(None)[0] is not None:
         refuse("tune", "it starts its own ranks, on one host: run it by itself")
@@ -119,17 +116,19 @@ def tune(given: Tune) -> None:
     for shape in given.shape:
         case = predict.workload(given.operator.replace("-", "_"), given.ranks, (shape.m, shape.k, shape.n), given.dtype)
         case = case._replace(out_dtype=given.out_dtype or given.dtype, packed=not given.plain, symmetric=not given.staged)
-        questions.append(tuning.Question(case, [way for way, _ in tuning.ways(case, on)], link))
+        questions.append(tuning.Question(case, [way for way, _ in predict.rank(case, on)], link))
     with options.failing("weft tune", given.json_file):
-        answers = tuning.tune(questions, given.iterations, given.threads or threads_per_rank(given.ranks))
+        answers = tuning.tune(questions, given.iterations, options.threads_for(given.threads, given.ranks))
     console, results = Console(stderr=given.json_file == "-"), []
     for shape, (case, _, _), found in zip(given.shape, questions, answers, strict=True):
-        rows = tuning.show(case, on, found)
+        rows = [
+            {**way._asdict(), "predicted_ms": 1e3 * predict.time(case, way, on), "measured_ms": median} for way, median, _ in found
+        ]
         results.append({"operator": given.operator, "shape": str(shape), "ways": rows})
         heading = f"{given.operator} {shape}"
         table = tables.table((heading, "rows per piece", "predicted ms", "measured ms"), left=(heading,))
-        for row, answer in zip(rows, found, strict=True):
-            table.add_row(str(answer.way), str(answer.way.chunk_rows), f"{row['predicted_ms']:.3f}", f"{row['measured_ms']:.3f}")
+        for row, (way, _, _) in zip(rows, found, strict=True):
+            table.add_row(str(way), str(way.chunk_rows), f"{row['predicted_ms']:.3f}", f"{row['measured_ms']:.3f}")
         console.print(table)
         console.print(f"Remembered: {found[0].way}, at most {found[0].way.chunk_rows} rows per transfer.", highlight=False)
     options.write_json({"tuned": results}, given.json_file)

@@ -64,10 +64,10 @@ def time(workload: Workload, variant: Variant, machine: Machine, communicate: bo
     return seconds(plan(workload, variant, machine, communicate), machine, buffers, workload.packed)
 
 
-def trace(workload: Workload, variant: Variant, machine: Machine, title: str = "") -> Trace:
+def trace(workload: Workload, variant: Variant, machine: Machine, title: str) -> Trace:
     """What would run when; of equal ranks the first."""
     buffers = OPERATORS[workload.operator].buffers(workload)
-    return simulate(plan(workload, variant, machine), machine, buffers, workload.packed, title or str(variant))
+    return simulate(plan(workload, variant, machine), machine, buffers, workload.packed, title)
 
 
 def compute(workload: Workload, machine: Machine) -> float:
@@ -116,20 +116,22 @@ class Forecast(NamedTuple):
 
 def forecast(workload: Workload, machine: Machine, algorithm: str = "auto", chunk_rows: int | None = None) -> Forecast:
     """Predict a workload, over all candidates or those of one algorithm."""
-    ways = rank(workload, machine, candidates(workload, machine, algorithm, chunk_rows))
-    [(_, sequential)] = rank(workload, machine, candidates(workload, machine, "sequential"))
+    ways = rank(workload, machine, algorithm, chunk_rows)
+    [(_, sequential)] = rank(workload, machine, "sequential")
     moving = next((variant for variant, _ in ways if variant.algorithm != "sequential"), ways[0][0])
     return Forecast(compute(workload, machine), time(workload, moving, machine, communicate=True), sequential, ways)
 
 
-def rank(workload: Workload, machine: Machine, ways: list[Variant]) -> list[tuple[Variant, float]]:
-    """The fastest variant of each algorithm and order, with its predicted seconds, the fastest first.
+def rank(
+    workload: Workload, machine: Machine, algorithm: str = "auto", chunk_rows: int | None = None
+) -> list[tuple[Variant, float]]:
+    """Of the `candidates` the fastest of each algorithm and order, with its predicted seconds, the fastest first.
 
     Where predictions are all but equal the more usual number of pieces comes first, and the variant that needs fewer transfers;
     what overlaps comes before what does not.
     """
     found: dict[tuple[str, str], tuple[Variant, float]] = {}
-    for variant in ways:
+    for variant in candidates(workload, machine, algorithm, chunk_rows):
         took, kind = time(workload, variant, machine), (variant.algorithm, variant.order)
         if kind not in found or took < found[kind][1] * (1 - _SAME):
             found[kind] = variant, took
