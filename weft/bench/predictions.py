@@ -16,6 +16,7 @@ from weft.bench.plots import COLOURS, picture
 from weft.predict import Variant, Workload
 from weft.predict.machine import Machine
 
+_VIEWS = ("compute", "communicate", "sequential", "pipelined")
 _WORTH = 0.02  # what a change must save to be worth telling
 _RESOURCES = {
     "products twice as fast": "the product",
@@ -30,12 +31,6 @@ def answer(case: Workload, machine: Machine, algorithm: str = "auto", chunk_rows
     """What is predicted for a case, as a JSON object. Times are in milliseconds; K is that of a rank's product."""
     found = predict.forecast(case, machine, algorithm, chunk_rows)
     best, took = found.ways[0]
-    times = {
-        "compute": 1e3 * found.compute,
-        "communicate": 1e3 * found.communicate,
-        "sequential": 1e3 * found.sequential,
-        "pipelined": 1e3 * took,
-    }
     return {
         "predicted": case.operator.replace("_", "-"),
         "machine": machine.name,
@@ -48,7 +43,7 @@ def answer(case: Workload, machine: Machine, algorithm: str = "auto", chunk_rows
         "algorithm": best.algorithm,
         "order": best.order,
         "chunk_rows": best.chunk_rows,
-        "times_ms": times,
+        "times_ms": dict(zip(_VIEWS, (1e3 * seconds for seconds in (*found[:3], took)), strict=True)),
         "ways": [{**way._asdict(), "ms": 1e3 * seconds} for way, seconds in found.ways],
         "speedup": figures.speedup(found.sequential, took),
         "overlap_percent": figures.overlap_percent(found.compute, found.communicate, took) if found.communicate else None,
@@ -58,10 +53,14 @@ def answer(case: Workload, machine: Machine, algorithm: str = "auto", chunk_rows
     }
 
 
+def variant(found: dict[str, Any]) -> Variant:
+    """One of the ways of an answer, or the best, which it names itself."""
+    return Variant(found["algorithm"], found["chunk_rows"], found["order"])
+
+
 def show(result: dict[str, Any], console: Console) -> None:
     """Print an answer as tables, and in plain words."""
-    shape, times = result["shape"], result["times_ms"]
-    size, link = f"{shape['m']}x{shape['k']}x{shape['n']}", result["link"]
+    times, link, size = result["times_ms"], result["link"], _size(result["shape"])
     where = f"{result['machine']}{f', emulated link of {link:g} Gbit/s' if link else ''}"
     hosts = f" on {result['hosts']} hosts" if result["hosts"] > 1 else ""
     title = f"{result['predicted']} on {where}, PREDICTED: {result['ranks']} ranks{hosts}, {size}, {result['dtype']}"
@@ -70,8 +69,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     for name in ("compute", "communicate"):
         table.add_row(name, _ms(times[name]), "", "")
     for way in result["ways"]:
-        name = str(Variant(way["algorithm"], way["chunk_rows"], way["order"]))
-        table.add_row(name, _ms(way["ms"]), f"{times['sequential'] / way['ms']:.2f}x", str(way["chunk_rows"]))
+        table.add_row(str(variant(way)), _ms(way["ms"]), f"{times['sequential'] / way['ms']:.2f}x", str(way["chunk_rows"]))
     if all(way["algorithm"] != "sequential" for way in result["ways"]):
         table.add_row("sequential", _ms(times["sequential"]), "1.00x", "")
     console.print(table)
@@ -99,21 +97,17 @@ def show_collective(found: dict[str, Any], console: Console) -> None:
 
 def words(result: dict[str, Any]) -> list[str]:
     """The answer in plain words: whether overlap helps, by how much, what holds it up and what would change that."""
-    times, ways = result["times_ms"], result["ways"]
-    best = str(Variant(result["algorithm"], result["chunk_rows"], result["order"]))
-    if result["algorithm"] == "sequential":
-        lines = [
-            f"Overlap would not help: one after the other takes {_ms(times['sequential'])} ms, and no overlapping way is faster."
-        ]
+    best, ways = variant(result), result["ways"]
+    sequential, pipelined = (_ms(result["times_ms"][name]) for name in ("sequential", "pipelined"))
+    if best.algorithm == "sequential":
+        lines = [f"Overlap would not help: one after the other takes {sequential} ms, and no overlapping way is faster."]
     elif result["speedup"] < 1 + _WORTH:
-        lines = [f"Overlap would hardly help: {best} takes {_ms(times['pipelined'])} ms, sequential {_ms(times['sequential'])}."]
+        lines = [f"Overlap would hardly help: {best} takes {pipelined} ms, sequential {sequential}."]
     else:
-        lines = [
-            f"Overlap helps: {best} takes {_ms(times['pipelined'])} ms instead of {_ms(times['sequential'])}, "
-            f"{result['speedup']:.2f} times as fast."
-        ]
-    if len(ways) > 1 and (second := next((w for w in ways[1:] if w["algorithm"] != "sequential"), None)):
-        name = str(Variant(second["algorithm"], second["chunk_rows"], second["order"]))
+        gain = f"{result['speedup']:.2f} times as fast"
+        lines = [f"Overlap helps: {best} takes {pipelined} ms instead of {sequential}, {gain}."]
+    if len(ways) > 1 and (second := next((way for way in ways[1:] if way["algorithm"] != "sequential"), None)):
+        name = str(variant(second))
         lines[0] += f" {name[0].upper()}{name[1:]} would take {_ms(second['ms'])} ms."
     saved = [(what, percent) for what, percent in result["saved_percent"].items() if percent > 100 * _WORTH]
     if saved:
@@ -126,8 +120,7 @@ def words(result: dict[str, Any]) -> list[str]:
 
 def total(results: list[dict[str, Any]]) -> str:
     """What several operators, one after the other, take together."""
-    sequential, pipelined = (sum(result["times_ms"][name] for result in results) for name in ("sequential", "pipelined"))
-    compute = sum(result["times_ms"]["compute"] for result in results)
+    compute, _, sequential, pipelined = (sum(result["times_ms"][name] for result in results) for name in _VIEWS)
     gain = f"{sequential / pipelined:.2f} times as fast, {100 * (1 - pipelined / sequential):.0f} % less time"
     return (
         f"Together: {_ms(pipelined)} ms instead of {_ms(sequential)}: {gain}. "
@@ -151,9 +144,9 @@ def show_sweep(what: str, results: list[dict[str, Any]], values: Sequence[float]
     columns = (what, "compute ms", "communicate", "sequential", "pipelined", "speedup", "by", "bottleneck")
     table = tables.table(columns, left=("by", "bottleneck"))
     for value, result in zip(values, results, strict=True):
-        cells = [_ms(result["times_ms"][name]) for name in ("compute", "communicate", "sequential", "pipelined")]
-        way = str(Variant(result["algorithm"], result["chunk_rows"], result["order"]))
-        table.add_row(f"{value:g}", *cells, f"{result['speedup']:.2f}x", way, _RESOURCES[next(iter(result["saved_percent"]))])
+        cells = [_ms(result["times_ms"][name]) for name in _VIEWS]
+        bottleneck = _RESOURCES[next(iter(result["saved_percent"]))]
+        table.add_row(f"{value:g}", *cells, f"{result['speedup']:.2f}x", str(variant(result)), bottleneck)
     console.print(table)
 
 
@@ -162,7 +155,7 @@ def draw_sweep(what: str, results: list[dict[str, Any]], values: Sequence[float]
     first = results[0]
     shape = {**first["shape"], **({what: what.upper()} if what in first["shape"] else {})}
     ranks = "" if what == "ranks" else f"{first['ranks']} ranks, "
-    title = f"{first['predicted']} on {first['machine']}: {ranks}{shape['m']}x{shape['k']}x{shape['n']} {first['dtype']}"
+    title = f"{first['predicted']} on {first['machine']}: {ranks}{_size(shape)} {first['dtype']}"
     lines = {"compute": COLOURS["matmul"], "communicate": COLOURS["copy"], "sequential": "#9aa3b0", "pipelined": COLOURS["reduce"]}
     with picture(path, 11, 4.4, title) as figure:
         times, gains = figure.subplots(1, 2)
@@ -184,3 +177,7 @@ def draw_sweep(what: str, results: list[dict[str, Any]], values: Sequence[float]
 
 def _ms(milliseconds: float) -> str:
     return f"{milliseconds:.3f}" if milliseconds < 100 else f"{milliseconds:.1f}"
+
+
+def _size(shape: dict[str, Any]) -> str:
+    return "x".join(map(str, shape.values()))

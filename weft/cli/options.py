@@ -48,14 +48,21 @@ def refuse(option: str, why: str) -> NoReturn:
     raise typer.BadParameter(why, param_hint=option)
 
 
+@contextmanager
+def refusing(option: str) -> Iterator[None]:
+    """Refuse what was given for `option` if the ``with`` block finds it wrong, as it says in a `ValueError`."""
+    try:
+        yield
+    except ValueError as error:
+        refuse(option, str(error))
+
+
 def load_machine(name: str) -> Any:
     """The profile of this name, or without one that of this machine; ends with exit status 2 if there is none."""
     from weft.predict import machine
 
-    try:
+    with refusing("--machine"):
         found = machine.load(name) if name else machine.here()
-    except ValueError as error:
-        refuse("--machine", str(error))
     if not name and found.name != machine.THIS:
         unknown = f"This machine is not calibrated, so the profile {found.name} is taken; weft calibrate measures this one."
         typer.echo(unknown, err=True)

@@ -66,7 +66,12 @@ class Question:
         """The question that the benchmark to compare with answers, and its result; without one, the question itself."""
         if not self.compare:
             return self, None
-        found = _measured(self.compare, self.operator)
+        try:
+            found: dict[str, Any] = json.loads(self.compare.read_text())
+        except (OSError, ValueError) as error:
+            refuse("--compare", f"cannot read {self.compare}: {error}")
+        if "times_ms" not in found or found.get("benchmark") != self.operator:
+            refuse("--compare", f"{self.compare} is not the JSON of weft bench {self.operator}")
         link = found["link"] or {"gbps": self.link_gbps, "latency_us": self.link_latency_us}
         alike = {name: found[name] for name in ("ranks", "dtype", "out_dtype", "algorithm", "chunk_rows")}
         shape, hosts, emulated = Shape(**found["shape"]), found.get("hosts", 1), {f"link_{name}": link[name] for name in link}
@@ -94,26 +99,19 @@ class Question:
                 refuse("--algorithm", f"{operator} has {', '.join(predicted)} and auto; got {self.algorithm!r}")
             case = predict.workload(operator, self.ranks, shape, dtype, self.out_dtype or dtype)
             if not predict.candidates(case, on, self.algorithm, self.chunk_rows):
-                refuse(
-                    "--algorithm",
-                    f"{self.algorithm} reads peers' memory, which cannot be done on {on.name} over this link",
-                )
+                refuse("--algorithm", f"{self.algorithm} reads peers' memory, which cannot be done on {on.name} over this link")
             yield case, on, self.algorithm, self.chunk_rows
 
     def linked(self, machine: Any) -> Any:
         """The machine with the hosts and links that are asked for."""
-        try:
+        with options.refusing("--threads"):
             on = machine.of_ranks(self.ranks, self.threads)
-        except ValueError as error:
-            refuse("--threads", str(error))
         on = on.emulating(self.link_gbps, self.link_latency_us) if self.link_gbps else on
         if self.ranks % self.hosts:
             refuse("--hosts", f"{self.ranks} ranks are not spread evenly over {self.hosts} hosts: give another --ranks")
         if self.hosts > 1:
-            try:
+            with options.refusing("--hosts"):
                 on = on.over([rank * self.hosts // self.ranks for rank in range(self.ranks)])
-            except ValueError as error:
-                refuse("--hosts", str(error))
         if self.link is not None or self.latency_us is not None:
             on = on.with_link(self.ranks, self.link, self.latency_us)
         return on
@@ -132,10 +130,8 @@ def predict(given: Question) -> None:
         if given.sweep or given.plot or given.trace or given.timeline:
             refuse("--sweep", "of a collective there is a table by --bytes, and --json")
         sizes = [0] if collective == "barrier" else parse_sizes(given.bytes)
-        try:
+        with options.refusing("--machine"):
             found = predictions.collective(collective, sizes, given.ranks, given.linked(machine))
-        except ValueError as error:
-            refuse("--machine", str(error))
         predictions.show_collective(found, console)
         options.write_json(found, given.json_file)
         return
@@ -164,16 +160,6 @@ def predict(given: Question) -> None:
     options.write_json(results[0] if len(results) == 1 else {"results": results}, given.json_file)
 
 
-def _measured(path: Path, operator: str) -> dict[str, Any]:
-    try:
-        measured: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        refuse("--compare", f"cannot read {path}: {error}")
-    if "times_ms" not in measured or measured.get("benchmark") != operator:
-        refuse("--compare", f"{path} is not the JSON of weft bench {operator}")
-    return measured
-
-
 def _sweep(text: str) -> tuple[str, list[int]]:
     what, _, span = text.partition("=")
     names = {"ranks": "ranks", "shape": "m", "m": "m", "k": "k", "n": "n", "link": "link"}
@@ -190,12 +176,11 @@ def _draw(question: Question, every: list[tuple[Any, ...]], results: list[dict[s
     if not question.trace and not question.timeline:
         return
     from weft import predict
-    from weft.predict import Variant
+    from weft.bench.predictions import variant
 
     traces = []
     for (case, on), result in zip(every, results, strict=True):
-        best = Variant(result["algorithm"], result["chunk_rows"], result["order"])
-        ways = dict.fromkeys([*predict.candidates(case, on, "sequential"), best])
+        ways = dict.fromkeys([*predict.candidates(case, on, "sequential"), variant(result)])
         traces += [predict.trace(case, way, on, f"{result['predicted']}, {way}, predicted") for way in ways]
     title = f"{question.operator} on {results[0]['machine']}: {question.ranks} ranks, of equal ones the first"
     options.write_traces(question, traces, title)
