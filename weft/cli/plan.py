@@ -9,14 +9,16 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from weft.cli.options import refuse
 from weft.errors import PlanError
 from weft.plan import Plan
 from weft.plan.binding import bind, split
 from weft.plan.proof import verify
+from weft.predict import collectives
 from weft.schedules import all_gather, all_reduce, broadcast, reduce_scatter
 from weft.schedules.all_to_all import all_to_all
 from weft.schedules.barrier import barrier
-from weft.schedules.levels import nested
+from weft.schedules.levels import Levels, nested
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Operator, Place, Request, pieces
 
@@ -25,11 +27,10 @@ app = typer.Typer(help="Look at plans: what every rank does in one execution of 
 
 EAGER = "eager"
 """How few rows are handed out; operators choose it by themselves."""
+_HANDED_OUT: Mapping[str, Callable[[Levels], Plan]] = {**collectives.HANDED_OUT, "reduce_scatter": reduce_scatter.eager}
 
 
 def _gather(r: Request) -> Plan:
-    if r.algorithm == EAGER:
-        return all_gather.eager(nested(r.ranks))
     return all_gather.all_gather(r.ranks, r.pieces, r.algorithm, symmetric_a=r.symmetric, symmetric_gathered=r.symmetric)
 
 
@@ -38,22 +39,16 @@ def _fused(operator: Operator, r: Request) -> Plan:
 
 
 def _reduce(r: Request) -> Plan:
-    if r.algorithm == EAGER:
-        return all_reduce.eager(nested(r.ranks))
     return all_reduce.all_reduce(r.ranks, r.pieces, r.algorithm, symmetric_a=r.symmetric, symmetric_out=r.symmetric)
 
 
 def _scatter(r: Request) -> Plan:
-    if r.algorithm == EAGER:
-        return reduce_scatter.eager(nested(r.ranks))
     if r.algorithm == "direct":
         return reduce_scatter.reduce_scatter(r.ranks, r.pieces, symmetric_a=r.symmetric)
     return reduce_scatter.put(r.pieces, range(r.ranks), r.algorithm)
 
 
 def _broadcast(r: Request) -> Plan:
-    if r.algorithm == EAGER:
-        return broadcast.eager(0, nested(r.ranks))
     if r.algorithm == "pull":
         return broadcast.broadcast(r.ranks, r.pieces, 0, symmetric_a=r.symmetric)
     if r.algorithm == "push":
@@ -110,11 +105,12 @@ def show(
     planner = PLANNERS[operator.name]
     chosen = algorithm or ("push" if "push" in planner.algorithms else planner.algorithms[0])
     if chosen not in planner.algorithms:
-        known = ", ".join(planner.algorithms)
-        raise typer.BadParameter(f"{operator.value} is planned with {known}; got {chosen!r}", param_hint="--algorithm")
+        refuse("--algorithm", f"{operator.value} is planned with {', '.join(planner.algorithms)}; got {chosen!r}")
     parts = None if rows is None else _rows(rows, ranks)
     cut = pieces(max(parts) if parts else 4, chunk_rows)
-    made = planner.plan(Request(len(parts) if parts else ranks or 2, cut, chosen, symmetric))
+    count = len(parts) if parts else ranks or 2
+    request = Request(count, cut, chosen, symmetric)
+    made = _HANDED_OUT[operator.name](nested(count)) if chosen == EAGER else planner.plan(request)
     typer.echo(made if parts is None else bind(made, planner.shards(parts)))
     try:
         verify(made)
@@ -129,7 +125,7 @@ def show(
 def _rows(text: str, ranks: int | None) -> list[int]:
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
-        raise typer.BadParameter(f"expected the rows of each rank, such as 4,4,3; got {text!r}", param_hint="--rows")
+        refuse("--rows", f"expected the rows of each rank, such as 4,4,3; got {text!r}")
     if ranks not in (None, len(parts)):
-        raise typer.BadParameter(f"{text!r} gives the rows of {len(parts)} ranks, not {ranks}", param_hint="--rows")
+        refuse("--rows", f"{text!r} gives the rows of {len(parts)} ranks, not {ranks}")
     return [int(part) for part in parts]

@@ -25,24 +25,19 @@ class Way(NamedTuple):
     notifies: int
 
 
-Planner = Callable[[int], Plan]
-
-_EAGER: Mapping[str, Callable[[Levels], Plan]] = {
+HANDED_OUT: Mapping[str, Callable[[Levels], Plan]] = {
     "barrier": barrier,
     "all_gather": all_gather.eager,
     "all_reduce": all_reduce.eager,
     "broadcast": partial(broadcast.eager, 0),
 }
-_STAGED: Mapping[str, Mapping[str, Planner]] = {
-    "all_gather": {"pull": lambda ranks: all_gather.all_gather(ranks, 1, "pull")},
-    "all_reduce": {
-        "one_shot": lambda ranks: all_reduce.all_reduce(ranks, 1, "one_shot"),
-        "two_shot": lambda ranks: all_reduce.all_reduce(ranks, 1, "two_shot"),
-        "ring": lambda ranks: all_reduce.all_reduce(ranks, 1, "ring"),
-    },
-    "broadcast": {"pull": lambda ranks: broadcast.broadcast(ranks, 1, 0)},
+"""Plans of few rows."""
+_STAGED: Mapping[str, Mapping[str, Callable[[int], Plan]]] = {
+    "all_gather": {"pull": partial(all_gather.all_gather, pieces=1)},
+    "all_reduce": {name: partial(all_reduce.all_reduce, pieces=1, algorithm=name) for name in all_reduce.ALGORITHMS},
+    "broadcast": {"pull": partial(broadcast.broadcast, pieces=1, source=0)},
 }
-COLLECTIVES = tuple(_EAGER)
+COLLECTIVES = tuple(HANDED_OUT)
 
 
 def ways(collective: str, size: int, ranks: int, machine: Machine) -> list[Way]:
@@ -55,7 +50,7 @@ def ways(collective: str, size: int, ranks: int, machine: Machine) -> list[Way]:
         raise ValueError(f"{machine.name} does not know how long signals take, of which such collectives mostly consist")
     if collective == "barrier" or size <= (EAGER_ROOM if collective == "all_gather" else machine.thresholds.eager_bytes):
         meeting = {"flat": flat(ranks), "levels": nested(ranks, machine.near(ranks), machine.thresholds.hop)}
-        found = {name: _EAGER[collective](levels) for name, levels in meeting.items() if name == "flat" or len(levels) > 1}
+        found = {name: HANDED_OUT[collective](levels) for name, levels in meeting.items() if name == "flat" or len(levels) > 1}
     else:
         found = {name: plan(ranks) for name, plan in _STAGED[collective].items()}
     rows = split(-(-size // 4), ranks) if collective == "all_reduce" else [-(-size // 4)] * ranks
