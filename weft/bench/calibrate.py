@@ -36,7 +36,8 @@ _ROWS = (1, 2, 4, 7, 8, 16, 32, 63, 64, 128, 256, 512)
 """Rows at which products are timed: also those around which `weft.engines.matmul` changes the way it multiplies."""
 _WIDTHS = (256, 448, 800, 1408, 2048)
 """K and N of their weights."""
-_COLUMNS = 1024  # of float32, so rows of 4 KiB
+_COLUMNS = 1024  # of float32
+_ROW = 4 * _COLUMNS  # bytes
 _COPIED = (1, 4, 16, 64, 256, 1024, 4096)
 """Rows that are copied and added."""
 _PASSES = 7
@@ -113,7 +114,8 @@ def measure(threads: int) -> dict[str, Any]:
         signal = _round(found, "signals")
         meeting, more = _round(found, "rounds of 1"), _round(found, f"rounds of {_COUNTERS}")
         link, memory, reduce = (
-            _rate({size: found[f"{what} {rows}"] for rows, size in _sizes(what)}) for what in ("link", "memory", "reduce")
+            _rate({rows * reads * _ROW: found[f"{what} {rows}"] for rows in _COPIED})
+            for what, reads in (("link", 1), ("memory", 1), ("reduce", 2))
         )
         machine = Machine(
             "this",
@@ -161,7 +163,7 @@ def measure_network(threads: int) -> Link:
             _send(bench, "products", 0, products)
             _send(bench, "both", rows, products)
         found, _ = bench.summarize()
-    gbs, factors = _rate({4 * _COLUMNS * n: max(found[f"sent {n}"] - signal, 1e-9) / _MESSAGES for n in _SENT})
+    gbs, factors = _rate({_ROW * n: max(found[f"sent {n}"] - signal, 1e-9) / _MESSAGES for n in _SENT})
     busy = min(1.0, max(0.01, (found["both"] - found["products"]) / found[f"sent {rows}"]))
     return Link(gbs, 1e6 * signal, shared=True, factors=factors, core_gbs=2 * gbs / busy)
 
@@ -203,27 +205,27 @@ def _products(bench: _Timings, kind: str, dtype: torch.dtype, packed: bool) -> N
 
 def _product(found: dict[str, float], kind: str, itemsize: int) -> Product:
     """The product of a kind, fitted to all sizes with equal relative errors, and by what each differs from that."""
-    timed = [*itertools.product(_ROWS, _WIDTHS)]
-    times = [(rows, width * width, found[f"{kind} {rows}x{width}x{width}"]) for rows, width in timed]
-    fixed, weight, operation = least_squares([[1 / took, size * itemsize / took, 2 * m * size / took] for m, size, took in times])
+    timed = {(m, width): found[f"{kind} {m}x{width}x{width}"] for m, width in itertools.product(_ROWS, _WIDTHS)}
+    fixed, weight, operation = least_squares(
+        [[1 / took, width**2 * itemsize / took, 2 * m * width**2 / took] for (m, width), took in timed.items()]
+    )
     roughly = Product(1e-12 / operation, 1e-9 / max(weight, 1e-15), 1e6 * fixed)
-    factors = [found[f"{kind} {m}x{w}x{w}"] / roughly.seconds(m, w, w, itemsize) for m, w in timed]
+    factors = [took / roughly.seconds(m, width, width, itemsize) for (m, width), took in timed.items()]
     return replace(roughly, factors=Grid((_ROWS, tuple(width * width for width in _WIDTHS)), tuple(factors)))
 
 
 def least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
     """The factors, none negative, with which the columns of `rows` come closest to adding up to 1; the last is not zero."""
     matrix = np.asarray(rows)
-    best, least = [0.0] * matrix.shape[1], math.inf
-    for used in itertools.product((False, True), repeat=matrix.shape[1] - 1):
-        columns = [i for i, use in enumerate((*used, True)) if use]
-        factors = np.linalg.lstsq(matrix[:, columns], np.ones(len(matrix)), rcond=None)[0]
-        error = float(np.sum((matrix[:, columns] @ factors - 1) ** 2))
-        if min(factors) > 0 and error < least:
-            best, least = [0.0] * matrix.shape[1], error
-            for column, factor in zip(columns, factors, strict=True):
-                best[column] = float(factor)
-    return best
+    best, least = np.zeros(matrix.shape[1]), math.inf
+    for others in itertools.product((False, True), repeat=matrix.shape[1] - 1):
+        used, factors = np.array((*others, True)), np.zeros(matrix.shape[1])
+        factors[used] = np.linalg.lstsq(matrix[:, used], np.ones(len(matrix)), rcond=None)[0]
+        error = float(np.sum((matrix @ factors - 1) ** 2))
+        if min(factors[used]) > 0 and error < least:
+            best, least = factors, error
+    found: list[float] = best.tolist()
+    return found
 
 
 def _copies(bench: _Timings) -> None:
@@ -243,11 +245,6 @@ def _copies(bench: _Timings) -> None:
         work = [spans["compute", i] for i, instruction in enumerate(plan.lanes[own]["compute"]) if writes(instruction)]
         for what, (start, stop) in zip(("memory", "link", "reduce"), work, strict=True):
             bench.times[f"{what} {rows}"].append(1e-9 * max(stop - start, 1))
-
-
-def _sizes(what: str) -> list[tuple[int, int]]:
-    """Rows that were copied or added, and the bytes that this reads."""
-    return [(rows, rows * _COLUMNS * 4 * (2 if what == "reduce" else 1)) for rows in _COPIED]
 
 
 def _rate(took: Mapping[int, float]) -> tuple[float, Grid]:
