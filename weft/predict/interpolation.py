@@ -6,7 +6,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, log
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,3 @@ class Grid:
             sides = [(place, share) for place, share in ((left, 1 - part), (right, part)) if share]
             corners = [(index * len(axis) + place, weight * share) for index, weight in corners for place, share in sides]
         return exp(sum(weight * log(self.values[index]) for index, weight in corners))
-
-
-def from_dict(read: dict[str, Any] | None) -> Grid | None:
-    """A grid as `dataclasses.asdict` leaves it."""
-    return Grid(**read) if read else None

@@ -20,7 +20,6 @@ else:
     import tomli as tomllib
 
 from weft import cache
-from weft.predict import interpolation
 from weft.predict.interpolation import Grid
 from weft.schedules.thresholds import Thresholds
 
@@ -326,7 +325,7 @@ def from_dict(profile: Mapping[str, Any]) -> Machine:
     """A machine from what a profile says; other keys than a machine's are notes for readers."""
     known = {key: value for key, value in profile.items() if key in Machine.__dataclass_fields__}
     known["thresholds"] = Thresholds(**profile.get("thresholds", {}))
-    known |= {key: interpolation.from_dict(known.get(key)) for key in ("memory_factors", "reduce_factors")}
+    known |= {key: _grid(known.get(key)) for key in ("memory_factors", "reduce_factors")}
     if cores := known.get("cores"):
         levels = tuple(Near(**level) for level in cores["levels"])
         products = {name: Product(**product) for name, product in cores["products"].items()}
@@ -339,7 +338,11 @@ def from_dict(profile: Mapping[str, Any]) -> Machine:
 
 
 def _with_grid(figures: Mapping[str, Any]) -> dict[str, Any]:
-    return {**figures, "factors": interpolation.from_dict(figures.get("factors"))}
+    return {**figures, "factors": _grid(figures.get("factors"))}
+
+
+def _grid(figures: Mapping[str, Any] | None) -> Grid | None:
+    return Grid(**figures) if figures else None
 
 
 def _read(path: Path) -> dict[str, Any]:
