@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from weft import predict
+from weft.bench import tables
 from weft.bench.settings import FUSED, Dtype, Json, Shape, Threads, product
 from weft.cli import options
 from weft.cli.options import refuse
+from weft.predict import machine
 
 
 def calibrate(
@@ -25,8 +28,6 @@ def calibrate(
     Started by torchrun on several machines that know themselves already: measure what joins them.
     """
     from weft.bench import calibrate as calibration
-    from weft.bench import tables
-    from weft.predict import machine
     from weft.world.launcher import launch
 
     if options.world_size(ranks)[0] is not None:
@@ -60,10 +61,7 @@ def calibrate(
 
 def _calibrate_network(threads: int, json_file: str | None) -> None:
     """Measure the link between hosts, and let each remember it."""
-    from dataclasses import asdict
-
     from weft.bench import calibrate as calibration
-    from weft.predict import machine
 
     mine = machine.calibrated()
     if mine is None:
@@ -102,8 +100,6 @@ class Tune:
 
 
 def tune(given: Tune) -> None:
-    from weft import predict
-    from weft.bench import tables
     from weft.bench import tune as tuning
 
     if options.world_size(None)[0] is not None:

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from weft.plan.trace import Trace
+from weft.predict import machine
 
 Given = TypeVar("Given")
 
@@ -59,8 +60,6 @@ def refusing(option: str) -> Iterator[None]:
 
 def load_machine(name: str) -> Any:
     """The profile of this name, or without one that of this machine; ends with exit status 2 if there is none."""
-    from weft.predict import machine
-
     with refusing("--machine"):
         found = machine.load(name) if name else machine.here()
     if not name and found.name != machine.THIS:
