@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import plans
-from support.ranks import on_ranks, start
+from support.ranks import on_ranks, start, world
 
 from weft.engines import engine
 from weft.engines.engine import LANES
@@ -47,6 +47,13 @@ def test_pieces_are_as_even_as_they_can_be():
     assert sizes(plan, (5, 0)) == [3, 2, 0, 0]
     with pytest.raises(PlanError, match="has 2 shards, but 3 sizes were given"):
         bind(plan, (1, 2, 3))
+
+
+def test_an_engine_refuses_blocks_of_no_shard():
+    buffers = {"a": Buffer.of("input", [range(1, 2)]), "out": Buffer.of("output", [range(1, 2)])}
+    plan = Plan("test", "x", buffers, ({"compute": (Copy(Region(0, "a", 0, 1), Region(0, "out", 0, 1)),)},), pieces=(1,))
+    with world() as alone, pytest.raises(PlanError, match="blocks of shards that the plan does not have"):
+        engine(alone).execute(plan, {"a": torch.zeros(1, 1), "out": torch.zeros(1, 1)}, rows=[1])
 
 
 def copied(src: Region, dst: Region, blocks: tuple[range | tuple[int, ...], ...], more: tuple[Copy, ...] = ()) -> list[str]:

@@ -150,6 +150,10 @@ def others(world):
     x = nn.Parameter(data(rank, 4))
     dist.all_reduce(x, _make_nccl_premul_sum(3.0))
     same(x.detach(), 3 * sum(data(r, 4) for r in range(ranks)))
+    for dtype in (torch.int32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64):
+        scaled = torch.tensor([2, 4]).to(dtype)
+        dist.all_reduce(scaled, _make_nccl_premul_sum(0.5))
+        same(scaled, (ranks * torch.tensor([1.0, 2.0])).to(dtype))
     pieces = [data(rank, r + 1, call=1) for r in range(ranks)]
     out = torch.zeros(rank + 1)
     dist.reduce_scatter(out, pieces, dist.ReduceOp.MAX)

@@ -238,6 +238,11 @@ class HostProgram(Program):
         def layout(blocks: Sequence[int]) -> int:
             return layouts.setdefault(tuple(blocks), len(layouts))
 
+        shards = sum(plan.pieces)
+        if any(
+            number >= shards for rank in range(plan.ranks) for buffer in plan.buffers.values() for number in buffer.numbers(rank)
+        ):
+            raise PlanError(f"{plan.operator}: a buffer has blocks of shards that the plan does not have, {shards} block(s) in all")
         buffers = []
         for name, (dtype, like) in self.kinds.items():
             buffer = plan.buffers[name]

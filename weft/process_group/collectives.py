@@ -55,9 +55,10 @@ def all_reduce(world: World, tensor: Tensor, op: Any, timeout: float | None = No
     if tensor.dtype in _AS_THEY_ARE.get(kind, ()) and _as_it_is(tensor):
         weft_all_reduce(tensor, op=kind, out=tensor, world=world, timeout=timeout)
         return
-    kind, here = _reducible(tensor, op)
+    own = _scaled(tensor, op)
+    kind, here = _reducible(own, op)
     if here is None:
-        here = _reduced_here(world, tensor, kind, timeout)
+        here = _reduced_here(world, own, kind, timeout)
     else:
         weft_all_reduce(here, op=kind, out=here, world=world, timeout=timeout)
     _finish(here, tensor, op, world)
@@ -65,9 +66,10 @@ def all_reduce(world: World, tensor: Tensor, op: Any, timeout: float | None = No
 
 def reduce(world: World, tensor: Tensor, op: Any, root: int, timeout: float | None = None) -> None:
     """Overwrite `tensor` of rank `root` with the reduction of all ranks'; those of the others stay as they are."""
-    kind, here = _reducible(tensor, op)
+    own = _scaled(tensor, op)
+    kind, here = _reducible(own, op)
     if here is None:
-        here = _reduced_here(world, tensor, kind, timeout)
+        here = _reduced_here(world, own, kind, timeout)
     else:
         here = here.view(-1)
         sizes = [len(here) if rank == root else 0 for rank in range(world.ranks)]
@@ -190,6 +192,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def _reduce_scatter(world: World, out: Tensor, tensor: Tensor, parts: list[int], op: Any, timeout: float | None) -> None:
     """This rank's part of the reduction; the parts have so many elements."""
+    tensor = _scaled(tensor, op)
     kind, here = _reducible(tensor, op)
     sizes = [_numbers(tensor, n) for n in parts]
     if here is None:
@@ -203,11 +206,18 @@ def _reduce_scatter(world: World, out: Tensor, tensor: Tensor, parts: list[int],
     _finish(mine, out, op, world)
 
 
+def _scaled(tensor: Tensor, op: Any) -> Tensor:
+    """A tensor as it is reduced: times the factor of a `premul_sum`, in its own dtype."""
+    if _kind(op) != "premul_sum":
+        return tensor
+    plain = tensor.detach()
+    factor: float | Tensor = op.__getstate__()[1]
+    return ((plain.float() if tensor.dtype in FLOAT8 else plain) * factor).to(tensor.dtype)
+
+
 def _reducible(tensor: Tensor, op: Any) -> tuple[str, Tensor | None]:
     """What is done with the elements, and the tensor as numbers with which weft can do it, or None if it cannot."""
-    kind = _kind(op)
-    if kind == "premul_sum":
-        kind, tensor = "sum", tensor.detach() * op.__getstate__()[1]
+    kind = "sum" if _kind(op) == "premul_sum" else _kind(op)
     if tensor.dtype == torch.bool and kind in _ON_BOOLEANS:
         return _ON_BOOLEANS[kind], _moved(tensor).view(torch.uint8)
     if kind == "avg" and tensor.dtype in _WHOLE:
