@@ -239,9 +239,7 @@ class HostProgram(Program):
             return layouts.setdefault(tuple(blocks), len(layouts))
 
         shards = sum(plan.pieces)
-        if any(
-            number >= shards for rank in range(plan.ranks) for buffer in plan.buffers.values() for number in buffer.numbers(rank)
-        ):
+        if any(max(buffer.numbers(r), default=-1) >= shards for r in range(plan.ranks) for buffer in plan.buffers.values()):
             raise PlanError(f"{plan.operator}: a buffer has blocks of shards that the plan does not have, {shards} block(s) in all")
         buffers = []
         for name, (dtype, like) in self.kinds.items():

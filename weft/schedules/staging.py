@@ -54,11 +54,13 @@ class Stream:
     ) -> None:
         self.buffer, self.parts, self.pieces, self.ready, self.taken = buffer, parts, pieces, ready, taken
         self.ranks = len(parts)
+        # Of each rank's parts those that nobody else reads, by their reader.
+        self.exclusive = [{own.readers[0]: number for number, own in enumerate(of) if len(own.readers) == 1} for of in parts]
         self.room = Buffer.of("workspace", [(ROOM,) * min(self.steps(rank), SLOTS) * len(own) for rank, own in enumerate(parts)])
 
     def shares(self, rank: int, peer: int) -> bool:
         """Whether two ranks hand each other parts that nobody else reads."""
-        return all([to] in [[*part.readers] for part in self.parts[own]] for own, to in ((rank, peer), (peer, rank)))
+        return peer in self.exclusive[rank] and rank in self.exclusive[peer]
 
     def steps(self, rank: int) -> int:
         """How many steps a rank hands out."""
@@ -106,12 +108,11 @@ class Stream:
 
     def _slot(self, rank: int, part: int, step: int) -> Region:
         """Where a rank's part lies in a step."""
-        readers = self.parts[rank][part].readers
-        if len(readers) != 1 or not self.shares(rank, readers[0]):
+        reader = self.parts[rank][part].readers[0]
+        if not self.shares(rank, reader):
             return block(rank, self.buffer, step % SLOTS * len(self.parts[rank]) + part)
         if step // SHARED_SLOTS % 2:
-            [part] = [number for number, own in enumerate(self.parts[readers[0]]) if [*own.readers] == [rank]]
-            rank = readers[0]
+            rank, part = reader, self.exclusive[reader][rank]
         return block(rank, self.buffer, step % SHARED_SLOTS * len(self.parts[rank]) + part)
 
     def _readers(self, rank: int) -> list[int]:

@@ -75,7 +75,7 @@ class Peers:
         self.cores = [place.cores for place in places]
         self.threads = min(place.threads for place in places)
         self.thresholds = agreed(place.thresholds for place in places)
-        alone = self.ranks == 1 or relay is not None
+        alone = self.ranks == 1 or self.multi_host
         self.staged = "" if alone else peer_memory.refusal(self.pids, [place.probe for place in places])
         self.reads_memory = not (alone or self.staged)
         self.number = next(_numbers)
