@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from itertools import chain
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,14 +14,14 @@ from support.mutants import deleted, edited, places
 
 from weft.engines.reference import run
 from weft.errors import PlanError
-from weft.plan import Copy, Notify, Plan, Wait
+from weft.plan import Buffer, Copy, Notify, Plan, Region, Signal, Term, Wait
 from weft.plan.binding import bind
 from weft.plan.messages import batches, incoming, is_channel, is_inlet, lower_to_messages, target
 from weft.plan.proof import problems, verify
 from weft.schedules import all_reduce, all_to_all, broadcast, reduce_scatter
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import all_gather_matmul
-from weft.schedules.common import apart, members
+from weft.schedules.common import apart, members, one_lane
 from weft.schedules.matmul_all_reduce import matmul_all_reduce
 from weft.schedules.matmul_reduce_scatter import matmul_reduce_scatter
 
@@ -97,21 +97,85 @@ def test_no_signal_is_too_many(hosts):
 
 @pytest.mark.parametrize("hosts", [(0, 1), (0, 1, 1), (0, 1, 2)], ids=str)
 def test_who_hears_from_a_rank_in_any_case_is_not_told_that_it_has_come(hosts):
-    """Its rows wait at that rank's inlet: only messages with rows are sent, and none may be taken before the rank has come."""
+    """Its rows wait at that rank's inlet: only messages with rows are sent."""
     planners = [*(PLAIN[name] for name in EXCHANGES), *([FUSED["all_gather push"]] if apart(hosts) else [])]
-    for plan in [lower_to_messages(planner(hosts, 1), hosts) for planner in planners]:
-        ends = [(*end, rank) for rank in range(len(hosts)) for end in incoming(plan, rank)]
-        assert all(message.copy for end in ends for message in batches(plan, *end)[0][1])
-        for place, instruction in places(plan):
-            if isinstance(instruction, Notify | Wait) and instruction.signal.name == "compute taken":
-                assert problems(edited(plan, place)), (place, instruction)
-        assert sum(map(is_inlet, chain(*plan.lanes))) == len(ends)
+    for planner in planners:
+        assert all(message.copy for message in first_messages(lower_to_messages(planner(hosts, 1), hosts)))
 
 
 def test_who_would_else_end_before_a_rank_has_come_is_told():
     """The source of a broadcast hears nothing else of the others."""
-    plan = lower_to_messages(PLAIN["broadcast push"]((0, 1), 1), (0, 1))
-    assert not any(is_inlet(name) for lanes in plan.lanes for name in lanes)
+    assert not all(message.copy for message in first_messages(lower_to_messages(PLAIN["broadcast push"]((0, 1), 1), (0, 1))))
+
+
+def first_messages(plan):
+    """The messages of the first batch of each channel."""
+    ends = [(*end, rank) for rank in range(plan.ranks) for end in incoming(plan, rank)]
+    return [message for end in ends for message in batches(plan, *end)[0][1]]
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_no_inlet_opens_before_its_rank_has_begun(name):
+    plan = lower_to_messages(PLAIN[name]((0, 1, 1), 1), (0, 1, 1))
+    for place, instruction in places(plan):
+        if isinstance(instruction, Notify | Wait) and instruction.signal.name == "compute taken":
+            assert problems(edited(plan, place)), (place, instruction)
+
+
+@pytest.mark.parametrize("name", ["all_gather push", "all_gather_matmul push", "broadcast push"])
+def test_no_inlet_opens_before_those_have_begun_whom_it_tells(name):
+    """Another rank of the host may still count what comes in an earlier call, through another channel."""
+    hosts = (0, 0, 1, 1)
+    plan = lower_to_messages((FUSED | PLAIN)[name](hosts, 1), hosts)
+    waits = [place for place, i in places(plan) if is_inlet(place[1]) and isinstance(i, Wait) and i.signal.source != place[0]]
+    found = [problem for place in waits for problem in problems(edited(plan, place))]
+    assert found
+    assert all("may still wait for one of an earlier call" in problem for problem in found)
+
+
+def test_what_comes_late_counts_for_the_call_it_is_of():
+    """Some order makes a rank read what has not come, where it is told of a later call before all of an earlier one is there."""
+    hosts = (0, 0, 1, 1)
+    made = [
+        lower_to_messages(plans.bound(planner(hosts, 1), [2] * 4), hosts)
+        for planner in (PLAIN[EXCHANGES[1]], FUSED["all_gather push"])
+    ]
+    hasty = [
+        replace(
+            plan,
+            lanes=tuple({name: hurried(rank, name, lane) for name, lane in own.items()} for rank, own in enumerate(plan.lanes)),
+        )
+        for plan in made
+    ]
+
+    def right(several, seed):
+        calls = [plans.call(plan, seed + i) for i, plan in enumerate(several)]
+        found = run(*calls, order=random.Random(seed))
+        return all(plans.equal(outputs, plans.expected(call)) for call, outputs in zip(calls, found, strict=True))
+
+    assert all(right(made, seed) for seed in range(200))
+    assert not all(right(hasty, seed) for seed in range(3000))
+
+
+def hurried(rank, name, lane):
+    """An inlet that does not wait for other ranks; any other lane as it is."""
+    return tuple(i for i in lane if not (is_inlet(name) and isinstance(i, Wait) and i.signal.source != rank))
+
+
+def test_what_is_sent_has_not_arrived():
+    """Rank 0 has sent rows to rank 1 and tells rank 2, of the same host, that they are there: over another connection."""
+    mine, put, taken = (Region(rank, "out", 0, 1) for rank in range(3))
+    twice = [Notify(0, Signal("open", 1))] * 2
+    sent = [Copy(mine, put), Notify(1, Signal("arrived", 0)), Wait(Signal("open", 1), 2), Notify(2, Signal("arrived", 0))]
+    lanes = (
+        [Copy(Region(0, "a", 0, 1), mine), Wait(Signal("open", 1), 1), *sent],
+        [*twice, Wait(Signal("arrived", 0), 1), Wait(Signal("read", 2), 1)],
+        [Wait(Signal("arrived", 0), 1), Copy(put, taken), Notify(1, Signal("read", 2))],
+    )
+    buffers = {"a": Buffer.of("input", [[0], [], []]), "out": Buffer.of("output", [[0]] * 3)}
+    plan = Plan("tell", "early", buffers, one_lane(lanes), {out: (Term(0, "a", 0),) for out in (mine, put, taken)}, (1,))
+    verify(plan)
+    assert any(problem.startswith("race on out@1") for problem in problems(lower_to_messages(plan, (0, 1, 1))))
 
 
 def crossings(plan, hosts):

@@ -1,6 +1,7 @@
 """The slow, obvious interpreter of plans that tests compare the other engines with: all ranks in one process.
 
 Lanes take steps of one instruction each, in turns or in a random interleaving: what a plan computes must not depend on which.
+What goes over a channel arrives in its order there, and however late.
 Memory is as unkind as real memory: the workspaces of successive calls overlap and are never cleared, outputs hold NaN when a rank
 begins a call, and inputs hold it before the rank begins and after it ends.
 """
@@ -11,6 +12,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import cycle
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ from torch import Tensor
 from weft import _native
 from weft.errors import PlanError
 from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait, reads
+from weft.plan.messages import at_the_end, ending, is_channel
 from weft.schedules.barrier import barrier
 from weft.schedules.levels import flat
 
@@ -30,6 +33,9 @@ Buffers = dict[str, Tensor]
 Move = Copy | Matmul | Reduce
 Step = tuple[int, str]
 """A rank and the lane that takes its next instruction, or ``""`` where the rank moves on to its next call."""
+
+Awaited = tuple[Signal, int]
+"""A signal, and how often it must have been raised."""
 
 NAN = 0xFF
 """Bytes of this value are NaN in every floating-point format, and -1 in integers."""
@@ -108,25 +114,31 @@ class _Rank:
     def __init__(self, rank: int, calls: Sequence[Call], memory: Sequence[Sequence[Buffers]]) -> None:
         self.rank, self.calls, self.memory, self.number = rank, calls, memory, -1
         self.lanes: dict[str, list[Instruction]] = {}
+        self.arriving: dict[str, list[_Arrival]] = {}  # by receiving end, of calls that may be over on this rank
         self.counters: Counter[Signal] = Counter()
         self.base: Counter[Signal] = Counter()
         self.outputs: list[Buffers] = []
 
     def ready(self) -> list[str]:
-        """The lanes that can take a step."""
+        """The lanes that can take a step, and the receiving ends of channels."""
+        found = [name for name, things in self.arriving.items() if things and self.has(things[0].awaited)]
         if any(self.lanes.values()):
-            return [name for name, lane in self.lanes.items() if lane and not self.held(lane[0])]
-        return [""] if self.number < len(self.calls) else []
+            return found + [name for name, lane in self.lanes.items() if lane and self.has(self.awaited(lane[0]))]
+        return [*found, ""] if self.number < len(self.calls) else found
 
-    def held(self, instruction: Instruction) -> bool:
+    def awaited(self, instruction: Instruction) -> Awaited | None:
+        """How often a signal must have been raised, in all calls, before an instruction of the current one is carried out."""
         match instruction:
             case Wait(signal, count):
-                return self.counters[signal] < self.base[signal] + count
-            case _:
-                return False
+                return signal, self.base[signal] + count
+        return None
+
+    def has(self, awaited: Awaited | None) -> bool:
+        return awaited is None or self.counters[awaited[0]] >= awaited[1]
 
     def stuck(self) -> list[str]:
-        return [f"rank {self.rank} {name} in call {self.number}: {lane[0]}" for name, lane in self.lanes.items() if lane]
+        lanes = [f"rank {self.rank} {name} in call {self.number}: {lane[0]}" for name, lane in self.lanes.items() if lane]
+        return lanes + [f"rank {self.rank} {name}: {things[0].awaited}" for name, things in self.arriving.items() if things]
 
     def move_on(self) -> None:
         """End the current call, if any, and begin the next, if any."""
@@ -152,19 +164,41 @@ class _Rank:
         return self.memory[self.number][region.rank][region.buffer][region.start : region.stop]
 
 
+class _Arrival(NamedTuple):
+    """What happens at the receiving end of a channel, in its turn, once a signal has been raised."""
+
+    awaited: Awaited | None
+    happen: Callable[[], object]
+
+
 def _step(ranks: Sequence[_Rank], rank: int, lane: str) -> None:
     here = ranks[rank]
     if not lane:
         here.move_on()
-        return
-    match here.lanes[lane].pop(0):
+    elif lane in here.arriving:
+        here.arriving[lane].pop(0).happen()
+    else:
+        instruction = here.lanes[lane].pop(0)
+        happen, awaited = _effect(ranks, rank, instruction), here.awaited(instruction)
+        if is_channel(lane) and (isinstance(instruction, Copy) or at_the_end(rank, instruction)):
+            here.arriving.setdefault(ending(lane), []).append(_Arrival(awaited, happen))
+        else:
+            happen()
+
+
+def _effect(ranks: Sequence[_Rank], rank: int, instruction: Instruction) -> Callable[[], object]:
+    """What an instruction does, with what it reads now."""
+    here = ranks[rank]
+    match instruction:
         case Notify(peer, signal):
-            ranks[peer].counters[signal] += 1
+            return partial(ranks[peer].counters.update, [signal])
         case Copy() | Matmul() | Reduce() as move:
             sources, target = [here.rows(source) for source in reads(move)], here.rows(move.dst)
             if isinstance(move, Copy) and sources[0].dtype != target.dtype:
                 raise PlanError(f"{move}: a copy does not turn {sources[0].dtype} into {target.dtype}")
-            target.copy_(_result(move, sources, here.calls[here.number], rank))
+            made = _result(move, sources, here.calls[here.number], rank)
+            return partial(target.copy_, made.clone() if isinstance(move, Copy) else made)
+    return lambda: None
 
 
 def _result(move: Move, sources: Sequence[Tensor], call: Call, rank: int) -> Tensor:

@@ -14,6 +14,7 @@ from itertools import permutations
 
 from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Wait, accesses, reads, writes
 from weft.plan.language import ROOM
+from weft.plan.messages import at_the_end, ending, is_channel
 from weft.plan.symbols import Cell, Pieces, Rows, added, text
 
 Clock = list[int]
@@ -37,6 +38,7 @@ class Run:
         ranks = range(plans[0].ranks)
         self.lanes: list[list[str]] = [sorted({name for plan in plans for name in plan.lanes[r]} | {"compute"}) for r in ranks]
         every = [(r, name) for r in ranks for name in self.lanes[r]]
+        every += [(r, ending(name)) for r, name in every if is_channel(name)]
         self.index: dict[Lane, int] = {lane: i for i, lane in enumerate(every)}
         self.rank_of = [r for r, _ in every]
         self.names = [f"rank {r} {name}" for r, name in every]
@@ -136,8 +138,13 @@ class Run:
 
     def step(self, execution: int, lane: Lane, instruction: Instruction) -> bool:
         """Execute one instruction; False where it must wait."""
-        rank, _ = lane
-        i = self.index[lane]
+        rank, name = lane
+        i = there = self.index[lane]
+        if is_channel(name):
+            there = self.index[rank, ending(name)]
+            self.clocks[there] = [*map(max, self.clocks[there], self.clocks[i])]
+            if at_the_end(rank, instruction):
+                i = there
         clock = self.clocks[i]
         match instruction:
             case Wait(signal, count):
@@ -148,6 +155,8 @@ class Run:
                 if target:
                     clock[:] = map(max, clock, raised[target - 1])
             case Notify(peer, signal):
+                if is_channel(name) and peer != rank and not self.knows_begun(clock, execution, peer):
+                    self.complain(f"{self.names[i]}: {instruction}: rank {peer} may still wait for one of an earlier call")
                 if signal.source != rank or self.writers.setdefault((execution, peer, signal), i) != i:
                     other = self.names[self.writers.get((execution, peer, signal), i)]
                     self.complain(f"counter {signal} of rank {peer} has a second writer: {self.names[i]} beside {other}")
@@ -155,12 +164,17 @@ class Run:
             case _ if wrong := _wrong(self.plans[execution], instruction):
                 self.complain(f"{self.names[i]}: {instruction}: {wrong}")
             case _:
-                self.move(execution, i, instruction)
+                self.move(execution, i, there, instruction)
+                self.clocks[there][there] += i != there
         clock[i] += 1
         return True
 
-    def move(self, execution: int, lane: int, instruction: Instruction) -> None:
-        """Follow the rows through a Copy, Matmul or Reduce."""
+    def knows_begun(self, clock: Clock, execution: int, rank: int) -> bool:
+        """Whether who has this clock knows that a rank has begun an execution."""
+        return any(clock[lane] >= time for lane, time in self.begun.get((execution, rank), ()))
+
+    def move(self, execution: int, lane: int, there: int, instruction: Instruction) -> None:
+        """Follow the rows through a Copy, Matmul or Reduce of a lane, to where they are written, in time `there`."""
         match instruction:
             case Copy(src, dst):
                 pieces = self.read(execution, lane, instruction, src)
@@ -178,7 +192,7 @@ class Run:
         for start, stop, value in pieces:
             shifted = tuple(term._replace(shift=term.shift - dst.start) for term in value)
             for a, b, cell in rows.over(dst.start + start, dst.start + stop):
-                self.touch(execution, lane, instruction, dst._replace(start=a, stop=b), cell, write=True)
+                self.touch(execution, there, instruction, dst._replace(start=a, stop=b), cell, write=True)
                 cell.value, cell.writes = shifted, cell.writes + 1
 
     def read(self, execution: int, lane: int, instruction: Instruction, src: Region) -> Pieces:
@@ -266,7 +280,7 @@ class Run:
         for execution, plan in enumerate(self.plans):
             for rank, of in permutations(range(plan.ranks), 2) if plan.meets else ():
                 clock, _ = self.ends[execution, rank]
-                if all(clock[lane] < time for lane, time in self.begun[execution, of]):
+                if not self.knows_begun(clock, execution, of):
                     self.complain(f"rank {rank} ends {plan.operator} before rank {of} must have begun it")
 
 

@@ -8,9 +8,12 @@ other, between channels in any order.
 A notify without rows of its own travels with the rows before it where these go to the same host: rows that one rank of a host
 receives may be told to all its ranks.
 
-Rows wait where they arrive until a rank makes the call, so it need not say that it has come to those who put rows there and hear
-from it later: such a wait goes to the channel, and the notify to the other end of that, its **inlet**. Lane ``"comm<3"`` lets in
-what ``comm`` of rank 3 sends, as soon as the lanes of its own rank begin.
+A channel ends in an **inlet**: lane ``"comm<3"`` lets in what ``comm`` of rank 3 sends, as soon as all whom that tells something
+have begun. Before, they may still count what rank 3 has for them in an earlier call, and which comes through another channel.
+Only plans with the lanes of all ranks have inlets: others are not carried out.
+
+So rows wait where they arrive until a rank makes the call, and it need not say that it has come to those who put rows there and
+hear from it later: that notify goes, and the wait for it.
 """
 
 from __future__ import annotations
@@ -37,13 +40,24 @@ def lower_to_messages(plan: Plan, hosts: Sequence[int]) -> Plan:
         for name, lane in before.items():
             after |= _Lowering(plan, hosts, rank, name, held).run(lane)
         lanes.append(after)
-    for rank in {signal.source for _, signal in held}:
-        lanes[rank].setdefault("compute", []).insert(0, Notify(rank, Signal("begun", rank)))
-    for rank, name, there in dict.fromkeys((rank, name, signal.source) for (rank, signal), name in held.items()):
-        taken = Signal(f"{name} taken", there)  # which is not sent either
-        lanes[there][inlet(name, rank)] = [Wait(Signal("begun", there), 1), Notify(rank, taken)]
-        lanes[rank][channel(name, there)].insert(0, Wait(taken, 1))
-    return replace(plan, lanes=tuple({name: tuple(lane) for name, lane in after.items()} for after in lanes))
+    if plan.planned is None:
+        _add_inlets(lanes)
+    return replace(plan, lanes=tuple({name: tuple(lane) for name, lane in own.items()} for own in lanes))
+
+
+def _add_inlets(lanes: Sequence[Lanes]) -> None:
+    """Give each channel its inlet, and let ranks say there that they have begun."""
+    begun: dict[tuple[int, int], None] = {}  # who begins, and who must know
+    for rank, own in enumerate(lanes):
+        for name in [*filter(is_channel, own)]:
+            lane, to = target(name)
+            told = sorted({to} | {i.rank for i in own[name] if isinstance(i, Notify) and i.rank != rank})
+            taken = Signal(f"{lane} taken", to)  # which is not sent
+            lanes[to][inlet(lane, rank)] = [*(Wait(Signal("begun", one), 1) for one in told), Notify(rank, taken)]
+            own[name].insert(0, Wait(taken, 1))
+            begun |= {(one, to): None for one in told}
+    for rank, to in reversed(begun):
+        lanes[rank].setdefault("compute", []).insert(0, Notify(to, Signal("begun", rank)))
 
 
 def channel(lane: str, to: int) -> str:
@@ -54,6 +68,22 @@ def channel(lane: str, to: int) -> str:
 def is_channel(lane: str) -> bool:
     """Whether a lane of a lowered plan sends messages."""
     return ">" in lane
+
+
+def ending(channel: str) -> str:
+    """The receiving end of a channel.
+
+    Rows are read, and "sent", at the sending end. At this one they are written and ranks are told, later, in an order of its own.
+    """
+    return f"{channel}, arriving"
+
+
+def at_the_end(rank: int, instruction: Instruction) -> bool:
+    """Whether an instruction of a channel of `rank` is all carried out at the receiving end: what others tell, or are told."""
+    match instruction:
+        case Wait(Signal(_, other), _) | Notify(other, _):
+            return other != rank
+    return False
 
 
 def inlet(lane: str, sender: int) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 
 from weft.errors import PlanError
 from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait, writes
+from weft.plan.messages import is_inlet
 from weft.plan.trace import Span, Trace
 from weft.predict.machine import ITEMSIZE, Link, Machine
 from weft.schedules.workload import Rows
@@ -143,6 +144,10 @@ class _Run:
                 here = instruction.rank % self.ranks_planned
                 source = (instruction.signal.source - instruction.rank + here) % self.plan.ranks
                 counter = here, Signal(instruction.signal.name, source)
+                if is_inlet(lane.name):  # not sent
+                    self.schedule(self.now, self.count, counter)
+                    self.done(lane)
+                    continue
                 raised = self.now + self.machine.line_us(lane.rank, instruction.rank) * 1e-6
                 self.schedule(raised + self.machine.signal_us(lane.rank, instruction.rank) * 1e-6, self.count, counter)
                 if raised > self.now:
