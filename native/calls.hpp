@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "segment.hpp"
+#include "signals.hpp"
 
 namespace weft {
 
@@ -32,7 +33,7 @@ class Calls {
   static constexpr size_t kHeaders = 32;  // a rank is never this many calls ahead of a peer that still waits for it
 
  public:
-  static constexpr size_t kBytes = kHeaders * sizeof(Header);  // of a rank's part of the segment, at its beginning
+  static constexpr size_t kBytes = kHeaders * sizeof(Header) + sizeof(Counter);  // of a rank's part of the segment, at its beginning
 
   explicit Calls(std::shared_ptr<Segment> segment) : segment_(std::move(segment)) {}
 
@@ -66,6 +67,10 @@ class Calls {
     if (theirs.call.load(std::memory_order_acquire) != call) return false;
     bool same = theirs.digest.load(std::memory_order_acquire) == digest;
     return !same && theirs.call.load(std::memory_order_relaxed) == call;  // and not overwritten meanwhile
+  }
+  // The number of the latest call that a rank has begun to carry out, which may be later than it began the call.
+  Counter& under_way(int rank) const {
+    return *reinterpret_cast<Counter*>(segment_->parts[rank]->base() + kHeaders * sizeof(Header));
   }
   // The address that `peer` told with this call.
   uint64_t address(int peer, uint64_t call) const { return header(peer, call).address.load(std::memory_order_relaxed); }

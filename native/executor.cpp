@@ -46,6 +46,7 @@ Turn Executor::turn(const Program& program) {
 int Executor::run(const Program& program, Execution& execution, size_t lane, int at) {
   const auto& instructions = program.lanes[lane];
   const int end = static_cast<int>(instructions.size());
+  if (!within_host && lane == 0 && at == 0) set(calls.under_way(rank_), execution.call);
   feed(execution, lane);
   while (at < end) {
     const Instruction& instruction = instructions[at];
@@ -177,6 +178,17 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
   uint64_t base = expected - instruction.count, actual = instruction.counter->value.load();
   execution.failures[lane] = {status, at, source, instruction.count, actual > base ? actual - base : 0};
   return false;
+}
+
+WaitStatus Executor::wait_under_way(uint64_t call, const std::vector<int>& ranks, int64_t nanoseconds) {
+  const int64_t deadline = now() + nanoseconds;
+  for (int rank : ranks) {
+    const auto failed = [&] { return mesh_->failed(); };
+    const auto left = [&] { return rank != rank_ && mesh_->left(rank); };
+    if (!wait_until(calls.under_way(rank), Compare::greater_equal, call, usual(spins_), deadline, mesh_->sleepers(), failed, left) && !left())
+      return failed() ? WaitStatus::failed : WaitStatus::timeout;
+  }
+  return WaitStatus::none;
 }
 
 void Executor::stop(Execution& execution, size_t lane) {

@@ -36,6 +36,8 @@ class Executor {
   void begin(const Program& program, Execution& execution);
   // Interpret instructions of a lane from `at` on, up to a pause or the end; the next position, or -1 if a wait ended early.
   int run(const Program& program, Execution& execution, size_t lane, int at);
+  // Wait so long until these ranks of this host have begun to carry out a call, or have left.
+  WaitStatus wait_under_way(uint64_t call, const std::vector<int>& ranks, int64_t nanoseconds);
   // End the waits of an execution, of which `lane` has ended early.
   void stop(Execution& execution, size_t lane = 0);
   // Called now and then by waits on the caller's thread; true ends the wait.

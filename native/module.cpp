@@ -269,6 +269,9 @@ NB_MODULE(_native, m) {
         return unlocked([&] { return self.run(c.program, c.execution, lane, at); });
       })
       .def("start", [](Executor& self, Compiled& c, size_t lane) { self.lane_thread.start({&c.program, &c.execution, lane}); })
+      .def("wait_under_way", [](Executor& self, uint64_t call, const std::vector<int>& ranks, double seconds) {
+        return self.wait_under_way(call, ranks, nanoseconds(seconds));
+      }, "call"_a, "ranks"_a, "seconds"_a, Unlocked())
       .def("stop", [](Executor& self, Compiled& c) { self.stop(c.execution); })
       .def("join", [](Executor& self, Compiled& c, double seconds) { return self.lane_thread.join(c.execution, seconds); },
            "compiled"_a, "seconds"_a = 1e9, Unlocked())

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 import weft
-from support import sums
+from support import random_calls, sums
 from support.belongings import belongings, kept
 from weft.cli import app
 from weft.cli.doctor import diagnose
@@ -106,6 +106,11 @@ def operators(world):
     symmetric = world.empty(8, 4)
     symmetric.fill_(world.rank)
     assert torch.equal(weft.all_gather(symmetric)[:, 0], torch.arange(world.ranks).repeat_interleave(8).float())
+
+
+def calls_at_random(world):
+    """Calls of all kinds one after the other and beside each other: each gives what it must."""
+    random_calls.check(world, seed=2, number=300)
 
 
 def sums_to_the_bit(world):
@@ -431,7 +436,7 @@ def main():
     torch.set_num_threads(1)
     parts, folder = sys.argv[1].split(","), Path(sys.argv[2])
     for part in parts:
-        if part in ("operators", "refusals", "sums_to_the_bit", "traces", "traffic"):
+        if part in ("operators", "calls_at_random", "refusals", "sums_to_the_bit", "traces", "traffic"):
             with patient_farewell(), weft.init(timeout=20) as world, uneven_channels(world):
                 found = globals()[part](world)
         else:

@@ -49,7 +49,7 @@ def assert_told_of_the_death(folder, ranks):
 def two_by_two(two_hosts, tmp_path_factory):
     """What two ranks on each of two hosts have found, of which the last has died."""
     folder = tmp_path_factory.mktemp("two_by_two")
-    two_hosts.start(SCRIPT, 2, "operators,sums_to_the_bit,traces,traffic,killed", folder)
+    two_hosts.start(SCRIPT, 2, "operators,calls_at_random,sums_to_the_bit,traces,traffic,killed", folder)
     ended = two_hosts.finish()
     assert (folder / "death").exists(), ended
     return folder
@@ -57,7 +57,7 @@ def two_by_two(two_hosts, tmp_path_factory):
 
 @pytest.mark.data
 def test_two_hosts_of_two_ranks_and_one_that_dies(two_by_two):
-    assert found(two_by_two, "operators", 4) == found(two_by_two, "sums_to_the_bit", 4) == [None] * 4
+    assert found(two_by_two, "calls_at_random", 4) == found(two_by_two, "sums_to_the_bit", 4) == [None] * 4
     assert_told_of_the_death(two_by_two, 4)
 
 

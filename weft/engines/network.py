@@ -3,7 +3,7 @@
 It runs what `weft.plan.messages.lower_to_messages` makes of a plan. The lanes that compute and copy within the host are
 interpreted by the native core as ever. A channel is interpreted at both of its ends: a thread of the sender's lane sends each
 message, straight from the rows; the receiver, which knows the sender's plan, takes it straight into the rows and raises the signals
-that come with it, once the inlet lets it in.
+that come with it, once all whom these tell have begun the call.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from weft.engines.engine import LANES, Dtypes, Tensors, Timed
 from weft.engines.host import Binding, HostEngine, HostProgram, Place
 from weft.errors import WeftError
 from weft.plan import Instruction, Notify, Plan, Region, Wait
-from weft.plan.messages import Message, batches, channel, incoming, inlet, is_channel, is_inlet, lower_to_messages, target
+from weft.plan.messages import Message, batches, channel, incoming, is_channel, is_inlet, let_in_by, lower_to_messages, target
 from weft.schedules.barrier import barrier
 from weft.schedules.operators import SHARED_MEMORY_ONLY
 from weft.world import World
+
+_MOMENT = 0.1  # seconds after which whoever waits looks whether the world is still there
 
 
 class NetworkEngine(HostEngine):
@@ -55,6 +57,15 @@ class _Sent(NamedTuple):
     messages: Sequence[tuple[int, Place | None]]
 
 
+class _Receive(NamedTuple):
+    """What a lane of another rank sends here, and of which ranks it waits to begin the call: for each message where its rows go."""
+
+    sender: int
+    lane: str
+    told: list[int]
+    places: list[Place | None]
+
+
 class NetworkProgram(HostProgram):
     """A plan compiled for one rank of several hosts."""
 
@@ -76,7 +87,7 @@ class NetworkProgram(HostProgram):
         self.more_lanes = len(self.outgoing) + len(self.incoming)
         super().__init__(engine, plan, tensors, dtypes)
         self.sends: list[tuple[str, list[_Sent]]] = []
-        self.receives: list[tuple[int, str, list[Place | None]]] = []
+        self.receives: list[_Receive] = []
         self._compile_channels()
         self.departures = Counter(batch.to for _, sent in self.sends for batch in sent for _ in batch.messages)
         self.spans: list[Timed] = []
@@ -91,9 +102,9 @@ class NetworkProgram(HostProgram):
         assert self.bound is not None
         self.spans = []
         arrivals: dict[int, _Arrivals] = {}
-        for number, (sender, lane, places) in enumerate(self.receives, len(LANES) + len(self.sends)):
-            coming = arrivals.setdefault(sender, _Arrivals(self, digest))
-            coming.lanes[LANES.index(lane)] = _Coming(number, deque(map(self.rows, places)))
+        for number, (sender, lane, told, places) in enumerate(self.receives, len(LANES) + len(self.sends)):
+            coming = arrivals.setdefault(sender, _Arrivals(self, call, digest))
+            coming.lanes[LANES.index(lane)] = _Coming(number, told, deque(map(self.rows, places)))
         relay.begin(call, digest, self.bound.native.call, arrivals, self.departures)
         for number, (lane, sent) in enumerate(self.sends, len(LANES)):
             relay.work(lane, partial(self._send, number, lane, sent, call, digest, self.spans))
@@ -159,14 +170,12 @@ class NetworkProgram(HostProgram):
                 sent.append(_Sent(to, [(m.index, self.place(m.copy.src) if m.copy else None) for m in messages]))
             self.sends.append((lane, sent))
         for number, (sender, lane, messages) in enumerate(self.incoming, len(LANES) + len(self.outgoing)):
-            for instruction in self.plan.lanes[self.world.rank].get(inlet(lane, sender), ()):
-                if isinstance(instruction, Wait):  # what it then tells the sender, rows being taken says
-                    self._compile(number, 0, instruction)
             for message in messages:
                 native.pause(number)
                 for notify in message.signals:
                     self._compile(number, 0, notify)
-            self.receives.append((sender, lane, [self.place(m.copy.dst) if m.copy else None for m in messages]))
+            told = let_in_by(self.plan, sender, lane, self.world.rank)
+            self.receives.append(_Receive(sender, lane, told, [self.place(m.copy.dst) if m.copy else None for m in messages]))
 
 
 class _Rows(NamedTuple):
@@ -204,15 +213,18 @@ class _Rows(NamedTuple):
 class _Arrivals:
     """What one rank sends to this rank in one call."""
 
-    def __init__(self, program: NetworkProgram, digest: int) -> None:
-        self.program, self.digest = program, digest
+    def __init__(self, program: NetworkProgram, call: int, digest: int) -> None:
+        self.program, self.call, self.digest = program, call, digest
         self.lanes: dict[int, _Coming] = {}
 
     def let_in(self, lane: int) -> bool:
-        coming = self.lanes[lane]
-        if not coming.at:
-            coming.at = self.program.advance(coming.number, 0)
-        return coming.at >= 0
+        coming, world, status = self.lanes[lane], self.program.world, _native.WaitStatus.timeout
+        while coming.told and status == _native.WaitStatus.timeout:
+            if world.closed is not None:
+                return False
+            status = world.native.wait_under_way(self.call, coming.told, _MOMENT)
+        coming.told = ()  # it is open from now on
+        return status != _native.WaitStatus.failed
 
     def take(self, lane: int, size: int, read: Callable[[memoryview], object]) -> bool:
         coming = self.lanes[lane]
@@ -228,9 +240,11 @@ class _Arrivals:
 
 @dataclass
 class _Coming:
-    """What one lane sends: the native lane that raises its signals, the places still to be filled, and how far they are raised."""
+    """What one lane sends: the native lane that raises its signals, the ranks that must have begun the call before, the places
+    still to be filled, and how far signals are raised."""
 
     number: int
+    told: Sequence[int]
     places: deque[_Rows]
     at: int = 0
 

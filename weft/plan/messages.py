@@ -8,9 +8,10 @@ other, between channels in any order.
 A notify without rows of its own travels with the rows before it where these go to the same host: rows that one rank of a host
 receives may be told to all its ranks.
 
-A channel ends in an **inlet**: lane ``"comm<3"`` lets in what ``comm`` of rank 3 sends, as soon as all whom that tells something
-have begun. Before, they may still count what rank 3 has for them in an earlier call, and which comes through another channel.
-Only plans with the lanes of all ranks have inlets: others are not carried out.
+Messages are let in once all whom they tell something have begun the call. Before, these may still count what the sender has for
+them in an earlier call, and which comes through another channel. So each has an **inlet**: lane ``"comm<3"`` lets in what
+``comm`` of rank 3 has for it. A channel begins with waits for the inlets of those it tells, which are not sent. Only plans with
+the lanes of all ranks have inlets: others are not carried out.
 
 So rows wait where they arrive until a rank makes the call, and it need not say that it has come to those who put rows there and
 hear from it later: that notify goes, and the wait for it.
@@ -46,18 +47,19 @@ def lower_to_messages(plan: Plan, hosts: Sequence[int]) -> Plan:
 
 
 def _add_inlets(lanes: Sequence[Lanes]) -> None:
-    """Give each channel its inlet, and let ranks say there that they have begun."""
-    begun: dict[tuple[int, int], None] = {}  # who begins, and who must know
+    """Let channels wait for all whom they tell something."""
     for rank, own in enumerate(lanes):
         for name in [*filter(is_channel, own)]:
             lane, to = target(name)
-            told = sorted({to} | {i.rank for i in own[name] if isinstance(i, Notify) and i.rank != rank})
-            taken = Signal(f"{lane} taken", to)  # which is not sent
-            lanes[to][inlet(lane, rank)] = [*(Wait(Signal("begun", one), 1) for one in told), Notify(rank, taken)]
-            own[name].insert(0, Wait(taken, 1))
-            begun |= {(one, to): None for one in told}
-    for rank, to in reversed(begun):
-        lanes[rank].setdefault("compute", []).insert(0, Notify(to, Signal("begun", rank)))
+            taken = {told: Signal(f"{lane} taken", told) for told in sorted({to} | _told(rank, own[name]))}
+            own[name] = [*(Wait(signal, 1) for signal in taken.values()), *own[name]]
+            for told, signal in taken.items():
+                lanes[told][inlet(lane, rank)] = [Notify(rank, signal)]
+
+
+def _told(rank: int, lane: Sequence[Instruction]) -> set[int]:
+    """Whom a lane of a rank tells something, beside itself."""
+    return {i.rank for i in lane if isinstance(i, Notify) and i.rank != rank}
 
 
 def channel(lane: str, to: int) -> str:
@@ -218,6 +220,11 @@ def incoming(plan: Plan, rank: int) -> list[tuple[int, str]]:
     """The channels of a lowered plan that end at `rank`, as (the sender, the lane it sends for)."""
     channels = ((sender, *target(name)) for sender, lanes in enumerate(plan.lanes) for name in lanes if is_channel(name))
     return [(sender, lane) for sender, lane, to in channels if to == rank]
+
+
+def let_in_by(plan: Plan, sender: int, lane: str, to: int) -> list[int]:
+    """The ranks that must have begun a call before what a channel brings is taken."""
+    return [i.signal.source for i in plan.lanes[sender][channel(lane, to)] if isinstance(i, Wait) and at_the_end(sender, i)]
 
 
 class Message:
