@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from support import random_calls
 from support.belongings import belongings, kept
 from support.hosts import WHY_NOT, Hosts, hosts
 
@@ -179,7 +180,13 @@ def _one_sided(draw):
     return call
 
 
-KINDS = [_gather_matmul, _matmul_scatter, _matmul_reduce, _collective, _broadcast, _barrier, _empty]
+def _checked(draw):
+    """A few calls of any kind, some in the background, which must give what they should."""
+    seed = draw.randrange(1 << 30)
+    return lambda world: random_calls.check(world, seed, 4)
+
+
+KINDS = [_gather_matmul, _matmul_scatter, _matmul_reduce, _collective, _checked, _broadcast, _barrier, _empty]
 
 
 def _layer(a, b):
