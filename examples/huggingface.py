@@ -1,6 +1,6 @@
 """A causal language model of Hugging Face from a local folder, in four ways: the same tokens, and how long they take.
 
-    pip install transformers
+    pip install transformers accelerate
     python examples/huggingface.py --ranks 2
 
 One process with all cores; transformers' own tensor parallelism (``tp_plan="auto"``) on gloo; the same on weft, which changes one
