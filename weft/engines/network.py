@@ -58,7 +58,7 @@ class _Sent(NamedTuple):
 
 
 class _Receive(NamedTuple):
-    """What a lane of another rank sends here, and of which ranks it waits to begin the call: for each message where its rows go."""
+    """What a lane of another rank sends here: who must have begun the call before, and for each message where its rows go."""
 
     sender: int
     lane: str

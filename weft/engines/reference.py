@@ -1,9 +1,9 @@
 """The slow, obvious interpreter of plans that tests compare the other engines with: all ranks in one process.
 
 Lanes take steps of one instruction each, in turns or in a random interleaving: what a plan computes must not depend on which.
-What goes over a channel arrives in its order there, and however late.
-Memory is as unkind as real memory: the workspaces of successive calls overlap and are never cleared, outputs hold NaN when a rank
-begins a call, and inputs hold it before the rank begins and after it ends.
+What goes over a channel arrives in its order, however late. Memory is as unkind as real memory: the workspaces of successive
+calls overlap and are never cleared, outputs hold NaN when a rank begins a call, and inputs hold it before the rank begins and
+after it ends.
 """
 
 from __future__ import annotations
