@@ -99,7 +99,7 @@ def test_async_tp(tmp_path, monkeypatch):
 def test_huggingface():
     pytest.importorskip("transformers")
     sizes = "--hidden 64 --intermediate 128 --layers 2 --heads 4 --kv-heads 2 --vocabulary 128 --prompt 16 --generated 6 --runs 2"
-    printed = example("huggingface.py", *sizes.split(), "--dtype", "float32")
+    printed = by_itself("huggingface.py", *sizes.split(), "--dtype", "float32")  # whose results are of its own classes
     assert printed.count("7 of 7") == 4, printed
 
 
