@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count, islice
 from typing import NamedTuple
@@ -63,15 +63,7 @@ def calls(seed: int, rank: int, ranks: int) -> Iterator[Asked]:
         shards = [draw.choice((rows, 0, rows + p)) for p in every] if "all_gather" in name else [rows] * ranks
         parts = ranks if "scatter" in name or "to_all" in name else 1
         given = [_numbers(number, r, shards[r] * parts, columns) for r in every]
-        weight, total = _numbers(number, ranks, columns, 4), sum(given) if len({*shards}) == 1 else None
-        whole = {
-            "all_gather": lambda given=given: torch.cat(given),
-            "scatter": lambda total=total: total.chunk(ranks)[rank],
-            "all_reduce": lambda total=total: total,
-            "all_to_all": lambda given=given: torch.cat([part.chunk(ranks)[rank] for part in given]),
-            "broadcast": lambda given=given, source=source: given[source].clone(),
-        }
-        wanted = next(make() for word, make in whole.items() if word in name)
+        weight, wanted = _numbers(number, ranks, columns, 4), _result(name, given, rank, source)
         fused, options = "matmul" in name, {"algorithm": draw.choice(WAYS[name])} if WAYS[name] else {}
         if "all_gather" in name:
             options["shard_rows"] = shards
@@ -79,6 +71,18 @@ def calls(seed: int, rank: int, ranks: int) -> Iterator[Asked]:
         begun = not fused and draw.random() < 0.5
         make = partial(getattr(weft, f"{name}_async" if begun else name), given[rank], *others, **options)
         yield Asked(name, make, begun, wanted @ weight if fused else wanted)
+
+
+def _result(name: str, given: Sequence[Tensor], rank: int, source: int) -> Tensor:
+    """What an operator gives a rank, before it is multiplied."""
+    if "all_gather" in name:
+        return torch.cat([*given])
+    if name == "all_to_all":
+        return torch.cat([part.chunk(len(given))[rank] for part in given])
+    if name == "broadcast":
+        return given[source].clone()
+    total = torch.stack([*given]).sum(0)
+    return total.chunk(len(given))[rank] if "scatter" in name else total
 
 
 def _numbers(call: int, rank: int, rows: int, columns: int) -> Tensor:

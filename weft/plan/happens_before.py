@@ -155,7 +155,7 @@ class Run:
                 if target:
                     clock[:] = map(max, clock, raised[target - 1])
             case Notify(peer, signal):
-                if is_channel(name) and peer != rank and not self.knows_begun(clock, execution, peer):
+                if is_channel(name) and at_the_end(rank, instruction) and not self.knows_begun(clock, execution, peer):
                     self.complain(f"{self.names[i]}: {instruction}: rank {peer} may still wait for one of an earlier call")
                 if signal.source != rank or self.writers.setdefault((execution, peer, signal), i) != i:
                     other = self.names[self.writers.get((execution, peer, signal), i)]

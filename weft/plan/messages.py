@@ -51,15 +51,11 @@ def _add_inlets(lanes: Sequence[Lanes]) -> None:
     for rank, own in enumerate(lanes):
         for name in [*filter(is_channel, own)]:
             lane, to = target(name)
-            taken = {told: Signal(f"{lane} taken", told) for told in sorted({to} | _told(rank, own[name]))}
+            hear = {i.rank for i in own[name] if isinstance(i, Notify) and at_the_end(rank, i)}
+            taken = {told: Signal(f"{lane} taken", told) for told in sorted({to} | hear)}
             own[name] = [*(Wait(signal, 1) for signal in taken.values()), *own[name]]
             for told, signal in taken.items():
                 lanes[told][inlet(lane, rank)] = [Notify(rank, signal)]
-
-
-def _told(rank: int, lane: Sequence[Instruction]) -> set[int]:
-    """Whom a lane of a rank tells something, beside itself."""
-    return {i.rank for i in lane if isinstance(i, Notify) and i.rank != rank}
 
 
 def channel(lane: str, to: int) -> str:
