@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
@@ -68,7 +69,7 @@ def by_plan(folder: str) -> nn.Module:
 
 def by_styles(folder: str) -> nn.Module:
     model = whole(folder)
-    plan: dict[str, Any] = {}
+    plan: dict[str, Any] = {"lm_head": weft.nn.ColwiseParallel(output_layouts=Replicate())}
     for number in range(len(model.model.layers)):
         layer = f"model.layers.{number}"
         plan |= {f"{layer}.{part}": weft.nn.SharedColwiseParallel(*names) for part, names in GATHERED.items()}

@@ -70,8 +70,13 @@ def data_parallel(model: nn.Sequential, group: dist.ProcessGroup) -> Step:
     return trained(DistributedDataParallel(model, process_group=group), group)
 
 
+def mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
+    """A mesh named after the backend: DTensor takes meshes of the same ranks and names for one, and uses the first one's group."""
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(dist.get_backend(group),))
+
+
 def fully_sharded(model: nn.Sequential, group: dist.ProcessGroup) -> Step:
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = mesh_of(group)
     for layer in model:
         fully_shard(layer, mesh=mesh)
     return trained(fully_shard(model, mesh=mesh), group)
@@ -81,7 +86,7 @@ def tensor_parallel(model: nn.Sequential, group: dist.ProcessGroup) -> Step:
     plan = {f"*.{name}": ColwiseParallel() for name in ("q", "k", "v", "up")}
     plan |= {f"*.{name}": RowwiseParallel() for name in ("o", "down")}
     plan[str(len(model) - 1)] = ColwiseParallel(output_layouts=Replicate())
-    return trained(parallelize_module(model, DeviceMesh.from_group(group, "cpu"), plan), None)
+    return trained(parallelize_module(model, mesh_of(group), plan), None)
 
 
 def trained(model: nn.Module, shared_by: dist.ProcessGroup | None) -> Step:

@@ -14,6 +14,7 @@
 #include <unordered_map>
 
 #include "alike.hpp"
+#include "backlog.hpp"
 #include "binding.hpp"
 #include "compiled.hpp"
 #include "copy.hpp"
@@ -374,6 +375,14 @@ NB_MODULE(_native, m) {
         self.release();
         PyTransfers::open.erase(self.world);
       });
+
+  nb::class_<Backlog>(m, "Backlog")
+      .def(nb::init<>())
+      .def("issue", &Backlog::issue)
+      .def("begin", &Backlog::begin)
+      .def("hurry", &Backlog::hurry)
+      .def("close", &Backlog::close)
+      .def("due", &Backlog::due, Unlocked());
 
   m.def("set_team_size", &set_team_size);
   m.def("team_size", &team_size);

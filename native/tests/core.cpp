@@ -10,6 +10,7 @@
 #include <cstring>
 #include <random>
 
+#include "../backlog.hpp"
 #include "../copy.hpp"
 #include "../binding.hpp"
 #include "../executor.hpp"
@@ -541,7 +542,42 @@ void test_stores_learn() {
   CHECK(past(0.06f, 0.04f, 3000) < 60);  // the peer would lose more
 }
 
+// Whoever comes for a call begins it, and the watcher those for which nobody comes, however deep it rests by then.
+void test_backlog() {
+  Backlog backlog;
+  std::mutex mutex;
+  int left = 0;
+  auto take = [&] {
+    std::lock_guard lock(mutex);
+    for (; left; --left) backlog.begin();
+  };
+  auto issue = [&] {
+    std::lock_guard lock(mutex);
+    ++left;
+    backlog.issue();
+  };
+  auto nothing_is_left = [&] {
+    std::lock_guard lock(mutex);
+    return !left;
+  };
+  std::thread watcher([&] {
+    while (backlog.due()) take();
+  });
+  for (int round = 0; round < 30; ++round) {
+    for (int i = 0; i < 1000; ++i) issue(), take();
+    if (round % 3 == 0) usleep(5000);  // it rests
+    issue();
+    if (round % 2) backlog.hurry();
+    while (!nothing_is_left()) std::this_thread::yield();
+  }
+  backlog.begin();  // what is over before it could be issued
+  backlog.issue();
+  backlog.close();
+  watcher.join();
+}
+
 int main() {
+  test_backlog();
   test_stores_learn();
   test_copies();
   test_several_targets();

@@ -146,6 +146,24 @@ def test_calls_are_carried_out_in_their_order():
     on_ranks(ordered, 2, given=group)
 
 
+def left_alone(world):
+    """What nobody waits for is done all the same, and soon: calls, messages, and those whose threads rest by then."""
+    peer = 1 - dist.get_rank()
+    for _ in range(3):
+        x, y = torch.ones(2), torch.zeros(100_000)
+        works = [dist.all_reduce(x, async_op=True), dist.all_reduce(x, async_op=True)]
+        works += [dist.irecv(y, peer), dist.isend(torch.ones(100_000), peer)]
+        deadline = time.monotonic() + 20
+        while not all(work.is_completed() for work in works):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert (x.tolist(), y.sum().item()) == ([4.0, 4.0], 100_000.0)
+
+
+def test_what_nobody_waits_for_is_done():
+    on_ranks(left_alone, 2, given=group)
+
+
 def killed(world, how):
     rank = dist.get_rank()
     x = torch.ones(1000)

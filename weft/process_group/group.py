@@ -27,7 +27,7 @@ from weft.world.rendezvous import time_left
 
 _log = logging.getLogger("weft")
 _CPU = torch.device("cpu")
-_DONE = Work((), lambda work, seconds: None)  # what was over when its call returned
+_DONE = Work(())  # what was over when its call returned
 _DONE.end()
 _MESSAGES = "messages, since its ranks are on several hosts"
 _NOTICED = 1.0  # seconds within which the world knows of a peer whose connection is gone
@@ -181,19 +181,19 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         tensor = _one(tensors)
         if (messages := self._messages(tensor, peer)) is None:
             return self._by_others(tensor, "send", peer, tag)
-        return self._begun(messages.send(tensor, collectives.as_bytes(tensor), peer, tag))
+        return self._begun(messages.send(tensor, peer, tag))
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
         tensor = _one(tensors)
         if (messages := self._messages(tensor, peer)) is None:
             return self._by_others(tensor, "recv", peer, tag)
-        return self._begun(messages.receive(tensor, _place(tensor), peer, tag))
+        return self._begun(messages.receive(tensor, peer, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         tensor = _one(tensors)
         if (messages := self._messages(tensor)) is None:
             return self._by_others(tensor, "recv_anysource", tag)
-        return self._begun(messages.receive(tensor, _place(tensor), None, tag))
+        return self._begun(messages.receive(tensor, None, tag))
 
     def _messages(self, tensor: Tensor, peer: int | None = None) -> Messages | None:
         """What moves a tensor to or from a peer, or any; None if others do."""
@@ -413,13 +413,6 @@ def _one(tensors: Any) -> Tensor:
 def _list(tensors: Any) -> list[Tensor]:
     """The list of a call, alone or as the only one of a list; none is empty."""
     return [*tensors[0]] if tensors and not isinstance(tensors[0], Tensor) else [*tensors]
-
-
-def _place(tensor: Tensor) -> Tensor:
-    """The memory of a tensor that is received, as bytes."""
-    if not tensor.is_contiguous():
-        raise ValueError(f"what is received must be contiguous; got strides {tensor.stride()}")
-    return collectives.as_bytes(tensor)
 
 
 _of_torch = dist.monitored_barrier  # which refuses by name all backends but gloo

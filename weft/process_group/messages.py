@@ -5,7 +5,7 @@ have come and how many have been taken, and a bell is rung with each. A message 
 straight from the box; one that was not asked for yet is kept, which happens only while this rank receives something else from
 its sender. So a send is over once all of it is in the peer's box, which for short messages is at once.
 
-Whoever waits for a message moves all that can be moved, for all threads; while nobody does, a thread of its own.
+Whoever waits for a message moves all that can be moved, for all threads; where nobody comes soon, a thread of its own does.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from weft import _native
 from weft.errors import PeerTimeout, WeftError
-from weft.process_group.works import Lines, Work
+from weft.process_group.collectives import as_bytes
+from weft.process_group.works import Carrier, Work
 from weft.world import World
 from weft.world.onesided import notify, wait
 
@@ -34,13 +34,28 @@ _LEAST, _MOST = 4 << 10, 256 << 10  # bytes of a slot
 _HEADER = 64  # bytes before the piece in a slot: the message's tag and its bytes in all
 
 
+Bytes = npt.NDArray[np.uint8]
+
+
+class Message(Work):
+    """A send or a receive."""
+
+    def __init__(self, tensor: Tensor, messages: Messages) -> None:
+        super().__init__([tensor], messages)
+        self.messages = messages
+
+    def end(self, error: BaseException | None = None) -> None:
+        self.messages.backlog.begin()  # and end
+        super().end(error)
+
+
 class _Begun(NamedTuple):
     """A send, with its bytes, or a receive, with their place; the peer may be any (None)."""
 
-    work: Work
+    work: Message
     peer: int | None
     tag: int
-    data: Tensor
+    data: Bytes
 
 
 class _Coming:
@@ -48,9 +63,9 @@ class _Coming:
 
     def __init__(self, tag: int, size: int, wanted: _Begun | None) -> None:
         self.tag, self.size, self.wanted, self.got = tag, size, wanted, 0
-        self.place = wanted.data if wanted is not None and size <= len(wanted.data) else torch.empty(size, dtype=torch.uint8)
+        self.place = wanted.data if wanted is not None and size <= len(wanted.data) else np.empty(size, np.uint8)
 
-    def add(self, place: Tensor) -> None:
+    def add(self, place: Bytes) -> None:
         """Take the piece that lies at the beginning of a slot."""
         piece = place[: self.size - self.got]
         self.place[self.got : self.got + len(piece)] = piece
@@ -67,15 +82,17 @@ class _Coming:
         wanted.work.end()
 
 
-class Messages:
+class Messages(Carrier):
     """The messages of a rank of `world`; made collectively."""
 
     def __init__(self, world: World) -> None:
+        super().__init__("weft messages")
         self.world = world
         slot = max(_LEAST, min(_MOST, _BOXES // (SLOTS * world.ranks) // _HEADER * _HEADER)) + _HEADER
         boxes = world.empty(world.ranks, SLOTS, slot, dtype=torch.uint8)
         self.room = slot - _HEADER
-        self.signals = world.signals(1 + 2 * world.ranks, "messages")
+        self.signals = world.signals(2 * world.ranks + 1, "messages")
+        self.bell = 2 * world.ranks  # which is rung after the counter of the piece is raised
         peers = world.others
         self.mine = {peer: [_slot(part) for part in boxes[peer]] for peer in peers}  # what comes from a peer
         self.theirs = {peer: [_slot(part) for part in world.peer(boxes, peer)[world.rank]] for peer in peers}
@@ -89,22 +106,23 @@ class Messages:
         self.kept: dict[int, list[_Coming]] = {peer: [] for peer in peers}  # come, and not asked for
         self.changed = threading.Condition()  # guards all of this
         self.moving = False  # some thread does
-        self.closed, self.lines = False, Lines()
-        self.thread: threading.Thread | None = None
+        self.closed = False
 
-    def send(self, tensor: Tensor, data: Tensor, peer: int, tag: int) -> Work:
-        """Begin to send `data`, contiguous bytes of `tensor`, which must stay as they are until the work is over."""
-        work = Work([tensor], self._help, self.lines)
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """Begin to send `tensor`, which must stay as it is until the work is over."""
+        work = Message(tensor, self)
         with self.changed:
             self.world.check()
-            self.sending[peer].append(_Begun(work, peer, tag, data))
-            self._begun(work)
+            self.sending[peer].append(_Begun(work, peer, tag, as_bytes(tensor).numpy()))
+            self._begun()
         return work
 
-    def receive(self, tensor: Tensor, place: Tensor, source: int | None, tag: int) -> Work:
-        """Begin to receive a message of at most as many bytes as `place`, those of `tensor`, from one peer or (None) from any."""
-        work = Work([tensor], self._help, self.lines)
-        wanted = _Begun(work, source, tag, place)
+    def receive(self, tensor: Tensor, source: int | None, tag: int) -> Work:
+        """Begin to receive a message of at most as many bytes as `tensor`, a contiguous one, from a peer or (None) from any."""
+        if not tensor.is_contiguous():
+            raise ValueError(f"what is received must be contiguous; got strides {tensor.stride()}")
+        work = Message(tensor, self)
+        wanted = _Begun(work, source, tag, as_bytes(tensor).numpy())
         with self.changed:
             self.world.check()
             for peer in self.kept if source is None else (source,):
@@ -112,35 +130,32 @@ class Messages:
                     if message.tag == tag:
                         self.kept[peer].remove(message)
                         message.deliver(wanted, peer)
+                        self.issue()
                         return work
             self.receiving.append(wanted)
-            self._begun(work)
+            self._begun()
         return work
 
     def close(self) -> None:
-        """End the thread; what was begun and is not over never will be."""
+        """End the threads; what was begun and is not over never will be."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
+        super().close()
         if self.thread is not None:
             with contextlib.suppress(WeftError):
-                notify(self.signals, 0, self.world.rank)
+                notify(self.signals, self.bell, self.world.rank)
             self.thread.join()
-        self.lines.close()
 
-    def _begun(self, work: Work) -> None:
+    def _begun(self) -> None:
         """Move what can be moved at once; the rest is for who waits, or the thread."""
         if self.moving:
-            notify(self.signals, 0, self.world.rank)  # for who moves to look again
-            return
-        self._move()
-        if not work.over:
-            if self.thread is None:
-                self.thread = threading.Thread(target=self._run, name="weft messages", daemon=True)
-                self.thread.start()
-            self.changed.notify_all()
+            notify(self.signals, self.bell, self.world.rank)  # for who moves to look again
+        else:
+            self._move()
+        self.issue()
 
-    def _help(self, work: Work, seconds: float | None) -> None:
+    def help(self, work: Work, seconds: float | None) -> None:
         """Move messages until `work` is over, unless another thread does."""
         limit = self.world.timeout if seconds is None else seconds
         deadline = time.monotonic() + limit
@@ -153,14 +168,12 @@ class Messages:
             if not work.over and seconds is None:
                 self._give_up(work, limit)
 
-    def _run(self) -> None:
-        _native.set_team_size(1)  # what it moves is beside what its callers compute
+    def take_over(self) -> None:
         with self.changed:
-            while not self.closed:
-                if self.moving or not self._pending():
-                    self.changed.wait()
-                else:
-                    self._move_on(lambda: not self._pending(), self.world.timeout)
+            if self.moving:
+                self.changed.wait()
+            elif not self.closed and self._pending():
+                self._move_on(lambda: not self._pending(), self.world.timeout)
 
     def _pending(self) -> bool:
         return bool(self.coming) or any(self.waiting)
@@ -170,14 +183,14 @@ class Messages:
         self.moving = True
         try:
             while True:
-                bell = self.signals[0]
+                rung = self.signals[self.bell]
                 if self._move():
                     self.changed.notify_all()
                 if self.closed or enough():
                     return
                 self.changed.release()
                 try:
-                    wait(self.signals, 0, ">", cast(int, bell), seconds)
+                    wait(self.signals, self.bell, ">", cast(int, rung), seconds)
                 finally:
                     self.changed.acquire()
         except PeerTimeout:
@@ -203,8 +216,8 @@ class Messages:
 
     def _put_piece(self, peer: int, queue: deque[_Begun]) -> bool:
         """Put the next piece of the first message for `peer` into its box, if there is room."""
-        world, (work, _, tag, data), at = self.world, queue[0], self.sent[peer]
-        if self.put[peer] - cast(int, self.signals[1 + world.ranks + peer]) == SLOTS:
+        (work, _, tag, data), at = queue[0], self.sent[peer]
+        if self.put[peer] - cast(int, self.signals[self.world.ranks + peer]) == SLOTS:
             return False
         header, place = self.theirs[peer][self.put[peer] % SLOTS]
         if at == 0:
@@ -212,8 +225,7 @@ class Messages:
         piece = data[at : at + self.room]
         place[: len(piece)] = piece
         self.put[peer] += 1
-        notify(self.signals, 1 + world.rank, peer)
-        notify(self.signals, 0, peer)
+        self._tell(peer, self.world.rank)
         self.sent[peer] = at + len(piece)
         if self.sent[peer] == len(data):
             self.sent[peer] = 0
@@ -223,10 +235,10 @@ class Messages:
 
     def _take_piece(self, peer: int) -> bool:
         """Take the next piece from the box that `peer` fills, if there is one and this rank wants something from there."""
-        world, message = self.world, self.coming.get(peer)
+        message = self.coming.get(peer)
         if message is None and not any(wanted.peer in (peer, None) for wanted in self.receiving):
             return False
-        if self.signals[1 + peer] == self.taken[peer]:
+        if self.signals[peer] == self.taken[peer]:
             return False
         header, place = self.mine[peer][self.taken[peer] % SLOTS]
         if message is None:
@@ -234,8 +246,7 @@ class Messages:
             message = self.coming[peer] = _Coming(tag, size, self._wanted(peer, tag))
         message.add(place)
         self.taken[peer] += 1
-        notify(self.signals, 1 + world.ranks + world.rank, peer)
-        notify(self.signals, 0, peer)
+        self._tell(peer, self.world.ranks + self.world.rank)
         if message.got == message.size:
             del self.coming[peer]
             message.wanted = message.wanted or self._wanted(peer, message.tag)  # it may have been asked for meanwhile
@@ -244,6 +255,10 @@ class Messages:
             else:
                 message.deliver(message.wanted, peer)
         return True
+
+    def _tell(self, peer: int, counter: int) -> None:
+        """Raise a counter of `peer`, then its bell."""
+        notify(self.signals, slice(counter, self.bell + 1, self.bell - counter), peer)
 
     def _wanted(self, peer: int, tag: int) -> _Begun | None:
         """The first receive that a message of this tag from `peer` is for, which is then no longer looked for."""
@@ -275,6 +290,6 @@ class Messages:
             queue.clear()
 
 
-def _slot(part: Tensor) -> tuple[npt.NDArray[np.int64], Tensor]:
+def _slot(part: Tensor) -> tuple[npt.NDArray[np.int64], Bytes]:
     """A slot's header, two numbers, and the place for a piece."""
-    return part[:16].view(torch.int64).numpy(), part[_HEADER:]
+    return part[:16].view(torch.int64).numpy(), part[_HEADER:].numpy()

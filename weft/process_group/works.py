@@ -1,8 +1,8 @@
 """Work that torch is handed for what is under way, and the order in which a group's collectives are carried out.
 
 A collective that is called synchronously runs on its caller's thread, unless others are still to be carried out before it; one
-that is not goes to a thread of the group, or to the one that comes to wait for it first. Either way a group carries out one at a
-time, in the order in which they were issued, whatever threads issue them: those of autograd, for instance.
+that is not is carried out by who comes to wait for it, or, where nobody comes soon, by a thread of the group. Either way a group
+carries out one at a time, in the order in which they were issued, whatever threads issue them: those of autograd, for instance.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -31,12 +30,12 @@ _NO_LIMIT = timedelta(0)  # what torch's native code says for none
 class Work(dist.Work):
     """What was begun, and the `tensors` that it fills.
 
-    `help` may be asked to do it, or to wait until it is done; `lines` call what futures have to call then.
+    Its `carrier` does it, and calls what futures have to call then.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], help: Callable[[Work, float | None], None], lines: Lines | None = None) -> None:
+    def __init__(self, tensors: Sequence[Tensor], carrier: Carrier | None = None) -> None:
         super().__init__()
-        self.tensors, self.help, self.lines = tensors, help, lines
+        self.tensors, self.carrier = tensors, carrier
         self.over, self.source = False, -1
         self.error: BaseException | None = None
         self.futures: list[tuple[int, torch.futures.Future[Any]]] = []  # to be told when it is over, and in which line
@@ -48,16 +47,16 @@ class Work(dist.Work):
         with _futures:
             futures, self.futures = self.futures, []
         for line, future in futures:
-            if self.lines is None:
+            if self.carrier is None:
                 future.set_result(None)
             else:
-                self.lines.tell(line, future)
+                self.carrier.lines.tell(line, future)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """True once it is done; raises what went wrong, and `PeerTimeout` after `timeout`, which harms nothing."""
         if not self.over:
             seconds = timeout.total_seconds()
-            self.help(self, seconds if seconds > 0 else None)
+            self._help(seconds if seconds > 0 else None)
             if not self.over:
                 raise PeerTimeout(f"what was waited for is not done after {seconds:g} s")
         if self.error is not None:
@@ -97,9 +96,16 @@ class Work(dist.Work):
         with _futures:
             if not self.over:
                 self.futures.append((getattr(_here, "line", 0), done))
+                if self.carrier is not None:
+                    self.carrier.backlog.hurry()  # who waits for a future does not carry the work out
                 return made
         done.set_result(None)
         return made
+
+    def _help(self, seconds: float | None) -> None:
+        """Do it, or wait until it is done, for at most so many seconds."""
+        if self.carrier is not None:
+            self.carrier.help(self, seconds)
 
     def _value(self, _: object) -> list[Tensor]:
         if self.error is not None:
@@ -139,10 +145,10 @@ class Several(Work):
     """Several works as one."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
-        super().__init__([tensor for work in works for tensor in work.result()], self._wait_for_all)
+        super().__init__([tensor for work in works for tensor in work.result()])
         self.works = works
 
-    def _wait_for_all(self, work: Work, seconds: float | None) -> None:
+    def _help(self, seconds: float | None) -> None:
         deadline = None if seconds is None else time.monotonic() + seconds
         for each in self.works:
             each.wait(_NO_LIMIT if deadline is None else time_left(deadline))
@@ -160,7 +166,7 @@ class Borrowed(Work):
     """A work of another backend; `cause` makes of its error the one to raise."""
 
     def __init__(self, work: dist.Work, tensors: Sequence[Tensor], cause: Callable[[RuntimeError], BaseException]) -> None:
-        super().__init__(tensors, self._wait_for_it)
+        super().__init__(tensors)
         self.work, self.cause = work, cause
 
     def is_completed(self) -> bool:
@@ -170,7 +176,7 @@ class Borrowed(Work):
         self.wait()  # what carries messages gives no futures
         return super().get_future()
 
-    def _wait_for_it(self, work: Work, seconds: float | None) -> None:
+    def _help(self, seconds: float | None) -> None:
         try:
             self.work.wait(_NO_LIMIT if seconds is None else timedelta(seconds=seconds))
         except RuntimeError as error:
@@ -181,17 +187,51 @@ class Borrowed(Work):
             self.end()
 
 
-class Order:
+class Carrier:
+    """Carries works out on the threads that come to wait for them, and on one of its own those for which nobody comes soon."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.lines, self.backlog = name, Lines(), _native.Backlog()
+        self.thread: threading.Thread | None = None
+        self.starting = threading.Lock()
+
+    def help(self, work: Work, seconds: float | None) -> None:
+        """Carry `work` out, unless another thread does; for at most so many seconds, if they are given."""
+        raise NotImplementedError
+
+    def take_over(self) -> None:
+        """Carry out what nobody does."""
+        raise NotImplementedError
+
+    def issue(self) -> None:
+        """Note that there is one more work to be carried out."""
+        if self.thread is None:
+            with self.starting:
+                if self.thread is None:
+                    self.thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+                    self.thread.start()
+        self.backlog.issue()
+
+    def close(self) -> None:
+        """End the threads."""
+        self.backlog.close()
+        self.lines.close()
+
+    def _run(self) -> None:
+        _native.set_team_size(1)  # what it carries out is beside what its callers compute
+        while self.backlog.due():
+            self.take_over()
+
+
+class Order(Carrier):
     """Carries out a group's collectives one at a time, in the order in which they are issued."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.lines = name, Lines()
+        super().__init__(name)
         self.turn = threading.Lock()  # of who carries out
         self.issued: deque[tuple[Work, Callable[..., object], tuple[Any, ...]]] = deque()  # the first may be under way
         self.over = threading.Condition()
         self.watched = 0  # by as many threads
-        self.calls: SimpleQueue[bool] = SimpleQueue()
-        self.thread: threading.Thread | None = None
 
     def now(self, call: Callable[..., object], *args: Any) -> None:
         """Carry out ``call(*args)`` after all that was issued before, and return when it is done."""
@@ -205,21 +245,20 @@ class Order:
 
     def later(self, tensors: Sequence[Tensor], call: Callable[..., object], *args: Any) -> Work:
         """Issue ``call(*args)``, which fills `tensors`, and return at once."""
-        work = Work(tensors, self.help, self.lines)
+        work = Work(tensors, self)
         self.issued.append((work, call, args))
-        if self.thread is None:
-            self._start()
-        self.calls.put(True)
+        self.issue()
         return work
 
     def help(self, work: Work, seconds: float | None) -> None:
-        """Carry out what was issued up to `work`, unless another thread does; for so many seconds only wait."""
+        """Carry out what was issued up to `work`, unless another thread does; with a limit, only wait for the thread that does."""
         if seconds is None:
             with self.turn:
                 while not work.over:
                     self._next()
             return
         deadline = time.monotonic() + seconds
+        self.backlog.hurry()
         with self.over:
             self.watched += 1
             try:
@@ -228,29 +267,22 @@ class Order:
             finally:
                 self.watched -= 1
 
-    def close(self) -> None:
-        """Carry out what was issued, and end the thread."""
-        with self.turn:
-            while self.issued:
-                self._next()
-        self.calls.put(False)
-        self.lines.close()
-
-    def _start(self) -> None:
-        with self.over:
-            if self.thread is None:
-                self.thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-                self.thread.start()
-
-    def _run(self) -> None:
-        _native.set_team_size(1)  # what it carries out is beside what its callers compute
-        while self.calls.get():
+    def take_over(self) -> None:
+        while self.issued:
             with self.turn:
                 if self.issued:
                     self._next()
 
+    def close(self) -> None:
+        """Carry out what was issued, and end the threads."""
+        with self.turn:
+            while self.issued:
+                self._next()
+        super().close()
+
     def _next(self) -> None:
         work, call, args = self.issued[0]
+        self.backlog.begin()
         error = None
         try:
             call(*args)
