@@ -12,13 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations
 
-from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Wait, accesses, reads, writes
-from weft.plan.language import ROOM
+from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Wait
 from weft.plan.messages import at_the_end, ending, is_channel
-from weft.plan.symbols import Cell, Pieces, Rows, added, text
+from weft.plan.symbols import Cell, Pieces, Rows, added, shifted, text
 
 Clock = list[int]
-Lane = tuple[int, str]
+
+
+Place = tuple[int, str, int, int]
+"""A region as it is, without a name: there are millions of them."""
 
 
 @dataclass
@@ -30,7 +32,7 @@ class Use:
 
 
 class Run:
-    """One greedy run of a sequence of plans, all ranks moving on by themselves."""
+    """One greedy run of a sequence of plans that are well-formed, all ranks moving on by themselves."""
 
     def __init__(self, plans: list[Plan]) -> None:
         self.plans = plans
@@ -39,7 +41,8 @@ class Run:
         self.lanes: list[list[str]] = [sorted({name for plan in plans for name in plan.lanes[r]} | {"compute"}) for r in ranks]
         every = [(r, name) for r in ranks for name in self.lanes[r]]
         every += [(r, ending(name)) for r, name in every if is_channel(name)]
-        self.index: dict[Lane, int] = {lane: i for i, lane in enumerate(every)}
+        self.index: dict[tuple[int, str], int] = {lane: i for i, lane in enumerate(every)}  # of lanes
+        self.endings = {i: self.index[r, ending(name)] for (r, name), i in self.index.items() if (r, ending(name)) in self.index}
         self.rank_of = [r for r, _ in every]
         self.names = [f"rank {r} {name}" for r, name in every]
         self.clocks: list[Clock] = [[0] * len(every) for _ in every]
@@ -50,7 +53,7 @@ class Run:
         self.base: list[dict[Signal, int]] = [{} for _ in ranks]
         self.begun: dict[tuple[int, int], list[tuple[int, int]]] = {}
         self.ends: dict[tuple[int, int], tuple[Clock, dict[Signal, int]]] = {}
-        self.promised = {id(plan): [plan.promised(r) for r in ranks] for plan in plans}
+        self.promised = [plan.notified for plan in plans]
 
     def problems(self) -> list[str]:
         ranks = [self.run_rank(r) for r in range(self.plans[0].ranks)]
@@ -85,27 +88,27 @@ class Run:
             self.hand_over(execution, rank)
             self.fork(rank)
             self.begun[execution, rank] = [(i, self.clocks[i][i]) for i in (self.index[rank, name] for name in self.lanes[rank])]
-            lanes = {name: list(lane) for name, lane in plan.lanes[rank].items()}
-            at = dict.fromkeys(lanes, 0)
-            while any(at[name] < len(lane) for name, lane in lanes.items()):
-                for name, lane in lanes.items():
-                    while at[name] < len(lane) and self.step(execution, (rank, name), lane[at[name]]):
-                        at[name] += 1
+            left = {self.index[rank, name]: [*reversed(lane)] for name, lane in plan.lanes[rank].items() if lane}
+            while left:
+                for i, lane in left.items():
+                    while lane and self.step(execution, i, lane[-1]):
+                        lane.pop()
                         moved = True
-                if any(at[name] < len(lane) for name, lane in lanes.items()):
-                    yield moved, [self.held(rank, n, lane[at[n]]) for n, lane in lanes.items() if at[n] < len(lane)]
+                if left := {i: lane for i, lane in left.items() if lane}:
+                    yield moved, [self.held(i, lane[-1]) for i, lane in left.items()]
                     moved = False
             self.join(rank)
             self.check_result(execution, rank)
             self.hand_over(execution, rank)
-            for signal, count in self.promised[id(plan)][rank].items():
+            for signal, count in self.promised[execution][rank].items():
                 self.base[rank][signal] = self.base[rank].get(signal, 0) + count
             self.ends[execution, rank] = [*self.clocks[self.index[rank, "compute"]]], dict(self.base[rank])
 
-    def held(self, rank: int, lane: str, wait: Instruction) -> str:
+    def held(self, lane: int, wait: Instruction) -> str:
         assert isinstance(wait, Wait)
+        rank = self.rank_of[lane]
         come = len(self.raised.get((rank, wait.signal), ())) - self.base[rank].get(wait.signal, 0)
-        return f"rank {rank} {lane} waits for {wait.count} of {wait.signal}, {come} come"
+        return f"{self.names[lane]} waits for {wait.count} of {wait.signal}, {come} come"
 
     def join(self, rank: int) -> None:
         """Begin an execution of a rank: each of its lanes knows what all of them had done when the one before ended."""
@@ -127,7 +130,7 @@ class Run:
             if not buffer.given:
                 continue
             for start, stop, cell in self.buffer(execution, rank, name).over(0, buffer.rows[rank]):
-                self.order(lane, "the caller's use", Region(rank, name, start, stop), cell, write=True)
+                self.order(lane, "the caller's use", (rank, name, start, stop), cell, write=True)
                 cell.value = (Term(rank, name, 0),) if buffer.role == "input" else None
 
     def buffer(self, execution: int, rank: int, name: str) -> Rows:
@@ -136,13 +139,11 @@ class Run:
             self.rows[key] = Rows(self.plans[execution].buffers[name].rows[rank])
         return self.rows[key]
 
-    def step(self, execution: int, lane: Lane, instruction: Instruction) -> bool:
-        """Execute one instruction; False where it must wait."""
-        rank, name = lane
-        i = there = self.index[lane]
-        if is_channel(name):
-            there = self.index[rank, ending(name)]
-            self.clocks[there] = [*map(max, self.clocks[there], self.clocks[i])]
+    def step(self, execution: int, lane: int, instruction: Instruction) -> bool:
+        """Execute one instruction of a lane; False where it must wait."""
+        rank, i, there = self.rank_of[lane], lane, self.endings.get(lane, lane)
+        if there != lane:
+            self.clocks[there] = [*map(max, self.clocks[there], self.clocks[lane])]
             if at_the_end(rank, instruction):
                 i = there
         clock = self.clocks[i]
@@ -155,14 +156,12 @@ class Run:
                 if target:
                     clock[:] = map(max, clock, raised[target - 1])
             case Notify(peer, signal):
-                if is_channel(name) and at_the_end(rank, instruction) and not self.knows_begun(clock, execution, peer):
+                if i != lane and not self.knows_begun(clock, execution, peer):
                     self.complain(f"{self.names[i]}: {instruction}: rank {peer} may still wait for one of an earlier call")
                 if signal.source != rank or self.writers.setdefault((execution, peer, signal), i) != i:
                     other = self.names[self.writers.get((execution, peer, signal), i)]
                     self.complain(f"counter {signal} of rank {peer} has a second writer: {self.names[i]} beside {other}")
                 self.raised.setdefault((peer, signal), []).append([*clock])
-            case _ if wrong := _wrong(self.plans[execution], instruction):
-                self.complain(f"{self.names[i]}: {instruction}: {wrong}")
             case _:
                 self.move(execution, i, there, instruction)
                 self.clocks[there][there] += i != there
@@ -183,37 +182,39 @@ class Run:
                 weights = self.rank_of[lane], dst.buffer
                 if any(term.weights for _, _, value in pieces for term in value):
                     self.complain(f"{self.names[lane]}: {instruction}: {src} holds products already")
-                pieces = [(a, b, tuple(t._replace(weights=weights) for t in value)) for a, b, value in pieces]
+                pieces = [(a, b, tuple(Term(*term[:3], weights) for term in value)) for a, b, value in pieces]
             case Reduce(srcs, dst):
                 pieces = added([self.read(execution, lane, instruction, src) for src in srcs])
             case _:
                 return
         rows = self.buffer(execution, dst.rank, dst.buffer)
         for start, stop, value in pieces:
-            shifted = tuple(term._replace(shift=term.shift - dst.start) for term in value)
+            moved = shifted(value, -dst.start)
             for a, b, cell in rows.over(dst.start + start, dst.start + stop):
-                self.touch(execution, there, instruction, dst._replace(start=a, stop=b), cell, write=True)
-                cell.value, cell.writes = shifted, cell.writes + 1
+                self.touch(execution, there, instruction, (dst.rank, dst.buffer, a, b), cell, write=True)
+                cell.value, cell.writes = moved, cell.writes + 1
 
     def read(self, execution: int, lane: int, instruction: Instruction, src: Region) -> Pieces:
         """The values of a region's rows, in pieces counted from its start."""
         pieces = []
         for a, b, cell in self.buffer(execution, src.rank, src.buffer).over(src.start, src.stop):
-            region = src._replace(start=a, stop=b)
+            region = src.rank, src.buffer, a, b
             if cell.value is None:
-                self.complain(f"{self.names[lane]}: {instruction}: {region} was not written in this execution")
+                self.complain(f"{self.names[lane]}: {instruction}: {Region(*region)} was not written in this execution")
             self.touch(execution, lane, instruction, region, cell, write=False)
-            shifted = tuple(term._replace(shift=term.shift + src.start) for term in cell.value or ())
-            pieces.append((a - src.start, b - src.start, shifted))
+            pieces.append((a - src.start, b - src.start, shifted(cell.value or (), src.start)))
         return pieces
 
-    def touch(self, execution: int, lane: int, instruction: Instruction, region: Region, cell: Cell, write: bool) -> None:
-        if self.plans[execution].buffers[region.buffer].role == "workspace":
-            use = self.uses.setdefault((region.rank, execution), {})
-            use.setdefault(lane, Use([*self.clocks[lane]], 0)).last = self.clocks[lane][lane]
-        self.order(lane, str(instruction), region, cell, write)
+    def touch(self, execution: int, lane: int, instruction: Instruction, region: Place, cell: Cell, write: bool) -> None:
+        rank, buffer, *_ = region
+        if self.plans[execution].buffers[buffer].role == "workspace":
+            users = self.uses.setdefault((rank, execution), {})
+            if lane not in users:
+                users[lane] = Use([*self.clocks[lane]], 0)
+            users[lane].last = self.clocks[lane][lane]
+        self.order(lane, instruction, region, cell, write)
 
-    def order(self, lane: int, what: str, region: Region, cell: Cell, write: bool) -> None:
+    def order(self, lane: int, what: object, region: Place, cell: Cell, write: bool) -> None:
         """Complain unless this access comes after the last write and, if it writes, after all reads since."""
         clock = self.clocks[lane]
         earlier = [cell.writer] if cell.writer else []
@@ -221,7 +222,8 @@ class Run:
             earlier += cell.readers.items()
         for other, time in earlier:
             if clock[other] < time:
-                self.complain(f"race on {region}: {self.names[lane]} ({what}) is not ordered after {self.names[other]}")
+                after = self.names[other]
+                self.complain(f"race on {Region(*region)}: {self.names[lane]} ({what}) is not ordered after {after}")
         if write:
             cell.writer, cell.readers = (lane, clock[lane]), {}
         else:
@@ -282,24 +284,3 @@ class Run:
                 clock, _ = self.ends[execution, rank]
                 if not self.knows_begun(clock, execution, of):
                     self.complain(f"rank {rank} ends {plan.operator} before rank {of} must have begun it")
-
-
-def _wrong(plan: Plan, instruction: Instruction) -> str:
-    """What forbids an instruction that moves rows, if anything: what it works on must be there, alike and apart."""
-    regions, (dst,) = accesses(instruction), writes(instruction)
-    for region in regions:
-        if not plan.inside(region):
-            return f"{region} does not exist"
-    if len({region.rows for region in regions}) > 1:
-        return "the numbers of rows differ"
-    exact = [numbers for region in regions if ROOM not in (numbers := [*plan.numbers(region)])]
-    if any(numbers != exact[0] for numbers in exact):
-        return "the blocks differ"
-    if not exact:
-        return "nothing says how many rows these are"
-    if plan.buffers[dst.buffer].role == "input":
-        return "an input is only read"
-    in_place = isinstance(instruction, Reduce)  # where a source is the destination itself
-    if any(src.overlaps(dst) and not (in_place and src == dst) for src in reads(instruction)):
-        return "source and destination overlap"
-    return ""

@@ -23,6 +23,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, zip_longest
 from typing import Literal, NamedTuple
 
@@ -218,6 +219,15 @@ class Plan:
         raised = Counter(rank for rank, i in self.instructions() if isinstance(i, Notify) and i.rank != rank)
         return [raised[rank] for rank in range(self.ranks)]
 
+    @cached_property
+    def notified(self) -> Sequence[Mapping[Signal, int]]:
+        """How often each counter of each rank is raised in one execution."""
+        raised: list[dict[Signal, int]] = [{} for _ in range(self.ranks)]
+        for _, i in self.instructions():
+            if isinstance(i, Notify) and 0 <= i.rank < self.ranks:
+                raised[i.rank][i.signal] = raised[i.rank].get(i.signal, 0) + 1
+        return raised
+
     def signal_names(self) -> list[str]:
         """The names of all signals, in alphabetic order."""
         return sorted({i.signal.name for _, i in self.instructions() if isinstance(i, Notify | Wait)})
@@ -247,7 +257,7 @@ class Plan:
         which the next plan waits for, and which every rank is told that tells it.
         """
         if self.planned is None:
-            return dict(Counter(i.signal for _, i in self.instructions() if isinstance(i, Notify) and i.rank == rank))
+            return dict(self.notified[rank])
         totals: dict[Signal, int] = {}
         for instruction in chain(*self.lanes[rank].values()):
             match instruction:

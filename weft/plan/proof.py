@@ -13,11 +13,28 @@ without rows raise like others.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 
 from weft.errors import PlanError
 from weft.plan.happens_before import Run
-from weft.plan.language import ROOM, Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait, accesses
+from weft.plan.language import (
+    ROOM,
+    Buffer,
+    Copy,
+    Instruction,
+    Matmul,
+    Notify,
+    Plan,
+    Reduce,
+    Region,
+    Signal,
+    Term,
+    Value,
+    Wait,
+    accesses,
+    reads,
+)
 
 
 def verify(*plans: Plan) -> None:
@@ -55,17 +72,21 @@ def _malformed(plan: Plan) -> Iterator[str]:
         if len(buffer.rows) != plan.ranks:
             yield f"buffer {name} has row counts for {len(buffer.rows)} ranks"
             return
+    notified = plan.notified
     for r in ranks:
-        promised = plan.promised(r)
         for name, lane in plan.lanes[r].items():
             for instruction in lane:
                 match instruction:
-                    case Wait(signal, count) if not 0 <= count <= promised.get(signal, 0):
-                        yield f"deadlock: rank {r} {name} waits for {count} of {signal}, {promised.get(signal, 0)} are promised"
-                    case Notify(peer, _) if peer not in ranks:
-                        yield f"rank {r} {name}: {instruction}: there is no such rank"
-                    case Reduce((), _):
-                        yield f"rank {r} {name}: {instruction}: there is nothing to add"
+                    case Wait(signal, count):
+                        promised = notified[r].get(signal, 0)
+                        if not 0 <= count <= promised:
+                            yield f"deadlock: rank {r} {name} waits for {count} of {signal}, {promised} are promised"
+                    case Notify(peer, _):
+                        if peer not in ranks:
+                            yield f"rank {r} {name}: {instruction}: there is no such rank"
+                    case Copy() | Matmul() | Reduce():
+                        if wrong := _wrong(plan, instruction):
+                            yield f"rank {r} {name}: {instruction}: {wrong}"
     yield from _torn(plan)
     outputs = {(r, name): buffer.rows[r] for name, buffer in plan.buffers.items() if buffer.role == "output" for r in ranks}
     told: dict[tuple[int, str], list[Region]] = {output: [] for output in outputs}
@@ -84,6 +105,29 @@ def _malformed(plan: Plan) -> Iterator[str]:
             yield f"the result does not tell each of the {outputs[r, name]} rows of output {name} of rank {r} once"
 
 
+def _wrong(plan: Plan, instruction: Copy | Matmul | Reduce) -> str:
+    """What forbids an instruction that moves rows, if anything: what it works on must be there, alike and apart."""
+    regions, dst = accesses(instruction), instruction.dst
+    if len(regions) == 1:
+        return "there is nothing to add"
+    for region in regions:
+        if not plan.inside(region):
+            return f"{region} does not exist"
+    if len({region.rows for region in regions}) > 1:
+        return "the numbers of rows differ"
+    exact = [numbers for region in regions if ROOM not in (numbers := [*plan.numbers(region)])]
+    if any(numbers != exact[0] for numbers in exact):
+        return "the blocks differ"
+    if not exact:
+        return "nothing says how many rows these are"
+    if plan.buffers[dst.buffer].role == "input":
+        return "an input is only read"
+    in_place = isinstance(instruction, Reduce)  # where a source is the destination itself
+    if any(src.overlaps(dst) and not (in_place and src == dst) for src in reads(instruction)):
+        return "source and destination overlap"
+    return ""
+
+
 def _torn(plan: Plan) -> Iterator[str]:
     """Regions of room that overlap but begin at different blocks: what one puts there the other would find elsewhere."""
     every = {region for _, i in plan.instructions() for region in accesses(i)}
@@ -93,6 +137,7 @@ def _torn(plan: Plan) -> Iterator[str]:
             yield f"{one} and {other} are the same room, but begin at different blocks"
 
 
+@cache
 def _neighbour(ranks: int) -> Plan:
     """A plan in which every rank reads and writes every workspace, as late as the contract allows."""
     rows = (ranks,) * ranks

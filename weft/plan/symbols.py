@@ -43,6 +43,11 @@ class Rows:
             yield from zip(self.cuts[first:last], self.cuts[first + 1 : last + 1], self.cells[first:last], strict=True)
 
 
+def shifted(value: Value, by: int) -> Value:
+    """The value as rows see it that are numbered from elsewhere on."""
+    return tuple(Term(rank, buffer, shift + by, weights) for rank, buffer, shift, weights in value) if by else value
+
+
 def added(sources: list[Pieces]) -> Pieces:
     """The sum of several values of the same rows."""
     cuts = sorted({at for pieces in sources for a, b, _ in pieces for at in (a, b)})
