@@ -38,14 +38,11 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Message(Work):
-    """A send or a receive."""
-
-    def __init__(self, tensor: Tensor, messages: Messages) -> None:
-        super().__init__([tensor], messages)
-        self.messages = messages
+    """A send or a receive, for which nobody needs to come any more once it is over."""
 
     def end(self, error: BaseException | None = None) -> None:
-        self.messages.backlog.begin()  # and end
+        assert self.carrier is not None
+        self.carrier.backlog.begin()
         super().end(error)
 
 
@@ -110,7 +107,7 @@ class Messages(Carrier):
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Begin to send `tensor`, which must stay as it is until the work is over."""
-        work = Message(tensor, self)
+        work = Message([tensor], self)
         with self.changed:
             self.world.check()
             self.sending[peer].append(_Begun(work, peer, tag, as_bytes(tensor).numpy()))
@@ -121,7 +118,7 @@ class Messages(Carrier):
         """Begin to receive a message of at most as many bytes as `tensor`, a contiguous one, from a peer or (None) from any."""
         if not tensor.is_contiguous():
             raise ValueError(f"what is received must be contiguous; got strides {tensor.stride()}")
-        work = Message(tensor, self)
+        work = Message([tensor], self)
         wanted = _Begun(work, source, tag, as_bytes(tensor).numpy())
         with self.changed:
             self.world.check()

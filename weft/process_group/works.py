@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -187,7 +188,7 @@ class Borrowed(Work):
             self.end()
 
 
-class Carrier:
+class Carrier(ABC):
     """Carries works out on the threads that come to wait for them, and on one of its own those for which nobody comes soon."""
 
     def __init__(self, name: str) -> None:
@@ -195,13 +196,13 @@ class Carrier:
         self.thread: threading.Thread | None = None
         self.starting = threading.Lock()
 
+    @abstractmethod
     def help(self, work: Work, seconds: float | None) -> None:
         """Carry `work` out, unless another thread does; for at most so many seconds, if they are given."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take_over(self) -> None:
         """Carry out what nobody does."""
-        raise NotImplementedError
 
     def issue(self) -> None:
         """Note that there is one more work to be carried out."""
