@@ -37,3 +37,4 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         modules = {item.module.__name__ for item in session.items}
         # Those that load GPU kernels stay out: a rank says first whether it interprets these.
         ranks.serve(sorted(name for name in modules if not name.startswith("test_kernel")))
+        ranks.look_through_less()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import multiprocessing.popen_forkserver  # noqa: F401  (what a new process looks at itself with)
 
 from torch._dynamo import trace_rules
+
+from support.ranks import look_through_less
 
 _COLLAPSE = 25  # MADV_COLLAPSE
 _HUGE = 1 << 21  # bytes of a huge page
@@ -26,6 +27,5 @@ def _to_huge_pages() -> None:
 
 
 trace_rules.clear_lru_cache()  # else every rank does that, when it is given a process group
-gc.collect()
-gc.freeze()  # ranks need not look through what they inherit, and copy it thereby
+look_through_less()
 _to_huge_pages()
