@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -84,6 +85,33 @@ def both_ways(world):
 @pytest.mark.data
 def test_long_messages_cross():
     on_ranks(both_ways, 3, given=group)
+
+
+def come_in_part(world):
+    """A message of which some was taken on the way to another one is taken whole, although nobody asks for it yet."""
+    rank, large = dist.get_rank(), torch.full((1 << 22,), 3.0)
+    if rank == 0:
+        place = torch.zeros(1)
+        assert dist.recv(place, tag=1) == 2
+        dist.barrier()
+        dist.recv(large.zero_(), 1, tag=9)
+        assert large.eq(3).all()
+    elif rank == 1:
+        work = dist.isend(large, 0, tag=9)
+        dist.send(torch.ones(1), 2)  # some of the large one lies there by now
+        deadline = time.monotonic() + 20
+        while not work.is_completed():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        dist.barrier()
+    else:
+        dist.recv(torch.zeros(1), 1)
+        dist.send(torch.ones(1), 0, tag=1)
+        dist.barrier()
+
+
+def test_what_has_come_in_part_is_taken_whole():
+    on_ranks(come_in_part, 3, given=group)
 
 
 def unanswered(world):

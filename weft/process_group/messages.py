@@ -37,19 +37,10 @@ _HEADER = 64  # bytes before the piece in a slot: the message's tag and its byte
 Bytes = npt.NDArray[np.uint8]
 
 
-class Message(Work):
-    """A send or a receive, for which nobody needs to come any more once it is over."""
-
-    def end(self, error: BaseException | None = None) -> None:
-        assert self.carrier is not None
-        self.carrier.backlog.begin()
-        super().end(error)
-
-
 class _Begun(NamedTuple):
     """A send, with its bytes, or a receive, with their place; the peer may be any (None)."""
 
-    work: Message
+    work: Work
     peer: int | None
     tag: int
     data: Bytes
@@ -103,11 +94,11 @@ class Messages(Carrier):
         self.kept: dict[int, list[_Coming]] = {peer: [] for peer in peers}  # come, and not asked for
         self.changed = threading.Condition()  # guards all of this
         self.moving = False  # some thread does
-        self.closed = False
+        self.closed = self.pending = False
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Begin to send `tensor`, which must stay as it is until the work is over."""
-        work = Message([tensor], self)
+        work = Work([tensor], self)
         with self.changed:
             self.world.check()
             self.sending[peer].append(_Begun(work, peer, tag, as_bytes(tensor).numpy()))
@@ -118,7 +109,7 @@ class Messages(Carrier):
         """Begin to receive a message of at most as many bytes as `tensor`, a contiguous one, from a peer or (None) from any."""
         if not tensor.is_contiguous():
             raise ValueError(f"what is received must be contiguous; got strides {tensor.stride()}")
-        work = Message([tensor], self)
+        work = Work([tensor], self)
         wanted = _Begun(work, source, tag, as_bytes(tensor).numpy())
         with self.changed:
             self.world.check()
@@ -127,7 +118,6 @@ class Messages(Carrier):
                     if message.tag == tag:
                         self.kept[peer].remove(message)
                         message.deliver(wanted, peer)
-                        self.issue()
                         return work
             self.receiving.append(wanted)
             self._begun()
@@ -150,7 +140,7 @@ class Messages(Carrier):
             notify(self.signals, self.bell, self.world.rank)  # for who moves to look again
         else:
             self._move()
-        self.issue()
+        self._note()
 
     def help(self, work: Work, seconds: float | None) -> None:
         """Move messages until `work` is over, unless another thread does."""
@@ -164,13 +154,24 @@ class Messages(Carrier):
                     self._move_on(lambda: work.over, left)
             if not work.over and seconds is None:
                 self._give_up(work, limit)
+                self._note()
 
     def take_over(self) -> None:
         with self.changed:
             if self.moving:
                 self.changed.wait()
-            elif not self.closed and self._pending():
+            elif not self.closed and self.pending:
                 self._move_on(lambda: not self._pending(), self.world.timeout)
+
+    def _note(self) -> None:
+        """Let the thread know whether there is something to move: what was begun, and what has come in part, asked for or not."""
+        if self.pending == self._pending():
+            return
+        self.pending = not self.pending
+        if self.pending:
+            self.issue()
+        else:
+            self.backlog.begin()
 
     def _pending(self) -> bool:
         return bool(self.coming) or any(self.waiting)
@@ -198,6 +199,7 @@ class Messages(Carrier):
                 raise
         finally:
             self.moving = False
+            self._note()
             self.changed.notify_all()
 
     def _move(self) -> bool:
