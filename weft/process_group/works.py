@@ -39,19 +39,16 @@ class Work(dist.Work):
         self.tensors, self.carrier = tensors, carrier
         self.over, self.source = False, -1
         self.error: BaseException | None = None
-        self.futures: list[tuple[int, torch.futures.Future[Any]]] = []  # to be told when it is over, and in which line
+        self.told: list[Callable[[], object]] = []  # called when it is over
 
     def end(self, error: BaseException | None = None) -> None:
         """Note that it is done, or why it could not be."""
         self.error = error
         self.over = True
-        with _futures:
-            futures, self.futures = self.futures, []
-        for line, future in futures:
-            if self.carrier is None:
-                future.set_result(None)
-            else:
-                self.carrier.lines.tell(line, future)
+        with _telling:
+            told, self.told = self.told, []
+        for tell in told:
+            tell()
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """True once it is done; raises what went wrong, and `PeerTimeout` after `timeout`, which harms nothing."""
@@ -94,14 +91,20 @@ class Work(dist.Work):
         """A future that is done when this is, with its tensors as the value; an error is one of the same text."""
         done: torch.futures.Future[Any] = torch.futures.Future()
         made = done.then(self._value)  # so that native code, too, sees an exception for what it is
-        with _futures:
-            if not self.over:
-                self.futures.append((getattr(_here, "line", 0), done))
-                if self.carrier is not None:
-                    self.carrier.backlog.hurry()  # who waits for a future does not carry the work out
-                return made
-        done.set_result(None)
+        carrier, line = self.carrier, getattr(_here, "line", 0)
+        if carrier is None or not self.tells(lambda: carrier.tell(line, done)):
+            done.set_result(None)
         return made
+
+    def tells(self, call: Callable[[], object]) -> bool:
+        """Have this called once it is over, which is to be soon; False if it is over already."""
+        assert self.carrier is not None
+        with _telling:
+            if self.over:
+                return False
+            self.told.append(call)
+        self.carrier.backlog.hurry()  # who waits to be told does not carry the work out
+        return True
 
     def _help(self, seconds: float | None) -> None:
         """Do it, or wait until it is done, for at most so many seconds."""
@@ -114,32 +117,8 @@ class Work(dist.Work):
         return list(self.tensors)
 
 
-_futures = threading.Lock()
+_telling = threading.Lock()
 _here = threading.local()  # `line`: that of futures that are asked for on this thread
-
-
-class Lines:
-    """Threads on which a group's futures call back, in the order in which their works end, as on every rank.
-
-    What is called may begin works of the group, and wait for their futures: these are told in the next line, since in this one they
-    would be behind who waits for them.
-    """
-
-    def __init__(self) -> None:
-        self.threads: list[ThreadPoolExecutor] = []
-        self.growing = threading.Lock()
-
-    def tell(self, line: int, future: torch.futures.Future[Any]) -> None:
-        """Complete a future in a line."""
-        with self.growing:
-            while len(self.threads) <= line:
-                self.threads.append(ThreadPoolExecutor(1, "weft futures", setattr, (_here, "line", len(self.threads) + 1)))
-        self.threads[line].submit(future.set_result, None)
-
-    def close(self) -> None:
-        """End the threads, once they have called what there is to call."""
-        for thread in self.threads:
-            thread.shutdown(wait=False)
 
 
 class Several(Work):
@@ -189,10 +168,16 @@ class Borrowed(Work):
 
 
 class Carrier(ABC):
-    """Carries works out on the threads that come to wait for them, and on one of its own those for which nobody comes soon."""
+    """Carries works out on the threads that come to wait for them, and on one of its own those for which nobody comes soon.
+
+    Futures call back on other threads, the lines, in the order in which their works end, as on every rank. What is called may begin
+    works of the group, and wait for their futures: these are told in the next line, since in this one they would be behind who
+    waits for them.
+    """
 
     def __init__(self, name: str) -> None:
-        self.name, self.lines, self.backlog = name, Lines(), _native.Backlog()
+        self.name, self.backlog = name, _native.Backlog()
+        self.lines: list[ThreadPoolExecutor] = []
         self.thread: threading.Thread | None = None
         self.starting = threading.Lock()
 
@@ -213,10 +198,18 @@ class Carrier(ABC):
                     self.thread.start()
         self.backlog.issue()
 
+    def tell(self, line: int, future: torch.futures.Future[Any]) -> None:
+        """Complete a future in a line."""
+        with self.starting:
+            while len(self.lines) <= line:
+                self.lines.append(ThreadPoolExecutor(1, "weft futures", setattr, (_here, "line", len(self.lines) + 1)))
+        self.lines[line].submit(future.set_result, None)
+
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, once they have called what there is to call."""
         self.backlog.close()
-        self.lines.close()
+        for line in self.lines:
+            line.shutdown(wait=False)
 
     def _run(self) -> None:
         _native.set_team_size(1)  # what it carries out is beside what its callers compute
@@ -231,8 +224,6 @@ class Order(Carrier):
         super().__init__(name)
         self.turn = threading.Lock()  # of who carries out
         self.issued: deque[tuple[Work, Callable[..., object], tuple[Any, ...]]] = deque()  # the first may be under way
-        self.over = threading.Condition()
-        self.watched = 0  # by as many threads
 
     def now(self, call: Callable[..., object], *args: Any) -> None:
         """Carry out ``call(*args)`` after all that was issued before, and return when it is done."""
@@ -258,15 +249,9 @@ class Order(Carrier):
                 while not work.over:
                     self._next()
             return
-        deadline = time.monotonic() + seconds
-        self.backlog.hurry()
-        with self.over:
-            self.watched += 1
-            try:
-                while not work.over and (left := deadline - time.monotonic()) > 0:
-                    self.over.wait(left)
-            finally:
-                self.watched -= 1
+        ended = threading.Event()
+        if work.tells(ended.set):
+            ended.wait(seconds)
 
     def take_over(self) -> None:
         while self.issued:
@@ -291,6 +276,3 @@ class Order(Carrier):
             error = failure
         self.issued.popleft()
         work.end(error)
-        if self.watched:
-            with self.over:
-                self.over.notify_all()
