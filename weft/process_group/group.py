@@ -178,37 +178,26 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     # Messages
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
-        tensor = _one(tensors)
-        if (messages := self._messages(tensor, peer)) is None:
-            return self._by_others(tensor, "send", peer, tag)
-        return self._begun(messages.send(tensor, peer, tag))
+        return self._message("send", _one(tensors), peer, tag)
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> dist.Work:
-        tensor = _one(tensors)
-        if (messages := self._messages(tensor, peer)) is None:
-            return self._by_others(tensor, "recv", peer, tag)
-        return self._begun(messages.receive(tensor, peer, tag))
+        return self._message("recv", _one(tensors), peer, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
-        tensor = _one(tensors)
-        if (messages := self._messages(tensor)) is None:
-            return self._by_others(tensor, "recv_anysource", tag)
-        return self._begun(messages.receive(tensor, None, tag))
+        return self._message("recv_anysource", _one(tensors), None, tag)
 
-    def _messages(self, tensor: Tensor, peer: int | None = None) -> Messages | None:
-        """What moves a tensor to or from a peer, or any; None if others do."""
-        if not tensor.is_cpu:
-            return None
-        if peer is not None and (not 0 <= peer < self.size() or peer == self.rank()):
-            raise ValueError(f"rank {self.rank()} can send to and receive from the other ranks of {self.size()}; got rank {peer}")
-        return self.messages
-
-    def _by_others(self, tensor: Tensor, call: str, *to: int) -> dist.Work:
-        """A message of another device's backend, or of gloo."""
+    def _message(self, call: str, tensor: Tensor, peer: int | None, tag: int) -> dist.Work:
+        """Send a tensor to a peer, or receive one from it, or from any: by weft, gloo, or another device's backend."""
+        to = (tag,) if peer is None else (peer, tag)
         if not tensor.is_cpu:
             work: dist.Work = getattr(self._elsewhere(tensor), call)([tensor], *to)
             return work
-        return self._borrowed(tensor, getattr(self._by_gloo(_MESSAGES), call), [tensor], *to)
+        if peer is not None and (not 0 <= peer < self.size() or peer == self.rank()):
+            raise ValueError(f"rank {self.rank()} can send to and receive from the other ranks of {self.size()}; got rank {peer}")
+        if self.messages is None:
+            return self._borrowed(tensor, getattr(self._by_gloo(_MESSAGES), call), [tensor], *to)
+        begin: Callable[..., Work] = self.messages.send if call == "send" else self.messages.receive
+        return self._begun(begin(tensor, peer, tag))
 
     # Barriers
 
