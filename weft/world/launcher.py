@@ -43,7 +43,7 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, threads: int | None =
     level = log.level
     log.setLevel(logging.CRITICAL)  # the exception below says it all
     try:
-        results = elastic_launch(config, _Rank(threads or threads_per_rank(ranks), bind))(fn, *args)
+        results = elastic_launch(config, _rank)(threads or threads_per_rank(ranks), bind, fn, *args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise RuntimeError(f"rank {rank} (pid {failure.pid}) failed: {_story(failure)}") from None
@@ -60,22 +60,16 @@ def _story(failure: ProcessFailure) -> str:
     return f"{message['message']}\n{message.get('extraInfo', {}).get('py_callstack', '')}"
 
 
-class _Rank:
+def _rank(threads: int, bind: bool, fn: Callable[..., Any], *args: Any) -> Any:
     """What a launched process runs: `fn` with its share of threads, and a report of what went wrong."""
+    import torch
+    from torch.distributed.elastic.multiprocessing.errors import record
 
-    def __init__(self, threads: int, bind: bool) -> None:
-        self.threads, self.bind = threads, bind
-        self.__name__ = self.__qualname__ = "rank"
-
-    def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
-        import torch
-        from torch.distributed.elastic.multiprocessing.errors import record
-
-        if self.bind:
-            placement.bind(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), self.threads)
-        os.environ[placement.OFF] = "0"  # `weft.init` need not do it
-        torch.set_num_threads(self.threads)
-        return record(fn)(*args)
+    if bind:
+        placement.bind(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), threads)
+    os.environ[placement.OFF] = "0"  # `weft.init` need not do it
+    torch.set_num_threads(threads)
+    return record(fn)(*args)
 
 
 def run(ranks: int, script: str, arguments: Sequence[str], bind: bool = True) -> int:
