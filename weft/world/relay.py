@@ -346,15 +346,14 @@ class _Stream:
 
 def _started(target: Callable[..., None], *arguments: object) -> threading.Thread:
     """A thread that does not interrupt others that compute: where all cores are busy it waits some milliseconds for its turn."""
-    thread = threading.Thread(target=target, args=arguments, daemon=True)
-    usual = os.sched_getscheduler(0) == os.SCHED_OTHER  # whoever chose another policy knows better
-    if usual:
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # which threads inherit
-    try:
-        thread.start()
-    finally:
-        if usual:
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+    def run() -> None:
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # whoever chose another policy knows better
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        target(*arguments)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
     return thread
 
 
