@@ -108,7 +108,7 @@ def joins(world, how, step):
 @pytest.mark.parametrize(
     ("how", "step"),
     [
-        ("dies", "weft.world.world.exchanged"),
+        ("dies", "weft.world.rendezvous.ByGroup.exchanged"),
         ("dies", "weft.world.listener.Listener.connect"),
         ("dies", "weft.world.listener._call"),
         ("dies", "weft.world.listener.Listener._answer"),
