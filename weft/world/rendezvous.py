@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -124,23 +124,8 @@ def host_identity() -> str:
         return f"{file.read().strip()}-{os.stat('/proc/self/ns/net').st_ino}"
 
 
-class Meeting(Protocol):
-    """How the ranks of a world to be find each other: this rank's number, and a way to speak to all of them."""
-
-    rank: int
-
-    def exchanged(self, own: Said, timeout: float) -> contextlib.AbstractContextManager[list[Said]]:
-        """What all ranks say of where they are, each its `own`; in the ``with`` block what is on its way may still arrive.
-
-        Raises `PeerLost` or `PeerTimeout` naming the rank from which nothing comes, where that can be known, or that gave up.
-        """
-
-    def give_up(self, error: BaseException) -> None:
-        """Let no rank wait for what this one would have said next."""
-
-
 class ByGroup:
-    """Ranks of a process group."""
+    """How the ranks of a process group find each other."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
@@ -148,16 +133,21 @@ class ByGroup:
             raise ValueError("this process is not a member of the group")
         on_cpu = torch.device("cpu") in group._device_types
         self.backend = group._get_backend(torch.device("cpu")).name() if on_cpu else ""
+        self.peers = [peer for peer in range(self.ranks) if peer != self.rank]
 
     @contextlib.contextmanager
     def exchanged(self, own: Said, timeout: float) -> Iterator[list[Said]]:
+        """What all ranks say of where they are, each its `own`; in the ``with`` block what is on its way may still arrive.
+
+        Raises `PeerLost` or `PeerTimeout` naming the rank from which nothing comes, where that can be known, or that gave up.
+        """
         group, rank, said = self.group, self.rank, [own] * self.ranks
         if self.backend != "gloo":
             dist.all_gather_object(said, own, group=group)
             yield said
             return
         deadline, under_way = time.monotonic() + timeout, self._say(own)
-        for peer in self._peers():
+        for peer in self.peers:
             theirs = torch.empty(_PLACE, dtype=torch.uint8)
             try:
                 group.recv([theirs], peer, _PLACES).wait(time_left(deadline))
@@ -170,27 +160,25 @@ class ByGroup:
         del under_way
 
     def give_up(self, error: BaseException) -> None:
+        """Let no rank wait for what this one would have said next."""
         deadline = time.monotonic() + _LAST_WORD
         for word in self._say(GaveUp(str(error)[:1000])) if self.backend == "gloo" else ():
             with contextlib.suppress(RuntimeError):  # who is gone need not hear it
                 word.wait(time_left(deadline))
-
-    def _peers(self) -> list[int]:
-        return [peer for peer in range(self.ranks) if peer != self.rank]
 
     def _say(self, own: object) -> list[dist.Work]:
         """Send all peers a message, which is through when all of this is."""
         words, under_way = pickle.dumps(own), list[dist.Work]()
         message = torch.zeros(_PLACE, dtype=torch.uint8)
         message[: len(words)] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
-        for peer in self._peers():
+        for peer in self.peers:
             with contextlib.suppress(RuntimeError):  # which receiving from it says, too
                 under_way.append(self.group.send([message], peer, _PLACES))
         return under_way
 
 
 class ByStore:
-    """Ranks that share a store and know their numbers, and nothing else."""
+    """The same of ranks that share a store and know their numbers, and nothing else."""
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
@@ -200,6 +188,7 @@ class ByStore:
 
     @contextlib.contextmanager
     def exchanged(self, own: Said, timeout: float) -> Iterator[list[Said]]:
+        """As `ByGroup.exchanged`."""
         turn = self._say(own)
         deadline, said = time.monotonic() + timeout, list[Said]()
         for peer in range(self.ranks):
@@ -213,6 +202,7 @@ class ByStore:
         yield said
 
     def give_up(self, error: BaseException) -> None:
+        """As `ByGroup.give_up`."""
         with contextlib.suppress(RuntimeError):  # the store is gone, and with it who would ask it
             self._say(GaveUp(str(error)[:1000]))
 

@@ -23,7 +23,7 @@ from weft.world import device_memory, memory, peer_memory, placement, topology
 from weft.world.listener import Listener, listen_to_hosts
 from weft.world.peers import Backend, Peers
 from weft.world.relay import Relay
-from weft.world.rendezvous import ByGroup, ByStore, Meeting, Place, default_group, host_identity
+from weft.world.rendezvous import ByGroup, ByStore, Place, default_group, host_identity
 from weft.world.signals import Signals
 
 
@@ -237,7 +237,7 @@ def init_by_store(store: Store, rank: int, ranks: int, timeout: float) -> World:
     return _joined(ByStore(store, rank, ranks), timeout, Backend(torch.device("cpu")))
 
 
-def _joined(meeting: Meeting, timeout: float, backend: Backend) -> World:
+def _joined(meeting: ByGroup | ByStore, timeout: float, backend: Backend) -> World:
     rank = meeting.rank
     with contextlib.ExitStack() as stack:
         listener = Listener()
