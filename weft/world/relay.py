@@ -109,25 +109,18 @@ class Relay:
 
     def send(self, peer: int, lane: int, call: int, digest: int, rows: memoryview) -> None:
         """Send rows of a call once all of earlier calls are sent; when this returns they may be written over. A peer that has hung
-        up wants none."""
-        head, connection = _ROWS.pack(lane, call, digest, len(rows)), self.rows[peer]
-        with self._hung_up(peer), self._turn(peer, call):
-            sent = connection.sendmsg([head, rows])
-            if sent < len(head) + len(rows):
-                connection.sendall(head[sent:])
-                connection.sendall(rows[max(0, sent - len(head)) :])
-
-    @contextlib.contextmanager
-    def _turn(self, peer: int, call: int) -> Iterator[None]:
-        """Have a peer's connection for a message of a call.
+        up wants none.
 
         Lanes run ahead of each other, but a peer that waits for what one sends in this call would not read the other's next call.
         """
-        with self.sending[peer]:
-            first = self.unsent[peer]
+        head, connection, first = _ROWS.pack(lane, call, digest, len(rows)), self.rows[peer], self.unsent[peer]
+        with self._hung_up(peer), self.sending[peer]:
             self.sending[peer].wait_for(lambda: self.closed or first[0][0] == call)
             try:
-                yield
+                sent = connection.sendmsg([head, rows])
+                if sent < len(head) + len(rows):
+                    connection.sendall(head[sent:])
+                    connection.sendall(rows[max(0, sent - len(head)) :])
             finally:
                 if not self.closed:
                     first[0][1] -= 1
