@@ -81,10 +81,10 @@ def _in_this_process(world: Peers, size: int, compiled: _native.Compiled, call: 
     own = torch.zeros(max(size, 1), dtype=torch.uint8, device=world.device)
     drain(world.device)  # zeros are there before any peer hears of them
     _parts[own.data_ptr()] = own
-    parts = {world.rank: own}
+    parts = [own] * world.ranks
     for peer, address, _ in memory.exchange(world, compiled, call, str(own.data_ptr())):
         parts[peer] = _parts[int(address)]
-    return [parts[rank] for rank in range(world.ranks)]
+    return parts
 
 
 def _between_processes(world: Peers, size: int) -> list[torch.Tensor]:

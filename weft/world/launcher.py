@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from weft.world import placement
@@ -62,9 +63,6 @@ def _story(failure: ProcessFailure) -> str:
 
 def _rank(threads: int, bind: bool, fn: Callable[..., Any], *args: Any) -> Any:
     """What a launched process runs: `fn` with its share of threads, and a report of what went wrong."""
-    import torch
-    from torch.distributed.elastic.multiprocessing.errors import record
-
     if bind:
         placement.bind(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), threads)
     os.environ[placement.OFF] = "0"  # `weft.init` need not do it
