@@ -128,11 +128,9 @@ class Messages(Carrier):
         with self.changed:
             self.closed = True
             self.changed.notify_all()
+        with contextlib.suppress(WeftError):
+            notify(self.signals, self.bell, self.world.rank)
         super().close()
-        if self.thread is not None:
-            with contextlib.suppress(WeftError):
-                notify(self.signals, self.bell, self.world.rank)
-            self.thread.join()
 
     def _begun(self) -> None:
         """Move what can be moved at once; the rest is for who waits, or the thread."""

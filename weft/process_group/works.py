@@ -208,6 +208,8 @@ class Carrier(ABC):
     def close(self) -> None:
         """End the threads, once they have called what there is to call."""
         self.backlog.close()
+        if self.thread is not None:
+            self.thread.join()  # it may still tell
         for line in self.lines:
             line.shutdown(wait=False)
 
