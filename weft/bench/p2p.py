@@ -24,7 +24,7 @@ from torch import Tensor
 from weft import _native
 from weft.bench import environment, sweep, tables
 from weft.bench.harness import batches, every_size, per_call, race, session, verified, where, worst
-from weft.bench.plots import COLOURS, over_sizes, picture, size_name
+from weft.bench.plots import COLOURS, DASHED, over_sizes, picture, size_name
 from weft.bench.settings import CopySettings, parse_sizes
 from weft.bench.verification import RUNS, Check
 from weft.ops.barrier import barrier
@@ -32,12 +32,7 @@ from weft.world import World
 from weft.world.onesided import Transfer, get, get_async, put, put_async
 
 MEMCPY, COPY_ = "memcpy", "torch.copy_"
-_STYLES: dict[str, dict[str, Any]] = {
-    "weft": {"color": COLOURS["matmul"]},
-    "weft (async)": {"color": COLOURS["copy"]},
-    MEMCPY: {"color": COLOURS["text"], "linestyle": (0, (4, 3))},
-    COPY_: {"color": COLOURS["muted"], "linestyle": (0, (1, 2))},
-}
+_LOCAL = {MEMCPY: DASHED, COPY_: (0, (1, 2))}  # and how their lines are drawn
 
 
 class Copier(NamedTuple):
@@ -171,9 +166,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     with picture(path, 11, 4.4, title, verified=result["verified"]) as figure:
         for axes, operation in zip(figure.subplots(1, 2, sharey=True), ("put", "get"), strict=True):
             rows = [row for row in result["rows"] if row["operation"] in (operation, "local")]
-            for name, style in _STYLES.items():
+            for name in dict.fromkeys(row["implementation"] for row in rows):
                 points = [(row["size_bytes"], row["algbw_gbps"]) for row in rows if row["implementation"] == name]
-                axes.plot(*zip(*points, strict=True), label=name, marker="o", **style)
+                axes.plot(*zip(*points, strict=True), label=name, marker="o", color=COLOURS[name], linestyle=_LOCAL.get(name, "-"))
             over_sizes(axes, [row["size_bytes"] for row in rows], "bytes of a copy")
             axes.set_title(f"{operation}, GB/s")
             axes.set_ylim(bottom=0)

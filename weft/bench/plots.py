@@ -15,30 +15,25 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from weft.bench.settings import Shape
 
 COLOURS = {
-    "matmul": "#3566a8",
-    "copy": "#e8963c",
-    "reduce": "#5a9e6f",
-    "wait": "#c3c8d0",
-    "notify": "#22262e",
-    "text": "#22262e",
-    "muted": "#6b7280",
+    name: colour
+    for colour, names in {
+        "#3566a8": ("matmul", "compute", "weft", "weft.nn", "triton"),
+        "#8fb0da": ("weft (plain)",),
+        "#e8963c": ("copy", "communicate", "weft (async)", "one process", "openmpi", "gluon"),
+        "#5a9e6f": ("reduce", "pipelined", "overlapped", "intel-mpi", "copy engine"),
+        "#a8cdb3": ("copy engine, processes",),
+        "#b0574a": ("mpich", "torch, processes"),
+        "#9aa3b0": ("other", "sequential", "gloo", "torch on gloo"),
+        "#c3c8d0": ("wait",),
+        "#22262e": ("text", "notify", "memcpy"),
+        "#6b7280": ("muted", "torch.copy_", "plain copy"),
+    }.items()
+    for name in names
 }
-"""Of kinds of work and of text, the same in all pictures."""
+"""Of kinds of work, of what is measured and of text, the same in all pictures."""
 
-_BARS = {
-    "compute": COLOURS["matmul"],
-    "communicate": COLOURS["copy"],
-    "pipelined": COLOURS["reduce"],
-    "overlapped": COLOURS["reduce"],
-}
-_LINES = {
-    "weft": COLOURS["matmul"],
-    "weft (plain)": "#8fb0da",
-    "gloo": "#9aa3b0",
-    "openmpi": COLOURS["copy"],
-    "mpich": "#b0574a",
-    "intel-mpi": COLOURS["reduce"],
-}
+DASHED = (0, (4, 3))
+"""The style of lines that show a limit."""
 
 
 @contextmanager
@@ -70,12 +65,12 @@ def draw_times(result: dict[str, Any], path: Path) -> None:
     with picture(path, 9, 0.42 * len(times) + 1.6, title, verified=result["verified"]) as figure:
         axes = figure.subplots()
         for row, (name, time) in enumerate(times.items()):
-            axes.barh(row, time["median"], 0.66, color=_BARS.get(name, "#9aa3b0"), zorder=2)
+            axes.barh(row, time["median"], 0.66, color=COLOURS.get(name, COLOURS["other"]), zorder=2)
             spread = [[time["median"] - time["min"]], [time["max"] - time["median"]]]
             axes.errorbar(time["median"], row, xerr=spread, color=COLOURS["text"], linewidth=0.9, capsize=2.5, zorder=3)
             axes.annotate(f"{time['median']:.2f}", (time["max"], row), (6, 0), textcoords="offset points", va="center", fontsize=9)
         limit = max(result["times_ms"][name]["median"] for name in ("compute", "communicate"))
-        axes.axvline(limit, color=COLOURS["text"], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+        axes.axvline(limit, color=COLOURS["text"], linewidth=1, linestyle=DASHED, zorder=1)
         muted = COLOURS["muted"]
         axes.annotate("limit", (limit, -0.62), (3, 0), textcoords="offset points", fontsize=8.5, color=muted, va="center")
         axes.set_yticks(range(len(times)), list(times))
@@ -96,7 +91,7 @@ def draw_sweep(result: dict[str, Any], path: Path) -> None:
     with picture(path, 11, 4.4, title, verified=result["verified"]) as figure:
         times, widths = figure.subplots(1, 2)
         for name in dict.fromkeys(row["implementation"] for row in rows):
-            own, colour = [row for row in rows if row["implementation"] == name], _LINES.get(name)
+            own, colour = [row for row in rows if row["implementation"] == name], COLOURS.get(name)
             sizes, medians = [row["size_bytes"] for row in own], [row["time_us"]["median"] for row in own]
             times.plot(sizes, medians, label=name, color=colour, marker="o")
             times.fill_between(sizes, [row["time_us"]["min"] for row in own], medians, color=colour, alpha=0.12, linewidth=0)

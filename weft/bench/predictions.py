@@ -12,7 +12,7 @@ from rich.text import Text
 
 from weft import predict
 from weft.bench import figures, tables
-from weft.bench.plots import COLOURS, picture
+from weft.bench.plots import COLOURS, DASHED, picture
 from weft.predict import Variant, Workload
 from weft.predict.machine import Machine
 
@@ -156,14 +156,13 @@ def draw_sweep(what: str, results: list[dict[str, Any]], values: Sequence[float]
     shape = {**first["shape"], **({what: what.upper()} if what in first["shape"] else {})}
     ranks = "" if what == "ranks" else f"{first['ranks']} ranks, "
     title = f"{first['predicted']} on {first['machine']}: {ranks}{_size(shape)} {first['dtype']}"
-    lines = {"compute": COLOURS["matmul"], "communicate": COLOURS["copy"], "sequential": "#9aa3b0", "pipelined": COLOURS["reduce"]}
     with picture(path, 11, 4.4, title) as figure:
         times, gains = figure.subplots(1, 2)
-        for name, colour in lines.items():
-            look: dict[str, Any] = {"linestyle": (0, (4, 3))} if name in ("compute", "communicate") else {"marker": "o"}
-            times.plot(values, [result["times_ms"][name] for result in results], color=colour, label=name, **look)
-        gains.plot(values, [result["speedup"] for result in results], color=COLOURS["reduce"], marker="o")
-        gains.axhline(1, color=COLOURS["text"], linewidth=1, linestyle=(0, (4, 3)))
+        for name in _VIEWS:
+            look: dict[str, Any] = {"linestyle": DASHED} if name in ("compute", "communicate") else {"marker": "o"}
+            times.plot(values, [result["times_ms"][name] for result in results], color=COLOURS[name], label=name, **look)
+        gains.plot(values, [result["speedup"] for result in results], color=COLOURS["pipelined"], marker="o")
+        gains.axhline(1, color=COLOURS["text"], linewidth=1, linestyle=DASHED)
         times.set_yscale("log", base=2)
         times.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         for axes, says in ((times, "milliseconds, predicted"), (gains, "speedup: sequential / pipelined, predicted")):

@@ -39,7 +39,6 @@ from weft.bench.verification import RUNS, Check, compare
 from weft.world import World, placement
 
 ALONE, TORCH, WEFT = WAYS = ("one process", "torch on gloo", "weft.nn")
-_COLOURS = dict(zip(WAYS, (COLOURS["copy"], "#9aa3b0", COLOURS["matmul"]), strict=True))
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 """How far any element may be off, relative to the largest of its step: rounding, in a different order of sums."""
@@ -223,8 +222,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         over, shares = figure.subplots(1, 2)
         for name, way in result["ways"].items():
             times = [time / 1e3 for time in way["steps_us"]]
-            over.scatter(_tokens(result), times, s=9, color=_COLOURS[name], label=name)
-            shares.ecdf(times, color=_COLOURS[name])
+            over.scatter(_tokens(result), times, s=9, color=COLOURS[name], label=name)
+            shares.ecdf(times, color=COLOURS[name])
         over.set(title="milliseconds of a step", xlabel="tokens of the step", ylim=(0, None))
         shares.set(title="part of the steps that take at most so long", xlabel="milliseconds of a step", xscale="log")
         figure.legend(loc="outside lower center", ncols=len(WAYS))

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from weft.bench.plots import COLOURS, picture
+from weft.bench.plots import COLOURS, DASHED, picture
 from weft.plan.trace import KINDS, Span, Trace
 
 _BAR = 0.72  # of the height of a lane
@@ -49,7 +49,7 @@ def _draw_panel(panel: Axes, trace: Trace, longest: float) -> None:
                 (start + stop) / 2, row, f"{span.rows} rows", ha="center", va="center", color="white", fontsize=7.5, zorder=4
             )
     end = 1e3 * trace.seconds
-    panel.axvline(end, color=COLOURS["text"], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    panel.axvline(end, color=COLOURS["text"], linewidth=1, linestyle=DASHED, zorder=1)
     panel.set_title(f"{trace.title}  {end:.2f} ms", loc="left", fontsize=10.5, fontweight="bold", color=COLOURS["text"])
     part = trace.hidden_copies()
     hidden = "nothing is copied" if part is None else f"{100 * part:.0f} % of copying hidden behind products"

@@ -12,7 +12,7 @@ from rich.console import Console
 from weft.bench import sweep, tables
 from weft.bench.gpu import hardware, milliseconds, processes, versions
 from weft.bench.harness import per_call
-from weft.bench.plots import COLOURS, picture
+from weft.bench.plots import COLOURS, DASHED, picture
 from weft.bench.settings import AllGather, parse_sizes
 from weft.ops.all_gather import all_gather
 from weft.ops.barrier import barrier
@@ -91,23 +91,15 @@ def print_table(result: dict[str, Any], console: Console) -> None:
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draw the bandwidth of all-gathers over the SMs they may take, a panel for each size, into a PNG or SVG file."""
     sizes = sorted({row["size_bytes"] for row in result["rows"]})
-    colours = {
-        "triton": COLOURS["matmul"],
-        "gluon": COLOURS["copy"],
-        "copy engine": COLOURS["reduce"],
-        "copy engine, processes": "#a8cdb3",
-        "torch, processes": "#b0574a",
-        "plain copy": COLOURS["muted"],
-    }
     with picture(path, 3.6 * len(sizes), 3.4) as figure:
         for axes, size in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
             rows = [row for row in result["rows"] if row["size_bytes"] == size]
-            for kind, colour in colours.items():
+            for kind in dict.fromkeys(row["implementation"] for row in rows):
                 points = [(row["comm_sms"], row["algbw_gbps"]) for row in rows if row["implementation"] == kind]
-                if points and points[0][0] is None:
-                    axes.axhline(points[0][1], color=colour, linestyle=(0, (4, 3)), linewidth=1.2, label=kind)
-                elif points:
-                    axes.plot(*zip(*points, strict=True), color=colour, marker="o", label=kind)
+                if points[0][0] is None:
+                    axes.axhline(points[0][1], color=COLOURS[kind], linestyle=DASHED, linewidth=1.2, label=kind)
+                else:
+                    axes.plot(*zip(*points, strict=True), color=COLOURS[kind], marker="o", label=kind)
             axes.set_title(f"{size / 1e6:g} MB gathered")
             axes.set_xlabel("SMs")
             axes.set_ylim(0)
