@@ -30,16 +30,8 @@ EAGER = "eager"
 _HANDED_OUT: Mapping[str, Callable[[Levels], Plan]] = {**collectives.HANDED_OUT, "reduce_scatter": reduce_scatter.eager}
 
 
-def _gather(r: Request) -> Plan:
-    return all_gather.all_gather(r.ranks, r.pieces, r.algorithm, symmetric_a=r.symmetric, symmetric_gathered=r.symmetric)
-
-
 def _fused(operator: Operator, r: Request) -> Plan:
     return operator.plan(r._replace(pieces=1) if r.algorithm in operator.whole else r, Place())
-
-
-def _reduce(r: Request) -> Plan:
-    return all_reduce.all_reduce(r.ranks, r.pieces, r.algorithm, symmetric_a=r.symmetric, symmetric_out=r.symmetric)
 
 
 def _scatter(r: Request) -> Plan:
@@ -51,17 +43,7 @@ def _scatter(r: Request) -> Plan:
 def _broadcast(r: Request) -> Plan:
     if r.algorithm == "pull":
         return broadcast.broadcast(r.ranks, r.pieces, 0, symmetric_a=r.symmetric)
-    if r.algorithm == "push":
-        return broadcast.push(0, range(r.ranks))
-    return broadcast.ring(r.pieces, 0, range(r.ranks))
-
-
-def _barrier(r: Request) -> Plan:
-    return barrier(nested(r.ranks))
-
-
-def _exchange(r: Request) -> Plan:
-    return all_to_all(r.ranks, r.pieces, symmetric_a=r.symmetric)
+    return broadcast.push(0, range(r.ranks)) if r.algorithm == "push" else broadcast.ring(r.pieces, 0, range(r.ranks))
 
 
 class Planner(NamedTuple):
@@ -74,12 +56,21 @@ class Planner(NamedTuple):
 
 PLANNERS: Mapping[str, Planner] = {
     **{name: Planner(operator.algorithms, partial(_fused, operator)) for name, operator in OPERATORS.items()},
-    "all_gather": Planner((*all_gather.ALGORITHMS, EAGER), _gather),
+    "all_gather": Planner(
+        (*all_gather.ALGORITHMS, EAGER),
+        lambda r: all_gather.all_gather(r.ranks, r.pieces, r.algorithm, symmetric_a=r.symmetric, symmetric_gathered=r.symmetric),
+    ),
     "reduce_scatter": Planner((*reduce_scatter.ALGORITHMS, EAGER), _scatter),
-    "all_reduce": Planner((*all_reduce.ALGORITHMS, EAGER), _reduce, lambda rows: split(sum(rows), len(rows))),
+    "all_reduce": Planner(
+        (*all_reduce.ALGORITHMS, EAGER),
+        lambda r: all_reduce.all_reduce(r.ranks, r.pieces, r.algorithm, symmetric_a=r.symmetric, symmetric_out=r.symmetric),
+        lambda rows: split(sum(rows), len(rows)),
+    ),
     "broadcast": Planner((*broadcast.ALGORITHMS, EAGER), _broadcast, lambda rows: [sum(rows)]),
-    "barrier": Planner(("levels",), _barrier, lambda rows: []),
-    "all_to_all": Planner(("pull",), _exchange, lambda rows: rows * len(rows)),
+    "barrier": Planner(("levels",), lambda r: barrier(nested(r.ranks)), lambda rows: []),
+    "all_to_all": Planner(
+        ("pull",), lambda r: all_to_all(r.ranks, r.pieces, symmetric_a=r.symmetric), lambda rows: rows * len(rows)
+    ),
 }
 """Of each operator who makes its plans."""
 
