@@ -21,7 +21,7 @@ from rich.text import Text
 from torch import Tensor
 
 import weft
-from weft.bench import deepspeed, environment, sweep, tables
+from weft.bench import deepspeed, sweep, tables
 from weft.bench.baselines import gloo_collective
 from weft.bench.harness import Stopwatch, Times, batches, every_size, largest, per_call, poison, race, session, verified, where
 from weft.bench.mpi import MPIS, MpiRanks
@@ -187,12 +187,12 @@ class Bench:
 
 def measure(settings: SweepSettings) -> dict[str, Any]:
     """Measure on this rank, collectively; the result as a JSON object, which is complete on rank 0."""
+    local = [name for name in settings.baselines if name != GLOO]
     with ExitStack() as stack:
-        world = stack.enter_context(session(settings.threads))
-        if asked := [name for name in settings.baselines if name in MPIS]:
-            environment.need_one_host(world, f"the baseline {asked[0]} starts its ranks on one: use --baseline gloo, or none")
-        if deepspeed.NAME in settings.baselines:
-            environment.need_one_host(world, "the baseline deepspeed is for one: use --baseline gloo, or none")
+        alone = f"the baseline {local[0]} has all its ranks on one: use --baseline gloo, or none" if local else ""
+        world = stack.enter_context(session(settings.threads, alone))
+        asked = [name for name in local if name in MPIS]
+        if deepspeed.NAME in local:
             deepspeed.connect()
         mpis = {name: stack.enter_context(closing(MpiRanks(name, world.cores))) if world.rank == 0 else None for name in asked}
         bench = Bench(settings, world)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import os
+import platform
 import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,11 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.bench import environment
+import weft
+from weft import cache
 from weft.bench.progress import progress
 from weft.bench.settings import CopySettings, SweepSettings, parse_sizes
 from weft.bench.verification import Check
 from weft.engines import engine
+from weft.errors import WeftError
 from weft.schedules.barrier import barrier
 from weft.world import World, init
 
@@ -77,19 +81,39 @@ def per_call(seconds: Sequence[float], calls: int = 1) -> Times:
 
 
 @contextmanager
-def session(threads: int | None) -> Iterator[World]:
+def session(threads: int | None, one_host: str = "") -> Iterator[World]:
     """The world in which this rank measures, with so many compute threads, or torch's own number of them, without
     gradients, and patient with slow baselines.
+
+    Raises `WeftError` where ranks are on several hosts and must not be: `one_host` says why, and what would do.
     """
     if threads:
         torch.set_num_threads(threads)
     with init(timeout=_TIMEOUT) as world, torch.no_grad():
+        if one_host and world.multi_host:
+            raise WeftError(f"ranks are on {len(set(world.hosts))} hosts: {one_host}")
         yield world
 
 
-def where(world: World, **versions: str) -> dict[str, Any]:
-    """What every result says of the machine, and of the versions of weft and of what is measured beside it."""
-    return {"machine": environment.machine(world), "versions": environment.versions() | versions}
+def where(world: World, **beside: str) -> dict[str, Any]:
+    """What every result says of the machine, and of the versions of weft and of what is measured beside it.
+
+    The cores are those that the ranks may use together, the memory is in GiB.
+    """
+    machine = {
+        "cpu": cache.processor().partition(":")[0] or platform.processor() or platform.machine(),
+        "cores": len(frozenset[int]().union(*world.cores)),
+        "threads_per_rank": torch.get_num_threads(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "vector_instructions": torch.backends.cpu.get_cpu_capability(),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+    return {"machine": machine, "versions": versions() | beside}
+
+
+def versions() -> dict[str, str]:
+    """Of what takes part in every measurement."""
+    return {"weft": weft.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def link_of(world: World) -> dict[str, float] | None:
@@ -112,7 +136,7 @@ def race(
     most: Sequence[int],
     warmup: int,
     iterations: int,
-    advance: Callable[[], None] = lambda: None,
+    advance: Callable[[], None],
 ) -> list[list[Found]]:
     """Let all take their turns in `iterations` rounds, after some that warm up; what the turns of each found.
 
@@ -121,7 +145,10 @@ def race(
     """
     found: list[list[Found]] = [[] for _ in turns]
     order, shuffle = list(range(len(turns))), random.Random(0).shuffle
-    with no_garbage_collection():
+    with ExitStack() as stack:
+        if gc.isenabled():
+            stack.callback(gc.enable)
+            gc.disable()
         for turn in range(-warmup, iterations):
             advance()
             shuffle(order)
@@ -203,15 +230,3 @@ def worst(world: World, check: Check) -> Check:
     """The worst of all ranks' checks; collective."""
     wrong, max_error, bound = largest(world, check)
     return Check(int(wrong), max_error, bound)
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """A part of a measurement that Python's garbage collector must not interrupt."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

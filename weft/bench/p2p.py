@@ -22,7 +22,7 @@ from rich.text import Text
 from torch import Tensor
 
 from weft import _native
-from weft.bench import environment, sweep, tables
+from weft.bench import sweep, tables
 from weft.bench.harness import batches, every_size, per_call, race, session, verified, where, worst
 from weft.bench.plots import COLOURS, DASHED, over_sizes, picture, size_name
 from weft.bench.settings import CopySettings, parse_sizes
@@ -117,8 +117,7 @@ def measure(settings: CopySettings) -> dict[str, Any]:
     In its rows `time_us` is of single copies and `algbw_gbps` of windows, in 1e9 bytes per second (`busbw_gbps` is the same for two
     ranks); `cycles` is what a copy takes of its caller, in ticks of the processor's time-stamp counter, null where there is none.
     """
-    with session(settings.threads) as world:
-        environment.need_one_host(world, "one-sided calls stay within one: run weft bench p2p by itself there")
+    with session(settings.threads, "one-sided calls stay within one: run weft bench p2p by itself there") as world:
         rows = every_size(settings, world, Buffers(settings, world).rows)
         return {
             "benchmark": "p2p",

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import weft.nn
-from weft.bench import environment, tables
+from weft.bench import tables
 from weft.bench.harness import Stopwatch, largest, per_call, race, session, verified, where, worst
 from weft.bench.plots import COLOURS, picture
 from weft.bench.progress import progress
@@ -165,8 +165,8 @@ def measure(settings: ServingSettings) -> dict[str, Any]:
     Of each way `time_us` is of a step, `steps_us` are all of them, in the order of `steps`, each on the slowest rank;
     `tokens_per_s` are those of all steps over the time of all steps.
     """
-    with session(settings.threads) as world:
-        environment.need_one_host(world, "one process cannot have the cores of several: run weft bench serving by itself there")
+    alone = "one process cannot have the cores of several: run weft bench serving by itself there"
+    with session(settings.threads, alone) as world:
         serving = Serving(settings, world)
         seconds, checks = verified(WAYS, serving.verify, serving.race)
         apart = largest(world, [*serving.apart.values()])

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from weft.bench import environment
+from weft.bench import harness
 
 
 def hardware() -> dict[str, Any]:
@@ -22,7 +22,7 @@ def versions() -> dict[str, str]:
     """Of what takes part in a measurement on a GPU."""
     import triton
 
-    return environment.versions() | {"triton": triton.__version__, "cuda": torch.version.cuda or str(torch.version.hip)}
+    return harness.versions() | {"triton": triton.__version__, "cuda": torch.version.cuda or str(torch.version.hip)}
 
 
 def milliseconds(call: Callable[[], object], warmup: int, iterations: int) -> list[float]:
