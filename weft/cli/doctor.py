@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import socket
 import time
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from weft import _native
@@ -39,14 +38,13 @@ from weft.ops.barrier import barrier
 from weft.schedules.thresholds import CROWDED_HOP, Thresholds
 from weft.world import World, init, peer_memory, placement
 from weft.world.listener import addresses, family_of, named_interface
-from weft.world.rendezvous import host_identity, join, launcher_variables, translated
+from weft.world.rendezvous import ByStore, host_identity, join, launcher_variables, translated
 
 PING, BULK, ROUNDS = 1, 8 << 20, 20  # bytes of a small and a large message, and how many small ones
 PRODUCT = 1024  # rows and columns of the product that is timed
 NEW = 32 << 20  # bytes of a tensor that is filled
 _BEHIND = 1.0  # seconds by which a host's clock may be wrong before logs and certificates are
 _MEETING, _CONNECTING = 60.0, 2.0  # seconds for all ranks to come, and for a connection
-_diagnoses = itertools.count()
 _UNEVEN = 0.5  # of the best link or processor of a job, below which another one is worth a word
 
 
@@ -66,7 +64,7 @@ def diagnose(console: Console) -> bool:
     try:
         if not dist.is_initialized() and translated(os.environ):
             store, rank, ranks = next(rendezvous("env://", timeout=timedelta(seconds=_MEETING)))
-            troubles = _reach(PrefixStore(f"weft doctor {next(_diagnoses)}", store), rank, ranks)
+            troubles = _reach(ByStore(PrefixStore("weft doctor", store), rank, ranks))
             if rank == 0:
                 _tell(troubles, console)
             if troubles:
@@ -105,7 +103,7 @@ def diagnose(console: Console) -> bool:
         return not troubles
 
 
-def _reach(store: Store, rank: int, ranks: int) -> list[str]:
+def _reach(meeting: ByStore) -> list[str]:
     """Whether ranks of other hosts can connect to each other where gloo would; in words, alike on all ranks, who cannot and why.
 
     Every rank listens on a port that the system chooses, as gloo does, and tries to connect to all of other hosts.
@@ -113,12 +111,11 @@ def _reach(store: Store, rank: int, ranks: int) -> list[str]:
     interface, known = named_interface(), addresses()
     with ThreadPoolExecutor() as pool, _listening(interface, known) as listener:
         own = Met(socket.gethostname(), host_identity(), interface, known, *listener.getsockname()[:2])
-        everyone = [Met(*said) for said in _exchange(store, "met", rank, ranks, own)]
-        far = [peer for peer, met in enumerate(everyone) if met.host != own.host]
-        tries = zip(far, pool.map(lambda peer: _connect(everyone[peer]), far), strict=True)
-        failed = [(peer, why) for peer, why in tries if why]
-        reports = _exchange(store, "tried", rank, ranks, failed)  # after which nobody needs the listener
-    return [*_unreachable(everyone, [dict(said) for said in reports])]
+        with meeting.exchanged(own, _MEETING) as everyone:
+            far = [peer for peer, met in enumerate(everyone) if met.host != own.host]
+            tries = zip(far, pool.map(lambda peer: _connect(everyone[peer]), far), strict=True)
+        with meeting.exchanged({peer: why for peer, why in tries if why}, _MEETING) as failed:  # now nobody needs the listener
+            return [*_unreachable(everyone, failed)]
 
 
 def _listening(interface: str, known: Mapping[str, str]) -> socket.socket:
@@ -127,13 +124,6 @@ def _listening(interface: str, known: Mapping[str, str]) -> socket.socket:
         if host := known.get(interface) if interface else socket.gethostbyname(socket.gethostname()):
             return socket.create_server((host, 0), family=family_of(host))
     return socket.create_server(("127.0.0.1", 0))
-
-
-def _exchange(store: Store, key: str, rank: int, ranks: int, said: object) -> list[Any]:
-    """What every rank says."""
-    store.set(f"{key} {rank}", json.dumps(said))
-    store.wait([f"{key} {peer}" for peer in range(ranks)], timedelta(seconds=_MEETING))
-    return [json.loads(store.get(f"{key} {peer}")) for peer in range(ranks)]
 
 
 def _everyones(world: World, own: Any) -> list[Any]:
