@@ -7,11 +7,11 @@ that a part, and it fetches the rest after spinning once more. It sums in place,
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,11 +46,8 @@ def build() -> None:
 
 def connect() -> None:
     """Load the operator and have it find its peers, collectively; the segments it makes last as long as the processes."""
-    spec = spec_from_file_location(_MODULE, _library())
-    assert spec is not None
-    assert spec.loader is not None
-    module: Any = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.append(str(_library().parent))
+    module = import_module(_MODULE)
     ranks, rank, number = dist.get_world_size(), dist.get_rank(), [os.getpid()]
     dist.broadcast_object_list(number, 0)
     told = {"LOCAL_SIZE": str(ranks), "MASTER_ADDR": "weft", "MASTER_PORT": str(number[0])}

@@ -13,8 +13,10 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 DIRECTORY = Path(".baselines")
 MPIS = ("openmpi", "mpich", "intel-mpi")
@@ -73,23 +75,22 @@ class MpiRanks:
                 )
             finally:
                 os.sched_setaffinity(0, mine)
-            self.lines = [self._accept(listener) for _ in range(ranks)]
+            self.ranks = [self._accept(listener) for _ in range(ranks)]
         self.version = str(self._answers()[0])
 
     def ask(self, name: str, *arguments: Any) -> list[Any]:
         """Have all ranks do something, and return their answers once all have given them."""
         try:
-            for lines in self.lines:
-                lines.write(json.dumps([name, arguments]) + "\n")
-                lines.flush()
+            for rank in self.ranks:
+                rank.send((name, arguments))
         except OSError:
             raise self._failure("are gone") from None
         return self._answers()
 
     def close(self) -> None:
         """Have the processes end."""
-        for lines in self.lines:
-            lines.close()
+        for rank in self.ranks:
+            rank.close()
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
@@ -97,26 +98,21 @@ class MpiRanks:
             self.process.wait()
         self.errors.close()
 
-    def _accept(self, listener: socket.socket) -> TextIO:
+    def _accept(self, listener: socket.socket) -> Connection:
         deadline = time.monotonic() + _START
         while self.process.poll() is None and time.monotonic() < deadline:
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
                 continue
-            connection.settimeout(_ANSWER)
-            with connection:
-                return connection.makefile("rw")
+            return Connection(connection.detach())
         raise self._failure("did not start")
 
     def _answers(self) -> list[Any]:
-        try:
-            answers = [lines.readline() for lines in self.lines]
-        except OSError:
-            answers = [""]
-        if not all(answers):
-            raise self._failure("did not answer")
-        return [json.loads(answer) for answer in answers]
+        with suppress(OSError, EOFError):
+            if all(rank.poll(_ANSWER) for rank in self.ranks):
+                return [rank.recv() for rank in self.ranks]
+        raise self._failure("did not answer")
 
     def _failure(self, what: str) -> RuntimeError:
         self.process.kill()

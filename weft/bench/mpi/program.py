@@ -1,7 +1,7 @@
 """One rank of an MPI baseline. Run by another environment's Python under its ``mpiexec``; needs numpy and mpi4py alone.
 
-It sleeps in a read from a socket until it is told what to do, so it takes no time from what is measured meanwhile. Commands and
-answers are JSON, one line each: ``case`` makes the tensors of an operation, ``verify`` runs it once on new data and answers how
+It sleeps in a read from a socket until it is told what to do, so it takes no time from what is measured meanwhile. Commands come as
+their name and arguments: ``case`` makes the tensors of an operation, ``verify`` runs it once on new data and answers how
 many elements are wrong on this rank, ``time`` answers the seconds that some calls took this rank.
 """
 
@@ -12,10 +12,11 @@ import gc
 import itertools
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Client
 from typing import Any
 
 import numpy as np
@@ -111,24 +112,16 @@ def main() -> None:
     """
     gc.disable()
     os.sched_setaffinity(0, json.loads(sys.argv[2])[WORLD.rank])
-    commands = socket.socket(socket.AF_UNIX)
-    commands.connect(sys.argv[1])
-    lines = commands.makefile("rw")
-
-    def answer(value: object) -> None:
-        lines.write(json.dumps(value) + "\n")
-        lines.flush()
-
-    answer(" ".join(MPI.Get_library_version().partition("\n")[0].partition(",")[0].split()))
+    asked = Client(sys.argv[1])
+    asked.send(" ".join(MPI.Get_library_version().partition("\n")[0].partition(",")[0].split()))
     case: Collective | None = None
-    for line in lines:
-        name, arguments = json.loads(line)
-        if name == "case":
-            case = None  # free its memory first
-            case = Collective(*arguments)
-            answer(None)
-        else:
-            answer(getattr(case, name)(*arguments))
+    with suppress(EOFError):
+        while True:
+            name, arguments = asked.recv()
+            if name == "case":
+                case = None  # free its memory first
+                case = Collective(*arguments)
+            asked.send(None if name == "case" else getattr(case, name)(*arguments))
 
 
 main()
