@@ -114,8 +114,8 @@ class Subject(Views):
         self.choice = self.call.usual(settings.algorithm)
         if settings.link_gbps == "auto":
             self.renew(0)
-            first = next(iter(self.moved.values()))
-            gbps = balanced_gbps(bind(self.plan(), self.rows), first.shape[1] * first.itemsize, stopwatch.alone(compute), latency)
+            first, alone = next(iter(self.moved.values())), stopwatch.interleave({"compute": compute}, 1, 5)["compute"].median
+            gbps = balanced_gbps(bind(self.plan(), self.rows), first.shape[1] * first.itemsize, 1e-3 * alone, latency)
             world.emulate_link(gbps, latency)
         if settings.algorithm == "auto" and shape.m:
             while (choice := decide(self.call)).report is not None:

@@ -207,10 +207,6 @@ class Stopwatch:
         samples = [own or [seconds] for own, seconds in zip(found, first, strict=True)]
         return {name: summarize(largest(self.world, own)) for name, own in zip(views, samples, strict=True)}
 
-    def alone(self, call: Callable[[], object]) -> float:
-        """The median seconds of a few calls, on the slowest rank; collective."""
-        return largest(self.world, [statistics.median([self.time(call) for _ in range(6)][1:])])[0]
-
 
 def poison(*tensors: Tensor) -> None:
     """Fill with what no result has: NaN, or the least integer."""

@@ -73,35 +73,29 @@ def _bytes(text: str) -> int:
     return int(found[1]) << _POWERS[found[2].upper()]
 
 
-def _gbps(text: str) -> str:
+def _gbps(text: str) -> None:
     """The bandwidth of an emulated link in 1e9 bits per second, or ``auto``."""
     with suppress(ValueError):
         if text == "auto" or 0 < float(text) < float("inf"):
-            return text
+            return
     raise ValueError(f"expected a positive number of Gbit/s, or auto; got {text!r}")
 
 
-def _bytes_of(text: str) -> str:
-    """Sizes in bytes."""
-    parse_sizes(text)
-    return text
-
-
-def _numbers(text: str) -> str:
+def _numbers(text: str) -> None:
     """Positive numbers such as ``4,8,16``."""
     if not all(part.strip().isdecimal() and int(part) for part in text.split(",")):
         raise ValueError(f"expected positive numbers such as 4,8,16; got {text!r}")
-    return text
 
 
-def _option(parse: Callable[[str], Any], metavar: str, what: str) -> Any:
-    """An option whose text, or default, is parsed; what is wrong with it is told as the option's fault."""
+def _option(parse: Callable[[str], Any], metavar: str, what: str, *, kept: bool = True) -> Any:
+    """An option whose text, or default, is parsed, and `kept` as it is or taken for what it says; what is wrong is its fault."""
 
     def parser(text: object) -> Any:
         try:
-            return parse(str(text))
+            found = parse(str(text))
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
+        return str(text) if kept else found
 
     return typer.Option(parser=parser, metavar=metavar, help=what)
 
@@ -112,11 +106,11 @@ def _algorithms(operator: str) -> tuple[str, ...]:
 
 def product(what: str) -> Any:
     """An option that takes a shape."""
-    return _option(parse_shape, "MxKxN", what)
+    return _option(parse_shape, "MxKxN", what, kept=False)
 
 
 def _sizes(what: str, metavar: str = "FIRST:LAST:FACTOR,…") -> Any:
-    return _option(_bytes_of, metavar, what)
+    return _option(parse_sizes, metavar, what)
 
 
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
