@@ -13,8 +13,8 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import weft
-from weft.bench import all_gather_matmul as case
 from weft.bench import figures, harness, plots, report, verification
+from weft.bench import subjects as case
 from weft.bench.baselines import GLOO, gloo_all_gather_matmul, gloo_matmul_all_reduce, gloo_matmul_reduce_scatter
 from weft.bench.fused import Result, measure
 from weft.bench.harness import Statistics, Stopwatch, summarize

@@ -24,8 +24,7 @@ _ALONE = "a single rank has nobody to exchange anything with: use 2 or more"
 
 def _fused(given: FusedSettings) -> None:
     from weft.bench import fused, plots, report
-    from weft.bench.all_gather_matmul import AllGatherMatmul
-    from weft.bench.matmul_sums import MatmulSum
+    from weft.bench.subjects import AllGatherMatmul, MatmulSum
 
     if given.peers == "host":
         options.need_gpu()

@@ -1,4 +1,4 @@
-"""The benchmark of all-gather + matmul: its tensors, and the steps from the cascade to the operator."""
+"""The tensors of each fused operator's benchmark, and the steps from the cascade to all-gather + matmul."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from weft.bench.baselines import gloo_all_gather_matmul
+from weft.bench.baselines import gloo_all_gather_matmul, gloo_matmul_all_reduce, gloo_matmul_reduce_scatter
 from weft.bench.fused import Subject
 from weft.bench.harness import Stopwatch
 from weft.bench.settings import FusedSettings
-from weft.bench.verification import Problem
+from weft.bench.verification import Problem, Sums
 from weft.engines import engine
 from weft.schedules import all_gather_matmul as schedule
+from weft.schedules.common import apart
 from weft.world import World
 
 _STEPS: dict[str, dict[str, Any]] = {
@@ -62,3 +63,34 @@ class AllGatherMatmul(Subject):
         plan = schedule.all_gather_matmul(self.world.ranks, pieces, algorithm, **options)
         tensors = {"a": self.a, "out": self.out}
         return lambda: engine(self.world).execute(plan, tensors, {"out": self.weight}, rows=self.rows)
+
+
+class MatmulSum(Subject):
+    """Products whose sum is shared out over the ranks, or goes to all; what communicates alone are others, in symmetric memory."""
+
+    problem: Sums
+    notes = (
+        "communicate is the operator without its products, which lie in symmetric memory.",
+        "K is of each rank. The weight is packed; baselines have a plain weight.",
+    )
+
+    def prepare(self) -> None:
+        world, (m, k, n), product = self.world, self.settings.shape, self.dtypes["partial"]
+        scatters = self.settings.operator == "matmul_reduce_scatter"
+        start = sum(self.rows[: world.rank]) if scatters else 0
+        host_partial = world.multi_host and not apart(world.hosts)
+        dtypes, seed = (self.dtype, self.out_dtype, product), self.settings.seed
+        self.problem = Sums(m, k, n, *dtypes, seed=seed, rank=world.rank, host_partial=host_partial)
+        self.a = self.x = torch.empty(m, k, dtype=self.dtype)
+        self.product = torch.empty(m, n, dtype=self.out_dtype)
+        self.out = torch.empty(self.rows[world.rank] if scatters else m, n, dtype=self.out_dtype)
+        self.moved = {"partial": world.empty(m, n, dtype=product), "out": self.out}
+        self.check = partial(self.problem.check_product_sum, self.out, start=start)
+        self.check_moved = partial(self.problem.check_sum, self.out, start=start)
+        self.shares = {"shard_rows": self.rows} if scatters else {}
+        gloo = gloo_matmul_reduce_scatter if scatters else gloo_matmul_all_reduce
+        self.baseline = partial(gloo, self.a, self.problem.weight, self.out)
+
+    def renew(self, run: int) -> None:
+        self.a.copy_(self.problem.rows(run))
+        self.moved["partial"].copy_(self.problem.products(run))
