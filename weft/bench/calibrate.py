@@ -28,7 +28,7 @@ from weft.errors import WeftError
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait, writes
 from weft.predict.interpolation import Grid
 from weft.predict.machine import ITEMSIZE, Link, Machine, Product
-from weft.schedules.common import after, before, enter, leave, members
+from weft.schedules.common import after, before, enter, hear, leave, members, tell
 from weft.schedules.thresholds import Thresholds
 from weft.world import World
 
@@ -308,8 +308,7 @@ def _signals(rank: int, ranks: int, rounds: int) -> tuple[Instruction, ...]:
     """Rounds of a barrier."""
     lane: list[Instruction] = []
     for count in range(1, rounds + 1):
-        lane += [Notify(peer, Signal("barrier", rank)) for peer in before(rank, ranks)]
-        lane += [Wait(Signal("barrier", peer), count) for peer in after(rank, ranks)]
+        lane += [*tell(rank, "barrier", before(rank, ranks)), *hear("barrier", after(rank, ranks), count)]
     return tuple(lane)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+VIEWS = ("compute", "communicate", "sequential", "pipelined")
+"""What a benchmark that hides one thing behind another times, in this order."""
+
 
 def of_overlap(compute: float, communicate: float, sequential: float, pipelined: float) -> dict[str, float]:
     """The figures of a benchmark that hides `communicate` behind `compute`, by the names that its JSON gives them."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import weft
 from weft.bench.baselines import GLOO
+from weft.bench.figures import VIEWS
 from weft.bench.harness import Statistics, Stopwatch, link_of, poison, session, verified, where, worst
 from weft.bench.progress import progress
 from weft.bench.settings import FusedSettings, OverlapSettings
@@ -33,7 +34,6 @@ from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Place, Workload
 from weft.world import World
 
-VIEWS = ("compute", "communicate", "sequential", "pipelined")
 Times = TypeVar("Times")
 _TRACED = 5  # runs of a view, of which the one with the median time is shown
 

@@ -27,9 +27,8 @@ from weft import cache
 from weft.bench.progress import progress
 from weft.bench.settings import CopySettings, SweepSettings, parse_sizes
 from weft.bench.verification import Check
-from weft.engines import engine
 from weft.errors import WeftError
-from weft.schedules.barrier import barrier
+from weft.ops.barrier import barrier
 from weft.world import World, init
 
 BUDGET = 10.0
@@ -182,11 +181,11 @@ class Stopwatch:
     """Times calls that all ranks of a world make together."""
 
     def __init__(self, world: World) -> None:
-        self.world, self.barrier = world, barrier(world.levels)
+        self.world = world
 
     def time(self, call: Callable[[], object], calls: int = 1) -> float:
         """This rank's seconds from a barrier to the end of its own calls."""
-        engine(self.world).execute(self.barrier, {})
+        barrier(self.world)
         start = perf_counter()
         for _ in itertools.repeat(None, calls):
             call()

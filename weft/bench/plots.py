@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from weft.bench.settings import Shape
+from weft.bench.settings import POWERS, Shape
 
 COLOURS = {
     name: colour
@@ -107,7 +107,5 @@ def draw_sweep(result: dict[str, Any], path: Path) -> None:
 
 def size_name(size: int) -> str:
     """A number of bytes in binary units where it is round: 4K, 64M, 12."""
-    for unit, power in (("G", 30), ("M", 20), ("K", 10)):
-        if size and size % (1 << power) == 0:
-            return f"{size >> power}{unit}"
-    return str(size)
+    unit, power = next((unit, power) for unit, power in reversed(POWERS.items()) if size % (1 << power) == 0)
+    return f"{size >> power}{unit}"

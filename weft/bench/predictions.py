@@ -16,7 +16,6 @@ from weft.bench.plots import COLOURS, DASHED, picture
 from weft.predict import Variant, Workload
 from weft.predict.machine import Machine
 
-_VIEWS = ("compute", "communicate", "sequential", "pipelined")
 _WORTH = 0.02  # what a change must save to be worth telling
 _RESOURCES = {
     "products twice as fast": "the product",
@@ -43,7 +42,7 @@ def answer(case: Workload, machine: Machine, algorithm: str = "auto", chunk_rows
         "algorithm": best.algorithm,
         "order": best.order,
         "chunk_rows": best.chunk_rows,
-        "times_ms": dict(zip(_VIEWS, (1e3 * seconds for seconds in (*found[:3], took)), strict=True)),
+        "times_ms": dict(zip(figures.VIEWS, (1e3 * seconds for seconds in (*found[:3], took)), strict=True)),
         "ways": [{**way._asdict(), "ms": 1e3 * seconds} for way, seconds in found.ways],
         "speedup": figures.speedup(found.sequential, took),
         "overlap_percent": figures.overlap_percent(found.compute, found.communicate, took) if found.communicate else None,
@@ -120,7 +119,7 @@ def words(result: dict[str, Any]) -> list[str]:
 
 def total(results: list[dict[str, Any]]) -> str:
     """What several operators, one after the other, take together."""
-    compute, _, sequential, pipelined = (sum(result["times_ms"][name] for result in results) for name in _VIEWS)
+    compute, _, sequential, pipelined = (sum(result["times_ms"][name] for result in results) for name in figures.VIEWS)
     gain = f"{sequential / pipelined:.2f} times as fast, {100 * (1 - pipelined / sequential):.0f} % less time"
     return (
         f"Together: {_ms(pipelined)} ms instead of {_ms(sequential)}: {gain}. "
@@ -144,7 +143,7 @@ def show_sweep(what: str, results: list[dict[str, Any]], values: Sequence[float]
     columns = (what, "compute ms", "communicate", "sequential", "pipelined", "speedup", "by", "bottleneck")
     table = tables.table(columns, left=("by", "bottleneck"))
     for value, result in zip(values, results, strict=True):
-        cells = [_ms(result["times_ms"][name]) for name in _VIEWS]
+        cells = [_ms(result["times_ms"][name]) for name in figures.VIEWS]
         bottleneck = _RESOURCES[next(iter(result["saved_percent"]))]
         table.add_row(f"{value:g}", *cells, f"{result['speedup']:.2f}x", str(variant(result)), bottleneck)
     console.print(table)
@@ -158,7 +157,7 @@ def draw_sweep(what: str, results: list[dict[str, Any]], values: Sequence[float]
     title = f"{first['predicted']} on {first['machine']}: {ranks}{_size(shape)} {first['dtype']}"
     with picture(path, 11, 4.4, title) as figure:
         times, gains = figure.subplots(1, 2)
-        for name in _VIEWS:
+        for name in figures.VIEWS:
             look: dict[str, Any] = {"linestyle": DASHED} if name in ("compute", "communicate") else {"marker": "o"}
             times.plot(values, [result["times_ms"][name] for result in results], color=COLOURS[name], label=name, **look)
         gains.plot(values, [result["speedup"] for result in results], color=COLOURS["pipelined"], marker="o")

@@ -18,7 +18,7 @@ import typer
 from weft.schedules import all_gather, all_reduce
 from weft.schedules.operators import OPERATORS
 
-_POWERS = {"": 0, "K": 10, "M": 20, "G": 30}
+POWERS = {"": 0, "K": 10, "M": 20, "G": 30}
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _bytes(text: str) -> int:
     found = re.fullmatch(r"0*([1-9][0-9]*)([KMG]?)", text, re.IGNORECASE)
     if not found:
         raise ValueError(f"expected a positive number of bytes such as 8, 4K, 64M or 1G; got {text!r}")
-    return int(found[1]) << _POWERS[found[2].upper()]
+    return int(found[1]) << POWERS[found[2].upper()]
 
 
 def _gbps(text: str) -> None:

@@ -34,7 +34,7 @@ def _fused(given: FusedSettings) -> None:
         return
     _check_fused(given)
     subject = AllGatherMatmul if given.operator == "all_gather_matmul" else MatmulSum
-    options.hand_over(given, partial(fused.measure, subject), partial(_tell, given), plots.draw_times, report.to_json)
+    options.hand_over(given, partial(fused.measure, subject), _tell, plots.draw_times, report.to_json)
 
 
 def _check_fused(given: FusedSettings) -> None:
@@ -73,12 +73,12 @@ def _check_baseline(given: FusedSettings | OverlapSettings) -> None:
         refuse("--baseline", "a baseline does not pass the emulated link, so they cannot be compared: use --baseline none")
 
 
-def _tell(given: FusedSettings, result: Result, console: Console) -> None:
+def _tell(result: Result, console: Console) -> None:
     """Print the result, and write what is to be seen of single instructions."""
     from weft.bench import report
 
     report.print_tables(result, console)
-    options.write_traces(given, result.traces, report.title(result))
+    options.write_traces(result.settings, result.traces, report.title(result))
 
 
 def _sweep(given: SweepSettings) -> None:

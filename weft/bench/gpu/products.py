@@ -12,7 +12,6 @@ from rich.console import Console
 from torch import Tensor
 
 from weft.bench import figures, harness
-from weft.bench.fused import VIEWS
 from weft.bench.gpu import hardware, milliseconds, versions
 from weft.bench.settings import AllGatherMatmul
 from weft.bench.verification import Check, compare, error_bound
@@ -42,7 +41,7 @@ def from_host(settings: AllGatherMatmul) -> dict[str, Any]:
     (times, check), (kernel_times, kernel_check) = found
     times |= {"pipelined triton": kernel_times["pipelined"]}
     worst = check.worse(kernel_check)
-    medians = [times[name]["median"] for name in VIEWS]
+    medians = [times[name]["median"] for name in figures.VIEWS]
     return {
         "benchmark": "all-gather-matmul",
         "device": "cuda",
