@@ -10,8 +10,7 @@ pytest.importorskip("triton", "3.6")
 import torch
 from support.compiled import SHARED, TARGETS, Compiled, build
 
-from weft.engines.device.kernels.all_gather import all_gather_kernel
-from weft.engines.device.kernels.all_gather_gluon import all_gather_gluon_kernel
+from weft.engines.device.kernels.all_gather import all_gather_gluon_kernel, all_gather_kernel, layout
 from weft.engines.device.kernels.all_gather_matmul import all_gather_matmul_kernel, sizes
 from weft.engines.device.kernels.sum_in_rank_order import sum_in_rank_order_kernel
 
@@ -120,13 +119,13 @@ def gathers(made: Compiled, target: str, ranks: int, per_thread: int) -> None:
 
 
 def test_all_gather(target: str) -> None:
-    made = build(all_gather_kernel, GATHER, {"RANKS": 8, "TILE": 4096}, target, num_warps=4)
+    made = build(all_gather_kernel, GATHER, {"RANKS": 8, "TILE": 4096, "LAYOUT": None}, target, num_warps=4)
     gathers(made, target, 8, 4096 // 4 // (4 * TARGETS[target].warp_size))
 
 
 def test_all_gather_gluon(target: str) -> None:
     lanes = TARGETS[target].warp_size
-    made = build(all_gather_gluon_kernel, GATHER, {"RANKS": 8, "TILE": 4096, "LANES": lanes}, target, num_warps=4)
+    made = build(all_gather_gluon_kernel, GATHER, {"RANKS": 8, "TILE": 4096, "LAYOUT": layout(lanes, 4)}, target, num_warps=4)
     gathers(made, target, 8, 4096 // 4 // (4 * lanes))
 
 

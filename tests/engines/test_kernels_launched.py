@@ -15,8 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from weft.engines.device.kernels import stream_signals
-from weft.engines.device.kernels.all_gather import AllGather, Traffic, all_gather_kernel
-from weft.engines.device.kernels.all_gather_gluon import all_gather_gluon_kernel
+from weft.engines.device.kernels.all_gather import AllGather, Traffic, all_gather_gluon_kernel, all_gather_kernel
 from weft.engines.device.kernels.all_gather_matmul import all_gather_matmul_kernel
 from weft.engines.device.kernels.sum_in_rank_order import sum_in_rank_order_kernel
 

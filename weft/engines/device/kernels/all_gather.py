@@ -3,6 +3,11 @@
 Each program walks over tiles of the shard: one vector load, then one vector store for each rank. The tables of addresses are read
 once, before the loop. Destinations are rotated by rank, so that at any time each rank is the target of one other: the traffic has
 the shape of a permutation, not of a fan-in.
+
+The kernel is there in Triton and in Gluon, where the layout of a tile over threads is stated, not inferred: every load and every
+store of a warp covers a contiguous stretch of memory in the widest accesses there are. Triton infers the same layout; stating it
+makes that a property of the source, and lets threads per warp and warps be chosen against the tile. Gluon has no interpreter: in it
+the kernel is compiled in tests, and runs only on GPUs.
 """
 
 from __future__ import annotations
@@ -13,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from weft.engines.device.kernels import symmetric
 from weft.engines.device.kernels.symmetric import MAX_POLLS, await_open, complete, peer_pointer, tell_open
@@ -56,6 +63,11 @@ class Traffic(NamedTuple):
 DEFAULT = Traffic()
 
 
+def layout(threads_per_warp: int, warps: int) -> gl.BlockedLayout:
+    """A tile over threads: each holds 16 bytes of it side by side, and `TILE / (4 * threads)` such pieces."""
+    return gl.BlockedLayout([VECTOR // 4], [threads_per_warp], [warps], [0])
+
+
 class AllGather:
     """All-gathers into one symmetric tensor by this kernel; made, and called, collectively.
 
@@ -83,10 +95,8 @@ class AllGather:
         self.options: dict[str, Any] = {"RANKS": world.ranks, "TILE": traffic.tile // 4, "num_warps": traffic.warps}
         self.kernel: Any = all_gather_kernel
         if gluon:
-            from weft.engines.device.kernels.all_gather_gluon import all_gather_gluon_kernel
-
             self.kernel = all_gather_gluon_kernel
-            self.options["LANES"] = traffic.threads_per_warp
+            self.options["LAYOUT"] = layout(traffic.threads_per_warp, traffic.warps)
         words, table = gathered.view(torch.uint8).view(-1).view(torch.int32), self.calls
         counted = self.calls, self.tickets, self.timeout_record
         with symmetric.LOADING:  # before all make the counters together: no kernel waits for a rank that is still to load it
@@ -115,8 +125,7 @@ class AllGather:
         symmetric.check(self.timeout_record, f"an all_gather of rank {self.world.rank}")
 
 
-@triton.jit(do_not_specialize=["vectors", "rank", "max_polls"])
-def all_gather_kernel(
+def _all_gather(
     shard,  # int32*: this rank's rows as words
     gathered,  # int32*: symmetric; rank r's shard lies at word r * words
     gathered_bases,
@@ -130,6 +139,7 @@ def all_gather_kernel(
     max_polls,
     RANKS: tl.constexpr,
     TILE: tl.constexpr,
+    LAYOUT: tl.constexpr = None,  # of a tile over threads, in Gluon
 ):
     if vectors == 0:
         return
@@ -143,12 +153,18 @@ def all_gather_kernel(
     for step in tl.static_range(RANKS):
         targets = targets + (peer_pointer(mine, gathered_bases, rank, (rank + step) % RANKS),)
     await_open(counters, call, timeout_record, rank, max_polls, RANKS)
+    within = tl.arange(0, TILE) if LAYOUT is None else gl.arange(0, TILE, layout=LAYOUT)
     start = program * TILE + words * 0
     while start < words:
-        offsets = start + tl.arange(0, TILE)
+        offsets = start + within
         inside = offsets < words
         tile = tl.load(shard + offsets, mask=inside)
         for step in tl.static_range(RANKS):
             tl.store(targets[step] + offsets, tile, mask=inside)
         start += programs * TILE
     complete(counters, counter_bases, call, tickets, timeout_record, rank, programs, max_polls, RANKS)
+
+
+_AS_THEY_COME = ["vectors", "rank", "max_polls"]
+all_gather_kernel = triton.jit(_all_gather, do_not_specialize=_AS_THEY_COME)
+all_gather_gluon_kernel = gluon.jit(_all_gather, do_not_specialize=_AS_THEY_COME)
