@@ -22,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from weft.engines.device.kernels import symmetric
-from weft.engines.device.kernels.symmetric import MAX_POLLS, await_open, complete, peer_pointer, tell_open
+from weft.engines.device.kernels.symmetric import MAX_POLLS, last_to_arrive, notify, peer_pointer, wait
 from weft.world import World
 from weft.world.device_memory import drain
 
@@ -57,7 +57,13 @@ class Traffic(NamedTuple):
                 f"a tile is a power of two and gives each of {threads} threads {VECTOR} bytes, at least {threads * VECTOR} in all; "
                 f"got {self.tile}"
             )
-        symmetric.check_grid(self.sms, world.ranks_per_device, device)
+        # A program that waits holds its place; one that it waits for must not be left outside.
+        ranks = world.ranks_per_device
+        if device.type == "cuda" and self.sms > (most := symmetric.max_programs(ranks, device)):
+            raise ValueError(
+                f"{self.sms} programs on each of {ranks} ranks that share a GPU could keep those out that they wait for: "
+                f"use at most {most}"
+            )
 
 
 DEFAULT = Traffic()
@@ -147,12 +153,14 @@ def _all_gather(
     call = tl.load(calls) + 1
     words = vectors.to(tl.int64) * 4
     if program == 0:
-        tell_open(counters, counter_bases, rank, RANKS)
+        for step in tl.static_range(1, RANKS):  # this rank has made the call: peers may write to its `gathered`
+            notify(counters + rank * 8, counter_bases, rank, (rank + step) % RANKS)
     mine = gathered + rank.to(tl.int64) * words
     targets = ()
     for step in tl.static_range(RANKS):
         targets = targets + (peer_pointer(mine, gathered_bases, rank, (rank + step) % RANKS),)
-    await_open(counters, call, timeout_record, rank, max_polls, RANKS)
+    for step in tl.static_range(1, RANKS):  # until all peers have made it
+        wait(counters, (rank + step) % RANKS, call, timeout_record, max_polls)
     within = tl.arange(0, TILE) if LAYOUT is None else gl.arange(0, TILE, layout=LAYOUT)
     start = program * TILE + words * 0
     while start < words:
@@ -162,7 +170,11 @@ def _all_gather(
         for step in tl.static_range(RANKS):
             tl.store(targets[step] + offsets, tile, mask=inside)
         start += programs * TILE
-    complete(counters, counter_bases, call, tickets, timeout_record, rank, programs, max_polls, RANKS)
+    if last_to_arrive(tickets, programs):  # behind all programs' stores: this rank's shard is there, and now peers' are here
+        for step in tl.static_range(1, RANKS):
+            notify(counters + (RANKS + rank) * 8, counter_bases, rank, (rank + step) % RANKS)
+        for step in tl.static_range(1, RANKS):
+            wait(counters, RANKS + (rank + step) % RANKS, call, timeout_record, max_polls)
 
 
 _AS_THEY_COME = ["vectors", "rank", "max_polls"]

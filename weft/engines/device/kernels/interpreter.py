@@ -17,18 +17,12 @@ from triton.runtime import interpreter
 
 from weft.engines.device.kernels.symmetric import peer_pointer
 
+_own = threading.local()
+
 
 def _of_thread(name: str) -> property:
     """An attribute of which each thread has its own."""
-    own = threading.local()
-
-    def get(_: object) -> Any:
-        return own.__dict__[name]
-
-    def put(_: object, value: Any) -> None:
-        own.__dict__[name] = value
-
-    return property(get, put)
+    return property(lambda _: getattr(_own, name), lambda _, value: setattr(_own, name, value))
 
 
 class _PerThread(interpreter.InterpreterBuilder):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Device-side primitives for kernels over symmetric memory: where a peer's memory lies, put, get, notify, wait.
+"""Device-side primitives for kernels over symmetric memory: where a peer's memory lies, notify, wait.
 
 They are a small language for Triton kernels, each for one pattern of use. All take **bases**: a table on the device of where each
 rank's part of one symmetric allocation begins (`bases` makes it). Kernels are compiled for GPUs, and with ``TRITON_INTERPRET=1``
@@ -101,18 +101,6 @@ def max_programs(ranks: int, device: torch.device, beside: int = 0) -> int:
     return sms // ranks - beside
 
 
-def check_grid(programs: int, ranks: int, device: torch.device) -> None:
-    """Raise `ValueError` if `ranks` ranks that share `device` cannot all keep grids of `programs` programs running.
-
-    A program that waits holds its place; one that it waits for must not be left outside.
-    """
-    if device.type == "cuda" and programs > (most := max_programs(ranks, device)):
-        raise ValueError(
-            f"{programs} programs on each of {ranks} ranks that share a GPU could keep those out that they wait for: "
-            f"use at most {most}"
-        )
-
-
 def check(timeout_record: Tensor, what: str, name: Callable[[int], str] = "counter {}".format) -> None:
     """Raise `PeerTimeout` if a wait of a kernel that has run is in this record; `name` says what a counter is called."""
     index, expected, actual = timeout_record.tolist()
@@ -129,34 +117,6 @@ def peer_pointer(pointer, bases, rank, peer):
     """
     steps = (tl.load(bases + peer) - tl.load(bases + rank)) >> 4
     return pointer + steps * (128 // pointer.dtype.element_ty.primitive_bitwidth)
-
-
-@triton.jit
-def copy(dst, src, count, BLOCK: tl.constexpr):
-    """Copy `count` elements between addresses that this rank may access; one program does it all."""
-    start = count * 0
-    while start < count:
-        offsets = start + tl.arange(0, BLOCK)
-        tl.store(dst + offsets, tl.load(src + offsets, mask=offsets < count), mask=offsets < count)
-        start += BLOCK
-
-
-@triton.jit
-def put(dst, src, count, bases, rank, peer, BLOCK: tl.constexpr):
-    """Copy `count` elements from `src`, which this rank may read, to where `dst` lies on `peer`; one program does it all.
-
-    Pattern: the producer sends. Follow it by `notify`, which makes what was put visible to a peer that waits.
-    """
-    copy(peer_pointer(dst, bases, rank, peer), src, count, BLOCK)
-
-
-@triton.jit
-def get(dst, src, count, bases, rank, peer, BLOCK: tl.constexpr):
-    """Copy `count` elements from where `src` lies on `peer` to `dst`, which this rank may write; one program does it all.
-
-    Pattern: the consumer fetches. Precede it by `wait`, so that what is fetched is there.
-    """
-    copy(dst, peer_pointer(src, bases, rank, peer), count, BLOCK)
 
 
 @triton.jit
@@ -205,27 +165,3 @@ def wait(counter, index, expected, timeout_record, max_polls):
                 tl.store(timeout_record + 1, expected)
                 tl.store(timeout_record + 2, actual)
     tl.debug_barrier()
-
-
-@triton.jit
-def tell_open(counters, counter_bases, rank, RANKS: tl.constexpr):
-    """Tell all peers that this rank has made the call: they may write to its `gathered`."""
-    for step in tl.static_range(1, RANKS):
-        notify(counters + rank * 8, counter_bases, rank, (rank + step) % RANKS)
-
-
-@triton.jit
-def await_open(counters, call, timeout_record, rank, max_polls, RANKS: tl.constexpr):
-    """Wait until all peers have made the call."""
-    for step in tl.static_range(1, RANKS):
-        wait(counters, (rank + step) % RANKS, call, timeout_record, max_polls)
-
-
-@triton.jit
-def complete(counters, counter_bases, call, tickets, timeout_record, rank, programs, max_polls, RANKS: tl.constexpr):
-    """Behind all programs' stores: the last of them tells all peers that this rank's shard has arrived, and waits for theirs."""
-    if last_to_arrive(tickets, programs):
-        for step in tl.static_range(1, RANKS):
-            notify(counters + (RANKS + rank) * 8, counter_bases, rank, (rank + step) % RANKS)
-        for step in tl.static_range(1, RANKS):
-            wait(counters, RANKS + (rank + step) % RANKS, call, timeout_record, max_polls)
