@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from weft import _native
 from weft.engines.engine import LANES, Dtypes, Tensors, Timed
@@ -50,20 +49,8 @@ class NetworkEngine(HostEngine):
         self.execute_as(call, barrier(self.world.levels, "agree"), {})
 
 
-class _Sent(NamedTuple):
-    """A batch to send: to whom, and for each message its number in its channel and where its rows are; a token has none."""
-
-    to: int
-    messages: Sequence[tuple[int, Place | None]]
-
-
-class _Receive(NamedTuple):
-    """What a lane of another rank sends here: who must have begun the call before, and for each message where its rows go."""
-
-    sender: int
-    lane: str
-    told: list[int]
-    places: list[Place | None]
+Sent = list[tuple[int, list[tuple[int, Place | None]]]]
+"""Batches to send: to whom, and for each message its number in its channel and where its rows are; a token has none."""
 
 
 class NetworkProgram(HostProgram):
@@ -86,10 +73,11 @@ class NetworkProgram(HostProgram):
         ]
         self.more_lanes = len(self.outgoing) + len(self.incoming)
         super().__init__(engine, plan, tensors, dtypes)
-        self.sends: list[tuple[str, list[_Sent]]] = []
-        self.receives: list[_Receive] = []
+        self.sends: list[tuple[str, Sent]] = []  # by lane
+        self.receives: list[tuple[int, str, list[int], list[Place | None]]] = []
+        """What a lane of another rank sends here: who must have begun the call before, and for each message where its rows go."""
         self._compile_channels()
-        self.departures = Counter(batch.to for _, sent in self.sends for batch in sent for _ in batch.messages)
+        self.departures = Counter(to for _, sent in self.sends for to, messages in sent for _ in messages)
         self.spans: list[Timed] = []
 
     def own_lanes(self) -> Mapping[str, Sequence[Instruction]]:
@@ -138,7 +126,7 @@ class NetworkProgram(HostProgram):
                 return reached
             at = stopped
 
-    def _send(self, number: int, lane: str, sent: Sequence[_Sent], call: int, digest: int, spans: list[Timed]) -> None:
+    def _send(self, number: int, lane: str, sent: Sent, call: int, digest: int, spans: list[Timed]) -> None:
         """Send what a lane has for other hosts in a call."""
         relay, sender, at = self.engine.relay, LANES.index(lane), self.advance(number, 0)
         for to, messages in sent:
@@ -162,12 +150,12 @@ class NetworkProgram(HostProgram):
     def _compile_channels(self) -> None:
         native = self.native
         for number, (lane, posted) in enumerate(self.outgoing.items(), len(LANES)):
-            sent = []
+            sent: Sent = []
             for to, (begin, messages, end) in sorted(posted, key=lambda one: one[1][0].count):  # as the lane comes to them
                 self._compile(number, 0, begin)
                 native.pause(number)
                 self._compile(number, 0, end)
-                sent.append(_Sent(to, [(m.index, self.place(m.copy.src) if m.copy else None) for m in messages]))
+                sent.append((to, [(m.index, self.place(m.copy.src) if m.copy else None) for m in messages]))
             self.sends.append((lane, sent))
         for number, (sender, lane, messages) in enumerate(self.incoming, len(LANES) + len(self.outgoing)):
             for message in messages:
@@ -175,7 +163,7 @@ class NetworkProgram(HostProgram):
                 for notify in message.signals:
                     self._compile(number, 0, notify)
             told = let_in_by(self.plan, sender, lane, self.world.rank)
-            self.receives.append(_Receive(sender, lane, told, [self.place(m.copy.dst) if m.copy else None for m in messages]))
+            self.receives.append((sender, lane, told, [self.place(m.copy.dst) if m.copy else None for m in messages]))
 
 
 class _Rows(NamedTuple):
@@ -188,26 +176,21 @@ class _Rows(NamedTuple):
 
     def gathered(self) -> memoryview:
         """Their bytes, of a copy if they do not lie side by side."""
-        return self._whole() if self._side_by_side() else _bytes(self._strided().contiguous())
+        return np.ascontiguousarray(self._matrix()).reshape(-1).data
 
     def fill(self, read: Callable[[memoryview], object]) -> None:
         """Let `read` fill them."""
-        if self._side_by_side():
-            read(self._whole())
-            return
-        room = torch.empty(self.rows, self.row, dtype=torch.uint8)
-        read(_bytes(room))
-        self._strided().copy_(room)
+        there = self._matrix()
+        room = there if there.flags.c_contiguous else np.empty(there.shape, np.uint8)
+        read(room.reshape(-1).data)
+        if room is not there:
+            there[:] = room
 
-    def _side_by_side(self) -> bool:
-        return self.rows <= 1 or self.row == self.stride
-
-    def _whole(self) -> memoryview:
-        return _memory(self.address, self.rows * self.row)
-
-    def _strided(self) -> Tensor:
-        whole = torch.frombuffer(_memory(self.address, (self.rows - 1) * self.stride + self.row), dtype=torch.uint8)
-        return whole.as_strided((self.rows, self.row), (self.stride, 1))
+    def _matrix(self) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+        if not self.rows * self.row:
+            return np.empty((self.rows, self.row), np.uint8)
+        memory = _view(self.address, (self.rows - 1) * self.stride + self.row, _WRITABLE)
+        return np.ndarray((self.rows, self.row), np.uint8, memory, strides=(self.stride, 1))
 
 
 class _Arrivals:
@@ -247,17 +230,6 @@ class _Coming:
     told: Sequence[int]
     places: deque[_Rows]
     at: int = 0
-
-
-def _memory(address: int, size: int) -> memoryview:
-    """The bytes there, to be read and written."""
-    return _view(address, size, _WRITABLE) if size else memoryview(bytearray())
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor of them."""
-    array: Any = tensor.numpy()
-    return memoryview(array).cast("B")
 
 
 _view: Any = ctypes.pythonapi.PyMemoryView_FromMemory
