@@ -19,7 +19,7 @@ from weft import _native
 from weft.checks import PLAIN
 from weft.engines.weights import PackedWeight, Weight
 from weft.errors import MismatchError, PlanError, WeftError
-from weft.plan import Copy, Instruction, Plan, Reduce, Region, Signal, Wait, accesses, reads, writes
+from weft.plan import Copy, Instruction, Plan, Reduce, Region, Signal, Wait, reads, writes
 from weft.world import World, memory
 
 LANES = ("compute", "comm")
@@ -227,16 +227,8 @@ class Program(ABC):
             raise PlanError(f"engines have the lanes {' and '.join(LANES)}; the plan has {', '.join(lanes)}")
         engine.name(plan.signal_names())
         self.lanes = [lanes.get(name, ()) for name in LANES]
-        self.shared = {  # what ranks of one host access of each other
-            region.buffer
-            for rank, own in enumerate(plan.lanes)
-            for lane in own.values()
-            for instruction in lane
-            for region in accesses(instruction)
-            if region.rank != rank and self.world.hosts[region.rank] == self.world.hosts[rank]
-        }
-        every = (i for lanes in plan.lanes for lane in lanes.values() for i in lane)
-        moved = {region.buffer for i in every if isinstance(i, Copy | Reduce) for region in reads(i)}
+        self.shared = plan.shared_buffers(self.world.hosts)
+        moved = {region.buffer for _, i in plan.instructions() if isinstance(i, Copy | Reduce) for region in reads(i)}
         self.told = {  # what ranks must agree on
             name for name, buffer in plan.buffers.items() if name in self.shared or (buffer.role == "input" and name in moved)
         }
@@ -315,13 +307,7 @@ def kinds(plan: Plan, given: Dtypes, dtypes: Dtypes) -> dict[str, tuple[torch.dt
     with."""
     known = {name: (dtype, name) for name, dtype in given.items()}
     linked = dict.fromkeys(  # in an order that all ranks have, since the first link of a workspace decides
-        (a.buffer, b.buffer)
-        for lanes in plan.lanes
-        for lane in lanes.values()
-        for i in lane
-        if isinstance(i, Copy | Reduce)
-        for a in reads(i)
-        for b in writes(i)
+        (a.buffer, i.dst.buffer) for _, i in plan.instructions() if isinstance(i, Copy | Reduce) for a in reads(i)
     )
     grown = True
     while grown:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from weft import _native
 from weft.engines.engine import Timed
-from weft.plan import Plan, writes
+from weft.plan import Plan
 from weft.plan.binding import bind
 from weft.plan.trace import Span, Trace
 from weft.world import World
@@ -69,9 +69,7 @@ class Recording:
         for plan, sizes, spans in self.executions:
             bound = bind(plan, sizes)
             for lane, index, start, stop in spans:
-                instruction = bound.lanes[self.world.rank][lane][index]
-                rows = sum(region.rows for region in writes(instruction))
-                yield Span(self.world.rank, lane, type(instruction).__name__.lower(), str(instruction), rows, start, stop)
+                yield Span.of(self.world.rank, lane, bound.lanes[self.world.rank][lane][index], start, stop)
 
 
 def clock_offsets(world: World, group: dist.ProcessGroup | None = None, now: Callable[[], int] = _native.now) -> list[int]:

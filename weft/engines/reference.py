@@ -264,7 +264,7 @@ def _like(call: Call) -> Buffers:
 
     They follow from the inputs by way of the instructions. Buffers that nothing is written to look like the first input.
     """
-    moves = [(r, i) for r, lanes in enumerate(call.plan.lanes) for lane in lanes.values() for i in lane if isinstance(i, Move)]
+    moves = [(r, i) for r, i in call.plan.instructions() if isinstance(i, Move)]
     like = {name: tensor[:0] for name, tensor in call.inputs[0].items()}
     first = next(iter(like.values()), torch.empty(0, 1))
     while new := [(r, i) for r, i in moves if i.dst.buffer not in like and all(source.buffer in like for source in reads(i))]:

@@ -232,9 +232,14 @@ class Plan:
         """The names of all signals, in alphabetic order."""
         return sorted({i.signal.name for _, i in self.instructions() if isinstance(i, Notify | Wait)})
 
-    def shared_buffers(self) -> set[str]:
-        """Names of the buffers that some rank accesses on another: these must lie in symmetric memory."""
-        return {region.buffer for rank, i in self.instructions() for region in accesses(i) if region.rank != rank}
+    def shared_buffers(self, hosts: Sequence[int] | None = None) -> set[str]:
+        """Names of the buffers that some rank accesses on another: these must lie in symmetric memory.
+
+        With `hosts`, the host of each rank, on another of the same host.
+        """
+        hosts = hosts or (0,) * self.ranks
+        every = ((rank, region) for rank, i in self.instructions() for region in accesses(i))
+        return {region.buffer for rank, region in every if region.rank != rank and hosts[region.rank] == hosts[rank]}
 
     def inside(self, region: Region) -> bool:
         """Whether there is such a region."""

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from weft.plan import Instruction, writes
+
 KINDS = ("matmul", "copy", "reduce", "wait", "notify")
 """The kinds of spans: the five instructions."""
 
@@ -27,6 +29,12 @@ class Span(NamedTuple):
     rows: int
     start: int
     stop: int
+
+    @classmethod
+    def of(cls, rank: int, lane: str, instruction: Instruction, start: int, stop: int) -> Span:
+        """That of an instruction over rows."""
+        rows = sum(region.rows for region in writes(instruction))
+        return cls(rank, lane, type(instruction).__name__.lower(), str(instruction), rows, start, stop)
 
 
 @dataclass(frozen=True)

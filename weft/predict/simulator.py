@@ -19,7 +19,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from weft.errors import PlanError
-from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait, writes
+from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait
 from weft.plan.messages import is_inlet
 from weft.plan.trace import Span, Trace
 from weft.predict.machine import ITEMSIZE, Link, Machine
@@ -115,8 +115,7 @@ class _Run:
         """The spans of all lanes."""
         for lane in self.lanes:
             for instruction, (start, stop) in zip(lane.instructions, lane.spans, strict=True):
-                kind, rows = type(instruction).__name__.lower(), sum(region.rows for region in writes(instruction))
-                yield Span(lane.rank, lane.name, kind, str(instruction), rows, round(start * 1e9), round(stop * 1e9))
+                yield Span.of(lane.rank, lane.name, instruction, round(start * 1e9), round(stop * 1e9))
 
     def schedule(self, time: float, happen: Callable[[Any], None], what: object) -> None:
         """Let something happen later; what is due at one time happens in the order of the calls."""

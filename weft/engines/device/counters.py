@@ -6,7 +6,6 @@ Both count as the host engine does: an execution starts from what earlier ones p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,15 +24,6 @@ class WaitFailed(Exception):
         self.status, self.expected, self.actual = status, expected, actual
 
 
-@dataclass(frozen=True)
-class WaitTarget:
-    """A counter of this rank, who raises it, and how much it must grow."""
-
-    index: int
-    source: int
-    count: int
-
-
 class HostCounters:
     """Counters for threads: signals of one-sided calls."""
 
@@ -47,25 +37,27 @@ class HostCounters:
         if not self.signals.native.add(peer, index, 1, 1, 1):
             raise self.world.failure(f"to notify rank {peer}")
 
-    def wait(self, target: WaitTarget, compiled: _native.Compiled, timeout: float) -> None:
-        """Hold this lane until the target is reached, for at most `timeout` seconds; raises `WaitFailed`."""
-        base, left = self.base[target.index], timeout
+    def wait(self, index: int, source: int, count: int, compiled: _native.Compiled, timeout: float) -> None:
+        """Hold this lane until a counter, which rank `source` raises, has grown by `count`, for at most `timeout` seconds.
+
+        Raises `WaitFailed`.
+        """
+        base, left = self.base[index], timeout
+        reached = index, 1, 1, _native.Compare.greater_equal, base + count
         while True:
-            status, _, actual = self.signals.native.wait(
-                target.index, 1, 1, _native.Compare.greater_equal, base + target.count, min(left, _LOOKS)
-            )
+            status, _, actual = self.signals.native.wait(*reached, min(left, _LOOKS))
             left -= _LOOKS
             quiet = status in (_native.WaitStatus.none, _native.WaitStatus.timeout)
-            if quiet and self.world.native.mismatch(compiled, target.source):
+            if quiet and self.world.native.mismatch(compiled, source):
                 status = _native.WaitStatus.mismatch
-            if status == _native.WaitStatus.timeout and self.world.mesh.left(target.source):
+            if status == _native.WaitStatus.timeout and self.world.mesh.left(source):
                 status = _native.WaitStatus.left  # but what it raised before it left counts
-                if self.signals.native.test(target.index, 1, 1, _native.Compare.greater_equal, base + target.count):
+                if self.signals.native.test(*reached):
                     status = _native.WaitStatus.none
             if status == _native.WaitStatus.none:
                 return
             if status != _native.WaitStatus.timeout or left <= 0:
-                raise WaitFailed(status, target.count, actual - base)
+                raise WaitFailed(status, count, actual - base)
 
     def advance(self, promised: Mapping[int, int]) -> None:
         """End an execution, which raised counters by what the plan `promised`."""
@@ -95,25 +87,18 @@ class DeviceCounters:
         # Loading a kernel may wait for the device: both are loaded before anything on it waits for this rank.
         with symmetric.LOADING:
             self.notify(world.rank, count)
-            self.wait(WaitTarget(count, world.rank, 1), None, world.timeout)
+            self.wait(count, world.rank, 1, None, world.timeout)
             drain(world.device)
 
     def notify(self, peer: int, index: int) -> None:
         kernel: Any = self.kernels.notify_kernel
         kernel[(1,)](self.counters, index, self.bases, self.world.rank, peer, num_warps=1)
 
-    def wait(self, target: WaitTarget, compiled: _native.Compiled | None, timeout: float) -> None:
-        """Hold this lane until the target is reached; `check` raises what goes wrong, since a stream cannot."""
+    def wait(self, index: int, source: int, count: int, compiled: _native.Compiled | None, timeout: float) -> None:
+        """Hold this lane until a counter has grown by `count`; `check` raises what goes wrong, since a stream cannot."""
         kernel: Any = self.kernels.wait_kernel
-        kernel[(1,)](
-            self.counters,
-            target.index,
-            self.base,
-            target.count,
-            self.timeout_record,
-            self.symmetric.max_polls(timeout),
-            num_warps=1,
-        )
+        polls = self.symmetric.max_polls(timeout)
+        kernel[(1,)](self.counters, index, self.base, count, self.timeout_record, polls, num_warps=1)
 
     def advance(self, promised: Mapping[int, int]) -> None:
         self.base.add_(self.prepare(promised))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from weft import _native
-from weft.engines.device.counters import Counters, DeviceCounters, WaitFailed, WaitTarget, counters
+from weft.engines.device.counters import Counters, DeviceCounters, WaitFailed, counters
 from weft.engines.device.fixed import FixedProgram, Geometry
 from weft.engines.device.lanes import Completion, Operands, Step, lane
 from weft.engines.engine import LANES, Dtypes, Engine, Tensors, Timed, Weights
@@ -310,11 +310,11 @@ class DeviceProgram(FixedProgram):
             case Notify(peer, signal):
                 return partial(engine.counters.notify, peer, engine.index(signal))
             case Wait(signal, count):
-                target = WaitTarget(engine.index(signal), signal.source, count)
+                index = engine.index(signal)
 
                 def hold() -> None:
                     try:
-                        engine.counters.wait(target, self.native, given.timeout)
+                        engine.counters.wait(index, signal.source, count, self.native, given.timeout)
                     except WaitFailed as failed:
                         doing = self.doing(lane, at, call, signal.source, failed.expected, failed.actual)
                         raise engine.ended(failed.status, signal.source, self.native, doing, self.call, given.timeout) from None
@@ -333,28 +333,30 @@ def _timed(step: Step, name: str, every: range, spans: list[Span], device: torch
     Of several instructions that are one step, each takes all of its time.
     """
 
-    def on_thread() -> None:
-        start = _native.now()
+    def timed() -> None:
+        start = _moment(device)
         step()
-        stop = _native.now()
-        spans.append(lambda: [(name, at, start, stop) for at in every])
+        stop = _moment(device)
+        spans.append(lambda: [(name, at, *times) for times in [(start(), stop())] for at in every])
 
-    def on_stream() -> None:
-        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        before.record()
-        step()
-        after.record()
-        spans.append(lambda: [(name, at, start, stop) for start, stop in [(_clock(before), _clock(after))] for at in every])
-
-    return on_stream if device.type == "cuda" else on_thread
+    return timed
 
 
-def _clock(event: torch.cuda.Event) -> int:
-    """When an event happened, in nanoseconds of the host's clock; waits for the device, as only recordings do."""
-    now = torch.cuda.Event(enable_timing=True)
-    now.record()
-    now.synchronize()
-    return int(_native.now() - event.elapsed_time(now) * 1e6)
+def _moment(device: torch.device) -> Callable[[], int]:
+    """When a lane has come here, in nanoseconds of the host's clock; to ask waits for the device, as only recordings do."""
+    if device.type != "cuda":
+        come = _native.now()
+        return lambda: come
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+
+    def clock() -> int:
+        now = torch.cuda.Event(enable_timing=True)
+        now.record()
+        now.synchronize()
+        return int(_native.now() - event.elapsed_time(now) * 1e6)
+
+    return clock
 
 
 def _multiply(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None) -> None:

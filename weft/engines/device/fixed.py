@@ -89,7 +89,7 @@ class FixedProgram(Program):
 
     def _reserve(self) -> dict[str, int]:
         """Lay out the workspaces that the plan uses, alike on all ranks; returns their offsets."""
-        used = {r.buffer for lanes in self.plan.lanes for lane in lanes.values() for i in lane for r in accesses(i)}
+        used = {region.buffer for _, i in self.plan.instructions() for region in accesses(i)}
         offsets, size = {}, 0
         for name, buffer in self.plan.buffers.items():
             if buffer.role == "workspace" and name in used:
