@@ -187,49 +187,39 @@ class _Run:
     def begin(self, lane: _Lane, instruction: Copy | Matmul | Reduce) -> None:
         """Begin an instruction that takes time."""
         activity = self.activity(lane, instruction)
-        affected = {activity: None}
-        for link in activity.links:
-            affected |= self.users[link]
-            self.users[link][activity] = None
-        for beside, others in self.cores(activity):
-            if not beside:
-                affected |= others
-            beside[activity] = None
-        self.repace(affected)
+        for among in self.places(activity):
+            among[activity] = None
+        self.repace(activity)
 
     def finish(self, due: tuple[_Activity, int]) -> None:
         """End an activity, unless its pace has changed since this end was foreseen."""
         activity, version = due
         if version != activity.version:
             return
-        affected: Users = {}
-        for link in activity.links:
-            del self.users[link][activity]
-            affected |= self.users[link]
-        for beside, others in self.cores(activity):
-            del beside[activity]
-            if not beside:
-                affected |= others
-        self.repace(affected)
+        for among in self.places(activity):
+            del among[activity]
+        self.repace(activity)
         if activity.until > self.now:
             self.schedule(activity.until + self.machine.wake_us * 1e-6, self.leave, activity.lane)
         else:
             self.leave(activity.lane)
 
-    def cores(self, activity: _Activity) -> list[tuple[Users, Users]]:
-        """For each core of an activity what works on its side of it, and on the other."""
-        compute = activity.lane.compute
-        return [(self.working[rank, compute], self.working[rank, not compute]) for rank in activity.ranks]
+    def places(self, activity: _Activity) -> list[Users]:
+        """What works where an activity does: on its links, and in such lanes on its cores."""
+        links = [self.users[link] for link in activity.links]
+        return links + [self.working[rank, activity.lane.compute] for rank in activity.ranks]
 
     def leave(self, lane: _Lane) -> None:
         """Go on after an instruction that took time."""
         self.done(lane)
         self.proceed(lane)
 
-    def repace(self, affected: Iterable[_Activity]) -> None:
-        """Let activities go on at the pace that links and interference now allow, and foresee their ends anew."""
-        affected = dict.fromkeys(affected)
-        for rank in {rank for activity in affected if activity.core for rank in activity.ranks}:
+    def repace(self, changed: _Activity) -> None:
+        """Let all that share a link or a core with what has begun or ended go on at their new pace, to ends foreseen anew."""
+        affected: Users = {}
+        for link in changed.links:
+            affected |= self.users[link]
+        for rank in {*changed.ranks, *(rank for other in affected if other.core for rank in other.ranks)}:
             affected |= self.working[rank, True] | self.working[rank, False]
         for activity in affected:
             pace = 1.0
