@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -375,10 +375,7 @@ def _multiply(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None) -> No
 def _reduce(parts: list[Tensor], total: Tensor, op: str, ranks: int) -> None:
     """Combine `parts` in their order: sums in float32 (float64 in float64, integers exactly), rounded once."""
     if op in ("max", "min"):
-        best = parts[0]
-        for part in parts[1:]:
-            best = torch.maximum(best, part) if op == "max" else torch.minimum(best, part)
-        total.copy_(best)
+        total.copy_(reduce(torch.maximum if op == "max" else torch.minimum, parts))
         return
     dtype = parts[0].dtype
     wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else torch.int64

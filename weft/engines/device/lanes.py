@@ -30,7 +30,7 @@ class Operands(NamedTuple):
 class ThreadCompletion:
     """The end of what was started on a `ThreadLane`."""
 
-    def __init__(self, future: Future[None]) -> None:
+    def __init__(self, future: Future[object]) -> None:
         self.future = future
 
     def done(self) -> bool:
@@ -53,11 +53,7 @@ class ThreadLane:
 
     def start(self, step: Step) -> ThreadCompletion:
         """Do this behind what was started before, beside the caller and other lanes."""
-
-        def without_gradients() -> None:
-            with torch.no_grad():  # which is a thread's own affair
-                step()
-
+        without_gradients = torch.no_grad()(step)  # which is a thread's own affair
         return ThreadCompletion(self.thread.submit(without_gradients))
 
 
