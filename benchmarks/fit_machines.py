@@ -26,6 +26,7 @@ from weft.predict.simulator import Rows, seconds
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import all_gather_matmul
 from weft.schedules.matmul_all_reduce import matmul_all_reduce
+from weft.schedules.workload import Request
 
 HERE = Path(__file__).parent
 PROFILES = HERE.parent / "weft" / "predict" / "machines"
@@ -101,7 +102,8 @@ def streaming() -> System:
     points = []
     for row in published("allgather_gemm"):
         ranks, m, k, n = _numbers(row)
-        plan = bind(all_gather_matmul(ranks, 64, "push", links=ranks - 1, joined=False, planned=(0,)), split(m, ranks))
+        request = Request(ranks, 64, "push", links=ranks - 1, planned=(0,))
+        plan = bind(all_gather_matmul(request, joined=False), split(m, ranks))
         points.append(Point(f"{ranks} ranks, {m}x{k}x{n}", float(row["value"]) / 1e3, plan, _gathering(k, n)))
 
     def machine(p: Parameters, _: str) -> Machine:
@@ -124,11 +126,12 @@ def steps() -> System:
     rows = published("all_gather_matmul_v2")
     ranks, m, k, n = _numbers(rows[0])
     improvements = ((False, False), (True, False), (True, True))
-    options: list[dict[str, Any]] = [{"algorithm": "sequential"}]
-    options += [{"algorithm": "push", "own_first": own, "joined": joined} for own, joined in improvements]
+    options: list[tuple[str, dict[str, bool]]] = [("sequential", {})]
+    options += [("push", {"own_first": own, "joined": joined}) for own, joined in improvements]
     points = []
-    for row, option in zip(rows, options, strict=True):
-        plan = bind(all_gather_matmul(ranks, 4, links=ranks - 1, planned=(0,), **option), split(m, ranks))
+    for row, (algorithm, improved) in zip(rows, options, strict=True):
+        request = Request(ranks, 4, algorithm, links=ranks - 1, planned=(0,))
+        plan = bind(all_gather_matmul(request, **improved), split(m, ranks))
         points.append(Point(row["variant"], float(row["value"]) / 1e6, plan, _gathering(k, n)))
 
     def machine(p: Parameters, _: str) -> Machine:
@@ -182,7 +185,7 @@ def streams() -> System:
         points.append(Point(f"matmul and all-gather, {row['variant']}", float(row["value"]) / 1e3, plan, rows, variant))
     for row in published("nvfuser_overlap")[1:]:  # many streams have no plan that stands for them
         ranks, m, k, n = _numbers(row)
-        plan = bind(matmul_all_reduce(ranks, 4, "one_shot", remote_reads=False), split(m, ranks))
+        plan = bind(matmul_all_reduce(Request(ranks, 4, "one_shot", remote_reads=False)), split(m, ranks))
         variant = "nccl" if row["variant"] == "two streams" else ""
         rows = {"a": Rows(k // ranks, "bfloat16")} | dict.fromkeys(("partial", "inbox", "out"), Rows(n, "bfloat16"))
         points.append(Point(f"matmul + all-reduce, {row['variant']}", float(row["value"]) / 1e3, plan, rows, variant))

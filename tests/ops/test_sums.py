@@ -13,7 +13,7 @@ from weft.plan.binding import bind, split
 from weft.schedules import all_reduce, matmul_all_reduce, matmul_reduce_scatter, reduce_scatter
 from weft.schedules.common import apart
 from weft.schedules.matmul_reduce_scatter import product_buffer, sum_buffers
-from weft.schedules.workload import Workload
+from weft.schedules.workload import Request, Workload
 
 HOSTS = ((0, 0), (0, 0, 0), (0, 0, 0, 0), (0, 1), (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 2), (0, 0, 1), (0, 1, 1), (0, 0, 1, 2, 2))
 ROWS = 23
@@ -31,7 +31,7 @@ def planned(schedule, hosts, kept):
         if several is None or algorithm not in reads_peers:
             planner = getattr(schedule, schedule.__name__.rsplit(".", 1)[-1])
             for remote_reads in (True, False) if several is None else (False,):
-                yield bind(planner(len(hosts), 3, algorithm, remote_reads=remote_reads, hosts=several), kept)
+                yield bind(planner(Request(len(hosts), 3, algorithm, hosts=several, remote_reads=remote_reads)), kept)
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)

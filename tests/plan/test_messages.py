@@ -24,17 +24,16 @@ from weft.schedules.all_gather_matmul import all_gather_matmul
 from weft.schedules.common import apart, members, one_lane
 from weft.schedules.matmul_all_reduce import matmul_all_reduce
 from weft.schedules.matmul_reduce_scatter import matmul_reduce_scatter
+from weft.schedules.workload import Request
 
 Planner = Callable[[tuple[int, ...], int], Plan]
 """From the hosts of ranks, and pieces, to a plan."""
 
-GATHERS = (all_gather, all_gather_matmul)
 FUSED: dict[str, Planner] = {
     f"{schedule.__name__} {algorithm}": lambda hosts, pieces, schedule=schedule, algorithm=algorithm: schedule(
-        len(hosts), pieces, algorithm, hosts=hosts, **({} if schedule in GATHERS else {"remote_reads": False})
+        Request(len(hosts), pieces, algorithm, hosts=hosts, remote_reads=False)
     )
     for schedule, algorithms in {
-        all_gather: ("push", "ring"),
         all_gather_matmul: ("push", "ring", "sequential"),
         matmul_reduce_scatter: ("push", "ring", "sequential"),
         matmul_all_reduce: ("two_shot", "ring", "sequential"),
@@ -42,6 +41,8 @@ FUSED: dict[str, Planner] = {
     for algorithm in algorithms
 }
 PLAIN: dict[str, Planner] = {
+    "all_gather push": lambda hosts, pieces: all_gather(len(hosts), pieces, "push", hosts=hosts),
+    "all_gather ring": lambda hosts, pieces: all_gather(len(hosts), pieces, "ring", hosts=hosts),
     **{
         f"{schedule.__name__.split('.')[-1]} {algorithm}": lambda hosts, pieces, schedule=schedule, algorithm=algorithm: (
             schedule.put(pieces, hosts, algorithm)
@@ -98,7 +99,7 @@ def test_no_signal_is_too_many(hosts):
 @pytest.mark.parametrize("hosts", [(0, 1), (0, 1, 1), (0, 1, 2)], ids=str)
 def test_who_hears_from_a_rank_in_any_case_is_not_told_that_it_has_come(hosts):
     """Its rows wait at that rank's inlet: only messages with rows are sent."""
-    planners = [*(PLAIN[name] for name in EXCHANGES), *([FUSED["all_gather push"]] if apart(hosts) else [])]
+    planners = [*(PLAIN[name] for name in EXCHANGES), *([PLAIN["all_gather push"]] if apart(hosts) else [])]
     for planner in planners:
         assert all(message.copy for message in first_messages(lower_to_messages(planner(hosts, 1), hosts)))
 
@@ -136,7 +137,7 @@ def test_no_inlet_opens_before_those_have_begun_whom_it_tells(name):
 def test_what_comes_late_counts_for_the_call_it_is_of():
     """Some order makes a rank read what has not come, where it is told of a later call before all of an earlier one is there."""
     hosts = (0, 0, 1, 1)
-    planners = (PLAIN["all_to_all of few"], FUSED["all_gather push"])
+    planners = (PLAIN["all_to_all of few"], PLAIN["all_gather push"])
     made = [lower_to_messages(plans.bound(planner(hosts, 1), [2] * 4), hosts) for planner in planners]
 
     def right(several, seed):
@@ -212,11 +213,11 @@ def test_rows_cross_to_each_host_once(data, hosts, name, pieces):
 
 def test_what_hosts_cannot_do_is_refused():
     with pytest.raises(PlanError, match=r"rank 0 compute: matmul .* can only be sent rows, by a copy; choose push or ring"):
-        lower_to_messages(all_gather_matmul(2, 1, "direct"), (0, 1))
+        lower_to_messages(all_gather_matmul(Request(2, 1, "direct")), (0, 1))
 
 
 def test_both_ends_of_a_wire_agree():
-    plan = lower_to_messages(all_gather_matmul(3, 2, "push", hosts=(0, 0, 1)), (0, 0, 1))
+    plan = lower_to_messages(all_gather_matmul(Request(3, 2, "push", hosts=(0, 0, 1))), (0, 0, 1))
     assert sorted(incoming(plan, 2)) == [(0, "comm"), (0, "compute"), (1, "comm"), (1, "compute")]
     for sender, lanes in enumerate(plan.lanes):
         for lane, to in (target(name) for name in lanes if is_channel(name)):

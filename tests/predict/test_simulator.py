@@ -85,7 +85,7 @@ def test_the_order_of_events_is_checked_as_that_of_real_ranks():
 
 def test_a_trace_that_does_not_obey_is_noticed():
     plan = predict.plan(Workload("all_gather_matmul", (2, 2), 16, 16, "float32", "float32"), Variant("push", 1), SLOW)
-    full = replace(plan, lanes=plans.all_gather_matmul(2, 2, "push", symmetric_a=True).lanes)
+    full = replace(plan, lanes=plans.multiplied(2, 2, "push", symmetric=True).lanes)
     trace = simulate(full, SLOW, ROWS)
     early = [span._replace(start=0, stop=0) if span.kind == "wait" else span for span in trace.spans]
     with pytest.raises(AssertionError):

@@ -9,7 +9,7 @@ from weft import PlanError, verify
 from weft.engines.engine import kinds
 from weft.plan import Signal
 from weft.schedules.operators import OPERATORS
-from weft.schedules.workload import ORDERS, Place, Request
+from weft.schedules.workload import ORDERS, Request
 
 CHOICES = [
     (operator, algorithm, order, reads, symmetric)
@@ -35,17 +35,17 @@ def reckoned(plan, rank):
 def test_own_lanes_suffice(operator, algorithm, order, reads, symmetric):
     for ranks, cut in itertools.product((1, 2, 3, 5, 8), (1, 2, 8)):
         cut = 1 if algorithm in operator.whole else cut
-        request = Request(ranks, cut, algorithm, symmetric, order)
-        whole = operator.plan(request, Place(remote_reads=reads))
+        request = Request(ranks, cut, algorithm, symmetric, order, remote_reads=reads)
+        whole = operator.plan(request)
         for rank in range(ranks):
-            own = operator.plan(request, Place(remote_reads=reads, planned=(rank,)))
+            own = operator.plan(request._replace(planned=(rank,)))
             assert reckoned(own, rank) == reckoned(whole, rank), (ranks, cut, rank)
             assert not any(lanes for other, lanes in enumerate(own.lanes) if other != rank)
 
 
 def test_only_a_whole_plan_can_be_proved():
     operator = OPERATORS["all_gather_matmul"]
-    own = operator.plan(Request(2, 1, "push"), Place(planned=(0,)))
+    own = operator.plan(Request(2, 1, "push", planned=(0,)))
     assert own.promised(1) == {}
     assert Signal("free", 1) in own.promised(0)
     with pytest.raises(PlanError, match="only a plan with the lanes of all ranks can be proved"):

@@ -17,6 +17,7 @@ from weft.plan.proof import verify
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import ALGORITHMS, all_gather_matmul
 from weft.schedules.common import after, before, enter, in_order, leave, tidy
+from weft.schedules.workload import Request
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -77,7 +78,7 @@ def test_nothing_is_said_twice(plan):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_no_transfer_is_larger_than_a_piece(algorithm):
-    plan = all_gather_matmul(3, 4, algorithm)
+    plan = all_gather_matmul(Request(3, 4, algorithm))
     between = [
         i for lanes in plan.lanes for lane in lanes.values() for i in lane if isinstance(i, Copy) and i.src.rank != i.dst.rank
     ]
@@ -87,7 +88,7 @@ def test_no_transfer_is_larger_than_a_piece(algorithm):
 
 @pytest.mark.parametrize("algorithm", ["direct", "pull", "push", "ring"])
 def test_own_rows_are_multiplied_without_waiting(algorithm):
-    plan = all_gather_matmul(3, 2, algorithm, symmetric_a=True)
+    plan = all_gather_matmul(Request(3, 2, algorithm, symmetric=True))
     for r, lanes in enumerate(plan.lanes):
         first = next(i for i in lanes["compute"] if isinstance(i, Wait | Matmul))
         assert isinstance(first, Matmul)
@@ -95,14 +96,14 @@ def test_own_rows_are_multiplied_without_waiting(algorithm):
 
 
 def test_own_rows_can_be_multiplied_last():
-    plan = all_gather_matmul(3, 2, "direct", own_first=False)
+    plan = all_gather_matmul(Request(3, 2, "direct"), own_first=False)
     for r, lanes in enumerate(plan.lanes):
         assert [i.src.rank for i in lanes["compute"] if isinstance(i, Matmul)] == [*after(r, 3), r]
 
 
 @pytest.mark.parametrize("joined", [True, False])
 def test_products_of_adjacent_arrivals_are_joined(joined):
-    plan = all_gather_matmul(2, 8, "push", joined=joined)
+    plan = all_gather_matmul(Request(2, 8, "push"), joined=joined)
     products = [i.src.rows for i in plan.lanes[0]["compute"] if isinstance(i, Matmul)]
     assert products == ([8, 4, 2, 1, 1] if joined else [8] + [1] * 8)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -30,6 +31,7 @@ from weft.schedules.matmul_reduce_scatter import ALGORITHMS as REDUCE_SCATTERS
 from weft.schedules.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.schedules.reduce_scatter import eager as eager_reduce_scatter
 from weft.schedules.reduce_scatter import reduce_scatter
+from weft.schedules.workload import Request
 
 COLUMNS = 3
 
@@ -39,19 +41,14 @@ def interleaved_gather(ranks: int, pieces: int, algorithm: str, **choices: Any) 
     return all_gather(ranks, pieces, algorithm, order="interleaved", links=2, **choices)
 
 
-def interleaved(ranks: int, pieces: int, algorithm: str, **choices: Any) -> Plan:
-    """All-gather + matmul in that order."""
-    return all_gather_matmul(ranks, pieces, algorithm, order="interleaved", **choices)
+def multiplied(ranks: int, pieces: int, algorithm: str, own_first: bool = True, joined: bool = True, **choices: Any) -> Plan:
+    """All-gather + matmul."""
+    return all_gather_matmul(Request(ranks, pieces, algorithm, **choices), own_first=own_first, joined=joined)
 
 
-def linked(ranks: int, pieces: int, algorithm: str, **choices: Any) -> Plan:
-    """All-gather + matmul over two links."""
-    return all_gather_matmul(ranks, pieces, algorithm, links=2, **choices)
-
-
-def scattered(ranks: int, pieces: int, algorithm: str, **choices: Any) -> Plan:
-    """Matmul + reduce-scatter that makes the first piece for every peer first, over two links."""
-    return matmul_reduce_scatter(ranks, pieces, algorithm, order="interleaved", links=2, **choices)
+def summed(planner: Callable[[Request], Plan], ranks: int, pieces: int, algorithm: str, **choices: Any) -> Plan:
+    """A sum of products."""
+    return planner(Request(ranks, pieces, algorithm, **choices))
 
 
 def collected(ranks: int, pieces: int, algorithm: str, *, symmetric_a: bool) -> Plan:
@@ -78,13 +75,13 @@ def handed_out(ranks: int, pieces: int, algorithm: str, *, several: bool) -> Pla
 
 SCHEDULES: dict[Callable[..., Plan], tuple[Sequence[str], Sequence[str]]] = {
     all_gather: (("pull", "push", "ring"), ("symmetric_a", "symmetric_gathered")),
-    all_gather_matmul: (ALGORITHMS, ("symmetric_a", "gathered", "own_first", "joined")),
+    multiplied: (ALGORITHMS, ("symmetric", "gathered", "own_first", "joined")),
     interleaved_gather: (("push",), ("symmetric_gathered",)),
-    interleaved: (("push", "sequential"), ("gathered",)),
-    linked: (("push", "sequential"), ("gathered", "joined")),
-    matmul_reduce_scatter: (REDUCE_SCATTERS, ("remote_reads",)),
-    scattered: (("push", "sequential"), ("remote_reads",)),
-    matmul_all_reduce: (ALL_REDUCES, ("remote_reads",)),
+    partial(multiplied, order="interleaved"): (("push", "sequential"), ("gathered",)),
+    partial(multiplied, links=2): (("push", "sequential"), ("gathered", "joined")),
+    partial(summed, matmul_reduce_scatter): (REDUCE_SCATTERS, ("remote_reads",)),
+    partial(summed, matmul_reduce_scatter, order="interleaved", links=2): (("push", "sequential"), ("remote_reads",)),
+    partial(summed, matmul_all_reduce): (ALL_REDUCES, ("remote_reads",)),
     all_reduce: (PLAIN_ALL_REDUCES, ("symmetric_a", "symmetric_out")),
     handed_out: (("all_gather", "all_reduce", "broadcast", "reduce_scatter", "all_to_all"), ("several",)),
     collected: (("reduce_scatter", "broadcast", "all_to_all"), ("symmetric_a",)),

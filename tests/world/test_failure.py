@@ -19,13 +19,14 @@ from weft.engines import engine
 from weft.engines.host import HostProgram
 from weft.plan import Wait
 from weft.schedules.all_gather_matmul import ALGORITHMS, all_gather_matmul
+from weft.schedules.workload import Request
 
 RANKS, VICTIM = 3, 1
 SOON = 10.0  # seconds, half the time limit: survivors take milliseconds, but the machine may be busy
 
 
 def plan_of(algorithm):
-    return all_gather_matmul(RANKS, 2, algorithm)
+    return all_gather_matmul(Request(RANKS, 2, algorithm))
 
 
 def cuts(algorithm):

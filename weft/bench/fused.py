@@ -31,7 +31,7 @@ from weft.plan import Copy, Plan
 from weft.plan.binding import bind, split
 from weft.plan.trace import Trace
 from weft.schedules.operators import OPERATORS
-from weft.schedules.workload import Place, Workload
+from weft.schedules.workload import Workload
 from weft.world import World
 
 Times = TypeVar("Times")
@@ -143,9 +143,9 @@ class Subject(Views):
 
     def plan(self) -> Plan:
         """The communication of the choice."""
-        place = Place(self.world.topology, self.world.remote_reads)
-        operator = self.call.operator
-        return operator.communicate(operator.request(self.call.workload, self.choice.variant), place)
+        operator, world = self.call.operator, self.world
+        where: dict[str, Any] = {"hosts": world.topology, "remote_reads": world.remote_reads}
+        return operator.communicate(operator.request(self.call.workload, self.choice.variant, **where))
 
     def view(self, call: Callable[[], object]) -> View:
         """The view of a call that does all that the operator does."""

@@ -58,9 +58,9 @@ class AllGatherMatmul(Subject):
         self.a.copy_(self.x[start : start + len(self.a)])
 
     def _step(self, name: str, algorithm: str) -> Callable[[], object]:
-        pieces = self.call.operator.cut(self.call.workload, self.call.usual(algorithm).variant)
-        options: dict[str, Any] = {"symmetric_a": True, "hosts": self.world.topology, **_STEPS[name]}
-        plan = schedule.all_gather_matmul(self.world.ranks, pieces, algorithm, **options)
+        variant = self.call.usual(algorithm).variant
+        request = self.call.operator.request(self.call.workload, variant, hosts=self.world.topology)
+        plan = schedule.all_gather_matmul(request._replace(symmetric=True), **_STEPS[name])
         tensors = {"a": self.a, "out": self.out}
         return lambda: engine(self.world).execute(plan, tensors, {"out": self.weight}, rows=self.rows)
 

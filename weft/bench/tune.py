@@ -15,7 +15,7 @@ from weft.ops.call import Call, Given, Options
 from weft.plan.binding import bind
 from weft.predict import tuned
 from weft.schedules.operators import OPERATORS
-from weft.schedules.workload import Place, Variant, Workload
+from weft.schedules.workload import Variant, Workload
 from weft.world import World
 
 
@@ -66,7 +66,7 @@ def _prepare(workload: Workload, world: World) -> Call:
     """A call of this workload, on random data."""
     dtype, rank = getattr(torch, workload.dtype), world.rank
     operator = OPERATORS[workload.operator]
-    plan = operator.plan(operator.request(workload, Variant("sequential", 1)), Place())
+    plan = operator.plan(operator.request(workload, Variant("sequential", 1)))
     rows = bind(plan, workload.rows).buffers["a"].rows
     a, b = torch.randn(rows[rank], workload.k).to(dtype), torch.randn(workload.k, workload.n).to(dtype)
     if workload.symmetric and workload.operator == "all_gather_matmul":

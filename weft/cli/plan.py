@@ -20,7 +20,7 @@ from weft.schedules.all_to_all import all_to_all
 from weft.schedules.barrier import barrier
 from weft.schedules.levels import Levels, nested
 from weft.schedules.operators import OPERATORS
-from weft.schedules.workload import Operator, Place, Request, pieces
+from weft.schedules.workload import Operator, Request, pieces
 
 app = typer.Typer(help="Look at plans: what every rank does in one execution of an operator.", no_args_is_help=True)
 
@@ -31,7 +31,7 @@ _HANDED_OUT: Mapping[str, Callable[[Levels], Plan]] = {**collectives.HANDED_OUT,
 
 
 def _fused(operator: Operator, r: Request) -> Plan:
-    return operator.plan(r._replace(pieces=1) if r.algorithm in operator.whole else r, Place())
+    return operator.plan(r._replace(pieces=1) if r.algorithm in operator.whole else r)
 
 
 def _scatter(r: Request) -> Plan:

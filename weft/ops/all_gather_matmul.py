@@ -15,7 +15,7 @@ from weft.ops.call import Call, Decision, Given, Options, workload
 from weft.plan import Plan
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import outputs
-from weft.schedules.workload import Place, Request, Variant
+from weft.schedules.workload import Request, Variant
 from weft.world import World, current
 
 Optionals = Sequence[Tensor | None]
@@ -165,7 +165,7 @@ class _RowsCall(_GatherCall):
         matrix, rows = dims.to_front(a, dim), tuple(shard * inner for shard in shards)
         symmetric = world.is_symmetric(matrix)
         super().__init__(world, options, workload("all_gather_matmul", rows, given, results[0].dtype, symmetric))
-        self.weights, self.biases, self.asked = weights, biases, (("gathered", options.keep), ("weights", len(weights)))
+        self.weights, self.biases, self.asked = weights, biases, {"gathered": options.keep, "weights": len(weights)}
         names, self.wholes = [*outputs(len(weights))], results
         if options.keep:
             names, self.wholes = [*names, "gathered"], [*results, a.new_empty(dims.resized(a.shape, dim, sum(shards)))]
@@ -217,5 +217,5 @@ class _ColumnsCall(_GatherCall):
         return self.results, columns.view(*a.shape[:-1], columns.shape[1]) if self.options.keep else None
 
 
-def _gather_columns(request: Request, place: Place) -> Plan:
-    return all_gather(request.ranks, request.pieces, request.algorithm, hosts=place.hosts)
+def _gather_columns(request: Request) -> Plan:
+    return all_gather(request.ranks, request.pieces, request.algorithm, hosts=request.hosts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from weft.engines.weights import PackedWeight, Weight
 from weft.ops import arguments
 from weft.plan import Plan
 from weft.schedules.operators import OPERATORS
-from weft.schedules.workload import FEW_ROWS, PIECES, Operator, Variant, Workload, size_class
+from weft.schedules.workload import FEW_ROWS, PIECES, Operator, Request, Variant, Workload, size_class
 from weft.world import World
 
 LEAST_ROWS = {True: 64, False: 128}
@@ -115,19 +116,19 @@ def _lines(how: str, times: Sequence[tuple[Variant, float]]) -> str:
 class Call(ABC):
     """A call that was checked on this rank, with what is particular to its operator.
 
-    `tensors` are those of the plan's buffers; `weights` and `biases` belong to its products in their order. `asked` is what the
-    planner is told beside request and place.
+    `tensors` are those of the plan's buffers; `weights` and `biases` belong to its products in their order. `asked` is what a
+    `Request` has of this operator alone.
     """
 
     tensors: Mapping[str, Tensor]
     weights: Sequence[Weight] = ()
     biases: Sequence[Tensor | None] = ()
-    asked: tuple[tuple[str, object], ...] = ()
+    asked: Mapping[str, object] = MappingProxyType({})
 
     def __init__(self, world: World, options: Options, workload: Workload) -> None:
         self.world, self.options, self.workload = world, options, workload
         self.operator: Operator = OPERATORS[workload.operator]
-        self.planner: Callable[..., Plan] = self.operator.plan
+        self.planner: Callable[[Request], Plan] = self.operator.plan
 
     @property
     def columns(self) -> int:

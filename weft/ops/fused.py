@@ -19,7 +19,7 @@ from weft.ops.auto import decide
 from weft.ops.call import Call, Given, Options
 from weft.plan import Matmul, Plan
 from weft.schedules.operators import OPERATORS
-from weft.schedules.workload import Place, Request, Variant, Workload
+from weft.schedules.workload import Request, Variant, Workload
 from weft.world import World
 
 
@@ -69,9 +69,9 @@ def _prepare(call: Call, variant: Variant, pieces: int | None = None) -> Way:
     """The way to carry out a call in a variant, its rows in so many pieces or as the variant says."""
     world, operator, workload = call.world, call.operator, call.workload
     whole = engine(world).whole_plans or variant.algorithm in operator.unequal
-    place = Place(world.topology, world.remote_reads, planned=None if whole else (world.rank,))
+    where = {"hosts": world.topology, "remote_reads": world.remote_reads, "planned": None if whole else (world.rank,)}
     held = workload._replace(rows=(), k=1, n=1, packed=True)  # what plans for all sizes depend on
-    plan, dtypes, products = _planned(call.planner, held, operator.request(workload, variant, pieces), place, call.asked)
+    plan, dtypes, products = _planned(call.planner, held, operator.request(workload, variant, pieces, **where, **call.asked))
     program = engine(world).program(plan, call.tensors, workload.rows, dtypes)
     biases = {name: bias for name, bias in zip(products, call.biases, strict=False) if bias is not None}
     return Way(program, dict(zip(products, call.weights, strict=False)), biases)
@@ -79,12 +79,12 @@ def _prepare(call: Call, variant: Variant, pieces: int | None = None) -> Way:
 
 @lru_cache(maxsize=1024)
 def _planned(
-    planner: Callable[..., Plan], workload: Workload, request: Request, place: Place, asked: tuple[tuple[str, object], ...]
+    planner: Callable[[Request], Plan], workload: Workload, request: Request
 ) -> tuple[Plan, Mapping[str, torch.dtype], tuple[str, ...]]:
     """A plan, the dtypes of its buffers, and the buffers that products go to."""
-    plan = planner(request, place, **dict(asked))
-    if place.planned is not None:
-        plan = replace(plan, request=repr((request, asked)))
+    plan = planner(request)
+    if request.planned is not None:
+        plan = replace(plan, request=repr(request._replace(planned=None)))
     dtypes = {name: getattr(torch, rows.dtype) for name, rows in OPERATORS[workload.operator].buffers(workload).items()}
     every = (instruction for lanes in plan.lanes for lane in lanes.values() for instruction in lane)
     products = dict.fromkeys(instruction.dst.buffer for instruction in every if isinstance(instruction, Matmul))

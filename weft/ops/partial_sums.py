@@ -45,7 +45,7 @@ class SumCall(Call):
         self, world: World, options: Options, sums: Workload, x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None
     ) -> None:
         super().__init__(world, options, sums)
-        self.tensors, self.weights, self.asked = {"a": x, "out": out}, (weight,), (("op", options.op),)
+        self.tensors, self.weights, self.asked = {"a": x, "out": out}, (weight,), {"op": options.op}
         if bias is not None and options.own_bias:
             self.biases = (bias,)
         elif bias is not None and world.rank == 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from weft.plan import Plan
 from weft.plan.binding import bind, split
@@ -18,7 +18,7 @@ from weft.plan.trace import Trace
 from weft.predict.machine import Link, Machine
 from weft.predict.simulator import seconds, simulate
 from weft.schedules.operators import OPERATORS, SHARED_MEMORY_ONLY
-from weft.schedules.workload import ORDERS, PIECES, Place, Variant, Workload
+from weft.schedules.workload import ORDERS, PIECES, Request, Variant, Workload
 
 _CUTS = (PIECES, 8, 32, 4, 64, 1)  # into how many pieces a shard may be cut, the one that is mostly right first
 _PREFERRED = ("direct", "push", "pull", "ring", "one_shot", "two_shot", "sequential")
@@ -40,15 +40,16 @@ def plan(workload: Workload, variant: Variant, machine: Machine, communicate: bo
     Equal ranks are planned once: of a rotation that changes nothing there is only the first part (`weft.predict.simulator`).
     """
     links = 1 if machine.hosts else max(1, min(machine.lanes, workload.ranks - 1))
-    place = Place(machine.hosts, _reads_peers(machine), links, tuple(range(planned(workload, variant, machine))))
-    return _plan(workload, variant, place, communicate)
+    operator, ranks = OPERATORS[workload.operator], tuple(range(planned(workload, variant, machine)))
+    where: dict[str, Any] = {"hosts": machine.hosts, "remote_reads": _reads_peers(machine), "links": links, "planned": ranks}
+    request = operator.request(workload, variant, **where)
+    return _plan(operator.communicate if communicate else operator.plan, request, workload.rows)
 
 
 @lru_cache(maxsize=64)
-def _plan(workload: Workload, variant: Variant, place: Place, communicate: bool) -> Plan:
-    operator = OPERATORS[workload.operator]
-    made = bind((operator.communicate if communicate else operator.plan)(operator.request(workload, variant), place), workload.rows)
-    return made if place.hosts is None else lower_to_messages(made, place.hosts)
+def _plan(planner: Callable[[Request], Plan], request: Request, rows: tuple[int, ...]) -> Plan:
+    made = bind(planner(request), rows)
+    return made if request.hosts is None else lower_to_messages(made, request.hosts)
 
 
 def planned(workload: Workload, variant: Variant, machine: Machine) -> int:

@@ -39,25 +39,9 @@ from weft.schedules.common import (
 )
 from weft.schedules.levels import Levels, hand_out
 from weft.schedules.staging import Part, Stream, pipeline
+from weft.schedules.workload import Request
 
 ALGORITHMS = ("pull", "push", "ring")
-
-
-class Choices(NamedTuple):
-    """What a planner is given: ranks, the pieces of each one's rows, where rows may lie, and how a push goes about it.
-
-    Peers read `a` in place if it is symmetric; otherwise it is staged. Rows that are moved go `into` the workspace ``inbox`` or
-    straight into the caller's ``gathered``, which must be symmetric where peers of this host write to it (push and ring). `order`
-    and `links` are those of a push (`push`). `hosts` are given where there are several.
-    """
-
-    ranks: int
-    pieces: int
-    symmetric_a: bool = False
-    into: str = "inbox"
-    order: str = "peer"
-    links: int = 1
-    hosts: Hosts | None = None
 
 
 class Arrival(NamedTuple):
@@ -72,7 +56,8 @@ class Arrival(NamedTuple):
 class Gathering:
     """One rank's part of an all-gather: `first`, then `transfers` beside the use of `arrivals` in their order, then `last`.
 
-    Each list of transfers is one lane's.
+    Each list of transfers is one lane's. Rows that are moved go `into` the workspace ``inbox`` or straight into the caller's
+    ``gathered``, which must be symmetric where peers of this host write to it (push and ring).
     """
 
     first: list[Instruction]
@@ -81,70 +66,70 @@ class Gathering:
     last: list[Instruction]
 
 
-def direct(choices: Choices, rank: int) -> Gathering:
+def direct(request: Request, rank: int, into: str = "") -> Gathering:
     """Nothing is moved: peers' rows are used where they lie."""
-    return _published(choices, rank, choices.symmetric_a, before(rank, choices.ranks), after(rank, choices.ranks))
+    return _published(request, rank, request.symmetric, before(rank, request.ranks), after(rank, request.ranks))
 
 
-def _published(choices: Choices, rank: int, symmetric: bool, readers: Sequence[int], peers: Sequence[int]) -> Gathering:
+def _published(request: Request, rank: int, symmetric: bool, readers: Sequence[int], peers: Sequence[int]) -> Gathering:
     """Rows that `readers` use where this rank has them, and this rank where `peers` have theirs."""
-    pieces = choices.pieces
-    own = publish(rank, choices.ranks, [(0, pieces)], symmetric, readers, peers)
+    pieces = request.pieces
+    own = publish(rank, request.ranks, [(0, pieces)], symmetric, readers, peers)
     arrivals = [Arrival(Wait(Signal("ready", peer), 1), Region(peer, own.buffer, 0, pieces), peer * pieces) for peer in peers]
     return Gathering(own.first, [], arrivals, own.last)
 
 
-def pull(choices: Choices, rank: int) -> Gathering:
+def pull(request: Request, rank: int, into: str) -> Gathering:
     """Each rank gets its peers' rows, piece by piece."""
-    published = direct(choices, rank)
+    published = direct(request, rank)
     transfers: list[Instruction] = []
     arrivals: list[Arrival] = []
     pulled = Signal("pulled", rank)
     for ready, (peer, buffer, _, _), start in published.arrivals:
         transfers.append(ready)
-        for piece in range(choices.pieces):
-            here = block(rank, choices.into, start + piece)
+        for piece in range(request.pieces):
+            here = block(rank, into, start + piece)
             transfers += [Copy(block(peer, buffer, piece), here), Notify(rank, pulled)]
             arrivals.append(Arrival(Wait(pulled, len(arrivals) + 1), here, here.start))
-    if choices.symmetric_a and choices.into == "inbox" and arrivals:
+    if request.symmetric and into == "inbox" and arrivals:
         # Staging would have waited for the workspaces of all and handed them back; here the first "ready" and each "read" say so
         # for one peer each.
         first = published.arrivals[0].region.rank
-        transfers = hear("free", (peer for peer in after(rank, choices.ranks) if peer != first), 0) + transfers
+        transfers = hear("free", (peer for peer in after(rank, request.ranks) if peer != first), 0) + transfers
     return Gathering(published.first, [transfers], arrivals, published.last)
 
 
-def push(choices: Choices, rank: int) -> Gathering:
+def push(request: Request, rank: int, into: str = "inbox") -> Gathering:
     """Each rank puts its rows to all peers (full mesh), first to the one that uses them first.
 
     In the `order` ``peer`` a rank sends and uses rows peer after peer; ``interleaved`` the first piece of every peer, then the
     second …, which suits links that deliver beside each other. Peers are dealt out to as many lanes as there are `links`. Where
     hosts have several ranks it puts them to one rank of each other host, and peers of a host read each other's in place.
     """
-    if choices.hosts is not None and not apart(choices.hosts):
-        return _push_to_hosts(choices, choices.hosts, rank)
-    ranks, pieces, order = choices.ranks, choices.pieces, choices.order
+    if request.hosts is not None and not apart(request.hosts):
+        return _push_to_hosts(request, request.hosts, rank)
+    ranks, pieces, order = request.ranks, request.pieces, request.order
     sources, targets = after(rank, ranks), before(rank, ranks)
-    first, last = _open(choices, rank, sources)
+    first, last = _open(into, rank, request.ranks, sources)
     transfers = []
-    for link in range(min(choices.links, len(targets))):
-        dealt = targets[link :: choices.links]
-        lane = _enter(choices, rank, dealt)
+    for link in range(min(request.links, len(targets))):
+        dealt = targets[link :: request.links]
+        lane = _enter(into, rank, request.ranks, dealt)
         for peer, piece in in_order(order, dealt, pieces):
-            there = block(peer, choices.into, rank * pieces + piece)
+            there = block(peer, into, rank * pieces + piece)
             lane += [Copy(block(rank, "a", piece), there), Notify(peer, Signal("arrived", rank))]
         transfers.append(lane)
     arrivals = []
     for peer, piece in in_order(order, sources, pieces):
-        here = block(rank, choices.into, peer * pieces + piece)
+        here = block(rank, into, peer * pieces + piece)
         arrivals.append(Arrival(Wait(Signal("arrived", peer), piece + 1), here, here.start))
     return Gathering(first, transfers, arrivals, last)
 
 
-def _push_to_hosts(choices: Choices, hosts: Hosts, rank: int) -> Gathering:
+def _push_to_hosts(request: Request, hosts: Hosts, rank: int) -> Gathering:
     """Rows cross to each host once and are read by all its ranks where they arrive; those of neighbours where they are staged."""
-    ranks, pieces, near = choices.ranks, choices.pieces, neighbours(rank, hosts)
-    part = _published(choices, rank, False, near, near)
+    ranks, pieces, near = request.ranks, request.pieces, neighbours(rank, hosts)
+    part = _published(request, rank, False, near, near)
     transfers = enter(rank, ranks)
     for host in others(rank, hosts):
         for piece in range(pieces):
@@ -158,21 +143,21 @@ def _push_to_hosts(choices: Choices, hosts: Hosts, rank: int) -> Gathering:
     return Gathering(part.first, [transfers], part.arrivals, leave(rank, ranks))
 
 
-def ring(choices: Choices, rank: int) -> Gathering:
+def ring(request: Request, rank: int, into: str) -> Gathering:
     """Each rank puts its rows to the next one and hands on what it receives, so that only neighbours talk.
 
     Where hosts have several ranks it is the hosts that are neighbours, and a host's ranks read what one of them has received.
     """
-    if choices.hosts is not None and not apart(choices.hosts):
-        return _ring_of_hosts(choices, choices.hosts, rank)
-    ranks, pieces = choices.ranks, choices.pieces
+    if request.hosts is not None and not apart(request.hosts):
+        return _ring_of_hosts(request, request.hosts, rank)
+    ranks, pieces = request.ranks, request.pieces
     following, previous = (rank + 1) % ranks, (rank - 1) % ranks
-    first, last = _open(choices, rank, [previous] if ranks > 1 else [])
-    transfers = _enter(choices, rank, [following] if ranks > 1 else [])
+    first, last = _open(into, rank, request.ranks, [previous] if ranks > 1 else [])
+    transfers = _enter(into, rank, request.ranks, [following] if ranks > 1 else [])
     arrivals: list[Arrival] = []
     for origin in [rank, *before(rank, ranks)]:
         for piece in range(pieces):
-            here = block(rank, choices.into, origin * pieces + piece)
+            here = block(rank, into, origin * pieces + piece)
             source = block(rank, "a", piece) if origin == rank else here
             if origin != rank:
                 arrivals.append(Arrival(Wait(Signal("arrived", previous), len(arrivals) + 1), here, here.start))
@@ -182,9 +167,9 @@ def ring(choices: Choices, rank: int) -> Gathering:
     return Gathering(first, [transfers], arrivals, last)
 
 
-def _ring_of_hosts(choices: Choices, hosts: Hosts, rank: int) -> Gathering:
+def _ring_of_hosts(request: Request, hosts: Hosts, rank: int) -> Gathering:
     """Every rank hands all that it has to one rank of the next host, the rows of near hosts first."""
-    ranks, pieces, around = choices.ranks, choices.pieces, max(hosts) + 1
+    ranks, pieces, around = request.ranks, request.pieces, max(hosts) + 1
 
     def following(holder: int) -> int:
         return rail_peer(holder, (hosts[holder] + 1) % around, hosts)
@@ -216,27 +201,27 @@ def _ring_of_hosts(choices: Choices, hosts: Hosts, rank: int) -> Gathering:
         source = block(rank, "a", piece) if origin == rank else there._replace(rank=rank)
         transfers += [Copy(source, there), *tell(rank, "arrived", members(hosts[there.rank], hosts))]
     far = sorted((p for p in range(ranks) if hosts[p] != hosts[rank]), key=lambda p: (hosts[rank] - hosts[p]) % around)
-    part = _published(choices, rank, False, near, near)
+    part = _published(request, rank, False, near, near)
     part.arrivals.extend(arrival(origin, piece) for origin in far for piece in range(pieces))
     return Gathering(part.first, [transfers], part.arrivals, leave(rank, ranks))
 
 
-def _open(choices: Choices, rank: int, sources: Sequence[int]) -> tuple[list[Instruction], list[Instruction]]:
+def _open(into: str, rank: int, ranks: int, sources: Sequence[int]) -> tuple[list[Instruction], list[Instruction]]:
     """What precedes and follows puts into this rank's memory: (first, last)."""
-    if choices.into == "gathered":
+    if into == "gathered":
         return tell(rank, "open", sources), []
-    return [], leave(rank, choices.ranks)
+    return [], leave(rank, ranks)
 
 
-def _enter(choices: Choices, rank: int, targets: Sequence[int]) -> list[Instruction]:
+def _enter(into: str, rank: int, ranks: int, targets: Sequence[int]) -> list[Instruction]:
     """What precedes a lane's puts into the memory of `targets`.
 
     A workspace is free when all ranks have left the plan before, a caller's own tensor when the caller has made this call.
     """
-    return hear("open", targets) if choices.into == "gathered" else enter(rank, choices.ranks)
+    return hear("open", targets) if into == "gathered" else enter(rank, ranks)
 
 
-GATHERINGS: dict[str, Callable[[Choices, int], Gathering]] = {"direct": direct, "pull": pull, "push": push, "ring": ring}
+GATHERINGS: dict[str, Callable[[Request, int, str], Gathering]] = {"direct": direct, "pull": pull, "push": push, "ring": ring}
 
 
 def all_gather(
@@ -255,12 +240,12 @@ def all_gather(
 
     A pull writes `gathered` itself, from where `a` lies if that is symmetric; else ranks hand out a piece at a time. Push and
     ring, whose writer is a peer, do so if it is symmetric or every rank has a host of its own, and else pass a workspace. `planned`
-    and `hosts` are those of a `Place`. On one host a push into a symmetric `gathered` needs nothing of `a` but to read it, so it
+    and `hosts` are those of a `Request`. On one host a push into a symmetric `gathered` needs nothing of `a` but to read it, so it
     may be this rank's own part of `gathered`.
     """
     shared = hosts is not None and not apart(hosts)  # rows that arrive are read by several ranks
     straight = (symmetric_gathered and not shared) or apart(hosts)
-    choices = Choices(ranks, pieces, symmetric_a, "gathered" if straight else "inbox", order, links, hosts)
+    into, request = "gathered" if straight else "inbox", Request(ranks, pieces, algorithm, symmetric_a, order, hosts, links=links)
     handed = Stream("staged", [[Part(before(r, ranks), 0)] for r in range(ranks)], pieces)
     through_slots = algorithm == "pull" and not symmetric_a and ranks > 1
     fanned_out = algorithm == "push" and symmetric_gathered and links == 1 and hosts is None
@@ -270,8 +255,8 @@ def all_gather(
         if through_slots:
             return {"compute": _through_slots(handed, r)}
         if fanned_out:
-            return {"compute": _fan_out(choices, r)}
-        part = gather(choices, r)
+            return {"compute": _fan_out(request, r)}
+        part = gather(request, r, into)
         own = keep(Region(r, "a", 0, pieces), r * pieces, r)
         lane = [*part.first, *([] if links > 1 else chain(*part.transfers))]
         staged = [at for at, instruction in enumerate(part.first) if isinstance(instruction, Copy)]
@@ -312,9 +297,9 @@ def _through_slots(handed: Stream, rank: int) -> list[Instruction]:
     return pipeline(rank, [handed], [stage, handed.fetch(rank, "gathered", starts)])
 
 
-def _fan_out(choices: Choices, rank: int) -> list[Instruction]:
+def _fan_out(request: Request, rank: int) -> list[Instruction]:
     """Put each piece to its place on all ranks, this one included, before the next: an engine then reads it from memory once."""
-    ranks, pieces = choices.ranks, choices.pieces
+    ranks, pieces = request.ranks, request.pieces
     sources, targets = after(rank, ranks), before(rank, ranks)
     lane = tell(rank, "open", sources) + hear("open", targets)
     for piece in range(pieces):

@@ -11,39 +11,23 @@ from itertools import chain
 from typing import Any
 
 from weft.plan import Copy, Instruction, Matmul, Plan, Region
-from weft.schedules.all_gather import GATHERINGS, Arrival, Choices, all_gather, gather_plan, keep, push
-from weft.schedules.common import Hosts, Lanes, beside, enter, in_all, shard
-from weft.schedules.workload import Operator, Place, Request, Rows, Workload
+from weft.schedules.all_gather import GATHERINGS, Arrival, all_gather, gather_plan, keep, push
+from weft.schedules.common import Lanes, beside, enter, in_all, shard
+from weft.schedules.workload import Operator, Request, Rows, Workload
 
 ALGORITHMS = ("direct", "pull", "push", "ring", "sequential")
 
 
-def all_gather_matmul(
-    ranks: int,
-    pieces: int,
-    algorithm: str,
-    *,
-    symmetric_a: bool = False,
-    gathered: bool = False,
-    own_first: bool = True,
-    joined: bool = True,
-    weights: int = 1,
-    order: str = "peer",
-    links: int = 1,
-    planned: tuple[int, ...] | None = None,
-    hosts: Hosts | None = None,
-) -> Plan:
-    """Plan for ranks whose rows are moved in so many `pieces`.
+def all_gather_matmul(request: Request, *, own_first: bool = True, joined: bool = True) -> Plan:
+    """Plan for ranks whose rows are moved in so many `pieces`; ``sequential`` begins with a push.
 
-    `symmetric_a`: the input lies in symmetric memory. `gathered`: the gathered rows are an output too. `own_first` and `joined`
-    leave out one improvement each when false: own rows are multiplied last; each transfer gets a product of its own. `weights` is
-    the number of weights that rows are multiplied by, each with one of the `outputs`. `order` is that of a push (`push`), also of
-    the one in ``sequential``; `links`, `planned` and `hosts` are those of a `Place`.
+    `own_first` and `joined` leave out one improvement each when false: own rows are multiplied last; each transfer gets a product
+    of its own.
     """
-    outs = outputs(weights)
+    ranks, pieces, algorithm, gathered = request.ranks, request.pieces, request.algorithm, request.gathered
+    links, planned, outs = request.links, request.planned, outputs(request.weights)
     buffers, result = gather_plan(ranks, pieces, planned, ["gathered", *outs] if gathered else outs)
     into = "gathered" if gathered and algorithm == "pull" else "inbox"
-    choices = Choices(ranks, pieces, symmetric_a, into, order, links, hosts)
 
     def used(region: Region, start: int, r: int) -> list[Instruction]:
         """What is done with rows that are there, from block `start` of all on."""
@@ -52,7 +36,7 @@ def all_gather_matmul(
 
     def gather_then_multiply(r: int) -> Lanes:
         """All rows first, then one product over all of them; a single link is served by the lane that multiplies."""
-        part, all_rows = push(choices, r), Region(r, "inbox", 0, ranks * pieces)
+        part, all_rows = push(request, r), Region(r, "inbox", 0, ranks * pieces)
         own = Region(r, "a", 0, pieces)
         lane = [*part.first, *(enter(r, ranks) if links > 1 else chain(*part.transfers))]
         lane += [Copy(own, shard(r, "inbox", r, pieces))] if ranks > 1 else []
@@ -63,7 +47,7 @@ def all_gather_matmul(
         return beside(lane, part.transfers if links > 1 else [])
 
     def multiply_as_they_come(r: int) -> Lanes:
-        part = GATHERINGS[algorithm](choices, r)
+        part = GATHERINGS[algorithm](request, r, into)
         own = used(Region(r, "a", 0, pieces), r * pieces, r)
         peers: list[Instruction] = []
         for wait, region, start in join(part.arrivals) if joined else part.arrivals:
@@ -98,21 +82,12 @@ def _adjacent(one: Arrival, next_: Arrival) -> bool:
     return same_place and one.wait.signal == next_.wait.signal
 
 
-def _plan(request: Request, place: Place, **asked: Any) -> Plan:
-    (ranks, pieces, algorithm, symmetric, order), (hosts, _, links, planned) = request, place
-    return all_gather_matmul(
-        ranks, pieces, algorithm, symmetric_a=symmetric, order=order, links=links, planned=planned, hosts=hosts, **asked
-    )
-
-
-def _communicate(request: Request, place: Place) -> Plan:
+def _communicate(request: Request) -> Plan:
     """The gather alone, between symmetric tensors; a pull, or a push, where the algorithm has none of its own."""
-    (ranks, pieces, algorithm, _, order), (hosts, _, links, planned) = request, place
-    algorithm = {"direct": "pull", "sequential": "push"}.get(algorithm, algorithm)
-    links = links if algorithm == "push" else 1
-    return all_gather(
-        ranks, pieces, algorithm, symmetric_a=True, symmetric_gathered=True, order=order, links=links, planned=planned, hosts=hosts
-    )
+    algorithm = {"direct": "pull", "sequential": "push"}.get(request.algorithm, request.algorithm)
+    push = {"order": request.order, "links": request.links} if algorithm == "push" else {}
+    where: dict[str, Any] = {"planned": request.planned, "hosts": request.hosts, **push}
+    return all_gather(request.ranks, request.pieces, algorithm, symmetric_a=True, symmetric_gathered=True, **where)
 
 
 def _buffers(workload: Workload) -> dict[str, Rows]:
@@ -123,7 +98,7 @@ def _buffers(workload: Workload) -> dict[str, Rows]:
 OPERATOR = Operator(
     "all_gather_matmul",
     ALGORITHMS,
-    _plan,
+    all_gather_matmul,
     _communicate,
     _buffers,
     shards=lambda rows, ranks: (rows,) * ranks,

@@ -6,11 +6,8 @@ peers' sums arrive, and a piece is added up while it still lies in the cache. Ev
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait
 from weft.schedules.common import (
-    Hosts,
     Lanes,
     after,
     before,
@@ -29,35 +26,12 @@ from weft.schedules.common import (
 )
 from weft.schedules.host_rings import HostRing
 from weft.schedules.host_sums import HostSums, inbox
-from weft.schedules.workload import Operator, Place, Request, Rows, Workload, accumulator
+from weft.schedules.workload import Operator, Request, Rows, Workload, accumulator
 
 ALGORITHMS = ("direct", "push", "put", "ring", "sequential")
 
 
-class Choices(NamedTuple):
-    """What a planner is given: ranks, the pieces of what each keeps, ``sum`` or ``avg``, whether ranks can read each other's
-    products where they lie, and how a push goes about it."""
-
-    ranks: int
-    pieces: int
-    op: str
-    remote_reads: bool
-    order: str = "peer"
-    links: int = 1
-
-
-def matmul_reduce_scatter(
-    ranks: int,
-    pieces: int,
-    algorithm: str,
-    *,
-    op: str = "sum",
-    remote_reads: bool = True,
-    order: str = "peer",
-    links: int = 1,
-    planned: tuple[int, ...] | None = None,
-    hosts: Hosts | None = None,
-) -> Plan:
+def matmul_reduce_scatter(request: Request) -> Plan:
     """Plan for ranks that multiply all rows and keep some of them each, in so many `pieces`.
 
     ``direct``: peers' products are added where they lie. ``push``: they are copied to the rank that keeps them. ``put``: they are
@@ -66,20 +40,19 @@ def matmul_reduce_scatter(
     lie, or, without `remote_reads`, put before.
 
     In the `order` ``peer`` a push makes and sends the products of one peer after the other; ``interleaved`` the first piece of
-    every peer, then the second … Peers are dealt out to as many lanes as there are `links`. `remote_reads`, `planned` and `hosts`
-    are those of a `Place`: what one of several hosts has is added up before it is put to another (push and sequential).
+    every peer, then the second … What one of several `hosts` has is added up before it is put to another (push and sequential).
     """
-    choices = Choices(ranks, pieces, op, remote_reads, order, links)
+    ranks, pieces, algorithm, hosts = request.ranks, request.pieces, request.algorithm, request.hosts
     make = {"direct": _direct, "push": _push, "put": _put_products, "sequential": _sequential}
 
     def lanes(rank: int) -> Lanes:
         if ranks == 1:
-            return alone(choices, rank)
+            return alone(request, rank)
         if algorithm == "ring":
-            return HostRing(rank, pieces, hosts or range(ranks), op, everywhere=False).of_products(multiply)
+            return HostRing(rank, pieces, hosts or range(ranks), request.op, everywhere=False).of_products(multiply)
         if hosts is None or algorithm not in ("push", "sequential"):
-            return make[algorithm](choices, rank)
-        sums = HostSums(rank, pieces, hosts, op, everywhere=False, at_once=algorithm == "sequential")
+            return make[algorithm](request, rank)
+        sums = HostSums(rank, pieces, hosts, request.op, everywhere=False, at_once=algorithm == "sequential")
         return {"compute": sums.of_rows(multiply)} if sums.at_once else sums.of_products(multiply)
 
     every, kept = everything(ranks, pieces), shards(ranks, pieces)
@@ -89,8 +62,8 @@ def matmul_reduce_scatter(
         "inbox": inbox(pieces, hosts if hosts and algorithm != "ring" else range(ranks)),
         "out": Buffer.of("output", kept),
     }
-    result, every_lane = sum_result(kept, planned, product_buffer(algorithm, ranks)), in_all(ranks, planned, lanes)
-    return Plan("matmul_reduce_scatter", algorithm, buffers, every_lane, result, (pieces,) * ranks, planned=planned)
+    result, every_lane = sum_result(kept, request.planned, product_buffer(algorithm, ranks)), in_all(ranks, request.planned, lanes)
+    return Plan("matmul_reduce_scatter", algorithm, buffers, every_lane, result, (pieces,) * ranks, planned=request.planned)
 
 
 def product_buffer(algorithm: str, ranks: int) -> str:
@@ -98,17 +71,17 @@ def product_buffer(algorithm: str, ranks: int) -> str:
     return "out" if ranks == 1 else "inbox" if algorithm == "put" else "partial"
 
 
-def alone(choices: Choices, rank: int) -> Lanes:
+def alone(request: Request, rank: int) -> Lanes:
     """A sum over one rank is its product."""
-    own = Region(rank, "a", 0, choices.pieces)
+    own = Region(rank, "a", 0, request.pieces)
     return {"compute": [Matmul(own, own._replace(buffer="out"))]}
 
 
-def _direct(choices: Choices, rank: int) -> Lanes:
-    ranks, pieces = choices.ranks, choices.pieces
+def _direct(request: Request, rank: int) -> Lanes:
+    ranks, pieces = request.ranks, request.pieces
     lane = multiply_for_peers(rank, ranks, pieces)
     for piece in range(pieces):
-        lane += [_product(rank, rank * pieces + piece), *hear("ready", after(rank, ranks)), _add(choices, rank, piece)]
+        lane += [_product(rank, rank * pieces + piece), *hear("ready", after(rank, ranks)), _add(request, rank, piece)]
     return {"compute": [*lane, *leave(rank, ranks)]}
 
 
@@ -120,26 +93,26 @@ def multiply_for_peers(rank: int, ranks: int, pieces: int) -> list[Instruction]:
     return lane
 
 
-def _push(choices: Choices, rank: int) -> Lanes:
-    (ranks, pieces, _, _, order, links), peers = choices, after(rank, choices.ranks)
+def _push(request: Request, rank: int) -> Lanes:
+    ranks, pieces, links, peers = request.ranks, request.pieces, request.links, after(rank, request.ranks)
     lane = enter(rank, ranks)
     puts: list[list[Instruction]] = [[] for _ in range(links)]
-    for count, (peer, piece) in enumerate(in_order(order, peers, pieces), 1):
+    for count, (peer, piece) in enumerate(in_order(request.order, peers, pieces), 1):
         lane += [_product(rank, peer * pieces + piece), Notify(rank, Signal("made", rank))]
-        puts[peers.index(peer) % links] += [Wait(Signal("made", rank), count), *_put(choices, rank, peer, piece, piece + 1)]
+        puts[peers.index(peer) % links] += [Wait(Signal("made", rank), count), *_put(request, rank, peer, piece, piece + 1)]
     for piece in range(pieces):
         lane += [_product(rank, rank * pieces + piece), *hear("arrived", peers, piece + 1)]
-        lane.append(_add(choices, rank, piece, put=True))
+        lane.append(_add(request, rank, piece, put=True))
     return beside([*lane, *leave(rank, ranks)], puts)
 
 
-def _put_products(choices: Choices, rank: int) -> Lanes:
-    return {"compute": [*put_and_add(choices, rank, "out", 0), *leave(rank, choices.ranks)]}
+def _put_products(request: Request, rank: int) -> Lanes:
+    return {"compute": [*put_and_add(request, rank, "out", 0), *leave(rank, request.ranks)]}
 
 
-def put_and_add(choices: Choices, rank: int, into: str, start: int) -> list[Instruction]:
+def put_and_add(request: Request, rank: int, into: str, start: int) -> list[Instruction]:
     """Make every peer's products in its inbox, and add up this rank's rows, from block `start` of `into` on, in rank order."""
-    ranks, pieces = choices.ranks, choices.pieces
+    ranks, pieces = request.ranks, request.pieces
 
     def product(owner: int, piece: int) -> Matmul:
         """Of a piece that `owner` keeps, in its inbox, which has a place for each source."""
@@ -152,15 +125,15 @@ def put_and_add(choices: Choices, rank: int, into: str, start: int) -> list[Inst
     for piece in range(pieces):
         lane += [product(rank, piece), *hear("arrived", after(rank, ranks), piece + 1)]
         products = tuple(block(rank, "inbox", p * pieces + piece) for p in range(ranks))
-        lane.append(Reduce(products, block(rank, into, start + piece), choices.op))
+        lane.append(Reduce(products, block(rank, into, start + piece), request.op))
     return lane
 
 
-def _sequential(choices: Choices, rank: int) -> Lanes:
+def _sequential(request: Request, rank: int) -> Lanes:
     """One product, then the sums, of what is put before unless peers can read it."""
-    ranks, pieces, _, remote_reads, _, links = choices
+    ranks, pieces, remote_reads, links = request.ranks, request.pieces, request.remote_reads, request.links
     peers, lane = after(rank, ranks), [*enter(rank, ranks), multiply(rank, 0, ranks * pieces)]
-    puts = [[i for peer in peers[link::links] for i in _put(choices, rank, peer, 0, pieces)] for link in range(links)]
+    puts = [[i for peer in peers[link::links] for i in _put(request, rank, peer, 0, pieces)] for link in range(links)]
     if remote_reads:
         lane, puts = lane + tell(rank, "ready", before(rank, ranks)), []
     elif links == 1:
@@ -168,7 +141,7 @@ def _sequential(choices: Choices, rank: int) -> Lanes:
     else:
         lane, puts = lane + tell(rank, "made", [rank]), [[Wait(Signal("made", rank), 1), *put] for put in puts if put]
     lane += hear("ready" if remote_reads else "arrived", peers)
-    lane += [_add(choices, rank, piece, put=not remote_reads) for piece in range(pieces)]
+    lane += [_add(request, rank, piece, put=not remote_reads) for piece in range(pieces)]
     return beside(lane + leave(rank, ranks), puts)
 
 
@@ -181,26 +154,26 @@ def _product(rank: int, number: int) -> Instruction:
     return multiply(rank, number, number + 1)
 
 
-def _put(choices: Choices, rank: int, peer: int, low: int, high: int) -> list[Instruction]:
+def _put(request: Request, rank: int, peer: int, low: int, high: int) -> list[Instruction]:
     """Put the product of the peer's pieces ``low:high`` into its inbox, which has a place for each source."""
-    start, place = peer * choices.pieces, rank * choices.pieces
+    start, place = peer * request.pieces, rank * request.pieces
     source, target = Region(rank, "partial", start + low, start + high), Region(peer, "inbox", place + low, place + high)
     return [Copy(source, target), Notify(peer, Signal("arrived", rank))]
 
 
-def _add(choices: Choices, rank: int, piece: int, put: bool = False) -> Instruction:
+def _add(request: Request, rank: int, piece: int, put: bool = False) -> Instruction:
     """Add up a piece of this rank's."""
-    own = range(rank * choices.pieces, (rank + 1) * choices.pieces)
-    return add(choices, rank, own[piece : piece + 1], own, block(rank, "out", piece), put)
+    own = range(rank * request.pieces, (rank + 1) * request.pieces)
+    return add(request, rank, own[piece : piece + 1], own, block(rank, "out", piece), put)
 
 
-def add(choices: Choices, rank: int, piece: range, whole: range, into: Region, moved: bool) -> Instruction:
+def add(request: Request, rank: int, piece: range, whole: range, into: Region, moved: bool) -> Instruction:
     """Add up a piece of a `whole` in rank order: where the peers' products lie, or from its inbox if they were moved there."""
     products = (
         inbox_place(rank, p, piece, whole) if moved and p != rank else Region(p, "partial", piece.start, piece.stop)
-        for p in range(choices.ranks)
+        for p in range(request.ranks)
     )
-    return Reduce(tuple(products), into, choices.op)
+    return Reduce(tuple(products), into, request.op)
 
 
 def inbox_place(rank: int, peer: int, piece: range, whole: range) -> Region:
@@ -222,16 +195,11 @@ def sum_buffers(workload: Workload) -> dict[str, Rows]:
     }
 
 
-def _plan(request: Request, place: Place, *, op: str = "sum") -> Plan:
-    ranks, pieces, algorithm, _, order = request
-    return matmul_reduce_scatter(ranks, pieces, algorithm, op=op, order=order, **place._asdict())
-
-
 OPERATOR = Operator(
     "matmul_reduce_scatter",
     ALGORITHMS,
-    _plan,
-    lambda *asked: without_products(_plan(*asked)),
+    matmul_reduce_scatter,
+    lambda request: without_products(matmul_reduce_scatter(request)),
     sum_buffers,
     shards=lambda rows, ranks: None if rows % ranks else (rows // ranks,) * ranks,
     kept=lambda shards, rank: shards[rank],

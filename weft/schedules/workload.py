@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from weft.plan import Plan
 from weft.schedules.common import Hosts
@@ -72,29 +72,30 @@ def size_class(rows: int) -> int:
 
 
 class Request(NamedTuple):
-    """What a planner is asked for, whatever the sizes: each rank's rows in so many `pieces`, in which a plan moves them.
+    """What a planner of a fused operator is asked for, whatever the sizes: each rank's rows in so many `pieces`, in which a plan
+    moves them.
 
-    `symmetric`: the caller's tensors lie in symmetric memory. `order` is that of a push.
+    `symmetric`: the input lies in symmetric memory, where peers read it in place; else it is staged. `hosts` are given where there
+    are several. `remote_reads`: products of peers can be read where they lie; else they are moved first. A push sends its pieces in
+    an `order` of `ORDERS`, to peers that are dealt out to as many lanes as there are `links`. `planned`: the ranks that get their
+    lanes, all unless given.
+
+    What is asked for beside: `op` is that of a sum, ``sum`` or ``avg``. A gather multiplies by so many `weights`, and may have the
+    `gathered` rows for an output too.
     """
 
     ranks: int
     pieces: int
     algorithm: str
-    symmetric: bool = True
+    symmetric: bool = False
     order: str = "peer"
-
-
-class Place(NamedTuple):
-    """Where a plan is to run.
-
-    `hosts` are given where there are several. `remote_reads`: rows of peers can be read where they lie; else they are moved first.
-    `links`: lanes that a push sends on beside each other. `planned`: the ranks that get their lanes, all unless given.
-    """
-
     hosts: Hosts | None = None
     remote_reads: bool = True
     links: int = 1
     planned: tuple[int, ...] | None = None
+    op: str = "sum"
+    weights: int = 1
+    gathered: bool = False
 
 
 class Rows(NamedTuple):
@@ -108,14 +109,14 @@ class Rows(NamedTuple):
 class Operator:
     """What is known of a fused operator without a tensor.
 
-    `plan` makes its plan of a request and a place, and may take more: what the caller asked for beside. `communicate` plans its
-    communication alone, of the same two, as benchmarks measure it. `buffers` says what the buffers of its plans hold.
+    `plan` makes its plan of a request; `communicate` plans its communication alone, as benchmarks measure it. `buffers` says what
+    the buffers of its plans hold.
     """
 
     name: str
     algorithms: tuple[str, ...]
-    plan: Callable[..., Plan]
-    communicate: Callable[[Request, Place], Plan]
+    plan: Callable[[Request], Plan]
+    communicate: Callable[[Request], Plan]
     buffers: Callable[[Workload], Mapping[str, Rows]]
     shards: Callable[[int, int], Sequence[int] | None]
     """The rows of each shard where a rank of so many gives so many and nobody says otherwise; None where that cannot be."""
@@ -142,10 +143,10 @@ class Operator:
         """Into how many pieces a variant cuts the rows of this workload."""
         return 1 if variant.algorithm in self.whole else pieces(self.extent(workload, variant.algorithm), variant.chunk_rows)
 
-    def request(self, workload: Workload, variant: Variant, pieces: int | None = None) -> Request:
+    def request(self, workload: Workload, variant: Variant, pieces: int | None = None, **more: Any) -> Request:
         """What the planner is asked for; in so many `pieces`, or as many as the variant cuts the rows of this workload into."""
-        algorithm, cut = variant.algorithm, pieces or self.cut(workload, variant)
-        return Request(workload.ranks, cut, algorithm, workload.symmetric, variant.order)
+        cut = pieces or self.cut(workload, variant)
+        return Request(workload.ranks, cut, variant.algorithm, workload.symmetric, variant.order, **more)
 
     def extent(self, workload: Workload, algorithm: str) -> int:
         """The rows that an algorithm cuts into pieces."""
