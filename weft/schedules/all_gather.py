@@ -6,6 +6,7 @@ the transfers, and the order in which rows arrive. The plain all-gather runs the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -30,7 +31,6 @@ from weft.schedules.common import (
     members,
     neighbours,
     one_lane,
-    others,
     publish,
     rail_peer,
     shard,
@@ -104,106 +104,58 @@ def push(request: Request, rank: int, into: str = "inbox") -> Gathering:
 
     In the `order` ``peer`` a rank sends and uses rows peer after peer; ``interleaved`` the first piece of every peer, then the
     second …, which suits links that deliver beside each other. Peers are dealt out to as many lanes as there are `links`. Where
-    hosts have several ranks it puts them to one rank of each other host, and peers of a host read each other's in place.
+    hosts have several ranks it puts rows to one rank of each other host, and all of this read them there; those of its own host
+    where they are staged.
     """
-    if request.hosts is not None and not apart(request.hosts):
-        return _push_to_hosts(request, request.hosts, rank)
-    ranks, pieces, order = request.ranks, request.pieces, request.order
-    sources, targets = after(rank, ranks), before(rank, ranks)
-    first, last = _open(into, rank, request.ranks, sources)
-    transfers = []
+    ranks, pieces, order, hosts = request.ranks, request.pieces, request.order, request.hosts or range(request.ranks)
+    near = neighbours(rank, hosts)
+    part = _published(request, rank, False, near, near)
+    sources = [peer for peer in after(rank, ranks) if peer not in near]
+    first, last = _open(into, rank, ranks, sources)
+    others = dict.fromkeys(hosts[peer] for peer in before(rank, ranks) if peer not in near)
+    told = {rail_peer(rank, host, hosts): members(host, hosts) for host in others}
+    targets, transfers = [*told], []
     for link in range(min(request.links, len(targets))):
         dealt = targets[link :: request.links]
-        lane = _enter(into, rank, request.ranks, dealt)
+        lane = _enter(into, rank, ranks, dealt)
         for peer, piece in in_order(order, dealt, pieces):
-            there = block(peer, into, rank * pieces + piece)
-            lane += [Copy(block(rank, "a", piece), there), Notify(peer, Signal("arrived", rank))]
+            lane.append(Copy(block(rank, "a", piece), block(peer, into, rank * pieces + piece)))
+            lane += tell(rank, "arrived", told[peer])
         transfers.append(lane)
-    arrivals = []
     for peer, piece in in_order(order, sources, pieces):
-        here = block(rank, into, peer * pieces + piece)
-        arrivals.append(Arrival(Wait(Signal("arrived", peer), piece + 1), here, here.start))
-    return Gathering(first, transfers, arrivals, last)
-
-
-def _push_to_hosts(request: Request, hosts: Hosts, rank: int) -> Gathering:
-    """Rows cross to each host once and are read by all its ranks where they arrive; those of neighbours where they are staged."""
-    ranks, pieces, near = request.ranks, request.pieces, neighbours(rank, hosts)
-    part = _published(request, rank, False, near, near)
-    transfers = enter(rank, ranks)
-    for host in others(rank, hosts):
-        for piece in range(pieces):
-            there = block(rail_peer(rank, host, hosts), "inbox", rank * pieces + piece)
-            transfers += [Copy(block(rank, "a", piece), there), *tell(rank, "arrived", members(host, hosts))]
-    for peer in (peer for peer in after(rank, ranks) if peer not in near):
-        holder = rail_peer(peer, hosts[rank], hosts)
-        for piece in range(pieces):
-            there = block(holder, "inbox", peer * pieces + piece)
-            part.arrivals.append(Arrival(Wait(Signal("arrived", peer), piece + 1), there, there.start))
-    return Gathering(part.first, [transfers], part.arrivals, leave(rank, ranks))
+        there = block(rail_peer(peer, hosts[rank], hosts), into, peer * pieces + piece)
+        part.arrivals.append(Arrival(Wait(Signal("arrived", peer), piece + 1), there, there.start))
+    return Gathering(first + part.first, transfers, part.arrivals, last)
 
 
 def ring(request: Request, rank: int, into: str) -> Gathering:
     """Each rank puts its rows to the next one and hands on what it receives, so that only neighbours talk.
 
-    Where hosts have several ranks it is the hosts that are neighbours, and a host's ranks read what one of them has received.
+    Where hosts have several ranks it is the hosts that are neighbours: every rank hands all that it has to one rank of the next
+    host, the rows of near hosts first, and a host's ranks read what one of them has received.
     """
-    if request.hosts is not None and not apart(request.hosts):
-        return _ring_of_hosts(request, request.hosts, rank)
-    ranks, pieces = request.ranks, request.pieces
-    following, previous = (rank + 1) % ranks, (rank - 1) % ranks
-    first, last = _open(into, rank, request.ranks, [previous] if ranks > 1 else [])
-    transfers = _enter(into, rank, request.ranks, [following] if ranks > 1 else [])
-    arrivals: list[Arrival] = []
-    for origin in [rank, *before(rank, ranks)]:
-        for piece in range(pieces):
-            here = block(rank, into, origin * pieces + piece)
-            source = block(rank, "a", piece) if origin == rank else here
-            if origin != rank:
-                arrivals.append(Arrival(Wait(Signal("arrived", previous), len(arrivals) + 1), here, here.start))
-            if origin != following:
-                transfers += [arrivals[-1].wait] if origin != rank else []
-                transfers += [Copy(source, here._replace(rank=following)), Notify(following, Signal("arrived", rank))]
-    return Gathering(first, [transfers], arrivals, last)
-
-
-def _ring_of_hosts(request: Request, hosts: Hosts, rank: int) -> Gathering:
-    """Every rank hands all that it has to one rank of the next host, the rows of near hosts first."""
-    ranks, pieces, around = request.ranks, request.pieces, max(hosts) + 1
-
-    def following(holder: int) -> int:
-        return rail_peer(holder, (hosts[holder] + 1) % around, hosts)
-
-    def chain(origin: int) -> list[int]:
-        """Who holds its rows, host by host."""
-        holders = [origin]
-        while len(holders) < around:
-            holders.append(following(holders[-1]))
-        return holders
-
-    def sent(holder: int) -> list[tuple[int, int]]:
-        """``(origin, piece)`` of what a rank hands on, in order."""
-        held = [(chain(origin).index(holder), origin) for origin in range(ranks) if holder in chain(origin)[:-1]]
-        return [(origin, piece) for _, origin in sorted(held) for piece in range(pieces)]
-
-    def arrival(origin: int, piece: int) -> Arrival:
-        """Rows of another host's rank, where they come to this one."""
-        step = (hosts[rank] - hosts[origin]) % around
-        before, holder = chain(origin)[step - 1 : step + 1]
-        here = block(holder, "inbox", origin * pieces + piece)
-        return Arrival(Wait(Signal("arrived", before), sent(before).index((origin, piece)) + 1), here, here.start)
-
-    near, transfers = neighbours(rank, hosts), enter(rank, ranks)
-    for origin, piece in sent(rank):
-        there = block(following(rank), "inbox", origin * pieces + piece)
-        if origin != rank:
-            transfers.append(arrival(origin, piece).wait)
-        source = block(rank, "a", piece) if origin == rank else there._replace(rank=rank)
-        transfers += [Copy(source, there), *tell(rank, "arrived", members(hosts[there.rank], hosts))]
-    far = sorted((p for p in range(ranks) if hosts[p] != hosts[rank]), key=lambda p: (hosts[rank] - hosts[p]) % around)
+    ranks, pieces, hosts = request.ranks, request.pieces, request.hosts or range(request.ranks)
+    around, near, came = max(hosts) + 1, neighbours(rank, hosts), Counter[int]()
+    following = [rail_peer(holder, (hosts[holder] + 1) % around, hosts) for holder in range(ranks)]
+    to, previous = following[rank], rail_peer(rank, (hosts[rank] - 1) % around, hosts)
+    told = tell(rank, "arrived", members(hosts[to], hosts))
     part = _published(request, rank, False, near, near)
-    part.arrivals.extend(arrival(origin, piece) for origin in far for piece in range(pieces))
-    return Gathering(part.first, [transfers], part.arrivals, leave(rank, ranks))
+    first, last = _open(into, rank, ranks, [previous] if around > 1 else [])
+    transfers = _enter(into, rank, ranks, [to] if around > 1 else [])
+    distances = {origin: (hosts[rank] - hosts[origin]) % around for origin in range(ranks)}
+    for origin in sorted(distances, key=distances.__getitem__):
+        before = holder = origin
+        for _ in range(distances[origin]):
+            before, holder = holder, following[holder]
+        for piece in range(pieces):
+            here = block(holder, into, origin * pieces + piece)
+            if distances[origin]:
+                came[before] += 1
+                part.arrivals.append(Arrival(Wait(Signal("arrived", before), came[before]), here, here.start))
+            if holder == rank and distances[origin] + 1 < around:
+                transfers += [part.arrivals[-1].wait] if origin != rank else []
+                transfers += [Copy(block(rank, "a", piece) if origin == rank else here, here._replace(rank=to)), *told]
+    return Gathering(first + part.first, [transfers], part.arrivals, last)
 
 
 def _open(into: str, rank: int, ranks: int, sources: Sequence[int]) -> tuple[list[Instruction], list[Instruction]]:
