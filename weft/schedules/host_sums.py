@@ -8,7 +8,7 @@ each host that is the order of ranks, and nothing is added up before it is sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -105,7 +105,7 @@ class HostSums(HostPart):
 
     def of_rows(self, stage: Make) -> list[Instruction]:
         """Sums of rows that are there; they are staged where ranks of one host read each other's."""
-        lane = self.publish(stage, self.near)
+        lane = self.publish(stage)
         for piece in self.far():
             lane += self.put(piece, self.near)
         for piece in self.pieces(self.rank):
@@ -115,8 +115,8 @@ class HostSums(HostPart):
     def of_products(self, make: Make) -> Lanes:
         """Sums of rows that are made meanwhile: those that cross first, own ones last."""
         rank, comm = self.rank, [instruction for piece in self.far() for instruction in self.put(piece, self.here)]
-        lane = self.publish(make, self.here) if self.at_once else enter(rank, self.ranks)
-        for group in () if self.at_once else self.made(rank):
+        lane = enter(rank, self.ranks)
+        for group in self.made(rank):
             lane.append(make(rank, group[0].at, group[-1].at + 1))
             if self.everywhere or group[0].owner != rank:
                 lane.append(Notify(self.reducer(group[0].owner), Signal("made", rank)))
@@ -201,13 +201,13 @@ class HostSums(HostPart):
             lane += [self.take(owner)] if together else []
         return lane + (leave(rank, self.ranks) if together else [])
 
-    def publish(self, make: Make, reducers: Iterable[int]) -> list[Instruction]:
-        """Make all rows at once, and tell those of `reducers` who add up some of them."""
+    def publish(self, make: Make) -> list[Instruction]:
+        """Make all rows at once, and tell those of this host who add up some of them."""
         lane = enter(self.rank, self.ranks)
         if self.source == "partial":
             notified = {self.reducer(owner) for owner in range(self.ranks)}
             lane.append(make(self.rank, 0, self.ranks * self.cut))
-            lane += tell(self.rank, "made", (peer for peer in reducers if peer in notified))
+            lane += tell(self.rank, "made", (peer for peer in self.near if peer in notified))
         return lane
 
 

@@ -5,36 +5,17 @@ Sums are taken in rank order by every algorithm, so all ranks hold equal bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Wait
+from weft.plan import Copy, Instruction, Plan, Region
 from weft.plan.binding import split
-from weft.schedules.common import (
-    Lanes,
-    after,
-    before,
-    beside,
-    enter,
-    everything,
-    hear,
-    in_all,
-    leave,
-    shard,
-    sum_result,
-    tell,
-    without_products,
-)
-from weft.schedules.host_rings import HostRing
-from weft.schedules.host_sums import HostSums, inbox
+from weft.schedules.common import Lanes, after, before, beside, enter, hear, leave, shard, tell, without_products
 from weft.schedules.matmul_reduce_scatter import (
-    add,
-    alone,
-    inbox_place,
+    add_arrived,
+    add_where_made,
+    get,
     multiply,
-    multiply_for_peers,
-    product_buffer,
     put_and_add,
     sum_buffers,
+    sum_of_products,
 )
 from weft.schedules.workload import Operator, Request
 
@@ -52,28 +33,8 @@ def matmul_all_reduce(request: Request) -> Plan:
     """
     if request.algorithm == "sequential":
         request = request._replace(pieces=1)
-    ranks, pieces, algorithm, hosts, op = request.ranks, request.pieces, request.algorithm, request.hosts, request.op
-    make: Callable[[Request, int], Lanes] = {"two_shot": _two_shot, "put": _put}.get(algorithm, _one_shot)
-
-    def lanes(rank: int) -> Lanes:
-        if ranks == 1:
-            return alone(request, rank)
-        if algorithm == "ring":
-            return HostRing(rank, pieces, hosts or range(ranks), op, everywhere=True).of_products(multiply)
-        if hosts is None or algorithm == "one_shot":
-            return make(request, rank)
-        return HostSums(rank, pieces, hosts, op, everywhere=True, at_once=algorithm == "sequential").of_products(multiply)
-
-    every = everything(ranks, pieces)
-    whole = algorithm not in ("two_shot", "put") and hosts is None  # every rank adds up all rows
-    buffers = {
-        "a": Buffer.of("input", every),
-        **dict.fromkeys(("partial", "summed", "running", "hosted"), Buffer.of("workspace", every)),
-        "inbox": Buffer.of("workspace", [[*every[0]] * ranks] * ranks) if whole else inbox(pieces, hosts or range(ranks)),
-        "out": Buffer.of("output", every),
-    }
-    result, every_lane = sum_result(every, request.planned, product_buffer(algorithm, ranks)), in_all(ranks, request.planned, lanes)
-    return Plan("matmul_all_reduce", algorithm, buffers, every_lane, result, (pieces,) * ranks, planned=request.planned)
+    make = {"one_shot": _one_shot, "two_shot": _two_shot, "put": _put, "sequential": _one_shot}
+    return sum_of_products("matmul_all_reduce", request, make)
 
 
 def _one_shot(request: Request, rank: int) -> Lanes:
@@ -84,18 +45,14 @@ def _one_shot(request: Request, rank: int) -> Lanes:
         if piece:
             lane += [multiply(rank, piece.start, piece.stop), *tell(rank, "ready", before(rank, ranks))]
         if count:  # the piece before, which the peers have meanwhile multiplied too
-            lane += _add_arrived(request, rank, pieces[count - 1], every, "out", count, count)
-    return beside([*lane, *leave(rank, ranks)], [_get(request, rank, pieces, every, range(1, len(pieces) + 1))])
+            made = pieces[count - 1]
+            lane += add_arrived(request, rank, made, every, Region(rank, "out", made.start, made.stop), count, count)
+    return beside([*lane, *leave(rank, ranks)], [get(request, rank, pieces, every, range(1, len(pieces) + 1))])
 
 
 def _two_shot(request: Request, rank: int) -> Lanes:
-    ranks, cut = request.ranks, request.pieces
-    own = range(rank * cut, (rank + 1) * cut)
-    pieces = [range(at, at + 1) for at in own]
-    lane = multiply_for_peers(rank, ranks, cut)
-    for count, piece in enumerate(pieces, 1):
-        lane += [multiply(rank, piece.start, piece.stop), *_add_arrived(request, rank, piece, own, "summed", 1, count)]
-    return beside([*lane, *_share(request, rank)], [_get(request, rank, pieces, own, [1] * cut)])
+    lane, gets = add_where_made(request, rank, shard(rank, "summed", rank, request.pieces))
+    return beside([*lane, *_share(request, rank)], [gets])
 
 
 def _put(request: Request, rank: int) -> Lanes:
@@ -110,27 +67,6 @@ def _share(request: Request, rank: int) -> list[Instruction]:
         lane += hear("summed", [owner] if owner != rank else [])
         lane.append(Copy(shard(owner, "summed", owner, cut), shard(rank, "out", owner, cut)))
     return lane + leave(rank, ranks)
-
-
-def _get(request: Request, rank: int, pieces: Sequence[range], whole: range, ready: Sequence[int]) -> list[Instruction]:
-    """Get the peers' products of the pieces of a `whole` into the inbox, unless they are added where they lie.
-
-    Piece i can be gotten once ``ready[i]`` of their signals have come.
-    """
-    lane: list[Instruction] = []
-    for count, piece in () if request.remote_reads else zip(ready, pieces, strict=True):
-        for peer in after(rank, request.ranks):
-            there = Region(peer, "partial", piece.start, piece.stop)
-            lane += [Wait(Signal("ready", peer), count), Copy(there, inbox_place(rank, peer, piece, whole))]
-        lane.append(Notify(rank, Signal("gotten", rank)))
-    return lane
-
-
-def _add_arrived(request: Request, rank: int, piece: range, whole: range, into: str, ready: int, gotten: int) -> list[Instruction]:
-    """Wait until the peers' products of a piece can be added, and add them."""
-    reads, peers = request.remote_reads, after(rank, request.ranks)
-    waits = hear("ready", peers, ready) if reads else hear("gotten", [rank], gotten)
-    return [*waits, add(request, rank, piece, whole, Region(rank, into, piece.start, piece.stop), moved=not reads)]
 
 
 OPERATOR = Operator(

@@ -6,6 +6,8 @@ peers' sums arrive, and a piece is added up while it still lies in the cache. Ev
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+
 from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait
 from weft.schedules.common import (
     Lanes,
@@ -42,28 +44,36 @@ def matmul_reduce_scatter(request: Request) -> Plan:
     In the `order` ``peer`` a push makes and sends the products of one peer after the other; ``interleaved`` the first piece of
     every peer, then the second … What one of several `hosts` has is added up before it is put to another (push and sequential).
     """
-    ranks, pieces, algorithm, hosts = request.ranks, request.pieces, request.algorithm, request.hosts
     make = {"direct": _direct, "push": _push, "put": _put_products, "sequential": _sequential}
+    return sum_of_products("matmul_reduce_scatter", request, make)
+
+
+def sum_of_products(operator: str, request: Request, make: Mapping[str, Callable[[Request, int], Lanes]]) -> Plan:
+    """A matmul + reduce-scatter or all-reduce; where ranks share a host, each algorithm but ``ring`` makes its lanes by itself."""
+    ranks, pieces, algorithm = request.ranks, request.pieces, request.algorithm
+    every, hosts = everything(ranks, pieces), request.hosts or range(ranks)
+    everywhere = operator == "matmul_all_reduce"
+    kept = every if everywhere else shards(ranks, pieces)
 
     def lanes(rank: int) -> Lanes:
-        if ranks == 1:
-            return alone(request, rank)
+        if ranks == 1:  # a sum over one rank is its product
+            return {"compute": [Matmul(Region(0, "a", 0, pieces), Region(0, "out", 0, pieces))]}
         if algorithm == "ring":
-            return HostRing(rank, pieces, hosts or range(ranks), request.op, everywhere=False).of_products(multiply)
-        if hosts is None or algorithm not in ("push", "sequential"):
+            return HostRing(rank, pieces, hosts, request.op, everywhere).of_products(multiply)
+        if request.hosts is None or algorithm not in ("push", "two_shot", "sequential"):
             return make[algorithm](request, rank)
-        sums = HostSums(rank, pieces, hosts, request.op, everywhere=False, at_once=algorithm == "sequential")
+        sums = HostSums(rank, pieces, hosts, request.op, everywhere, at_once=algorithm == "sequential")
         return {"compute": sums.of_rows(multiply)} if sums.at_once else sums.of_products(multiply)
 
-    every, kept = everything(ranks, pieces), shards(ranks, pieces)
+    whole = everywhere and request.hosts is None and algorithm in ("one_shot", "sequential")  # every rank adds up all rows
     buffers = {
         "a": Buffer.of("input", every),
         **dict.fromkeys(("partial", "running", "summed", "hosted"), Buffer.of("workspace", every)),
-        "inbox": inbox(pieces, hosts if hosts and algorithm != "ring" else range(ranks)),
+        "inbox": Buffer.of("workspace", [[*every[0]] * ranks] * ranks) if whole else inbox(pieces, hosts),
         "out": Buffer.of("output", kept),
     }
     result, every_lane = sum_result(kept, request.planned, product_buffer(algorithm, ranks)), in_all(ranks, request.planned, lanes)
-    return Plan("matmul_reduce_scatter", algorithm, buffers, every_lane, result, (pieces,) * ranks, planned=request.planned)
+    return Plan(operator, algorithm, buffers, every_lane, result, (pieces,) * ranks, planned=request.planned)
 
 
 def product_buffer(algorithm: str, ranks: int) -> str:
@@ -71,26 +81,22 @@ def product_buffer(algorithm: str, ranks: int) -> str:
     return "out" if ranks == 1 else "inbox" if algorithm == "put" else "partial"
 
 
-def alone(request: Request, rank: int) -> Lanes:
-    """A sum over one rank is its product."""
-    own = Region(rank, "a", 0, request.pieces)
-    return {"compute": [Matmul(own, own._replace(buffer="out"))]}
-
-
 def _direct(request: Request, rank: int) -> Lanes:
+    lane, gets = add_where_made(request, rank, Region(rank, "out", 0, request.pieces))
+    return beside([*lane, *leave(rank, request.ranks)], [gets])
+
+
+def add_where_made(request: Request, rank: int, into: Region) -> tuple[list[Instruction], list[Instruction]]:
+    """Make the products of what peers keep, tell each that its are there, then make and add up this rank's own, a piece at a time;
+    and what gets products in another lane, where peers' cannot be read."""
     ranks, pieces = request.ranks, request.pieces
-    lane = multiply_for_peers(rank, ranks, pieces)
-    for piece in range(pieces):
-        lane += [_product(rank, rank * pieces + piece), *hear("ready", after(rank, ranks)), _add(request, rank, piece)]
-    return {"compute": [*lane, *leave(rank, ranks)]}
-
-
-def multiply_for_peers(rank: int, ranks: int, pieces: int) -> list[Instruction]:
-    """Make the products of what peers keep, and tell each that its are there."""
-    lane = enter(rank, ranks)
+    own, lane = range(rank * pieces, (rank + 1) * pieces), enter(rank, ranks)
     for peer in after(rank, ranks):
         lane += [multiply(rank, peer * pieces, (peer + 1) * pieces), Notify(peer, Signal("ready", rank))]
-    return lane
+    for number, at in enumerate(own):
+        lane.append(multiply(rank, at, at + 1))
+        lane += add_arrived(request, rank, range(at, at + 1), own, block(rank, into.buffer, into.start + number), 1, number + 1)
+    return lane, get(request, rank, [range(at, at + 1) for at in own], own, [1] * pieces)
 
 
 def _push(request: Request, rank: int) -> Lanes:
@@ -174,6 +180,29 @@ def add(request: Request, rank: int, piece: range, whole: range, into: Region, m
         for p in range(request.ranks)
     )
     return Reduce(tuple(products), into, request.op)
+
+
+def get(request: Request, rank: int, pieces: Sequence[range], whole: range, ready: Sequence[int]) -> list[Instruction]:
+    """Get the peers' products of the pieces of a `whole` into the inbox, unless they are added where they lie.
+
+    Piece i can be gotten once ``ready[i]`` of their signals have come.
+    """
+    lane: list[Instruction] = []
+    for count, piece in () if request.remote_reads else zip(ready, pieces, strict=True):
+        for peer in after(rank, request.ranks):
+            there = Region(peer, "partial", piece.start, piece.stop)
+            lane += [Wait(Signal("ready", peer), count), Copy(there, inbox_place(rank, peer, piece, whole))]
+        lane.append(Notify(rank, Signal("gotten", rank)))
+    return lane
+
+
+def add_arrived(
+    request: Request, rank: int, piece: range, whole: range, into: Region, ready: int, gotten: int
+) -> list[Instruction]:
+    """Wait until the peers' products of a piece can be added, and add them."""
+    reads, peers = request.remote_reads, after(rank, request.ranks)
+    waits = hear("ready", peers, ready) if reads else hear("gotten", [rank], gotten)
+    return [*waits, add(request, rank, piece, whole, into, moved=not reads)]
 
 
 def inbox_place(rank: int, peer: int, piece: range, whole: range) -> Region:
