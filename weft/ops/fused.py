@@ -10,11 +10,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from weft.engines import engine
 from weft.engines.engine import Program
-from weft.engines.weights import Weight
 from weft.ops.auto import decide
 from weft.ops.call import Call, Given, Options
 from weft.plan import Matmul, Plan
@@ -53,16 +51,17 @@ def execute(call: Call, variant: Variant) -> Any:
 
 
 def _go(call: Call, way: Way) -> Any:
-    way.program.run(call.tensors, call.workload.rows, way.weights, way.biases, call.options.timeout)
+    weights = dict(zip(way.products, call.weights, strict=False))
+    biases = {name: bias for name, bias in zip(way.products, call.biases, strict=False) if bias is not None}
+    way.program.run(call.tensors, call.workload.rows, weights, biases, call.options.timeout)
     return call.finish()
 
 
 class Way(NamedTuple):
-    """How rows of a class of sizes are multiplied: a program, and the weights and biases of its products."""
+    """How rows of a class of sizes are multiplied: a program, and the buffers of its products."""
 
     program: Program
-    weights: Mapping[str, Weight]
-    biases: Mapping[str, Tensor]
+    products: tuple[str, ...]
 
 
 def _prepare(call: Call, variant: Variant, pieces: int | None = None) -> Way:
@@ -72,9 +71,7 @@ def _prepare(call: Call, variant: Variant, pieces: int | None = None) -> Way:
     where = {"hosts": world.topology, "remote_reads": world.remote_reads, "planned": None if whole else (world.rank,)}
     held = workload._replace(rows=(), k=1, n=1, packed=True)  # what plans for all sizes depend on
     plan, dtypes, products = _planned(call.planner, held, operator.request(workload, variant, pieces, **where, **call.asked))
-    program = engine(world).program(plan, call.tensors, workload.rows, dtypes)
-    biases = {name: bias for name, bias in zip(products, call.biases, strict=False) if bias is not None}
-    return Way(program, dict(zip(products, call.weights, strict=False)), biases)
+    return Way(engine(world).program(plan, call.tensors, workload.rows, dtypes), products)
 
 
 @lru_cache(maxsize=1024)

@@ -74,14 +74,6 @@ def run(asked: Asked, call: Call) -> Any:
     return result
 
 
-class _Way(NamedTuple):
-    """The program for a class of sizes, the buffers of its products, and whether this rank adds biases."""
-
-    program: Program
-    products: tuple[str, ...]
-    biased: bool
-
-
 class _Out(NamedTuple):
     """A result: its buffer, what it is like, and its shape as a matrix if it is none."""
 
@@ -131,16 +123,16 @@ class KnownCall:
         self.biased = tuple([at for at, bias in enumerate(asked.biases) if bias is not None])
         self.k, self.dtype = asked.weights[0].shape[0], call.tensors["a"].dtype
         self.outs = [(name, tensor.shape[1], tensor.dtype) for name, tensor in call.tensors.items() if name != "a"]
-        self.ways: dict[Hashable, _Way] = {}
+        self.ways: dict[Hashable, tuple[Way, bool]] = {}  # with whether this rank adds biases
 
     def add(self, asked: Asked, call: Call, way: Way) -> None:
         """From now on go this way for calls like this, unless what it multiplies or adds is made of them anew each time."""
         if len(self.ways) >= _WAYS:
             self.ways.clear()
-        own = [asked.biases[at] for at, name in enumerate(way.weights) if name in way.biases]
-        if _same(way.weights.values(), asked.weights) and _same(way.biases.values(), own):
-            made = _Way(way.program, tuple(way.weights), bool(way.biases))
-            self.ways[self._class(tuple(call.workload.rows), memory.find(call.tensors["a"]) is not None)] = made
+        added = [bias for bias in call.biases if bias is not None]
+        own = [bias for bias in asked.biases if bias is not None] if added else []
+        if _same(call.weights, asked.weights) and _same(added, own):
+            self.ways[self._class(tuple(call.workload.rows), memory.find(call.tensors["a"]) is not None)] = way, bool(added)
 
     def _class(self, shards: tuple[int, ...], symmetric: bool) -> Hashable:
         return size_class(max(shards)) if self.decided else shards, symmetric, self.world.emulated_link
@@ -154,15 +146,15 @@ class KnownCall:
         if (shares := operator.shards(a.shape[0] if matrix is None else matrix[0], world.ranks)) is None:
             return None
         shards = tuple(shares)
-        if (way := self.ways.get(self._class(shards, symmetric))) is None:
+        if (known := self.ways.get(self._class(shards, symmetric))) is None:
             return None
+        (program, products), biased = known
         kept = operator.kept(shards, world.rank)
         outs = []
         for name, n, dtype in self.outs:
             shape = (kept, n) if matrix is None else (*a.shape[:-1], n)
             outs.append(_Out(name, shape, torch.empty(shape, device="meta").stride(), dtype, matrix and (kept, n)))
-        biased = self.biased if way.biased else ()
-        return _Ready(world.emulated_link, way.program, shards, matrix, outs, way.products, self.packed, biased)
+        return _Ready(world.emulated_link, program, shards, matrix, outs, products, self.packed, self.biased if biased else ())
 
 
 def _same(given: Iterable[object], asked: Iterable[object]) -> bool:
