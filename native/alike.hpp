@@ -11,10 +11,9 @@ namespace weft {
 
 class Alike : public Remembered<Made, 4096> {
  public:
-  // `plain` and `api` as an `Eye` takes them. `packed` is the type of weights which have a tensor as an attribute `plain`; `world` is the
-  // number of the world whose symmetric memory rows may lie in.
-  Alike(Types plain, nb::object packed, uint64_t world, nb::handle api)
-      : Remembered(std::move(plain), api), packed_(std::move(packed)), world_(world) {}
+  // `packed` is the type of weights which have a tensor as an attribute `plain`; `world` is the number of the world whose symmetric
+  // memory rows may lie in.
+  Alike(nb::object packed, uint64_t world) : packed_(std::move(packed)), world_(world) {}
 
   void add(nb::object options, nb::handle a, nb::handle weights, nb::handle biases, nb::object made) {
     if (look(a, weights, biases)) remember({std::move(options), lies_, std::move(made)});
@@ -30,17 +29,17 @@ class Alike : public Remembered<Made, 4096> {
   // Note in `lies_` how all these lie; false for what has to be checked.
   bool look(nb::handle a, nb::handle weights, nb::handle biases) {
     lies_.clear();
-    if (!eye_.note(a, lies_) || !eye_.contiguous()) return false;
-    const Segment* within = Segment::around(eye_.address);
+    if (!view_.note(a, lies_) || !view_.contiguous()) return false;
+    const Segment* within = Segment::around(view_.address);
     if (within && within->world != world_) return false;
     lies_.push_back(within != nullptr);
     for (nb::handle weight : weights) {
       const bool packed = weight.type().is(packed_);
       lies_.push_back(packed);
-      if (!eye_.note(packed ? nb::object(weight.attr("plain")) : nb::borrow(weight), lies_)) return false;
+      if (!view_.note(packed ? nb::object(weight.attr("plain")) : nb::borrow(weight), lies_)) return false;
     }
     for (nb::handle bias : biases)
-      if (!eye_.note_any(bias, lies_)) return false;
+      if (!view_.note_any(bias, lies_)) return false;
     return true;
   }
 

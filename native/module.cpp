@@ -46,12 +46,11 @@ std::vector<Operand> operands(const std::vector<Place>& places) {
 }
 
 // Tensors, their buffers' numbers, and where those lie that peers access. Throws std::invalid_argument for what is no matrix.
-std::vector<Given> given(ByName tensors, ByName numbers, ByName shared, nb::handle look) {
-  const Exchange* api = exchange(look);
+std::vector<Given> given(ByName tensors, ByName numbers, ByName shared) {
   std::vector<Given> found;
   View view;
   for (auto [name, tensor] : tensors) {
-    if (!view.look(tensor, api) || view.dimensions != 2 || (view.shape[1] > 1 && view.strides[1] != 1))
+    if (!view.look(tensor) || view.dimensions != 2 || (view.shape[1] > 1 && view.strides[1] != 1))
       throw std::invalid_argument(std::string("a buffer is a matrix with contiguous rows; got shape ") +
                                   nb::str(nb::tuple(tensor.attr("shape"))).c_str() + ", strides " + nb::str(tensor.attr("stride")()).c_str());
     const size_t rows = static_cast<size_t>(view.shape[0]), columns = static_cast<size_t>(view.shape[1]);
@@ -71,10 +70,9 @@ bool signal_pending() {
 
 // The number of the world in whose symmetric memory `remote` lies, and a copy between a peer's counterpart of it and `local`; nothing
 // if there is something wrong with one of them, which is to be told in words.
-std::optional<std::pair<uint64_t, StridedCopy>> one_sided(bool put, nb::handle remote, nb::handle local, int peer, Types plain,
-                                                          nb::handle api) {
-  Eye there(plain, api), here(plain, api);
-  if (!there.look(remote) || !here.look(local) || there.dtype != here.dtype || !there.same_shape(here)) return {};
+std::optional<std::pair<uint64_t, StridedCopy>> one_sided(bool put, nb::handle remote, nb::handle local, int peer) {
+  View there, here;
+  if (!there.look_plain(remote) || !here.look_plain(local) || there.dtype != here.dtype || !there.same_shape(here)) return {};
   if (!there.read_as_they_lie(remote) || !here.read_as_they_lie(local)) return {};
   // Without elements a tensor need not say where it lies.
   const auto at = there.span() ? there.address : nb::cast<uintptr_t>(remote.attr("untyped_storage")().attr("data_ptr")());
@@ -139,14 +137,15 @@ NB_MODULE(_native, m) {
       .value("left", WaitStatus::left).value("mismatch", WaitStatus::mismatch)
       .value("interrupted", WaitStatus::interrupted).value("lane", WaitStatus::lane);
 
-  m.def("layouts", &layouts, "tensors"_a, "plain"_a, "look"_a.none());
-  m.def("same_vectors", &same_vectors, "one"_a, "other"_a, "api"_a.none());
-  m.def("lies", [](nb::handle tensor, Types plain, nb::handle api) -> std::optional<uint64_t> {
-    Eye eye(std::move(plain), api);
-    if (!eye.look(tensor) || !eye.contiguous()) return {};
-    const Segment* within = Segment::around(eye.address);
+  m.def("look_by", &View::look_by, "plain"_a, "exchange"_a.none());
+  m.def("layouts", &layouts, "tensors"_a);
+  m.def("same_vectors", &same_vectors, "one"_a, "other"_a);
+  m.def("lies", [](nb::handle tensor) -> std::optional<uint64_t> {
+    View view;
+    if (!view.look_plain(tensor) || !view.contiguous()) return {};
+    const Segment* within = Segment::around(view.address);
     return within ? within->world : 0;
-  }, "tensor"_a.none(), "plain"_a, "look"_a.none());
+  }, "tensor"_a.none());
 
   nb::class_<Mapping>(m, "Mapping");
   m.def("create_mapping", &Mapping::create);
@@ -227,14 +226,12 @@ NB_MODULE(_native, m) {
       });
 
   nb::class_<Binding>(m, "Binding")
-      .def("__init__", [](Binding* self, const Compiled& c, const Sizes& rows, ByName tensors, ByName numbers, ByName shared, int rank,
-                          nb::handle look) {
-        new (self) Binding(c.program, rows, given(tensors, numbers, shared, look), rank);
-      }, "compiled"_a, "rows"_a, "tensors"_a, "numbers"_a, "shared"_a, "rank"_a, "look"_a.none(),
-           nb::keep_alive<1, 2>())  // the program that it belongs to
-      .def("again", [](Binding& self, const Compiled& c, const Sizes& rows, ByName tensors, ByName numbers, int rank, nb::handle look) {
-        return self.again(c.program, rows, given(tensors, numbers, {}, look), rank);
-      }, "compiled"_a, "rows"_a, "tensors"_a, "numbers"_a, "rank"_a, "look"_a.none())
+      .def("__init__", [](Binding* self, const Compiled& c, const Sizes& rows, ByName tensors, ByName numbers, ByName shared, int rank) {
+        new (self) Binding(c.program, rows, given(tensors, numbers, shared), rank);
+      }, "compiled"_a, "rows"_a, "tensors"_a, "numbers"_a, "shared"_a, "rank"_a, nb::keep_alive<1, 2>())  // the program that it belongs to
+      .def("again", [](Binding& self, const Compiled& c, const Sizes& rows, ByName tensors, ByName numbers, int rank) {
+        return self.again(c.program, rows, given(tensors, numbers, {}), rank);
+      }, "compiled"_a, "rows"_a, "tensors"_a, "numbers"_a, "rank"_a)
       .def_prop_ro("workspace", &Binding::workspace)
       .def_prop_ro("call", &Binding::call)
       .def_prop_ro("eager", &Binding::eager)
@@ -290,14 +287,14 @@ NB_MODULE(_native, m) {
       .def("trace", [](Executor& self, bool on) { self.tracing = on; });
 
   nb::class_<Repeats>(m, "Repeats", nb::type_slots(Repeats::slots))
-      .def(nb::init<Executor&, int, Types, nb::handle>(), "executor"_a, "rank"_a, "plain"_a, "look"_a.none(), nb::keep_alive<1, 2>())
+      .def(nb::init<Executor&, int>(), "executor"_a, "rank"_a, nb::keep_alive<1, 2>())
       .def("add", &Repeats::add, "what"_a, "a"_a, "out"_a, "options"_a, "program"_a, "binding"_a, "tensors"_a)
       .def("call", &Repeats::call, "what"_a, "a"_a.none(), "out"_a, "options"_a, "timeout"_a)
       .def("clear", &Repeats::clear)
       .def("__len__", &Repeats::size);
 
   nb::class_<Alike>(m, "Alike", nb::type_slots(Alike::slots))
-      .def(nb::init<Types, nb::object, uint64_t, nb::handle>(), "plain"_a, "packed"_a, "world"_a, "look"_a.none())
+      .def(nb::init<nb::object, uint64_t>(), "packed"_a, "world"_a)
       .def("add", &Alike::add, "options"_a, "a"_a, "weights"_a, "biases"_a, "made"_a)
       .def("find", &Alike::find, "options"_a, "a"_a.none(), "weights"_a, "biases"_a)
       .def("clear", &Alike::clear)
@@ -334,17 +331,17 @@ NB_MODULE(_native, m) {
   });
 
   nb::class_<StridedCopy>(m, "StridedCopy");
-  m.def("copy_at_once", [](bool put, nb::handle remote, nb::handle local, int peer, Types plain, nb::handle api) {
+  m.def("copy_at_once", [](bool put, nb::handle remote, nb::handle local, int peer) {
     // Whether that copy was made; not where something is to be told in words.
-    const auto found = one_sided(put, remote, local, peer, std::move(plain), api);
+    const auto found = one_sided(put, remote, local, peer);
     const auto world = found ? PyTransfers::open.find(found->first) : PyTransfers::open.end();
     if (world == PyTransfers::open.end()) return false;
     PyTransfers& open = *world->second;
     const nb::object held = nb::find(open);  // another thread may close the world, and let go of it
     nb::gil_scoped_release release;
     return open.transfers.copy(found->second);
-  }, "put"_a, "remote"_a.none(), "local"_a.none(), "peer"_a, "plain"_a, "api"_a.none());
-  m.def("one_sided", &one_sided, "put"_a, "remote"_a.none(), "local"_a.none(), "peer"_a, "plain"_a, "api"_a.none());
+  }, "put"_a, "remote"_a.none(), "local"_a.none(), "peer"_a);
+  m.def("one_sided", &one_sided, "put"_a, "remote"_a.none(), "local"_a.none(), "peer"_a);
 
   nb::class_<PyTransfers>(m, "Transfers")
       .def(nb::init<std::shared_ptr<Mesh>, int, size_t, uint64_t>())

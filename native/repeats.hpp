@@ -31,9 +31,7 @@ struct Repeated : Made {
 
 class Repeats : public Remembered<Repeated, 1024> {
  public:
-  // `plain` and `api` as an `Eye` takes them.
-  Repeats(Executor& executor, int rank, Types plain, nb::handle api)
-      : Remembered(std::move(plain), api), executor_(executor), rank_(rank) {}
+  Repeats(Executor& executor, int rank) : executor_(executor), rank_(rank) {}
 
   // Remember that `what` with these tensors and options is an execution of `program`, of one lane, with `binding`; both as they are
   // in `weft.engines.host`. `tensors` are those of the program's buffers, each of which lies within `a` or `out`.
@@ -42,12 +40,12 @@ class Repeats : public Remembered<Repeated, 1024> {
     if (!look(what, a, out)) return;
     std::vector<Moved> moved;
     for (auto [name, tensor] : nb::cast<nb::dict>(tensors)) {
-      if (!eye_.look(tensor)) return;
-      if (!eye_.span()) continue;
-      const bool within_out = eye_.address - out_.address < out_.bytes;
-      if (!within_out && eye_.address - a_.address >= a_.bytes) return;
+      if (!view_.look(tensor)) return;
+      if (!view_.span()) continue;
+      const bool within_out = view_.address - out_.address < out_.bytes;
+      if (!within_out && view_.address - a_.address >= a_.bytes) return;
       const uintptr_t begin = within_out ? out_.address : a_.address;
-      moved.push_back({nb::cast<uint32_t>(program.attr("numbers")[name]), within_out, eye_.address - begin});
+      moved.push_back({nb::cast<uint32_t>(program.attr("numbers")[name]), within_out, view_.address - begin});
     }
     auto& compiled = nb::cast<Compiled&>(program.attr("native"));
     auto& bound = nb::cast<Binding&>(binding.attr("native"));
@@ -61,11 +59,11 @@ class Repeats : public Remembered<Repeated, 1024> {
     if (!held) return false;
     Repeated& known = *held;
     if (!same(known.out, out)) {
-      if (nb::cast<bool>(out.attr("requires_grad")) || !eye_.read_as_they_lie(out)) return false;  // who checks may have something to say
+      if (nb::cast<bool>(out.attr("requires_grad")) || !view_.read_as_they_lie(out)) return false;  // who checks may have something to say
       known.out = weak(out);
     }
     if (!out.is(a) && !same(known.a, a)) {
-      if (!eye_.read_as_they_lie(a)) return false;
+      if (!view_.read_as_they_lie(a)) return false;
       known.a = weak(a);
     }
     for (const Moved& one : known.moved)
@@ -91,8 +89,8 @@ class Repeats : public Remembered<Repeated, 1024> {
   }
 
   bool note(nb::handle tensor, Place& place) {
-    if (!eye_.note(tensor, lies_)) return false;
-    place = {eye_.address, eye_.span()};
+    if (!view_.note(tensor, lies_)) return false;
+    place = {view_.address, view_.span()};
     if (const Segment* within = Segment::around(place.address))  // peers have it where theirs is
       for (uint64_t each : {within->world, within->number, uint64_t{place.address}}) lies_.push_back(static_cast<int64_t>(each));
     return place.bytes > 0;

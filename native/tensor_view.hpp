@@ -19,8 +19,6 @@ namespace weft {
 
 namespace nb = nanobind;
 
-using Types = nb::typed<nb::tuple, nb::handle, nb::ellipsis>;  // of plain tensors
-
 // What torch 2.10 and later offer as `Tensor.__dlpack_c_exchange_api__`; of DLPack 1.3, whose first version this layout belongs to.
 struct Exchange {
   uint32_t major, minor;
@@ -29,17 +27,18 @@ struct Exchange {
   int (*look)(void* tensor, nb::dlpack::dltensor* out);
 };
 
-// How to look at tensors, given the capsule with torch's `Exchange`, or None; null if that cannot be.
-inline const Exchange* exchange(nb::handle api) {
-  if (api.is_none()) return nullptr;
-  auto* found = static_cast<const Exchange*>(PyCapsule_GetPointer(api.ptr(), "dlpack_exchange_api"));
-  if (!found) throw nb::python_error();
-  return found->major == 1 ? found : nullptr;
-}
-
 // A tensor as it lies in memory: where, its dtype as a number, the bytes of an element, and sizes in elements.
 class View {
  public:
+  // How to look at tensors from now on: the types of plain ones, and the capsule with torch's `Exchange`, or None where there is none.
+  static void look_by(nb::typed<nb::tuple, nb::handle, nb::ellipsis> plain, nb::handle api) {
+    exchange_ = api.is_none() ? nullptr : static_cast<const Exchange*>(PyCapsule_GetPointer(api.ptr(), "dlpack_exchange_api"));
+    if (PyErr_Occurred()) throw nb::python_error();
+    if (exchange_ && exchange_->major != 1) exchange_ = nullptr;
+    plain_.clear();
+    for (nb::handle type : plain) plain_.push_back(type.inc_ref());  // held for ever
+  }
+
   uintptr_t address = 0;
   int64_t dtype = 0;
   size_t item = 0;
@@ -48,9 +47,9 @@ class View {
   size_t dimensions = 0;
 
   // False for one that has no place in this process's memory.
-  bool look(nb::handle tensor, const Exchange* exchange) {
-    if (exchange) {
-      if (exchange->look(tensor.ptr(), &view_)) {
+  bool look(nb::handle tensor) {
+    if (exchange_) {
+      if (exchange_->look(tensor.ptr(), &view_)) {
         PyErr_Clear();
         return false;
       }
@@ -70,6 +69,28 @@ class View {
     } catch (const nb::python_error&) {
       return false;
     }
+  }
+
+  // False, too, for one that is not plain.
+  bool look_plain(nb::handle tensor) {
+    for (nb::handle type : plain_)
+      if (tensor.type().is(type)) return look(tensor);
+    return false;
+  }
+
+  // Look at a plain one and add how it lies, but not where, to `numbers`: its dtype, shape and strides.
+  bool note(nb::handle tensor, std::vector<int64_t>& numbers) {
+    if (!look_plain(tensor)) return false;
+    numbers.push_back(static_cast<int64_t>(dimensions));
+    numbers.push_back(dtype);
+    for (const int64_t* all : {shape, strides}) numbers.insert(numbers.end(), all, all + dimensions);
+    return true;
+  }
+
+  // The same, or that there is none.
+  bool note_any(nb::handle tensor, std::vector<int64_t>& numbers) {
+    if (tensor.is_none()) numbers.push_back(-1);
+    return tensor.is_none() || note(tensor, numbers);
   }
 
   bool contiguous() const {
@@ -96,47 +117,11 @@ class View {
   // The bytes from the first element to behind the last.
   size_t span() const { return span_of(item, dimensions, shape, strides); }
 
-  // Add how it lies, but not where: its dtype, shape and strides.
-  void add_layout(std::vector<int64_t>& numbers) const {
-    numbers.push_back(static_cast<int64_t>(dimensions));
-    numbers.push_back(dtype);
-    for (const int64_t* all : {shape, strides}) numbers.insert(numbers.end(), all, all + dimensions);
-  }
-
  private:
+  static inline std::vector<nb::handle> plain_;
+  static inline const Exchange* exchange_ = nullptr;
   nb::dlpack::dltensor view_;
   std::vector<int64_t> shape_, strides_;
-};
-
-// Looks at plain tensors in this process's memory.
-class Eye : public View {
- public:
-  // `plain` are the types of such tensors, `api` is the capsule with torch's `Exchange`, or None.
-  Eye(Types plain, nb::handle api) : plain_(std::move(plain)), exchange_(exchange(api)) {}
-
-  // False for anything else.
-  bool look(nb::handle tensor) {
-    for (nb::handle type : plain_)
-      if (tensor.type().is(type)) return View::look(tensor, exchange_);
-    return false;
-  }
-
-  // Look at one and add how it lies to `numbers`.
-  bool note(nb::handle tensor, std::vector<int64_t>& numbers) {
-    if (!look(tensor)) return false;
-    add_layout(numbers);
-    return true;
-  }
-
-  // The same, or that there is none.
-  bool note_any(nb::handle tensor, std::vector<int64_t>& numbers) {
-    if (tensor.is_none()) numbers.push_back(-1);
-    return tensor.is_none() || note(tensor, numbers);
-  }
-
- private:
-  Types plain_;
-  const Exchange* exchange_;
 };
 
 // What was made for a call: with which options, and for tensors that lie how.
@@ -154,9 +139,6 @@ class Remembered {
   size_t size() const { return known_.size(); }
 
  protected:
-  // `plain` and `api` as an `Eye` takes them.
-  Remembered(Types plain, nb::handle api) : eye_(std::move(plain), api) {}
-
   void remember(Known known) {
     if (size() >= most) clear();
     const uint64_t name = named(known.options);
@@ -171,7 +153,7 @@ class Remembered {
     return known;
   }
 
-  Eye eye_;
+  View view_;
   std::vector<int64_t> lies_;  // how the tensors of the latest call lie; kept for its room
 
  private:
@@ -205,20 +187,19 @@ class Remembered {
 
 // How plain tensors of this process's memory lie, but not where, to find what was made for tensors that lie like these; None if one is
 // something else. Where there is none, None stands for it.
-inline nb::object layouts(nb::handle tensors, Types plain, nb::handle api) {
-  Eye eye(std::move(plain), api);
+inline nb::object layouts(nb::handle tensors) {
+  View view;
   std::vector<int64_t> numbers;
   numbers.reserve(24);
   for (nb::handle tensor : tensors)
-    if (!eye.note_any(tensor, numbers)) return nb::none();
+    if (!view.note_any(tensor, numbers)) return nb::none();
   return nb::bytes(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t));
 }
 
 // Whether two vectors of one dtype, of this process's memory, have the same bytes.
-inline bool same_vectors(nb::handle one, nb::handle other, nb::handle api) {
-  const Exchange* look = exchange(api);
+inline bool same_vectors(nb::handle one, nb::handle other) {
   View a, b;
-  if (!a.look(one, look) || !b.look(other, look) || a.dimensions != 1 || a.dtype != b.dtype || !a.same_shape(b)) return false;
+  if (!a.look(one) || !b.look(other) || a.dimensions != 1 || a.dtype != b.dtype || !a.same_shape(b)) return false;
   for (int64_t i = 0; i < a.shape[0]; ++i)
     if (std::memcmp(reinterpret_cast<char*>(a.address) + i * a.strides[0] * a.item,
                     reinterpret_cast<char*>(b.address) + i * b.strides[0] * b.item, a.item))

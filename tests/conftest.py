@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         # Those that load GPU kernels stay out: a rank says first whether it interprets these.
         ranks.serve(sorted(name for name in modules if not name.startswith("test_kernel")))
         ranks.look_through_less()
+
+
+@pytest.fixture(params=[True, False], ids=["exchange", "attributes"])
+def looked_at(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Native code looks at tensors as torch offers it from 2.10 on, and as it did before."""
+    from weft import _native  # takes seconds, too
+    from weft.checks import PLAIN
+    from weft.world import memory
+
+    _native.look_by(PLAIN, memory.LOOK if request.param else None)
+    yield
+    _native.look_by(PLAIN, memory.LOOK)

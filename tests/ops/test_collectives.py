@@ -14,9 +14,7 @@ from support.ranks import die, everyones, on_ranks, start
 
 import weft
 from weft import _native
-from weft.checks import PLAIN
 from weft.ops.collective import ANY, NUMBERS
-from weft.world import memory
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -258,10 +256,9 @@ CHANGES = (
 )
 
 
-@pytest.mark.parametrize("api", [None, memory.LOOK], ids=["looked up", "exchanged"])
-def test_what_is_seen_of_a_tensor(api):
+def test_what_is_seen_of_a_tensor(looked_at):
     def seen(a):
-        return _native.layouts((a, None), PLAIN, api)
+        return _native.layouts((a, None))
 
     for change in CHANGES:
         a = torch.empty(2, 3)

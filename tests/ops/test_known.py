@@ -12,7 +12,6 @@ from support.ranks import on_ranks
 
 import weft
 from weft import _native
-from weft.checks import PLAIN
 from weft.engines import engine
 from weft.engines.weights import PackedWeight
 from weft.world import memory
@@ -100,15 +99,14 @@ def test_weights_are_known_by_how_they_lie():
     on_ranks(views, 2)
 
 
-@pytest.mark.parametrize("api", [memory.LOOK, None], ids=["exchange", "attributes"])
-def test_layouts_tell_apart_what_lies_otherwise(api):
+def test_layouts_tell_apart_what_lies_otherwise(looked_at):
     """Also where torch does not let native code look at tensors."""
     b = torch.zeros(4, 4)
     others = [(b.t(),), (b[:, :2],), (b[:2],), (b.view(16),), (b.double(),), (b.int(),), (b, None), (None, b), (b, b), ()]
-    found = [_native.layouts(each, PLAIN, api) for each in [(b,), *others]]
+    found = [_native.layouts(each) for each in [(b,), *others]]
     assert len({*found}) == len(found)
-    assert _native.layouts((b.clone(),), PLAIN, api) == found[0]
-    assert _native.layouts((b, b.to("meta")), PLAIN, api) is None
+    assert _native.layouts((b.clone(),)) == found[0]
+    assert _native.layouts((b, b.to("meta"))) is None
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -141,7 +139,7 @@ def rows_that_lie_otherwise(world, name):
 
 @pytest.mark.skipif(memory.LOOK is None, reason="this torch does not let native code look at tensors")
 def test_what_was_made_for_sizes_is_bounded():
-    b, found = torch.zeros(2, 2), _native.Alike((torch.Tensor,), PackedWeight, 1, memory.LOOK)
+    b, found = torch.zeros(2, 2), _native.Alike(PackedWeight, 1)
     for rows in range(5000):
         found.add(("sum",), torch.zeros(1).expand(rows, 1), [b], [None], rows)  # of no memory, and only one row is contiguous
         found.add(("sum",), torch.empty(rows + 1, 1), [b], [None], rows)

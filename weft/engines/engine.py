@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from weft import _native
-from weft.checks import PLAIN
 from weft.engines.weights import PackedWeight, Weight
 from weft.errors import MismatchError, PlanError, WeftError
 from weft.plan import Copy, Instruction, Plan, Reduce, Region, Signal, Wait, reads, writes
@@ -58,10 +57,10 @@ class Engine(ABC):
         self.spaces: dict[Hashable, Tensor] = {}  # what `space` was asked for
         self.pending: list[Program] = []  # started and not yet joined, in their order
         # Collectives seen before, for tensors that lie alike, with the workspace that they use.
-        self.repeats = _native.Repeats(world.native, world.rank, PLAIN, memory.LOOK)
+        self.repeats = _native.Repeats(world.native, world.rank)
         self.calls: dict[Hashable, Any] = {}  # the same, of those without tensors
         self.known: dict[Hashable, Any] = {}  # what is decided of others, whatever their rows
-        self.ready = _native.Alike(PLAIN, PackedWeight, world.number, memory.LOOK)  # what is known of all for rows that lie alike
+        self.ready = _native.Alike(PackedWeight, world.number)  # what is known of all for rows that lie alike
 
     def execute(
         self,

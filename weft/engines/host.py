@@ -139,7 +139,7 @@ class HostProgram(Program):
         """The blocks' sizes and places for these tensors; makes the workspace larger where it is too small, collectively."""
         shared = {name: self._parts(tensors[name]) for name in self.shared if name in tensors}
         given = tensors if isinstance(tensors, dict) else dict(tensors)
-        native = _native.Binding(self.native, rows, given, self.numbers, shared, self.world.rank, memory.LOOK)
+        native = _native.Binding(self.native, rows, given, self.numbers, shared, self.world.rank)
         if size := native.workspace:
             native.place(self.native, _native.Role.workspace, self.engine.reserve(size, native.call).bases(0))
         if native.eager:
@@ -153,7 +153,7 @@ class HostProgram(Program):
             own is None
             or self.segment is not self.engine.segment
             or not self.shared.isdisjoint(given)
-            or not own.native.again(self.native, rows, given, self.numbers, self.world.rank, memory.LOOK)
+            or not own.native.again(self.native, rows, given, self.numbers, self.world.rank)
         ):
             own = self.own = self.bind(given, rows)
             self.segment = self.engine.segment

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -55,23 +55,19 @@ segments: WeakValueDictionary[int, Segment] = WeakValueDictionary()  # by the ad
 LOOK = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 """How native code can look at a tensor; torch 2.9 does not offer it."""
 
+_native.look_by(PLAIN, LOOK)
 
-def layouts(tensors: Sequence[torch.Tensor | None]) -> Hashable:
-    """How plain tensors lie, but not where: dtypes, shapes and strides. None if that of one on a CPU cannot be told."""
-    return _native.layouts(tensors, PLAIN, LOOK)
+layouts = _native.layouts
+"""How plain tensors lie, but not where: dtypes, shapes and strides. None if that of one on a CPU cannot be told."""
 
+same = _native.same_vectors
+"""Whether two vectors of whole numbers on a CPU are equal; where torch allows it in a fraction of the time of `torch.equal`."""
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two vectors of whole numbers on a CPU are equal; where torch allows it in a fraction of the time of `torch.equal`."""
-    return _native.same_vectors(a, b, LOOK)
+lies = _native.lies
+"""The number of the world in whose symmetric memory the contiguous elements of a plain tensor lie, 0 if in none's.
 
-
-def lies(tensor: object) -> int | None:
-    """The number of the world in whose symmetric memory the contiguous elements of a plain tensor lie, 0 if in none's.
-
-    None for what is no such tensor, or not in this process's memory.
-    """
-    return _native.lies(tensor, PLAIN, LOOK)
+None for what is no such tensor, or not in this process's memory.
+"""
 
 
 def find(tensor: torch.Tensor) -> Segment | None:

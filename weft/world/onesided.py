@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from weft import _native
-from weft.checks import PLAIN, check_tensor, check_timeout, name
+from weft.checks import check_tensor, check_timeout, name
 from weft.errors import PeerTimeout
 from weft.world import memory
 from weft.world.peers import Peers
@@ -176,7 +176,7 @@ def test(signals: Signals, index: int | slice, cmp: str, value: int) -> bool:
 
 
 def _copy(remote: Tensor, local: Tensor, peer: int, world: World | None, put: bool) -> None:
-    if world is None and type(peer) is int and _native.copy_at_once(put, remote, local, peer, PLAIN, memory.LOOK):
+    if world is None and type(peer) is int and _native.copy_at_once(put, remote, local, peer):
         return
     own, copy = _prepared(remote, local, peer, world, put)
     _make(own, copy, _Copy(put, peer, local.nbytes))
@@ -195,7 +195,7 @@ def _begin(remote: Tensor, local: Tensor, peer: int, world: World | None, put: b
 def _prepared(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put: bool) -> tuple[World, _native.StridedCopy]:
     """The world of `remote`, and the copy between `peer`'s counterpart of it and `local`; all arguments are checked."""
     rank = peer if type(peer) is int else whole(peer, "peer is the number of a rank")
-    found = _native.one_sided(put, remote, local, rank, PLAIN, memory.LOOK)
+    found = _native.one_sided(put, remote, local, rank)
     own = None if found is None else numbered(found[0])
     if found is None or own is None or (world is not None and world is not own):
         raise _refusal(remote, local, rank, put)
