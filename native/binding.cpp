@@ -26,8 +26,9 @@ std::vector<size_t> cut(const std::vector<uint32_t>& pieces, const std::vector<s
 
 }  // namespace
 
-Binding::Binding(const Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given, int rank)
-    : shards_(rows), widths_(program.buffers.size()), offsets_(program.buffers.size()) {
+Binding::Binding(Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given)
+    : program_(program), shards_(rows), widths_(program.buffers.size()), offsets_(program.buffers.size()) {
+  const int rank = program.rank;
   const std::vector<size_t> sizes = cut(program.pieces, rows);
   const size_t largest = sizes.empty() ? 1 : *std::max_element(sizes.begin(), sizes.end());
   for (const auto& layout : program.layouts) {
@@ -95,32 +96,32 @@ Binding::Binding(const Program& program, const std::vector<size_t>& rows, const 
   digest_ = weft::digest(call_);
 }
 
-void Binding::place(const Program& program, Role role, const std::vector<uintptr_t>& begins) {
-  for (uint32_t number = 0; number < program.slots.size(); ++number) {
-    const auto [owner, which] = program.slots[number];
-    if (program.buffers[which].role != role) continue;
+void Binding::place(Role role, const std::vector<uintptr_t>& begins) {
+  for (uint32_t number = 0; number < program_.slots.size(); ++number) {
+    const auto [owner, which] = program_.slots[number];
+    if (program_.buffers[which].role != role) continue;
     placed_[number].base = reinterpret_cast<char*>(begins.at(owner) + offsets_[which]);
     if (role == Role::eager && begins.size() == 2) placed_[number].others = begins[1 - owner] - begins[owner];
   }
 }
 
-bool Binding::again(const Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given, int rank) {
+bool Binding::again(const std::vector<size_t>& rows, const std::vector<Given>& given) {
   if (rows != shards_) return false;
   for (const Given& tensor : given) {
-    const Buffer& buffer = program.buffers[tensor.buffer];
-    if (tensor.columns != widths_[tensor.buffer] || tensor.rows != sums_[buffer.layouts[rank]].back()) return false;
-    for (uint32_t number = 0; number < program.slots.size(); ++number)
-      if (const auto [owner, which] = program.slots[number];
-          which == tensor.buffer && (owner != rank || placed_[number].stride != tensor.stride))
+    const Buffer& buffer = program_.buffers[tensor.buffer];
+    if (tensor.columns != widths_[tensor.buffer] || tensor.rows != sums_[buffer.layouts[program_.rank]].back()) return false;
+    for (uint32_t number = 0; number < program_.slots.size(); ++number)
+      if (const auto [owner, which] = program_.slots[number];
+          which == tensor.buffer && (owner != program_.rank || placed_[number].stride != tensor.stride))
         return false;
   }
-  for (const Given& tensor : given) move(program, rank, tensor.buffer, tensor.address);
+  for (const Given& tensor : given) move(tensor.buffer, tensor.address);
   return true;
 }
 
-void Binding::move(const Program& program, int rank, uint32_t buffer, uintptr_t address) {
-  for (uint32_t number = 0; number < program.slots.size(); ++number)
-    if (program.slots[number].rank == rank && program.slots[number].buffer == buffer)
+void Binding::move(uint32_t buffer, uintptr_t address) {
+  for (uint32_t number = 0; number < program_.slots.size(); ++number)
+    if (program_.slots[number].rank == program_.rank && program_.slots[number].buffer == buffer)
       placed_[number].base = reinterpret_cast<char*>(address);
   if (static_cast<int>(buffer) == offers_) offered_ = address;
 }

@@ -22,21 +22,23 @@ struct Given {
 class Binding {
  public:
   // `rows` of each shard, cut as evenly as it goes, the first pieces a row larger where it does not divide. Throws
-  // std::invalid_argument where a tensor has not as many rows as its blocks.
-  Binding(const Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given, int rank);
+  // std::invalid_argument where a tensor has not as many rows as its blocks. The program must live as long.
+  Binding(Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given);
 
+  Program& program() const { return program_; }
+  const std::vector<size_t>& shards() const { return shards_; }
   // Bytes of workspace on every rank.
   size_t workspace() const { return workspace_; }
   // Bytes of eager buffers on every rank.
   size_t eager() const { return eager_; }
   // Where each rank's workspace begins, or its eager buffers of the first turn.
-  void place(const Program& program, Role role, const std::vector<uintptr_t>& begins);
+  void place(Role role, const std::vector<uintptr_t>& begins);
 
   // Whether this is a binding of so many rows to tensors like these, none of them symmetric; if so they are its own from now on.
-  bool again(const Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given, int rank);
+  bool again(const std::vector<size_t>& rows, const std::vector<Given>& given);
 
-  // A buffer of the caller's, on `rank` itself, begins elsewhere from now on.
-  void move(const Program& program, int rank, uint32_t buffer, uintptr_t address);
+  // A buffer of the caller's, on this rank itself, begins elsewhere from now on.
+  void move(uint32_t buffer, uintptr_t address);
 
   // `turn`: that of the execution.
   char* at(const Operand& o, Turn turn = {}) const {
@@ -67,6 +69,7 @@ class Binding {
     char* base = nullptr;
     int apart = -1;
   };
+  Program& program_;
   std::vector<size_t> shards_, widths_;    // the rows of shards, and the columns of the caller's buffers
   std::vector<std::vector<size_t>> sums_;  // by layout: where each block begins, and the last one ends
   std::vector<Placed> placed_;             // by slot

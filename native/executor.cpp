@@ -22,10 +22,12 @@ Counter& Executor::counter(int rank, uint32_t index) const {
   return reinterpret_cast<Counter*>(control_->parts[rank]->base() + Calls::kBytes)[index];
 }
 
-void Executor::begin(const Program& program, Execution& execution) {
+void Executor::begin(Program& program, int64_t timeout) {
+  Execution& execution = program.execution;
   const Binding* bound = execution.binding;
   const uint64_t digest = bound ? bound->digest() : program.digest;
   execution.reset(calls.begin(digest, bound ? bound->call() : program.call, bound ? bound->offered() : 0), digest);
+  execution.timeout = timeout;
   if (program.eager) execution.turn = turn(program);
   ahead_ = program.meets ? 0 : ahead_ + program.eager;
   for (size_t lane = 0; lane < program.lanes.size(); ++lane) {
@@ -43,7 +45,8 @@ Turn Executor::turn(const Program& program) {
   return {met_++ % Program::kMeeting * Program::kEager, crossed ? ~size_t{0} : 0};
 }
 
-int Executor::run(const Program& program, Execution& execution, size_t lane, int at) {
+int Executor::run(Program& program, size_t lane, int at) {
+  Execution& execution = program.execution;
   const auto& instructions = program.lanes[lane];
   const int end = static_cast<int>(instructions.size());
   if (!within_host && lane == 0 && at == 0) set(calls.under_way(rank_), execution.call);
@@ -191,18 +194,18 @@ WaitStatus Executor::wait_under_way(uint64_t call, const std::vector<int>& ranks
   return WaitStatus::none;
 }
 
-void Executor::stop(Execution& execution, size_t lane) {
-  execution.stopped.store(static_cast<int>(lane), std::memory_order_release);
+void Executor::stop(Program& program, size_t lane) {
+  program.execution.stopped.store(static_cast<int>(lane), std::memory_order_release);
   mesh_->sleepers().wake_all();
 }
 
 // What the lane thread does with a job.
 void Executor::run(const LaneThread::Job& job) {
-  if (run(*job.program, *job.execution, job.lane, 0) >= 0) return;
-  const WaitFailure& failure = job.execution->failures[job.lane];
+  if (run(*job.program, job.lane, 0) >= 0) return;
+  const WaitFailure& failure = job.program->execution.failures[job.lane];
   // A lane that waited for another of this rank too long: that one has a limit, and a cause, of its own.
   if (failure.status == WaitStatus::timeout && failure.source == rank_) return;
-  stop(*job.execution, job.lane);  // what other lanes wait for may never come
+  stop(*job.program, job.lane);  // what other lanes wait for may never come
 }
 
 }  // namespace weft

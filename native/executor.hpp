@@ -32,14 +32,15 @@ class Executor {
   // Must all ranks meet before they begin this? What it writes to is then read no more: whoever begins a turn again has ended a
   // call in which ranks met after the turn before that was over.
   bool must_meet(const Program& program) const { return program.eager && !program.meets && ahead_ == Program::kTurns - Program::kMeeting; }
-  // Publish a call, and fix what its waits wait for. Calls begin on one thread at a time, in the same order on all ranks.
-  void begin(const Program& program, Execution& execution);
+  // Publish a call, and fix what its waits wait for, each for so many nanoseconds. Calls begin on one thread at a time, in the same
+  // order on all ranks.
+  void begin(Program& program, int64_t timeout);
   // Interpret instructions of a lane from `at` on, up to a pause or the end; the next position, or -1 if a wait ended early.
-  int run(const Program& program, Execution& execution, size_t lane, int at);
+  int run(Program& program, size_t lane, int at);
   // Wait so long until these ranks of this host have begun to carry out a call, or have left.
   WaitStatus wait_under_way(uint64_t call, const std::vector<int>& ranks, int64_t nanoseconds);
-  // End the waits of an execution, of which `lane` has ended early.
-  void stop(Execution& execution, size_t lane = 0);
+  // End the waits of a program, of which `lane` has ended early.
+  void stop(Program& program, size_t lane = 0);
   // Called now and then by waits on the caller's thread; true ends the wait.
   std::function<bool()> caller_interrupted = [] { return false; };
   // Whether all peers are on this host, where they publish a call before they raise its signals.

@@ -46,10 +46,10 @@ void LaneThread::start(const Job& job) {
   changed_.notify_all();
 }
 
-bool LaneThread::join(const Execution& execution, double seconds) {
+bool LaneThread::join(const Program& program, double seconds) {
   std::unique_lock lock(mutex_);
   return changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
-    return std::none_of(jobs_.begin(), jobs_.end(), [&](const Job& job) { return job.execution == &execution; });
+    return std::none_of(jobs_.begin(), jobs_.end(), [&](const Job& job) { return job.program == &program; });
   });
 }
 

@@ -14,8 +14,7 @@ namespace weft {
 class LaneThread {
  public:
   struct Job {
-    const Program* program;
-    Execution* execution;
+    Program* program;
     size_t lane;
   };
 
@@ -24,8 +23,8 @@ class LaneThread {
   ~LaneThread();  // when all jobs are done
 
   void start(const Job& job);
-  // Wait until the jobs of this execution are done; false if `seconds` pass first.
-  bool join(const Execution& execution, double seconds = 1e9);
+  // Wait until the jobs of this program are done; false if `seconds` pass first.
+  bool join(const Program& program, double seconds = 1e9);
   // Whether a lane thread is what calls this.
   static bool current() { return current_; }
 

@@ -5,6 +5,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -16,8 +17,8 @@
 #include "alike.hpp"
 #include "backlog.hpp"
 #include "binding.hpp"
-#include "compiled.hpp"
 #include "copy.hpp"
+#include "execute.hpp"
 #include "executor.hpp"
 #include "repeats.hpp"
 #include "signal_array.hpp"
@@ -45,8 +46,8 @@ std::vector<Operand> operands(const std::vector<Place>& places) {
   return result;
 }
 
-// Tensors, their buffers' numbers, and where those lie that peers access. Throws std::invalid_argument for what is no matrix.
-std::vector<Given> given(ByName tensors, ByName numbers, ByName shared) {
+// Tensors of a program's buffers, and where those lie that peers access. Throws std::invalid_argument for what is no matrix.
+std::vector<Given> given(const Program& program, ByName tensors, ByName shared) {
   std::vector<Given> found;
   View view;
   for (auto [name, tensor] : tensors) {
@@ -55,7 +56,9 @@ std::vector<Given> given(ByName tensors, ByName numbers, ByName shared) {
                                   nb::str(nb::tuple(tensor.attr("shape"))).c_str() + ", strides " + nb::str(tensor.attr("stride")()).c_str());
     const size_t rows = static_cast<size_t>(view.shape[0]), columns = static_cast<size_t>(view.shape[1]);
     const size_t stride = (rows > 1 ? static_cast<size_t>(view.strides[0]) : columns) * view.item;
-    Given& one = found.emplace_back(Given{nb::cast<uint32_t>(numbers[name]), view.address, rows, columns, stride, {}, {}});
+    const uint32_t number = program.number(nb::cast<std::string_view>(name));
+    if (number == program.buffers.size()) throw nb::key_error(nb::cast<std::string>(name).c_str());
+    Given& one = found.emplace_back(Given{number, view.address, rows, columns, stride, {}, {}});
     if (!shared.contains(name)) continue;
     std::tie(one.parts, one.place) = nb::cast<Shared>(shared[name]);
     one.apart = one.parts.empty() && !one.place.empty();
@@ -176,68 +179,67 @@ NB_MODULE(_native, m) {
         return std::make_tuple(kind, culprit, text);
       });
 
-  nb::class_<Compiled>(m, "Compiled")
+  nb::class_<Program>(m, "Compiled")
       .def(nb::init<std::string, size_t, std::vector<std::pair<uint32_t, uint64_t>>, size_t, bool>(), "call"_a, "lanes"_a,
            "promised"_a, "ranks"_a, "meets"_a = false)
-      .def("describe", [](Compiled& self, std::string beginning, std::string ending) {
-        self.program.call = std::move(beginning), self.program.ending = std::move(ending);
+      .def("describe", [](Program& self, std::string beginning, std::string ending) {
+        self.call = std::move(beginning), self.ending = std::move(ending);
       })
-      .def("lay_out", [](Compiled& self, std::vector<uint32_t> pieces, std::vector<std::vector<int>> layouts,
+      .def("lay_out", [](Program& self, int own_rank, std::vector<uint32_t> pieces, std::vector<std::vector<int>> layouts,
                          const std::vector<PyBuffer>& buffers, const std::vector<std::pair<int, uint32_t>>& slots) {
-        self.program.pieces = std::move(pieces), self.program.layouts = std::move(layouts);
+        self.rank = own_rank, self.pieces = std::move(pieces), self.layouts = std::move(layouts);
         for (const auto& [name, dtype, itemsize, role, like, told, shared, by_rank] : buffers) {
-          self.program.buffers.push_back({name, dtype, itemsize, role, like, told, shared, by_rank});
-          self.program.eager |= role == Role::eager;
+          self.buffers.push_back({name, dtype, itemsize, role, like, told, shared, by_rank});
+          self.eager |= role == Role::eager;
         }
-        for (auto [rank, buffer] : slots) self.program.slots.push_back({rank, buffer});
+        for (auto [rank, buffer] : slots) self.slots.push_back({rank, buffer});
       })
-      .def("bind", [](Compiled& self, const Binding* binding) { self.execution.binding = binding; }, nb::arg().none())
-      .def("copy", [](Compiled& self, size_t lane, Place dst, Place src, uint32_t measure, bool together, bool remote, bool returns) {
+      .def("bind", [](Program& self, const Binding* binding) { self.execution.binding = binding; }, nb::arg().none())
+      .def("copy", [](Program& self, size_t lane, Place dst, Place src, uint32_t measure, bool together, bool remote, bool returns) {
         Instruction i{Op::copy, operands({dst, src}), measure, together};
         i.remote = remote;
-        self.program.add(lane, i, returns);
+        self.add(lane, i, returns);
       })
-      .def("reduce", [](Compiled& self, size_t lane, std::vector<Place> places, uint32_t measure, bool together,
+      .def("reduce", [](Program& self, size_t lane, std::vector<Place> places, uint32_t measure, bool together,
                         std::vector<Dtype> dtypes, Combine combine, bool returns) {
-        self.program.add(lane, {Op::reduce, operands(places), measure, together, dtypes, combine}, returns);
+        self.add(lane, {Op::reduce, operands(places), measure, together, dtypes, combine}, returns);
       })
-      .def("notify", [](Compiled& self, size_t lane, Executor& executor, int rank, uint32_t index) {
+      .def("notify", [](Program& self, size_t lane, Executor& executor, int rank, uint32_t index) {
         Instruction i{Op::notify, {}};
         i.counter = &executor.counter(rank, index);
-        self.program.add(lane, i);
+        self.add(lane, i);
       })
-      .def("wait", [](Compiled& self, size_t lane, Executor& executor, int rank, uint32_t index, int source, uint64_t count) {
+      .def("wait", [](Program& self, size_t lane, Executor& executor, int rank, uint32_t index, int source, uint64_t count) {
         Instruction i{Op::wait, {}};
         i.counter = &executor.counter(rank, index), i.index = index, i.source = source, i.count = count;
-        self.program.add(lane, i);
+        self.add(lane, i);
       })
-      .def("pause", [](Compiled& self, size_t lane) { self.program.add(lane, {Op::pause, {}}); })
-      .def("multiply", [](Compiled& self, size_t lane, Place src) { self.program.add(lane, {Op::pause, {operand(src)}}); })
-      .def_prop_ro("call", [](Compiled& self) { return self.execution.call; })
-      .def_prop_ro("digest", [](Compiled& self) { return self.execution.digest ? self.execution.digest : self.program.digest; })
-      .def("set_span", [](Compiled& self, size_t lane, size_t at, int64_t start, int64_t stop) {
+      .def("pause", [](Program& self, size_t lane) { self.add(lane, {Op::pause, {}}); })
+      .def("multiply", [](Program& self, size_t lane, Place src) { self.add(lane, {Op::pause, {operand(src)}}); })
+      .def_prop_ro("call", [](Program& self) { return self.execution.call; })
+      .def_prop_ro("digest", [](Program& self) { return self.execution.digest ? self.execution.digest : self.digest; })
+      .def("set_span", [](Program& self, size_t lane, size_t at, int64_t start, int64_t stop) {
         self.execution.spans[lane][at] = {start, stop};
       })
-      .def("spans", [](Compiled& self, size_t lane) { return self.execution.spans[lane]; })
-      .def_prop_ro("stopped", [](Compiled& self) { return self.execution.stopped.load(std::memory_order_acquire); })
-      .def("wait_failure", [](Compiled& self, size_t lane) {
+      .def("spans", [](Program& self, size_t lane) { return self.execution.spans[lane]; })
+      .def_prop_ro("stopped", [](Program& self) { return self.execution.stopped.load(std::memory_order_acquire); })
+      .def("wait_failure", [](Program& self, size_t lane) {
         const auto [status, instruction, source, expected, actual] = self.execution.failures[lane];
         return std::make_tuple(status, instruction, source, expected, actual);
       });
 
   nb::class_<Binding>(m, "Binding")
-      .def("__init__", [](Binding* self, const Compiled& c, const Sizes& rows, ByName tensors, ByName numbers, ByName shared, int rank) {
-        new (self) Binding(c.program, rows, given(tensors, numbers, shared), rank);
-      }, "compiled"_a, "rows"_a, "tensors"_a, "numbers"_a, "shared"_a, "rank"_a, nb::keep_alive<1, 2>())  // the program that it belongs to
-      .def("again", [](Binding& self, const Compiled& c, const Sizes& rows, ByName tensors, ByName numbers, int rank) {
-        return self.again(c.program, rows, given(tensors, numbers, {}), rank);
-      }, "compiled"_a, "rows"_a, "tensors"_a, "numbers"_a, "rank"_a)
+      .def("__init__", [](Binding* self, Program& program, const Sizes& rows, ByName tensors, ByName shared) {
+        new (self) Binding(program, rows, given(program, tensors, shared));
+      }, "compiled"_a, "rows"_a, "tensors"_a, "shared"_a, nb::keep_alive<1, 2>())
+      .def("again", [](Binding& self, const Sizes& rows, ByName tensors) {
+        return self.again(rows, given(self.program(), tensors, {}));
+      }, "rows"_a, "tensors"_a)
+      .def_prop_ro("rows", &Binding::shards)
       .def_prop_ro("workspace", &Binding::workspace)
       .def_prop_ro("call", &Binding::call)
       .def_prop_ro("eager", &Binding::eager)
-      .def("place", [](Binding& self, const Compiled& c, Role role, const std::vector<uintptr_t>& begins) {
-        self.place(c.program, role, begins);
-      })
+      .def("place", &Binding::place)
       .def("matrix", [](Binding& self, Place place) {
         const Operand o = operand(place);
         const auto address = reinterpret_cast<uintptr_t>(self.at(o));
@@ -256,26 +258,23 @@ NB_MODULE(_native, m) {
       .def_ro_static("meeting", &Program::kMeeting)
       .def_rw("within_host", &Executor::within_host)
       .def_rw("pids", &Executor::pids)
-      .def("must_meet", [](Executor& self, Compiled& c) { return self.must_meet(c.program); })
+      .def("must_meet", &Executor::must_meet)
       .def("eager_bases", &Executor::eager_bases)
       .def_prop_ro("calls", [](Executor& self) { return self.calls.latest(); })
-      .def("begin", [](Executor& self, Compiled& c, double timeout) {
-        c.execution.timeout = nanoseconds(timeout);
-        self.begin(c.program, c.execution);
+      .def("begin", [](Executor& self, Program& program, double timeout) { self.begin(program, nanoseconds(timeout)); })
+      .def("run", [](Executor& self, Program& program, size_t lane, int at) {
+        return unlocked([&] { return self.run(program, lane, at); });
       })
-      .def("run", [](Executor& self, Compiled& c, size_t lane, int at) {
-        return unlocked([&] { return self.run(c.program, c.execution, lane, at); });
-      })
-      .def("start", [](Executor& self, Compiled& c, size_t lane) { self.lane_thread.start({&c.program, &c.execution, lane}); })
+      .def("start", [](Executor& self, Program& program, size_t lane) { self.lane_thread.start({&program, lane}); })
       .def("wait_under_way", [](Executor& self, uint64_t call, const std::vector<int>& ranks, double seconds) {
         return self.wait_under_way(call, ranks, nanoseconds(seconds));
       }, "call"_a, "ranks"_a, "seconds"_a, Unlocked())
-      .def("stop", [](Executor& self, Compiled& c) { self.stop(c.execution); })
-      .def("join", [](Executor& self, Compiled& c, double seconds) { return self.lane_thread.join(c.execution, seconds); },
+      .def("stop", [](Executor& self, Program& program) { self.stop(program); })
+      .def("join", [](Executor& self, Program& program, double seconds) { return self.lane_thread.join(program, seconds); },
            "compiled"_a, "seconds"_a = 1e9, Unlocked())
-      .def("execute", &execute, "program"_a, "compiled"_a, "binding"_a, "bound"_a, "timeout"_a)
-      .def("mismatch", [](Executor& self, Compiled& c, int peer) {
-        return self.calls.mismatch(peer, c.execution.call, c.execution.digest);
+      .def("execute", &execute)
+      .def("mismatch", [](Executor& self, Program& program, int peer) {
+        return self.calls.mismatch(peer, program.execution.call, program.execution.digest);
       })
       .def("peer_call", [](Executor& self, int peer, uint64_t call) { return self.calls.text(peer, call); })
       .def("note_call", [](Executor& self, int peer, uint64_t call, uint64_t digest, const std::string& text) {
@@ -287,7 +286,7 @@ NB_MODULE(_native, m) {
       .def("trace", [](Executor& self, bool on) { self.tracing = on; });
 
   nb::class_<Repeats>(m, "Repeats", nb::type_slots(Repeats::slots))
-      .def(nb::init<Executor&, int>(), "executor"_a, "rank"_a, nb::keep_alive<1, 2>())
+      .def(nb::init<Executor&>(), "executor"_a, nb::keep_alive<1, 2>())
       .def("add", &Repeats::add, "what"_a, "a"_a, "out"_a, "options"_a, "program"_a, "binding"_a, "tensors"_a)
       .def("call", &Repeats::call, "what"_a, "a"_a.none(), "out"_a, "options"_a, "timeout"_a)
       .def("clear", &Repeats::clear)

@@ -1,13 +1,16 @@
 // A plan's lane, compiled: instructions over addresses instead of names.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
+#include "calls.hpp"
 #include "reduce.hpp"
 #include "signals.hpp"
 
@@ -69,45 +72,6 @@ struct Slot {
   uint32_t buffer;
 };
 
-// One rank's part of a plan: its lanes, and how much each of its counters grows in one execution.
-struct Program {
-  static constexpr size_t kEager = 64 << 10;  // bytes of eager buffers that a plan has on each rank
-  static constexpr size_t kTurns = 8;         // of these buffers: executions use them in turn,
-  static constexpr size_t kMeeting = 2;       // those of plans that meet as many of them, so that they stay in the caches
-
-  std::vector<std::vector<Instruction>> lanes;
-  std::vector<std::pair<uint32_t, uint64_t>> promised;
-  std::string call;     // what all ranks must agree on, in words, if nothing is bound; else its beginning,
-  std::string ending;   // and its end
-  uint64_t digest = 0;  // of the call
-  std::vector<uint32_t> pieces = {};            // into how many blocks each shard is cut; blocks are numbered over all shards
-  std::vector<std::vector<int>> layouts = {};   // the numbers of blocks that lie one after another in some buffer
-  std::vector<Buffer> buffers = {};
-  std::vector<Slot> slots = {};
-  bool meets = false;   // whether no rank ends it before all have begun it
-  bool eager = false;   // whether some buffer is
-
-  // Whether the two ranks that it is for have each other's eager buffers in every other turn. They then write where they last read: that
-  // is in their own cache, and what they last wrote in the other's, which would have to give it up line after line.
-  bool crosses() const { return eager && meets && buffers[0].layouts.size() == 2; }
-
-  // `returns`: this rank also reads what lies where it writes.
-  void add(size_t lane, Instruction instruction, bool returns = false) {
-    auto& instructions = lanes[lane];
-    auto first = instructions.rbegin();
-    while (first != instructions.rend() && first->follows) ++first;
-    instruction.follows = first != instructions.rend() && instruction.joins(*first);
-    if (instruction.op == Op::copy || instruction.op == Op::reduce) {
-      const Buffer& written = buffers.at(slots.at(instruction.operands[0].slot).buffer);
-      const bool given = written.role == Role::input || written.role == Role::output;  // there peers read what was there before
-      returns = returns || (written.role == Role::eager && crosses());
-      if (written.shared && !returns && (instruction.remote || !given))
-        instruction.reader = instruction.remote ? Reader::owner : Reader::peers;
-    }
-    instructions.push_back(std::move(instruction));
-  }
-};
-
 // How a wait ended.
 enum class WaitStatus : int { none, timeout, failed, left, mismatch, interrupted, lane };  // lane: another lane of this rank ended
 
@@ -128,7 +92,7 @@ struct Turn {
   size_t behind = 0, crossed = 0;
 };
 
-// One execution's state. Kept with the program and used again, so that a repeated call allocates nothing.
+// The state of a program's execution. It is used again, so that a repeated call allocates nothing.
 struct Execution {
   Execution(size_t lanes, size_t ranks)
       : spans(lanes), failures(lanes), targets(lanes), held(lanes), agreed(lanes, std::vector<char>(ranks)) {}
@@ -151,6 +115,61 @@ struct Execution {
   uint64_t mark = 0;    // both in one number, for peers to compare
   Turn turn;
   int64_t timeout = 0;  // of each wait, in nanoseconds
+};
+
+// One rank's part of a plan: its lanes, how much each of its counters grows in one execution, and the state of one.
+struct Program {
+  static constexpr size_t kEager = 64 << 10;  // bytes of eager buffers that a plan has on each rank
+  static constexpr size_t kTurns = 8;         // of these buffers: executions use them in turn,
+  static constexpr size_t kMeeting = 2;       // those of plans that meet as many of them, so that they stay in the caches
+
+  std::vector<std::vector<Instruction>> lanes;
+  std::vector<std::pair<uint32_t, uint64_t>> promised;
+  std::string call;     // what all ranks must agree on, in words, if nothing is bound; else its beginning,
+  std::string ending;   // and its end
+  uint64_t digest;      // of the call
+  std::vector<uint32_t> pieces = {};            // into how many blocks each shard is cut; blocks are numbered over all shards
+  std::vector<std::vector<int>> layouts = {};   // the numbers of blocks that lie one after another in some buffer
+  std::vector<Buffer> buffers = {};
+  std::vector<Slot> slots = {};
+  int rank = 0;         // whose part it is, where there are slots
+  bool meets;           // whether no rank ends it before all have begun it
+  bool eager = false;   // whether some buffer is
+  Execution execution;
+
+  Program(std::string what, size_t lane_count, std::vector<std::pair<uint32_t, uint64_t>> growth, size_t ranks, bool meeting = false)
+      : lanes(lane_count),
+        promised(std::move(growth)),
+        call(std::move(what)),
+        digest(weft::digest(call)),
+        meets(meeting),
+        execution(lane_count, ranks) {}
+
+  // Whether the two ranks that it is for have each other's eager buffers in every other turn. They then write where they last read: that
+  // is in their own cache, and what they last wrote in the other's, which would have to give it up line after line.
+  bool crosses() const { return eager && meets && buffers[0].layouts.size() == 2; }
+
+  // The number of a buffer; that behind the last if there is none of this name.
+  uint32_t number(std::string_view name) const {
+    const auto found = std::find_if(buffers.begin(), buffers.end(), [&](const Buffer& buffer) { return buffer.name == name; });
+    return static_cast<uint32_t>(found - buffers.begin());
+  }
+
+  // `returns`: this rank also reads what lies where it writes.
+  void add(size_t lane, Instruction instruction, bool returns = false) {
+    auto& instructions = lanes[lane];
+    auto first = instructions.rbegin();
+    while (first != instructions.rend() && first->follows) ++first;
+    instruction.follows = first != instructions.rend() && instruction.joins(*first);
+    if (instruction.op == Op::copy || instruction.op == Op::reduce) {
+      const Buffer& written = buffers.at(slots.at(instruction.operands[0].slot).buffer);
+      const bool given = written.role == Role::input || written.role == Role::output;  // there peers read what was there before
+      returns = returns || (written.role == Role::eager && crosses());
+      if (written.shared && !returns && (instruction.remote || !given))
+        instruction.reader = instruction.remote ? Reader::owner : Reader::peers;
+    }
+    instructions.push_back(std::move(instruction));
+  }
 };
 
 }  // namespace weft

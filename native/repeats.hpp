@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "compiled.hpp"
+#include "execute.hpp"
 #include "segment.hpp"
 #include "tensor_view.hpp"
 
@@ -24,20 +24,20 @@ struct Moved {
 struct Repeated : Made {
   nb::object what, binding;
   std::vector<Moved> moved;
-  Compiled& compiled;
   Binding& bound;
   nb::object a = {}, out = {};  // weak references to the tensors of the latest call, which need not be looked at twice
 };
 
 class Repeats : public Remembered<Repeated, 1024> {
  public:
-  Repeats(Executor& executor, int rank) : executor_(executor), rank_(rank) {}
+  explicit Repeats(Executor& executor) : executor_(executor) {}
 
   // Remember that `what` with these tensors and options is an execution of `program`, of one lane, with `binding`; both as they are
   // in `weft.engines.host`. `tensors` are those of the program's buffers, each of which lies within `a` or `out`.
   void add(nb::object what, nb::handle a, nb::handle out, nb::object options, nb::object program, nb::object binding,
            nb::handle tensors) {
     if (!look(what, a, out)) return;
+    auto& bound = nb::cast<Binding&>(binding);
     std::vector<Moved> moved;
     for (auto [name, tensor] : nb::cast<nb::dict>(tensors)) {
       if (!view_.look(tensor)) return;
@@ -45,11 +45,9 @@ class Repeats : public Remembered<Repeated, 1024> {
       const bool within_out = view_.address - out_.address < out_.bytes;
       if (!within_out && view_.address - a_.address >= a_.bytes) return;
       const uintptr_t begin = within_out ? out_.address : a_.address;
-      moved.push_back({nb::cast<uint32_t>(program.attr("numbers")[name]), within_out, view_.address - begin});
+      moved.push_back({bound.program().number(nb::cast<std::string_view>(name)), within_out, view_.address - begin});
     }
-    auto& compiled = nb::cast<Compiled&>(program.attr("native"));
-    auto& bound = nb::cast<Binding&>(binding.attr("native"));
-    remember({{options, lies_, program}, what, binding, std::move(moved), compiled, bound});
+    remember({{options, lies_, program}, what, binding, std::move(moved), bound});
   }
 
   // Make the call again, if one like it was made before; else do nothing: false. Raises what the call does.
@@ -67,8 +65,8 @@ class Repeats : public Remembered<Repeated, 1024> {
       known.a = weak(a);
     }
     for (const Moved& one : known.moved)
-      known.bound.move(known.compiled.program, rank_, one.buffer, (one.within_out ? out_ : a_).address + one.offset);
-    execute(executor_, known.made, known.compiled, known.binding, known.bound, timeout);
+      known.bound.move(one.buffer, (one.within_out ? out_ : a_).address + one.offset);
+    execute(executor_, known.made, known.bound, timeout);
     return true;
   }
 
@@ -104,7 +102,6 @@ class Repeats : public Remembered<Repeated, 1024> {
   }
 
   Executor& executor_;
-  int rank_;
   Place a_, out_;  // of the latest call that was looked for
 };
 

@@ -208,6 +208,8 @@ void test_teams() {
   set_team_size(0);
 }
 
+constexpr int64_t kTimeout = 20'000'000'000;
+
 struct Host {  // ranks as threads of one process
   std::vector<std::shared_ptr<Mesh>> meshes;
   std::vector<std::shared_ptr<Segment>> controls, data;
@@ -255,8 +257,8 @@ void test_lanes(int ranks, int calls) {
     threads.emplace_back([&, r] {
       Executor& executor = *host.executors[r];
       std::vector<int> own(n);
-      Program program;
-      program.call = "test", program.digest = 1, program.lanes.resize(2);
+      Program program("test", 2, {}, ranks);
+      program.rank = r;
       auto arrived = [&](int source) { return static_cast<uint32_t>(source); };
       auto free = [&](int source) { return static_cast<uint32_t>(ranks + source); };
       for (int p = 0; p < ranks; ++p)
@@ -285,22 +287,20 @@ void test_lanes(int ranks, int calls) {
       }
       const size_t row = n * sizeof(int);
       Binding binding(program, {1}, {{0, reinterpret_cast<uintptr_t>(own.data()), 1, n, row, {}, ""},
-                                     {1, parts[r], size_t(ranks), n, row, parts, ""}}, r);
-      Execution execution(program.lanes.size(), ranks);
-      execution.timeout = 20'000'000'000;
-      execution.binding = &binding;
+                                     {1, parts[r], size_t(ranks), n, row, parts, ""}});
+      program.execution.binding = &binding;
       executor.tracing = r == 0;
       for (int call = 0; call < calls; ++call) {
         for (int i = 0; i < n; ++i) own[i] = call * 1000 + r * 10 + i;
-        executor.begin(program, execution);
-        executor.lane_thread.start({&program, &execution, 1});
-        int at = executor.run(program, execution, 0, 0);
+        executor.begin(program, kTimeout);
+        executor.lane_thread.start({&program, 1});
+        int at = executor.run(program, 0, 0);
         CHECK(at >= 0);
         const int* all = reinterpret_cast<const int*>(parts[r]);
         for (int p = 0; p < ranks; ++p)
           if (p != r) CHECK(all[p * n] == call * 1000 + p * 10 && all[p * n + n - 1] == call * 1000 + p * 10 + n - 1);
-        CHECK(executor.run(program, execution, 0, at + 1) >= 0);
-        executor.lane_thread.join(execution);
+        CHECK(executor.run(program, 0, at + 1) >= 0);
+        executor.lane_thread.join(program);
       }
     });
   for (auto& thread : threads) thread.join();
@@ -316,8 +316,8 @@ void test_eager(int ranks, int calls) {
     threads.emplace_back([&, r] {
       Executor& executor = *host.executors[r];
       std::vector<int> own(n), all(ranks * n);
-      Program program;
-      program.call = "eager", program.digest = 1, program.lanes.resize(1), program.eager = program.meets = true;
+      Program program("eager", 1, {}, ranks, true);
+      program.rank = r, program.eager = true;
       auto& lane = program.lanes[0];
       lane.push_back({Op::copy, {{uint32_t(1 + r), 0, 1}, {0, 0, 1}}});
       for (int step = 1; step < ranks; step *= 2) {
@@ -339,16 +339,14 @@ void test_eager(int ranks, int calls) {
       program.slots.push_back({r, 2});
       const size_t row = n * sizeof(int);
       Binding binding(program, {1}, {{0, reinterpret_cast<uintptr_t>(own.data()), 1, n, row, {}, ""},
-                                     {2, reinterpret_cast<uintptr_t>(all.data()), size_t(ranks), n, row, {}, ""}}, r);
+                                     {2, reinterpret_cast<uintptr_t>(all.data()), size_t(ranks), n, row, {}, ""}});
       CHECK(!binding.workspace() && binding.eager() >= row);
-      binding.place(program, Role::eager, executor.eager_bases());
-      Execution execution(program.lanes.size(), ranks);
-      execution.timeout = 20'000'000'000;
-      execution.binding = &binding;
+      binding.place(Role::eager, executor.eager_bases());
+      program.execution.binding = &binding;
       for (int call = 0; call < calls; ++call) {
         for (int i = 0; i < n; ++i) own[i] = call * 1000 + r * 10 + i;
-        executor.begin(program, execution);
-        CHECK(executor.run(program, execution, 0, 0) >= 0);
+        executor.begin(program, kTimeout);
+        CHECK(executor.run(program, 0, 0) >= 0);
         for (int p = 0; p < ranks; ++p)
           CHECK(all[p * n] == call * 1000 + p * 10 && all[p * n + n - 1] == call * 1000 + p * 10 + n - 1);
       }
@@ -359,26 +357,21 @@ void test_eager(int ranks, int calls) {
 void test_a_wait_ends_early() {
   Host host(2, 64);
   Executor& executor = *host.executors[0];
-  Program program;
-  program.call = "wait", program.digest = 3, program.lanes.resize(1);
+  Program program("wait", 1, {}, 2), other("another", 1, {}, 2);
   program.lanes[0].push_back(signal(Op::wait, executor.counter(0, 1), 1, 1, 1));
-  Execution execution(program.lanes.size(), 2);
-  execution.timeout = 1'000'000;
-  executor.begin(program, execution);
-  CHECK(executor.run(program, execution, 0, 0) == -1 && execution.failures[0].status == WaitStatus::timeout);
-  Program other = program;
-  Execution theirs(other.lanes.size(), 2);
-  other.digest = 4;
-  host.executors[1]->begin(other, theirs);
-  execution.timeout = 20'000'000'000;
-  CHECK(executor.run(program, execution, 0, 0) == -1 && execution.failures[0].status == WaitStatus::mismatch);
+  Execution& execution = program.execution;
+  executor.begin(program, 1'000'000);
+  CHECK(executor.run(program, 0, 0) == -1 && execution.failures[0].status == WaitStatus::timeout);
+  host.executors[1]->begin(other, kTimeout);
+  execution.timeout = kTimeout;
+  CHECK(executor.run(program, 0, 0) == -1 && execution.failures[0].status == WaitStatus::mismatch);
   std::thread killer([&] {
     host.executors[1].reset();
     host.meshes[1]->abort({"KeyError", 1, "gone"});
     host.meshes[1].reset();
   });
-  execution.digest = 4;
-  CHECK(executor.run(program, execution, 0, 0) == -1 && execution.failures[0].status == WaitStatus::failed);
+  execution.digest = other.digest;
+  CHECK(executor.run(program, 0, 0) == -1 && execution.failures[0].status == WaitStatus::failed);
   CHECK(host.meshes[0]->failure().kind == "KeyError" && host.meshes[0]->failure().culprit == 1);
   killer.join();
 }
@@ -388,21 +381,18 @@ void test_lanes_end_together() {
   for (int source : {0, 2}) {  // lane 0 waits for its own rank's lane 1, or for a peer that is there
     Host host(3, 64);
     Executor& executor = *host.executors[0];
-    Program program;
-    program.call = "wait", program.digest = 3, program.lanes.resize(2);
+    Program program("wait", 2, {}, 3);
     program.lanes[0].push_back(signal(Op::wait, executor.counter(0, 4), 4, source, 1));
     program.lanes[1].push_back(signal(Op::wait, executor.counter(0, 1), 1, 1, 1));
-    Execution execution(program.lanes.size(), 3);
-    execution.timeout = INT64_MAX / 4;
-    executor.begin(program, execution);
-    executor.lane_thread.start({&program, &execution, 1});
+    Execution& execution = program.execution;
+    executor.begin(program, INT64_MAX / 4);
+    executor.lane_thread.start({&program, 1});
     host.meshes[1]->leave();
-    CHECK(executor.run(program, execution, 0, 0) == -1 && execution.failures[0].status == WaitStatus::lane);
+    CHECK(executor.run(program, 0, 0) == -1 && execution.failures[0].status == WaitStatus::lane);
     CHECK(execution.stopped == 1 && execution.failures[1].status == WaitStatus::left && execution.failures[1].source == 1);
-    executor.lane_thread.join(execution);
-    execution.timeout = 1'000'000;
-    executor.begin(program, execution);
-    CHECK(executor.run(program, execution, 0, 0) == -1 && execution.failures[0].status == WaitStatus::timeout);  // not of the call before
+    executor.lane_thread.join(program);
+    executor.begin(program, 1'000'000);
+    CHECK(executor.run(program, 0, 0) == -1 && execution.failures[0].status == WaitStatus::timeout);  // not of the call before
   }
 }
 

@@ -48,7 +48,7 @@ def die_at(world, algorithm, lane, done):
         }
         own[lane] = plan.lanes[VICTIM][lane][:done]
         lanes = [own if rank == VICTIM else other for rank, other in enumerate(plan.lanes)]
-        call = whole.bind(tensors, plan.pieces).native.call
+        call = whole.bind(tensors, plan.pieces).call
         part = HostProgram(engine(world), dataclasses.replace(plan, lanes=tuple(lanes)), tensors, {})
         part.native.describe(call, "")
         part.run(tensors, plan.pieces, {"out": torch.eye(4)})

@@ -57,7 +57,7 @@ class Engine(ABC):
         self.spaces: dict[Hashable, Tensor] = {}  # what `space` was asked for
         self.pending: list[Program] = []  # started and not yet joined, in their order
         # Collectives seen before, for tensors that lie alike, with the workspace that they use.
-        self.repeats = _native.Repeats(world.native, world.rank)
+        self.repeats = _native.Repeats(world.native)
         self.calls: dict[Hashable, Any] = {}  # the same, of those without tensors
         self.known: dict[Hashable, Any] = {}  # what is decided of others, whatever their rows
         self.ready = _native.Alike(PackedWeight, world.number)  # what is known of all for rows that lie alike

@@ -11,7 +11,6 @@ import itertools
 import math
 import time
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,13 +52,6 @@ class HostEngine(Engine):
         program.start(program.bind({}, ()), timeout)
 
 
-class Binding(NamedTuple):
-    """What a program works on in a call: the native core's view of it, and the rows of each of the plan's shards."""
-
-    native: _native.Binding
-    rows: Sequence[int]
-
-
 class HostProgram(Program):
     """A plan compiled into instructions over blocks, which the native core interprets; products are made between them."""
 
@@ -74,7 +66,6 @@ class HostProgram(Program):
         self.check_given(tensors)
         found = kinds(plan, given, dtypes)
         self.kinds = {name: found[name] for name in plan.buffers if name in found}  # in an order that all ranks have
-        self.numbers = {name: number for number, name in enumerate(self.kinds)}
         self.slots: dict[tuple[int, str], int] = {}
         for region in self.regions():
             self.slots.setdefault((region.rank, region.buffer), len(self.slots))
@@ -83,8 +74,8 @@ class HostProgram(Program):
         self.ahead = plan.ahead  # all others need not ask the native core whether ranks must meet
         self.native.describe(f"{plan.operator}(", f", algorithm={plan.algorithm}, plan {plan.digest:08x})")
         self._lay_out()
-        self.bound: Binding | None = None
-        self.own: Binding | None = None  # `_own_binding`, and the workspace that it is of
+        self.bound: _native.Binding | None = None
+        self.own: _native.Binding | None = None  # `_own_binding`, and the workspace that it is of
         self.segment: memory.Segment | None = None
         self.products: dict[int, tuple[Region, Region]] = {}  # by their place in the compute lane
         self.entire: set[Region] = set()  # of what they read and write, those that are all of a tensor given
@@ -135,47 +126,47 @@ class HostProgram(Program):
             raise self.stopped(1, seconds)
         self._record()
 
-    def bind(self, tensors: Tensors, rows: Sequence[int]) -> Binding:
+    def bind(self, tensors: Tensors, rows: Sequence[int]) -> _native.Binding:
         """The blocks' sizes and places for these tensors; makes the workspace larger where it is too small, collectively."""
         shared = {name: self._parts(tensors[name]) for name in self.shared if name in tensors}
         given = tensors if isinstance(tensors, dict) else dict(tensors)
-        native = _native.Binding(self.native, rows, given, self.numbers, shared, self.world.rank)
-        if size := native.workspace:
-            native.place(self.native, _native.Role.workspace, self.engine.reserve(size, native.call).bases(0))
-        if native.eager:
-            native.place(self.native, _native.Role.eager, self.world.native.eager_bases())
-        return Binding(native, rows)
+        binding = _native.Binding(self.native, rows, given, shared)
+        if size := binding.workspace:
+            binding.place(_native.Role.workspace, self.engine.reserve(size, binding.call).bases(0))
+        if binding.eager:
+            binding.place(_native.Role.eager, self.world.native.eager_bases())
+        return binding
 
-    def _own_binding(self, tensors: Tensors, rows: Sequence[int]) -> Binding:
+    def _own_binding(self, tensors: Tensors, rows: Sequence[int]) -> _native.Binding:
         """A binding that nobody else has: the one of the call before, if tensors and sizes are like that one's."""
         own, given = self.own, tensors if isinstance(tensors, dict) else dict(tensors)
         if (
             own is None
             or self.segment is not self.engine.segment
             or not self.shared.isdisjoint(given)
-            or not own.native.again(self.native, rows, given, self.numbers, self.world.rank)
+            or not own.again(rows, given)
         ):
             own = self.own = self.bind(given, rows)
             self.segment = self.engine.segment
         return own
 
-    def apply(self, binding: Binding) -> None:
+    def apply(self, binding: _native.Binding) -> None:
         """Work with these sizes and places from now on."""
         if self.bound is not binding:
-            self.native.bind(binding.native)
+            self.native.bind(binding)
             self.bound = binding
 
-    def execute(self, binding: Binding, timeout: float | None = None) -> None:
+    def execute(self, binding: _native.Binding, timeout: float | None = None) -> None:
         if self.engine.pending:
             self.engine.settle()
-        self.world.native.execute(self, self.native, binding, binding.native, timeout or self.world.timeout)
+        self.world.native.execute(self, binding, timeout or self.world.timeout)
         self._record()
 
     def must_meet(self) -> bool:
         """Whether ranks must meet before this is executed; never unless it is one that runs `ahead`."""
         return self.world.native.must_meet(self.native)
 
-    def start(self, binding: Binding, timeout: float | None = None) -> None:
+    def start(self, binding: _native.Binding, timeout: float | None = None) -> None:
         if self.must_meet():
             self.engine.meet_beside(timeout)
         self.apply(binding)
@@ -207,7 +198,7 @@ class HostProgram(Program):
 
     def rows_of(self, region: Region) -> tuple[int, int]:
         assert self.bound is not None
-        first, rows, *_ = self.bound.native.matrix(self.place(region))
+        first, rows, *_ = self.bound.matrix(self.place(region))
         return first, first + rows
 
     def _spans(self) -> list[Timed]:
@@ -224,7 +215,7 @@ class HostProgram(Program):
         status, index, source, expected, actual = self.native.wait_failure(lane)
         doing = self.doing(lane, index, self.native.call, source, expected, actual)
         assert self.bound is not None
-        return self.engine.ended(status, source, self.native, doing, self.bound.native.call, timeout)
+        return self.engine.ended(status, source, self.native, doing, self.bound.call, timeout)
 
     def _record(self) -> None:
         if self.world.recorder is not None:
@@ -233,7 +224,7 @@ class HostProgram(Program):
 
     def _lay_out(self) -> None:
         """Tell the native core which blocks the buffers have."""
-        plan, layouts = self.plan, dict[tuple[int, ...], int]()
+        plan, layouts, numbers = self.plan, dict[tuple[int, ...], int](), {name: number for number, name in enumerate(self.kinds)}
 
         def layout(blocks: Sequence[int]) -> int:
             return layouts.setdefault(tuple(blocks), len(layouts))
@@ -246,9 +237,9 @@ class HostProgram(Program):
             buffer = plan.buffers[name]
             by_rank = [layout(buffer.numbers(r)) for r in range(plan.ranks)]
             kind, role = (dtype_name(dtype), dtype.itemsize), getattr(_native.Role, buffer.role)
-            buffers.append((name, *kind, role, self.numbers[like], name in self.told, name in self.shared, by_rank))
-        slots = [(rank, self.numbers[name]) for rank, name in self.slots]
-        self.native.lay_out(plan.pieces, list(layouts), buffers, slots)
+            buffers.append((name, *kind, role, numbers[like], name in self.told, name in self.shared, by_rank))
+        slots = [(rank, numbers[name]) for rank, name in self.slots]
+        self.native.lay_out(self.world.rank, plan.pieces, list(layouts), buffers, slots)
 
     def _parts(self, tensor: Tensor) -> tuple[list[int], str]:
         """Where all ranks' parts of a tensor lie, and the same in words; no parts if it is not symmetric."""
@@ -267,7 +258,7 @@ class HostProgram(Program):
         if region in self.entire:
             return tensors[region.buffer]
         assert self.bound is not None
-        start, rows, columns, _, stride, address = self.bound.native.matrix(self.place(region))
+        start, rows, columns, _, stride, address = self.bound.matrix(self.place(region))
         given = self.plan.buffers[region.buffer].given
         if given and region.rank == self.world.rank:
             return tensors[region.buffer][start : start + rows]

@@ -19,7 +19,7 @@ import numpy as np
 
 from weft import _native
 from weft.engines.engine import LANES, Dtypes, Tensors, Timed
-from weft.engines.host import Binding, HostEngine, HostProgram, Place
+from weft.engines.host import HostEngine, HostProgram, Place
 from weft.errors import WeftError
 from weft.plan import Instruction, Notify, Plan, Region, Wait
 from weft.plan.messages import Message, batches, channel, incoming, is_channel, is_inlet, let_in_by, lower_to_messages, target
@@ -93,11 +93,11 @@ class NetworkProgram(HostProgram):
         for number, (sender, lane, told, places) in enumerate(self.receives, len(LANES) + len(self.sends)):
             coming = arrivals.setdefault(sender, _Arrivals(self, call, digest))
             coming.lanes[LANES.index(lane)] = _Coming(number, told, deque(map(self.rows, places)))
-        relay.begin(call, digest, self.bound.native.call, arrivals, self.departures)
+        relay.begin(call, digest, self.bound.call, arrivals, self.departures)
         for number, (lane, sent) in enumerate(self.sends, len(LANES)):
             relay.work(lane, partial(self._send, number, lane, sent, call, digest, self.spans))
 
-    def execute(self, binding: Binding, timeout: float | None = None) -> None:
+    def execute(self, binding: _native.Binding, timeout: float | None = None) -> None:
         world, seconds = self.world, timeout or self.world.timeout
         if self.engine.pending:
             self.engine.settle()
@@ -113,7 +113,7 @@ class NetworkProgram(HostProgram):
         assert self.bound is not None
         if place is None:
             return _Rows(0, 0, 0, 0)
-        _, rows, _, row, stride, address = self.bound.native.matrix(place)
+        _, rows, _, row, stride, address = self.bound.matrix(place)
         return _Rows(address, rows, row, stride)
 
     def advance(self, number: int, at: int) -> int:
