@@ -161,9 +161,11 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
     if (source != rank_ && mesh_->left(source)) status = WaitStatus::left;
     return status == WaitStatus::left;
   };
-  const SpinPolicy policy = LaneThread::current() && source == rank_ ? beside_products(spins_) : usual(spins_);
+  // A lane that waits for its own rank's products, which work on the core that it needs, gives way to nobody: it would wait until their
+  // time slice is over, some milliseconds; who is woken from sleep gets the core at once.
+  const int yields = LaneThread::current() && source == rank_ ? 0 : kYields;
   const int64_t deadline = now() + execution.timeout;
-  bool come = wait_until(*instruction.counter, Compare::greater_equal, expected, policy, deadline, mesh_->sleepers(), interrupted, gone);
+  bool come = wait_until(*instruction.counter, Compare::greater_equal, expected, spins_, deadline, interrupted, gone, yields);
   // A signal of a peer that has not begun this call is one of another call, which that peer made as this rank made an earlier one: it
   // counts for nothing here, and the peer will see that calls differ.
   while (come && first && instruction.count && within_host && !calls.begun(source, execution.call)) {
@@ -188,7 +190,7 @@ WaitStatus Executor::wait_under_way(uint64_t call, const std::vector<int>& ranks
   for (int rank : ranks) {
     const auto failed = [&] { return mesh_->failed(); };
     const auto left = [&] { return rank != rank_ && mesh_->left(rank); };
-    if (!wait_until(calls.under_way(rank), Compare::greater_equal, call, usual(spins_), deadline, mesh_->sleepers(), failed, left) && !left())
+    if (!wait_until(calls.under_way(rank), Compare::greater_equal, call, spins_, deadline, failed, left) && !left())
       return failed() ? WaitStatus::failed : WaitStatus::timeout;
   }
   return WaitStatus::none;
@@ -196,7 +198,7 @@ WaitStatus Executor::wait_under_way(uint64_t call, const std::vector<int>& ranks
 
 void Executor::stop(Program& program, size_t lane) {
   program.execution.stopped.store(static_cast<int>(lane), std::memory_order_release);
-  mesh_->sleepers().wake_all();
+  Sleeper::wake_all();
 }
 
 // What the lane thread does with a job.

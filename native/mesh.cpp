@@ -11,6 +11,8 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "signals.hpp"
+
 namespace weft {
 
 namespace {
@@ -38,11 +40,7 @@ bool transmit(int socket, const std::string& message, int fd, int flags) {
 
 }  // namespace
 
-Mesh::Mesh(std::vector<int> fds) : stop_(eventfd(0, EFD_CLOEXEC)) {
-  for (int fd : fds) {
-    peers_.push_back(std::make_unique<Peer>());
-    peers_.back()->fd = fd;
-  }
+Mesh::Mesh(std::vector<int> fds) : stop_(eventfd(0, EFD_CLOEXEC)), peers_(fds.begin(), fds.end()) {
   thread_ = std::thread(&Mesh::watch, this);
 }
 
@@ -51,8 +49,8 @@ Mesh::~Mesh() {
   [[maybe_unused]] ssize_t written = write(stop_, &one, sizeof one);
   thread_.join();
   for (auto& peer : peers_) {
-    if (peer->fd >= 0) close(peer->fd);
-    for (auto& [text, fd] : peer->notes)
+    if (peer.fd >= 0) close(peer.fd);
+    for (auto& [text, fd] : peer.notes)
       if (fd >= 0) close(fd);
   }
   close(stop_);
@@ -60,7 +58,7 @@ Mesh::~Mesh() {
 
 void Mesh::watch() {
   std::vector<pollfd> polled;
-  for (auto& peer : peers_) polled.push_back({peer->fd, POLLIN, 0});  // poll ignores the -1 of this rank itself
+  for (auto& peer : peers_) polled.push_back({peer.fd, POLLIN, 0});  // poll ignores the -1 of this rank itself
   polled.push_back({stop_, POLLIN, 0});
   while (true) {
     if (poll(polled.data(), polled.size(), -1) < 0 && errno != EINTR) return;
@@ -80,7 +78,7 @@ bool Mesh::read(int peer) {
   header.msg_iovlen = 1;
   header.msg_control = control;
   header.msg_controllen = sizeof control;
-  ssize_t n = recvmsg(peers_[peer]->fd, &header, MSG_CMSG_CLOEXEC);
+  ssize_t n = recvmsg(peers_[peer].fd, &header, MSG_CMSG_CLOEXEC);
   if (n < 0 && (errno == EINTR || errno == ECONNRESET)) return true;  // what was sent before a reset comes after it
   if (n <= 0) {
     if (!left(peer)) fail({"PeerLost", peer, ""});
@@ -91,16 +89,16 @@ bool Mesh::read(int peer) {
     int fd = -1;
     if (cmsghdr* c = CMSG_FIRSTHDR(&header)) std::memcpy(&fd, CMSG_DATA(c), sizeof fd);
     std::lock_guard lock(mutex_);
-    peers_[peer]->notes.push_back({std::move(body), fd});
+    peers_[peer].notes.push_back({std::move(body), fd});
     changed_.notify_all();
   } else if (text[0] == kAbort) {
     size_t first = body.find('\n'), second = body.find('\n', first + 1);
     fail({body.substr(0, first), std::stoi(body.substr(first + 1)), body.substr(second + 1)});
   } else {
-    peers_[peer]->left.store(true, std::memory_order_release);
+    peers_[peer].left.store(true, std::memory_order_release);
     std::lock_guard lock(mutex_);
     changed_.notify_all();
-    sleepers_.wake_all();
+    Sleeper::wake_all();
   }
   return true;
 }
@@ -111,7 +109,7 @@ void Mesh::fail(const Failure& failure) {
   failure_ = failure;
   failed_.store(true, std::memory_order_release);
   changed_.notify_all();
-  sleepers_.wake_all();
+  Sleeper::wake_all();
 }
 
 Failure Mesh::failure() const {
@@ -128,17 +126,17 @@ void Mesh::leave() { tell_all(std::string(1, kFarewell)); }
 
 void Mesh::tell_all(const std::string& message) {
   for (auto& peer : peers_)
-    if (peer->fd >= 0) transmit(peer->fd, message, -1, MSG_DONTWAIT);
+    if (peer.fd >= 0) transmit(peer.fd, message, -1, MSG_DONTWAIT);
 }
 
 void Mesh::send(int peer, const std::string& text, int fd) {
-  if (transmit(peers_[peer]->fd, std::string(1, kNote) + text, fd, 0) || errno == EPIPE || errno == ECONNRESET) return;
+  if (transmit(peers_[peer].fd, std::string(1, kNote) + text, fd, 0) || errno == EPIPE || errno == ECONNRESET) return;
   throw std::system_error(errno, std::generic_category(), "sending to rank " + std::to_string(peer));
 }
 
 Note Mesh::receive(int peer, double seconds) {
   std::unique_lock lock(mutex_);
-  auto& notes = peers_[peer]->notes;
+  auto& notes = peers_[peer].notes;
   auto ready = [&] { return !notes.empty() || failed() || left(peer); };
   if (!changed_.wait_for(lock, std::chrono::duration<double>(seconds), ready)) throw std::runtime_error("timeout");
   if (notes.empty()) throw std::runtime_error(failed() ? "failed" : "left");

@@ -5,14 +5,11 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
-
-#include "signals.hpp"
 
 namespace weft {
 
@@ -42,11 +39,11 @@ class Mesh {
 
   bool failed() const { return failed_.load(std::memory_order_acquire); }
   Failure failure() const;
-  bool left(int peer) const { return peers_[peer]->left.load(std::memory_order_acquire); }
-  Sleepers& sleepers() { return sleepers_; }
+  bool left(int peer) const { return peers_[peer].left.load(std::memory_order_acquire); }
 
  private:
   struct Peer {
+    explicit Peer(int socket) : fd(socket) {}
     int fd;
     std::atomic<bool> left{false};
     std::deque<Note> notes;
@@ -57,12 +54,11 @@ class Mesh {
   void tell_all(const std::string& message);
 
   int stop_;  // an eventfd that ends the watch
-  std::vector<std::unique_ptr<Peer>> peers_;
+  std::deque<Peer> peers_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::atomic<bool> failed_{false};
   Failure failure_;
-  Sleepers sleepers_;
   std::thread thread_;
 };
 

@@ -56,7 +56,7 @@ class SignalArray {
     while (true) {
       for (size_t i = 0; i < selection.count; ++i)
         if (Counter& own = counter(segment_->rank, selection[i]);
-            !wait_until(own, compare, expected, usual(spins_), deadline, mesh_->sleepers(), ended, gone))
+            !wait_until(own, compare, expected, spins_, deadline, ended, gone))
           return stopped(i);
       size_t i = selection.count > 1 ? unsatisfied(selection, compare, expected) : selection.count;
       if (i == selection.count) return {WaitStatus::none, 0, 0};

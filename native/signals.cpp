@@ -17,18 +17,6 @@ uint32_t* futex_word(Counter& counter) {
 }
 }  // namespace
 
-bool holds(Compare compare, uint64_t actual, uint64_t expected) {
-  switch (compare) {
-    case Compare::equal: return actual == expected;
-    case Compare::not_equal: return actual != expected;
-    case Compare::greater: return actual > expected;
-    case Compare::greater_equal: return actual >= expected;
-    case Compare::less: return actual < expected;
-    case Compare::less_equal: return actual <= expected;
-  }
-  return false;
-}
-
 // Raising the value and looking for sleepers, and announcing a sleeper and looking at the value, are sequentially consistent:
 // one of the two sides always sees the other.
 void add(Counter& counter, uint64_t amount) {
@@ -48,9 +36,9 @@ void sleep_on(Counter& counter, uint64_t seen, int64_t nanoseconds) {
   syscall(SYS_futex, futex_word(counter), FUTEX_WAIT, static_cast<uint32_t>(seen), &limit, nullptr, 0);
 }
 
-Sleepers::Entry::Entry(Sleepers& owner, Counter& counter) : counter_(counter) {
+Sleeper::Sleeper(Counter& counter) : counter_(counter) {
   counter.sleepers.fetch_add(1, std::memory_order_seq_cst);
-  for (auto& slot : owner.slots_) {
+  for (auto& slot : slots_) {
     Counter* empty = nullptr;
     if (slot.compare_exchange_strong(empty, &counter)) {
       slot_ = &slot;
@@ -59,12 +47,12 @@ Sleepers::Entry::Entry(Sleepers& owner, Counter& counter) : counter_(counter) {
   }
 }
 
-Sleepers::Entry::~Entry() {
+Sleeper::~Sleeper() {
   if (slot_) slot_->store(nullptr);
   counter_.sleepers.fetch_sub(1, std::memory_order_seq_cst);
 }
 
-void Sleepers::wake_all() {
+void Sleeper::wake_all() {
   for (auto& slot : slots_)
     if (Counter* counter = slot.load()) wake(*counter);
 }

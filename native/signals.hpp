@@ -15,9 +15,12 @@ struct alignas(64) Counter {
 };
 static_assert(sizeof(Counter) == 64 && std::atomic<uint64_t>::is_always_lock_free);
 
-enum class Compare : int { equal, not_equal, greater, greater_equal, less, less_equal };
+// What a number may be beside the one that is expected: less, equal and greater are a bit each.
+enum class Compare : unsigned { less = 1, equal = 2, less_equal = 3, greater = 4, not_equal = 5, greater_equal = 6 };
 
-bool holds(Compare compare, uint64_t actual, uint64_t expected);
+inline bool holds(Compare compare, uint64_t actual, uint64_t expected) {
+  return static_cast<unsigned>(compare) & (actual < expected ? 1 : actual == expected ? 2 : 4);
+}
 
 // Both publish everything that this thread wrote before, and wake whoever sleeps on the counter.
 void add(Counter& counter, uint64_t amount);
@@ -27,23 +30,17 @@ void wake(Counter& counter);
 // Sleep until the counter no longer holds `seen`, is woken, or `nanoseconds` have passed.
 void sleep_on(Counter& counter, uint64_t seen, int64_t nanoseconds);
 
-// The counters that threads of this process sleep on, so that bad news can wake them at once.
-class Sleepers {
+// A thread of this process that sleeps on a counter, so that bad news can wake it at once.
+class Sleeper {
  public:
-  class Entry {
-   public:
-    Entry(Sleepers& owner, Counter& counter);
-    ~Entry();
-
-   private:
-    std::atomic<Counter*>* slot_ = nullptr;
-    Counter& counter_;
-  };
-  void wake_all();
+  explicit Sleeper(Counter& counter);
+  ~Sleeper();
+  static void wake_all();  // of this process; those whom the news does not concern go on sleeping
 
  private:
-  static constexpr int kSlots = 64;  // further threads still wake, after one slice of their sleep
-  std::atomic<Counter*> slots_[kSlots] = {};
+  static inline std::atomic<Counter*> slots_[256] = {};  // further threads still wake, after one slice of their sleep
+  std::atomic<Counter*>* slot_ = nullptr;
+  Counter& counter_;
 };
 
 // Leave the core to its other thread and the memory to others for a moment.
@@ -59,20 +56,7 @@ int64_t now();  // nanoseconds of CLOCK_MONOTONIC, which is common to all proces
 inline int64_t nanoseconds(double seconds) { return static_cast<int64_t>(seconds * 1e9); }
 
 constexpr int64_t kSlice = 20'000'000;  // a sleeper looks around at least this often, in nanoseconds
-
-// How long a wait tries before it sleeps.
-struct SpinPolicy {
-  int spins;
-  int yields;
-};
-
-constexpr int kYields = 300;  // about as long as a peer that shares this core may need
-
-inline SpinPolicy usual(int spins) { return {spins, kYields}; }
-
-// Of a lane that waits for its own rank's products, which work on the core that it needs. To give way would be to wait until their
-// time slice is over, some milliseconds; who is woken from sleep gets the core at once.
-inline SpinPolicy beside_products(int spins) { return {spins, 0}; }
+constexpr int kYields = 300;            // how often a wait gives way: about as long as a peer that shares this core may need
 
 inline bool nobody() { return false; }
 
@@ -85,17 +69,18 @@ inline bool spin(const Counter& counter, Compare compare, uint64_t expected, int
   return false;
 }
 
-// Wait until `compare` holds: spin, then give way to whoever may share the core, then sleep. False if `interrupted()` returned true
-// or the deadline passed first, or if `gone()` did: whoever raises the counter will not any more, but what they raised before counts.
+// Wait until `compare` holds: spin, then give way to whoever may share the core, both so often, then sleep. False if `interrupted()`
+// returned true or the deadline passed first, or if `gone()` did: whoever raises the counter will not any more, but what they raised
+// before counts.
 template <class Interrupted, class Gone = bool (*)()>
-bool wait_until(Counter& counter, Compare compare, uint64_t expected, SpinPolicy policy, int64_t deadline, Sleepers& sleepers,
-                Interrupted&& interrupted, Gone&& gone = nobody) {
-  if (spin(counter, compare, expected, policy.spins)) return true;
-  for (int i = 0; i < policy.yields && now() < deadline; ++i) {
+bool wait_until(Counter& counter, Compare compare, uint64_t expected, int spins, int64_t deadline, Interrupted&& interrupted,
+                Gone&& gone = nobody, int yields = kYields) {
+  if (spin(counter, compare, expected, spins)) return true;
+  for (int i = 0; i < yields && now() < deadline; ++i) {
     if (holds(compare, counter.value.load(std::memory_order_acquire), expected)) return true;
     sched_yield();
   }
-  Sleepers::Entry entry(sleepers, counter);
+  Sleeper sleeper(counter);
   while (true) {
     uint64_t seen = counter.value.load(std::memory_order_seq_cst);
     if (holds(compare, seen, expected)) return true;

@@ -55,7 +55,7 @@ class Transfers {
   bool done(uint64_t number) const { return slot(number).done.value.load(std::memory_order_acquire) >= number; }
   // Wait until they are; false at the deadline or if interrupted.
   bool wait(uint64_t number, int64_t deadline, const Interrupted& interrupted) {
-    return wait_until(slot(number).done, Compare::greater_equal, number, usual(spins_), deadline, sleepers_, interrupted);
+    return wait_until(slot(number).done, Compare::greater_equal, number, spins_, deadline, interrupted);
   }
   // Was this copy, when its turn came, not made because a peer had failed?
   bool refused(uint64_t number) const { return number >= refused_.load(std::memory_order_acquire); }
@@ -80,8 +80,7 @@ class Transfers {
     set_team_size(comm_threads_);
     for (uint64_t number = 1;; ++number) {
       auto stopping = [&] { return stopping_.load(); };
-      const SpinPolicy policy = usual(std::min(spins_, kLaneSpins));
-      if (!wait_until(*submitted_, Compare::greater_equal, number, policy, kForever, sleepers_, stopping)) return;
+      if (!wait_until(*submitted_, Compare::greater_equal, number, std::min(spins_, kLaneSpins), kForever, stopping)) return;
       Slot& next = slot(number);
       if (!copy(*next.copy) && refused_.load() == kNever) refused_.store(number, std::memory_order_release);
       next.copy.reset();
@@ -96,7 +95,6 @@ class Transfers {
   std::unique_ptr<Counter> submitted_ = std::make_unique<Counter>();
   std::atomic<uint64_t> refused_{kNever};  // the first number refused; a failure is for good
   std::atomic<bool> stopping_{false};
-  Sleepers sleepers_;
   std::mutex submitting_;
   std::thread thread_;
 };

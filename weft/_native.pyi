@@ -245,17 +245,17 @@ class Alike:
     def __len__(self) -> int: ...
 
 class Compare(enum.Enum):
-    equal = 0
+    equal = 2
 
-    not_equal = 1
+    not_equal = 5
 
-    greater = 2
+    greater = 4
 
-    greater_equal = 3
+    greater_equal = 6
 
-    less = 4
+    less = 1
 
-    less_equal = 5
+    less_equal = 3
 
 class SignalArray:
     def __init__(self, arg0: Mesh, arg1: Segment, arg2: int, /) -> None: ...
