@@ -63,7 +63,7 @@ Binding::Binding(Program& program, const std::vector<size_t>& rows, const std::v
     throw std::invalid_argument("eager buffers have " + std::to_string(Program::kEager) + " bytes on a rank; the plan needs " +
                                 std::to_string(eager_));
   placed_.reserve(program.slots.size());
-  for (const auto [owner, which] : program.slots) {
+  for (const auto& [owner, which] : program.slots) {
     const Buffer& buffer = program.buffers[which];
     const Given* tensor = tensors[which];
     const size_t wide = columns(which), row = wide * buffer.itemsize, turns = buffer.role == Role::eager ? ~size_t{0} : 0;
@@ -75,7 +75,7 @@ Binding::Binding(Program& program, const std::vector<size_t>& rows, const std::v
     for (const Instruction& i : lane) {
       for (size_t at = 0; at < i.operands.size(); ++at)
         if (apart(i.operands[at]) >= 0 && (i.op != Op::copy || at == 0))  // others are not read, nor written to
-          not_symmetric(program.buffers[program.slots[i.operands[at].slot].buffer]);
+          not_symmetric(program.buffer(i.operands[at]));
       if (i.together) written_ += Binding::rows(i.operands[i.measure]) * row_bytes(i.operands[0]);
     }
   call_ = program.call;
@@ -121,7 +121,7 @@ bool Binding::again(const std::vector<size_t>& rows, const std::vector<Given>& g
 
 void Binding::move(uint32_t buffer, uintptr_t address) {
   for (uint32_t number = 0; number < program_.slots.size(); ++number)
-    if (program_.slots[number].rank == program_.rank && program_.slots[number].buffer == buffer)
+    if (program_.slots[number] == std::pair(program_.rank, buffer))
       placed_[number].base = reinterpret_cast<char*>(address);
   if (static_cast<int>(buffer) == offers_) offered_ = address;
 }

@@ -186,13 +186,12 @@ NB_MODULE(_native, m) {
         self.call = std::move(beginning), self.ending = std::move(ending);
       })
       .def("lay_out", [](Program& self, int own_rank, std::vector<uint32_t> pieces, std::vector<std::vector<int>> layouts,
-                         const std::vector<PyBuffer>& buffers, const std::vector<std::pair<int, uint32_t>>& slots) {
-        self.rank = own_rank, self.pieces = std::move(pieces), self.layouts = std::move(layouts);
+                         const std::vector<PyBuffer>& buffers, std::vector<std::pair<int, uint32_t>> slots) {
+        self.rank = own_rank, self.pieces = std::move(pieces), self.layouts = std::move(layouts), self.slots = std::move(slots);
         for (const auto& [name, dtype, itemsize, role, like, told, shared, by_rank] : buffers) {
           self.buffers.push_back({name, dtype, itemsize, role, like, told, shared, by_rank});
           self.eager |= role == Role::eager;
         }
-        for (auto [rank, buffer] : slots) self.slots.push_back({rank, buffer});
       })
       .def("bind", [](Program& self, const Binding* binding) { self.execution.binding = binding; }, nb::arg().none())
       .def("copy", [](Program& self, size_t lane, Place dst, Place src, uint32_t measure, bool together, bool remote, bool returns) {

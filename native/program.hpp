@@ -67,11 +67,6 @@ struct Buffer {
   std::vector<uint32_t> layouts;  // by rank
 };
 
-struct Slot {
-  int rank;
-  uint32_t buffer;
-};
-
 // How a wait ended.
 enum class WaitStatus : int { none, timeout, failed, left, mismatch, interrupted, lane };  // lane: another lane of this rank ended
 
@@ -131,7 +126,7 @@ struct Program {
   std::vector<uint32_t> pieces = {};            // into how many blocks each shard is cut; blocks are numbered over all shards
   std::vector<std::vector<int>> layouts = {};   // the numbers of blocks that lie one after another in some buffer
   std::vector<Buffer> buffers = {};
-  std::vector<Slot> slots = {};
+  std::vector<std::pair<int, uint32_t>> slots = {};  // a rank, and the number of a buffer there
   int rank = 0;         // whose part it is, where there are slots
   bool meets;           // whether no rank ends it before all have begun it
   bool eager = false;   // whether some buffer is
@@ -155,6 +150,8 @@ struct Program {
     return static_cast<uint32_t>(found - buffers.begin());
   }
 
+  const Buffer& buffer(const Operand& o) const { return buffers.at(slots.at(o.slot).second); }
+
   // `returns`: this rank also reads what lies where it writes.
   void add(size_t lane, Instruction instruction, bool returns = false) {
     auto& instructions = lanes[lane];
@@ -162,7 +159,7 @@ struct Program {
     while (first != instructions.rend() && first->follows) ++first;
     instruction.follows = first != instructions.rend() && instruction.joins(*first);
     if (instruction.op == Op::copy || instruction.op == Op::reduce) {
-      const Buffer& written = buffers.at(slots.at(instruction.operands[0].slot).buffer);
+      const Buffer& written = buffer(instruction.operands[0]);
       const bool given = written.role == Role::input || written.role == Role::output;  // there peers read what was there before
       returns = returns || (written.role == Role::eager && crosses());
       if (written.shared && !returns && (instruction.remote || !given))
