@@ -15,8 +15,7 @@ from weft.plan import Plan
 from weft.plan.binding import bind, split
 from weft.plan.proof import verify
 from weft.predict import collectives
-from weft.schedules import all_gather, all_reduce, broadcast, reduce_scatter
-from weft.schedules.all_to_all import all_to_all
+from weft.schedules import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from weft.schedules.barrier import barrier
 from weft.schedules.levels import Levels, nested
 from weft.schedules.operators import OPERATORS
@@ -27,7 +26,11 @@ app = typer.Typer(help="Look at plans: what every rank does in one execution of 
 
 EAGER = "eager"
 """How few rows are handed out; operators choose it by themselves."""
-_HANDED_OUT: Mapping[str, Callable[[Levels], Plan]] = {**collectives.HANDED_OUT, "reduce_scatter": reduce_scatter.eager}
+_HANDED_OUT: Mapping[str, Callable[[Levels], Plan]] = {
+    **collectives.HANDED_OUT,
+    "reduce_scatter": reduce_scatter.eager,
+    "all_to_all": all_to_all.eager,
+}
 
 
 def _fused(operator: Operator, r: Request) -> Plan:
@@ -69,7 +72,9 @@ PLANNERS: Mapping[str, Planner] = {
     "broadcast": Planner((*broadcast.ALGORITHMS, EAGER), _broadcast, lambda rows: [sum(rows)]),
     "barrier": Planner(("levels",), lambda r: barrier(nested(r.ranks)), lambda rows: []),
     "all_to_all": Planner(
-        ("pull",), lambda r: all_to_all(r.ranks, r.pieces, symmetric_a=r.symmetric), lambda rows: rows * len(rows)
+        ("pull", EAGER),
+        lambda r: all_to_all.all_to_all(r.ranks, r.pieces, symmetric_a=r.symmetric),
+        lambda rows: rows * len(rows),
     ),
 }
 """Of each operator who makes its plans."""
