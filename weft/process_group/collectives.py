@@ -58,9 +58,7 @@ def all_reduce(world: World, tensor: Tensor, op: Any, timeout: float | None = No
     own = _scaled(tensor, op)
     kind, here = _reducible(own, op)
     if here is None:
-        rows = own.detach().new_empty(world.ranks, own.numel())
-        weft_all_gather(_flat(own), out=_flat(rows), world=world, timeout=timeout)
-        here = _combined(rows, kind)
+        here = _reduced_here(world, own, kind, timeout)
     else:
         weft_all_reduce(here, op=kind, out=here, world=world, timeout=timeout)
     _finish(here, tensor, op, world)
@@ -68,9 +66,17 @@ def all_reduce(world: World, tensor: Tensor, op: Any, timeout: float | None = No
 
 def reduce(world: World, tensor: Tensor, op: Any, root: int, timeout: float | None = None) -> None:
     """Overwrite `tensor` of rank `root` with the reduction of all ranks'; those of the others stay as they are."""
-    sizes = [tensor.numel() if rank == root else 0 for rank in range(world.ranks)]
-    out = tensor if world.rank == root else tensor.detach().new_empty(0)
-    _reduce_scatter(world, out, tensor, sizes, op, timeout)
+    own = _scaled(tensor, op)
+    kind, here = _reducible(own, op)
+    if here is None:
+        here = _reduced_here(world, own, kind, timeout)
+    else:
+        here = here.view(-1)
+        sizes = [len(here) if rank == root else 0 for rank in range(world.ranks)]
+        mine = here if world.rank == root else here.new_empty(0)
+        weft_reduce_scatter(here, op=kind, out=mine, shard_rows=sizes, world=world, timeout=timeout)
+    if world.rank == root:
+        _finish(here, tensor, op, world)
 
 
 def broadcast(world: World, tensor: Tensor, root: int, timeout: float | None = None) -> None:
@@ -100,10 +106,10 @@ def all_gather(world: World, outs: Sequence[Tensor], tensor: Tensor, timeout: fl
     _check_count(outs, world)
     if outs[world.rank].numel() != tensor.numel():
         raise ValueError(f"the input has {tensor.numel()} elements, and its place in the output {outs[world.rank].numel()}")
-    sizes = [out.numel() for out in outs]
-    whole = tensor.detach().new_empty(sum(sizes))
-    weft_all_gather(_flat(tensor), out=_flat(whole), shard_rows=sizes, world=world, timeout=timeout)
-    _put_parts(whole, outs)
+    here, sizes = _moved(tensor).view(-1), _sizes(outs)
+    whole = here.new_empty(sum(sizes))
+    weft_all_gather(here, out=whole, shard_rows=sizes, world=world, timeout=timeout)
+    _put_parts(whole, sizes, outs)
 
 
 def reduce_scatter_single(world: World, out: Tensor, tensor: Tensor, op: Any, timeout: float | None = None) -> None:
@@ -150,10 +156,10 @@ def all_to_all(world: World, outs: Sequence[Tensor], tensors: Sequence[Tensor], 
     _check_dtypes(*outs, *tensors)
     _check_count(tensors, world)
     _check_count(outs, world)
-    given, taken = [tensor.numel() for tensor in tensors], [out.numel() for out in outs]
-    whole = outs[0].detach().new_empty(sum(taken))
-    all_to_all_single(world, whole, _joined(tensors), taken, given, timeout)
-    _put_parts(whole, outs)
+    here, sizes = _moved(_joined(tensors)).view(-1), _sizes(outs)
+    whole = here.new_empty(sum(sizes))
+    weft_all_to_all(here, out=whole, input_split_sizes=_sizes(tensors), output_split_sizes=sizes, world=world, timeout=timeout)
+    _put_parts(whole, sizes, outs)
 
 
 def gather(world: World, outs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float | None = None) -> None:
@@ -176,7 +182,7 @@ def all_reduce_together(world: World, tensors: Sequence[Tensor], op: Any, timeou
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]
         whole = _joined(alike)
         all_reduce(world, whole, op, timeout)
-        _put_parts(whole, alike)
+        _put_parts(whole, [tensor.numel() for tensor in alike], alike)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -186,15 +192,17 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def _reduce_scatter(world: World, out: Tensor, tensor: Tensor, parts: list[int], op: Any, timeout: float | None) -> None:
     """This rank's part of the reduction; the parts have so many elements."""
-    tensor = _scaled(tensor, op).detach().reshape(-1)
+    tensor = _scaled(tensor, op)
     kind, here = _reducible(tensor, op)
+    sizes = [_numbers(tensor, n) for n in parts]
     if here is None:
-        rows = tensor.new_empty(world.ranks, parts[world.rank])
-        all_to_all_single(world, rows.view(-1), tensor, [parts[world.rank]] * world.ranks, parts, timeout)
-        mine = _combined(rows, kind)
+        mine = out.detach().new_empty(world.ranks, parts[world.rank])
+        there, here, taken = _moved(mine).view(-1), _moved(tensor).view(-1), [sizes[world.rank]] * world.ranks
+        weft_all_to_all(here, out=there, input_split_sizes=sizes, output_split_sizes=taken, world=world, timeout=timeout)
+        mine = _combined(mine, kind)
     else:
-        mine = _flat(out).view(here.dtype)
-        weft_reduce_scatter(here, op=kind, out=mine, shard_rows=parts, world=world, timeout=timeout)
+        mine = _moved(out).view(here.dtype).view(-1)
+        weft_reduce_scatter(here.view(-1), op=kind, out=mine, shard_rows=sizes, world=world, timeout=timeout)
     _finish(mine, out, op, world)
 
 
@@ -230,6 +238,13 @@ def _finish(here: Tensor, tensor: Tensor, op: Any, world: World) -> None:
     _put(here, tensor)
 
 
+def _reduced_here(world: World, tensor: Tensor, kind: str, timeout: float | None) -> Tensor:
+    """The reduction of all ranks' elements, which this rank has gathered."""
+    rows = tensor.detach().new_empty(world.ranks, tensor.numel())
+    weft_all_gather(_moved(tensor).view(-1), out=_moved(rows).view(-1), world=world, timeout=timeout)
+    return _combined(rows, kind)
+
+
 def _kind(op: Any) -> str:
     return _KINDS[hash(op)]
 
@@ -249,11 +264,6 @@ def _moved(tensor: Tensor) -> Tensor:
     return plain if plain.dtype in ANY else plain.view(_INTEGERS[plain.itemsize])
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """The same of its elements one after another, a row for each."""
-    return _moved(tensor.detach().reshape(-1))
-
-
 def _put(here: Tensor, tensor: Tensor) -> None:
     """Copy to `tensor` what is in `here`, its elements as `_moved` shows them, unless that is its own memory."""
     if tensor.is_contiguous() and here.data_ptr() == tensor.data_ptr():
@@ -263,10 +273,19 @@ def _put(here: Tensor, tensor: Tensor) -> None:
     tensor.detach().copy_(here.view(tensor.dtype).view(tensor.shape))
 
 
-def _put_parts(whole: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy to each of the tensors its part of the elements of `whole`."""
-    for tensor, part in zip(tensors, whole.split([tensor.numel() for tensor in tensors]), strict=True):
+def _put_parts(whole: Tensor, sizes: list[int], tensors: Sequence[Tensor]) -> None:
+    """Copy to each of the tensors its part of `whole`."""
+    for tensor, part in zip(tensors, whole.split(sizes), strict=True):
         _put(part, tensor)
+
+
+def _numbers(tensor: Tensor, elements: int) -> int:
+    """In how many numbers `_moved` shows as many elements of a tensor."""
+    return 2 * elements if tensor.is_complex() else elements
+
+
+def _sizes(tensors: Sequence[Tensor]) -> list[int]:
+    return [_numbers(tensor, tensor.numel()) for tensor in tensors]
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
