@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from support import plans
 
 from weft.engines.reference import run
-from weft.plan import Copy, Matmul, Notify, Plan, Signal, Wait, accesses
+from weft.plan import Copy, Matmul, Notify, Plan, Signal, Wait, accesses, reads
 from weft.plan.proof import verify
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import ALGORITHMS, all_gather_matmul
+from weft.schedules.all_reduce import all_reduce
 from weft.schedules.common import after, before, enter, in_order, leave, tidy
 from weft.schedules.workload import Request
 
@@ -151,3 +152,10 @@ def test_peers_need_not_wait_for_a_ranks_own_copies():
         assert isinstance(told, Notify)
         assert isinstance(kept, Copy)
         assert (told.rank, kept.src, kept.dst.buffer) == (1, lane[at].src, "gathered")
+
+
+def test_sums_that_are_handed_out_are_read_by_peers_alone():
+    """So they can be written past the caches: a store to a line that a peer has read waits for that core."""
+    plan = all_reduce(3, 2, "two_shot", symmetric_a=True)
+    readers = {(rank, region.rank) for rank, i in plan.instructions() for region in reads(i) if region.buffer == "reduced"}
+    assert readers == {(rank, peer) for rank, peer in product(range(3), repeat=2) if rank != peer}
