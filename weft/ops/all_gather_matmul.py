@@ -93,7 +93,7 @@ def all_gather_matmul(
         keep = return_gathered or any(w.requires_grad for w in plains)
         given = [a.new_empty(0) if x is None else x for x in biases] if any(x is not None for x in biases) else []
         options = Options(dim, "sum", out_dtype, keep, shard_rows, algorithm, chunk_rows, timeout)
-        made = torch.ops.weft.all_gather_matmul(a, plains, given, *options, world.name)
+        made = torch.ops.weft.all_gather_matmul.default(a, plains, given, *options, world.name)
         results, gathered = made[: len(weights)], made[-1]
     else:
         options = Options(dim, "sum", out_dtype, return_gathered, shard_rows, algorithm, chunk_rows, timeout)

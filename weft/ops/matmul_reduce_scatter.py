@@ -79,7 +79,7 @@ def matmul_reduce_scatter(
     options = Options(dim, op, out_dtype, False, shard_rows, algorithm, chunk_rows, timeout)
     if arguments.recorded((a, b, bias, out)):
         arguments.check_recorded(a, [b], [bias], out, world)
-        scattered: Tensor = torch.ops.weft.matmul_reduce_scatter(a, plain(b), bias, *options, world.name)
+        scattered: Tensor = torch.ops.weft.matmul_reduce_scatter.default(a, plain(b), bias, *options, world.name)
         return scattered
     with torch.no_grad():
         call = check(world, Given(a, [b], [bias], [out]), options)
