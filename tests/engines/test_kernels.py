@@ -66,7 +66,7 @@ def primitives(world: World) -> None:
     tables = symmetric.bases(world, box), symmetric.bases(world, counters)
     box[0] = data(rank, 100)
     # Row 0 goes to the next rank's row 1; when it has come the previous rank's row 0 is fetched to row 2.
-    kernels.put_and_get[(1,)](box, counters, timeout_record, *tables, rank, following, previous, 1 << 20, BLOCK=128)
+    kernels.put_and_get[(1,)](box, counters, timeout_record, *tables, rank, following, previous, 1 << 20, BLOCK=32)
     symmetric.check(timeout_record, "a test")
     assert torch.equal(box[1], data(previous, 100))
     assert torch.equal(box[2], data(previous, 100))

@@ -3,18 +3,16 @@
 import triton
 import triton.language as tl
 
-from weft.engines.device.kernels.symmetric import notify, peer_pointer, wait
+from weft.engines.device.kernels.symmetric import get, notify, put, wait
 
 
 @triton.jit
 def put_and_get(box, counters, timeout_record, box_bases, counter_bases, rank, following, previous, max_polls, BLOCK: tl.constexpr):
     """Put row 0 to row 1 of the following rank; get row 0 of the previous one to row 2 when its own has come."""
-    columns = tl.arange(0, BLOCK)
-    inside = columns < 100
-    tl.store(peer_pointer(box + 100, box_bases, rank, following) + columns, tl.load(box + columns, mask=inside), mask=inside)
+    put(box + 100, box, 100, box_bases, rank, following, BLOCK)
     notify(counters, counter_bases, rank, following)
     wait(counters, 0, 1, timeout_record, max_polls)
-    tl.store(box + 200 + columns, tl.load(peer_pointer(box, box_bases, rank, previous) + columns, mask=inside), mask=inside)
+    get(box + 200, box, 100, box_bases, rank, previous, BLOCK)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Device-side primitives for kernels over symmetric memory: where a peer's memory lies, notify, wait.
+"""Device-side primitives for kernels over symmetric memory: where a peer's memory lies, put, get, notify, wait.
 
 They are a small language for Triton kernels, each for one pattern of use. All take **bases**: a table on the device of where each
 rank's part of one symmetric allocation begins (`bases` makes it). Kernels are compiled for GPUs, and with ``TRITON_INTERPRET=1``
@@ -117,6 +117,34 @@ def peer_pointer(pointer, bases, rank, peer):
     """
     steps = (tl.load(bases + peer) - tl.load(bases + rank)) >> 4
     return pointer + steps * (128 // pointer.dtype.element_ty.primitive_bitwidth)
+
+
+@triton.jit
+def copy(dst, src, count, BLOCK: tl.constexpr):
+    """Copy `count` elements between addresses that this rank may access; one program does it all."""
+    start = count * 0
+    while start < count:
+        offsets = start + tl.arange(0, BLOCK)
+        tl.store(dst + offsets, tl.load(src + offsets, mask=offsets < count), mask=offsets < count)
+        start += BLOCK
+
+
+@triton.jit
+def put(dst, src, count, bases, rank, peer, BLOCK: tl.constexpr):
+    """Copy `count` elements from `src`, which this rank may read, to where `dst` lies on `peer`; one program does it all.
+
+    Pattern: the producer sends. Follow it by `notify`, which makes what was put visible to a peer that waits.
+    """
+    copy(peer_pointer(dst, bases, rank, peer), src, count, BLOCK)
+
+
+@triton.jit
+def get(dst, src, count, bases, rank, peer, BLOCK: tl.constexpr):
+    """Copy `count` elements from where `src` lies on `peer` to `dst`, which this rank may write; one program does it all.
+
+    Pattern: the consumer fetches. Precede it by `wait`, so that what is fetched is there.
+    """
+    copy(dst, peer_pointer(src, bases, rank, peer), count, BLOCK)
 
 
 @triton.jit
