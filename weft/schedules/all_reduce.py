@@ -65,8 +65,8 @@ def _one_shot(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> l
 def _two_shot(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> list[Instruction]:
     here = shard(rank, "out", rank, pieces)
     lane, last = reduce_published(rank, ranks, pieces, here[2:], here, op, symmetric=symmetric)
-    # In this order nobody but peers reads what is handed to them, so an engine may write it past the caches.
-    lane += [Copy(here, here._replace(buffer="reduced")), *tell(rank, "reduced", before(rank, ranks))]
+    if ranks > 1:  # in this order nobody but peers reads what is handed to them, so an engine may write it past the caches
+        lane += [Copy(here, here._replace(buffer="reduced")), *tell(rank, "reduced", before(rank, ranks))]
     for peer in after(rank, ranks):
         lane += [Wait(Signal("reduced", peer), 1), Copy(shard(peer, "reduced", peer, pieces), shard(rank, "out", peer, pieces))]
     return lane + last
