@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -33,7 +34,8 @@ class Calls {
   static constexpr size_t kHeaders = 32;  // a rank is never this many calls ahead of a peer that still waits for it
 
  public:
-  static constexpr size_t kBytes = kHeaders * sizeof(Header) + sizeof(Counter);  // of a rank's part of the segment, at its beginning
+  // Of a rank's part of the segment, at its beginning: headers, `under_way`, `closed`.
+  static constexpr size_t kBytes = kHeaders * sizeof(Header) + 2 * sizeof(Counter);
 
   explicit Calls(std::shared_ptr<Segment> segment) : segment_(std::move(segment)) {}
 
@@ -48,9 +50,10 @@ class Calls {
   // Write down what a rank says of a call. That of a peer on another host comes by message, and is kept where its header is looked for.
   void note(int rank, uint64_t call, uint64_t digest, const std::string& text, uint64_t address = 0) {
     Header& said = header(rank, call);
+    said.call.store(0, std::memory_order_relaxed);  // not to be read while it is written
+    std::atomic_thread_fence(std::memory_order_release);
     said.address.store(address, std::memory_order_relaxed);
     if (said.digest.load(std::memory_order_relaxed) == digest) return said.call.store(call, std::memory_order_release);  // the same text
-    said.call.store(0, std::memory_order_relaxed);  // not to be read while it is written
     said.digest.store(digest, std::memory_order_release);  // who reads it sees that the call before is gone
     size_t length = std::min(text.size(), sizeof said.text - 1);
     while (length < text.size() && length && (text[length] & 0xc0) == 0x80) --length;  // no half characters
@@ -70,10 +73,21 @@ class Calls {
   }
   // The number of the latest call that a rank has begun to carry out, which may be later than it began the call.
   Counter& under_way(int rank) const {
-    return *reinterpret_cast<Counter*>(segment_->parts[rank]->base() + kHeaders * sizeof(Header));
+    return counters(rank)[0];
   }
-  // The address that `peer` told with this call.
-  uint64_t address(int peer, uint64_t call) const { return header(peer, call).address.load(std::memory_order_relaxed); }
+  // Let all peers of this host see that this rank has closed the world, however late they are to read its message.
+  void close() const {
+    for (size_t rank = 0; rank < segment_->parts.size(); ++rank)
+      if (static_cast<int>(rank) != segment_->rank) counters(rank)[1].value.store(1, std::memory_order_seq_cst);
+  }
+  // Has a peer closed the world, so that its memory may be in other use?
+  bool closed() const { return counters(segment_->rank)[1].value.load(std::memory_order_acquire); }
+  // The address that `peer` told with this call; nothing if the peer is at another call by now.
+  std::optional<uint64_t> address(int peer, uint64_t call) const {
+    const Header& theirs = header(peer, call);
+    const uint64_t told = theirs.address.load(std::memory_order_acquire);
+    return theirs.call.load(std::memory_order_relaxed) == call ? std::optional(told) : std::nullopt;
+  }
   // The text of the call that `peer` made as this rank made `call`; empty if it has not made it yet.
   std::string text(int peer, uint64_t call) const {
     const Header& theirs = header(peer, call);
@@ -81,6 +95,9 @@ class Calls {
   }
 
  private:
+  Counter* counters(int rank) const {
+    return reinterpret_cast<Counter*>(segment_->parts[rank]->base() + kHeaders * sizeof(Header));
+  }
   Header& header(int rank, uint64_t call) const {
     return reinterpret_cast<Header*>(segment_->parts[rank]->base())[call % kHeaders];
   }

@@ -21,25 +21,51 @@ auto unlocked(Work work) {
   return made;
 }
 
+// The calling thread uses the world of an executor; throws InUse if a thread does already.
+class Use {
+ public:
+  explicit Use(Executor& executor) : executor_(executor) { executor.enter(); }
+  ~Use() { executor_.leave(); }
+  Use(const Use&) = delete;
+
+ private:
+  Executor& executor_;
+};
+
+// The exception that says which thread uses the world.
+inline nb::object in_use(const InUse& use) { return nb::module_::import_("weft.errors").attr("in_use")(use.thread); }
+
+[[noreturn]] inline void raise(const nb::object& error) {
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  throw nb::python_error();
+}
+
 // A whole call of `program`, one of one lane without pauses as `weft.engines.host` has it, with a binding of its. Raises what the call
 // does.
 inline void execute(Executor& executor, nb::handle program, Binding& bound, double timeout) {
   Program& native = bound.program();
   if (executor.must_meet(native)) program.attr("engine").attr("meet")(timeout);
   if (native.execution.binding != &bound) program.attr("apply")(nb::find(bound));
+  const auto fail = [&](nb::handle error) { program.attr("world").attr("fail")(error); };
   try {
+    const Use use(executor);
     const bool done = unlocked([&] {
       executor.begin(native, nanoseconds(timeout));
       return executor.run(native, 0, 0) >= 0;
     });
     if (done) return;
   } catch (nb::python_error& error) {  // what a signal handler raised
-    program.attr("world").attr("fail")(error.value());
+    fail(error.value());
+    throw;
+  } catch (const InUse& use) {
+    const nb::object error = in_use(use);
+    fail(error);
+    raise(error);
+  } catch (const std::exception& error) {
+    fail(nb::module_::import_("weft.errors").attr("WeftError")(error.what()));
     throw;
   }
-  const nb::object error = program.attr("stopped")(0, timeout);
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
-  throw nb::python_error();
+  raise(program.attr("stopped")(0, timeout));
 }
 
 }  // namespace weft

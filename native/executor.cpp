@@ -1,5 +1,6 @@
 #include "executor.hpp"
 
+#include <cerrno>
 #include <chrono>
 #include <thread>
 
@@ -16,13 +17,27 @@ Executor::Executor(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> control,
       spins_(spins),
       base_(kNames * control_->parts.size()),
       calls(control_),
-      lane_thread([this](const LaneThread::Job& job) { run(job); }, comm_threads) {}
+      lane_thread([this](const LaneThread::Job& job) { run(job); }, comm_threads) {
+  mesh_->closing = [told = calls] { told.close(); };
+}
+
+Executor::~Executor() {
+  ending_.store(true, std::memory_order_release);
+  Sleeper::wake_all();
+}
+
+void Executor::enter() {
+  pthread_t user{};
+  if (!user_.compare_exchange_strong(user, pthread_self(), std::memory_order_acq_rel)) throw InUse(user);
+}
 
 Counter& Executor::counter(int rank, uint32_t index) const {
   return reinterpret_cast<Counter*>(control_->parts[rank]->base() + Calls::kBytes)[index];
 }
 
 void Executor::begin(Program& program, int64_t timeout) {
+  const pthread_t user = user_.load(std::memory_order_relaxed);
+  if (user && user != pthread_self()) throw InUse(user);
   Execution& execution = program.execution;
   const Binding* bound = execution.binding;
   const uint64_t digest = bound ? bound->digest() : program.digest;
@@ -51,15 +66,20 @@ int Executor::run(Program& program, size_t lane, int at) {
   const int end = static_cast<int>(instructions.size());
   if (!within_host && lane == 0 && at == 0) set(calls.under_way(rank_), execution.call);
   feed(execution, lane);
-  while (at < end) {
+  while (true) {
+    if (at && instructions[at - 1].exposed && calls.closed()) {  // what was read may not be what the call was about
+      lost(execution, lane, at - 1, rank_);
+      return -1;
+    }
+    if (at >= end) return at;
     const Instruction& instruction = instructions[at];
     int64_t start = tracing ? now() : 0;
     int count = 1;
     switch (instruction.op) {
       case Op::copy: case Op::reduce:
         while (at + count < end && instructions[at + count].follows) ++count;
-        if (!move(execution, lane, &instruction, count)) {
-          lost(execution, lane, at, execution.binding->apart(instruction.operands[1]));
+        if (const int error = move(execution, lane, &instruction, count)) {
+          unread(execution, lane, at, execution.binding->apart(instruction.operands[1]), error);
           return -1;
         }
         break;
@@ -80,17 +100,16 @@ int Executor::run(Program& program, size_t lane, int at) {
     }
     at += count;
   }
-  return at;
 }
 
-// False if a peer's memory cannot be read any more.
-bool Executor::move(Execution& execution, size_t lane, const Instruction* first, size_t count) {
+// 0, or the number of the error with which a peer's memory cannot be read.
+int Executor::move(Execution& execution, size_t lane, const Instruction* first, size_t count) {
   thread_local std::vector<Target> targets;  // kept, so that a repeated call allocates nothing
   thread_local std::vector<Rows> sources;
   targets.clear(), sources.clear();
   const Binding& bound = *execution.binding;
   const size_t rows = bound.rows(first->operands[first->measure]);
-  if (!rows) return true;
+  if (!rows) return 0;
   for (size_t i = 0; i < count; ++i) {
     const Operand& target = first[i].operands[0];
     const size_t whole = first[i].together ? bound.written() : rows * bound.row_bytes(target);
@@ -98,9 +117,12 @@ bool Executor::move(Execution& execution, size_t lane, const Instruction* first,
   }
   const Operand& source = first->operands[1];
   if (const int peer = bound.apart(source); peer >= 0) {
-    const uintptr_t from = calls.address(peer, execution.call) + reinterpret_cast<uintptr_t>(bound.at(source));
+    const std::optional<uint64_t> told = calls.address(peer, execution.call);
+    if (!told) return ESTALE;
+    const uintptr_t from = *told + reinterpret_cast<uintptr_t>(bound.at(source));
     const Target& to = targets[0];
-    if (!read_memory(pids.at(peer), from, bound.stride(source), to.base, to.stride, rows, bound.row_bytes(source))) return false;
+    const int error = read_memory(pids.at(peer), from, bound.stride(source), to.base, to.stride, rows, bound.row_bytes(source));
+    if (error) return error;
     copy_rows(targets.data() + 1, count - 1, to.base, to.stride, rows, bound.row_bytes(source));
   } else if (first->op == Op::copy) {
     copy_rows(targets.data(), count, bound.at(source, execution.turn), bound.stride(source), rows, bound.row_bytes(source));
@@ -113,16 +135,22 @@ bool Executor::move(Execution& execution, size_t lane, const Instruction* first,
   if (link.on())
     for (size_t i = 0; i < count; ++i)
       if (first[i].remote) link.carry(execution.held[lane], rows * bound.row_bytes(first[i].operands[0]));
-  return true;
+  return 0;
 }
 
-// What became of a peer whose memory could not be read, as soon as that is known.
+// Why the memory of a peer could not be read: it is gone, it has closed the world, or the kernel does not hand out what lies there.
+void Executor::unread(Execution& execution, size_t lane, int at, int peer, int error) {
+  if (error == ESRCH || calls.closed() || mesh_->failed()) return lost(execution, lane, at, peer);
+  execution.failures[lane] = {WaitStatus::unread, at, peer, 0, static_cast<uint64_t>(error)};
+}
+
+// What became of a peer, as soon as that is known.
 void Executor::lost(Execution& execution, size_t lane, int at, int peer) {
   const int64_t deadline = now() + execution.timeout;
   WaitStatus status = ended(execution);
   while (status == WaitStatus::timeout && now() < deadline) {
     std::this_thread::sleep_for(std::chrono::microseconds(50));
-    status = mesh_->left(peer) && !mesh_->failed() ? WaitStatus::left : ended(execution);
+    status = peer != rank_ && mesh_->left(peer) && !mesh_->failed() ? WaitStatus::left : ended(execution);
   }
   execution.failures[lane] = {status, at, peer, 0, 0};
 }
@@ -131,6 +159,7 @@ void Executor::lost(Execution& execution, size_t lane, int at, int peer) {
 WaitStatus Executor::ended(const Execution& execution) const {
   if (!LaneThread::current() && caller_interrupted()) return WaitStatus::interrupted;
   if (mesh_->failed()) return WaitStatus::failed;
+  if (ending_.load(std::memory_order_acquire)) return WaitStatus::lane;
   return execution.stopped.load(std::memory_order_acquire) >= 0 ? WaitStatus::lane : WaitStatus::timeout;
 }
 
@@ -203,7 +232,12 @@ void Executor::stop(Program& program, size_t lane) {
 
 // What the lane thread does with a job.
 void Executor::run(const LaneThread::Job& job) {
-  if (run(*job.program, job.lane, 0) >= 0) return;
+  try {
+    if (run(*job.program, job.lane, 0) >= 0) return;
+  } catch (const std::exception& error) {
+    mesh_->abort(error);
+    job.program->execution.failures[job.lane] = {WaitStatus::failed, 0, rank_, 0, 0};
+  }
   const WaitFailure& failure = job.program->execution.failures[job.lane];
   // A lane that waited for another of this rank too long: that one has a limit, and a cause, of its own.
   if (failure.status == WaitStatus::timeout && failure.source == rank_) return;

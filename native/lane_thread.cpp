@@ -39,18 +39,23 @@ LaneThread::~LaneThread() {
   if (thread_.joinable()) thread_.join();
 }
 
-void LaneThread::start(const Job& job) {
+void LaneThread::start(Job job) {
+  std::vector<Job> over;  // let go when the lock is
   std::lock_guard lock(mutex_);
   if (!thread_.joinable()) thread_ = std::thread(&LaneThread::work, this);
-  jobs_.push_back(job);
+  jobs_.push_back(std::move(job));
+  done_.swap(over);
   changed_.notify_all();
 }
 
 bool LaneThread::join(const Program& program, double seconds) {
+  std::vector<Job> over;  // let go when the lock is
   std::unique_lock lock(mutex_);
-  return changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
+  const bool joined = changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
     return std::none_of(jobs_.begin(), jobs_.end(), [&](const Job& job) { return job.program == &program; });
   });
+  done_.swap(over);
+  return joined;
 }
 
 void LaneThread::work() {
@@ -61,10 +66,11 @@ void LaneThread::work() {
   while (true) {
     changed_.wait(lock, [&] { return stopping_ || !jobs_.empty(); });
     if (jobs_.empty()) return;
-    Job job = jobs_.front();
+    const Job job{jobs_.front().program, jobs_.front().lane};
     lock.unlock();
     run_(job);
     lock.lock();
+    if (jobs_.front().held) done_.push_back(std::move(jobs_.front()));
     jobs_.pop_front();
     changed_.notify_all();
   }

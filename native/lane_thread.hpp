@@ -4,8 +4,11 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "program.hpp"
 
@@ -16,13 +19,14 @@ class LaneThread {
   struct Job {
     Program* program;
     size_t lane;
+    std::shared_ptr<void> held = {};  // what the program works on; let go on a thread that starts, joins or ends jobs
   };
 
   // `run` does a job; its waits have time limits. `threads` share what it copies and adds.
   LaneThread(std::function<void(const Job&)> run, size_t threads) : run_(std::move(run)), threads_(threads) {}
   ~LaneThread();  // when all jobs are done
 
-  void start(const Job& job);
+  void start(Job job);
   // Wait until the jobs of this program are done; false if `seconds` pass first.
   bool join(const Program& program, double seconds = 1e9);
   // Whether a lane thread is what calls this.
@@ -36,7 +40,8 @@ class LaneThread {
   size_t threads_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Job> jobs_;  // the first is being done
+  std::deque<Job> jobs_;    // the first is being done
+  std::vector<Job> done_;   // whose `held` is to be let go
   bool stopping_ = false;
   std::thread thread_;
 };

@@ -3,13 +3,17 @@
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <chrono>
 #include <cstring>
 #include <stdexcept>
 #include <system_error>
+#include <utility>
 
 #include "signals.hpp"
 
@@ -17,55 +21,104 @@ namespace weft {
 
 namespace {
 
+#ifndef SYS_pidfd_open  // older C libraries do not know it
+#define SYS_pidfd_open 434
+#endif
+
 enum Type : char { kNote = 'n', kAbort = 'a', kFarewell = 'f' };
 constexpr size_t kLongest = 16384;
 
-bool transmit(int socket, const std::string& message, int fd, int flags) {
+bool transmit(int socket, const std::string& message, const File* file, int flags) {
   iovec data{const_cast<char*>(message.data()), std::min(message.size(), kLongest)};
   msghdr header{};
   header.msg_iov = &data;
   header.msg_iovlen = 1;
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  if (fd >= 0) {
+  if (file) {
     header.msg_control = control;
     header.msg_controllen = sizeof control;
     cmsghdr* c = CMSG_FIRSTHDR(&header);
     c->cmsg_level = SOL_SOCKET;
     c->cmsg_type = SCM_RIGHTS;
     c->cmsg_len = CMSG_LEN(sizeof(int));
-    std::memcpy(CMSG_DATA(c), &fd, sizeof(int));
+    std::memcpy(CMSG_DATA(c), &file->fd, sizeof(int));
   }
   return sendmsg(socket, &header, flags | MSG_NOSIGNAL) >= 0;
 }
 
+// A file that can be read once the process at the other end of a socket has ended; -1 if it is this one, or cannot be seen from here.
+// The socket itself stays open as long as a child that the process forked has a copy of it.
+int process_behind(int socket) {
+  ucred other{};
+  socklen_t size = sizeof other;
+  if (socket < 0 || getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &other, &size) || other.pid <= 0 || other.pid == getpid()) return -1;
+  return static_cast<int>(syscall(SYS_pidfd_open, other.pid, 0));  // Linux 5.3; it closes on exec
+}
+
+void close_if_open(int& fd) {
+  if (fd >= 0) close(std::exchange(fd, -1));
+}
+
 }  // namespace
 
-Mesh::Mesh(std::vector<int> fds) : stop_(eventfd(0, EFD_CLOEXEC)), peers_(fds.begin(), fds.end()) {
-  thread_ = std::thread(&Mesh::watch, this);
+Mesh::Mesh(std::vector<int> fds)
+    : rank_(static_cast<int>(std::find(fds.begin(), fds.end(), -1) - fds.begin())), stop_(eventfd(0, EFD_CLOEXEC)), peers_(fds.begin(), fds.end()) {
+  if (stop_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+  for (auto& peer : peers_) peer.process = process_behind(peer.fd);
+  try {
+    thread_ = std::thread(&Mesh::watch, this);
+  } catch (...) {
+    close(stop_);
+    for (auto& peer : peers_) close_if_open(peer.process);
+    throw;
+  }
 }
 
 Mesh::~Mesh() {
   uint64_t one = 1;
   [[maybe_unused]] ssize_t written = write(stop_, &one, sizeof one);
   thread_.join();
-  for (auto& peer : peers_) {
-    if (peer.fd >= 0) close(peer.fd);
-    for (auto& [text, fd] : peer.notes)
-      if (fd >= 0) close(fd);
-  }
-  close(stop_);
+  disown();
+}
+
+void Mesh::disown() {
+  for (auto& peer : peers_) close_if_open(peer.fd), close_if_open(peer.process);
+  close_if_open(stop_);
 }
 
 void Mesh::watch() {
+  try {
+    watch_peers();
+  } catch (const std::exception& error) {  // no peer could be heard any more
+    abort(error);
+  }
+}
+
+void Mesh::watch_peers() {
   std::vector<pollfd> polled;
   for (auto& peer : peers_) polled.push_back({peer.fd, POLLIN, 0});  // poll ignores the -1 of this rank itself
+  for (auto& peer : peers_) polled.push_back({peer.process, POLLIN, 0});
   polled.push_back({stop_, POLLIN, 0});
+  const size_t count = peers_.size();
   while (true) {
-    if (poll(polled.data(), polled.size(), -1) < 0 && errno != EINTR) return;
+    if (poll(polled.data(), polled.size(), -1) < 0) {
+      if (errno == EINTR) continue;
+      throw std::system_error(errno, std::generic_category(), "watching peers");
+    }
     if (polled.back().revents) return;
-    for (size_t i = 0; i + 1 < polled.size(); ++i)
-      if (polled[i].revents && !read(static_cast<int>(i))) polled[i].fd = -1;
+    for (size_t i = 0; i < count; ++i) {
+      if (polled[i].revents && !read(static_cast<int>(i))) polled[i].fd = polled[i + count].fd = -1;
+      else if (polled[i + count].revents) ended(static_cast<int>(i)), polled[i].fd = polled[i + count].fd = -1;
+    }
   }
+}
+
+// The process of a peer has ended: take what it said before.
+void Mesh::ended(int peer) {
+  pollfd rest{peers_[peer].fd, POLLIN, 0};
+  while (poll(&rest, 1, 0) > 0 && read(peer)) {
+  }
+  if (!left(peer)) fail({"PeerLost", peer, ""});
 }
 
 // Take one message from a peer; false when there will be no more.
@@ -86,14 +139,21 @@ bool Mesh::read(int peer) {
   }
   std::string body(text + 1, static_cast<size_t>(n) - 1);
   if (text[0] == kNote) {
-    int fd = -1;
-    if (cmsghdr* c = CMSG_FIRSTHDR(&header)) std::memcpy(&fd, CMSG_DATA(c), sizeof fd);
+    std::shared_ptr<File> file;
+    if (cmsghdr* c = CMSG_FIRSTHDR(&header)) {
+      int fd;
+      std::memcpy(&fd, CMSG_DATA(c), sizeof fd);
+      file = std::make_shared<File>(fd);
+    }
     std::lock_guard lock(mutex_);
-    peers_[peer].notes.push_back({std::move(body), fd});
+    peers_[peer].notes.push_back({std::move(body), std::move(file)});
     changed_.notify_all();
   } else if (text[0] == kAbort) {
-    size_t first = body.find('\n'), second = body.find('\n', first + 1);
-    fail({body.substr(0, first), std::stoi(body.substr(first + 1)), body.substr(second + 1)});
+    const size_t first = body.find('\n'), second = body.find('\n', first + 1);
+    int culprit = -1;
+    if (second != std::string::npos) std::from_chars(body.data() + first + 1, body.data() + second, culprit);
+    if (culprit < 0 || culprit >= static_cast<int>(peers_.size())) fail({"WeftError", peer, "it sent a message that cannot be read"});
+    fail({body.substr(0, first), culprit, body.substr(second + 1)});
   } else {
     peers_[peer].left.store(true, std::memory_order_release);
     std::lock_guard lock(mutex_);
@@ -118,19 +178,22 @@ Failure Mesh::failure() const {
 }
 
 void Mesh::abort(const Failure& failure) {
+  closing();
   fail(failure);
   tell_all(std::string(1, kAbort) + failure.kind + "\n" + std::to_string(failure.culprit) + "\n" + failure.text);
 }
+
+void Mesh::abort(const std::exception& error) { abort(Failure{"WeftError", rank_, error.what()}); }
 
 void Mesh::leave() { tell_all(std::string(1, kFarewell)); }
 
 void Mesh::tell_all(const std::string& message) {
   for (auto& peer : peers_)
-    if (peer.fd >= 0) transmit(peer.fd, message, -1, MSG_DONTWAIT);
+    if (peer.fd >= 0) transmit(peer.fd, message, nullptr, MSG_DONTWAIT);
 }
 
-void Mesh::send(int peer, const std::string& text, int fd) {
-  if (transmit(peers_[peer].fd, std::string(1, kNote) + text, fd, 0) || errno == EPIPE || errno == ECONNRESET) return;
+void Mesh::send(int peer, const std::string& text, const File* file) {
+  if (transmit(peers_[peer].fd, std::string(1, kNote) + text, file, 0) || errno == EPIPE || errno == ECONNRESET) return;
   throw std::system_error(errno, std::generic_category(), "sending to rank " + std::to_string(peer));
 }
 

@@ -66,6 +66,15 @@ std::vector<Given> given(const Program& program, ByName tensors, ByName shared) 
   return found;
 }
 
+// A Python object as native code holds it that knows nothing of Python; None is none.
+std::shared_ptr<void> kept(nb::object held) {
+  if (held.is_none()) return nullptr;
+  return {held.release().ptr(), [](void* object) {
+            nb::gil_scoped_acquire acquire;
+            Py_DECREF(static_cast<PyObject*>(object));
+          }};
+}
+
 bool signal_pending() {
   nb::gil_scoped_acquire acquire;
   return PyErr_CheckSignals() != 0;
@@ -121,6 +130,9 @@ NB_MODULE(_native, m) {
       std::rethrow_exception(thrown);
     } catch (const std::system_error& error) {  // what the operating system refuses
       PyErr_SetObject(PyExc_OSError, nb::make_tuple(error.code().value(), error.what()).ptr());
+    } catch (const InUse& use) {
+      const nb::object error = in_use(use);
+      PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
     }
   });
   nb::set_leak_warnings(false);  // a tensor in a global variable outlives the interpreter, and that is no leak
@@ -138,7 +150,7 @@ NB_MODULE(_native, m) {
   nb::enum_<WaitStatus>(m, "WaitStatus")
       .value("none", WaitStatus::none).value("timeout", WaitStatus::timeout).value("failed", WaitStatus::failed)
       .value("left", WaitStatus::left).value("mismatch", WaitStatus::mismatch)
-      .value("interrupted", WaitStatus::interrupted).value("lane", WaitStatus::lane);
+      .value("interrupted", WaitStatus::interrupted).value("lane", WaitStatus::lane).value("unread", WaitStatus::unread);
 
   m.def("look_by", &View::look_by, "plain"_a, "exchange"_a.none());
   m.def("layouts", &layouts, "tensors"_a);
@@ -151,6 +163,7 @@ NB_MODULE(_native, m) {
   }, "tensor"_a.none());
 
   nb::class_<Mapping>(m, "Mapping");
+  nb::class_<File>(m, "File");
   m.def("create_mapping", &Mapping::create);
   m.def("attach_mapping", &Mapping::attach);
 
@@ -169,10 +182,11 @@ NB_MODULE(_native, m) {
 
   nb::class_<Mesh>(m, "Mesh")
       .def(nb::init<std::vector<int>>())
-      .def("send", &Mesh::send, Unlocked())
+      .def("send", &Mesh::send, "peer"_a, "text"_a, "file"_a.none(), Unlocked())
       .def("receive", &Mesh::receive, Unlocked())
       .def("abort", [](Mesh& self, std::string kind, int culprit, std::string text) { self.abort({kind, culprit, text}); })
       .def("leave", &Mesh::leave)
+      .def("disown", &Mesh::disown)
       .def("left", &Mesh::left)
       .def("failure", [](Mesh& self) {
         const auto [kind, culprit, text] = self.failure();
@@ -264,7 +278,11 @@ NB_MODULE(_native, m) {
       .def("run", [](Executor& self, Program& program, size_t lane, int at) {
         return unlocked([&] { return self.run(program, lane, at); });
       })
-      .def("start", [](Executor& self, Program& program, size_t lane) { self.lane_thread.start({&program, lane}); })
+      .def("start", [](Executor& self, Program& program, size_t lane, nb::object held) {
+        self.lane_thread.start({&program, lane, kept(std::move(held))});
+      }, "compiled"_a, "lane"_a, "held"_a = nb::none())
+      .def("enter", &Executor::enter)
+      .def("leave", &Executor::leave)
       .def("wait_under_way", [](Executor& self, uint64_t call, const std::vector<int>& ranks, double seconds) {
         return self.wait_under_way(call, ranks, nanoseconds(seconds));
       }, "call"_a, "ranks"_a, "seconds"_a, Unlocked())
@@ -324,7 +342,8 @@ NB_MODULE(_native, m) {
   m.def("read_number", [](int pid, uintptr_t from) {
     // The 8 bytes at an address of a process.
     uint64_t number = 0;
-    if (!read_memory(pid, from, 8, reinterpret_cast<char*>(&number), 8, 1, 8)) throw std::system_error(errno, std::generic_category());
+    const int error = read_memory(pid, from, 8, reinterpret_cast<char*>(&number), 8, 1, 8);
+    if (error) throw std::system_error(error, std::generic_category());
     return number;
   });
 
@@ -361,6 +380,7 @@ NB_MODULE(_native, m) {
         self.release();
         return come;
       })
+      .def("disown", [](PyTransfers& self) { PyTransfers::open.erase(self.world); })
       .def("refused", [](PyTransfers& self, uint64_t number) { return self.transfers.refused(number); })
       .def("finish", [](PyTransfers& self) {
         {

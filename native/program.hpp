@@ -40,6 +40,7 @@ struct Instruction {
   int source = 0;               // who raises the counter waited for
   uint64_t count = 0;
   Reader reader = Reader::self;  // of what it writes
+  bool exposed = false;         // reads a peer's tensor, which is its owner's again once that has closed the world
   bool follows = false;         // a copy of the same rows as the one before it, made in one pass with that
 
   // Is it a copy of the rows that `first` copies or makes?
@@ -68,7 +69,8 @@ struct Buffer {
 };
 
 // How a wait ended.
-enum class WaitStatus : int { none, timeout, failed, left, mismatch, interrupted, lane };  // lane: another lane of this rank ended
+// `lane`: another lane of this rank ended. `unread`: the kernel does not hand out a peer's memory; `actual` is the error's number.
+enum class WaitStatus : int { none, timeout, failed, left, mismatch, interrupted, lane, unread };
 
 struct WaitFailure {
   WaitStatus status = WaitStatus::none;
@@ -152,17 +154,27 @@ struct Program {
 
   const Buffer& buffer(const Operand& o) const { return buffers.at(slots.at(o.slot).second); }
 
+  // Whether it is the caller's: what was there before the call may be read until then.
+  bool given(const Operand& o) const { return buffer(o).role == Role::input || buffer(o).role == Role::output; }
+
+  // Whether it reads a tensor of a peer's caller.
+  bool exposes(const Instruction& instruction) const {
+    const bool writes = instruction.op == Op::copy || instruction.op == Op::reduce;  // to the first operand
+    return std::any_of(instruction.operands.begin() + writes, instruction.operands.end(),
+                       [&](const Operand& source) { return given(source) && slots.at(source.slot).first != rank; });
+  }
+
   // `returns`: this rank also reads what lies where it writes.
   void add(size_t lane, Instruction instruction, bool returns = false) {
     auto& instructions = lanes[lane];
     auto first = instructions.rbegin();
     while (first != instructions.rend() && first->follows) ++first;
     instruction.follows = first != instructions.rend() && instruction.joins(*first);
+    instruction.exposed = exposes(instruction) || (instruction.follows && first->exposed);
     if (instruction.op == Op::copy || instruction.op == Op::reduce) {
-      const Buffer& written = buffer(instruction.operands[0]);
-      const bool given = written.role == Role::input || written.role == Role::output;  // there peers read what was there before
-      returns = returns || (written.role == Role::eager && crosses());
-      if (written.shared && !returns && (instruction.remote || !given))
+      const Operand& written = instruction.operands[0];
+      returns = returns || (buffer(written).role == Role::eager && crosses());
+      if (buffer(written).shared && !returns && (instruction.remote || !given(written)))
         instruction.reader = instruction.remote ? Reader::owner : Reader::peers;
     }
     instructions.push_back(std::move(instruction));

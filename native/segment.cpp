@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/sysinfo.h>
 #include <unistd.h>
 
@@ -29,7 +30,9 @@ void take(char* base, size_t bytes, int fd) {
   madvise(base, bytes, MADV_HUGEPAGE);
   const bool plenty = !sysinfo(&memory) && bytes < memory.freeram / 2 * memory.mem_unit;
   if (plenty) madvise(base, bytes, MADV_POPULATE_WRITE);
-  if ((errno = posix_fallocate(fd, 0, static_cast<off_t>(bytes)))) fail("fallocate");
+  do errno = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
+  while (errno == EINTR);
+  if (errno) fail("fallocate");
   if (!plenty) madvise(base, bytes, MADV_POPULATE_WRITE);
 }
 
@@ -45,22 +48,28 @@ Registry& registry() {
 }
 }  // namespace
 
-std::pair<std::shared_ptr<Mapping>, int> Mapping::create(size_t bytes) {
+File::~File() { close(fd); }
+
+std::pair<std::shared_ptr<Mapping>, std::shared_ptr<File>> Mapping::create(size_t bytes) {
   const int fd = memfd_create("weft", MFD_CLOEXEC);
   if (fd < 0) fail("memfd_create");
-  try {
-    if (ftruncate(fd, static_cast<off_t>(bytes))) fail("ftruncate");
-    std::shared_ptr<Mapping> mapping(new Mapping(fd, bytes));
-    take(mapping->base_, bytes, fd);
-    return {std::move(mapping), fd};
-  } catch (...) {
-    close(fd);
-    throw;
-  }
+  auto file = std::make_shared<File>(fd);
+  if (ftruncate(fd, static_cast<off_t>(bytes))) fail("ftruncate");
+  std::shared_ptr<Mapping> mapping(new Mapping(fd, bytes));
+  take(mapping->base_, bytes, fd);
+  return {std::move(mapping), std::move(file)};
 }
 
 // Peers' pages are mapped when they are used: with many ranks page tables of all would be larger than what they map.
-std::shared_ptr<Mapping> Mapping::attach(int fd, size_t bytes) { return std::shared_ptr<Mapping>(new Mapping(fd, bytes)); }
+std::shared_ptr<Mapping> Mapping::attach(const File& file, size_t bytes) {
+  struct stat found;
+  if (fstat(file.fd, &found)) fail("fstat");
+  if (static_cast<size_t>(found.st_size) != bytes) {  // what lies behind its end would be a SIGBUS
+    errno = EPROTO;
+    fail("its part has another size than this rank's: is it another version of weft?");
+  }
+  return std::shared_ptr<Mapping>(new Mapping(file.fd, bytes));
+}
 
 Mapping::Mapping(int fd, size_t bytes) : bytes_(bytes) {
   void* base = mmap(nullptr, bytes ? bytes : 1, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);

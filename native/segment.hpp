@@ -9,12 +9,20 @@
 
 namespace weft {
 
+// An open file, closed with the last reference to it.
+struct File {
+  explicit File(int descriptor) : fd(descriptor) {}
+  ~File();
+  File(const File&) = delete;
+  int fd;
+};
+
 // A mapped memory file; unmapped with the last reference to it.
 class Mapping {
  public:
-  // With the file, which is the caller's. Takes all pages; throws std::system_error.
-  static std::pair<std::shared_ptr<Mapping>, int> create(size_t bytes);
-  static std::shared_ptr<Mapping> attach(int fd, size_t bytes);
+  // With the file. Takes all pages; throws std::system_error.
+  static std::pair<std::shared_ptr<Mapping>, std::shared_ptr<File>> create(size_t bytes);
+  static std::shared_ptr<Mapping> attach(const File& file, size_t bytes);
   ~Mapping();
   Mapping(const Mapping&) = delete;
 

@@ -59,12 +59,12 @@ StridedCopy::StridedCopy(char* dst, const char* src, size_t item, const std::vec
   }
   auto to = reinterpret_cast<uintptr_t>(dst), from = reinterpret_cast<uintptr_t>(src);
   const auto span = [&](const std::vector<size_t>& strides) { return span_of(item, shape.size(), shape.data(), strides.data()); };
-  overlap_ = to < from + span(src_strides) && from < to + span(dst_strides);
+  if (bytes_ && to < from + span(src_strides) && from < to + span(dst_strides)) staged_.reset(new char[bytes_]);
 }
 
 void StridedCopy::run() const {
   if (!bytes_) return;
-  overlap_ ? run_staged() : run_shared();
+  staged_ ? run_staged() : run_shared();
 }
 
 // Threads share the longest dimension, or the runs.
@@ -115,10 +115,9 @@ void StridedCopy::run_rows(const Dimension& rows, char* dst, const char* src) co
 }
 
 void StridedCopy::run_staged() const {
-  std::vector<char> staged(bytes_);
   StridedCopy in = *this, out = *this;
-  in.dst_ = staged.data();
-  out.src_ = staged.data();
+  in.dst_ = staged_.get();
+  out.src_ = staged_.get();
   size_t stride = run_;
   for (size_t i = dimensions_.size(); i-- > 0; stride *= dimensions_[i].size)
     in.dimensions_[i].dst = out.dimensions_[i].src = stride;

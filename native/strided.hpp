@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <vector>
 
 namespace weft {
@@ -44,7 +45,7 @@ class StridedCopy {
   size_t bytes_;                       // of all elements
   size_t run_;                         // contiguous bytes in both views
   std::vector<Dimension> dimensions_;  // around the runs, outermost first
-  bool overlap_;
+  std::shared_ptr<char[]> staged_;     // room for all elements if the views overlap: taken where a lack of memory can be told
 };
 
 }  // namespace weft

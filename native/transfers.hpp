@@ -82,9 +82,19 @@ class Transfers {
       auto stopping = [&] { return stopping_.load(); };
       if (!wait_until(*submitted_, Compare::greater_equal, number, std::min(spins_, kLaneSpins), kForever, stopping)) return;
       Slot& next = slot(number);
-      if (!copy(*next.copy) && refused_.load() == kNever) refused_.store(number, std::memory_order_release);
+      if (!made(*next.copy) && refused_.load() == kNever) refused_.store(number, std::memory_order_release);
       next.copy.reset();
       set(next.done, number);
+    }
+  }
+
+  // Copy, unless a peer has failed; what cannot be copied closes the world, since nobody else learns of it.
+  bool made(const StridedCopy& next) {
+    try {
+      return copy(next);
+    } catch (const std::exception& error) {
+      mesh_->abort(error);
+      return false;
     }
   }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 
 class _Error(RuntimeError):
     """What `WeftError` stands on as long as torch is not loaded, which plans can do without."""
@@ -12,6 +14,17 @@ class WeftError(_Error):
 
     Where torch is loaded it is a `torch.distributed.DistBackendError`, so that handlers of torch's errors catch weft's.
     """
+
+
+def in_use(thread: int) -> WeftError:
+    """The error of a call on a world in which `thread`, by its identifier, is in the middle of another."""
+    if thread == threading.get_ident():
+        return WeftError("this thread is in the middle of a call on this world: a signal handler that interrupts it can make none")
+    name = next((each.name for each in threading.enumerate() if each.ident == thread), str(thread))
+    return WeftError(
+        f"thread {name!r} is in the middle of a call on this world, which is used by one thread at a time: let one thread make all "
+        "calls, or make a world for each by weft.init(group)"
+    )
 
 
 def stand_on(base: type[RuntimeError]) -> None:

@@ -225,11 +225,7 @@ struct Host {  // ranks as threads of one process
       }
     auto parts = [&](size_t size) {
       std::vector<std::shared_ptr<Mapping>> all;
-      for (int i = 0; i < ranks; ++i) {
-        const auto [mapping, fd] = Mapping::create(size);
-        all.push_back(mapping);
-        close(fd);
-      }
+      for (int i = 0; i < ranks; ++i) all.push_back(Mapping::create(size).first);
       return all;
     };
     auto control = parts(Executor::control_bytes(ranks)), memory = parts(bytes);

@@ -90,7 +90,7 @@ def test_last_words_count_though_notes_to_who_said_them_are_unread(last, left, k
     """The kernel resets such a connection, and says so before it gives what was sent."""
     own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mesh = _native.Mesh([-1, own.detach()])
-    mesh.send(1, "unread", -1)
+    mesh.send(1, "unread", None)
     theirs.send(last)
     theirs.close()
     while not (mesh.left(1) or mesh.failure()[0]):

@@ -22,6 +22,7 @@ from weft.plan import Copy, Instruction, Plan, Reduce, Region, Signal, Wait, rea
 from weft.world import World, memory
 
 LANES = ("compute", "comm")
+OUTSTANDING = 16  # calls under way at a time: ranks read what each other's latest 32 are, and may be some calls apart
 _MOMENT = 1.0  # seconds in which an instruction ends that has no waits
 _CACHED = 256  # compiled plans; a program is small, and its workspace is shared
 
@@ -119,6 +120,11 @@ class Engine(ABC):
         while self.pending:
             self.pending[0].join()
 
+    def make_room(self) -> None:
+        """Wait until so few calls are under way that one more can begin."""
+        while len(self.pending) >= OUTSTANDING:
+            self.pending[0].join()
+
     def name(self, signals: Sequence[str]) -> None:
         """Give counters to the signals of a plan; all ranks do so in the same order."""
         names = {**self.names, **dict.fromkeys(signals, 0)}
@@ -177,7 +183,7 @@ class Engine(ABC):
             compiled.notify(0, world.native, peer, self.index(Signal("agree", world.rank)))
         for peer in peers:
             compiled.wait(0, world.native, world.rank, self.index(Signal("agree", peer)), peer, 1)
-        with world.guard:
+        with world.turn, world.guard:
             world.native.begin(compiled, world.timeout)
             if world.native.run(compiled, 0, 0) < 0:
                 status, _, source, *_ = compiled.wait_failure(0)
@@ -257,8 +263,8 @@ class Program(ABC):
         """Execute a program of one lane without products."""
 
     @abstractmethod
-    def start(self, binding: Any, timeout: float | None = None) -> None:
-        """Begin what `execute` does, in the background."""
+    def start(self, binding: Any, held: object = None, timeout: float | None = None) -> None:
+        """Begin what `execute` does, in the background; `held`, whose memory it works on, lives until it is over."""
 
     @abstractmethod
     def done(self) -> bool:
@@ -279,6 +285,8 @@ class Program(ABC):
     def doing(self, lane: int, index: int, call: int, source: int, expected: int, actual: int) -> str:
         """What a wait of this program is for, or a copy that failed: which rows of what it holds up, and what it counts."""
         wait = self.lanes[lane][index]
+        if source == self.world.rank and not (isinstance(wait, Wait) and expected):
+            return f"for the end of {self.plan.operator} call {call}"
         held = next((self.plan.measure(i) for i in self.lanes[lane][index:] if writes(i)), None)
         rows = f"rows {':'.join(map(str, self.rows_of(held)))}" if held else "the end"
         if not isinstance(wait, Wait):

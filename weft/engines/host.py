@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import time
 from collections.abc import Hashable, Sequence
 
@@ -49,7 +50,7 @@ class HostEngine(Engine):
         plan = barrier(self.world.levels)
         programs = (self.program(plan, {}, number=number) for number in itertools.count())
         program = next(program for program in programs if program.idle() or (program.done() and program.join()))
-        program.start(program.bind({}, ()), timeout)
+        program.start(program.bind({}, ()), timeout=timeout)
 
 
 class HostProgram(Program):
@@ -104,24 +105,25 @@ class HostProgram(Program):
         if self.ahead and self.must_meet():
             self.engine.meet(timeout)
         self.apply(binding)
-        try:
-            with world.guard:
-                self.begin(seconds)
+        with world.turn:
+            try:
+                with world.guard:
+                    self.begin(seconds)
+                    if self.lanes[1]:
+                        native.start(compiled, 1)
+                    at = native.run(compiled, 0, 0)
+                    while at in self.products:
+                        start = _native.now()
+                        src, dst = self.products[at]
+                        added = None if bias is None else bias.get(dst.buffer)
+                        multiply(self._rows(src, tensors), weights[dst.buffer], self._rows(dst, tensors), added, whole)
+                        compiled.set_span(0, at, start, _native.now())
+                        at = native.run(compiled, 0, at + 1)
+                    if at < 0:
+                        raise self.stopped(0, seconds)
+            finally:
                 if self.lanes[1]:
-                    native.start(compiled, 1)
-                at = native.run(compiled, 0, 0)
-                while at in self.products:
-                    start = _native.now()
-                    src, dst = self.products[at]
-                    added = None if bias is None else bias.get(dst.buffer)
-                    multiply(self._rows(src, tensors), weights[dst.buffer], self._rows(dst, tensors), added, whole)
-                    compiled.set_span(0, at, start, _native.now())
-                    at = native.run(compiled, 0, at + 1)
-                if at < 0:
-                    raise self.stopped(0, seconds)
-        finally:
-            if self.lanes[1]:
-                native.join(compiled)
+                    native.join(compiled)
         if self.lanes[1] and compiled.wait_failure(1)[0] != _native.WaitStatus.none:
             raise self.stopped(1, seconds)
         self._record()
@@ -166,25 +168,26 @@ class HostProgram(Program):
         """Whether ranks must meet before this is executed; never unless it is one that runs `ahead`."""
         return self.world.native.must_meet(self.native)
 
-    def start(self, binding: _native.Binding, timeout: float | None = None) -> None:
+    def start(self, binding: _native.Binding, held: object = None, timeout: float | None = None) -> None:
         if self.must_meet():
             self.engine.meet_beside(timeout)
-        self.apply(binding)
         self.timeout = timeout or self.world.timeout
-        self.begin(self.timeout)
-        self.world.native.start(self.native, 0)
-        self.engine.pending.append(self)
+        with self.world.turn, self.world.guard:
+            self.apply(binding)
+            self.begin(self.timeout)
+            self.world.native.start(self.native, 0, (self.native, binding, held, self.engine.workspace))
+            self.engine.pending.append(self)
 
     def done(self) -> bool:
         return self not in self.engine.pending or bool(self.world.native.join(self.native, 0.0))
 
     def join(self, timeout: float = math.inf) -> bool:
         deadline = time.monotonic() + timeout
+        self.world.check_process()
         while self in self.engine.pending:
             left = deadline - time.monotonic()
             if self.world.native.join(self.native, min(max(left, 0.0), 0.05)):  # now and then Python may handle a signal
                 self.engine.pending.remove(self)
-                self.held = None
                 if self.native.wait_failure(0)[0] != _native.WaitStatus.none:
                     raise self.stopped(0, self.timeout)
                 self._record()
@@ -215,6 +218,9 @@ class HostProgram(Program):
         status, index, source, expected, actual = self.native.wait_failure(lane)
         doing = self.doing(lane, index, self.native.call, source, expected, actual)
         assert self.bound is not None
+        if status == _native.WaitStatus.unread:
+            why = f"{os.strerror(actual)}; with WEFT_READ_PEERS=0 large tensors are staged in shared memory instead"
+            return self.world.fail(WeftError(f"rank {self.world.rank} cannot read what it needs {doing}: {why}"))
         return self.engine.ended(status, source, self.native, doing, self.bound.call, timeout)
 
     def _record(self) -> None:

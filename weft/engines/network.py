@@ -102,7 +102,7 @@ class NetworkProgram(HostProgram):
         if self.engine.pending:
             self.engine.settle()
         self.apply(binding)
-        with world.guard:
+        with world.turn, world.guard:
             self.begin(seconds)
             if world.native.run(self.native, 0, 0) < 0:
                 raise self.stopped(0, seconds)

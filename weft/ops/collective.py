@@ -2,7 +2,8 @@
 
 Each is collective, and returns when its result is in place and its inputs are the caller's again. The ``_async`` form returns a
 `Handle` at once and works on the native lane (the first call of its kind may wait for its peers, to take a workspace together);
-until it is waited for, its tensors must not be touched. Calls are carried out in the order in which they are made. Results do not
+until it is waited for, its tensors must not be touched. A world has 16 of them under way at most; while it has, the next holds its
+thread until the first is over. Calls are carried out in the order in which they are made. Results do not
 depend on arrival order: the same bits on every run.
 
 A call on tensors that lie like those of a call before (dtype, shape, strides; in the same place of the same symmetric memory, if in
@@ -150,9 +151,9 @@ def begun(now: Callable[Asked, Tensor], prepare: Prepare) -> Callable[Asked, Han
         world, timeout = current(asked.pop("world")), asked.pop("timeout")
         check_timeout(timeout)
         work = prepare(world, *given, **asked)
+        engine(world).make_room()
         program = next(program for number in range(1 << 30) if (program := _program(world, work, number)).idle())
-        program.start(program.bind(work.tensors, work.rows), timeout)
-        program.held = work  # should nobody keep the handle
+        program.start(program.bind(work.tensors, work.rows), work, timeout)
         return Handle(program, work)
 
     begin.__signature__ = signature.replace(return_annotation=Handle)  # type: ignore[attr-defined]

@@ -7,8 +7,8 @@ behind whatever dies, and it lives until the last tensor over it, on any rank, i
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -19,6 +19,7 @@ from weft.checks import PLAIN
 from weft.checks import name as dtype_name
 from weft.errors import MismatchError, SymmetricMemoryError
 from weft.world.peers import Peers, attach, receive, send
+from weft.world.topology import said
 
 
 class DeviceSegment:
@@ -82,23 +83,17 @@ def allocate(world: Peers, shape: Sequence[int], dtype: torch.dtype, call: str |
     compiled = _native.Compiled(call, 0, [], world.ranks)
     world.native.begin(compiled, world.timeout)
     parts: list[Any] = [None] * world.ranks  # None for those whose memory cannot be mapped, on other hosts
-    failures, fd = dict[int, str](), -1
+    failures, file = dict[int, str](), None
     try:
-        _check_available(size)
-        parts[world.rank], fd = _native.create_mapping(size)
+        _check_available(size, sum(map(world.near, range(world.ranks))))
+        parts[world.rank], file = _native.create_mapping(size)
     except OSError as error:
         failures[world.rank] = str(error)
-    try:
-        for peer, text, theirs in exchange(world, compiled, call, failures.get(world.rank, ""), fd):
-            if text:
-                failures[peer] = text
-            elif world.rank not in failures and world.near(peer):
-                parts[peer] = attach(world, peer, theirs, size, call)
-            elif theirs >= 0:
-                os.close(theirs)
-    finally:
-        if fd >= 0:
-            os.close(fd)
+    for peer, text, theirs in exchange(world, compiled, call, failures.get(world.rank, ""), file):
+        if text:
+            failures[peer] = text
+        elif world.rank not in failures and world.near(peer):
+            parts[peer] = attach(world, peer, theirs, size, call)
     if failures:
         raise SymmetricMemoryError(f"{call}: " + "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
     segment = _native.Segment(parts, world.rank, world.number, world.native.calls)
@@ -106,10 +101,12 @@ def allocate(world: Peers, shape: Sequence[int], dtype: torch.dtype, call: str |
     return segment.bytes(world.rank).view(dtype).view(tuple(shape))
 
 
-def exchange(world: Peers, compiled: _native.Compiled, call: str, note: str, fd: int = -1) -> Iterator[tuple[int, str, int]]:
-    """Send every peer a note and a file (or -1), and give ``(peer, note, file)`` of each; all ranks make the same `call`."""
+def exchange(
+    world: Peers, compiled: _native.Compiled, call: str, note: str, file: _native.File | None = None
+) -> Iterator[tuple[int, str, _native.File | None]]:
+    """Send every peer a note, with a file if there is one, and give ``(peer, note, file)`` of each; all ranks make this `call`."""
     for peer in world.others:
-        send(world, peer, f"{call}\n{note}", fd, f"in {call}")
+        send(world, peer, f"{call}\n{note}", file, f"in {call}")
     for peer in world.others:
 
         def look(peer: int = peer) -> None:
@@ -120,8 +117,6 @@ def exchange(world: Peers, compiled: _native.Compiled, call: str, note: str, fd:
         note, theirs = receive(world, peer, f"for {call} {number}", f"for rank {peer} in {call} {number}", look)
         their_call, text = note.split("\n", 1)
         if their_call != call:
-            if theirs >= 0:
-                os.close(theirs)
             raise world.fail(_mismatch(world, call, peer, their_call))
         yield peer, text, theirs
 
@@ -141,14 +136,22 @@ def _mismatch(world: Peers, call: str, peer: int, theirs: str) -> MismatchError:
     return MismatchError(f"rank {world.rank} calls {call}, but rank {peer} calls {theirs}")
 
 
-def _check_available(size: int) -> None:
-    """Raise `OSError` rather than have the kernel kill someone for memory that is not there."""
-    with open("/proc/meminfo") as file:
-        available = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            available = min(available, int(limit.read()) - int(used.read()))
-    except (OSError, ValueError):
-        pass  # no limit, or another kind of cgroup
-    if size > available:
-        raise OSError(f"{size:,} bytes asked for, {max(available, 0):,} available")
+def _check_available(size: int, ranks: int) -> None:
+    """Raise `OSError` rather than have the kernel kill someone for memory that is not there for all `ranks` of this host."""
+    available = max(min(_available(Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))), 0)
+    if size * ranks > available:
+        each = f" by each of {ranks} ranks of this host" if ranks > 1 else ""
+        raise OSError(f"{size:,} bytes asked for{each}, {available:,} available")
+
+
+def _available(meminfo: Path, groups: Path, folder: Path) -> Iterator[int]:
+    """The bytes that may be taken: of this host, and of each control group that this process is in, of either version."""
+    yield next(int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
+    for _, controllers, path in (line.split(":", 2) for line in said(groups).splitlines()):
+        root = folder / "memory" if controllers else folder
+        limit, used = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        if not controllers or "memory" in controllers.split(","):
+            group = root / path.lstrip("/")
+            for each in (group, *group.parents):
+                if each.is_relative_to(root) and (most := said(each / limit)).isdigit():
+                    yield int(most) - int(said(each / used, "0"))

@@ -68,6 +68,7 @@ class Transfer:
         `timeout` is in seconds, the world's by default. Raises `PeerTimeout` after that, which harms neither the transfer nor the
         world, so one may wait again; and `PeerLost` if a peer had failed before its turn came, so that it was not made.
         """
+        self._world.check_process()
         seconds = _seconds(timeout, self._world)
         if not self._world.transfers.wait(self._number, seconds):
             raise PeerTimeout(f"rank {self._world.rank} waited {seconds:g} s for its {self._what}; it is still under way")

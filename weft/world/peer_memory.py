@@ -2,7 +2,7 @@
 
 That pays where tensors lie in huge pages, of which the kernel has few to look up. Linux gives them to all large tensors where
 ``/sys/kernel/mm/transparent_hugepage/enabled`` says ``always``; where it says ``madvise``, torch asks for them if
-``THP_MEM_ALLOC_ENABLE=1`` is set. Ranks find it out when they make a world.
+``THP_MEM_ALLOC_ENABLE=1`` is set. ``WEFT_READ_PEERS=0`` has tensors staged everywhere. Ranks find it out when they make a world.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ _NUMBER = torch.zeros(1, dtype=torch.int64)  # for peers to read: this process's
 
 def huge_pages() -> bool:
     """Whether large tensors of this process lie in huge pages, as far as the kernel has some."""
+    if os.environ.get("WEFT_READ_PEERS") == "0":
+        return False
     try:
         policy = _ENABLED.read_text()
     except OSError:

@@ -47,6 +47,26 @@ class Guard:
             self.peers.fail(error)
 
 
+class Turn:
+    """A part of a call that one thread makes while no other makes any: ranks would no longer make calls in one order.
+
+    A second thread closes the world.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers = peers
+
+    def __enter__(self) -> None:
+        try:
+            self.peers.native.enter()
+        except WeftError as error:
+            self.peers.fail(error)
+            raise
+
+    def __exit__(self, *raised: object) -> None:
+        self.peers.native.leave()
+
+
 _numbers = itertools.count(1)
 
 
@@ -57,7 +77,8 @@ class Peers:
     (whether they are on several hosts), `topology` (the host of each rank if so, which planners want to know, or None), `threads`
     (the fewest that any rank computed with when the world was made), `staged` (why this rank does not read large ordinary tensors
     in its peers' memory, or nothing), `reads_memory` (whether all ranks do), `known_as` (the number of each rank in a larger job,
-    which errors tell where it is another), `number` (of this world in this process), `closed` (why it is, or None).
+    which errors tell where it is another), `number` (of this world in this process), `closed` (why it is, or None), `forked`
+    (whether this process is a forked child of the one that made it).
     """
 
     def __init__(
@@ -80,9 +101,10 @@ class Peers:
         self.reads_memory = not (alone or self.staged)
         self.number = next(_numbers)
         self.closed: str | None = None
+        self.forked = False
         self.untold = False  # whether that is something which a thread beside the caller's has found, and no call has told yet
         self.keepalive: list[object] = []  # memory that lives as long as the world
-        self.guard = Guard(self)
+        self.guard, self.turn = Guard(self), Turn(self)
         self.mesh = mesh
         here = [place for place in places if place.host == places[rank].host]
         cores = _all_cores(here)
@@ -110,10 +132,18 @@ class Peers:
 
     def check(self) -> None:
         """Raise `WeftError` if this world is closed: why, if no call has told that yet."""
+        self.check_process()
         if self.untold:
             raise self.failure("to make the call")
         if self.closed is not None:
             raise WeftError(f"this world is closed: {self.closed}; make a new one with weft.init()")
+
+    def check_process(self) -> None:
+        """Raise `WeftError` in a forked child, which has the memory of its parent's worlds and none of their threads."""
+        if self.forked:
+            raise WeftError(
+                f"this world belongs to process {self.pids[self.rank]}: a forked child makes a world of its own, or none"
+            )
 
     def failure(self, doing: str) -> WeftError:
         """The error for a failure that a peer caused or reported while this rank was `doing` something; closes the world."""
@@ -121,6 +151,8 @@ class Peers:
         kind, culprit, text = self.mesh.failure()
         if kind in ("MismatchError", "PeerTimeout"):
             return self.fail(getattr(errors, kind)(text), culprit)
+        if culprit == self.rank:  # another of its threads
+            return self.fail(WeftError(f"{text}, while rank {self.rank} waited {doing}"))
         return self.lost(culprit, text or "died" if kind == "PeerLost" else f"failed with {kind}: {text},", doing)
 
     def lost(self, peer: int, how: str, doing: str) -> WeftError:
@@ -135,7 +167,7 @@ class Peers:
 
     def fail(self, error: BaseException, culprit: int | None = None, beside: bool = False) -> WeftError:
         """Close the world because of `error`, tell all peers, and return it; `beside` the caller's thread, who is told later."""
-        if self.closed is None:
+        if self.closed is None and not self.forked:
             text = error.how if isinstance(error, PeerLost) else str(error)
             text = text.encode(errors="replace")[:8000].decode(errors="ignore")
             self.mesh.abort(type(error).__name__, self.rank if culprit is None else culprit, text)
@@ -148,53 +180,48 @@ class Peers:
         """The segment of headers and counters; it comes before the calls that could check what others do."""
         size = _native.Executor.control_bytes(self.ranks)
         doing = "to make the world"
-        own, fd = self._mapping(size)
-        try:
-            parts = [own] * self.ranks
-            for peer in self.others:
-                if self.near(peer):
-                    send(self, peer, self.staged, fd, doing)
-                else:  # what it says comes by message, and is noted in a part of this rank's own
-                    parts[peer], theirs = self._mapping(size)
-                    os.close(theirs)
-            for peer in filter(self.near, self.others):
-                staged, theirs = receive(self, peer, doing, f"for rank {peer} (pid {self.pids[peer]}) {doing}")
-                parts[peer] = attach(self, peer, theirs, size, doing)
-                self.reads_memory = self.reads_memory and not staged
-        finally:
-            os.close(fd)
+        own, file = self._mapping(size)
+        parts = [own] * self.ranks
+        for peer in self.others:
+            if self.near(peer):
+                send(self, peer, self.staged, file, doing)
+            else:  # what it says comes by message, and is noted in a part of this rank's own
+                parts[peer], _ = self._mapping(size)
+        for peer in filter(self.near, self.others):
+            staged, theirs = receive(self, peer, doing, f"for rank {peer} (pid {self.pids[peer]}) {doing}")
+            parts[peer] = attach(self, peer, theirs, size, doing)
+            self.reads_memory = self.reads_memory and not staged
         return _native.Segment(parts, self.rank, self.number, 0)
 
-    def _mapping(self, size: int) -> tuple[_native.Mapping, int]:
+    def _mapping(self, size: int) -> tuple[_native.Mapping, _native.File]:
         try:
             return _native.create_mapping(size)
         except OSError as error:
             raise SymmetricMemoryError(f"rank {self.rank} has no memory to make the world: {error}") from None
 
 
-def attach(peers: Peers, peer: int, file: int, size: int, doing: str) -> Any:
+def attach(peers: Peers, peer: int, file: _native.File | None, size: int, doing: str) -> Any:
     """A peer's part of a segment, of which it sent the file; that this rank cannot take it closes the world, since peers go on."""
     try:
-        if file < 0:  # the kernel hands over none where there is no room for it
+        if file is None:  # the kernel hands over none where there is no room for it
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return _native.attach_mapping(file, size)
     except OSError as error:
         raise peers.fail(SymmetricMemoryError(f"{doing}: rank {peers.rank} cannot map the part of rank {peer}: {error}")) from None
-    finally:
-        if file >= 0:
-            os.close(file)
 
 
-def send(peers: Peers, peer: int, note: str, fd: int, doing: str) -> None:
-    """Send a peer a note and a file (or -1)."""
+def send(peers: Peers, peer: int, note: str, file: _native.File | None, doing: str) -> None:
+    """Send a peer a note, and a file if there is one."""
     try:
-        peers.mesh.send(peer, note, fd)
+        peers.mesh.send(peer, note, file)
     except OSError as error:
         raise peers.fail(WeftError(f"rank {peers.rank} cannot send to rank {peer} {doing}: {error}")) from None
 
 
-def receive(peers: Peers, peer: int, doing: str, late: str, look: Callable[[], None] = lambda: None) -> tuple[str, int]:
-    """A peer's note and its file, while this rank is `doing` something; `late` says what it waits for too long.
+def receive(
+    peers: Peers, peer: int, doing: str, late: str, look: Callable[[], None] = lambda: None
+) -> tuple[str, _native.File | None]:
+    """A peer's note and its file, if it sent one, while this rank is `doing` something; `late` says what it waits for too long.
 
     `look` is called whenever nothing has come, and raises what it finds to be wrong.
     """

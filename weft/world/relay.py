@@ -137,6 +137,11 @@ class Relay:
         if self.closed:
             self.senders[lane][1].put(None)
 
+    def disown(self) -> None:
+        """In a forked child: close its copies of the connections."""
+        for connection in (*self.ends.values(), *self.control.values(), *self.rows.values()):
+            connection.close()
+
     def finish(self) -> None:
         """Return when this rank has all that its calls expect of peers, and they have what it sent, or it takes long.
 

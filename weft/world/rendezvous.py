@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weft.errors import PeerLost, PeerTimeout, WeftError
 from weft.schedules.thresholds import Thresholds
+from weft.world.forked import keep_in_children
 from weft.world.listener import Address
 
 Said = TypeVar("Said")
@@ -55,14 +56,14 @@ def default_group(environment: Mapping[str, str] = os.environ) -> dist.ProcessGr
         if not translated(environment):
             return None
         dist.init_process_group("gloo")
-        atexit.register(_leave_group)
+        _owned()
     return dist.group.WORLD
 
 
 def join(store: Store, rank: int, ranks: int) -> None:
     """Initialise the default process group of ranks that share a store already."""
     dist.init_process_group("gloo", store=PrefixStore("weft", store), rank=rank, world_size=ranks)
-    atexit.register(_leave_group)
+    _owned()
 
 
 def translated(environment: Mapping[str, str]) -> bool:
@@ -80,9 +81,16 @@ def translated(environment: Mapping[str, str]) -> bool:
     return True
 
 
-def _leave_group() -> None:
-    """A group that weft made must be gone before the interpreter is: its threads may still want to run Python."""
-    if dist.is_initialized():
+def _owned() -> None:
+    """The default group is weft's to end, in this process."""
+    keep_in_children(dist.group.WORLD)
+    atexit.register(_leave_group, os.getpid())
+
+
+def _leave_group(process: int) -> None:
+    """A group that weft made must be gone before the interpreter is: its threads may still want to run Python. A forked child has
+    none of them."""
+    if os.getpid() == process and dist.is_initialized():
         dist.destroy_process_group()
 
 

@@ -20,6 +20,7 @@ from weft.checks import check_tensor
 from weft.errors import WeftError
 from weft.plan import Plan
 from weft.world import device_memory, memory, peer_memory, placement, topology
+from weft.world.forked import keep
 from weft.world.listener import Listener, listen_to_hosts
 from weft.world.peers import Backend, Peers
 from weft.world.relay import Relay
@@ -82,12 +83,13 @@ class World(Peers):
         any rank lacks it, `MismatchError` if ranks ask for different things.
         """
         self.check()
+        self.settle()
         dims = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
         sizes = [int(n) for n in dims]  # type: ignore[arg-type]
         if any(n < 0 for n in sizes):
             raise ValueError(f"a shape has no negative sizes; got {tuple(sizes)}")
         allocate = device_memory.allocate if self.device.type == "cuda" else memory.allocate
-        with self.guard:
+        with self.turn, self.guard:
             return allocate(self, sizes, dtype or torch.get_default_dtype())
 
     def signals(self, count: int, name: str = "signals") -> Signals:
@@ -99,8 +101,14 @@ class World(Peers):
         self.check()
         if not (isinstance(count, int) and count > 0):
             raise ValueError(f"count must be a positive whole number; got {count!r}")
-        with self.guard:
+        self.settle()
+        with self.turn, self.guard:
             return Signals(self, count, name)
+
+    def settle(self) -> None:
+        """Wait for the asynchronous collectives under way, and raise what went wrong with them."""
+        if self.engine is not None:
+            self.engine.settle()
 
     def is_symmetric(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is this rank's part of a symmetric tensor of this world, or a view of one."""
@@ -144,11 +152,26 @@ class World(Peers):
         """Whether plans read rows of peers where they lie: not where rows pass a link, an emulated one or that between hosts."""
         return self.emulated_link is None and not self.multi_host
 
+    def disown(self) -> None:
+        """In a forked child: let go of what tells peers that this rank is alive, and keep all else as it is.
+
+        Nothing of it is destroyed here, which would wait for the parent's threads.
+        """
+        keep(self)
+        self.forked, self.closed = True, f"it belongs to process {self.pids[self.rank]}"
+        self.mesh.disown()
+        self.transfers.disown()
+        if self.relay is not None:
+            self.relay.disown()
+
     def close(self) -> None:
         """Leave the world, once all asynchronous transfers are complete.
 
-        Peers may go on with what they do not need this rank for; memory lives until its last tensor is gone.
+        Peers may go on with what they do not need this rank for; memory lives until its last tensor is gone. In a forked child it
+        does nothing.
         """
+        if self.forked:
+            return
         self.transfers.finish()
         self.keepalive.clear()
         self.untold = False
@@ -301,3 +324,11 @@ def numbered(number: int) -> World | None:
 def _leave_all() -> None:
     for world in list(_alive.values()):
         world.close()
+
+
+def _disown_all() -> None:
+    for world in list(_alive.values()):
+        world.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)

@@ -230,7 +230,7 @@ class DeviceProgram(FixedProgram):
     def execute(self, binding: Any, timeout: float | None = None) -> None:
         self.run(binding, (), {}, timeout=timeout)
 
-    def start(self, binding: Any, timeout: float | None = None) -> None:
+    def start(self, binding: Any, held: object = None, timeout: float | None = None) -> None:
         """Begin what `execute` does, in the background: behind what was started before, on the lane for transfers."""
         self.engine.begin()
         given = Operands(binding, {}, {}, self.world.timeout if timeout is None else timeout)
@@ -239,7 +239,7 @@ class DeviceProgram(FixedProgram):
         steps = self._steps("compute", given, self.spans, {})
         steps.append(lambda: self.engine.counters.advance(self.promised))
         self.completion = self.engine.lanes["comm"].start(partial(self._guarded, steps))
-        self.held = binding  # their memory is the caller's stream's, which may be far ahead
+        self.held = binding, held  # their memory is the caller's stream's, which may be far ahead
         self.engine.pending.append(self)
 
     def done(self) -> bool:

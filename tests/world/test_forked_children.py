@@ -1,0 +1,102 @@
+"""A forked child has its parent's worlds and none of their threads: it can use none of them, and harms none by its end."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+
+import pytest
+import torch
+from support.ranks import die, on_ranks, start
+
+import weft
+
+
+def end():
+    """End this process as a program ends, with all that Python does then."""
+    ctypes.pythonapi.Py_Exit(0)
+
+
+def forked(work):
+    """What `work` says in a forked child, which then ends as programs do, and how that ended."""
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(theirs, str(work()).encode())
+        except weft.WeftError as error:
+            os.write(theirs, f"{type(error).__name__}: {error}".encode())
+        end()
+    os.close(theirs)
+    with open(ours) as said:
+        words = said.read()
+    return words, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def forks(world):
+    out, counted, symmetric = torch.empty(4), world.signals(1), world.empty(4)
+    begun = weft.all_reduce_async(torch.ones(1 << 16), out=torch.empty(1 << 16)) if world.rank else None
+    calls = {
+        "all_reduce": lambda: weft.all_reduce(torch.ones(4), out=out),
+        "all_reduce_async": lambda: weft.all_reduce_async(torch.ones(4)),
+        "all_gather_matmul": lambda: weft.all_gather_matmul(torch.ones(4, 4), torch.ones(4, 4)),
+        "empty": lambda: world.empty(3),
+        "put": lambda: weft.put(symmetric, out, 1 - world.rank),
+        "notify": lambda: weft.notify(counted, 0, 1 - world.rank),
+        "wait": lambda: weft.wait(counted, 0, ">=", 1),
+        "close": world.close,
+    }
+    if begun is not None:
+        calls["a handle"] = begun.wait
+    own = f"WeftError: this world belongs to process {os.getpid()}: a forked child makes a world of its own, or none"
+    for name, call in calls.items():
+        words, code = forked(call)
+        assert (words, code) == ("None" if name == "close" else own, 0), name
+    begun = begun or weft.all_reduce_async(torch.ones(1 << 16))
+    assert torch.equal(begun.wait(), torch.full((1 << 16,), 2.0))
+    for again in range(3):
+        assert torch.equal(weft.all_reduce(torch.full((4,), world.rank + 1.0 + again), out=out), torch.full((4,), 3.0 + 2 * again))
+
+
+def test_a_child_uses_no_world_of_its_parent_and_ends_none():
+    on_ranks(forks, 2)
+
+
+def dies_before_its_child(world):
+    weft.barrier()
+    if world.rank:
+        if not os.fork():
+            time.sleep(20)
+            os._exit(0)
+        die()
+    began = time.monotonic()
+    with pytest.raises(weft.PeerLost, match=r"rank 1 \(pid \d+\) died"):
+        weft.barrier()
+    return time.monotonic() - began
+
+
+def test_a_death_is_seen_though_a_child_holds_the_sockets():
+    first, second = start(dies_before_its_child, 2)
+    assert second is None
+    assert first.error is None, first.trace
+    assert first.result < 10
+
+
+def grandchildren(world):
+    ours, theirs = os.pipe()
+    if not os.fork():
+        if not os.fork():
+            os.write(theirs, b"it ended")
+        end()
+    os.close(theirs)
+    signal.alarm(20)
+    with open(ours) as said:
+        assert said.read() == "it ended"
+    signal.alarm(0)
+    weft.barrier()
+
+
+def test_children_of_children():
+    on_ranks(grandchildren, 2)

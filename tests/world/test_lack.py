@@ -1,0 +1,197 @@
+"""What a rank lacks (descriptors, threads, memory) while it has a world is an error, and no crash, hang or wrong number."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+import resource
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from support.ranks import die, start
+
+import weft
+from weft import _native
+from weft.engines import engine
+from weft.plan import Buffer, Copy, Notify, Plan, Region, Signal, Wait
+from weft.world import memory, peer_memory
+
+
+def limited(what, value):
+    resource.setrlimit(what, (value, resource.getrlimit(what)[1]))
+
+
+def no_more_memory(spare=1 << 20):
+    """Let this process map hardly more than it has."""
+    gc.collect()
+    limited(resource.RLIMIT_AS, int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE + spare)
+
+
+def no_thread(world):
+    weft.all_reduce(torch.ones(3))
+    if world.rank == 0:
+        no_more_memory()
+    try:
+        weft.all_reduce_async(torch.ones(3)).wait()
+    finally:
+        limited(resource.RLIMIT_AS, resource.RLIM_INFINITY)
+    return weft.all_reduce(torch.full((3,), 10.0))
+
+
+def test_an_asynchronous_call_for_which_there_is_no_thread():
+    first, second = start(no_thread, 2)
+    assert isinstance(first.error, OSError), first
+    assert isinstance(second.error, weft.PeerLost), second
+    assert "failed with" in str(second.error)
+
+
+def no_room_for_a_copy(world):
+    there = world.empty(16 << 20)
+    weft.put_async(there[:4], there[1:5], world.rank).wait()
+    no_more_memory()
+    with pytest.raises(MemoryError):
+        weft.put_async(there[1:], there[:-1], world.rank)
+    limited(resource.RLIMIT_AS, resource.RLIM_INFINITY)
+    there.copy_(torch.arange(len(there)))
+    weft.put_async(there[1:], there[:-1], world.rank).wait()
+    assert torch.equal(there[1:], torch.arange(len(there) - 1).float())
+    weft.barrier()
+
+
+def test_a_copy_within_memory_that_there_is_no_room_to_stage():
+    for outcome in start(no_room_for_a_copy, 2):
+        assert outcome.error is None, outcome.trace
+
+
+def test_a_mesh_without_descriptors():
+    own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    limited(resource.RLIMIT_NOFILE, free)
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            _native.Mesh([-1, own.fileno()])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    theirs.send(b"still open")
+    assert own.recv(100) == b"still open"
+
+
+def test_a_part_of_another_size():
+    _, file = _native.create_mapping(4096)
+    with pytest.raises(OSError, match="its part has another size than this rank's"):
+        _native.attach_mapping(file, 8192)
+
+
+@pytest.mark.parametrize("words", [b"anonsense", b"aKeyError\nx\ngone", b"aKeyError\n7\ngone", b"aKeyError\n-1\n"])
+def test_a_message_that_is_none(words):
+    own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mesh = _native.Mesh([-1, own.detach()])
+    theirs.send(words)
+    while not mesh.failure()[0]:
+        pass
+    assert mesh.failure() == ("WeftError", 1, "it sent a message that cannot be read")
+
+
+def dropped(_):
+    """Rank 0 drops a world in which it has begun what its peer takes no part in."""
+    world = weft.init(timeout=20)
+    weft.barrier(world=world)
+    if world.rank:
+        die()
+    for _ in range(3):
+        weft.all_reduce_async(torch.ones(3), world=world)
+    weft.world.world._default = None
+    number = world.number
+    del world
+    gc.collect()
+    assert weft.world.world.numbered(number) is None
+
+
+def test_a_world_that_is_dropped_with_calls_under_way():
+    first, second = start(dropped, 2)
+    assert second is None
+    assert first is not None, "it crashed"
+    assert first.error is None, first.trace
+
+
+def fetch():
+    """Rank 1 copies rank 0's rows once rank 2, too, says so."""
+    ready, go, row = Signal("ready", 0), Signal("go", 2), Region(0, "a", 0, 1)
+    buffers = {"a": Buffer("input", (1, 1, 1)), "out": Buffer("output", (1, 1, 1))}
+    fetching = {"compute": (Wait(go, 1), Wait(ready, 1), Copy(row, Region(1, "out", 0, 1)))}
+    return Plan("fetch", "x", buffers, ({"compute": (Notify(1, ready),)}, fetching, {"compute": (Notify(1, go),)}))
+
+
+def closes_before_it_is_read(_, symmetric):
+    peer_memory.huge_pages = lambda: True
+    world = weft.init(timeout=20)
+    a, out, meet = world.empty(1, 4) if symmetric else torch.empty(1, 4), torch.empty(1, 4), world.signals(1)
+    engine(world)
+    if world.rank == 0:
+        engine(world).execute(fetch(), {"a": a.fill_(1), "out": out})
+        weft.wait(meet, 0, ">=", 1)
+        world.fail(KeyError("gone"))
+        a.fill_(777)
+        weft.world.world._default = None
+        return
+    if world.rank == 2:
+        engine(world).execute(fetch(), {"a": a, "out": out})
+        weft.notify(meet, 0, 0)
+        world.close()
+        return
+    while not world.mesh.failure()[0]:
+        pass
+    engine(world).execute(fetch(), {"a": a, "out": out})
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_what_is_read_of_a_rank_that_has_closed_the_world(symmetric):
+    _, second, _ = start(closes_before_it_is_read, 3, symmetric)
+    assert isinstance(second.error, weft.PeerLost), second
+    assert "rank 0" in str(second.error)
+    assert "failed with KeyError" in str(second.error)
+
+
+def out_of_reach(_):
+    """Rank 0's rows lie where the kernel lets nobody read them."""
+    peer_memory.huge_pages = lambda: True
+    world = weft.init(timeout=20)
+    room = mmap.mmap(-1, mmap.PAGESIZE)
+    a, out = torch.frombuffer(room, dtype=torch.float32, count=4).view(1, 4), torch.empty(1, 4)
+    if world.rank == 0:
+        assert not ctypes.CDLL(None).mprotect(ctypes.c_void_p(a.data_ptr()), mmap.PAGESIZE, 0)
+    engine(world).execute(fetch(), {"a": a, "out": out})
+    weft.barrier()
+
+
+def test_memory_that_the_kernel_does_not_hand_out():
+    first, second, third = start(out_of_reach, 3)
+    assert "cannot read what it needs for rows 0:1 of fetch call" in str(second.error), second
+    assert "Bad address; with WEFT_READ_PEERS=0 large tensors are staged" in str(second.error)
+    for outcome in (first, third):
+        assert isinstance(outcome.error, weft.PeerLost), outcome
+
+
+def test_memory_that_may_be_taken(tmp_path):
+    meminfo, groups = tmp_path / "meminfo", tmp_path / "groups"
+    meminfo.write_text("MemTotal: 900 kB\nMemAvailable: 800 kB\n")
+    for path, limit, used in (("", "", ""), ("job", "max", "0"), ("job/step", "5000", "1000")):
+        group = tmp_path / path
+        group.mkdir(exist_ok=True)
+        if limit:
+            (group / "memory.max").write_text(limit)
+            (group / "memory.current").write_text(used)
+    groups.write_text("0::/job/step\n")
+    assert sorted(memory._available(meminfo, groups, tmp_path)) == [4000, 800 * 1024]
+    old = tmp_path / "memory" / "job"
+    old.mkdir(parents=True)
+    (old / "memory.limit_in_bytes").write_text("7000")
+    (old / "memory.usage_in_bytes").write_text("500")
+    groups.write_text("4:cpu,memory:/job\n0::/\n")
+    assert sorted(memory._available(meminfo, groups, tmp_path)) == [6500, 800 * 1024]

@@ -1,0 +1,96 @@
+"""A world is used by one thread at a time: another that calls meanwhile closes it, since ranks would make calls in different orders."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from support.ranks import start
+
+import weft
+
+
+def calls_meanwhile(world, call):
+    """Rank 0 waits in a call of one thread while another makes one; rank 1 takes no part until the world is closed."""
+    a, b = torch.ones(4, 4), torch.ones(4, 4)
+    calls = {
+        "all_reduce": lambda: weft.all_reduce(a),
+        "all_reduce_async": lambda: weft.all_reduce_async(a),
+        "all_gather_matmul": lambda: weft.all_gather_matmul(a, b),
+        "empty": lambda: world.empty(3),
+    }
+    for each in calls.values():  # from now on the native core finds them again
+        each()
+        each()
+    never = world.signals(1)
+    if world.rank:
+        with pytest.raises(weft.PeerLost, match="failed with WeftError: thread 'first' is in the middle of a call"):
+            weft.wait(never, 0, ">=", 1)
+        return None
+    errors = {}
+
+    def make(name):
+        try:
+            calls["all_gather_matmul" if name == "first" else call]()
+        except weft.WeftError as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+
+    first = threading.Thread(target=make, args=("first",), name="first")
+    call_number = world.native.calls
+    first.start()
+    while world.native.calls == call_number:
+        time.sleep(0.001)
+    make("second")
+    first.join()
+    return errors
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "all_reduce_async", "all_gather_matmul", "empty"])
+def test_a_second_thread(call):
+    first, second = start(calls_meanwhile, 2, call)
+    assert first.error is None, first.trace
+    assert second.error is None, second.trace
+    assert "thread 'first' is in the middle of a call on this world" in first.result["second"]
+    assert first.result["first"].startswith("WeftError: ")
+
+
+def calls_from_a_handler(world):
+    never = world.signals(1)
+    if world.rank:
+        with pytest.raises(weft.PeerLost, match="a signal handler that interrupts it can make none"):
+            weft.wait(never, 0, ">=", 1)
+        return
+    said = []
+
+    def handler(*_):
+        with pytest.raises(weft.WeftError, match="a signal handler that interrupts it can make none") as error:
+            weft.all_reduce(torch.ones(3))
+        said.append(error)
+
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with pytest.raises(weft.WeftError):
+        weft.barrier()
+    assert said
+
+
+def test_a_signal_handler():
+    for outcome in start(calls_from_a_handler, 2):
+        assert outcome.error is None, outcome.trace
+
+
+def in_turn(world):
+    """Threads that do not call at the same time may share a world."""
+    for _ in range(3):
+        thread = threading.Thread(target=weft.barrier)
+        thread.start()
+        thread.join()
+        weft.barrier()
+
+
+def test_threads_that_take_turns():
+    for outcome in start(in_turn, 2):
+        assert outcome.error is None, outcome.trace
