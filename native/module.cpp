@@ -154,7 +154,7 @@ NB_MODULE(_native, m) {
 
   m.def("look_by", &View::look_by, "plain"_a, "exchange"_a.none());
   m.def("layouts", &layouts, "tensors"_a);
-  m.def("same_vectors", &same_vectors, "one"_a, "other"_a);
+  m.def("seen", &seen, "tensor"_a, "sampled"_a);
   m.def("lies", [](nb::handle tensor) -> std::optional<uint64_t> {
     View view;
     if (!view.look_plain(tensor) || !view.contiguous()) return {};

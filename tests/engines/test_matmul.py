@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from weft.bench.verification import compare, error_bound
 from weft.engines import matmul, weights
@@ -127,3 +128,32 @@ def test_kernels_are_made_once_rows_differ(k, making, monkeypatch):
         assert torch.allclose(out, x @ b, atol=1e-2)
     asked = [24, 24, 9, 24, 60, *[block.stop - block.start for block in matmul._blocks(300, 1024, k * n <= 1 << 19)]]
     assert made == [24, 24, *making, *asked[2:]]
+
+
+def add_uncounted(w, *at):
+    w.data[at] += 1.0
+
+
+CHANGES = {
+    "a write": lambda w: w.detach().mul_(2),
+    "other data": lambda w: setattr(w, "data", w.data + 1),
+    "equal data elsewhere": lambda w: setattr(w, "data", w.data.clone()),
+    "another dtype": lambda w: nn.ParameterList([w]).to(torch.float64),
+    "no memory": lambda w: w.untyped_storage().resize_(0),
+    "an uncounted write to all": lambda w: add_uncounted(w, ...),
+    "an uncounted write to a part": lambda w: add_uncounted(w, slice(len(w) // 4, len(w) // 2), slice(w.shape[1] // 3)),
+}
+SEEN_THROUGH = {"itself": lambda w: w, "its transpose": torch.t, "a part of it": lambda w: w[:, : w.shape[1] // 2]}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("view", SEEN_THROUGH.values(), ids=SEEN_THROUGH)
+def test_a_packed_weight_notices_what_becomes_of_its_tensor(view, change, looked_at):
+    """Also where it is a view, as the transposed weight of a linear layer is."""
+    for shape in ((256, 96), (5, 7)):
+        weight = nn.Parameter(torch.randn(shape))
+        packed = pack(view(weight))
+        packed.check_unchanged()
+        change(weight)
+        with pytest.raises(ValueError, match="changed after it was packed"):
+            packed.check_unchanged()

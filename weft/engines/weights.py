@@ -14,26 +14,22 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 """The dtypes that products take with scales."""
 
-_PROBED = 64  # elements of a packed weight that are compared to see whether it was changed
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SAMPLED = 64  # elements of a packed weight that are compared to see whether it was changed
 
 
 class PackedWeight:
     """A weight (K, N) laid out for products; made by `pack`.
 
-    Attributes: `shape`, `dtype`, `plain`, the tensor it was made from, `lies`, how that does (`weft.engines.matmul`), and
-    `watched`: whether who packed it looks for changes before each use, so that operators need not.
+    Attributes: `shape`, `dtype`, `source`, the tensor it was made from, `plain`, the same without its gradient, `lies`, how it does
+    (`weft.engines.matmul`), and `watched`: whether who packed it looks for changes before each use, so that operators need not.
     """
 
     watched = False
 
     def __init__(self, b: Tensor) -> None:
-        self.plain, self.shape, self.dtype = b.detach(), b.shape, b.dtype
-        self._counted = not self.plain.is_inference()  # whether torch counts writes
-        self._version = self.plain._version if self._counted else 0
-        step = max(1, min(b.shape) // _PROBED)
-        self._probed = self.plain.view(_BITS[b.itemsize]).diagonal()[::step]
-        self._probe = self._probed.clone()
+        self.source, self.plain, self.shape, self.dtype = b, b.detach(), b.shape, b.dtype
+        self._base, self._counted = b._base, not b.is_inference()  # what b is a view of; whether torch counts writes
+        self._packed_from = self._state()
         self._laid: dict[str, Tensor] = {}
         self.lies = "packed transposed" if transposed(self.plain) else "packed plain"
 
@@ -46,15 +42,16 @@ class PackedWeight:
         return self._laid[way]
 
     def changed(self) -> bool:
-        """Whether the tensor this was made from has been written to since.
+        """Whether the tensor this was made from has been written to since, or lies elsewhere; see `pack`."""
+        return self._state() != self._packed_from
 
-        Torch counts writes, except those through ``.data`` and the like; these are told by some elements of the diagonal.
-        """
-        written = self._counted and self.plain._version != self._version
-        return written or not memory.same(self._probed, self._probe)
+    def _state(self) -> tuple[object, ...]:
+        """What tells of changes: torch's count of writes, where the tensor lies, some of its elements, and where its base lies."""
+        base, version = self._base, self.source._version if self._counted else 0
+        return version, memory.seen(self.source, _SAMPLED), None if base is None else memory.seen(base, 0)
 
     def check_unchanged(self) -> None:
-        """Raise `ValueError` if the tensor that this was packed from has been written to since."""
+        """Raise `ValueError` if the tensor that this was packed from is not as it was."""
         if not self.watched and self.changed():
             raise ValueError("the weight was changed after it was packed; pack it again with weft.pack(b)")
 
@@ -77,16 +74,20 @@ Weight = Tensor | PackedWeight | ScaledWeight
 
 
 def plain(weight: Weight) -> Tensor:
-    """The tensor that a weight is or was made from."""
+    """The tensor that a weight is or was made from, this without its gradient."""
     return weight if isinstance(weight, Tensor) else weight.plain
 
 
 def pack(b: Tensor) -> PackedWeight:
     """Lay out the weight `b` (K, N), of any strides, for use in many products; worth most where these have few rows.
 
-    Operators take the result in place of `b`. It refers to `b`, which must not be changed: a changed weight is an error when used.
-    Beside `b` it keeps at most one copy for each dtype of results, made at the first product that is faster with it: of b's dtype,
-    or in float32 on processors that do not multiply 16-bit numbers themselves.
+    Operators take the result in place of `b`. It keeps `b`, and beside it at most one copy for each dtype of results, made at the
+    first product that is faster with it: of b's dtype, or in float32 on processors that do not multiply 16-bit numbers themselves.
+
+    `b` must not be changed: a changed weight is a `ValueError` when used. Noticed are writes that torch counts, other memory (as by
+    `Module.to` or ``b.data = …``, also of the tensor that `b` is a view of), and writes that torch does not count, as through
+    ``b.data``, if they change one of 64 elements spread over `b`. Not noticed are smaller writes of that kind, nor that a module
+    has another parameter in the place of `b`, as by ``load_state_dict(assign=True)``: `b` is then what it was.
     """
     check_tensor(b, "b")
     if b.dim() != 2 or b.dtype not in DTYPES or b.device.type != "cpu":

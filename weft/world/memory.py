@@ -61,8 +61,8 @@ _native.look_by(PLAIN, LOOK)
 layouts = _native.layouts
 """How plain tensors lie, but not where: dtypes, shapes and strides. None if that of one on a CPU cannot be told."""
 
-same = _native.same_vectors
-"""Whether two vectors of whole numbers on a CPU are equal; where torch allows it in a fraction of the time of `torch.equal`."""
+seen = _native.seen
+"""Where a tensor lies and how, and what some elements of a matrix are: to tell later whether it is as it was."""
 
 lies = _native.lies
 """The number of the world in whose symmetric memory the contiguous elements of a plain tensor lie, 0 if in none's.
