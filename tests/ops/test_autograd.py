@@ -231,8 +231,27 @@ def nothing_to_do(world):
             assert not rows or n or not a.grad.any()
 
 
+def packed_weights(world):
+    """The gradient goes to what was packed, and through the view that was, however often; calls that record none keep the packed one."""
+    a, b, c = torch.randn(4, 6).double(), torch.randn(6, 5).double(), torch.randn(6, 5).double()
+    for operator in (weft.all_gather_matmul, weft.matmul_reduce_scatter, weft.matmul_all_reduce):
+        plain, whole, turned = leaves(b, b, b.t())
+        operator(a, plain).sin().sum().backward()
+        for weight, packed in ((whole, weft.pack(whole)), (turned, weft.pack(turned.t()))):
+            for _ in range(2):
+                weight.grad = None
+                operator(a, packed).sin().sum().backward()
+                assert_same([weight.grad if weight is whole else weight.grad.t()], [plain.grad])
+            with torch.no_grad():
+                assert not operator(a, packed).requires_grad
+    plain, whole, other = leaves(b, b, c)
+    weft.all_gather_matmul(a, [other, plain])[1].sin().sum().backward()
+    weft.all_gather_matmul(a, [c, weft.pack(whole)])[1].sin().sum().backward()
+    assert_same([whole.grad], [plain.grad])
+
+
 def everything_else(world):
-    for check in (twice, options, every_algorithm_has_gradients, nothing_to_do):
+    for check in (twice, options, packed_weights, every_algorithm_has_gradients, nothing_to_do):
         check(world)
 
 

@@ -75,6 +75,13 @@ def reshaped(world):
     packed = weft.pack(b)
     fixed = torch.compile(lambda a: weft.all_gather_matmul(a, packed), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(fixed(everyone[world.rank]), everyone.flatten(0, 1) @ b)
+    trained, own = b.clone().requires_grad_(), b.clone().requires_grad_()
+    of_trained = weft.pack(trained)
+    torch.compile(lambda a: weft.all_gather_matmul(a, of_trained), fullgraph=True, backend="aot_eager")(
+        everyone[0]
+    ).sum().backward()
+    weft.all_gather_matmul(everyone[0], own).sum().backward()
+    torch.testing.assert_close(trained.grad, own.grad)
 
 
 def inductor(world):

@@ -41,6 +41,11 @@ class PackedWeight:
             self._laid[way] = torch.ops.mkldnn._reorder_linear_weight(wide.t().contiguous()) if way.startswith("onednn") else wide
         return self._laid[way]
 
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the tensor this was made from requires a gradient."""
+        return self.source.requires_grad
+
     def changed(self) -> bool:
         """Whether the tensor this was made from has been written to since, or lies elsewhere; see `pack`."""
         return self._state() != self._packed_from
@@ -78,11 +83,18 @@ def plain(weight: Weight) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.plain
 
 
+def source(weight: Weight) -> Tensor:
+    """The same with its gradient, if it requires one."""
+    return weight.source if isinstance(weight, PackedWeight) else plain(weight)
+
+
 def pack(b: Tensor) -> PackedWeight:
     """Lay out the weight `b` (K, N), of any strides, for use in many products; worth most where these have few rows.
 
     Operators take the result in place of `b`. It keeps `b`, and beside it at most one copy for each dtype of results, made at the
     first product that is faster with it: of b's dtype, or in float32 on processors that do not multiply 16-bit numbers themselves.
+
+    If `b` requires a gradient it gets it: a call that is recorded, or compiled, multiplies by `b` itself, as it is by then.
 
     `b` must not be changed: a changed weight is a `ValueError` when used. Noticed are writes that torch counts, other memory (as by
     `Module.to` or ``b.data = …``, also of the tensor that `b` is a view of), and writes that torch does not count, as through

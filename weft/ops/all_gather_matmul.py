@@ -9,7 +9,7 @@ from torch import Tensor
 
 from weft.checks import check_timeout
 from weft.engines.matmul import multiply
-from weft.engines.weights import Weight, plain
+from weft.engines.weights import Weight, source
 from weft.ops import arguments, dims, float8, fused, known
 from weft.ops.call import Call, Decision, Given, Options, workload
 from weft.plan import Plan
@@ -45,7 +45,7 @@ def all_gather_matmul(
 
     Gradients flow to a, b and bias: that of a is the sum over ranks of their gradients times their b^T, computed by
     `matmul_reduce_scatter`; for those of b the gathered a is kept from forward to backward. A call whose gradient is recorded,
-    or that is compiled, multiplies by the plain weight where a packed one is given.
+    or that is compiled, multiplies by the tensor itself that a packed weight was made of.
 
     Args:
         a: this rank's shard; (rows, …, K), of at least two dimensions; float16, bfloat16, float32 or float64; any strides. If it
@@ -89,11 +89,11 @@ def all_gather_matmul(
     rows, weights = float8.scaled(a, weights, scale_a, listed(scale_b, weights, several, "scale_b"), world)
     if arguments.recorded([a, *weights, *biases, *outs]):
         arguments.check_recorded(a, weights, biases, out, world)
-        plains = [plain(w) for w in weights]
-        keep = return_gathered or any(w.requires_grad for w in plains)
+        sources = [source(w) for w in weights]
+        keep = return_gathered or any(w.requires_grad for w in sources)
         given = [a.new_empty(0) if x is None else x for x in biases] if any(x is not None for x in biases) else []
         options = Options(dim, "sum", out_dtype, keep, shard_rows, algorithm, chunk_rows, timeout)
-        made = torch.ops.weft.all_gather_matmul.default(a, plains, given, *options, world.name)
+        made = torch.ops.weft.all_gather_matmul.default(a, sources, given, *options, world.name)
         results, gathered = made[: len(weights)], made[-1]
     else:
         options = Options(dim, "sum", out_dtype, return_gathered, shard_rows, algorithm, chunk_rows, timeout)

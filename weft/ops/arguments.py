@@ -160,7 +160,9 @@ def recorded(tensors: Sequence[object]) -> bool:
     """Whether a call is to be traced by torch, for gradients or by the compiler."""
     if torch.compiler.is_compiling():
         return True
-    return torch.is_grad_enabled() and any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors)
+    return torch.is_grad_enabled() and any(
+        isinstance(tensor, (Tensor, PackedWeight)) and tensor.requires_grad for tensor in tensors
+    )
 
 
 def check_recorded(a: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], out: object, world: World) -> None:

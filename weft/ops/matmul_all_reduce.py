@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.engines.weights import Weight, plain
+from weft.engines.weights import Weight, source
 from weft.ops import arguments, dims, float8, fused, known
 from weft.ops.call import Call, Given, Options, workload
 from weft.ops.partial_sums import ADDED_ROWS, SumCall, check_sum
@@ -60,7 +60,7 @@ def matmul_all_reduce(
     options = Options(op=op, out_dtype=out_dtype, algorithm=algorithm, chunk_rows=chunk_rows, timeout=timeout)
     if arguments.recorded((a, b, bias, out)):
         arguments.check_recorded(a, [b], [bias], out, world)
-        summed: Tensor = torch.ops.weft.matmul_all_reduce.default(a, plain(b), bias, *options, world.name)
+        summed: Tensor = torch.ops.weft.matmul_all_reduce.default(a, source(b), bias, *options, world.name)
         return summed
     with torch.no_grad():
         call = check(world, Given(a, [b], [bias], [out]), options)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.engines.weights import ScaledWeight, Weight, plain
+from weft.engines.weights import ScaledWeight, Weight, plain, source
 from weft.ops import arguments, dims, float8, fused, known
 from weft.ops.call import Call, Given, Options, workload
 from weft.ops.partial_sums import ADDED_ROWS, SumCall, accumulator, check_sum
@@ -79,7 +79,7 @@ def matmul_reduce_scatter(
     options = Options(dim, op, out_dtype, False, shard_rows, algorithm, chunk_rows, timeout)
     if arguments.recorded((a, b, bias, out)):
         arguments.check_recorded(a, [b], [bias], out, world)
-        scattered: Tensor = torch.ops.weft.matmul_reduce_scatter.default(a, plain(b), bias, *options, world.name)
+        scattered: Tensor = torch.ops.weft.matmul_reduce_scatter.default(a, source(b), bias, *options, world.name)
         return scattered
     with torch.no_grad():
         call = check(world, Given(a, [b], [bias], [out]), options)
