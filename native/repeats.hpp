@@ -56,8 +56,9 @@ class Repeats : public Remembered<Repeated, 1024> {
     const std::shared_ptr<Repeated> held = found(options);
     if (!held) return false;
     Repeated& known = *held;
+    if (recorded(out) || (!out.is(a) && recorded(a))) return false;  // who checks may have something to say
     if (!same(known.out, out)) {
-      if (nb::cast<bool>(out.attr("requires_grad")) || !view_.read_as_they_lie(out)) return false;  // who checks may have something to say
+      if (!view_.read_as_they_lie(out)) return false;
       known.out = weak(out);
     }
     if (!out.is(a) && !same(known.a, a)) {
@@ -80,7 +81,9 @@ class Repeats : public Remembered<Repeated, 1024> {
   // Note in `lies_` how the tensors lie, where in symmetric memory, and where to each other if they overlap.
   bool look(nb::handle what, nb::handle a, nb::handle out) {
     lies_.assign(1, reinterpret_cast<intptr_t>(what.ptr()));
-    if (!note(a, a_) || !note(out, out_)) return false;
+    if (!note(a, a_)) return false;
+    if (out.is(a)) out_ = a_;
+    else if (!note(out, out_)) return false;
     const bool overlap = a_.address - out_.address < out_.bytes || out_.address - a_.address < a_.bytes;
     lies_.push_back(overlap ? static_cast<int64_t>(out_.address - a_.address) : kApart);
     return true;

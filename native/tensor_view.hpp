@@ -83,7 +83,8 @@ class View {
     if (!look_plain(tensor)) return false;
     numbers.push_back(static_cast<int64_t>(dimensions));
     numbers.push_back(dtype);
-    for (const int64_t* all : {shape, strides}) numbers.insert(numbers.end(), all, all + dimensions);
+    for (const int64_t* all : {shape, strides})
+      for (size_t i = 0; i < dimensions; ++i) numbers.push_back(all[i]);
     return true;
   }
 
@@ -123,6 +124,23 @@ class View {
   nb::dlpack::dltensor view_;
   std::vector<int64_t> shape_, strides_;
 };
+
+// Whether autograd records what becomes of a plain tensor: it requires a gradient, and gradients are enabled.
+inline bool recorded(nb::handle tensor) {
+#ifdef Py_LIMITED_API
+  static PyObject* const name = PyUnicode_InternFromString("requires_grad");
+  const nb::object said = nb::steal(PyObject_GetAttr(tensor.ptr(), name));
+#else  // without looking for the attribute, which takes as long as the answer
+  static const PyGetSetDef* const getter = [] {
+    nb::object attribute = nb::module_::import_("torch").attr("Tensor").attr("requires_grad");
+    return reinterpret_cast<PyGetSetDescrObject*>(attribute.release().ptr())->d_getset;
+  }();
+  const nb::object said = nb::steal(getter->get(tensor.ptr(), getter->closure));
+#endif
+  if (!said.is_valid()) throw nb::python_error();
+  if (!said.is(Py_True)) return false;
+  return nb::cast<bool>(nb::module_::import_("torch").attr("is_grad_enabled")());
+}
 
 // What was made for a call: with which options, and for tensors that lie how.
 struct Made {

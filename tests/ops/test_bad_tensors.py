@@ -64,13 +64,15 @@ WRITTEN = {
     "overlapping itself": lambda good: zeros(good).as_strided(good.shape, [1] * good.dim()),
 }
 OUT = {"requires a gradient": lambda good: torch.zeros(good.shape, dtype=good.dtype).requires_grad_()}
+RECORDED = {"result that requires a gradient": lambda good: 2 * OUT["requires a gradient"](good)}
 
 
 class Call:
     """A function of named tensors, good ones for it, and for which of them None and other shapes are fine."""
 
-    def __init__(self, function, optional=(), any_shape=(), on_mesh=True, **good):
+    def __init__(self, function, optional=(), any_shape=(), on_mesh=True, gradients=True, **good):
         self.function, self.good, self.optional, self.any_shape, self.on_mesh = function, good, optional, any_shape, on_mesh
+        self.gradients = gradients
 
     def bad(self, argument, mesh):
         """All sets of tensors of which this argument is bad, by the kind."""
@@ -81,6 +83,7 @@ class Call:
         kinds |= {} if argument in self.any_shape else SHAPED
         kinds |= WRITTEN if argument in ("out", "dst", "tensor") else {}
         kinds |= OUT if argument == "out" else {}
+        kinds |= {} if self.gradients else RECORDED
         made = {name: self.good | {argument: make(good)} for name, make in kinds.items()}
         if argument == "out" and "a" in self.good and good.dtype == self.good["a"].dtype:
             memory, a = torch.zeros(good.numel() + self.good["a"].numel(), dtype=good.dtype), self.good["a"]
@@ -127,14 +130,14 @@ def collectives():
         for form in (name, f"{name}_async"):
             function = getattr(weft, form)
             if name == "broadcast":
-                yield form, Call(partial(function, source=1), any_shape=("tensor",), tensor=torch.zeros(4, 6))
+                yield form, Call(partial(function, source=1), any_shape=("tensor",), gradients=False, tensor=torch.zeros(4, 6))
             else:
                 out, free = torch.zeros(sizes[name], 6), ("a",) if name == "all_reduce" else ()
-                yield form, Call(function, optional=("out",), any_shape=free, a=torch.zeros(4, 6), out=out)
+                yield form, Call(function, optional=("out",), any_shape=free, gradients=False, a=torch.zeros(4, 6), out=out)
     columns = {"a": torch.zeros(4, 6), "out": torch.zeros(4, 3)}
-    yield "reduce_scatter of columns", Call(partial(weft.reduce_scatter, dim=1), ("out",), **columns)
+    yield "reduce_scatter of columns", Call(partial(weft.reduce_scatter, dim=1), ("out",), gradients=False, **columns)
     splits = partial(weft.all_to_all, input_split_sizes=[1, 3], output_split_sizes=[1, 2])
-    yield "all_to_all with splits", Call(splits, optional=("out",), a=torch.zeros(4, 6), out=torch.zeros(3, 6))
+    yield "all_to_all with splits", Call(splits, optional=("out",), gradients=False, a=torch.zeros(4, 6), out=torch.zeros(3, 6))
 
 
 def one_sided(symmetric, signals):
@@ -247,12 +250,16 @@ def test_the_table_is_whole(verdicts):
 def taken(world):
     """What looks odd and is taken: parameters, views of any strides, no dimension, nothing at all."""
     own = nn.Parameter(torch.full((2, 2), float(world.rank)))
-    assert weft.all_gather(own)[:, 0].tolist() == [0, 0, 1, 1]
-    assert weft.all_reduce(own[:1].expand(3, 2)).tolist() == [[1, 1]] * 3
-    assert weft.all_reduce(own[0, 0]).item() == 1
-    assert weft.reduce_scatter(own, dim=1).tolist() == [[1], [1]]
-    assert weft.broadcast(own, 1) is own
-    assert own.tolist() == [[1, 1]] * 2
+    with torch.no_grad():
+        assert weft.all_gather(own)[:, 0].tolist() == [0, 0, 1, 1]
+        assert weft.all_reduce(own[:1].expand(3, 2)).tolist() == [[1, 1]] * 3
+        assert weft.all_reduce(own[0, 0]).item() == 1
+        assert weft.reduce_scatter(own, dim=1).tolist() == [[1], [1]]
+    for source in (1, 0, 1):
+        with torch.no_grad():
+            own.fill_(world.rank)
+        assert weft.broadcast(own, source) is own
+        assert own.tolist() == [[source, source]] * 2
     with torch.no_grad():
         assert weft.all_gather(own[world.rank, None], out=own).tolist() == [[1, 1]] * 2
     symmetric = world.empty(2, 2).zero_()
@@ -282,6 +289,11 @@ def remembered(world):
         weft.get(plain, symmetric, world.rank)
     if world.rank == 0:
         made = world.native.calls
+        for tensor, what in ((a, "a"), (out, "out")):
+            tensor.requires_grad_()
+            with pytest.raises(ValueError, match=f"^{what} requires a gradient"):
+                weft.all_gather(a, out=out)
+            tensor.requires_grad_(False)
         out.data = torch.empty(1).expand(8)
         with pytest.raises(ValueError, match="out must be contiguous"):
             weft.all_gather(a, out=out)
@@ -300,8 +312,8 @@ def remembered(world):
                 break
         with pytest.raises(ValueError, match="a has the layout"):
             weft.all_gather(a, out=out)
-        assert world.native.calls == made
         a = torch.zeros(4)
+        assert world.native.calls == made
     assert weft.all_gather(a, out=out).tolist() == [0.0] * 4 + [1.0] * 4
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.ops import arguments, collective, dims
-from weft.ops.collective import ANY, Work, as_matrix, begun, call_now, planned, same_place
+from weft.ops.collective import Work, as_matrix, begun, call_now, planned, same_place
 from weft.schedules import all_gather as schedule
 from weft.schedules.workload import pieces
 from weft.world import World
@@ -32,6 +32,8 @@ def all_gather(
     reads its peers'), ``push`` (every rank writes to its peers) or ``ring``, these two in transfers of `chunk_rows`; auto pushes
     where `out` is symmetric, unless `a` is so too and small. `a` may be this rank's own part of `out`; where that is symmetric a
     push copies nothing but what peers get.
+
+    There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
     """
     shards = None if shard_rows is None else tuple(shard_rows)
     return call_now(_prepare, a, out, (dim, shards, algorithm, chunk_rows), world, timeout)
@@ -40,7 +42,7 @@ def all_gather(
 def _prepare(
     world: World, a: Tensor, out: Tensor | None, dim: int, shard_rows: Sequence[int] | None, algorithm: str, chunk_rows: int | None
 ) -> Work:
-    arguments.check_input(a, "a", world, ANY)
+    collective.check_input(a, world)
     dim = dims.normal(dim, a.dim())
     arguments.check_algorithm(algorithm, schedule.ALGORITHMS, world)
     arguments.check_chunk_rows(chunk_rows)

@@ -30,6 +30,8 @@ def all_reduce(
     ``two_shot`` (every rank reduces a part and copies the others') or ``ring`` (from neighbour to neighbour, rounded to a's dtype
     at every hop; on one host, and with one rank on each, the sum of part p begins at rank p + 1 and ends at rank p). `out` may be
     `a` itself.
+
+    There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
     """
     return call_now(_prepare, a, out, (op, algorithm), world, timeout)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.ops import arguments, collective, dims
 from weft.ops.all_gather import all_gather
-from weft.ops.collective import ANY, Work, as_matrix, begun, call_now, planned
+from weft.ops.collective import Work, as_matrix, begun, call_now, planned
 from weft.schedules import all_to_all as schedule
 from weft.schedules.thresholds import EAGER_ROOM
 from weft.schedules.workload import pieces
@@ -31,6 +31,8 @@ def all_to_all(
     Every row goes straight to its rank, also where hosts are several: round a ring it would be sent several times.
     The parts are even, or as large as `input_split_sizes` and `output_split_sizes` say (all ranks give both or none; the sizes
     are exchanged first, and those that do not fit together are a `ValueError` on all ranks).
+
+    There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
     """
     given = None if input_split_sizes is None else tuple(input_split_sizes)
     taken = None if output_split_sizes is None else tuple(output_split_sizes)
@@ -40,7 +42,7 @@ def all_to_all(
 def _prepare(
     world: World, a: Tensor, out: Tensor | None, input_split_sizes: Sequence[int] | None, output_split_sizes: Sequence[int] | None
 ) -> Work:
-    arguments.check_input(a, "a", world, ANY)
+    collective.check_input(a, world)
     dims.normal(0, a.dim())
     even = input_split_sizes is None and output_split_sizes is None
     given, taken = _splits(world, a.shape[0], input_split_sizes, output_split_sizes)

@@ -27,6 +27,9 @@ def broadcast(
 
     `algorithm` is ``pull`` (ranks read it; auto's choice on one host), ``push`` (the source puts it to each other host, or rank on
     one; auto's choice on several) or ``ring`` (each hands it to the next, so the source sends it once).
+
+    There is no gradient: a parameter, or another leaf, is written to as under ``torch.no_grad()``; another tensor that requires a
+    gradient is a `ValueError` outside of that.
     """
     return call_now(_prepare, tensor, tensor, (source, algorithm), world, timeout)
 
@@ -38,6 +41,8 @@ def _prepare(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: 
         raise ValueError(f"there is no rank {source} in a world of {world.ranks}")
     if not tensor.is_contiguous():
         raise ValueError("tensor must be contiguous")
+    if not tensor.is_leaf:
+        collective.check_not_recorded(tensor, "tensor")
     rows, hosts = tensor.view(-1, 1), world.topology
     most, size = len(rows), tensor.nbytes
     mine, theirs = ("a", "out") if world.rank == source else ("out", "a")

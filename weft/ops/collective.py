@@ -10,8 +10,9 @@ A call on tensors that lie like those of a call before (dtype, shape, strides; i
 any) is found again, which is fastest where `out` is passed. Symmetric tensors (`World.empty`), the same on all ranks, are read and
 written in place by peers; others are staged.
 
-All tensors are plain: `torch.Tensor` or `torch.nn.Parameter` itself, strided, no conjugate or negative view. Autograd does not take
-part, so `out` must not require a gradient while it records.
+All tensors are plain: `torch.Tensor` or `torch.nn.Parameter` itself, strided, no conjugate or negative view. There are no
+gradients: a tensor that requires one is a `ValueError` while autograd records (outside ``torch.no_grad()``), but for a leaf that is
+broadcast, such as a parameter. Torch's functional collectives have gradients, also on a process group of weft's.
 
 Keywords that all share: `out`, a contiguous tensor for the result (else a new one); `world`, by default that of ``weft.init()``;
 `timeout`, the seconds any wait may take, by default the world's. Bad arguments are `ValueError` or `TypeError`, raised before
@@ -173,11 +174,26 @@ def planned(planner: Callable[..., Plan], *asked: Any, **more: Any) -> Plan:
     return planner(*asked, **more)
 
 
+def check_input(a: Tensor, world: World, dtypes: Sequence[torch.dtype] = ANY) -> None:
+    """A tensor of one of these dtypes, of which no gradient is to be recorded."""
+    arguments.check_input(a, "a", world, dtypes)
+    check_not_recorded(a, "a")
+
+
+def check_not_recorded(tensor: Tensor, what: str) -> None:
+    """Raise `ValueError` where the gradient of a tensor would be lost."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{what} requires a gradient, but weft's collectives have none: pass {what}.detach(), call under torch.no_grad(), "
+            "or use torch's functional collectives"
+        )
+
+
 def check_reduction(a: Tensor, op: str, world: World) -> None:
     """A reduction, and a dtype that it is defined for."""
     if op not in REDUCTIONS:
         raise ValueError(f"there is no reduction {op!r}; choose one of {', '.join(REDUCTIONS)}")
-    arguments.check_input(a, "a", world, FLOATS if op == "avg" else NUMBERS)
+    check_input(a, world, FLOATS if op == "avg" else NUMBERS)
 
 
 def as_matrix(tensor: Tensor, dim: int = 0) -> Tensor:

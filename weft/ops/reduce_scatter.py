@@ -36,6 +36,8 @@ def reduce_scatter(
     `algorithm` is ``direct`` (every rank reads its peers' rows; auto's choice on one host), ``push`` (they are put to it, a host's
     sum once; auto's choice on several) or ``ring`` (sums go from host to host, or from rank to rank on one, in the same order, but
     rounded to a's dtype at every hop).
+
+    There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
     """
     shards = None if shard_rows is None else tuple(shard_rows)
     return call_now(_prepare, a, out, (op, dim, shards, algorithm), world, timeout)
