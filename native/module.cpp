@@ -162,6 +162,11 @@ NB_MODULE(_native, m) {
     return within ? within->world : 0;
   }, "tensor"_a.none());
 
+  m.def("around", [](uintptr_t address) {
+    const Segment* within = Segment::around(address);
+    return within ? nb::find(*within) : nb::none();
+  }, "address"_a, nb::sig("def around(address: int) -> Segment | None"));
+
   nb::class_<Mapping>(m, "Mapping");
   nb::class_<File>(m, "File");
   m.def("create_mapping", &Mapping::create);

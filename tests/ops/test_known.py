@@ -99,6 +99,20 @@ def test_weights_are_known_by_how_they_lie():
     on_ranks(views, 2)
 
 
+def seen_through_another_library(world):
+    """Rows of symmetric memory, as a view of torch's and as one of another library, in turns."""
+    whole, b = world.empty(8, 4), torch.randn(4, 3)
+    whole.copy_(torch.arange(32).view(8, 4) + world.rank)
+    other, every = torch.from_numpy(whole.numpy()[2:]), torch.cat([whole[2:] - world.rank, whole[2:] - world.rank + 1])
+    for rows in (whole[2:], whole[2:], other, other, whole[2:], other):
+        torch.testing.assert_close(weft.all_gather_matmul(rows, b, algorithm="direct"), every @ b)
+        assert torch.equal(weft.all_gather(rows, algorithm="pull"), every)
+
+
+def test_symmetric_rows_are_known_through_any_view():
+    on_ranks(seen_through_another_library, 2)
+
+
 def test_layouts_tell_apart_what_lies_otherwise(looked_at):
     """Also where torch does not let native code look at tensors."""
     b = torch.zeros(4, 4)

@@ -66,6 +66,12 @@ def symmetric_or_not(world):
     assert world.is_symmetric(mine[2:])
     assert not world.is_symmetric(torch.empty(4))
     assert not world.is_symmetric(mine.clone())
+    mine.copy_(torch.arange(4) + 10 * world.rank)
+    weft.barrier()
+    for view in (torch.from_numpy(mine.numpy()[1:]), torch.from_dlpack(mine[1:]), torch.from_numpy(mine.numpy())[1:]):
+        assert world.is_symmetric(view), "other libraries make storages of their own over the same memory"
+        assert not world.is_symmetric(view.clone())
+        assert world.peer(view[::2], 1 - world.rank).tolist() == [11 - 10 * world.rank, 13 - 10 * world.rank]
     with pytest.raises(ValueError, match="not a symmetric tensor"):
         world.peer(torch.empty(4), 0)
     with pytest.raises(ValueError, match="no rank 5 in a world of 2"):

@@ -252,7 +252,7 @@ class HostProgram(Program):
         segment = memory.find(tensor)
         if segment is None or segment.world != self.world.number:
             return [], " read through the kernel" if self.world.reads_memory else ""
-        offset = int(tensor.storage_offset()) * tensor.itemsize
+        offset = memory.offset(tensor, segment, self.world.rank)
         return segment.bases(offset), f" in symmetric segment {segment.number} at byte {offset}"
 
     def place(self, region: Region) -> Place:

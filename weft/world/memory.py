@@ -72,8 +72,16 @@ None for what is no such tensor, or not in this process's memory.
 
 
 def find(tensor: torch.Tensor) -> Segment | None:
-    """The segment that a tensor lies in, if it lies in symmetric memory of any world."""
-    return segments.get(tensor.untyped_storage().data_ptr()) if tensor.is_cpu or tensor.is_cuda else None
+    """The segment that a tensor lies in, if it lies in symmetric memory of any world; also as a view made by another library."""
+    if not (tensor.is_cpu or tensor.is_cuda):
+        return None
+    found = segments.get(tensor.untyped_storage().data_ptr())
+    return _native.around(tensor.data_ptr()) if found is None and tensor.is_cpu else found
+
+
+def offset(tensor: torch.Tensor, segment: Segment, rank: int) -> int:
+    """How many bytes behind the beginning of the rank's part of its segment a tensor begins."""
+    return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.itemsize - segment.base(rank)
 
 
 def allocate(world: Peers, shape: Sequence[int], dtype: torch.dtype, call: str | None = None) -> torch.Tensor:
@@ -121,9 +129,9 @@ def exchange(
         yield peer, text, theirs
 
 
-def numbers(segment: Segment, rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """A rank's part of a segment, as numbers of a dtype."""
-    return segment.bytes(rank)[: segment.size // dtype.itemsize * dtype.itemsize].view(dtype)
+def numbers(segment: Segment, rank: int, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
+    """A rank's part of a segment from byte `offset` on, as numbers of a dtype."""
+    return segment.bytes(rank)[offset : offset + (segment.size - offset) // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
 def matrix(whole: torch.Tensor, where: Matrix) -> torch.Tensor:

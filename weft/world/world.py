@@ -133,7 +133,8 @@ class World(Peers):
             raise ValueError("tensor is not a symmetric tensor of this world; make it with world.empty(...)")
         if not self.near(rank):
             raise ValueError(f"rank {rank} is on another host, whose memory cannot be mapped; use an operator")
-        return memory.numbers(segment, rank, tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        part = memory.numbers(segment, rank, tensor.dtype, memory.offset(tensor, segment, self.rank))
+        return part.as_strided(tensor.shape, tensor.stride())
 
     def emulate_link(self, gbps: float, latency_us: float = 0.0) -> None:
         """From now on every copy to or from a peer takes at least `latency_us` plus its bytes at `gbps` (1e9 bits per second).

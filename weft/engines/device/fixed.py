@@ -33,7 +33,7 @@ class Geometry(NamedTuple):
         rows, columns = tensor.shape
         segment, place = memory.find(tensor), None
         if segment is not None and segment.world == world.number:
-            place = segment.number, int(tensor.storage_offset()) * tensor.itemsize
+            place = segment.number, memory.offset(tensor, segment, world.rank)
         return cls(tensor.dtype, columns, (tensor.stride(0) if rows > 1 else columns) * tensor.itemsize, place)
 
 
