@@ -46,7 +46,7 @@ class View {
   const int64_t *shape = nullptr, *strides = nullptr;
   size_t dimensions = 0;
 
-  // False for one that has no place in this process's memory.
+  // False for one that has no place in this process's memory, or elements that are no whole number of bytes.
   bool look(nb::handle tensor) {
     if (exchange_) {
       if (exchange_->look(tensor.ptr(), &view_)) {
@@ -54,10 +54,11 @@ class View {
         return false;
       }
       address = reinterpret_cast<uintptr_t>(view_.data) + view_.byte_offset;
-      dtype = view_.dtype.code << 16 | view_.dtype.bits, item = view_.dtype.bits / 8;
+      const size_t bits = size_t{view_.dtype.bits} * view_.dtype.lanes;
+      dtype = int64_t{view_.dtype.lanes} << 32 | view_.dtype.code << 16 | view_.dtype.bits, item = bits / 8;
       complex = view_.dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Complex);
       shape = view_.shape, strides = view_.strides, dimensions = static_cast<size_t>(view_.ndim);
-      return view_.device.device_type == nb::device::cpu::value;
+      return view_.device.device_type == nb::device::cpu::value && bits % 8 == 0;
     }
     try {
       if (!nb::cast<bool>(tensor.attr("is_cpu"))) return false;

@@ -18,6 +18,7 @@ import weft
 from weft import _native
 from weft.schedules.barrier import barrier as barrier_plan
 from weft.schedules.levels import flat
+from weft.world.memory import LOOK
 
 SOON = 10.0  # seconds, half the time limit: survivors take milliseconds, but the machine may be busy
 DTYPES = (torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.float64, torch.complex128)
@@ -75,6 +76,30 @@ def every_view_to_every_peer(world, dtype):
 def test_every_view_reaches_every_peer_and_nothing_else_changes(ranks):
     for dtype in DTYPES if ranks == 2 else DTYPES[3:5]:
         on_ranks(every_view_to_every_peer, ranks, dtype)
+
+
+def of_less_than_a_byte(world):
+    """Elements that hold two numbers of four bits go as others do; those of which torch does not tell how they lie are refused."""
+    for dtype in (torch.float4_e2m1fn_x2, torch.bits8):
+        memory = world.empty(4, 8, dtype=torch.uint8).fill_(17 + world.rank).view(dtype)
+        got = [torch.zeros(4, 8, dtype=torch.uint8).view(dtype) for _ in range(2)]
+        weft.barrier()
+        if dtype == torch.bits8 and LOOK:
+            with pytest.raises(TypeError, match=r"src is bits8, which weft cannot move: pass src.view\(torch.uint8\)"):
+                weft.get(got[0], memory, 1 - world.rank)
+            continue
+        weft.get(got[0], memory, 1 - world.rank)
+        weft.get_async(got[1], memory, 1 - world.rank).wait()
+        assert [*torch.cat(got).view(torch.uint8).unique()] == [18 - world.rank]
+        weft.barrier()
+        weft.put(memory, torch.full((4, 8), 33 + world.rank, dtype=torch.uint8).view(dtype), 1 - world.rank)
+        weft.barrier()
+        assert [*memory.view(torch.uint8).unique()] == [34 - world.rank]
+
+
+@pytest.mark.data
+def test_elements_of_less_than_a_byte():
+    on_ranks(of_less_than_a_byte, 2)
 
 
 def unaligned(world):

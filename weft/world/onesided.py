@@ -216,6 +216,10 @@ def _refusal(remote: Tensor, local: Tensor, peer: int, put: bool) -> Exception:
         return ValueError(f"{there} is not symmetric, so no peer has a counterpart; make it with world.empty(...)")
     if remote.dtype != local.dtype:
         return TypeError(f"{there} is {name(remote.dtype)} and {here} {name(local.dtype)}; they must have one dtype")
+    if memory.layouts((remote,)) is None:
+        return TypeError(
+            f"{there} is {name(remote.dtype)}, which weft cannot move: pass {there}.view(torch.uint8), and {here} likewise"
+        )
     if remote.shape != local.shape:
         return ValueError(f"{there} has shape {tuple(remote.shape)} and {here} {tuple(local.shape)}; they must be equal")
     if (own := numbered(segment.world)) is not None:
