@@ -244,7 +244,7 @@ def test_a_hop_from_times(one, nine, notifies):
 
 def test_profiles_from_before_thresholds_have_the_usual_ones():
     calibrated(thresholds=Thresholds(48 << 10, 2 << 20, 4.5))
-    profile = cache.stored(cache.of_this_machine(cache.PROFILE))
+    profile = machine.calibrated()
     assert machine.load("this").thresholds == Thresholds(48 << 10, 2 << 20, 4.5)
     del profile["thresholds"]
     assert machine.from_dict(profile).thresholds == Thresholds()

@@ -58,7 +58,7 @@ def with_caches_of_its_own():
     rank = int(os.environ["RANK"])
     near = [(128 * KIB, 512 * KIB), (48 * KIB, 2048 * KIB), (64 * KIB, 0)][rank]
     placement.here = lambda: Topology(tuple(Core((cpu,), 0, 0, 0, caches=near) for cpu in os.sched_getaffinity(0)))
-    cache.stored = lambda name: [{"thresholds": {"hop": 7.5}}, {"name": "this"}, None][rank]
+    cache.stored = lambda name, fits: [{"thresholds": {"hop": 7.5}}, None, None][rank]
     return weft.init(timeout=20)
 
 

@@ -312,7 +312,7 @@ def load(name: str) -> Machine:
 
 def calibrated() -> dict[str, Any] | None:
     """The profile of this machine, if ``weft calibrate`` has been run."""
-    found: dict[str, Any] | None = cache.stored(cache.of_this_machine(cache.PROFILE))
+    found: dict[str, Any] | None = cache.stored(cache.of_this_machine(cache.PROFILE), from_dict)
     return found
 
 

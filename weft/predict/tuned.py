@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import cache as once
 
 from weft import cache
-from weft.schedules.workload import Variant, Workload, size_class
+from weft.schedules.workload import ORDERS, Variant, Workload, size_class
 
 Link = tuple[float, float]
 """The Gbit/s and microseconds of an emulated link."""
@@ -48,7 +48,11 @@ def _store(more: Mapping[str, tuple[str, int, str]]) -> None:
 
 @once
 def _known() -> dict[str, tuple[str, int, str]]:
-    return cache.stored(cache.of_this_machine("tuned")) or {}
+    return cache.stored(cache.of_this_machine("tuned"), _fits) or {}
+
+
+def _fits(found: dict[str, tuple[str, int, str]]) -> bool:
+    return all(isinstance(name, str) and type(rows) is int and rows > 0 and order in ORDERS for name, rows, order in found.values())
 
 
 def _key(workload: Workload, link: Link | None) -> str:

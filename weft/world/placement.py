@@ -28,8 +28,8 @@ def here() -> Topology:
 def known() -> dict[str, Any]:
     """What is known of this process's `Thresholds`: by the kernel, its cores' caches, and by ``weft calibrate``, the hop."""
     first, second = topology.data_caches(here(), os.sched_getaffinity(0))
-    calibrated = (cache.stored(cache.of_this_machine(cache.PROFILE)) or {}).get("thresholds", {})
-    figures = {"first_level": first, "second_level": second, "hop": calibrated.get("hop")}
+    profile = cache.stored(cache.of_this_machine(cache.PROFILE), lambda found: found["thresholds"]["hop"] > 0)
+    figures = {"first_level": first, "second_level": second, "hop": profile and profile["thresholds"]["hop"]}
     return {name: figure for name, figure in figures.items() if figure}
 
 

@@ -1,0 +1,129 @@
+"""What is remembered in the cache directory: where that is, what is taken from it, and whose measurement stays."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+import torch
+
+from weft import cache
+from weft.engines import matmul
+from weft.predict import machine, tuned
+from weft.schedules.workload import Variant, Workload
+from weft.world import placement
+
+NOT_AS_EXPECTED = (
+    "[]",
+    "{",
+    "",
+    "null",
+    "3",
+    '"plain"',
+    '{"plain": 1}',
+    '{"plain": {"1": "abacus"}, "links": [1]}',
+    '{"a": ["direct", 0, "peer"]}',
+)
+
+
+def is_a_number(value):
+    return value + 1
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
+    tuned._known.cache_clear()
+    yield tmp_path / "cache"
+    tuned._known.cache_clear()
+
+
+def test_where_it_is(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert str(cache.directory()).endswith("/cache"), "the one that is asked for comes first"
+    monkeypatch.delenv("WEFT_CACHE")
+    assert str(cache.directory()) == "/x/weft"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/y")
+    assert str(cache.directory()) == "/y/.cache/weft"
+
+
+def test_without_a_home_directory(monkeypatch):
+    """As in a container with the number of a user whom nobody knows: things are measured each time."""
+
+    def unknown():
+        raise RuntimeError("Could not determine home directory.")
+
+    assert cache.directory() is not None
+    monkeypatch.setattr(Path, "home", unknown)
+    assert cache.directory() is not None, "the one that is asked for needs no home"
+    for name in ("XDG_CACHE_HOME", "WEFT_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    assert cache.directory() is None
+    assert cache.stored("a", is_a_number) is None
+    assert cache.once("a", lambda: 5, is_a_number) == 5
+    assert "hop" not in placement.known()
+    with pytest.raises(OSError, match="no home directory to remember anything in: set WEFT_CACHE"):
+        cache.store("a", 5)
+
+
+@pytest.mark.parametrize("text", NOT_AS_EXPECTED)
+def test_what_is_not_as_expected_is_not_there(text, directory, monkeypatch):
+    monkeypatch.setattr(matmul, "_measure", lambda *_: {lie: {str(rows): "mm" for rows in matmul._ROWS} for lie in matmul._LIES})
+    workload, variant = Workload("all_gather_matmul", (8, 8), 4, 4, "float32", "float32"), Variant("direct", 8, "peer")
+
+    def tables():
+        matmul._table.__wrapped__(torch.float32, torch.float32, 1)
+        tuned.remember(workload, None, variant)
+        machine.remember({"products": {}})
+
+    tables()
+    files = [*directory.iterdir()]
+    assert sorted(file.name.split("-")[0] for file in files) == ["fastest", "machine", "tuned"]
+    for file in files:
+        file.write_text(text)
+    tuned._known.cache_clear()
+    assert matmul._table.__wrapped__(torch.float32, torch.float32, 1)["columns"]["512"] == "mm"
+    assert tuned.find(workload, None) is None
+    assert machine.calibrated() is None
+    assert "hop" not in placement.known()
+    tables()
+    assert tuned.find(workload, None) == variant
+    assert all(json.loads(file.read_text()) for file in files), "what was stored takes its place"
+
+
+def test_another_version_measures_for_itself(monkeypatch):
+    mine = cache.of_this_machine("a")
+    monkeypatch.setattr(cache, "__version__", "0.0.1")
+    assert cache.of_this_machine("a") != mine
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["with links", "without links"])
+@pytest.mark.parametrize("before", [None, "[]"], ids=["none before", "one that does not fit"])
+def test_of_those_that_measure_at_once_one_wins(links, before, directory, monkeypatch):
+    def refused(*_):
+        raise OSError(errno.EPERM, "no links here")
+
+    if not links:
+        monkeypatch.setattr(os, "link", refused)
+    if before:
+        directory.mkdir()
+        (directory / "a.json").write_text(before)
+    measuring = Barrier(8)
+
+    def found(number):
+        def measure():
+            measuring.wait(20)
+            return number
+
+        return cache.once("a", measure, is_a_number)
+
+    with ThreadPoolExecutor(8) as threads:
+        (winner,) = set(threads.map(found, range(8)))
+    assert cache.stored("a", is_a_number) == winner
+    assert [file.name for file in directory.iterdir()] == ["a.json"]
