@@ -69,7 +69,14 @@ void vectorised(Loop loop, Given... given) {
 // What is made of two numbers.
 struct Sum {
   template <class Wide>
-  WEFT_INLINE Wide operator()(Wide total, Wide x) const { return static_cast<Wide>(total + x); }
+  WEFT_INLINE Wide operator()(Wide total, Wide x) const {
+    if constexpr (std::is_integral_v<Wide> && std::is_signed_v<Wide>) {  // whose overflow, unlike that of unsigned ones, is undefined
+      using Wrapping = std::make_unsigned_t<Wide>;
+      return static_cast<Wide>(static_cast<Wrapping>(total) + static_cast<Wrapping>(x));
+    } else {
+      return static_cast<Wide>(total + x);
+    }
+  }
 };
 struct Max {
   template <class Wide>

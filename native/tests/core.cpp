@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <random>
 
 #include "../backlog.hpp"
@@ -117,6 +118,17 @@ void test_sums() {
   CHECK(sum == 0x3f81);  // … but two of them are kept until the one rounding at the end
   reduce(Combine::sum, {place(sum), place(one), place(nan)}, 1, 1, 2);
   CHECK((sum & 0x7fff) > 0x7f80);
+}
+
+// Sums of integers that are too large begin again from below, as torch's do.
+template <class T>
+void test_wrapping_sums(Dtype dtype) {
+  std::vector<T> most(100, std::numeric_limits<T>::max()), sum(100);
+  auto rows = [&](std::vector<T>& x) { return Rows{reinterpret_cast<char*>(x.data()), x.size() * sizeof(T), dtype}; };
+  reduce(Combine::sum, {rows(sum), rows(most), rows(most)}, 1, most.size(), 2);
+  CHECK(sum == std::vector<T>(100, -2));
+  reduce(Combine::sum, {rows(sum), rows(most), rows(most), rows(most)}, 1, most.size(), 3);
+  CHECK(sum == std::vector<T>(100, std::numeric_limits<T>::max() - 2));
 }
 
 // What the processor's instructions make of 16-bit numbers is what the arithmetic without them makes, to the bit.
@@ -568,6 +580,10 @@ int main() {
   test_several_targets();
   test_transposing();
   test_sums();
+  test_wrapping_sums<int8_t>(Dtype::int8);
+  test_wrapping_sums<int16_t>(Dtype::int16);
+  test_wrapping_sums<int32_t>(Dtype::int32);
+  test_wrapping_sums<int64_t>(Dtype::int64);
   test_conversions();
   test_teams();
   test_lanes(2, 300);
