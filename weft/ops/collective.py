@@ -12,7 +12,8 @@ written in place by peers; others are staged.
 
 All tensors are plain: `torch.Tensor` or `torch.nn.Parameter` itself, strided, no conjugate or negative view. There are no
 gradients: a tensor that requires one is a `ValueError` while autograd records (outside ``torch.no_grad()``), but for a leaf that is
-broadcast, such as a parameter. Torch's functional collectives have gradients, also on a process group of weft's.
+broadcast, such as a parameter. Torch's functional collectives have gradients, also on a process group of weft's. What is written to
+`out`, or broadcast, does not raise torch's count of writes: autograd does not see that what it keeps for backward is overwritten.
 
 Keywords that all share: `out`, a contiguous tensor for the result (else a new one); `world`, by default that of ``weft.init()``;
 `timeout`, the seconds any wait may take, by default the world's. Bad arguments are `ValueError` or `TypeError`, raised before
