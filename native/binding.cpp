@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "calls.hpp"
-
 namespace weft {
 namespace {
 
@@ -26,8 +24,8 @@ std::vector<size_t> cut(const std::vector<uint32_t>& pieces, const std::vector<s
 
 }  // namespace
 
-Binding::Binding(Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given)
-    : program_(program), shards_(rows), widths_(program.buffers.size()), offsets_(program.buffers.size()) {
+Binding::Binding(Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given, std::string words)
+    : program_(program), shards_(rows), widths_(program.buffers.size()), offsets_(program.buffers.size()), said_(program.said) {
   const int rank = program.rank;
   const std::vector<size_t> sizes = cut(program.pieces, rows);
   const size_t largest = sizes.empty() ? 1 : *std::max_element(sizes.begin(), sizes.end());
@@ -78,22 +76,33 @@ Binding::Binding(Program& program, const std::vector<size_t>& rows, const std::v
           not_symmetric(program.buffer(i.operands[at]));
       if (i.together) written_ += Binding::rows(i.operands[i.measure]) * row_bytes(i.operands[0]);
     }
-  call_ = program.call;
-  if (!program.ending.empty()) {
-    const char* separator = "";
-    for (uint32_t number = 0; number < program.buffers.size(); ++number) {
-      const Buffer& buffer = program.buffers[number];
-      if (!buffer.told) continue;
-      call_ += separator, separator = ", ";
-      call_ += buffer.name + "=[";
-      for (size_t r = 0; r < buffer.layouts.size(); ++r)
-        call_ += (r ? ", " : "") + std::to_string(sums_[buffer.layouts[r]].back());
-      call_ += "] rows x " + std::to_string(columns(number)) + " " + buffer.dtype;
-      if (buffer.shared && tensors[number]) call_ += tensors[number]->place + ", " + std::to_string(tensors[number]->stride) + " bytes a row";
+  if (program.name.empty()) return;
+  std::vector<bool> shown(program.buffers.size());
+  std::string called, told;  // the caller's buffers whose sizes ranks must agree on, and all on which they must
+  for (uint32_t number = 0; number < program.buffers.size(); ++number) {
+    const Buffer& buffer = program.buffers[number];
+    if (!buffer.told) continue;
+    const std::string wide = std::to_string(columns(number));
+    told += buffer.name + "=[" + listed(buffer) + "] rows x " + wide + " " + buffer.dtype;
+    if (buffer.shared && tensors[number]) told += tensors[number]->place + ", " + std::to_string(tensors[number]->stride) + " bytes a row";
+    told += ", ";
+    if (const Buffer& given = program.buffers[buffer.like]; !shown[buffer.like]) {
+      shown[buffer.like] = true;
+      const size_t own = sums_[given.layouts[rank]].back();
+      const bool even = std::all_of(given.layouts.begin(), given.layouts.end(), [&](uint32_t l) { return sums_[l].back() == own; });
+      called += (called.empty() ? "" : ", ") + given.name + "=";
+      called += even ? "(" + std::to_string(own) + ", " + wide + ") " : "[" + listed(given) + "] rows x " + wide + " ";
+      called += given.dtype;
     }
-    call_ += program.ending;
   }
-  digest_ = weft::digest(call_);
+  if (words.empty()) words = program.name + "(" + called + ")";
+  said_ = Said(words + "\n" + program.name + "(" + told + program.ending);
+}
+
+std::string Binding::listed(const Buffer& buffer) const {
+  std::string rows;
+  for (uint32_t layout : buffer.layouts) rows += (rows.empty() ? "" : ", ") + std::to_string(sums_[layout].back());
+  return rows;
 }
 
 void Binding::place(Role role, const std::vector<uintptr_t>& begins) {

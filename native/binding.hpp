@@ -23,7 +23,8 @@ class Binding {
  public:
   // `rows` of each shard, cut as evenly as it goes, the first pieces a row larger where it does not divide. Throws
   // std::invalid_argument where a tensor has not as many rows as its blocks. The program must live as long.
-  Binding(Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given);
+  // `words` are what peers are told that the user called; by default the operator and the rows that ranks must agree on.
+  Binding(Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given, std::string words = "");
 
   Program& program() const { return program_; }
   const std::vector<size_t>& shards() const { return shards_; }
@@ -57,9 +58,7 @@ class Binding {
   // Bytes that are written to outputs.
   size_t written() const { return written_; }
 
-  // What all ranks must agree on, in words, and its digest.
-  const std::string& call() const { return call_; }
-  uint64_t digest() const { return digest_; }
+  const Said& said() const { return said_; }
 
  private:
   struct Placed {
@@ -69,6 +68,9 @@ class Binding {
     char* base = nullptr;
     int apart = -1;
   };
+  // The rows of a buffer on each rank, in words.
+  std::string listed(const Buffer& buffer) const;
+
   Program& program_;
   std::vector<size_t> shards_, widths_;    // the rows of shards, and the columns of the caller's buffers
   std::vector<std::vector<size_t>> sums_;  // by layout: where each block begins, and the last one ends
@@ -77,8 +79,7 @@ class Binding {
   int offers_ = -1;              // the buffer that lies there
   std::vector<size_t> offsets_;  // of workspaces and eager buffers, by buffer
   size_t workspace_ = 0, eager_ = 0, written_ = 0;
-  std::string call_;
-  uint64_t digest_;
+  Said said_;
 };
 
 }  // namespace weft

@@ -2,12 +2,14 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "segment.hpp"
@@ -15,12 +17,25 @@
 
 namespace weft {
 
-// What hosts compare of a text: FNV-1a of 64 bits, whose value no compiler or library may choose.
-inline uint64_t digest(const std::string& text) {
-  uint64_t value = 0xcbf29ce484222325;
+// FNV-1a of 64 bits, whose value no compiler or library may choose.
+inline uint64_t hash(std::string_view text, uint64_t value = 0xcbf29ce484222325) {
   for (unsigned char byte : text) value = (value ^ byte) * 0x100000001b3;
   return value;
 }
+
+// What a rank says of a call: the call in the user's words, then, behind a line break, all that ranks must agree on. Without a line
+// break the words are all of it.
+struct Said {
+  std::string text;
+  uint64_t digest;    // of what ranks must agree on, for peers to compare
+  uint64_t identity;  // of the whole text
+
+  explicit Said(std::string what) : text(std::move(what)) {
+    const size_t line = text.find('\n'), words = line == std::string::npos ? 0 : line + 1;
+    digest = hash(std::string_view(text).substr(words));
+    identity = words ? hash(std::string_view(text).substr(0, words), digest) : digest;
+  }
+};
 
 class Calls {
  private:
@@ -42,18 +57,26 @@ class Calls {
   // The number of calls that this rank has begun; the latest has it.
   uint64_t latest() const { return latest_; }
   // Begin the next call, and let peers read what it is, and at which address they find what they read through the kernel; its number.
-  uint64_t begin(uint64_t digest, const std::string& text, uint64_t address) {
-    note(segment_->rank, ++latest_, digest, text, address);
-    return latest_;
+  uint64_t begin(const Said& said, uint64_t address) {
+    const uint64_t call = ++latest_;
+    Header& own = header(segment_->rank, call);
+    own.call.store(0, std::memory_order_relaxed);  // not to be read while it is written
+    std::atomic_thread_fence(std::memory_order_release);
+    own.address.store(address, std::memory_order_relaxed);
+    uint64_t& written = written_[call % kHeaders];
+    if (written == said.identity) {
+      own.call.store(call, std::memory_order_release);
+    } else {
+      note(segment_->rank, call, said.digest, said.text);
+      written = said.identity;
+    }
+    return call;
   }
 
   // Write down what a rank says of a call. That of a peer on another host comes by message, and is kept where its header is looked for.
-  void note(int rank, uint64_t call, uint64_t digest, const std::string& text, uint64_t address = 0) {
+  void note(int rank, uint64_t call, uint64_t digest, const std::string& text) {
     Header& said = header(rank, call);
     said.call.store(0, std::memory_order_relaxed);  // not to be read while it is written
-    std::atomic_thread_fence(std::memory_order_release);
-    said.address.store(address, std::memory_order_relaxed);
-    if (said.digest.load(std::memory_order_relaxed) == digest) return said.call.store(call, std::memory_order_release);  // the same text
     said.digest.store(digest, std::memory_order_release);  // who reads it sees that the call before is gone
     size_t length = std::min(text.size(), sizeof said.text - 1);
     while (length < text.size() && length && (text[length] & 0xc0) == 0x80) --length;  // no half characters
@@ -104,6 +127,7 @@ class Calls {
 
   std::shared_ptr<Segment> segment_;
   uint64_t latest_ = 0;
+  std::array<uint64_t, kHeaders> written_{};  // the identities of the texts in this rank's headers
 };
 
 }  // namespace weft

@@ -40,8 +40,8 @@ void Executor::begin(Program& program, int64_t timeout) {
   if (user && user != pthread_self()) throw InUse(user);
   Execution& execution = program.execution;
   const Binding* bound = execution.binding;
-  const uint64_t digest = bound ? bound->digest() : program.digest;
-  execution.reset(calls.begin(digest, bound ? bound->call() : program.call, bound ? bound->offered() : 0), digest);
+  const Said& said = bound ? bound->said() : program.said;
+  execution.reset(calls.begin(said, bound ? bound->offered() : 0), said.digest);
   execution.timeout = timeout;
   if (program.eager) execution.turn = turn(program);
   ahead_ = program.meets ? 0 : ahead_ + program.eager;

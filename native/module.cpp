@@ -201,8 +201,9 @@ NB_MODULE(_native, m) {
   nb::class_<Program>(m, "Compiled")
       .def(nb::init<std::string, size_t, std::vector<std::pair<uint32_t, uint64_t>>, size_t, bool>(), "call"_a, "lanes"_a,
            "promised"_a, "ranks"_a, "meets"_a = false)
-      .def("describe", [](Program& self, std::string beginning, std::string ending) {
-        self.call = std::move(beginning), self.ending = std::move(ending);
+      .def("say", [](Program& self, std::string what) { self.said = Said(std::move(what)), self.name.clear(); })
+      .def("describe", [](Program& self, std::string name, std::string ending) {
+        self.name = std::move(name), self.ending = std::move(ending);
       })
       .def("lay_out", [](Program& self, int own_rank, std::vector<uint32_t> pieces, std::vector<std::vector<int>> layouts,
                          const std::vector<PyBuffer>& buffers, std::vector<std::pair<int, uint32_t>> slots) {
@@ -235,7 +236,7 @@ NB_MODULE(_native, m) {
       .def("pause", [](Program& self, size_t lane) { self.add(lane, {Op::pause, {}}); })
       .def("multiply", [](Program& self, size_t lane, Place src) { self.add(lane, {Op::pause, {operand(src)}}); })
       .def_prop_ro("call", [](Program& self) { return self.execution.call; })
-      .def_prop_ro("digest", [](Program& self) { return self.execution.digest ? self.execution.digest : self.digest; })
+      .def_prop_ro("digest", [](Program& self) { return self.execution.digest ? self.execution.digest : self.said.digest; })
       .def("set_span", [](Program& self, size_t lane, size_t at, int64_t start, int64_t stop) {
         self.execution.spans[lane][at] = {start, stop};
       })
@@ -247,15 +248,15 @@ NB_MODULE(_native, m) {
       });
 
   nb::class_<Binding>(m, "Binding")
-      .def("__init__", [](Binding* self, Program& program, const Sizes& rows, ByName tensors, ByName shared) {
-        new (self) Binding(program, rows, given(program, tensors, shared));
-      }, "compiled"_a, "rows"_a, "tensors"_a, "shared"_a, nb::keep_alive<1, 2>())
+      .def("__init__", [](Binding* self, Program& program, const Sizes& rows, ByName tensors, ByName shared, std::string words) {
+        new (self) Binding(program, rows, given(program, tensors, shared), std::move(words));
+      }, "compiled"_a, "rows"_a, "tensors"_a, "shared"_a, "words"_a = "", nb::keep_alive<1, 2>())
       .def("again", [](Binding& self, const Sizes& rows, ByName tensors) {
         return self.again(rows, given(self.program(), tensors, {}));
       }, "rows"_a, "tensors"_a)
       .def_prop_ro("rows", &Binding::shards)
       .def_prop_ro("workspace", &Binding::workspace)
-      .def_prop_ro("call", &Binding::call)
+      .def_prop_ro("call", [](Binding& self) { return self.said().text; })
       .def_prop_ro("eager", &Binding::eager)
       .def("place", &Binding::place)
       .def("matrix", [](Binding& self, Place place) {

@@ -122,9 +122,8 @@ struct Program {
 
   std::vector<std::vector<Instruction>> lanes;
   std::vector<std::pair<uint32_t, uint64_t>> promised;
-  std::string call;     // what all ranks must agree on, in words, if nothing is bound; else its beginning,
-  std::string ending;   // and its end
-  uint64_t digest;      // of the call
+  Said said;            // of an execution for which nothing is bound
+  std::string name, ending;  // the operator's name and the plan's, where what is said of an execution follows from what is bound
   std::vector<uint32_t> pieces = {};            // into how many blocks each shard is cut; blocks are numbered over all shards
   std::vector<std::vector<int>> layouts = {};   // the numbers of blocks that lie one after another in some buffer
   std::vector<Buffer> buffers = {};
@@ -137,8 +136,7 @@ struct Program {
   Program(std::string what, size_t lane_count, std::vector<std::pair<uint32_t, uint64_t>> growth, size_t ranks, bool meeting = false)
       : lanes(lane_count),
         promised(std::move(growth)),
-        call(std::move(what)),
-        digest(weft::digest(call)),
+        said(std::move(what)),
         meets(meeting),
         execution(lane_count, ranks) {}
 

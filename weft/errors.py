@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import threading
+
+_LOG = logging.getLogger("weft")
 
 
 class _Error(RuntimeError):
@@ -48,12 +52,48 @@ class PeerTimeout(WeftError, TimeoutError):
 
 
 class MismatchError(WeftError):
-    """The ranks did not make the same call; the message shows both."""
+    """The ranks did not make the same call; the message shows what differs, and both calls.
+
+    How weft carries them out is told at level DEBUG of the logger ``weft``, and in the message where nothing else differs.
+    """
 
     @classmethod
     def between(cls, number: int, rank: int, call: str, peer: int, theirs: str) -> MismatchError:
-        """The error of a rank that makes one call where a peer makes another."""
-        return cls(f"call {number} of this world: rank {rank} calls {call}, but rank {peer} calls {theirs}")
+        """The error of a rank that makes one call where a peer makes another.
+
+        Of a call first what the user called, then, on a line of its own, how weft carries it out.
+        """
+        both = dict(sorted({rank: call, peer: theirs}.items()))
+        _LOG.debug("call %d of this world, with those that weft makes itself: %s", number, both)
+        (one, how), (other, hows) = [said.partition("\n")[::2] for said in both.values()]
+        if one != other:
+            why, shown = _difference(one, other), [one, other]
+        elif _algorithm(how) != _algorithm(hows):
+            why = "algorithms differ (give all ranks one algorithm=, and the same tables of weft tune and weft calibrate)"
+            shown = [f"{one} by {_algorithm(each)}" for each in (how, hows)]
+        else:
+            why, shown = "they carry it out differently", [how, hows]
+        lines = [f"\n  rank {number}: {each}" for number, each in zip(both, shown, strict=True)]
+        return cls(f"the ranks do not make the same call: {why}{''.join(lines)}")
+
+
+def _difference(one: str, other: str) -> str:
+    """What of two calls, each ``operator(shape dtype, option=value, …)``, is not the same, in words."""
+    if one.partition("(")[0] != other.partition("(")[0]:
+        return "operators differ"
+    found = [what for what, pattern in _PARTS.items() if re.findall(pattern, one) != re.findall(pattern, other)]
+    options, others = [dict(re.findall(r"(\w+)=([^=]*)(?:, |\))", call)) for call in (one, other)]
+    known = {name for name, value in (options | others).items() if re.search(_PARTS["dtypes"], value)}
+    found += [name for name in options | others if name not in known and options.get(name) != others.get(name)]
+    return f"{' and '.join(found) or 'arguments'} differ{'s' if len(found) == 1 and found[0] not in _PARTS else ''}"
+
+
+_PARTS = {"shapes": r"\(\d*,[\d, ]*\)|\[[\d, ]*\] rows x \d+|\(\) ", "dtypes": r"\b(?:b?float|u?int|bool|complex)\w*"}
+
+
+def _algorithm(how: str) -> str:
+    """By which algorithm a call is carried out."""
+    return "".join(re.findall(r"algorithm=(\w+)", how)[:1])
 
 
 class PlanError(WeftError, ValueError):

@@ -378,7 +378,7 @@ void test_a_wait_ends_early() {
     host.meshes[1]->abort({"KeyError", 1, "gone"});
     host.meshes[1].reset();
   });
-  execution.digest = other.digest;
+  execution.digest = other.said.digest;
   CHECK(executor.run(program, 0, 0) == -1 && execution.failures[0].status == WaitStatus::failed);
   CHECK(host.meshes[0]->failure().kind == "KeyError" && host.meshes[0]->failure().culprit == 1);
   killer.join();

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -50,7 +53,7 @@ def die_at(world, algorithm, lane, done):
         lanes = [own if rank == VICTIM else other for rank, other in enumerate(plan.lanes)]
         call = whole.bind(tensors, plan.pieces).call
         part = HostProgram(engine(world), dataclasses.replace(plan, lanes=tuple(lanes)), tensors, {})
-        part.native.describe(call, "")
+        part.native.say(call)
         part.run(tensors, plan.pieces, {"out": torch.eye(4)})
         for rank in range(world.ranks):
             world.peer(death, rank)[0] = time.monotonic()
@@ -128,7 +131,12 @@ def disagree(world, how):
     if how == "cached":
         weft.all_gather_matmul(a, b)
         weft.all_gather_matmul(a[:8], b)
+    if how == "again":  # calls that ranks take for the same though their words differ
+        for _ in range(33):
+            weft.all_reduce(torch.ones(4))
+    symmetric = world.empty(200_000)
     odd = world.rank == 2
+    wide = torch.float64 if odd else torch.float32
     calls = {
         "rows": lambda: weft.all_gather_matmul(a[: 60 if odd else 64], b),
         "dtype": lambda: weft.all_gather_matmul(a.double() if odd else a, b.double() if odd else b),
@@ -136,30 +144,68 @@ def disagree(world, how):
         "columns": lambda: weft.all_gather_matmul(a[:, :4] if odd else a, b[:4] if odd else b),
         "other": lambda: world.empty(7) if odd else weft.all_gather_matmul(a, b),
         "cached": lambda: weft.all_gather_matmul(a[: 8 if odd else 64], b),
+        "shard_rows": lambda: weft.all_gather_matmul(a, b, shard_rows=[64, 60, 64] if odd else [64] * 3),
+        "again": lambda: weft.barrier() if odd else weft.all_reduce(torch.ones(2, 2)),
+        "collective": lambda: weft.all_reduce(torch.ones(5 if odd else 4)),
+        "asynchronous": lambda: weft.all_reduce_async(torch.ones(2, 2, dtype=wide)).wait(),
+        "op": lambda: weft.all_reduce(torch.ones(4), op="max" if odd else "sum"),
+        "source": lambda: (weft.broadcast(torch.ones(4), int(odd)), weft.barrier()),
+        "part": lambda: weft.reduce_scatter(torch.ones(9, 2, dtype=wide), op="max" if odd else "sum"),
+        "place": lambda: weft.all_reduce(symmetric if odd else torch.ones(200_000)),
     }
+    said, log = io.StringIO(), logging.getLogger("weft")
+    log.addHandler(logging.StreamHandler(said))
+    log.setLevel(logging.DEBUG)
     with pytest.raises(weft.MismatchError) as caught:
         calls[how]()
     with pytest.raises(weft.WeftError, match="closed: MismatchError"):
         weft.all_gather_matmul(a, b)
-    return str(caught.value)
+    return str(caught.value), said.getvalue()
 
 
 @pytest.mark.parametrize(
     ("how", "one", "other"),
     [
-        ("rows", "a=[64, 64, 64] rows", "a=[60, 60, 60] rows"),
-        ("dtype", "x 8 float32", "x 8 float64"),
-        ("algorithm", "algorithm=ring", "algorithm=push"),
-        ("columns", "rows x 8 ", "rows x 4 "),
-        ("other", "all_gather_matmul(", "empty((7,), float32)"),
-        ("cached", "a=[64, 64, 64] rows", "a=[8, 8, 8] rows"),
+        ("rows", "all_gather_matmul(a=(64, 8) float32)", "all_gather_matmul(a=(60, 8) float32)"),
+        ("shard_rows", "all_gather_matmul(a=(64, 8) float32)", "all_gather_matmul(a=[64, 60, 64] rows x 8 float32)"),
+        ("dtype", "all_gather_matmul(a=(64, 8) float32)", "all_gather_matmul(a=(64, 8) float64)"),
+        ("algorithm", "all_gather_matmul(a=(64, 8) float32) by ring", "all_gather_matmul(a=(64, 8) float32) by push"),
+        ("columns", "all_gather_matmul(a=(64, 8) float32)", "all_gather_matmul(a=(64, 4) float32)"),
+        ("other", "all_gather_matmul(a=(64, 8) float32)", "empty((7,), float32)"),
+        ("cached", "all_gather_matmul(a=(64, 8) float32)", "all_gather_matmul(a=(8, 8) float32)"),
+        ("again", "all_reduce((2, 2) float32, op=sum)", "barrier()"),
+        ("collective", "all_reduce((4,) float32, op=sum)", "all_reduce((5,) float32, op=sum)"),
+        ("asynchronous", "all_reduce((2, 2) float32, op=sum)", "all_reduce((2, 2) float64, op=sum)"),
+        ("op", "all_reduce((4,) float32, op=sum)", "all_reduce((4,) float32, op=max)"),
+        ("source", "broadcast((4,) float32, source=0)", "broadcast((4,) float32, source=1)"),
+        ("part", "reduce_scatter((9, 2) float32, op=sum, dim=0)", "reduce_scatter((9, 2) float64, op=max, dim=0)"),
+        (
+            "place",
+            "all_reduce(a=[200000, 200000, 200000] rows x 1 float32, staged=",
+            "all_reduce(a=[200000, 200000, 200000] rows x 1 float32 in sym",
+        ),
     ],
 )
 def test_ranks_that_make_different_calls_are_shown_both(how, one, other):
-    for outcome in start(disagree, 3, how):
+    differs = {
+        **dict.fromkeys(["rows", "shard_rows", "columns", "cached", "collective"], "shapes differ"),
+        **dict.fromkeys(["dtype", "asynchronous"], "dtypes differ"),
+        **dict.fromkeys(["other", "again"], "operators differ"),
+        "op": "op differs",
+        "source": "source differs",
+        "part": "dtypes and op differ",
+        "algorithm": "algorithms differ (give all ranks one algorithm=, and the same tables of weft tune and weft calibrate)",
+        "place": "they carry it out differently",
+    }
+    for rank, outcome in enumerate(start(disagree, 3, how)):
         assert outcome.error is None, outcome.error
-        assert one in outcome.result
-        assert other in outcome.result
+        message, told = outcome.result
+        first, *lines = message.splitlines()
+        assert first == f"the ranks do not make the same call: {differs[how]}"
+        assert [line[:8] for line in lines] in (["  rank 0", "  rank 2"], ["  rank 1", "  rank 2"]), lines
+        assert lines[0][10:].startswith(one), lines
+        assert lines[1][10:].startswith(other), lines
+        assert rank == 2 or not told or re.search(r"call \d+ of this world, with those that weft makes itself: .*plan ", told), told
 
 
 def late_everywhere(world, algorithm):

@@ -104,13 +104,13 @@ def test_memory_is_freed_with_the_last_view():
 
 def different_requests(world):
     with pytest.raises(
-        weft.MismatchError, match=r"rank \d calls empty\(\(\d,\), float32\), but rank \d calls empty\(\(\d,\), float32\)"
+        weft.MismatchError, match=r"shapes differ\n  rank 0: empty\(\(4,\), float32\)\n  rank 1: empty\(\(5,\), float32\)"
     ):
         world.empty(4 + world.rank)
     with pytest.raises(weft.WeftError, match="closed: MismatchError"):
         world.empty(4)
     other = weft.init()
-    with pytest.raises(weft.MismatchError, match=r"rank \d calls signals\(\d\), but rank \d calls signals\(\d\)"):
+    with pytest.raises(weft.MismatchError, match=r"arguments differ\n  rank 0: signals\(4\)\n  rank 1: signals\(5\)"):
         other.signals(4 + world.rank)
 
 

@@ -83,9 +83,12 @@ class Engine(ABC):
         self.program(plan, tensors, rows).run(tensors, rows, weights or {}, timeout=timeout)
 
     def execute_as(self, call: str, plan: Plan, tensors: Tensors, rows: Sequence[int] = (), timeout: float | None = None) -> None:
-        """Execute a plan of which peers are told as `call`, not by its sizes; nobody else may execute it."""
+        """Execute a plan of which peers are told as `call`, not by its sizes; nobody else may execute it.
+
+        Of the call comes first what the user called; what ranks must agree on may be on a line of its own.
+        """
         program = self.program(plan, tensors, rows)
-        program.native.describe(call, "")
+        program.native.say(call)
         program.run(tensors, rows, {}, timeout=timeout)
 
     def program(
@@ -187,17 +190,15 @@ class Engine(ABC):
             world.native.begin(compiled, world.timeout)
             if world.native.run(compiled, 0, 0) < 0:
                 status, _, source, *_ = compiled.wait_failure(0)
-                raise self.ended(status, source, compiled, f"to begin {call}", call, world.timeout)
+                raise self.ended(status, source, compiled, f"to begin {call.splitlines()[0]}", world.timeout)
 
-    def ended(
-        self, status: _native.WaitStatus, source: int, compiled: _native.Compiled, doing: str, call: str, timeout: float
-    ) -> WeftError:
+    def ended(self, status: _native.WaitStatus, source: int, compiled: _native.Compiled, doing: str, timeout: float) -> WeftError:
         """The error for a wait for rank `source` that ended early because of `status`."""
         world = self.world
         match status:
             case _native.WaitStatus.mismatch:
-                theirs = world.native.peer_call(source, compiled.call)
-                return world.fail(MismatchError.between(compiled.call, world.rank, call, source, theirs))
+                own, theirs = (world.native.peer_call(rank, compiled.call) for rank in (world.rank, source))
+                return world.fail(MismatchError.between(compiled.call, world.rank, own, source, theirs))
             case _native.WaitStatus.left:
                 return world.lost(source, "closed its world", doing)
             case _native.WaitStatus.failed:
@@ -255,8 +256,11 @@ class Program(ABC):
         """Execute once, with these tensors and the rows of each shard."""
 
     @abstractmethod
-    def bind(self, tensors: Tensors, rows: Sequence[int]) -> Any:
-        """What `execute` and `start` take for these tensors; it may be kept while the tensors stay where they are."""
+    def bind(self, tensors: Tensors, rows: Sequence[int], words: str = "") -> Any:
+        """What `execute` and `start` take for these tensors; it may be kept while the tensors stay where they are.
+
+        `words` are what peers are told that the user called; without them they are made of the tensors.
+        """
 
     @abstractmethod
     def execute(self, binding: Any, timeout: float | None = None) -> None:

@@ -73,7 +73,7 @@ class HostProgram(Program):
         promised = [(engine.index(signal), count) for signal, count in plan.promised(rank).items()]
         self.native = _native.Compiled("", len(LANES) + self.more_lanes, promised, plan.ranks, plan.meets)
         self.ahead = plan.ahead  # all others need not ask the native core whether ranks must meet
-        self.native.describe(f"{plan.operator}(", f", algorithm={plan.algorithm}, plan {plan.digest:08x})")
+        self.native.describe(plan.operator, f"algorithm={plan.algorithm}, plan {plan.digest:08x})")
         self._lay_out()
         self.bound: _native.Binding | None = None
         self.own: _native.Binding | None = None  # `_own_binding`, and the workspace that it is of
@@ -128,11 +128,11 @@ class HostProgram(Program):
             raise self.stopped(1, seconds)
         self._record()
 
-    def bind(self, tensors: Tensors, rows: Sequence[int]) -> _native.Binding:
+    def bind(self, tensors: Tensors, rows: Sequence[int], words: str = "") -> _native.Binding:
         """The blocks' sizes and places for these tensors; makes the workspace larger where it is too small, collectively."""
         shared = {name: self._parts(tensors[name]) for name in self.shared if name in tensors}
         given = tensors if isinstance(tensors, dict) else dict(tensors)
-        binding = _native.Binding(self.native, rows, given, shared)
+        binding = _native.Binding(self.native, rows, given, shared, words)
         if size := binding.workspace:
             binding.place(_native.Role.workspace, self.engine.reserve(size, binding.call).bases(0))
         if binding.eager:
@@ -217,11 +217,10 @@ class HostProgram(Program):
             lane = self.native.stopped
         status, index, source, expected, actual = self.native.wait_failure(lane)
         doing = self.doing(lane, index, self.native.call, source, expected, actual)
-        assert self.bound is not None
         if status == _native.WaitStatus.unread:
             why = f"{os.strerror(actual)}; with WEFT_READ_PEERS=0 large tensors are staged in shared memory instead"
             return self.world.fail(WeftError(f"rank {self.world.rank} cannot read what it needs {doing}: {why}"))
-        return self.engine.ended(status, source, self.native, doing, self.bound.call, timeout)
+        return self.engine.ended(status, source, self.native, doing, timeout)
 
     def _record(self) -> None:
         if self.world.recorder is not None:

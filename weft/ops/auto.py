@@ -62,7 +62,7 @@ def _measured(call: Call, trial: Trial, begun: int, ended: int) -> None:
     if trial.took(call, begun, ended):
         world, said = call.world, torch.tensor([trial.said()])
         every, plan = said.new_empty(world.ranks, said.shape[1]), _asking(call.operator.name, world.levels, world.topology)
-        _beside(call, f"{call.key} took {said.shape[1]}", plan, {"a": said, "gathered": every}, (1,) * world.ranks)
+        _beside(call, f"{call.words}\n{call.key} took {said.shape[1]}", plan, {"a": said, "gathered": every}, (1,) * world.ranks)
         choice = trial.heard(call, every)
         if choice is not None:
             world.choices[call.key, world.emulated_link] = choice
@@ -157,7 +157,7 @@ def _of_rank_0(call: Call, key: CallKey) -> list[Choice]:
     numbers = [number for one in own for number in (_ALGORITHMS.index(one.algorithm), one.pieces, ORDERS.index(one.order))]
     said[: len(numbers), 0] = torch.tensor(numbers, dtype=torch.int64)
     tensors = {"a": said, "out": said[:0]} if own else {"a": said[:0], "out": said}
-    _beside(call, str(key), _telling(world.levels, world.topology), tensors, (len(said),))
+    _beside(call, f"{call.words}\n{key}", _telling(world.levels, world.topology), tensors, (len(said),))
     told = [numbers for numbers in said.view(-1, 3).tolist() if numbers[1]]
     return own or [Choice(_ALGORITHMS[name], cut, ORDERS[order], "as rank 0 decided") for name, cut, order in told]
 

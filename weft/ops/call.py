@@ -166,6 +166,16 @@ class Call(ABC):
         most = size_class(most) if chunk_rows is None else most
         return CallKey(self.workload.operator, most, self.world.ranks, self.columns, dtype, chunk_rows)
 
+    @property
+    def words(self) -> str:
+        """The call as errors show it: with the rows that ranks exchange, of which all know how many each has."""
+        rows, operator = self.workload.rows, self.workload.operator
+        of = "a" if operator == "all_gather_matmul" else "out"
+        matrix = self.tensors[of]
+        alike = len({*rows}) == 1 or len(matrix) == sum(rows)
+        shape = tuple(matrix.shape) if alike else f"{[*rows]} rows x {self.columns}"
+        return f"{operator}({of}={shape} {name(matrix.dtype)})"
+
     def check_algorithm(self, algorithm: str) -> None:
         """Raise `ValueError` for an algorithm that is not possible here."""
         operator, world = self.operator, self.world

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from weft.checks import check_timeout
+from weft.checks import name as dtype_name
 from weft.engines import engine
 from weft.engines.engine import Engine, Program
 from weft.engines.weights import DTYPES as FLOATS
@@ -121,7 +122,7 @@ def call_now(
             return result
     work = prepare(world, a, out, *options)
     program = _program(world, work)
-    binding = program.bind(work.tensors, work.rows)
+    binding = program.bind(work.tensors, work.rows, _called(work.plan.operator, a, _options(prepare), options))
     program.execute(binding, timeout)
     work.finish()
     if own.remembers and not (work.copied or work.agreed):
@@ -145,6 +146,7 @@ def begun(now: Callable[Asked, Tensor], prepare: Prepare) -> Callable[Asked, Han
     """The ``_async`` form of the collective `now`, with the same arguments: those that `prepare` takes are passed by name."""
     signature = inspect.signature(now)
     usual = {name: each.default for name, each in signature.parameters.items() if each.kind is each.KEYWORD_ONLY}
+    names = [name for name in signature.parameters if name not in usual][1:]
 
     def begin(*given: Asked.args, **options: Asked.kwargs) -> Handle:
         if len(given) + len(usual) != len(signature.parameters) or not signature.parameters.keys() >= options.keys():
@@ -155,13 +157,30 @@ def begun(now: Callable[Asked, Tensor], prepare: Prepare) -> Callable[Asked, Han
         work = prepare(world, *given, **asked)
         engine(world).make_room()
         program = next(program for number in range(1 << 30) if (program := _program(world, work, number)).idle())
-        program.start(program.bind(work.tensors, work.rows), work, timeout)
+        tensor: Any = given[0] if given else asked["a"]
+        called = _called(work.plan.operator, tensor, (*names, *asked), (*given[1:], *asked.values()))
+        program.start(program.bind(work.tensors, work.rows, called), work, timeout)
         return Handle(program, work)
 
     begin.__signature__ = signature.replace(return_annotation=Handle)  # type: ignore[attr-defined]
     begin.__module__, begin.__name__, begin.__qualname__ = now.__module__, f"{now.__name__}_async", f"{now.__name__}_async"
     begin.__doc__ = f"Begin `{now.__name__}`, with the same arguments, and return at once."
     return begin
+
+
+@lru_cache
+def _options(prepare: Prepare) -> list[str]:
+    """The names of an operator's options: what follows the world, the tensor and `out`."""
+    return [*inspect.signature(prepare).parameters][3:]
+
+
+def _called(operator: str, tensor: Tensor, names: Sequence[str], values: Sequence[Any]) -> str:
+    """What peers are told that the user called."""
+    words = [f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}"]
+    for name, value in zip(names, values, strict=True):
+        if value is not None and not isinstance(value, Tensor) and value != "auto":
+            words.append(f"{name}={[*value] if isinstance(value, tuple) else value}")
+    return f"{operator}({', '.join(words)})"
 
 
 def _program(world: World, work: Work, number: int = 0) -> Program:

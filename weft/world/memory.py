@@ -119,13 +119,14 @@ def exchange(
 
         def look(peer: int = peer) -> None:
             if world.native.mismatch(compiled, peer):
-                raise world.fail(_mismatch(world, call, peer, world.native.peer_call(peer, compiled.call)))
+                theirs = world.native.peer_call(peer, compiled.call)
+                raise world.fail(MismatchError.between(compiled.call, world.rank, call, peer, theirs))
 
         number = f"(call {compiled.call})"
         note, theirs = receive(world, peer, f"for {call} {number}", f"for rank {peer} in {call} {number}", look)
         their_call, text = note.split("\n", 1)
         if their_call != call:
-            raise world.fail(_mismatch(world, call, peer, their_call))
+            raise world.fail(MismatchError.between(compiled.call, world.rank, call, peer, their_call))
         yield peer, text, theirs
 
 
@@ -138,10 +139,6 @@ def matrix(whole: torch.Tensor, where: Matrix) -> torch.Tensor:
     """A matrix within the numbers of a part of a segment."""
     rows, columns, stride, address = where
     return whole.as_strided((rows, columns), (stride // whole.itemsize, 1), (address - whole.data_ptr()) // whole.itemsize)
-
-
-def _mismatch(world: Peers, call: str, peer: int, theirs: str) -> MismatchError:
-    return MismatchError(f"rank {world.rank} calls {call}, but rank {peer} calls {theirs}")
 
 
 def _check_available(size: int, ranks: int) -> None:

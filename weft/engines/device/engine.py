@@ -102,7 +102,7 @@ class DeviceEngine(Engine):
         if (last := self.last) is not None:
             for peer in range(world.ranks):
                 if world.native.mismatch(last.native, peer):
-                    raise self.ended(_native.WaitStatus.mismatch, peer, last.native, "", last.call, world.timeout)
+                    raise self.ended(_native.WaitStatus.mismatch, peer, last.native, "", world.timeout)
         if world.mesh.failure()[0]:
             raise world.failure("to make its next call")
         if (late := self.late()) is not None:
@@ -223,7 +223,7 @@ class DeviceProgram(FixedProgram):
         if errors:
             raise min(errors, key=lambda error: (isinstance(error, WeftError), isinstance(error, PeerTimeout)))
 
-    def bind(self, tensors: Tensors, rows: Sequence[int]) -> Any:
+    def bind(self, tensors: Tensors, rows: Sequence[int], words: str = "") -> Any:
         """The tensors themselves, which `execute` and `start` take."""
         return tensors
 
@@ -317,7 +317,7 @@ class DeviceProgram(FixedProgram):
                         engine.counters.wait(index, signal.source, count, self.native, given.timeout)
                     except WaitFailed as failed:
                         doing = self.doing(lane, at, call, signal.source, failed.expected, failed.actual)
-                        raise engine.ended(failed.status, signal.source, self.native, doing, self.call, given.timeout) from None
+                        raise engine.ended(failed.status, signal.source, self.native, doing, given.timeout) from None
 
                 return hold
 

@@ -53,7 +53,8 @@ class FixedProgram(Program):
         self.original = plan  # alive as long as this: compiled plans are found by the identity of what was written
         super().__init__(engine, _that_move(bind(plan, rows)))
         self.geometry = {name: Geometry.of(tensor, self.world) for name, tensor in tensors.items()}
-        for name, (dtype, like) in kinds(self.plan, {name: t.dtype for name, t in tensors.items()}, dtypes).items():
+        self.kinds = kinds(self.plan, {name: t.dtype for name, t in tensors.items()}, dtypes)
+        for name, (dtype, like) in self.kinds.items():
             columns = self.geometry[like].columns
             self.geometry.setdefault(name, Geometry(dtype, columns, columns * dtype.itemsize))
         self.call = self._describe()
@@ -65,8 +66,8 @@ class FixedProgram(Program):
         return region.start, region.stop
 
     def _describe(self) -> str:
-        """What ranks must agree on, in words: what they call, with which rows, and a digest of the rest of the plan."""
-        words = []
+        """What the user called; then what ranks must agree on: with which rows, and a digest of the rest of the plan."""
+        words, called = [], {}
         for name, buffer in self.plan.buffers.items():
             geometry = self.geometry.get(name)
             if geometry is None or name not in self.told:
@@ -74,8 +75,13 @@ class FixedProgram(Program):
             place = ""
             if geometry.place and name in self.shared:
                 place = f" in symmetric segment {geometry.place[0]} at byte {geometry.place[1]}, {geometry.stride} bytes a row"
-            words.append(f"{name}={[*buffer.rows]} rows x {geometry.columns} {dtype_name(geometry.dtype)}{place}")
-        return f"{self.plan.operator}({', '.join(words)}, algorithm={self.plan.algorithm}, plan {self.plan.digest:08x})"
+            words.append(f"{name}={[*buffer.rows]} rows x {geometry.columns} {dtype_name(geometry.dtype)}{place}, ")
+            like = self.kinds[name][1]
+            rows, columns, dtype = self.plan.buffers[like].rows, self.geometry[like].columns, dtype_name(self.geometry[like].dtype)
+            shape = (rows[0], columns) if len({*rows}) == 1 else f"{[*rows]} rows x {columns}"
+            called[like] = f"{like}={shape} {dtype}"
+        operator, plan = self.plan.operator, f"algorithm={self.plan.algorithm}, plan {self.plan.digest:08x}"
+        return f"{operator}({', '.join(called.values())})\n{operator}({''.join(words)}{plan})"
 
     def _check(self, tensors: Tensors) -> None:
         self.check_given(tensors)
