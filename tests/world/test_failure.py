@@ -111,7 +111,12 @@ def late_or_dead(world, how):
         (
             "hang",
             "PeerTimeout",
-            ["waited 0.5 s for rows 1024:1536 of all_gather_matmul call", 'signal "ready" from rank 2: 0 of 1'],
+            [
+                "waited 0.5 s for rows 1024:1536 of all_gather_matmul call",
+                'signal "ready" from rank 2: 0 of 1): rank 2 (pid ',
+                ") has not made the call; py-spy dump --pid ",
+                "shows where it is; if it needs longer, give a larger timeout=",
+            ],
         ),
     ],
 )

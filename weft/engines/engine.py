@@ -206,16 +206,16 @@ class Engine(ABC):
             case _native.WaitStatus.lane:  # of no lane of this call
                 return WeftError(f"rank {world.rank} closed its world while it waited {doing}")
             case _:
-                return world.timed_out(f"{doing}{self._missing(source, compiled.call)}", timeout)
+                return world.timed_out(doing, *self._late(source, compiled.call), timeout)
 
-    def _missing(self, source: int, call: int) -> str:
-        """Who has not made a call in which rank `source` is waited for, if that is not to blame itself: it may wait for others."""
-        peers = (peer for peer in range(self.world.ranks) if peer != self.world.rank)
-        missing = [peer for peer in peers if not self.world.native.peer_call(peer, call)]
-        if not missing or source in missing:
-            return ""
-        one = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} have"
-        return f", which waits for others: {one} not made the call"
+    def _late(self, source: int, call: int) -> tuple[int, str]:
+        """The rank to look at where rank `source` is waited for in a call, which may itself wait for others, and why."""
+        missing = [peer for peer in self.world.others if not self.world.native.peer_call(peer, call)]
+        if not missing:
+            return source, "has made the call, but not done its part"
+        late = source if source in missing else missing[0]
+        others = [str(peer) for peer in missing if peer != late]
+        return late, f"has not made the call{', nor have others: ' if others else ''}{', '.join(others)}"
 
 
 class Program(ABC):

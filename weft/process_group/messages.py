@@ -267,7 +267,7 @@ class Messages(Carrier):
 
     def _give_up(self, work: Work, seconds: float) -> None:
         """End a work that has taken too long; one of which some has been moved takes the world with it."""
-        error: WeftError = PeerTimeout(f"rank {self.world.rank} waited {seconds:g} s for a message; its timeout is over")
+        error: WeftError = PeerTimeout(f"rank {self.world.rank} waited {seconds:g} s {self._doing(work)}; its timeout is over")
         moved = [queue[0].work for peer, queue in self.sending.items() if self.sent[peer]]
         for queue in self.waiting:
             for begun in queue:
@@ -276,6 +276,15 @@ class Messages(Carrier):
                     work.end(error)
                     return
         self._end_all(self.world.fail(error))
+
+    def _doing(self, work: Work) -> str:
+        """What a work is waited for."""
+        for peer, queue in self.sending.items():
+            if any(begun.work is work for begun in queue):
+                return f"for rank {peer} to receive a message"
+        expected = [*self.receiving, *(message.wanted for message in self.coming.values() if message.wanted)]
+        source = next((begun.peer for begun in expected if begun.work is work), None)
+        return f"for a message from {'any rank' if source is None else f'rank {source}'}"
 
     def _end_all(self, error: BaseException) -> None:
         works = [begun.work for queue in self.waiting for begun in queue]

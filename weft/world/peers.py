@@ -157,13 +157,18 @@ class Peers:
 
     def lost(self, peer: int, how: str, doing: str) -> WeftError:
         """The error for a peer that this rank needed while `doing` something; closes the world."""
-        elsewhere = f", rank {self.known_as[peer]} of the job," if self.known_as[peer] != peer else ""
-        who = f"rank {peer} (pid {self.pids[peer]}){elsewhere}"
-        return self.fail(PeerLost(f"{who} {how} while rank {self.rank} waited {doing}", how), peer)
+        return self.fail(PeerLost(f"{self.name_of(peer)} {how} while rank {self.rank} waited {doing}", how), peer)
 
-    def timed_out(self, doing: str, timeout: float | None = None) -> WeftError:
-        """The error for a wait that took too long; closes the world."""
-        return self.fail(PeerTimeout(f"rank {self.rank} waited {timeout or self.timeout:g} s {doing}; its timeout is over"))
+    def name_of(self, peer: int) -> str:
+        """A peer as errors name it."""
+        elsewhere = f", rank {self.known_as[peer]} of the job," if self.known_as[peer] != peer else ""
+        return f"rank {peer} (pid {self.pids[peer]}){elsewhere}"
+
+    def timed_out(self, doing: str, late: int, why: str, timeout: float | None = None) -> WeftError:
+        """The error for a wait that took too long, `why` being what rank `late` has not done; closes the world."""
+        seconds = timeout or self.timeout
+        advice = f"py-spy dump --pid {self.pids[late]} shows where it is; if it needs longer, give a larger timeout="
+        return self.fail(PeerTimeout(f"rank {self.rank} waited {seconds:g} s {doing}: {self.name_of(late)} {why}; {advice}"))
 
     def fail(self, error: BaseException, culprit: int | None = None, beside: bool = False) -> WeftError:
         """Close the world because of `error`, tell all peers, and return it; `beside` the caller's thread, who is told later."""
@@ -237,7 +242,7 @@ def receive(
         if why == "left":
             raise peers.lost(peer, "closed its world", doing)
         if time.monotonic() > deadline:
-            raise peers.timed_out(late)
+            raise peers.timed_out(late, peer, "has not come so far")
 
 
 def crowded(places: Sequence[Place]) -> bool:
