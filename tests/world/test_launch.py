@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -82,10 +83,66 @@ def test_mpiexec(script):
     assert_all_ranks(run(mpiexec, "-n", 2, sys.executable, script), 2)
 
 
-def test_a_script_that_fails_gives_its_exit_code(tmp_path):
+FAILING = textwrap.dedent(
+    """
+    import os, signal, sys, torch, weft
+    with weft.init() as world:
+        if world.rank == 1:
+            eval(sys.argv[1])
+        weft.barrier()
+    """
+)
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("sys.exit(3)", 3, "ended with exit code 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was ended by SIGKILL"),
+        ("1 / 0", 1, "failed: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_weft_run_names_the_rank_that_failed_first_and_ends_as_it_did(how, code, words, tmp_path):
     path = tmp_path / "fail.py"
-    path.write_text("import sys; sys.exit(3)")
-    assert run(BIN / "weft", "run", "-n", 2, path).returncode == 3
+    path.write_text(FAILING)
+    done = run(BIN / "weft", "run", "-n", 2, path, how)
+    assert done.returncode == code, done.stderr
+    *before, last = done.stderr.splitlines()
+    assert re.fullmatch(rf"weft run: the first that failed: rank 1 \(pid \d+\) {words}", last), done.stderr
+    assert sum("Traceback" in line for line in before) == (code == 1), "of the rank that failed by itself"
+    assert not [line for line in before if "rank0" in line and "PeerLost: rank 1" not in line], "a line, if at all"
+    assert "elastic" not in done.stderr
+
+
+def test_weft_run_ends_as_a_shell_expects_on_an_interrupt(tmp_path):
+    path = tmp_path / "wait.py"
+    path.write_text("import sys, time, weft\nweft.init()\nsys.stdout.write('there\\n')\nsys.stdout.flush()\ntime.sleep(60)")
+    command = [BIN / "weft", "run", "-n", "2", path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert [process.stdout.readline() for _ in range(2)] == ["there\n"] * 2
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert sorted(said.splitlines()) == ["[rank0]: KeyboardInterrupt", "[rank1]: KeyboardInterrupt", "weft run: stopped by SIGINT"]
+
+
+def test_weft_run_runs_modules(tmp_path):
+    (tmp_path / "package.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [BIN / "weft", "run", "-n", "2", "-m", "package", "-x"]
+    assert_all_ranks(subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment), 2, "['-x']")
+    refused = run(BIN / "weft", "run", "package")
+    assert refused.returncode == 2
+    assert "there is no file package" in refused.stderr
+
+
+def test_launch_says_what_a_script_lacks(tmp_path):
+    path = tmp_path / "bare.py"
+    path.write_text("import weft\nweft.launch(print, 1)")
+    done = run(sys.executable, path)
+    assert done.returncode == 1
+    assert done.stderr.startswith('weft.launch: put what the script does under  if __name__ == "__main__":\nTraceback'), done.stderr
+    assert len(done.stderr.splitlines()) < 10, done.stderr
 
 
 def square(x):

@@ -25,15 +25,23 @@ for command in (options.taking(predict.Question, predict.predict), machine.calib
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
-    script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A Python script that calls weft.init().")],
+    script: Annotated[str, typer.Argument(help="A Python script that calls weft.init().")],
     arguments: Annotated[list[str] | None, typer.Argument(help="What the script is given.")] = None,
     ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="How many to start on this host.")] = 2,
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="Run a module, as python -m does: weft run -m weft doctor.")
+    ] = False,
     bind: Annotated[bool, typer.Option(help="Bind each rank to cores of its own.")] = True,
 ) -> None:
-    """Run a script on local ranks."""
+    """Run a script, or a module, on local ranks.
+
+    The exit status is that of the rank that failed first; 128 and the number of the signal if one ended it.
+    """
+    if not module and not Path(script).is_file():
+        options.refuse("SCRIPT", f"there is no file {script}")
     from weft.world.launcher import run as run_ranks
 
-    raise typer.Exit(run_ranks(ranks, str(script), arguments or [], bind))
+    raise typer.Exit(run_ranks(ranks, script, arguments or [], bind, module))
 
 
 @app.command("doctor")
