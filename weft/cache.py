@@ -71,6 +71,11 @@ def store(name: str, value: Any) -> None:
     os.replace(_written(value), _path(name))
 
 
+def check() -> None:
+    """Raise `OSError` without a writable directory."""
+    os.unlink(_written(None))
+
+
 def once(name: str, measure: Callable[[], Any], fits: Fits) -> Any:
     """The JSON value stored under `name`, measured if there is none yet that `fits`.
 

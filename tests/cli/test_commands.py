@@ -20,7 +20,7 @@ from weft.bench.fused import Result, measure
 from weft.bench.harness import Statistics, Stopwatch, summarize
 from weft.bench.settings import AllGatherMatmul, Shape
 from weft.bench.verification import RUNS, Check, Problem, Sums, compare
-from weft.cli import app
+from weft.cli import app, options
 from weft.cli.plan import PLANNERS
 from weft.ops.call import Decision
 from weft.schedules.workload import Variant
@@ -447,3 +447,42 @@ def test_plans_are_shown_and_proved():
 def test_help_and_plans_do_not_load_torch():
     code = "import sys; from weft.cli import app; app(['plan', 'show', 'all-gather'], standalone_mode=False); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench", "all-reduce", "--json", "/proc/result.json"],
+        ["bench", "all-gather-matmul", *SMALL, "--trace", "/proc/trace.json"],
+        ["tune", "all-gather-matmul", "--shape", "8x8x8", "--json", "/proc/result.json"],
+        ["calibrate", "--json", "/proc/result.json"],
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_before_anything_is_measured(arguments, monkeypatch):
+    monkeypatch.setattr(import_module("weft.world.launcher"), "launch", None)
+    outcome = CliRunner().invoke(app, arguments)
+    assert outcome.exit_code == 2, outcome.output
+    assert "cannot be" in outcome.output
+
+
+def test_a_file_that_is_there_stays_until_there_is_a_result(tmp_path):
+    kept, new = tmp_path / "kept.json", tmp_path / "new.json"
+    kept.write_text("what was measured before")
+    for file in (kept, new):
+        options.check_files(str(file), None)
+    assert kept.read_text() == "what was measured before"
+    assert not new.exists()
+
+
+@pytest.mark.parametrize("arguments", [["tune", "all-gather-matmul", "--shape", "8x8x8"], ["calibrate"]])
+def test_nothing_is_measured_that_could_not_be_remembered(arguments, monkeypatch):
+    monkeypatch.setattr(import_module("weft.world.launcher"), "launch", None)
+    monkeypatch.setenv("WEFT_CACHE", "/proc/nowhere")
+    outcome = CliRunner().invoke(app, arguments)
+    assert outcome.exit_code == 2, outcome.output
+    assert "nothing can be remembered in /proc/nowhere" in outcome.output
+
+
+def test_the_version():
+    outcome = CliRunner().invoke(app, ["--version"])
+    assert (outcome.exit_code, outcome.stdout) == (0, f"weft {weft.__version__}\n")

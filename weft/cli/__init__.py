@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
+import weft
 from weft.cli import bench, machine, options, plan, predict
 
 app = typer.Typer(
-    help="Hides communication behind compute in tensor-parallel programs.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -21,6 +21,21 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(plan.app, name="plan")
 for command in (options.taking(predict.Question, predict.predict), machine.calibrate, options.taking(machine.Tune, machine.tune)):
     app.command()(command)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"weft {weft.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Hides communication behind compute in tensor-parallel programs."""
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

@@ -27,6 +27,8 @@ def calibrate(
 
     Started by torchrun on several machines that know themselves already: measure what joins them.
     """
+    options.check_files(json_file, None)
+    options.check_remembered()
     from weft.bench import calibrate as calibration
     from weft.world.launcher import launch
 
@@ -100,6 +102,8 @@ class Tune:
 
 
 def tune(given: Tune) -> None:
+    options.check_files(given.json_file, None)
+    options.check_remembered()
     from weft.bench import tune as tuning
 
     if options.world_size(None)[0] is not None:

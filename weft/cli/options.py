@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_origin, get_t
 import typer
 from rich.console import Console
 
+from weft import cache
 from weft.plan.trace import Trace
 from weft.predict import machine
 
@@ -103,8 +104,30 @@ def check_files(json_file: str | None, trace: Path | None, *pictures: Path | Non
         if picture.suffix.lower() not in (".png", ".svg"):
             refuse("--plot / --timeline", f"pictures are .png or .svg files; got {picture}")
     for file in (json_file if json_file != "-" else None, trace, *pictures):
-        if file and not Path(file).absolute().parent.is_dir():
-            refuse("--json / --plot / --trace / --timeline", f"there is no directory for {file}; make it first")
+        if file:
+            _check_writable(Path(file))
+
+
+def _check_writable(file: Path) -> None:
+    """Refuse a file that cannot be written; one that is there stays as it is."""
+    option, new = "--json / --plot / --trace / --timeline", not file.exists()
+    if not file.absolute().parent.is_dir():
+        refuse(option, f"there is no directory for {file}; make it first")
+    try:
+        file.open("ab").close()
+    except OSError as error:
+        refuse(option, f"{file} cannot be written: {error.strerror}")
+    if new:
+        file.unlink(missing_ok=True)
+
+
+def check_remembered() -> None:
+    """Refuse to measure what could not be remembered."""
+    try:
+        cache.check()
+    except OSError as error:
+        why = f"nothing can be remembered in {cache.directory()}: {error.strerror}"
+        refuse("WEFT_CACHE", f"{why}; let this variable name a directory that can be written")
 
 
 @contextmanager
