@@ -155,7 +155,9 @@ def test_verification_accepts_a_product_and_nothing_else(dtypes):
     assert problem.check_product(missing, 2).wrong > 0, "a product that leaves a column out"
 
 
-@pytest.mark.parametrize("dtypes", [("float32",) * 3, ("float64",) * 3, ("bfloat16",) * 3, ("float16", "float32", "float16")])
+@pytest.mark.parametrize(
+    "dtypes", [("float32",) * 3, ("float64",) * 3, ("bfloat16",) * 3, ("float16",) * 3, ("float16", "float32", "float16")]
+)
 def test_verification_accepts_a_sum_and_nothing_else(dtypes, monkeypatch):
     dtype, product, out_dtype = (getattr(torch, name) for name in dtypes)
     problems, summed = [], []
@@ -175,6 +177,12 @@ def test_verification_accepts_a_sum_and_nothing_else(dtypes, monkeypatch):
     assert problem.check_product_sum(out, 1, 0).wrong > 0, "the sum of other inputs"
     less = sum(part.to(wide) for part in partial[1:]).to(out_dtype)
     assert problem.check_product_sum(less, 2, 0).wrong > 0, "a sum that leaves a rank out"
+    by_hops = problems[0].rows(2).new_zeros(9, 7).to(out_dtype)
+    for p in problems:  # as a user of gloo adds them: each product and each sum of some is rounded
+        by_hops = by_hops + (p.rows(2).to(wide) @ p.weight.to(wide)).to(out_dtype)
+    assert problem.check_baseline(by_hops, 2, 0).wrong == 0
+    assert problem.check_baseline(by_hops, 2, 1).wrong > 0, "rows that are off by one"
+    assert problem.check_baseline(less, 2, 0).wrong > 0, "a sum that leaves a rank out"
     made = sum(p.products(2).to(wide) for p in problems).to(out_dtype)
     assert problem.check_sum(made, 2, 0).wrong == 0
     made[1, 2] += 1
@@ -330,7 +338,7 @@ def test_bench_on_two_ranks(tmp_path):
 @pytest.mark.parametrize(
     ("operator", "arguments"),
     [
-        ("matmul-reduce-scatter", ["-n", "2"]),
+        ("matmul-reduce-scatter", ["-n", "2", "--dtype", "float16"]),
         (
             "matmul-reduce-scatter",
             ["-n", "3", "--shape", "41x24x8", "--algorithm", "push", "--link-gbps", "auto", "--chunk-rows", "5"],

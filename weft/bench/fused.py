@@ -81,8 +81,8 @@ class Subject(Views):
 
     As in a model that runs many times, the weight is packed; the baseline has a plain one. `prepare` makes what is particular to an
     operator: the `problem`, its input `a` and its `out`, the `x` that is multiplied into `product` where nothing moves, what is
-    `moved` where nothing is multiplied, by the names of the plan's buffers, the checks of `out` and of what is moved, what the
-    operator takes of `shares` of rows, and what makes the `baseline`'s call.
+    `moved` where nothing is multiplied, by the names of the plan's buffers, the checks of `out`, by the operator and by the
+    baseline, and of what is moved, what the operator takes of `shares` of rows, and what makes the `baseline`'s call.
     """
 
     problem: Problem
@@ -93,6 +93,7 @@ class Subject(Views):
     moved: dict[str, Tensor]
     check: Callable[[int], Check]
     check_moved: Callable[[int], Check]
+    check_baseline: Callable[[int], Check]
     shares: dict[str, Any]
     baseline: Callable[[], Callable[[], object]]
     notes: tuple[str, ...]
@@ -128,7 +129,7 @@ class Subject(Views):
             "pipelined": self.view(self.operator(settings.algorithm, settings.chunk_rows)),
         }
         if settings.gloo:
-            self.views[GLOO] = self.view(self.baseline())
+            self.views[GLOO] = View(self.baseline(), (self.out,), self.check_baseline)
         self.ablation: dict[str, str] = {}
 
     @abstractmethod

@@ -47,7 +47,7 @@ class AllGatherMatmul(Subject):
         self.moved = {"a": self.a, "gathered": world.empty(m, k, dtype=self.dtype)}
         self.x = torch.empty(m, k, dtype=self.dtype)
         self.product = self.out = torch.empty(m, n, dtype=self.out_dtype)
-        self.check = partial(self.problem.check_product, self.out)
+        self.check = self.check_baseline = partial(self.problem.check_product, self.out)
         self.check_moved = partial(self.problem.check_rows, self.moved["gathered"])
         self.shares = {"shard_rows": self.rows}
         self.baseline = partial(gloo_all_gather_matmul, self.a, self.problem.weight, self.out, self.rows)
@@ -86,6 +86,7 @@ class MatmulSum(Subject):
         self.out = torch.empty(self.rows[world.rank] if scatters else m, n, dtype=self.out_dtype)
         self.moved = {"partial": world.empty(m, n, dtype=product), "out": self.out}
         self.check = partial(self.problem.check_product_sum, self.out, start=start)
+        self.check_baseline = partial(self.problem.check_baseline, self.out, start=start)
         self.check_moved = partial(self.problem.check_sum, self.out, start=start)
         self.shares = {"shard_rows": self.rows} if scatters else {}
         gloo = gloo_matmul_reduce_scatter if scatters else gloo_matmul_all_reduce

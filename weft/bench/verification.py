@@ -86,6 +86,7 @@ class Sums(Problem):
         magnitude = self.everything.double().abs() @ self.weight.double().abs()
         rounded = error_bound(magnitude, self.exact, k, dtype, product)
         self.sum, self.sum_bound = self._summed(self.exact, rounded, out_dtype)
+        self.baseline_bound = self._added(error_bound(magnitude, self.exact, k, dtype, out_dtype), out_dtype)
         made = self.everything_made.double()
         self.made_sum, self.made_bound = self._summed(made, torch.zeros_like(made), out_dtype)
 
@@ -97,6 +98,10 @@ class Sums(Problem):
         """Compare rows of the sum of all ranks' products, from row `start` on, with the run's exact ones."""
         return _compare_rows(out, self.sum, self.sum_bound, run + start)
 
+    def check_baseline(self, out: Tensor, run: int, start: int) -> Check:
+        """The same where each product, and then each sum of some ranks', is rounded to the dtype of `out`."""
+        return _compare_rows(out, self.sum, self.baseline_bound, run + start)
+
     def check_sum(self, out: Tensor, run: int, start: int) -> Check:
         """Compare rows of the sum of all ranks' `products`, from row `start` on, with the run's exact ones."""
         return _compare_rows(out, self.made_sum, self.made_bound, run + start)
@@ -107,6 +112,17 @@ class Sums(Problem):
         exact, off, size = (everyones_sum(tensor) for tensor in (terms, errors, terms.abs() + errors))
         off = off + self.host_partial * size
         return exact, off + error_bound(size, exact, ranks, self.weight.dtype, out_dtype) + _unit(out_dtype) * off
+
+    def _added(self, errors: Tensor, dtype: torch.dtype) -> Tensor:
+        """The error of a sum over ranks that is rounded to `dtype` by each of its additions, in whatever order they are made.
+
+        With terms p of ranks, each off by at most e, and unit roundoff u of `dtype` it is at most ``Σe + γ·Σ(|p| + e)``: γ is that
+        of `error_bound` with one addition less than there are ranks, which rounds terms that are themselves off. The exact sum to
+        compare with is as far off with the u of float64.
+        """
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        off, size = everyones_sum(errors), everyones_sum(self.exact.abs() + errors)
+        return off + (_gamma(ranks - 1, dtype) + _gamma(ranks, torch.float64)) * size
 
 
 def everyones_sum(tensor: Tensor) -> Tensor:
