@@ -6,6 +6,7 @@ import contextlib
 import functools
 import glob
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -243,3 +244,120 @@ def test_the_backend_is_there_once_both_are_imported(first):
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
+
+
+def in_a_handler(world, call):
+    """Make a call in a signal handler, as soon as that interrupts a call on the group."""
+
+    def handler(*_):
+        if world.order.doing() or world.messages.doing():
+            call()
+        else:
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+
+
+def left_in_a_handler(world, waits, exits):
+    if dist.get_rank() == 0:
+
+        def leave():
+            dist.destroy_process_group()
+            if exits:
+                sys.exit(3)
+
+        in_a_handler(world, leave)
+        expected, words = (SystemExit, "3") if exits else (dist.DistBackendError, "rank 0 left the group in a signal handler")
+        with pytest.raises(expected, match=words):
+            if waits == "sync":
+                dist.all_reduce(torch.ones(3))
+            elif waits == "async":
+                dist.all_reduce(torch.ones(3), async_op=True)
+                dist.all_reduce(torch.ones(3), async_op=True).wait()
+            else:
+                dist.recv(torch.ones(3), 1)
+        assert not dist.is_initialized()
+        dist.init_process_group("weft", store=dist.HashStore(), rank=0, world_size=1)  # for what leaves it at the end
+    else:
+        with pytest.raises(weft.PeerLost, match=r"rank 0 left the group in a signal handler while it was in (all_reduce|send)"):
+            dist.recv(torch.ones(3), 0)
+    return True
+
+
+@pytest.mark.parametrize("exits", [False, True])
+@pytest.mark.parametrize("waits", ["sync", "async", "recv"])
+def test_a_signal_handler_leaves_the_group(waits, exits):
+    on_ranks(left_in_a_handler, 2, waits, exits, given=group)
+
+
+def called_in_a_handler(world):
+    """A call that would wait for the one that the handler interrupts is refused before anything is sent."""
+    store, x = world.get_group_store(), torch.ones(3)
+    for number, call in enumerate([lambda: dist.all_reduce(x), lambda: dist.recv(x, 1)]):
+        if dist.get_rank() == 0:
+
+            def caught(call=call, number=number):
+                with pytest.raises(weft.WeftError, match=r"called from a signal handler while rank 0 was in (all_reduce|send)"):
+                    call()
+                store.set(f"caught {number}", "")
+
+            in_a_handler(world, caught)
+            call()
+        else:
+            store.wait([f"caught {number}"])
+            dist.send(x, 0) if number else dist.all_reduce(x)
+        assert x.tolist() == [2.0] * 3
+    if dist.get_rank() == 0:  # who does not catch it has the interrupted call fail of it
+        in_a_handler(world, lambda: dist.all_reduce(x, async_op=True).wait())
+    with pytest.raises(weft.WeftError, match="called from a signal handler while rank 0 was in barrier"):
+        dist.recv(x, 0) if dist.get_rank() else dist.barrier()
+
+
+def test_a_signal_handler_calls_on_the_group():
+    on_ranks(called_in_a_handler, 2, given=group)
+
+
+def interrupted(world, kind):
+    """What a signal handler raises comes out of the call that it interrupts, also where that carries out another one first."""
+    if dist.get_rank() == 0:
+
+        def stop():
+            raise kind
+
+        in_a_handler(world, stop)
+        first, second = (dist.all_reduce(torch.ones(3), async_op=True) for _ in range(2))
+        with pytest.raises(kind):
+            second.wait()
+        assert isinstance(first.exception(), kind)
+        with pytest.raises(dist.DistBackendError, match=f"closed: {kind.__name__}"):
+            second.wait()
+    else:
+        with pytest.raises(weft.PeerLost, match=f"rank 0 .* failed with {kind.__name__}"):
+            dist.recv(torch.ones(3), 0)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_is_raised_as_itself(kind):
+    on_ranks(interrupted, 2, kind, given=group)
+
+
+def interrupted_message(world):
+    """A message that is interrupted may have come in part: the group is closed, as by an interrupted collective."""
+    if dist.get_rank() == 0:
+
+        def stop():
+            raise KeyboardInterrupt
+
+        in_a_handler(world, stop)
+        with pytest.raises(KeyboardInterrupt):
+            dist.recv(torch.ones(3), 1)
+        with pytest.raises(dist.DistBackendError, match="closed: KeyboardInterrupt"):
+            dist.recv(torch.ones(3), 1)
+    else:
+        with pytest.raises(weft.PeerLost, match=r"rank 0 .* failed with KeyboardInterrupt"):
+            dist.recv(torch.ones(3), 0)
+
+
+def test_an_interrupted_message_closes_the_group():
+    on_ranks(interrupted_message, 2, given=group)

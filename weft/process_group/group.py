@@ -54,7 +54,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self.store, self.global_ranks = store, [*global_ranks] or [*range(ranks)]
         self.world = init_by_store(store, rank, ranks, timeout)
         self.world.known_as = self.global_ranks
-        self.order = Order(f"weft group of {ranks}")
+        self.order = Order(f"weft group of {ranks}", self.world)
         self.messages = None if self.world.multi_host else Messages(self.world)
         self.gloo: Any = None
         if self.messages is None:
@@ -285,7 +285,12 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self.world.timeout = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Carry out what was issued, then leave the world; so does `dist.destroy_process_group`."""
+        """Carry out what was issued, then leave the world; so does `dist.destroy_process_group`.
+
+        In a signal handler that interrupts a call on the group, that call fails, and so does what was issued.
+        """
+        if doing := self.order.doing() or (self.messages is not None and self.messages.doing()):
+            self.world.fail(WeftError(f"rank {self.rank()} left the group in a signal handler while it was in {doing}"))
         self.order.close()
         if self.messages is not None:
             self.messages.close()

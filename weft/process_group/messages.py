@@ -74,8 +74,7 @@ class Messages(Carrier):
     """The messages of a rank of `world`; made collectively."""
 
     def __init__(self, world: World) -> None:
-        super().__init__("weft messages")
-        self.world = world
+        super().__init__("weft messages", world)
         slot = max(_LEAST, min(_MOST, _BOXES // (SLOTS * world.ranks) // _HEADER * _HEADER)) + _HEADER
         boxes = world.empty(world.ranks, SLOTS, slot, dtype=torch.uint8)
         self.room = slot - _HEADER
@@ -93,11 +92,12 @@ class Messages(Carrier):
         self.coming: dict[int, _Coming] = {}
         self.kept: dict[int, list[_Coming]] = {peer: [] for peer in peers}  # come, and not asked for
         self.changed = threading.Condition()  # guards all of this
-        self.moving = False  # some thread does
+        self.mover: int | None = None  # the thread that moves messages, if any does
         self.closed = self.pending = False
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Begin to send `tensor`, which must stay as it is until the work is over."""
+        self.check()
         work = Work([tensor], self)
         with self.changed:
             self.world.check()
@@ -109,6 +109,7 @@ class Messages(Carrier):
         """Begin to receive a message of at most as many bytes as `tensor`, a contiguous one, from a peer or (None) from any."""
         if not tensor.is_contiguous():
             raise ValueError(f"what is received must be contiguous; got strides {tensor.stride()}")
+        self.check()
         work = Work([tensor], self)
         wanted = _Begun(work, source, tag, as_bytes(tensor).numpy())
         with self.changed:
@@ -124,7 +125,7 @@ class Messages(Carrier):
         return work
 
     def close(self) -> None:
-        """End the threads; what was begun and is not over never will be."""
+        """End the threads; what was begun and is not over fails for those who wait for it."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
@@ -134,7 +135,7 @@ class Messages(Carrier):
 
     def _begun(self) -> None:
         """Move what can be moved at once; the rest is for who waits, or the thread."""
-        if self.moving:
+        if self.mover is not None:
             notify(self.signals, self.bell, self.world.rank)  # for who moves to look again
         else:
             self._move()
@@ -142,11 +143,14 @@ class Messages(Carrier):
 
     def help(self, work: Work, seconds: float | None) -> None:
         """Move messages until `work` is over, unless another thread does."""
+        self.check()
         limit = self.world.timeout if seconds is None else seconds
         deadline = time.monotonic() + limit
         with self.changed:
             while not work.over and (left := deadline - time.monotonic()) > 0:
-                if self.moving:
+                if self.closed:
+                    self._end_all(WeftError(f"rank {self.world.rank} left the group before the message was through"))
+                elif self.mover is not None:
                     self.changed.wait(left)
                 else:
                     self._move_on(lambda: work.over, left)
@@ -156,10 +160,13 @@ class Messages(Carrier):
 
     def take_over(self) -> None:
         with self.changed:
-            if self.moving:
+            if self.mover is not None:
                 self.changed.wait()
             elif not self.closed and self.pending:
                 self._move_on(lambda: not self._pending(), self.world.timeout)
+
+    def doing(self) -> str:
+        return "send or recv" if self.changed._is_owned() or self.mover == threading.get_ident() else ""  # type: ignore[attr-defined]
 
     def _note(self) -> None:
         """Let the thread know whether there is something to move: what was begun, and what has come in part, asked for or not."""
@@ -176,7 +183,7 @@ class Messages(Carrier):
 
     def _move_on(self, enough: Callable[[], bool], seconds: float) -> None:
         """Move messages until it is `enough`, or for so many seconds; what goes wrong ends all that was begun."""
-        self.moving = True
+        self.mover = threading.get_ident()
         try:
             while True:
                 rung = self.signals[self.bell]
@@ -191,12 +198,13 @@ class Messages(Carrier):
                     self.changed.acquire()
         except PeerTimeout:
             pass
-        except BaseException as error:
+        except WeftError as error:
             self._end_all(error)
-            if not isinstance(error, WeftError):  # an interrupt of this thread
-                raise
+        except BaseException as error:  # an interrupt of this thread, perhaps in the middle of a message
+            self._end_all(self.world.fail(error))
+            raise
         finally:
-            self.moving = False
+            self.mover = None
             self._note()
             self.changed.notify_all()
 

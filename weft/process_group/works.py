@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft import _native
-from weft.errors import PeerTimeout
+from weft.errors import PeerTimeout, WeftError
+from weft.world import World
 from weft.world.rendezvous import time_left
 
 _NO_LIMIT = timedelta(0)  # what torch's native code says for none
@@ -99,6 +100,7 @@ class Work(dist.Work):
     def tells(self, call: Callable[[], object]) -> bool:
         """Have this called once it is over, which is to be soon; False if it is over already."""
         assert self.carrier is not None
+        self.carrier.check()
         with _telling:
             if self.over:
                 return False
@@ -117,7 +119,7 @@ class Work(dist.Work):
         return list(self.tensors)
 
 
-_telling = threading.Lock()
+_telling = threading.RLock()  # a signal handler may come between
 _here = threading.local()  # `line`: that of futures that are asked for on this thread
 
 
@@ -175,11 +177,11 @@ class Carrier(ABC):
     waits for them.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name, self.backlog = name, _native.Backlog()
+    def __init__(self, name: str, world: World) -> None:
+        self.name, self.world, self.backlog = name, world, _native.Backlog()
         self.lines: list[ThreadPoolExecutor] = []
         self.thread: threading.Thread | None = None
-        self.starting = threading.Lock()
+        self.starting = threading.RLock()
 
     @abstractmethod
     def help(self, work: Work, seconds: float | None) -> None:
@@ -188,6 +190,18 @@ class Carrier(ABC):
     @abstractmethod
     def take_over(self) -> None:
         """Carry out what nobody does."""
+
+    @abstractmethod
+    def doing(self) -> str:
+        """What this very thread is carrying out, or nothing; if it is, a signal handler asks, which has interrupted it."""
+
+    def check(self) -> None:
+        """Raise `WeftError` for a call of a signal handler that would wait for the call which the handler interrupts."""
+        if doing := self.doing():
+            raise WeftError(
+                f"called from a signal handler while rank {self.world.rank} was in {doing}, which has to end first: a handler may "
+                "raise an exception, call destroy_process_group(), or note the signal for later"
+            )
 
     def issue(self) -> None:
         """Note that there is one more work to be carried out."""
@@ -208,7 +222,7 @@ class Carrier(ABC):
     def close(self) -> None:
         """End the threads, once they have called what there is to call."""
         self.backlog.close()
-        if self.thread is not None:
+        if self.thread is not None and not self.doing():  # for which the thread may be waiting; it ends after that
             self.thread.join()  # it may still tell
         for line in self.lines:
             line.shutdown(wait=False)
@@ -222,19 +236,23 @@ class Carrier(ABC):
 class Order(Carrier):
     """Carries out a group's collectives one at a time, in the order in which they are issued."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.turn = threading.Lock()  # of who carries out
-        self.issued: deque[tuple[Work, Callable[..., object], tuple[Any, ...]]] = deque()  # the first may be under way
+    def __init__(self, name: str, world: World) -> None:
+        super().__init__(name, world)
+        self.turn = threading.RLock()  # of the thread that carries out
+        self.mine: Callable[[], bool] = self.turn._is_owned  # type: ignore[attr-defined]
+        self.call: Callable[..., object] | None = None  # the last that was begun
+        self.issued: deque[tuple[Work, Callable[..., object], tuple[Any, ...]]] = deque()
 
     def now(self, call: Callable[..., object], *args: Any) -> None:
         """Carry out ``call(*args)`` after all that was issued before, and return when it is done."""
-        if not self.issued and self.turn.acquire(blocking=False):
+        if not self.issued and not self.mine() and self.turn.acquire(blocking=False):
             try:
+                self.call = call
                 call(*args)
             finally:
                 self.turn.release()
         else:
+            self.check()
             self.later((), call, *args).wait()
 
     def later(self, tensors: Sequence[Tensor], call: Callable[..., object], *args: Any) -> Work:
@@ -246,6 +264,7 @@ class Order(Carrier):
 
     def help(self, work: Work, seconds: float | None) -> None:
         """Carry out what was issued up to `work`, unless another thread does; with a limit, only wait for the thread that does."""
+        self.check()
         if seconds is None:
             with self.turn:
                 while not work.over:
@@ -261,6 +280,9 @@ class Order(Carrier):
                 if self.issued:
                     self._next()
 
+    def doing(self) -> str:
+        return getattr(self.call, "__name__", "a collective") if self.mine() else ""
+
     def close(self) -> None:
         """Carry out what was issued, and end the threads."""
         with self.turn:
@@ -269,12 +291,14 @@ class Order(Carrier):
         super().close()
 
     def _next(self) -> None:
-        work, call, args = self.issued[0]
+        """Carry out what was issued first. An interrupt of this thread ends that work and is raised, whichever is waited for."""
+        work, self.call, args = self.issued.popleft()
         self.backlog.begin()
-        error = None
         try:
-            call(*args)
-        except BaseException as failure:
-            error = failure
-        self.issued.popleft()
-        work.end(error)
+            self.call(*args)
+        except BaseException as error:
+            work.end(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            work.end()

@@ -149,6 +149,8 @@ class Peers:
         """The error for a failure that a peer caused or reported while this rank was `doing` something; closes the world."""
         self.untold = False
         kind, culprit, text = self.mesh.failure()
+        if culprit == self.rank and kind == "WeftError":  # what this rank itself, in a signal handler, has closed the world for
+            return self.fail(WeftError(f"{text}, and waited {doing}"))
         if kind in ("MismatchError", "PeerTimeout"):
             return self.fail(getattr(errors, kind)(text), culprit)
         if culprit == self.rank:  # another of its threads
