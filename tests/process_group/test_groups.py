@@ -7,6 +7,7 @@ import functools
 import glob
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -361,3 +362,22 @@ def interrupted_message(world):
 
 def test_an_interrupted_message_closes_the_group():
     on_ranks(interrupted_message, 2, given=group)
+
+
+@pytest.mark.parametrize(
+    "last", ["dist.all_reduce(x, async_op=True)", "dist.all_reduce(x, async_op=True).get_future().then(print)"]
+)
+def test_a_process_ends_with_calls_that_nobody_waits_for(last):
+    code = f"import torch, torch.distributed as dist; dist.init_process_group('weft'); x = torch.ones(1000); {last}"
+    for _ in range(3):
+        assert all(code == 0 for code in ended(code))
+
+
+def ended(code):
+    """How two ranks end that run this."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    processes = [subprocess.Popen([sys.executable, "-c", code], env={**environment, "RANK": str(rank)}) for rank in range(2)]
+    return [process.wait(60) for process in processes]

@@ -7,7 +7,9 @@ carries out one at a time, in the order in which they were issued, whatever thre
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -210,6 +212,7 @@ class Carrier(ABC):
                 if self.thread is None:
                     self.thread = threading.Thread(target=self._run, name=self.name, daemon=True)
                     self.thread.start()
+                    _running.add(self)
         self.backlog.issue()
 
     def tell(self, line: int, future: torch.futures.Future[Any]) -> None:
@@ -217,13 +220,17 @@ class Carrier(ABC):
         with self.starting:
             while len(self.lines) <= line:
                 self.lines.append(ThreadPoolExecutor(1, "weft futures", setattr, (_here, "line", len(self.lines) + 1)))
-        self.lines[line].submit(future.set_result, None)
+        try:
+            self.lines[line].submit(future.set_result, None)
+        except RuntimeError:  # this process is about to end, and starts nothing any more
+            future.set_result(None)
 
     def close(self) -> None:
         """End the threads, once they have called what there is to call."""
         self.backlog.close()
         if self.thread is not None and not self.doing():  # for which the thread may be waiting; it ends after that
             self.thread.join()  # it may still tell
+            _running.discard(self)
         for line in self.lines:
             line.shutdown(wait=False)
 
@@ -231,6 +238,17 @@ class Carrier(ABC):
         _native.set_team_size(1)  # what it carries out is beside what its callers compute
         while self.backlog.due():
             self.take_over()
+
+
+_running: set[Carrier] = set()  # those with a thread
+os.register_at_fork(after_in_child=_running.clear)
+
+
+@atexit.register
+def _close_all() -> None:
+    """Let no thread come back from native code to an interpreter that has ended, which aborts the process."""
+    for carrier in list(_running):
+        carrier.close()
 
 
 class Order(Carrier):
