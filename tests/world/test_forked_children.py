@@ -9,7 +9,8 @@ import time
 
 import pytest
 import torch
-from support.ranks import die, on_ranks, start
+import torch.distributed as dist
+from support.ranks import die, group, on_ranks, start
 
 import weft
 
@@ -100,3 +101,24 @@ def grandchildren(world):
 
 def test_children_of_children():
     on_ranks(grandchildren, 2)
+
+
+def forks_beside_a_group(_):
+    work = dist.all_reduce(torch.ones(1 << 16), async_op=True)
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(torch.ones(4)),
+        "async": lambda: dist.all_reduce(torch.ones(4), async_op=True),
+        "wait": work.wait,
+        "send": lambda: dist.send(torch.ones(2), 1 - dist.get_rank()),
+        "destroy": dist.destroy_process_group,
+    }
+    own = f"WeftError: this world belongs to process {os.getpid()}: a forked child makes a world of its own, or none"
+    for name, call in calls.items():
+        assert forked(call) == ("None" if name == "destroy" else own, 0), name
+    work.wait()
+    dist.all_reduce(mine := torch.full((4,), dist.get_rank() + 1.0))
+    assert mine.tolist() == [3.0] * 4
+
+
+def test_a_child_and_a_group_of_its_parent():
+    on_ranks(forks_beside_a_group, 2, given=group)

@@ -289,6 +289,8 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
         In a signal handler that interrupts a call on the group, that call fails, and so does what was issued.
         """
+        if self.world.forked:
+            return
         if doing := self.order.doing() or (self.messages is not None and self.messages.doing()):
             self.world.fail(WeftError(f"rank {self.rank()} left the group in a signal handler while it was in {doing}"))
         self.order.close()

@@ -198,7 +198,8 @@ class Carrier(ABC):
         """What this very thread is carrying out, or nothing; if it is, a signal handler asks, which has interrupted it."""
 
     def check(self) -> None:
-        """Raise `WeftError` for a call of a signal handler that would wait for the call which the handler interrupts."""
+        """Raise `WeftError` in a forked child, and for a call of a signal handler that would wait for the call which it interrupts."""
+        self.world.check_process()
         if doing := self.doing():
             raise WeftError(
                 f"called from a signal handler while rank {self.world.rank} was in {doing}, which has to end first: a handler may "
@@ -275,6 +276,7 @@ class Order(Carrier):
 
     def later(self, tensors: Sequence[Tensor], call: Callable[..., object], *args: Any) -> Work:
         """Issue ``call(*args)``, which fills `tensors`, and return at once."""
+        self.world.check_process()
         work = Work(tensors, self)
         self.issued.append((work, call, args))
         self.issue()

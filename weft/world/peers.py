@@ -149,12 +149,10 @@ class Peers:
         """The error for a failure that a peer caused or reported while this rank was `doing` something; closes the world."""
         self.untold = False
         kind, culprit, text = self.mesh.failure()
-        if culprit == self.rank and kind == "WeftError":  # what this rank itself, in a signal handler, has closed the world for
-            return self.fail(WeftError(f"{text}, and waited {doing}"))
         if kind in ("MismatchError", "PeerTimeout"):
             return self.fail(getattr(errors, kind)(text), culprit)
-        if culprit == self.rank:  # another of its threads
-            return self.fail(WeftError(f"{text}, while rank {self.rank} waited {doing}"))
+        if culprit == self.rank:  # another of its threads, or a signal handler
+            return self.fail(WeftError(f"{text if kind == 'WeftError' else f'{kind}: {text}'}, and waited {doing}"))
         return self.lost(culprit, text or "died" if kind == "PeerLost" else f"failed with {kind}: {text},", doing)
 
     def lost(self, peer: int, how: str, doing: str) -> WeftError:
