@@ -53,7 +53,8 @@ inline void pause() {
 }
 
 int64_t now();  // nanoseconds of CLOCK_MONOTONIC, which is common to all processes of a host
-inline int64_t nanoseconds(double seconds) { return static_cast<int64_t>(seconds * 1e9); }
+constexpr double kLongestWait = 1e6;  // seconds that no wait takes longer than, whatever its limit
+inline int64_t nanoseconds(double seconds) { return static_cast<int64_t>((seconds < kLongestWait ? seconds : kLongestWait) * 1e9); }
 
 constexpr int64_t kSlice = 20'000'000;  // a sleeper looks around at least this often, in nanoseconds
 constexpr int kYields = 300;            // how often a wait gives way: about as long as a peer that shares this core may need

@@ -49,6 +49,16 @@ def _of_another_type(given: object, what: str) -> str:
     return f"{what} must be a plain torch.Tensor; got the subclass {kind}: pass {remedy}"
 
 
+LONGEST = 1e6
+"""Seconds that no wait takes longer than, whatever its limit: what time is counted with holds no more than some."""
+
+
+def limited(timeout: float) -> float:
+    """A world's time limit, of at most `LONGEST`. Raises `ValueError` unless it is a positive number of seconds."""
+    check_timeout(timeout)
+    return min(float(timeout), LONGEST)
+
+
 def check_timeout(timeout: float | None) -> None:
     """Raise `ValueError` unless `timeout` is None or a positive number of seconds."""
     if timeout is not None and not timeout > 0:

@@ -108,7 +108,6 @@ def forks_beside_a_group(_):
     calls = {
         "all_reduce": lambda: dist.all_reduce(torch.ones(4)),
         "async": lambda: dist.all_reduce(torch.ones(4), async_op=True),
-        "wait": work.wait,
         "send": lambda: dist.send(torch.ones(2), 1 - dist.get_rank()),
         "destroy": dist.destroy_process_group,
     }

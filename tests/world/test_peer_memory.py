@@ -17,6 +17,7 @@ from weft.errors import PeerTimeout, WeftError
 from weft.plan import Buffer, Copy, Notify, Plan, Region, Signal, Wait
 from weft.schedules.all_gather import all_gather
 from weft.world import peer_memory
+from weft.world.peer_memory import Probe
 
 NUMBERS = peer_memory.LEAST_BYTES // 4  # float32 of a tensor that is just large enough
 
@@ -162,13 +163,14 @@ def test_a_peer_that_cannot_be_read():
 
 
 def test_why_memory_cannot_be_read():
-    number = torch.tensor([os.getpid()])
-    assert peer_memory.refusal([os.getpid()], [number.data_ptr()]) == ""
-    assert peer_memory.refusal([os.getpid()] * 2, [number.data_ptr(), 0]) == "tensors of rank 1 lie in small pages"
-    assert "another one here" in peer_memory.refusal([os.getpid()], [(number + 1).data_ptr()])
+    number = torch.tensor([7])
+    own = Probe(7, number.data_ptr())
+    assert peer_memory.refusal([os.getpid()], [own]) == ""
+    assert peer_memory.refusal([os.getpid()] * 2, [own, Probe()]) == "tensors of rank 1 lie in small pages"
+    assert "another one here" in peer_memory.refusal([os.getpid()], [Probe(8, number.data_ptr())])
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    assert peer_memory.refusal([child.pid], [number.data_ptr()]) == f"process {child.pid} cannot be read: No such process"
+    assert peer_memory.refusal([child.pid], [own]) == f"process {child.pid} cannot be read: No such process"
 
 
 @pytest.mark.parametrize(
@@ -187,4 +189,18 @@ def test_huge_pages(tmp_path, monkeypatch, policy, asked, huge):
     assert peer_memory.huge_pages() is huge
     monkeypatch.setattr(peer_memory, "_ENABLED", tmp_path / "none")
     assert not peer_memory.huge_pages(), "a kernel without them"
-    assert not peer_memory.probe()
+    assert not peer_memory.probe().address
+
+
+def test_processes_have_numbers_of_their_own():
+    """Else one whose id and addresses another has, as in containers that share a network, would be read in its place."""
+    before, (told, tell) = peer_memory.probe().number, os.pipe()
+    if not (child := os.fork()):
+        os.write(tell, peer_memory.probe().number.to_bytes(8, "little"))
+        os._exit(0)
+    os.waitpid(child, 0)
+    forked = int.from_bytes(os.read(told, 8), "little")
+    os.close(told)
+    os.close(tell)
+    assert len({before, forked, os.getpid(), child}) == 4
+    assert peer_memory.probe().number == before

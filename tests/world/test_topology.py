@@ -149,7 +149,7 @@ def test_a_host_that_says_nothing_of_itself(tmp_path):
 def test_ranks_are_grouped_by_what_their_cores_share(machine, name, ranks, sizes):
     found = machine(name)
     spots = [topology.spot(found, cpus) for cpus in topology.assign(found, everything(found), ranks)]
-    levels = groups([Place(1, "host", Address(0, "", b""), frozenset(), 1, spot) for spot in spots])
+    levels = groups([Place(1, "host", Address("", 0, b""), frozenset(), 1, spot) for spot in spots])
     assert sorted({max(map(level.count, level)) for level in levels}) == sizes
     assert all(level == tuple(sorted(level)) for level in levels)
 
@@ -162,5 +162,5 @@ def test_ranks_are_grouped_as_deep_as_all_are_known(machine):
     assert topology.spot(found, everything(found)) == (0,)
     assert topology.spot(machine("xeon"), numbers("0,32")) == ()
     spots = [(0, 0, 0), (0, 0, 8), (0, 1, 16), (0, 1)]
-    places = [Place(1, host, Address(0, "", b""), frozenset(), 1, spot) for host in ("one", "two") for spot in spots]
+    places = [Place(1, host, Address("", 0, b""), frozenset(), 1, spot) for host in ("one", "two") for spot in spots]
     assert groups(places) == ((0, 0, 1, 1, 2, 2, 3, 3), (0, 0, 0, 0, 1, 1, 1, 1), (0, 0, 0, 0, 1, 1, 1, 1))

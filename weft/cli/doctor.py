@@ -14,7 +14,6 @@ import time
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 from timeit import repeat, timeit
 from typing import Any, NamedTuple
@@ -24,7 +23,6 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from weft import _native
 from weft.checks import name as dtype_name
@@ -38,7 +36,7 @@ from weft.ops.barrier import barrier
 from weft.schedules.thresholds import CROWDED_HOP, Thresholds
 from weft.world import World, init, peer_memory, placement
 from weft.world.listener import addresses, family_of, named_interface
-from weft.world.rendezvous import ByStore, host_identity, join, launcher_variables, translated
+from weft.world.rendezvous import ByStore, host_identity, join, launched, launcher_variables, translated
 
 PING, BULK, ROUNDS = 1, 8 << 20, 20  # bytes of a small and a large message, and how many small ones
 PRODUCT = 1024  # rows and columns of the product that is timed
@@ -59,17 +57,23 @@ class Met(NamedTuple):
     port: int
 
 
+class Tried(NamedTuple):
+    """Why one rank could not connect to which others."""
+
+    failed: dict[int, str]
+
+
 def diagnose(console: Console) -> bool:
     """Print what the ranks see, on rank 0; whether nothing is wrong. Collective."""
     try:
         if not dist.is_initialized() and translated(os.environ):
-            store, rank, ranks = next(rendezvous("env://", timeout=timedelta(seconds=_MEETING)))
+            store, rank, ranks = launched(_MEETING)
             troubles = _reach(ByStore(PrefixStore("weft doctor", store), rank, ranks))
             if rank == 0:
                 _tell(troubles, console)
             if troubles:
                 return False
-            join(store, rank, ranks)
+            join(store, rank, ranks, _MEETING)
         world = init(timeout=60.0)
     except (RuntimeError, ValueError) as error:
         variables = launcher_variables(os.environ) or {}
@@ -114,8 +118,8 @@ def _reach(meeting: ByStore) -> list[str]:
         with meeting.exchanged(own, _MEETING) as everyone:
             far = [peer for peer, met in enumerate(everyone) if met.host != own.host]
             tries = zip(far, pool.map(lambda peer: _connect(everyone[peer]), far), strict=True)
-        with meeting.exchanged({peer: why for peer, why in tries if why}, _MEETING) as failed:  # now nobody needs the listener
-            return [*_unreachable(everyone, failed)]
+        with meeting.exchanged(Tried({peer: why for peer, why in tries if why}), _MEETING) as tried:
+            return [*_unreachable(everyone, [failed for (failed,) in tried])]  # now nobody needs the listener
 
 
 def _listening(interface: str, known: Mapping[str, str]) -> socket.socket:

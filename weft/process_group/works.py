@@ -198,7 +198,7 @@ class Carrier(ABC):
         """What this very thread is carrying out, or nothing; if it is, a signal handler asks, which has interrupted it."""
 
     def check(self) -> None:
-        """Raise `WeftError` in a forked child, and for a call of a signal handler that would wait for the call which it interrupts."""
+        """Raise `WeftError` in a forked child, and for a call of a signal handler that would wait for what it interrupts."""
         self.world.check_process()
         if doing := self.doing():
             raise WeftError(

@@ -7,6 +7,7 @@ is one); who calls is checked to be the same user. Between hosts, and here too, 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hmac
 import ipaddress
@@ -17,41 +18,60 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from weft.errors import PeerLost, PeerTimeout, WeftError
 from weft.world.topology import said
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable that names the interface to use, to gloo too
 _HELLO = struct.Struct("16si")  # the secret of who is called, and the rank that calls
-_AT_ONCE = 1.0  # seconds in which who calls says who it is
+_BACKLOG = 1024  # callers that the kernel keeps until they are answered
+_STRANGERS = 64  # callers, beside as many as there are peers, that may take their time to say who they are
+_AGAIN = 0.01  # seconds after which a peer is called again that has too many callers just now
+_LATER = (errno.EINPROGRESS, errno.EALREADY, errno.EAGAIN)
 _SIOCGIFADDR = 0x8915
 
 
-class Address(NamedTuple):
-    """Where a rank listens, and what it wants to hear."""
+@dataclass(frozen=True)
+class Address:
+    """Where a rank listens, and what it wants to hear: a host and a port, or the name of a Unix socket and no port."""
 
-    family: int
-    at: Any
+    host: str
+    port: int
     secret: bytes
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 1 << 16:
+            raise ValueError(f"there is no port {self.port}")
+
+    @property
+    def family(self) -> socket.AddressFamily:
+        return family_of(self.host) if self.port else socket.AF_UNIX
+
+    @property
+    def at(self) -> str | tuple[str, int]:
+        """What sockets call it."""
+        return (self.host, self.port) if self.port else self.host
+
     def __str__(self) -> str:
-        return f" at {self.at[0]}, port {self.at[1]}" if self.family != socket.AF_UNIX else ""
+        return f" at {self.host}, port {self.port}" if self.port else ""
 
 
 class Listener:
-    """This rank's `socket`, to which peers connect at its `address`."""
+    """This rank's `socket`, to which peers connect at its `address`: a port of this `host`, or a Unix socket without one."""
 
-    def __init__(self, family: int = socket.AF_UNIX, host: str = "") -> None:
-        self.socket = _made(family)
+    def __init__(self, host: str = "") -> None:
+        name = f"\0weft-{secrets.token_hex(16)}"
+        self.socket = _made(family_of(host) if host else socket.AF_UNIX)
         try:
-            self.socket.bind(f"\0weft-{secrets.token_hex(16)}" if family == socket.AF_UNIX else (host, 0))
-            self.socket.listen(1024)
+            self.socket.bind((host, 0) if host else name)
+            self.socket.listen(_BACKLOG)
+            port = self.socket.getsockname()[1] if host else 0
         except BaseException:
             self.socket.close()
             raise
-        self.address = Address(family, self.socket.getsockname(), secrets.token_bytes(16))
+        self.address = Address(host or name, port, secrets.token_bytes(16))
 
     def connect(
         self, rank: int, peers: Mapping[int, tuple[int, Address]], timeout: float
@@ -59,81 +79,159 @@ class Listener:
         """Call all `peers`, of each of which the pid and the address are given, and be called by them: the connections of the lower
         rank's call and of the higher's to each.
 
-        Raises `PeerTimeout` naming the ranks that did not appear, `PeerLost` one that is gone.
+        Others may call as well, and delay nobody. Raises `PeerTimeout` naming the ranks that did not appear, `PeerLost` one that is
+        gone, `WeftError` one that another user runs.
         """
         deadline = time.monotonic() + timeout
-        called: dict[int, socket.socket] = {}
-        callers: dict[int, socket.socket] = {}
         with contextlib.ExitStack() as made:
-            for peer, (pid, address) in peers.items():
-                called[peer] = made.enter_context(_call(rank, peer, pid, address, deadline))
-            while missing := [peer for peer in peers if peer not in callers]:
-                watched = {called[peer].fileno(): peer for peer in missing}
+            callers = made.enter_context(_Callers(rank, self, peers))
+            calls = [_Call(rank, peer, *about) for peer, about in peers.items()]
+            for call in calls:
+                made.enter_context(call.socket)
+                call.go_on()
+            while missing := [call for call in calls if not (call.through and call.peer in callers.known)]:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise next((call.unanswered("no answer") for call in missing if not call.through), None) or PeerTimeout(
+                        f"rank {rank} waited {timeout:g} s for ranks {[call.peer for call in missing]} to connect"
+                    )
                 here = select.poll()
-                here.register(self.socket, select.POLLIN)
-                for fd in watched:
-                    here.register(fd, select.POLLRDHUP)
-                ready = [fd for fd, _ in here.poll(max(0.0, deadline - time.monotonic()) * 1000)]
-                if self.socket.fileno() in ready:  # first: who has called may go
-                    if (hello := self._answer()) is not None:
-                        callers[hello[0]] = made.enter_context(hello[1])
-                elif ready:
-                    raise _lost(rank, watched[ready[0]], peers[watched[ready[0]]][0])
-                else:
-                    raise PeerTimeout(f"rank {rank} waited {timeout:g} s for ranks {missing} to connect")
-            for each in (*called.values(), *callers.values()):
-                each.settimeout(None)
+                for fd, events in [*callers.awaited(), *(call.awaited() for call in missing if call.begun)]:
+                    here.register(fd, events)
+                ready = {fd for fd, _ in here.poll(1000 * (left if all(call.begun for call in missing) else min(left, _AGAIN)))}
+                callers.answer()  # first: who has called may go
+                for call in missing:
+                    if not call.through and (not call.begun or call.socket.fileno() in ready):
+                        call.go_on()
+                    elif call.through and call.peer not in callers.known and call.socket.fileno() in ready:
+                        raise call.lost()
+            for connection in (*(call.socket for call in calls), *callers.known.values()):
+                connection.setblocking(True)
             made.pop_all()
-        return {peer: (called[peer], callers[peer]) if rank < peer else (callers[peer], called[peer]) for peer in peers}
-
-    def _answer(self) -> tuple[int, socket.socket] | None:
-        """Who calls, with the connection; None for a stranger, or one that is gone again."""
-        caller, _ = self.socket.accept()
-        with contextlib.ExitStack() as stranger, contextlib.suppress(ConnectionError, TimeoutError):
-            stranger.enter_context(caller)
-            caller.settimeout(_AT_ONCE)
-            hello = b""
-            while len(hello) < _HELLO.size and _same_user(caller) and (more := caller.recv(_HELLO.size - len(hello))):
-                hello += more
-            if len(hello) == _HELLO.size and hmac.compare_digest(hello[:16], self.address.secret):
-                stranger.pop_all()
-                return _HELLO.unpack(hello)[1], caller
-        return None
+            callers.cut_off()
+        pairs = [(call.peer, call.socket, callers.known[call.peer]) for call in calls]
+        return {peer: (called, caller) if rank < peer else (caller, called) for peer, called, caller in pairs}
 
 
-def _call(rank: int, peer: int, pid: int, address: Address, deadline: float) -> socket.socket:
-    """A connection to a peer."""
-    to, here = _made(address.family), address.family == socket.AF_UNIX
-    try:
-        to.settimeout(max(0.001, deadline - time.monotonic()))
-        to.connect(address.at)
-        to.sendall(_HELLO.pack(address.secret, rank))
-    except BaseException as error:
-        to.close()
-        if isinstance(error, ConnectionError):
-            raise _lost(rank, peer, pid) from error
-        if isinstance(error, TimeoutError) or (isinstance(error, OSError) and not here):
-            why = "no answer" if isinstance(error, TimeoutError) else error.strerror
-            hint = "" if here else f"; is there a firewall? {INTERFACE} says which interface ranks use, `weft doctor` what is wrong"
-            raise PeerTimeout(f"rank {rank} cannot reach rank {peer} (pid {pid}){address}: {why}{hint}") from error
-        raise
-    return to
+class _Call:
+    """This rank's call to a peer: it has `begun` unless too many others call, and is `through` when the peer can read who calls."""
+
+    def __init__(self, rank: int, peer: int, pid: int, address: Address) -> None:
+        self.rank, self.peer, self.pid, self.address = rank, peer, pid, address
+        self.socket, self.begun, self.through = _made(address.family), False, False
+
+    def go_on(self) -> None:
+        """Connect, and say who calls, as far as that goes without waiting."""
+        try:
+            code = self.socket.connect_ex(self.address.at)
+            self.begun = code != errno.EAGAIN
+            if code in _LATER:
+                return
+            if code not in (0, errno.EISCONN):
+                raise OSError(code, os.strerror(code))
+            self.socket.sendall(_HELLO.pack(self.address.secret, self.rank))
+            self.through = True
+        except ConnectionError as error:
+            raise self.lost() from error
+        except OSError as error:
+            if self.address.family == socket.AF_UNIX:
+                raise
+            raise self.unanswered(error.strerror or str(error)) from error
+
+    def awaited(self) -> tuple[int, int]:
+        """What goes on with the call: that it comes to the peer, and then that the peer is lost."""
+        return self.socket.fileno(), select.POLLRDHUP if self.through else select.POLLOUT
+
+    def lost(self) -> PeerLost:
+        how = "died or gave up"
+        return PeerLost(f"rank {self.peer} (pid {self.pid}) {how} while rank {self.rank} waited to connect to it", how)
+
+    def unanswered(self, why: str) -> PeerTimeout:
+        hint = f"; is there a firewall? {INTERFACE} says which interface ranks use, `weft doctor` what is wrong"
+        whom = f"rank {self.peer} (pid {self.pid}){self.address}"
+        return PeerTimeout(f"rank {self.rank} cannot reach {whom}: {why}{hint if self.address.port else ''}")
 
 
-def _lost(rank: int, peer: int, pid: int) -> PeerLost:
-    how = "died or gave up"
-    return PeerLost(f"rank {peer} (pid {pid}) {how} while rank {rank} waited to connect to it", how)
+class _Callers:
+    """Who calls this rank: peers that are `known` by what they said, and strangers, who may be peers that have not said it yet."""
+
+    def __init__(self, rank: int, listener: Listener, peers: Mapping[int, object]) -> None:
+        self.rank, self.listener, self.peers = rank, listener, peers
+        self.known: dict[int, socket.socket] = {}
+        self.strangers: dict[socket.socket, bytes] = {}  # each with what it has said so far, in the order in which they called
+
+    def __enter__(self) -> _Callers:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.cut_off()
+        for caller in self.known.values():
+            caller.close()
+
+    def awaited(self) -> list[tuple[int, int]]:
+        """What there is to answer when it comes."""
+        return [(each.fileno(), select.POLLIN) for each in (self.listener.socket, *self.strangers)]
+
+    def answer(self) -> None:
+        """Take what callers have said so far, and all who have called by now."""
+        for caller in [*self.strangers]:
+            self._hear(caller)
+        for _ in range(_BACKLOG):
+            try:
+                caller, _ = self.listener.socket.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError:  # it is gone again
+                continue
+            caller.setblocking(False)
+            self.strangers[caller] = b""
+            self._hear(caller)
+            self.cut_off(keep=len(self.peers) + _STRANGERS)
+
+    def cut_off(self, keep: int = 0) -> None:
+        """Hang up on strangers, but the last that called."""
+        for caller in [*self.strangers][: max(0, len(self.strangers) - keep)]:
+            del self.strangers[caller]
+            caller.close()
+
+    def _hear(self, caller: socket.socket) -> None:
+        """Take what a stranger says, who may then be known."""
+        heard = self.strangers[caller]
+        try:
+            more = caller.recv(_HELLO.size - len(heard))
+        except BlockingIOError:
+            return
+        except OSError:  # it is gone
+            more = b""
+        self.strangers[caller] = heard = heard + more
+        if more and len(heard) < _HELLO.size:
+            return
+        if len(heard) == _HELLO.size and hmac.compare_digest(heard[:16], self.listener.address.secret):
+            peer = _HELLO.unpack(heard)[1]
+            if (user := _user(caller)) != os.getuid():
+                raise WeftError(
+                    f"rank {peer} runs as another user than rank {self.rank}: {user} and {os.getuid()}; let one user run all ranks "
+                    "of a host, in one user namespace"
+                )
+            if peer in self.peers and peer not in self.known:
+                self.known[peer] = caller
+        del self.strangers[caller]
+        if caller not in self.known.values():
+            caller.close()
 
 
 def _made(family: int) -> socket.socket:
-    return socket.socket(family, socket.SOCK_SEQPACKET if family == socket.AF_UNIX else socket.SOCK_STREAM)
+    made = socket.socket(family, socket.SOCK_SEQPACKET if family == socket.AF_UNIX else socket.SOCK_STREAM)
+    made.setblocking(False)
+    return made
 
 
-def _same_user(caller: socket.socket) -> bool:
+def _user(caller: socket.socket) -> int:
+    """Who runs the process that calls; over TCP nobody can tell, and it may be anybody."""
     if caller.family != socket.AF_UNIX:
-        return True
+        return os.getuid()
     _, uid, _ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return bool(uid == os.getuid())
+    return int(uid)
 
 
 def listen_to_hosts(rank: int) -> Listener:
@@ -143,7 +241,7 @@ def listen_to_hosts(rank: int) -> Listener:
     for host in [known[interface]] if interface in known else [] if interface else _candidates(known):
         try:
             if not ipaddress.ip_address(host).is_loopback:
-                return Listener(family_of(host), host)
+                return Listener(host)
         except OSError as error:
             tried.append(f"{host}: {error.strerror}")
     named = f"{INTERFACE}={interface} is no interface with an address" if interface else "no address that others could reach"

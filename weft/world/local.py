@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from weft import _native
+from weft.checks import limited
 from weft.errors import PeerLost
 from weft.world.device_memory import check_device, check_products
 from weft.world.listener import Address
@@ -39,7 +40,7 @@ class LocalWorld:
     def __init__(self, ranks: int, device: torch.device, timeout: float, streams: bool, products: str) -> None:
         self.ranks, self.device = ranks, device
         self.threads = [ThreadPoolExecutor(1, f"rank {rank}") for rank in range(ranks)]
-        cores, nowhere = frozenset(os.sched_getaffinity(0)), Address(socket.AF_UNIX, "", b"")
+        cores, nowhere = frozenset(os.sched_getaffinity(0)), Address("", 0, b"")
         place = Place(os.getpid(), host_identity(), nowhere, cores, threads_per_rank(ranks), (), thresholds(), probe())
         sockets = _sockets(ranks)
 
@@ -117,13 +118,11 @@ def local_world(
     """
     if ranks < 1:
         raise ValueError(f"at least one rank is needed; got {ranks}")
-    if not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds; got {timeout}")
     place = check_device(device)
     if place.type == "cuda":
         _check_queues(ranks)
     check_products(products, place)
-    return LocalWorld(ranks, place, timeout, streams or place.type == "cuda" or products == "triton", products)
+    return LocalWorld(ranks, place, limited(timeout), streams or place.type == "cuda" or products == "triton", products)
 
 
 def _check_queues(ranks: int) -> None:

@@ -7,11 +7,12 @@ That pays where tensors lie in huge pages, of which the kernel has few to look u
 
 from __future__ import annotations
 
+import ctypes
 import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
-
-import torch
+from typing import NamedTuple
 
 from weft import _native
 
@@ -19,7 +20,15 @@ LEAST_BYTES = 2 << 20
 """What is smaller does not lie in a huge page."""
 
 _ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_NUMBER = torch.zeros(1, dtype=torch.int64)  # for peers to read: this process's
+_NUMBER = ctypes.c_uint64()  # for peers to read: at random, so that no other process of any container has the same
+
+
+def _draw() -> None:
+    _NUMBER.value = secrets.randbits(63)
+
+
+_draw()
+os.register_at_fork(after_in_child=_draw)
 
 
 def huge_pages() -> bool:
@@ -33,19 +42,26 @@ def huge_pages() -> bool:
     return "[always]" in policy or ("[madvise]" in policy and os.environ.get("THP_MEM_ALLOC_ENABLE") == "1")
 
 
-def probe() -> int:
-    """Where peers find this process's number in its memory; 0 if reading its tensors there would not pay."""
-    _NUMBER[0] = os.getpid()
-    return _NUMBER.data_ptr() if huge_pages() else 0
+class Probe(NamedTuple):
+    """A process's number, and where peers find it in its memory; 0 if reading its tensors there would not pay."""
+
+    number: int = 0
+    address: int = 0
 
 
-def refusal(pids: Sequence[int], probes: Sequence[int]) -> str:
+def probe() -> Probe:
+    """This process's."""
+    return Probe(_NUMBER.value, ctypes.addressof(_NUMBER) if huge_pages() else 0)
+
+
+def refusal(pids: Sequence[int], probes: Sequence[Probe]) -> str:
     """Why this process stages its tensors instead of reading those of others, or nothing."""
-    if 0 in probes:
-        return f"tensors of rank {probes.index(0)} lie in small pages"
-    for pid, probe in zip(pids, probes, strict=True):
+    for rank, probe in enumerate(probes):
+        if not probe.address:
+            return f"tensors of rank {rank} lie in small pages"
+    for pid, (number, address) in zip(pids, probes, strict=True):
         try:
-            if _native.read_number(pid, probe) != pid:
+            if _native.read_number(pid, address) != number:
                 return f"process {pid} is another one here than where it runs"
         except OSError as error:
             return f"process {pid} cannot be read: {error.strerror}"

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import Store
 
 from weft import _native
-from weft.checks import check_tensor
+from weft.checks import check_tensor, limited
 from weft.errors import WeftError
 from weft.plan import Plan
 from weft.world import device_memory, memory, peer_memory, placement, topology
@@ -24,7 +24,7 @@ from weft.world.forked import keep
 from weft.world.listener import Listener, listen_to_hosts
 from weft.world.peers import Backend, Peers
 from weft.world.relay import Relay
-from weft.world.rendezvous import ByGroup, ByStore, Place, default_group, host_identity
+from weft.world.rendezvous import STARTING, ByGroup, ByStore, Place, by, default_group, host_identity
 from weft.world.signals import Signals
 
 
@@ -35,6 +35,8 @@ class Recorder(Protocol):
         """Called after each execution with the rows of each shard, and ``(lane, index of the instruction, start, stop)`` in
         nanoseconds."""
 
+
+_TIMEOUT = 30.0  # seconds that waits of a world may take unless it is made with another limit
 
 _default: World | None = None
 
@@ -201,7 +203,7 @@ class World(Peers):
 def init(
     group: dist.ProcessGroup | None = None,
     *,
-    timeout: float = 30.0,
+    timeout: float | None = None,
     device: torch.device | str = "cpu",
     products: str = "torch",
     comm_threads: int = 1,
@@ -215,11 +217,14 @@ def init(
     them or the variable WEFT_BIND is 0.
 
     Ranks of one host share memory; those of different hosts connect by TCP, on the interface that the variable GLOO_SOCKET_IFNAME
-    names if it is set. Which ranks share a host is found out. `timeout` is in seconds and bounds every wait. `device` is where the
-    ranks' tensors are: ``cpu``, or ``cuda``, this process's current GPU, whose memory peers reach through torch's symmetric memory
-    (several ranks on one GPU with the variable TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1). There fused operators multiply by
-    `products`: ``torch``, a product behind each wait, or ``triton``, one persistent kernel that waits for rows and puts and
-    announces its tiles itself; on a CPU that kernel runs under TRITON_INTERPRET=1.
+    names if it is set. Which ranks share a host is found out. `timeout` is in seconds and bounds every wait, by default 30, and
+    that for ranks which have not come yet, by default 300, since some may import for long; a longer limit than a million seconds
+    is one of a million.
+
+    `device` is where the ranks' tensors are: ``cpu``, or ``cuda``, this process's current GPU, whose memory peers reach through
+    torch's symmetric memory (several ranks on one GPU with the variable TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1). There fused
+    operators multiply by `products`: ``torch``, a product behind each wait, or ``triton``, one persistent kernel that waits for
+    rows and puts and announces its tiles itself; on a CPU that kernel runs under TRITON_INTERPRET=1.
 
     Copies and sums of 256 KiB and more are shared by as many threads as torch computes with on the caller's thread
     (``torch.get_num_threads()``), unless the ranks of this host have more threads than cores now. Those that run beside it, in the
@@ -227,9 +232,9 @@ def init(
     than one pay where ``torch.set_num_threads`` leaves cores to them. On a rank of a `local_world` this is its world there.
 
     Raises `ValueError` for a `timeout` or `comm_threads` that is not positive; `WeftError` if there is no GPU, ranks with GPUs are
-    on several hosts, or this host has no address for ranks on others; `PeerTimeout` if some ranks do not appear or cannot be
-    reached; `PeerLost` if one dies or gives up meanwhile. After either the group is of no more use. `SymmetricMemoryError` if this
-    rank lacks memory.
+    on several hosts, this host has no address for ranks on others, or ranks run other versions of weft, as other users, or belong
+    to another job; `PeerTimeout` if some ranks do not appear or cannot be reached; `PeerLost` if one dies or gives up meanwhile.
+    After any of these the group is of no more use. `SymmetricMemoryError` if this rank lacks memory.
     """
     global _default
     if group is None and (here := _here.world) is not None:
@@ -239,15 +244,14 @@ def init(
     device_memory.check_products(products, place)
     if place.type == "cuda" and place.index != torch.cuda.current_device():
         raise ValueError(f"ranks work on their process's current GPU: call torch.cuda.set_device({place.index}) first")
-    if not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds; got {timeout}")
     if not (isinstance(comm_threads, int) and comm_threads > 0):
         raise ValueError(f"comm_threads must be a positive whole number; got {comm_threads!r}")
-    members = default_group() if group is None else group
+    limit, starting = (_TIMEOUT, STARTING) if timeout is None else (limited(timeout),) * 2
+    members = default_group(timeout=starting) if group is None else group
     placement.bind_as_launched()  # before there is memory
     shared = members if place.type == "cuda" else None  # a world that needs no group keeps none, nor its threads, alive
     backend = Backend(place, place.type == "cuda" or products == "triton", products, group=shared, comm_threads=comm_threads)
-    world = _joined(ByStore(HashStore(), 0, 1) if members is None else ByGroup(members), timeout, backend)
+    world = _joined(ByStore(HashStore(), 0, 1) if members is None else by(members), limit, backend)
     if group is None:
         _default = world
     return world
@@ -258,7 +262,7 @@ def init_by_store(store: Store, rank: int, ranks: int, timeout: float) -> World:
 
     `timeout` and errors are those of `init`.
     """
-    return _joined(ByStore(store, rank, ranks), timeout, Backend(torch.device("cpu")))
+    return _joined(ByStore(store, rank, ranks), limited(timeout), Backend(torch.device("cpu")))
 
 
 def _joined(meeting: ByGroup | ByStore, timeout: float, backend: Backend) -> World:

@@ -1,0 +1,372 @@
+"""How ranks meet: who is missing is named in time, other jobs and strangers are kept out, and nothing that is heard is run."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pickle
+import re
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import group, on_ranks, start
+from torch._C._distributed_c10d import HashStore, TCPStore
+
+import weft
+from weft.errors import PeerLost, PeerTimeout, WeftError
+from weft.world import listener as listening
+from weft.world import rendezvous
+from weft.world.listener import Address, Listener
+from weft.world.peer_memory import Probe
+from weft.world.rendezvous import ByStore, Place, Word, launcher_variables
+from weft.world.words import meant, words
+
+PLACE = Place(7, "host", Address("10.0.0.1", 80, b"secret"), frozenset({0, 3}), 2, (-1, 0), probe=Probe(2**62, 1))
+SOON = 20.0  # seconds within which anything here is over that does not wait for its limit
+
+
+@pytest.mark.parametrize("value", [PLACE, PLACE._replace(address=Address("\0weft-1", 0, b"")), Word("0.1", "a job", "", [1, "2"])])
+def test_what_ranks_tell_each_other_is_understood(value):
+    assert meant(words(value), type(value)) == value
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"\xff",
+        b"[" * 100_000,
+        pickle.dumps(PLACE),
+        b"7",
+        b"{}",
+        words(PLACE[:-1]),
+        words([*PLACE, 0]),
+        words(PLACE._replace(pid=True)),
+        words(PLACE._replace(pid=2**63)),
+        words(PLACE._replace(host=7)),
+        words(PLACE._replace(cores="0-3")),
+        words(PLACE._replace(address=["10.0.0.1", 80, "no secret"])),
+        words(PLACE._replace(address=["10.0.0.1", 65536, ""])),
+        words(PLACE._replace(thresholds=[1, 2])),
+        words(PLACE).replace(b"3.0", b"NaN"),
+    ],
+    ids=range(16),
+)
+def test_what_is_no_place_is_refused(said):
+    with pytest.raises(ValueError):  # noqa: PT011
+        meant(said, Place)
+
+
+class _Harmful:
+    """What makes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.path),)
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "text"),
+    [
+        (lambda path: pickle.dumps(_Harmful(path)), WeftError, "rank 0 does not understand what rank 1 says of where it is"),
+        (
+            lambda path: words(Word(weft.__version__, "", "", "here")),
+            WeftError,
+            "what rank 1 says of where it is: 'here' is no list",
+        ),
+        (lambda path: words(Word("0.0.9", "", "", None)), WeftError, f"rank 1 runs weft 0.0.9, rank 0 {weft.__version__}"),
+        (lambda path: words(Word(weft.__version__, "B", "", None)), WeftError, "rank 1 belongs to another job ('B', rank 0 to '')"),
+        (
+            lambda path: words(Word(weft.__version__, "", "no room", None)),
+            PeerLost,
+            "rank 1 gave up while rank 0 waited to learn where it is: no room",
+        ),
+    ],
+    ids=["pickled", "garbled", "version", "job", "gives up"],
+)
+def test_what_others_say_is_looked_at_and_not_run(tmp_path, monkeypatch, said, kind, text):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    store = HashStore()
+    store.set("weft 1/0 1", said(tmp_path / "harm"))
+    with pytest.raises(kind, match=re.escape(text)), ByStore(store, 0, 2).exchanged(PLACE, SOON):
+        pass
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_store_that_is_lost_is_no_limit_that_is_over():
+    server = TCPStore("127.0.0.1", 0, None, True)
+    meeting = ByStore(TCPStore("127.0.0.1", server.port, None, False), 0, 2)
+    with ThreadPoolExecutor() as pool:
+        lost = pool.submit(meeting.exchanged(PLACE, 300.0).__enter__)
+        while not server.check(["weft 1/0 0"]):
+            time.sleep(0.001)
+        del server
+        with pytest.raises(PeerLost, match=r"rank 0 lost the store while it waited for rank [01] to say"):
+            lost.result(SOON)
+    with (
+        pytest.raises(PeerTimeout, match=r"rank 0 waited 0.1 s for rank 1 to say where it is$"),
+        ByStore(HashStore(), 0, 2).exchanged(PLACE, 0.1),
+    ):
+        pass
+
+
+@contextlib.contextmanager
+def all_but(missing):
+    """A world of all ranks but one, which has not been started."""
+    if int(os.environ["RANK"]) == missing:
+        yield None
+    else:
+        with weft.init(timeout=1.5) as world:
+            yield world
+
+
+def without_the_first():
+    return all_but(0)
+
+
+def without_the_last():
+    return all_but(2)
+
+
+def nothing(_):
+    return None
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            without_the_last,
+            r"waited 1.5 s for rank 2 of 3 to join the job at 127.0.0.1:\d+: is it started, and are MASTER_ADDR and",
+        ),
+        (without_the_first, r"waited 1.5 s for rank 0 of the job to listen at 127.0.0.1:\d+: is it started"),
+    ],
+    ids=["last", "first"],
+)
+def test_a_rank_that_is_not_started_is_named_in_time(given, text):
+    began = time.monotonic()
+    missed = [outcome.error for outcome in start(nothing, 3, given=given) if outcome.error]
+    assert time.monotonic() - began < SOON
+    assert len(missed) == 2
+    for error in missed:
+        assert isinstance(error, PeerTimeout), error
+        assert re.search(text, str(error)), error
+
+
+def test_a_long_wait_is_told(monkeypatch, caplog):
+    monkeypatch.setattr(rendezvous, "_PATIENCE", 0.1)
+    with pytest.raises(PeerTimeout, match=r"waited 0.5 s for ranks 1, 2 of 3 to join the job"):
+        rendezvous._store(0, 3, "127.0.0.1", 0, 0.5)
+    assert [record.getMessage() for record in caplog.records] == ["rank 0 waits for ranks 1, 2 of 3 to join the job at 127.0.0.1:0"]
+
+
+@contextlib.contextmanager
+def one_of_two_jobs():
+    """A world of two ranks of a job, one of two that have got the same port."""
+    job, rank = divmod(int(os.environ["RANK"]), 2)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "WEFT_JOB": "AB"[job]}
+    with weft.init(timeout=2) as world:
+        yield world
+
+
+def gathered(world):
+    found = weft.all_gather(torch.tensor([float(ord(os.environ["WEFT_JOB"]))])).tolist()
+    time.sleep(2.5)  # the port is taken until the other job has given up
+    return found
+
+
+def test_two_jobs_at_one_port_do_not_meet():
+    outcomes = start(gathered, 4, given=one_of_two_jobs)
+    jobs = {"A": outcomes[:2], "B": outcomes[2:]}
+    [met] = [name for name, ranks in jobs.items() if not any(outcome.error for outcome in ranks)]
+    assert [outcome.result for outcome in jobs[met]] == [[float(ord(met))] * 2] * 2
+    [other] = {*jobs} - {met}
+    first, second = (outcome.error for outcome in jobs[other])
+    assert isinstance(first, WeftError), first
+    assert f"where ranks of job {other} are to meet" in str(first)
+    assert "set MASTER_PORT to another one on all ranks" in str(first)
+    assert isinstance(second, PeerTimeout), second
+    assert f"waited 2 s for rank 0 of 2 to join job {other} at 127.0.0.1:" in str(second)
+
+
+def test_jobs_have_names_and_ports_of_their_own():
+    mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "77"}
+    jobs = [
+        *(mpi | {"PMIX_NAMESPACE": f"prterun-node1-{pid}"} for pid in (51234, 51243, 51324, 51342)),
+        *(slurm | {"SLURM_STEP_ID": str(step)} for step in range(4)),
+        slurm | {"SLURM_JOB_ID": "770", "SLURM_STEP_ID": "0"},
+    ]
+    found = [launcher_variables(job) for job in jobs]
+    assert (
+        len({variables["MASTER_PORT"] for variables in found}) == len({variables["WEFT_JOB"] for variables in found}) == len(jobs)
+    )
+    assert found[4]["WEFT_JOB"] == "77.0"
+    assert all(20000 <= int(variables["MASTER_PORT"]) < 32000 for variables in found)
+
+
+# Connections
+
+
+def met(listeners, timeout=SOON):
+    """The connections of ranks that listen so, each on a thread."""
+    with ThreadPoolExecutor(len(listeners)) as pool:
+        peers = [{peer: (7, other.address) for peer, other in enumerate(listeners) if other is not own} for own in listeners]
+        found = [pool.submit(own.connect, rank, peers[rank], timeout) for rank, own in enumerate(listeners)]
+        return [each.result(2 * SOON) for each in found]
+
+
+def check_joined(connected):
+    """Both ends of what every two ranks have are those of the same calls."""
+    for rank, theirs in enumerate(connected):
+        for peer, both in theirs.items():
+            for way, connection in enumerate(both):
+                assert connection.getblocking()
+                connection.send(bytes([rank, peer, way]))
+    for rank, theirs in enumerate(connected):
+        for peer, both in theirs.items():
+            for way, connection in enumerate(both):
+                assert connection.recv(3) == bytes([peer, rank, way])
+                connection.close()
+
+
+@contextlib.contextmanager
+def listeners(ranks, host=""):
+    with contextlib.ExitStack() as stack:
+        made = [Listener(host) for _ in range(ranks)]
+        for each in made:
+            stack.enter_context(each.socket)
+        yield made
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["unix", "tcp"])
+def test_strangers_delay_nobody(host):
+    """They say nothing, or too little, or much that is wrong, or what another rank was to hear; and more of them than are kept."""
+    with listeners(3, host) as ranks, contextlib.ExitStack() as stack:
+        strangers = []
+        for said in [b""] * 80 + [b"x", b"garbled" * 1000, ranks[1].address.secret + b"\7\0\0\0", b""]:
+            stranger = stack.enter_context(socket.socket(ranks[0].address.family, ranks[0].socket.type))
+            stranger.connect(ranks[0].address.at)
+            stranger.sendall(said) if said else None
+            strangers.append(stranger)
+        began = time.monotonic()
+        check_joined(met(ranks))
+        assert time.monotonic() - began < SOON / 2
+        for stranger in strangers:
+            stranger.settimeout(SOON)
+            with contextlib.suppress(ConnectionError):
+                assert stranger.recv(1) == b""
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["unix", "tcp"])
+def test_the_limit_holds_whatever_strangers_say(host):
+    with listeners(2, host) as (own, absent), socket.socket(own.address.family, own.socket.type) as stranger:
+        stranger.connect(own.address.at)
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(own.connect, 0, {1: (7, absent.address)}, 0.5)
+            while not waiting.done():
+                with contextlib.suppress(OSError):
+                    stranger.send(b"x")
+                time.sleep(0.02)
+        with pytest.raises(PeerTimeout, match=r"rank 0 waited 0.5 s for ranks \[1\] to connect"):
+            waiting.result()
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["unix", "tcp"])
+def test_a_peer_may_be_slow_to_say_who_it_is(host):
+    with listeners(2, host) as (own, theirs), ThreadPoolExecutor() as pool:
+        waiting = pool.submit(own.connect, 0, {1: (7, theirs.address)}, SOON)
+        with socket.socket(own.address.family, own.socket.type) as slow:
+            slow.connect(own.address.at)
+            time.sleep(1.2)
+            for part in (slice(0, 5), slice(5, None)) if host else (slice(None),):
+                slow.sendall(listening._HELLO.pack(own.address.secret, 1)[part])
+                time.sleep(0.1)
+            for connection in waiting.result(SOON)[1]:
+                connection.close()
+
+
+def test_more_callers_than_the_kernel_keeps(monkeypatch):
+    monkeypatch.setattr(listening, "_BACKLOG", 1)
+    with listeners(8) as ranks:
+        check_joined(met(ranks))
+
+
+def test_a_peer_that_nobody_can_reach():
+    with socket.create_server(("127.0.0.1", 0)) as server, listeners(1, "127.0.0.1") as [own]:
+        port = server.getsockname()[1]
+        server.close()
+        with pytest.raises(PeerLost, match=r"rank 1 \(pid 7\) died or gave up while rank 0 waited to connect to it"):
+            own.connect(0, {1: (7, Address("127.0.0.1", port, b""))}, SOON)
+        with pytest.raises(
+            PeerTimeout, match=r"rank 0 cannot reach rank 1 \(pid 7\) at no address, port 9: .*; is there a firewall"
+        ):
+            own.connect(0, {1: (7, Address("no address", 9, b""))}, SOON)
+
+
+@contextlib.contextmanager
+def as_two_users():
+    if os.environ["RANK"] == "1":
+        os.setuid(54321)
+    with weft.init(timeout=20) as world:
+        yield world
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_ranks_of_two_users_are_told_so():
+    for rank, outcome in enumerate(start(nothing, 2, given=as_two_users)):
+        users = (54321, 0) if rank == 0 else (0, 54321)
+        assert isinstance(outcome.error, WeftError), outcome
+        assert f"rank {1 - rank} runs as another user than rank {rank}: {users[0]} and {users[1]}; let one user" in str(
+            outcome.error
+        )
+
+
+# Limits
+
+
+def patient():
+    return weft.init(timeout=math.inf)
+
+
+def waits(world):
+    assert world.timeout == 1e6
+    signals = world.signals(1)
+    x = torch.ones(3)
+    assert weft.all_reduce(x, timeout=math.inf).tolist() == [2.0] * 3
+    assert weft.all_reduce_async(x).wait().tolist() == [2.0] * 3
+    weft.notify(signals, 0, 1 - world.rank)
+    weft.wait(signals, 0, ">=", 1, timeout=math.inf)
+    weft.barrier(timeout=1e300)
+
+
+def test_limits_may_be_as_long_as_anybody_likes():
+    on_ranks(waits, 2, given=patient)
+    with weft.local_world(2, timeout=math.inf) as local:
+        assert local.run(lambda: weft.all_reduce(torch.ones(1)).item()) == [2.0, 2.0]
+    for bad in (0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="timeout must be a positive number of seconds"):
+            weft.init(timeout=bad)
+
+
+def patient_group():
+    return group(timeout=timedelta(days=365).total_seconds())
+
+
+def reduces(_):
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    return x.tolist()
+
+
+def test_groups_may_have_a_year():
+    assert on_ranks(reduces, 2, given=patient_group) == [[2.0] * 3] * 2
