@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weft import nn
     from weft.compiler.async_tp import enable_async_tp
     from weft.engines.weights import PackedWeight, pack
     from weft.errors import MismatchError, PeerLost, PeerTimeout, PlanError, SymmetricMemoryError, WeftError
@@ -57,12 +58,18 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [*_HOME, "__version__"]
+__all__ = [*_HOME, "__version__", "nn"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "nn":
+        return importlib.import_module("weft.nn")
     if name not in _HOME:
-        raise AttributeError(f"module 'weft' has no attribute {name!r}")
+        raise AttributeError(f"module 'weft' has no attribute {name!r}", name=name, obj=sys.modules[__name__])  # for "Did you mean"
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value

@@ -18,7 +18,7 @@ import torch
 
 from weft import _native
 from weft.checks import limited
-from weft.errors import PeerLost
+from weft.errors import PeerLost, WeftError
 from weft.world.device_memory import check_device, check_products
 from weft.world.listener import Address
 from weft.world.peer_memory import probe
@@ -34,11 +34,11 @@ _STREAMS = 3  # of a rank on a GPU: its lanes, and the one it is called on
 class LocalWorld:
     """Ranks as threads of this process; made by `local_world`. A context manager.
 
-    Attributes: `ranks` (their number), `worlds` (each rank's, for use on its own thread).
+    Attributes: `ranks` (their number), `worlds` (each rank's, for use on its own thread), `closed` (whether `close` was called).
     """
 
     def __init__(self, ranks: int, device: torch.device, timeout: float, streams: bool, products: str) -> None:
-        self.ranks, self.device = ranks, device
+        self.ranks, self.device, self.closed = ranks, device, False
         self.threads = [ThreadPoolExecutor(1, f"rank {rank}") for rank in range(ranks)]
         cores, nowhere = frozenset(os.sched_getaffinity(0)), Address("", 0, b"")
         place = Place(os.getpid(), host_identity(), nowhere, cores, threads_per_rank(ranks), (), thresholds(), probe())
@@ -47,6 +47,7 @@ class LocalWorld:
         def make(rank: int) -> World:
             torch.set_num_threads(threads_per_rank(ranks))
             world = World(rank, [place] * ranks, _native.Mesh(sockets[rank]), timeout, Backend(device, streams, products, ranks))
+            world.maker = "weft.local_world(...)"
             default_here(world)
             if device.type == "cuda":  # gradients on a thread of each rank's own: they would share one, and wait for each other
                 torch.autograd.set_multithreading_enabled(False)
@@ -62,7 +63,11 @@ class LocalWorld:
         A rank's world is the default of what `fn` calls, and what `weft.init()` returns. An exception on any rank closes the world
         on all, and is raised here once all have stopped: that of the rank that failed by itself. Threads keep what they have from
         call to call; on a GPU each works on a stream of its own, and the device is done when this returns.
+        After `close` it is a `WeftError`.
         """
+
+        if self.closed:
+            raise WeftError("this local world is closed; make a new one with weft.local_world(...)")
 
         def work(rank: int) -> Any:
             try:
@@ -80,6 +85,9 @@ class LocalWorld:
 
     def close(self) -> None:
         """End the ranks and their threads. Symmetric tensors of a CPU live on."""
+        if self.closed:
+            return
+        self.closed = True
         for world, thread in zip(self.worlds, self.threads, strict=True):
             thread.submit(world.close).result()
             thread.shutdown()

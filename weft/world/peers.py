@@ -81,6 +81,9 @@ class Peers:
     (whether this process is a forked child of the one that made it).
     """
 
+    maker = "weft.init()"
+    """What made this world, and would make another."""
+
     def __init__(
         self, rank: int, places: Sequence[Place], mesh: _native.Mesh, timeout: float, backend: Backend, relay: Relay | None = None
     ) -> None:
@@ -136,7 +139,7 @@ class Peers:
         if self.untold:
             raise self.failure("to make the call")
         if self.closed is not None:
-            raise WeftError(f"this world is closed: {self.closed}; make a new one with weft.init()")
+            raise WeftError(f"this world is closed: {self.closed}; make a new one with {self.maker}")
 
     def check_process(self) -> None:
         """Raise `WeftError` in a forked child, which has the memory of its parent's worlds and none of their threads."""
