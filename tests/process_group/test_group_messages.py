@@ -137,3 +137,40 @@ def unanswered(world):
 
 def test_what_does_not_fit_or_does_not_come_harms_nothing():
     on_ranks(unanswered, 2, given=group)
+
+
+def fair(world):
+    """A receive from any source takes from the peers in turn, whether their messages lie in boxes or are kept."""
+    if dist.get_rank() == 0:
+        dist.barrier()  # all is sent
+        first = [dist.recv(torch.zeros(1)) for _ in range(4)]
+        works = [dist.irecv(torch.zeros(1)) for _ in range(4)]
+        second = [work.source_rank() for work in works if work.wait()]
+        assert [sorted(first[:2]), sorted(first[2:]), sorted(second[:2]), sorted(second[2:])] == [[1, 2]] * 4
+    else:
+        for work in [dist.isend(torch.ones(1), 0) for _ in range(4)]:
+            work.wait()
+        dist.barrier()
+
+
+def test_any_source_is_fair():
+    on_ranks(fair, 3, given=group)
+
+
+def late(world):
+    """An error of a message that does not come, or is not taken, says which."""
+    if dist.get_rank() == 0:
+        group = dist.new_group(timeout=timedelta(seconds=0.2))
+        for source, words in ((1, "rank 1"), (None, "any rank")):
+            with pytest.raises(weft.PeerTimeout, match=rf"rank 0 waited 0.2 s for a message from {words} \(tag 3\); .*longer"):
+                dist.recv(torch.zeros(3), source, tag=3, group=group)
+        works = [dist.isend(torch.zeros(1), 1, tag=2, group=group) for _ in range(5)]  # a box holds four
+        with pytest.raises(weft.PeerTimeout, match=r"rank 0 waited 0.2 s for rank 1 to take a message \(tag 2\)"):
+            works[-1].wait()
+    else:
+        dist.new_group(timeout=timedelta(seconds=20))
+    dist.barrier()
+
+
+def test_a_late_message_is_named():
+    on_ranks(late, 2, given=group)

@@ -114,9 +114,10 @@ class Messages(Carrier):
         wanted = _Begun(work, source, tag, as_bytes(tensor).numpy())
         with self.changed:
             self.world.check()
-            for peer in self.kept if source is None else (source,):
+            for peer in self.mine if source is None else (source,):
                 for message in self.kept[peer]:
                     if message.tag == tag:
+                        self._go_last(peer)
                         self.kept[peer].remove(message)
                         message.deliver(wanted, peer)
                         return work
@@ -214,9 +215,8 @@ class Messages(Carrier):
         for peer, queue in self.sending.items():
             while queue and self._put_piece(peer, queue):
                 moved = True
-        for peer in self.mine:
-            while self._take_piece(peer):
-                moved = True
+        while [peer for peer in [*self.mine] if self._take_piece(peer)]:
+            moved = True
         return moved
 
     def _put_piece(self, peer: int, queue: deque[_Begun]) -> bool:
@@ -247,6 +247,7 @@ class Messages(Carrier):
             return False
         header, place = self.mine[peer][self.taken[peer] % SLOTS]
         if message is None:
+            self._go_last(peer)
             tag, size = header.tolist()
             message = self.coming[peer] = _Coming(tag, size, self._wanted(peer, tag))
         message.add(place)
@@ -260,6 +261,10 @@ class Messages(Carrier):
             else:
                 message.deliver(message.wanted, peer)
         return True
+
+    def _go_last(self, peer: int) -> None:
+        """Let the other peers come first next time, where any may come."""
+        self.mine[peer] = self.mine.pop(peer)
 
     def _tell(self, peer: int, counter: int) -> None:
         """Raise a counter of `peer`, then its bell."""
@@ -275,24 +280,24 @@ class Messages(Carrier):
 
     def _give_up(self, work: Work, seconds: float) -> None:
         """End a work that has taken too long; one of which some has been moved takes the world with it."""
-        error: WeftError = PeerTimeout(f"rank {self.world.rank} waited {seconds:g} s {self._doing(work)}; its timeout is over")
-        moved = [queue[0].work for peer, queue in self.sending.items() if self.sent[peer]]
-        for queue in self.waiting:
-            for begun in queue:
-                if begun.work is work and work not in moved:
-                    queue.remove(begun)
-                    work.end(error)
-                    return
-        self._end_all(self.world.fail(error))
+        moved = [queue[0] for peer, queue in self.sending.items() if self.sent[peer]]
+        moved += [message.wanted for message in self.coming.values() if message.wanted]
+        begun = next(each for each in (*moved, *(each for queue in self.waiting for each in queue)) if each.work is work)
+        error = PeerTimeout(
+            f"rank {self.world.rank} waited {seconds:g} s for {self._words(begun)}; its timeout is over: see that the peer makes "
+            "the call with this tag, or give the group a longer timeout"
+        )
+        if begun in moved:
+            self._end_all(self.world.fail(error))
+        else:
+            next(queue for queue in self.waiting if begun in queue).remove(begun)
+            work.end(error)
 
-    def _doing(self, work: Work) -> str:
-        """What a work is waited for."""
-        for peer, queue in self.sending.items():
-            if any(begun.work is work for begun in queue):
-                return f"for rank {peer} to receive a message"
-        expected = [*self.receiving, *(message.wanted for message in self.coming.values() if message.wanted)]
-        source = next((begun.peer for begun in expected if begun.work is work), None)
-        return f"for a message from {'any rank' if source is None else f'rank {source}'}"
+    def _words(self, begun: _Begun) -> str:
+        """What who has begun this waits for."""
+        if begun.peer is not None and begun in self.sending[begun.peer]:
+            return f"rank {begun.peer} to take a message (tag {begun.tag})"
+        return f"a message from {'any rank' if begun.peer is None else f'rank {begun.peer}'} (tag {begun.tag})"
 
     def _end_all(self, error: BaseException) -> None:
         works = [begun.work for queue in self.waiting for begun in queue]
