@@ -200,18 +200,62 @@ def test_what_else_torch_has():
     on_ranks(others, 2, given=group)
 
 
+def expanded(world):
+    """A tensor that holds its elements in one place several times over is reduced there."""
+    for repeated in (lambda x: x.expand(4, 3), lambda x: x.view(3, 1, 1).expand(3, 2, 5)):
+        for op, result in ((dist.ReduceOp.SUM, 3.0), (dist.ReduceOp.PRODUCT, 2.0)):
+            x = torch.full((3,), dist.get_rank() + 1.0)
+            dist.all_reduce(repeated(x), op)
+            assert x.tolist() == [result] * 3
+
+
+def test_expanded_tensors_are_reduced():
+    on_ranks(expanded, 2, given=group)
+
+
 def refuses(world):
     wrong = {
         "input has 1 elements, and its place in the output 2": lambda: dist.all_gather([torch.zeros(2)] * 2, torch.zeros(1)),
         "must have 2 times the 3 elements": lambda: world.all_gather_single(torch.zeros(5), torch.zeros(3)).wait(),
         "5 rows, which do not split evenly": lambda: dist.all_to_all_single(torch.zeros(5), torch.zeros(5)),
+        "got an empty list": [
+            lambda: world.allreduce([]),
+            lambda: world.allreduce_coalesced([]),
+            lambda: world.alltoall([], []),
+            lambda: world.broadcast([]),
+        ],
+        "there is no rank 7 in a group of 2": [
+            lambda: dist.reduce(torch.zeros(1), 7),
+            lambda: dist.broadcast(torch.zeros(1), 7),
+            lambda: dist.gather(torch.zeros(1), None, 7),
+            lambda: dist.scatter(torch.zeros(1), None, 7),
+        ],
+        "the tag of a message is from 0": [
+            lambda: dist.isend(torch.zeros(1), 1 - dist.get_rank(), tag=-1),
+            lambda: dist.isend(torch.zeros(1), 1 - dist.get_rank(), tag=1 << 63),
+            lambda: dist.irecv(torch.zeros(1), 1 - dist.get_rank(), tag=1 << 63),
+            lambda: dist.irecv(torch.zeros(1), tag=-1),
+        ],
     }
-    for words, call in wrong.items():
-        with pytest.raises(ValueError, match=words):
-            call()
+    for words, calls in wrong.items():
+        for call in calls if isinstance(calls, list) else [calls]:
+            with pytest.raises(ValueError, match=words):
+                call()
+    for dtype, op, words in [
+        (torch.float32, dist.ReduceOp.BXOR, "no bxor of float32: bitwise operators are of whole numbers"),
+        (torch.bool, dist.ReduceOp.AVG, "no avg of bool: choose another"),
+        (torch.float16, dist.ReduceOp.BAND, "no band of float16"),
+    ]:
+        for call in (lambda x, op: dist.all_reduce(x, op), lambda x, op: dist.reduce(x, 0, op)):
+            with pytest.raises(TypeError, match=words):
+                call(torch.zeros(2, dtype=dtype), op)
     x = torch.ones(2)
     dist.all_reduce(x)  # and the group goes on
     same(x, torch.full((2,), 2.0))
+    peer = 1 - dist.get_rank()
+    work = dist.isend(x, peer, tag=(1 << 63) - 1)
+    dist.recv(torch.zeros(2), peer, tag=(1 << 63) - 1)
+    work.wait()
 
 
 def test_wrong_arguments_leave_the_group_usable():

@@ -222,13 +222,27 @@ def _reducible(tensor: Tensor, op: Any) -> tuple[str, Tensor | None]:
         return _ON_BOOLEANS[kind], _moved(tensor).view(torch.uint8)
     if kind == "avg" and tensor.dtype in _WHOLE:
         kind = "sum"  # and divided by `_finish`
-    known = tensor.dtype in _AS_THEY_ARE.get(kind, ())
-    return kind, _moved(tensor) if known or (tensor.is_complex() and kind in ("sum", "avg")) else None
+    if tensor.dtype in _AS_THEY_ARE.get(kind, ()) or (tensor.is_complex() and kind in ("sum", "avg")):
+        return kind, _moved(tensor)
+    if not _defined(kind, tensor.dtype):
+        what = "bitwise operators are of whole numbers and booleans" if kind in ("band", "bor", "bxor") else "choose another"
+        raise TypeError(f"there is no {kind} of {name(tensor.dtype)}: {what}")
+    return kind, None
 
 
 def _combined(rows: Tensor, kind: str) -> Tensor:
     """The reduction of what this rank has gathered, a row from each rank."""
     return _COMBINE[kind](rows.float()).to(rows.dtype) if rows.dtype in FLOAT8 else _COMBINE[kind](rows)
+
+
+@functools.cache
+def _defined(kind: str, dtype: torch.dtype) -> bool:
+    """Whether `_combined` knows a reduction of this dtype."""
+    try:
+        _combined(torch.zeros(2, 1, dtype=dtype), kind)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _finish(here: Tensor, tensor: Tensor, op: Any, world: World) -> None:
@@ -270,7 +284,11 @@ def _put(here: Tensor, tensor: Tensor) -> None:
         return
     if tensor.is_complex() and not here.is_complex():
         here = torch.view_as_complex(here.view(-1, 2))
-    tensor.detach().copy_(here.view(tensor.dtype).view(tensor.shape))
+    place, here = tensor.detach(), here.view(tensor.dtype).view(tensor.shape)
+    for dim, stride in enumerate(place.stride()):
+        if stride == 0:  # an expanded tensor, which holds all of these in one place
+            place, here = place[(slice(None),) * dim + (slice(1),)], here[(slice(None),) * dim + (slice(1),)]
+    place.copy_(here)
 
 
 def _put_parts(whole: Tensor, sizes: list[int], tensors: Sequence[Tensor]) -> None:

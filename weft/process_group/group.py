@@ -29,6 +29,7 @@ _log = logging.getLogger("weft")
 _CPU = torch.device("cpu")
 _DONE = Work(())  # what was over when its call returned
 _DONE.end()
+_TAGS = 1 << 63
 _MESSAGES = "messages, since its ranks are on several hosts"
 _NOTICED = 1.0  # seconds within which the world knows of a peer whose connection is gone
 
@@ -76,7 +77,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         opts = _options(c10d.AllreduceCoalescedOptions, opts)
-        if not tensors[0].is_cpu:
+        if not _first(tensors).is_cpu:
             return self._elsewhere(tensors[0]).allreduce_coalesced(tensors, opts)
         return self._issue(tensors, opts, collectives.all_reduce_together, tensors, opts.reduceOp)
 
@@ -87,7 +88,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         tensor = _one(tensors)
         if not tensor.is_cpu:
             return self._elsewhere(tensor).reduce([tensor], opts)
-        return self._issue([tensor], opts, collectives.reduce, tensor, opts.reduceOp, opts.rootRank)
+        return self._issue([tensor], opts, collectives.reduce, tensor, opts.reduceOp, self._root(opts))
 
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
@@ -115,7 +116,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         tensor = _one(tensors)
         if not tensor.is_cpu:
             return self._elsewhere(tensor).broadcast([tensor], opts)
-        return self._issue([tensor], opts, collectives.broadcast, tensor, opts.rootRank)
+        return self._issue([tensor], opts, collectives.broadcast, tensor, self._root(opts))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         opts = _options(c10d.AllgatherOptions, opts, timeout)
@@ -144,7 +145,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         outs, tensor = _list(outputs), _one(inputs)
         if not tensor.is_cpu:
             return self._elsewhere(tensor).gather([outs] if outs else [], [tensor], opts)
-        return self._issue(outs, opts, collectives.gather, outs, tensor, opts.rootRank)
+        return self._issue(outs, opts, collectives.gather, outs, tensor, self._root(opts))
 
     def scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
@@ -153,11 +154,11 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         out, tensors = _one(outputs), _list(inputs)
         if not out.is_cpu:
             return self._elsewhere(out).scatter([out], [tensors] if tensors else [], opts)
-        return self._issue([out], opts, collectives.scatter, out, tensors, opts.rootRank)
+        return self._issue([out], opts, collectives.scatter, out, tensors, self._root(opts))
 
     def alltoall(self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         opts = _options(c10d.AllToAllOptions, opts, timeout)
-        if not outs[0].is_cpu:
+        if not _first(outs).is_cpu:
             return self._elsewhere(outs[0]).alltoall(outs, tensors, opts)
         return self._issue(outs, opts, collectives.all_to_all, outs, tensors)
 
@@ -194,6 +195,8 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             return work
         if peer is not None and (not 0 <= peer < self.size() or peer == self.rank()):
             raise ValueError(f"rank {self.rank()} can send to and receive from the other ranks of {self.size()}; got rank {peer}")
+        if not 0 <= tag < _TAGS:
+            raise ValueError(f"the tag of a message is from 0 to 2**63 - 1; got {tag}")
         if self.messages is None:
             return self._borrowed(tensor, getattr(self._by_gloo(_MESSAGES), call), [tensor], *to)
         begin: Callable[..., Work] = self.messages.send if call == "send" else self.messages.receive
@@ -318,6 +321,13 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self.order.now(call, self.world, *args, limit)
         return _DONE
 
+    def _root(self, opts: Any) -> int:
+        """The one rank that gives or takes all."""
+        root: int = opts.rootRank
+        if not 0 <= root < self.size():
+            raise ValueError(f"there is no rank {root} in a group of {self.size()}")
+        return root
+
     def _begun(self, work: Work) -> Work:
         if self.together is not None:
             self.together.append(work)
@@ -403,7 +413,13 @@ def _options(kind: type[Options], given: Any, timeout: timedelta | None = None, 
 
 def _one(tensors: Any) -> Tensor:
     """The tensor of a call, alone or as the only one of a list."""
-    return tensors if isinstance(tensors, Tensor) else tensors[0]
+    return tensors if isinstance(tensors, Tensor) else _first(tensors)
+
+
+def _first(tensors: Sequence[Tensor]) -> Tensor:
+    if not tensors:
+        raise ValueError("a collective takes tensors; got an empty list")
+    return tensors[0]
 
 
 def _list(tensors: Any) -> list[Tensor]:
