@@ -150,6 +150,27 @@ def test_calls_are_carried_out_in_their_order():
     on_ranks(ordered, 2, given=group)
 
 
+def outstanding(world):
+    """Any number of calls may be under way, of any sizes: each has its own rows."""
+    rank, ranks, made = dist.get_rank(), dist.get_world_size(), []
+    for call in range(300):
+        size = (1, 50, 3000, 40_000)[call % 4]
+        if call % 3:
+            x, outs = torch.full((size,), call + rank / 4), [torch.zeros(size) for _ in range(ranks)]
+            work, expected = dist.all_gather(outs, x, async_op=True), [call + peer / 4 for peer in range(ranks)]
+        else:
+            x, expected = torch.full((size,), call + rank / 4), [ranks * call + ranks * (ranks - 1) / 8]
+            work, outs = dist.all_reduce(x, async_op=True), [x]
+        made.append((work, outs, expected))
+    for work, outs, expected in made if rank else reversed(made):
+        work.wait()
+        assert [out.unique().tolist() for out in outs] == [[value] for value in expected]
+
+
+def test_hundreds_of_calls_are_outstanding():
+    on_ranks(outstanding, 2, given=group)
+
+
 def left_alone(world):
     """What nobody waits for is done all the same, and soon: calls, messages, and those whose threads rest by then."""
     peer = 1 - dist.get_rank()
