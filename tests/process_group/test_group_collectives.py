@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -211,6 +212,35 @@ def expanded(world):
 
 def test_expanded_tensors_are_reduced():
     on_ranks(expanded, 2, given=group)
+
+
+def told_by(backward):
+    """What torch warns of in a backward pass."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        backward()
+    return [str(each.message) for each in found if "autograd kernel" in str(each.message)]
+
+
+def unrecorded(world):
+    """A backward pass through what was overwritten without a gradient warns, as on gloo; one through other tensors does not."""
+    for call in (dist.all_reduce, lambda x: dist.all_reduce(x, async_op=True).wait(), lambda x: dist.broadcast(x, 0)):
+        for make in (lambda x: x * 2, lambda x: x):
+            x = make(torch.ones(3, requires_grad=True))
+            call(x)
+            assert len(told_by(x.sum().backward)) == 1
+            x = make(torch.ones(3, requires_grad=True))
+            with torch.no_grad():
+                call(x)
+            assert not told_by(x.sum().backward)
+    x = torch.ones(2, 3, requires_grad=True)
+    assert not told_by(functional.all_reduce(x * 2, "sum", world).sum().backward)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+    assert not told_by(lambda: model(x).sum().backward())
+
+
+def test_what_overwrites_a_graph_is_told_in_its_backward_pass():
+    on_ranks(unrecorded, 2, given=group)
 
 
 def refuses(world):

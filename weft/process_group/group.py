@@ -30,6 +30,7 @@ _CPU = torch.device("cpu")
 _DONE = Work(())  # what was over when its call returned
 _DONE.end()
 _TAGS = 1 << 63
+_PLAIN = (Tensor, torch.nn.Parameter)
 _MESSAGES = "messages, since its ranks are on several hosts"
 _NOTICED = 1.0  # seconds within which the world knows of a peer whose connection is gone
 
@@ -73,6 +74,8 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             return self._elsewhere(tensor).allreduce([tensor], opts)
         if tensor.layout is torch.sparse_coo:
             return self._borrowed(tensor, self._by_gloo("sparse all_reduce").allreduce, [tensor], opts)
+        if tensor.requires_grad:
+            _not_recorded(_all_reduce, tensor)
         return self._issue([tensor], opts, collectives.all_reduce, tensor, opts.reduceOp)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -116,6 +119,8 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         tensor = _one(tensors)
         if not tensor.is_cpu:
             return self._elsewhere(tensor).broadcast([tensor], opts)
+        if tensor.requires_grad:
+            _not_recorded(_broadcast, tensor)
         return self._issue([tensor], opts, collectives.broadcast, tensor, self._root(opts))
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
@@ -394,6 +399,25 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
     _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
     alltoall_base, _get_backend_name = all_to_all_single, getBackendName
+
+
+_library = torch.library.Library("weft", "FRAGMENT")
+
+
+def _unknown_to_autograd(name: str) -> Any:
+    """An operator that does nothing and has no gradient, of which torch warns in a backward pass."""
+    _library.define(f"{name}(Tensor(a!) tensor) -> Tensor(a!)")
+    _library.impl(name, lambda tensor: tensor, "CPU")
+    return getattr(torch.ops.weft, name).default
+
+
+_all_reduce, _broadcast = _unknown_to_autograd("all_reduce_"), _unknown_to_autograd("broadcast_")
+
+
+def _not_recorded(operator: Any, tensor: Tensor) -> None:
+    """Let torch warn in a backward pass through a tensor that is overwritten, as it does for backends of its own."""
+    if torch.is_grad_enabled() and type(tensor) in _PLAIN:
+        operator(tensor)
 
 
 def _options(kind: type[Options], given: Any, timeout: timedelta | None = None, **fields: Any) -> Options:
