@@ -71,9 +71,9 @@ torch-suite: .venv/installed
 collected: .venv/installed
 	$(BIN)/python .ci/collected.py
 
-# Ranks that are killed, stopped, cut off, wrong or short of memory at random moments: TRIALS of them, from SEED on.
+# Ranks to which something happens at random moments: TRIALS of them, from SEED on, of KIND (all; KIND=list names them) in PLACES.
 storm: .venv/installed
-	$(BIN)/python tests/storm.py --trials $(or $(TRIALS),200) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python tests/storm.py --trials $(or $(TRIALS),200) $(if $(SEED),--seed $(SEED)) $(if $(KIND),--kind $(KIND)) $(if $(PLACES),--places $(PLACES))
 
 # The native core under ThreadSanitizer and AddressSanitizer, driven by a program of its own.
 sanitize:

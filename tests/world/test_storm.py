@@ -1,4 +1,4 @@
-"""A short storm, with fixed seeds: every kind of fault, in shared memory and between hosts."""
+"""A short storm, with fixed seeds: some kinds of trials, in shared memory and between hosts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,35 @@ from pathlib import Path
 
 import pytest
 from support.hosts import WHY_NOT
+from support.storm.kinds import KINDS
+from support.storm.trial import trial_of
+
+QUICK = "kill,raise,mismatch,files,pause,outstanding,outstanding-works,threads-group,threads-come,handler-idle"
+
+
+def made(*options: str) -> subprocess.CompletedProcess[str]:
+    """A storm, whose ranks are forked from a process of its own, which has no threads."""
+    command = [sys.executable, Path(__file__).parents[1] / "storm.py", *options]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 @pytest.mark.parametrize(
-    ("places", "trials"), [("shared", 8), pytest.param("hosts", 2, marks=pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT))]
+    ("places", "kinds", "trials"),
+    [("shared", QUICK, 10), pytest.param("hosts", "kill,mismatch", 2, marks=pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT))],
 )
-def test_a_short_storm(places, trials):
-    """Ranks are forked from a process of its own, which has no threads."""
-    command = [sys.executable, Path(__file__).parents[1] / "storm.py", "--seed", "0", "--trials", str(trials), "--places", places]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+def test_a_short_storm(places, kinds, trials):
+    done = made("--seed", "0", "--trials", str(trials), "--places", places, "--kind", kinds)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{trials} trials from seed 0 on" in done.stdout
+
+
+def test_a_trial_is_made_again_by_its_seed_kind_and_place():
+    for name, kind in KINDS.items():
+        trial = trial_of(5, name, kind, ("shared", "hosts", "compile"))
+        assert trial == trial_of(5, name, kind, (trial.place,))
+
+
+def test_a_kind_that_is_none_is_refused():
+    done = made("--kind", "kill,thunder")
+    assert done.returncode == 2
+    assert "thunder" in done.stderr

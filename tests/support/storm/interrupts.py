@@ -1,0 +1,89 @@
+"""Signals at random moments: handlers that do nothing, raise, exit or leave the world, and Ctrl-C."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import weft
+from support.storm.part import Part
+from support.storm.scene import Scene
+
+
+class Interrupted(Exception):
+    """What a handler raises."""
+
+
+def handling(handler: Callable[[Part], Any]) -> Callable[[Part], None]:
+    """Calls for ever, blocking ones and others, on ranks that handle a signal so."""
+
+    def play(part: Part) -> None:
+        signal.signal(signal.SIGUSR1, lambda *_: handler(part))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with part.world() as world:
+            for number, call in enumerate(part.calls()):
+                if number % 3 == 0:
+                    _in_background(part, world)
+                call(world)
+
+    return play
+
+
+def ignoring(part: Part) -> None:
+    """Calls while a handler that does nothing runs every millisecond."""
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    try:
+        with part.world() as world:
+            for call in part.calls(40):
+                call(world)
+                _in_background(part, world)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def raises(part: Part) -> None:
+    raise Interrupted
+
+
+def exits(part: Part) -> None:
+    sys.exit(7)
+
+
+def leaves(part: Part) -> None:
+    """What handlers of SIGTERM often do."""
+    if part.trial.by == "group":
+        dist.destroy_process_group()
+    else:
+        weft.world.world.current().close()
+
+
+@contextmanager
+def signalled(scene: Scene) -> Iterator[None]:
+    scene.victim.kill(signal.SIGUSR1)
+    yield
+
+
+@contextmanager
+def interrupted(scene: Scene) -> Iterator[None]:
+    scene.victim.kill(signal.SIGINT)
+    yield
+
+
+def _in_background(part: Part, world: weft.World) -> None:
+    """Some calls under way at a time, in which a signal comes while none or another of them is waited for."""
+    given = [torch.full((size,), 1.0) for size in (5, 200_000, 5, 3000)]
+    if part.trial.by == "group":
+        ends = [dist.all_reduce(x, async_op=True).wait for x in given]
+    else:
+        ends = [weft.all_reduce_async(x, out=x).wait for x in given]
+    for end in random.sample(ends, len(ends)):
+        end()
+    assert all(torch.equal(x, torch.full_like(x, float(world.ranks))) for x in given)

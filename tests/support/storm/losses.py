@@ -1,0 +1,196 @@
+"""Ranks that are killed, stopped, cut off, wrong, short of something, or gone."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import weft
+from support.storm.part import Part
+from support.storm.scene import Scene
+
+AFTER = 20  # calls that ranks make after one that may do without something
+
+# What ranks play
+
+
+def calling(part: Part) -> None:
+    """Calls for ever; few where ranks are struck as they leave."""
+    with part.world() as world:
+        for call in part.calls(3 if part.trial.phase == "close" else None):
+            call(world)
+        part.say("closing")
+
+
+def calling_on(part: Part) -> None:
+    """Calls to an end."""
+    with part.world() as world:
+        for call in part.calls(40):
+            call(world)
+
+
+def but(fault: Callable[[weft.World], Any], after: int | None = None) -> Callable[[Part], None]:
+    """Calls, in place of one of which the victim does something else; so many after it, or calls for ever."""
+
+    def play(part: Part) -> None:
+        with part.world() as world:
+            for number, call in enumerate(part.calls(None if after is None else part.trial.call + after)):
+                if part.victim and number == part.trial.call:
+                    part.fault()
+                    fault(world)
+                    if after is None:
+                        return
+                call(world)
+
+    return play
+
+
+def raises(world: weft.World) -> None:
+    raise ValueError("a storm")
+
+
+def exits(world: weft.World) -> None:
+    os._exit(3)
+
+
+def leaves(world: weft.World) -> None:
+    if not dist.is_initialized() or dist.get_backend() != "weft":  # of a group the block's end is the end
+        world.close()
+
+
+def mismatches(world: weft.World) -> None:
+    if dist.get_backend() == "weft":
+        dist.all_gather([torch.ones(7, 3).double() for _ in range(world.ranks)], torch.ones(7, 3).double())
+    else:
+        weft.all_gather(torch.ones(world.rank + 7, 3, dtype=torch.float64), algorithm="push")
+
+
+def lacks_memory(world: weft.World) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (_bytes_of("self") + (1 << 20), -1))
+
+
+def lacks_files(world: weft.World) -> None:
+    os.close(free := os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def lacks_threads(part: Part) -> None:
+    """No thread can be started any more; where a call in the background is refused, the same call is made in the foreground."""
+    with part.world() as world:
+        for number in range(12):
+            if part.victim and number == part.trial.call:
+                part.fault()
+                _large_stacks()
+            given = torch.full((5,), float((world.rank + 1) * 10**number))
+            total = torch.full((5,), float(sum(range(1, world.ranks + 1)) * 10**number))
+            weft.barrier()
+            handle = None
+            try:
+                handle = weft.all_reduce_async(given)
+            except weft.WeftError:
+                raise
+            except (RuntimeError, OSError, MemoryError):
+                found = weft.all_reduce(given)
+            else:
+                found = handle.wait()
+            assert torch.equal(found, total), f"the sum is {found.tolist()}, where {total.tolist()} is right"
+
+
+def _large_stacks() -> None:
+    """Let every thread ask for more address space for its stack than there is."""
+    libc, attributes = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_attr_init(attributes)
+    libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(1 << 47))
+    assert not libc.pthread_setattr_default_np(attributes)
+
+
+def stopping_amid_copies(part: Part) -> None:
+    """All-gathers of large symmetric tensors, which peers read where they lie or write to; after an error they are 777."""
+    with part.world() as world:
+        given, rows = world.empty(1 << 23), world.ranks << 23
+        found = world.empty(rows) if part.draw.random() < 0.3 else torch.empty(rows)
+        given.fill_(float(world.rank))
+        part.say("world")
+        try:
+            while True:
+                weft.all_gather(given, out=found)
+                parts = [one[:: 1 << 10] for one in found.chunk(world.ranks)]  # of each page some
+                wrong = [rank for rank, one in enumerate(parts) if not bool((one == rank).all())]
+                assert not wrong, f"ranks {wrong} gave other rows than these, and there was no error"
+        finally:
+            given.fill_(777.0)
+
+
+# What the storm does to the victim
+
+
+@contextmanager
+def killed(scene: Scene) -> Iterator[None]:
+    scene.victim.kill(signal.SIGKILL)
+    yield
+
+
+@contextmanager
+def stopped(scene: Scene) -> Iterator[None]:
+    """Stopped until all others are through."""
+    scene.victim.kill(signal.SIGSTOP)
+    yield
+    scene.victim.kill(signal.SIGCONT)
+
+
+@contextmanager
+def paused(scene: Scene) -> Iterator[None]:
+    """Stopped now and then, for less than anybody waits."""
+    for _ in range(3):
+        scene.victim.kill(signal.SIGSTOP)
+        time.sleep(min(scene.trial.delay, 0.3) + 0.05)
+        scene.victim.kill(signal.SIGCONT)
+        time.sleep(scene.trial.delay / 10)
+    yield
+
+
+@contextmanager
+def cut_off(scene: Scene) -> Iterator[None]:
+    assert scene.net is not None
+    scene.net.cut_off(1)
+    yield
+    scene.net.reconnect(1)
+
+
+@contextmanager
+def without_files(scene: Scene) -> Iterator[None]:
+    """No descriptor more than it has."""
+    with _while_it_lives():
+        most = max(map(int, os.listdir(f"/proc/{scene.victim.pid}/fd")))
+        resource.prlimit(scene.victim.pid, resource.RLIMIT_NOFILE, (most + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    yield
+
+
+@contextmanager
+def without_memory(scene: Scene) -> Iterator[None]:
+    """Next to no memory more than it has."""
+    with _while_it_lives():
+        resource.prlimit(scene.victim.pid, resource.RLIMIT_AS, (_bytes_of(scene.victim.pid) + (1 << 20), -1))
+    yield
+
+
+@contextmanager
+def _while_it_lives() -> Iterator[None]:
+    try:
+        yield
+    except (ProcessLookupError, FileNotFoundError):
+        return
+
+
+def _bytes_of(pid: int | str) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * 4096
