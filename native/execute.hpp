@@ -21,17 +21,6 @@ auto unlocked(Work work) {
   return made;
 }
 
-// The calling thread uses the world of an executor; throws InUse if a thread does already.
-class Use {
- public:
-  explicit Use(Executor& executor) : executor_(executor) { executor.enter(); }
-  ~Use() { executor_.leave(); }
-  Use(const Use&) = delete;
-
- private:
-  Executor& executor_;
-};
-
 // The exception that says which thread uses the world.
 inline nb::object in_use(const InUse& use) { return nb::module_::import_("weft.errors").attr("in_use")(use.thread); }
 
@@ -40,15 +29,32 @@ inline nb::object in_use(const InUse& use) { return nb::module_::import_("weft.e
   throw nb::python_error();
 }
 
-// A whole call of `program`, one of one lane without pauses as `weft.engines.host` has it, with a binding of its. Raises what the call
-// does.
+// Do `work` for a call of `program` while this thread alone uses the world; if a thread does already, close the world and raise that.
+template <class Work>
+void in_turn(Executor& executor, nb::handle program, Work work) {
+  struct Turn {
+    explicit Turn(Executor& of) : executor(of) { executor.enter(); }
+    ~Turn() { executor.leave(); }
+    Executor& executor;
+  };
+  try {
+    const Turn turn(executor);
+    work();
+  } catch (const InUse& use) {
+    const nb::object error = in_use(use);
+    program.attr("world").attr("fail")(error);
+    raise(error);
+  }
+}
+
+// A whole call of `program`, one of one lane without pauses as `weft.engines.host` has it, with a binding of its, in this thread's turn.
+// Raises what the call does.
 inline void execute(Executor& executor, nb::handle program, Binding& bound, double timeout) {
   Program& native = bound.program();
   if (executor.must_meet(native)) program.attr("engine").attr("meet")(timeout);
   if (native.execution.binding != &bound) program.attr("apply")(nb::find(bound));
   const auto fail = [&](nb::handle error) { program.attr("world").attr("fail")(error); };
   try {
-    const Use use(executor);
     const bool done = unlocked([&] {
       executor.begin(native, nanoseconds(timeout));
       return executor.run(native, 0, 0) >= 0;
@@ -57,10 +63,6 @@ inline void execute(Executor& executor, nb::handle program, Binding& bound, doub
   } catch (nb::python_error& error) {  // what a signal handler raised
     fail(error.value());
     throw;
-  } catch (const InUse& use) {
-    const nb::object error = in_use(use);
-    fail(error);
-    raise(error);
   } catch (const std::exception& error) {
     fail(nb::module_::import_("weft.errors").attr("WeftError")(error.what()));
     throw;

@@ -296,6 +296,9 @@ NB_MODULE(_native, m) {
       .def("join", [](Executor& self, Program& program, double seconds) { return self.lane_thread.join(program, seconds); },
            "compiled"_a, "seconds"_a = 1e9, Unlocked())
       .def("execute", &execute)
+      .def("execute_alone", [](Executor& self, nb::handle program, Binding& bound, double timeout) {
+        in_turn(self, program, [&] { execute(self, program, bound, timeout); });
+      })
       .def("mismatch", [](Executor& self, Program& program, int peer) {
         return self.calls.mismatch(peer, program.execution.call, program.execution.digest);
       })

@@ -65,9 +65,11 @@ class Repeats : public Remembered<Repeated, 1024> {
       if (!view_.read_as_they_lie(a)) return false;
       known.a = weak(a);
     }
-    for (const Moved& one : known.moved)
-      known.bound.move(one.buffer, (one.within_out ? out_ : a_).address + one.offset);
-    execute(executor_, known.made, known.bound, timeout);
+    in_turn(executor_, known.made, [&] {
+      for (const Moved& one : known.moved)
+        known.bound.move(one.buffer, (one.within_out ? out_ : a_).address + one.offset);
+      execute(executor_, known.made, known.bound, timeout);
+    });
     return true;
   }
 

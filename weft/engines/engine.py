@@ -149,7 +149,7 @@ class Engine(ABC):
             self.calls.clear()
             self.spaces.clear()
             self.workspace = self.segment = None
-            self.workspace = self.world.empty(_class_of(size), dtype=torch.uint8)
+            self.workspace = self.world.allocate([_class_of(size)], torch.uint8)
             self.segment = memory.find(self.workspace)
             assert self.segment is not None
         return self.segment
@@ -186,7 +186,7 @@ class Engine(ABC):
             compiled.notify(0, world.native, peer, self.index(Signal("agree", world.rank)))
         for peer in peers:
             compiled.wait(0, world.native, world.rank, self.index(Signal("agree", peer)), peer, 1)
-        with world.turn, world.guard:
+        with world.guard:
             world.native.begin(compiled, world.timeout)
             if world.native.run(compiled, 0, 0) < 0:
                 status, _, source, *_ = compiled.wait_failure(0)
@@ -249,11 +249,18 @@ class Program(ABC):
         """The lanes of this rank that the native core interprets."""
         return self.plan.lanes[self.world.rank]
 
-    @abstractmethod
     def run(
         self, tensors: Tensors, rows: Sequence[int], weights: Weights, bias: Tensors | None = None, timeout: float | None = None
     ) -> None:
         """Execute once, with these tensors and the rows of each shard."""
+        with self.world.turn:
+            self.carry_out(tensors, rows, weights, bias, timeout)
+
+    @abstractmethod
+    def carry_out(
+        self, tensors: Tensors, rows: Sequence[int], weights: Weights, bias: Tensors | None = None, timeout: float | None = None
+    ) -> None:
+        """What `run` does, in this thread's turn."""
 
     @abstractmethod
     def bind(self, tensors: Tensors, rows: Sequence[int], words: str = "") -> Any:
@@ -262,9 +269,14 @@ class Program(ABC):
         `words` are what peers are told that the user called; without them they are made of the tensors.
         """
 
+    def execute_alone(self, binding: Any, timeout: float | None = None) -> None:
+        """What `execute` does, in a turn of its own."""
+        with self.world.turn:
+            self.execute(binding, timeout)
+
     @abstractmethod
     def execute(self, binding: Any, timeout: float | None = None) -> None:
-        """Execute a program of one lane without products."""
+        """Execute a program of one lane without products, in this thread's turn."""
 
     @abstractmethod
     def start(self, binding: Any, held: object = None, timeout: float | None = None) -> None:

@@ -43,7 +43,7 @@ class HostEngine(Engine):
 
     def meet(self, timeout: float | None) -> None:
         """Let ranks meet before what is executed next."""
-        self.execute(barrier(self.world.levels), {}, timeout=timeout)
+        self.program(barrier(self.world.levels), {}).carry_out({}, (), {}, timeout=timeout)
 
     def meet_beside(self, timeout: float | None) -> None:
         """Let ranks meet before what is started next."""
@@ -94,7 +94,7 @@ class HostProgram(Program):
         """Publish the call; its waits may take `seconds`."""
         self.world.native.begin(self.native, seconds)
 
-    def run(
+    def carry_out(
         self, tensors: Tensors, rows: Sequence[int], weights: Weights, bias: Tensors | None = None, timeout: float | None = None
     ) -> None:
         world, native, compiled = self.world, self.world.native, self.native
@@ -105,25 +105,24 @@ class HostProgram(Program):
         if self.ahead and self.must_meet():
             self.engine.meet(timeout)
         self.apply(binding)
-        with world.turn:
-            try:
-                with world.guard:
-                    self.begin(seconds)
-                    if self.lanes[1]:
-                        native.start(compiled, 1)
-                    at = native.run(compiled, 0, 0)
-                    while at in self.products:
-                        start = _native.now()
-                        src, dst = self.products[at]
-                        added = None if bias is None else bias.get(dst.buffer)
-                        multiply(self._rows(src, tensors), weights[dst.buffer], self._rows(dst, tensors), added, whole)
-                        compiled.set_span(0, at, start, _native.now())
-                        at = native.run(compiled, 0, at + 1)
-                    if at < 0:
-                        raise self.stopped(0, seconds)
-            finally:
+        try:
+            with world.guard:
+                self.begin(seconds)
                 if self.lanes[1]:
-                    native.join(compiled)
+                    native.start(compiled, 1)
+                at = native.run(compiled, 0, 0)
+                while at in self.products:
+                    start = _native.now()
+                    src, dst = self.products[at]
+                    added = None if bias is None else bias.get(dst.buffer)
+                    multiply(self._rows(src, tensors), weights[dst.buffer], self._rows(dst, tensors), added, whole)
+                    compiled.set_span(0, at, start, _native.now())
+                    at = native.run(compiled, 0, at + 1)
+                if at < 0:
+                    raise self.stopped(0, seconds)
+        finally:
+            if self.lanes[1]:
+                native.join(compiled)
         if self.lanes[1] and compiled.wait_failure(1)[0] != _native.WaitStatus.none:
             raise self.stopped(1, seconds)
         self._record()
@@ -164,6 +163,12 @@ class HostProgram(Program):
         self.world.native.execute(self, binding, timeout or self.world.timeout)
         self._record()
 
+    def execute_alone(self, binding: _native.Binding, timeout: float | None = None) -> None:
+        if self.engine.pending:
+            self.engine.settle()
+        self.world.native.execute_alone(self, binding, timeout or self.world.timeout)
+        self._record()
+
     def must_meet(self) -> bool:
         """Whether ranks must meet before this is executed; never unless it is one that runs `ahead`."""
         return self.world.native.must_meet(self.native)
@@ -172,7 +177,7 @@ class HostProgram(Program):
         if self.must_meet():
             self.engine.meet_beside(timeout)
         self.timeout = timeout or self.world.timeout
-        with self.world.turn, self.world.guard:
+        with self.world.guard:
             self.apply(binding)
             self.begin(self.timeout)
             self.world.native.start(self.native, 0, (self.native, binding, held, self.engine.workspace))

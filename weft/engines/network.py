@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from weft import _native
-from weft.engines.engine import LANES, Dtypes, Tensors, Timed
+from weft.engines.engine import LANES, Dtypes, Program, Tensors, Timed
 from weft.engines.host import HostEngine, HostProgram, Place
 from weft.errors import WeftError
 from weft.plan import Instruction, Notify, Plan, Region, Wait
@@ -46,7 +46,9 @@ class NetworkEngine(HostEngine):
         return NetworkProgram(self, plan, tensors, dtypes)
 
     def agree(self, call: str) -> None:
-        self.execute_as(call, barrier(self.world.levels, "agree"), {})
+        program = self.program(barrier(self.world.levels, "agree"), {})
+        program.native.describe(call, "")
+        program.carry_out({}, (), {})
 
 
 Sent = list[tuple[int, list[tuple[int, Place | None]]]]
@@ -102,11 +104,14 @@ class NetworkProgram(HostProgram):
         if self.engine.pending:
             self.engine.settle()
         self.apply(binding)
-        with world.turn, world.guard:
+        with world.guard:
             self.begin(seconds)
             if world.native.run(self.native, 0, 0) < 0:
                 raise self.stopped(0, seconds)
         self._record()
+
+    def execute_alone(self, binding: _native.Binding, timeout: float | None = None) -> None:
+        Program.execute_alone(self, binding, timeout)
 
     def rows(self, place: Place | None) -> _Rows:
         """The rows there, in this call; none where there is only a token."""

@@ -25,4 +25,4 @@ def barrier(world: World | None = None, timeout: float | None = None) -> None:
         if own.remembers:
             own.calls[barrier] = known
     program, binding = known
-    program.execute(binding, timeout)
+    program.execute_alone(binding, timeout)

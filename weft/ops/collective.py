@@ -121,9 +121,10 @@ def call_now(
         if result is not None and own.repeats.call(prepare, a, result, options, seconds):
             return result
     work = prepare(world, a, out, *options)
-    program = _program(world, work)
-    binding = program.bind(work.tensors, work.rows, _called(work.plan.operator, a, _options(prepare), options))
-    program.execute(binding, timeout)
+    with world.turn:
+        program = _program(world, work)
+        binding = program.bind(work.tensors, work.rows, _called(work.plan.operator, a, _options(prepare), options))
+        program.execute(binding, timeout)
     work.finish()
     if own.remembers and not (work.copied or work.agreed):
         own.repeats.add(prepare, a, work.result, options, program, binding, work.tensors)
@@ -155,11 +156,12 @@ def begun(now: Callable[Asked, Tensor], prepare: Prepare) -> Callable[Asked, Han
         world, timeout = current(asked.pop("world")), asked.pop("timeout")
         check_timeout(timeout)
         work = prepare(world, *given, **asked)
-        engine(world).make_room()
-        program = next(program for number in range(1 << 30) if (program := _program(world, work, number)).idle())
         tensor: Any = given[0] if given else asked["a"]
         called = _called(work.plan.operator, tensor, (*names, *asked), (*given[1:], *asked.values()))
-        program.start(program.bind(work.tensors, work.rows, called), work, timeout)
+        with world.turn:
+            engine(world).make_room()
+            program = next(program for number in range(1 << 30) if (program := _program(world, work, number)).idle())
+            program.start(program.bind(work.tensors, work.rows, called), work, timeout)
         return Handle(program, work)
 
     begin.__signature__ = signature.replace(return_annotation=Handle)  # type: ignore[attr-defined]

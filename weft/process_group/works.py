@@ -311,7 +311,10 @@ class Order(Carrier):
         super().close()
 
     def _next(self) -> None:
-        """Carry out what was issued first. An interrupt of this thread ends that work and is raised, whichever is waited for."""
+        """Carry out what was issued first.
+
+        An interrupt of this thread ends that work, whichever is waited for, and closes the world: peers may have carried it out.
+        """
         work, self.call, args = self.issued.popleft()
         self.backlog.begin()
         try:
@@ -319,6 +322,7 @@ class Order(Carrier):
         except BaseException as error:
             work.end(error)
             if not isinstance(error, Exception):
+                self.world.fail(error)
                 raise
         else:
             work.end()

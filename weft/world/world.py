@@ -85,14 +85,19 @@ class World(Peers):
         any rank lacks it, `MismatchError` if ranks ask for different things.
         """
         self.check()
-        self.settle()
         dims = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
         sizes = [int(n) for n in dims]  # type: ignore[arg-type]
         if any(n < 0 for n in sizes):
             raise ValueError(f"a shape has no negative sizes; got {tuple(sizes)}")
-        allocate = device_memory.allocate if self.device.type == "cuda" else memory.allocate
-        with self.turn, self.guard:
-            return allocate(self, sizes, dtype or torch.get_default_dtype())
+        self._settle()
+        with self.turn:
+            return self.allocate(sizes, dtype or torch.get_default_dtype())
+
+    def allocate(self, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """What `empty` does, in this thread's turn."""
+        take = device_memory.allocate if self.device.type == "cuda" else memory.allocate
+        with self.guard:
+            return take(self, sizes, dtype)
 
     def signals(self, count: int, name: str = "signals") -> Signals:
         """`count` zeroed counters on every rank for one-sided calls; collective, with the same `count` on all ranks.
@@ -103,11 +108,11 @@ class World(Peers):
         self.check()
         if not (isinstance(count, int) and count > 0):
             raise ValueError(f"count must be a positive whole number; got {count!r}")
-        self.settle()
+        self._settle()
         with self.turn, self.guard:
             return Signals(self, count, name)
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Wait for the asynchronous collectives under way, and raise what went wrong with them."""
         if self.engine is not None:
             self.engine.settle()

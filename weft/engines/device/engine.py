@@ -169,7 +169,7 @@ class DeviceProgram(FixedProgram):
         found = self._rows(Region(rank, buffer, 0, max(rows) if buffer in self.workspace else rows[rank]))
         return found if isinstance(found, Tensor) else buffer
 
-    def run(
+    def carry_out(
         self, tensors: Tensors, rows: Sequence[int], weights: Weights, bias: Tensors | None = None, timeout: float | None = None
     ) -> None:
         """Put one execution on the lanes; the caller's stream goes on after it (on a CPU, it is over when this returns)."""
@@ -228,7 +228,7 @@ class DeviceProgram(FixedProgram):
         return tensors
 
     def execute(self, binding: Any, timeout: float | None = None) -> None:
-        self.run(binding, (), {}, timeout=timeout)
+        self.carry_out(binding, (), {}, timeout=timeout)
 
     def start(self, binding: Any, held: object = None, timeout: float | None = None) -> None:
         """Begin what `execute` does, in the background: behind what was started before, on the lane for transfers."""
