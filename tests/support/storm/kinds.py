@@ -12,7 +12,6 @@ MOSTLY_CALLS = ("init", "calls", "calls", "calls", "close")
 
 LOST = ("PeerLost",)
 LATE = ("PeerTimeout", "PeerLost")
-SAID = ("PeerLost", "WeftError")  # of calls that are waited for in any order one says what is lost, others that the world is closed
 LACKING = ("PeerLost", "SymmetricMemoryError", RIGHT)
 MISMATCH = ("MismatchError",)
 ERRORS = ("WeftError", "PeerLost", "PeerTimeout", "MismatchError")  # any that weft owes to who is to blame
@@ -28,7 +27,7 @@ KINDS: dict[str, Kind] = {
     "raise": Kind(losses.but(losses.raises), LOST, ("ValueError",), None, ANYWHERE, by=EITHER),
     "exit": Kind(losses.but(losses.exits), LOST, ("exit 3",), None, ANYWHERE, by=EITHER),
     "leave": Kind(losses.but(losses.leaves), LOST, (RIGHT,), None, ANYWHERE, by=EITHER),
-    "mismatch": Kind(losses.but(losses.mismatches), MISMATCH, MISMATCH, None, ANYWHERE, by=EITHER),
+    "mismatch": Kind(losses.but(losses.mismatches), MISMATCH, MISMATCH, None, ANYWHERE),
     "memory": Kind(losses.but(losses.lacks_memory, losses.AFTER), LACKING, None, None, ANYWHERE, by=EITHER),
     "files": Kind(losses.but(losses.lacks_files, losses.AFTER), LACKING, None, None, ANYWHERE, by=EITHER),
     "memory-then": Kind(losses.calling_on, LACKING, None, losses.without_memory, NEAR_OR_FAR, ("init", "calls"), EITHER),
@@ -54,12 +53,12 @@ KINDS: dict[str, Kind] = {
     "threads-come": Kind(threads.coming_and_going),
     # Signals
     "handler-idle": Kind(interrupts.ignoring, by=EITHER),
-    "handler-raises": Kind(interrupts.handling(interrupts.raises), SAID, ("Interrupted",), interrupts.signalled, by=EITHER),
-    "handler-exits": Kind(interrupts.handling(interrupts.exits), SAID, ("exit 7",), interrupts.signalled, by=EITHER),
-    "handler-leaves": Kind(interrupts.handling(interrupts.leaves), SAID, (*ERRORS, "ValueError"), interrupts.signalled, by=EITHER),
+    "handler-raises": Kind(interrupts.handling(interrupts.raises), LOST, ("Interrupted",), interrupts.signalled, by=EITHER),
+    "handler-exits": Kind(interrupts.handling(interrupts.exits), LOST, ("exit 7",), interrupts.signalled, by=EITHER),
+    "handler-leaves": Kind(interrupts.handling(interrupts.leaves), LOST, (*ERRORS, "ValueError"), interrupts.signalled, by=EITHER),
     "ctrl-c": Kind(
         interrupts.handling(interrupts.raises),
-        SAID,
+        LOST,
         ("KeyboardInterrupt",),
         interrupts.interrupted,
         phases=("meeting", "calls", "calls", "calls"),

@@ -109,7 +109,7 @@ def _begun_in_vain(part: Part) -> None:
         for _ in range(number):
             begin(torch.ones(size))
         return
-    time.sleep(part.trial.delay + part.draw.choice((0.0, 0.5)))  # by then the victim may have dropped it all, or be about to
+    time.sleep(part.trial.delay + part.draw.choice((0.0, 0.3)))  # by then the victim may have dropped it all, or be about to
     for _ in range(number + 1):
         begin(torch.ones(size)).wait()
 

@@ -239,9 +239,11 @@ def _judged(scene: Scene, rank: int, each: Rank) -> str:
             return ""
         return f"rank {rank} ended with {how}, owed was {' or '.join(owed)}{': ' + broken['text'] if broken else ''}"
     said = f"{over['kind']}: {over['text']}\n{over['trace']}"
-    if over["kind"] not in owed:
+    # Of calls that are waited for in any order one says what went wrong, and others that the world is closed by that.
+    cause = re.match(r"this world is closed: (\w+): ", over["text"]) if each is not scene.victim else None
+    if (cause[1] if cause else over["kind"]) not in owed:
         return f"rank {rank} ended with what it is not owed, {' or '.join(owed)}: {said}"
-    named = over["kind"] in (RIGHT, "MismatchError") or scene.trial.phase in ("init", "meeting") or each is scene.victim
+    named = over["kind"] == RIGHT or "MismatchError" in owed or scene.trial.phase in ("init", "meeting") or each is scene.victim
     if scene.kind.named and not named and not re.search(rf"\brank {scene.trial.victim}\b", over["text"]):
         return f"rank {rank} does not name rank {scene.trial.victim}: {said}"
     if left is None or each.status:
