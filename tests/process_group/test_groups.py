@@ -22,6 +22,7 @@ from support.ranks import die, group, on_ranks, start
 from torch.distributed.device_mesh import init_device_mesh
 
 import weft
+from weft.process_group.group import Group
 
 SOON = 5.0  # seconds; survivors take milliseconds, and the machine may be busy
 
@@ -56,6 +57,31 @@ def makes(world):
 
 def test_groups_overlap_and_have_timeouts_of_their_own():
     on_ranks(makes, 3, given=group)
+
+
+def used_again(world):
+    """A group that was left says so, whatever is asked of it; what nobody had answered by then fails."""
+    rank = dist.get_rank()
+    for leave in (Group.shutdown, Group.abort):
+        made = dist.new_group()
+        unanswered = made.recv([torch.zeros(1)], 1 - rank, 0)
+        leave(made)
+        with pytest.raises(weft.WeftError, match="left the group before the message was through"):
+            unanswered.wait()
+        opts = dist.AllreduceOptions()
+        for opts.asyncOp in (False, True):
+            with pytest.raises(weft.WeftError, match=r"closed: .*; make a new one with init_process_group"):
+                made.allreduce([torch.zeros(1)], opts)
+        for call in (made.send, made.recv):
+            with pytest.raises(weft.WeftError, match=r"closed: .*; make a new one with init_process_group"):
+                call([torch.zeros(1)], 1 - rank, 0)
+        dist.destroy_process_group(made)
+        with pytest.raises(ValueError, match="not initialized"):
+            dist.all_reduce(torch.zeros(1), group=made)
+
+
+def test_a_group_that_was_left_says_so():
+    on_ranks(used_again, 2, given=group)
 
 
 def beside(world):

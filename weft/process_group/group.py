@@ -55,7 +55,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, ranks)
         self.store, self.global_ranks = store, [*global_ranks] or [*range(ranks)]
         self.world = init_by_store(store, rank, ranks, timeout)
-        self.world.known_as = self.global_ranks
+        self.world.known_as, self.world.maker = self.global_ranks, 'init_process_group("weft") or new_group(backend="weft")'
         self.order = Order(f"weft group of {ranks}", self.world)
         self.messages = None if self.world.multi_host else Messages(self.world)
         self.gloo: Any = None

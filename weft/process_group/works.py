@@ -261,6 +261,7 @@ class Order(Carrier):
         self.mine: Callable[[], bool] = self.turn._is_owned  # type: ignore[attr-defined]
         self.call: Callable[..., object] | None = None  # the last that was begun
         self.issued: deque[tuple[Work, Callable[..., object], tuple[Any, ...]]] = deque()
+        self.closed = False
 
     def now(self, call: Callable[..., object], *args: Any) -> None:
         """Carry out ``call(*args)`` after all that was issued before, and return when it is done."""
@@ -277,6 +278,8 @@ class Order(Carrier):
     def later(self, tensors: Sequence[Tensor], call: Callable[..., object], *args: Any) -> Work:
         """Issue ``call(*args)``, which fills `tensors`, and return at once."""
         self.world.check_process()
+        if self.closed:
+            self.world.check()
         work = Work(tensors, self)
         self.issued.append((work, call, args))
         self.issue()
@@ -305,6 +308,7 @@ class Order(Carrier):
 
     def close(self) -> None:
         """Carry out what was issued, and end the threads."""
+        self.closed = True
         with self.turn:
             while self.issued:
                 self._next()
