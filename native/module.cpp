@@ -272,6 +272,7 @@ NB_MODULE(_native, m) {
         self->caller_interrupted = signal_pending;
       })
       .def_static("control_bytes", &Executor::control_bytes)
+      .def_prop_ro_static("said_bytes", [](nb::handle) { return Calls::kBytes; })
       .def_ro_static("max_names", &Executor::kNames)
       .def_ro_static("turns", &Program::kTurns)
       .def_ro_static("meeting", &Program::kMeeting)

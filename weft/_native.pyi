@@ -181,6 +181,9 @@ class Executor:
     @staticmethod
     def control_bytes(arg: int, /) -> int: ...
 
+    said_bytes: Final[int] = ...
+    """(arg: object, /) -> int"""
+
     max_names: Final[int] = ...
     """(arg: object, /) -> int"""
 

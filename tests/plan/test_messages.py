@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from support import plans
 from support.mutants import deleted, edited, places
 
+from weft import _native
+from weft.engines.engine import Engine
 from weft.engines.reference import run
 from weft.errors import PlanError
 from weft.plan import Buffer, Copy, Notify, Plan, Region, Signal, Term, Wait
@@ -21,7 +24,9 @@ from weft.plan.proof import problems, verify
 from weft.schedules import all_reduce, all_to_all, broadcast, reduce_scatter
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import all_gather_matmul
+from weft.schedules.barrier import barrier
 from weft.schedules.common import apart, members, one_lane
+from weft.schedules.levels import nested
 from weft.schedules.matmul_all_reduce import matmul_all_reduce
 from weft.schedules.matmul_reduce_scatter import matmul_reduce_scatter
 from weft.schedules.workload import Request
@@ -225,3 +230,30 @@ def test_both_ends_of_a_wire_agree():
             signals = [signal for message in messages for signal in message.signals]
             told = [i for i in plan.lanes[sender][f"{lane}>{to}"] if isinstance(i, Notify) and i.rank != sender]
             assert signals == told
+
+
+@pytest.mark.parametrize("planner", [*FUSED, *PLAIN])
+def test_more_ranks_need_no_more_names(planner):
+    """The signals of a world have a few hundred names at most, and counters for each rank under every one."""
+    few, more = (
+        lower_to_messages(
+            (FUSED | PLAIN)[planner](tuple(rank // 2 for rank in range(ranks)), 1), [rank // 2 for rank in range(ranks)]
+        )
+        for ranks in (6, 16)
+    )
+    assert few.signal_names() == more.signal_names()
+    assert len(more.signal_names()) < 16
+
+
+def test_the_counters_of_a_thousand_ranks():
+    """Each signal of a rank has one of its own, among those that the native core has."""
+    hosts = tuple(rank // 16 for rank in range(1024))
+    plan = lower_to_messages(barrier(nested(1024, (hosts,)), "meet"), hosts)
+    names = {name: number for number, name in enumerate(plan.signal_names())}
+    engine = SimpleNamespace(names=names, world=SimpleNamespace(ranks=1024))
+    for rank in (0, 17, 1023):
+        lanes = [*plan.lanes[rank].values()]
+        own = {i.signal for lane in lanes for i in lane if isinstance(i, Wait) or (isinstance(i, Notify) and i.rank == rank)}
+        places = {Engine.index(engine, signal) for signal in own}
+        assert len(places) == len(own) > 8
+        assert max(places) < _native.Executor.max_names * 1024

@@ -137,7 +137,7 @@ class Engine(ABC):
 
     def index(self, signal: Signal) -> int:
         """Where a signal's counter lies among a rank's counters."""
-        return self.names[signal.name] * self.world.ranks + signal.source
+        return self.names[signal.name] * self.world.ranks + (signal.source if signal.peer is None else signal.peer)
 
     def reserve(self, size: int, call: str) -> memory.Segment:
         """The workspace's segment, of at least `size` bytes. Growing it is collective: ranks first agree on the call."""
@@ -308,7 +308,7 @@ class Program(ABC):
         if not isinstance(wait, Wait):
             return f"for {rows} of {self.plan.operator} call {call} (in the memory of rank {source})"
         come = f"{actual} of {expected}" if expected else "still owed by an earlier call"
-        signal = f'signal "{wait.signal.name}" from rank {source}: {come}'
+        signal = f'signal "{wait.signal.what}" from rank {source}: {come}'
         return f"for {rows} of {self.plan.operator} call {call} ({signal})"
 
     @abstractmethod

@@ -57,13 +57,22 @@ class Region(NamedTuple):
 
 
 class Signal(NamedTuple):
-    """A counter on the notified rank, named after what it counts and the one rank that raises it."""
+    """A counter on the notified rank, named after what it counts and the one rank that raises it.
+
+    Of the counters that a rank raises for itself there may be one for each `peer`.
+    """
 
     name: str
     source: int
+    peer: int | None = None
+
+    @property
+    def what(self) -> str:
+        """What it counts."""
+        return self.name if self.peer is None else f"{self.name} {self.peer}"
 
     def __str__(self) -> str:
-        return f"{self.name}<{self.source}"
+        return f"{self.what}<{self.source}"
 
 
 @dataclass(frozen=True, slots=True)

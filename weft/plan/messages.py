@@ -209,7 +209,7 @@ class _Lowering:
         del self.unsent[to]
 
     def sent(self, to: int) -> Signal:
-        return Signal(f"{self.name} sent to {to}", self.rank)
+        return Signal(f"{self.name} sent to", self.rank, to)
 
 
 def incoming(plan: Plan, rank: int) -> list[tuple[int, str]]:

@@ -142,7 +142,7 @@ class _Run:
                 # If the notified rank is not planned: what its planned counterpart gets from this rank's counterpart.
                 here = instruction.rank % self.ranks_planned
                 source = (instruction.signal.source - instruction.rank + here) % self.plan.ranks
-                counter = here, Signal(instruction.signal.name, source)
+                counter = here, instruction.signal._replace(source=source)
                 if is_inlet(lane.name):  # not sent
                     self.schedule(self.now, self.count, counter)
                     self.done(lane)

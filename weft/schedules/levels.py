@@ -13,7 +13,7 @@ from itertools import accumulate, count, pairwise, permutations
 from typing import NamedTuple
 
 from weft.plan import Copy, Instruction, Region
-from weft.schedules.common import Hosts, after, before, hear, tell
+from weft.schedules.common import Hosts, before, hear, tell
 from weft.schedules.thresholds import Thresholds
 
 Levels = tuple[tuple[int, ...], ...]
@@ -58,8 +58,8 @@ def meetings(levels: Levels) -> list[list[Stage]]:
                     heard[rank].add(speaker)
                     told[speaker].add(rank)
         for rank in range(ranks):
-            tells = [peer for peer in before(rank, ranks) if peer in told[rank]]
-            stages[rank].append(Stage(tells, [peer for peer in after(rank, ranks) if peer in heard[rank]]))
+            tells = sorted(told[rank], key=lambda peer: (rank - peer) % ranks)  # in the order of `before`
+            stages[rank].append(Stage(tells, sorted(heard[rank], key=lambda peer: (peer - rank) % ranks)))  # and of `after`
         inner = outer
     return stages
 

@@ -193,8 +193,8 @@ class Peers:
         for peer in self.others:
             if self.near(peer):
                 send(self, peer, self.staged, file, doing)
-            else:  # what it says comes by message, and is noted in a part of this rank's own
-                parts[peer], _ = self._mapping(size)
+            else:  # what it says comes by message, and is noted in a part of this rank's own, which has no counters
+                parts[peer], _ = self._mapping(_native.Executor.said_bytes)
         for peer in filter(self.near, self.others):
             staged, theirs = receive(self, peer, doing, f"for rank {peer} (pid {self.pids[peer]}) {doing}")
             parts[peer] = attach(self, peer, theirs, size, doing)
