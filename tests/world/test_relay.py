@@ -6,7 +6,10 @@ import threading
 
 import pytest
 
-from weft.world.relay import Relay
+from weft.engines import network
+from weft.errors import PeerLost
+from weft.world import relay as relaying
+from weft.world.relay import _LONGEST, Relay
 
 LIMIT = 20.0  # seconds that anything here may take
 
@@ -103,3 +106,78 @@ def test_who_leaves_first_takes_what_it_is_owed(two):
     assert taken.get(timeout=LIMIT) == (1, 0, b"rows")
     leaving.join(LIMIT)
     assert not leaving.is_alive()
+
+
+class _Calls:
+    """What a rank notes of its peers' calls."""
+
+    def __init__(self):
+        self.noted = queue.Queue()
+
+    def note_call(self, *call):
+        self.noted.put(call)
+
+
+@pytest.fixture
+def one():
+    """A relay, the two ends of its peer, the end of its world's mesh, what it notes, and what it fails with."""
+    (control, theirs), (rows, their_rows), failed, native = connected(), connected(), queue.Queue(), _Calls()
+    relay = Relay(0, {1: (control, rows)}, LIMIT)
+    near = relay.sockets()[1]
+    relay.start(native, lambda error, rank: failed.put((error, rank)))
+    yield relay, theirs, their_rows, near, native.noted, failed
+    for end in (theirs, their_rows, near):
+        end.close()
+    relay.close()
+
+
+def framed(message):
+    return len(message).to_bytes(4, "little") + message
+
+
+@pytest.mark.parametrize(
+    ("frame", "what"),
+    [
+        (b"\xff\xff\xff\xff", "a message of 4294967295 bytes"),
+        ((_LONGEST + 1).to_bytes(4, "little"), f"a message of {_LONGEST + 1} bytes"),
+        (framed(b""), "a message of 0 bytes"),
+        (framed(b"h short"), "a message b'h short'"),
+        (framed(b"?"), "a message b'?'"),
+        (framed(b"aKeyError\nrank 1\nbad news"), "a message b'aKeyError\\nrank 1\\nbad"),
+    ],
+    ids=["endless", "long", "empty", "short call", "unknown", "bad news of nobody"],
+)
+def test_what_nobody_understands_names_who_said_it(one, frame, what):
+    _, theirs, _, near, noted, failed = one
+    call = relaying._CALL.pack(b"h", 3, 7) + b"all_reduce"
+    both = framed(call) + framed(b"nnote") + frame
+    for byte in range(0, len(both), 5):  # messages come in any parts
+        theirs.sendall(both[byte : byte + 5])
+    assert noted.get(timeout=LIMIT) == (1, 3, 7, "all_reduce")
+    near.settimeout(LIMIT)
+    assert near.recv(100) == b"nnote"
+    error, rank = failed.get(timeout=LIMIT)
+    assert (type(error), rank) == (PeerLost, 1)
+    assert str(error).startswith(f"rank 1 sent what rank 0 does not understand ({what}"), error
+    assert near.recv(100) == b"", "the world hears nothing more of that rank"
+
+
+def test_rows_that_nobody_expects_name_who_sent_them(one):
+    relay, _, their_rows, _, _, failed = one
+    relay._say = lambda *_: None
+    arrivals = network._Arrivals(None, 1, 7)
+    relay.begin(1, 7, "", {1: arrivals}, {})
+    their_rows.sendall(relaying._ROWS.pack(9, 1, 7, 100))
+    error, rank = failed.get(timeout=LIMIT)
+    assert (type(error), rank) == (PeerLost, 1)
+    assert "rank 1 sent what rank 0 does not understand (rows of lane 9, of which there are no more in call 1)" in str(error)
+
+
+def test_many_messages_at_once(one):
+    _, theirs, *_, noted, _ = one
+    call = framed(relaying._CALL.pack(b"h", 1, 7))
+    sending = threading.Thread(target=theirs.sendall, args=(call * 20_000,))
+    sending.start()
+    for _ in range(20_000):
+        noted.get(timeout=LIMIT)
+    sending.join(LIMIT)

@@ -206,7 +206,9 @@ class _Arrivals:
         self.lanes: dict[int, _Coming] = {}
 
     def let_in(self, lane: int) -> bool:
-        coming, world, status = self.lanes[lane], self.program.world, _native.WaitStatus.timeout
+        if (coming := self.lanes.get(lane)) is None:
+            raise WeftError(f"rows of lane {lane}, of which there are no more in call {self.call}")
+        world, status = self.program.world, _native.WaitStatus.timeout
         while coming.told and status == _native.WaitStatus.timeout:
             if world.closed is not None:
                 return False
@@ -218,7 +220,7 @@ class _Arrivals:
         coming = self.lanes[lane]
         rows = coming.places.popleft()
         if size != rows.rows * rows.row:
-            raise WeftError(f"{size} bytes come for {rows.rows} rows of {rows.row}: ranks have different versions of weft")
+            raise WeftError(f"{size} bytes for {rows.rows} rows of {rows.row}")
         rows.fill(read)
         coming.at = self.program.world.native.run(self.program.native, coming.number, coming.at + 1)
         if not coming.places:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import socket
 import struct
@@ -21,9 +22,12 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from weft import _native
-from weft.errors import MismatchError, PeerLost
+from weft.errors import MismatchError, PeerLost, WeftError
 
 _LONGEST = 16385  # of a message on the Unix sockets
+_OF_WORLDS = re.compile(
+    rb"n|f$|a[^\n]*\n\d{1,9}\n", re.DOTALL
+)  # how these begin: a note, a farewell, bad news with whose fault it is
 _LENGTH = struct.Struct("<I")  # before each that is carried
 _CALL = struct.Struct("<cQQ")  # what a rank calls: its number, its digest, then its text
 _TEXT = 512  # bytes of that
@@ -66,7 +70,7 @@ class Relay:
         self.speaking = {peer: threading.Lock() for peer in peers}  # by `control`
         self.sending = {peer: threading.Condition() for peer in peers}  # by `rows`
         self.unsent: dict[int, deque[list[int]]] = {peer: deque() for peer in peers}  # calls, with how many messages each still has
-        self.heard = dict.fromkeys(peers, b"")  # the beginning of a message
+        self.heard = {peer: bytearray() for peer in peers}  # the beginning of a message
         self.over = {peer: threading.Event() for peer in peers}  # the peer has hung up
         self.through: set[int] = set()  # peers that have sent all their rows
         self.expected: dict[int, dict[int, Arrivals]] = {peer: {} for peer in peers}  # by the number of the call
@@ -215,6 +219,8 @@ class Relay:
             if not (self.closed or peer in self.through or self.over[peer].wait(_NOTICED)):
                 how = f"cannot be reached any more ({error.strerror or error})"
                 self.fail(PeerLost(f"rank {peer} {how}", how), peer)
+        except WeftError as error:
+            self._misunderstood(peer, error)
         except BaseException as error:
             self.fail(error, self.rank)
 
@@ -299,17 +305,38 @@ class Relay:
             got = self.control[peer].recv(65536)
         except OSError:
             return False
-        heard = self.heard[peer] + got
-        while len(heard) >= _LENGTH.size and len(heard) >= (end := _LENGTH.size + _LENGTH.unpack_from(heard)[0]):
-            message, heard = heard[_LENGTH.size : end], heard[end:]
-            if message[:1] == b"h":
-                _, call, digest = _CALL.unpack_from(message)
-                self.native.note_call(peer, call, digest, message[_CALL.size :].decode(errors="replace"))
-            else:
-                with contextlib.suppress(OSError):  # the world is closed
-                    self.ends[peer].send(message)
-        self.heard[peer] = heard
+        heard, begin = self.heard[peer], 0
+        heard += got
+        try:
+            while len(heard) - begin >= _LENGTH.size:
+                (size,) = _LENGTH.unpack_from(heard, begin)
+                if not 0 < size <= _LONGEST:
+                    raise WeftError(f"a message of {size} bytes")
+                end = begin + _LENGTH.size + size
+                if len(heard) < end:
+                    break
+                self._take(peer, bytes(heard[begin + _LENGTH.size : end]))
+                begin = end
+        except WeftError as error:
+            self._misunderstood(peer, error)
+            return False
+        del heard[:begin]
         return bool(got)
+
+    def _take(self, peer: int, message: bytes) -> None:
+        """Note what a peer says it calls, or give the world what it has written to it. Raises `WeftError` for anything else."""
+        if message[:1] == b"h" and len(message) >= _CALL.size:
+            _, call, digest = _CALL.unpack_from(message)
+            self.native.note_call(peer, call, digest, message[_CALL.size :].decode(errors="replace"))
+        elif _OF_WORLDS.match(message):
+            with contextlib.suppress(OSError):  # the world is closed
+                self.ends[peer].send(message)
+        else:
+            raise WeftError(f"a message {message[:20]!r}")
+
+    def _misunderstood(self, peer: int, what: WeftError) -> None:
+        how = f"sent what rank {self.rank} does not understand ({what})"
+        self.fail(PeerLost(f"rank {peer} {how}", how), peer)
 
     def _end(self, peer: int) -> None:
         """A peer has hung up: let the world know, and the peer that it was heard."""
