@@ -24,7 +24,7 @@ class EmulatedLink {
   bool on() const { return seconds_per_byte_ > 0; }
   // Hold the caller until the link has carried so many bytes, which were ready for it at a time of `now()`.
   void carry(int64_t ready, size_t bytes) {
-    double seconds = latency_ + seconds_per_byte_ * static_cast<double>(bytes);
+    const double seconds = latency_.load() + seconds_per_byte_.load() * static_cast<double>(bytes);
     int64_t free = std::max(free_.load(), ready) + nanoseconds(seconds);
     free_.store(free);
     if (free <= now()) return;  // a sleep until then would still give the core away
@@ -33,7 +33,7 @@ class EmulatedLink {
   }
 
  private:
-  double seconds_per_byte_ = 0, latency_ = 0;
+  std::atomic<double> seconds_per_byte_{0}, latency_{0};  // which lanes read meanwhile
   std::atomic<int64_t> free_{0};  // when the link has carried all it was given
 };
 
