@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 import re
+import socket
 import time
 import zlib
 from collections.abc import Iterator, Mapping
@@ -36,6 +37,7 @@ STARTING = 300.0
 _PLACE, _PLACES = 1 << 14, 0x7FFFFFFE  # bytes of a message that says where a rank is, and its tag
 _LAST_WORD = 0.5  # seconds that a rank which gives up may take to say so
 _PATIENCE = 10.0  # seconds of waiting for ranks to come, after which a warning names them
+_AGAIN = 0.05  # seconds after which a rank looks again whether rank 0 listens
 _JOB = "WEFT_JOB"  # the variable in which a process remembers the job that it was started in
 _log = logging.getLogger("weft")
 
@@ -93,8 +95,10 @@ def _store(rank: int, ranks: int, address: str, port: int, timeout: float) -> St
     advice = "is it started, and are MASTER_ADDR and MASTER_PORT alike on all ranks and open to them?"
     holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
     try:
+        if not holds:
+            _reach(address, port, deadline)
         tcp = TCPStore(address, port, ranks, holds, time_left(deadline), wait_for_workers=False, multi_tenant=True)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         if holds:
             raise WeftError(
                 f"rank 0 cannot listen on port {port}, where ranks of {ours} are to meet: {error}; another job may use it: set "
@@ -127,6 +131,17 @@ def _store(rank: int, ranks: int, address: str, port: int, timeout: float) -> St
         if missing and not warned:
             _log.warning("rank %d waits for %s of %d to join %s at %s", rank, missing, ranks, ours, where)
             warned = True
+
+
+def _reach(address: str, port: int, deadline: float) -> None:
+    """Return once somebody listens there, `OSError` if nobody does in time: torch tries for twice as long as it is told."""
+    while True:
+        try:
+            return socket.create_connection((address, port), max(0.001, deadline - time.monotonic())).close()
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_AGAIN)
 
 
 def _listed(ranks: list[int]) -> str:
