@@ -64,6 +64,8 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self.others: dist.ProcessGroup | None = None
         self.together: list[Work] | None = None  # what was begun since `_start_coalescing`
         self.barriers = 0
+        for carrier in filter(None, (self.order, self.messages)):
+            carrier.start()
 
     # Reductions
 

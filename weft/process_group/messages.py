@@ -175,7 +175,7 @@ class Messages(Carrier):
             return
         self.pending = not self.pending
         if self.pending:
-            self.issue()
+            self.backlog.issue()
         else:
             self.backlog.begin()
 

@@ -180,10 +180,10 @@ class Carrier(ABC):
     """
 
     def __init__(self, name: str, world: World) -> None:
-        self.name, self.world, self.backlog = name, world, _native.Backlog()
+        self.world, self.backlog = world, _native.Backlog()
         self.lines: list[ThreadPoolExecutor] = []
-        self.thread: threading.Thread | None = None
-        self.starting = threading.RLock()
+        self.lining = threading.RLock()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @abstractmethod
     def help(self, work: Work, seconds: float | None) -> None:
@@ -206,19 +206,14 @@ class Carrier(ABC):
                 "raise an exception, call destroy_process_group(), or note the signal for later"
             )
 
-    def issue(self) -> None:
-        """Note that there is one more work to be carried out."""
-        if self.thread is None:
-            with self.starting:
-                if self.thread is None:
-                    self.thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-                    self.thread.start()
-                    _running.add(self)
-        self.backlog.issue()
+    def start(self) -> None:
+        """Start the thread; once nothing can go wrong any more with making the group, and before a signal handler can end it."""
+        self.thread.start()
+        _running.add(self)
 
     def tell(self, line: int, future: torch.futures.Future[Any]) -> None:
         """Complete a future in a line."""
-        with self.starting:
+        with self.lining:
             while len(self.lines) <= line:
                 self.lines.append(ThreadPoolExecutor(1, "weft futures", setattr, (_here, "line", len(self.lines) + 1)))
         try:
@@ -229,9 +224,8 @@ class Carrier(ABC):
     def close(self) -> None:
         """End the threads, once they have called what there is to call."""
         self.backlog.close()
-        if self.thread is not None and not self.doing():  # for which the thread may be waiting; it ends after that
+        if self.thread.ident is not None and not self.doing():  # for which the thread may be waiting; it ends after that
             self.thread.join()  # it may still tell
-            _running.discard(self)
         for line in self.lines:
             line.shutdown(wait=False)
 
@@ -239,9 +233,10 @@ class Carrier(ABC):
         _native.set_team_size(1)  # what it carries out is beside what its callers compute
         while self.backlog.due():
             self.take_over()
+        _running.discard(self)
 
 
-_running: set[Carrier] = set()  # those with a thread
+_running: set[Carrier] = set()  # those whose thread has not ended
 os.register_at_fork(after_in_child=_running.clear)
 
 
@@ -282,7 +277,7 @@ class Order(Carrier):
             self.world.check()
         work = Work(tensors, self)
         self.issued.append((work, call, args))
-        self.issue()
+        self.backlog.issue()
         return work
 
     def help(self, work: Work, seconds: float | None) -> None:
