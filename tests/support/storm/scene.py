@@ -246,6 +246,8 @@ def _judged(scene: Scene, rank: int, each: Rank) -> str:
     named = over["kind"] == RIGHT or "MismatchError" in owed or scene.trial.phase in ("init", "meeting") or each is scene.victim
     if scene.kind.named and not named and not re.search(rf"\brank {scene.trial.victim}\b", over["text"]):
         return f"rank {rank} does not name rank {scene.trial.victim}: {said}"
+    if each.status and ending(each.status) in owed:
+        return ""
     if left is None or each.status:
         broken = each.heard("broken")
         return f"rank {rank} ended with {ending(each.status or 0)} after {said}{broken['text'] if broken else ''}"
