@@ -211,7 +211,8 @@ def _left(scene: Scene, known: set[int]) -> list[str]:
 
 def _delays(scene: Scene, begun: float) -> list[tuple[int, float]]:
     """By how many seconds ranks that are owed an error were late with it."""
-    hidden = scene.trial.limit if scene.kind.hidden else 0.0
+    unconnected = scene.trial.by == "group" and scene.trial.phase in ("init", "meeting")  # ranks that share a store and no more
+    hidden = scene.trial.limit if scene.kind.hidden or unconnected else 0.0
     judged = [each for each in (scene.others if scene.kind.hidden else scene.ranks) if _owed(scene, each) is not None]
     ends = [(scene.ranks.index(each), over) for each in judged if (over := each.heard("over")) and over["kind"] != RIGHT]
     return [(rank, over["when"] - begun - hidden) for rank, over in ends if begun]
