@@ -12,7 +12,7 @@ from support.hosts import WHY_NOT
 from support.storm.kinds import KINDS
 from support.storm.trial import trial_of
 
-QUICK = "kill,raise,mismatch,files,pause,outstanding,outstanding-works,threads-group,threads-come,handler-idle"
+QUICK = "kill,mismatch,files,outstanding,outstanding-mismatch,fork,fork-all,threads-share,threads-come,ctrl-c,jobs,containers"
 
 
 def made(*options: str) -> subprocess.CompletedProcess[str]:
@@ -23,12 +23,12 @@ def made(*options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("places", "kinds", "trials"),
-    [("shared", QUICK, 10), pytest.param("hosts", "kill,mismatch", 2, marks=pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT))],
+    [("shared", QUICK, 8), pytest.param("hosts", "kill,mismatch", 2, marks=pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT))],
 )
 def test_a_short_storm(places, kinds, trials):
-    done = made("--seed", "0", "--trials", str(trials), "--places", places, "--kind", kinds)
+    done = made("--seed", "3", "--trials", str(trials), "--places", places, "--kind", kinds)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{trials} trials from seed 0 on" in done.stdout
+    assert f"{trials} trials from seed 3 on" in done.stdout
 
 
 def test_a_trial_is_made_again_by_its_seed_kind_and_place():
