@@ -11,12 +11,11 @@ import itertools
 import os
 import socket
 import time
-from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from timeit import repeat, timeit
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,6 +36,7 @@ from weft.schedules.thresholds import CROWDED_HOP, Thresholds
 from weft.world import World, init, peer_memory, placement
 from weft.world.listener import addresses, family_of, named_interface
 from weft.world.rendezvous import ByStore, host_identity, join, launched, launcher_variables, translated
+from weft.world.words import Kind, everyones
 
 PING, BULK, ROUNDS = 1, 8 << 20, 20  # bytes of a small and a large message, and how many small ones
 PRODUCT = 1024  # rows and columns of the product that is timed
@@ -55,6 +55,15 @@ class Met(NamedTuple):
     addresses: dict[str, str]
     address: str
     port: int
+
+
+class Link(NamedTuple):
+    """What was measured between two ranks: Gbit/s, and the latency in microseconds."""
+
+    one: int
+    other: int
+    gbps: float
+    latency: float
 
 
 class Tried(NamedTuple):
@@ -87,11 +96,11 @@ def diagnose(console: Console) -> bool:
         )
         return False
     with world:
-        everyone: list[RankReport] = _everyones(world, _look(world))
+        everyone = _everyones(world, _look(world), RankReport)
         links = _links(world)
         # Only rank 0 knows of clocks.
-        troubles = _everyones(world, [*_troubles(everyone, links, clock_offsets(world, now=time.time_ns))])[0]
-        staged = _everyones(world, world.staged)
+        troubles = _everyones(world, [*_troubles(everyone, links, clock_offsets(world, now=time.time_ns))], list[str])[0]
+        staged = _everyones(world, world.staged, str)
         if world.rank == 0:
             _print(everyone, links, console)
             console.print(_thresholds(everyone, world.thresholds, world.crowded))
@@ -130,12 +139,9 @@ def _listening(interface: str, known: Mapping[str, str]) -> socket.socket:
     return socket.create_server(("127.0.0.1", 0))
 
 
-def _everyones(world: World, own: Any) -> list[Any]:
-    """What every rank has."""
-    everyone = [own] * world.ranks
-    if world.ranks > 1:
-        dist.all_gather_object(everyone, own)
-    return everyone
+def _everyones(world: World, own: Kind, kind: type[Kind]) -> list[Kind]:
+    """What every rank has of this kind."""
+    return everyones(own, kind) if world.ranks > 1 else [own]
 
 
 def _connect(to: Met) -> str:
@@ -230,7 +236,7 @@ def _gflops(dtype: torch.dtype) -> float:
 
 def _links(world: World) -> dict[tuple[int, int], tuple[float, float]]:
     """(Gbit/s, latency in microseconds) between every two ranks on different hosts, as ``isend`` and ``irecv`` have it."""
-    found = {}
+    found = list[Link]()
     small, large = torch.zeros(PING, dtype=torch.uint8), torch.zeros(BULK, dtype=torch.uint8)
     for one, other in itertools.combinations(range(world.ranks), 2):
         barrier(world)
@@ -239,8 +245,8 @@ def _links(world: World) -> dict[tuple[int, int], tuple[float, float]]:
         peer = other if world.rank == one else one
         trips = min(_trip(small, peer, world.rank == one) for _ in range(ROUNDS))
         bulk = min(_trip(large, peer, world.rank == one) for _ in range(3))
-        found[one, other] = 2 * 8 * BULK / max(bulk - trips, 1e-9) / 1e9, 1e6 * trips / 2
-    return dict(ChainMap(*_everyones(world, found)))
+        found.append(Link(one, other, 2 * 8 * BULK / max(bulk - trips, 1e-9) / 1e9, 1e6 * trips / 2))
+    return {(link.one, link.other): (link.gbps, link.latency) for links in _everyones(world, found, list[Link]) for link in links}
 
 
 def _trip(tensor: torch.Tensor, peer: int, first: bool) -> float:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from weft.engines.engine import Timed
 from weft.plan import Plan
 from weft.plan.binding import bind
 from weft.plan.trace import Span, Trace
-from weft.world import World
+from weft.world import World, words
 
 _ROUNDS = 20  # of asking another host for the time
 
@@ -53,10 +52,9 @@ class Recording:
         """The trace of all ranks on rank 0, None elsewhere; collective over `group`, the one the world was made with."""
         spans = [*self._spans()]
         if self.world.ranks > 1:
-            parts: list[Any] | None = [None] * self.world.ranks if self.world.rank == 0 else None
             offsets = clock_offsets(self.world, group)
-            dist.gather_object(spans, parts, group=group, group_dst=0)
-            if parts is None:
+            parts = words.everyones(spans, list[Span], group)
+            if self.world.rank:
                 return None
             spans = [
                 span._replace(start=span.start - offset, stop=span.stop - offset)

@@ -1,4 +1,4 @@
-"""What ranks tell each other before they share anything: JSON of a fixed form.
+"""What ranks tell each other of themselves: JSON of a fixed form.
 
 It comes from a store or over the network, where others may be able to write, so nothing of it is run, and what has another form
 is refused.
@@ -10,6 +10,9 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+import torch
+import torch.distributed as dist
 
 Kind = TypeVar("Kind")
 
@@ -27,6 +30,17 @@ def meant(said: bytes, kind: type[Kind]) -> Kind:
         raise ValueError("lists in lists, too many of them") from None
 
 
+def everyones(own: Kind, kind: type[Kind], group: dist.ProcessGroup | None = None) -> list[Kind]:
+    """What each rank of a process group has of this kind; collective. Raises `ValueError` if one has something else."""
+    said = torch.frombuffer(bytearray(words(own)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(said)]), group=group)
+    parts = [torch.zeros(int(max(sizes)), dtype=torch.uint8) for _ in sizes]
+    parts[dist.get_rank(group)][: len(said)] = said
+    dist.all_gather(parts, parts[dist.get_rank(group)].clone(), group=group)
+    return [meant(part[: int(size)].numpy().tobytes(), kind) for part, size in zip(parts, sizes, strict=True)]
+
+
 def fitted(kind: Any, said: Any) -> Any:
     """A value of JSON as one of this kind: a class, or several of one. Raises `ValueError` if it is none."""
     of, parts = get_origin(kind) or kind, get_args(kind)
@@ -36,11 +50,11 @@ def fitted(kind: Any, said: Any) -> Any:
         return bytes.fromhex(fitted(str, said))
     if of is float and type(said) is int:
         return float(said)
-    if of in (str, int, float):
+    if of in (str, int, float, bool):
         if type(said) is not of or (of is int and not -(2**63) <= said < 2**63):
             raise ValueError(f"{said!r:.100} is no {of.__name__}")
         return said
-    if of is dict:
+    if of in (dict, Mapping):
         whole = isinstance(said, dict) and parts[0] is int  # JSON's keys are strings
         return {int(key) if whole else key: fitted(parts[1], value) for key, value in _a(dict, said).items()}
     several = _a(list, said)
