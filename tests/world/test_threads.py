@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import on_ranks
+from torch._C._distributed_c10d import HashStore
 
 import weft
 from weft import _native
 from weft.ops.collective import sent_rows, slot_rows
 from weft.schedules.thresholds import Thresholds
 from weft.schedules.workload import pieces
+from weft.world.world import init_by_store
 
 
 def tasks():
@@ -251,7 +253,7 @@ def forks(world):
     weft.put(memory, own, 0)
     child = os.fork()
     if not child:
-        weft.put(memory, own, 0)
+        weft.put(init_by_store(HashStore(), 0, 1, 20.0).empty(1 << 20), own, 0)
         os._exit(0)
     deadline = time.monotonic() + 20
     while not (ended := os.waitpid(child, os.WNOHANG)[0]) and time.monotonic() < deadline:

@@ -47,7 +47,7 @@ class NetworkEngine(HostEngine):
 
     def agree(self, call: str) -> None:
         program = self.program(barrier(self.world.levels, "agree"), {})
-        program.native.describe(call, "")
+        program.native.say(call)
         program.carry_out({}, (), {})
 
 

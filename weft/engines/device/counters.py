@@ -13,6 +13,7 @@ import torch
 from weft import _native
 from weft.world import World
 from weft.world.device_memory import drain
+from weft.world.signals import Signals
 
 _LOOKS = 0.2  # seconds between looks at what peers call
 
@@ -29,7 +30,8 @@ class HostCounters:
 
     def __init__(self, world: World, count: int) -> None:
         self.world = world
-        self.signals = world.signals(count, "counters of lanes")
+        with world.guard:  # in the turn of the call that needs them first
+            self.signals = Signals(world, count, "counters of lanes")
         self.base = [0] * count
 
     def notify(self, peer: int, index: int) -> None:

@@ -74,7 +74,7 @@ def max_polls(seconds: float) -> int:
 
 def zeroed(world: World, count: int) -> Tensor:
     """`count` counters on every rank, symmetric; int64 (count, COUNTER), of which column 0 counts. Collective."""
-    return world.empty(count, COUNTER, dtype=torch.int64)  # new symmetric memory is zero, on peers too
+    return world.allocate([count, COUNTER], torch.int64)  # new symmetric memory is zero, on peers too
 
 
 def timeout_record(device: torch.device) -> Tensor:
