@@ -22,7 +22,9 @@ auto unlocked(Work work) {
 }
 
 // The exception that says which thread uses the world.
-inline nb::object in_use(const InUse& use) { return nb::module_::import_("weft.errors").attr("in_use")(use.thread); }
+inline nb::object in_use(const InUse& use) {
+  return nb::module_::import_("weft.errors").attr("in_use")((uintptr_t)use.thread);  // a number or a pointer, as the C library has it
+}
 
 [[noreturn]] inline void raise(const nb::object& error) {
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
