@@ -99,7 +99,16 @@ class Repeats : public Remembered<Repeated, 1024> {
     return place.bytes > 0;
   }
 
-  static bool same(const nb::object& weak, nb::handle tensor) { return weak.is_valid() && weak().is(tensor); }
+  static bool same(const nb::object& weak, nb::handle tensor) {
+    if (!weak.is_valid()) return false;
+#if PY_VERSION_HEX >= 0x030d0000
+    PyObject* there = nullptr;
+    if (PyWeakref_GetRef(weak.ptr(), &there) < 0) throw nb::python_error();
+    return nb::steal(there).is(tensor);
+#else  // which newer ones want to be rid of
+    return PyWeakref_GetObject(weak.ptr()) == tensor.ptr();
+#endif
+  }
   static nb::object weak(nb::handle tensor) {
     nb::object made = nb::steal(PyWeakref_NewRef(tensor.ptr(), nullptr));
     if (!made.is_valid()) throw nb::python_error();

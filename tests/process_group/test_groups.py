@@ -385,7 +385,7 @@ def interrupted(world, kind):
             dist.recv(torch.ones(3), 0)
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, TimeoutError])
 def test_an_interrupt_is_raised_as_itself(kind):
     on_ranks(interrupted, 2, kind, given=group)
 

@@ -123,7 +123,7 @@ def call_now(
     work = prepare(world, a, out, *options)
     with world.turn:
         program = _program(world, work)
-        binding = program.bind(work.tensors, work.rows, _called(work.plan.operator, a, _options(prepare), options))
+        binding = program.bind(work.tensors, work.rows, _called(work.plan.operator, a.shape, a.dtype, _options(prepare), options))
         program.execute(binding, timeout)
     work.finish()
     if own.remembers and not (work.copied or work.agreed):
@@ -147,7 +147,7 @@ def begun(now: Callable[Asked, Tensor], prepare: Prepare) -> Callable[Asked, Han
     """The ``_async`` form of the collective `now`, with the same arguments: those that `prepare` takes are passed by name."""
     signature = inspect.signature(now)
     usual = {name: each.default for name, each in signature.parameters.items() if each.kind is each.KEYWORD_ONLY}
-    names = [name for name in signature.parameters if name not in usual][1:]
+    first, *names = [name for name in signature.parameters if name not in usual]
 
     def begin(*given: Asked.args, **options: Asked.kwargs) -> Handle:
         if len(given) + len(usual) != len(signature.parameters) or not signature.parameters.keys() >= options.keys():
@@ -156,8 +156,9 @@ def begun(now: Callable[Asked, Tensor], prepare: Prepare) -> Callable[Asked, Han
         world, timeout = current(asked.pop("world")), asked.pop("timeout")
         check_timeout(timeout)
         work = prepare(world, *given, **asked)
-        tensor: Any = given[0] if given else asked["a"]
-        called = _called(work.plan.operator, tensor, (*names, *asked), (*given[1:], *asked.values()))
+        tensor: Any = given[0] if given else asked.pop(first)
+        said = dict(zip(names, given[1:], strict=False)) | asked
+        called = _called(work.plan.operator, tensor.shape, tensor.dtype, (*said,), tuple(map(_word, said.values())))
         with world.turn:
             engine(world).make_room()
             program = next(program for number in range(1 << 30) if (program := _program(world, work, number)).idle())
@@ -171,18 +172,26 @@ def begun(now: Callable[Asked, Tensor], prepare: Prepare) -> Callable[Asked, Han
 
 
 @lru_cache
-def _options(prepare: Prepare) -> list[str]:
+def _options(prepare: Prepare) -> tuple[str, ...]:
     """The names of an operator's options: what follows the world, the tensor and `out`."""
-    return [*inspect.signature(prepare).parameters][3:]
+    return tuple(inspect.signature(prepare).parameters)[3:]
 
 
-def _called(operator: str, tensor: Tensor, names: Sequence[str], values: Sequence[Any]) -> str:
+@lru_cache(1024)
+def _called(operator: str, shape: torch.Size, dtype: torch.dtype, names: tuple[str, ...], values: tuple[Hashable, ...]) -> str:
     """What peers are told that the user called."""
-    words = [f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}"]
+    words = [f"{tuple(shape)} {dtype_name(dtype)}"]
     for name, value in zip(names, values, strict=True):
-        if value is not None and not isinstance(value, Tensor) and value != "auto":
+        if value is not None and value != "auto":
             words.append(f"{name}={[*value] if isinstance(value, tuple) else value}")
     return f"{operator}({', '.join(words)})"
+
+
+def _word(value: Any) -> Hashable:
+    """The value of an option as peers are told; nothing of a tensor."""
+    if value is None or isinstance(value, Tensor):
+        return None
+    return tuple(value) if isinstance(value, list | tuple) else str(value)
 
 
 def _program(world: World, work: Work, number: int = 0) -> Program:

@@ -236,6 +236,8 @@ class Carrier(ABC):
         _running.discard(self)
 
 
+_OF_CALLS = (RuntimeError, ValueError, TypeError)  # weft's own errors are of the first kind
+
 _running: set[Carrier] = set()  # those whose thread has not ended
 os.register_at_fork(after_in_child=_running.clear)
 
@@ -254,17 +256,18 @@ class Order(Carrier):
         super().__init__(name, world)
         self.turn = threading.RLock()  # of the thread that carries out
         self.mine: Callable[[], bool] = self.turn._is_owned  # type: ignore[attr-defined]
-        self.call: Callable[..., object] | None = None  # the last that was begun
+        self.call: Callable[..., object] | None = None  # that is carried out
         self.issued: deque[tuple[Work, Callable[..., object], tuple[Any, ...]]] = deque()
         self.closed = False
 
     def now(self, call: Callable[..., object], *args: Any) -> None:
         """Carry out ``call(*args)`` after all that was issued before, and return when it is done."""
-        if not self.issued and not self.mine() and self.turn.acquire(blocking=False):
+        if self.call is None and not self.issued and self.turn.acquire(blocking=False):
             try:
                 self.call = call
                 call(*args)
             finally:
+                self.call = None
                 self.turn.release()
         else:
             self.check()
@@ -312,7 +315,8 @@ class Order(Carrier):
     def _next(self) -> None:
         """Carry out what was issued first.
 
-        An interrupt of this thread ends that work, whichever is waited for, and closes the world: peers may have carried it out.
+        What a call raises is the work's error. Anything else is what a signal handler has raised: it ends that work, whichever is
+        waited for, and closes the world, since peers may have carried the work out.
         """
         work, self.call, args = self.issued.popleft()
         self.backlog.begin()
@@ -320,8 +324,10 @@ class Order(Carrier):
             self.call(*args)
         except BaseException as error:
             work.end(error)
-            if not isinstance(error, Exception):
+            if not isinstance(error, _OF_CALLS):
                 self.world.fail(error)
                 raise
         else:
             work.end()
+        finally:
+            self.call = None
