@@ -156,9 +156,9 @@ def begun(now: Callable[Asked, Tensor], prepare: Prepare) -> Callable[Asked, Han
         world, timeout = current(asked.pop("world")), asked.pop("timeout")
         check_timeout(timeout)
         work = prepare(world, *given, **asked)
-        tensor: Any = given[0] if given else asked.pop(first)
-        said = dict(zip(names, given[1:], strict=False)) | asked
-        called = _called(work.plan.operator, tensor.shape, tensor.dtype, (*said,), tuple(map(_word, said.values())))
+        tensor: Any = given[0] if given else asked[first]
+        values = tuple([value if type(value) in _WORDS else _word(value) for value in (*given[1:], *asked.values())])
+        called = _called(work.plan.operator, tensor.shape, tensor.dtype, (*names[: max(0, len(given) - 1)], *asked), values)
         with world.turn:
             engine(world).make_room()
             program = next(program for number in range(1 << 30) if (program := _program(world, work, number)).idle())
@@ -187,9 +187,12 @@ def _called(operator: str, shape: torch.Size, dtype: torch.dtype, names: tuple[s
     return f"{operator}({', '.join(words)})"
 
 
+_WORDS = {str, int, type(None)}  # options that are words as they are
+
+
 def _word(value: Any) -> Hashable:
-    """The value of an option as peers are told; nothing of a tensor."""
-    if value is None or isinstance(value, Tensor):
+    """The value of another option as peers are told; nothing of a tensor."""
+    if isinstance(value, Tensor):
         return None
     return tuple(value) if isinstance(value, list | tuple) else str(value)
 
