@@ -54,8 +54,11 @@ class PeerTimeout(WeftError, TimeoutError):
 class MismatchError(WeftError):
     """The ranks did not make the same call; the message shows what differs, and both calls.
 
-    How weft carries them out is told at level DEBUG of the logger ``weft``, and in the message where nothing else differs.
+    How weft carries them out is told at level DEBUG of the logger ``weft``, and in the message where nothing else differs. `ranks`
+    are the two that it shows.
     """
+
+    ranks: tuple[int, ...] = ()
 
     @classmethod
     def between(cls, number: int, rank: int, call: str, peer: int, theirs: str) -> MismatchError:
@@ -74,7 +77,9 @@ class MismatchError(WeftError):
         else:
             why, shown = "they carry it out differently", [how, hows]
         lines = [f"\n  rank {number}: {each}" for number, each in zip(both, shown, strict=True)]
-        return cls(f"the ranks do not make the same call: {why}{''.join(lines)}")
+        error = cls(f"the ranks do not make the same call: {why}{''.join(lines)}")
+        error.ranks = tuple(both)
+        return error
 
 
 def _difference(one: str, other: str) -> str:

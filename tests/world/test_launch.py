@@ -114,6 +114,19 @@ def test_weft_run_names_the_rank_that_failed_first_and_ends_as_it_did(how, code,
     assert "elastic" not in done.stderr
 
 
+def test_weft_run_tells_an_error_in_a_few_lines(tmp_path):
+    script = tmp_path / "differ.py"
+    script.write_text("import torch, weft\nworld = weft.init()\nweft.all_reduce(torch.ones(4 + world.rank))\n")
+    done = run(BIN / "weft", "run", "-n", 2, script)
+    assert done.returncode == 1
+    *said, last = done.stderr.splitlines()
+    assert len(said) <= 9, done.stderr
+    for line in ("  rank 0: all_reduce((4,) float32, op=sum)", "  rank 1: all_reduce((5,) float32, op=sum)"):
+        assert any(each.endswith(line) for each in said), done.stderr
+    assert not [line for line in said if "File" in line and str(script) not in line], "the user's part of the traceback"
+    assert re.fullmatch(r"weft run: the first that failed: rank [01] \(pid \d+\) failed: MismatchError: .* shapes differ", last)
+
+
 def test_weft_run_ends_as_a_shell_expects_on_an_interrupt(tmp_path):
     path = tmp_path / "wait.py"
     path.write_text("import sys, time, weft\nweft.init()\nsys.stdout.write('there\\n')\nsys.stdout.flush()\ntime.sleep(60)")

@@ -1,13 +1,15 @@
-"""What a rank that ``weft run`` started says when an exception ends it: a peer's fault, or Ctrl-C, in a line."""
+"""What a rank that ``weft run`` started says when an exception ends it: without a traceback a peer's fault, or Ctrl-C; an error of
+weft's with the user's part of it, and all of it at level DEBUG of the logger ``weft``."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
 from types import TracebackType
 
-from weft.errors import PeerLost
+from weft.errors import MismatchError, PeerLost, WeftError
 
 ON = "WEFT_REPORTS"
 """The variable that ``weft run`` sets for its ranks."""
@@ -28,11 +30,25 @@ def _reporting(before: Hook) -> Hook:
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        if isinstance(error, PeerLost | KeyboardInterrupt):
+        if isinstance(error, PeerLost | KeyboardInterrupt) or _told_by_peer(error):
             print(f"{kind.__name__}: {error}".removesuffix(": "), file=sys.stderr)
         else:
-            before(kind, error, trace)
+            if isinstance(error, WeftError) and not logging.getLogger("weft").isEnabledFor(logging.DEBUG):
+                trace = _of_the_user(trace)
+            before(kind, error.with_traceback(trace), trace)
         if isinstance(error, Exception):
             get_error_handler().record_exception(error)
 
     return report
+
+
+def _told_by_peer(error: BaseException) -> bool:
+    """Whether a peer tells the same, with this rank's call."""
+    return isinstance(error, MismatchError) and os.environ.get("RANK", "") in [str(rank) for rank in error.ranks[1:]]
+
+
+def _of_the_user(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback up to where it enters weft."""
+    if trace is None or str(trace.tb_frame.f_globals.get("__name__")).startswith("weft."):
+        return None
+    return TracebackType(_of_the_user(trace.tb_next), trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
