@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from datetime import timedelta
@@ -174,3 +175,32 @@ def late(world):
 
 def test_a_late_message_is_named():
     on_ranks(late, 2, given=group)
+
+
+@contextlib.contextmanager
+def world_of_group():
+    with group() as made:
+        yield made.world
+
+
+def leaves_before_it_sends(world):
+    """What a rank has sent before it left comes; what it has not sent, or taken, is no longer waited for, though others are there."""
+    if world.rank == 1:
+        dist.send(torch.full((3,), 7.0), 2)
+        return
+    if world.rank == 2:
+        while not world.mesh.left(1):
+            time.sleep(0.001)
+        dist.recv(x := torch.zeros(3), 1)
+        assert x.tolist() == [7.0] * 3
+        with pytest.raises(
+            weft.PeerLost, match=r"rank 1 .* closed its world while rank 2 waited for a message from rank 1 \(tag 0\)"
+        ):
+            dist.recv(x, 1)
+    else:
+        with pytest.raises(weft.PeerLost, match=r"rank (1|2) "):
+            dist.send(torch.zeros(1 << 22), 1)
+
+
+def test_a_peer_that_leaves_is_not_waited_for():
+    on_ranks(leaves_before_it_sends, 3, given=world_of_group)

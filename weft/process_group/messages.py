@@ -32,6 +32,7 @@ SLOTS = 4  # of a box
 _BOXES = 2 << 20  # bytes of all boxes of a rank, about
 _LEAST, _MOST = 4 << 10, 256 << 10  # bytes of a slot
 _HEADER = 64  # bytes before the piece in a slot: the message's tag and its bytes in all
+_LOOKS = 0.05  # seconds between looks whether peers are there
 
 
 Bytes = npt.NDArray[np.uint8]
@@ -154,7 +155,7 @@ class Messages(Carrier):
                 elif self.mover is not None:
                     self.changed.wait(left)
                 else:
-                    self._move_on(lambda: work.over, left)
+                    self._move_on(lambda: work.over, left, work)
             if not work.over and seconds is None:
                 self._give_up(work, limit)
                 self._note()
@@ -182,23 +183,27 @@ class Messages(Carrier):
     def _pending(self) -> bool:
         return bool(self.coming) or any(self.waiting)
 
-    def _move_on(self, enough: Callable[[], bool], seconds: float) -> None:
-        """Move messages until it is `enough`, or for so many seconds; what goes wrong ends all that was begun."""
+    def _move_on(self, enough: Callable[[], bool], seconds: float, work: Work | None = None) -> None:
+        """Move messages until it is `enough`, or for so many seconds; what goes wrong ends all that was begun, as it does if `work`
+        is for a peer that has left."""
         self.mover = threading.get_ident()
+        deadline = time.monotonic() + seconds
         try:
             while True:
                 rung = self.signals[self.bell]
+                left = {peer for peer in self.mine if self.world.mesh.left(peer)}  # what these have sent is there
                 if self._move():
                     self.changed.notify_all()
-                if self.closed or enough():
+                if self.closed or enough() or (remaining := deadline - time.monotonic()) <= 0:
                     return
+                if left and work is not None and not work.over:
+                    self._check_there(work, left)
                 self.changed.release()
                 try:
-                    wait(self.signals, self.bell, ">", cast(int, rung), seconds)
+                    with contextlib.suppress(PeerTimeout):
+                        wait(self.signals, self.bell, ">", cast(int, rung), min(remaining, _LOOKS))
                 finally:
                     self.changed.acquire()
-        except PeerTimeout:
-            pass
         except WeftError as error:
             self._end_all(error)
         except BaseException as error:  # an interrupt of this thread, perhaps in the middle of a message
@@ -280,9 +285,7 @@ class Messages(Carrier):
 
     def _give_up(self, work: Work, seconds: float) -> None:
         """End a work that has taken too long; one of which some has been moved takes the world with it."""
-        moved = [queue[0] for peer, queue in self.sending.items() if self.sent[peer]]
-        moved += [message.wanted for message in self.coming.values() if message.wanted]
-        begun = next(each for each in (*moved, *(each for queue in self.waiting for each in queue)) if each.work is work)
+        moved, begun = self._moved(), self._found(work)
         error = PeerTimeout(
             f"rank {self.world.rank} waited {seconds:g} s for {self._words(begun)}; its timeout is over: see that the peer makes "
             "the call with this tag, or give the group a longer timeout"
@@ -292,6 +295,22 @@ class Messages(Carrier):
         else:
             next(queue for queue in self.waiting if begun in queue).remove(begun)
             work.end(error)
+
+    def _check_there(self, work: Work, left: set[int]) -> None:
+        """Raise `PeerLost` if a work is for a peer that has left, or for any when all have."""
+        begun = self._found(work)
+        peer = begun.peer if begun.peer is not None else min(left) if left.issuperset(self.mine) else None
+        if peer in left:
+            raise self.world.lost(peer, "closed its world", f"for {self._words(begun)}")
+
+    def _moved(self) -> list[_Begun]:
+        """What is under way of which some has been moved."""
+        moved = [queue[0] for peer, queue in self.sending.items() if self.sent[peer]]
+        return moved + [message.wanted for message in self.coming.values() if message.wanted]
+
+    def _found(self, work: Work) -> _Begun:
+        """What a work that is not over is of."""
+        return next(each for each in (*self._moved(), *(each for queue in self.waiting for each in queue)) if each.work is work)
 
     def _words(self, begun: _Begun) -> str:
         """What who has begun this waits for."""
