@@ -1,7 +1,9 @@
-"""Collect the tests in several processes that differ in what chance decides, and fail if the lists differ.
+"""Collect the tests in several processes that differ in what chance decides, and fail if the lists
+differ.
 
-pytest-xdist gives up when its workers collect different lists, such as tests made from a set, whose order depends on hashes
-and on addresses. So these processes differ in the seed of hashes, in where objects lie, and in whether bytecode is cached.
+pytest-xdist gives up when its workers collect different lists, such as tests made from a set, whose
+order depends on hashes and on addresses. So these processes differ in the seed of hashes, in where
+objects lie, and in whether bytecode is cached.
 """
 
 from __future__ import annotations
@@ -24,8 +26,14 @@ sys.exit(pytest.main(["--collect-only", "--override-ini=addopts=", "-q", "-p", "
 
 
 def collected(seed: int, caches: str | None = None) -> list[str]:
-    """The names of all tests, in order, as a process of its own finds them; bytecode is cached in `caches`, if given."""
-    environment = os.environ | {"PYTHONHASHSEED": str(seed)} | ({"PYTHONPYCACHEPREFIX": caches} if caches else {})
+    """The names of all tests, in order, as a process of its own finds them; bytecode is cached in
+    `caches`, if given.
+    """
+    environment = (
+        os.environ
+        | {"PYTHONHASHSEED": str(seed)}
+        | ({"PYTHONPYCACHEPREFIX": caches} if caches else {})
+    )
     command = [sys.executable, "-c", COLLECT, str(seed)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -42,7 +50,10 @@ def main() -> None:
         first, *lists = (each.result() for each in (cold, *others))
     for other in lists:
         if other != first:
-            sys.exit("tests are not collected alike:\n" + "\n".join(difflib.unified_diff(first, other, lineterm="", n=1)))
+            sys.exit(
+                "tests are not collected alike:\n"
+                + "\n".join(difflib.unified_diff(first, other, lineterm="", n=1))
+            )
     print(f"{len(first)} tests, collected alike {1 + len(lists)} times")
 
 

@@ -1,8 +1,10 @@
-"""Compile the native core with every compiler and for every kind of Linux that weft is for, and run its tests there.
+"""Compile the native core with every compiler and for every kind of Linux that weft is for, and run
+its tests there.
 
-Debian's compilers are unpacked into folders of their own, one for a release, since no release has them all; nothing is installed.
-For musl the compiler is zig. It takes a minute to make its libraries before it can link, so it only compiles, unless --run-musl is
-given. Programs for Arm run in qemu. Needs root, apt with a mirror of Debian, and pip.
+Debian's compilers are unpacked into folders of their own, one for a release, since no release has
+them all; nothing is installed. For musl the compiler is zig. It takes a minute to make its
+libraries before it can link, so it only compiles, unless --run-musl is given. Programs for Arm run
+in qemu. Needs root, apt with a mirror of Debian, and pip.
 """
 
 from __future__ import annotations
@@ -33,8 +35,17 @@ COMPILERS = {
     "trixie": {"g++-13": ["g++-13", f"g++-13-{ARM}"], "g++-14": ["g++-14", f"g++-14-{ARM}"]},
 }
 QEMU = HOME / "bookworm/usr/bin/qemu-aarch64-static"
-UNUSED = ["./usr/share/*", "./usr/lib/gcc*/lto1", "./usr/lib/gcc/*san.*", "./usr/bin/qemu-[!a]*", "./usr/bin/qemu-a[!a]*"]
-SOURCES = ["tests/core.cpp", *sorted(path.name for path in (ROOT / "native").glob("*.cpp") if path.name != "module.cpp")]
+UNUSED = [
+    "./usr/share/*",
+    "./usr/lib/gcc*/lto1",
+    "./usr/lib/gcc/*san.*",
+    "./usr/bin/qemu-[!a]*",
+    "./usr/bin/qemu-a[!a]*",
+]
+SOURCES = [
+    "tests/core.cpp",
+    *sorted(path.name for path in (ROOT / "native").glob("*.cpp") if path.name != "module.cpp"),
+]
 FLAGS = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"]
 COLUMNS = ["x86-64, glibc", "Arm, glibc", "x86-64, musl", "Arm, musl", "the module"]
 
@@ -54,17 +65,32 @@ class Build:
 
 
 def unpack(release: str) -> Path:
-    """A folder with the compilers of a release and all that they need, in which weft's sources are in /weft."""
+    """A folder with the compilers of a release and all that they need, in which weft's sources are
+    in /weft.
+    """
     root = HOME / release
     if not (root / "complete").exists():
         shutil.rmtree(root, ignore_errors=True)
-        for folder in ("usr/bin", "usr/sbin", "usr/lib", "usr/lib64", "tmp", "lists/lists/partial", "cache/archives/partial"):
+        for folder in (
+            "usr/bin",
+            "usr/sbin",
+            "usr/lib",
+            "usr/lib64",
+            "tmp",
+            "lists/lists/partial",
+            "cache/archives/partial",
+        ):
             (root / folder).mkdir(parents=True)
         for folder in ("bin", "sbin", "lib", "lib64"):
             (root / folder).symlink_to(f"usr/{folder}")
         targets = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Label: Debian"]
-        mirror = subprocess.run(targets, check=True, capture_output=True, text=True).stdout.split()[0]
-        (root / "sources").write_text(f"deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] {mirror} {release} main\n")
+        mirror = subprocess.run(targets, check=True, capture_output=True, text=True).stdout.split()[
+            0
+        ]
+        (root / "sources").write_text(
+            f"deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] {mirror} {release} "
+            "main\n"
+        )
         options = {
             "Dir::Etc::SourceList": root / "sources",
             "Dir::Etc::SourceParts": "/dev/null",
@@ -77,10 +103,22 @@ def unpack(release: str) -> Path:
         apt = ["apt-get", "-qq", *(f"-o{name}={value}" for name, value in options.items())]
         packages = [package for several in COMPILERS[release].values() for package in several]
         subprocess.run([*apt, "update"], check=True)
-        subprocess.run([*apt, "install", "--yes", "--download-only", "--no-install-recommends", *packages], check=True)
-        tar: Command = ["tar", "-x", "--keep-directory-symlink", "-C", root, *(f"--exclude={name}" for name in UNUSED)]
+        subprocess.run(
+            [*apt, "install", "--yes", "--download-only", "--no-install-recommends", *packages],
+            check=True,
+        )
+        tar: Command = [
+            "tar",
+            "-x",
+            "--keep-directory-symlink",
+            "-C",
+            root,
+            *(f"--exclude={name}" for name in UNUSED),
+        ]
         for package in (root / "cache/archives").glob("*.deb"):
-            with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", package], stdout=subprocess.PIPE) as files:
+            with subprocess.Popen(
+                ["dpkg-deb", "--fsys-tarfile", package], stdout=subprocess.PIPE
+            ) as files:
                 subprocess.run(tar, stdin=files.stdout, check=True)
             package.unlink()
         (root / "complete").touch()
@@ -94,7 +132,17 @@ def unpack(release: str) -> Path:
 def install_zig() -> Path:
     folder = HOME / "zig"
     if not folder.exists():
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", "--target", folder]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--constraint",
+            ROOT / "constraints.txt",
+            "--target",
+            folder,
+        ]
         subprocess.run([*pip, "ziglang"], check=True)
     return folder / "ziglang/zig"
 
@@ -103,22 +151,53 @@ def builds_of(release: str) -> Iterator[Build]:
     """What the compilers of a release, unpacked, have to do."""
     root = HOME / release
     within: Command = ["chroot", root]
-    sources = [*(f"/weft/{source}" for source in SOURCES), "-rdynamic"]  # a team is looked up in the program itself
+    sources = [
+        *(f"/weft/{source}" for source in SOURCES),
+        "-rdynamic",
+    ]  # a team is looked up in the program itself
     for name in COMPILERS[release]:
         crossed = [name, f"--target={ARM}"] if name.startswith("clang") else [f"{ARM}-{name}"]
         own, foreign = f"/weft/core-{name}", f"/weft/core-{name}-arm"
-        yield Build(name, COLUMNS[0], [[*within, name, *FLAGS, *sources, "-o", own], [*within, own]], "passes")
+        yield Build(
+            name,
+            COLUMNS[0],
+            [[*within, name, *FLAGS, *sources, "-o", own], [*within, own]],
+            "passes",
+        )
         run = [QEMU, "-L", root / "usr" / ARM, f"{root}{foreign}"]
-        yield Build(name, COLUMNS[1], [[*within, *crossed, *FLAGS, *sources, "-o", foreign], run], "passes")
-        headers = ["-isystem", "/weft/python", "-isystem", "/weft/nanobind", "-fvisibility=hidden", "-fsyntax-only"]
-        yield Build(name, COLUMNS[4], [[*within, name, *FLAGS, *headers, "/weft/module.cpp"]], "compiles")
+        yield Build(
+            name, COLUMNS[1], [[*within, *crossed, *FLAGS, *sources, "-o", foreign], run], "passes"
+        )
+        headers = [
+            "-isystem",
+            "/weft/python",
+            "-isystem",
+            "/weft/nanobind",
+            "-fvisibility=hidden",
+            "-fsyntax-only",
+        ]
+        yield Build(
+            name, COLUMNS[4], [[*within, name, *FLAGS, *headers, "/weft/module.cpp"]], "compiles"
+        )
 
 
 def builds_for_musl(zig: Path, run: bool) -> Iterator[Build]:
-    for column, target, runner in (COLUMNS[2], "x86_64-linux-musl", []), (COLUMNS[3], "aarch64-linux-musl", [QEMU]):
+    for column, target, runner in (
+        (COLUMNS[2], "x86_64-linux-musl", []),
+        (COLUMNS[3], "aarch64-linux-musl", [QEMU]),
+    ):
         folder = HOME / target
         folder.mkdir(exist_ok=True)
-        compiler: Command = ["env", "-C", folder, f"ZIG_GLOBAL_CACHE_DIR={HOME / 'cache'}", zig, "c++", "-target", target]
+        compiler: Command = [
+            "env",
+            "-C",
+            folder,
+            f"ZIG_GLOBAL_CACHE_DIR={HOME / 'cache'}",
+            zig,
+            "c++",
+            "-target",
+            target,
+        ]
         sources = [ROOT / "native" / source for source in SOURCES]
         if run:
             commands = [[*compiler, *FLAGS, *sources, "-o", "core"], [*runner, folder / "core"]]
@@ -130,7 +209,9 @@ def builds_for_musl(zig: Path, run: bool) -> Iterator[Build]:
 def failure(build: Build) -> str:
     """What goes wrong with a build; empty if nothing does."""
     for command in build.commands:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600
+        )
         if done.returncode:
             return f"{build.compiler}, {build.column}: {' '.join(map(str, command))}\n{done.stdout}"
     return ""
@@ -145,17 +226,25 @@ def main() -> int:
             zig.result()
             for release in COMPILERS:
                 subprocess.run(
-                    ["chroot", HOME / release, next(iter(COMPILERS[release])), "--version"], check=True, stdout=subprocess.DEVNULL
+                    ["chroot", HOME / release, next(iter(COMPILERS[release])), "--version"],
+                    check=True,
+                    stdout=subprocess.DEVNULL,
                 )
         except (subprocess.CalledProcessError, OSError, IndexError) as error:
             print(f"NOT CHECKED: the compilers cannot be had on this machine: {error}")
             return UNAVAILABLE
         builds = [build for release in COMPILERS for build in builds_of(release)]
         builds += builds_for_musl(zig.result(), "--run-musl" in sys.argv)
-        print(f"{len(builds)} builds; compilers unpacked after {time.monotonic() - begun:.0f} s", flush=True)
+        print(
+            f"{len(builds)} builds; compilers unpacked after {time.monotonic() - begun:.0f} s",
+            flush=True,
+        )
         failures = dict(zip(builds, pool.map(failure, builds), strict=True))
     print("".join(failures.values()), end="")
-    cells = {(build.compiler, build.column): "FAILS" if failures[build] else build.meaning for build in builds}
+    cells = {
+        (build.compiler, build.column): "FAILS" if failures[build] else build.meaning
+        for build in builds
+    }
     for compiler in ["", *dict.fromkeys(build.compiler for build in builds)]:
         row = [cells.get((compiler, column), "") if compiler else column for column in COLUMNS]
         print(f"{compiler:14}", *(f"{cell:14}" for cell in row))

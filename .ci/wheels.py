@@ -1,8 +1,9 @@
-"""Build weft's sdist and its wheels, for x86-64 and Arm, glibc and musl, with zig as the compiler, and have auditwheel check them.
+"""Build weft's sdist and its wheels, for x86-64 and Arm, glibc and musl, with zig as the compiler,
+and have auditwheel check them.
 
-Wheels are for the Python that runs this: from 3.12 on, by its stable ABI, for all later ones too; 3.10 and 3.11 need wheels of
-their own. With --test the wheel for this machine is installed into an environment that has nothing else, which runs the README's
-example.
+Wheels are for the Python that runs this: from 3.12 on, by its stable ABI, for all later ones too;
+3.10 and 3.11 need wheels of their own. With --test the wheel for this machine is installed into an
+environment that has nothing else, which runs the README's example.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ import ziglang
 ROOT = Path(__file__).parents[1]
 DIST, HOME = ROOT / "dist", ROOT / "build/wheels"
 ZIG = Path(ziglang.__file__).with_name("zig")
-TARGETS = ["x86_64-linux-gnu.2.28", "aarch64-linux-gnu.2.28", "x86_64-linux-musl", "aarch64-linux-musl"]  # as zig calls them
+TARGETS = [
+    "x86_64-linux-gnu.2.28",
+    "aarch64-linux-gnu.2.28",
+    "x86_64-linux-musl",
+    "aarch64-linux-musl",
+]  # as zig calls them
 STABLE = sys.version_info >= (3, 12)
 TAG = "cp312-abi3" if STABLE else f"cp3{sys.version_info.minor}-cp3{sys.version_info.minor}"
 
@@ -45,13 +51,18 @@ def build(target: str) -> None:
         *(f"-C{name}={value}" for name, value in settings.items()),
         ROOT,
         CXX=f"{ZIG} c++ -target {target}",
-        CXXFLAGS="-include cstdio",  # nanobind takes it for granted, but neither zig's library nor the stable ABI brings it
+        # nanobind takes it for granted, but neither zig's library nor the stable ABI brings it
+        CXXFLAGS="-include cstdio",
         ZIG_GLOBAL_CACHE_DIR=str(HOME / "cache"),
         SETUPTOOLS_EXT_SUFFIX=f".cpython-3{sys.version_info.minor}-{processor}-linux-{library}.so",
         _PYTHON_HOST_PLATFORM=f"linux-{processor}",
     )
     [wheel] = folder.glob("*.whl")
-    if library == "musl":  # musl has two names for itself; zig takes the one that its distributions, and auditwheel, do not
+    if (
+        library == "musl"
+        # musl has two names for itself; zig takes the one that its distributions, and auditwheel, do
+        # not
+    ):
         run("wheel", "unpack", "--dest", folder / "unpacked", wheel)
         [unpacked] = (folder / "unpacked").iterdir()
         [module] = unpacked.glob("weft/*.so")

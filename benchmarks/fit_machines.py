@@ -1,11 +1,14 @@
-"""Fit the machine profiles to published results, and print by how much the simulator then misses them.
+"""Fit the machine profiles to published results, and print by how much the simulator then misses
+them.
 
-    python benchmarks/fit_machines.py            # the error tables
-    python benchmarks/fit_machines.py --write    # also writes the profiles in weft/predict/machines and the tables in docs
+    python benchmarks/fit_machines.py            # the error tables python
+    benchmarks/fit_machines.py --write    # also writes the profiles in weft/predict/machines and
+    the tables in docs
 
-Each `System` says which published rows a machine's figures are fitted to and which plan each row stands for. The fit minimises the
-sum of squared logarithms of predicted / published by a pattern search over the logarithms of the parameters. *Leave one out* fits
-to all rows but one and predicts that one, for each in turn.
+Each `System` says which published rows a machine's figures are fitted to and which plan each row
+stands for. The fit minimises the sum of squared logarithms of predicted / published by a pattern
+search over the logarithms of the parameters. *Leave one out* fits to all rows but one and predicts
+that one, for each in turn.
 """
 
 from __future__ import annotations
@@ -37,7 +40,9 @@ Parameters = dict[str, float]
 
 
 class Point(NamedTuple):
-    """A published figure in seconds, the plan that stands for it, and which variant of the machine it ran on."""
+    """A published figure in seconds, the plan that stands for it, and which variant of the machine
+    it ran on.
+    """
 
     label: str
     published: float
@@ -48,7 +53,8 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class System:
-    """Where the parameters of a machine begin, how they make the machine (or a variant of it), and what they are fitted to.
+    """Where the parameters of a machine begin, how they make the machine (or a variant of it), and
+    what they are fitted to.
 
     `of` is the profile that the variants belong to, by default the machine's own.
     """
@@ -80,7 +86,9 @@ def fit(system: System, points: Sequence[Point], begin: Parameters) -> Parameter
     """The parameters with the least squared logarithmic error."""
 
     def error(parameters: Parameters) -> float:
-        return sum(math.log(predict(system, parameters, point) / point.published) ** 2 for point in points)
+        return sum(
+            math.log(predict(system, parameters, point) / point.published) ** 2 for point in points
+        )
 
     best, least, step = dict(begin), error(begin), 0.2
     while step > 0.01:
@@ -98,13 +106,17 @@ def fit(system: System, points: Sequence[Point], begin: Parameters) -> Parameter
 
 
 def streaming() -> System:
-    """System 1: full-mesh push on all links at once, 64 chunks per source, consumed peer after peer."""
+    """System 1: full-mesh push on all links at once, 64 chunks per source, consumed peer after
+    peer.
+    """
     points = []
     for row in published("allgather_gemm"):
         ranks, m, k, n = _numbers(row)
         request = Request(ranks, 64, "push", links=ranks - 1, planned=(0,))
         plan = bind(all_gather_matmul(request, joined=False), split(m, ranks))
-        points.append(Point(f"{ranks} ranks, {m}x{k}x{n}", float(row["value"]) / 1e3, plan, _gathering(k, n)))
+        points.append(
+            Point(f"{ranks} ranks, {m}x{k}x{n}", float(row["value"]) / 1e3, plan, _gathering(k, n))
+        )
 
     def machine(p: Parameters, _: str) -> Machine:
         return Machine(
@@ -153,18 +165,30 @@ def transfers() -> System:
     """System 3: one transfer between two ranks, staged or by the DMA engine."""
     points = []
     for row in published("tget_bandwidth"):
-        size, variant = int(row["bytes"]), {"TGET": "get", "TGET_ASYNC": "get-async"}[row["variant"]]
+        size, variant = (
+            int(row["bytes"]),
+            {"TGET": "get", "TGET_ASYNC": "get-async"}[row["variant"]],
+        )
         lanes = ({"compute": (Copy(Region(1, "a", 0, 1), Region(0, "out", 0, 1)),)}, {})
-        plan = Plan("get", variant, {"a": Buffer("input", (1, 1)), "out": Buffer("output", (1, 1))}, lanes)
+        plan = Plan(
+            "get", variant, {"a": Buffer("input", (1, 1)), "out": Buffer("output", (1, 1))}, lanes
+        )
         rows = dict.fromkeys(("a", "out"), Rows(size // 4, "float32"))
-        points.append(Point(f"{variant}, {size} B", size / (float(row["value"]) * 1e9), plan, rows, variant))
+        points.append(
+            Point(f"{variant}, {size} B", size / (float(row["value"]) * 1e9), plan, rows, variant)
+        )
 
     def machine(p: Parameters, variant: str) -> Machine:
         link = Link(p[f"{variant}.gbs"], p[f"{variant}.latency_us"])
         source = "published bandwidth of get on Ascend A2/A3; the rest is that of ascend-910b1"
         return Machine("ascend-910b1", {}, (link,), **ASCEND, source=source)
 
-    begin = {"get.gbs": 4.0, "get.latency_us": 20.0, "get-async.gbs": 13.0, "get-async.latency_us": 20.0}
+    begin = {
+        "get.gbs": 4.0,
+        "get.latency_us": 20.0,
+        "get-async.gbs": 13.0,
+        "get-async.latency_us": 20.0,
+    }
     return System("System 3: get and asynchronous get", begin, machine, points, of="ascend-910b1")
 
 
@@ -174,21 +198,47 @@ def streams() -> System:
     for row in published("bench_overlapped_matmul_allgather"):
         ranks, size, n = int(row["ranks"]), int(row["m"]), int(row["bytes"]) // 2 // 1024
         product = Matmul(Region(0, "x", 0, size), Region(0, "y", 0, size))
-        gather = bind(all_gather(ranks, 1, "push", symmetric_gathered=True, planned=(0,)), [n] * ranks)
+        gather = bind(
+            all_gather(ranks, 1, "push", symmetric_gathered=True, planned=(0,)), [n] * ranks
+        )
         communicate = gather.lanes[0]["compute"]
         lanes = (
-            {"compute": (*communicate, product)} if row["variant"] == "sequential" else {"compute": (product,), "comm": communicate}
+            {"compute": (*communicate, product)}
+            if row["variant"] == "sequential"
+            else {"compute": (product,), "comm": communicate}
         )
         plan = replace(gather, lanes=(lanes, *gather.lanes[1:]))
-        rows = dict.fromkeys(("a", "gathered"), Rows(1024, "float16")) | dict.fromkeys(("x", "y"), Rows(size, "float16"))
+        rows = dict.fromkeys(("a", "gathered"), Rows(1024, "float16")) | dict.fromkeys(
+            ("x", "y"), Rows(size, "float16")
+        )
         variant = "nccl" if row["variant"] == "overlapped" else ""
-        points.append(Point(f"matmul and all-gather, {row['variant']}", float(row["value"]) / 1e3, plan, rows, variant))
+        points.append(
+            Point(
+                f"matmul and all-gather, {row['variant']}",
+                float(row["value"]) / 1e3,
+                plan,
+                rows,
+                variant,
+            )
+        )
     for row in published("nvfuser_overlap")[1:]:  # many streams have no plan that stands for them
         ranks, m, k, n = _numbers(row)
-        plan = bind(matmul_all_reduce(Request(ranks, 4, "one_shot", remote_reads=False)), split(m, ranks))
+        plan = bind(
+            matmul_all_reduce(Request(ranks, 4, "one_shot", remote_reads=False)), split(m, ranks)
+        )
         variant = "nccl" if row["variant"] == "two streams" else ""
-        rows = {"a": Rows(k // ranks, "bfloat16")} | dict.fromkeys(("partial", "inbox", "out"), Rows(n, "bfloat16"))
-        points.append(Point(f"matmul + all-reduce, {row['variant']}", float(row["value"]) / 1e3, plan, rows, variant))
+        rows = {"a": Rows(k // ranks, "bfloat16")} | dict.fromkeys(
+            ("partial", "inbox", "out"), Rows(n, "bfloat16")
+        )
+        points.append(
+            Point(
+                f"matmul + all-reduce, {row['variant']}",
+                float(row["value"]) / 1e3,
+                plan,
+                rows,
+                variant,
+            )
+        )
 
     def machine(p: Parameters, variant: str) -> Machine:
         return Machine(
@@ -197,7 +247,9 @@ def streams() -> System:
             (Link(p["gbs"], reach=8, shared=True), Link(50, latency_us=5, shared=True)),
             memory_gbs=1300,
             reduce_gbs=2600,
-            compute_slowdown=p["nccl.compute_slowdown" if variant == "nccl" else "compute_slowdown"],
+            compute_slowdown=p[
+                "nccl.compute_slowdown" if variant == "nccl" else "compute_slowdown"
+            ],
             ranks=8,
             source="published times of a product beside an all-gather, and of matmul + all-reduce, on H100 with NVLink; nccl: "
             "communication by kernels, otherwise by copy engines over symmetric memory. "
@@ -209,13 +261,23 @@ def streams() -> System:
 
 
 def tiles() -> System:
-    """System 5: three implementations of a flat all-gather; the published GB/s are what a rank receives per second."""
+    """System 5: three implementations of a flat all-gather; the published GB/s are what a rank
+    receives per second.
+    """
     points = []
     for row in published("iris_all_gather"):
         ranks, size, variant = int(row["ranks"]), int(row["bytes"]), row["variant"].lower()
         plan = all_gather(ranks, 1, "push", symmetric_gathered=True, links=ranks - 1, planned=(0,))
         rows = dict.fromkeys(("a", "gathered"), Rows(size // 2, "float16"))
-        points.append(Point(f"{variant}, {size >> 20} MiB", (ranks - 1) * size / (float(row["value"]) * 1e9), plan, rows, variant))
+        points.append(
+            Point(
+                f"{variant}, {size >> 20} MiB",
+                (ranks - 1) * size / (float(row["value"]) * 1e9),
+                plan,
+                rows,
+                variant,
+            )
+        )
 
     def machine(p: Parameters, variant: str) -> Machine:
         variant = variant or "rccl"
@@ -229,10 +291,16 @@ def tiles() -> System:
             lanes=7,
             ranks=8,
             source="published bandwidth of all-gathers on 8 MI325X by RCCL, Triton and Gluon. "
-            f"{ASSUMED}, as are the rates of products: half of what the vendor states; interference is unknown and left out",
+            f"{ASSUMED}, as are the rates of products: half of what the vendor states; "
+            "interference is unknown and left out",
         )
 
-    begin = {"gbs": 42.0, "rccl.launch_us": 60.0, "triton.launch_us": 100.0, "gluon.launch_us": 80.0}
+    begin = {
+        "gbs": 42.0,
+        "rccl.launch_us": 60.0,
+        "triton.launch_us": 100.0,
+        "gluon.launch_us": 80.0,
+    }
     return System("System 5: flat all-gather", begin, machine, points, ("triton", "gluon"))
 
 
@@ -246,7 +314,9 @@ def _gathering(k: int, n: int) -> dict[str, Rows]:
 
 
 class Errors(NamedTuple):
-    """How far the predictions of a system's points are off, in percent: fitted to all points, and to all but the one predicted."""
+    """How far the predictions of a system's points are off, in percent: fitted to all points, and
+    to all but the one predicted.
+    """
 
     system: System
     parameters: Parameters
@@ -261,19 +331,33 @@ def measure(system: System) -> Errors:
     for point in system.points:
         others = [other for other in system.points if other is not point]
         fitted.append(100 * (predict(system, best, point) / point.published - 1))
-        left_out.append(100 * (predict(system, fit(system, others, system.begin), point) / point.published - 1))
+        left_out.append(
+            100 * (predict(system, fit(system, others, system.begin), point) / point.published - 1)
+        )
     return Errors(system, best, fitted, left_out)
 
 
 def table(errors: Errors) -> str:
     """The errors as a Markdown table."""
-    system, parameters = errors.system, ", ".join(f"{name} {value:.4g}" for name, value in errors.parameters.items())
-    lines = [f"**{system.title}**: {len(errors.parameters)} parameters from {len(system.points)} figures ({parameters})", ""]
+    system, parameters = (
+        errors.system,
+        ", ".join(f"{name} {value:.4g}" for name, value in errors.parameters.items()),
+    )
+    lines = [
+        f"**{system.title}**: {len(errors.parameters)} parameters from {len(system.points)} "
+        f"figures ({parameters})",
+        "",
+    ]
     lines += ["| | published | predicted | error | left out |", "|---|---|---|---|---|"]
     for point, error, left_out in zip(system.points, errors.fitted, errors.left_out, strict=True):
-        times = f"{1e3 * point.published:.3f} ms | {1e3 * point.published * (1 + error / 100):.3f} ms"
+        times = (
+            f"{1e3 * point.published:.3f} ms | {1e3 * point.published * (1 + error / 100):.3f} ms"
+        )
         lines.append(f"| {point.label} | {times} | {error:+.1f} % | {left_out:+.1f} % |")
-    means = " | ".join(f"**{sum(map(abs, values)) / len(values):.1f} %**" for values in (errors.fitted, errors.left_out))
+    means = " | ".join(
+        f"**{sum(map(abs, values)) / len(values):.1f} %**"
+        for values in (errors.fitted, errors.left_out)
+    )
     return "\n".join([*lines, f"| mean of absolute errors | | | {means} |"])
 
 
@@ -285,31 +369,58 @@ def profile_of(system: System) -> str:
 def profile(all_errors: Sequence[Errors], name: str) -> str:
     """The TOML profile of a machine, with the residuals of the fit."""
     own = [errors for errors in all_errors if profile_of(errors.system) == name]
-    lines = ["# Written by benchmarks/fit_machines.py --write; see docs/prediction.md and weft/predict/machine.py."]
+    lines = [
+        "# Written by benchmarks/fit_machines.py --write; see docs/prediction.md and "
+        "weft/predict/machine.py."
+    ]
     residuals: dict[str, float] = {}
     machine, variants = None, []
     for system, parameters, fitted, _ in own:
-        residuals |= {point.label: round(error, 1) for point, error in zip(system.points, fitted, strict=True)}
+        residuals |= {
+            point.label: round(error, 1) for point, error in zip(system.points, fitted, strict=True)
+        }
         if not system.of:
             machine = system.machine(parameters, "")
-        of_system = dict.fromkeys(point.variant for point in system.points) if system.of else system.variants
+        of_system = (
+            dict.fromkeys(point.variant for point in system.points)
+            if system.of
+            else system.variants
+        )
         variants += [(variant, system.machine(parameters, variant)) for variant in of_system]
     assert machine is not None
     plain = _entries(machine, "residuals", "products")
     lines += [f"{key} = {value}" for key, value in plain.items()]
     for name, product in machine.products.items():
-        lines += ["", f"[products.{name}]", *(f"{key} = {_toml(value)}" for key, value in asdict(product).items())]
+        lines += [
+            "",
+            f"[products.{name}]",
+            *(f"{key} = {_toml(value)}" for key, value in asdict(product).items()),
+        ]
     for variant, other in variants:
-        changed = {key: value for key, value in _entries(other, "residuals", "products", "name").items() if plain.get(key) != value}
-        lines += ["", f"[variants.{variant}]", *(f"{key} = {value}" for key, value in changed.items())]
+        changed = {
+            key: value
+            for key, value in _entries(other, "residuals", "products", "name").items()
+            if plain.get(key) != value
+        }
+        lines += [
+            "",
+            f"[variants.{variant}]",
+            *(f"{key} = {value}" for key, value in changed.items()),
+        ]
     lines += ["", "[residuals]  # percent by which predictions miss what the figures are fitted to"]
-    return "\n".join([*lines, *(f'"{label}" = {error}' for label, error in residuals.items())]) + "\n"
+    return (
+        "\n".join([*lines, *(f'"{label}" = {error}' for label, error in residuals.items())]) + "\n"
+    )
 
 
 def _entries(machine: Machine, *but: str) -> dict[str, str]:
     """A machine's fields as TOML, without those that have their default."""
     default = Machine("", {}, (), 0, 0)
-    values = {key: value for key, value in vars(machine).items() if key not in but and value != getattr(default, key)}
+    values = {
+        key: value
+        for key, value in vars(machine).items()
+        if key not in but and value != getattr(default, key)
+    }
     return {key: _toml(value) for key, value in values.items()}
 
 
@@ -323,7 +434,9 @@ def _toml(value: object) -> str:
             return f"[{', '.join(map(_toml, value))}]"
         case Link():
             fields = {key: field for key, field in asdict(value).items() if field}
-            return "{ " + ", ".join(f"{key} = {_toml(field)}" for key, field in fields.items()) + " }"
+            return (
+                "{ " + ", ".join(f"{key} = {_toml(field)}" for key, field in fields.items()) + " }"
+            )
         case _:
             return json.dumps(value)
 

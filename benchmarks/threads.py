@@ -1,7 +1,9 @@
-"""Copies and sums by one thread of a rank and by several, beside torch's own, which show what memory permits.
+"""Copies and sums by one thread of a rank and by several, beside torch's own, which show what
+memory permits.
 
-``python benchmarks/threads.py [THREADS [MIB …]]``: 2 threads and sizes of 1, 4, 16 and 64 MiB unless others are given. One thread
-and several take turns; what is printed are medians, and the median of the ratios of neighbours.
+``python benchmarks/threads.py [THREADS [MIB …]]``: 2 threads and sizes of 1, 4, 16 and 64 MiB
+unless others are given. One thread and several take turns; what is printed are medians, and the
+median of the ratios of neighbours.
 """
 
 import sys
@@ -45,7 +47,10 @@ def measure(world: weft.World, threads: int, mib: int) -> None:
         pairs = [(seconds(call, 1), seconds(call, threads)) for _ in range(ROUNDS)]
         one, several = (1e6 * median(each) for each in zip(*pairs, strict=True))
         ratio = median(before / after for before, after in pairs)
-        print(f"{mib:4d} MiB  {name:12s}  1 thread {one:9.1f} us  {threads} threads {several:9.1f} us  {ratio:5.2f}x")
+        print(
+            f"{mib:4d} MiB  {name:12s}  1 thread {one:9.1f} us  {threads} threads {several:9.1f} "
+            f"us  {ratio:5.2f}x"
+        )
 
 
 if __name__ == "__main__":

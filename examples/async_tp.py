@@ -1,10 +1,11 @@
-"""A tensor-parallel transformer of torch's own under torch.compile, which puts weft's operators into it.
+"""A tensor-parallel transformer of torch's own under torch.compile, which puts weft's operators
+into it.
 
     python examples/async_tp.py --ranks 2
 
-The model is parallel by torch's styles, with its sequence in parts between layers. Each row of the table is the same program: on
-gloo as it is and compiled, on weft compiled, and compiled after `weft.enable_async_tp()`. Runs are interleaved, times are medians,
-and results are compared.
+The model is parallel by torch's styles, with its sequence in parts between layers. Each row of the
+table is the same program: on gloo as it is and compiled, on weft compiled, and compiled after
+`weft.enable_async_tp()`. Runs are interleaved, times are medians, and results are compared.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import weft
 
@@ -43,19 +49,35 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.attention_norm(x)
-        q, k, v = (w(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.q, self.k, self.v))
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            w(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for w in (self.q, self.k, self.v)
+        )
+        x = x + self.o(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.relu(self.up(self.up_norm(x))))
 
 
-def program(group: dist.ProcessGroup, name: str, dim: int, layers: int, heads: int) -> Callable[[Tensor], Tensor]:
+def program(
+    group: dist.ProcessGroup, name: str, dim: int, layers: int, heads: int
+) -> Callable[[Tensor], Tensor]:
     """From this rank's part of a sequence to its part of the result; nothing here knows of weft."""
     torch.manual_seed(0)
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
     model = nn.Sequential(*(Block(dim, heads) for _ in range(layers)))
-    column, row = ColwiseParallel(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
-    plan = {f"*.{name}": column for name in ("q", "k", "v", "up")} | {f"*.{name}": row for name in ("o", "down")}
-    parallelize_module(model, mesh, plan | {"*.attention_norm": SequenceParallel(), "*.up_norm": SequenceParallel()})
+    column, row = (
+        ColwiseParallel(input_layouts=Shard(1)),
+        RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    )
+    plan = {f"*.{name}": column for name in ("q", "k", "v", "up")} | {
+        f"*.{name}": row for name in ("o", "down")
+    }
+    parallelize_module(
+        model,
+        mesh,
+        plan | {"*.attention_norm": SequenceParallel(), "*.up_norm": SequenceParallel()},
+    )
 
     def call(x: Tensor) -> Tensor:
         whole = model(DTensor.from_local(x, mesh, [Shard(1)]))
@@ -64,11 +86,20 @@ def program(group: dist.ProcessGroup, name: str, dim: int, layers: int, heads: i
     return call
 
 
-def measure(dim: int, layers: int, heads: int, batch: int, length: int, runs: int) -> tuple[dict[str, float], dict[str, int]]:
-    """What each rank does: milliseconds of each way, and the operators of weft in the last one's graph."""
+def measure(
+    dim: int, layers: int, heads: int, batch: int, length: int, runs: int
+) -> tuple[dict[str, float], dict[str, int]]:
+    """What each rank does: milliseconds of each way, and the operators of weft in the last one's
+    graph.
+    """
     dist.init_process_group("gloo")
     ways = {}
-    for name, backend in (("gloo", "gloo"), ("gloo, compiled", "gloo"), ("weft, compiled", "weft"), ("weft, overlapped", "weft")):
+    for name, backend in (
+        ("gloo", "gloo"),
+        ("gloo, compiled", "gloo"),
+        ("weft, compiled", "weft"),
+        ("weft, overlapped", "weft"),
+    ):
         call = program(dist.new_group(backend=backend), name, dim, layers, heads)
         ways[name] = call if name == "gloo" else torch.compile(call, fullgraph=True)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -78,7 +109,9 @@ def measure(dim: int, layers: int, heads: int, batch: int, length: int, runs: in
         for run in range(runs + 1):
             results = {}
             for name, call in ways.items():
-                weft.enable_async_tp(enable=name == "weft, overlapped")  # of importance when it is compiled, in the first run
+                weft.enable_async_tp(
+                    enable=name == "weft, overlapped"
+                )  # of importance when it is compiled, in the first run
                 dist.barrier()
                 begun = time.perf_counter()
                 results[name] = call(x)
@@ -98,20 +131,30 @@ def main(
     layers: int = 2,
     heads: Annotated[int, typer.Option(help="A multiple of the ranks.")] = 8,
     batch: int = 1,
-    length: Annotated[int, typer.Option(help="Tokens of a sequence; a multiple of the ranks.")] = 512,
+    length: Annotated[
+        int, typer.Option(help="Tokens of a sequence; a multiple of the ranks.")
+    ] = 512,
     runs: int = 11,
 ) -> None:
-    """Run a tensor-parallel transformer as it is, compiled, and compiled with weft's operators, and compare results and times."""
+    """Run a tensor-parallel transformer as it is, compiled, and compiled with weft's operators, and
+    compare results and times.
+    """
     if dim % heads or heads % ranks or length % ranks:
         raise typer.BadParameter("heads divide dim, ranks divide heads and length")
     times, operators = weft.launch(measure, ranks, dim, layers, heads, batch, length, runs)[0]
-    table = Table(title=f"{layers} layers of width {dim}, {batch} x {length} tokens, {ranks} ranks; median of {runs} runs")
+    table = Table(
+        title=f"{layers} layers of width {dim}, {batch} x {length} tokens, {ranks} ranks; median of {runs} runs"
+    )
     for column in ("", "ms", "ratio"):
         table.add_column(column, justify="right" if column else "left")
     for name, taken in times.items():
         table.add_row(name, f"{taken:.1f}", f"{times['gloo'] / taken:.2f}x")
     Console().print(table)
-    Console().print("results agree;", ", ".join(f"{number} {name}" for name, number in operators.items()), "in the last program")
+    Console().print(
+        "results agree;",
+        ", ".join(f"{number} {name}" for name, number in operators.items()),
+        "in the last program",
+    )
 
 
 if __name__ == "__main__":

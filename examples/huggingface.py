@@ -1,11 +1,13 @@
-"""A causal language model of Hugging Face from a local folder, in four ways: the same tokens, and how long they take.
+"""A causal language model of Hugging Face from a local folder, in four ways: the same tokens, and
+how long they take.
 
     pip install transformers accelerate
     python examples/huggingface.py --ranks 2
 
-One process with all cores; transformers' own tensor parallelism (``tp_plan="auto"``) on gloo; the same on weft, which changes one
-word; and weft's layer styles, which overlap communication with the products. The model is a small random Llama that this makes; in
-bfloat16 the two likeliest tokens of such a model may be so close that another order of sums decides.
+One process with all cores; transformers' own tensor parallelism (``tp_plan="auto"``) on gloo; the
+same on weft, which changes one word; and weft's layer styles, which overlap communication with the
+products. The model is a small random Llama that this makes; in bfloat16 the two likeliest tokens of
+such a model may be so close that another order of sums decides.
 """
 
 from __future__ import annotations
@@ -33,12 +35,17 @@ from transformers.utils.logging import disable_progress_bar
 import weft
 import weft.nn
 
-GATHERED = {"self_attn": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}  # layers that read the same activations
+GATHERED = {
+    "self_attn": ("q_proj", "k_proj", "v_proj"),
+    "mlp": ("gate_proj", "up_proj"),
+}  # layers that read the same activations
 SUMMED = ("self_attn.o_proj", "mlp.down_proj")
 
 
 class Task(NamedTuple):
-    """What is asked of the model: read a prompt of so many tokens, then say so many, and that several times."""
+    """What is asked of the model: read a prompt of so many tokens, then say so many, and that
+    several times.
+    """
 
     prompt: int
     generated: int
@@ -72,7 +79,10 @@ def by_styles(folder: str) -> nn.Module:
     plan: dict[str, Any] = {"lm_head": weft.nn.ColwiseParallel(output_layouts=Replicate())}
     for number in range(len(model.model.layers)):
         layer = f"model.layers.{number}"
-        plan |= {f"{layer}.{part}": weft.nn.SharedColwiseParallel(*names) for part, names in GATHERED.items()}
+        plan |= {
+            f"{layer}.{part}": weft.nn.SharedColwiseParallel(*names)
+            for part, names in GATHERED.items()
+        }
         plan |= {f"{layer}.{name}": weft.nn.RowwiseParallel() for name in SUMMED}
     return parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), plan)
 
@@ -89,7 +99,9 @@ WAYS: dict[str, tuple[str, Callable[[str], nn.Module]]] = {
 def ask(model: nn.Module, task: Task) -> Found:
     """Read a prompt and say what is likeliest, token by token."""
     model.eval()
-    prompt = torch.randint(model.config.vocab_size, (1, task.prompt), generator=torch.Generator().manual_seed(1))
+    prompt = torch.randint(
+        model.config.vocab_size, (1, task.prompt), generator=torch.Generator().manual_seed(1)
+    )
     prefill, decode, said = [], [], []
     for _ in range(task.runs + 1):
         said, given, cache = [], prompt, None
@@ -99,7 +111,9 @@ def ask(model: nn.Module, task: Task) -> Found:
             given, cache = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
             (decode if number else prefill).append(1e3 * (time.perf_counter() - begun))
             said.append(int(given))
-    return Found(said, median(prefill[1:]), median(decode[task.generated :]))  # the first run prepares
+    return Found(
+        said, median(prefill[1:]), median(decode[task.generated :])
+    )  # the first run prepares
 
 
 def on_ranks(way: str, folder: str, task: Task) -> Found:
@@ -122,13 +136,17 @@ def main(
     intermediate: Annotated[int, typer.Option(help="Width of the feed-forward part.")] = 2816,
     layers: int = 6,
     heads: int = 16,
-    kv_heads: Annotated[int, typer.Option(help="Heads of keys and values; a multiple of the ranks.")] = 8,
+    kv_heads: Annotated[
+        int, typer.Option(help="Heads of keys and values; a multiple of the ranks.")
+    ] = 8,
     vocabulary: int = 8192,
     prompt: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 256,
     generated: Annotated[int, typer.Option(help="Tokens said after it.")] = 16,
     runs: int = 5,
 ) -> None:
-    """Run a causal language model alone and in parallel, on gloo and on weft, and compare tokens and times."""
+    """Run a causal language model alone and in parallel, on gloo and on weft, and compare tokens
+    and times.
+    """
     task, cores = Task(prompt, generated, runs), len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
         make(
@@ -141,10 +159,14 @@ def main(
             num_key_value_heads=kv_heads,
             vocab_size=vocabulary,
         )
-        found = {f"one process, {cores} threads": weft.launch(alone, 1, folder, task, threads=cores)[0]}
+        found = {
+            f"one process, {cores} threads": weft.launch(alone, 1, folder, task, threads=cores)[0]
+        }
         found |= {way: weft.launch(on_ranks, ranks, way, folder, task)[0] for way in WAYS}
     first, *_ = found.values()
-    table = Table(title=f"Llama, {layers} layers of width {hidden}, {dtype}; {ranks} ranks; medians of {runs} runs")
+    table = Table(
+        title=f"Llama, {layers} layers of width {hidden}, {dtype}; {ranks} ranks; medians of {runs} runs"
+    )
     for column in ("", f"prefill of {prompt}, ms", "decode, ms a token", "the same tokens"):
         table.add_column(column, justify="right" if column else "left", no_wrap=not column)
     for way, (tokens, prefill, decode) in found.items():

@@ -2,10 +2,11 @@
 
     python examples/tensor_parallel_transformer.py --ranks 2 --dtype float32
 
-Both run the same plan of styles with the same random weights; only the module that the styles come from differs, and how layers
-that take the same part of a sequence share its gather. Logits and gradients are compared first, then a prompt is read
-(prefill), tokens are generated one at a time (decode), and the model is trained with sequence parallelism. Times are medians of
-interleaved runs, each from a barrier to the last rank's finish.
+Both run the same plan of styles with the same random weights; only the module that the styles come
+from differs, and how layers that take the same part of a sequence share its gather. Logits and
+gradients are compared first, then a prompt is read (prefill), tokens are generated one at a time
+(decode), and the model is trained with sequence parallelism. Times are medians of interleaved runs,
+each from a barrier to the last rank's finish.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from weft.bench.harness import Stopwatch
 from weft.bench.progress import progress
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 6e-2}
-"""How far any element may be from torch's, relative to the largest of its tensor: rounding, in a different order of sums."""
+"""How far any element may be from torch's, relative to the largest of its tensor: rounding, in a
+different order of sums.
+"""
 
 
 class Sizes(NamedTuple):
@@ -51,7 +54,9 @@ class Sizes(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions and fewer key/value heads than query heads; heads are split over ranks."""
+    """Causal self-attention with rotary positions and fewer key/value heads than query heads; heads
+    are split over ranks.
+    """
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -60,17 +65,24 @@ class Attention(nn.Module):
         self.wk = nn.Linear(sizes.dim, sizes.kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(sizes.dim, sizes.kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(sizes.heads * self.head_dim, sizes.dim, bias=False)
-        self.cache: tuple[Tensor, Tensor] | None = None  # keys and values (batch, heads, positions, head_dim) of this rank's heads
+        self.cache: tuple[Tensor, Tensor] | None = (
+            None  # keys and values (batch, heads, positions, head_dim) of this rank's heads
+        )
 
     def forward(self, x: Tensor, rotation: Tensor, start: int) -> Tensor:
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for w in (self.wq, self.wk, self.wv)
+        )
         q, k, stop = rotate(q, rotation), rotate(k, rotation), start + k.shape[2]
         if self.cache is not None:
             for cached, new in zip(self.cache, (k, v), strict=True):
                 cached[:, :, start:stop] = new
             k, v = (cached[:, :, :stop] for cached in self.cache)
         if q.shape[2] == 1:  # heads that share keys and values are rows of one small product
-            y = F.scaled_dot_product_attention(q.view(len(q), k.shape[1], -1, self.head_dim), k, v).view(q.shape)
+            y = F.scaled_dot_product_attention(
+                q.view(len(q), k.shape[1], -1, self.head_dim), k, v
+            ).view(q.shape)
         else:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.wo(y.transpose(1, 2).flatten(2))
@@ -93,7 +105,10 @@ class Block(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.attention_norm, self.attention = nn.RMSNorm(sizes.dim, eps=1e-5), Attention(sizes)
-        self.feed_forward_norm, self.feed_forward = nn.RMSNorm(sizes.dim, eps=1e-5), FeedForward(sizes)
+        self.feed_forward_norm, self.feed_forward = (
+            nn.RMSNorm(sizes.dim, eps=1e-5),
+            FeedForward(sizes),
+        )
 
     def forward(self, x: Tensor, rotation: Tensor, start: int) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotation, start)
@@ -107,12 +122,18 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
         self.norm = nn.RMSNorm(sizes.dim, eps=1e-5)
         self.head = nn.Linear(sizes.dim, sizes.vocab, bias=False)
-        frequencies = 1e4 ** -(torch.arange(0, sizes.dim // sizes.heads, 2) / (sizes.dim // sizes.heads))
+        frequencies = 1e4 ** -(
+            torch.arange(0, sizes.dim // sizes.heads, 2) / (sizes.dim // sizes.heads)
+        )
         angles = torch.outer(torch.arange(sizes.prompt + sizes.generated), frequencies)
-        self.rotation = torch.polar(torch.ones_like(angles), angles)  # complex numbers, whatever the dtype of the model
+        self.rotation = torch.polar(
+            torch.ones_like(angles), angles
+        )  # complex numbers, whatever the dtype of the model
 
     def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
-        """(batch, positions) to logits (batch, positions, vocab), for tokens that begin at position `start`."""
+        """(batch, positions) to logits (batch, positions, vocab), for tokens that begin at position
+        `start`.
+        """
         rotation = self.rotation[start : start + tokens.shape[1]]
         x = self.embed(tokens)
         for block in self.blocks:
@@ -126,11 +147,17 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     return torch.view_as_real(turned).flatten(-2).type_as(x)
 
 
-def parallel_model(sizes: Sizes, mesh: DeviceMesh, styles: ModuleType, sequence_parallel: bool) -> Transformer:
-    """The model, alike on every call and sharded over `mesh` by the styles of `styles`: torch's or weft's."""
+def parallel_model(
+    sizes: Sizes, mesh: DeviceMesh, styles: ModuleType, sequence_parallel: bool
+) -> Transformer:
+    """The model, alike on every call and sharded over `mesh` by the styles of `styles`: torch's or
+    weft's.
+    """
     torch.manual_seed(0)
     model = Transformer(sizes).to(getattr(torch, sizes.dtype))
-    rows = Shard(1) if sequence_parallel else Replicate()  # how activations lie between the layers that compute with all heads
+    rows = (
+        Shard(1) if sequence_parallel else Replicate()
+    )  # how activations lie between the layers that compute with all heads
     plan = {"head": styles.ColwiseParallel(input_layouts=rows, output_layouts=Replicate())}
     inputs = {"attention": ("wq", "wk", "wv"), "feed_forward": ("w1", "w3")}
     for i, (part, names) in itertools.product(range(sizes.layers), inputs.items()):
@@ -138,8 +165,14 @@ def parallel_model(sizes: Sizes, mesh: DeviceMesh, styles: ModuleType, sequence_
             plan[f"blocks.{i}.{part}"] = weft.nn.SharedColwiseParallel(*names, input_layouts=rows)
             continue
         if sequence_parallel:
-            layouts = [(rows, None, None), (Replicate(), None, None)] if part == "attention" else [(rows,), (Replicate(),)]
-            plan[f"blocks.{i}.{part}"] = torch_styles.PrepareModuleInput(input_layouts=layouts[0], desired_input_layouts=layouts[1])
+            layouts = (
+                [(rows, None, None), (Replicate(), None, None)]
+                if part == "attention"
+                else [(rows,), (Replicate(),)]
+            )
+            plan[f"blocks.{i}.{part}"] = torch_styles.PrepareModuleInput(
+                input_layouts=layouts[0], desired_input_layouts=layouts[1]
+            )
         for name in names:
             plan[f"blocks.{i}.{part}.{name}"] = styles.ColwiseParallel()
     for i in range(sizes.layers):
@@ -150,7 +183,9 @@ def parallel_model(sizes: Sizes, mesh: DeviceMesh, styles: ModuleType, sequence_
                 plan[f"blocks.{i}.{name}"] = styles.SequenceParallel(use_local_output=True)
     if sequence_parallel:
         plan["norm"] = styles.SequenceParallel(use_local_output=True)
-        plan["embed"] = torch_styles.PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=rows)
+        plan["embed"] = torch_styles.PrepareModuleOutput(
+            output_layouts=Replicate(), desired_output_layouts=rows
+        )
     torch_styles.parallelize_module(model, mesh, plan)
     return model
 
@@ -165,8 +200,12 @@ class Run:
         heads, head_dim = sizes.kv_heads // mesh.size(), sizes.dim // sizes.heads
         shape = sizes.batch, heads, sizes.prompt + sizes.generated, head_dim
         for block in self.served.blocks:
-            block.attention.cache = tuple(torch.zeros(shape, dtype=getattr(torch, sizes.dtype)) for _ in range(2))
-        self.tokens = torch.randint(sizes.vocab, (sizes.batch, sizes.prompt + sizes.generated))  # alike on all ranks: seeded above
+            block.attention.cache = tuple(
+                torch.zeros(shape, dtype=getattr(torch, sizes.dtype)) for _ in range(2)
+            )
+        self.tokens = torch.randint(
+            sizes.vocab, (sizes.batch, sizes.prompt + sizes.generated)
+        )  # alike on all ranks: seeded above
 
     @torch.inference_mode()
     def prefill(self) -> Tensor:
@@ -180,32 +219,48 @@ class Run:
         return torch.cat([self.served(self.tokens[:, at : at + 1], at) for at in steps], dim=1)
 
     def train(self) -> Tensor:
-        """The loss of predicting each token of the prompt from those before it; gradients are left in the parameters."""
+        """The loss of predicting each token of the prompt from those before it; gradients are left
+        in the parameters.
+        """
         self.trained.zero_grad()
         logits = self.trained(self.tokens[:, : self.sizes.prompt])
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), self.tokens[:, 1 : self.sizes.prompt].flatten())
+        loss = F.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), self.tokens[:, 1 : self.sizes.prompt].flatten()
+        )
         loss.backward()
         return loss.detach()
 
     def gradients(self) -> dict[str, Tensor]:
         """The whole gradient of every parameter, after a training step; collective."""
         gradients = {name: parameter.grad for name, parameter in self.trained.named_parameters()}
-        return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in gradients.items()}
+        return {
+            name: grad.full_tensor() if isinstance(grad, DTensor) else grad
+            for name, grad in gradients.items()
+        }
 
 
 def compare(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> float:
-    """The largest difference of any tensor, relative to its largest element; more than `tolerance` (or a NaN) is an error."""
+    """The largest difference of any tensor, relative to its largest element; more than `tolerance`
+    (or a NaN) is an error.
+    """
     worst = 0.0
     for name, expected in theirs.items():
-        difference = float((ours[name].float() - expected.float()).abs().max() / expected.float().abs().max())
+        difference = float(
+            (ours[name].float() - expected.float()).abs().max() / expected.float().abs().max()
+        )
         if not difference <= tolerance:
-            raise AssertionError(f"{name} differs by {difference:.2g} of its largest element, more than {tolerance:g}")
+            raise AssertionError(
+                f"{name} differs by {difference:.2g} of its largest element, more than "
+                f"{tolerance:g}"
+            )
         worst = max(worst, difference)
     return worst
 
 
 def measure(sizes: Sizes, iterations: int, show_progress: bool) -> dict[str, Any]:
-    """What each rank does: verify, then time; returns milliseconds by task and by kind of styles, and the largest differences."""
+    """What each rank does: verify, then time; returns milliseconds by task and by kind of styles,
+    and the largest differences.
+    """
     with weft.init() as world:
         mesh = init_device_mesh("cpu", (world.ranks,))
         runs = {"torch": Run(sizes, mesh, torch_styles), "weft": Run(sizes, mesh, weft.nn)}
@@ -220,50 +275,87 @@ def measure(sizes: Sizes, iterations: int, show_progress: bool) -> dict[str, Any
         }
         del logits, gradients
         times = {}
-        with progress("measuring", 3 * (iterations + 1), shown=show_progress and world.rank == 0) as advance:
+        with progress(
+            "measuring", 3 * (iterations + 1), shown=show_progress and world.rank == 0
+        ) as advance:
             for task in ("prefill", "decode", "train"):
-                views: dict[str, Callable[[], Tensor]] = {name: getattr(run, task) for name, run in runs.items()}
-                times[task] = {
-                    name: taken.median for name, taken in Stopwatch(world).interleave(views, 1, iterations, advance).items()
+                views: dict[str, Callable[[], Tensor]] = {
+                    name: getattr(run, task) for name, run in runs.items()
                 }
-        layers = {"serving": weft.nn.explain(runs["weft"].served), "training": weft.nn.explain(runs["weft"].trained)}
+                times[task] = {
+                    name: taken.median
+                    for name, taken in Stopwatch(world)
+                    .interleave(views, 1, iterations, advance)
+                    .items()
+                }
+        layers = {
+            "serving": weft.nn.explain(runs["weft"].served),
+            "training": weft.nn.explain(runs["weft"].trained),
+        }
     dist.destroy_process_group()
     return {"times": times, "differences": differences, "layers": layers}
 
 
 def main(
-    ranks: Annotated[int, typer.Option("--ranks", "-n", help="Processes that share the model.")] = 2,
+    ranks: Annotated[
+        int, typer.Option("--ranks", "-n", help="Processes that share the model.")
+    ] = 2,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(TOLERANCE)}.")] = "float32",
     dim: Annotated[int, typer.Option(help="Width of the model.")] = 1024,
     layers: int = 4,
     heads: int = 16,
-    kv_heads: Annotated[int, typer.Option(help="Heads of keys and values; a multiple of the ranks.")] = 4,
+    kv_heads: Annotated[
+        int, typer.Option(help="Heads of keys and values; a multiple of the ranks.")
+    ] = 4,
     hidden: Annotated[int, typer.Option(help="Width of the feed-forward part.")] = 2816,
     vocab: int = 8192,
     batch: Annotated[int, typer.Option(help="Sequences at a time.")] = 1,
-    prompt: Annotated[int, typer.Option(help="Tokens of each prompt; a multiple of the ranks.")] = 512,
+    prompt: Annotated[
+        int, typer.Option(help="Tokens of each prompt; a multiple of the ranks.")
+    ] = 512,
     generated: Annotated[int, typer.Option(help="Tokens decoded one at a time.")] = 16,
     iterations: int = 7,
-    explain: Annotated[bool, typer.Option("--explain", help="Also print what every layer runs.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Also print what every layer runs.")
+    ] = False,
 ) -> None:
-    """Run a Llama-shaped model under torch's tensor parallelism and under weft's, and compare results and times."""
+    """Run a Llama-shaped model under torch's tensor parallelism and under weft's, and compare
+    results and times.
+    """
     if dtype not in TOLERANCE:
         raise typer.BadParameter(f"choose one of {', '.join(TOLERANCE)}", param_hint="--dtype")
     if dim % heads or heads % kv_heads or kv_heads % ranks or prompt % ranks:
-        raise typer.BadParameter("heads divide dim, kv-heads divide heads, and ranks divide kv-heads and prompt")
+        raise typer.BadParameter(
+            "heads divide dim, kv-heads divide heads, and ranks divide kv-heads and prompt"
+        )
     sizes = Sizes(dim, layers, heads, kv_heads, hidden, vocab, batch, prompt, generated, dtype)
     console = Console()
     result = weft.launch(measure, ranks, sizes, iterations, Console(stderr=True).is_terminal)[0]
-    table = Table(title=f"{layers} layers of width {dim}, {dtype}, {ranks} ranks; medians of {iterations} runs")
+    table = Table(
+        title=f"{layers} layers of width {dim}, {dtype}, {ranks} ranks; medians of {iterations} runs"
+    )
     for column in ("", "torch ms", "weft ms", "torch tokens/s", "weft tokens/s", "ratio"):
         table.add_column(column, justify="right" if column else "left", no_wrap=not column)
-    for task, tokens in {"prefill": batch * prompt, "decode": batch * generated, "train": batch * prompt}.items():
+    for task, tokens in {
+        "prefill": batch * prompt,
+        "decode": batch * generated,
+        "train": batch * prompt,
+    }.items():
         theirs, ours = (result["times"][task][name] for name in ("torch", "weft"))
         speeds = (f"{1e3 * tokens / time:,.0f}" for time in (theirs, ours))
-        table.add_row(f"{task}, {tokens} tokens", f"{theirs:.1f}", f"{ours:.1f}", *speeds, f"{theirs / ours:.2f}x")
+        table.add_row(
+            f"{task}, {tokens} tokens",
+            f"{theirs:.1f}",
+            f"{ours:.1f}",
+            *speeds,
+            f"{theirs / ours:.2f}x",
+        )
     console.print(table)
     for what, difference in result["differences"].items():
-        console.print(f"{what} agree: at most {difference:.1e} of the largest element apart (allowed: {TOLERANCE[dtype]:g})")
+        console.print(
+            f"{what} agree: at most {difference:.1e} of the largest element apart (allowed: "
+            f"{TOLERANCE[dtype]:g})"
+        )
     if explain:
         for model, text in result["layers"].items():
             console.print(f"\n{model}\n{text}", highlight=False)

@@ -1,9 +1,11 @@
-"""A small transformer trained in four ways of torch's own, on gloo and on weft, side by side in one run.
+"""A small transformer trained in four ways of torch's own, on gloo and on weft, side by side in one
+run.
 
     python examples/torch_distributed.py --ranks 2
 
-Data parallel (DDP), fully sharded (FSDP2), tensor parallel (DTensor) and in a pipeline: the code is the same for both, only the
-process group is another one. Losses are compared step by step, steps are interleaved, and times are medians over steps.
+Data parallel (DDP), fully sharded (FSDP2), tensor parallel (DTensor) and in a pipeline: the code is
+the same for both, only the process group is another one. Losses are compared step by step, steps
+are interleaved, and times are medians over steps.
 """
 
 from __future__ import annotations
@@ -46,15 +48,24 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.attention_norm(x)
-        q, k, v = (w(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.q, self.k, self.v))
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            w(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for w in (self.q, self.k, self.v)
+        )
+        x = x + self.o(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.up_norm(x))))
 
 
 def transformer(dim: int, layers: int, heads: int) -> nn.Sequential:
     """Tokens to logits; the same model on every call."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(VOCABULARY, dim), *(Block(dim, heads) for _ in range(layers)), nn.Linear(dim, VOCABULARY))
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, dim),
+        *(Block(dim, heads) for _ in range(layers)),
+        nn.Linear(dim, VOCABULARY),
+    )
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -71,7 +82,9 @@ def data_parallel(model: nn.Sequential, group: dist.ProcessGroup) -> Step:
 
 
 def mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
-    """A mesh named after the backend: DTensor takes meshes of the same ranks and names for one, and uses the first one's group."""
+    """A mesh named after the backend: DTensor takes meshes of the same ranks and names for one, and
+    uses the first one's group.
+    """
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(dist.get_backend(group),))
 
 
@@ -131,16 +144,25 @@ WAYS: dict[str, Callable[[nn.Sequential, dist.ProcessGroup], Step]] = {
 }
 
 
-def measure(dim: int, layers: int, heads: int, batch: int, length: int, steps: int) -> dict[str, dict[str, float]]:
-    """What each rank does: train in every way on both backends; milliseconds of a step by way and backend."""
+def measure(
+    dim: int, layers: int, heads: int, batch: int, length: int, steps: int
+) -> dict[str, dict[str, float]]:
+    """What each rank does: train in every way on both backends; milliseconds of a step by way and
+    backend.
+    """
     dist.init_process_group("gloo")
     groups = {backend: dist.new_group(backend=backend) for backend in BACKENDS}
     found = {}
     for way, made in WAYS.items():
-        training = {backend: made(transformer(dim, layers, heads), group) for backend, group in groups.items()}
+        training = {
+            backend: made(transformer(dim, layers, heads), group)
+            for backend, group in groups.items()
+        }
         times: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
         for number in range(steps + 1):
-            tokens = torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(number))
+            tokens = torch.randint(
+                VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(number)
+            )
             losses = {}
             for backend, step in training.items():
                 dist.barrier()
@@ -150,8 +172,12 @@ def measure(dim: int, layers: int, heads: int, batch: int, length: int, steps: i
                 times[backend].append(1e3 * (time.perf_counter() - begun))
             gloo, ours = losses["gloo"], losses["weft"]
             if not abs(gloo - ours) <= TOLERANCE * abs(gloo):
-                raise AssertionError(f"{way}, step {number}: the loss is {gloo} on gloo and {ours} on weft")
-        found[way] = {backend: median(taken[1:]) for backend, taken in times.items()}  # the first prepares
+                raise AssertionError(
+                    f"{way}, step {number}: the loss is {gloo} on gloo and {ours} on weft"
+                )
+        found[way] = {
+            backend: median(taken[1:]) for backend, taken in times.items()
+        }  # the first prepares
     dist.destroy_process_group()
     return found
 
@@ -161,19 +187,30 @@ def main(
     dim: Annotated[int, typer.Option(help="Width of the model.")] = 256,
     layers: int = 4,
     heads: Annotated[int, typer.Option(help="A multiple of the ranks.")] = 4,
-    batch: Annotated[int, typer.Option(help="Sequences at a time; a multiple of twice the ranks.")] = 4,
+    batch: Annotated[
+        int, typer.Option(help="Sequences at a time; a multiple of twice the ranks.")
+    ] = 4,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 32,
     steps: int = 11,
 ) -> None:
     """Train a small transformer in four ways on gloo and on weft, and compare losses and times."""
     if dim % heads or heads % ranks or batch % (2 * ranks) or layers + 2 < ranks:
-        raise typer.BadParameter("heads divide dim, ranks divide heads, twice the ranks divide batch; a stage needs a layer")
+        raise typer.BadParameter(
+            "heads divide dim, ranks divide heads, twice the ranks divide batch; a stage needs a "
+            "layer"
+        )
     found = weft.launch(measure, ranks, dim, layers, heads, batch, length, steps)[0]
-    table = Table(title=f"{layers} layers of width {dim}, {batch} x {length} tokens, {ranks} ranks; median of {steps} steps")
+    table = Table(
+        title=f"{layers} layers of width {dim}, {batch} x {length} tokens, {ranks} ranks; median of {steps} steps"
+    )
     for column in ("", "gloo ms", "weft ms", "ratio"):
         table.add_column(column, justify="right" if column else "left")
     for way, times in found.items():
-        table.add_row(way, *(f"{times[backend]:.1f}" for backend in BACKENDS), f"{times['gloo'] / times['weft']:.2f}x")
+        table.add_row(
+            way,
+            *(f"{times[backend]:.1f}" for backend in BACKENDS),
+            f"{times['gloo'] / times['weft']:.2f}x",
+        )
     Console().print(table)
     Console().print(f"losses agree in every step, to {TOLERANCE:g}")
 

@@ -1,4 +1,5 @@
-// Calls that are issued for later, and when the thread should carry them out that does so if nobody else comes.
+// Calls that are issued for later, and when the thread should carry them out that does so if nobody
+// else comes.
 #pragma once
 
 #include <atomic>
@@ -7,13 +8,16 @@
 
 namespace weft {
 
-// Who issues a call mostly waits for it soon, and carries it out then. To wake a thread for each would take several times as long as a
-// small call does; so the thread looks around by itself as long as there are calls, and for that it needs nothing that they need.
+// Who issues a call mostly waits for it soon, and carries it out then. To wake a thread for each
+// would take several times as long as a small call does; so the thread looks around by itself as
+// long as there are calls, and for that it needs nothing that they need.
 class Backlog {
  public:
   void issue() {
     const uint64_t issued = issued_.fetch_add(1, std::memory_order_seq_cst) + 1;
-    if (issued != begun_.load(std::memory_order_seq_cst) && resting_.load(std::memory_order_seq_cst)) ring();
+    if (issued != begun_.load(std::memory_order_seq_cst) &&
+        resting_.load(std::memory_order_seq_cst))
+      ring();
   }
   void begin() { begun_.fetch_add(1, std::memory_order_seq_cst); }
   // Do not wait whether somebody comes for what is issued.
@@ -26,7 +30,8 @@ class Backlog {
     ring();
   }
 
-  // Hold until something is issued that nobody has begun for a while, or should not wait; false once closed.
+  // Hold until something is issued that nobody has begun for a while, or should not wait; false
+  // once closed.
   bool due() {
     constexpr uint64_t kNone = ~uint64_t{0};
     uint64_t waiting = kNone;  // the first call that was not begun at the last look
@@ -40,17 +45,20 @@ class Backlog {
       waiting = open ? begun : kNone;
       idle = open || begun != last_ ? 0 : idle + 1;
       last_ = begun;
-      if (idle < kIdle) sleep_on(bell_, rings, kPatience);
-      else rest(rings);
+      if (idle < kIdle)
+        sleep_on(bell_, rings, kPatience);
+      else
+        rest(rings);
     }
     return false;
   }
 
  private:
-  // What waits for a large call mostly comes later than this, what waits for a small one earlier, also where eager DTensors take their
-  // time in between.
+  // What waits for a large call mostly comes later than this, what waits for a small one earlier,
+  // also where eager DTensors take their time in between.
   static constexpr int64_t kPatience = 500'000;  // nanoseconds
-  static constexpr int kIdle = 4;                // looks without a call, after which it rests until there is one
+  // looks without a call, after which it rests until there is one
+  static constexpr int kIdle = 4;
 
   void ring() {
     bell_.value.fetch_add(1, std::memory_order_seq_cst);
@@ -60,7 +68,8 @@ class Backlog {
   // Either this sees what is issued, or its issuer that this rests.
   void rest(uint64_t rings) {
     resting_.store(true, std::memory_order_seq_cst);
-    if (issued_.load(std::memory_order_seq_cst) == begun_.load(std::memory_order_seq_cst)) sleep_on(bell_, rings, kSlice * 50);
+    if (issued_.load(std::memory_order_seq_cst) == begun_.load(std::memory_order_seq_cst))
+      sleep_on(bell_, rings, kSlice * 50);
     resting_.store(false, std::memory_order_seq_cst);
   }
 

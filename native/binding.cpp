@@ -10,7 +10,8 @@ constexpr size_t kPage = 4096;
 
 std::vector<size_t> cut(const std::vector<uint32_t>& pieces, const std::vector<size_t>& rows) {
   if (rows.size() != pieces.size())
-    throw std::invalid_argument("a plan of " + std::to_string(pieces.size()) + " shards got the rows of " + std::to_string(rows.size()));
+    throw std::invalid_argument("a plan of " + std::to_string(pieces.size()) +
+                                " shards got the rows of " + std::to_string(rows.size()));
   std::vector<size_t> sizes;
   for (size_t shard = 0; shard < pieces.size(); ++shard)
     for (size_t piece = 0; piece < pieces[shard]; ++piece)
@@ -19,13 +20,20 @@ std::vector<size_t> cut(const std::vector<uint32_t>& pieces, const std::vector<s
 }
 
 [[noreturn]] void not_symmetric(const Buffer& buffer) {
-  throw std::invalid_argument("peers access '" + buffer.name + "' in this plan, so it must be symmetric: make it with world.empty(...)");
+  throw std::invalid_argument(
+      "peers access '" + buffer.name +
+      "' in this plan, so it must be symmetric: make it with world.empty(...)");
 }
 
 }  // namespace
 
-Binding::Binding(Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given, std::string words)
-    : program_(program), shards_(rows), widths_(program.buffers.size()), offsets_(program.buffers.size()), said_(program.said) {
+Binding::Binding(Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given,
+                 std::string words)
+    : program_(program),
+      shards_(rows),
+      widths_(program.buffers.size()),
+      offsets_(program.buffers.size()),
+      said_(program.said) {
   const int rank = program.rank;
   const std::vector<size_t> sizes = cut(program.pieces, rows);
   const size_t largest = sizes.empty() ? 1 : *std::max_element(sizes.begin(), sizes.end());
@@ -34,17 +42,21 @@ Binding::Binding(Program& program, const std::vector<size_t>& rows, const std::v
     sums.reserve(layout.size() + 1);
     sums.push_back(0);
     for (int block : layout)
-      sums.push_back(sums.back() + (block == Buffer::kRow ? 1 : block == Buffer::kRoom ? largest : sizes[block]));
+      sums.push_back(sums.back() + (block == Buffer::kRow    ? 1
+                                    : block == Buffer::kRoom ? largest
+                                                             : sizes[block]));
   }
   std::vector<const Given*> tensors(program.buffers.size());
   for (const Given& tensor : given) {
     const Buffer& buffer = program.buffers[tensor.buffer];
     tensors[tensor.buffer] = &tensor, widths_[tensor.buffer] = tensor.columns;
     if (size_t planned = sums_[buffer.layouts[rank]].back(); tensor.rows != planned)
-      throw std::invalid_argument("'" + buffer.name + "' has " + std::to_string(tensor.rows) + " rows; the plan gives it " +
-                                  std::to_string(planned));
-    if (buffer.shared && tensor.apart && offers_ < 0) offered_ = tensor.address, offers_ = static_cast<int>(tensor.buffer);
-    else if (buffer.shared && tensor.parts.empty()) not_symmetric(buffer);
+      throw std::invalid_argument("'" + buffer.name + "' has " + std::to_string(tensor.rows) +
+                                  " rows; the plan gives it " + std::to_string(planned));
+    if (buffer.shared && tensor.apart && offers_ < 0)
+      offered_ = tensor.address, offers_ = static_cast<int>(tensor.buffer);
+    else if (buffer.shared && tensor.parts.empty())
+      not_symmetric(buffer);
   }
   auto columns = [&](uint32_t buffer) { return tensors[program.buffers[buffer].like]->columns; };
   for (uint32_t number = 0; number < program.buffers.size(); ++number) {
@@ -58,40 +70,51 @@ Binding::Binding(Program& program, const std::vector<size_t>& rows, const std::v
     end += (most * columns(number) * buffer.itemsize + unit - 1) / unit * unit;
   }
   if (eager_ > Program::kEager)
-    throw std::invalid_argument("eager buffers have " + std::to_string(Program::kEager) + " bytes on a rank; the plan needs " +
-                                std::to_string(eager_));
+    throw std::invalid_argument("eager buffers have " + std::to_string(Program::kEager) +
+                                " bytes on a rank; the plan needs " + std::to_string(eager_));
   placed_.reserve(program.slots.size());
   for (const auto& [owner, which] : program.slots) {
     const Buffer& buffer = program.buffers[which];
     const Given* tensor = tensors[which];
-    const size_t wide = columns(which), row = wide * buffer.itemsize, turns = buffer.role == Role::eager ? ~size_t{0} : 0;
-    Placed& placed = placed_.emplace_back(Placed{&sums_[buffer.layouts[owner]], wide, row, tensor ? tensor->stride : row, turns});
-    if (tensor && tensor->apart && owner != rank) placed.apart = owner;
-    else if (tensor) placed.base = reinterpret_cast<char*>(owner == rank ? tensor->address : tensor->parts.at(owner));
+    const size_t wide = columns(which), row = wide * buffer.itemsize,
+                 turns = buffer.role == Role::eager ? ~size_t{0} : 0;
+    Placed& placed = placed_.emplace_back(
+        Placed{&sums_[buffer.layouts[owner]], wide, row, tensor ? tensor->stride : row, turns});
+    if (tensor && tensor->apart && owner != rank)
+      placed.apart = owner;
+    else if (tensor)
+      placed.base =
+          reinterpret_cast<char*>(owner == rank ? tensor->address : tensor->parts.at(owner));
   }
   for (const auto& lane : program.lanes)
     for (const Instruction& i : lane) {
       for (size_t at = 0; at < i.operands.size(); ++at)
-        if (apart(i.operands[at]) >= 0 && (i.op != Op::copy || at == 0))  // others are not read, nor written to
+        // others are not read, nor written to
+        if (apart(i.operands[at]) >= 0 && (i.op != Op::copy || at == 0))
           not_symmetric(program.buffer(i.operands[at]));
       if (i.together) written_ += Binding::rows(i.operands[i.measure]) * row_bytes(i.operands[0]);
     }
   if (program.name.empty()) return;
   std::vector<bool> shown(program.buffers.size());
-  std::string called, told;  // the caller's buffers whose sizes ranks must agree on, and all on which they must
+  // the caller's buffers whose sizes ranks must agree on, and all on which they must
+  std::string called, told;
   for (uint32_t number = 0; number < program.buffers.size(); ++number) {
     const Buffer& buffer = program.buffers[number];
     if (!buffer.told) continue;
     const std::string wide = std::to_string(columns(number));
     told += buffer.name + "=[" + listed(buffer) + "] rows x " + wide + " " + buffer.dtype;
-    if (buffer.shared && tensors[number]) told += tensors[number]->place + ", " + std::to_string(tensors[number]->stride) + " bytes a row";
+    if (buffer.shared && tensors[number])
+      told +=
+          tensors[number]->place + ", " + std::to_string(tensors[number]->stride) + " bytes a row";
     told += ", ";
     if (const Buffer& given = program.buffers[buffer.like]; !shown[buffer.like]) {
       shown[buffer.like] = true;
       const size_t own = sums_[given.layouts[rank]].back();
-      const bool even = std::all_of(given.layouts.begin(), given.layouts.end(), [&](uint32_t l) { return sums_[l].back() == own; });
+      const bool even = std::all_of(given.layouts.begin(), given.layouts.end(),
+                                    [&](uint32_t l) { return sums_[l].back() == own; });
       called += (called.empty() ? "" : ", ") + given.name + "=";
-      called += even ? "(" + std::to_string(own) + ", " + wide + ") " : "[" + listed(given) + "] rows x " + wide + " ";
+      called += even ? "(" + std::to_string(own) + ", " + wide + ") "
+                     : "[" + listed(given) + "] rows x " + wide + " ";
       called += given.dtype;
     }
   }
@@ -101,7 +124,8 @@ Binding::Binding(Program& program, const std::vector<size_t>& rows, const std::v
 
 std::string Binding::listed(const Buffer& buffer) const {
   std::string rows;
-  for (uint32_t layout : buffer.layouts) rows += (rows.empty() ? "" : ", ") + std::to_string(sums_[layout].back());
+  for (uint32_t layout : buffer.layouts)
+    rows += (rows.empty() ? "" : ", ") + std::to_string(sums_[layout].back());
   return rows;
 }
 
@@ -110,7 +134,8 @@ void Binding::place(Role role, const std::vector<uintptr_t>& begins) {
     const auto [owner, which] = program_.slots[number];
     if (program_.buffers[which].role != role) continue;
     placed_[number].base = reinterpret_cast<char*>(begins.at(owner) + offsets_[which]);
-    if (role == Role::eager && begins.size() == 2) placed_[number].others = begins[1 - owner] - begins[owner];
+    if (role == Role::eager && begins.size() == 2)
+      placed_[number].others = begins[1 - owner] - begins[owner];
   }
 }
 
@@ -118,10 +143,13 @@ bool Binding::again(const std::vector<size_t>& rows, const std::vector<Given>& g
   if (rows != shards_) return false;
   for (const Given& tensor : given) {
     const Buffer& buffer = program_.buffers[tensor.buffer];
-    if (tensor.columns != widths_[tensor.buffer] || tensor.rows != sums_[buffer.layouts[program_.rank]].back()) return false;
+    if (tensor.columns != widths_[tensor.buffer] ||
+        tensor.rows != sums_[buffer.layouts[program_.rank]].back())
+      return false;
     for (uint32_t number = 0; number < program_.slots.size(); ++number)
       if (const auto [owner, which] = program_.slots[number];
-          which == tensor.buffer && (owner != program_.rank || placed_[number].stride != tensor.stride))
+          which == tensor.buffer &&
+          (owner != program_.rank || placed_[number].stride != tensor.stride))
         return false;
   }
   for (const Given& tensor : given) move(tensor.buffer, tensor.address);

@@ -1,4 +1,5 @@
-// What a plan's blocks are in one call: how many rows each has, and where they lie. Plans know no sizes; this is where they get them.
+// What a plan's blocks are in one call: how many rows each has, and where they lie. Plans know no
+// sizes; this is where they get them.
 #pragma once
 
 #include <string>
@@ -8,8 +9,8 @@
 
 namespace weft {
 
-// A tensor of the caller's: rows `stride` bytes apart. `parts` are where all ranks' parts begin if it is symmetric; else peers may read
-// it through the kernel if it is `apart`.
+// A tensor of the caller's: rows `stride` bytes apart. `parts` are where all ranks' parts begin if
+// it is symmetric; else peers may read it through the kernel if it is `apart`.
 struct Given {
   uint32_t buffer;
   uintptr_t address;
@@ -21,10 +22,12 @@ struct Given {
 
 class Binding {
  public:
-  // `rows` of each shard, cut as evenly as it goes, the first pieces a row larger where it does not divide. Throws
-  // std::invalid_argument where a tensor has not as many rows as its blocks. The program must live as long.
-  // `words` are what peers are told that the user called; by default the operator and the rows that ranks must agree on.
-  Binding(Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given, std::string words = "");
+  // `rows` of each shard, cut as evenly as it goes, the first pieces a row larger where it does not
+  // divide. Throws std::invalid_argument where a tensor has not as many rows as its blocks. The
+  // program must live as long. `words` are what peers are told that the user called; by default the
+  // operator and the rows that ranks must agree on.
+  Binding(Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given,
+          std::string words = "");
 
   Program& program() const { return program_; }
   const std::vector<size_t>& shards() const { return shards_; }
@@ -35,7 +38,8 @@ class Binding {
   // Where each rank's workspace begins, or its eager buffers of the first turn.
   void place(Role role, const std::vector<uintptr_t>& begins);
 
-  // Whether this is a binding of so many rows to tensors like these, none of them symmetric; if so they are its own from now on.
+  // Whether this is a binding of so many rows to tensors like these, none of them symmetric; if so
+  // they are its own from now on.
   bool again(const std::vector<size_t>& rows, const std::vector<Given>& given);
 
   // A buffer of the caller's, on this rank itself, begins elsewhere from now on.
@@ -51,7 +55,8 @@ class Binding {
   size_t rows(const Operand& o) const { return (*placed_[o.slot].bounds)[o.stop] - first(o); }
   size_t columns(const Operand& o) const { return placed_[o.slot].columns; }
   size_t row_bytes(const Operand& o) const { return placed_[o.slot].row_bytes; }
-  // The rank whose memory this lies in, at an offset from the address which that rank tells, if it is not mapped here; else -1.
+  // The rank whose memory this lies in, at an offset from the address which that rank tells, if it
+  // is not mapped here; else -1.
   int apart(const Operand& o) const { return placed_[o.slot].apart; }
   // The address to tell peers; 0 if they read nothing through the kernel.
   uintptr_t offered() const { return offered_; }
@@ -64,7 +69,8 @@ class Binding {
   struct Placed {
     const std::vector<size_t>* bounds;  // of `sums_`
     size_t columns, row_bytes, stride;
-    size_t turns, others = 0;  // all bits where buffers take turns; how far the other rank's lie from them
+    // all bits where buffers take turns; how far the other rank's lie from them
+    size_t turns, others = 0;
     char* base = nullptr;
     int apart = -1;
   };
@@ -72,9 +78,11 @@ class Binding {
   std::string listed(const Buffer& buffer) const;
 
   Program& program_;
-  std::vector<size_t> shards_, widths_;    // the rows of shards, and the columns of the caller's buffers
-  std::vector<std::vector<size_t>> sums_;  // by layout: where each block begins, and the last one ends
-  std::vector<Placed> placed_;             // by slot
+  // the rows of shards, and the columns of the caller's buffers
+  std::vector<size_t> shards_, widths_;
+  // by layout: where each block begins, and the last one ends
+  std::vector<std::vector<size_t>> sums_;
+  std::vector<Placed> placed_;  // by slot
   uintptr_t offered_ = 0;
   int offers_ = -1;              // the buffer that lies there
   std::vector<size_t> offsets_;  // of workspaces and eager buffers, by buffer

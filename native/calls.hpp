@@ -1,4 +1,5 @@
-// What ranks say of their latest calls, where their peers can read it: how all notice that they do not make the same one.
+// What ranks say of their latest calls, where their peers can read it: how all notice that they do
+// not make the same one.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +24,8 @@ inline uint64_t hash(std::string_view text, uint64_t value = 0xcbf29ce484222325)
   return value;
 }
 
-// What a rank says of a call: the call in the user's words, then, behind a line break, all that ranks must agree on. Without a line
-// break the words are all of it.
+// What a rank says of a call: the call in the user's words, then, behind a line break, all that
+// ranks must agree on. Without a line break the words are all of it.
 struct Said {
   std::string text;
   uint64_t digest;    // of what ranks must agree on, for peers to compare
@@ -46,7 +47,8 @@ class Calls {
     char text[488];
   };
   static_assert(sizeof(Header) == 512);
-  static constexpr size_t kHeaders = 32;  // a rank is never this many calls ahead of a peer that still waits for it
+  // a rank is never this many calls ahead of a peer that still waits for it
+  static constexpr size_t kHeaders = 32;
 
  public:
   // Of a rank's part of the segment, at its beginning: headers, `under_way`, `closed`.
@@ -56,7 +58,8 @@ class Calls {
 
   // The number of calls that this rank has begun; the latest has it.
   uint64_t latest() const { return latest_; }
-  // Begin the next call, and let peers read what it is, and at which address they find what they read through the kernel; its number.
+  // Begin the next call, and let peers read what it is, and at which address they find what they
+  // read through the kernel; its number.
   uint64_t begin(const Said& said, uint64_t address) {
     const uint64_t call = ++latest_;
     Header& own = header(segment_->rank, call);
@@ -73,35 +76,42 @@ class Calls {
     return call;
   }
 
-  // Write down what a rank says of a call. That of a peer on another host comes by message, and is kept where its header is looked for.
+  // Write down what a rank says of a call. That of a peer on another host comes by message, and is
+  // kept where its header is looked for.
   void note(int rank, uint64_t call, uint64_t digest, const std::string& text) {
     Header& said = header(rank, call);
     said.call.store(0, std::memory_order_relaxed);  // not to be read while it is written
-    said.digest.store(digest, std::memory_order_release);  // who reads it sees that the call before is gone
+    // who reads it sees that the call before is gone
+    said.digest.store(digest, std::memory_order_release);
     size_t length = std::min(text.size(), sizeof said.text - 1);
-    while (length < text.size() && length && (text[length] & 0xc0) == 0x80) --length;  // no half characters
+    // no half characters
+    while (length < text.size() && length && (text[length] & 0xc0) == 0x80) --length;
     std::memcpy(said.text, text.data(), length);
     said.text[length] = 0;
     said.call.store(call, std::memory_order_release);
   }
 
   // Has `peer` begun the call of this number, whatever it is?
-  bool begun(int peer, uint64_t call) const { return header(peer, call).call.load(std::memory_order_acquire) >= call; }
+  bool begun(int peer, uint64_t call) const {
+    return header(peer, call).call.load(std::memory_order_acquire) >= call;
+  }
   // Does `peer` say that it made another call than this rank, whose `call` has this digest?
   bool mismatch(int peer, uint64_t call, uint64_t digest) const {
     const Header& theirs = header(peer, call);
     if (theirs.call.load(std::memory_order_acquire) != call) return false;
     bool same = theirs.digest.load(std::memory_order_acquire) == digest;
-    return !same && theirs.call.load(std::memory_order_relaxed) == call;  // and not overwritten meanwhile
+    // and not overwritten meanwhile
+    return !same && theirs.call.load(std::memory_order_relaxed) == call;
   }
-  // The number of the latest call that a rank has begun to carry out, which may be later than it began the call.
-  Counter& under_way(int rank) const {
-    return counters(rank)[0];
-  }
-  // Let all peers of this host see that this rank has closed the world, however late they are to read its message.
+  // The number of the latest call that a rank has begun to carry out, which may be later than it
+  // began the call.
+  Counter& under_way(int rank) const { return counters(rank)[0]; }
+  // Let all peers of this host see that this rank has closed the world, however late they are to
+  // read its message.
   void close() const {
     for (size_t rank = 0; rank < segment_->parts.size(); ++rank)
-      if (static_cast<int>(rank) != segment_->rank) counters(rank)[1].value.store(1, std::memory_order_seq_cst);
+      if (static_cast<int>(rank) != segment_->rank)
+        counters(rank)[1].value.store(1, std::memory_order_seq_cst);
   }
   // Has a peer closed the world, so that its memory may be in other use?
   bool closed() const { return counters(segment_->rank)[1].value.load(std::memory_order_acquire); }
@@ -111,7 +121,8 @@ class Calls {
     const uint64_t told = theirs.address.load(std::memory_order_acquire);
     return theirs.call.load(std::memory_order_relaxed) == call ? std::optional(told) : std::nullopt;
   }
-  // The text of the call that `peer` made as this rank made `call`; empty if it has not made it yet.
+  // The text of the call that `peer` made as this rank made `call`; empty if it has not made it
+  // yet.
   std::string text(int peer, uint64_t call) const {
     const Header& theirs = header(peer, call);
     return theirs.call.load(std::memory_order_acquire) == call ? theirs.text : "";

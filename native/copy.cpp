@@ -10,11 +10,13 @@
 
 namespace weft {
 
-void copy_rows(const Target* targets, size_t count, const char* src, size_t src_stride, size_t rows, size_t row_bytes) {
+void copy_rows(const Target* targets, size_t count, const char* src, size_t src_stride, size_t rows,
+               size_t row_bytes) {
   bool joined = src_stride == row_bytes;
   for (size_t i = 0; i < count; ++i) joined = joined && targets[i].stride == row_bytes;
   if (joined) row_bytes *= rows, rows = row_bytes > 0;
-  constexpr size_t kCached = size_t{32} << 10;  // stays in the second-level cache from one target to the next
+  // stays in the second-level cache from one target to the next
+  constexpr size_t kCached = size_t{32} << 10;
   const size_t block = count > 1 ? kCached : row_bytes;
   const Writer shared(targets, count, rows * row_bytes, row_bytes);
   share(rows, row_bytes, 1, [&](size_t first, size_t high, size_t left, size_t wide) {
@@ -30,7 +32,8 @@ void copy_rows(const Target* targets, size_t count, const char* src, size_t src_
   });
 }
 
-int read_memory(int pid, uintptr_t from, size_t stride, char* to, size_t to_stride, size_t rows, size_t row_bytes) {
+int read_memory(int pid, uintptr_t from, size_t stride, char* to, size_t to_stride, size_t rows,
+                size_t row_bytes) {
   if (stride == row_bytes && to_stride == row_bytes) row_bytes *= rows, rows = 1;
   std::atomic<int> error{0};
   share(rows, row_bytes, 1, [&](size_t first, size_t high, size_t left, size_t wide) {
@@ -39,8 +42,10 @@ int read_memory(int pid, uintptr_t from, size_t stride, char* to, size_t to_stri
         const iovec here{to + row * to_stride + left + done, wide - done};
         const iovec there{reinterpret_cast<void*>(from + row * stride + left + done), wide - done};
         const ssize_t read = process_vm_readv(pid, &here, 1, &there, 1, 0);
-        if (read <= 0) error.store(read ? errno : EFAULT, std::memory_order_relaxed);
-        else done += static_cast<size_t>(read);
+        if (read <= 0)
+          error.store(read ? errno : EFAULT, std::memory_order_relaxed);
+        else
+          done += static_cast<size_t>(read);
       }
   });
   return error.load(std::memory_order_relaxed);

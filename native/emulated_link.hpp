@@ -11,18 +11,21 @@
 
 namespace weft {
 
-// Transfers over it take at least a given time, one after the other. Whoever is not held up feeds it without a gap, as if its
-// transfers were queued, so that a late wake-up of a thread costs the link nothing.
+// Transfers over it take at least a given time, one after the other. Whoever is not held up feeds
+// it without a gap, as if its transfers were queued, so that a late wake-up of a thread costs the
+// link nothing.
 class EmulatedLink {
  public:
   // 0 bytes a second ends the emulation.
   void set(double bytes_per_second, double latency_seconds) {
     seconds_per_byte_ = bytes_per_second > 0 ? 1 / bytes_per_second : 0;
     latency_ = latency_seconds;
-    prctl(PR_SET_TIMERSLACK, on() ? 1000 : 0);  // nanoseconds: the caller's own transfers end in time too; 0: as usual
+    // nanoseconds: the caller's own transfers end in time too; 0: as usual
+    prctl(PR_SET_TIMERSLACK, on() ? 1000 : 0);
   }
   bool on() const { return seconds_per_byte_ > 0; }
-  // Hold the caller until the link has carried so many bytes, which were ready for it at a time of `now()`.
+  // Hold the caller until the link has carried so many bytes, which were ready for it at a time of
+  // `now()`.
   void carry(int64_t ready, size_t bytes) {
     const double seconds = latency_.load() + seconds_per_byte_.load() * static_cast<double>(bytes);
     int64_t free = std::max(free_.load(), ready) + nanoseconds(seconds);

@@ -23,7 +23,8 @@ auto unlocked(Work work) {
 
 // The exception that says which thread uses the world.
 inline nb::object in_use(const InUse& use) {
-  return nb::module_::import_("weft.errors").attr("in_use")((uintptr_t)use.thread);  // a number or a pointer, as the C library has it
+  // a number or a pointer, as the C library has it
+  return nb::module_::import_("weft.errors").attr("in_use")((uintptr_t)use.thread);
 }
 
 [[noreturn]] inline void raise(const nb::object& error) {
@@ -31,7 +32,8 @@ inline nb::object in_use(const InUse& use) {
   throw nb::python_error();
 }
 
-// Do `work` for a call of `program` while this thread alone uses the world; if a thread does already, close the world and raise that.
+// Do `work` for a call of `program` while this thread alone uses the world; if a thread does
+// already, close the world and raise that.
 template <class Work>
 void in_turn(Executor& executor, nb::handle program, Work work) {
   struct Turn {
@@ -49,8 +51,8 @@ void in_turn(Executor& executor, nb::handle program, Work work) {
   }
 }
 
-// A whole call of `program`, one of one lane without pauses as `weft.engines.host` has it, with a binding of its, in this thread's turn.
-// Raises what the call does.
+// A whole call of `program`, one of one lane without pauses as `weft.engines.host` has it, with a
+// binding of its, in this thread's turn. Raises what the call does.
 inline void execute(Executor& executor, nb::handle program, Binding& bound, double timeout) {
   Program& native = bound.program();
   if (executor.must_meet(native)) program.attr("engine").attr("meet")(timeout);

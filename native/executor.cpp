@@ -9,7 +9,8 @@
 
 namespace weft {
 
-Executor::Executor(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> control, int spins, size_t comm_threads)
+Executor::Executor(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> control, int spins,
+                   size_t comm_threads)
     : mesh_(std::move(mesh)),
       control_(std::move(control)),
       rank_(control_->rank),
@@ -28,7 +29,8 @@ Executor::~Executor() {
 
 void Executor::enter() {
   pthread_t user{};
-  if (!user_.compare_exchange_strong(user, pthread_self(), std::memory_order_acq_rel)) throw InUse(user);
+  if (!user_.compare_exchange_strong(user, pthread_self(), std::memory_order_acq_rel))
+    throw InUse(user);
 }
 
 Counter& Executor::counter(int rank, uint32_t index) const {
@@ -47,15 +49,20 @@ void Executor::begin(Program& program, int64_t timeout) {
   ahead_ = program.meets ? 0 : ahead_ + program.eager;
   for (size_t lane = 0; lane < program.lanes.size(); ++lane) {
     const auto& instructions = program.lanes[lane];
-    execution.spans[lane].resize(instructions.size()), execution.targets[lane].resize(instructions.size());
+    execution.spans[lane].resize(instructions.size()),
+        execution.targets[lane].resize(instructions.size());
     for (size_t at = 0; at < instructions.size(); ++at)
-      if (const Instruction& i = instructions[at]; i.op == Op::wait) execution.targets[lane][at] = base_[i.index] + i.count;
+      if (const Instruction& i = instructions[at]; i.op == Op::wait)
+        execution.targets[lane][at] = base_[i.index] + i.count;
   }
-  for (auto [index, count] : program.promised) base_[index] += count;  // what the next call's waits begin from
+  // what the next call's waits begin from
+  for (auto [index, count] : program.promised) base_[index] += count;
 }
 
 Turn Executor::turn(const Program& program) {
-  if (!program.meets) return {(Program::kMeeting + passed_++ % (Program::kTurns - Program::kMeeting)) * Program::kEager};
+  if (!program.meets)
+    return {(Program::kMeeting + passed_++ % (Program::kTurns - Program::kMeeting)) *
+            Program::kEager};
   const bool crossed = program.crosses() && within_host && met_ / Program::kMeeting % 2;
   return {met_++ % Program::kMeeting * Program::kEager, crossed ? ~size_t{0} : 0};
 }
@@ -67,7 +74,8 @@ int Executor::run(Program& program, size_t lane, int at) {
   if (!within_host && lane == 0 && at == 0) set(calls.under_way(rank_), execution.call);
   feed(execution, lane);
   while (true) {
-    if (at && instructions[at - 1].exposed && calls.closed()) {  // what was read may not be what the call was about
+    // what was read may not be what the call was about
+    if (at && instructions[at - 1].exposed && calls.closed()) {
       lost(execution, lane, at - 1, rank_);
       return -1;
     }
@@ -76,7 +84,8 @@ int Executor::run(Program& program, size_t lane, int at) {
     int64_t start = tracing ? now() : 0;
     int count = 1;
     switch (instruction.op) {
-      case Op::copy: case Op::reduce:
+      case Op::copy:
+      case Op::reduce:
         while (at + count < end && instructions[at + count].follows) ++count;
         if (const int error = move(execution, lane, &instruction, count)) {
           unread(execution, lane, at, execution.binding->apart(instruction.operands[1]), error);
@@ -91,12 +100,14 @@ int Executor::run(Program& program, size_t lane, int at) {
         if (!wait(execution, lane, at, instruction)) return -1;
         break;
       case Op::pause:
-        if (instruction.operands.empty() || execution.binding->rows(instruction.operands[0])) return at;
+        if (instruction.operands.empty() || execution.binding->rows(instruction.operands[0]))
+          return at;
         break;  // nothing to multiply
     }
     if (tracing) {  // what is made in one pass shares its time
       int64_t each = (now() - start) / count;
-      for (int i = 0; i < count; ++i) execution.spans[lane][at + i] = {start + i * each, start + (i + 1) * each};
+      for (int i = 0; i < count; ++i)
+        execution.spans[lane][at + i] = {start + i * each, start + (i + 1) * each};
     }
     at += count;
   }
@@ -113,7 +124,8 @@ int Executor::move(Execution& execution, size_t lane, const Instruction* first, 
   for (size_t i = 0; i < count; ++i) {
     const Operand& target = first[i].operands[0];
     const size_t whole = first[i].together ? bound.written() : rows * bound.row_bytes(target);
-    targets.push_back({bound.at(target, execution.turn), bound.stride(target), whole, first[i].reader});
+    targets.push_back(
+        {bound.at(target, execution.turn), bound.stride(target), whole, first[i].reader});
   }
   const Operand& source = first->operands[1];
   if (const int peer = bound.apart(source); peer >= 0) {
@@ -121,24 +133,30 @@ int Executor::move(Execution& execution, size_t lane, const Instruction* first, 
     if (!told) return ESTALE;
     const uintptr_t from = *told + reinterpret_cast<uintptr_t>(bound.at(source));
     const Target& to = targets[0];
-    const int error = read_memory(pids.at(peer), from, bound.stride(source), to.base, to.stride, rows, bound.row_bytes(source));
+    const int error = read_memory(pids.at(peer), from, bound.stride(source), to.base, to.stride,
+                                  rows, bound.row_bytes(source));
     if (error) return error;
     copy_rows(targets.data() + 1, count - 1, to.base, to.stride, rows, bound.row_bytes(source));
   } else if (first->op == Op::copy) {
-    copy_rows(targets.data(), count, bound.at(source, execution.turn), bound.stride(source), rows, bound.row_bytes(source));
+    copy_rows(targets.data(), count, bound.at(source, execution.turn), bound.stride(source), rows,
+              bound.row_bytes(source));
   } else {
     for (size_t i = 1; i < first->operands.size(); ++i)
-      sources.push_back({bound.at(first->operands[i], execution.turn), bound.stride(first->operands[i]), first->dtypes[i]});
-    reduce_rows(first->combine, first->dtypes[0], sources, rows, bound.columns(source), ranks_, targets.data(), count);
+      sources.push_back({bound.at(first->operands[i], execution.turn),
+                         bound.stride(first->operands[i]), first->dtypes[i]});
+    reduce_rows(first->combine, first->dtypes[0], sources, rows, bound.columns(source), ranks_,
+                targets.data(), count);
     feed(execution, lane);
   }
   if (link.on())
     for (size_t i = 0; i < count; ++i)
-      if (first[i].remote) link.carry(execution.held[lane], rows * bound.row_bytes(first[i].operands[0]));
+      if (first[i].remote)
+        link.carry(execution.held[lane], rows * bound.row_bytes(first[i].operands[0]));
   return 0;
 }
 
-// Why the memory of a peer could not be read: it is gone, it has closed the world, or the kernel does not hand out what lies there.
+// Why the memory of a peer could not be read: it is gone, it has closed the world, or the kernel
+// does not hand out what lies there.
 void Executor::unread(Execution& execution, size_t lane, int at, int peer, int error) {
   if (error == ESRCH || calls.closed() || mesh_->failed()) return lost(execution, lane, at, peer);
   execution.failures[lane] = {WaitStatus::unread, at, peer, 0, static_cast<uint64_t>(error)};
@@ -150,7 +168,8 @@ void Executor::lost(Execution& execution, size_t lane, int at, int peer) {
   WaitStatus status = ended(execution);
   while (status == WaitStatus::timeout && now() < deadline) {
     std::this_thread::sleep_for(std::chrono::microseconds(50));
-    status = peer != rank_ && mesh_->left(peer) && !mesh_->failed() ? WaitStatus::left : ended(execution);
+    status = peer != rank_ && mesh_->left(peer) && !mesh_->failed() ? WaitStatus::left
+                                                                    : ended(execution);
   }
   execution.failures[lane] = {status, at, peer, 0, 0};
 }
@@ -160,7 +179,8 @@ WaitStatus Executor::ended(const Execution& execution) const {
   if (!LaneThread::current() && caller_interrupted()) return WaitStatus::interrupted;
   if (mesh_->failed()) return WaitStatus::failed;
   if (ending_.load(std::memory_order_acquire)) return WaitStatus::lane;
-  return execution.stopped.load(std::memory_order_acquire) >= 0 ? WaitStatus::lane : WaitStatus::timeout;
+  return execution.stopped.load(std::memory_order_acquire) >= 0 ? WaitStatus::lane
+                                                                : WaitStatus::timeout;
 }
 
 // From now on copies can have been ready for the link: what they copy was not there before.
@@ -174,7 +194,9 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
   const Counter& counter = *instruction.counter;
   const bool begun = link.on() && counter.value.load() < expected;
   const bool first = source != rank_ && !execution.agreed[lane][source];
-  const auto says_the_same = [&] { return instruction.count && counter.call.load(std::memory_order_relaxed) == execution.mark; };
+  const auto says_the_same = [&] {
+    return instruction.count && counter.call.load(std::memory_order_relaxed) == execution.mark;
+  };
   if (spin(counter, Compare::greater_equal, expected, spins_) && (!first || says_the_same())) {
     execution.agreed[lane][source] = 1;
     if (begun) feed(execution, lane);
@@ -190,36 +212,46 @@ bool Executor::wait(Execution& execution, size_t lane, int at, const Instruction
     if (source != rank_ && mesh_->left(source)) status = WaitStatus::left;
     return status == WaitStatus::left;
   };
-  // A lane that waits for its own rank's products, which work on the core that it needs, gives way to nobody: it would wait until their
-  // time slice is over, some milliseconds; who is woken from sleep gets the core at once.
+  // A lane that waits for its own rank's products, which work on the core that it needs, gives way
+  // to nobody: it would wait until their time slice is over, some milliseconds; who is woken from
+  // sleep gets the core at once.
   const int yields = LaneThread::current() && source == rank_ ? 0 : kYields;
   const int64_t deadline = now() + execution.timeout;
-  bool come = wait_until(*instruction.counter, Compare::greater_equal, expected, spins_, deadline, interrupted, gone, yields);
-  // A signal of a peer that has not begun this call is one of another call, which that peer made as this rank made an earlier one: it
-  // counts for nothing here, and the peer will see that calls differ.
-  while (come && first && instruction.count && within_host && !calls.begun(source, execution.call)) {
+  bool come = wait_until(*instruction.counter, Compare::greater_equal, expected, spins_, deadline,
+                         interrupted, gone, yields);
+  // A signal of a peer that has not begun this call is one of another call, which that peer made as
+  // this rank made an earlier one: it counts for nothing here, and the peer will see that calls
+  // differ.
+  while (come && first && instruction.count && within_host &&
+         !calls.begun(source, execution.call)) {
     come = !interrupted() && !gone() && now() < deadline;
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
   if (come && first) {
-    if (calls.mismatch(source, execution.call, execution.digest)) come = false, status = WaitStatus::mismatch;
-    else if (instruction.count) execution.agreed[lane][source] = 1;
+    if (calls.mismatch(source, execution.call, execution.digest))
+      come = false, status = WaitStatus::mismatch;
+    else if (instruction.count)
+      execution.agreed[lane][source] = 1;
   }
   if (come) {
     if (begun) feed(execution, lane);
     return true;
   }
   uint64_t base = expected - instruction.count, actual = instruction.counter->value.load();
-  execution.failures[lane] = {status, at, source, instruction.count, actual > base ? actual - base : 0};
+  execution.failures[lane] = {status, at, source, instruction.count,
+                              actual > base ? actual - base : 0};
   return false;
 }
 
-WaitStatus Executor::wait_under_way(uint64_t call, const std::vector<int>& ranks, int64_t nanoseconds) {
+WaitStatus Executor::wait_under_way(uint64_t call, const std::vector<int>& ranks,
+                                    int64_t nanoseconds) {
   const int64_t deadline = now() + nanoseconds;
   for (int rank : ranks) {
     const auto failed = [&] { return mesh_->failed(); };
     const auto left = [&] { return rank != rank_ && mesh_->left(rank); };
-    if (!wait_until(calls.under_way(rank), Compare::greater_equal, call, spins_, deadline, failed, left) && !left())
+    if (!wait_until(calls.under_way(rank), Compare::greater_equal, call, spins_, deadline, failed,
+                    left) &&
+        !left())
       return failed() ? WaitStatus::failed : WaitStatus::timeout;
   }
   return WaitStatus::none;
@@ -239,7 +271,8 @@ void Executor::run(const LaneThread::Job& job) {
     job.program->execution.failures[job.lane] = {WaitStatus::failed, 0, rank_, 0, 0};
   }
   const WaitFailure& failure = job.program->execution.failures[job.lane];
-  // A lane that waited for another of this rank too long: that one has a limit, and a cause, of its own.
+  // A lane that waited for another of this rank too long: that one has a limit, and a cause, of its
+  // own.
   if (failure.status == WaitStatus::timeout && failure.source == rank_) return;
   stop(*job.program, job.lane);  // what other lanes wait for may never come
 }

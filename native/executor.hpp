@@ -18,7 +18,8 @@
 
 namespace weft {
 
-// A world is used by one thread at a time, and by no signal handler of a thread that is in the middle of a call.
+// A world is used by one thread at a time, and by no signal handler of a thread that is in the
+// middle of a call.
 struct InUse : std::runtime_error {
   explicit InUse(pthread_t user) : std::runtime_error("the world is in use"), thread(user) {}
   pthread_t thread;  // that uses it
@@ -29,11 +30,15 @@ class Executor {
   static constexpr size_t kNames = 256;  // signal names of all plans of a world
 
   // Headers of calls, counters, and eager buffers for each turn.
-  static size_t control_bytes(size_t ranks) { return counters_end(ranks) + Program::kTurns * Program::kEager; }
+  static size_t control_bytes(size_t ranks) {
+    return counters_end(ranks) + Program::kTurns * Program::kEager;
+  }
 
-  // `control` is a zeroed symmetric segment of control_bytes; `spins` is how long a wait spins before it sleeps. What the lane thread
-  // copies and adds is shared by `comm_threads`; what the caller does, by as many as torch uses there.
-  Executor(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> control, int spins, size_t comm_threads = 1);
+  // `control` is a zeroed symmetric segment of control_bytes; `spins` is how long a wait spins
+  // before it sleeps. What the lane thread copies and adds is shared by `comm_threads`; what the
+  // caller does, by as many as torch uses there.
+  Executor(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> control, int spins,
+           size_t comm_threads = 1);
   ~Executor();  // what the lane thread still waits for is given up
 
   // The calling thread uses the world until it leaves; throws InUse if a thread does already.
@@ -44,13 +49,16 @@ class Executor {
   // Where each rank's eager buffers of the first turn begin.
   std::vector<uintptr_t> eager_bases() const { return control_->bases(counters_end(ranks_)); }
 
-  // Must all ranks meet before they begin this? What it writes to is then read no more: whoever begins a turn again has ended a
-  // call in which ranks met after the turn before that was over.
-  bool must_meet(const Program& program) const { return program.eager && !program.meets && ahead_ == Program::kTurns - Program::kMeeting; }
-  // Publish a call, and fix what its waits wait for, each for so many nanoseconds. Calls begin in the same order on all ranks; throws
-  // InUse while another thread makes one.
+  // Must all ranks meet before they begin this? What it writes to is then read no more: whoever
+  // begins a turn again has ended a call in which ranks met after the turn before that was over.
+  bool must_meet(const Program& program) const {
+    return program.eager && !program.meets && ahead_ == Program::kTurns - Program::kMeeting;
+  }
+  // Publish a call, and fix what its waits wait for, each for so many nanoseconds. Calls begin in
+  // the same order on all ranks; throws InUse while another thread makes one.
   void begin(Program& program, int64_t timeout);
-  // Interpret instructions of a lane from `at` on, up to a pause or the end; the next position, or -1 if a wait ended early.
+  // Interpret instructions of a lane from `at` on, up to a pause or the end; the next position, or
+  // -1 if a wait ended early.
   int run(Program& program, size_t lane, int at);
   // Wait so long until these ranks of this host have begun to carry out a call, or have left.
   WaitStatus wait_under_way(uint64_t call, const std::vector<int>& ranks, int64_t nanoseconds);
@@ -68,7 +76,9 @@ class Executor {
  private:
   // The eager buffers of the next execution that has some.
   Turn turn(const Program& program);
-  static size_t counters_end(size_t ranks) { return Calls::kBytes + kNames * ranks * sizeof(Counter); }
+  static size_t counters_end(size_t ranks) {
+    return Calls::kBytes + kNames * ranks * sizeof(Counter);
+  }
   void run(const LaneThread::Job& job);
   bool wait(Execution& execution, size_t lane, int at, const Instruction& instruction);
   int move(Execution& execution, size_t lane, const Instruction* first, size_t count);
@@ -80,15 +90,16 @@ class Executor {
   std::shared_ptr<Mesh> mesh_;
   std::shared_ptr<Segment> control_;
   int rank_, ranks_, spins_;
-  std::atomic<pthread_t> user_{};      // the thread that makes a call
+  std::atomic<pthread_t> user_{};  // the thread that makes a call
   std::atomic<bool> ending_{false};
   std::vector<uint64_t> base_;  // what earlier executions promised, by counter
-  size_t met_ = 0, passed_ = 0; // executions that had eager buffers: of plans that meet, and of others
-  size_t ahead_ = 0;            // executions that had some since ranks last met
+  size_t met_ = 0,
+         passed_ = 0;  // executions that had eager buffers: of plans that meet, and of others
+  size_t ahead_ = 0;   // executions that had some since ranks last met
 
  public:
   Calls calls;
-  EmulatedLink link;  // that copies to and from peers go over
+  EmulatedLink link;       // that copies to and from peers go over
   LaneThread lane_thread;  // ends first: its jobs use the rest
 };
 

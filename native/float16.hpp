@@ -1,5 +1,5 @@
-// The two floating-point formats of 16 bits, converted by integer arithmetic: what any processor can do, with the bits that those
-// give which do it by one instruction.
+// The two floating-point formats of 16 bits, converted by integer arithmetic: what any processor
+// can do, with the bits that those give which do it by one instruction.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +28,11 @@ inline float widen(BFloat16 x) { return bits_as<float>(uint32_t{x.bits} << 16); 
 inline float widen(Float16 x) {
   const uint32_t sign = uint32_t{x.bits & 0x8000u} << 16, magnitude = x.bits & 0x7fffu;
   uint32_t bits = (magnitude << 13) + (112u << 23);  // the exponent counts from another zero
-  if (magnitude < 0x400) bits = bits_as<uint32_t>(static_cast<float>(magnitude) * 0x1p-24f);  // below the normal numbers
-  if (magnitude >= 0x7c00) bits = 0x7f800000 | magnitude << 13 | (magnitude > 0x7c00 ? 0x400000 : 0);  // a NaN becomes a quiet one
+  // below the normal numbers
+  if (magnitude < 0x400) bits = bits_as<uint32_t>(static_cast<float>(magnitude) * 0x1p-24f);
+  // a NaN becomes a quiet one
+  if (magnitude >= 0x7c00)
+    bits = 0x7f800000 | magnitude << 13 | (magnitude > 0x7c00 ? 0x400000 : 0);
   return bits_as<float>(sign | bits);
 }
 
@@ -47,7 +50,8 @@ template <>
 inline Float16 narrow(float x) {
   const uint32_t bits = bits_as<uint32_t>(x), magnitude = bits & 0x7fffffff;
   uint32_t rounded = (magnitude + 0xfff + ((magnitude >> 13) & 1) - (112u << 23)) >> 13;
-  if (magnitude < 0x38800000)  // below the normal numbers: 1/2 has just as many places behind the point
+  // below the normal numbers: 1/2 has just as many places behind the point
+  if (magnitude < 0x38800000)
     rounded = bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - bits_as<uint32_t>(0.5f);
   if (magnitude >= 0x477ff000) rounded = 0x7c00;  // nearer to 2^16 than to the largest number
   if (magnitude > 0x7f800000) rounded = 0x7e00 | (magnitude >> 13 & 0x3ff);

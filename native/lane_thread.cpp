@@ -14,8 +14,9 @@ namespace weft {
 
 namespace {
 
-// A lane thread mostly sleeps; when there is something to do it should do it at once, also where threads that compute keep all
-// cores busy. A short time slice gives it an early deadline in the kernel's fair scheduler, without any privilege.
+// A lane thread mostly sleeps; when there is something to do it should do it at once, also where
+// threads that compute keep all cores busy. A short time slice gives it an early deadline in the
+// kernel's fair scheduler, without any privilege.
 void be_punctual() {
   prctl(PR_SET_TIMERSLACK, 1000);  // nanoseconds
   struct {
@@ -24,8 +25,10 @@ void be_punctual() {
     int32_t nice;
     uint32_t priority;
     uint64_t runtime, deadline, period;
-  } attributes{48, 0, 0, getpriority(PRIO_PROCESS, 0), 0, 100'000, 0, 0};  // SCHED_OTHER with slices of 100 us
-  syscall(SYS_sched_setattr, 0, &attributes, 0);  // older kernels ignore the slice or refuse the call; both are fine
+    // SCHED_OTHER with slices of 100 us
+  } attributes{48, 0, 0, getpriority(PRIO_PROCESS, 0), 0, 100'000, 0, 0};
+  // older kernels ignore the slice or refuse the call; both are fine
+  syscall(SYS_sched_setattr, 0, &attributes, 0);
 }
 
 }  // namespace
@@ -52,7 +55,8 @@ bool LaneThread::join(const Program& program, double seconds) {
   std::vector<Job> over;  // let go when the lock is
   std::unique_lock lock(mutex_);
   const bool joined = changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] {
-    return std::none_of(jobs_.begin(), jobs_.end(), [&](const Job& job) { return job.program == &program; });
+    return std::none_of(jobs_.begin(), jobs_.end(),
+                        [&](const Job& job) { return job.program == &program; });
   });
   done_.swap(over);
   return joined;

@@ -19,11 +19,13 @@ class LaneThread {
   struct Job {
     Program* program;
     size_t lane;
-    std::shared_ptr<void> held = {};  // what the program works on; let go on a thread that starts, joins or ends jobs
+    // what the program works on; let go on a thread that starts, joins or ends jobs
+    std::shared_ptr<void> held = {};
   };
 
   // `run` does a job; its waits have time limits. `threads` share what it copies and adds.
-  LaneThread(std::function<void(const Job&)> run, size_t threads) : run_(std::move(run)), threads_(threads) {}
+  LaneThread(std::function<void(const Job&)> run, size_t threads)
+      : run_(std::move(run)), threads_(threads) {}
   ~LaneThread();  // when all jobs are done
 
   void start(Job job);
@@ -40,8 +42,8 @@ class LaneThread {
   size_t threads_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Job> jobs_;    // the first is being done
-  std::vector<Job> done_;   // whose `held` is to be let go
+  std::deque<Job> jobs_;   // the first is being done
+  std::vector<Job> done_;  // whose `held` is to be let go
   bool stopping_ = false;
   std::thread thread_;
 };

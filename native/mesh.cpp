@@ -46,12 +46,15 @@ bool transmit(int socket, const std::string& message, const File* file, int flag
   return sendmsg(socket, &header, flags | MSG_NOSIGNAL) >= 0;
 }
 
-// A file that can be read once the process at the other end of a socket has ended; -1 if it is this one, or cannot be seen from here.
-// The socket itself stays open as long as a child that the process forked has a copy of it.
+// A file that can be read once the process at the other end of a socket has ended; -1 if it is this
+// one, or cannot be seen from here. The socket itself stays open as long as a child that the
+// process forked has a copy of it.
 int process_behind(int socket) {
   ucred other{};
   socklen_t size = sizeof other;
-  if (socket < 0 || getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &other, &size) || other.pid <= 0 || other.pid == getpid()) return -1;
+  if (socket < 0 || getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &other, &size) || other.pid <= 0 ||
+      other.pid == getpid())
+    return -1;
   return static_cast<int>(syscall(SYS_pidfd_open, other.pid, 0));  // Linux 5.3; it closes on exec
 }
 
@@ -62,7 +65,9 @@ void close_if_open(int& fd) {
 }  // namespace
 
 Mesh::Mesh(std::vector<int> fds)
-    : rank_(static_cast<int>(std::find(fds.begin(), fds.end(), -1) - fds.begin())), stop_(eventfd(0, EFD_CLOEXEC)), peers_(fds.begin(), fds.end()) {
+    : rank_(static_cast<int>(std::find(fds.begin(), fds.end(), -1) - fds.begin())),
+      stop_(eventfd(0, EFD_CLOEXEC)),
+      peers_(fds.begin(), fds.end()) {
   if (stop_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
   for (auto& peer : peers_) peer.process = process_behind(peer.fd);
   try {
@@ -96,7 +101,8 @@ void Mesh::watch() {
 
 void Mesh::watch_peers() {
   std::vector<pollfd> polled;
-  for (auto& peer : peers_) polled.push_back({peer.fd, POLLIN, 0});  // poll ignores the -1 of this rank itself
+  // poll ignores the -1 of this rank itself
+  for (auto& peer : peers_) polled.push_back({peer.fd, POLLIN, 0});
   for (auto& peer : peers_) polled.push_back({peer.process, POLLIN, 0});
   polled.push_back({stop_, POLLIN, 0});
   const size_t count = peers_.size();
@@ -107,8 +113,10 @@ void Mesh::watch_peers() {
     }
     if (polled.back().revents) return;
     for (size_t i = 0; i < count; ++i) {
-      if (polled[i].revents && !read(static_cast<int>(i))) polled[i].fd = polled[i + count].fd = -1;
-      else if (polled[i + count].revents) ended(static_cast<int>(i)), polled[i].fd = polled[i + count].fd = -1;
+      if (polled[i].revents && !read(static_cast<int>(i)))
+        polled[i].fd = polled[i + count].fd = -1;
+      else if (polled[i + count].revents)
+        ended(static_cast<int>(i)), polled[i].fd = polled[i + count].fd = -1;
     }
   }
 }
@@ -132,7 +140,8 @@ bool Mesh::read(int peer) {
   header.msg_control = control;
   header.msg_controllen = sizeof control;
   ssize_t n = recvmsg(peers_[peer].fd, &header, MSG_CMSG_CLOEXEC);
-  if (n < 0 && (errno == EINTR || errno == ECONNRESET)) return true;  // what was sent before a reset comes after it
+  // what was sent before a reset comes after it
+  if (n < 0 && (errno == EINTR || errno == ECONNRESET)) return true;
   if (n <= 0) {
     if (!left(peer)) fail({"PeerLost", peer, ""});
     return false;
@@ -151,8 +160,10 @@ bool Mesh::read(int peer) {
   } else if (text[0] == kAbort) {
     const size_t first = body.find('\n'), second = body.find('\n', first + 1);
     int culprit = -1;
-    if (second != std::string::npos) std::from_chars(body.data() + first + 1, body.data() + second, culprit);
-    if (culprit < 0 || culprit >= static_cast<int>(peers_.size())) fail({"WeftError", peer, "it sent a message that cannot be read"});
+    if (second != std::string::npos)
+      std::from_chars(body.data() + first + 1, body.data() + second, culprit);
+    if (culprit < 0 || culprit >= static_cast<int>(peers_.size()))
+      fail({"WeftError", peer, "it sent a message that cannot be read"});
     fail({body.substr(0, first), culprit, body.substr(second + 1)});
   } else {
     peers_[peer].left.store(true, std::memory_order_release);
@@ -180,7 +191,8 @@ Failure Mesh::failure() const {
 void Mesh::abort(const Failure& failure) {
   closing();
   fail(failure);
-  tell_all(std::string(1, kAbort) + failure.kind + "\n" + std::to_string(failure.culprit) + "\n" + failure.text);
+  tell_all(std::string(1, kAbort) + failure.kind + "\n" + std::to_string(failure.culprit) + "\n" +
+           failure.text);
 }
 
 void Mesh::abort(const std::exception& error) { abort(Failure{"WeftError", rank_, error.what()}); }
@@ -193,15 +205,19 @@ void Mesh::tell_all(const std::string& message) {
 }
 
 void Mesh::send(int peer, const std::string& text, const File* file) {
-  if (transmit(peers_[peer].fd, std::string(1, kNote) + text, file, 0) || errno == EPIPE || errno == ECONNRESET) return;
-  throw std::system_error(errno, std::generic_category(), "sending to rank " + std::to_string(peer));
+  if (transmit(peers_[peer].fd, std::string(1, kNote) + text, file, 0) || errno == EPIPE ||
+      errno == ECONNRESET)
+    return;
+  throw std::system_error(errno, std::generic_category(),
+                          "sending to rank " + std::to_string(peer));
 }
 
 Note Mesh::receive(int peer, double seconds) {
   std::unique_lock lock(mutex_);
   auto& notes = peers_[peer].notes;
   auto ready = [&] { return !notes.empty() || failed() || left(peer); };
-  if (!changed_.wait_for(lock, std::chrono::duration<double>(seconds), ready)) throw std::runtime_error("timeout");
+  if (!changed_.wait_for(lock, std::chrono::duration<double>(seconds), ready))
+    throw std::runtime_error("timeout");
   if (notes.empty()) throw std::runtime_error(failed() ? "failed" : "left");
   Note note = std::move(notes.front());
   notes.pop_front();

@@ -16,13 +16,16 @@
 
 namespace weft {
 
-// Blocks `start:stop` of one of the program's slots, a buffer on a rank. Where they lie, and how many rows they are, is bound later.
+// Blocks `start:stop` of one of the program's slots, a buffer on a rank. Where they lie, and how
+// many rows they are, is bound later.
 struct Operand {
   uint32_t slot;
   uint32_t start;
   uint32_t stop;
 
-  bool operator==(const Operand& other) const { return slot == other.slot && start == other.start && stop == other.stop; }
+  bool operator==(const Operand& other) const {
+    return slot == other.slot && start == other.start && stop == other.stop;
+  }
 };
 
 enum class Op : int { copy, reduce, notify, wait, pause };
@@ -30,18 +33,22 @@ enum class Op : int { copy, reduce, notify, wait, pause };
 struct Instruction {
   Op op;
   std::vector<Operand> operands;  // the destination first, then the sources
-  uint32_t measure = 0;           // the operand whose blocks say how many rows there are: room for blocks does not
-  bool together = false;          // written with all that goes to outputs before anybody looks at it again
-  std::vector<Dtype> dtypes = {};    // of the operands of a reduction
+  // the operand whose blocks say how many rows there are: room for blocks does not
+  uint32_t measure = 0;
+  // written with all that goes to outputs before anybody looks at it again
+  bool together = false;
+  std::vector<Dtype> dtypes = {};  // of the operands of a reduction
   Combine combine = Combine::sum;
-  bool remote = false;          // crosses the link to a peer
-  Counter* counter = nullptr;   // to raise or to wait for
-  uint32_t index = 0;           // of the counter waited for, among this rank's
-  int source = 0;               // who raises the counter waited for
+  bool remote = false;         // crosses the link to a peer
+  Counter* counter = nullptr;  // to raise or to wait for
+  uint32_t index = 0;          // of the counter waited for, among this rank's
+  int source = 0;              // who raises the counter waited for
   uint64_t count = 0;
   Reader reader = Reader::self;  // of what it writes
-  bool exposed = false;         // reads a peer's tensor, which is its owner's again once that has closed the world
-  bool follows = false;         // a copy of the same rows as the one before it, made in one pass with that
+  // reads a peer's tensor, which is its owner's again once that has closed the world
+  bool exposed = false;
+  // a copy of the same rows as the one before it, made in one pass with that
+  bool follows = false;
 
   // Is it a copy of the rows that `first` copies or makes?
   bool joins(const Instruction& first) const {
@@ -68,8 +75,8 @@ struct Buffer {
   std::vector<uint32_t> layouts;  // by rank
 };
 
-// How a wait ended.
-// `lane`: another lane of this rank ended. `unread`: the kernel does not hand out a peer's memory; `actual` is the error's number.
+// How a wait ended. `lane`: another lane of this rank ended. `unread`: the kernel does not hand out
+// a peer's memory; `actual` is the error's number.
 enum class WaitStatus : int { none, timeout, failed, left, mismatch, interrupted, lane, unread };
 
 struct WaitFailure {
@@ -84,7 +91,8 @@ using Span = std::pair<int64_t, int64_t>;  // when it began, and when it was ove
 
 class Binding;
 
-// Which eager buffers an execution has: those that lie so many bytes behind the first ones; each rank the other's where all bits are set.
+// Which eager buffers an execution has: those that lie so many bytes behind the first ones; each
+// rank the other's where all bits are set.
 struct Turn {
   size_t behind = 0, crossed = 0;
 };
@@ -92,7 +100,11 @@ struct Turn {
 // The state of a program's execution. It is used again, so that a repeated call allocates nothing.
 struct Execution {
   Execution(size_t lanes, size_t ranks)
-      : spans(lanes), failures(lanes), targets(lanes), held(lanes), agreed(lanes, std::vector<char>(ranks)) {}
+      : spans(lanes),
+        failures(lanes),
+        targets(lanes),
+        held(lanes),
+        agreed(lanes, std::vector<char>(ranks)) {}
   void reset(uint64_t new_call, uint64_t new_digest) {
     call = new_call, digest = new_digest;
     mark = digest ^ call * 0x9e3779b97f4a7c15;
@@ -104,62 +116,78 @@ struct Execution {
   const Binding* binding = nullptr;      // of an execution whose plan has buffers
   std::vector<std::vector<Span>> spans;  // by lane and instruction, when tracing
   std::vector<WaitFailure> failures;     // by lane
-  std::atomic<int> stopped{-1};          // the lane that ended early on the lane thread: no other need wait any more
-  std::vector<std::vector<uint64_t>> targets;  // by lane and instruction: what a wait waits for, fixed when the call begins
-  std::vector<int64_t> held;             // by lane: when it last began, computed or had to wait
-  std::vector<std::vector<char>> agreed; // by lane: peers seen to have made the same call
+  // the lane that ended early on the lane thread: no other need wait any more
+  std::atomic<int> stopped{-1};
+  // by lane and instruction: what a wait waits for, fixed when the call begins
+  std::vector<std::vector<uint64_t>> targets;
+  std::vector<int64_t> held;              // by lane: when it last began, computed or had to wait
+  std::vector<std::vector<char>> agreed;  // by lane: peers seen to have made the same call
   uint64_t call = 0, digest = 0;
-  uint64_t mark = 0;    // both in one number, for peers to compare
+  uint64_t mark = 0;  // both in one number, for peers to compare
   Turn turn;
   int64_t timeout = 0;  // of each wait, in nanoseconds
 };
 
-// One rank's part of a plan: its lanes, how much each of its counters grows in one execution, and the state of one.
+// One rank's part of a plan: its lanes, how much each of its counters grows in one execution, and
+// the state of one.
 struct Program {
   static constexpr size_t kEager = 64 << 10;  // bytes of eager buffers that a plan has on each rank
   static constexpr size_t kTurns = 8;         // of these buffers: executions use them in turn,
-  static constexpr size_t kMeeting = 2;       // those of plans that meet as many of them, so that they stay in the caches
+  // those of plans that meet as many of them, so that they stay in the caches
+  static constexpr size_t kMeeting = 2;
 
   std::vector<std::vector<Instruction>> lanes;
   std::vector<std::pair<uint32_t, uint64_t>> promised;
-  Said said;            // of an execution for which nothing is bound
-  std::string name, ending;  // the operator's name and the plan's, where what is said of an execution follows from what is bound
-  std::vector<uint32_t> pieces = {};            // into how many blocks each shard is cut; blocks are numbered over all shards
-  std::vector<std::vector<int>> layouts = {};   // the numbers of blocks that lie one after another in some buffer
+  Said said;  // of an execution for which nothing is bound
+  // the operator's name and the plan's, where what is said of an execution follows from what is
+  // bound
+  std::string name, ending;
+  // into how many blocks each shard is cut; blocks are numbered over all shards
+  std::vector<uint32_t> pieces = {};
+  // the numbers of blocks that lie one after another in some buffer
+  std::vector<std::vector<int>> layouts = {};
   std::vector<Buffer> buffers = {};
   std::vector<std::pair<int, uint32_t>> slots = {};  // a rank, and the number of a buffer there
-  int rank = 0;         // whose part it is, where there are slots
-  bool meets;           // whether no rank ends it before all have begun it
-  bool eager = false;   // whether some buffer is
+  int rank = 0;                                      // whose part it is, where there are slots
+  bool meets;          // whether no rank ends it before all have begun it
+  bool eager = false;  // whether some buffer is
   Execution execution;
 
-  Program(std::string what, size_t lane_count, std::vector<std::pair<uint32_t, uint64_t>> growth, size_t ranks, bool meeting = false)
+  Program(std::string what, size_t lane_count, std::vector<std::pair<uint32_t, uint64_t>> growth,
+          size_t ranks, bool meeting = false)
       : lanes(lane_count),
         promised(std::move(growth)),
         said(std::move(what)),
         meets(meeting),
         execution(lane_count, ranks) {}
 
-  // Whether the two ranks that it is for have each other's eager buffers in every other turn. They then write where they last read: that
-  // is in their own cache, and what they last wrote in the other's, which would have to give it up line after line.
+  // Whether the two ranks that it is for have each other's eager buffers in every other turn. They
+  // then write where they last read: that is in their own cache, and what they last wrote in the
+  // other's, which would have to give it up line after line.
   bool crosses() const { return eager && meets && buffers[0].layouts.size() == 2; }
 
   // The number of a buffer; that behind the last if there is none of this name.
   uint32_t number(std::string_view name) const {
-    const auto found = std::find_if(buffers.begin(), buffers.end(), [&](const Buffer& buffer) { return buffer.name == name; });
+    const auto found = std::find_if(buffers.begin(), buffers.end(),
+                                    [&](const Buffer& buffer) { return buffer.name == name; });
     return static_cast<uint32_t>(found - buffers.begin());
   }
 
   const Buffer& buffer(const Operand& o) const { return buffers.at(slots.at(o.slot).second); }
 
   // Whether it is the caller's: what was there before the call may be read until then.
-  bool given(const Operand& o) const { return buffer(o).role == Role::input || buffer(o).role == Role::output; }
+  bool given(const Operand& o) const {
+    return buffer(o).role == Role::input || buffer(o).role == Role::output;
+  }
 
   // Whether it reads a tensor of a peer's caller.
   bool exposes(const Instruction& instruction) const {
-    const bool writes = instruction.op == Op::copy || instruction.op == Op::reduce;  // to the first operand
+    // to the first operand
+    const bool writes = instruction.op == Op::copy || instruction.op == Op::reduce;
     return std::any_of(instruction.operands.begin() + writes, instruction.operands.end(),
-                       [&](const Operand& source) { return given(source) && slots.at(source.slot).first != rank; });
+                       [&](const Operand& source) {
+                         return given(source) && slots.at(source.slot).first != rank;
+                       });
   }
 
   // `returns`: this rank also reads what lies where it writes.

@@ -21,25 +21,31 @@ namespace {
 
 template <class Wide, class T>
 Wide load(T x) {
-  if constexpr (std::is_same_v<T, BFloat16>) return widen(x);
-  else return static_cast<Wide>(x);
+  if constexpr (std::is_same_v<T, BFloat16>)
+    return widen(x);
+  else
+    return static_cast<Wide>(x);
 }
 
 template <class T, class Wide>
 T store(Wide x) {
-  if constexpr (std::is_same_v<T, BFloat16>) return narrow<T>(x);
-  else return static_cast<T>(x);
+  if constexpr (std::is_same_v<T, BFloat16>)
+    return narrow<T>(x);
+  else
+    return static_cast<T>(x);
 }
 
-// Loops over elements are compiled for several widths of vectors, into which `WEFT_INLINE` puts them; the processor decides.
-// Compilers can do this by themselves (`target_clones`), but not all, not for templates, and not where the C library is musl.
+// Loops over elements are compiled for several widths of vectors, into which `WEFT_INLINE` puts
+// them; the processor decides. Compilers can do this by themselves (`target_clones`), but not all,
+// not for templates, and not where the C library is musl.
 #define WEFT_INLINE __attribute__((always_inline))
 
 #if defined(__x86_64__)
 const int vector_bits = [] {
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2")) return 128;
-  bool wider = __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
+  bool wider = __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq");
   return wider ? 512 : 256;
 }();
 
@@ -49,15 +55,19 @@ __attribute__((target("avx2"))) void with_256_bits(Loop loop, Given... given) {
 }
 
 template <class Loop, class... Given>
-__attribute__((target("avx2,avx512f,avx512vl,avx512bw,avx512dq"))) void with_512_bits(Loop loop, Given... given) {
+__attribute__((target("avx2,avx512f,avx512vl,avx512bw,avx512dq"))) void with_512_bits(
+    Loop loop, Given... given) {
   loop(given...);
 }
 
 template <class Loop, class... Given>
 void vectorised(Loop loop, Given... given) {
-  if (vector_bits == 512) with_512_bits(loop, given...);
-  else if (vector_bits == 256) with_256_bits(loop, given...);
-  else loop(given...);
+  if (vector_bits == 512)
+    with_512_bits(loop, given...);
+  else if (vector_bits == 256)
+    with_256_bits(loop, given...);
+  else
+    loop(given...);
 }
 #else
 template <class Loop, class... Given>
@@ -70,7 +80,8 @@ void vectorised(Loop loop, Given... given) {
 struct Sum {
   template <class Wide>
   WEFT_INLINE Wide operator()(Wide total, Wide x) const {
-    if constexpr (std::is_integral_v<Wide> && std::is_signed_v<Wide>) {  // whose overflow, unlike that of unsigned ones, is undefined
+    // whose overflow, unlike that of unsigned ones, is undefined
+    if constexpr (std::is_integral_v<Wide> && std::is_signed_v<Wide>) {
       using Wrapping = std::make_unsigned_t<Wide>;
       return static_cast<Wide>(static_cast<Wrapping>(total) + static_cast<Wrapping>(x));
     } else {
@@ -80,55 +91,71 @@ struct Sum {
 };
 struct Max {
   template <class Wide>
-  WEFT_INLINE Wide operator()(Wide total, Wide x) const { return total < x || x != x ? x : total; }
+  WEFT_INLINE Wide operator()(Wide total, Wide x) const {
+    return total < x || x != x ? x : total;
+  }
 };
 struct Min {
   template <class Wide>
-  WEFT_INLINE Wide operator()(Wide total, Wide x) const { return x < total || x != x ? x : total; }
+  WEFT_INLINE Wide operator()(Wide total, Wide x) const {
+    return x < total || x != x ? x : total;
+  }
 };
 
 template <class Wide, class T>
 void begin(Wide* total, const T* src, size_t n) {
-  vectorised([](Wide* total, const T* src, size_t n) WEFT_INLINE {
-    for (size_t i = 0; i < n; ++i) total[i] = load<Wide>(src[i]);
-  }, total, src, n);
+  vectorised(
+      [](Wide* total, const T* src, size_t n) WEFT_INLINE {
+        for (size_t i = 0; i < n; ++i) total[i] = load<Wide>(src[i]);
+      },
+      total, src, n);
 }
 
 template <class Make, class Wide, class T, class U>
 void begin(Wide* total, const T* one, const U* other, size_t n) {
-  vectorised([](Wide* total, const T* one, const U* other, size_t n) WEFT_INLINE {
-    for (size_t i = 0; i < n; ++i) total[i] = Make()(load<Wide>(one[i]), load<Wide>(other[i]));
-  }, total, one, other, n);
+  vectorised(
+      [](Wide* total, const T* one, const U* other, size_t n) WEFT_INLINE {
+        for (size_t i = 0; i < n; ++i) total[i] = Make()(load<Wide>(one[i]), load<Wide>(other[i]));
+      },
+      total, one, other, n);
 }
 
 template <class Make, class Wide, class T>
 void go_on(Wide* total, const T* src, size_t n) {
-  vectorised([](Wide* total, const T* src, size_t n) WEFT_INLINE {
-    for (size_t i = 0; i < n; ++i) total[i] = Make()(total[i], load<Wide>(src[i]));
-  }, total, src, n);
+  vectorised(
+      [](Wide* total, const T* src, size_t n) WEFT_INLINE {
+        for (size_t i = 0; i < n; ++i) total[i] = Make()(total[i], load<Wide>(src[i]));
+      },
+      total, src, n);
 }
 
 template <class Wide, class T>
 void end(T* dst, const Wide* total, size_t n) {
-  vectorised([](T* dst, const Wide* total, size_t n) WEFT_INLINE {
-    for (size_t i = 0; i < n; ++i) dst[i] = store<T>(total[i]);
-  }, dst, total, n);
+  vectorised(
+      [](T* dst, const Wide* total, size_t n) WEFT_INLINE {
+        for (size_t i = 0; i < n; ++i) dst[i] = store<T>(total[i]);
+      },
+      dst, total, n);
 }
 
 template <class Wide>
 void divide(Wide* total, size_t n, Wide by) {
-  vectorised([](Wide* total, size_t n, Wide by) WEFT_INLINE {
-    for (size_t i = 0; i < n; ++i) total[i] /= by;
-  }, total, n, by);
+  vectorised(
+      [](Wide* total, size_t n, Wide by) WEFT_INLINE {
+        for (size_t i = 0; i < n; ++i) total[i] /= by;
+      },
+      total, n, by);
 }
 
-// One block at a time, so that the accumulator stays in the first-level cache while the sources stream through.
+// One block at a time, so that the accumulator stays in the first-level cache while the sources
+// stream through.
 constexpr size_t kBlock = 1024;
-// So many bytes are made before they are copied: they are still there, and long copies are fast ones.
+// So many bytes are made before they are copied: they are still there, and long copies are fast
+// ones.
 constexpr size_t kRun = size_t{16} << 10;
 
-// Compilers do not vectorise conversions from and to float16, so they are written out: for as many elements as fill vectors; how many
-// these were.
+// Compilers do not vectorise conversions from and to float16, so they are written out: for as many
+// elements as fill vectors; how many these were.
 #if defined(__x86_64__)
 const bool converts = [] {
   unsigned a, b, c = 0, d;
@@ -138,14 +165,18 @@ const bool converts = [] {
 
 __attribute__((target("avx,f16c"))) size_t widen_vectors(float* dst, const Float16* src, size_t n) {
   size_t i = 0;
-  for (; i + 8 <= n; i += 8) _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i))));
+  for (; i + 8 <= n; i += 8)
+    _mm256_storeu_ps(dst + i,
+                     _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i))));
   return i;
 }
 
-__attribute__((target("avx,f16c"))) size_t narrow_vectors(Float16* dst, const float* src, size_t n) {
+__attribute__((target("avx,f16c"))) size_t narrow_vectors(Float16* dst, const float* src,
+                                                          size_t n) {
   size_t i = 0;
   for (; i + 8 <= n; i += 8)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(dst + i), _mm256_cvtps_ph(_mm256_loadu_ps(src + i), _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(dst + i),
+                     _mm256_cvtps_ph(_mm256_loadu_ps(src + i), _MM_FROUND_TO_NEAREST_INT));
   return i;
 }
 #elif defined(__aarch64__)
@@ -153,13 +184,15 @@ constexpr bool converts = true;
 
 size_t widen_vectors(float* dst, const Float16* src, size_t n) {
   size_t i = 0;
-  for (; i + 4 <= n; i += 4) vst1q_f32(dst + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&src[i].bits))));
+  for (; i + 4 <= n; i += 4)
+    vst1q_f32(dst + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&src[i].bits))));
   return i;
 }
 
 size_t narrow_vectors(Float16* dst, const float* src, size_t n) {
   size_t i = 0;
-  for (; i + 4 <= n; i += 4) vst1_u16(&dst[i].bits, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(src + i))));
+  for (; i + 4 <= n; i += 4)
+    vst1_u16(&dst[i].bits, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(src + i))));
   return i;
 }
 #else
@@ -173,7 +206,8 @@ void widen_all(float* dst, const Float16* src, size_t n) {
 }
 
 void narrow_all(Float16* dst, const float* src, size_t n) {
-  for (size_t i = converts ? narrow_vectors(dst, src, n) : 0; i < n; ++i) dst[i] = narrow<Float16>(src[i]);
+  for (size_t i = converts ? narrow_vectors(dst, src, n) : 0; i < n; ++i)
+    dst[i] = narrow<Float16>(src[i]);
 }
 
 // Call `work` with the `n` elements of `dtype` at `at`, which may be accumulated in Wide.
@@ -181,9 +215,12 @@ template <class Wide, class Work>
 void read(Dtype dtype, const char* at, size_t n, Work work) {
   if constexpr (std::is_same_v<Wide, float>) {
     float wide[kBlock];
-    if (dtype == Dtype::float16) widen_all(wide, reinterpret_cast<const Float16*>(at), n), work(wide);
-    else if (dtype == Dtype::bfloat16) work(reinterpret_cast<const BFloat16*>(at));
-    else work(reinterpret_cast<const float*>(at));
+    if (dtype == Dtype::float16)
+      widen_all(wide, reinterpret_cast<const Float16*>(at), n), work(wide);
+    else if (dtype == Dtype::bfloat16)
+      work(reinterpret_cast<const BFloat16*>(at));
+    else
+      work(reinterpret_cast<const float*>(at));
   } else {
     work(reinterpret_cast<const Wide*>(at));
   }
@@ -200,14 +237,16 @@ void write(Dtype dtype, char* at, const Wide* total, size_t n) {
 }
 
 template <class Make, class Wide>
-void reduce_all(Combine combine, Dtype made, const std::vector<Rows>& sources, size_t rows, size_t columns, int ranks,
-                const Target* targets, size_t count) {
+void reduce_all(Combine combine, Dtype made, const std::vector<Rows>& sources, size_t rows,
+                size_t columns, int ranks, const Target* targets, size_t count) {
   const size_t item = size_of(made);
   const Writer shared(targets, count, rows * columns * item, columns * item);
   const bool aside = shared.past_caches(targets[0]);
-  // Two rows that are added as they are need no accumulator, unless one of them lies where the sum goes.
-  const bool straight = sources.size() == 2 && combine != Combine::avg && sizeof(Wide) == item && sources[0].dtype == made &&
-                        sources[1].dtype == made && sources[0].base != targets[0].base && sources[1].base != targets[0].base;
+  // Two rows that are added as they are need no accumulator, unless one of them lies where the sum
+  // goes.
+  const bool straight = sources.size() == 2 && combine != Combine::avg && sizeof(Wide) == item &&
+                        sources[0].dtype == made && sources[1].dtype == made &&
+                        sources[0].base != targets[0].base && sources[1].base != targets[0].base;
   share(rows, columns, item, [&](size_t top, size_t high, size_t left, size_t wide) {
     Writer writer = shared;
     alignas(64) Wide total[kBlock];
@@ -244,14 +283,24 @@ void reduce_all(Combine combine, Dtype made, const std::vector<Rows>& sources, s
 template <class Make, class... Given>
 void reduce_by(Combine combine, Dtype made, const Given&... given) {
   switch (made) {
-    case Dtype::float16: case Dtype::bfloat16: case Dtype::float32: return reduce_all<Make, float>(combine, made, given...);
-    case Dtype::float64: return reduce_all<Make, double>(combine, made, given...);
-    case Dtype::int8: return reduce_all<Make, int8_t>(combine, made, given...);
-    case Dtype::int16: return reduce_all<Make, int16_t>(combine, made, given...);
-    case Dtype::int32: return reduce_all<Make, int32_t>(combine, made, given...);
-    case Dtype::int64: return reduce_all<Make, int64_t>(combine, made, given...);
-    case Dtype::uint8: return reduce_all<Make, uint8_t>(combine, made, given...);
-    case Dtype::boolean: return reduce_all<Make, bool>(combine, made, given...);
+    case Dtype::float16:
+    case Dtype::bfloat16:
+    case Dtype::float32:
+      return reduce_all<Make, float>(combine, made, given...);
+    case Dtype::float64:
+      return reduce_all<Make, double>(combine, made, given...);
+    case Dtype::int8:
+      return reduce_all<Make, int8_t>(combine, made, given...);
+    case Dtype::int16:
+      return reduce_all<Make, int16_t>(combine, made, given...);
+    case Dtype::int32:
+      return reduce_all<Make, int32_t>(combine, made, given...);
+    case Dtype::int64:
+      return reduce_all<Make, int64_t>(combine, made, given...);
+    case Dtype::uint8:
+      return reduce_all<Make, uint8_t>(combine, made, given...);
+    case Dtype::boolean:
+      return reduce_all<Make, bool>(combine, made, given...);
   }
 }
 
@@ -259,25 +308,40 @@ void reduce_by(Combine combine, Dtype made, const Given&... given) {
 
 size_t size_of(Dtype dtype) {
   switch (dtype) {
-    case Dtype::float16: case Dtype::bfloat16: case Dtype::int16: return 2;
-    case Dtype::float32: case Dtype::int32: return 4;
-    case Dtype::float64: case Dtype::int64: return 8;
-    case Dtype::int8: case Dtype::uint8: case Dtype::boolean: return 1;
+    case Dtype::float16:
+    case Dtype::bfloat16:
+    case Dtype::int16:
+      return 2;
+    case Dtype::float32:
+    case Dtype::int32:
+      return 4;
+    case Dtype::float64:
+    case Dtype::int64:
+      return 8;
+    case Dtype::int8:
+    case Dtype::uint8:
+    case Dtype::boolean:
+      return 1;
   }
   return 0;
 }
 
-void reduce_rows(Combine combine, Dtype made, const std::vector<Rows>& sources, size_t rows, size_t columns, int ranks,
-                 const Target* targets, size_t count) {
+void reduce_rows(Combine combine, Dtype made, const std::vector<Rows>& sources, size_t rows,
+                 size_t columns, int ranks, const Target* targets, size_t count) {
   const size_t row = columns * size_of(made);
   bool joined = true;  // rows without gaps are one long row
   for (const Rows& x : sources) joined = joined && x.stride == columns * size_of(x.dtype);
   for (size_t i = 0; i < count; ++i) joined = joined && targets[i].stride == row;
   if (joined) columns *= rows, rows = columns > 0;
-  auto by = [&](auto make) { reduce_by<decltype(make)>(combine, made, sources, rows, columns, ranks, targets, count); };
-  if (combine == Combine::max) by(Max());
-  else if (combine == Combine::min) by(Min());
-  else by(Sum());
+  auto by = [&](auto make) {
+    reduce_by<decltype(make)>(combine, made, sources, rows, columns, ranks, targets, count);
+  };
+  if (combine == Combine::max)
+    by(Max());
+  else if (combine == Combine::min)
+    by(Min());
+  else
+    by(Sum());
 }
 
 }  // namespace weft

@@ -8,7 +8,18 @@
 
 namespace weft {
 
-enum class Dtype : int { float16, bfloat16, float32, float64, int8, int16, int32, int64, uint8, boolean };
+enum class Dtype : int {
+  float16,
+  bfloat16,
+  float32,
+  float64,
+  int8,
+  int16,
+  int32,
+  int64,
+  uint8,
+  boolean
+};
 
 enum class Combine : int { sum, avg, max, min };
 
@@ -20,12 +31,14 @@ struct Rows {
   Dtype dtype;
 };
 
-// sources[0] + sources[1] + … for each element, in this order, or their extreme, as `made`; `avg` divides the sum by `ranks`.
-// float16, bfloat16 and float32 are accumulated in float32, float64 in float64, and rounded once; integers are exact (modulo
-// their width; an average is cut off), a sum of booleans is "or". Floating operands may differ in dtype, except that float64 goes
-// with float64. The extreme of a NaN and anything is NaN. The result is written to each of `count` targets in one pass; they may be
-// sources, too. Many bytes are shared out among the threads of the team, which changes nothing in the result.
-void reduce_rows(Combine combine, Dtype made, const std::vector<Rows>& sources, size_t rows, size_t columns, int ranks,
-                 const Target* targets, size_t count);
+// sources[0] + sources[1] + … for each element, in this order, or their extreme, as `made`; `avg`
+// divides the sum by `ranks`. float16, bfloat16 and float32 are accumulated in float32, float64 in
+// float64, and rounded once; integers are exact (modulo their width; an average is cut off), a sum
+// of booleans is "or". Floating operands may differ in dtype, except that float64 goes with
+// float64. The extreme of a NaN and anything is NaN. The result is written to each of `count`
+// targets in one pass; they may be sources, too. Many bytes are shared out among the threads of the
+// team, which changes nothing in the result.
+void reduce_rows(Combine combine, Dtype made, const std::vector<Rows>& sources, size_t rows,
+                 size_t columns, int ranks, const Target* targets, size_t count);
 
 }  // namespace weft

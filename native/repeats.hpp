@@ -1,4 +1,5 @@
-// Calls that were made before, found by what they are made of: to make one again, on tensors that lie alike, is one native call.
+// Calls that were made before, found by what they are made of: to make one again, on tensors that
+// lie alike, is one native call.
 #pragma once
 
 #include <cstdint>
@@ -20,22 +21,25 @@ struct Moved {
   uintptr_t offset;
 };
 
-// A call that was made before; what was made for it is its program. The address of `what` is in `lies`, so it lives as long.
+// A call that was made before; what was made for it is its program. The address of `what` is in
+// `lies`, so it lives as long.
 struct Repeated : Made {
   nb::object what, binding;
   std::vector<Moved> moved;
   Binding& bound;
-  nb::object a = {}, out = {};  // weak references to the tensors of the latest call, which need not be looked at twice
+  // weak references to the tensors of the latest call, which need not be looked at twice
+  nb::object a = {}, out = {};
 };
 
 class Repeats : public Remembered<Repeated, 1024> {
  public:
   explicit Repeats(Executor& executor) : executor_(executor) {}
 
-  // Remember that `what` with these tensors and options is an execution of `program`, of one lane, with `binding`; both as they are
-  // in `weft.engines.host`. `tensors` are those of the program's buffers, each of which lies within `a` or `out`.
-  void add(nb::object what, nb::handle a, nb::handle out, nb::object options, nb::object program, nb::object binding,
-           nb::handle tensors) {
+  // Remember that `what` with these tensors and options is an execution of `program`, of one lane,
+  // with `binding`; both as they are in `weft.engines.host`. `tensors` are those of the program's
+  // buffers, each of which lies within `a` or `out`.
+  void add(nb::object what, nb::handle a, nb::handle out, nb::object options, nb::object program,
+           nb::object binding, nb::handle tensors) {
     if (!look(what, a, out)) return;
     auto& bound = nb::cast<Binding&>(binding);
     std::vector<Moved> moved;
@@ -45,18 +49,21 @@ class Repeats : public Remembered<Repeated, 1024> {
       const bool within_out = view_.address - out_.address < out_.bytes;
       if (!within_out && view_.address - a_.address >= a_.bytes) return;
       const uintptr_t begin = within_out ? out_.address : a_.address;
-      moved.push_back({bound.program().number(nb::cast<std::string_view>(name)), within_out, view_.address - begin});
+      moved.push_back({bound.program().number(nb::cast<std::string_view>(name)), within_out,
+                       view_.address - begin});
     }
     remember({{options, lies_, program}, what, binding, std::move(moved), bound});
   }
 
-  // Make the call again, if one like it was made before; else do nothing: false. Raises what the call does.
+  // Make the call again, if one like it was made before; else do nothing: false. Raises what the
+  // call does.
   bool call(nb::handle what, nb::handle a, nb::handle out, nb::handle options, double timeout) {
     if (!look(what, a, out)) return false;
     const std::shared_ptr<Repeated> held = found(options);
     if (!held) return false;
     Repeated& known = *held;
-    if (recorded(out) || (!out.is(a) && recorded(a))) return false;  // who checks may have something to say
+    // who checks may have something to say
+    if (recorded(out) || (!out.is(a) && recorded(a))) return false;
     if (!same(known.out, out)) {
       if (!view_.read_as_they_lie(out)) return false;
       known.out = weak(out);
@@ -80,13 +87,17 @@ class Repeats : public Remembered<Repeated, 1024> {
   };
   static constexpr int64_t kApart = std::numeric_limits<int64_t>::min();
 
-  // Note in `lies_` how the tensors lie, where in symmetric memory, and where to each other if they overlap.
+  // Note in `lies_` how the tensors lie, where in symmetric memory, and where to each other if they
+  // overlap.
   bool look(nb::handle what, nb::handle a, nb::handle out) {
     lies_.assign(1, reinterpret_cast<intptr_t>(what.ptr()));
     if (!note(a, a_)) return false;
-    if (out.is(a)) out_ = a_;
-    else if (!note(out, out_)) return false;
-    const bool overlap = a_.address - out_.address < out_.bytes || out_.address - a_.address < a_.bytes;
+    if (out.is(a))
+      out_ = a_;
+    else if (!note(out, out_))
+      return false;
+    const bool overlap =
+        a_.address - out_.address < out_.bytes || out_.address - a_.address < a_.bytes;
     lies_.push_back(overlap ? static_cast<int64_t>(out_.address - a_.address) : kApart);
     return true;
   }
@@ -95,7 +106,8 @@ class Repeats : public Remembered<Repeated, 1024> {
     if (!view_.note(tensor, lies_)) return false;
     place = {view_.address, view_.span()};
     if (const Segment* within = Segment::around(place.address))  // peers have it where theirs is
-      for (uint64_t each : {within->world, within->number, uint64_t{place.address}}) lies_.push_back(static_cast<int64_t>(each));
+      for (uint64_t each : {within->world, within->number, uint64_t{place.address}})
+        lies_.push_back(static_cast<int64_t>(each));
     return place.bytes > 0;
   }
 

@@ -13,19 +13,24 @@
 #include <mutex>
 #include <system_error>
 
-#ifndef MADV_POPULATE_WRITE  // of Linux 5.14; older C libraries do not know it, and older kernels refuse it
+// of Linux 5.14; older C libraries do not know it, and older kernels refuse it
+#ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
 
 namespace weft {
 
 namespace {
-[[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
+[[noreturn]] void fail(const char* what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
 
-// Take all pages of a file now and here, on this rank's node, so that a lack of memory is an error and not a SIGBUS at the first write.
+// Take all pages of a file now and here, on this rank's node, so that a lack of memory is an error
+// and not a SIGBUS at the first write.
 void take(char* base, size_t bytes, int fd) {
   if (!bytes) return;
-  // Where there is plenty they are taken by the mapping, to which the kernel may lend huge ones; else by what is refused in time.
+  // Where there is plenty they are taken by the mapping, to which the kernel may lend huge ones;
+  // else by what is refused in time.
   struct sysinfo memory;
   madvise(base, bytes, MADV_HUGEPAGE);
   const bool plenty = !sysinfo(&memory) && bytes < memory.freeram / 2 * memory.mem_unit;
@@ -36,11 +41,13 @@ void take(char* base, size_t bytes, int fd) {
   if (!plenty) madvise(base, bytes, MADV_POPULATE_WRITE);
 }
 
-// All segments of this process, by where the parts of their own ranks begin. They outlive what static objects of Python's hold.
+// All segments of this process, by where the parts of their own ranks begin. They outlive what
+// static objects of Python's hold.
 struct Registry {
   std::mutex mutex;
   std::map<uintptr_t, const Segment*> segments;
-  std::atomic<uintptr_t> lowest{~uintptr_t{0}}, highest{0};  // between which all were that ever were: most tensors lie elsewhere
+  // between which all were that ever were: most tensors lie elsewhere
+  std::atomic<uintptr_t> lowest{~uintptr_t{0}}, highest{0};
 };
 Registry& registry() {
   static auto* all = new Registry;
@@ -60,7 +67,8 @@ std::pair<std::shared_ptr<Mapping>, std::shared_ptr<File>> Mapping::create(size_
   return {std::move(mapping), std::move(file)};
 }
 
-// Peers' pages are mapped when they are used: with many ranks page tables of all would be larger than what they map.
+// Peers' pages are mapped when they are used: with many ranks page tables of all would be larger
+// than what they map.
 std::shared_ptr<Mapping> Mapping::attach(const File& file, size_t bytes) {
   struct stat found;
   if (fstat(file.fd, &found)) fail("fstat");
@@ -79,7 +87,8 @@ Mapping::Mapping(int fd, size_t bytes) : bytes_(bytes) {
 
 Mapping::~Mapping() { munmap(base_, bytes_ ? bytes_ : 1); }
 
-Segment::Segment(std::vector<std::shared_ptr<Mapping>> all, int of_rank, uint64_t of_world, uint64_t of_call)
+Segment::Segment(std::vector<std::shared_ptr<Mapping>> all, int of_rank, uint64_t of_world,
+                 uint64_t of_call)
     : parts(std::move(all)), rank(of_rank), world(of_world), number(of_call) {
   auto& [mutex, segments, lowest, highest] = registry();
   std::lock_guard lock(mutex);
@@ -94,7 +103,8 @@ Segment::~Segment() {
 }
 
 const Segment* Segment::around(uintptr_t address) {
-  if (address < registry().lowest.load(std::memory_order_relaxed) || address >= registry().highest.load(std::memory_order_relaxed))
+  if (address < registry().lowest.load(std::memory_order_relaxed) ||
+      address >= registry().highest.load(std::memory_order_relaxed))
     return nullptr;
   std::lock_guard lock(registry().mutex);
   const auto& segments = registry().segments;

@@ -38,19 +38,22 @@ class Mapping {
 
 // One symmetric allocation: this rank's memory and its peers', in rank order.
 struct Segment {
-  Segment(std::vector<std::shared_ptr<Mapping>> parts, int rank, uint64_t world = 0, uint64_t number = 0);
+  Segment(std::vector<std::shared_ptr<Mapping>> parts, int rank, uint64_t world = 0,
+          uint64_t number = 0);
   ~Segment();
   Segment(const Segment&) = delete;
 
   const Mapping& own() const { return *parts.at(rank); }
-  // Where all ranks have what lies `offset` bytes behind the beginning; 0 for a rank whose part is not mapped.
+  // Where all ranks have what lies `offset` bytes behind the beginning; 0 for a rank whose part is
+  // not mapped.
   std::vector<uintptr_t> bases(size_t offset) const {
     std::vector<uintptr_t> found;
     for (const auto& part : parts) found.push_back(part ? part->address() + offset : 0);
     return found;
   }
 
-  // The one in whose own part this lies; null if there is none. It lives while the tensor does whose address it is.
+  // The one in whose own part this lies; null if there is none. It lives while the tensor does
+  // whose address it is.
   static const Segment* around(uintptr_t address);
 
   std::vector<std::shared_ptr<Mapping>> parts;

@@ -1,4 +1,5 @@
-// Counters for one-sided calls: a row of them on every rank, which anyone may raise, set, test and wait for.
+// Counters for one-sided calls: a row of them on every rank, which anyone may raise, set, test and
+// wait for.
 #pragma once
 
 #include <functional>
@@ -25,9 +26,14 @@ class SignalArray {
   SignalArray(std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> segment, int spins)
       : mesh_(std::move(mesh)), segment_(std::move(segment)), spins_(spins) {}
 
-  // Add to or set `rank`'s counters, after everything that this thread wrote is visible there. False if a peer has failed.
-  bool add(int rank, Selection selection, uint64_t value) { return raise(weft::add, rank, selection, value); }
-  bool set(int rank, Selection selection, uint64_t value) { return raise(weft::set, rank, selection, value); }
+  // Add to or set `rank`'s counters, after everything that this thread wrote is visible there.
+  // False if a peer has failed.
+  bool add(int rank, Selection selection, uint64_t value) {
+    return raise(weft::add, rank, selection, value);
+  }
+  bool set(int rank, Selection selection, uint64_t value) {
+    return raise(weft::set, rank, selection, value);
+  }
 
   // Do all of this rank's counters satisfy the comparison, as seen one after the other?
   bool test(Selection selection, Compare compare, uint64_t expected) const {
@@ -45,12 +51,16 @@ class SignalArray {
     size_t index;       // a counter that does not satisfy the comparison, and what it holds
     uint64_t actual;
   };
-  // Hold until one look over this rank's counters finds that all satisfy the comparison. `interrupted` is called now and then.
-  Outcome wait(Selection selection, Compare compare, uint64_t expected, int64_t timeout, const std::function<bool()>& interrupted) {
+  // Hold until one look over this rank's counters finds that all satisfy the comparison.
+  // `interrupted` is called now and then.
+  Outcome wait(Selection selection, Compare compare, uint64_t expected, int64_t timeout,
+               const std::function<bool()>& interrupted) {
     int64_t deadline = now() + timeout;
     WaitStatus status = WaitStatus::timeout;
     auto is = [&](bool condition, WaitStatus what) { return condition && (status = what, true); };
-    auto ended = [&] { return is(interrupted(), WaitStatus::interrupted) || is(failed(), WaitStatus::failed); };
+    auto ended = [&] {
+      return is(interrupted(), WaitStatus::interrupted) || is(failed(), WaitStatus::failed);
+    };
     auto gone = [&] { return is(deserted(), WaitStatus::left); };
     auto stopped = [&](size_t i) -> Outcome { return {status, selection[i], value(selection[i])}; };
     while (true) {
@@ -60,14 +70,20 @@ class SignalArray {
           return stopped(i);
       size_t i = selection.count > 1 ? unsatisfied(selection, compare, expected) : selection.count;
       if (i == selection.count) return {WaitStatus::none, 0, 0};
-      if (now() > deadline || ended()) return stopped(i);  // counters that come and go must not keep this loop for ever
-      if (gone() && (i = unsatisfied(selection, compare, expected)) < selection.count) return stopped(i);
+      // counters that come and go must not keep this loop for ever
+      if (now() > deadline || ended()) return stopped(i);
+      if (gone() && (i = unsatisfied(selection, compare, expected)) < selection.count)
+        return stopped(i);
     }
   }
 
  private:
-  Counter& counter(int rank, size_t index) const { return reinterpret_cast<Counter*>(segment_->parts[rank]->base())[index]; }
-  uint64_t value(size_t index) const { return counter(segment_->rank, index).value.load(std::memory_order_acquire); }
+  Counter& counter(int rank, size_t index) const {
+    return reinterpret_cast<Counter*>(segment_->parts[rank]->base())[index];
+  }
+  uint64_t value(size_t index) const {
+    return counter(segment_->rank, index).value.load(std::memory_order_acquire);
+  }
 
   bool raise(void (*how)(Counter&, uint64_t), int rank, Selection selection, uint64_t value) {
     if (failed()) return false;

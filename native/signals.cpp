@@ -12,13 +12,14 @@ namespace weft {
 namespace {
 // A futex is 32 bits wide: the half of the value that changes with every increment.
 uint32_t* futex_word(Counter& counter) {
-  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the low half of a counter must come first");
+  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
+                "the low half of a counter must come first");
   return reinterpret_cast<uint32_t*>(&counter.value);
 }
 }  // namespace
 
-// Raising the value and looking for sleepers, and announcing a sleeper and looking at the value, are sequentially consistent:
-// one of the two sides always sees the other.
+// Raising the value and looking for sleepers, and announcing a sleeper and looking at the value,
+// are sequentially consistent: one of the two sides always sees the other.
 void add(Counter& counter, uint64_t amount) {
   counter.value.fetch_add(amount, std::memory_order_seq_cst);
   if (counter.sleepers.load(std::memory_order_seq_cst)) wake(counter);
@@ -29,11 +30,14 @@ void set(Counter& counter, uint64_t value) {
   if (counter.sleepers.load(std::memory_order_seq_cst)) wake(counter);
 }
 
-void wake(Counter& counter) { syscall(SYS_futex, futex_word(counter), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+void wake(Counter& counter) {
+  syscall(SYS_futex, futex_word(counter), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
 
 void sleep_on(Counter& counter, uint64_t seen, int64_t nanoseconds) {
   timespec limit{nanoseconds / 1'000'000'000, nanoseconds % 1'000'000'000};
-  syscall(SYS_futex, futex_word(counter), FUTEX_WAIT, static_cast<uint32_t>(seen), &limit, nullptr, 0);
+  syscall(SYS_futex, futex_word(counter), FUTEX_WAIT, static_cast<uint32_t>(seen), &limit, nullptr,
+          0);
 }
 
 Sleeper::Sleeper(Counter& counter) : counter_(counter) {

@@ -11,12 +11,20 @@ namespace weft {
 struct alignas(64) Counter {
   std::atomic<uint64_t> value;
   std::atomic<uint32_t> sleepers;
-  std::atomic<uint64_t> call;  // of a counter that one rank raises: in which call it last did, as `Execution::mark` has it
+  // of a counter that one rank raises: in which call it last did, as `Execution::mark` has it
+  std::atomic<uint64_t> call;
 };
 static_assert(sizeof(Counter) == 64 && std::atomic<uint64_t>::is_always_lock_free);
 
 // What a number may be beside the one that is expected: less, equal and greater are a bit each.
-enum class Compare : unsigned { less = 1, equal = 2, less_equal = 3, greater = 4, not_equal = 5, greater_equal = 6 };
+enum class Compare : unsigned {
+  less = 1,
+  equal = 2,
+  less_equal = 3,
+  greater = 4,
+  not_equal = 5,
+  greater_equal = 6
+};
 
 inline bool holds(Compare compare, uint64_t actual, uint64_t expected) {
   return static_cast<unsigned>(compare) & (actual < expected ? 1 : actual == expected ? 2 : 4);
@@ -38,7 +46,8 @@ class Sleeper {
   static void wake_all();  // of this process; those whom the news does not concern go on sleeping
 
  private:
-  static inline std::atomic<Counter*> slots_[256] = {};  // further threads still wake, after one slice of their sleep
+  // further threads still wake, after one slice of their sleep
+  static inline std::atomic<Counter*> slots_[256] = {};
   std::atomic<Counter*>* slot_ = nullptr;
   Counter& counter_;
 };
@@ -48,16 +57,22 @@ inline void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
-  asm volatile("isb");  // `yield`, made for this, does nothing on most processors; this takes about as long as a pause elsewhere
+  // `yield`, made for this, does nothing on most processors; this takes about as long as a pause
+  // elsewhere
+  asm volatile("isb");
 #endif
 }
 
 int64_t now();  // nanoseconds of CLOCK_MONOTONIC, which is common to all processes of a host
 constexpr double kLongestWait = 1e6;  // seconds that no wait takes longer than, whatever its limit
-inline int64_t nanoseconds(double seconds) { return static_cast<int64_t>((seconds < kLongestWait ? seconds : kLongestWait) * 1e9); }
+inline int64_t nanoseconds(double seconds) {
+  return static_cast<int64_t>((seconds < kLongestWait ? seconds : kLongestWait) * 1e9);
+}
 
-constexpr int64_t kSlice = 20'000'000;  // a sleeper looks around at least this often, in nanoseconds
-constexpr int kYields = 300;            // how often a wait gives way: about as long as a peer that shares this core may need
+// a sleeper looks around at least this often, in nanoseconds
+constexpr int64_t kSlice = 20'000'000;
+// how often a wait gives way: about as long as a peer that shares this core may need
+constexpr int kYields = 300;
 
 inline bool nobody() { return false; }
 
@@ -70,12 +85,12 @@ inline bool spin(const Counter& counter, Compare compare, uint64_t expected, int
   return false;
 }
 
-// Wait until `compare` holds: spin, then give way to whoever may share the core, both so often, then sleep. False if `interrupted()`
-// returned true or the deadline passed first, or if `gone()` did: whoever raises the counter will not any more, but what they raised
-// before counts.
+// Wait until `compare` holds: spin, then give way to whoever may share the core, both so often,
+// then sleep. False if `interrupted()` returned true or the deadline passed first, or if `gone()`
+// did: whoever raises the counter will not any more, but what they raised before counts.
 template <class Interrupted, class Gone = bool (*)()>
-bool wait_until(Counter& counter, Compare compare, uint64_t expected, int spins, int64_t deadline, Interrupted&& interrupted,
-                Gone&& gone = nobody, int yields = kYields) {
+bool wait_until(Counter& counter, Compare compare, uint64_t expected, int spins, int64_t deadline,
+                Interrupted&& interrupted, Gone&& gone = nobody, int yields = kYields) {
   if (spin(counter, compare, expected, spins)) return true;
   for (int i = 0; i < yields && now() < deadline; ++i) {
     if (holds(compare, counter.value.load(std::memory_order_acquire), expected)) return true;

@@ -17,7 +17,8 @@ constexpr size_t kTile = 64;  // rows and columns that are transposed together
 
 template <size_t size>
 void copy_elements(char* dst, size_t dst_stride, const char* src, size_t src_stride, size_t count) {
-  for (size_t i = 0; i < count; ++i) std::memcpy(dst + i * dst_stride, src + i * src_stride, size);  // one load and one store
+  // one load and one store
+  for (size_t i = 0; i < count; ++i) std::memcpy(dst + i * dst_stride, src + i * src_stride, size);
 }
 
 }  // namespace
@@ -38,14 +39,16 @@ bool may_repeat(const std::vector<size_t>& shape, const std::vector<size_t>& str
 }
 
 StridedCopy::StridedCopy(char* dst, const char* src, size_t item, const std::vector<size_t>& shape,
-                         const std::vector<size_t>& dst_strides, const std::vector<size_t>& src_strides)
+                         const std::vector<size_t>& dst_strides,
+                         const std::vector<size_t>& src_strides)
     : dst_(dst), src_(src), bytes_(item), run_(item) {
   std::vector<Dimension> all;
   for (size_t i = 0; i < shape.size(); ++i) {
     bytes_ *= shape[i];
     if (shape[i] != 1) all.push_back({shape[i], dst_strides[i] * item, src_strides[i] * item});
   }
-  std::stable_sort(all.begin(), all.end(), [](const Dimension& a, const Dimension& b) { return a.dst > b.dst; });
+  std::stable_sort(all.begin(), all.end(),
+                   [](const Dimension& a, const Dimension& b) { return a.dst > b.dst; });
   for (const Dimension& inner : all) {
     Dimension* outer = dimensions_.empty() ? nullptr : &dimensions_.back();
     if (outer && outer->dst == inner.size * inner.dst && outer->src == inner.size * inner.src)
@@ -58,8 +61,11 @@ StridedCopy::StridedCopy(char* dst, const char* src, size_t item, const std::vec
     dimensions_.pop_back();
   }
   auto to = reinterpret_cast<uintptr_t>(dst), from = reinterpret_cast<uintptr_t>(src);
-  const auto span = [&](const std::vector<size_t>& strides) { return span_of(item, shape.size(), shape.data(), strides.data()); };
-  if (bytes_ && to < from + span(src_strides) && from < to + span(dst_strides)) staged_.reset(new char[bytes_]);
+  const auto span = [&](const std::vector<size_t>& strides) {
+    return span_of(item, shape.size(), shape.data(), strides.data());
+  };
+  if (bytes_ && to < from + span(src_strides) && from < to + span(dst_strides))
+    staged_.reset(new char[bytes_]);
 }
 
 void StridedCopy::run() const {
@@ -69,7 +75,8 @@ void StridedCopy::run() const {
 
 // Threads share the longest dimension, or the runs.
 void StridedCopy::run_shared() const {
-  auto longest = std::max_element(dimensions_.begin(), dimensions_.end(), [](auto& a, auto& b) { return a.size < b.size; });
+  auto longest = std::max_element(dimensions_.begin(), dimensions_.end(),
+                                  [](auto& a, auto& b) { return a.size < b.size; });
   const bool runs = longest == dimensions_.end() || longest->size < run_ / kLine;
   const size_t size = runs ? run_ : longest->size;
   share(1, size, bytes_ / size, [&](size_t, size_t, size_t first, size_t count) {
@@ -87,11 +94,14 @@ void StridedCopy::run_from(size_t dimension, char* dst, const char* src) const {
   if (dimension + 1 == dimensions_.size()) return run_rows(outer, dst, src);
   if (dimension + 2 == dimensions_.size() && outer.src < dimensions_.back().src && run_ < kLine)
     return run_tiles(outer, dimensions_.back(), dst, src);
-  for (size_t i = 0; i < outer.size; ++i) run_from(dimension + 1, dst + i * outer.dst, src + i * outer.src);
+  for (size_t i = 0; i < outer.size; ++i)
+    run_from(dimension + 1, dst + i * outer.dst, src + i * outer.src);
 }
 
-// One view is walked along its rows and the other across them. In tiles, lines of both are used up while they are in the cache.
-void StridedCopy::run_tiles(const Dimension& outer, const Dimension& inner, char* dst, const char* src) const {
+// One view is walked along its rows and the other across them. In tiles, lines of both are used up
+// while they are in the cache.
+void StridedCopy::run_tiles(const Dimension& outer, const Dimension& inner, char* dst,
+                            const char* src) const {
   for (size_t i = 0; i < outer.size; i += kTile)
     for (size_t j = 0; j < inner.size; j += kTile) {
       const Dimension part{std::min(kTile, inner.size - j), inner.dst, inner.src};
@@ -102,11 +112,16 @@ void StridedCopy::run_tiles(const Dimension& outer, const Dimension& inner, char
 
 void StridedCopy::run_rows(const Dimension& rows, char* dst, const char* src) const {
   switch (run_) {
-    case 1: return copy_elements<1>(dst, rows.dst, src, rows.src, rows.size);
-    case 2: return copy_elements<2>(dst, rows.dst, src, rows.src, rows.size);
-    case 4: return copy_elements<4>(dst, rows.dst, src, rows.src, rows.size);
-    case 8: return copy_elements<8>(dst, rows.dst, src, rows.src, rows.size);
-    case 16: return copy_elements<16>(dst, rows.dst, src, rows.src, rows.size);
+    case 1:
+      return copy_elements<1>(dst, rows.dst, src, rows.src, rows.size);
+    case 2:
+      return copy_elements<2>(dst, rows.dst, src, rows.src, rows.size);
+    case 4:
+      return copy_elements<4>(dst, rows.dst, src, rows.src, rows.size);
+    case 8:
+      return copy_elements<8>(dst, rows.dst, src, rows.src, rows.size);
+    case 16:
+      return copy_elements<16>(dst, rows.dst, src, rows.src, rows.size);
     default: {
       const Target target{dst, rows.dst, bytes_};
       copy_rows(&target, 1, src, rows.src, rows.size, run_);

@@ -7,7 +7,8 @@
 
 namespace weft {
 
-// The bytes from the first element to the end of the last one, 0 without elements. Strides count elements of `item` bytes.
+// The bytes from the first element to the end of the last one, 0 without elements. Strides count
+// elements of `item` bytes.
 template <class Number>
 size_t span_of(size_t item, size_t dimensions, const Number* shape, const Number* strides) {
   size_t last = 0;
@@ -18,15 +19,18 @@ size_t span_of(size_t item, size_t dimensions, const Number* shape, const Number
   return (last + 1) * item;
 }
 
-// Whether a view might hold an element more than once: unless each dimension steps over all that lies within it.
+// Whether a view might hold an element more than once: unless each dimension steps over all that
+// lies within it.
 bool may_repeat(const std::vector<size_t>& shape, const std::vector<size_t>& strides);
 
-// One copy, ready to run: dimensions that lie side by side in both views are joined into the longest contiguous runs.
+// One copy, ready to run: dimensions that lie side by side in both views are joined into the
+// longest contiguous runs.
 class StridedCopy {
  public:
-  // Strides count elements of `item` bytes. Elements that the two views share are read before any is written.
-  StridedCopy(char* dst, const char* src, size_t item, const std::vector<size_t>& shape, const std::vector<size_t>& dst_strides,
-              const std::vector<size_t>& src_strides);
+  // Strides count elements of `item` bytes. Elements that the two views share are read before any
+  // is written.
+  StridedCopy(char* dst, const char* src, size_t item, const std::vector<size_t>& shape,
+              const std::vector<size_t>& dst_strides, const std::vector<size_t>& src_strides);
 
   void run() const;
 
@@ -45,7 +49,8 @@ class StridedCopy {
   size_t bytes_;                       // of all elements
   size_t run_;                         // contiguous bytes in both views
   std::vector<Dimension> dimensions_;  // around the runs, outermost first
-  std::shared_ptr<char[]> staged_;     // room for all elements if the views overlap: taken where a lack of memory can be told
+  // room for all elements if the views overlap: taken where a lack of memory can be told
+  std::shared_ptr<char[]> staged_;
 };
 
 }  // namespace weft

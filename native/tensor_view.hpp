@@ -19,7 +19,8 @@ namespace weft {
 
 namespace nb = nanobind;
 
-// What torch 2.10 and later offer as `Tensor.__dlpack_c_exchange_api__`; of DLPack 1.3, whose first version this layout belongs to.
+// What torch 2.10 and later offer as `Tensor.__dlpack_c_exchange_api__`; of DLPack 1.3, whose first
+// version this layout belongs to.
 struct Exchange {
   uint32_t major, minor;
   const Exchange* previous;
@@ -27,12 +28,17 @@ struct Exchange {
   int (*look)(void* tensor, nb::dlpack::dltensor* out);
 };
 
-// A tensor as it lies in memory: where, its dtype as a number, the bytes of an element, and sizes in elements.
+// A tensor as it lies in memory: where, its dtype as a number, the bytes of an element, and sizes
+// in elements.
 class View {
  public:
-  // How to look at tensors from now on: the types of plain ones, and the capsule with torch's `Exchange`, or None where there is none.
+  // How to look at tensors from now on: the types of plain ones, and the capsule with torch's
+  // `Exchange`, or None where there is none.
   static void look_by(nb::typed<nb::tuple, nb::handle, nb::ellipsis> plain, nb::handle api) {
-    exchange_ = api.is_none() ? nullptr : static_cast<const Exchange*>(PyCapsule_GetPointer(api.ptr(), "dlpack_exchange_api"));
+    exchange_ =
+        api.is_none()
+            ? nullptr
+            : static_cast<const Exchange*>(PyCapsule_GetPointer(api.ptr(), "dlpack_exchange_api"));
     if (PyErr_Occurred()) throw nb::python_error();
     if (exchange_ && exchange_->major != 1) exchange_ = nullptr;
     plain_.clear();
@@ -46,7 +52,8 @@ class View {
   const int64_t *shape = nullptr, *strides = nullptr;
   size_t dimensions = 0;
 
-  // False for one that has no place in this process's memory, or elements that are no whole number of bytes.
+  // False for one that has no place in this process's memory, or elements that are no whole number
+  // of bytes.
   bool look(nb::handle tensor) {
     if (exchange_) {
       if (exchange_->look(tensor.ptr(), &view_)) {
@@ -55,16 +62,19 @@ class View {
       }
       address = reinterpret_cast<uintptr_t>(view_.data) + view_.byte_offset;
       const size_t bits = size_t{view_.dtype.bits} * view_.dtype.lanes;
-      dtype = int64_t{view_.dtype.lanes} << 32 | view_.dtype.code << 16 | view_.dtype.bits, item = bits / 8;
+      dtype = int64_t{view_.dtype.lanes} << 32 | view_.dtype.code << 16 | view_.dtype.bits,
+      item = bits / 8;
       complex = view_.dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Complex);
       shape = view_.shape, strides = view_.strides, dimensions = static_cast<size_t>(view_.ndim);
       return view_.device.device_type == nb::device::cpu::value && bits % 8 == 0;
     }
     try {
       if (!nb::cast<bool>(tensor.attr("is_cpu"))) return false;
-      address = nb::cast<uintptr_t>(tensor.attr("data_ptr")()), item = nb::cast<size_t>(tensor.attr("itemsize"));
+      address = nb::cast<uintptr_t>(tensor.attr("data_ptr")()),
+      item = nb::cast<size_t>(tensor.attr("itemsize"));
       dtype = reinterpret_cast<intptr_t>(nb::object(tensor.attr("dtype")).ptr());
-      shape_ = nb::cast<std::vector<int64_t>>(tensor.attr("shape")), strides_ = nb::cast<std::vector<int64_t>>(tensor.attr("stride")());
+      shape_ = nb::cast<std::vector<int64_t>>(tensor.attr("shape")),
+      strides_ = nb::cast<std::vector<int64_t>>(tensor.attr("stride")());
       shape = shape_.data(), strides = strides_.data(), dimensions = shape_.size();
       return true;
     } catch (const nb::python_error&) {
@@ -79,7 +89,8 @@ class View {
     return false;
   }
 
-  // Look at a plain one and add how it lies, but not where, to `numbers`: its dtype, shape and strides.
+  // Look at a plain one and add how it lies, but not where, to `numbers`: its dtype, shape and
+  // strides.
   bool note(nb::handle tensor, std::vector<int64_t>& numbers) {
     if (!look_plain(tensor)) return false;
     numbers.push_back(static_cast<int64_t>(dimensions));
@@ -102,11 +113,14 @@ class View {
     return true;
   }
 
-  bool same_shape(const View& other) const { return std::equal(shape, shape + dimensions, other.shape, other.shape + other.dimensions); }
+  bool same_shape(const View& other) const {
+    return std::equal(shape, shape + dimensions, other.shape, other.shape + other.dimensions);
+  }
 
   // Whether its elements are not conjugated or negated when they are read.
   bool read_as_they_lie(nb::handle tensor) const {
-    static PyObject *const negated = PyUnicode_InternFromString("is_neg"), *const conjugated = PyUnicode_InternFromString("is_conj");
+    static PyObject *const negated = PyUnicode_InternFromString("is_neg"),
+                           *const conjugated = PyUnicode_InternFromString("is_conj");
     auto is = [&](PyObject* what) {
       PyObject* self = tensor.ptr();
       nb::object said = nb::steal(PyObject_VectorcallMethod(what, &self, 1, nullptr));
@@ -126,7 +140,8 @@ class View {
   std::vector<int64_t> shape_, strides_;
 };
 
-// Whether autograd records what becomes of a plain tensor: it requires a gradient, and gradients are enabled.
+// Whether autograd records what becomes of a plain tensor: it requires a gradient, and gradients
+// are enabled.
 inline bool recorded(nb::handle tensor) {
 #ifdef Py_LIMITED_API
   static PyObject* const name = PyUnicode_InternFromString("requires_grad");
@@ -150,11 +165,13 @@ struct Made {
   nb::object made;
 };
 
-// What was made for calls, each a `Known`, which is a `Made`; when they are `most`, all is forgotten.
+// What was made for calls, each a `Known`, which is a `Made`; when they are `most`, all is
+// forgotten.
 template <class Known, size_t most>
 class Remembered {
  public:
-  void clear() { std::exchange(known_, {}); }  // ends of objects may run Python code that comes back here
+  // ends of objects may run Python code that comes back here
+  void clear() { std::exchange(known_, {}); }
   size_t size() const { return known_.size(); }
 
  protected:
@@ -164,7 +181,8 @@ class Remembered {
     known_[name] = std::make_shared<Known>(std::move(known));
   }
 
-  // What was made with such options for tensors that lie like those in `lies_`, held whatever Python does meanwhile; else null.
+  // What was made with such options for tensors that lie like those in `lies_`, held whatever
+  // Python does meanwhile; else null.
   std::shared_ptr<Known> found(nb::handle options) const {
     const auto at = known_.find(named(options));
     std::shared_ptr<Known> known = at == known_.end() ? nullptr : at->second;
@@ -178,7 +196,8 @@ class Remembered {
  private:
   uint64_t named(nb::handle options) const {
     uint64_t name = static_cast<uint64_t>(PyObject_Hash(options.ptr()));
-    if (PyErr_Occurred()) PyErr_Clear();  // what is wrong with options that cannot be hashed is said by who checks them
+    // what is wrong with options that cannot be hashed is said by who checks them
+    if (PyErr_Occurred()) PyErr_Clear();
     for (int64_t number : lies_) {
       name = (name ^ static_cast<uint64_t>(number)) * 0x9e3779b97f4a7c15;
       name ^= name >> 32;
@@ -200,12 +219,14 @@ class Remembered {
   std::unordered_map<uint64_t, std::shared_ptr<Known>> known_;
 
  public:
-  static inline PyType_Slot slots[] = {  // through which the garbage collector sees what is held here
-      {Py_tp_traverse, reinterpret_cast<void*>(traverse)}, {Py_tp_clear, reinterpret_cast<void*>(release)}, {0, nullptr}};
+  // through which the garbage collector sees what is held here
+  static inline PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+                                       {Py_tp_clear, reinterpret_cast<void*>(release)},
+                                       {0, nullptr}};
 };
 
-// How plain tensors of this process's memory lie, but not where, to find what was made for tensors that lie like these; None if one is
-// something else. Where there is none, None stands for it.
+// How plain tensors of this process's memory lie, but not where, to find what was made for tensors
+// that lie like these; None if one is something else. Where there is none, None stands for it.
 inline nb::object layouts(nb::handle tensors) {
   View view;
   std::vector<int64_t> numbers;
@@ -215,35 +236,47 @@ inline nb::object layouts(nb::handle tensors) {
   return nb::bytes(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t));
 }
 
-// Copy as many elements of a matrix, the same ones of every matrix of a shape, spread over it evenly; all where they are so many.
+// Copy as many elements of a matrix, the same ones of every matrix of a shape, spread over it
+// evenly; all where they are so many.
 template <size_t item>
 void sample(const View& view, size_t count, char* to) {
   const uint64_t rows = view.shape[0], columns = view.shape[1];
   const bool all = count == rows * columns;
   for (uint64_t i = 0; i < count; ++i) {
-    // Multiples of 0.7548… and 0.5698… without their whole parts, which cover a square evenly (Roberts' sequence).
-    const uint64_t down = static_cast<uint32_t>(i * 3242174889u), across = static_cast<uint32_t>(i * 2447445414u);
-    const uint64_t row = all ? i / columns : down * rows >> 32, column = all ? i % columns : across * columns >> 32;
-    std::memcpy(to + i * item, reinterpret_cast<const char*>(view.address) + (row * view.strides[0] + column * view.strides[1]) * item, item);
+    // Multiples of 0.7548… and 0.5698… without their whole parts, which cover a square evenly
+    // (Roberts' sequence).
+    const uint64_t down = static_cast<uint32_t>(i * 3242174889u),
+                   across = static_cast<uint32_t>(i * 2447445414u);
+    const uint64_t row = all ? i / columns : down * rows >> 32,
+                   column = all ? i % columns : across * columns >> 32;
+    std::memcpy(to + i * item,
+                reinterpret_cast<const char*>(view.address) +
+                    (row * view.strides[0] + column * view.strides[1]) * item,
+                item);
   }
 }
 
-// Where a tensor of this process's memory lies and how, and of a matrix as many elements, or all if these are fewer: to tell later
-// whether it is as it was. None if it cannot be told how the tensor lies.
+// Where a tensor of this process's memory lies and how, and of a matrix as many elements, or all if
+// these are fewer: to tell later whether it is as it was. None if it cannot be told how the tensor
+// lies.
 inline nb::object seen(nb::handle tensor, size_t sampled) {
   View view;
   if (!view.look(tensor)) return nb::none();
-  const bool matrix = view.address && view.dimensions == 2 && (view.item == 2 || view.item == 4 || view.item == 8);
-  const size_t count = matrix ? std::min(sampled, static_cast<size_t>(view.shape[0] * view.shape[1])) : 0;
+  const bool matrix =
+      view.address && view.dimensions == 2 && (view.item == 2 || view.item == 4 || view.item == 8);
+  const size_t count =
+      matrix ? std::min(sampled, static_cast<size_t>(view.shape[0] * view.shape[1])) : 0;
   const size_t sizes = view.dimensions * sizeof(int64_t), lies = 2 * (sizeof(int64_t) + sizes);
-  const nb::object found = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(lies + count * view.item)));
+  const nb::object found = nb::steal(
+      PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(lies + count * view.item)));
   if (!found.is_valid()) throw nb::python_error();
   char* const to = PyBytes_AsString(found.ptr());
   const int64_t place[] = {static_cast<int64_t>(view.address), view.dtype};
   std::memcpy(to, place, sizeof place);
   std::memcpy(to + sizeof place, view.shape, sizes);
   std::memcpy(to + sizeof place + sizes, view.strides, sizes);
-  if (count) (view.item == 2 ? sample<2> : view.item == 4 ? sample<4> : sample<8>)(view, count, to + lies);
+  if (count)
+    (view.item == 2 ? sample<2> : view.item == 4 ? sample<4> : sample<8>)(view, count, to + lies);
   return found;
 }
 

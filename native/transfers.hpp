@@ -20,7 +20,8 @@ namespace weft {
 class Transfers {
  public:
   static constexpr size_t kOutstanding = 1024;
-  using Interrupted = std::function<bool()>;  // called now and then by what waits; true ends the wait
+  // called now and then by what waits; true ends the wait
+  using Interrupted = std::function<bool()>;
 
   // What the thread copies is shared by `comm_threads`.
   Transfers(std::shared_ptr<Mesh> mesh, int spins, size_t comm_threads = 1)
@@ -40,7 +41,8 @@ class Transfers {
     return true;
   }
 
-  // Queue a copy behind all earlier ones; holds the caller while kOutstanding are under way. Its number, or 0 if interrupted.
+  // Queue a copy behind all earlier ones; holds the caller while kOutstanding are under way. Its
+  // number, or 0 if interrupted.
   uint64_t submit(StridedCopy copy, const Interrupted& interrupted) {
     std::lock_guard lock(submitting_);
     uint64_t number = submitted_->value.load(std::memory_order_relaxed) + 1;
@@ -52,10 +54,13 @@ class Transfers {
   }
 
   // Are this copy and all before it over?
-  bool done(uint64_t number) const { return slot(number).done.value.load(std::memory_order_acquire) >= number; }
+  bool done(uint64_t number) const {
+    return slot(number).done.value.load(std::memory_order_acquire) >= number;
+  }
   // Wait until they are; false at the deadline or if interrupted.
   bool wait(uint64_t number, int64_t deadline, const Interrupted& interrupted) {
-    return wait_until(slot(number).done, Compare::greater_equal, number, spins_, deadline, interrupted);
+    return wait_until(slot(number).done, Compare::greater_equal, number, spins_, deadline,
+                      interrupted);
   }
   // Was this copy, when its turn came, not made because a peer had failed?
   bool refused(uint64_t number) const { return number >= refused_.load(std::memory_order_acquire); }
@@ -65,11 +70,13 @@ class Transfers {
  private:
   static constexpr uint64_t kNever = std::numeric_limits<uint64_t>::max();
   static constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
-  // The thread looks for the next copy for a microsecond or two before it sleeps; longer, and it keeps a core from the caller.
+  // The thread looks for the next copy for a microsecond or two before it sleeps; longer, and it
+  // keeps a core from the caller.
   static constexpr int kLaneSpins = 50;
-  // Copies are numbered from 1 and end in order. Number n is in slot n % kOutstanding from when it is submitted until it is done;
-  // the copy is the thread's in between and the submitters' else. Each slot says which number was the last done in it, so that
-  // whoever waits for a copy is woken by that one and not by those before it.
+  // Copies are numbered from 1 and end in order. Number n is in slot n % kOutstanding from when it
+  // is submitted until it is done; the copy is the thread's in between and the submitters' else.
+  // Each slot says which number was the last done in it, so that whoever waits for a copy is woken
+  // by that one and not by those before it.
   struct Slot {
     Counter done;
     std::optional<StridedCopy> copy;
@@ -80,15 +87,19 @@ class Transfers {
     set_team_size(comm_threads_);
     for (uint64_t number = 1;; ++number) {
       auto stopping = [&] { return stopping_.load(); };
-      if (!wait_until(*submitted_, Compare::greater_equal, number, std::min(spins_, kLaneSpins), kForever, stopping)) return;
+      if (!wait_until(*submitted_, Compare::greater_equal, number, std::min(spins_, kLaneSpins),
+                      kForever, stopping))
+        return;
       Slot& next = slot(number);
-      if (!made(*next.copy) && refused_.load() == kNever) refused_.store(number, std::memory_order_release);
+      if (!made(*next.copy) && refused_.load() == kNever)
+        refused_.store(number, std::memory_order_release);
       next.copy.reset();
       set(next.done, number);
     }
   }
 
-  // Copy, unless a peer has failed; what cannot be copied closes the world, since nobody else learns of it.
+  // Copy, unless a peer has failed; what cannot be copied closes the world, since nobody else
+  // learns of it.
   bool made(const StridedCopy& next) {
     try {
       return copy(next);

@@ -1,4 +1,6 @@
-"""Set-up of all tests: processes that they start find helpers too, new ranks find all loaded, and the user's cache is left alone."""
+"""Set-up of all tests: processes that they start find helpers too, new ranks find all loaded, and
+the user's cache is left alone.
+"""
 
 import os
 import tempfile
@@ -10,18 +12,36 @@ import pytest
 _here = Path(__file__).parent
 _folders = [_here, *sorted({path.parent for path in _here.rglob("test_*.py")} - {_here})]
 os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, _folders), os.environ.get("PYTHONPATH", "")])
-if "WEFT_CACHE" not in os.environ:  # workers take over that of the process that starts them: products are timed once for all
+if (
+    "WEFT_CACHE" not in os.environ
+):  # workers take over that of the process that starts them: products are timed once for all
     _cache = tempfile.TemporaryDirectory(prefix="weft-test-cache-", ignore_cleanup_errors=True)
     os.environ["WEFT_CACHE"] = _cache.name
 
-LONGEST = ["copy_mutant", "hosts", "async_tp", "storm", "compile", "examples", "proof", "commands", "launch", "sanitizers"]
+LONGEST = [
+    "copy_mutant",
+    "hosts",
+    "async_tp",
+    "storm",
+    "compile",
+    "examples",
+    "proof",
+    "commands",
+    "launch",
+    "sanitizers",
+]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Refuse parameters in no order: by chance, two workers would collect them differently."""
     for mark in metafunc.definition.iter_markers("parametrize"):
-        if any(isinstance(given, (set, frozenset)) for given in (*mark.args, *mark.kwargs.values())):
-            raise TypeError(f"{metafunc.definition.nodeid} takes its parameters from a set: give a list, which has an order")
+        if any(
+            isinstance(given, (set, frozenset)) for given in (*mark.args, *mark.kwargs.values())
+        ):
+            raise TypeError(
+                f"{metafunc.definition.nodeid} takes its parameters from a set: give a list, which "
+                "has an order"
+            )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -31,9 +51,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the server of new processes where tests run: with these tests, and the environment as it is before any of them."""
+    """Start the server of new processes where tests run: with these tests, and the environment as
+    it is before any of them.
+    """
     if not (session.config.getoption("numprocesses", None) or session.config.option.collectonly):
-        from support import ranks  # takes seconds, which a process that runs no tests need not spend
+        from support import (
+            ranks,
+        )  # takes seconds, which a process that runs no tests need not spend
 
         modules = {item.module.__name__ for item in session.items}
         # Those that load GPU kernels stay out: a rank says first whether it interprets these.

@@ -1,13 +1,16 @@
 """A storm: ranks make random calls while something goes wrong at a random moment.
 
-    python tests/storm.py --trials 2000                   # or `make storm TRIALS=2000`
-    python tests/storm.py --kind kill,fork --trials 50    # trials of these kinds only; `--kind list` lists all
-    python tests/storm.py --kind fork --seed 17 --trials 1 --places shared    # one trial once more
+    python tests/storm.py --trials 2000                   # or `make storm TRIALS=2000` python
+    tests/storm.py --kind kill,fork --trials 50    # trials of these kinds only; `--kind list` lists
+    all python tests/storm.py --kind fork --seed 17 --trials 1 --places shared    # one trial once
+    more
 
-Ranks are forked from this process, which has imported torch. In each trial everything but the moment of a signal follows from its seed.
-A trial is good if all calls give what they should until it goes wrong, every rank ends as it is owed (most survivors with an error that
-names the rank which is to blame) in time, and leaves no thread, file, mapping or process behind. In time is within a second, or a second
-after the time limit where nothing else tells, plus what the ranks had to wait for a core.
+Ranks are forked from this process, which has imported torch. In each trial everything but the
+moment of a signal follows from its seed. A trial is good if all calls give what they should until
+it goes wrong, every rank ends as it is owed (most survivors with an error that names the rank which
+is to blame) in time, and leaves no thread, file, mapping or process behind. In time is within a
+second, or a second after the time limit where nothing else tells, plus what the ranks had to wait
+for a core.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def warm() -> None:
-    """Use here what ranks will use, so that none of them comes late for having to load it; no thread of it may be there at a fork."""
+    """Use here what ranks will use, so that none of them comes late for having to load it; no
+    thread of it may be there at a fork.
+    """
     torch.set_num_threads(1)
     before = os.listdir("/proc/self/task")
     with weft.init() as world:
@@ -62,11 +67,19 @@ def warm() -> None:
 def storm(
     seeds: range, kinds: Sequence[str], places: tuple[str, ...], shown: bool = True
 ) -> dict[str, list[tuple[Trial, Outcome]]]:
-    """Make the trials of these seeds, each of a kind that its seed chooses: what became of them, by kind."""
+    """Make the trials of these seeds, each of a kind that its seed chooses: what became of them, by
+    kind.
+    """
     found: dict[str, list[tuple[Trial, Outcome]]] = defaultdict(list)
-    folder = tempfile.mkdtemp(prefix="weft-storm-cache-")  # no object that would remove it at the end of a forked rank, too
+    folder = tempfile.mkdtemp(
+        prefix="weft-storm-cache-"
+    )  # no object that would remove it at the end of a forked rank, too
     try:
-        for name, value in (("TORCHINDUCTOR_CACHE_DIR", folder), ("TORCHINDUCTOR_COMPILE_THREADS", "1"), ("WEFT_CACHE", folder)):
+        for name, value in (
+            ("TORCHINDUCTOR_CACHE_DIR", folder),
+            ("TORCHINDUCTOR_COMPILE_THREADS", "1"),
+            ("WEFT_CACHE", folder),
+        ):
             os.environ.setdefault(name, value)
         warm()
         with contextlib.ExitStack() as stack:
@@ -75,9 +88,15 @@ def storm(
                 if any("hosts" in KINDS[kind].places for kind in kinds) and "hosts" in places
                 else None
             )
-            for place, ranks in (("shared", 2), *((("compile", 2),) if "compile" in places else ())):
-                # How to multiply is measured once, and what is compiled is found in the cache from then on.
-                rehearsal = Trial(-ranks, "rehearsal", place, ranks, "world", 0, "calls", 60, 0.0, False)
+            for place, ranks in (
+                ("shared", 2),
+                *((("compile", 2),) if "compile" in places else ()),
+            ):
+                # How to multiply is measured once, and what is compiled is found in the cache from
+                # then on.
+                rehearsal = Trial(
+                    -ranks, "rehearsal", place, ranks, "world", 0, "calls", 60, 0.0, False
+                )
                 run(rehearsal, Kind(but(leaves), ("PeerLost",), (RIGHT,)), None)
             step = stack.enter_context(progress("trials", len(seeds), shown=shown))
             for seed in seeds:
@@ -88,7 +107,9 @@ def storm(
                 if outcome.wrong:
                     print("\n".join([str(trial), *outcome.wrong]), flush=True)
                 step()
-        if net and (left := [name for name in [net.hub, *net.names] if Path(f"/run/netns/{name}").exists()]):
+        if net and (
+            left := [name for name in [net.hub, *net.names] if Path(f"/run/netns/{name}").exists()]
+        ):
             sys.exit(f"network namespaces are left: {left}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -96,37 +117,55 @@ def storm(
 
 
 def table(found: dict[str, list[tuple[Trial, Outcome]]]) -> Table:
-    """How many trials of each kind there were, how late the last survivor was, and how to make those that failed again."""
+    """How many trials of each kind there were, how late the last survivor was, and how to make
+    those that failed again.
+    """
     shown = Table("kind", "trials", "failed", "last survivor (s late)", "again: make storm …")
     for name in (name for name in KINDS if name in found):
         made = found[name]
         delays = [by for _, outcome in made for by in outcome.delays]
         failed = [trial for trial, outcome in made if outcome.wrong]
         seeds = "\n".join(trial.again for trial in failed[:5]) + ("\n…" if failed[5:] else "")
-        shown.add_row(name, str(len(made)), str(len(failed) or ""), f"{max(delays):.3f}" if delays else "", seeds)
+        shown.add_row(
+            name,
+            str(len(made)),
+            str(len(failed) or ""),
+            f"{max(delays):.3f}" if delays else "",
+            seeds,
+        )
     return shown
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--seed", type=int, help="of the first trial; a random one if not given")
     parser.add_argument(
-        "--kind", default=",".join(KINDS), help="kinds of trials, drawn by chance: all if not given; `list` names them"
+        "--kind",
+        default=",".join(KINDS),
+        help="kinds of trials, drawn by chance: all if not given; `list` names them",
     )
-    parser.add_argument("--places", default=",".join(PLACES), help="where ranks are, drawn by chance")
+    parser.add_argument(
+        "--places", default=",".join(PLACES), help="where ranks are, drawn by chance"
+    )
     options = parser.parse_args()
     places, kinds = tuple(options.places.split(",")), options.kind.split(",")
     if kinds == ["list"]:
         print("\n".join(KINDS))
         return
     if unknown := {*kinds} - {*KINDS}:
-        parser.error(f"no kinds of trials are {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+        parser.error(
+            f"no kinds of trials are {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}"
+        )
     if WHY_NOT and "hosts" in places:
         print(f"no hosts: {WHY_NOT}")
         places = tuple(place for place in places if place != "hosts")
     for name in [*kinds]:
-        if why := KINDS[name].why_not() or ("" if {*places} & {*KINDS[name].places} else f"not in {', '.join(sorted({*places}))}"):
+        if why := KINDS[name].why_not() or (
+            "" if {*places} & {*KINDS[name].places} else f"not in {', '.join(sorted({*places}))}"
+        ):
             print(f"no trials of {name}: {why}")
             kinds.remove(name)
     if not kinds:
@@ -138,7 +177,10 @@ def main() -> None:
     found = storm(range(first, first + options.trials), kinds, places)
     failures = sum(bool(outcome.wrong) for made in found.values() for _, outcome in made)
     Console(width=None if sys.stdout.isatty() else 160).print(table(found))
-    print(f"{options.trials} trials from seed {first} on in {time.monotonic() - begun:.0f} s, {failures} failures")
+    print(
+        f"{options.trials} trials from seed {first} on in {time.monotonic() - begun:.0f} s, "
+        f"{failures} failures"
+    )
     sys.exit(bool(failures))
 
 

@@ -1,4 +1,6 @@
-"""The examples and what the documents show run as a reader would run them: taken from there, so that neither can drift."""
+"""The examples and what the documents show run as a reader would run them: taken from there, so
+that neither can drift.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ DOCUMENTS = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs"
 
 def run(*command, cwd=ROOT):
     """What a command prints; it must succeed."""
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=100, cwd=cwd)
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, timeout=100, cwd=cwd
+    )
     assert done.returncode == 0, f"{command}:\n{done.stdout}{done.stderr}"
     return done.stdout
 
@@ -41,7 +45,9 @@ def by_itself(name, *arguments, cwd=ROOT):
 
 
 def example(name, *arguments, cwd=ROOT):
-    """What an example prints as the main program of this process, whose ranks are forked where torch has been imported."""
+    """What an example prints as the main program of this process, whose ranks are forked where
+    torch has been imported.
+    """
     script, printed = str(EXAMPLES / name), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(sys, "argv", [script, *arguments])
@@ -57,7 +63,11 @@ def example(name, *arguments, cwd=ROOT):
 @pytest.mark.data
 @pytest.mark.parametrize("name", [None, "picture.png"], ids=["as it is", "with a name"])
 def test_custom_schedule(tmp_path, name):
-    printed = example("custom_schedule.py", name, cwd=tmp_path) if name else by_itself("custom_schedule.py", cwd=tmp_path)
+    printed = (
+        example("custom_schedule.py", name, cwd=tmp_path)
+        if name
+        else by_itself("custom_schedule.py", cwd=tmp_path)
+    )
     assert "all_gather_matmul / doubling on 4 ranks" in printed
     picture = tmp_path / (name or "timeline.png")
     assert picture.name in printed
@@ -68,13 +78,26 @@ def test_custom_schedule(tmp_path, name):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tensor_parallel_transformer(dtype):
     sizes = "--dim 64 --layers 2 --heads 4 --kv-heads 2 --hidden 96 --vocab 128 --batch 2 --prompt 16 --generated 3 --iterations 1"
-    printed = example("tensor_parallel_transformer.py", *sizes.split(), "--dtype", dtype, "--explain")
-    for word in ("prefill", "decode", "train", "logits agree", "gradients agree", "matmul_all_reduce", "matmul_reduce_scatter"):
+    printed = example(
+        "tensor_parallel_transformer.py", *sizes.split(), "--dtype", dtype, "--explain"
+    )
+    for word in (
+        "prefill",
+        "decode",
+        "train",
+        "logits agree",
+        "gradients agree",
+        "matmul_all_reduce",
+        "matmul_reduce_scatter",
+    ):
         assert word in printed
 
 
 @pytest.mark.data
-@pytest.mark.skipif(torch.__version__ < "2.11", reason="this torch's pipelines send an int64 to who receives a float32")
+@pytest.mark.skipif(
+    torch.__version__ < "2.11",
+    reason="this torch's pipelines send an int64 to who receives a float32",
+)
 def test_torch_distributed():
     """On both backends the losses are the same; the example itself checks that in every step."""
     sizes = "--dim 32 --layers 2 --heads 2 --batch 4 --length 8 --steps 3"
@@ -99,13 +122,18 @@ def test_async_tp(tmp_path, monkeypatch):
 def test_huggingface():
     pytest.importorskip("transformers")
     sizes = "--hidden 64 --intermediate 128 --layers 2 --heads 4 --kv-heads 2 --vocabulary 128 --prompt 16 --generated 6 --runs 2"
-    printed = by_itself("huggingface.py", *sizes.split(), "--dtype", "float32")  # whose results are of its own classes
+    printed = by_itself(
+        "huggingface.py", *sizes.split(), "--dtype", "float32"
+    )  # whose results are of its own classes
     assert printed.count("7 of 7") == 4, printed
 
 
 def test_every_example_is_tested():
     here = Path(__file__).read_text()
-    assert all(re.search(rf'(example|by_itself|start)\("{path.name}"', here) for path in EXAMPLES.glob("*.py"))
+    assert all(
+        re.search(rf'(example|by_itself|start)\("{path.name}"', here)
+        for path in EXAMPLES.glob("*.py")
+    )
 
 
 class Block(NamedTuple):
@@ -131,11 +159,19 @@ def docstring_snippets():
     """The indented paragraphs of docstrings that are Python and call something."""
     for path in sorted((ROOT / "weft").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (docstring := ast.get_docstring(node)):
-                for found in re.finditer(r"(?<=\n\n)(?: {4}.*(?:\n(?=\n* {4})|\n\n|$))+", docstring + "\n\n"):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (
+                docstring := ast.get_docstring(node)
+            ):
+                for found in re.finditer(
+                    r"(?<=\n\n)(?: {4}.*(?:\n(?=\n* {4})|\n\n|$))+", docstring + "\n\n"
+                ):
                     text = textwrap.dedent(found[0])
                     if is_python(text):
-                        yield Block(f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}", "python", text)
+                        yield Block(
+                            f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}",
+                            "python",
+                            text,
+                        )
 
 
 def is_python(text):
@@ -147,7 +183,11 @@ def is_python(text):
 
 ALL = [block for document in DOCUMENTS for block in blocks(document)]
 PROGRAMS = [block for block in ALL if block.is_program]
-SNIPPETS = [block for block in (*ALL, *docstring_snippets()) if block.language == "python" and not block.is_program]
+SNIPPETS = [
+    block
+    for block in (*ALL, *docstring_snippets())
+    if block.language == "python" and not block.is_program
+]
 
 
 class Shell(NamedTuple):
@@ -166,7 +206,12 @@ def shell_lines(block):
         words = shlex.split(lines[i].removeprefix("$ "))[1:]
         shown = []
         if lines[i].startswith("$ "):
-            shown = lines[i + 1 : next((j for j in range(i + 1, len(lines)) if re.match(r"\w*\$ ", lines[j])), len(lines))]
+            shown = lines[
+                i + 1 : next(
+                    (j for j in range(i + 1, len(lines)) if re.match(r"\w*\$ ", lines[j])),
+                    len(lines),
+                )
+            ]
         yield Shell(block.where, words, "\n".join(shown))
 
 
@@ -212,9 +257,13 @@ def test_snippets_run(tmp_path):
     on_ranks(snippets.run, 2, [(block.where, block.text) for block in SNIPPETS], tmp_path)
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=[f"{c.where} weft {' '.join(c.words)}" for c in COMMANDS])
+@pytest.mark.parametrize(
+    "command", COMMANDS, ids=[f"{c.where} weft {' '.join(c.words)}" for c in COMMANDS]
+)
 def test_commands(command, tmp_path):
-    """Their options are those of the command line; those that only plan and predict print what is shown, … being left out."""
+    """Their options are those of the command line; those that only plan and predict print what is
+    shown, … being left out.
+    """
     found, group, rest = resolve(command.words)
     found.make_context(found.name, [*rest], parent=group)
     if command.words[0] in ("plan", "predict"):
@@ -226,19 +275,27 @@ def test_commands(command, tmp_path):
 @pytest.mark.parametrize("words", MENTIONED.values(), ids=[*MENTIONED])
 def test_what_is_mentioned_is_there(words):
     command, _, rest = resolve(words[1:])
-    assert not hasattr(command, "commands") or not [word for word in rest if not word.startswith("-")]
+    assert not hasattr(command, "commands") or not [
+        word for word in rest if not word.startswith("-")
+    ]
     known = {name for parameter in command.params for name in parameter.opts}
     assert {word for word in rest if word.startswith("--")} <= known
 
 
 def test_where_to_change_what():
-    """Files and names in the table of docs/design.md are there: "path: name" or "path", from weft/ or from the root on."""
+    """Files and names in the table of docs/design.md are there: "path: name" or "path", from weft/
+    or from the root on.
+    """
     design = (ROOT / "docs/design.md").read_text()
     table = design[design.index("### Where do I change") : design.index("**A new collective**")]
-    found = re.findall(r"`([\w/*-]+\.(?:py|hpp|cpp|toml|mplstyle))(?:: (?:\w+(?:\.|::))?(\w+))?`", table)
+    found = re.findall(
+        r"`([\w/*-]+\.(?:py|hpp|cpp|toml|mplstyle))(?:: (?:\w+(?:\.|::))?(\w+))?`", table
+    )
     assert len(found) > 30
     for path, name in found:
         files = [file for root in (ROOT / "weft", ROOT) for file in root.glob(path)]
         assert files, path
-        definition = rf"^\s*(def|class) {name}\b|^{name}\b" if path.endswith(".py") else rf"\b{name}\b"
+        definition = (
+            rf"^\s*(def|class) {name}\b|^{name}\b" if path.endswith(".py") else rf"\b{name}\b"
+        )
         assert re.search(definition, files[0].read_text(), re.M), (path, name)

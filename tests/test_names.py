@@ -13,7 +13,8 @@ def said(code):
 
 def test_names_are_listed_before_they_are_loaded():
     listed = said(
-        "import rlcompleter, sys, weft; print(dir(weft), 'torch' in sys.modules, rlcompleter.Completer().complete('weft.laun', 0))"
+        "import rlcompleter, sys, weft; print(dir(weft), 'torch' in sys.modules, "
+        "rlcompleter.Completer().complete('weft.laun', 0))"
     )
     assert "'all_reduce'" in listed
     assert "'nn'" in listed

@@ -1,4 +1,5 @@
-"""torch's own suite for backends of torch.distributed, on weft: ``make torch-suite`` (the number of ranks is WORLD_SIZE).
+"""torch's own suite for backends of torch.distributed, on weft: ``make torch-suite`` (the number of
+ranks is WORLD_SIZE).
 
 What it skips for the name of the backend, though weft has it, is run too.
 """

@@ -1,6 +1,7 @@
 """weft hides communication behind compute in tensor-parallel programs.
 
-Public names are imported when they are first used, so that plans can be written and verified without loading torch.
+Public names are imported when they are first used, so that plans can be written and verified
+without loading torch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ if TYPE_CHECKING:
     from weft import nn
     from weft.compiler.async_tp import enable_async_tp
     from weft.engines.weights import PackedWeight, pack
-    from weft.errors import MismatchError, PeerLost, PeerTimeout, PlanError, SymmetricMemoryError, WeftError
+    from weft.errors import (
+        MismatchError,
+        PeerLost,
+        PeerTimeout,
+        PlanError,
+        SymmetricMemoryError,
+        WeftError,
+    )
     from weft.ops.all_gather import all_gather, all_gather_async
     from weft.ops.all_gather_matmul import all_gather_matmul
     from weft.ops.all_reduce import all_reduce, all_reduce_async
@@ -29,18 +37,45 @@ if TYPE_CHECKING:
     from weft.world import World, init
     from weft.world.launcher import launch
     from weft.world.local import LocalWorld, local_world
-    from weft.world.onesided import Transfer, get, get_async, notify, put, put_async, put_notify, test, wait
+    from weft.world.onesided import (
+        Transfer,
+        get,
+        get_async,
+        notify,
+        put,
+        put_async,
+        put_notify,
+        test,
+        wait,
+    )
     from weft.world.signals import Signals
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "weft.errors": ["MismatchError", "PeerLost", "PeerTimeout", "PlanError", "SymmetricMemoryError", "WeftError"],
+    "weft.errors": [
+        "MismatchError",
+        "PeerLost",
+        "PeerTimeout",
+        "PlanError",
+        "SymmetricMemoryError",
+        "WeftError",
+    ],
     "weft.world.launcher": ["launch"],
     "weft.world.local": ["LocalWorld", "local_world"],
     "weft.compiler.async_tp": ["enable_async_tp"],
     "weft.engines.weights": ["PackedWeight", "pack"],
-    "weft.world.onesided": ["Transfer", "get", "get_async", "notify", "put", "put_async", "put_notify", "test", "wait"],
+    "weft.world.onesided": [
+        "Transfer",
+        "get",
+        "get_async",
+        "notify",
+        "put",
+        "put_async",
+        "put_notify",
+        "test",
+        "wait",
+    ],
     "weft.ops.all_gather_matmul": ["all_gather_matmul"],
     "weft.ops.barrier": ["barrier"],
     "weft.ops.all_gather": ["all_gather", "all_gather_async"],
@@ -69,7 +104,9 @@ def __getattr__(name: str) -> Any:
     if name == "nn":
         return importlib.import_module("weft.nn")
     if name not in _HOME:
-        raise AttributeError(f"module 'weft' has no attribute {name!r}", name=name, obj=sys.modules[__name__])  # for "Did you mean"
+        raise AttributeError(
+            f"module 'weft' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+        )  # for "Did you mean"
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value

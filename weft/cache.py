@@ -1,8 +1,9 @@
 """What is measured once per machine is remembered in the user's cache directory.
 
-The directory is ``WEFT_CACHE``, by default ``weft`` in ``XDG_CACHE_HOME`` or ``~/.cache``. Machines may share it, as they do
-with a home directory, and versions of weft: what is true of one of each only is stored under a name that is `of_this_machine`. What
-was stored and is not as expected, since somebody has changed it, counts as not there.
+The directory is ``WEFT_CACHE``, by default ``weft`` in ``XDG_CACHE_HOME`` or ``~/.cache``. Machines
+may share it, as they do with a home directory, and versions of weft: what is true of one of each
+only is stored under a name that is `of_this_machine`. What was stored and is not as expected, since
+somebody has changed it, counts as not there.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ PROFILE = "machine"
 _WRITING = 1.0  # seconds that another process may take to write what it has begun to store
 
 Fits = Callable[[Any], object]
-"""Whether a stored value is as expected: true if it is, else false or an error of whoever finds something else in it."""
+"""Whether a stored value is as expected: true if it is, else false or an error of whoever finds
+something else in it.
+"""
 
 
 def directory() -> Path | None:
@@ -54,7 +57,9 @@ def processor() -> str:
     except OSError:
         return platform.processor()
     lines = dict(line.split("\t", 1) for line in first.splitlines() if "\t" in line)
-    return ":".join(lines.get(key, "").strip(" \t:") for key in ("model name", "cpu family", "model"))
+    return ":".join(
+        lines.get(key, "").strip(" \t:") for key in ("model name", "cpu family", "model")
+    )
 
 
 def stored(name: str, fits: Fits) -> Any:
@@ -67,7 +72,9 @@ def stored(name: str, fits: Fits) -> Any:
 
 
 def store(name: str, value: Any) -> None:
-    """Store a JSON value under `name` in place of what was there. Raises `OSError` without a writable directory."""
+    """Store a JSON value under `name` in place of what was there. Raises `OSError` without a
+    writable directory.
+    """
     os.replace(_written(value), _path(name))
 
 
@@ -79,8 +86,8 @@ def check() -> None:
 def once(name: str, measure: Callable[[], Any], fits: Fits) -> Any:
     """The JSON value stored under `name`, measured if there is none yet that `fits`.
 
-    Of several processes that measure at the same time the first to finish wins, and all return its value, so ranks agree.
-    Without a writable directory each process keeps what it measured.
+    Of several processes that measure at the same time the first to finish wins, and all return its
+    value, so ranks agree. Without a writable directory each process keeps what it measured.
     """
     was_there = directory() is not None and _path(name).exists()
     if (found := stored(name, fits)) is not None:
@@ -104,7 +111,9 @@ def once(name: str, measure: Callable[[], Any], fits: Fits) -> Any:
 def _publish(written: str, path: Path) -> None:
     """Let the file be found at `path` unless another one is."""
     try:
-        os.link(written, path)  # unlike a rename, a link does not replace what another process stored
+        os.link(
+            written, path
+        )  # unlike a rename, a link does not replace what another process stored
     except FileExistsError:
         pass
     except OSError:  # there are no links on this file system
@@ -118,7 +127,9 @@ def _path(name: str) -> Path:
 
 def _directory() -> Path:
     if (found := directory()) is None:
-        raise FileNotFoundError("there is no home directory to remember anything in: set WEFT_CACHE to a directory")
+        raise FileNotFoundError(
+            "there is no home directory to remember anything in: set WEFT_CACHE to a directory"
+        )
     return found
 
 

@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 PLAIN = (Tensor, torch.nn.Parameter)
-_REMEDIES = {"DTensor": "to_local()", "AsyncCollectiveTensor": "wait()", "NestedTensor": "to_padded_tensor(0.0)"}
+_REMEDIES = {
+    "DTensor": "to_local()",
+    "AsyncCollectiveTensor": "wait()",
+    "NestedTensor": "to_padded_tensor(0.0)",
+}
 """What makes plain tensors of torch's own subclasses."""
 
 
@@ -21,13 +25,17 @@ def name(dtype: torch.dtype) -> str:
 def check_tensor(tensor: object, what: str) -> None:
     """A plain tensor: its elements lie in memory as they are.
 
-    Subclasses other than `torch.nn.Parameter` are refused, even where they have plain memory: what they mean by their elements is
-    theirs to say. So are sparse and nested tensors, and views whose elements are conjugated or negated only when they are read.
+    Subclasses other than `torch.nn.Parameter` are refused, even where they have plain memory: what
+    they mean by their elements is theirs to say. So are sparse and nested tensors, and views whose
+    elements are conjugated or negated only when they are read.
     """
     if type(tensor) not in PLAIN or not isinstance(tensor, Tensor):
         raise TypeError(_of_another_type(tensor, what))
     if tensor.is_nested:
-        raise ValueError(f"{what} is a nested tensor: pass {what}.to_padded_tensor(0.0), or its parts by themselves")
+        raise ValueError(
+            f"{what} is a nested tensor: pass {what}.to_padded_tensor(0.0), or its parts by "
+            "themselves"
+        )
     if tensor.layout is not torch.strided:
         raise ValueError(f"{what} has the layout {tensor.layout}: pass {what}.to_dense()")
     if tensor.is_neg() or tensor.is_conj():
@@ -38,11 +46,17 @@ def check_tensor(tensor: object, what: str) -> None:
 def _of_another_type(given: object, what: str) -> str:
     kind = type(given).__name__
     if not isinstance(given, Tensor):
-        hint = f": pass torch.as_tensor({what})" if isinstance(given, list | tuple) or hasattr(given, "__array__") else ""
+        hint = (
+            f": pass torch.as_tensor({what})"
+            if isinstance(given, list | tuple) or hasattr(given, "__array__")
+            else ""
+        )
         return f"{what} must be a tensor; got {kind}{hint}"
     if kind in _REMEDIES:
         remedy = f"{what}.{_REMEDIES[kind]}"
-    elif type(given).__torch_dispatch__ is Tensor.__torch_dispatch__ and not torch.nn.parameter.is_lazy(given):
+    elif type(
+        given
+    ).__torch_dispatch__ is Tensor.__torch_dispatch__ and not torch.nn.parameter.is_lazy(given):
         remedy = f"{what}.as_subclass(torch.Tensor)"
     else:
         remedy = "one with the elements that it stands for"
@@ -50,11 +64,15 @@ def _of_another_type(given: object, what: str) -> str:
 
 
 LONGEST = 1e6
-"""Seconds that no wait takes longer than, whatever its limit: what time is counted with holds no more than some."""
+"""Seconds that no wait takes longer than, whatever its limit: what time is counted with holds no
+more than some.
+"""
 
 
 def limited(timeout: float) -> float:
-    """A world's time limit, of at most `LONGEST`. Raises `ValueError` unless it is a positive number of seconds."""
+    """A world's time limit, of at most `LONGEST`. Raises `ValueError` unless it is a positive
+    number of seconds.
+    """
     check_timeout(timeout)
     return min(float(timeout), LONGEST)
 

@@ -16,17 +16,24 @@ class _Error(RuntimeError):
 class WeftError(_Error):
     """Base of all errors below; raised itself for the use of a closed world.
 
-    Where torch is loaded it is a `torch.distributed.DistBackendError`, so that handlers of torch's errors catch weft's.
+    Where torch is loaded it is a `torch.distributed.DistBackendError`, so that handlers of torch's
+    errors catch weft's.
     """
 
 
 def in_use(thread: int) -> WeftError:
-    """The error of a call on a world in which `thread`, by its identifier, is in the middle of another."""
+    """The error of a call on a world in which `thread`, by its identifier, is in the middle of
+    another.
+    """
     if thread == threading.get_ident():
-        return WeftError("this thread is in the middle of a call on this world: a signal handler that interrupts it can make none")
+        return WeftError(
+            "this thread is in the middle of a call on this world: a signal handler that "
+            "interrupts it can make none"
+        )
     name = next((each.name for each in threading.enumerate() if each.ident == thread), str(thread))
     return WeftError(
-        f"thread {name!r} is in the middle of a call on this world, which is used by one thread at a time: let one thread make all "
+        f"thread {name!r} is in the middle of a call on this world, which is used by one thread at "
+        "a time: let one thread make all "
         "calls, or make a world for each by weft.init(group)"
     )
 
@@ -37,7 +44,8 @@ def stand_on(base: type[RuntimeError]) -> None:
 
 
 class PeerLost(WeftError):
-    """A peer died, closed its world or failed with an exception of its own while this rank needed it.
+    """A peer died, closed its world or failed with an exception of its own while this rank needed
+    it.
 
     `how` says which, as a phrase.
     """
@@ -54,8 +62,8 @@ class PeerTimeout(WeftError, TimeoutError):
 class MismatchError(WeftError):
     """The ranks did not make the same call; the message shows what differs, and both calls.
 
-    How weft carries them out is told at level DEBUG of the logger ``weft``, and in the message where nothing else differs. `ranks`
-    are the two that it shows.
+    How weft carries them out is told at level DEBUG of the logger ``weft``, and in the message
+    where nothing else differs. `ranks` are the two that it shows.
     """
 
     ranks: tuple[int, ...] = ()
@@ -83,17 +91,32 @@ class MismatchError(WeftError):
 
 
 def _difference(one: str, other: str) -> str:
-    """What of two calls, each ``operator(shape dtype, option=value, …)``, is not the same, in words."""
+    """What of two calls, each ``operator(shape dtype, option=value, …)``, is not the same, in
+    words.
+    """
     if one.partition("(")[0] != other.partition("(")[0]:
         return "operators differ"
-    found = [what for what, pattern in _PARTS.items() if re.findall(pattern, one) != re.findall(pattern, other)]
+    found = [
+        what
+        for what, pattern in _PARTS.items()
+        if re.findall(pattern, one) != re.findall(pattern, other)
+    ]
     options, others = [dict(re.findall(r"(\w+)=([^=]*)(?:, |\))", call)) for call in (one, other)]
-    known = {name for name, value in (options | others).items() if re.search(_PARTS["dtypes"], value)}
-    found += [name for name in options | others if name not in known and options.get(name) != others.get(name)]
+    known = {
+        name for name, value in (options | others).items() if re.search(_PARTS["dtypes"], value)
+    }
+    found += [
+        name
+        for name in options | others
+        if name not in known and options.get(name) != others.get(name)
+    ]
     return f"{' and '.join(found) or 'arguments'} differ{'s' if len(found) == 1 and found[0] not in _PARTS else ''}"
 
 
-_PARTS = {"shapes": r"\(\d*,[\d, ]*\)|\[[\d, ]*\] rows x \d+|\(\) ", "dtypes": r"\b(?:b?float|u?int|bool|complex)\w*"}
+_PARTS = {
+    "shapes": r"\(\d*,[\d, ]*\)|\[[\d, ]*\] rows x \d+|\(\) ",
+    "dtypes": r"\b(?:b?float|u?int|bool|complex)\w*",
+}
 
 
 def _algorithm(how: str) -> str:

@@ -13,38 +13,72 @@ def load(folder: Path, name: str) -> dict[str, Any] | None:
 
 def main(folder: Path) -> None:
     print("# GPU check\n")
-    host, gathers, products = (load(folder, name) for name in ("from-host", "all-gather", "products"))
-    for missing in [name for name, found in (("from-host", host), ("all-gather", gathers), ("products", products)) if not found]:
+    host, gathers, products = (
+        load(folder, name) for name in ("from-host", "all-gather", "products")
+    )
+    for missing in [
+        name
+        for name, found in (("from-host", host), ("all-gather", gathers), ("products", products))
+        if not found
+    ]:
         print(f"- {missing}: no result; see {missing}.log")
     if host:
         times = ", ".join(f"{name} {time['median']:.3f}" for name, time in host["times_ms"].items())
-        print(f"\nPeers in host memory on {host['machine']['gpu']}: {times} ms; limit_ratio {host['limit_ratio']:.3f}, ", end="")
+        print(
+            f"\nPeers in host memory on {host['machine']['gpu']}: {times} ms; limit_ratio "
+            f"{host['limit_ratio']:.3f}, ",
+            end="",
+        )
         print(f"by the persistent kernel {host['limit_ratio_triton']:.3f}, ", end="")
         print(f"speedup {host['speedup']:.2f}, {'verified' if host['verified'] else 'WRONG'}")
     if gathers:
-        print("\n| bytes gathered | implementation | SMs | us | GB/s | wrong |\n|---|---|---|---|---|---|")
+        print(
+            "\n| bytes gathered | implementation | SMs | us | GB/s | wrong "
+            "|\n|---|---|---|---|---|---|"
+        )
         for row in gathers["rows"]:
             what = f"{row['size_bytes']} | {row['implementation']} | {row['comm_sms'] or '-'}"
-            print(f"| {what} | {row['time_us']['median']:.1f} | {row['algbw_gbps']:.1f} | {row['wrong']} |")
+            print(
+                f"| {what} | {row['time_us']['median']:.1f} | {row['algbw_gbps']:.1f} | "
+                f"{row['wrong']} |"
+            )
     if products:
         rates = products.get("products")
         if isinstance(rates, list):
-            print("\n| product | kernel TFLOP/s | torch.mm TFLOP/s | ratio | wrong |\n|---|---|---|---|---|")
+            print(
+                "\n| product | kernel TFLOP/s | torch.mm TFLOP/s | ratio | wrong "
+                "|\n|---|---|---|---|---|"
+            )
             for row in rates:
                 shape = "x".join(str(row["shape"][name]) for name in "mkn")
                 print(
-                    f"| {shape} | {row['kernel_tflops']:.0f} | {row['torch_mm_tflops']:.0f} | {row['ratio']:.3f} | {row['wrong']} |"
+                    f"| {shape} | {row['kernel_tflops']:.0f} | {row['torch_mm_tflops']:.0f} | "
+                    f"{row['ratio']:.3f} | {row['wrong']} |"
                 )
         if processes := products.get("processes"):
             print("\nTwo processes on one GPU, 8192 x 8192 x 8192: ", end="")
-            print(", ".join(f"{name} {time if isinstance(time, str) else f'{time:.3f} ms'}" for name, time in processes.items()))
-        worlds = [found for found in products.values() if isinstance(found, dict) and "times_ms" in found]
+            print(
+                ", ".join(
+                    f"{name} {time if isinstance(time, str) else f'{time:.3f} ms'}"
+                    for name, time in processes.items()
+                )
+            )
+        worlds = [
+            found for found in products.values() if isinstance(found, dict) and "times_ms" in found
+        ]
         views = [*dict.fromkeys(view for world in worlds for view in world["times_ms"])]
         if worlds:
-            print("\n| 8192 cubed, ms | " + " | ".join(f"{world['ranks']} {world['products']}" for world in worlds) + " |")
+            print(
+                "\n| 8192 cubed, ms | "
+                + " | ".join(f"{world['ranks']} {world['products']}" for world in worlds)
+                + " |"
+            )
             print("|---" * (len(worlds) + 1) + "|")
             for view in views:
-                cells = [f"{world['times_ms'][view]:.3f}" if view in world["times_ms"] else "-" for world in worlds]
+                cells = [
+                    f"{world['times_ms'][view]:.3f}" if view in world["times_ms"] else "-"
+                    for world in worlds
+                ]
                 print(f"| {view} | " + " | ".join(cells) + " |")
         for name, found in products.items():
             if isinstance(found, dict) and "error" in found:

@@ -1,4 +1,5 @@
-// The native core on threads instead of processes, so that a sanitizer sees all sides: copies, sums, waits, lanes, lost peers.
+// The native core on threads instead of processes, so that a sanitizer sees all sides: copies,
+// sums, waits, lanes, lost peers.
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -22,12 +23,14 @@
 
 using namespace weft;
 
-#define CHECK(condition) \
-  do { \
-    if (!(condition)) std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition), std::abort(); \
+#define CHECK(condition)                                                                 \
+  do {                                                                                   \
+    if (!(condition))                                                                    \
+      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition), std::abort(); \
   } while (0)
 
-void copy_rows(char* dst, size_t dst_stride, const char* src, size_t src_stride, size_t rows, size_t row_bytes) {
+void copy_rows(char* dst, size_t dst_stride, const char* src, size_t src_stride, size_t rows,
+               size_t row_bytes) {
   const Target target{dst, dst_stride, rows * row_bytes};
   copy_rows(&target, 1, src, src_stride, rows, row_bytes);
 }
@@ -56,11 +59,14 @@ void test_several_targets() {
   for (size_t bytes : {1, 100, 70'000, 2 << 20, 5 << 20}) {
     std::vector<char> src(bytes), one(bytes + 8), other(bytes + 8);
     for (auto& x : src) x = static_cast<char>(random());
-    Target targets[] = {{one.data() + 3, bytes, bytes}, {src.data(), bytes, 0}, {other.data() + 1, bytes, 3 * bytes, Reader::peers}};
+    Target targets[] = {{one.data() + 3, bytes, bytes},
+                        {src.data(), bytes, 0},
+                        {other.data() + 1, bytes, 3 * bytes, Reader::peers}};
     std::vector<char> wanted = src;  // the source may be among them
     for (int time = 0; time < 4; ++time) {
       copy_rows(targets, 3, src.data(), bytes, 1, bytes);
-      CHECK(src == wanted && !std::memcmp(one.data() + 3, wanted.data(), bytes) && !std::memcmp(other.data() + 1, wanted.data(), bytes));
+      CHECK(src == wanted && !std::memcmp(one.data() + 3, wanted.data(), bytes) &&
+            !std::memcmp(other.data() + 1, wanted.data(), bytes));
       std::memset(other.data(), time, other.size());
     }
   }
@@ -70,43 +76,55 @@ void test_transposing() {
   constexpr size_t rows = 70, columns = 131;
   std::vector<uint32_t> src(rows * columns), dst(rows * columns);
   for (size_t i = 0; i < src.size(); ++i) src[i] = static_cast<uint32_t>(i);
-  StridedCopy(reinterpret_cast<char*>(dst.data()), reinterpret_cast<char*>(src.data()), 4, {rows, columns}, {1, rows}, {columns, 1}).run();
+  StridedCopy(reinterpret_cast<char*>(dst.data()), reinterpret_cast<char*>(src.data()), 4,
+              {rows, columns}, {1, rows}, {columns, 1})
+      .run();
   for (size_t r = 0; r < rows; ++r)
     for (size_t c = 0; c < columns; ++c) CHECK(dst[c * rows + r] == src[r * columns + c]);
 }
 
-// The first operand is what is made of the others; it is part of `whole` bytes, and copied to more targets.
-void reduce(Combine combine, const std::vector<Rows>& operands, size_t rows, size_t columns, int ranks, size_t whole = 0,
-            const Target* copies = nullptr, size_t count = 0) {
+// The first operand is what is made of the others; it is part of `whole` bytes, and copied to more
+// targets.
+void reduce(Combine combine, const std::vector<Rows>& operands, size_t rows, size_t columns,
+            int ranks, size_t whole = 0, const Target* copies = nullptr, size_t count = 0) {
   std::vector<Target> targets{{const_cast<char*>(operands[0].base), operands[0].stride, whole}};
   targets.insert(targets.end(), copies, copies + count);
-  reduce_rows(combine, operands[0].dtype, {operands.begin() + 1, operands.end()}, rows, columns, ranks, targets.data(), targets.size());
+  reduce_rows(combine, operands[0].dtype, {operands.begin() + 1, operands.end()}, rows, columns,
+              ranks, targets.data(), targets.size());
 }
 
 void test_sums() {
   std::mt19937 random(2);
   std::uniform_real_distribution<float> uniform(-1, 1);
   constexpr size_t rows = 3, columns = 2500;
-  std::vector<std::vector<float>> all(5, std::vector<float>(rows * columns));  // the sum, then what is added
+  // the sum, then what is added
+  std::vector<std::vector<float>> all(5, std::vector<float>(rows * columns));
   std::vector<Rows> places;
   for (auto& numbers : all) {
     for (auto& x : numbers) x = uniform(random);
     places.push_back({reinterpret_cast<char*>(numbers.data()), columns * 4, Dtype::float32});
   }
   reduce(Combine::sum, places, rows, columns, 4);
-  for (size_t i = 0; i < rows * columns; ++i) CHECK(all[0][i] == ((all[1][i] + all[2][i]) + all[3][i]) + all[4][i]);
+  for (size_t i = 0; i < rows * columns; ++i)
+    CHECK(all[0][i] == ((all[1][i] + all[2][i]) + all[3][i]) + all[4][i]);
   std::vector<float> copy(rows * columns);
-  Target copies[] = {{reinterpret_cast<char*>(copy.data()), columns * 4, 0, Reader::owner}, {reinterpret_cast<char*>(all[2].data()), columns * 4, 0}};
-  reduce(Combine::sum, places, rows, columns, 4, 0, copies, 2);  // a source is overwritten, once it has been read
+  Target copies[] = {{reinterpret_cast<char*>(copy.data()), columns * 4, 0, Reader::owner},
+                     {reinterpret_cast<char*>(all[2].data()), columns * 4, 0}};
+  // a source is overwritten, once it has been read
+  reduce(Combine::sum, places, rows, columns, 4, 0, copies, 2);
   CHECK(copy == all[0] && all[2] == all[0]);
   const std::vector<float> one_before = all[3];
-  reduce(Combine::sum, {places[0], places[3], places[4]}, rows, columns, 2);  // of two, elsewhere and over one of them
+  // of two, elsewhere and over one of them
+  reduce(Combine::sum, {places[0], places[3], places[4]}, rows, columns, 2);
   reduce(Combine::max, {places[3], places[3], places[4]}, rows, columns, 2);
   for (size_t i = 0; i < rows * columns; ++i)
-    CHECK(all[0][i] == one_before[i] + all[4][i] && all[3][i] == std::max(one_before[i], all[4][i]));
+    CHECK(all[0][i] == one_before[i] + all[4][i] &&
+          all[3][i] == std::max(one_before[i], all[4][i]));
   size_t many = (size_t{9} << 20) / 4;  // written past the caches
   std::vector<float> left(many, 1), right(many, 2), total(many), twice(many);
-  auto whole = [&](std::vector<float>& x) { return Rows{reinterpret_cast<char*>(x.data()), many * 4, Dtype::float32}; };
+  auto whole = [&](std::vector<float>& x) {
+    return Rows{reinterpret_cast<char*>(x.data()), many * 4, Dtype::float32};
+  };
   Target again{reinterpret_cast<char*>(twice.data()), many * 4, 2 * many * 4};
   reduce(Combine::avg, {whole(total), whole(left), whole(right)}, 1, many, 2, many * 4, &again, 1);
   for (size_t i = 0; i < many; ++i) CHECK(total[i] == 1.5f && twice[i] == 1.5f);
@@ -124,30 +142,42 @@ void test_sums() {
 template <class T>
 void test_wrapping_sums(Dtype dtype) {
   std::vector<T> most(100, std::numeric_limits<T>::max()), sum(100);
-  auto rows = [&](std::vector<T>& x) { return Rows{reinterpret_cast<char*>(x.data()), x.size() * sizeof(T), dtype}; };
+  auto rows = [&](std::vector<T>& x) {
+    return Rows{reinterpret_cast<char*>(x.data()), x.size() * sizeof(T), dtype};
+  };
   reduce(Combine::sum, {rows(sum), rows(most), rows(most)}, 1, most.size(), 2);
   CHECK(sum == std::vector<T>(100, -2));
   reduce(Combine::sum, {rows(sum), rows(most), rows(most), rows(most)}, 1, most.size(), 3);
   CHECK(sum == std::vector<T>(100, std::numeric_limits<T>::max() - 2));
 }
 
-// What the processor's instructions make of 16-bit numbers is what the arithmetic without them makes, to the bit.
+// What the processor's instructions make of 16-bit numbers is what the arithmetic without them
+// makes, to the bit.
 void test_conversions() {
-  auto rows = [](auto& x, Dtype dtype) { return Rows{reinterpret_cast<char*>(x.data()), 0, dtype}; };
+  auto rows = [](auto& x, Dtype dtype) {
+    return Rows{reinterpret_cast<char*>(x.data()), 0, dtype};
+  };
   std::vector<Float16> halves(65536), narrowed;
   std::vector<float> wide(halves.size()), numbers;
   for (uint32_t i = 0; i < halves.size(); ++i) halves[i].bits = static_cast<uint16_t>(i);
-  reduce(Combine::sum, {rows(wide, Dtype::float32), rows(halves, Dtype::float16)}, 1, halves.size(), 1);
-  for (size_t i = 0; i < halves.size(); ++i) CHECK(bits_as<uint32_t>(wide[i]) == bits_as<uint32_t>(widen(halves[i])));
+  reduce(Combine::sum, {rows(wide, Dtype::float32), rows(halves, Dtype::float16)}, 1, halves.size(),
+         1);
+  for (size_t i = 0; i < halves.size(); ++i)
+    CHECK(bits_as<uint32_t>(wide[i]) == bits_as<uint32_t>(widen(halves[i])));
   std::mt19937 random(4);
-  for (float half : wide)  // each half, what lies midway to the next one, their neighbours, and anything
+  // each half, what lies midway to the next one, their neighbours, and anything
+  for (float half : wide)
     for (uint32_t above : {0u, 0xfffu, 0x1000u, 0x1001u, 0x1fffu, uint32_t(random())})
       numbers.push_back(bits_as<float>(bits_as<uint32_t>(half) + above));
-  for (uint32_t i = 0; i < 1 << 20; ++i) numbers.push_back(bits_as<float>(0x32000000u + i * 64));  // all that is tiny, in steps
+  // all that is tiny, in steps
+  for (uint32_t i = 0; i < 1 << 20; ++i) numbers.push_back(bits_as<float>(0x32000000u + i * 64));
   narrowed.resize(numbers.size());
-  reduce(Combine::sum, {rows(narrowed, Dtype::float16), rows(numbers, Dtype::float32)}, 1, numbers.size(), 1);
-  for (size_t i = 0; i < numbers.size(); ++i) CHECK(narrowed[i].bits == narrow<Float16>(numbers[i]).bits);
-  CHECK(widen(Float16{0x3555}) == 0x1.554p-2f && narrow<Float16>(65519.f).bits == 0x7bff && narrow<Float16>(65520.f).bits == 0x7c00);
+  reduce(Combine::sum, {rows(narrowed, Dtype::float16), rows(numbers, Dtype::float32)}, 1,
+         numbers.size(), 1);
+  for (size_t i = 0; i < numbers.size(); ++i)
+    CHECK(narrowed[i].bits == narrow<Float16>(numbers[i]).bits);
+  CHECK(widen(Float16{0x3555}) == 0x1.554p-2f && narrow<Float16>(65519.f).bits == 0x7bff &&
+        narrow<Float16>(65520.f).bits == 0x7c00);
 }
 
 // What a team is found by, as OpenMP's libraries have it, but on threads that a sanitizer knows.
@@ -159,7 +189,10 @@ int omp_get_thread_num() { return team_number; }
 int omp_get_num_threads() { return team_count; }
 int omp_get_max_threads() { return 1; }
 void GOMP_parallel(void (*run)(void*), void* given, unsigned threads, unsigned) {
-  auto take_part = [=](int number) { team_number = number, team_count = static_cast<int>(threads), run(given), team_number = 0, team_count = 1; };
+  auto take_part = [=](int number) {
+    team_number = number, team_count = static_cast<int>(threads), run(given), team_number = 0,
+    team_count = 1;
+  };
   std::vector<std::thread> others;
   for (unsigned i = 1; i < threads; ++i) others.emplace_back(take_part, i);
   take_part(0);
@@ -182,17 +215,20 @@ void test_teams() {
     std::memset(made.data(), 7, made.size());
     size_t used = 0;
     auto next = [&] { return made.data() + 400'000 * used++; };
-    for (size_t bytes : {kShared - 1, kShared, kShared + 65}) copy_rows(next() + 5, bytes, a.data() + 3, bytes, 1, bytes);
+    for (size_t bytes : {kShared - 1, kShared, kShared + 65})
+      copy_rows(next() + 5, bytes, a.data() + 3, bytes, 1, bytes);
     copy_rows(next() + 1, 1200, a.data() + 2, 1003, 290, 1001);  // rows with gaps, many or few
     copy_rows(next(), 110'000, a.data(), 95'000, 3, 90'001);
     Target targets[] = {{next(), 999, 0}, {next() + 9, 1200, size_t{9} << 20}};
     copy_rows(targets, 2, b.data(), 1000, 290, 999);
     for (Dtype dtype : {Dtype::float32, Dtype::bfloat16, Dtype::float16, Dtype::int8})
       for (size_t gap : {0, 3}) {
-        const size_t item = size_of(dtype), columns = 17'001 / item, rows = 17, stride = (columns + gap) * item;
+        const size_t item = size_of(dtype), columns = 17'001 / item, rows = 17,
+                     stride = (columns + gap) * item;
         Target copy{next() + 8, columns * item, gap << 22};
-        reduce(Combine::sum, {{next() + 16, stride, dtype}, {a.data(), stride, dtype}, {b.data(), stride, dtype}}, rows, columns, 2,
-                    gap << 22, &copy, 1);
+        reduce(Combine::sum,
+               {{next() + 16, stride, dtype}, {a.data(), stride, dtype}, {b.data(), stride, dtype}},
+               rows, columns, 2, gap << 22, &copy, 1);
       }
     char* over = next();
     std::memcpy(over, a.data(), a.size());
@@ -202,7 +238,9 @@ void test_teams() {
   auto strided = [&] {
     std::memset(made.data(), 7, made.size());
     StridedCopy(made.data(), a.data(), 4, {300, 250}, {1, 300}, {250, 1}).run();  // transposed
-    StridedCopy(made.data() + 400'000, a.data(), 2, {3, 5, 9'001}, {45'010, 9'002, 1}, {9'001, 27'003, 1}).run();
+    StridedCopy(made.data() + 400'000, a.data(), 2, {3, 5, 9'001}, {45'010, 9'002, 1},
+                {9'001, 27'003, 1})
+        .run();
     StridedCopy(made.data() + 800'000, a.data(), 1, {2, 149'001}, {150'000, 1}, {149'003, 1}).run();
   };
   for (auto make : {std::function<void()>(everything), std::function<void()>(strided)}) {
@@ -214,7 +252,8 @@ void test_teams() {
       set_team_size(threads);
       make();
       CHECK(!std::memcmp(alone.data(), made.data(), made.size()));
-      CHECK(regions > before || team_size() == 1);  // nothing can be looked up in a program that is linked statically
+      // nothing can be looked up in a program that is linked statically
+      CHECK(regions > before || team_size() == 1);
     }
   }
   set_team_size(0);
@@ -256,7 +295,8 @@ Instruction signal(Op op, Counter& counter, uint32_t index, int source, uint64_t
   return i;
 }
 
-// A push all-gather of one row of `n` numbers, handed back by credits: lane 0 waits and checks, lane 1 sends.
+// A push all-gather of one row of `n` numbers, handed back by credits: lane 0 waits and checks,
+// lane 1 sends.
 void test_lanes(int ranks, int calls) {
   constexpr int n = 1000;
   Host host(ranks, ranks * n * sizeof(int));
@@ -270,23 +310,29 @@ void test_lanes(int ranks, int calls) {
       auto arrived = [&](int source) { return static_cast<uint32_t>(source); };
       auto free = [&](int source) { return static_cast<uint32_t>(ranks + source); };
       for (int p = 0; p < ranks; ++p)
-        if (p != r) program.lanes[1].push_back(signal(Op::wait, executor.counter(r, free(p)), free(p), p, 0));
+        if (p != r)
+          program.lanes[1].push_back(signal(Op::wait, executor.counter(r, free(p)), free(p), p, 0));
       for (int p = 0; p < ranks; ++p) {
-        program.lanes[1].push_back({Op::copy, {{uint32_t(1 + p), uint32_t(r), uint32_t(r + 1)}, {0, 0, 1}}});
+        program.lanes[1].push_back(
+            {Op::copy, {{uint32_t(1 + p), uint32_t(r), uint32_t(r + 1)}, {0, 0, 1}}});
         if (p == r) continue;
         program.lanes[1].push_back(signal(Op::notify, executor.counter(p, arrived(r)), 0, 0, 0));
-        program.lanes[0].push_back(signal(Op::wait, executor.counter(r, arrived(p)), arrived(p), p, 1));
+        program.lanes[0].push_back(
+            signal(Op::wait, executor.counter(r, arrived(p)), arrived(p), p, 1));
         program.promised.push_back({arrived(p), 1});
         program.promised.push_back({free(p), 1});
       }
       program.lanes[0].push_back({Op::pause, {}});
       for (int p = 0; p < ranks; ++p)
-        if (p != r) program.lanes[0].push_back(signal(Op::notify, executor.counter(p, free(r)), 0, 0, 0));
+        if (p != r)
+          program.lanes[0].push_back(signal(Op::notify, executor.counter(p, free(r)), 0, 0, 0));
       program.layouts = {{0}, {}};  // a block of the caller's, and a row from each rank
       program.layouts[1].assign(ranks, Buffer::kRow);
       program.pieces = {1};
-      program.buffers = {{"own", "int32", sizeof(int), Role::input, 0, false, false, std::vector<uint32_t>(ranks, 0)},
-                         {"inbox", "int32", sizeof(int), Role::output, 1, false, true, std::vector<uint32_t>(ranks, 1)}};
+      program.buffers = {{"own", "int32", sizeof(int), Role::input, 0, false, false,
+                          std::vector<uint32_t>(ranks, 0)},
+                         {"inbox", "int32", sizeof(int), Role::output, 1, false, true,
+                          std::vector<uint32_t>(ranks, 1)}};
       program.slots = {{r, 0}};
       std::vector<uintptr_t> parts;
       for (int p = 0; p < ranks; ++p) {
@@ -294,8 +340,9 @@ void test_lanes(int ranks, int calls) {
         parts.push_back(reinterpret_cast<uintptr_t>(host.data[r]->parts[p]->base()));
       }
       const size_t row = n * sizeof(int);
-      Binding binding(program, {1}, {{0, reinterpret_cast<uintptr_t>(own.data()), 1, n, row, {}, ""},
-                                     {1, parts[r], size_t(ranks), n, row, parts, ""}});
+      Binding binding(program, {1},
+                      {{0, reinterpret_cast<uintptr_t>(own.data()), 1, n, row, {}, ""},
+                       {1, parts[r], size_t(ranks), n, row, parts, ""}});
       program.execution.binding = &binding;
       executor.tracing = r == 0;
       for (int call = 0; call < calls; ++call) {
@@ -306,7 +353,9 @@ void test_lanes(int ranks, int calls) {
         CHECK(at >= 0);
         const int* all = reinterpret_cast<const int*>(parts[r]);
         for (int p = 0; p < ranks; ++p)
-          if (p != r) CHECK(all[p * n] == call * 1000 + p * 10 && all[p * n + n - 1] == call * 1000 + p * 10 + n - 1);
+          if (p != r)
+            CHECK(all[p * n] == call * 1000 + p * 10 &&
+                  all[p * n + n - 1] == call * 1000 + p * 10 + n - 1);
         CHECK(executor.run(program, 0, at + 1) >= 0);
         executor.lane_thread.join(program);
       }
@@ -314,8 +363,8 @@ void test_lanes(int ranks, int calls) {
   for (auto& thread : threads) thread.join();
 }
 
-// Ranks that meet, four of them by pairs and then across, and read what each has put in its eager buffer: nobody says that it may be
-// used again. Two have each other's in every other turn.
+// Ranks that meet, four of them by pairs and then across, and read what each has put in its eager
+// buffer: nobody says that it may be used again. Two have each other's in every other turn.
 void test_eager(int ranks, int calls) {
   constexpr int n = 500;
   Host host(ranks, 64);
@@ -335,19 +384,25 @@ void test_eager(int ranks, int calls) {
         program.promised.push_back({peer, 1});
       }
       const uint32_t out = 1 + ranks;
-      for (int p = 0; p < ranks; ++p) lane.push_back({Op::copy, {{out, uint32_t(p), uint32_t(p + 1)}, {uint32_t(1 + p), 0, 1}}});
+      for (int p = 0; p < ranks; ++p)
+        lane.push_back({Op::copy, {{out, uint32_t(p), uint32_t(p + 1)}, {uint32_t(1 + p), 0, 1}}});
       program.layouts = {{0}, {}};
       program.layouts[1].assign(ranks, Buffer::kRow);
       program.pieces = {1};
-      program.buffers = {{"own", "int32", sizeof(int), Role::input, 0, false, false, std::vector<uint32_t>(ranks, 0)},
-                         {"eager", "int32", sizeof(int), Role::eager, 0, false, true, std::vector<uint32_t>(ranks, 0)},
-                         {"all", "int32", sizeof(int), Role::output, 2, false, false, std::vector<uint32_t>(ranks, 1)}};
+      program.buffers = {{"own", "int32", sizeof(int), Role::input, 0, false, false,
+                          std::vector<uint32_t>(ranks, 0)},
+                         {"eager", "int32", sizeof(int), Role::eager, 0, false, true,
+                          std::vector<uint32_t>(ranks, 0)},
+                         {"all", "int32", sizeof(int), Role::output, 2, false, false,
+                          std::vector<uint32_t>(ranks, 1)}};
       program.slots = {{r, 0}};
       for (int p = 0; p < ranks; ++p) program.slots.push_back({p, 1});
       program.slots.push_back({r, 2});
       const size_t row = n * sizeof(int);
-      Binding binding(program, {1}, {{0, reinterpret_cast<uintptr_t>(own.data()), 1, n, row, {}, ""},
-                                     {2, reinterpret_cast<uintptr_t>(all.data()), size_t(ranks), n, row, {}, ""}});
+      Binding binding(
+          program, {1},
+          {{0, reinterpret_cast<uintptr_t>(own.data()), 1, n, row, {}, ""},
+           {2, reinterpret_cast<uintptr_t>(all.data()), size_t(ranks), n, row, {}, ""}});
       CHECK(!binding.workspace() && binding.eager() >= row);
       binding.place(Role::eager, executor.eager_bases());
       program.execution.binding = &binding;
@@ -356,7 +411,8 @@ void test_eager(int ranks, int calls) {
         executor.begin(program, kTimeout);
         CHECK(executor.run(program, 0, 0) >= 0);
         for (int p = 0; p < ranks; ++p)
-          CHECK(all[p * n] == call * 1000 + p * 10 && all[p * n + n - 1] == call * 1000 + p * 10 + n - 1);
+          CHECK(all[p * n] == call * 1000 + p * 10 &&
+                all[p * n + n - 1] == call * 1000 + p * 10 + n - 1);
       }
     });
   for (auto& thread : threads) thread.join();
@@ -386,7 +442,8 @@ void test_a_wait_ends_early() {
 
 // A lane that ends early ends the waits of its rank's other lanes, for whatever they wait.
 void test_lanes_end_together() {
-  for (int source : {0, 2}) {  // lane 0 waits for its own rank's lane 1, or for a peer that is there
+  // lane 0 waits for its own rank's lane 1, or for a peer that is there
+  for (int source : {0, 2}) {
     Host host(3, 64);
     Executor& executor = *host.executors[0];
     Program program("wait", 2, {}, 3);
@@ -397,26 +454,31 @@ void test_lanes_end_together() {
     executor.lane_thread.start({&program, 1});
     host.meshes[1]->leave();
     CHECK(executor.run(program, 0, 0) == -1 && execution.failures[0].status == WaitStatus::lane);
-    CHECK(execution.stopped == 1 && execution.failures[1].status == WaitStatus::left && execution.failures[1].source == 1);
+    CHECK(execution.stopped == 1 && execution.failures[1].status == WaitStatus::left &&
+          execution.failures[1].source == 1);
     executor.lane_thread.join(program);
     executor.begin(program, 1'000'000);
-    CHECK(executor.run(program, 0, 0) == -1 && execution.failures[0].status == WaitStatus::timeout);  // not of the call before
+    // not of the call before
+    CHECK(executor.run(program, 0, 0) == -1 && execution.failures[0].status == WaitStatus::timeout);
   }
 }
 
-// A peer may raise a counter and leave between the waiter's look at the counter and its look at who is there.
+// A peer may raise a counter and leave between the waiter's look at the counter and its look at who
+// is there.
 void test_what_was_raised_before_leaving_counts() {
   Counter counter{};
   auto never = [] { return false; };
   auto raise_and_leave = [&] { return add(counter, 1), true; };
   auto wait_for = [&](uint64_t value) {
-    return wait_until(counter, Compare::greater_equal, value, 0, now() + kTimeout, never, raise_and_leave);
+    return wait_until(counter, Compare::greater_equal, value, 0, now() + kTimeout, never,
+                      raise_and_leave);
   };
   CHECK(wait_for(1));
   CHECK(!wait_for(3));
 }
 
-// Every shape, order and gap of dimensions against one element at a time; nothing between the elements is touched.
+// Every shape, order and gap of dimensions against one element at a time; nothing between the
+// elements is touched.
 void test_strided_copies() {
   std::mt19937 random(3);
   auto below = [&](size_t n) { return static_cast<size_t>(random() % n); };
@@ -429,11 +491,15 @@ void test_strided_copies() {
       for (size_t i = 0; i < dimensions; ++i) order[i] = i;
       if (below(2)) std::shuffle(order.begin(), order.end(), random);
       size_t stride = 1 + (below(4) == 0);
-      for (size_t i = dimensions; i-- > 0; stride *= std::max<size_t>(shape[order[i]], 1) + (below(4) == 0)) result[order[i]] = stride;
+      for (size_t i = dimensions; i-- > 0;
+           stride *= std::max<size_t>(shape[order[i]], 1) + (below(4) == 0))
+        result[order[i]] = stride;
       return result;
     };
     auto to = strides(), from = strides();
-    auto span = [&](const std::vector<size_t>& strides) { return span_of(item, dimensions, shape.data(), strides.data()); };
+    auto span = [&](const std::vector<size_t>& strides) {
+      return span_of(item, dimensions, shape.data(), strides.data());
+    };
     std::vector<char> src(span(from) + 8), dst(span(to) + 8, 7);
     for (auto& x : src) x = static_cast<char>(random());
     size_t shift = below(3), total = 1;
@@ -441,7 +507,8 @@ void test_strided_copies() {
     for (size_t size : shape) total *= size;
     for (size_t n = 0; n < total; ++n) {
       size_t rest = n, d = 0, s = 0;
-      for (size_t i = 0; i < dimensions; rest /= shape[i++]) d += rest % shape[i] * to[i], s += rest % shape[i] * from[i];
+      for (size_t i = 0; i < dimensions; rest /= shape[i++])
+        d += rest % shape[i] * to[i], s += rest % shape[i] * from[i];
       std::memcpy(expected.data() + shift + d * item, src.data() + shift + s * item, item);
     }
     StridedCopy(dst.data() + shift, src.data() + shift, item, shape, to, from).run();
@@ -455,7 +522,8 @@ void test_strided_copies() {
   StridedCopy(nullptr, nullptr, 4, {3, 0}, {0, 1}, {0, 1}).run();
 }
 
-// Two threads submit far more than may be under way; each transfer reads what the one before it wrote.
+// Two threads submit far more than may be under way; each transfer reads what the one before it
+// wrote.
 void test_transfers() {
   Host host(2, 64);
   constexpr int n = 5000;
@@ -468,11 +536,13 @@ void test_transfers() {
       uint64_t last = 0;
       for (int i = 0; i < n; ++i) {
         char* at = reinterpret_cast<char*>(&chain[i]);
-        uint64_t number = transfers.submit(StridedCopy(at + 8, at, 8, {1}, {1}, {1}), [] { return false; });
+        uint64_t number =
+            transfers.submit(StridedCopy(at + 8, at, 8, {1}, {1}, {1}), [] { return false; });
         CHECK(number > last);
         last = number;
       }
-      CHECK(transfers.wait(last, INT64_MAX, [] { return false; }) && transfers.done(last) && !transfers.refused(last));
+      CHECK(transfers.wait(last, INT64_MAX, [] { return false; }) && transfers.done(last) &&
+            !transfers.refused(last));
       for (uint64_t x : chain) CHECK(x == 42);
     });
   for (auto& thread : threads) thread.join();
@@ -480,13 +550,16 @@ void test_transfers() {
   host.meshes[1]->abort({"KeyError", 1, "gone"});
   while (!host.meshes[0]->failed()) weft::pause();
   uint64_t source = 1, target = 0;
-  StridedCopy copy(reinterpret_cast<char*>(&target), reinterpret_cast<char*>(&source), 8, {1}, {1}, {1});
+  StridedCopy copy(reinterpret_cast<char*>(&target), reinterpret_cast<char*>(&source), 8, {1}, {1},
+                   {1});
   uint64_t late = transfers.submit(copy, [] { return false; });
   transfers.finish();
-  CHECK(transfers.done(late) && transfers.refused(late) && !transfers.refused(late - 1) && target == 0 && !transfers.copy(copy));
+  CHECK(transfers.done(late) && transfers.refused(late) && !transfers.refused(late - 1) &&
+        target == 0 && !transfers.copy(copy));
 }
 
-// A producer and a consumer hand a slot back and forth; what is in it is plain memory, so a sanitizer sees a missing order.
+// A producer and a consumer hand a slot back and forth; what is in it is plain memory, so a
+// sanitizer sees a missing order.
 void test_signal_arrays() {
   Host host(2, 8 * sizeof(Counter));
   int mailbox = 0;
@@ -510,7 +583,8 @@ void test_signal_arrays() {
   }
   consumer.join();
   CHECK(arrays[1].values({0, 4, 2}) == (std::vector<uint64_t>{0, rounds, rounds, 0}));
-  CHECK(arrays[1].test({2, 3, 1}, Compare::less_equal, rounds) && !arrays[1].test({2, 4, 1}, Compare::greater, 0));
+  CHECK(arrays[1].test({2, 3, 1}, Compare::less_equal, rounds) &&
+        !arrays[1].test({2, 4, 1}, Compare::greater, 0));
   auto late = arrays[1].wait({2, 4, 1}, Compare::greater, 0, 1'000'000, never);
   CHECK(late.status == WaitStatus::timeout && late.index == 5 && late.actual == 0);
   std::thread leaver([&] { host.meshes[0]->leave(); });
@@ -518,28 +592,32 @@ void test_signal_arrays() {
   leaver.join();
   host.meshes[0]->abort({"KeyError", 0, "gone"});
   while (!host.meshes[1]->failed()) weft::pause();
-  CHECK(wait(1, {7, 1, 1}, Compare::equal, 1) == WaitStatus::failed && !arrays[1].add(0, {0, 1, 1}, 1));
+  CHECK(wait(1, {7, 1, 1}, Compare::equal, 1) == WaitStatus::failed &&
+        !arrays[1].add(0, {0, 1, 1}, 1));
 }
 
 // Which way to write is learnt from how long each takes, and learnt anew when that changes.
 void test_stores_learn() {
   Learnt learnt;
-  auto past = [&](float through, float past, int copies) {  // how many of so many copies went past the caches
+  // how many of so many copies went past the caches
+  auto past = [&](float through, float past, int copies) {
     int found = 0;
     for (int copy = 0; copy < copies; ++copy) {
       learnt.begin(size_t{64} << 10);
       found += learnt.past();
-      learnt.took((learnt.past() ? past : through) * (copy ? 1 : 20));  // the first finds new memory
+      // the first finds new memory
+      learnt.took((learnt.past() ? past : through) * (copy ? 1 : 20));
     }
     return found;
   };
-  CHECK(past(0.05f, 0.05f, 3000) < 60);   // threads of a core
-  CHECK(past(0.6f, 0.05f, 3000) > 2700);  // distant cores, from now on
+  CHECK(past(0.05f, 0.05f, 3000) < 60);    // threads of a core
+  CHECK(past(0.6f, 0.05f, 3000) > 2700);   // distant cores, from now on
   CHECK(past(0.05f, 0.08f, 3000) < 1100);  // until that is tried again
-  CHECK(past(0.06f, 0.04f, 3000) < 60);  // the peer would lose more
+  CHECK(past(0.06f, 0.04f, 3000) < 60);    // the peer would lose more
 }
 
-// Whoever comes for a call begins it, and the watcher those for which nobody comes, however deep it rests by then.
+// Whoever comes for a call begins it, and the watcher those for which nobody comes, however deep it
+// rests by then.
 void test_backlog() {
   Backlog backlog;
   std::mutex mutex;

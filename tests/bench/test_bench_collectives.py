@@ -1,4 +1,6 @@
-"""The benchmarks of collectives and of overlap: their figures, their data, and that they notice what is wrong. Nothing asserts a time."""
+"""The benchmarks of collectives and of overlap: their figures, their data, and that they notice
+what is wrong. Nothing asserts a time.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,13 @@ def kinds(value):
 
 def row(implementation="weft", in_place=False, median=10.0, wrong=0, size=4096):
     time = {"median": median, "min": median - 1, "p99": median + 1}
-    made = {"size_bytes": size, "count": size // 4, "dtype": "float32", "operation": "all_gather", "implementation": implementation}
+    made = {
+        "size_bytes": size,
+        "count": size // 4,
+        "dtype": "float32",
+        "operation": "all_gather",
+        "implementation": implementation,
+    }
     return made | {
         "in_place": in_place,
         "time_us": time,
@@ -114,7 +122,9 @@ def test_sizes(text, sizes):
     assert parse_sizes(text) == sizes
 
 
-@pytest.mark.parametrize("text", ["", "x", "0", "-4", "4K:1K", "1:8:1", "1:8:x", "1:2:3:4", "K", "1.5M"])
+@pytest.mark.parametrize(
+    "text", ["", "x", "0", "-4", "4K:1K", "1:8:1", "1:8:x", "1:2:3:4", "K", "1.5M"]
+)
 def test_sizes_that_are_none(text):
     with pytest.raises(ValueError, match=r"expected|before"):
         parse_sizes(text)
@@ -138,7 +148,9 @@ def test_statistics_are_in_microseconds_per_call():
     assert per_call([float(i) for i in range(1, 201)], calls=1).p99 == 198e6
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int8", "int32", "int64"])
+@pytest.mark.parametrize(
+    "dtype", ["float16", "bfloat16", "float32", "float64", "int8", "int32", "int64"]
+)
 def test_sums_are_exact(dtype):
     world = SimpleNamespace(ranks=3, rank=1)
     data = Data(world, SweepSettings("all_reduce", dtype=dtype), 300)
@@ -146,17 +158,24 @@ def test_sums_are_exact(dtype):
     exact = functools.reduce(torch.add, [source.to(torch.int64) for source in sources])
     assert torch.equal(data.expected(5, 300).to(torch.int64), exact)
     assert 3 * limit_of(dtype, 3) <= 2 ** collectives._DIGITS[dtype]
-    assert not any(torch.equal(one, other) for one, other in [(sources[0], sources[1]), (data.own(5, 300), data.own(6, 300))])
+    assert not any(
+        torch.equal(one, other)
+        for one, other in [(sources[0], sources[1]), (data.own(5, 300), data.own(6, 300))]
+    )
 
 
 def test_counts_are_rounded_up_to_whole_parts():
     assert count_of(10, SweepSettings("all_gather"), 4) == 3
     assert count_of(8, SweepSettings("reduce_scatter"), 4) == 4
-    assert [output_count(name, 8, 4) for name in ("all_gather", "reduce_scatter", "all_reduce")] == [32, 2, 8]
+    assert [
+        output_count(name, 8, 4) for name in ("all_gather", "reduce_scatter", "all_reduce")
+    ] == [32, 2, 8]
 
 
 def verify_all(world, cases):
-    """For each ``(dtype, op, spoil)`` how many elements the benchmark finds wrong if `spoil` is done to every output."""
+    """For each ``(dtype, op, spoil)`` how many elements the benchmark finds wrong if `spoil` is
+    done to every output.
+    """
     return [verify_one(world, *case) for case in cases]
 
 
@@ -165,12 +184,19 @@ def verify_one(world, dtype, op, spoil):
     found = {}
     for operation in PLACES:
         settings = SweepSettings(operation, op, sizes="60", dtype=dtype)
-        contenders = collectives.Bench(settings, world).contenders(count_of(60, settings, world.ranks), {})
+        contenders = collectives.Bench(settings, world).contenders(
+            count_of(60, settings, world.ranks), {}
+        )
         for run, contender in enumerate(contenders):
             if spoil:
                 call = contender.call
-                contender.call = lambda call=call, out=contender.out: (call(), SPOILS[spoil](world, out))
-            found[operation, contender.implementation, contender.in_place] = contender.verify(run).wrong
+                contender.call = lambda call=call, out=contender.out: (
+                    call(),
+                    SPOILS[spoil](world, out),
+                )
+            found[operation, contender.implementation, contender.in_place] = contender.verify(
+                run
+            ).wrong
     return found
 
 
@@ -182,14 +208,20 @@ SPOILS = {
 
 @pytest.mark.data
 def test_right_results_are_accepted():
-    [found, _, _] = on_ranks(verify_all, 3, [("float32", "sum", None), ("bfloat16", "avg", None), ("int8", "max", None)])
+    [found, _, _] = on_ranks(
+        verify_all, 3, [("float32", "sum", None), ("bfloat16", "avg", None), ("int8", "max", None)]
+    )
     for of_case in found:
         assert {operation for operation, _, _ in of_case} == {*PLACES}
         assert not any(of_case.values())
 
 
 def test_wrong_results_are_counted_on_every_rank():
-    for found in on_ranks(verify_all, 2, [("float32", "sum", spoil) for spoil in ("last element of rank 1", "not a number")]):
+    for found in on_ranks(
+        verify_all,
+        2,
+        [("float32", "sum", spoil) for spoil in ("last element of rank 1", "not a number")],
+    ):
         assert [set(of_case.values()) for of_case in found] == [{1}, {2}]
 
 
@@ -200,8 +232,12 @@ def verify_nothing(world):
         bench = collectives.Bench(settings, world)
         for in_place in places:
             tensors = bench.tensors("weft (plain)", in_place, count_of(60, settings, world.ranks))
-            collectives.weft_collective(settings, *tensors, world)()  # leaves a result of other data
-            found[operation, in_place] = Local("idle", in_place, lambda: None, tensors, bench).verify(1).wrong
+            collectives.weft_collective(
+                settings, *tensors, world
+            )()  # leaves a result of other data
+            found[operation, in_place] = (
+                Local("idle", in_place, lambda: None, tensors, bench).verify(1).wrong
+            )
     return found
 
 
@@ -211,7 +247,9 @@ def test_an_operation_that_does_nothing_is_found_out():
 
 
 def test_tables_say_what_is_slower_or_wrong():
-    text = text_of(result(row(), row("openmpi", median=20.0), row(in_place=True), row("openmpi", True)))
+    text = text_of(
+        result(row(), row("openmpi", median=20.0), row(in_place=True), row("openmpi", True))
+    )
     assert "2.00x" in text
     assert "SLOWER" not in text
     assert "Verified" in text
@@ -223,12 +261,20 @@ def test_tables_say_what_is_slower_or_wrong():
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_sweeps_are_drawn(tmp_path, suffix):
     path = tmp_path / f"sweep.{suffix}"
-    plots.draw_sweep(result(*[row(name, size=size) for name in ("weft", "mpich") for size in (8, 4096, 65536)]), path)
+    plots.draw_sweep(
+        result(*[row(name, size=size) for name in ("weft", "mpich") for size in (8, 4096, 65536)]),
+        path,
+    )
     assert path.stat().st_size > 1000
 
 
 def test_sizes_are_named():
-    assert [plots.size_name(size) for size in (12, 4096, 3 << 20, 1 << 30)] == ["12", "4K", "3M", "1G"]
+    assert [plots.size_name(size) for size in (12, 4096, 3 << 20, 1 << 30)] == [
+        "12",
+        "4K",
+        "3M",
+        "1G",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -263,10 +309,15 @@ def test_a_sweep_on_two_ranks(tmp_path):
     made = json.loads(outcome.stdout)
     assert kinds(made) == SCHEMA
     assert made["verified"]
-    assert all(kinds(row) == ROW and [*row["time_us"]] == ["median", "min", "p99"] for row in made["rows"])
+    assert all(
+        kinds(row) == ROW and [*row["time_us"]] == ["median", "min", "p99"] for row in made["rows"]
+    )
     found = {(row["size_bytes"], row["implementation"], row["in_place"]) for row in made["rows"]}
     assert found == {
-        (size, name, place) for size in (8, 4096) for name in ("weft", "weft (plain)", "gloo") for place in (False, True)
+        (size, name, place)
+        for size in (8, 4096)
+        for name in ("weft", "weft (plain)", "gloo")
+        for place in (False, True)
     }
     assert "#wrong" in outcome.stderr
     assert "<svg" in (tmp_path / "sweep.svg").read_text()
@@ -276,7 +327,9 @@ def test_a_sweep_on_two_ranks(tmp_path):
 @pytest.mark.skipif(not MPIS, reason="run `make baselines` first")
 def test_mpi_is_measured_beside(monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
-    made = json.loads(bench("all-reduce", *SHORT, "--baseline", ",".join(MPIS), "--json", "-").stdout)
+    made = json.loads(
+        bench("all-reduce", *SHORT, "--baseline", ",".join(MPIS), "--json", "-").stdout
+    )
     assert made["verified"]
     assert {*MPIS} < {row["implementation"] for row in made["rows"]}
     assert {*MPIS} < {*made["versions"]}
@@ -288,9 +341,16 @@ def test_deepspeed_is_measured_beside(dtype, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     if why := deepspeed.missing():
         pytest.skip(why)
-    made = json.loads(bench("all-reduce", *SHORT, "--dtype", dtype, "--baseline", "deepspeed", "--json", "-").stdout)
+    made = json.loads(
+        bench(
+            "all-reduce", *SHORT, "--dtype", dtype, "--baseline", "deepspeed", "--json", "-"
+        ).stdout
+    )
     assert made["verified"]
-    assert [row["in_place"] for row in made["rows"] if row["implementation"] == "deepspeed"] == [True, True]
+    assert [row["in_place"] for row in made["rows"] if row["implementation"] == "deepspeed"] == [
+        True,
+        True,
+    ]
     assert not [*Path("/dev/shm").glob("deepspeed*")]
 
 
@@ -298,14 +358,23 @@ def measure_mpi(world, directory):
     """The rows of all operations beside MPI, by one set of MPI's processes."""
     os.chdir(directory)
     with ExitStack() as stack:
-        mpis = {name: stack.enter_context(closing(mpi.MpiRanks(name, world.cores))) if world.rank == 0 else None for name in MPIS}
+        mpis = {
+            name: stack.enter_context(closing(mpi.MpiRanks(name, world.cores)))
+            if world.rank == 0
+            else None
+            for name in MPIS
+        }
         rows = []
         for operation in PLACES:
-            settings = SweepSettings(operation, sizes="8,4K", baseline="none", warmup=0, iterations=1)
+            settings = SweepSettings(
+                operation, sizes="8,4K", baseline="none", warmup=0, iterations=1
+            )
             of_operation = collectives.Bench(settings, world)
             for size in parse_sizes(settings.sizes):
                 rows += of_operation.rows(size, mpis, lambda: None)
-        return [(row["operation"], row["implementation"], row["in_place"], row["wrong"]) for row in rows]
+        return [
+            (row["operation"], row["implementation"], row["in_place"], row["wrong"]) for row in rows
+        ]
 
 
 @pytest.mark.data
@@ -330,8 +399,21 @@ def test_an_mpi_that_does_not_start_is_an_error(monkeypatch, tmp_path):
 @pytest.mark.data
 @pytest.mark.parametrize("link", [[], ["--link-gbps", "auto"]])
 def test_overlap_of_what_is_independent(link, tmp_path):
-    small = ["--shape", "64x64x32", "--size", "64K", "--warmup", "1", "--iterations", "2", "--threads", "1"]
-    made = json.loads(bench("overlap", *small, *link, "--json", "-", "--plot", tmp_path / "overlap.svg").stdout)
+    small = [
+        "--shape",
+        "64x64x32",
+        "--size",
+        "64K",
+        "--warmup",
+        "1",
+        "--iterations",
+        "2",
+        "--threads",
+        "1",
+    ]
+    made = json.loads(
+        bench("overlap", *small, *link, "--json", "-", "--plot", tmp_path / "overlap.svg").stdout
+    )
     assert made["verified"]
     assert [*made["times_ms"]] == ["compute", "communicate", "sequential", "overlapped"]
     assert [*made["baselines_ms"]] == ([] if link else ["gloo sequential", "gloo overlapped"])
@@ -347,7 +429,11 @@ def test_an_overlap_that_gathers_nothing_fails(monkeypatch):
     monkeypatch.setattr(overlap, "all_gather_async", lambda *arguments, **more: Idle())
     with weft.init() as world:
         _, checks = fused.verify(
-            overlap.Overlap(OverlapSettings(shape=Shape(8, 8, 4), size="64", baseline="none"), world), world, lambda: None
+            overlap.Overlap(
+                OverlapSettings(shape=Shape(8, 8, 4), size="64", baseline="none"), world
+            ),
+            world,
+            lambda: None,
         )
     assert {name for name, check in checks.items() if check.wrong} == {"overlapped"}
 
@@ -355,7 +441,9 @@ def test_an_overlap_that_gathers_nothing_fails(monkeypatch):
 def test_figures_of_a_row():
     one = SimpleNamespace(implementation="weft", in_place=False)
     times = Times(2.0, 1.0, 3.0)
-    made = collectives.row(SweepSettings("all_gather"), 8, 2, one, times, wrong=0, batches=20, calls=500)
+    made = collectives.row(
+        SweepSettings("all_gather"), 8, 2, one, times, wrong=0, batches=20, calls=500
+    )
     assert kinds(made) == ROW
     assert made["time_us"] == {"median": 2.0, "min": 1.0, "p99": 3.0}
     assert made["algbw_gbps"] == 2 * made["busbw_gbps"] == 2 * 8 / 2e-6 / 1e9

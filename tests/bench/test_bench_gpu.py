@@ -1,4 +1,6 @@
-"""What of the GPU benchmarks can be seen without one: refusals, the plan that they run, tables and pictures."""
+"""What of the GPU benchmarks can be seen without one: refusals, the plan that they run, tables and
+pictures.
+"""
 
 import os
 import subprocess
@@ -20,7 +22,11 @@ without = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
 @without
-@pytest.mark.parametrize("options", [["all-gather", "--device", "cuda"], ["all-gather-matmul", "--peers", "host"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "options",
+    [["all-gather", "--device", "cuda"], ["all-gather-matmul", "--peers", "host"]],
+    ids=" ".join,
+)
 def test_no_gpu_is_said_at_once(options):
     result = CliRunner().invoke(app, ["bench", *options])
     assert result.exit_code == 2
@@ -28,7 +34,9 @@ def test_no_gpu_is_said_at_once(options):
 
 
 def test_numbers_of_sms():
-    result = CliRunner().invoke(app, ["bench", "all-gather", "--device", "cuda", "--comm-sms", "4,none"])
+    result = CliRunner().invoke(
+        app, ["bench", "all-gather", "--device", "cuda", "--comm-sms", "4,none"]
+    )
     assert result.exit_code == 2
     assert "expected positive numbers" in result.output
 
@@ -39,7 +47,12 @@ def test_the_script_says_that_there_is_no_gpu(tmp_path):
     assert subprocess.run(["bash", "-n", script]).returncode == 0
     import sys
 
-    done = subprocess.run([script, tmp_path], env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True)
+    done = subprocess.run(
+        [script, tmp_path],
+        env=os.environ | {"PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 3
     assert "finds no GPU here; nothing was run" in done.stderr
 
@@ -64,14 +77,26 @@ def test_rows_from_another_memory(own, away, pieces):
 def test_results_are_shown(tmp_path):
     def row(kind, sms, gbps):
         time = {"median": 10.0, "min": 9.0, "p99": 12.0}
-        return {"size_bytes": 1 << 20, "implementation": kind, "comm_sms": sms, "time_us": time, "algbw_gbps": gbps, "wrong": 0}
+        return {
+            "size_bytes": 1 << 20,
+            "implementation": kind,
+            "comm_sms": sms,
+            "time_us": time,
+            "algbw_gbps": gbps,
+            "wrong": 0,
+        }
 
-    rows = [row("triton", 4, 50.0), row("triton", 8, 90.0), row("gluon", 4, 55.0), row("plain copy", None, 200.0)]
+    rows = [
+        row("triton", 4, 50.0),
+        row("triton", 8, 90.0),
+        row("gluon", 4, 55.0),
+        row("plain copy", None, 200.0),
+    ]
     result = {"ranks": 2, "machine": {"gpu": "a GPU"}, "rows": rows}
     shown = StringIO()
     gathers.print_table(result, Console(file=shown, width=100))
-    assert [line.replace("│", " ").split() for line in shown.getvalue().splitlines() if "gluon" in line] == [
-        ["1,048,576", "gluon", "4", "10.0", "55.0", "0"]
-    ]
+    assert [
+        line.replace("│", " ").split() for line in shown.getvalue().splitlines() if "gluon" in line
+    ] == [["1,048,576", "gluon", "4", "10.0", "55.0", "0"]]
     gathers.draw(result, tmp_path / "sms.png")
     assert (tmp_path / "sms.png").stat().st_size > 1000

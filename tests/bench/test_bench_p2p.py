@@ -1,4 +1,6 @@
-"""The benchmark of one-sided copies: its rows, that it notices what is wrong, its picture. No test asserts a time."""
+"""The benchmark of one-sided copies: its rows, that it notices what is wrong, its picture. No test
+asserts a time.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,18 @@ NAMES = [
 @pytest.mark.data
 def test_rows_and_picture(tmp_path):
     saved, picture = tmp_path / "p2p.json", tmp_path / "p2p.svg"
-    options = ["--sizes", "100,4K", "--iterations", "2", "--warmup", "0", "--json", str(saved), "--plot", str(picture)]
+    options = [
+        "--sizes",
+        "100,4K",
+        "--iterations",
+        "2",
+        "--warmup",
+        "0",
+        "--json",
+        str(saved),
+        "--plot",
+        str(picture),
+    ]
     done = CliRunner().invoke(app, ["bench", "p2p", *options])
     assert done.exit_code == 0, done.stderr
     result = json.loads(saved.read_text())
@@ -61,7 +74,11 @@ def test_a_copy_that_does_nothing_is_wrong_in_every_byte():
 
 def test_bad_options():
     runner = CliRunner()
-    for options, words in [(["--sizes", "4Q"], "4Q"), (["--ranks", "1"], "--ranks"), (["--plot", "x.txt"], "png")]:
+    for options, words in [
+        (["--sizes", "4Q"], "4Q"),
+        (["--ranks", "1"], "--ranks"),
+        (["--plot", "x.txt"], "png"),
+    ]:
         outcome = runner.invoke(app, ["bench", "p2p", *options])
         assert outcome.exit_code == 2
         assert words in outcome.output

@@ -1,4 +1,6 @@
-"""The benchmark of serving: its stream, its figures, that it notices what is wrong, its picture. No test asserts a time."""
+"""The benchmark of serving: its stream, its figures, that it notices what is wrong, its picture. No
+test asserts a time.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,17 @@ SMALL = {"hidden": 16, "intermediate": 24, "decode": 3, "prefill": 5, "warmup": 
 def test_figures_and_picture(tmp_path):
     saved, picture = tmp_path / "serving.json", tmp_path / "serving.svg"
     options = [text for name, value in SMALL.items() for text in (f"--{name}", str(value))]
-    done = CliRunner().invoke(app, ["bench", "serving", *options, "--json", str(saved), "--plot", str(picture)])
+    done = CliRunner().invoke(
+        app, ["bench", "serving", *options, "--json", str(saved), "--plot", str(picture)]
+    )
     assert done.exit_code == 0, done.stderr
     result = json.loads(saved.read_text())
-    assert (result["benchmark"], result["ranks"], result["hidden"], result["verified"]) == ("serving", 2, 16, True)
+    assert (result["benchmark"], result["ranks"], result["hidden"], result["verified"]) == (
+        "serving",
+        2,
+        16,
+        True,
+    )
     assert [*result["ways"]] == [*WAYS]
     tokens = [step["decode"] + step["prefill"] for step in result["steps"]]
     assert len(set(tokens)) == 4
@@ -31,7 +40,13 @@ def test_figures_and_picture(tmp_path):
         assert way["wrong"] == 0
         assert len(way["steps_us"]) == 4
         assert way["tokens_per_s"] == pytest.approx(sum(tokens) / (1e-6 * sum(way["steps_us"])))
-        assert 0 < way["time_us"]["min"] <= way["time_us"]["median"] <= way["time_us"]["p99"] == max(way["steps_us"])
+        assert (
+            0
+            < way["time_us"]["min"]
+            <= way["time_us"]["median"]
+            <= way["time_us"]["p99"]
+            == max(way["steps_us"])
+        )
     assert picture.stat().st_size > 1000
     assert "Verified: float64" in done.stdout
     draw(result | {"verified": False}, picture)
@@ -77,7 +92,10 @@ def test_bad_options():
     for options, words in [
         (["--hidden", "7"], "multiple of 2"),
         (["--intermediate", "9"], "multiple of 2"),
-        (["--decode", "2", "--prefill", "3", "--warmup", "1", "--steps", "4"], "4 numbers of tokens"),
+        (
+            ["--decode", "2", "--prefill", "3", "--warmup", "1", "--steps", "4"],
+            "4 numbers of tokens",
+        ),
         (["--ranks", "1"], "--ranks"),
         (["--dtype", "float16"], "--dtype"),
     ]:

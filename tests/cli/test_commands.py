@@ -1,4 +1,6 @@
-"""The benchmark measures the right things, notices wrong results, and says what it cannot do. No test asserts a time."""
+"""The benchmark measures the right things, notices wrong results, and says what it cannot do. No
+test asserts a time.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from typer.testing import CliRunner
 import weft
 from weft.bench import figures, harness, plots, report, verification
 from weft.bench import subjects as case
-from weft.bench.baselines import GLOO, gloo_all_gather_matmul, gloo_matmul_all_reduce, gloo_matmul_reduce_scatter
+from weft.bench.baselines import (
+    GLOO,
+    gloo_all_gather_matmul,
+    gloo_matmul_all_reduce,
+    gloo_matmul_reduce_scatter,
+)
 from weft.bench.fused import Result, measure
 from weft.bench.harness import Statistics, Stopwatch, summarize
 from weft.bench.settings import AllGatherMatmul, Shape
@@ -37,7 +44,8 @@ SCHEMA = {
     "chunk_rows": int,
     "link": type(None),
     "times_ms": {
-        view: dict.fromkeys(("median", "min", "max"), float) for view in ("compute", "communicate", "sequential", "pipelined")
+        view: dict.fromkeys(("median", "min", "max"), float)
+        for view in ("compute", "communicate", "sequential", "pipelined")
     },
     "baselines_ms": {"gloo+torch.mm": dict.fromkeys(("median", "min", "max"), float)},
     "speedup": float,
@@ -47,17 +55,32 @@ SCHEMA = {
     "verified": bool,
     "max_error": float,
     "error_bound": float,
-    "machine": {"cpu": str, "cores": int, "threads_per_rank": int, "memory_gib": float, "vector_instructions": str, "system": str},
+    "machine": {
+        "cpu": str,
+        "cores": int,
+        "threads_per_rank": int,
+        "memory_gib": float,
+        "vector_instructions": str,
+        "system": str,
+    },
     "versions": {"weft": str, "torch": str, "python": str},
 }
 
 
 def kinds(value):
     """The types of a JSON value, nested as it is."""
-    return {key: kinds(inner) for key, inner in value.items()} if isinstance(value, dict) else type(value)
+    return (
+        {key: kinds(inner) for key, inner in value.items()}
+        if isinstance(value, dict)
+        else type(value)
+    )
 
 
-COMMAND = [sys.executable, "-c", "from weft.cli import main; main()"]  # weft in a process of its own
+COMMAND = [
+    sys.executable,
+    "-c",
+    "from weft.cli import main; main()",
+]  # weft in a process of its own
 
 
 WHERE = {
@@ -80,7 +103,8 @@ def result(**changes):
     """A result with made-up times."""
     names = ("compute", "communicate", "sequential", "pipelined")
     times = {
-        name: Statistics(median, median - 1, median + 1, 20) for name, median in zip(names, (10.0, 8.0, 18.0, 12.0), strict=True)
+        name: Statistics(median, median - 1, median + 1, 20)
+        for name, median in zip(names, (10.0, 8.0, 18.0, 12.0), strict=True)
     }
     made = {
         "settings": AllGatherMatmul(shape=Shape(1000, 1000, 500)),
@@ -133,12 +157,21 @@ def test_a_view_beyond_the_budget_is_run_once(monkeypatch):
     monkeypatch.setattr(harness, "BUDGET", 0.0)
     calls = []
     with weft.init() as world:
-        times = Stopwatch(world).interleave({"slow": lambda: calls.append(1)}, warmup=3, iterations=20)
+        times = Stopwatch(world).interleave(
+            {"slow": lambda: calls.append(1)}, warmup=3, iterations=20
+        )
     assert times["slow"].iterations == len(calls) == 1
 
 
 @pytest.mark.parametrize(
-    "dtypes", [("float32",) * 2, ("float64",) * 2, ("bfloat16",) * 2, ("float16",) * 2, ("float16", "float32")]
+    "dtypes",
+    [
+        ("float32",) * 2,
+        ("float64",) * 2,
+        ("bfloat16",) * 2,
+        ("float16",) * 2,
+        ("float16", "float32"),
+    ],
 )
 def test_verification_accepts_a_product_and_nothing_else(dtypes):
     dtype, out_dtype = (getattr(torch, name) for name in dtypes)
@@ -147,7 +180,10 @@ def test_verification_accepts_a_product_and_nothing_else(dtypes):
     out = (problem.rows(2).to(wide) @ problem.weight.to(wide)).to(out_dtype)
     assert problem.check_product(out, 2).wrong == 0
     assert problem.check_product(out, 3).wrong > 0, "the product of other inputs"
-    for wrong in (torch.nan, out[4, 5] + 3 * problem.bound[6, 5] + out[4, 5].abs() * torch.finfo(out_dtype).eps):
+    for wrong in (
+        torch.nan,
+        out[4, 5] + 3 * problem.bound[6, 5] + out[4, 5].abs() * torch.finfo(out_dtype).eps,
+    ):
         spoilt = out.clone()
         spoilt[4, 5] = wrong
         assert problem.check_product(spoilt, 2).wrong == 1
@@ -156,7 +192,14 @@ def test_verification_accepts_a_product_and_nothing_else(dtypes):
 
 
 @pytest.mark.parametrize(
-    "dtypes", [("float32",) * 3, ("float64",) * 3, ("bfloat16",) * 3, ("float16",) * 3, ("float16", "float32", "float16")]
+    "dtypes",
+    [
+        ("float32",) * 3,
+        ("float64",) * 3,
+        ("bfloat16",) * 3,
+        ("float16",) * 3,
+        ("float16", "float32", "float16"),
+    ],
 )
 def test_verification_accepts_a_sum_and_nothing_else(dtypes, monkeypatch):
     dtype, product, out_dtype = (getattr(torch, name) for name in dtypes)
@@ -164,7 +207,9 @@ def test_verification_accepts_a_sum_and_nothing_else(dtypes, monkeypatch):
     monkeypatch.setattr(verification.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(verification.dist, "get_world_size", lambda: 3)
     for rank in range(3):
-        monkeypatch.setattr(verification, "everyones_sum", lambda tensor: summed.append(tensor) or tensor)
+        monkeypatch.setattr(
+            verification, "everyones_sum", lambda tensor: summed.append(tensor) or tensor
+        )
         problems.append(Sums(9, 130, 7, dtype, out_dtype, product, seed=3, rank=rank))
     totals = [sum(summed[i :: len(summed) // 3]) for i in range(len(summed) // 3)]
     monkeypatch.setattr(verification, "everyones_sum", lambda tensor: totals.pop(0))
@@ -201,11 +246,15 @@ def test_inputs_of_every_run_differ_everywhere():
     problem = Problem(1, 64, 1, torch.float32, torch.float32, seed=0, rank=0)
     seen = torch.cat([problem.rows(run) for run in range(RUNS)])
     assert len(seen.unique(dim=0)) == RUNS
-    assert not torch.equal(problem.weight, Problem(1, 64, 1, torch.float32, torch.float32, seed=0, rank=1).weight)
+    assert not torch.equal(
+        problem.weight, Problem(1, 64, 1, torch.float32, torch.float32, seed=0, rank=1).weight
+    )
 
 
 def test_nan_is_infinitely_wrong():
-    assert compare(torch.tensor([1.0, torch.nan]), torch.ones(2).double(), torch.full((2,), 9.0)) == Check(1, torch.inf, 9.0)
+    assert compare(
+        torch.tensor([1.0, torch.nan]), torch.ones(2).double(), torch.full((2,), 9.0)
+    ) == Check(1, torch.inf, 9.0)
 
 
 @pytest.mark.parametrize("m", [6, 7])
@@ -220,7 +269,12 @@ def test_baselines_sum_products(m, monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     shard = -(-m // 3)
     for name in ("reduce_scatter_tensor", "reduce_scatter_single"):
-        monkeypatch.setattr(dist, name, lambda into, product, op: into.copy_(3 * product[shard : 2 * shard]), raising=False)
+        monkeypatch.setattr(
+            dist,
+            name,
+            lambda into, product, op: into.copy_(3 * product[shard : 2 * shard]),
+            raising=False,
+        )
     sizes = [m // 3 + (rank < m % 3) for rank in range(3)]
     kept = torch.empty(sizes[1], 2)
     gloo_matmul_reduce_scatter(a, b, kept)()
@@ -229,13 +283,17 @@ def test_baselines_sum_products(m, monkeypatch):
 
 @pytest.mark.parametrize("rows", [[3], [3, 3, 3], [4, 0, 2]])
 def test_baseline_multiplies_all_rows(rows, monkeypatch):
-    monkeypatch.setattr(case.gloo_all_gather_matmul.__globals__["dist"], "is_initialized", lambda: True)
+    monkeypatch.setattr(
+        case.gloo_all_gather_matmul.__globals__["dist"], "is_initialized", lambda: True
+    )
     shards, b = [torch.randn(n, 5).half() for n in rows], torch.randn(5, 2).half()
     padded = torch.zeros(len(rows), max(rows), 5).half()
     for shard, place in zip(shards, padded, strict=True):
         place[: len(shard)] = shard
     for name in ("all_gather_into_tensor", "all_gather_single"):
-        monkeypatch.setattr(torch.distributed, name, lambda into, own: into.copy_(padded.view(-1, 5)), raising=False)
+        monkeypatch.setattr(
+            torch.distributed, name, lambda into, own: into.copy_(padded.view(-1, 5)), raising=False
+        )
     out = torch.empty(sum(rows), 2)
     gloo_all_gather_matmul(shards[0], b, out, rows)()
     torch.testing.assert_close(out, torch.cat(shards).float() @ b.float())
@@ -264,15 +322,24 @@ def test_tables_say_what_is_slower_wrong_or_emulated():
     checks = result().checks | {"pipelined": Check(4, torch.inf, 1e-3)}
     assert "pipelined WRONG" in text_of(result(checks=checks))
     assert "NOT VERIFIED" in text_of(result(checks=checks))
-    assert "EMULATED LINK" in text_of(result(where=WHERE | {"link": {"gbps": 10.0, "latency_us": 5.0}}))
-    assert "too slow for 20 runs: 3 measured" in text_of(result(baselines={GLOO: Statistics(6.0, 5.0, 7.0, 3)}))
+    assert "EMULATED LINK" in text_of(
+        result(where=WHERE | {"link": {"gbps": 10.0, "latency_us": 5.0}})
+    )
+    assert "too slow for 20 runs: 3 measured" in text_of(
+        result(baselines={GLOO: Statistics(6.0, 5.0, 7.0, 3)})
+    )
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_times_are_drawn(tmp_path, suffix):
     path = tmp_path / f"times.{suffix}"
     plots.draw_times(
-        report.to_json(result(ablation={"cascade": Statistics(3, 2, 4, 20), "overlapped": Statistics(3, 2, 4, 20)})), path
+        report.to_json(
+            result(
+                ablation={"cascade": Statistics(3, 2, 4, 20), "overlapped": Statistics(3, 2, 4, 20)}
+            )
+        ),
+        path,
     )
     assert path.stat().st_size > 1000
 
@@ -300,7 +367,9 @@ def test_times_are_drawn(tmp_path, suffix):
     ],
 )
 def test_what_cannot_be_served_is_refused(arguments, advice):
-    outcome = CliRunner().invoke(app, ["bench", "all-gather-matmul", *arguments], terminal_width=500)
+    outcome = CliRunner().invoke(
+        app, ["bench", "all-gather-matmul", *arguments], terminal_width=500
+    )
     assert outcome.exit_code == 2
     assert advice in " ".join(outcome.stderr.replace("│", " ").split())
 
@@ -314,9 +383,24 @@ def test_ranks_must_agree_with_the_launcher(monkeypatch):
 
 @pytest.mark.data
 def test_bench_on_two_ranks(tmp_path):
-    files = ["--plot", tmp_path / "times.png", "--trace", tmp_path / "trace.json", "--timeline", tmp_path / "timeline.svg"]
+    files = [
+        "--plot",
+        tmp_path / "times.png",
+        "--trace",
+        tmp_path / "trace.json",
+        "--timeline",
+        tmp_path / "timeline.svg",
+    ]
     more = ["--json", "-", "--save-outputs", tmp_path / "outputs", "--seed", "5"]
-    command = [*COMMAND, "bench", "all-gather-matmul", "-n", "2", *SMALL, *map(str, [*files, *more])]
+    command = [
+        *COMMAND,
+        "bench",
+        "all-gather-matmul",
+        "-n",
+        "2",
+        *SMALL,
+        *map(str, [*files, *more]),
+    ]
     outcome = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert outcome.returncode == 0, outcome.stderr
     made = json.loads(outcome.stdout)
@@ -341,18 +425,53 @@ def test_bench_on_two_ranks(tmp_path):
         ("matmul-reduce-scatter", ["-n", "2", "--dtype", "float16"]),
         (
             "matmul-reduce-scatter",
-            ["-n", "3", "--shape", "41x24x8", "--algorithm", "push", "--link-gbps", "auto", "--chunk-rows", "5"],
+            [
+                "-n",
+                "3",
+                "--shape",
+                "41x24x8",
+                "--algorithm",
+                "push",
+                "--link-gbps",
+                "auto",
+                "--chunk-rows",
+                "5",
+            ],
         ),
-        ("matmul-reduce-scatter", ["-n", "3", "--shape", "41x24x8", "--algorithm", "ring", "--dtype", "bfloat16"]),
-        ("matmul-all-reduce", ["-n", "2", "--dtype", "bfloat16", "--chunk-rows", "7", "--algorithm", "one_shot"]),
+        (
+            "matmul-reduce-scatter",
+            ["-n", "3", "--shape", "41x24x8", "--algorithm", "ring", "--dtype", "bfloat16"],
+        ),
         (
             "matmul-all-reduce",
-            ["-n", "3", "--shape", "41x24x8", "--dtype", "float16", "--link-gbps", "1", "--link-latency-us", "2"],
+            ["-n", "2", "--dtype", "bfloat16", "--chunk-rows", "7", "--algorithm", "one_shot"],
+        ),
+        (
+            "matmul-all-reduce",
+            [
+                "-n",
+                "3",
+                "--shape",
+                "41x24x8",
+                "--dtype",
+                "float16",
+                "--link-gbps",
+                "1",
+                "--link-latency-us",
+                "2",
+            ],
         ),
     ],
 )
 def test_bench_of_sums(operator, arguments, tmp_path):
-    more = ["--json", "-", "--timeline", str(tmp_path / "timeline.png"), "--save-outputs", str(tmp_path)]
+    more = [
+        "--json",
+        "-",
+        "--timeline",
+        str(tmp_path / "timeline.png"),
+        "--save-outputs",
+        str(tmp_path),
+    ]
     outcome = CliRunner().invoke(app, ["bench", operator, *SMALL, *arguments, *more])
     assert outcome.exit_code == 0, outcome.stderr
     made = json.loads(outcome.stdout)
@@ -378,15 +497,41 @@ def test_bench_of_sums_on_one_rank(operator, arguments, tmp_path):
 
 @pytest.mark.data
 def test_bench_with_uneven_shards_steps_and_a_link():
-    arguments = ["-n", "3", "--shape", "41x24x8", "--dtype", "float16", "--out-dtype", "float32", "--algorithm", "push"]
-    more = ["--ablate", "--link-gbps", "10", "--link-latency-us", "2", "--chunk-rows", "5", "--json", "-"]
+    arguments = [
+        "-n",
+        "3",
+        "--shape",
+        "41x24x8",
+        "--dtype",
+        "float16",
+        "--out-dtype",
+        "float32",
+        "--algorithm",
+        "push",
+    ]
+    more = [
+        "--ablate",
+        "--link-gbps",
+        "10",
+        "--link-latency-us",
+        "2",
+        "--chunk-rows",
+        "5",
+        "--json",
+        "-",
+    ]
     outcome = CliRunner().invoke(app, ["bench", "all-gather-matmul", *SMALL, *arguments, *more])
     assert outcome.exit_code == 0, outcome.stderr
     made = json.loads(outcome.stdout)
     assert made["link"] == {"gbps": 10.0, "latency_us": 2.0}
     assert made["baselines_ms"] == {}
     assert made["chunk_rows"] == 5
-    assert list(made["ablation_ms"]) == ["cascade", "overlapped", "+ own rows first", "+ arrivals joined"]
+    assert list(made["ablation_ms"]) == [
+        "cascade",
+        "overlapped",
+        "+ own rows first",
+        "+ arrivals joined",
+    ]
 
 
 def test_a_wrong_output_fails_the_benchmark(monkeypatch, tmp_path):
@@ -401,7 +546,10 @@ def test_a_wrong_output_fails_the_benchmark(monkeypatch, tmp_path):
 
     monkeypatch.setattr(weft, "all_gather_matmul", wrong)
     monkeypatch.setattr(import_module("weft.world.launcher"), "launch", in_this_process)
-    outcome = CliRunner().invoke(app, ["bench", "all-gather-matmul", "-n", "1", *SMALL, "--json", str(tmp_path / "result.json")])
+    outcome = CliRunner().invoke(
+        app,
+        ["bench", "all-gather-matmul", "-n", "1", *SMALL, "--json", str(tmp_path / "result.json")],
+    )
     assert outcome.exit_code == 1
     assert "NOT VERIFIED" in outcome.stdout
     made = json.loads((tmp_path / "result.json").read_text())
@@ -417,27 +565,64 @@ def test_an_operator_that_does_nothing_fails_the_benchmark(monkeypatch):
         return right(*arguments, out=out, **more) if len(calls) < 3 else out
 
     monkeypatch.setattr(weft, "all_gather_matmul", once)
-    found = measure(case.AllGatherMatmul, AllGatherMatmul(shape=Shape(8, 8, 4), warmup=1, iterations=2, baseline="none"))
-    assert {name for name, check in found.checks.items() if check.wrong} == {"sequential", "pipelined"}
+    found = measure(
+        case.AllGatherMatmul,
+        AllGatherMatmul(shape=Shape(8, 8, 4), warmup=1, iterations=2, baseline="none"),
+    )
+    assert {name for name, check in found.checks.items() if check.wrong} == {
+        "sequential",
+        "pipelined",
+    }
 
 
 @pytest.mark.data
 def test_bench_joins_the_ranks_of_a_launcher():
     """Of products and of sweeps, one after the other."""
     both = "import sys; from weft.cli import app; [app(each.split(), standalone_mode=False) for each in sys.argv[1:]]"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    sweep = ["bench", "broadcast", "--sizes", "8,4K", "--warmup", "1", "--iterations", "2", "--threads", "1", "--json", "-"]
-    benches = [" ".join(words) for words in (["bench", "all-gather-matmul", *SMALL, "--json", "-"], sweep)]
-    outcome = subprocess.run([*torchrun, sys.executable, "-c", both, *benches], capture_output=True, text=True, timeout=100)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--no-python",
+    ]
+    sweep = [
+        "bench",
+        "broadcast",
+        "--sizes",
+        "8,4K",
+        "--warmup",
+        "1",
+        "--iterations",
+        "2",
+        "--threads",
+        "1",
+        "--json",
+        "-",
+    ]
+    benches = [
+        " ".join(words) for words in (["bench", "all-gather-matmul", *SMALL, "--json", "-"], sweep)
+    ]
+    outcome = subprocess.run(
+        [*torchrun, sys.executable, "-c", both, *benches],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert outcome.returncode == 0, outcome.stderr
     product, end = json.JSONDecoder().raw_decode(outcome.stdout)
     sweep = json.loads(outcome.stdout[end:])
-    assert [made["benchmark"] for made in (product, sweep)] == ["all-gather-matmul", "broadcast"], "one object each, from one rank"
+    assert [made["benchmark"] for made in (product, sweep)] == ["all-gather-matmul", "broadcast"], (
+        "one object each, from one rank"
+    )
     assert product["ranks"] == sweep["ranks"] == 2
 
 
 def test_plans_are_shown_and_proved():
-    outcome = CliRunner().invoke(app, ["plan", "show", "all-gather-matmul", "--rows", "4,4,3", "--algorithm", "push"])
+    outcome = CliRunner().invoke(
+        app, ["plan", "show", "all-gather-matmul", "--rows", "4,4,3", "--algorithm", "push"]
+    )
     assert outcome.exit_code == 0
     assert "all_gather_matmul / push on 3 ranks" in outcome.stdout
     assert "verified: no race, no deadlock" in outcome.stdout
@@ -445,10 +630,18 @@ def test_plans_are_shown_and_proved():
     assert "blocks per rank: 2, 2" in CliRunner().invoke(app, ["plan", "show", "all-gather"]).stdout
     for operator, planner in PLANNERS.items():
         for algorithm in planner.algorithms:
-            outcome = CliRunner().invoke(app, ["plan", "show", operator.replace("_", "-"), "-n", "3", "--algorithm", algorithm])
+            outcome = CliRunner().invoke(
+                app,
+                ["plan", "show", operator.replace("_", "-"), "-n", "3", "--algorithm", algorithm],
+            )
             assert outcome.exit_code == 0, outcome.output
             assert f"{operator} / {algorithm} on 3 ranks" in outcome.stdout
-    for wrong in (["--rows", "4,4", "-n", "3"], ["--rows", "4,-4"], ["--algorithm", "auto"], ["--algorithm", "star"]):
+    for wrong in (
+        ["--rows", "4,4", "-n", "3"],
+        ["--rows", "4,-4"],
+        ["--algorithm", "auto"],
+        ["--algorithm", "star"],
+    ):
         assert CliRunner().invoke(app, ["plan", "show", "all-gather-matmul", *wrong]).exit_code == 2
 
 
@@ -466,7 +659,9 @@ def test_help_and_plans_do_not_load_torch():
         ["calibrate", "--json", "/proc/result.json"],
     ],
 )
-def test_files_that_cannot_be_written_are_refused_before_anything_is_measured(arguments, monkeypatch):
+def test_files_that_cannot_be_written_are_refused_before_anything_is_measured(
+    arguments, monkeypatch
+):
     monkeypatch.setattr(import_module("weft.world.launcher"), "launch", None)
     outcome = CliRunner().invoke(app, arguments)
     assert outcome.exit_code == 2, outcome.output
@@ -482,7 +677,9 @@ def test_a_file_that_is_there_stays_until_there_is_a_result(tmp_path):
     assert not new.exists()
 
 
-@pytest.mark.parametrize("arguments", [["tune", "all-gather-matmul", "--shape", "8x8x8"], ["calibrate"]])
+@pytest.mark.parametrize(
+    "arguments", [["tune", "all-gather-matmul", "--shape", "8x8x8"], ["calibrate"]]
+)
 def test_nothing_is_measured_that_could_not_be_remembered(arguments, monkeypatch):
     monkeypatch.setattr(import_module("weft.world.launcher"), "launch", None)
     monkeypatch.setenv("WEFT_CACHE", "/proc/nowhere")

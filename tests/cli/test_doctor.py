@@ -1,4 +1,6 @@
-"""What `weft doctor` says of ranks that see something wrong; its look at real hosts is in test_hosts.py."""
+"""What `weft doctor` says of ranks that see something wrong; its look at real hosts is in
+test_hosts.py.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +22,69 @@ RATES = {"float32": 80.0}
 SMALL = Topology(tuple(Core((cpu,), 0, 0, 0) for cpu in range(2)), cpuset=frozenset({0, 1}))
 
 
-def seen(rank, host="one", cores=(0, 1), threads=1, shared="works", rates=RATES, topology=SMALL, team=None, known=()):
+def seen(
+    rank,
+    host="one",
+    cores=(0, 1),
+    threads=1,
+    shared="works",
+    rates=RATES,
+    topology=SMALL,
+    team=None,
+    known=(),
+):
     name, addresses = f"node-{host}", {"lo": "127.0.0.1"}
     return doctor.RankReport(
-        rank, 100 + rank, name, host, "", addresses, tuple(cores), threads, shared, rates, topology, team or threads, dict(known)
+        rank,
+        100 + rank,
+        name,
+        host,
+        "",
+        addresses,
+        tuple(cores),
+        threads,
+        shared,
+        rates,
+        topology,
+        team or threads,
+        dict(known),
     )
 
 
 def met(host, address, interface="", port=5000):
-    return doctor.Met(f"node-{host}", host, interface, {"lo": "127.0.0.1", "eth1": "10.0.0.7"}, address, port)
+    return doctor.Met(
+        f"node-{host}", host, interface, {"lo": "127.0.0.1", "eth1": "10.0.0.7"}, address, port
+    )
 
 
 @pytest.mark.parametrize(
     ("everyone", "links", "offsets", "words"),
     [
         ([seen(0), seen(1)], {}, [0, 0], []),
-        ([seen(0), seen(1, shared="no pages")], {}, [0, 0], ["rank 1 on node-one cannot reserve symmetric memory: no pages"]),
-        ([seen(0, threads=2, team=1)], {}, [0], ["rank 0 on node-one copies and adds with 1 of its 2 threads: "]),
-        ([seen(0, threads=3)], {}, [0], ["3 threads on 2 core.*: set OMP_NUM_THREADS", "node-one is over-subscribed: 1 rank"]),
-        ([seen(0, cores=(0,)), seen(1, cores=(0,))], {}, [0, 0], ["over-subscribed: 2 rank.* with 2 threads in all on 1 core"]),
+        (
+            [seen(0), seen(1, shared="no pages")],
+            {},
+            [0, 0],
+            ["rank 1 on node-one cannot reserve symmetric memory: no pages"],
+        ),
+        (
+            [seen(0, threads=2, team=1)],
+            {},
+            [0],
+            ["rank 0 on node-one copies and adds with 1 of its 2 threads: "],
+        ),
+        (
+            [seen(0, threads=3)],
+            {},
+            [0],
+            ["3 threads on 2 core.*: set OMP_NUM_THREADS", "node-one is over-subscribed: 1 rank"],
+        ),
+        (
+            [seen(0, cores=(0,)), seen(1, cores=(0,))],
+            {},
+            [0, 0],
+            ["over-subscribed: 2 rank.* with 2 threads in all on 1 core"],
+        ),
         (
             [seen(0), seen(1, "two")],
             {},
@@ -75,7 +121,8 @@ def test_what_is_wrong_is_said_in_words(everyone, links, offsets, words):
             [met("one", "127.0.1.1"), met("two", "10.0.0.8")],
             [{}, {0: "Connection refused"}],
             [
-                "rank 0 on node-one: the name node-one stands for 127.0.1.1, which other hosts cannot reach; set GLOO.*: eth1 10.0.0.7"
+                "rank 0 on node-one: the name node-one stands for 127.0.1.1, which other hosts "
+                "cannot reach; set GLOO.*: eth1 10.0.0.7"
             ],
         ),
         (
@@ -87,7 +134,8 @@ def test_what_is_wrong_is_said_in_words(everyone, links, offsets, words):
             [met("one", "10.0.0.7"), met("two", "10.0.0.8")],
             [{1: "No route to host"}, {}],
             [
-                "rank 0 on node-one cannot connect to rank 1 on node-two at 10.0.0.8, port 5000: No route to host. Is there a firewall"
+                "rank 0 on node-one cannot connect to rank 1 on node-two at 10.0.0.8, port 5000: "
+                "No route to host. Is there a firewall"
             ],
         ),
     ],
@@ -101,12 +149,22 @@ def test_who_cannot_be_reached_is_said_in_words(everyone, failed, words):
 def test_a_rank_is_drawn_where_it_is(tmp_path):
     epyc = topology.read(recorded("epyc", tmp_path))
     console = Console(width=140, record=True, file=StringIO())
-    console.print(placed.drawing([seen(0, cores=range(8), topology=epyc), seen(1, cores=range(8, 24), topology=epyc)]))
+    console.print(
+        placed.drawing(
+            [seen(0, cores=range(8), topology=epyc), seen(1, cores=range(8, 24), topology=epyc)]
+        )
+    )
     drawn = console.export_text()
     assert "node-one: 64 cores with 128 hardware threads" in drawn
     lines = [line for line in drawn.splitlines() if "-" in line and "│" in line]
     assert len(lines) == 8
-    assert [word.strip() for word in lines[0].strip("│").split("│")] == ["0", "0", "0-7", "64-71", "0 on 0-7"]
+    assert [word.strip() for word in lines[0].strip("│").split("│")] == [
+        "0",
+        "0",
+        "0-7",
+        "64-71",
+        "0 on 0-7",
+    ]
     assert "1 on 8-15" in lines[1]
     assert "1 on 16-23" in lines[2]
     assert "none" in lines[3]
@@ -115,8 +173,15 @@ def test_a_rank_is_drawn_where_it_is(tmp_path):
 def test_thresholds_are_said_and_where_they_come_from():
     def said(agreed, *known, crowded=False):
         console = Console(width=140, record=True, file=StringIO())
-        console.print(doctor._thresholds([seen(rank, known=told) for rank, told in enumerate(known)], agreed, crowded))
-        return [[word.strip() for word in line.strip("│").split("│")][1:] for line in console.export_text().splitlines()[3:-1]]
+        console.print(
+            doctor._thresholds(
+                [seen(rank, known=told) for rank, told in enumerate(known)], agreed, crowded
+            )
+        )
+        return [
+            [word.strip() for word in line.strip("│").split("│")][1:]
+            for line in console.export_text().splitlines()[3:-1]
+        ]
 
     told = {"first_level": 48 << 10, "second_level": 2 << 20, "hop": 4.0}
     first, *seconds, hop = said(Thresholds(**told), told, told)
@@ -128,18 +193,36 @@ def test_thresholds_are_said_and_where_they_come_from():
     assert first == ["16 KiB", "first-level cache of 32 KiB (sysfs and default)"]
     assert hop == ["3.0 notifies", "weft calibrate and default"]
     assert said(Thresholds(), {}, {})[-1] == ["3.0 notifies", "default"]
-    assert said(Thresholds(), told, told, crowded=True)[-1] == ["50.0 notifies", "default, as ranks share cores"]
+    assert said(Thresholds(), told, told, crowded=True)[-1] == [
+        "50.0 notifies",
+        "default, as ranks share cores",
+    ]
 
 
 @pytest.mark.parametrize(
     ("group", "ranks", "words"),
     [
         ("", [(range(32), 32), (range(32, 64), 32)], []),
-        ("", [(range(16, 48), 32), (range(48, 64), 16)], ["rank.s. 0 on node-one run on several NUMA nodes"]),
-        ("", [([0, 1, 64, 65], 4)], ["rank 0 on node-one computes with 4 threads on 2 core.*, which have 4 hardware threads"]),
+        (
+            "",
+            [(range(16, 48), 32), (range(48, 64), 16)],
+            ["rank.s. 0 on node-one run on several NUMA nodes"],
+        ),
+        (
+            "",
+            [([0, 1, 64, 65], 4)],
+            [
+                "rank 0 on node-one computes with 4 threads on 2 core.*, which have 4 hardware "
+                "threads"
+            ],
+        ),
         ("", [([0, 64], 1), ([0, 64], 1)], ["2 rank.*compute with 2 threads in all on 1 core"]),
         ("0-3", [([0, 1], 2), ([2, 3], 2)], []),
-        ("0,64", [([0], 1), ([64], 1)], ["2 threads in all on 1 core", "allows 1 of its 64 cores .0,64., and 2 threads"]),
+        (
+            "0,64",
+            [([0], 1), ([64], 1)],
+            ["2 threads in all on 1 core", "allows 1 of its 64 cores .0,64., and 2 threads"],
+        ),
     ],
 )
 def test_what_is_wrong_with_where_ranks_are_is_said_in_words(tmp_path, group, ranks, words):
@@ -147,6 +230,13 @@ def test_what_is_wrong_with_where_ranks_are_is_said_in_words(tmp_path, group, ra
     (folder / "fs/cgroup").mkdir(parents=True)
     (folder / "fs/cgroup/cpuset.cpus.effective").write_text(group)
     xeon = topology.read(folder)
-    said = [*placed.troubles([seen(rank, cores=cores, threads=n, topology=xeon) for rank, (cores, n) in enumerate(ranks)])]
+    said = [
+        *placed.troubles(
+            [
+                seen(rank, cores=cores, threads=n, topology=xeon)
+                for rank, (cores, n) in enumerate(ranks)
+            ]
+        )
+    ]
     assert len(said) == len(words), said
     assert all(re.search(pattern, text) for pattern, text in zip(words, said, strict=True)), said

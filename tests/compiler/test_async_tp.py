@@ -20,17 +20,26 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import weft
 from weft.process_group import worlds
 
-if torch.__version__.startswith("2.11."):  # whose compiler does not trace torch's own gather of another dimension than the first
+if torch.__version__.startswith(
+    "2.11."
+):  # whose compiler does not trace torch's own gather of another dimension than the first
     funcol._maybe_view_chunk_cat = torch._dynamo.dont_skip_tracing(funcol._maybe_view_chunk_cat)
 
 
 class Seen(CustomGraphPass):
-    """Takes the place of the pass that is set: runs it, and notes which collectives there are in a graph then."""
+    """Takes the place of the pass that is set: runs it, and notes which collectives there are in a
+    graph then.
+    """
 
     def __init__(self):
         self.other, self.graphs = config.post_grad_custom_post_pass, []
@@ -39,10 +48,16 @@ class Seen(CustomGraphPass):
     def __call__(self, graph):
         self.other(graph)
         graph.lint()
-        collectives = [node for node in graph.nodes if str(node.target).startswith(("weft.", "_c10d_functional."))]
+        collectives = [
+            node
+            for node in graph.nodes
+            if str(node.target).startswith(("weft.", "_c10d_functional."))
+        ]
         self.graphs.append(Counter(str(node.target).split(".")[1] for node in collectives))
         ours = [node for node in collectives if node.target.namespace == "weft"]
-        assert [node.args[-1] and node.args[-1].args[0] for node in ours] == [None, *ours][: len(ours)]  # each waits for the last
+        assert [node.args[-1] and node.args[-1].args[0] for node in ours] == [None, *ours][
+            : len(ours)
+        ]  # each waits for the last
 
     def uuid(self):
         return self.other.uuid()
@@ -55,7 +70,9 @@ class Seen(CustomGraphPass):
 
 def compare(fn, *inputs, options=QUICK):
     """What is compiled gives what is not."""
-    for one, other in zip(torch.compile(fn, fullgraph=True, options=options)(*inputs), fn(*inputs), strict=True):
+    for one, other in zip(
+        torch.compile(fn, fullgraph=True, options=options)(*inputs), fn(*inputs), strict=True
+    ):
         torch.testing.assert_close(one, other)
         assert one.stride() == other.stride()
 
@@ -69,16 +86,31 @@ def draw(*shape, own=0, dtype=torch.float64):
 def gathers(x, b, c, bias, whole):
     """Rows gathered along each dimension, multiplied once or more, and used for other things, too."""
     y, world = x * 2, dist.group.WORLD
-    first, second, again, last = (funcol.all_gather_tensor(rows, dim, world) for rows, dim in ((x, 0), (y, 1), (y, 1), (x * 3, 2)))
+    first, second, again, last = (
+        funcol.all_gather_tensor(rows, dim, world)
+        for rows, dim in ((x, 0), (y, 1), (y, 1), (x * 3, 2))
+    )
     rows = again.flatten(0, 1)
     adapted = torch.addmm(rows @ b @ (b.t() @ b), rows, c)
-    return F.linear(first, c.t(), bias), second @ b + bias, adapted, second.sum(), last @ whole, (x @ c).relu()
+    return (
+        F.linear(first, c.t(), bias),
+        second @ b + bias,
+        adapted,
+        second.sum(),
+        last @ whole,
+        (x @ c).relu(),
+    )
 
 
 def sums(a, b, bias, own):
-    """Products summed along each dimension, or on all ranks, with biases that differ from rank to rank."""
+    """Products summed along each dimension, or on all ranks, with biases that differ from rank to
+    rank.
+    """
     world = dist.group.WORLD
-    scattered = [funcol.reduce_scatter_tensor(F.linear(a * (dim + 4), b.t(), own), "sum", dim, world) for dim in (0, 1)]
+    scattered = [
+        funcol.reduce_scatter_tensor(F.linear(a * (dim + 4), b.t(), own), "sum", dim, world)
+        for dim in (0, 1)
+    ]
     mean = funcol.reduce_scatter_tensor((a * 6) @ b, "avg", 2, world)
     reduced = funcol.all_reduce(F.linear(a, b.t(), own), "sum", world)
     return *scattered, mean, reduced, funcol.all_reduce(torch.addmm(bias, a[0], b), "avg", world)
@@ -88,13 +120,26 @@ def others(x, b, a, bias):
     """Nothing here is a collective and a product in one."""
     world, ranks = dist.group.WORLD, dist.get_world_size()
     rows = funcol.all_gather_tensor(x, 0, world)
-    shuffled = torch.cat(rows.chunk(2 * ranks), 1).flatten(0, 1) @ b  # not cut into the ranks' parts
+    shuffled = (
+        torch.cat(rows.chunk(2 * ranks), 1).flatten(0, 1) @ b
+    )  # not cut into the ranks' parts
     y, z = a @ b, (a + 1) @ b
     summed, most = funcol.all_reduce(y, "sum", world), funcol.all_reduce(z, "max", world)
-    columns = funcol.reduce_scatter_tensor(torch.addmm(bias, a[0], b), "sum", 1, world)  # each rank wants a part of all biases
+    columns = funcol.reduce_scatter_tensor(
+        torch.addmm(bias, a[0], b), "sum", 1, world
+    )  # each rank wants a part of all biases
     square = funcol.all_gather_tensor(x + 1, 0, world)[:, 0]
     line = funcol.all_reduce((a[:1, 0] @ b)[0], "sum", world)
-    return shuffled, summed, y, most, columns, square @ square.t(), line, funcol.all_reduce(x, "sum", world)
+    return (
+        shuffled,
+        summed,
+        y,
+        most,
+        columns,
+        square @ square.t(),
+        line,
+        funcol.all_reduce(x, "sum", world),
+    )
 
 
 def programs(_):
@@ -104,16 +149,28 @@ def programs(_):
         weft.enable_async_tp()
     seen = Seen()
     n = 4 * ranks
-    compare(gathers, draw(ranks, 5, 8, own=1), draw(8, n, own=1), draw(8, n + 1, own=1)[:, 1:], draw(n, own=1), draw(8 * ranks, 3))
+    compare(
+        gathers,
+        draw(ranks, 5, 8, own=1),
+        draw(8, n, own=1),
+        draw(8, n + 1, own=1)[:, 1:],
+        draw(n, own=1),
+        draw(8 * ranks, 3),
+    )
     assert seen.taken() == [{"all_gather_matmul": 3}]
     a, b = draw(2 * ranks, 3 * ranks, 6, own=1), draw(6, n, own=1)
     compare(sums, a, b, draw(n, own=1), draw(n, own=2))
     assert seen.taken() == [{"matmul_reduce_scatter": 3, "matmul_all_reduce": 2}]
     compare(others, draw(2 * ranks, 2, 6, own=1), b, a, draw(n, own=1))
-    assert seen.taken() == [{"all_gather_into_tensor": 2, "all_reduce": 4, "reduce_scatter_tensor": 1, "wait_tensor": 7}]
+    assert seen.taken() == [
+        {"all_gather_into_tensor": 2, "all_reduce": 4, "reduce_scatter_tensor": 1, "wait_tensor": 7}
+    ]
 
     grown = torch.compile(gathers, fullgraph=True, dynamic=True, options=QUICK)
-    weights = [nn.Parameter(draw(*shape), requires_grad=False) for shape in ((8, n), (8, n), (n,), (8 * ranks, 3))]
+    weights = [
+        nn.Parameter(draw(*shape), requires_grad=False)
+        for shape in ((8, n), (8, n), (n,), (8 * ranks, 3))
+    ]
     for rows in (3, 4, 7):
         x = draw(5, rows, 8, own=1)
         for one, other in zip(grown(x, *weights), gathers(x, *weights), strict=True):
@@ -138,8 +195,13 @@ class Block(nn.Module):
 
     def forward(self, x):
         y = self.attention_norm(x)
-        q, k, v = (layer(y).unflatten(-1, (-1, self.size)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            layer(y).unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        x = x + self.o(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(self.up(self.norm(x)).relu())
 
 
@@ -148,11 +210,17 @@ def parallel(sequence):
     torch.manual_seed(5)
     mesh, block = init_device_mesh("cpu", (dist.get_world_size(),)), Block(24, 6)
     column = ColwiseParallel(input_layouts=Shard(1)) if sequence else ColwiseParallel()
-    row = RowwiseParallel(output_layouts=Shard(1), use_local_output=False) if sequence else RowwiseParallel()
+    row = (
+        RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+        if sequence
+        else RowwiseParallel()
+    )
     plan = dict.fromkeys(("q", "k", "v", "up"), column) | {"o": row, "down": row}
     if not sequence:
         return parallelize_module(block, mesh, plan), block
-    parallelize_module(block, mesh, plan | dict.fromkeys(("attention_norm", "norm"), SequenceParallel()))
+    parallelize_module(
+        block, mesh, plan | dict.fromkeys(("attention_norm", "norm"), SequenceParallel())
+    )
     return block, lambda x: block(DTensor.from_local(x, mesh, [Shard(1)])).to_local()
 
 
@@ -165,7 +233,11 @@ def trained(sequence, options=None):
     loss = fn(x).sin().sum()
     loss.backward()
     grads = [parameter.grad for parameter in block.parameters()]
-    return [loss.detach(), x.grad, *(grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads)]
+    return [
+        loss.detach(),
+        x.grad,
+        *(grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads),
+    ]
 
 
 def models(_):
@@ -175,7 +247,11 @@ def models(_):
     for sequence in (True, False):
         for one, other in zip(trained(sequence, QUICK), trained(sequence), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-        graph = {"all_gather_matmul": 2, "matmul_reduce_scatter": 2} if sequence else {"matmul_all_reduce": 2}
+        graph = (
+            {"all_gather_matmul": 2, "matmul_reduce_scatter": 2}
+            if sequence
+            else {"matmul_all_reduce": 2}
+        )
         assert seen.taken() == [
             graph,
             graph,
@@ -247,14 +323,20 @@ def mean(x, b):
 
 
 def one_cache(world, folder):
-    """For groups of one name and several sizes, with the pass and without: graphs that were found, and how often operators ran."""
+    """For groups of one name and several sizes, with the pass and without: graphs that were found,
+    and how often operators ran.
+    """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
     dist.destroy_process_group()
     found, ran, in_turn = [], [], worlds.in_turn
     worlds.in_turn = lambda group, call: ran.append(call) or in_turn(group, call)
-    for trial, (ranks, enable) in enumerate([(2, False), (2, True), (3, True), (3, False), (2, True)]):
+    for trial, (ranks, enable) in enumerate(
+        [(2, False), (2, True), (3, True), (3, False), (2, True)]
+    ):
         if world.rank < ranks:
-            dist.init_process_group("weft", f"file://{folder}/{trial}", rank=world.rank, world_size=ranks)
+            dist.init_process_group(
+                "weft", f"file://{folder}/{trial}", rank=world.rank, world_size=ranks
+            )
             weft.enable_async_tp(enable=enable)
             torch.compiler.reset()
             counters.clear()
@@ -269,5 +351,7 @@ def one_cache(world, folder):
 def test_a_cache_serves_groups_of_all_sizes_and_gives_each_program_its_own(tmp_path):
     one, other, last = on_ranks(one_cache, 3, tmp_path, limit=110)
     assert [ran for _, ran in one] == [ran for _, ran in other] == [0, 1, 1, 0, 1]
-    assert [min(hits) for hits in zip(*([hit for hit, _ in each] for each in (one, other)), strict=True)] == [0, 0, 1, 1, 1]
+    assert [
+        min(hits) for hits in zip(*([hit for hit, _ in each] for each in (one, other)), strict=True)
+    ] == [0, 0, 1, 1, 1]
     assert last == [(1, 1), (1, 0)]

@@ -1,4 +1,6 @@
-"""What is remembered in the cache directory: where that is, what is taken from it, and whose measurement stays."""
+"""What is remembered in the cache directory: where that is, what is taken from it, and whose
+measurement stays.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +76,15 @@ def test_without_a_home_directory(monkeypatch):
 
 @pytest.mark.parametrize("text", NOT_AS_EXPECTED)
 def test_what_is_not_as_expected_is_not_there(text, directory, monkeypatch):
-    monkeypatch.setattr(matmul, "_measure", lambda *_: {lie: {str(rows): "mm" for rows in matmul._ROWS} for lie in matmul._LIES})
-    workload, variant = Workload("all_gather_matmul", (8, 8), 4, 4, "float32", "float32"), Variant("direct", 8, "peer")
+    monkeypatch.setattr(
+        matmul,
+        "_measure",
+        lambda *_: {lie: {str(rows): "mm" for rows in matmul._ROWS} for lie in matmul._LIES},
+    )
+    workload, variant = (
+        Workload("all_gather_matmul", (8, 8), 4, 4, "float32", "float32"),
+        Variant("direct", 8, "peer"),
+    )
 
     def tables():
         matmul._table.__wrapped__(torch.float32, torch.float32, 1)

@@ -14,8 +14,17 @@ import nanobind
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# What the rest moves data with; the tests of layers, benchmarks and examples rest on these and start slowly.
-FLOOR = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "collectives", "onesided", "autograd", "failure")
+# What the rest moves data with; the tests of layers, benchmarks and examples rest on these and
+# start slowly.
+FLOOR = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "matmul_all_reduce",
+    "collectives",
+    "onesided",
+    "autograd",
+    "failure",
+)
 MOVING = sorted(path for name in FLOOR for path in (ROOT / "tests").rglob(f"test_{name}.py"))
 # It takes seconds to get its memory, and puts as others do.
 LARGE = "tests/world/test_onesided.py::test_segments_over_2_gib"
@@ -39,8 +48,21 @@ def test_a_core_that_moves_nothing_fails_every_data_test(tmp_path):
     core = tmp_path / "core.so"
     build(core, "WEFT_MUTANT_NO_COPY")
     (tmp_path / "sitecustomize.py").write_text(TAKE_ITS_PLACE.format(core=str(core)))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    options = ["-c", ROOT / "pyproject.toml", "-p", "no:cacheprovider", "-m", "data", "--deselect", LARGE, "--tb=no", "-rp"]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    }
+    options = [
+        "-c",
+        ROOT / "pyproject.toml",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "data",
+        "--deselect",
+        LARGE,
+        "--tb=no",
+        "-rp",
+    ]
     command = [sys.executable, "-m", "pytest", *options, *MOVING]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     summary = done.stdout.strip().splitlines()[-1]
@@ -51,11 +73,34 @@ def test_a_core_that_moves_nothing_fails_every_data_test(tmp_path):
 
 
 def build(core: Path, option: str) -> None:
-    """Compile the native core with `option`, all sources as one: unlike weft's own build it takes no time to make code fast."""
-    folders = [sysconfig.get_path("include"), nanobind.include_dir(), Path(nanobind.__file__).parent / "ext/robin_map/include"]
-    sources = "".join(f'#include "{source}"\n' for source in sorted((ROOT / "native").glob("*.cpp")))
-    command = [*shlex.split(os.environ.get("CXX", "c++")), "-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread"]
-    command += [f"-D{option}", *(f"-I{folder}" for folder in folders), "-x", "c++", "-", "-o", str(core)]
+    """Compile the native core with `option`, all sources as one: unlike weft's own build it takes
+    no time to make code fast.
+    """
+    folders = [
+        sysconfig.get_path("include"),
+        nanobind.include_dir(),
+        Path(nanobind.__file__).parent / "ext/robin_map/include",
+    ]
+    sources = "".join(
+        f'#include "{source}"\n' for source in sorted((ROOT / "native").glob("*.cpp"))
+    )
+    command = [
+        *shlex.split(os.environ.get("CXX", "c++")),
+        "-std=c++17",
+        "-shared",
+        "-fPIC",
+        "-fvisibility=hidden",
+        "-pthread",
+    ]
+    command += [
+        f"-D{option}",
+        *(f"-I{folder}" for folder in folders),
+        "-x",
+        "c++",
+        "-",
+        "-o",
+        str(core),
+    ]
     command += ["-x", "none", str(Path(nanobind.source_dir()) / "nb_combined.cpp")]
     done = subprocess.run(command, input=sources, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

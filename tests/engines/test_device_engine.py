@@ -1,4 +1,6 @@
-"""The device engine where lanes are threads: the host engine's own tests, plans with a signal too few, and how it fails."""
+"""The device engine where lanes are threads: the host engine's own tests, plans with a signal too
+few, and how it fails.
+"""
 
 import pytest
 import test_all_gather_matmul as all_gather_matmul
@@ -72,7 +74,10 @@ def lost(world):
         own = engine(world)
         weft.wait(own.counters.signals, own.index(Signal("arrived", 0)), ">=", 4)
         die()
-    with pytest.raises(weft.PeerLost, match=r"rank 1 \(pid \d+\) died while rank 0 waited for .* of all_gather_matmul call"):
+    with pytest.raises(
+        weft.PeerLost,
+        match=r"rank 1 \(pid \d+\) died while rank 0 waited for .* of all_gather_matmul call",
+    ):
         for _ in range(3):
             weft.all_gather_matmul(a, b, algorithm="push", chunk_rows=2)
 
@@ -83,7 +88,8 @@ def late(world):
     weft.all_reduce(torch.ones(3))
     if world.rank == 0:
         with pytest.raises(
-            weft.PeerTimeout, match=r'rank 0 waited 0.5 s for .* of all_reduce call \d+ \(signal "ready" from rank 1: 0 of 1\)'
+            weft.PeerTimeout,
+            match=r'rank 0 waited 0.5 s for .* of all_reduce call \d+ \(signal "ready" from rank 1: 0 of 1\)',
         ):
             weft.all_reduce(torch.ones(3), timeout=0.5)
     else:

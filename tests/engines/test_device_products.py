@@ -1,4 +1,6 @@
-"""Operators of device worlds that multiply by weft's persistent kernel, under Triton's interpreter, and what a GPU would compile."""
+"""Operators of device worlds that multiply by weft's persistent kernel, under Triton's interpreter,
+and what a GPU would compile.
+"""
 
 import os
 import sys
@@ -49,13 +51,17 @@ def gathers(rows: tuple[int, ...], algorithm: str, dtype: torch.dtype, call: int
     assert torch.equal(out.double(), exact @ flat.double() + bias.double())
     if call % 2:
         return
-    (one, two), gathered = weft.all_gather_matmul(a, [flat, tall], return_gathered=True, out_dtype=torch.float32, **options)
+    (one, two), gathered = weft.all_gather_matmul(
+        a, [flat, tall], return_gathered=True, out_dtype=torch.float32, **options
+    )
     assert torch.equal(one.double(), exact @ flat.double())
     assert torch.equal(two.double(), exact @ tall.double())
     assert torch.equal(gathered.double(), exact)
 
 
-def sums(rows: tuple[int, ...], algorithm: str, reduced: bool, dtype: torch.dtype, call: int) -> None:
+def sums(
+    rows: tuple[int, ...], algorithm: str, reduced: bool, dtype: torch.dtype, call: int
+) -> None:
     world = weft.init()
     total, rank = sum(rows), world.rank
     a = [whole(call + r, total, 16, dtype=dtype) for r in range(world.ranks)]
@@ -69,15 +75,26 @@ def sums(rows: tuple[int, ...], algorithm: str, reduced: bool, dtype: torch.dtyp
     options: dict[str, Any] = {"shard_rows": rows, "algorithm": algorithm, "chunk_rows": 7}
     y = weft.matmul_reduce_scatter(a[rank], b[rank], bias=bias, **options)
     own = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
-    assert torch.equal(y.double(), exact[own]), (algorithm, dtype, rank, (y.double() - exact[own]).abs().max(dim=1).values.tolist())
-    mean = weft.matmul_reduce_scatter(a[rank], b[rank], op="avg", out_dtype=torch.float32, **options)
+    assert torch.equal(y.double(), exact[own]), (
+        algorithm,
+        dtype,
+        rank,
+        (y.double() - exact[own]).abs().max(dim=1).values.tolist(),
+    )
+    mean = weft.matmul_reduce_scatter(
+        a[rank], b[rank], op="avg", out_dtype=torch.float32, **options
+    )
     assert torch.equal(mean, ((exact - bias.double())[own].float() / world.ranks))
 
 
 def every_operator(rows: tuple[int, ...]) -> None:
-    for call, (algorithm, dtype) in enumerate(zip(GATHERS, (torch.float16, torch.float32) * 3, strict=False)):
+    for call, (algorithm, dtype) in enumerate(
+        zip(GATHERS, (torch.float16, torch.float32) * 3, strict=False)
+    ):
         gathers(rows, algorithm, dtype, call)
-    for call, (algorithm, reduced) in enumerate([*product(SCATTERS, [False]), *product(REDUCES, [True])]):
+    for call, (algorithm, reduced) in enumerate(
+        [*product(SCATTERS, [False]), *product(REDUCES, [True])]
+    ):
         sums(rows, algorithm, reduced, (torch.bfloat16, torch.float32)[call % 2], call)
 
 
@@ -86,7 +103,8 @@ def refused() -> None:
     a, b = torch.ones(4, 16), torch.ones(16, 8)
     for x, w in ((a.double(), b.double()), (a[:, :15], b[:15]), (a, b[:, :7].contiguous())):
         with pytest.raises(
-            ValueError, match=r"weft's product kernel takes float16, bfloat16, float32, and rows .* products=\"torch\""
+            ValueError,
+            match=r"weft's product kernel takes float16, bfloat16, float32, and rows .* products=\"torch\"",
         ):
             weft.all_gather_matmul(x, w, algorithm="push")
         with pytest.raises(ValueError, match="weft's product kernel takes"):
@@ -103,8 +121,14 @@ def recorded() -> None:
         weft.all_gather_matmul(torch.ones(6, 16), torch.ones(16, 8), algorithm="push", chunk_rows=2)
     ((plan, _, spans),) = recording.executions
     lanes = plan.lanes[world.rank]
-    assert {(lane, at) for lane, at, _, _ in spans} == {(lane, at) for lane in lanes for at in range(len(lanes[lane]))}
-    products = {span[2:] for span in spans if span[0] == "compute" and isinstance(lanes["compute"][span[1]], weft.plan.Matmul)}
+    assert {(lane, at) for lane, at, _, _ in spans} == {
+        (lane, at) for lane in lanes for at in range(len(lanes[lane]))
+    }
+    products = {
+        span[2:]
+        for span in spans
+        if span[0] == "compute" and isinstance(lanes["compute"][span[1]], weft.plan.Matmul)
+    }
     assert len(products) == 1
 
 
@@ -115,7 +139,8 @@ def late() -> None:
     weft.all_gather_matmul(a, b, algorithm="push")
     if world.rank == 0:
         with pytest.raises(
-            weft.PeerTimeout, match=r'rank 0 waited too long for signal "\w+" from rank 1 in all_gather_matmul or before: \d of \d'
+            weft.PeerTimeout,
+            match=r'rank 0 waited too long for signal "\w+" from rank 1 in all_gather_matmul or before: \d of \d',
         ):
             weft.all_gather_matmul(a, b, algorithm="push", timeout=0.05)
 

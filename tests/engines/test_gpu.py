@@ -34,7 +34,9 @@ def every_operator(products):
             close(out, torch.cat(exact) + bias.double())
     part = 256 // ranks
     for algorithm in ("direct", "push", "put", "ring", "sequential"):
-        y = weft.matmul_reduce_scatter(shards[rank], b, algorithm=algorithm, out_dtype=torch.float32)
+        y = weft.matmul_reduce_scatter(
+            shards[rank], b, algorithm=algorithm, out_dtype=torch.float32
+        )
         close(y, sum(exact)[part * rank : part * (rank + 1)])
     for algorithm in ("one_shot", "two_shot", "put", "sequential"):
         close(weft.matmul_all_reduce(shards[rank], b, algorithm=algorithm), sum(exact))
@@ -58,7 +60,10 @@ def gradients():
     a = shard(world, world.rank, 64, 32, dtype=torch.float32).requires_grad_()
     b = shard(world, 99, 32, 16, dtype=torch.float32).requires_grad_()
     weft.all_gather_matmul(a, b).square().sum().backward()
-    close(a.grad, world.ranks * 2 * (a.detach().double() @ b.detach().double()) @ b.detach().double().t())
+    close(
+        a.grad,
+        world.ranks * 2 * (a.detach().double() @ b.detach().double()) @ b.detach().double().t(),
+    )
 
 
 def on_two_streams():
@@ -106,7 +111,9 @@ def test_kernels(ranks):
 
 
 def test_the_product_kernel_is_torchs():
-    benchmark = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "gpu" / "products.py"))
+    benchmark = runpy.run_path(
+        str(Path(__file__).parents[2] / "benchmarks" / "gpu" / "products.py")
+    )
     for row in benchmark["product_rates"]([(512, 256, 384), (1000, 320, 520)], torch.float16, 1, 1):
         assert row["wrong"] == 0
 
@@ -118,8 +125,11 @@ def captured(together):
     weft.matmul_all_reduce(a, b, out=out)
     torch.cuda.current_stream().synchronize()
     graph = torch.cuda.CUDAGraph()
-    together.wait()  # to begin a capture is to wait for the device, which must not wait for this rank meanwhile
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+    # to begin a capture is to wait for the device, which must not wait for this rank meanwhile
+    together.wait()
+    with torch.cuda.graph(
+        graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+    ):
         weft.matmul_all_reduce(a, b, out=out)
     together.wait()
     for turn in range(1, 4):

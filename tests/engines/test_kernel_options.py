@@ -18,7 +18,11 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(multi_processor_count=132),
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,18 +47,32 @@ def test_ranks_need_queues_of_their_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     local._check_queues(2)
-    with pytest.raises(ValueError, match="3 ranks need 9 streams that run at once, and there are 8: use at most 2 ranks"):
+    with pytest.raises(
+        ValueError,
+        match="3 ranks need 9 streams that run at once, and there are 8: use at most 2 ranks",
+    ):
         local._check_queues(3)
 
 
 def test_polls_are_bounded():
-    assert 0 < symmetric.max_polls(1.0) < symmetric.max_polls(30.0) <= symmetric.max_polls(1e9) < 2**31
+    assert (
+        0 < symmetric.max_polls(1.0) < symmetric.max_polls(30.0) <= symmetric.max_polls(1e9) < 2**31
+    )
 
 
-@pytest.mark.parametrize(("start", "stop", "columns", "block"), [(0, 4096, 3, 128), (5, 1000, 2, 64), (7, 8, 1, 16), (3, 3, 4, 16)])
+@pytest.mark.parametrize(
+    ("start", "stop", "columns", "block"),
+    [(0, 4096, 3, 128), (5, 1000, 2, 64), (7, 8, 1, 16), (3, 3, 4, 16)],
+)
 def test_tiles_cover_every_row_and_column_once(start, stop, columns, block):
-    covered = [(row, column) for first, last, column in tiles(start, stop, columns, block) for row in range(first, last)]
-    assert sorted(covered) == [(row, column) for row in range(start, stop) for column in range(columns)]
+    covered = [
+        (row, column)
+        for first, last, column in tiles(start, stop, columns, block)
+        for row in range(first, last)
+    ]
+    assert sorted(covered) == [
+        (row, column) for row in range(start, stop) for column in range(columns)
+    ]
     assert all(0 < last - first <= block for first, last, _ in tiles(start, stop, columns, block))
 
 
@@ -66,9 +84,13 @@ FIRST, SECOND = Signal("arrived", 1), Signal("arrived", 2)
 
 
 def test_tiles_follow_the_lane():
-    made = follow([product(0, 4), Wait(FIRST, 3), product(4, 6), Wait(SECOND, 1), product(6, 9, "y")], 2, 4)
+    made = follow(
+        [product(0, 4), Wait(FIRST, 3), product(4, 6), Wait(SECOND, 1), product(6, 9, "y")], 2, 4
+    )
     assert made.waits == [(FIRST, 3), (SECOND, 1)]
-    assert {(low, high, needed) for low, high, _, shift, _, needed, _ in made.tiles if shift == 100} == {
+    assert {
+        (low, high, needed) for low, high, _, shift, _, needed, _ in made.tiles if shift == 100
+    } == {
         (0, 4, 0),
         (4, 6, 1),
         (6, 9, 2),
@@ -81,7 +103,17 @@ def test_tiles_follow_the_lane():
 
 
 def test_a_notify_counts_the_tiles_since_the_one_before_and_that_one():
-    made = follow([product(0, 8, to=1), Notify(1, FIRST), product(8, 9, to=2), Notify(2, FIRST), product(9, 10)], 2, 4)
+    made = follow(
+        [
+            product(0, 8, to=1),
+            Notify(1, FIRST),
+            product(8, 9, to=2),
+            Notify(2, FIRST),
+            product(9, 10),
+        ],
+        2,
+        4,
+    )
     assert made.notifies == [(1, FIRST, 4), (2, FIRST, 2 + 1)]
     assert [tile[4::2] for tile in made.tiles] == [(1, 0)] * 4 + [(2, 1)] * 2 + [(0, 2)] * 2
 
@@ -89,21 +121,47 @@ def test_a_notify_counts_the_tiles_since_the_one_before_and_that_one():
 def test_runs_of_a_lane_and_their_launches():
     wait, tell = Wait(FIRST, 1), Notify(1, SECOND)
     copy = Copy(Region(0, "x", 0, 1), Region(0, "y", 0, 1))
-    lane = [wait, tell, product(0, 2), wait, product(2, 4, "y"), tell, product(4, 5, "y"), tell, wait]
+    lane = [
+        wait,
+        tell,
+        product(0, 2),
+        wait,
+        product(2, 4, "y"),
+        tell,
+        product(4, 5, "y"),
+        tell,
+        wait,
+    ]
     assert runs(lane) == [(2, 7)]
-    assert runs([product(0, 1), wait, tell, product(1, 2)]) == [(0, 1), (3, 4)], "the notify says that the wait is over"
+    assert runs([product(0, 1), wait, tell, product(1, 2)]) == [(0, 1), (3, 4)], (
+        "the notify says that the wait is over"
+    )
     assert runs([product(0, 1), copy, product(1, 2)]) == [(0, 1), (2, 3)]
-    assert runs([product(0, 1), product(0, 1, out="other"), tell, product(1, 2)]) == [(0, 2), (3, 4)]
+    assert runs([product(0, 1), product(0, 1, out="other"), tell, product(1, 2)]) == [
+        (0, 2),
+        (3, 4),
+    ]
     three = [product(0, 1), wait, product(0, 1, "y"), Wait(SECOND, 1), product(0, 1, "z")]
-    assert [*launches(three)] == [three[:3], three[3:]], "rows from two tensors at most; what is waited for is waited for there"
-    several = [product(0, 1), product(0, 1, out="other"), wait, product(1, 2), product(1, 2, out="other")]
+    assert [*launches(three)] == [three[:3], three[3:]], (
+        "rows from two tensors at most; what is waited for is waited for there"
+    )
+    several = [
+        product(0, 1),
+        product(0, 1, out="other"),
+        wait,
+        product(1, 2),
+        product(1, 2, out="other"),
+    ]
     assert [*launches(several)] == [[several[0], wait, several[3]], [several[1], wait, several[4]]]
 
 
 def test_product_kernels_leave_room(a_gpu):
     assert symmetric.max_programs(1, GPU, symmetric.BESIDE) == 128
     assert symmetric.max_programs(8, GPU, symmetric.BESIDE) == 12
-    with pytest.raises(ValueError, match="33 ranks that share a GPU of 132 SMs have 4 each; kernels that wait need more than 4"):
+    with pytest.raises(
+        ValueError,
+        match="33 ranks that share a GPU of 132 SMs have 4 each; kernels that wait need more than 4",
+    ):
         symmetric.max_programs(33, GPU, symmetric.BESIDE)
 
 
@@ -114,7 +172,9 @@ def test_products_that_cannot_be(monkeypatch):
     with pytest.raises(weft.WeftError, match="set TRITON_INTERPRET=1"):
         weft.init(products="triton")
     monkeypatch.setattr(symmetric.triton, "__version__", "3.5.1")
-    with pytest.raises(weft.WeftError, match=r"needs Triton 3.6 or newer, and there is 3.5.1: install weft\[gpu\]"):
+    with pytest.raises(
+        weft.WeftError, match=r"needs Triton 3.6 or newer, and there is 3.5.1: install weft\[gpu\]"
+    ):
         weft.local_world(2, products="triton")
     monkeypatch.setattr(device_memory, "find_spec", lambda name: None)
     with pytest.raises(weft.WeftError, match=r"and there is none: install weft\[gpu\]"):

@@ -1,4 +1,5 @@
-"""Triton's kernels under its interpreter, between real processes: the memory and the counters of peers are real.
+"""Triton's kernels under its interpreter, between real processes: the memory and the counters of
+peers are real.
 
 What runs on a rank imports the kernels only after it has said that they are to be interpreted.
 """
@@ -22,7 +23,9 @@ def interpret() -> None:
 
 
 def data(rank: int, *shape: int, dtype: torch.dtype = torch.float32, call: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(100 * call + rank), dtype=torch.float32).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(100 * call + rank), dtype=torch.float32
+    ).to(dtype)
 
 
 def gathers(world: World) -> None:
@@ -65,8 +68,11 @@ def primitives(world: World) -> None:
     timeout_record = symmetric.timeout_record(box.device)
     tables = symmetric.bases(world, box), symmetric.bases(world, counters)
     box[0] = data(rank, 100)
-    # Row 0 goes to the next rank's row 1; when it has come the previous rank's row 0 is fetched to row 2.
-    kernels.put_and_get[(1,)](box, counters, timeout_record, *tables, rank, following, previous, 1 << 20, BLOCK=32)
+    # Row 0 goes to the next rank's row 1; when it has come the previous rank's row 0 is fetched to
+    # row 2.
+    kernels.put_and_get[(1,)](
+        box, counters, timeout_record, *tables, rank, following, previous, 1 << 20, BLOCK=32
+    )
     symmetric.check(timeout_record, "a test")
     assert torch.equal(box[1], data(previous, 100))
     assert torch.equal(box[2], data(previous, 100))
@@ -80,7 +86,9 @@ def primitives(world: World) -> None:
 
 
 def late(world: World, kernels, symmetric) -> None:
-    """Four producers, released one by one in an order that is not that of the waits, after the consumer has begun to wait."""
+    """Four producers, released one by one in an order that is not that of the waits, after the
+    consumer has begun to wait.
+    """
     counters = torch.zeros(5, symmetric.COUNTER, dtype=torch.int64)
     source, result = torch.full((4, 64), float("nan")), torch.full((4, 64), float("nan"))
     timeout_record = symmetric.timeout_record(source.device)
@@ -101,11 +109,15 @@ def late(world: World, kernels, symmetric) -> None:
 
 
 def never(world: World, kernels, symmetric) -> None:
-    """Nobody raises counter 1: the kernel ends, and says what it waited for; a later wait does not hold it up again."""
+    """Nobody raises counter 1: the kernel ends, and says what it waited for; a later wait does not
+    hold it up again.
+    """
     counters = torch.zeros(5, symmetric.COUNTER, dtype=torch.int64)
     counters[0, 0], counters[1, 0] = 2, 1
     source, timeout_record = torch.zeros(4, 64), symmetric.timeout_record(torch.device("cpu"))
-    kernels.consume[(1,)](source, torch.empty(4, 64), counters, timeout_record, 2, 50, ROWS=4, COLUMNS=64)
+    kernels.consume[(1,)](
+        source, torch.empty(4, 64), counters, timeout_record, 2, 50, ROWS=4, COLUMNS=64
+    )
     with pytest.raises(PeerTimeout, match=r"a test waited too long for counter 1: 1 of 2"):
         symmetric.check(timeout_record, "a test")
 

@@ -1,4 +1,6 @@
-"""Every kernel compiled for NVIDIA's and AMD's GPUs without one, and what must be seen in the assembly."""
+"""Every kernel compiled for NVIDIA's and AMD's GPUs without one, and what must be seen in the
+assembly.
+"""
 
 import os
 import re
@@ -10,7 +12,11 @@ pytest.importorskip("triton", "3.6")
 import torch
 from support.compiled import SHARED, TARGETS, Compiled, build
 
-from weft.engines.device.kernels.all_gather import all_gather_gluon_kernel, all_gather_kernel, layout
+from weft.engines.device.kernels.all_gather import (
+    all_gather_gluon_kernel,
+    all_gather_kernel,
+    layout,
+)
 from weft.engines.device.kernels.all_gather_matmul import all_gather_matmul_kernel, sizes
 from weft.engines.device.kernels.sum_in_rank_order import sum_in_rank_order_kernel
 
@@ -38,7 +44,9 @@ GATHER = {
 
 
 def loops(assembly: str) -> list[str]:
-    """The bodies of innermost loops: from a label to a jump back to it, without another label that is jumped back to."""
+    """The bodies of innermost loops: from a label to a jump back to it, without another label that
+    is jumped back to.
+    """
     lines, found, labels = assembly.splitlines(), [], {}
     for at, line in enumerate(lines):
         if label := re.match(r"([$.]L\w+):", line):
@@ -103,34 +111,50 @@ def follows(steps: list[str], assembly: str) -> None:
 
 
 def gathers(made: Compiled, target: str, ranks: int, per_thread: int) -> None:
-    """In the loop over tiles all accesses are of 16 bytes: one load and `ranks` stores for each of a thread's 16 bytes.
+    """In the loop over tiles all accesses are of 16 bytes: one load and `ranks` stores for each of
+    a thread's 16 bytes.
 
-    After it come all threads, then all programs, then the peers; and a wait reads memory every time it looks.
+    After it come all threads, then all programs, then the peers; and a wait reads memory every time
+    it looks.
     """
     words, every = NVIDIA if target.startswith("sm") else AMD, loops(made.assembly)
     tiles = [loop for loop in every if re.search(words.load, loop)]
     assert tiles
     body = max(tiles, key=len)
     assert len(re.findall(words.load, body)) == len(re.findall(words.any_load, body)) == per_thread
-    assert len(re.findall(words.store, body)) == len(re.findall(words.any_store, body)) == per_thread * ranks
+    assert (
+        len(re.findall(words.store, body))
+        == len(re.findall(words.any_store, body))
+        == per_thread * ranks
+    )
     assert any(re.search(words.poll, loop) for loop in every)
     follows(words.tell, made.assembly[made.assembly.index(body) + len(body) :])
     assert made.spills == 0
 
 
 def test_all_gather(target: str) -> None:
-    made = build(all_gather_kernel, GATHER, {"RANKS": 8, "TILE": 4096, "LAYOUT": None}, target, num_warps=4)
+    made = build(
+        all_gather_kernel, GATHER, {"RANKS": 8, "TILE": 4096, "LAYOUT": None}, target, num_warps=4
+    )
     gathers(made, target, 8, 4096 // 4 // (4 * TARGETS[target].warp_size))
 
 
 def test_all_gather_gluon(target: str) -> None:
     lanes = TARGETS[target].warp_size
-    made = build(all_gather_gluon_kernel, GATHER, {"RANKS": 8, "TILE": 4096, "LAYOUT": layout(lanes, 4)}, target, num_warps=4)
+    made = build(
+        all_gather_gluon_kernel,
+        GATHER,
+        {"RANKS": 8, "TILE": 4096, "LAYOUT": layout(lanes, 4)},
+        target,
+        num_warps=4,
+    )
     gathers(made, target, 8, 4096 // 4 // (4 * lanes))
 
 
 def multiplies(made: Compiled, target: str, spills: int = 0) -> None:
-    """Tiles are multiplied by matrix instructions, read by TMA where there is one, kept in registers and stored 16 bytes at a time."""
+    """Tiles are multiplied by matrix instructions, read by TMA where there is one, kept in
+    registers and stored 16 bytes at a time.
+    """
     instruction = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}.get(target, "v_mfma_f32_")
     assert any(instruction in loop for loop in loops(made.assembly))
     assert made.count(r"cp\.async\.bulk\.tensor\.2d") > 0 or not target.startswith("sm")
@@ -154,14 +178,36 @@ TYPES = {
 
 
 def product(target: str, factor: str, out: str, **flags: bool) -> Compiled:
-    """The product kernel with the sizes that its users have, for factors and results of these dtypes."""
-    nvidia, dtypes = target.startswith("sm"), {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-    m, n, k, warps, stages = sizes(not nvidia, dtypes[factor] == torch.float32, dtypes[out] == torch.float32)
+    """The product kernel with the sizes that its users have, for factors and results of these
+    dtypes.
+    """
+    nvidia, dtypes = (
+        target.startswith("sm"),
+        {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32},
+    )
+    m, n, k, warps, stages = sizes(
+        not nvidia, dtypes[factor] == torch.float32, dtypes[out] == torch.float32
+    )
     rows = f"tensordesc<{factor}[{m},{k}]>"
     weight = f"{n},{k}" if flags.get("TRANSPOSED") else f"{k},{n}"
-    types = {"own": rows, "x": rows, "weight": f"tensordesc<{factor}[{weight}]>", "bias": f"*{out}", "out": f"*{out}", **TYPES}
+    types = {
+        "own": rows,
+        "x": rows,
+        "weight": f"tensordesc<{factor}[{weight}]>",
+        "bias": f"*{out}",
+        "out": f"*{out}",
+        **TYPES,
+    }
     flags = dict.fromkeys(("PUTS", "NOTIFIES", "TRANSPOSED", "BIAS"), False) | flags
-    constants = {"K": 4096, "SOURCES": 2, "BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "FENCE": nvidia, **flags}
+    constants = {
+        "K": 4096,
+        "SOURCES": 2,
+        "BLOCK_M": m,
+        "BLOCK_N": n,
+        "BLOCK_K": k,
+        "FENCE": nvidia,
+        **flags,
+    }
     options = {"num_warps": warps, "num_stages": stages}
     return build(all_gather_matmul_kernel, types, constants, target, ("N", "stride"), **options)
 
@@ -172,13 +218,19 @@ def test_all_gather_matmul(target: str, transposed: bool) -> None:
     multiplies(made, target)
     if target.startswith("sm"):  # what a wait has seen come is not read by TMA before the fence
         fence = made.assembly.index("fence.proxy.async.global")
-        assert made.assembly.index("ld.global.sys.acquire.b64") < fence < made.assembly.index("cp.async.bulk.tensor.2d")
+        assert (
+            made.assembly.index("ld.global.sys.acquire.b64")
+            < fence
+            < made.assembly.index("cp.async.bulk.tensor.2d")
+        )
 
 
 @pytest.mark.parametrize("products", ["fp32", "bf16"])
 def test_products_are_put(target: str, products: str) -> None:
     made = product(target, "bf16", products, SOURCES=1, PUTS=True, NOTIFIES=True)
-    multiplies(made, target, 24 if (target, products) == ("sm_100", "fp32") else 0)  # a few bytes, at the end of a tile
+    multiplies(
+        made, target, 24 if (target, products) == ("sm_100", "fp32") else 0
+    )  # a few bytes, at the end of a tile
     follows(
         NVIDIA.tell[:4] if target.startswith("sm") else AMD.tell[:6], made.assembly
     )  # from the last store of a tile to the peer
@@ -194,6 +246,11 @@ def test_sum_in_rank_order(target: str) -> None:
     types = {"parts": "*bf16", "steps": "*i64", "out": "*bf16", "size": "i32", "idle": "i32"}
     constants = {"PARTS": 4, "BLOCK": 2048, "AVERAGE": True}
     made = build(sum_in_rank_order_kernel, types, constants, target, ("size",), num_warps=4)
-    wide = max(loops(made.assembly), key=lambda loop: len(re.findall(r"ld\.global\.v4|global_load_dwordx4", loop)))
-    assert len(re.findall(r"ld\.global\.v4|global_load_dwordx4", wide)) == 4 * 2048 // 8 // (4 * TARGETS[target].warp_size)
+    wide = max(
+        loops(made.assembly),
+        key=lambda loop: len(re.findall(r"ld\.global\.v4|global_load_dwordx4", loop)),
+    )
+    assert len(re.findall(r"ld\.global\.v4|global_load_dwordx4", wide)) == 4 * 2048 // 8 // (
+        4 * TARGETS[target].warp_size
+    )
     assert made.spills == 0

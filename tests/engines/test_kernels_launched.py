@@ -1,7 +1,9 @@
-"""Kernels compiled for a GPU that is not there just as they are launched: by their users, with the arguments that ranks give them.
+"""Kernels compiled for a GPU that is not there just as they are launched: by their users, with the
+arguments that ranks give them.
 
-What ahead-of-time compilation leaves open is seen here: how Triton takes each argument (a rank of 1 is a constant to it, unless it
-is told not to), descriptors, and how often a kernel is compiled. Nothing runs, so what operators return is void.
+What ahead-of-time compilation leaves open is seen here: how Triton takes each argument (a rank of 1
+is a constant to it, unless it is told not to), descriptors, and how often a kernel is compiled.
+Nothing runs, so what operators return is void.
 """
 
 import pytest
@@ -15,7 +17,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from weft.engines.device.kernels import stream_signals
-from weft.engines.device.kernels.all_gather import AllGather, Traffic, all_gather_gluon_kernel, all_gather_kernel
+from weft.engines.device.kernels.all_gather import (
+    AllGather,
+    Traffic,
+    all_gather_gluon_kernel,
+    all_gather_kernel,
+)
 from weft.engines.device.kernels.all_gather_matmul import all_gather_matmul_kernel
 from weft.engines.device.kernels.sum_in_rank_order import sum_in_rank_order_kernel
 
@@ -37,7 +44,11 @@ class Driver:
 def compiles(monkeypatch, tmp_path):
     """Launches compile, and do nothing else."""
     run = JITFunction.run
-    monkeypatch.setattr(JITFunction, "run", lambda self, *args, warmup, **options: run(self, *args, warmup=True, **options))
+    monkeypatch.setattr(
+        JITFunction,
+        "run",
+        lambda self, *args, warmup, **options: run(self, *args, warmup=True, **options),
+    )
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
 
@@ -61,7 +72,15 @@ def test_every_kernel_compiles_once_for_all_ranks():
     with weft.local_world(2, streams=True) as local:
         local.run(operators)
     signals = stream_signals.notify_kernel, stream_signals.wait_kernel
-    assert [variants(kernel) for kernel in (*signals, all_gather_kernel, all_gather_gluon_kernel, sum_in_rank_order_kernel)] == [
-        1
-    ] * 5
-    assert variants(all_gather_matmul_kernel) == 2  # rows from two tensors into this rank's own; from one into peers'
+    assert [
+        variants(kernel)
+        for kernel in (
+            *signals,
+            all_gather_kernel,
+            all_gather_gluon_kernel,
+            sum_in_rank_order_kernel,
+        )
+    ] == [1] * 5
+    assert (
+        variants(all_gather_matmul_kernel) == 2
+    )  # rows from two tensors into this rank's own; from one into peers'

@@ -1,4 +1,6 @@
-"""The local product: every way to make one, against float64; and which is taken for the fastest, with a clock of the test's own."""
+"""The local product: every way to make one, against float64; and which is taken for the fastest,
+with a clock of the test's own.
+"""
 
 import itertools
 import math
@@ -14,7 +16,11 @@ from weft.engines.weights import pack
 
 ROWS = (0, 1, 7, 1025)  # ragged beyond the blocks in which oneDNN multiplies
 SHAPES = ((37, 29), (5, 1), (1, 6), (0, 3))  # (K, N) of weights
-DTYPES = [*((dtype, dtype) for dtype in weights.DTYPES), (torch.float16, torch.float32), (torch.bfloat16, torch.float32)]
+DTYPES = [
+    *((dtype, dtype) for dtype in weights.DTYPES),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.float32),
+]
 LAID = {
     "plain": torch.clone,
     "transposed": lambda t: t.t().contiguous().t(),
@@ -34,9 +40,14 @@ def test_every_way_makes_the_product(way, dtype, out_dtype, lie, packed, monkeyp
     monkeypatch.setattr(matmul, "chosen", lambda *_: way)
     random, biased = torch.Generator().manual_seed(len(way)), itertools.cycle([False, True, True])
     for (k, n), rows, x_lie in itertools.product(SHAPES, ROWS, ("plain", "transposed")):
-        x, b, bias = (torch.randn(*shape, generator=random).to(dtype) for shape in ((rows, k), (k, n), (n,)))
+        x, b, bias = (
+            torch.randn(*shape, generator=random).to(dtype) for shape in ((rows, k), (k, n), (n,))
+        )
         bias, given, weight = bias if next(biased) else None, LAID[x_lie](x), LAID[lie](b)
-        used, whole = pack(weight) if packed else weight, torch.full((rows, n + 3), math.nan, dtype=out_dtype)
+        used, whole = (
+            pack(weight) if packed else weight,
+            torch.full((rows, n + 3), math.nan, dtype=out_dtype),
+        )
         try:
             matmul.multiply(given, used, whole[:, :n], bias)
         except RuntimeError as error:
@@ -44,7 +55,10 @@ def test_every_way_makes_the_product(way, dtype, out_dtype, lie, packed, monkeyp
                 pytest.skip(f"this processor cannot: {error}")  # then it is never the fastest
             raise
         more = torch.zeros(n).double() if bias is None else bias.double()
-        exact, size = x.double() @ b.double() + more, x.double().abs() @ b.double().abs() + more.abs()
+        exact, size = (
+            x.double() @ b.double() + more,
+            x.double().abs() @ b.double().abs() + more.abs(),
+        )
         found = compare(whole[:, :n], exact, error_bound(size, exact, k + 1, dtype, out_dtype))
         assert not found.wrong, (k, n, rows, x_lie, found)
         assert whole[:, n:].isnan().all()
@@ -57,9 +71,18 @@ def test_every_way_is_one_that_can_be_chosen():
 
 
 def test_rows_decide_among_the_ways_by_what_was_timed(monkeypatch):
-    monkeypatch.setattr(matmul, "_table", lambda *_: {"plain": {str(rows): f"way of {rows}" for rows in matmul._ROWS}})
-    monkeypatch.setattr(matmul, "_way", matmul._way.__wrapped__)  # which remembers what it found in the real one
-    found = [matmul.chosen(torch.float32, torch.float32, "plain", rows) for rows in (1, 7, 8, 511, 512, 9999)]
+    monkeypatch.setattr(
+        matmul,
+        "_table",
+        lambda *_: {"plain": {str(rows): f"way of {rows}" for rows in matmul._ROWS}},
+    )
+    monkeypatch.setattr(
+        matmul, "_way", matmul._way.__wrapped__
+    )  # which remembers what it found in the real one
+    found = [
+        matmul.chosen(torch.float32, torch.float32, "plain", rows)
+        for rows in (1, 7, 8, 511, 512, 9999)
+    ]
     assert found == ["way of 1", "way of 2", "way of 8", "way of 64", "way of 512", "way of 512"]
 
 
@@ -112,11 +135,17 @@ def test_blocks_are_all_rows_in_few_sizes(most, small):
     assert len(sizes) <= 132 if small else len(sizes) == most
 
 
-@pytest.mark.parametrize(("k", "making"), [(260, range(1, 129)), (1 << 11, range(1, 65)), (200, range(0))])
+@pytest.mark.parametrize(
+    ("k", "making"), [(260, range(1, 129)), (1 << 11, range(1, 65)), (200, range(0))]
+)
 def test_kernels_are_made_once_rows_differ(k, making, monkeypatch):
-    """For all numbers of rows that are few, unless the weight is so small that nobody would wait for long."""
+    """For all numbers of rows that are few, unless the weight is so small that nobody would wait
+    for long.
+    """
     made, kernel = [], matmul._kernel
-    monkeypatch.setattr(matmul, "_kernel", lambda x, w, bias: (made.append(len(x)), kernel(x, w, bias))[1])
+    monkeypatch.setattr(
+        matmul, "_kernel", lambda x, w, bias: (made.append(len(x)), kernel(x, w, bias))[1]
+    )
     monkeypatch.setattr(matmul, "_first", {})
     monkeypatch.setattr(matmul, "_MAKING", {4: 1 << 26})
     monkeypatch.setattr(matmul, "chosen", lambda *_: "onednn")
@@ -126,7 +155,14 @@ def test_kernels_are_made_once_rows_differ(k, making, monkeypatch):
         x, out = torch.randn(rows, k), torch.empty(rows, n)
         matmul.multiply(x, b, out)
         assert torch.allclose(out, x @ b, atol=1e-2)
-    asked = [24, 24, 9, 24, 60, *[block.stop - block.start for block in matmul._blocks(300, 1024, k * n <= 1 << 19)]]
+    asked = [
+        24,
+        24,
+        9,
+        24,
+        60,
+        *[block.stop - block.start for block in matmul._blocks(300, 1024, k * n <= 1 << 19)],
+    ]
     assert made == [24, 24, *making, *asked[2:]]
 
 
@@ -141,9 +177,15 @@ CHANGES = {
     "another dtype": lambda w: nn.ParameterList([w]).to(torch.float64),
     "no memory": lambda w: w.untyped_storage().resize_(0),
     "an uncounted write to all": lambda w: add_uncounted(w, ...),
-    "an uncounted write to a part": lambda w: add_uncounted(w, slice(len(w) // 4, len(w) // 2), slice(w.shape[1] // 3)),
+    "an uncounted write to a part": lambda w: add_uncounted(
+        w, slice(len(w) // 4, len(w) // 2), slice(w.shape[1] // 3)
+    ),
 }
-SEEN_THROUGH = {"itself": lambda w: w, "its transpose": torch.t, "a part of it": lambda w: w[:, : w.shape[1] // 2]}
+SEEN_THROUGH = {
+    "itself": lambda w: w,
+    "its transpose": torch.t,
+    "a part of it": lambda w: w[:, : w.shape[1] // 2],
+}
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)

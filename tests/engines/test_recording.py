@@ -50,9 +50,15 @@ def test_perfetto_structure():
     [copy] = [event for event in spans if event["cat"] == "copy" and event["pid"] == 0]
     assert (copy["name"], copy["ts"], copy["dur"]) == ("copy 4 rows", 1.0, 4.0)
     assert copy["args"] == {"instruction": "copy a -> b", "rows": 4}
-    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    names = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events
+        if event["name"] == "thread_name"
+    }
     assert names[copy["pid"], copy["tid"]] == "comm"
-    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    processes = {
+        event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"
+    }
     assert processes[1] == "made up: rank 1"
 
 
@@ -87,7 +93,9 @@ def test_recording_all_ranks():
             assert [span.text for span in spans] == [*map(str, instructions)] * 2
             assert {span.kind for span in spans} <= {*KINDS}
             assert all(0 < span.start <= span.stop for span in spans)
-            assert all(one.stop <= other.start for one, other in itertools.pairwise(spans)), "one after the other"
+            assert all(one.stop <= other.start for one, other in itertools.pairwise(spans)), (
+                "one after the other"
+            )
     assert sum(span.rows for span in trace.spans if span.kind == "matmul") == 2 * 2 * 48
 
 

@@ -1,4 +1,6 @@
-"""The interpreter that other engines are compared with follows the rules of plans, and shows what breaks them."""
+"""The interpreter that other engines are compared with follows the rules of plans, and shows what
+breaks them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,19 @@ import torch
 from weft.engines import reference
 from weft.engines.reference import Call, run
 from weft.errors import PlanError
-from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Role, Signal, Wait
+from weft.plan import (
+    Buffer,
+    Copy,
+    Instruction,
+    Matmul,
+    Notify,
+    Plan,
+    Reduce,
+    Region,
+    Role,
+    Signal,
+    Wait,
+)
 from weft.schedules.broadcast import eager
 from weft.schedules.levels import flat
 
@@ -35,20 +49,30 @@ def numbers(*values: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 
 def outcomes(*calls: Call) -> set[tuple[float, ...]]:
-    """What `out` of rank 0 may hold after the last call, over many interleavings; -1 stands for NaN."""
+    """What `out` of rank 0 may hold after the last call, over many interleavings; -1 stands for
+    NaN.
+    """
     outs = (run(*calls, order=random.Random(seed))[-1][0]["out"] for seed in range(100))
     return {tuple(out.nan_to_num(-1).flatten().tolist()) for out in outs}
 
 
 def test_each_instruction_does_what_it_says():
-    buffers: dict[str, Role] = {"a": "input", "product": "workspace", "sum": "output", "out": "output"}
+    buffers: dict[str, Role] = {
+        "a": "input",
+        "product": "workspace",
+        "sum": "output",
+        "out": "output",
+    }
     moves = [
         Matmul(rows(0, "a"), rows(0, "product")),
         Copy(rows(0, "product", 0, 1), rows(0, "out", 1, 2)),
         Copy(rows(0, "product", 1, 2), rows(0, "out", 0, 1)),
         Reduce((rows(0, "out"), rows(0, "product"), rows(0, "out")), rows(0, "sum")),
     ]
-    a, weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 3.0]])
+    a, weight = (
+        torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+        torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 3.0]]),
+    )
     ((found,),) = run(Call(plan({"compute": moves}, **buffers), [{"a": a}], [{"product": weight}]))
     assert found["out"].equal((a @ weight).flip(0))
     assert found["sum"].equal(a @ weight + 2 * (a @ weight).flip(0))
@@ -93,7 +117,11 @@ def calls(exchanged: Plan, many: int = 3) -> list[Call]:
 
 
 def test_lanes_take_turns_without_an_order():
-    assert [outputs[0]["out"].flatten().tolist() for outputs in run(*calls(exchange()))] == [[0, 1], [1, 2], [2, 3]]
+    assert [outputs[0]["out"].flatten().tolist() for outputs in run(*calls(exchange()))] == [
+        [0, 1],
+        [1, 2],
+        [2, 3],
+    ]
 
 
 def test_a_right_plan_has_one_outcome():
@@ -107,12 +135,16 @@ def test_a_race_has_several_outcomes(missing):
 
 
 def test_what_is_written_to_an_output_before_its_call_begins_is_lost():
-    put = plan({"compute": []}, {"compute": [Copy(rows(1, "a"), rows(0, "out"))]}, a="input", out="output")
+    put = plan(
+        {"compute": []}, {"compute": [Copy(rows(1, "a"), rows(0, "out"))]}, a="input", out="output"
+    )
     assert outcomes(*calls(put)) == {(2, 3), (-1, -1)}
 
 
 def test_counts_begin_anew_with_each_call():
-    """Rank 1 may be several calls ahead of rank 0, which still does not mistake one call's signal for another's."""
+    """Rank 1 may be several calls ahead of rank 0, which still does not mistake one call's signal
+    for another's.
+    """
     put = plan(
         {"compute": [Wait(GO, 1), Copy(rows(0, "a"), rows(0, "out")), Wait(GO, 0)]},
         {"compute": [Notify(0, GO)]},
@@ -121,7 +153,9 @@ def test_counts_begin_anew_with_each_call():
     )
     several = [Call(put, [{"a": numbers(i, i)}] * 2) for i in range(4)]
     for seed in range(20):
-        assert [outputs[0]["out"][0].item() for outputs in run(*several, order=random.Random(seed))] == [0, 1, 2, 3]
+        assert [
+            outputs[0]["out"][0].item() for outputs in run(*several, order=random.Random(seed))
+        ] == [0, 1, 2, 3]
 
 
 def test_a_wait_for_nothing_new_waits_for_what_earlier_calls_promised():
@@ -144,15 +178,33 @@ def test_a_wait_for_nothing_new_waits_for_what_earlier_calls_promised():
 
 
 def test_workspaces_of_calls_lie_on_top_of_one_another_and_are_not_cleared():
-    leave = plan({"compute": [Copy(rows(0, "a"), rows(0, "first"))]}, a="input", first="workspace", unused="workspace")
-    find = plan({"compute": [Copy(rows(0, "other"), rows(0, "out"))]}, a="input", other="workspace", out="output")
-    assert outcomes(Call(leave, [{"a": numbers(1, 2)}]), Call(find, [{"a": numbers(3, 4)}])) == {(1, 2)}
+    leave = plan(
+        {"compute": [Copy(rows(0, "a"), rows(0, "first"))]},
+        a="input",
+        first="workspace",
+        unused="workspace",
+    )
+    find = plan(
+        {"compute": [Copy(rows(0, "other"), rows(0, "out"))]},
+        a="input",
+        other="workspace",
+        out="output",
+    )
+    assert outcomes(Call(leave, [{"a": numbers(1, 2)}]), Call(find, [{"a": numbers(3, 4)}])) == {
+        (1, 2)
+    }
 
 
 def broadcasts(many: int) -> list[Call]:
-    """Broadcasts that ranks make as far ahead of each other as they may; rank 2 gets the number of each, as others do."""
+    """Broadcasts that ranks make as far ahead of each other as they may; rank 2 gets the number of
+    each, as others do.
+    """
     return [
-        Call(eager(i % 2, flat(3)), [{"a": numbers(i)} if r == i % 2 else {"a": numbers()} for r in range(3)]) for i in range(many)
+        Call(
+            eager(i % 2, flat(3)),
+            [{"a": numbers(i)} if r == i % 2 else {"a": numbers()} for r in range(3)],
+        )
+        for i in range(many)
     ]
 
 
@@ -161,7 +213,10 @@ def test_eager_buffers_are_used_again_once_all_have_read_them(meet, monkeypatch)
     if not meet:
         monkeypatch.setattr(reference, "_met", list)
     many = 3 * reference.TURNS
-    found = {tuple(of[2]["out"].item() for of in run(*broadcasts(many), order=random.Random(seed))) for seed in range(200)}
+    found = {
+        tuple(of[2]["out"].item() for of in run(*broadcasts(many), order=random.Random(seed)))
+        for seed in range(200)
+    }
     assert (found == {tuple(range(many))}) == meet
 
 
@@ -171,9 +226,14 @@ def test_what_nothing_was_written_to_is_no_number():
 
 
 def test_a_deadlock_names_the_lanes_that_are_stuck():
-    stuck = plan({"compute": [], "comm": [Wait(GO, 2)]}, {"compute": [Notify(0, GO), Wait(Signal("done", 0), 1)]}, a="input")
+    stuck = plan(
+        {"compute": [], "comm": [Wait(GO, 2)]},
+        {"compute": [Notify(0, GO), Wait(Signal("done", 0), 1)]},
+        a="input",
+    )
     inputs = [{"a": numbers(1, 2)}] * 2
     with pytest.raises(
-        PlanError, match=r"deadlock: rank 0 comm in call 0: wait   go<1 >= 2; rank 1 compute in call 0: wait   done<0 >= 1"
+        PlanError,
+        match=r"deadlock: rank 0 comm in call 0: wait   go<1 >= 2; rank 1 compute in call 0: wait   done<0 >= 1",
     ):
         run(Call(stuck, inputs), Call(stuck, inputs))

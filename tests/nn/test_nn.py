@@ -1,4 +1,6 @@
-"""Sharded layers compute what whole ones do, and weft's styles what torch's do, with the same parameters and gradients."""
+"""Sharded layers compute what whole ones do, and weft's styles what torch's do, with the same
+parameters and gradients.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Model(nn.Module):
 
 
 def sharded(model, mesh, styles, rows, local=True):
-    """A copy of the model under torch's or weft's styles; `rows` says how activations lie between the layers."""
+    """A copy of the model under torch's or weft's styles; `rows` says how activations lie between
+    the layers.
+    """
     model = copy.deepcopy(model)
     plan = {
         "up": styles.ColwiseParallel(input_layouts=rows, use_local_output=local),
@@ -47,7 +51,9 @@ def sharded(model, mesh, styles, rows, local=True):
         "embed": styles.RowwiseParallel(input_layouts=Replicate()),
     }
     if isinstance(rows, Shard):
-        plan["norm"] = plan["layer_norm"] = styles.SequenceParallel(sequence_dim=rows.dim, use_local_output=local)
+        plan["norm"] = plan["layer_norm"] = styles.SequenceParallel(
+            sequence_dim=rows.dim, use_local_output=local
+        )
     parallelize_module(model, mesh, plan)
     return model if local else distribute_module(model, mesh)
 
@@ -64,13 +70,19 @@ def assert_near(ours, theirs, what=""):
 
 
 def placements(model):
-    return {name: getattr(parameter, "placements", None) for name, parameter in model.named_parameters()}
+    return {
+        name: getattr(parameter, "placements", None) for name, parameter in model.named_parameters()
+    }
 
 
 def model_and_input(world, dtype=torch.float32, seed=0):
     """Alike on all ranks."""
     torch.manual_seed(seed)
-    return Model().to(dtype), torch.randn(2, 6, 24, dtype=dtype), init_device_mesh("cpu", (world.ranks,))
+    return (
+        Model().to(dtype),
+        torch.randn(2, 6, 24, dtype=dtype),
+        init_device_mesh("cpu", (world.ranks,)),
+    )
 
 
 @pytest.mark.data
@@ -97,7 +109,11 @@ def _compare_styles(world, rows, dtypes, local):
             given = x.clone().requires_grad_()
             y = shards(given if local else DTensor.from_local(given, mesh, [rows]))
             y.square().sum().backward()
-            gradients = {name: whole(parameter.grad) for name, parameter in shards.named_parameters() if parameter.grad is not None}
+            gradients = {
+                name: whole(parameter.grad)
+                for name, parameter in shards.named_parameters()
+                if parameter.grad is not None
+            }
             results[styles] = {"y": y.detach(), "x": given.grad, **gradients}
         assert results[weft.nn].keys() == results[torch_styles].keys()
         assert len(results[weft.nn]) == 2 + 8
@@ -107,7 +123,18 @@ def _compare_styles(world, rows, dtypes, local):
 
 @pytest.mark.data
 def test_styles_take_whatever_torchs_take():
-    on_ranks(_in_turn, 2, [_redistributed_inputs, _uneven_sequence, _state_dicts, _autocast_and_copies, _shared_gather, _explained])
+    on_ranks(
+        _in_turn,
+        2,
+        [
+            _redistributed_inputs,
+            _uneven_sequence,
+            _state_dicts,
+            _autocast_and_copies,
+            _shared_gather,
+            _explained,
+        ],
+    )
 
 
 def _in_turn(world, checks):
@@ -118,16 +145,34 @@ def _in_turn(world, checks):
 def _redistributed_inputs(world):
     model, x, mesh = model_and_input(world)
     theirs = sharded(model, mesh, torch_styles, Replicate(), local=False)
-    expected = theirs.down(theirs.up(DTensor.from_local(x, mesh, [Replicate()]))).to_local().detach()
-    for placement in (Replicate(), Shard(0), Shard(1), Shard(2)):  # torch 2.9's own styles do not take Shard(1)
+    expected = (
+        theirs.down(theirs.up(DTensor.from_local(x, mesh, [Replicate()]))).to_local().detach()
+    )
+    for placement in (
+        Replicate(),
+        Shard(0),
+        Shard(1),
+        Shard(2),
+    ):  # torch 2.9's own styles do not take Shard(1)
         shards = sharded(model, mesh, weft.nn, Replicate(), local=False)
-        y = shards.down(shards.up(DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[placement])))
+        y = shards.down(
+            shards.up(
+                DTensor.from_local(x, mesh, [Replicate()]).redistribute(placements=[placement])
+            )
+        )
         assert y.placements == (Replicate(),)
         assert_near(y.to_local().detach(), expected, str(placement))
     results = []
-    for styles in (torch_styles, weft.nn):  # a layer whose local input is the whole one, and whose output is cut
+    for styles in (
+        torch_styles,
+        weft.nn,
+    ):  # a layer whose local input is the whole one, and whose output is cut
         linear = copy.deepcopy(model.up)
-        parallelize_module(linear, mesh, styles.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1)))
+        parallelize_module(
+            linear,
+            mesh,
+            styles.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1)),
+        )
         results.append(linear(x).detach())
     assert_near(*results)
 
@@ -154,7 +199,9 @@ def _state_dicts(world):
     assert placements(ours) == placements(theirs)
     assert list(ours.state_dict()) == list(theirs.state_dict())
     other, _, _ = model_and_input(world, seed=1)
-    ours_of_other, theirs_of_other = (sharded(other, mesh, styles, Replicate()) for styles in (weft.nn, torch_styles))
+    ours_of_other, theirs_of_other = (
+        sharded(other, mesh, styles, Replicate()) for styles in (weft.nn, torch_styles)
+    )
     with torch.no_grad():
         expected, expected_of_other = theirs(x), theirs_of_other(x)
         ours.eval()(x)  # packs the weights that are replaced now
@@ -162,7 +209,9 @@ def _state_dicts(world):
         theirs.load_state_dict(ours_of_other.state_dict())
         assert_near(ours(x), expected_of_other)
         assert_near(theirs(x), expected_of_other)
-        ours.load_state_dict(sharded(model, mesh, torch_styles, Replicate()).state_dict(), assign=True)
+        ours.load_state_dict(
+            sharded(model, mesh, torch_styles, Replicate()).state_dict(), assign=True
+        )
         assert_near(ours(x), expected)
 
 
@@ -172,7 +221,9 @@ def test_weights_are_packed_for_inference_and_unpacked_by_training():
 
 
 def _packed(world):
-    for rows, how in itertools.product((Replicate(), Shard(1)), ({}, {"fused": True}, {"foreach": True})):
+    for rows, how in itertools.product(
+        (Replicate(), Shard(1)), ({}, {"fused": True}, {"foreach": True})
+    ):
         _packed_and_trained(world, rows, how)
 
 
@@ -182,7 +233,11 @@ def _packed_and_trained(world, rows, how):
     ours, theirs = (sharded(model, mesh, styles, rows) for styles in (weft.nn, torch_styles))
     layers = ours.up, ours.down, ours.head
     steps = [
-        torch.optim.AdamW([shards.up.weight, shards.up.bias, shards.down.weight, shards.head.weight], lr=0.1, **how)
+        torch.optim.AdamW(
+            [shards.up.weight, shards.up.bias, shards.down.weight, shards.head.weight],
+            lr=0.1,
+            **how,
+        )
         for shards in (ours, theirs)
     ]
     for _ in range(2):
@@ -202,7 +257,9 @@ def _packed_and_trained(world, rows, how):
                 kept = [layer._packed for layer in layers]
                 assert all(kept)
                 assert ours(x).equal(y)
-                assert all(layer._packed is before for layer, before in zip(layers, kept, strict=True)), "packed once"
+                assert all(
+                    layer._packed is before for layer, before in zip(layers, kept, strict=True)
+                ), "packed once"
                 assert_near(y.clone(), theirs(x))
     with torch.no_grad():
         for shards in (ours, theirs):  # behind the back of the parameters, and through them
@@ -230,7 +287,9 @@ def _explained(world):
     assert lines["embed"] == "torch: Embedding is not a plain nn.Linear"
     shards = sharded(model, mesh, weft.nn, Replicate())
     assert "weft: matmul_all_reduce" in weft.nn.explain(shards)
-    own = parallelize_module(_OwnLinear(24, 36), mesh, weft.nn.ColwiseParallel(output_layouts=Replicate()))
+    own = parallelize_module(
+        _OwnLinear(24, 36), mesh, weft.nn.ColwiseParallel(output_layouts=Replicate())
+    )
     assert weft.nn.explain(own) == "_OwnLinear  torch: _OwnLinear is not a plain nn.Linear"
     same = parallelize_module(copy.deepcopy(own.float()), mesh, {})
     assert_near(own(x), same(x))
@@ -244,7 +303,11 @@ class Attention(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.wq, self.wk, self.wv = nn.Linear(16, 24), nn.Linear(16, 8, bias=False), nn.Linear(16, 8)
+        self.wq, self.wk, self.wv = (
+            nn.Linear(16, 24),
+            nn.Linear(16, 8, bias=False),
+            nn.Linear(16, 8),
+        )
         self.wo = nn.Linear(24, 16)
 
     def forward(self, x):
@@ -260,9 +323,15 @@ def _shared_gather(world):
     results = []
     for plan in ({f"attention.{name}": style for name, style in apart.items()}, shared):
         holder = nn.ModuleDict({"attention": copy.deepcopy(model)})
-        parallelize_module(holder, mesh, plan | {"attention.wo": weft.nn.RowwiseParallel(output_layouts=Shard(1))})
+        parallelize_module(
+            holder, mesh, plan | {"attention.wo": weft.nn.RowwiseParallel(output_layouts=Shard(1))}
+        )
         shards = holder["attention"]
-        for call in (shards, copy.deepcopy(shards), torch.compile(shards, fullgraph=True, backend="aot_eager")):
+        for call in (
+            shards,
+            copy.deepcopy(shards),
+            torch.compile(shards, fullgraph=True, backend="aot_eager"),
+        ):
             shards.zero_grad()
             given = x.clone().requires_grad_()
             y = call(given)
@@ -287,7 +356,12 @@ def test_a_mesh_of_several_dimensions_uses_the_ranks_of_one():
 def _two_dimensions(world):
     model, x, _ = model_and_input(world)
     x = x + world.rank // 2  # each row of the mesh with data of its own
-    shards = sharded(model, init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["tensor"], weft.nn, Replicate())
+    shards = sharded(
+        model,
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["tensor"],
+        weft.nn,
+        Replicate(),
+    )
     assert shards.up.world.ranks == 2
     assert shards.up.world is shards.down.world
     assert_near(shards(x), model(x))
@@ -333,7 +407,9 @@ def _compare_layer(world, features, sequence_dim):
     (expected * weights).sum().backward()
 
     def part(tensor):
-        return tensor if sequence_dim is None else tensor.chunk(world.ranks, sequence_dim)[world.rank]
+        return (
+            tensor if sequence_dim is None else tensor.chunk(world.ranks, sequence_dim)[world.rank]
+        )
 
     given = part(x.detach()).clone().requires_grad_()
     y = down(up(given).relu())

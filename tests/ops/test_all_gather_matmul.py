@@ -29,23 +29,33 @@ def gathered(tensor):
 def every_algorithm(world, rows, k, n, symmetric):
     own = rows[world.rank]
     for dtype in DTYPES:
-        a = world.empty(max(rows), k, dtype=dtype)[:own] if symmetric else torch.empty(own, k, dtype=dtype)
+        a = (
+            world.empty(max(rows), k, dtype=dtype)[:own]
+            if symmetric
+            else torch.empty(own, k, dtype=dtype)
+        )
         b = torch.randn(k, n).to(dtype)
         for algorithm, chunk in itertools.product(ALGORITHMS, (None, 3)):
             a.copy_(torch.randn(own, k))
             whole = gathered(a)
-            y, g = weft.all_gather_matmul(a, b, shard_rows=rows, algorithm=algorithm, chunk_rows=chunk, return_gathered=True)
+            y, g = weft.all_gather_matmul(
+                a, b, shard_rows=rows, algorithm=algorithm, chunk_rows=chunk, return_gathered=True
+            )
             assert torch.equal(g, whole)
             assert_product(y, whole, b)
             out = torch.full_like(y, torch.nan)
-            again = weft.all_gather_matmul(a, weft.pack(b), shard_rows=rows, algorithm=algorithm, chunk_rows=chunk, out=out)
+            again = weft.all_gather_matmul(
+                a, weft.pack(b), shard_rows=rows, algorithm=algorithm, chunk_rows=chunk, out=out
+            )
             assert again is out
             assert_product(out, whole, b)
 
 
 @pytest.mark.data
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("rows", [[8, 8], [40, 37], [5, 0, 9], [0, 4, 4], [3, 5, 2, 4], [0, 0, 6, 0]])
+@pytest.mark.parametrize(
+    "rows", [[8, 8], [40, 37], [5, 0, 9], [0, 4, 4], [3, 5, 2, 4], [0, 0, 6, 0]]
+)
 def test_every_algorithm_and_dtype(rows, symmetric):
     on_ranks(every_algorithm, len(rows), rows, 19, 11, symmetric)
 
@@ -78,7 +88,9 @@ def shapes_and_options(world):
     assert_product(weft.all_gather_matmul(strided, b), gathered(strided.contiguous()), b)
     padded = torch.randn(4, 16)[:, :10]  # rows with gaps
     for algorithm in ALGORITHMS:
-        assert_product(weft.all_gather_matmul(padded, b, algorithm=algorithm), gathered(padded.contiguous()), b)
+        assert_product(
+            weft.all_gather_matmul(padded, b, algorithm=algorithm), gathered(padded.contiguous()), b
+        )
     column = torch.randn(world.rank + 2, 1)[:, :1]
     uneven = weft.all_gather_matmul(column, torch.randn(1, 1 + world.rank), shard_rows=[2, 3])
     assert uneven.shape == (5, 1 + world.rank), "each rank has a weight of its own width"
@@ -90,7 +102,9 @@ def test_shapes_and_options():
 
 
 def every_dimension(world):
-    """Three-dimensional inputs of uneven sizes, gathered along each dimension, by several weights at once."""
+    """Three-dimensional inputs of uneven sizes, gathered along each dimension, by several weights
+    at once.
+    """
     for dim, algorithm in itertools.product((0, 1, 2, -1), (*ALGORITHMS, "auto")):
         sizes = [2 + rank for rank in range(world.ranks)]
         shape = [3, 4, 5]
@@ -101,7 +115,9 @@ def every_dimension(world):
         b, c = torch.randn(k, 6), weft.pack(torch.randn(7 + world.rank, k).t())
         bias = torch.randn(6)
         options = {"dim": dim, "algorithm": algorithm, "shard_rows": sizes}
-        (y, z), g = weft.all_gather_matmul(a, [b, c], bias=[bias, None], return_gathered=True, **options)
+        (y, z), g = weft.all_gather_matmul(
+            a, [b, c], bias=[bias, None], return_gathered=True, **options
+        )
         assert torch.equal(g, whole)
         assert all(tensor.is_contiguous() for tensor in (g, y, z))
         flat = whole.reshape(-1, k)
@@ -122,16 +138,25 @@ def test_every_dimension_and_several_weights(ranks):
 
 
 def back_to_back(world, algorithm, symmetric):
-    """Hundreds of calls without a barrier, with different sizes in between; every element of every result is checked."""
+    """Hundreds of calls without a barrier, with different sizes in between; every element of every
+    result is checked.
+    """
     generator = torch.Generator().manual_seed(5)
     b = torch.randint(0, 2, (16, 8), generator=generator).float()
     shapes = [(6, 16), (1, 16), (33, 16)]
     inputs = [world.empty(*shape) if symmetric else torch.empty(*shape) for shape in shapes]
     for call in range(150):
-        everyone = [torch.randint(0, 2, shapes[call % 3], generator=generator).float() for _ in range(world.ranks)]
+        everyone = [
+            torch.randint(0, 2, shapes[call % 3], generator=generator).float()
+            for _ in range(world.ranks)
+        ]
         a = inputs[call % 3]
         a.copy_(everyone[world.rank])
-        y = weft.all_gather_matmul(a, b, algorithm=ALGORITHMS[call % len(ALGORITHMS)] if algorithm == "mixed" else algorithm)
+        y = weft.all_gather_matmul(
+            a,
+            b,
+            algorithm=ALGORITHMS[call % len(ALGORITHMS)] if algorithm == "mixed" else algorithm,
+        )
         assert torch.equal(y, torch.cat(everyone) @ b), f"call {call}"
 
 
@@ -139,7 +164,8 @@ MOVING = [
     (algorithm, symmetric)
     for algorithm in (*ALGORITHMS, "mixed")
     for symmetric in (False, True)
-    if (algorithm, symmetric) != ("direct", True)  # which moves nothing: peers' rows are multiplied where they lie
+    if (algorithm, symmetric)
+    != ("direct", True)  # which moves nothing: peers' rows are multiplied where they lie
 ]
 
 
@@ -175,7 +201,11 @@ def two_worlds(world):
     for algorithm in ALGORITHMS * 4:
         assert_product(weft.all_gather_matmul(a, b, algorithm=algorithm, world=other), whole, b)
         assert_product(weft.all_gather_matmul(a, b, algorithm=algorithm), whole, b)
-    inside = weft.init(dist.new_group([0, 2], use_local_synchronization=True)) if world.rank != 1 else None
+    inside = (
+        weft.init(dist.new_group([0, 2], use_local_synchronization=True))
+        if world.rank != 1
+        else None
+    )
     if inside is not None:
         ours = torch.cat([whole[:9], whole[18:]])
         assert_product(weft.all_gather_matmul(a, b, world=inside), ours, b)
@@ -187,7 +217,11 @@ def test_several_worlds_at_once():
 
 
 def repeated_calls_allocate_nothing(world, algorithm):
-    a, b, out = torch.randn(512, 512), weft.pack(torch.randn(512, 64)), torch.empty(512 * world.ranks, 64)
+    a, b, out = (
+        torch.randn(512, 512),
+        weft.pack(torch.randn(512, 64)),
+        torch.empty(512 * world.ranks, 64),
+    )
     for _ in range(3):
         weft.all_gather_matmul(a, b, out=out, algorithm=algorithm)
     workspace = weft.engines.engine(world).workspace
@@ -220,7 +254,9 @@ def inputs_and_outputs_are_the_callers_again(world, algorithm):
         a.fill_(float(10 * call + world.rank))
         y = weft.all_gather_matmul(a, b, algorithm=algorithm)
         a.fill_(torch.nan)
-        assert y[:, 0].tolist() == [10.0 * call + rank for rank in range(world.ranks) for _ in range(32)]
+        assert y[:, 0].tolist() == [
+            10.0 * call + rank for rank in range(world.ranks) for _ in range(32)
+        ]
 
 
 @pytest.mark.data
@@ -300,7 +336,11 @@ def explained_as_called(world, operator):
     a, b, bias = torch.randn(8, 16), torch.randn(16, 6), torch.randn(6)
     low, scales = torch.float8_e4m3fn, {"scale_a": torch.tensor(1.0), "scale_b": torch.tensor(1.0)}
     half = {"out_dtype": torch.float32, "bias": bias.bfloat16()}
-    for given, options in (((a.bfloat16(), b.bfloat16()), half), ((a.to(low), b.to(low)), scales), ((a, b), {"chunk_rows": 3})):
+    for given, options in (
+        ((a.bfloat16(), b.bfloat16()), half),
+        ((a.to(low), b.to(low)), scales),
+        ((a, b), {"chunk_rows": 3}),
+    ):
         world.choices.clear()
         asked.clear()
         said = weft.explain(*given, operator=operator, **options)
@@ -332,13 +372,38 @@ def bad_arguments(world):
         (ValueError, "a is on meta", (a.to("meta"), b)),
         (ValueError, "symmetric in another world", (foreign, b)),
         (ValueError, r"bias must have shape \(5,\); got \(6,\)", (a, b), {"bias": torch.ones(6)}),
-        (ValueError, "there is no algorithm 'magic'; choose auto or one of direct", (a, b), {"algorithm": "magic"}),
+        (
+            ValueError,
+            "there is no algorithm 'magic'; choose auto or one of direct",
+            (a, b),
+            {"algorithm": "magic"},
+        ),
         (ValueError, "chunk_rows must be at least 1; got 0", (a, b), {"chunk_rows": 0}),
         (ValueError, "shard_rows must be 2 counts", (a, b), {"shard_rows": [4]}),
-        (ValueError, "shard_rows must be 2 counts, one per rank, none negative", (a, b), {"shard_rows": [4, -4]}),
-        (ValueError, r"shard_rows gives rank \d 9 rows, but its input has 4", (a, b), {"shard_rows": [9, 9]}),
-        (ValueError, r"out must have shape \(8, 5\); got \(7, 5\)", (a, b), {"out": torch.empty(7, 5)}),
-        (TypeError, "out has dtype float64; supported are float32", (a, b), {"out": torch.empty(8, 5).double()}),
+        (
+            ValueError,
+            "shard_rows must be 2 counts, one per rank, none negative",
+            (a, b),
+            {"shard_rows": [4, -4]},
+        ),
+        (
+            ValueError,
+            r"shard_rows gives rank \d 9 rows, but its input has 4",
+            (a, b),
+            {"shard_rows": [9, 9]},
+        ),
+        (
+            ValueError,
+            r"out must have shape \(8, 5\); got \(7, 5\)",
+            (a, b),
+            {"out": torch.empty(7, 5)},
+        ),
+        (
+            TypeError,
+            "out has dtype float64; supported are float32",
+            (a, b),
+            {"out": torch.empty(8, 5).double()},
+        ),
         (ValueError, "out must be contiguous", (a, b), {"out": torch.empty(5, 8).t()}),
         (TypeError, "out_dtype must be float32", (a, b), {"out_dtype": torch.float16}),
         (ValueError, "timeout must be a positive", (a, b), {"timeout": -1}),
@@ -364,7 +429,9 @@ def bad_arguments(world):
     other.close()
     with pytest.raises(weft.WeftError, match="closed"):
         weft.all_gather_matmul(a, b, world=other)
-    assert_product(weft.all_gather_matmul(a, b), gathered(a), b)  # nothing was sent: the world goes on
+    assert_product(
+        weft.all_gather_matmul(a, b), gathered(a), b
+    )  # nothing was sent: the world goes on
 
 
 def test_bad_arguments_are_refused_before_anything_is_sent():

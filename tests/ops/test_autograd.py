@@ -1,4 +1,6 @@
-"""Gradients of the fused operators on real ranks, against autograd through the same layer on one rank."""
+"""Gradients of the fused operators on real ranks, against autograd through the same layer on one
+rank.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ SUMS = ("sum", "avg")
 
 
 def leaves(*tensors):
-    return [None if tensor is None else tensor.detach().clone().requires_grad_() for tensor in tensors]
+    return [
+        None if tensor is None else tensor.detach().clone().requires_grad_() for tensor in tensors
+    ]
 
 
 def assert_same(found, wanted):
@@ -33,7 +37,13 @@ def gathers(world, dim, uneven):
     b, c = torch.randn(k, 5 + world.rank).double(), torch.randn(7, k).double().t()
     bias = torch.randn(7).double()
     mine = leaves(a, b, c, bias)
-    y, z = weft.all_gather_matmul(mine[0], [mine[1], mine[2]], dim=dim, bias=[None, mine[3]], shard_rows=sizes if uneven else None)
+    y, z = weft.all_gather_matmul(
+        mine[0],
+        [mine[1], mine[2]],
+        dim=dim,
+        bias=[None, mine[3]],
+        shard_rows=sizes if uneven else None,
+    )
     gy, gz = torch.randn_like(y), torch.randn_like(z)
     ((y * gy).sum() + (z * gz).sin().sum()).backward()
     alone = leaves(torch.cat(everyones(a), dim), b, c, bias)
@@ -67,7 +77,9 @@ def scatters(world, dim, uneven, op):
     a, b = torch.randn(*shape).double(), torch.randn(n, shape[-1]).double().t()
     bias = torch.randn(n, generator=torch.Generator().manual_seed(3)).double()
     mine = leaves(a, b, bias)
-    y = weft.matmul_reduce_scatter(mine[0], mine[1], bias=mine[2], op=op, dim=dim, shard_rows=sizes if uneven else None)
+    y = weft.matmul_reduce_scatter(
+        mine[0], mine[1], bias=mine[2], op=op, dim=dim, shard_rows=sizes if uneven else None
+    )
     g = torch.randn_like(y)
     (y * g).sin().sum().backward()
     pairs = [leaves(*pair) for pair in zip(everyones(a), everyones(b), strict=True)]
@@ -109,14 +121,20 @@ def reduces(world, op):
 
 
 def exact(world):
-    """Inputs of 0 and 1: every sum is a whole number that any dtype here holds, so results are exact."""
+    """Inputs of 0 and 1: every sum is a whole number that any dtype here holds, so results are
+    exact.
+    """
     generator = torch.Generator().manual_seed(world.rank)
     for dtype, k in ((torch.bfloat16, 40), (torch.float16, 200), (torch.float32, 200)):
         k //= world.ranks
-        a, b = (torch.randint(0, 2, shape, generator=generator).to(dtype) for shape in ((6, k), (k, 5)))
+        a, b = (
+            torch.randint(0, 2, shape, generator=generator).to(dtype) for shape in ((6, k), (k, 5))
+        )
         mine = leaves(a, b)
         y = weft.matmul_reduce_scatter(*mine)
-        total = sum(x.double() @ w.double() for x, w in zip(everyones(a), everyones(b), strict=True))
+        total = sum(
+            x.double() @ w.double() for x, w in zip(everyones(a), everyones(b), strict=True)
+        )
         rows = slice(2 * world.rank, 2 * world.rank + 2)
         assert torch.equal(y.double(), total[rows])
         g = torch.randint(0, 2, y.shape, generator=generator).to(dtype)
@@ -138,7 +156,9 @@ def twice(world):
     """An operator called twice in one graph, a second backward through it, and second derivatives."""
     a, b = torch.randn(4, 6).double(), torch.randn(6, 6).double()
     x, w = leaves(a, b)
-    y = weft.matmul_reduce_scatter(weft.all_gather_matmul(weft.matmul_reduce_scatter(weft.all_gather_matmul(x, w), w), w), w)
+    y = weft.matmul_reduce_scatter(
+        weft.all_gather_matmul(weft.matmul_reduce_scatter(weft.all_gather_matmul(x, w), w), w), w
+    )
     y.sin().sum().backward(retain_graph=True)
     once = x.grad.clone(), w.grad.clone()
     y.sin().sum().backward()
@@ -163,14 +183,22 @@ def twice(world):
 
 
 def gradchecked(world):
-    """Numeric differentiation needs ranks of its own: what one moves, the others would have to as well."""
+    """Numeric differentiation needs ranks of its own: what one moves, the others would have to as
+    well.
+    """
     a, b = torch.randn(4, 3).double().requires_grad_(), torch.randn(3, 2).double().requires_grad_()
     alone = weft.init(dist.new_group([world.rank], use_local_synchronization=True))
     bias = torch.randn(2).double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda *x: weft.matmul_all_reduce(x[0], x[1], bias=x[2], world=alone), (a, b, bias))
+    assert torch.autograd.gradcheck(
+        lambda *x: weft.matmul_all_reduce(x[0], x[1], bias=x[2], world=alone), (a, b, bias)
+    )
     for dim in (0, 1):
-        scatter = lambda *x, dim=dim: weft.matmul_reduce_scatter(x[0], x[1], dim=dim, bias=x[2], world=alone)  # noqa: E731
-        gather = lambda *x, dim=dim: weft.all_gather_matmul(x[0], x[1], dim=dim, bias=x[2], return_gathered=True, world=alone)  # noqa: E731
+        scatter = lambda *x, dim=dim: weft.matmul_reduce_scatter(  # noqa: E731
+            x[0], x[1], dim=dim, bias=x[2], world=alone
+        )
+        gather = lambda *x, dim=dim: weft.all_gather_matmul(  # noqa: E731
+            x[0], x[1], dim=dim, bias=x[2], return_gathered=True, world=alone
+        )
         for call in (scatter, gather):
             assert torch.autograd.gradcheck(call, (a, b, bias))
             assert torch.autograd.gradgradcheck(call, (a, b, bias))
@@ -223,7 +251,11 @@ def every_algorithm_has_gradients(world):
 def nothing_to_do(world):
     """Tensors without elements have gradients without elements, or of zeros."""
     for rows, k, n in ((0, 3, 4), (2, 0, 4), (2, 3, 0)):
-        for operator in (weft.all_gather_matmul, weft.matmul_reduce_scatter, weft.matmul_all_reduce):
+        for operator in (
+            weft.all_gather_matmul,
+            weft.matmul_reduce_scatter,
+            weft.matmul_all_reduce,
+        ):
             a, b = leaves(torch.ones(rows, k), torch.ones(k, n))
             operator(a, b).sum().backward()
             assert a.grad.shape == a.shape
@@ -232,7 +264,9 @@ def nothing_to_do(world):
 
 
 def packed_weights(world):
-    """The gradient goes to what was packed, and through the view that was, however often; calls that record none keep the packed one."""
+    """The gradient goes to what was packed, and through the view that was, however often; calls
+    that record none keep the packed one.
+    """
     a, b, c = torch.randn(4, 6).double(), torch.randn(6, 5).double(), torch.randn(6, 5).double()
     for operator in (weft.all_gather_matmul, weft.matmul_reduce_scatter, weft.matmul_all_reduce):
         plain, whole, turned = leaves(b, b, b.t())

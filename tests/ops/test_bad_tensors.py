@@ -1,7 +1,9 @@
-"""One table: every tensor argument of every public function, given every kind of tensor that it does not take.
+"""One table: every tensor argument of every public function, given every kind of tensor that it
+does not take.
 
-Rank 0 makes the bad calls by itself, while rank 1 waits for it in a collective call: each must be a `TypeError` or `ValueError`
-that names the argument and says what would do, nothing may be sent, and the collective call is then made by both.
+Rank 0 makes the bad calls by itself, while rank 1 waits for it in a collective call: each must be a
+`TypeError` or `ValueError` that names the argument and says what would do, nothing may be sent, and
+the collective call is then made by both.
 """
 
 from __future__ import annotations
@@ -22,10 +24,16 @@ from torch.distributed.tensor.parallel import parallelize_module
 import weft
 import weft.nn
 
-SAYS_WHAT_WOULD_DO = re.compile(r"\bpass\b|\bmust\b|supported are|make it with|\bgive\b|write to|leave it out")
+SAYS_WHAT_WOULD_DO = re.compile(
+    r"\bpass\b|\bmust\b|supported are|make it with|\bgive\b|write to|leave it out"
+)
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 FUSED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-ROWS = {"all_gather_matmul": 8, "matmul_reduce_scatter": 2, "matmul_all_reduce": 4}  # of the result; a has 4
+ROWS = {
+    "all_gather_matmul": 8,
+    "matmul_reduce_scatter": 2,
+    "matmul_all_reduce": 4,
+}  # of the result; a has 4
 
 
 class Subclass(torch.Tensor):
@@ -42,10 +50,14 @@ ANYWHERE = {
     "sparse CSR": lambda good: torch.zeros(4, 4).to_sparse_csr(),
     "mkldnn": lambda good: torch.zeros(4, 4).to_mkldnn(),
     "nested": lambda good: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
-    "jagged": lambda good: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
+    "jagged": lambda good: torch.nested.nested_tensor(
+        [torch.zeros(2), torch.zeros(3)], layout=torch.jagged
+    ),
     "meta": lambda good: good.to("meta"),
     "fake": lambda good: FakeTensorMode().from_tensor(zeros(good)),
-    "quantised": lambda good: torch.quantize_per_tensor(torch.zeros(good.shape), 1.0, 0, torch.qint8),
+    "quantised": lambda good: torch.quantize_per_tensor(
+        torch.zeros(good.shape), 1.0, 0, torch.qint8
+    ),
     "complex": lambda good: zeros(good, torch.complex64),
     "conjugate": lambda good: zeros(good, torch.complex64).conj(),
     "negative": lambda good: zeros(good, torch.complex64).conj().imag,
@@ -56,29 +68,47 @@ ANYWHERE = {
     "numpy": lambda good: np.zeros(tuple(good.shape)),
     "number": lambda good: 1.0,
 }
-ON_A_MESH = {"DTensor": lambda good, mesh: DTensor.from_local(zeros(good), mesh, [Replicate()], run_check=False)}
+ON_A_MESH = {
+    "DTensor": lambda good, mesh: DTensor.from_local(
+        zeros(good), mesh, [Replicate()], run_check=False
+    )
+}
 REQUIRED = {"None": lambda good: None}
 SHAPED = {"zero-dimensional": lambda good: torch.zeros((), dtype=good.dtype)}
 WRITTEN = {
     "expanded": lambda good: torch.zeros(1, dtype=good.dtype).expand(good.shape),
     "overlapping itself": lambda good: zeros(good).as_strided(good.shape, [1] * good.dim()),
 }
-OUT = {"requires a gradient": lambda good: torch.zeros(good.shape, dtype=good.dtype).requires_grad_()}
+OUT = {
+    "requires a gradient": lambda good: torch.zeros(good.shape, dtype=good.dtype).requires_grad_()
+}
 RECORDED = {"result that requires a gradient": lambda good: 2 * OUT["requires a gradient"](good)}
 
 
 class Call:
-    """A function of named tensors, good ones for it, and for which of them None and other shapes are fine."""
+    """A function of named tensors, good ones for it, and for which of them None and other shapes
+    are fine.
+    """
 
     def __init__(self, function, optional=(), any_shape=(), on_mesh=True, gradients=True, **good):
-        self.function, self.good, self.optional, self.any_shape, self.on_mesh = function, good, optional, any_shape, on_mesh
+        self.function, self.good, self.optional, self.any_shape, self.on_mesh = (
+            function,
+            good,
+            optional,
+            any_shape,
+            on_mesh,
+        )
         self.gradients = gradients
 
     def bad(self, argument, mesh):
         """All sets of tensors of which this argument is bad, by the kind."""
         good = self.good[argument]
         kinds = dict(ANYWHERE)
-        kinds |= {name: partial(make, mesh=mesh) for name, make in ON_A_MESH.items()} if self.on_mesh else {}
+        kinds |= (
+            {name: partial(make, mesh=mesh) for name, make in ON_A_MESH.items()}
+            if self.on_mesh
+            else {}
+        )
         kinds |= {} if argument in self.optional else REQUIRED
         kinds |= {} if argument in self.any_shape else SHAPED
         kinds |= WRITTEN if argument in ("out", "dst", "tensor") else {}
@@ -86,8 +116,14 @@ class Call:
         kinds |= {} if self.gradients else RECORDED
         made = {name: self.good | {argument: make(good)} for name, make in kinds.items()}
         if argument == "out" and "a" in self.good and good.dtype == self.good["a"].dtype:
-            memory, a = torch.zeros(good.numel() + self.good["a"].numel(), dtype=good.dtype), self.good["a"]
-            inside = {"a": memory[: a.numel()].view(a.shape), "out": memory[1 : 1 + good.numel()].view(good.shape)}
+            memory, a = (
+                torch.zeros(good.numel() + self.good["a"].numel(), dtype=good.dtype),
+                self.good["a"],
+            )
+            inside = {
+                "a": memory[: a.numel()].view(a.shape),
+                "out": memory[1 : 1 + good.numel()].view(good.shape),
+            }
             made["overlapping a"] = self.good | inside
         return made
 
@@ -110,18 +146,34 @@ def fused(name):
         return function(**given, out=out)
 
     yield f"{name} recorded", Call(recorded, optional=("bias",), **good())
-    yield f"{name} recorded into", Call(lambda out: recorded(**good(), out=out), optional=("out",), out=out)
-    halves = {"a": torch.zeros(4, 8).to(torch.float8_e4m3fn), "b": torch.zeros(6, 8).to(torch.float8_e4m3fn).t()}
+    yield (
+        f"{name} recorded into",
+        Call(lambda out: recorded(**good(), out=out), optional=("out",), out=out),
+    )
+    halves = {
+        "a": torch.zeros(4, 8).to(torch.float8_e4m3fn),
+        "b": torch.zeros(6, 8).to(torch.float8_e4m3fn).t(),
+    }
     scales = {"scale_a": torch.ones(4, 1), "scale_b": torch.ones(1, 6)}
     single = ("scale_a", "scale_b")
     yield (
         f"{name} float8",
-        Call(function, ("bias", "out"), single, **halves, **scales, bias=torch.zeros(6), out=out.bfloat16()),
+        Call(
+            function,
+            ("bias", "out"),
+            single,
+            **halves,
+            **scales,
+            bias=torch.zeros(6),
+            out=out.bfloat16(),
+        ),
     )
 
 
 def gather_for_several(a, b, bias, out):
-    weft.all_gather_matmul(a, [torch.zeros(8, 6), b], bias=[None, bias], out=[torch.zeros(8, 6), out])
+    weft.all_gather_matmul(
+        a, [torch.zeros(8, 6), b], bias=[None, bias], out=[torch.zeros(8, 6), out]
+    )
 
 
 def collectives():
@@ -130,14 +182,40 @@ def collectives():
         for form in (name, f"{name}_async"):
             function = getattr(weft, form)
             if name == "broadcast":
-                yield form, Call(partial(function, source=1), any_shape=("tensor",), gradients=False, tensor=torch.zeros(4, 6))
+                yield (
+                    form,
+                    Call(
+                        partial(function, source=1),
+                        any_shape=("tensor",),
+                        gradients=False,
+                        tensor=torch.zeros(4, 6),
+                    ),
+                )
             else:
                 out, free = torch.zeros(sizes[name], 6), ("a",) if name == "all_reduce" else ()
-                yield form, Call(function, optional=("out",), any_shape=free, gradients=False, a=torch.zeros(4, 6), out=out)
+                yield (
+                    form,
+                    Call(
+                        function,
+                        optional=("out",),
+                        any_shape=free,
+                        gradients=False,
+                        a=torch.zeros(4, 6),
+                        out=out,
+                    ),
+                )
     columns = {"a": torch.zeros(4, 6), "out": torch.zeros(4, 3)}
-    yield "reduce_scatter of columns", Call(partial(weft.reduce_scatter, dim=1), ("out",), gradients=False, **columns)
+    yield (
+        "reduce_scatter of columns",
+        Call(partial(weft.reduce_scatter, dim=1), ("out",), gradients=False, **columns),
+    )
     splits = partial(weft.all_to_all, input_split_sizes=[1, 3], output_split_sizes=[1, 2])
-    yield "all_to_all with splits", Call(splits, optional=("out",), gradients=False, a=torch.zeros(4, 6), out=torch.zeros(3, 6))
+    yield (
+        "all_to_all with splits",
+        Call(
+            splits, optional=("out",), gradients=False, a=torch.zeros(4, 6), out=torch.zeros(3, 6)
+        ),
+    )
 
 
 def one_sided(symmetric, signals):
@@ -146,7 +224,10 @@ def one_sided(symmetric, signals):
         yield name, Call(partial(getattr(weft, name), peer=1), dst=symmetric, src=plain)
     for name in ("get", "get_async"):
         yield name, Call(partial(getattr(weft, name), peer=1), dst=plain, src=symmetric)
-    yield "put_notify", Call(partial(weft.put_notify, signals=signals, index=0, peer=1), dst=symmetric, src=plain)
+    yield (
+        "put_notify",
+        Call(partial(weft.put_notify, signals=signals, index=0, peer=1), dst=symmetric, src=plain),
+    )
 
 
 def layers(mesh):
@@ -158,8 +239,13 @@ def layers(mesh):
         ("RowParallelLinear", row(8, 6), 2),
         ("RowParallelLinear of a sequence", row(8, 6, sequence_dim=0), 2),
     ):
-        yield name, Call(lambda input, layer=layer: layer(input), on_mesh=False, input=x[:, : 8 // parts])
-    norm = parallelize_module(norm, mesh, weft.nn.SequenceParallel(sequence_dim=0, use_local_output=True))
+        yield (
+            name,
+            Call(lambda input, layer=layer: layer(input), on_mesh=False, input=x[:, : 8 // parts]),
+        )
+    norm = parallelize_module(
+        norm, mesh, weft.nn.SequenceParallel(sequence_dim=0, use_local_output=True)
+    )
     yield "RMSNorm", Call(lambda input: norm(input), any_shape=("input",), on_mesh=False, input=x)
 
 
@@ -170,8 +256,16 @@ def calls(world, mesh):
         yield from fused(name)
         explained = partial(weft.explain, operator=name)
         yield f"explain {name}", Call(explained, a=torch.zeros(4, 8), b=torch.zeros(8, 6))
-    several = {"a": torch.zeros(4, 8), "b": torch.zeros(8, 6), "bias": torch.zeros(6), "out": torch.zeros(8, 6)}
-    yield "all_gather_matmul of several", Call(gather_for_several, optional=("bias", "out"), **several)
+    several = {
+        "a": torch.zeros(4, 8),
+        "b": torch.zeros(8, 6),
+        "bias": torch.zeros(6),
+        "out": torch.zeros(8, 6),
+    }
+    yield (
+        "all_gather_matmul of several",
+        Call(gather_for_several, optional=("bias", "out"), **several),
+    )
     yield from collectives()
     yield from one_sided(symmetric, signals)
     yield "pack", Call(weft.pack, b=torch.zeros(8, 6))
@@ -185,7 +279,11 @@ ARGUMENTS = {
     **{f"{name} recorded into": "out" for name in FUSED},
     **{f"{name} float8": "a b scale_a scale_b bias out" for name in FUSED},
     **{f"explain {name}": "a b" for name in FUSED},
-    **{name + form: "tensor" if name == "broadcast" else "a out" for name in COLLECTIVES for form in ("", "_async")},
+    **{
+        name + form: "tensor" if name == "broadcast" else "a out"
+        for name in COLLECTIVES
+        for form in ("", "_async")
+    },
     **dict.fromkeys(("reduce_scatter of columns", "all_to_all with splits"), "a out"),
     **dict.fromkeys(("put", "get", "put_async", "get_async", "put_notify"), "dst src"),
     "pack": "b",
@@ -201,11 +299,15 @@ ARGUMENTS = {
         "input",
     ),
 }
-CASES = [f"{name}: {argument}" for name, arguments in ARGUMENTS.items() for argument in arguments.split()]
+CASES = [
+    f"{name}: {argument}" for name, arguments in ARGUMENTS.items() for argument in arguments.split()
+]
 
 
 def refused(world):
-    """What became of every bad call, by case and kind, as (type, message); and how often the world went on."""
+    """What became of every bad call, by case and kind, as (type, message); and how often the world
+    went on.
+    """
     found = {}
     mesh = init_device_mesh("cpu", (world.ranks,))
     table = dict(calls(world, mesh))
@@ -272,7 +374,9 @@ def taken(world):
     assert not any(world.is_symmetric(tensor) for tensor in odd)
     with pytest.raises(TypeError, match="tensor must be a tensor; got list"):
         world.is_symmetric([1.0])
-    with pytest.raises(ValueError, match=r"input must have 8 features in its last dimension; got shape \(4, 6\)"):
+    with pytest.raises(
+        ValueError, match=r"input must have 8 features in its last dimension; got shape \(4, 6\)"
+    ):
         weft.nn.ColumnParallelLinear(8, 6)(torch.zeros(4, 6))
 
 
@@ -281,7 +385,9 @@ def test_what_is_taken():
 
 
 def remembered(world):
-    """A call that is found by the identity of its tensors is not found when they have become others in place."""
+    """A call that is found by the identity of its tensors is not found when they have become others
+    in place.
+    """
     a, out = torch.full((4,), float(world.rank)), torch.empty(8)
     symmetric, plain = world.empty(4).zero_(), torch.zeros(4)
     for _ in range(3):

@@ -33,14 +33,17 @@ def input_like(world, tensor, symmetric):
 
 def moving(world, symmetric):
     for dtype, shape in itertools.product(
-        ANY, [(2 * world.ranks, 3), (world.ranks,), (world.ranks, 2, 3), (0, 4), (40 * world.ranks, 7)]
+        ANY,
+        [(2 * world.ranks, 3), (world.ranks,), (world.ranks, 2, 3), (0, 4), (40 * world.ranks, 7)],
     ):
         a = input_like(world, numbers(shape, dtype), symmetric)
         parts = everyones(a)
         for dim in range(-1, a.dim()):
             assert torch.equal(weft.all_gather(a, dim=dim), torch.cat(parts, dim=dim))
         for algorithm in ("pull", "push", "ring"):
-            whole = input_like(world, numbers((shape[0] * world.ranks, *shape[1:]), dtype), symmetric)
+            whole = input_like(
+                world, numbers((shape[0] * world.ranks, *shape[1:]), dtype), symmetric
+            )
             for _ in range(3):
                 whole.zero_()
                 assert weft.all_gather(a, out=whole, algorithm=algorithm, chunk_rows=3) is whole
@@ -50,7 +53,10 @@ def moving(world, symmetric):
         assert torch.equal(weft.all_to_all(a), mine)
         for source in range(world.ranks):
             tensor = input_like(world, a, symmetric)
-            assert weft.broadcast(tensor, source, algorithm=("auto", "push", "ring")[source % 3]) is tensor
+            assert (
+                weft.broadcast(tensor, source, algorithm=("auto", "push", "ring")[source % 3])
+                is tensor
+            )
             assert torch.equal(tensor, parts[source])
 
 
@@ -62,7 +68,9 @@ def test_moving(ranks, symmetric):
 
 
 def reducing(world, symmetric):
-    for dtype, shape in itertools.product(NUMBERS, [(2 * world.ranks, 3), (world.ranks,), (0, 4), (600 * world.ranks, 7)]):
+    for dtype, shape in itertools.product(
+        NUMBERS, [(2 * world.ranks, 3), (world.ranks,), (0, 4), (600 * world.ranks, 7)]
+    ):
         a = input_like(world, numbers(shape, dtype), symmetric)
         parts = torch.stack(everyones(a))
         wide = parts.double() if dtype.is_floating_point else parts.long()
@@ -113,15 +121,21 @@ def uneven(world):
         rows = [dice.choice([0, 1, 5, 33]) for _ in range(world.ranks)]
         a = torch.randn(rows[world.rank], 3)
         for algorithm in ("pull", "push", "ring"):
-            assert torch.equal(weft.all_gather(a, shard_rows=rows, algorithm=algorithm), torch.cat(everyones(a)))
+            assert torch.equal(
+                weft.all_gather(a, shard_rows=rows, algorithm=algorithm), torch.cat(everyones(a))
+            )
         whole = torch.randint(0, 9, (sum(rows), 2)).float()
         begin = sum(rows[: world.rank])
         total = torch.stack(everyones(whole)).sum(0)
-        assert torch.equal(weft.reduce_scatter(whole, shard_rows=rows), total[begin : begin + rows[world.rank]])
+        assert torch.equal(
+            weft.reduce_scatter(whole, shard_rows=rows), total[begin : begin + rows[world.rank]]
+        )
         counts = [[dice.choice([0, 1, 4]) for _ in range(world.ranks)] for _ in range(world.ranks)]
         sent = torch.randn(sum(counts[world.rank]), 3)
         received = [row[world.rank] for row in counts]
-        ours = weft.all_to_all(sent, output_split_sizes=received, input_split_sizes=counts[world.rank])
+        ours = weft.all_to_all(
+            sent, output_split_sizes=received, input_split_sizes=counts[world.rank]
+        )
         theirs = torch.empty_like(ours)
         dist.all_to_all_single(theirs, sent, received, counts[world.rank])
         assert torch.equal(ours, theirs)
@@ -139,7 +153,9 @@ def same_bits(world):
         unit = torch.finfo(torch.float32 if dtype != torch.float64 else dtype).eps
         for algorithm, op in itertools.product(("one_shot", "two_shot", "ring"), ("sum", "avg")):
             first = weft.all_reduce(a, op=op, algorithm=algorithm)
-            assert all(torch.equal(first, other) for other in everyones(first)), "equal bits on all ranks"
+            assert all(torch.equal(first, other) for other in everyones(first)), (
+                "equal bits on all ranks"
+            )
             hops = world.ranks if algorithm == "ring" else 1
             right = exact.sum(0) if op == "sum" else exact.mean(0)
             bound = (world.ranks * unit + hops * torch.finfo(dtype).eps) * exact.abs().sum(0)
@@ -158,14 +174,20 @@ def in_the_background(world):
     total = world.ranks * (world.ranks + 1) / 2
     for _ in range(20):
         handles = [weft.all_reduce_async(a) for _ in range(6)]
-        handles += [weft.all_gather_async(a), weft.reduce_scatter_async(a), weft.all_to_all_async(a)]
+        handles += [
+            weft.all_gather_async(a),
+            weft.reduce_scatter_async(a),
+            weft.all_to_all_async(a),
+        ]
         handles.append(weft.broadcast_async(a.clone(), 1))
         y = weft.all_gather_matmul(a, b)  # comes after all of them
         assert all(handle.done() for handle in handles)
         assert torch.equal(y, weft.all_gather(a))
         results = [handle.wait() for handle in handles]
         assert all((result == total).all() for result in results[:6])
-        assert torch.equal(results[6], torch.cat([torch.full((300, 5), r + 1.0) for r in range(world.ranks)]))
+        assert torch.equal(
+            results[6], torch.cat([torch.full((300, 5), r + 1.0) for r in range(world.ranks)])
+        )
         assert (results[7] == total).all()
         assert (results[9] == 2).all()
         assert results[0] is handles[0].wait(), "waiting again gives the same"
@@ -200,7 +222,10 @@ def lost_in_the_background(world):
     if world.rank == 1:
         die()
     handle = weft.all_reduce_async(torch.ones(10))
-    with pytest.raises(weft.PeerLost, match=r"rank 1 \(pid \d+\) died while rank 0 waited for rows 0:10 of all_reduce call"):
+    with pytest.raises(
+        weft.PeerLost,
+        match=r"rank 1 \(pid \d+\) died while rank 0 waited for rows 0:10 of all_reduce call",
+    ):
         handle.wait()
     with pytest.raises(weft.WeftError, match="closed: PeerLost"):
         weft.all_reduce(torch.ones(3))
@@ -211,12 +236,16 @@ def test_a_lost_peer_in_the_background():
 
 
 def the_same_tensors_again(world):
-    """Calls that are found by their tensors' identity notice when these are changed in place or others take their place."""
+    """Calls that are found by their tensors' identity notice when these are changed in place or
+    others take their place.
+    """
     a, out = torch.full((6,), float(world.rank)), torch.empty(6 * world.ranks)
     for turn in range(50):
         a.fill_(float(10 * turn + world.rank))
         weft.all_gather(a, out=out)
-        assert out.view(world.ranks, 6)[:, 0].tolist() == [10.0 * turn + rank for rank in range(world.ranks)]
+        assert out.view(world.ranks, 6)[:, 0].tolist() == [
+            10.0 * turn + rank for rank in range(world.ranks)
+        ]
     with pytest.raises(ValueError, match="timeout must be a positive"):
         weft.all_gather(a, out=out, timeout=-1.0)
     a.data = a.data.view(torch.int32)  # at the same address, and as large
@@ -230,12 +259,22 @@ def the_same_tensors_again(world):
     a.resize_(4)
     out.resize_(4 * world.ranks)
     a.fill_(world.rank)
-    assert weft.all_gather(a, out=out).view(world.ranks, 4)[:, 3].tolist() == [*map(float, range(world.ranks))]
-    wrong = [(None, {}), (3, {}), (a, {"dim": [0]}), (a, {"algorithm": ["pull"]}), (a, {"timeout": -1.0})]
+    assert weft.all_gather(a, out=out).view(world.ranks, 4)[:, 3].tolist() == [
+        *map(float, range(world.ranks))
+    ]
+    wrong = [
+        (None, {}),
+        (3, {}),
+        (a, {"dim": [0]}),
+        (a, {"algorithm": ["pull"]}),
+        (a, {"timeout": -1.0}),
+    ]
     for given, options in wrong:
         with pytest.raises((TypeError, ValueError)):
             weft.all_gather(given, out=out, **options)
-    assert weft.all_gather(a, out=out) is out, "a call that is refused does not touch what was remembered, or the world"
+    assert weft.all_gather(a, out=out) is out, (
+        "a call that is refused does not touch what was remembered, or the world"
+    )
     for turn in range(50):
         mine = torch.full((6,), float(turn))
         assert weft.all_reduce(mine, out=torch.empty(6)).tolist() == [float(turn * world.ranks)] * 6
@@ -271,15 +310,27 @@ def test_what_is_seen_of_a_tensor(looked_at):
 
 
 def elsewhere(world):
-    """Symmetric tensors at an offset that differs from rank to rank: right results, or both ranks say what differs."""
-    at, ours, theirs = 8 * world.rank, torch.arange(8.0) + 100 * world.rank, torch.arange(8.0) + 100 * (1 - world.rank)
+    """Symmetric tensors at an offset that differs from rank to rank: right results, or both ranks
+    say what differs.
+    """
+    at, ours, theirs = (
+        8 * world.rank,
+        torch.arange(8.0) + 100 * world.rank,
+        torch.arange(8.0) + 100 * (1 - world.rank),
+    )
     parts = [theirs, ours] if world.rank else [ours, theirs]
     total, half = ours + theirs, slice(4 * world.rank, 4 * world.rank + 4)
     found = []
     for symmetric, again in itertools.product(("a", "out", "both"), (False, True)):
         for call, size, right in (
-            [(partial(weft.all_gather, algorithm=which), 16, torch.cat(parts)) for which in ("auto", "pull", "push", "ring")]
-            + [(partial(weft.all_reduce, algorithm=which), 8, total) for which in ("one_shot", "two_shot", "ring")]
+            [
+                (partial(weft.all_gather, algorithm=which), 16, torch.cat(parts))
+                for which in ("auto", "pull", "push", "ring")
+            ]
+            + [
+                (partial(weft.all_reduce, algorithm=which), 8, total)
+                for which in ("one_shot", "two_shot", "ring")
+            ]
             + [
                 (weft.reduce_scatter, 4, total[half]),
                 (weft.all_to_all, 8, torch.cat([part[half] for part in parts])),
@@ -291,7 +342,11 @@ def elsewhere(world):
                 a = shared[at : at + 8] if symmetric != "out" else torch.empty(8)
                 out = shared[32 + at : 32 + at + size] if symmetric != "a" else torch.empty(size)
                 if again:  # first at places that agree, so that a prepared call is there
-                    call(shared[:8].clone() if symmetric == "out" else shared[:8], out=out.clone(), world=own)
+                    call(
+                        shared[:8].clone() if symmetric == "out" else shared[:8],
+                        out=out.clone(),
+                        world=own,
+                    )
                 a.copy_(ours)
                 found.append(False)
                 assert torch.equal(call(a, out=out, world=own), right)
@@ -309,13 +364,17 @@ def test_symmetric_tensors_that_lie_elsewhere_on_other_ranks():
 
 
 def mixed_back_to_back(world):
-    """Hundreds of collectives of all kinds and sizes without a barrier, in one order drawn alike on all ranks."""
+    """Hundreds of collectives of all kinds and sizes without a barrier, in one order drawn alike on
+    all ranks.
+    """
     dice = random.Random(3)
     for call in range(400):
         n = world.ranks * dice.choice([1, 7, 300, 5000])
         a = torch.arange(n, dtype=torch.float64) + 1000 * world.rank + call
         kind = dice.choice(["gather", "reduce", "scatter", "broadcast", "exchange", "fused"])
-        parts = [torch.arange(n, dtype=torch.float64) + 1000 * rank + call for rank in range(world.ranks)]
+        parts = [
+            torch.arange(n, dtype=torch.float64) + 1000 * rank + call for rank in range(world.ranks)
+        ]
         share = slice(n // world.ranks * world.rank, n // world.ranks * (world.rank + 1))
         if kind == "gather":
             algorithm = dice.choice(["pull", "push", "ring"])
@@ -329,12 +388,16 @@ def mixed_back_to_back(world):
         elif kind == "broadcast":
             source = dice.randrange(world.ranks)
             algorithm = dice.choice(["pull", "push", "ring"])
-            assert torch.equal(weft.broadcast(a.clone(), source, algorithm=algorithm), parts[source])
+            assert torch.equal(
+                weft.broadcast(a.clone(), source, algorithm=algorithm), parts[source]
+            )
         elif kind == "exchange":
             assert torch.equal(weft.all_to_all(a), torch.cat([part[share] for part in parts]))
         else:
             algorithm = dice.choice(["direct", "pull", "push", "ring", "sequential"])
-            y = weft.all_gather_matmul(a.view(-1, 1), torch.ones(1, 1, dtype=torch.float64), algorithm=algorithm)
+            y = weft.all_gather_matmul(
+                a.view(-1, 1), torch.ones(1, 1, dtype=torch.float64), algorithm=algorithm
+            )
             assert torch.equal(y.view(-1), torch.cat(parts))
 
 
@@ -347,32 +410,70 @@ def test_all_kinds_back_to_back(ranks):
 def bad_arguments(world):
     a = torch.ones(4, 3)
     bad = [
-        (ValueError, "there is no reduction 'mean'; choose one of sum, avg, max, min", lambda: weft.all_reduce(a, op="mean")),
-        (TypeError, "a has dtype int64; supported are float16", lambda: weft.all_reduce(a.long(), op="avg")),
+        (
+            ValueError,
+            "there is no reduction 'mean'; choose one of sum, avg, max, min",
+            lambda: weft.all_reduce(a, op="mean"),
+        ),
+        (
+            TypeError,
+            "a has dtype int64; supported are float16",
+            lambda: weft.all_reduce(a.long(), op="avg"),
+        ),
         (TypeError, "a has dtype bool", lambda: weft.reduce_scatter(a.bool())),
         (TypeError, "a has dtype complex64", lambda: weft.all_gather(a.to(torch.complex64))),
         (ValueError, "there is no dimension 2", lambda: weft.all_gather(a, dim=2)),
-        (ValueError, "there is no algorithm 'magic'", lambda: weft.all_gather(a, algorithm="magic")),
+        (
+            ValueError,
+            "there is no algorithm 'magic'",
+            lambda: weft.all_gather(a, algorithm="magic"),
+        ),
         (ValueError, "there is no rank 7 in a world of 2", lambda: weft.broadcast(a, 7)),
         (ValueError, "tensor must be contiguous", lambda: weft.broadcast(a.t(), 0)),
-        (ValueError, "3 rows do not divide evenly over 2 ranks: give shard_rows", lambda: weft.reduce_scatter(a[:3])),
-        (ValueError, "shard_rows must be 2 counts, none negative, of 4 in all", lambda: weft.reduce_scatter(a, shard_rows=[1, 1])),
-        (ValueError, "3 rows do not divide evenly over 2 ranks: give the split sizes", lambda: weft.all_to_all(a[:3])),
-        (ValueError, "must be 2 counts each", lambda: weft.all_to_all(a, input_split_sizes=[4], output_split_sizes=[4, 0])),
+        (
+            ValueError,
+            "3 rows do not divide evenly over 2 ranks: give shard_rows",
+            lambda: weft.reduce_scatter(a[:3]),
+        ),
+        (
+            ValueError,
+            "shard_rows must be 2 counts, none negative, of 4 in all",
+            lambda: weft.reduce_scatter(a, shard_rows=[1, 1]),
+        ),
+        (
+            ValueError,
+            "3 rows do not divide evenly over 2 ranks: give the split sizes",
+            lambda: weft.all_to_all(a[:3]),
+        ),
+        (
+            ValueError,
+            "must be 2 counts each",
+            lambda: weft.all_to_all(a, input_split_sizes=[4], output_split_sizes=[4, 0]),
+        ),
         (ValueError, "out must not overlap an input", lambda: weft.all_reduce(a[:2], out=a[1:3])),
-        (ValueError, r"out must have shape \(8, 3\)", lambda: weft.all_gather(a, out=torch.empty(4, 3))),
+        (
+            ValueError,
+            r"out must have shape \(8, 3\)",
+            lambda: weft.all_gather(a, out=torch.empty(4, 3)),
+        ),
         (ValueError, "timeout must be a positive", lambda: weft.all_reduce(a, timeout=0)),
     ]
     for kind, message, call in bad:
         with pytest.raises(kind, match=message):
             call()
-    with pytest.raises(ValueError, match=r"rank 0 gives rank 1 3 rows, but rank 1 expects 2 from it"):
-        weft.all_to_all(a, input_split_sizes=[1, 3], output_split_sizes=[2, 2] if world.rank else [1, 1])
+    with pytest.raises(
+        ValueError, match=r"rank 0 gives rank 1 3 rows, but rank 1 expects 2 from it"
+    ):
+        weft.all_to_all(
+            a, input_split_sizes=[1, 3], output_split_sizes=[2, 2] if world.rank else [1, 1]
+        )
     assert torch.equal(weft.all_reduce(a), 2 * a), "nothing was sent: the world goes on"
 
 
 def ahead(world):
-    """The source of broadcasts ends as many as there is room for before others begin them; then ranks meet now and then."""
+    """The source of broadcasts ends as many as there is room for before others begin them; then
+    ranks meet now and then.
+    """
     world.crowded = True  # as where ranks share cores
     signals, tensor, most = world.signals(1), torch.empty(3), _native.Executor.turns - 2
     if world.rank:
@@ -384,12 +485,22 @@ def ahead(world):
         weft.notify(signals, 0, peer)
     for number in range(50):
         source = random.Random(number).randrange(world.ranks)
-        assert weft.broadcast(torch.tensor([number if world.rank == source else -1]), source).item() == number
+        assert (
+            weft.broadcast(torch.tensor([number if world.rank == source else -1]), source).item()
+            == number
+        )
         assert weft.all_reduce(torch.ones(number % 3)).tolist() == [world.ranks] * (number % 3)
     for many in (1, *[4 * most] * 5):
-        sent = [torch.full((3,), number if world.rank == number % world.ranks else -1) for number in range(many)]
-        handles = [weft.broadcast_async(each, number % world.ranks) for number, each in enumerate(sent)]
-        assert [handle.wait().tolist() for handle in handles] == [[number] * 3 for number in range(many)]
+        sent = [
+            torch.full((3,), number if world.rank == number % world.ranks else -1)
+            for number in range(many)
+        ]
+        handles = [
+            weft.broadcast_async(each, number % world.ranks) for number, each in enumerate(sent)
+        ]
+        assert [handle.wait().tolist() for handle in handles] == [
+            [number] * 3 for number in range(many)
+        ]
     assert len(weft.engines.engine(world).pending) <= 4  # barriers, which are used again
 
 
@@ -423,7 +534,9 @@ def test_bad_arguments():
 
 
 def nobody_keeps_the_handle(world):
-    """What a call in the background works on lives until it is over: other tensors do not get its memory."""
+    """What a call in the background works on lives until it is over: other tensors do not get its
+    memory.
+    """
     for size in (1000, 1 << 20):
         signals, a = world.signals(1), torch.full((size,), 2.0)
         weft.all_reduce(a)  # ranks take a workspace together

@@ -1,4 +1,6 @@
-"""The fused operators under torch.compile, forward and backward, and what torch asks of custom operators."""
+"""The fused operators under torch.compile, forward and backward, and what torch asks of custom
+operators.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,22 @@ from weft.ops.call import Options
 
 def check_operators(world):
     gather, scatter, reduce = (
-        getattr(torch.ops.weft, name).default for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+        getattr(torch.ops.weft, name).default
+        for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
     )
     for grad, dims in ((False, (0,)), (True, (0, 1))):
         a, b = torch.randn(4, 2, 6, requires_grad=grad), torch.randn(6, 8, requires_grad=grad)
         bias = torch.randn(8, requires_grad=grad)
         for dim in dims:
             torch.library.opcheck(
-                gather, (a, [b, b.detach().clone()], [bias, bias.new_empty(0)], *Options(dim, keep=True), world.name)
+                gather,
+                (
+                    a,
+                    [b, b.detach().clone()],
+                    [bias, bias.new_empty(0)],
+                    *Options(dim, keep=True),
+                    world.name,
+                ),
             )
             torch.library.opcheck(scatter, (a, b, bias, *Options(dim, "avg"), world.name))
         torch.library.opcheck(reduce, (a, b, bias, *Options(), world.name))
@@ -48,7 +58,13 @@ def block(x, up, gate, down, bias, world):
 def compiled(world, default):
     """Forward and backward, with the default world or one that is given."""
     given = None if default else world
-    tensors = [torch.randn(2, 3, 8), torch.randn(8, 10), torch.randn(8, 10), torch.randn(10, 8), torch.ones(8)]
+    tensors = [
+        torch.randn(2, 3, 8),
+        torch.randn(8, 10),
+        torch.randn(8, 10),
+        torch.randn(10, 8),
+        torch.ones(8),
+    ]
 
     def run(fn, record):
         leaves = [t.clone().requires_grad_(record) for t in tensors]
@@ -66,20 +82,24 @@ def compiled(world, default):
 
 def reshaped(world):
     """One compiled function for tensors of several sizes, and one with a weight that was packed."""
-    call = torch.compile(lambda a, b: weft.all_gather_matmul(a, b), fullgraph=True, backend="aot_eager", dynamic=True)
+    call = torch.compile(
+        lambda a, b: weft.all_gather_matmul(a, b), fullgraph=True, backend="aot_eager", dynamic=True
+    )
     generator = torch.Generator().manual_seed(3)
     b = torch.randn(6, 5)
     for rows in (4, 7, 9):
         everyone = torch.randn(world.ranks, rows, 6, generator=generator)
         torch.testing.assert_close(call(everyone[world.rank], b), everyone.flatten(0, 1) @ b)
     packed = weft.pack(b)
-    fixed = torch.compile(lambda a: weft.all_gather_matmul(a, packed), fullgraph=True, backend="aot_eager")
+    fixed = torch.compile(
+        lambda a: weft.all_gather_matmul(a, packed), fullgraph=True, backend="aot_eager"
+    )
     torch.testing.assert_close(fixed(everyone[world.rank]), everyone.flatten(0, 1) @ b)
     trained, own = b.clone().requires_grad_(), b.clone().requires_grad_()
     of_trained = weft.pack(trained)
-    torch.compile(lambda a: weft.all_gather_matmul(a, of_trained), fullgraph=True, backend="aot_eager")(
-        everyone[0]
-    ).sum().backward()
+    torch.compile(
+        lambda a: weft.all_gather_matmul(a, of_trained), fullgraph=True, backend="aot_eager"
+    )(everyone[0]).sum().backward()
     weft.all_gather_matmul(everyone[0], own).sum().backward()
     torch.testing.assert_close(trained.grad, own.grad)
 
@@ -88,7 +108,9 @@ def inductor(world):
     a, b = torch.randn(4, 6, requires_grad=True), torch.randn(6, 4, requires_grad=True)
 
     def layer(a, b):
-        return weft.matmul_reduce_scatter(weft.all_gather_matmul(a, b).relu(), b.t(), op="avg").square()
+        return weft.matmul_reduce_scatter(
+            weft.all_gather_matmul(a, b).relu(), b.t(), op="avg"
+        ).square()
 
     results = []
     for call in (torch.compile(layer, fullgraph=True), layer):
@@ -113,7 +135,9 @@ def test_layers_compile_whole():
 
 def alike(a, b, c, parts, world):
     """Tensors and options that are alike in worlds of all sizes."""
-    return weft.matmul_reduce_scatter(weft.all_gather_matmul(a, b, world=world), c, op="avg", world=world)
+    return weft.matmul_reduce_scatter(
+        weft.all_gather_matmul(a, b, world=world), c, op="avg", world=world
+    )
 
 
 def average(a, b, c, parts, world):
@@ -142,7 +166,9 @@ def compiled_or_not(world):
 
 
 def one_cache(world, folder):
-    """Worlds of other sizes compile the same, all of one number, as if each were in processes of its own."""
+    """Worlds of other sizes compile the same, all of one number, as if each were in processes of
+    its own.
+    """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     found = torch._dynamo.utils.counters["aot_autograd"]
     hits = []

@@ -13,7 +13,9 @@ OUT = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def assert_close(y, exact):
-    torch.testing.assert_close(y.double(), exact, rtol=2 * torch.finfo(y.dtype).eps, atol=1e-4 * exact.abs().max().item())
+    torch.testing.assert_close(
+        y.double(), exact, rtol=2 * torch.finfo(y.dtype).eps, atol=1e-4 * exact.abs().max().item()
+    )
 
 
 def products(world, by_row):
@@ -27,16 +29,23 @@ def products(world, by_row):
         for dim in (0, 1):
             whole = torch.cat(everyones(x), dim)
             for algorithm in ("direct", "pull", "push", "ring", "sequential"):
-                y, g = weft.all_gather_matmul(a, b, dim=dim, algorithm=algorithm, return_gathered=True, **scales)
+                y, g = weft.all_gather_matmul(
+                    a, b, dim=dim, algorithm=algorithm, return_gathered=True, **scales
+                )
                 assert y.dtype == torch.bfloat16
                 assert_close(y, whole @ w)
                 assert g.double().equal(torch.cat(everyones(a.double()), dim))
-        total = sum(one @ other for one, other in zip(everyones(x), everyones(w), strict=True)) + bias.double()
+        total = (
+            sum(one @ other for one, other in zip(everyones(x), everyones(w), strict=True))
+            + bias.double()
+        )
         for out_dtype in OUT:
             y = weft.matmul_all_reduce(a, b, bias=bias, out_dtype=out_dtype, **scales)
             assert_close(y, total)
             for algorithm in ("direct", "push", "ring", "sequential"):
-                y = weft.matmul_reduce_scatter(a, b, dim=1, bias=bias, out_dtype=out_dtype, algorithm=algorithm, **scales)
+                y = weft.matmul_reduce_scatter(
+                    a, b, dim=1, bias=bias, out_dtype=out_dtype, algorithm=algorithm, **scales
+                )
                 assert_close(y, total.narrow(1, 2 * world.rank, 2))
 
 
@@ -49,7 +58,9 @@ def test_scaled_products(by_row):
 def several(world):
     a, b, c = (torch.randn(*shape).to(torch.float8_e4m3fn) for shape in ((4, 8), (8, 6), (8, 2)))
     one, two = torch.tensor(1.0), torch.full((1, 2), 2.0)
-    y, z = weft.all_gather_matmul(a, [b, c], scale_a=one, scale_b=[one, two], out_dtype=torch.float32)
+    y, z = weft.all_gather_matmul(
+        a, [b, c], scale_a=one, scale_b=[one, two], out_dtype=torch.float32
+    )
     whole = torch.cat(everyones(a.double()))
     assert_close(y, whole @ b.double())
     assert_close(z, 2 * whole @ c.double())
@@ -65,7 +76,12 @@ def refused(world):
     scales = {"scale_a": torch.tensor(1.0), "scale_b": torch.tensor(1.0)}
     bad = [
         (ValueError, "float8 inputs need scales: give scale_b", (a, b), {}),
-        (ValueError, "float8 inputs need scales: give scale_a", (a, b), {"scale_b": torch.tensor(1.0)}),
+        (
+            ValueError,
+            "float8 inputs need scales: give scale_a",
+            (a, b),
+            {"scale_b": torch.tensor(1.0)},
+        ),
         (TypeError, "supported are float8_e4m3fn", (a.float(), b), scales),
         (TypeError, "b has dtype float32; supported are float8_e4m3fn", (a, b.float()), scales),
         (
@@ -74,8 +90,18 @@ def refused(world):
             (a, b),
             {**scales, "scale_a": torch.ones(3, 1)},
         ),
-        (ValueError, "scale_b must be float32", (a, b), {**scales, "scale_b": torch.ones(1, 6).double()}),
-        (TypeError, "out_dtype must be bfloat16, float16 or float32", (a, b), {**scales, "out_dtype": torch.float64}),
+        (
+            ValueError,
+            "scale_b must be float32",
+            (a, b),
+            {**scales, "scale_b": torch.ones(1, 6).double()},
+        ),
+        (
+            TypeError,
+            "out_dtype must be bfloat16, float16 or float32",
+            (a, b),
+            {**scales, "out_dtype": torch.float64},
+        ),
         (ValueError, "b must be a matrix", (a, b.t()), scales),
     ]
     for operator in (weft.all_gather_matmul, weft.matmul_reduce_scatter, weft.matmul_all_reduce):
@@ -87,7 +113,9 @@ def refused(world):
     with pytest.raises(ValueError, match="cannot be scattered along their last dimension"):
         weft.matmul_reduce_scatter(a, b, dim=1, **scales)
     with pytest.raises(ValueError, match="no gradient"):
-        weft.matmul_all_reduce(a, b, scale_a=torch.ones(1, requires_grad=True), scale_b=torch.ones(1))
+        weft.matmul_all_reduce(
+            a, b, scale_a=torch.ones(1, requires_grad=True), scale_b=torch.ones(1)
+        )
 
 
 def test_what_cannot_be_scaled_is_refused():

@@ -29,7 +29,9 @@ def expected(world, name, a, b, bias, op):
 
 
 def written_in_place(world, name, dtype, op):
-    """Weights and biases that are written to in place, and sizes that go up and down within a class and beyond it."""
+    """Weights and biases that are written to in place, and sizes that go up and down within a class
+    and beyond it.
+    """
     numbers = torch.Generator().manual_seed(5)
     b, bias = torch.zeros(4, 6, dtype=dtype), torch.zeros(6, dtype=dtype)
     options = {} if name == "all_gather_matmul" else {"op": op}
@@ -49,13 +51,20 @@ def test_operands_may_be_written_to_in_place(name):
 
 
 def several(world, algorithm):
-    """Weights that share a gather, packed and not, one of them without a bias, one another in each other call."""
+    """Weights that share a gather, packed and not, one of them without a bias, one another in each
+    other call.
+    """
     numbers = torch.Generator().manual_seed(7)
 
     def drawn(*shape):
         return torch.randint(-4, 4, shape, generator=numbers).float()
 
-    kept, plain, others, bias = weft.pack(drawn(4, 6)), drawn(4, 3), [drawn(4, 5), drawn(4, 5)], drawn(5)
+    kept, plain, others, bias = (
+        weft.pack(drawn(4, 6)),
+        drawn(4, 3),
+        [drawn(4, 5), drawn(4, 5)],
+        drawn(5),
+    )
     for call, rows in enumerate((8, 8, 40, 8, 0, 40, 8)):
         a, other = drawn(rows, 4), others[call % 2]
         plain.copy_(drawn(4, 3))
@@ -64,11 +73,15 @@ def several(world, algorithm):
         results = weft.all_gather_matmul(a, weights, bias=[None, None, bias], algorithm=algorithm)
         whole = a.repeat(world.ranks, 1)
         wanted = [whole @ kept.plain, whole @ plain, whole @ other + bias]
-        assert [torch.equal(*pair) for pair in zip(results, wanted, strict=True)] == [True] * 3, rows
+        assert [torch.equal(*pair) for pair in zip(results, wanted, strict=True)] == [True] * 3, (
+            rows
+        )
     assert len(engine(world).known) == 1, "lists of weights that lie alike are known by one"
     kept.plain.add_(1)
     with pytest.raises(ValueError, match="changed after it was packed"):
-        weft.all_gather_matmul(drawn(8, 4), [kept, plain, others[0]], bias=[None, None, bias], algorithm=algorithm)
+        weft.all_gather_matmul(
+            drawn(8, 4), [kept, plain, others[0]], bias=[None, None, bias], algorithm=algorithm
+        )
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "push"])
@@ -77,7 +90,9 @@ def test_several_weights_may_be_written_to_in_place(algorithm):
 
 
 def views(world):
-    """Weights that are seen through new views in each call, two of each layout, then some that cannot be multiplied."""
+    """Weights that are seen through new views in each call, two of each layout, then some that
+    cannot be multiplied.
+    """
     numbers, a = torch.Generator().manual_seed(9), torch.ones(3, 4)
     whole = [torch.randint(-4, 4, (8, 8), generator=numbers).float() for _ in range(2)]
     for call in range(12):
@@ -103,7 +118,10 @@ def seen_through_another_library(world):
     """Rows of symmetric memory, as a view of torch's and as one of another library, in turns."""
     whole, b = world.empty(8, 4), torch.randn(4, 3)
     whole.copy_(torch.arange(32).view(8, 4) + world.rank)
-    other, every = torch.from_numpy(whole.numpy()[2:]), torch.cat([whole[2:] - world.rank, whole[2:] - world.rank + 1])
+    other, every = (
+        torch.from_numpy(whole.numpy()[2:]),
+        torch.cat([whole[2:] - world.rank, whole[2:] - world.rank + 1]),
+    )
     for rows in (whole[2:], whole[2:], other, other, whole[2:], other):
         torch.testing.assert_close(weft.all_gather_matmul(rows, b, algorithm="direct"), every @ b)
         assert torch.equal(weft.all_gather(rows, algorithm="pull"), every)
@@ -116,7 +134,18 @@ def test_symmetric_rows_are_known_through_any_view():
 def test_layouts_tell_apart_what_lies_otherwise(looked_at):
     """Also where torch does not let native code look at tensors."""
     b = torch.zeros(4, 4)
-    others = [(b.t(),), (b[:, :2],), (b[:2],), (b.view(16),), (b.double(),), (b.int(),), (b, None), (None, b), (b, b), ()]
+    others = [
+        (b.t(),),
+        (b[:, :2],),
+        (b[:2],),
+        (b.view(16),),
+        (b.double(),),
+        (b.int(),),
+        (b, None),
+        (None, b),
+        (b, b),
+        (),
+    ]
     found = [_native.layouts(each) for each in [(b,), *others]]
     assert len({*found}) == len(found)
     assert _native.layouts((b.clone(),)) == found[0]
@@ -129,7 +158,9 @@ def test_rows_are_known_by_how_they_lie(name):
 
 
 def rows_that_lie_otherwise(world, name):
-    """Rows of the size of those that are known, seven times each; not all may be taken as these were."""
+    """Rows of the size of those that are known, seven times each; not all may be taken as these
+    were.
+    """
     call, b, drawn = getattr(weft, name), torch.eye(4), torch.arange(16.0).view(4, 4)
     symmetric = world.empty(4, 4)
     symmetric.copy_(drawn)
@@ -138,7 +169,15 @@ def rows_that_lie_otherwise(world, name):
     for _ in range(7):
         for a in (drawn, drawn.t(), symmetric, wide[:, ::2], wide[:, :4], drawn[:2], drawn):
             assert torch.equal(call(a, b), expected(world, name, a, b, torch.zeros(4), "sum"))
-        for wrong in (torch._neg_view(drawn), drawn.double(), drawn[:, :3], drawn.to("meta"), drawn.to_sparse(), [drawn], None):
+        for wrong in (
+            torch._neg_view(drawn),
+            drawn.double(),
+            drawn[:, :3],
+            drawn.to("meta"),
+            drawn.to_sparse(),
+            [drawn],
+            None,
+        ):
             with pytest.raises((TypeError, ValueError)):
                 call(wrong, b)
     deep = drawn.view(2, 2, 4)
@@ -151,11 +190,15 @@ def rows_that_lie_otherwise(world, name):
             assert torch.equal(call(deep, b), 2 * deep[world.rank : world.rank + 1])
 
 
-@pytest.mark.skipif(memory.LOOK is None, reason="this torch does not let native code look at tensors")
+@pytest.mark.skipif(
+    memory.LOOK is None, reason="this torch does not let native code look at tensors"
+)
 def test_what_was_made_for_sizes_is_bounded():
     b, found = torch.zeros(2, 2), _native.Alike(PackedWeight, 1)
     for rows in range(5000):
-        found.add(("sum",), torch.zeros(1).expand(rows, 1), [b], [None], rows)  # of no memory, and only one row is contiguous
+        found.add(
+            ("sum",), torch.zeros(1).expand(rows, 1), [b], [None], rows
+        )  # of no memory, and only one row is contiguous
         found.add(("sum",), torch.empty(rows + 1, 1), [b], [None], rows)
         assert found.find(("sum",), torch.empty(rows + 1, 1), (b,), (None,)) == rows
         assert found.find(("avg",), torch.empty(rows + 1, 1), (b,), (None,)) is None
@@ -165,7 +208,9 @@ def test_what_was_made_for_sizes_is_bounded():
 
 
 def new_tensors(world):
-    """Collectives on tensors that are new in each call, in place and not, in symmetric memory that is made and dropped, and not."""
+    """Collectives on tensors that are new in each call, in place and not, in symmetric memory that
+    is made and dropped, and not.
+    """
     drawn, ranks, mine = random.Random(3), world.ranks, world.rank
     for call in range(300):
         size, symmetric = drawn.choice((3, 40, 5000)), drawn.random() < 0.2
@@ -231,7 +276,9 @@ def test_weights_are_not_kept_alive():
 
 
 def under_way(world):
-    """A link that is emulated from now on, and new tensors like earlier ones while a call is in the background."""
+    """A link that is emulated from now on, and new tensors like earlier ones while a call is in the
+    background.
+    """
     a, b = torch.ones(64, 4), torch.ones(4, 4)
     for _ in range(2):
         weft.all_gather_matmul(a, b)
@@ -253,7 +300,9 @@ def test_what_is_remembered_holds_beside_other_calls():
 
 
 def in_and_out_of_inference(world, name, within):
-    """Calls of one size, the first of them in inference mode or outside of it, the later ones elsewhere; results are the same."""
+    """Calls of one size, the first of them in inference mode or outside of it, the later ones
+    elsewhere; results are the same.
+    """
     numbers = torch.Generator().manual_seed(world.rank)
     a, b = torch.randn(6, 8, generator=numbers), torch.randn(8, 5, generator=numbers)
     results = []

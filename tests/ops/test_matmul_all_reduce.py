@@ -16,8 +16,13 @@ from weft.schedules.matmul_all_reduce import ALGORITHMS
 
 def every_algorithm(world, rows):
     bias = torch.randn(11, generator=torch.Generator().manual_seed(1))
-    for dtype, algorithm, chunk, op in itertools.product(DTYPES, (*ALGORITHMS, "auto"), (None, 3), ("sum", "avg")):
-        a, b = torch.randn(rows, 19 + world.rank).to(dtype), torch.randn(11, 19 + world.rank).to(dtype).t()
+    for dtype, algorithm, chunk, op in itertools.product(
+        DTYPES, (*ALGORITHMS, "auto"), (None, 3), ("sum", "avg")
+    ):
+        a, b = (
+            torch.randn(rows, 19 + world.rank).to(dtype),
+            torch.randn(11, 19 + world.rank).to(dtype).t(),
+        )
         options = {"op": op, "bias": bias.to(dtype), "algorithm": algorithm, "chunk_rows": chunk}
         y = weft.matmul_all_reduce(a, weft.pack(b) if chunk else b, **options)
         assert y.dtype == dtype
@@ -60,15 +65,25 @@ def test_shapes_and_options():
 
 
 def back_to_back(world, algorithm):
-    """Hundreds of calls without a barrier, with different sizes in between; every element of every result is checked."""
+    """Hundreds of calls without a barrier, with different sizes in between; every element of every
+    result is checked.
+    """
     generator = torch.Generator().manual_seed(5)
     for call in range(150):
         rows = [6, 1, 33][call % 3]
-        everyone = [torch.randint(0, 2, (rows, 16), generator=generator).float() for _ in range(world.ranks)]
-        weights = [torch.randint(0, 2, (16, 8), generator=generator).float() for _ in range(world.ranks)]
+        everyone = [
+            torch.randint(0, 2, (rows, 16), generator=generator).float() for _ in range(world.ranks)
+        ]
+        weights = [
+            torch.randint(0, 2, (16, 8), generator=generator).float() for _ in range(world.ranks)
+        ]
         chosen = ALGORITHMS[call % len(ALGORITHMS)] if algorithm == "mixed" else algorithm
-        y = weft.matmul_all_reduce(everyone[world.rank], weights[world.rank], algorithm=chosen, chunk_rows=4)
-        assert torch.equal(y, sum(a @ b for a, b in zip(everyone, weights, strict=True))), f"call {call}"
+        y = weft.matmul_all_reduce(
+            everyone[world.rank], weights[world.rank], algorithm=chosen, chunk_rows=4
+        )
+        assert torch.equal(y, sum(a @ b for a, b in zip(everyone, weights, strict=True))), (
+            f"call {call}"
+        )
 
 
 @pytest.mark.data
@@ -84,9 +99,13 @@ def emulated(world):
         weft.matmul_all_reduce(a, b, algorithm="put")
     for algorithm in (name for name in ALGORITHMS if name != "put"):
         with record(world) as recording:
-            assert_sum(weft.matmul_all_reduce(a, b, algorithm=algorithm, chunk_rows=3), a, b, lambda x: x)
+            assert_sum(
+                weft.matmul_all_reduce(a, b, algorithm=algorithm, chunk_rows=3), a, b, lambda x: x
+            )
         spans = recording.gather(algorithm)
-        assert spans is None or any(span.kind == "copy" and span.lane == "comm" for span in spans.spans), "rows pass the link"
+        assert spans is None or any(
+            span.kind == "copy" and span.lane == "comm" for span in spans.spans
+        ), "rows pass the link"
 
 
 @pytest.mark.data
@@ -97,7 +116,9 @@ def test_an_emulated_link(ranks):
 
 def explained(world):
     a, b = torch.randn(2048, 256), torch.randn(256, 256)
-    assert f"ranks: {'one_shot' if world.ranks == 2 else 'two_shot'}" in weft.explain(a, b, operator="matmul_all_reduce")
+    assert f"ranks: {'one_shot' if world.ranks == 2 else 'two_shot'}" in weft.explain(
+        a, b, operator="matmul_all_reduce"
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -119,7 +140,9 @@ def bad_arguments(world):
     for kind, message, arguments, *options in bad:
         with pytest.raises(kind, match=message):
             weft.matmul_all_reduce(*arguments, **(options[0] if options else {}))
-    assert_sum(weft.matmul_all_reduce(a, b), a, b, lambda x: x)  # nothing was sent: the world goes on
+    assert_sum(
+        weft.matmul_all_reduce(a, b), a, b, lambda x: x
+    )  # nothing was sent: the world goes on
 
 
 def test_bad_arguments_are_refused_before_anything_is_sent():

@@ -19,7 +19,9 @@ from weft.schedules.matmul_reduce_scatter import ALGORITHMS
 
 def every_algorithm(world, rows, k, n):
     start, own = sum(rows[: world.rank]), rows[world.rank]
-    for dtype, (algorithm, chunk) in itertools.product(DTYPES, itertools.product(ALGORITHMS, (None, 3))):
+    for dtype, (algorithm, chunk) in itertools.product(
+        DTYPES, itertools.product(ALGORITHMS, (None, 3))
+    ):
         a = torch.randn(sum(rows), k + world.rank).to(dtype)
         b = torch.randn(k + world.rank, n).to(dtype)
         options = {"shard_rows": rows, "algorithm": algorithm, "chunk_rows": chunk}
@@ -32,7 +34,9 @@ def every_algorithm(world, rows, k, n):
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("rows", [[8, 8], [40, 37], [5, 0, 9], [0, 4, 4], [3, 5, 2, 4], [0, 0, 6, 0]], ids=str)
+@pytest.mark.parametrize(
+    "rows", [[8, 8], [40, 37], [5, 0, 9], [0, 4, 4], [3, 5, 2, 4], [0, 0, 6, 0]], ids=str
+)
 def test_every_algorithm_and_dtype(rows):
     on_ranks(every_algorithm, len(rows), rows, 19, 11)
 
@@ -48,13 +52,23 @@ def every_dimension(world):
         a, b = torch.randn(12, 24, 10).to(dtype), torch.randn(12, 10).to(dtype).t()
         part = [12, 24, 12][dim] // world.ranks
         for algorithm in (*ALGORITHMS, "auto"):
-            y = weft.matmul_reduce_scatter(a, b, dim=dim, op=op, bias=bias.to(dtype), algorithm=algorithm)
+            y = weft.matmul_reduce_scatter(
+                a, b, dim=dim, op=op, bias=bias.to(dtype), algorithm=algorithm
+            )
             assert y.is_contiguous()
-            of_part = bias.to(dtype)[world.rank * part :][:part] if dim in (2, -1) else bias.to(dtype)
+            of_part = (
+                bias.to(dtype)[world.rank * part :][:part] if dim in (2, -1) else bias.to(dtype)
+            )
             take = partial(torch.narrow, dim=dim, start=world.rank * part, length=part)
             assert_sum(y, a, b, take, op=op, bias=of_part)
             again = weft.matmul_reduce_scatter(
-                a, b, dim=dim, op=op, bias=bias.to(dtype), algorithm=algorithm, out=torch.full_like(y, torch.nan)
+                a,
+                b,
+                dim=dim,
+                op=op,
+                bias=bias.to(dtype),
+                algorithm=algorithm,
+                out=torch.full_like(y, torch.nan),
             )
             assert torch.equal(again, y), "same bits on every run"
 
@@ -92,12 +106,19 @@ def test_shapes_and_options():
 
 
 def back_to_back(world, algorithm):
-    """Hundreds of calls without a barrier, with different sizes in between; every element of every result is checked."""
+    """Hundreds of calls without a barrier, with different sizes in between; every element of every
+    result is checked.
+    """
     generator = torch.Generator().manual_seed(5)
     for call in range(150):
         rows = [6, 1, 33][call % 3]
-        everyone = [torch.randint(0, 2, (rows * world.ranks, 16), generator=generator).float() for _ in range(world.ranks)]
-        weights = [torch.randint(0, 2, (16, 8), generator=generator).float() for _ in range(world.ranks)]
+        everyone = [
+            torch.randint(0, 2, (rows * world.ranks, 16), generator=generator).float()
+            for _ in range(world.ranks)
+        ]
+        weights = [
+            torch.randint(0, 2, (16, 8), generator=generator).float() for _ in range(world.ranks)
+        ]
         chosen = ALGORITHMS[call % len(ALGORITHMS)] if algorithm == "mixed" else algorithm
         y = weft.matmul_reduce_scatter(everyone[world.rank], weights[world.rank], algorithm=chosen)
         total = sum(a @ b for a, b in zip(everyone, weights, strict=True))
@@ -111,7 +132,9 @@ def test_calls_back_to_back_without_barriers(algorithm):
 
 
 def in_rank_order(world):
-    """Sums are taken in rank order and rounded once, whichever algorithm takes them; products of one column and row are exact."""
+    """Sums are taken in rank order and rounded once, whichever algorithm takes them; products of
+    one column and row are exact.
+    """
     ranks, rows, columns = range(world.ranks), 61, 24
     kept = split(rows, world.ranks)
     for dtype, out_dtype in sums.FUSED:
@@ -124,7 +147,9 @@ def in_rank_order(world):
             y = weft.matmul_reduce_scatter(*mine, shard_rows=kept, algorithm=algorithm, **options)
             assert torch.equal(y, wanted.split(kept)[world.rank]), (algorithm, dtype, out_dtype)
         for algorithm in ("auto", *ALL_REDUCES):
-            assert torch.equal(weft.matmul_all_reduce(*mine, algorithm=algorithm, **options), wanted), (algorithm, dtype, out_dtype)
+            assert torch.equal(
+                weft.matmul_all_reduce(*mine, algorithm=algorithm, **options), wanted
+            ), (algorithm, dtype, out_dtype)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -159,7 +184,9 @@ def explained(world):
     assert "direct" in weft.explain(a, [b, weft.pack(b)])
     with pytest.raises(ValueError, match="a list of 2 weights"):
         weft.explain(a, [b, b], operator="matmul_reduce_scatter")
-    assert "as asked for" in weft.explain(a, weft.pack(b), operator="matmul_reduce_scatter", algorithm="ring")
+    assert "as asked for" in weft.explain(
+        a, weft.pack(b), operator="matmul_reduce_scatter", algorithm="ring"
+    )
 
 
 def test_explain():
@@ -169,9 +196,18 @@ def test_explain():
 def bad_arguments(world):
     a, b = torch.randn(4, 6), torch.randn(6, 5)
     bad = [
-        (ValueError, "5 rows do not divide evenly over 2 ranks: give shard_rows", (torch.randn(5, 6), b)),
+        (
+            ValueError,
+            "5 rows do not divide evenly over 2 ranks: give shard_rows",
+            (torch.randn(5, 6), b),
+        ),
         (ValueError, "5 rows do not divide evenly over 2 ranks", (a, b), {"dim": 1}),
-        (ValueError, r"2 counts, none negative, of 4 in all; got \[4, 4\]", (a, b), {"shard_rows": [4, 4]}),
+        (
+            ValueError,
+            r"2 counts, none negative, of 4 in all; got \[4, 4\]",
+            (a, b),
+            {"shard_rows": [4, 4]},
+        ),
         (ValueError, "2 counts, none negative", (a, b), {"shard_rows": [5, -1]}),
         (ValueError, "op must be sum or avg; got 'max'", (a, b), {"op": "max"}),
         (ValueError, "there is no dimension -3", (a, b), {"dim": -3}),
@@ -192,7 +228,9 @@ def bad_arguments(world):
     both = torch.empty(100)
     with pytest.raises(ValueError, match="out must not overlap an input"):
         weft.matmul_reduce_scatter(both[:24].view(4, 6), b, out=both[20:30].view(2, 5))
-    assert_sum(weft.matmul_reduce_scatter(a, b), a, b, lambda x: x[2 * world.rank :][:2])  # the world goes on
+    assert_sum(
+        weft.matmul_reduce_scatter(a, b), a, b, lambda x: x[2 * world.rank :][:2]
+    )  # the world goes on
 
 
 def test_bad_arguments_are_refused_before_anything_is_sent():

@@ -16,8 +16,14 @@ def begun_by_the_score(_, reads):
     peer_memory.huge_pages = lambda: reads
     world = weft.init()
     numbers = peer_memory.LEAST_BYTES // 4
-    mine = [torch.full((numbers if call % 4 == 0 else 5 + call,), 10.0 * call + world.rank) for call in range(MANY)]
-    handles = [(weft.all_gather_async if call % 2 == 0 else weft.all_reduce_async)(each) for call, each in enumerate(mine)]
+    mine = [
+        torch.full((numbers if call % 4 == 0 else 5 + call,), 10.0 * call + world.rank)
+        for call in range(MANY)
+    ]
+    handles = [
+        (weft.all_gather_async if call % 2 == 0 else weft.all_reduce_async)(each)
+        for call, each in enumerate(mine)
+    ]
     order = torch.randperm(MANY, generator=torch.Generator().manual_seed(1)).tolist()
     for call in order:
         everyones = [torch.full_like(mine[call], 10.0 * call + rank) for rank in range(world.ranks)]

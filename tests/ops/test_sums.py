@@ -15,7 +15,18 @@ from weft.schedules.common import apart
 from weft.schedules.matmul_reduce_scatter import product_buffer, sum_buffers
 from weft.schedules.workload import Request, Workload
 
-HOSTS = ((0, 0), (0, 0, 0), (0, 0, 0, 0), (0, 1), (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 2), (0, 0, 1), (0, 1, 1), (0, 0, 1, 2, 2))
+HOSTS = (
+    (0, 0),
+    (0, 0, 0),
+    (0, 0, 0, 0),
+    (0, 1),
+    (0, 0, 1, 1),
+    (0, 1, 0, 1),
+    (0, 1, 2),
+    (0, 0, 1),
+    (0, 1, 1),
+    (0, 0, 1, 2, 2),
+)
 ROWS = 23
 COLUMNS = 8
 
@@ -31,11 +42,18 @@ def planned(schedule, hosts, kept):
         if several is None or algorithm not in reads_peers:
             planner = getattr(schedule, schedule.__name__.rsplit(".", 1)[-1])
             for remote_reads in (True, False) if several is None else (False,):
-                yield bind(planner(Request(len(hosts), 3, algorithm, hosts=several, remote_reads=remote_reads)), kept)
+                yield bind(
+                    planner(
+                        Request(len(hosts), 3, algorithm, hosts=several, remote_reads=remote_reads)
+                    ),
+                    kept,
+                )
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
-@pytest.mark.parametrize("schedule", [matmul_reduce_scatter, matmul_all_reduce], ids=["scatter", "all"])
+@pytest.mark.parametrize(
+    "schedule", [matmul_reduce_scatter, matmul_all_reduce], ids=["scatter", "all"]
+)
 def test_fused_sums_are_rounded_once_by_every_algorithm(schedule, hosts):
     ranks = range(len(hosts))
     kept = split(ROWS, len(hosts))
@@ -52,9 +70,18 @@ def test_fused_sums_are_rounded_once_by_every_algorithm(schedule, hosts):
         held = sum_buffers(Workload("sums", tuple(kept), 1, COLUMNS, name(dtype), name(out_dtype)))
         dtypes = {buffer: getattr(torch, rows.dtype) for buffer, rows in held.items()}
         for plan in planned(schedule, hosts, kept):
-            used = {region.buffer for lanes in plan.lanes for lane in lanes.values() for i in lane for region in accesses(i)}
+            used = {
+                region.buffer
+                for lanes in plan.lanes
+                for lane in lanes.values()
+                for i in lane
+                for region in accesses(i)
+            }
             assert used <= {*dtypes}, "no dtype is left to guesses"
-            weights = [{product_buffer(plan.algorithm, len(hosts)): weight.to(products[0].dtype)} for weight in b]
+            weights = [
+                {product_buffer(plan.algorithm, len(hosts)): weight.to(products[0].dtype)}
+                for weight in b
+            ]
             (found,) = run(Call(plan, [{"a": rows} for rows in a], weights, dtypes))
             for rank, (one, other) in enumerate(zip(found, wanted, strict=True)):
                 assert one["out"].dtype == out_dtype
@@ -69,9 +96,20 @@ def collectives(hosts, kept):
         yield bind(reduce_scatter.put(3, several, algorithm), kept), several, how, False
     if one_host(hosts):
         for symmetric in (False, True):
-            yield bind(reduce_scatter.reduce_scatter(ranks, 3, symmetric_a=symmetric), kept), several, sums.once, False
-            for algorithm, how in (("one_shot", sums.once), ("two_shot", sums.once), ("ring", sums.around)):
-                plan = all_reduce.all_reduce(ranks, 3, algorithm, symmetric_a=symmetric, symmetric_out=symmetric)
+            yield (
+                bind(reduce_scatter.reduce_scatter(ranks, 3, symmetric_a=symmetric), kept),
+                several,
+                sums.once,
+                False,
+            )
+            for algorithm, how in (
+                ("one_shot", sums.once),
+                ("two_shot", sums.once),
+                ("ring", sums.around),
+            ):
+                plan = all_reduce.all_reduce(
+                    ranks, 3, algorithm, symmetric_a=symmetric, symmetric_out=symmetric
+                )
                 yield bind(plan, even), several, how, True
     else:
         for algorithm, how in (("two_shot", sums.once), ("ring", sums.at_every_hop)):
@@ -92,4 +130,9 @@ def test_sums_of_collectives_are_rounded_where_they_say(hosts):
             (found,) = run(Call(plan, [{"a": part} for part in parts]))
             for rank in ranks:
                 whole = torch.cat(wanted) if everywhere else wanted[rank]
-                assert torch.equal(found[rank]["out"], whole), (plan.operator, plan.algorithm, dtype, rank)
+                assert torch.equal(found[rank]["out"], whole), (
+                    plan.operator,
+                    plan.algorithm,
+                    dtype,
+                    rank,
+                )

@@ -1,4 +1,6 @@
-"""The first calls of a class of sizes measure ways to carry them out, with the same bits whichever way is taken."""
+"""The first calls of a class of sizes measure ways to carry them out, with the same bits whichever
+way is taken.
+"""
 
 import json
 import os
@@ -21,7 +23,9 @@ def settled(world):
 
 
 def first_calls(world, operator, link):
-    """The algorithms that the calls of a class take until one stays, that one, and what is said of it."""
+    """The algorithms that the calls of a class take until one stays, that one, and what is said of
+    it.
+    """
     if link:
         world.emulate_link(0.2, 5.0)
     a, b, taken = torch.randn(400, 64), torch.randn(64, 32), []
@@ -47,7 +51,12 @@ def test_the_first_calls_take_turns_until_one_way_stays(operator, link):
     (taken, way, said), *others = on_ranks(first_calls, 2, operator, link)
     ways = {*taken}
     assert len(ways) > 1
-    assert {name for name, _ in ways} <= {*OPERATORS[operator].tried, *OPERATORS[operator].tried_over_links, "push", "one_shot"}
+    assert {name for name, _ in ways} <= {
+        *OPERATORS[operator].tried,
+        *OPERATORS[operator].tried_over_links,
+        "push",
+        "one_shot",
+    }
     assert way[:2] in ways
     assert f"ranks: {way[0]}, at most " in said
     assert "it was the fastest in the first calls of its class" in said
@@ -65,18 +74,24 @@ def nothing_to_try(world):
     weft.all_gather_matmul(torch.randn(300, 64), b)
     (trial,) = (choice for choice in world.choices.values() if isinstance(choice, Trial))
     weft.all_gather_matmul(torch.randn(300 if world.rank else 1, 64), b, shard_rows=[1, 300])
-    assert len(trial.calls) == 1, "a product of one row may have other bits, so it goes the usual way"
+    assert len(trial.calls) == 1, (
+        "a product of one row may have other bits, so it goes the usual way"
+    )
 
 
 def quick_links(world):
-    """What a link passes at once is multiplied at once; pieces are tried only where they may be worth it."""
+    """What a link passes at once is multiplied at once; pieces are tried only where they may be
+    worth it.
+    """
     a, b = torch.randn(512, 256), torch.randn(256, 32)  # half a MiB
     found = []
     for gbps in (100.0, 16.0, 1.0):  # 42 us, 0.26 ms and 4.2 ms
         world.emulate_link(gbps)
         usual = weft.explain(a, b).splitlines()[0]
         weft.all_gather_matmul(a, b)
-        found.append((usual.split(": ")[1].split(",")[0], type(world.choices[[*world.choices][-1]])))
+        found.append(
+            (usual.split(": ")[1].split(",")[0], type(world.choices[[*world.choices][-1]]))
+        )
     return found
 
 
@@ -106,14 +121,31 @@ class _Call:
     ("times", "wanted", "calls"),
     [
         ({"direct": 100, "sequential": 90, "push": 95}, "sequential", 12),
-        ({"direct": 100, "sequential": 80, "push": 120}, "sequential", 6),  # what is clearly slower is tried twice
-        ({"direct": 100, "sequential": 99, "push": 140}, "direct", 12),  # not worth leaving the usual way
-        ({"direct": 100, "sequential": 90, "push": 500}, "sequential", 11),  # what is hopeless is tried once
+        (
+            {"direct": 100, "sequential": 80, "push": 120},
+            "sequential",
+            6,
+        ),  # what is clearly slower is tried twice
+        (
+            {"direct": 100, "sequential": 99, "push": 140},
+            "direct",
+            12,
+        ),  # not worth leaving the usual way
+        (
+            {"direct": 100, "sequential": 90, "push": 500},
+            "sequential",
+            11,
+        ),  # what is hopeless is tried once
         ({"direct": 100, "sequential": 200, "push": 500}, "direct", 3),
     ],
 )
 def test_the_fastest_stays(times, wanted, calls, hosts):
-    trial, draw, made, choice = Trial([Choice(name, 1, "peer") for name in times]), random.Random(0), 0, None
+    trial, draw, made, choice = (
+        Trial([Choice(name, 1, "peer") for name in times]),
+        random.Random(0),
+        0,
+        None,
+    )
     while choice is None:
         call, now = _Call(draw.choice((300, 350, 384)), hosts), draw.randrange(1 << 40)
         decision = trial.of(call)
@@ -121,7 +153,10 @@ def test_the_fastest_stays(times, wanted, calls, hosts):
         took = round(1e4 * times[decision.algorithm] * sum(call.workload.rows))
         made += 1
         if trial.took(call, now, now + took):
-            early, other = trial.said(), 10**12 * hosts[1]  # by how much another host's clock is ahead
+            early, other = (
+                trial.said(),
+                10**12 * hosts[1],
+            )  # by how much another host's clock is ahead
             for at in range(0, len(early), 3):  # who came early only waited
                 early[at : at + 2] = early[at] - 9 * took + other, early[at + 1] + other
             choice = trial.heard(call, torch.tensor([trial.said(), early]))
@@ -139,7 +174,10 @@ def bits(world, seed):
             a = torch.randn(given, k, generator=same).to(dtype)
             b = torch.randn(k, n, generator=same).to(dtype)
             b = weft.pack(b) if packed else b
-            results = {name: getattr(weft, operator.name)(a, b, algorithm=name, chunk_rows=64) for name in operator.algorithms}
+            results = {
+                name: getattr(weft, operator.name)(a, b, algorithm=name, chunk_rows=64)
+                for name in operator.algorithms
+            }
             wanted = results["sequential"]
             for name, result in results.items():
                 assert torch.equal(result, wanted), (operator.name, name, rows, k, n, dtype, packed)

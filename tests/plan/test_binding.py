@@ -1,4 +1,6 @@
-"""A plan over blocks is a right plan over rows, whatever sizes are bound to it, and engines bind as the slow way does."""
+"""A plan over blocks is a right plan over rows, whatever sizes are bound to it, and engines bind as
+the slow way does.
+"""
 
 from __future__ import annotations
 
@@ -51,30 +53,58 @@ def test_pieces_are_as_even_as_they_can_be():
 
 def test_an_engine_refuses_blocks_of_no_shard():
     buffers = {"a": Buffer.of("input", [range(1, 2)]), "out": Buffer.of("output", [range(1, 2)])}
-    plan = Plan("test", "x", buffers, ({"compute": (Copy(Region(0, "a", 0, 1), Region(0, "out", 0, 1)),)},), pieces=(1,))
-    with world() as alone, pytest.raises(PlanError, match="blocks of shards that the plan does not have"):
+    plan = Plan(
+        "test",
+        "x",
+        buffers,
+        ({"compute": (Copy(Region(0, "a", 0, 1), Region(0, "out", 0, 1)),)},),
+        pieces=(1,),
+    )
+    with (
+        world() as alone,
+        pytest.raises(PlanError, match="blocks of shards that the plan does not have"),
+    ):
         engine(alone).execute(plan, {"a": torch.zeros(1, 1), "out": torch.zeros(1, 1)}, rows=[1])
 
 
-def copied(src: Region, dst: Region, blocks: tuple[range | tuple[int, ...], ...], more: tuple[Copy, ...] = ()) -> list[str]:
+def copied(
+    src: Region,
+    dst: Region,
+    blocks: tuple[range | tuple[int, ...], ...],
+    more: tuple[Copy, ...] = (),
+) -> list[str]:
     """What is wrong with a plan of one rank, whose buffers `a`, `room` and `out` have these blocks."""
     a, room, out = blocks
-    buffers = {"a": Buffer.of("input", [a]), "room": Buffer.of("workspace", [room]), "out": Buffer.of("workspace", [out])}
-    return problems(Plan("test", "x", buffers, ({"compute": (Copy(src, dst), *more)},), pieces=(2,)))
+    buffers = {
+        "a": Buffer.of("input", [a]),
+        "room": Buffer.of("workspace", [room]),
+        "out": Buffer.of("workspace", [out]),
+    }
+    return problems(
+        Plan("test", "x", buffers, ({"compute": (Copy(src, dst), *more)},), pieces=(2,))
+    )
 
 
 def test_operands_have_the_same_blocks():
     a, out, room = Region(0, "a", 0, 1), Region(0, "out", 0, 1), Region(0, "room", 0, 1)
     swapped = copied(a, out, (range(2), range(2), (1, 0)))
     assert any("the blocks differ" in problem for problem in swapped)
-    assert any("nothing says how many rows" in problem for problem in copied(room, room, (range(2), (ROOM,), range(2))))
-    torn = Copy(Region(0, "a", 0, 2), Region(0, "room", 0, 2)), Copy(Region(0, "a", 1, 2), Region(0, "room", 1, 2))
+    assert any(
+        "nothing says how many rows" in problem
+        for problem in copied(room, room, (range(2), (ROOM,), range(2)))
+    )
+    torn = (
+        Copy(Region(0, "a", 0, 2), Region(0, "room", 0, 2)),
+        Copy(Region(0, "a", 1, 2), Region(0, "room", 1, 2)),
+    )
     found = copied(torn[0].src, torn[0].dst, (range(2), (ROOM,) * 2, range(2)), torn[1:])
     assert any("the same room, but begin at different blocks" in problem for problem in found)
 
 
 def executed(world, seed, mutant):
-    """Every schedule's plan over blocks, executed with two sets of sizes, twice with each, beside what the reference makes of each."""
+    """Every schedule's plan over blocks, executed with two sets of sizes, twice with each, beside
+    what the reference makes of each.
+    """
     choose, own, wrong = random.Random(seed), engine(world), 0
     every = [
         (plan, index)
@@ -91,7 +121,9 @@ def executed(world, seed, mutant):
                 call = plans.call(bind(plan, rows), choose.randrange(1 << 30))
                 (wanted,) = run(call)
                 tensors = {
-                    name: placed(world, plan, call, name) for name, buffer in plan.buffers.items() if buffer.role != "workspace"
+                    name: placed(world, plan, call, name)
+                    for name, buffer in plan.buffers.items()
+                    if buffer.role != "workspace"
                 }
                 weights = call.weights[world.rank]
                 own.execute(plan, tensors, {name: weights[name] for name in weights}, rows=rows)
@@ -118,7 +150,9 @@ _lay_out = HostProgram._lay_out
 
 
 def placed(world, plan, call, name):
-    """The tensor of a buffer on this rank, in symmetric memory where peers access it; outputs hold nothing yet."""
+    """The tensor of a buffer on this rank, in symmetric memory where peers access it; outputs hold
+    nothing yet.
+    """
     buffer, rank = call.plan.buffers[name], world.rank
     columns = plans.COLUMNS
     shared = any(
@@ -126,10 +160,18 @@ def placed(world, plan, call, name):
         for r, lanes in enumerate(plan.lanes)
         for lane in lanes.values()
         for i in lane
-        for region in (*getattr(i, "srcs", ()), *([i.src] if hasattr(i, "src") else []), *([i.dst] if hasattr(i, "dst") else []))
+        for region in (
+            *getattr(i, "srcs", ()),
+            *([i.src] if hasattr(i, "src") else []),
+            *([i.dst] if hasattr(i, "dst") else []),
+        )
     )
     most = max(buffer.rows)
-    tensor = world.empty(most, columns, dtype=torch.float64) if shared else torch.empty(most, columns, dtype=torch.float64)
+    tensor = (
+        world.empty(most, columns, dtype=torch.float64)
+        if shared
+        else torch.empty(most, columns, dtype=torch.float64)
+    )
     tensor = tensor.fill_(torch.nan)[: buffer.rows[rank]]
     return tensor.copy_(call.inputs[rank][name]) if buffer.role == "input" else tensor
 
@@ -142,4 +184,6 @@ def test_engines_bind_as_the_reference_does(ranks):
 
 def test_a_mutant_of_the_binding_is_noticed():
     outcomes = start(executed, 2, 7, True)
-    assert any(outcome is None or outcome.error is not None or outcome.result[0] for outcome in outcomes)
+    assert any(
+        outcome is None or outcome.error is not None or outcome.result[0] for outcome in outcomes
+    )

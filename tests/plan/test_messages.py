@@ -1,4 +1,6 @@
-"""Plans over several hosts: proved as they are written, and again as the messages that are really sent."""
+"""Plans over several hosts: proved as they are written, and again as the messages that are really
+sent.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ Planner = Callable[[tuple[int, ...], int], Plan]
 """From the hosts of ranks, and pieces, to a plan."""
 
 FUSED: dict[str, Planner] = {
-    f"{schedule.__name__} {algorithm}": lambda hosts, pieces, schedule=schedule, algorithm=algorithm: schedule(
-        Request(len(hosts), pieces, algorithm, hosts=hosts, remote_reads=False)
+    f"{schedule.__name__} {algorithm}": lambda hosts, pieces, schedule=schedule, algorithm=algorithm: (
+        schedule(Request(len(hosts), pieces, algorithm, hosts=hosts, remote_reads=False))
     )
     for schedule, algorithms in {
         all_gather_matmul: ("push", "ring", "sequential"),
@@ -52,25 +54,42 @@ PLAIN: dict[str, Planner] = {
         f"{schedule.__name__.split('.')[-1]} {algorithm}": lambda hosts, pieces, schedule=schedule, algorithm=algorithm: (
             schedule.put(pieces, hosts, algorithm)
         )
-        for schedule, algorithms in {reduce_scatter: ("push", "ring"), all_reduce: ("two_shot", "ring")}.items()
+        for schedule, algorithms in {
+            reduce_scatter: ("push", "ring"),
+            all_reduce: ("two_shot", "ring"),
+        }.items()
         for algorithm in algorithms
     },
-    "all_reduce of neighbours": lambda hosts, pieces: all_reduce.all_reduce(len(hosts), pieces, "ring"),
+    "all_reduce of neighbours": lambda hosts, pieces: all_reduce.all_reduce(
+        len(hosts), pieces, "ring"
+    ),
     "broadcast push": lambda hosts, pieces: broadcast.push(pieces % len(hosts), hosts),
     "broadcast ring": lambda hosts, pieces: broadcast.ring(pieces, pieces % len(hosts), hosts),
-    "broadcast staged push": lambda hosts, pieces: broadcast.push(pieces % len(hosts), hosts, staged=True),
-    "broadcast staged ring": lambda hosts, pieces: broadcast.ring(pieces, pieces % len(hosts), hosts, staged=True),
+    "broadcast staged push": lambda hosts, pieces: broadcast.push(
+        pieces % len(hosts), hosts, staged=True
+    ),
+    "broadcast staged ring": lambda hosts, pieces: broadcast.ring(
+        pieces, pieces % len(hosts), hosts, staged=True
+    ),
     "all_to_all": lambda hosts, pieces: all_to_all.all_to_all(len(hosts), pieces, hosts=hosts),
-    "all_to_all of few": lambda hosts, pieces: all_to_all.all_to_all(len(hosts), pieces, hosts=hosts, few=True),
+    "all_to_all of few": lambda hosts, pieces: all_to_all.all_to_all(
+        len(hosts), pieces, hosts=hosts, few=True
+    ),
 }
 EXCHANGES = ("all_to_all", "all_to_all of few")
-FRUGAL = [name for name in [*FUSED, *PLAIN] if "gather" in name or not name.endswith(("ring", "neighbours"))] + ["broadcast ring"]
+FRUGAL = [
+    name
+    for name in [*FUSED, *PLAIN]
+    if "gather" in name or not name.endswith(("ring", "neighbours"))
+] + ["broadcast ring"]
 
 
 @st.composite
 def groupings(draw):
     """The hosts of ranks, at least two, in any order."""
-    on = draw(st.lists(st.integers(0, 2), min_size=2, max_size=5).filter(lambda on: len(set(on)) > 1))
+    on = draw(
+        st.lists(st.integers(0, 2), min_size=2, max_size=5).filter(lambda on: len(set(on)) > 1)
+    )
     order = [*dict.fromkeys(on)]
     return tuple(order.index(host) for host in on)
 
@@ -84,9 +103,18 @@ def test_every_plan_is_proved_and_so_are_its_messages(hosts, name, pieces):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), groupings(), st.sampled_from([*FUSED, *EXCHANGES]), st.integers(1, 3), st.integers(0, 2**32 - 1))
+@given(
+    st.data(),
+    groupings(),
+    st.sampled_from([*FUSED, *EXCHANGES]),
+    st.integers(1, 3),
+    st.integers(0, 2**32 - 1),
+)
 def test_messages_compute_the_operator_in_any_order(data, hosts, name, pieces, seed):
-    plan = lower_to_messages(plans.bound((FUSED | PLAIN)[name](hosts, pieces), data.draw(plans.row_counts(len(hosts)))), hosts)
+    plan = lower_to_messages(
+        plans.bound((FUSED | PLAIN)[name](hosts, pieces), data.draw(plans.row_counts(len(hosts)))),
+        hosts,
+    )
     verify(plan)
     calls = [plans.call(plan, seed + i) for i in range(2)]
     for call, outputs in zip(calls, run(*calls, order=random.Random(seed)), strict=True):
@@ -97,21 +125,33 @@ def test_messages_compute_the_operator_in_any_order(data, hosts, name, pieces, s
 def test_no_signal_is_too_many(hosts):
     for name, planner in (FUSED | PLAIN).items():
         plan = planner(hosts, 2)
-        for change, changed in random.Random(0).sample(found := [*deleted(plan)], min(len(found), 12)):
-            assert problems(changed) or problems(lower_to_messages(changed, hosts)), f"{name}: {change}"
+        for change, changed in random.Random(0).sample(
+            found := [*deleted(plan)], min(len(found), 12)
+        ):
+            assert problems(changed) or problems(lower_to_messages(changed, hosts)), (
+                f"{name}: {change}"
+            )
 
 
 @pytest.mark.parametrize("hosts", [(0, 1), (0, 1, 1), (0, 1, 2)], ids=str)
 def test_who_hears_from_a_rank_in_any_case_is_not_told_that_it_has_come(hosts):
     """Its rows wait at that rank's inlet: only messages with rows are sent."""
-    planners = [*(PLAIN[name] for name in EXCHANGES), *([PLAIN["all_gather push"]] if apart(hosts) else [])]
+    planners = [
+        *(PLAIN[name] for name in EXCHANGES),
+        *([PLAIN["all_gather push"]] if apart(hosts) else []),
+    ]
     for planner in planners:
-        assert all(message.copy for message in first_messages(lower_to_messages(planner(hosts, 1), hosts)))
+        assert all(
+            message.copy for message in first_messages(lower_to_messages(planner(hosts, 1), hosts))
+        )
 
 
 def test_who_would_else_end_before_a_rank_has_come_is_told():
     """The source of a broadcast hears nothing else of the others."""
-    assert not all(message.copy for message in first_messages(lower_to_messages(PLAIN["broadcast push"]((0, 1), 1), (0, 1))))
+    assert not all(
+        message.copy
+        for message in first_messages(lower_to_messages(PLAIN["broadcast push"]((0, 1), 1), (0, 1)))
+    )
 
 
 def first_messages(plan):
@@ -130,7 +170,9 @@ def test_no_inlet_opens_before_its_rank_has_begun(name):
 
 @pytest.mark.parametrize("name", ["all_gather push", "all_gather_matmul push", "broadcast push"])
 def test_no_inlet_opens_before_those_have_begun_whom_it_tells(name):
-    """Another rank of the host may still count what comes in an earlier call, through another channel."""
+    """Another rank of the host may still count what comes in an earlier call, through another
+    channel.
+    """
     hosts = (0, 0, 1, 1)
     plan = lower_to_messages((FUSED | PLAIN)[name](hosts, 1), hosts)
     waits = [place for place, i in places(plan) if for_another(place[1], i)]
@@ -140,15 +182,22 @@ def test_no_inlet_opens_before_those_have_begun_whom_it_tells(name):
 
 
 def test_what_comes_late_counts_for_the_call_it_is_of():
-    """Some order makes a rank read what has not come, where it is told of a later call before all of an earlier one is there."""
+    """Some order makes a rank read what has not come, where it is told of a later call before all
+    of an earlier one is there.
+    """
     hosts = (0, 0, 1, 1)
     planners = (PLAIN["all_to_all of few"], PLAIN["all_gather push"])
-    made = [lower_to_messages(plans.bound(planner(hosts, 1), [2] * 4), hosts) for planner in planners]
+    made = [
+        lower_to_messages(plans.bound(planner(hosts, 1), [2] * 4), hosts) for planner in planners
+    ]
 
     def right(several, seed):
         calls = [plans.call(plan, seed + i) for i, plan in enumerate(several)]
         found = run(*calls, order=random.Random(seed))
-        return all(plans.equal(outputs, plans.expected(call)) for call, outputs in zip(calls, found, strict=True))
+        return all(
+            plans.equal(outputs, plans.expected(call))
+            for call, outputs in zip(calls, found, strict=True)
+        )
 
     assert all(right(made, seed) for seed in range(200))
     hasty = [*map(without_waits_for_others, made)]
@@ -157,30 +206,52 @@ def test_what_comes_late_counts_for_the_call_it_is_of():
 
 def without_waits_for_others(plan):
     """The plan whose messages are let in by the rank that takes them alone."""
-    kept = [{name: tuple(i for i in lane if not for_another(name, i)) for name, lane in own.items()} for own in plan.lanes]
+    kept = [
+        {name: tuple(i for i in lane if not for_another(name, i)) for name, lane in own.items()}
+        for own in plan.lanes
+    ]
     return replace(plan, lanes=tuple(kept))
 
 
 def for_another(lane, instruction):
-    """Whether an instruction of a lane is a wait for the inlet of a rank that hears of a message which another one takes."""
+    """Whether an instruction of a lane is a wait for the inlet of a rank that hears of a message
+    which another one takes.
+    """
     taken = isinstance(instruction, Wait) and instruction.signal.name.endswith(" taken")
     return taken and instruction.signal.source != target(lane)[1]
 
 
 def test_what_is_sent_has_not_arrived():
-    """Rank 0 has sent rows to rank 1 and tells rank 2, of the same host, that they are there: over another connection."""
+    """Rank 0 has sent rows to rank 1 and tells rank 2, of the same host, that they are there: over
+    another connection.
+    """
     mine, put, taken = (Region(rank, "out", 0, 1) for rank in range(3))
     twice = [Notify(0, Signal("open", 1))] * 2
-    sent = [Copy(mine, put), Notify(1, Signal("arrived", 0)), Wait(Signal("open", 1), 2), Notify(2, Signal("arrived", 0))]
+    sent = [
+        Copy(mine, put),
+        Notify(1, Signal("arrived", 0)),
+        Wait(Signal("open", 1), 2),
+        Notify(2, Signal("arrived", 0)),
+    ]
     lanes = (
         [Copy(Region(0, "a", 0, 1), mine), Wait(Signal("open", 1), 1), *sent],
         [*twice, Wait(Signal("arrived", 0), 1), Wait(Signal("read", 2), 1)],
         [Wait(Signal("arrived", 0), 1), Copy(put, taken), Notify(1, Signal("read", 2))],
     )
     buffers = {"a": Buffer.of("input", [[0], [], []]), "out": Buffer.of("output", [[0]] * 3)}
-    plan = Plan("tell", "early", buffers, one_lane(lanes), {out: (Term(0, "a", 0),) for out in (mine, put, taken)}, (1,))
+    plan = Plan(
+        "tell",
+        "early",
+        buffers,
+        one_lane(lanes),
+        {out: (Term(0, "a", 0),) for out in (mine, put, taken)},
+        (1,),
+    )
     verify(plan)
-    assert any(problem.startswith("race on out@1") for problem in problems(lower_to_messages(plan, (0, 1, 1))))
+    assert any(
+        problem.startswith("race on out@1")
+        for problem in problems(lower_to_messages(plan, (0, 1, 1)))
+    )
 
 
 def crossings(plan, hosts):
@@ -188,7 +259,10 @@ def crossings(plan, hosts):
     rows = {}
     for lanes in plan.lanes:
         for instruction in (i for lane in lanes.values() for i in lane):
-            if isinstance(instruction, Copy) and hosts[instruction.src.rank] != hosts[instruction.dst.rank]:
+            if (
+                isinstance(instruction, Copy)
+                and hosts[instruction.src.rank] != hosts[instruction.dst.rank]
+            ):
                 to = hosts[instruction.dst.rank]
                 rows[to] = rows.get(to, 0) + instruction.src.rows
     return rows
@@ -197,9 +271,13 @@ def crossings(plan, hosts):
 @settings(max_examples=60, deadline=None)
 @given(st.data(), groupings(), st.sampled_from(FRUGAL), st.integers(1, 3))
 def test_rows_cross_to_each_host_once(data, hosts, name, pieces):
-    """The least that can do: gathered rows go to each host that has them not, and the sums of a host's ranks to who keeps them."""
+    """The least that can do: gathered rows go to each host that has them not, and the sums of a
+    host's ranks to who keeps them.
+    """
     blocks, ranks = (FUSED | PLAIN)[name](hosts, pieces), range(len(hosts))
-    rows = data.draw(st.lists(st.integers(0, 7), min_size=len(blocks.pieces), max_size=len(blocks.pieces)))
+    rows = data.draw(
+        st.lists(st.integers(0, 7), min_size=len(blocks.pieces), max_size=len(blocks.pieces))
+    )
     plan = bind(blocks, rows)
     for host in set(hosts):
         here = members(host, hosts)
@@ -210,14 +288,21 @@ def test_rows_cross_to_each_host_once(data, hosts, name, pieces):
             "scatter": scattered,
             "all_reduce": scattered + gathered,
             "broadcast": rows[0] if host != hosts[pieces % len(hosts)] else 0,
-            "all_to_all": sum(rows[r * len(hosts) + p] for r in ranks if hosts[r] != host for p in here) if "to" in name else 0,
+            "all_to_all": sum(
+                rows[r * len(hosts) + p] for r in ranks if hosts[r] != host for p in here
+            )
+            if "to" in name
+            else 0,
         }
         [what] = [what for what in least if what in name]
         assert crossings(plan, hosts).get(host, 0) == least[what]
 
 
 def test_what_hosts_cannot_do_is_refused():
-    with pytest.raises(PlanError, match=r"rank 0 compute: matmul .* can only be sent rows, by a copy; choose push or ring"):
+    with pytest.raises(
+        PlanError,
+        match=r"rank 0 compute: matmul .* can only be sent rows, by a copy; choose push or ring",
+    ):
         lower_to_messages(all_gather_matmul(Request(2, 1, "direct")), (0, 1))
 
 
@@ -226,18 +311,27 @@ def test_both_ends_of_a_wire_agree():
     assert sorted(incoming(plan, 2)) == [(0, "comm"), (0, "compute"), (1, "comm"), (1, "compute")]
     for sender, lanes in enumerate(plan.lanes):
         for lane, to in (target(name) for name in lanes if is_channel(name)):
-            messages = [message for _, several, _ in batches(plan, sender, lane, to) for message in several]
+            messages = [
+                message for _, several, _ in batches(plan, sender, lane, to) for message in several
+            ]
             signals = [signal for message in messages for signal in message.signals]
-            told = [i for i in plan.lanes[sender][f"{lane}>{to}"] if isinstance(i, Notify) and i.rank != sender]
+            told = [
+                i
+                for i in plan.lanes[sender][f"{lane}>{to}"]
+                if isinstance(i, Notify) and i.rank != sender
+            ]
             assert signals == told
 
 
 @pytest.mark.parametrize("planner", [*FUSED, *PLAIN])
 def test_more_ranks_need_no_more_names(planner):
-    """The signals of a world have a few hundred names at most, and counters for each rank under every one."""
+    """The signals of a world have a few hundred names at most, and counters for each rank under
+    every one.
+    """
     few, more = (
         lower_to_messages(
-            (FUSED | PLAIN)[planner](tuple(rank // 2 for rank in range(ranks)), 1), [rank // 2 for rank in range(ranks)]
+            (FUSED | PLAIN)[planner](tuple(rank // 2 for rank in range(ranks)), 1),
+            [rank // 2 for rank in range(ranks)],
         )
         for ranks in (6, 16)
     )
@@ -253,7 +347,12 @@ def test_the_counters_of_a_thousand_ranks():
     engine = SimpleNamespace(names=names, world=SimpleNamespace(ranks=1024))
     for rank in (0, 17, 1023):
         lanes = [*plan.lanes[rank].values()]
-        own = {i.signal for lane in lanes for i in lane if isinstance(i, Wait) or (isinstance(i, Notify) and i.rank == rank)}
+        own = {
+            i.signal
+            for lane in lanes
+            for i in lane
+            if isinstance(i, Wait) or (isinstance(i, Notify) and i.rank == rank)
+        }
         places = {Engine.index(engine, signal) for signal in own}
         assert len(places) == len(own) > 8
         assert max(places) < _native.Executor.max_names * 1024

@@ -2,7 +2,21 @@ from __future__ import annotations
 
 import pytest
 
-from weft.plan import Buffer, Copy, Matmul, Notify, Plan, Reduce, Region, Signal, Wait, accesses, reads, show, writes
+from weft.plan import (
+    Buffer,
+    Copy,
+    Matmul,
+    Notify,
+    Plan,
+    Reduce,
+    Region,
+    Signal,
+    Wait,
+    accesses,
+    reads,
+    show,
+    writes,
+)
 
 HERE, THERE, OUT = Region(0, "a", 0, 2), Region(1, "inbox", 4, 6), Region(0, "out", 0, 2)
 ARRIVED = Signal("arrived", 1)
@@ -13,7 +27,12 @@ ARRIVED = Signal("arrived", 1)
     [
         (Copy(HERE, THERE), "copy   a@0[0:2] -> inbox@1[4:6]", (HERE,), (THERE,)),
         (Matmul(HERE, OUT), "matmul a@0[0:2] -> out@0[0:2]", (HERE,), (OUT,)),
-        (Reduce((HERE, THERE), OUT), "reduce sum a@0[0:2] + inbox@1[4:6] -> out@0[0:2]", (HERE, THERE), (OUT,)),
+        (
+            Reduce((HERE, THERE), OUT),
+            "reduce sum a@0[0:2] + inbox@1[4:6] -> out@0[0:2]",
+            (HERE, THERE),
+            (OUT,),
+        ),
         (Notify(1, Signal("arrived", 0)), "notify arrived<0 on 1", (), ()),
         (Wait(ARRIVED, 2), "wait   arrived<1 >= 2", (), ()),
     ],
@@ -27,10 +46,17 @@ def test_an_instruction_tells_what_it_touches(instruction, text, read, written):
 
 def swap() -> Plan:
     """Two ranks swap their rows, and rank 1 multiplies what it gets."""
-    buffers = {"a": Buffer("input", (2, 3)), "inbox": Buffer("workspace", (3, 2)), "out": Buffer("output", (3, 2))}
+    buffers = {
+        "a": Buffer("input", (2, 3)),
+        "inbox": Buffer("workspace", (3, 2)),
+        "out": Buffer("output", (3, 2)),
+    }
     lanes = (
         {
-            "compute": (Wait(Signal("arrived", 1), 1), Copy(Region(0, "inbox", 0, 3), Region(0, "out", 0, 3))),
+            "compute": (
+                Wait(Signal("arrived", 1), 1),
+                Copy(Region(0, "inbox", 0, 3), Region(0, "out", 0, 3)),
+            ),
             "comm": (
                 Copy(Region(0, "a", 0, 1), Region(1, "inbox", 0, 1)),
                 Notify(1, Signal("arrived", 0)),
@@ -85,4 +111,8 @@ def test_a_plan_is_shown_with_its_lanes_side_by_side():
 
 
 def test_a_plan_without_instructions_can_be_shown():
-    assert show(Plan("nothing", "at all", {}, ({}, {"compute": ()}))).splitlines()[-3:] == ["rank 1", "  compute", "  -------"]
+    assert show(Plan("nothing", "at all", {}, ({}, {"compute": ()}))).splitlines()[-3:] == [
+        "rank 1",
+        "  compute",
+        "  -------",
+    ]

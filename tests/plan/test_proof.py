@@ -15,12 +15,27 @@ from support.mutants import Mutant, deleted, lowered, mutant, shifted, swapped
 
 from weft.engines.reference import run
 from weft.errors import PlanError
-from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Role, Signal, Term, Value, Wait
+from weft.plan import (
+    Buffer,
+    Copy,
+    Instruction,
+    Matmul,
+    Notify,
+    Plan,
+    Reduce,
+    Region,
+    Role,
+    Signal,
+    Term,
+    Value,
+    Wait,
+)
 from weft.plan.proof import problems, verify
 
 Lane = Iterable[Instruction]
 
-# Ranks and pieces, and how many mutants of each kind are tried per plan: all of small plans, some of larger ones.
+# Ranks and pieces, and how many mutants of each kind are tried per plan: all of small plans, some
+# of larger ones.
 PATTERNS = {(1, 3): 99, (2, 1): 60, (2, 3): 60, (3, 2): 16, (4, 1): 4, (4, 2): 4, (5, 1): 4}
 patterns = pytest.mark.parametrize(("ranks", "pieces"), PATTERNS, ids=str)
 
@@ -40,16 +55,22 @@ def test_no_mutant_survives(mutation, ranks, pieces):
 
 @patterns
 def test_instructions_that_may_be_swapped_do_not_matter(ranks, pieces):
-    for seed, plan in enumerate(plans.bound(plan, range(1, ranks + 1)) for plan in plans.every(ranks, pieces)):
+    for seed, plan in enumerate(
+        plans.bound(plan, range(1, ranks + 1)) for plan in plans.every(ranks, pieces)
+    ):
         for change, changed in some(swapped(plan), PATTERNS[ranks, pieces] // 4, seed):
-            assert problems(changed) or are_right([changed] * 2, seed, tries=3), f"{plan.operator}/{plan.algorithm}, {change}"
+            assert problems(changed) or are_right([changed] * 2, seed, tries=3), (
+                f"{plan.operator}/{plan.algorithm}, {change}"
+            )
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_what_is_accepted_is_right(data, ranks, seed):
     """However a plan came about, and whatever is done before and after it."""
-    changed, other = (data.draw(plans.bound_plan(st.just(ranks)).filter(does_something)) for _ in range(2))
+    changed, other = (
+        data.draw(plans.bound_plan(st.just(ranks)).filter(does_something)) for _ in range(2)
+    )
     dice = random.Random(seed)
     for _ in range(8):
         if does_something(candidate := mutant(changed, dice)) and not problems(candidate):
@@ -90,9 +111,20 @@ LEAVE = [Notify(1, free(0)), Notify(0, free(1))]
 STAGE = Copy(rows(0, "a"), rows(0, "staged"))
 
 
-def plan(first: Lane | Mapping[str, Lane], second: Lane = (KEEP[1],), result: Mapping[Region, Value] = KEPT) -> Plan:
-    """Two ranks that have two rows each of an input, two workspaces and an output, which they promise to make equal to the input."""
-    kinds: dict[str, Role] = {"a": "input", "staged": "workspace", "inbox": "workspace", "out": "output"}
+def plan(
+    first: Lane | Mapping[str, Lane],
+    second: Lane = (KEEP[1],),
+    result: Mapping[Region, Value] = KEPT,
+) -> Plan:
+    """Two ranks that have two rows each of an input, two workspaces and an output, which they
+    promise to make equal to the input.
+    """
+    kinds: dict[str, Role] = {
+        "a": "input",
+        "staged": "workspace",
+        "inbox": "workspace",
+        "out": "output",
+    }
     lanes = first if isinstance(first, Mapping) else {"compute": first}
     return Plan(
         "example",
@@ -112,9 +144,21 @@ READY = [KEEP[1], Notify(0, go(1)), Wait(go(0), 1)]
     "right",
     [
         pytest.param(plan([KEEP[0]]), id="copy"),
-        pytest.param(plan([ENTER[0], STAGE, Copy(rows(0, "staged"), rows(0, "out")), LEAVE[0]]), id="by way of a workspace"),
         pytest.param(
-            plan([Wait(go(1), 1), Reduce((rows(1, "a"), rows(0, "a")), rows(0, "out")), Notify(1, go(0))], READY, SUM), id="sum"
+            plan([ENTER[0], STAGE, Copy(rows(0, "staged"), rows(0, "out")), LEAVE[0]]),
+            id="by way of a workspace",
+        ),
+        pytest.param(
+            plan(
+                [
+                    Wait(go(1), 1),
+                    Reduce((rows(1, "a"), rows(0, "a")), rows(0, "out")),
+                    Notify(1, go(0)),
+                ],
+                READY,
+                SUM,
+            ),
+            id="sum",
         ),
         pytest.param(
             plan(
@@ -129,7 +173,10 @@ READY = [KEEP[1], Notify(0, go(1)), Wait(go(0), 1)]
             id="sum in place",
         ),
         pytest.param(
-            plan([Matmul(rows(0, "a"), rows(0, "out"))], result=KEPT | {rows(0, "out"): (Term(0, "a", 0, (0, "out")),)}),
+            plan(
+                [Matmul(rows(0, "a"), rows(0, "out"))],
+                result=KEPT | {rows(0, "out"): (Term(0, "a", 0, (0, "out")),)},
+            ),
             id="product",
         ),
     ],
@@ -142,49 +189,88 @@ def test_right_plans_are_accepted(right):
     ("wrong", "complaint"),
     [
         pytest.param(
-            plan([KEEP[0], Wait(go(1), 1), Notify(1, go(0))], [KEEP[1], Wait(go(0), 1), Notify(0, go(1))]),
+            plan(
+                [KEEP[0], Wait(go(1), 1), Notify(1, go(0))],
+                [KEEP[1], Wait(go(0), 1), Notify(0, go(1))],
+            ),
             "deadlock: rank 0 compute waits for 1 of go<1, 0 come",
             id="deadlock",
         ),
         pytest.param(
-            plan([KEEP[0], Wait(Signal("arrived", 1), 2)], [KEEP[1], Notify(0, Signal("arrived", 1))]),
+            plan(
+                [KEEP[0], Wait(Signal("arrived", 1), 2)], [KEEP[1], Notify(0, Signal("arrived", 1))]
+            ),
             "deadlock: rank 0 compute waits for 2 of arrived<1, 1 are promised",
             id="wait for more than is promised",
         ),
-        pytest.param(plan([KEEP[0], Wait(go(1), -1)]), "rank 0 compute waits for -1 of go<1", id="negative wait"),
         pytest.param(
-            plan({"compute": [ENTER[0], STAGE, Notify(0, go(0)), LEAVE[0]], "comm": [Copy(rows(0, "staged"), rows(0, "out"))]}),
-            "race on staged@0[0:2]: rank 0 comm (copy   staged@0[0:2] -> out@0[0:2]) is not ordered after rank 0 compute",
+            plan([KEEP[0], Wait(go(1), -1)]),
+            "rank 0 compute waits for -1 of go<1",
+            id="negative wait",
+        ),
+        pytest.param(
+            plan(
+                {
+                    "compute": [ENTER[0], STAGE, Notify(0, go(0)), LEAVE[0]],
+                    "comm": [Copy(rows(0, "staged"), rows(0, "out"))],
+                }
+            ),
+            "race on staged@0[0:2]: rank 0 comm (copy   staged@0[0:2] -> out@0[0:2]) is not "
+            "ordered after rank 0 compute",
             id="read before write",
         ),
         pytest.param(
             plan(
                 {
-                    "compute": [ENTER[0], STAGE, Notify(0, go(0)), Copy(rows(0, "staged"), rows(0, "out")), LEAVE[0]],
+                    "compute": [
+                        ENTER[0],
+                        STAGE,
+                        Notify(0, go(0)),
+                        Copy(rows(0, "staged"), rows(0, "out")),
+                        LEAVE[0],
+                    ],
                     "comm": [Wait(go(0), 1), Copy(rows(0, "a", 0, 1), rows(0, "staged", 1, 2))],
                 }
             ),
-            "race on staged@0[1:2]: rank 0 comm (copy   a@0[0:1] -> staged@0[1:2]) is not ordered after rank 0 compute",
+            "race on staged@0[1:2]: rank 0 comm (copy   a@0[0:1] -> staged@0[1:2]) is not ordered "
+            "after rank 0 compute",
             id="write before read",
         ),
         pytest.param(
-            plan({"compute": [ENTER[0], STAGE, KEEP[0], LEAVE[0]], "comm": [Copy(rows(0, "a", 1, 2), rows(0, "staged", 0, 1))]}),
-            "race on staged@0[0:1]: rank 0 comm (copy   a@0[1:2] -> staged@0[0:1]) is not ordered after rank 0 compute",
+            plan(
+                {
+                    "compute": [ENTER[0], STAGE, KEEP[0], LEAVE[0]],
+                    "comm": [Copy(rows(0, "a", 1, 2), rows(0, "staged", 0, 1))],
+                }
+            ),
+            "race on staged@0[0:1]: rank 0 comm (copy   a@0[1:2] -> staged@0[0:1]) is not ordered "
+            "after rank 0 compute",
             id="write beside write",
         ),
         pytest.param(
             plan([Copy(rows(1, "a"), rows(0, "out"))]),
-            "race on a@1[0:2]: rank 0 compute (copy   a@1[0:2] -> out@0[0:2]) is not ordered after rank 1 compute",
+            "race on a@1[0:2]: rank 0 compute (copy   a@1[0:2] -> out@0[0:2]) is not ordered after "
+            "rank 1 compute",
             id="peer's input read too early",
         ),
         pytest.param(
-            plan([KEEP[0], *MEET[0]], [*MEET[1], Copy(rows(0, "a"), rows(1, "out"))], KEPT | {rows(1, "out"): (Term(0, "a", 0),)}),
-            "race on a@0[0:2]: rank 0 compute (the caller's use) is not ordered after rank 1 compute",
+            plan(
+                [KEEP[0], *MEET[0]],
+                [*MEET[1], Copy(rows(0, "a"), rows(1, "out"))],
+                KEPT | {rows(1, "out"): (Term(0, "a", 0),)},
+            ),
+            "race on a@0[0:2]: rank 0 compute (the caller's use) is not ordered after rank 1 "
+            "compute",
             id="input still read at the end",
         ),
         pytest.param(
-            plan(MEET[0], [KEEP[1], *MEET[1], Copy(rows(1, "a"), rows(0, "out"))], KEPT | {rows(0, "out"): (Term(1, "a", 0),)}),
-            "race on out@0[0:2]: rank 0 compute (the caller's use) is not ordered after rank 1 compute",
+            plan(
+                MEET[0],
+                [KEEP[1], *MEET[1], Copy(rows(1, "a"), rows(0, "out"))],
+                KEPT | {rows(0, "out"): (Term(1, "a", 0),)},
+            ),
+            "race on out@0[0:2]: rank 0 compute (the caller's use) is not ordered after rank 1 "
+            "compute",
             id="output still written at the end",
         ),
         pytest.param(
@@ -193,10 +279,14 @@ def test_right_plans_are_accepted(right):
             id="two writers",
         ),
         pytest.param(
-            plan([KEEP[0], Notify(1, go(1))]), "counter go<1 of rank 1 has a second writer: rank 0 compute", id="another's signal"
+            plan([KEEP[0], Notify(1, go(1))]),
+            "counter go<1 of rank 1 has a second writer: rank 0 compute",
+            id="another's signal",
         ),
         pytest.param(
-            plan([KEEP[0], Notify(2, go(0))]), "rank 0 compute: notify go<0 on 2: there is no such rank", id="no such rank"
+            plan([KEEP[0], Notify(2, go(0))]),
+            "rank 0 compute: notify go<0 on 2: there is no such rank",
+            id="no such rank",
         ),
         pytest.param(plan([]), "output out@0[0:2] is written 0 times", id="output not written"),
         pytest.param(
@@ -210,17 +300,29 @@ def test_right_plans_are_accepted(right):
             id="wrong rows",
         ),
         pytest.param(
-            plan([Matmul(rows(0, "a"), rows(0, "out"))], result=KEPT | {rows(0, "out"): (Term(0, "a", 0, (1, "out")),)}),
+            plan(
+                [Matmul(rows(0, "a"), rows(0, "out"))],
+                result=KEPT | {rows(0, "out"): (Term(0, "a", 0, (1, "out")),)},
+            ),
             "output out@0[0:2] holds a@0[row+0] @ B0 instead of a@0[row+0] @ B1",
             id="wrong weights",
         ),
         pytest.param(
-            plan([Wait(go(1), 1), Copy(rows(1, "a"), rows(0, "out")), Notify(1, go(0))], READY, SUM),
+            plan(
+                [Wait(go(1), 1), Copy(rows(1, "a"), rows(0, "out")), Notify(1, go(0))], READY, SUM
+            ),
             "output out@0[0:2] holds a@1[row+0] instead of a@0[row+0] + a@1[row+0]",
             id="half a sum",
         ),
         pytest.param(
-            plan([ENTER[0], Matmul(rows(0, "a"), rows(0, "inbox")), Matmul(rows(0, "inbox"), rows(0, "out")), LEAVE[0]]),
+            plan(
+                [
+                    ENTER[0],
+                    Matmul(rows(0, "a"), rows(0, "inbox")),
+                    Matmul(rows(0, "inbox"), rows(0, "out")),
+                    LEAVE[0],
+                ]
+            ),
             "rank 0 compute: matmul inbox@0[0:2] -> out@0[0:2]: inbox@0[0:2] holds products already",
             id="product of a product",
         ),
@@ -230,10 +332,14 @@ def test_right_plans_are_accepted(right):
             id="out of bounds",
         ),
         pytest.param(
-            plan([Copy(rows(0, "b"), rows(0, "out"))]), "rank 0 compute: .*: b@0[0:2] does not exist", id="no such buffer"
+            plan([Copy(rows(0, "b"), rows(0, "out"))]),
+            "rank 0 compute: .*: b@0[0:2] does not exist",
+            id="no such buffer",
         ),
         pytest.param(
-            plan([Copy(rows(2, "a"), rows(0, "out"))]), "rank 0 compute: .*: a@2[0:2] does not exist", id="nobody's buffer"
+            plan([Copy(rows(2, "a"), rows(0, "out"))]),
+            "rank 0 compute: .*: a@2[0:2] does not exist",
+            id="nobody's buffer",
         ),
         pytest.param(
             plan([Copy(rows(0, "a", 0, 1), rows(0, "out"))]),
@@ -242,7 +348,8 @@ def test_right_plans_are_accepted(right):
         ),
         pytest.param(
             plan([ENTER[0], Copy(rows(0, "staged"), rows(0, "out")), LEAVE[0]]),
-            "rank 0 compute: copy   staged@0[0:2] -> out@0[0:2]: staged@0[0:2] was not written in this execution",
+            "rank 0 compute: copy   staged@0[0:2] -> out@0[0:2]: staged@0[0:2] was not written in "
+            "this execution",
             id="leftovers of an earlier plan",
         ),
         pytest.param(
@@ -251,18 +358,30 @@ def test_right_plans_are_accepted(right):
             id="input written",
         ),
         pytest.param(
-            plan([Copy(rows(0, "a", 0, 1), rows(0, "out", 0, 1)), Copy(rows(0, "out", 0, 1), rows(0, "out", 0, 1))]),
+            plan(
+                [
+                    Copy(rows(0, "a", 0, 1), rows(0, "out", 0, 1)),
+                    Copy(rows(0, "out", 0, 1), rows(0, "out", 0, 1)),
+                ]
+            ),
             "rank 0 compute: copy   out@0[0:1] -> out@0[0:1]: source and destination overlap",
             id="overlap",
         ),
-        pytest.param(plan([KEEP[0], Reduce((), rows(0, "inbox"))]), "rank 0 compute: .*: there is nothing to add", id="empty sum"),
+        pytest.param(
+            plan([KEEP[0], Reduce((), rows(0, "inbox"))]),
+            "rank 0 compute: .*: there is nothing to add",
+            id="empty sum",
+        ),
         pytest.param(
             plan([STAGE, KEEP[0], LEAVE[0]]),
-            "workspace of rank 0: rank 0 compute in example does not wait until rank 1 compute is done with it",
+            "workspace of rank 0: rank 0 compute in example does not wait until rank 1 compute is "
+            "done with it",
             id="workspace not entered",
         ),
         pytest.param(
-            plan([ENTER[0], STAGE, KEEP[0]]), "workspace of rank 0: .* rank 0 compute is done with it", id="workspace not left"
+            plan([ENTER[0], STAGE, KEEP[0]]),
+            "workspace of rank 0: .* rank 0 compute is done with it",
+            id="workspace not left",
         ),
         pytest.param(
             plan([KEEP[0]], result={rows(0, "out"): KEPT[rows(0, "out")]}),
@@ -290,7 +409,12 @@ def test_wrong_plans_are_refused(wrong, complaint):
 
 def test_a_buffer_has_rows_on_every_rank():
     with pytest.raises(PlanError, match="buffer a has row counts for 1 ranks"):
-        verify(replace(plan([KEEP[0]]), buffers={"a": Buffer("input", (2,)), "out": Buffer("output", (2, 2))}))
+        verify(
+            replace(
+                plan([KEEP[0]]),
+                buffers={"a": Buffer("input", (2,)), "out": Buffer("output", (2, 2))},
+            )
+        )
 
 
 def test_plans_of_different_sizes_cannot_follow_each_other():
@@ -307,7 +431,9 @@ def test_the_first_twenty_problems_are_told():
 
 
 def test_a_workspace_is_handed_over_between_different_plans():
-    """One rank tells half of its peers too early that it has left, another the other half; a successor may ask the wrong halves."""
+    """One rank tells half of its peers too early that it has left, another the other half; a
+    successor may ask the wrong halves.
+    """
 
     def four(name: str, lanes: list[Lane]) -> Plan:
         kinds: dict[str, Role] = {"a": "input", "staged": "workspace", "out": "output"}
@@ -350,6 +476,7 @@ def test_a_workspace_is_handed_over_between_different_plans():
     )
     verify(successor)
     with pytest.raises(
-        PlanError, match="workspace of rank 0: rank 2 compute in successor does not wait until rank 0 compute is done"
+        PlanError,
+        match="workspace of rank 0: rank 2 compute in successor does not wait until rank 0 compute is done",
     ):
         verify(careless, successor)

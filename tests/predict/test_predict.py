@@ -1,4 +1,6 @@
-"""Profiles say what they were fitted to, predictions choose the fastest way, and the command answers in words, tables and files."""
+"""Profiles say what they were fitted to, predictions choose the fastest way, and the command
+answers in words, tables and files.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def calibrated(**figures):
 
 
 def command(*arguments, status=0):
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(
+        app, [str(argument) for argument in arguments], env={"COLUMNS": "200"}
+    )
     assert result.exit_code == status, result.output
     return result.output
 
@@ -69,7 +73,9 @@ def test_every_profile_can_be_read(name):
     assert found.source
     assert (
         predict.time(
-            predict.workload("all_gather_matmul", 4, (64, 64, 64), next(iter(found.products)).split()[0]),
+            predict.workload(
+                "all_gather_matmul", 4, (64, 64, 64), next(iter(found.products)).split()[0]
+            ),
             Variant("push", 4),
             found,
         )
@@ -84,23 +90,37 @@ def test_residuals_are_what_the_simulator_misses():
         name = fit.profile_of(system)
         known = machine.load(name).residuals
         for point in system.points:
-            on = machine.load(f"{name}/{point.variant}" if f"{name}/{point.variant}" in machine.names() else name)
+            on = machine.load(
+                f"{name}/{point.variant}" if f"{name}/{point.variant}" in machine.names() else name
+            )
             error = 100 * (
-                fit.seconds(point.plan, on if system.of == "" else replace(on, launch_us=0.0), point.rows) / point.published - 1
+                fit.seconds(
+                    point.plan, on if system.of == "" else replace(on, launch_us=0.0), point.rows
+                )
+                / point.published
+                - 1
             )
             assert error == pytest.approx(known[point.label], abs=0.2), (name, point.label)
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_interleaving_is_predicted_to_win_where_all_links_deliver_at_once(ranks):
-    on, case = machine.load("ascend-910b1"), predict.workload("all_gather_matmul", ranks, (8192, 4096, 4096), "float16")
-    found = {(way.algorithm, way.order): seconds for way, seconds in predict.forecast(case, on).ways}
+    on, case = (
+        machine.load("ascend-910b1"),
+        predict.workload("all_gather_matmul", ranks, (8192, 4096, 4096), "float16"),
+    )
+    found = {
+        (way.algorithm, way.order): seconds for way, seconds in predict.forecast(case, on).ways
+    }
     assert 0.05 < 1 - found["push", "interleaved"] / found["push", "peer"] < 0.3
 
 
 def test_without_a_price_nothing_is_overlapped():
     on = machine.load("ascend-910b1")
-    few = predict.forecast(predict.workload("all_gather_matmul", 2, (2, 4096, 4096), "float16"), replace(on, links=(Link(1e9),)))
+    few = predict.forecast(
+        predict.workload("all_gather_matmul", 2, (2, 4096, 4096), "float16"),
+        replace(on, links=(Link(1e9),)),
+    )
     assert few.ways[0][0].algorithm == "sequential"
 
 
@@ -122,7 +142,16 @@ def test_a_thousand_ranks_over_two_kinds_of_links():
 
 def test_it_answers_in_words():
     said = command(
-        "predict", "all-gather-matmul", "--machine", "ascend-910b1", "--ranks", 4, "--shape", "8192x4096x4096", "--dtype", "float16"
+        "predict",
+        "all-gather-matmul",
+        "--machine",
+        "ascend-910b1",
+        "--ranks",
+        4,
+        "--shape",
+        "8192x4096x4096",
+        "--dtype",
+        "float16",
     )
     for word in (
         "PREDICTED",
@@ -135,7 +164,18 @@ def test_it_answers_in_words():
         "The bottleneck is",
     ):
         assert word in said
-    both = command("predict", "mlp", "--machine", "h100-nvlink-8", "-n", 8, "--shape", "8192x8192x28672", "--link", 200)
+    both = command(
+        "predict",
+        "mlp",
+        "--machine",
+        "h100-nvlink-8",
+        "-n",
+        8,
+        "--shape",
+        "8192x8192x28672",
+        "--link",
+        200,
+    )
     assert "8192x8192x7168" in both
     assert "8192x3584x8192" in both
     assert "Together" in both
@@ -153,14 +193,35 @@ def test_without_a_machine_it_is_this_one():
 
 
 def test_files(tmp_path):
-    base = ["predict", "matmul-reduce-scatter", "--machine", "ascend-950", "-n", 4, "--shape", "256x512x512"]
-    command(*base, "--json", tmp_path / "a.json", "--trace", tmp_path / "a.trace", "--timeline", tmp_path / "a.svg")
+    base = [
+        "predict",
+        "matmul-reduce-scatter",
+        "--machine",
+        "ascend-950",
+        "-n",
+        4,
+        "--shape",
+        "256x512x512",
+    ]
+    command(
+        *base,
+        "--json",
+        tmp_path / "a.json",
+        "--trace",
+        tmp_path / "a.trace",
+        "--timeline",
+        tmp_path / "a.svg",
+    )
     found = json.loads((tmp_path / "a.json").read_text())
-    assert found["speedup"] == pytest.approx(found["times_ms"]["sequential"] / found["times_ms"]["pipelined"])
+    assert found["speedup"] == pytest.approx(
+        found["times_ms"]["sequential"] / found["times_ms"]["pipelined"]
+    )
     assert min(way["ms"] for way in found["ways"]) == found["times_ms"]["pipelined"]
     assert json.loads((tmp_path / "a.trace").read_text())["traceEvents"]
     assert "<svg" in (tmp_path / "a.svg").read_text()
-    command(*base, "--sweep", "ranks=2:8", "--json", tmp_path / "b.json", "--plot", tmp_path / "b.svg")
+    command(
+        *base, "--sweep", "ranks=2:8", "--json", tmp_path / "b.json", "--plot", tmp_path / "b.svg"
+    )
     swept = json.loads((tmp_path / "b.json").read_text())
     assert [result["ranks"] for result in swept["results"]] == swept["values"] == [2, 4, 8]
     assert "<svg" in (tmp_path / "b.svg").read_text()
@@ -168,7 +229,10 @@ def test_files(tmp_path):
 
 
 def test_beside_a_measured_run(tmp_path):
-    times = {name: {"median": 2.0, "min": 1.0, "max": 3.0} for name in ("compute", "communicate", "sequential", "pipelined")}
+    times = {
+        name: {"median": 2.0, "min": 1.0, "max": 3.0}
+        for name in ("compute", "communicate", "sequential", "pipelined")
+    }
     run = {
         "benchmark": "all-gather-matmul",
         "ranks": 2,
@@ -176,12 +240,28 @@ def test_beside_a_measured_run(tmp_path):
         "dtype": "float16",
         "out_dtype": "float32",
     }
-    run |= {"algorithm": "push", "chunk_rows": 8, "link": None, "times_ms": times, "speedup": 1.0, "limit_ratio": 1.0}
+    run |= {
+        "algorithm": "push",
+        "chunk_rows": 8,
+        "link": None,
+        "times_ms": times,
+        "speedup": 1.0,
+        "limit_ratio": 1.0,
+    }
     (tmp_path / "run.json").write_text(json.dumps(run))
-    said = command("predict", "all-gather-matmul", "--machine", "ascend-950", "--compare", tmp_path / "run.json")
+    said = command(
+        "predict",
+        "all-gather-matmul",
+        "--machine",
+        "ascend-950",
+        "--compare",
+        tmp_path / "run.json",
+    )
     assert "measured ms" in said
     assert "2.000" in said
-    assert "not the JSON of weft bench" in command("predict", "matmul-all-reduce", "--compare", tmp_path / "run.json", status=2)
+    assert "not the JSON of weft bench" in command(
+        "predict", "matmul-all-reduce", "--compare", tmp_path / "run.json", status=2
+    )
 
 
 @pytest.mark.parametrize(
@@ -203,14 +283,22 @@ def test_beside_a_measured_run(tmp_path):
 )
 def test_what_cannot_be_asked(arguments, says):
     given = [*arguments] if arguments[0] == "--machine" else ["--machine", "ascend-950", *arguments]
-    assert says in " ".join(command("predict", "all-gather-matmul", *given, status=2).replace("│", " ").split())
+    assert says in " ".join(
+        command("predict", "all-gather-matmul", *given, status=2).replace("│", " ").split()
+    )
 
 
 def test_products_are_fitted_without_negative_times():
     sizes = [(1, 256, 64), (8, 64, 64), (64, 512, 512), (512, 64, 1024)]
-    rows = [[1 / t, k * n / t, m * k * n / t] for m, k, n in sizes for t in [3 + 2 * k * n + 5 * m * k * n]]
+    rows = [
+        [1 / t, k * n / t, m * k * n / t]
+        for m, k, n in sizes
+        for t in [3 + 2 * k * n + 5 * m * k * n]
+    ]
     assert calibrate.least_squares(rows) == pytest.approx([3, 2, 5])
-    rows = [[1 / t, k * n / t, m * k * n / t] for m, k, n in sizes for t in [m * k * n - 0.5 * k * n]]
+    rows = [
+        [1 / t, k * n / t, m * k * n / t] for m, k, n in sizes for t in [m * k * n - 0.5 * k * n]
+    ]
     assert min(calibrate.least_squares(rows)) == 0
 
 
@@ -236,7 +324,13 @@ def test_interference_from_times(times, slower):
 
 @pytest.mark.parametrize(
     ("one", "nine", "notifies"),
-    [(4, 12, 3), (1.5, 9.5, 1), (1000, 1008, 50), (4, 4, 3), (4, 2, 3)],  # the last ones: something else was going on
+    [
+        (4, 12, 3),
+        (1.5, 9.5, 1),
+        (1000, 1008, 50),
+        (4, 4, 3),
+        (4, 2, 3),
+    ],  # the last ones: something else was going on
 )
 def test_a_hop_from_times(one, nine, notifies):
     assert calibrate.hop(one, nine, 9) == pytest.approx(notifies)
@@ -252,11 +346,18 @@ def test_profiles_from_before_thresholds_have_the_usual_ones():
 
 def measured(world, directory):
     os.environ["WEFT_CACHE"] = str(directory)
-    calibrate._PASSES, calibrate._ROWS, calibrate._WIDTHS, calibrate._COPIED = 2, (1, 8), (64, 128), (1, 16)
+    calibrate._PASSES, calibrate._ROWS, calibrate._WIDTHS, calibrate._COPIED = (
+        2,
+        (1, 8),
+        (64, 128),
+        (1, 16),
+    )
     calibrate.ITEMSIZE = {"float32": 4}
     profile = calibrate.measure(1)
     cases = [predict.workload(operator, 2, (8, 16, 8), "float32") for operator in predict.OPERATORS]
-    questions = [tune.Question(case, predict.candidates(case, machine.load("cpu")), None) for case in cases]
+    questions = [
+        tune.Question(case, predict.candidates(case, machine.load("cpu")), None) for case in cases
+    ]
     slow = machine.load("cpu").emulating(1.0, 20.0)
     questions.append(tune.Question(cases[0], predict.candidates(cases[0], slow), (1.0, 20.0)))
     answers = tune.measure(questions, 1, 1)
@@ -280,11 +381,22 @@ def test_this_machine_is_measured(tmp_path):
     mine = machine.load("this")
     assert machine.names()[0] == "this"
     assert mine.in_place
-    assert min(mine.memory_gbs, mine.reduce_gbs, mine.links[0].gbs, mine.products["float32 packed"].tflops) > 0
+    assert (
+        min(
+            mine.memory_gbs,
+            mine.reduce_gbs,
+            mine.links[0].gbs,
+            mine.products["float32 packed"].tflops,
+        )
+        > 0
+    )
     assert calibrate._HOPS[0] <= mine.thresholds.hop <= calibrate._HOPS[1]
     assert placement.known()["hop"] == mine.thresholds.hop
     assert {"float32 1x64x64", "memory 16", "64 signals", "call"} <= profile["spread"].keys()
-    assert all({*ways} <= {answer.way for answer in found} for ways, found in zip(asked, answers, strict=True))
+    assert all(
+        {*ways} <= {answer.way for answer in found}
+        for ways, found in zip(asked, answers, strict=True)
+    )
     assert all(0 < answer.least <= answer.median for found in answers for answer in found)
 
 
@@ -297,11 +409,16 @@ def usual(case, *ways):
                 return Decision(way, "as usual")
         raise ValueError(name)
 
-    return lambda link=None, chunk_rows=None, hosts=None: auto.fastest(case, rule, link, chunk_rows, hosts)
+    return lambda link=None, chunk_rows=None, hosts=None: auto.fastest(
+        case, rule, link, chunk_rows, hosts
+    )
 
 
 def test_what_was_tuned_beats_what_is_predicted():
-    case, way = predict.workload("matmul_reduce_scatter", 2, (64, 64, 64), "float32"), Variant("ring", 7)
+    case, way = (
+        predict.workload("matmul_reduce_scatter", 2, (64, 64, 64), "float32"),
+        Variant("ring", 7),
+    )
     assert tuned.find(case, None) is None
     tuned.remember(case, None, way)
     assert tuned.find(case, None) == way
@@ -324,16 +441,23 @@ def test_a_prediction_has_to_beat_the_usual_way_clearly():
     slow = decide((1.0, 0.0))
     assert slow.algorithm == "push"
     assert {way.chunk_rows for way, _ in slow.predicted if way.algorithm == "push"} == {64, 128, 32}
-    assert {way.chunk_rows for way, _ in decide((1.0, 0.0), 64).predicted if way.algorithm == "push"} == {64}
+    assert {
+        way.chunk_rows for way, _ in decide((1.0, 0.0), 64).predicted if way.algorithm == "push"
+    } == {64}
     few = predict.workload("all_gather_matmul", 2, (8, 2048, 1024), "float32")
     decide = usual(few, Variant("push", 1), Variant("sequential", 4))
     assert decide((16.0, 0.0)).algorithm == "sequential"
     unknown = predict.workload("all_gather_matmul", 2, (8, 2048, 1024), "int8")
-    assert usual(unknown, Variant("push", 1), Variant("sequential", 4))() == Decision(Variant("push", 1), "as usual")
+    assert usual(unknown, Variant("push", 1), Variant("sequential", 4))() == Decision(
+        Variant("push", 1), "as usual"
+    )
 
 
 def test_a_machine_that_is_not_there_decides_nothing(monkeypatch):
-    case, processor = predict.workload("matmul_reduce_scatter", 2, (2048, 1024, 1024), "float32"), cache.processor()
+    case, processor = (
+        predict.workload("matmul_reduce_scatter", 2, (2048, 1024, 1024), "float32"),
+        cache.processor(),
+    )
     ways = Variant("push", 64), Variant("direct", 256)
     decide = usual(case, *ways)
     assert decide() == Decision(ways[0], "as usual")
@@ -363,13 +487,21 @@ def test_many_ranks_are_taken_to_be_equal():
 def test_hosts_are_joined_by_a_link_of_their_own(tmp_path):
     asked = ["predict", "matmul-all-reduce", "--ranks", 4, "--hosts", 2, "--shape", "512x256x256"]
     for gbs in ("0.125", "12.5"):
-        assert "4 ranks on 2 hosts" in command(*asked, "--machine", "cpu", "--link", gbs, "--json", tmp_path / gbs)
+        assert "4 ranks on 2 hosts" in command(
+            *asked, "--machine", "cpu", "--link", gbs, "--json", tmp_path / gbs
+        )
     slow, fast = (json.loads((tmp_path / gbs).read_text()) for gbs in ("0.125", "12.5"))
     assert (slow["hosts"], fast["hosts"]) == (2, 2)
     assert slow["times_ms"]["communicate"] > 2 * fast["times_ms"]["communicate"]
-    assert {way["algorithm"] for way in slow["ways"]} == {"two_shot", "ring", "sequential"}  # what reads rows of peers is left out
+    assert {way["algorithm"] for way in slow["ways"]} == {
+        "two_shot",
+        "ring",
+        "sequential",
+    }  # what reads rows of peers is left out
     assert "spread evenly over 3 hosts" in command(*asked, "--hosts", 3, status=2)
-    assert "knows no link to other hosts" in command(*asked, "--machine", "ascend-910b1", "--dtype", "float16", status=2)
+    assert "knows no link to other hosts" in command(
+        *asked, "--machine", "ascend-910b1", "--dtype", "float16", status=2
+    )
     assert "use --link instead" in command(*asked, "--link-gbps", 1, status=2)
 
 

@@ -1,4 +1,6 @@
-"""The simulator obeys the plan, shares what is shared, and finds of equal ranks what it finds of all."""
+"""The simulator obeys the plan, shares what is shared, and finds of equal ranks what it finds of
+all.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def obeys(trace: Trace, plan: Plan) -> None:
     for (rank, name), spans in lanes.items():
         for span, instruction in zip(spans, plan.lanes[rank][name], strict=True):
             if isinstance(instruction, Wait) and instruction.count:
-                assert span.stop >= sorted(notified[rank, instruction.signal])[instruction.count - 1]
+                assert (
+                    span.stop >= sorted(notified[rank, instruction.signal])[instruction.count - 1]
+                )
 
 
 @pytest.mark.parametrize("rows", [(2, 1, 3), (0, 4), (3, 3, 3, 3)], ids=str)
@@ -79,31 +83,49 @@ def recorded(world):
 
 
 def test_the_order_of_events_is_checked_as_that_of_real_ranks():
-    for (trace, plan), (_, other) in zip(*on_ranks(recorded, 2), strict=True):  # each rank has its own lanes
+    for (trace, plan), (_, other) in zip(
+        *on_ranks(recorded, 2), strict=True
+    ):  # each rank has its own lanes
         obeys(trace, replace(plan, lanes=(plan.lanes[0], other.lanes[1])))
 
 
 def test_a_trace_that_does_not_obey_is_noticed():
-    plan = predict.plan(Workload("all_gather_matmul", (2, 2), 16, 16, "float32", "float32"), Variant("push", 1), SLOW)
+    plan = predict.plan(
+        Workload("all_gather_matmul", (2, 2), 16, 16, "float32", "float32"),
+        Variant("push", 1),
+        SLOW,
+    )
     full = replace(plan, lanes=plans.multiplied(2, 2, "push", symmetric=True).lanes)
     trace = simulate(full, SLOW, ROWS)
-    early = [span._replace(start=0, stop=0) if span.kind == "wait" else span for span in trace.spans]
+    early = [
+        span._replace(start=0, stop=0) if span.kind == "wait" else span for span in trace.spans
+    ]
     with pytest.raises(AssertionError):
         obeys(Trace("early", tuple(early)), full)
 
 
 @pytest.mark.parametrize(
-    "links", [(Link(64e-9),), (Link(64e-9, shared=True),), (Link(1e-6, reach=2), Link(64e-9, 1e5, shared=True)), None]
+    "links",
+    [
+        (Link(64e-9),),
+        (Link(64e-9, shared=True),),
+        (Link(1e-6, reach=2), Link(64e-9, 1e5, shared=True)),
+        None,
+    ],
 )
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_equal_ranks_are_simulated_once(operator, links, monkeypatch):
     machine = replace(SLOW, links=links or SLOW.links, lanes=2, notify_us=1e5)
     if links is None:  # three hosts
-        machine = replace(machine, network=Link(32e-9, 1e5, core_gbs=64e-9)).over([rank // 2 for rank in range(6)])
+        machine = replace(machine, network=Link(32e-9, 1e5, core_gbs=64e-9)).over(
+            [rank // 2 for rank in range(6)]
+        )
     case = Workload(operator, (4,) * 6, 16, 16, "float32", "float32")
     ways = predict.candidates(case, machine, chunk_rows=2)
     once = [predict.plan(case, way, machine) for way in ways]
-    forecast = importlib.import_module("weft.predict.forecast")  # of the same name as what it is for
+    forecast = importlib.import_module(
+        "weft.predict.forecast"
+    )  # of the same name as what it is for
     monkeypatch.setattr(forecast, "planned", lambda workload, *_: workload.ranks)
     for way, first in zip(ways, once, strict=True):
         unequal = way.algorithm in OPERATORS[operator].unequal
@@ -111,7 +133,9 @@ def test_equal_ranks_are_simulated_once(operator, links, monkeypatch):
         everything = predict.plan(case, way, machine)
         assert all(everything.lanes)
         buffers = OPERATORS[operator].buffers(case)
-        assert seconds(first, machine, buffers) == pytest.approx(seconds(everything, machine, buffers)), way
+        assert seconds(first, machine, buffers) == pytest.approx(
+            seconds(everything, machine, buffers)
+        ), way
 
 
 def lane(*instructions, other=(), more=None):
@@ -137,10 +161,21 @@ PUT = Copy(rows(0, 4), rows(1, 4))
         pytest.param(lane(Reduce((rows(0, 2), rows(0, 2, "b")), rows(0, 2, "c"))), 4, id="sum"),
         pytest.param(lane(PUT), 4, id="transfer"),
         pytest.param(lane(PUT, other=[PUT]), 8, id="a link is shared"),
-        pytest.param(lane(PUT, other=[Copy(rows(1, 4), rows(0, 4))]), 4, id="its directions are not"),
-        pytest.param(lane(PUT, Notify(1, GO), other=[Wait(GO, 1), Matmul(rows(1, 1), rows(1, 1, "b"))]), 5, id="signal"),
-        # The transfer takes 8 s beside the product, which does 0.8 rows in this time and the rest alone.
-        pytest.param(lane(Matmul(rows(0, 3), rows(0, 3, "b")), more={"comm": [PUT]}), 8 + 2.2, id="interference"),
+        pytest.param(
+            lane(PUT, other=[Copy(rows(1, 4), rows(0, 4))]), 4, id="its directions are not"
+        ),
+        pytest.param(
+            lane(PUT, Notify(1, GO), other=[Wait(GO, 1), Matmul(rows(1, 1), rows(1, 1, "b"))]),
+            5,
+            id="signal",
+        ),
+        # The transfer takes 8 s beside the product, which does 0.8 rows in this time and the rest
+        # alone.
+        pytest.param(
+            lane(Matmul(rows(0, 3), rows(0, 3, "b")), more={"comm": [PUT]}),
+            8 + 2.2,
+            id="interference",
+        ),
         pytest.param(lane(Matmul(rows(1, 2), rows(0, 2, "b"))), 2, id="product of a peer's rows"),
     ],
 )
@@ -154,18 +189,31 @@ def test_transfers_over_an_emulated_link_take_turns_and_leave_the_core_free():
     plan = lane(Matmul(rows(0, 9), rows(0, 9, "b")), more={"comm": [PUT, PUT]})
     # Copying 4 rows takes 0.5 s, 1 s beside the product; each transfer takes 4.5 s.
     trace = simulate(plan, machine, ROWS)
-    assert [span.stop / 1e9 for span in trace.spans if span.lane == "comm"] == pytest.approx([4.5, 9.0])
+    assert [span.stop / 1e9 for span in trace.spans if span.lane == "comm"] == pytest.approx(
+        [4.5, 9.0]
+    )
     assert trace.seconds == pytest.approx(9 + 2 - 0.2)
-    late = simulate(plan, replace(machine, wake_us=1e5), ROWS)  # the second transfer makes up for what the first overslept
-    assert [span.stop / 1e9 for span in late.spans if span.lane == "comm"] == pytest.approx([4.6, 9.1])
+    late = simulate(
+        plan, replace(machine, wake_us=1e5), ROWS
+    )  # the second transfer makes up for what the first overslept
+    assert [span.stop / 1e9 for span in late.spans if span.lane == "comm"] == pytest.approx(
+        [4.6, 9.1]
+    )
 
 
 def test_a_comm_lane_waits_for_its_turn_where_products_keep_the_core():
     machine = replace(SLOW, turn_us=3e6, compute_slowdown=1.0)
     product = Matmul(rows(0, 2), rows(0, 2, "b"))
     ends = []
-    for products in (3, 1):  # the signal comes after 2 s; the core is free 3 s later, or when there is nothing left to multiply
-        plan = lane(product, Notify(0, GO), *[product] * products, more={"comm": [Wait(GO, 1), PUT]})
+    for products in (
+        3,
+        1,
+        # the signal comes after 2 s; the core is free 3 s later, or when there is nothing left to
+        # multiply
+    ):
+        plan = lane(
+            product, Notify(0, GO), *[product] * products, more={"comm": [Wait(GO, 1), PUT]}
+        )
         spans = [span for span in simulate(plan, machine, ROWS).spans if span.lane == "comm"]
         ends.append(spans[0].stop / 1e9)
     assert ends == pytest.approx([2 + 3, 2 + 2])
@@ -198,7 +246,8 @@ def test_ranks_of_a_host_share_its_link():
     case = Workload("all_gather_matmul", (4,) * 4, 16, 16, "float32", "float32")
     fast = replace(SLOW, links=(Link(1.0),), memory_gbs=1.0, network=Link(64e-9))
     took = {
-        hosts: predict.time(case, Variant("push", 4), fast.over(hosts), communicate=True) for hosts in ((0, 0, 1, 1), (0, 1, 1, 1))
+        hosts: predict.time(case, Variant("push", 4), fast.over(hosts), communicate=True)
+        for hosts in ((0, 0, 1, 1), (0, 1, 1, 1))
     }
     assert took[0, 0, 1, 1] == pytest.approx(8, rel=1e-3)  # what each host has, once
     assert took[0, 1, 1, 1] == pytest.approx(12, rel=1e-3)
@@ -208,6 +257,14 @@ def test_a_machine_knows_what_joins_its_hosts():
     with pytest.raises(ValueError, match="slow knows no link to other hosts; weft calibrate"):
         SLOW.over((0, 1))
     two = replace(SLOW, network=Link(1e-9, 7.0)).over((0, 0, 1, 1))
-    assert (two.link(0, 1).gbs, two.link(1, 2).gbs, two.signal_us(1, 2), two.group(4)) == (64e-9, 1e-9, 7.0, 2)
+    assert (two.link(0, 1).gbs, two.link(1, 2).gbs, two.signal_us(1, 2), two.group(4)) == (
+        64e-9,
+        1e-9,
+        7.0,
+        2,
+    )
     assert two.with_link(4, gbs=5.0).link(0, 3) == Link(5.0, 7.0)
-    assert replace(SLOW, links=(Link(2.0, reach=2), Link(1.0))).over((0, 0, 1, 1)).link(0, 2).gbs == 1.0
+    assert (
+        replace(SLOW, links=(Link(2.0, reach=2), Link(1.0))).over((0, 0, 1, 1)).link(0, 2).gbs
+        == 1.0
+    )

@@ -1,4 +1,6 @@
-"""Collectives of torch.distributed on weft: what every rank has must be what one process makes of all ranks' data."""
+"""Collectives of torch.distributed on weft: what every rank has must be what one process makes of
+all ranks' data.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ REDUCTIONS = {
 
 
 def data(rank, *shape, dtype=torch.float32, call=0):
-    """Small whole numbers that differ between ranks and calls, so that every reduction of them is exact."""
+    """Small whole numbers that differ between ranks and calls, so that every reduction of them is
+    exact.
+    """
     made = torch.randint(0, 5, shape, generator=torch.Generator().manual_seed(1000 * call + rank))
     return (made % 2).bool() if dtype == torch.bool else made.to(dtype)
 
@@ -48,7 +52,9 @@ def data(rank, *shape, dtype=torch.float32, call=0):
 def same(one, other):
     assert one.dtype == other.dtype
     assert one.shape == other.shape
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[one.itemsize]
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[
+        one.itemsize
+    ]
     assert torch.equal(one.contiguous().view(bits), other.contiguous().view(bits)), (one, other)
 
 
@@ -58,7 +64,11 @@ def reduces(world, shape):
         rows = [data(r, *shape, dtype=dtype, call=call) for r in range(ranks)]
         every = torch.stack(rows)
         for op, reduced in REDUCTIONS.items():
-            if (dtype in REAL and op[0] == "B") or (dtype == torch.bool and op == "AVG") or (dtype.is_complex and op != "SUM"):
+            if (
+                (dtype in REAL and op[0] == "B")
+                or (dtype == torch.bool and op == "AVG")
+                or (dtype.is_complex and op != "SUM")
+            ):
                 continue
             if dtype == torch.bool:
                 expected = {"SUM": every.any(0), "PRODUCT": every.all(0)}.get(op)
@@ -110,13 +120,18 @@ def moves(world):
             for out, row in zip(outs or [], rows, strict=False):
                 same(out, row)
             out = torch.zeros_like(x)
-            dist.scatter(out, [of(10 + r, 3, 4) for r in range(ranks)] if rank == root else None, root)
+            dist.scatter(
+                out, [of(10 + r, 3, 4) for r in range(ranks)] if rank == root else None, root
+            )
             same(out, of(10 + rank, 3, 4))
         outs = [torch.zeros_like(rows[0].t()).t() for _ in range(ranks)]
         dist.all_gather(outs, rows[rank])
         for out, row in zip(outs, rows, strict=True):
             same(out, row)
-        for whole in (torch.zeros(ranks * 3, 4, dtype=dtype), torch.zeros(ranks, 3, 4, dtype=dtype)):
+        for whole in (
+            torch.zeros(ranks * 3, 4, dtype=dtype),
+            torch.zeros(ranks, 3, 4, dtype=dtype),
+        ):
             world.all_gather_single(whole, rows[rank]).wait()
             same(whole, torch.cat(rows).view(whole.shape))
         uneven = [of(r, 2 * r, 3) for r in range(ranks)]
@@ -190,7 +205,10 @@ def others(world):
     same(functional.all_gather_tensor(mine, 0, mesh).clone(), torch.cat(every))
     whole = data(rank, 2 * ranks, 3, call=3)
     summed = sum(data(r, 2 * ranks, 3, call=3) for r in range(ranks))
-    same(functional.reduce_scatter_tensor(whole, "sum", 0, mesh).clone(), summed[2 * rank : 2 * rank + 2])
+    same(
+        functional.reduce_scatter_tensor(whole, "sum", 0, mesh).clone(),
+        summed[2 * rank : 2 * rank + 2],
+    )
     same(functional.broadcast(mine, 0, mesh).clone(), every[0])
     first, second = functional.all_reduce_coalesced([mine, mine.long()], "sum", mesh)
     same(first.clone(), sum(every))
@@ -223,8 +241,14 @@ def told_by(backward):
 
 
 def unrecorded(world):
-    """A backward pass through what was overwritten without a gradient warns, as on gloo; one through other tensors does not."""
-    for call in (dist.all_reduce, lambda x: dist.all_reduce(x, async_op=True).wait(), lambda x: dist.broadcast(x, 0)):
+    """A backward pass through what was overwritten without a gradient warns, as on gloo; one
+    through other tensors does not.
+    """
+    for call in (
+        dist.all_reduce,
+        lambda x: dist.all_reduce(x, async_op=True).wait(),
+        lambda x: dist.broadcast(x, 0),
+    ):
         for make in (lambda x: x * 2, lambda x: x):
             x = make(torch.ones(3, requires_grad=True))
             call(x)
@@ -245,9 +269,15 @@ def test_what_overwrites_a_graph_is_told_in_its_backward_pass():
 
 def refuses(world):
     wrong = {
-        "input has 1 elements, and its place in the output 2": lambda: dist.all_gather([torch.zeros(2)] * 2, torch.zeros(1)),
-        "must have 2 times the 3 elements": lambda: world.all_gather_single(torch.zeros(5), torch.zeros(3)).wait(),
-        "5 rows, which do not split evenly": lambda: dist.all_to_all_single(torch.zeros(5), torch.zeros(5)),
+        "input has 1 elements, and its place in the output 2": lambda: dist.all_gather(
+            [torch.zeros(2)] * 2, torch.zeros(1)
+        ),
+        "must have 2 times the 3 elements": lambda: world.all_gather_single(
+            torch.zeros(5), torch.zeros(3)
+        ).wait(),
+        "5 rows, which do not split evenly": lambda: dist.all_to_all_single(
+            torch.zeros(5), torch.zeros(5)
+        ),
         "got an empty list": [
             lambda: world.allreduce([]),
             lambda: world.allreduce_coalesced([]),
@@ -272,7 +302,11 @@ def refuses(world):
             with pytest.raises(ValueError, match=words):
                 call()
     for dtype, op, words in [
-        (torch.float32, dist.ReduceOp.BXOR, "no bxor of float32: bitwise operators are of whole numbers"),
+        (
+            torch.float32,
+            dist.ReduceOp.BXOR,
+            "no bxor of float32: bitwise operators are of whole numbers",
+        ),
         (torch.bool, dist.ReduceOp.AVG, "no avg of bool: choose another"),
         (torch.float16, dist.ReduceOp.BAND, "no band of float16"),
     ]:

@@ -1,4 +1,6 @@
-"""Send and receive of torch.distributed on weft: tags, any source, batches, both ways at once, and what is never answered."""
+"""Send and receive of torch.distributed on weft: tags, any source, batches, both ways at once, and
+what is never answered.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def data(call, count=LONG):
 
 
 def any_order(world):
-    """Messages are found by their tags, whatever their order; between equal tags the order of sending holds."""
+    """Messages are found by their tags, whatever their order; between equal tags the order of
+    sending holds.
+    """
     sizes = {0: LONG, 1: 3, 2: 0, 3: LONG // 2}
     if dist.get_rank() == 0:
         works = [dist.isend(data(tag, size), 1, tag=tag) for tag, size in sizes.items()]
@@ -50,7 +54,9 @@ def both_ways(world):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     after, before = (rank + 1) % ranks, (rank - 1) % ranks
     place = torch.zeros(LONG)
-    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, data(rank), after), dist.P2POp(dist.irecv, place, before)])
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, data(rank), after), dist.P2POp(dist.irecv, place, before)]
+    )
     x = torch.ones(3)
     dist.all_reduce(x)  # nobody waits for the messages, and they move
     for work in works:
@@ -70,7 +76,9 @@ def both_ways(world):
         for _ in range(ranks - 1):
             place = torch.zeros(4)
             found[dist.recv(place, tag=6)] = place
-        assert {peer: place.tolist() for peer, place in found.items()} == {peer: [float(peer)] * 4 for peer in range(1, ranks)}
+        assert {peer: place.tolist() for peer, place in found.items()} == {
+            peer: [float(peer)] * 4 for peer in range(1, ranks)
+        }
     else:
         dist.send(torch.full((4,), float(rank)), 0, tag=6)
     inner = dist.new_group([0, ranks - 1])
@@ -89,7 +97,9 @@ def test_long_messages_cross():
 
 
 def come_in_part(world):
-    """A message of which some was taken on the way to another one is taken whole, although nobody asks for it yet."""
+    """A message of which some was taken on the way to another one is taken whole, although nobody
+    asks for it yet.
+    """
     rank, large = dist.get_rank(), torch.full((1 << 22,), 3.0)
     if rank == 0:
         place = torch.zeros(1)
@@ -141,13 +151,17 @@ def test_what_does_not_fit_or_does_not_come_harms_nothing():
 
 
 def fair(world):
-    """A receive from any source takes from the peers in turn, whether their messages lie in boxes or are kept."""
+    """A receive from any source takes from the peers in turn, whether their messages lie in boxes
+    or are kept.
+    """
     if dist.get_rank() == 0:
         dist.barrier()  # all is sent
         first = [dist.recv(torch.zeros(1)) for _ in range(4)]
         works = [dist.irecv(torch.zeros(1)) for _ in range(4)]
         second = [work.source_rank() for work in works if work.wait()]
-        assert [sorted(first[:2]), sorted(first[2:]), sorted(second[:2]), sorted(second[2:])] == [[1, 2]] * 4
+        assert [sorted(first[:2]), sorted(first[2:]), sorted(second[:2]), sorted(second[2:])] == [
+            [1, 2]
+        ] * 4
     else:
         for work in [dist.isend(torch.ones(1), 0) for _ in range(4)]:
             work.wait()
@@ -163,10 +177,17 @@ def late(world):
     if dist.get_rank() == 0:
         group = dist.new_group(timeout=timedelta(seconds=0.2))
         for source, words in ((1, "rank 1"), (None, "any rank")):
-            with pytest.raises(weft.PeerTimeout, match=rf"rank 0 waited 0.2 s for a message from {words} \(tag 3\); .*longer"):
+            with pytest.raises(
+                weft.PeerTimeout,
+                match=rf"rank 0 waited 0.2 s for a message from {words} \(tag 3\); .*longer",
+            ):
                 dist.recv(torch.zeros(3), source, tag=3, group=group)
-        works = [dist.isend(torch.zeros(1), 1, tag=2, group=group) for _ in range(5)]  # a box holds four
-        with pytest.raises(weft.PeerTimeout, match=r"rank 0 waited 0.2 s for rank 1 to take a message \(tag 2\)"):
+        works = [
+            dist.isend(torch.zeros(1), 1, tag=2, group=group) for _ in range(5)
+        ]  # a box holds four
+        with pytest.raises(
+            weft.PeerTimeout, match=r"rank 0 waited 0.2 s for rank 1 to take a message \(tag 2\)"
+        ):
             works[-1].wait()
     else:
         dist.new_group(timeout=timedelta(seconds=20))
@@ -184,7 +205,9 @@ def world_of_group():
 
 
 def leaves_before_it_sends(world):
-    """What a rank has sent before it left comes; what it has not sent, or taken, is no longer waited for, though others are there."""
+    """What a rank has sent before it left comes; what it has not sent, or taken, is no longer
+    waited for, though others are there.
+    """
     if world.rank == 1:
         dist.send(torch.full((3,), 7.0), 2)
         return
@@ -194,7 +217,8 @@ def leaves_before_it_sends(world):
         dist.recv(x := torch.zeros(3), 1)
         assert x.tolist() == [7.0] * 3
         with pytest.raises(
-            weft.PeerLost, match=r"rank 1 .* closed its world while rank 2 waited for a message from rank 1 \(tag 0\)"
+            weft.PeerLost,
+            match=r"rank 1 .* closed its world while rank 2 waited for a message from rank 1 \(tag 0\)",
         ):
             dist.recv(x, 1)
     else:

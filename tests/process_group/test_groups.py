@@ -1,4 +1,6 @@
-"""Groups of torch.distributed on weft: how they are made, the order of their calls, and how they fail."""
+"""Groups of torch.distributed on weft: how they are made, the order of their calls, and how they
+fail.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ SOON = 5.0  # seconds; survivors take milliseconds, and the machine may be busy
 
 def makes(world):
     rank = dist.get_rank()
-    assert (dist.get_backend(), world.name(), dist.get_rank(), dist.get_world_size()) == ("weft", "weft", rank, 3)
+    assert (dist.get_backend(), world.name(), dist.get_rank(), dist.get_world_size()) == (
+        "weft",
+        "weft",
+        rank,
+        3,
+    )
     pairs = [dist.new_group(pair) for pair in ([0, 1], [1, 2], [2, 0])]
     for pair, members in zip(pairs, ([0, 1], [1, 2], [2, 0]), strict=True):
         if rank in members:
@@ -50,7 +57,10 @@ def makes(world):
     if rank == 0:
         with pytest.raises(weft.PeerTimeout, match=r"waited 0\.2 s for a message from rank 1"):
             dist.recv(x, 1, group=short)
-        with pytest.raises(weft.PeerTimeout, match=r"rank [12] \(pid \d+\) has not made the call, nor have others: [12]; py-spy"):
+        with pytest.raises(
+            weft.PeerTimeout,
+            match=r"rank [12] \(pid \d+\) has not made the call, nor have others: [12]; py-spy",
+        ):
             dist.barrier(short)
     dist.barrier()
 
@@ -60,20 +70,29 @@ def test_groups_overlap_and_have_timeouts_of_their_own():
 
 
 def used_again(world):
-    """A group that was left says so, whatever is asked of it; what nobody had answered by then fails."""
+    """A group that was left says so, whatever is asked of it; what nobody had answered by then
+    fails.
+    """
     rank = dist.get_rank()
     for leave in (Group.shutdown, Group.abort):
         made = dist.new_group()
         unanswered = made.recv([torch.zeros(1)], 1 - rank, 0)
         leave(made)
-        with pytest.raises(weft.WeftError, match=r"left the group before the message was through|the group was aborted"):
+        with pytest.raises(
+            weft.WeftError,
+            match=r"left the group before the message was through|the group was aborted",
+        ):
             unanswered.wait()
         opts = dist.AllreduceOptions()
         for opts.asyncOp in (False, True):
-            with pytest.raises(weft.WeftError, match=r"closed: .*; make a new one with init_process_group"):
+            with pytest.raises(
+                weft.WeftError, match=r"closed: .*; make a new one with init_process_group"
+            ):
                 made.allreduce([torch.zeros(1)], opts)
         for call in (made.send, made.recv):
-            with pytest.raises(weft.WeftError, match=r"closed: .*; make a new one with init_process_group"):
+            with pytest.raises(
+                weft.WeftError, match=r"closed: .*; make a new one with init_process_group"
+            ):
                 call([torch.zeros(1)], 1 - rank, 0)
         dist.destroy_process_group(made)
         with pytest.raises(ValueError, match="not initialized"):
@@ -93,7 +112,9 @@ def beside(world):
     assert x.tolist() == [2.0, 2.0]
     made = dist.new_group(backend="weft")
     dist.all_reduce(x, group=made)
-    with pytest.raises(ValueError, match=r'weft\'s backend takes CPU tensors: .*"cpu:weft,cuda:nccl"'):
+    with pytest.raises(
+        ValueError, match=r'weft\'s backend takes CPU tensors: .*"cpu:weft,cuda:nccl"'
+    ):
         dist.all_reduce(torch.ones(2, device="meta"), group=made)
 
 
@@ -102,11 +123,15 @@ def test_other_devices_have_other_backends():
 
 
 def threads_of_gloo():
-    return [path for path in glob.glob("/proc/self/task/*/comm") if "pt_gloo" in Path(path).read_text()]
+    return [
+        path for path in glob.glob("/proc/self/task/*/comm") if "pt_gloo" in Path(path).read_text()
+    ]
 
 
 def ends_with_its_threads(nothing):
-    """They drop tensors, for which they want to run Python, and the interpreter ends a process in which they do so too late."""
+    """They drop tensors, for which they want to run Python, and the interpreter ends a process in
+    which they do so too late.
+    """
     dist.init_process_group("weft")
     worlds = [weft.init(dist.new_group(backend="gloo")), weft.init()]
     dist.all_reduce(torch.ones(2).to_sparse())
@@ -136,7 +161,9 @@ def test_a_group_beside_gloo():
 
 
 def ordered(world):
-    """Whichever threads issue them, calls are carried out in the order in which they are issued, on every rank the same."""
+    """Whichever threads issue them, calls are carried out in the order in which they are issued, on
+    every rank the same.
+    """
     works = []
     for call in range(50):
         x = torch.full((call + 1,), float(call))
@@ -146,7 +173,9 @@ def ordered(world):
             dist.all_reduce(y)  # after all that was issued before
             assert y.tolist() == [4.0] * 3
             assert all(work.is_completed() for _, work in works)
-    results = [work.get_future().then(lambda future: future.value()[0].sum().item()) for _, work in works]
+    results = [
+        work.get_future().then(lambda future: future.value()[0].sum().item()) for _, work in works
+    ]
     assert [future.wait() for future in results] == [2.0 * call * (call + 1) for call in range(50)]
     assert all(work.wait() and work.is_success() for _, work in works)
 
@@ -161,10 +190,17 @@ def ordered(world):
     def again(future):  # as hooks of DDP do, which compress gradients in several steps
         y = future.value()[0].clone()
         dist.all_reduce(y)
-        return dist.all_reduce(y, async_op=True).get_future().then(lambda future: future.value()[0]).wait()
+        return (
+            dist.all_reduce(y, async_op=True)
+            .get_future()
+            .then(lambda future: future.value()[0])
+            .wait()
+        )
 
     for _ in range(3):
-        assert dist.all_reduce(torch.ones(2), async_op=True).get_future().then(again).wait().tolist() == [8.0, 8.0]
+        assert dist.all_reduce(torch.ones(2), async_op=True).get_future().then(
+            again
+        ).wait().tolist() == [8.0, 8.0]
 
     a = torch.ones(3, requires_grad=True)  # a backward pass calls from threads of its own
     b = torch.distributed.nn.functional.all_reduce(a * 2)
@@ -182,10 +218,19 @@ def outstanding(world):
     for call in range(300):
         size = (1, 50, 3000, 40_000)[call % 4]
         if call % 3:
-            x, outs = torch.full((size,), call + rank / 4), [torch.zeros(size) for _ in range(ranks)]
-            work, expected = dist.all_gather(outs, x, async_op=True), [call + peer / 4 for peer in range(ranks)]
+            x, outs = (
+                torch.full((size,), call + rank / 4),
+                [torch.zeros(size) for _ in range(ranks)],
+            )
+            work, expected = (
+                dist.all_gather(outs, x, async_op=True),
+                [call + peer / 4 for peer in range(ranks)],
+            )
         else:
-            x, expected = torch.full((size,), call + rank / 4), [ranks * call + ranks * (ranks - 1) / 8]
+            x, expected = (
+                torch.full((size,), call + rank / 4),
+                [ranks * call + ranks * (ranks - 1) / 8],
+            )
             work, outs = dist.all_reduce(x, async_op=True), [x]
         made.append((work, outs, expected))
     for work, outs, expected in made if rank else reversed(made):
@@ -198,7 +243,9 @@ def test_hundreds_of_calls_are_outstanding():
 
 
 def left_alone(world):
-    """What nobody waits for is done all the same, and soon: calls, messages, and those whose threads rest by then."""
+    """What nobody waits for is done all the same, and soon: calls, messages, and those whose
+    threads rest by then.
+    """
     peer = 1 - dist.get_rank()
     for _ in range(3):
         x, y = torch.ones(2), torch.zeros(100_000)
@@ -223,7 +270,9 @@ def killed(world, how):
         time.sleep(0.2)
         die()
     begun = time.monotonic()
-    with pytest.raises(weft.PeerLost, match=r"rank 1 \(pid \d+\) died while rank \d waited") as caught:
+    with pytest.raises(
+        weft.PeerLost, match=r"rank 1 \(pid \d+\) died while rank \d waited"
+    ) as caught:
         if how == "sync":
             dist.all_reduce(x)
         elif how == "wait":
@@ -259,7 +308,9 @@ def killed_in_a_pair(world):
     if dist.get_rank() == 2:
         die()
     if dist.get_rank() == 0:
-        with pytest.raises(weft.PeerLost, match=r"rank 1 \(pid \d+\), rank 2 of the job, died while rank 0 waited"):
+        with pytest.raises(
+            weft.PeerLost, match=r"rank 1 \(pid \d+\), rank 2 of the job, died while rank 0 waited"
+        ):
             dist.all_reduce(torch.ones(3), group=pair)
     return True
 
@@ -289,8 +340,16 @@ def test_a_future_tells_of_a_killed_rank():
 def test_the_backend_is_there_once_both_are_imported(first):
     second = {"torch": "weft", "weft": "torch"}[first]
     code = f"import {first}, {second}; import torch.distributed as dist; assert dist.Backend.WEFT == 'weft'; dist.init_process_group('weft'); dist.barrier()"
-    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    environment = {
+        **os.environ,
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert ended.returncode == 0, ended.stderr
 
 
@@ -316,7 +375,11 @@ def left_in_a_handler(world, waits, exits):
                 sys.exit(3)
 
         in_a_handler(world, leave)
-        expected, words = (SystemExit, "3") if exits else (dist.DistBackendError, "rank 0 left the group in a signal handler")
+        expected, words = (
+            (SystemExit, "3")
+            if exits
+            else (dist.DistBackendError, "rank 0 left the group in a signal handler")
+        )
         with pytest.raises(expected, match=words):
             if waits == "sync":
                 dist.all_reduce(torch.ones(3))
@@ -326,9 +389,14 @@ def left_in_a_handler(world, waits, exits):
             else:
                 dist.recv(torch.ones(3), 1)
         assert not dist.is_initialized()
-        dist.init_process_group("weft", store=dist.HashStore(), rank=0, world_size=1)  # for what leaves it at the end
+        dist.init_process_group(
+            "weft", store=dist.HashStore(), rank=0, world_size=1
+        )  # for what leaves it at the end
     else:
-        with pytest.raises(weft.PeerLost, match=r"rank 0 left the group in a signal handler while it was in (all_reduce|send)"):
+        with pytest.raises(
+            weft.PeerLost,
+            match=r"rank 0 left the group in a signal handler while it was in (all_reduce|send)",
+        ):
             dist.recv(torch.ones(3), 0)
     return True
 
@@ -340,13 +408,18 @@ def test_a_signal_handler_leaves_the_group(waits, exits):
 
 
 def called_in_a_handler(world):
-    """A call that would wait for the one that the handler interrupts is refused before anything is sent."""
+    """A call that would wait for the one that the handler interrupts is refused before anything is
+    sent.
+    """
     store, x = world.get_group_store(), torch.ones(3)
     for number, call in enumerate([lambda: dist.all_reduce(x), lambda: dist.recv(x, 1)]):
         if dist.get_rank() == 0:
 
             def caught(call=call, number=number):
-                with pytest.raises(weft.WeftError, match=r"called from a signal handler while rank 0 was in (all_reduce|send)"):
+                with pytest.raises(
+                    weft.WeftError,
+                    match=r"called from a signal handler while rank 0 was in (all_reduce|send)",
+                ):
                     call()
                 store.set(f"caught {number}", "")
 
@@ -358,7 +431,9 @@ def called_in_a_handler(world):
         assert x.tolist() == [2.0] * 3
     if dist.get_rank() == 0:  # who does not catch it has the interrupted call fail of it
         in_a_handler(world, lambda: dist.all_reduce(x, async_op=True).wait())
-    with pytest.raises(weft.WeftError, match="called from a signal handler while rank 0 was in barrier"):
+    with pytest.raises(
+        weft.WeftError, match="called from a signal handler while rank 0 was in barrier"
+    ):
         dist.recv(x, 0) if dist.get_rank() else dist.barrier()
 
 
@@ -367,7 +442,9 @@ def test_a_signal_handler_calls_on_the_group():
 
 
 def interrupted(world, kind):
-    """What a signal handler raises comes out of the call that it interrupts, also where that carries out another one first."""
+    """What a signal handler raises comes out of the call that it interrupts, also where that
+    carries out another one first.
+    """
     if dist.get_rank() == 0:
 
         def stop():
@@ -392,7 +469,9 @@ def test_an_interrupt_is_raised_as_itself(kind):
 
 
 def interrupted_message(world):
-    """A message that is interrupted may have come in part: the group is closed, as by an interrupted collective."""
+    """A message that is interrupted may have come in part: the group is closed, as by an
+    interrupted collective.
+    """
     if dist.get_rank() == 0:
 
         def stop():
@@ -413,7 +492,11 @@ def test_an_interrupted_message_closes_the_group():
 
 
 @pytest.mark.parametrize(
-    "last", ["dist.all_reduce(x, async_op=True)", "dist.all_reduce(x, async_op=True).get_future().then(print)"]
+    "last",
+    [
+        "dist.all_reduce(x, async_op=True)",
+        "dist.all_reduce(x, async_op=True).get_future().then(print)",
+    ],
 )
 def test_a_process_ends_with_calls_that_nobody_waits_for(last):
     code = f"import torch, torch.distributed as dist; dist.init_process_group('weft'); x = torch.ones(1000); {last}"
@@ -426,6 +509,15 @@ def ended(code):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    processes = [subprocess.Popen([sys.executable, "-c", code], env={**environment, "RANK": str(rank)}) for rank in range(2)]
+    environment = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], env={**environment, "RANK": str(rank)})
+        for rank in range(2)
+    ]
     return [process.wait(60) for process in processes]

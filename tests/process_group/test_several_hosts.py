@@ -47,7 +47,10 @@ def main(folder):
     assert [out.tolist() for out in outs] == [[float(peer)] * (rank + 1) for peer in range(ranks)]
     after, before, place = (rank + 1) % ranks, (rank - 1) % ranks, torch.zeros(100_000)
     works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, torch.full((100_000,), float(rank)), after), dist.P2POp(dist.irecv, place, before)]
+        [
+            dist.P2POp(dist.isend, torch.full((100_000,), float(rank)), after),
+            dist.P2POp(dist.irecv, place, before),
+        ]
     )
     for work in works:
         work.wait()
@@ -67,14 +70,18 @@ def main(folder):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from the agent of the dead rank's host
     (folder / f"through{rank}").touch()
     if rank == 3:
-        while not all((folder / f"through{peer}").exists() for peer in range(3)):  # none loses it in the barrier
+        while not all(
+            (folder / f"through{peer}").exists() for peer in range(3)
+        ):  # none loses it in the barrier
             time.sleep(0.001)
         (folder / "death").write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         dist.recv(x, 3)
     except dist.DistError as error:
-        (folder / f"rank{rank}").write_text(json.dumps([time.time(), type(error).__name__, str(error)]))
+        (folder / f"rank{rank}").write_text(
+            json.dumps([time.time(), type(error).__name__, str(error)])
+        )
     os._exit(1)  # agents whose ranks succeed wait minutes for those whose ranks do not
 
 

@@ -1,4 +1,6 @@
-"""A sample of torch's own suite for backends, of what takes seconds; ``make torch-suite`` runs all of it."""
+"""A sample of torch's own suite for backends, of what takes seconds; ``make torch-suite`` runs all
+of it.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,16 @@ def test_a_sample_of_torchs_own_suite():
     suite = Path(__file__).parents[1] / "torch_suite.py"
     words = [f"{suite}::TestWeft::{name}" for name in SAMPLE]
     environment = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:xdist", "-p", "no:cacheprovider", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-v",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        *words,
+    ]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
     assert re.search(rf"\b{len(SAMPLE)} passed", ended.stdout), ended.stdout + ended.stderr

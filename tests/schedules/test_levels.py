@@ -1,4 +1,6 @@
-"""Ranks that meet by levels: whom each tells and hears, for any number of ranks and any groups, and that all know of all in the end."""
+"""Ranks that meet by levels: whom each tells and hears, for any number of ranks and any groups, and
+that all know of all in the end.
+"""
 
 from __future__ import annotations
 
@@ -58,13 +60,19 @@ def test_notifies_grow_like_a_root_or_a_logarithm(ranks, most, hops):
 
 
 def test_what_is_near_meets_first():
-    """Two packages of four caches, each with four ranks that are not side by side: what crosses packages is one notify of each rank."""
+    """Two packages of four caches, each with four ranks that are not side by side: what crosses
+    packages is one notify of each rank.
+    """
     package, cache = tuple(r % 2 for r in range(32)), tuple(r % 8 for r in range(32))
     levels = nested(32, (cache, package))
     assert levels == (cache, package, *flat(32))
     for rank, (within, between, across) in enumerate(meetings(levels)):
-        assert sorted(within.told) == [peer for peer in range(32) if peer % 8 == rank % 8 and peer != rank]
-        assert {cache[peer] for peer in between.told} == {c for c in range(8) if c % 2 == rank % 2} - {cache[rank]}
+        assert sorted(within.told) == [
+            peer for peer in range(32) if peer % 8 == rank % 8 and peer != rank
+        ]
+        assert {cache[peer] for peer in between.told} == {
+            c for c in range(8) if c % 2 == rank % 2
+        } - {cache[rank]}
         assert [package[peer] for peer in across.told] == [1 - package[rank]]
 
 
@@ -82,7 +90,9 @@ def test_word_spreads_to_every_rank_once_from_one_that_has_it(levels, number):
     source = number % ranks
     heard, told = spread(source, levels)
     assert sorted(heard) == [rank for rank in range(ranks) if rank != source]
-    assert sorted((teller, rank) for teller, ranks in enumerate(told) for rank in ranks) == sorted((t, r) for r, t in heard.items())
+    assert sorted((teller, rank) for teller, ranks in enumerate(told) for rank in ranks) == sorted(
+        (t, r) for r, t in heard.items()
+    )
     for rank in heard:
         seen = [rank]
         while seen[-1] != source:

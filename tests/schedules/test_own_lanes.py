@@ -1,4 +1,6 @@
-"""A rank's own lanes are all that it needs of a plan: what it reckons with from them alone is what the whole plan says."""
+"""A rank's own lanes are all that it needs of a plan: what it reckons with from them alone is what
+the whole plan says.
+"""
 
 import itertools
 
@@ -24,13 +26,24 @@ CHOICES = [
 
 def reckoned(plan, rank):
     """What a rank does, and what it goes by that all ranks must see alike."""
-    given = {name: torch.float32 for name, buffer in plan.buffers.items() if buffer.role != "workspace"}
+    given = {
+        name: torch.float32 for name, buffer in plan.buffers.items() if buffer.role != "workspace"
+    }
     counted = {signal: count for signal, count in plan.promised(rank).items() if count}
-    return plan.lanes[rank], counted, plan.signal_names(), kinds(plan, given, {}), plan.buffers, plan.pieces
+    return (
+        plan.lanes[rank],
+        counted,
+        plan.signal_names(),
+        kinds(plan, given, {}),
+        plan.buffers,
+        plan.pieces,
+    )
 
 
 @pytest.mark.parametrize(
-    ("operator", "algorithm", "order", "reads", "symmetric"), CHOICES, ids=lambda each: getattr(each, "name", each)
+    ("operator", "algorithm", "order", "reads", "symmetric"),
+    CHOICES,
+    ids=lambda each: getattr(each, "name", each),
 )
 def test_own_lanes_suffice(operator, algorithm, order, reads, symmetric):
     for ranks, cut in itertools.product((1, 2, 3, 5, 8), (1, 2, 8)):

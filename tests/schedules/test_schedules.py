@@ -1,4 +1,6 @@
-"""Every schedule, of any choices, is proved and computes what its operator means, whatever the sizes."""
+"""Every schedule, of any choices, is proved and computes what its operator means, whatever the
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_computes_its_operator_however_lanes_interleave(plan, seed):
 
 
 @st.composite
-def successions(draw: st.DrawFn, make: Callable[..., st.SearchStrategy[Plan]], length: int) -> list[Plan]:
+def successions(
+    draw: st.DrawFn, make: Callable[..., st.SearchStrategy[Plan]], length: int
+) -> list[Plan]:
     """Plans of different operators and pieces, or sizes, for the same ranks."""
     ranks = st.just(draw(st.integers(1, 5)))
     return [draw(make(ranks)) for _ in range(length)]
@@ -81,7 +85,11 @@ def test_nothing_is_said_twice(plan):
 def test_no_transfer_is_larger_than_a_piece(algorithm):
     plan = all_gather_matmul(Request(3, 4, algorithm))
     between = [
-        i for lanes in plan.lanes for lane in lanes.values() for i in lane if isinstance(i, Copy) and i.src.rank != i.dst.rank
+        i
+        for lanes in plan.lanes
+        for lane in lanes.values()
+        for i in lane
+        if isinstance(i, Copy) and i.src.rank != i.dst.rank
     ]
     assert all(copy.src.rows == 1 for copy in between)
     assert bool(between) == (algorithm != "direct")
@@ -139,13 +147,22 @@ def test_pieces_go_peer_after_peer_or_in_turn():
 
 def test_tidying_leaves_out_waits_that_add_nothing():
     this, that = Signal("this", 0), Signal("that", 0)
-    lane = [Wait(this, 1), Wait(this, 2), Notify(0, this), Wait(this, 1), Wait(that, 0), Wait(this, 3)]
+    lane = [
+        Wait(this, 1),
+        Wait(this, 2),
+        Notify(0, this),
+        Wait(this, 1),
+        Wait(that, 0),
+        Wait(this, 3),
+    ]
     assert tidy(lane) == (Wait(this, 2), Notify(0, this), Wait(that, 0), Wait(this, 3))
 
 
 def test_peers_need_not_wait_for_a_ranks_own_copies():
     lane = all_gather(2, 2, "pull").lanes[0]["compute"]
-    staged = [at for at, done in enumerate(lane) if isinstance(done, Copy) and done.dst.buffer == "staged"]
+    staged = [
+        at for at, done in enumerate(lane) if isinstance(done, Copy) and done.dst.buffer == "staged"
+    ]
     assert len(staged) == 2
     for at in staged:
         told, kept = lane[at + 1 : at + 3]
@@ -155,7 +172,14 @@ def test_peers_need_not_wait_for_a_ranks_own_copies():
 
 
 def test_sums_that_are_handed_out_are_read_by_peers_alone():
-    """So they can be written past the caches: a store to a line that a peer has read waits for that core."""
+    """So they can be written past the caches: a store to a line that a peer has read waits for that
+    core.
+    """
     plan = all_reduce(3, 2, "two_shot", symmetric_a=True)
-    readers = {(rank, region.rank) for rank, i in plan.instructions() for region in reads(i) if region.buffer == "reduced"}
+    readers = {
+        (rank, region.rank)
+        for rank, i in plan.instructions()
+        for region in reads(i)
+        if region.buffer == "reduced"
+    }
     assert readers == {(rank, peer) for rank, peer in product(range(3), repeat=2) if rank != peer}

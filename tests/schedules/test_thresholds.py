@@ -1,4 +1,6 @@
-"""Thresholds by the caches of a core: the usual ones on usual cores, bounds on others, and the same on all ranks, whatever each has."""
+"""Thresholds by the caches of a core: the usual ones on usual cores, bounds on others, and the same
+on all ranks, whatever each has.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,15 @@ KIB = 1 << 10
 
 
 def sizes(limits):
-    return [size / KIB for size in (limits.eager_bytes, limits.staged_bytes, limits.slot_bytes, limits.pushed_bytes)]
+    return [
+        size / KIB
+        for size in (
+            limits.eager_bytes,
+            limits.staged_bytes,
+            limits.slot_bytes,
+            limits.pushed_bytes,
+        )
+    ]
 
 
 @pytest.mark.parametrize(
@@ -57,16 +67,27 @@ def with_caches_of_its_own():
     """A world in which each rank has other caches than the others, and has measured another hop."""
     rank = int(os.environ["RANK"])
     near = [(128 * KIB, 512 * KIB), (48 * KIB, 2048 * KIB), (64 * KIB, 0)][rank]
-    placement.here = lambda: Topology(tuple(Core((cpu,), 0, 0, 0, caches=near) for cpu in os.sched_getaffinity(0)))
+    placement.here = lambda: Topology(
+        tuple(Core((cpu,), 0, 0, 0, caches=near) for cpu in os.sched_getaffinity(0))
+    )
     cache.stored = lambda name, fits: [{"thresholds": {"hop": 7.5}}, None, None][rank]
     return weft.init(timeout=20)
 
 
 def collectives(world):
-    """Sizes around the thresholds that ranks would have by themselves: each takes a workspace or none, as all others must."""
+    """Sizes around the thresholds that ranks would have by themselves: each takes a workspace or
+    none, as all others must.
+    """
     for count in (5 * KIB, 7 * KIB, 9 * KIB, 17 * KIB, 150 * KIB, 400 * KIB):
-        own, symmetric, out = torch.full((count,), float(world.rank)), world.empty(count), world.empty(world.ranks * count)
-        total, parts = sum(range(world.ranks)), torch.arange(float(world.ranks)).repeat_interleave(count)
+        own, symmetric, out = (
+            torch.full((count,), float(world.rank)),
+            world.empty(count),
+            world.empty(world.ranks * count),
+        )
+        total, parts = (
+            sum(range(world.ranks)),
+            torch.arange(float(world.ranks)).repeat_interleave(count),
+        )
         assert weft.all_reduce(own).eq(total).all()
         assert weft.all_gather(own).equal(parts)
         assert weft.all_gather(symmetric.copy_(own), out=out).equal(parts)
@@ -84,7 +105,11 @@ def test_eager_buffers_have_room_for_what_large_caches_allow():
     def sums(limits):
         world, own = weft.init(), torch.ones(EAGER_ROOM // 4)
         world.thresholds = limits
-        return [weft.all_reduce(own).eq(2).all(), weft.reduce_scatter(own).eq(2).all(), weft.all_gather(own).eq(1).all()]
+        return [
+            weft.all_reduce(own).eq(2).all(),
+            weft.reduce_scatter(own).eq(2).all(),
+            weft.all_gather(own).eq(1).all(),
+        ]
 
     with weft.local_world(2) as local:
         assert all(all(sums) for sums in local.run(sums, Thresholds(256 * KIB)))

@@ -1,4 +1,6 @@
-"""What a process has that a closed world must not leave behind: threads, open files and mappings of symmetric memory."""
+"""What a process has that a closed world must not leave behind: threads, open files and mappings of
+symmetric memory.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,14 @@ def belongings() -> dict[str, list[str]]:
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             files.append(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
-    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:weft" in line]
-    return {"threads": os.listdir("/proc/self/task"), "files": [f for f in files if "/proc/" not in f], "mappings": maps}
+    maps = [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:weft" in line
+    ]
+    return {
+        "threads": os.listdir("/proc/self/task"),
+        "files": [f for f in files if "/proc/" not in f],
+        "mappings": maps,
+    }
 
 
 def kept(before: dict[str, list[str]], excused: bool = False) -> list[str]:
@@ -44,9 +52,15 @@ def kept(before: dict[str, list[str]], excused: bool = False) -> list[str]:
 def _reasons() -> list[str]:
     """What other threads do, and what refers to worlds that are still there."""
     own = threading.get_ident()
-    stacks = ["".join(traceback.format_stack(at)) for one, at in sys._current_frames().items() if one != own]
+    stacks = [
+        "".join(traceback.format_stack(at))
+        for one, at in sys._current_frames().items()
+        if one != own
+    ]
     worlds = [one for one in gc.get_objects() if issubclass(type(one), weft.World)]
     holders = [
-        f"{one!r} is held by {', '.join(sorted(type(holder).__name__ for holder in gc.get_referrers(one)))}" for one in worlds
+        f"{one!r} is held by "
+        f"{', '.join(sorted(type(holder).__name__ for holder in gc.get_referrers(one)))}"
+        for one in worlds
     ]
     return stacks + holders

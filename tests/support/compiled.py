@@ -25,7 +25,9 @@ SHARED = {"sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10, "gfx950":
 
 
 class Compiled(NamedTuple):
-    """The assembly of a kernel, how many registers it spills to memory, and the bytes of shared memory that it takes."""
+    """The assembly of a kernel, how many registers it spills to memory, and the bytes of shared
+    memory that it takes.
+    """
 
     assembly: str
     spills: int
@@ -36,20 +38,34 @@ class Compiled(NamedTuple):
 
 
 def build(
-    kernel: Any, signature: Mapping[str, str], constants: Mapping[str, Any], target: str, even: Sequence[str] = (), **options: Any
+    kernel: Any,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    target: str,
+    even: Sequence[str] = (),
+    **options: Any,
 ) -> Compiled:
-    """Compile with pointers that begin at multiples of 16 bytes, as all of torch's do, and `even` arguments that are multiples of 16.
+    """Compile with pointers that begin at multiples of 16 bytes, as all of torch's do, and `even`
+    arguments that are multiples of 16.
 
     `signature` gives the types of the arguments that are no `constants`.
     """
     types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, (name, kind) in enumerate(types.items()) if kind[0] == "*" or name in even}
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, types, dict(constants), aligned)
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (name, kind) in enumerate(types.items())
+        if kind[0] == "*" or name in even
+    }
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
+        kernel, types, dict(constants), aligned
+    )
     made = triton.compile(source, target=TARGETS[target], options=options)
     if "ptx" in made.asm:
         return Compiled(made.asm["ptx"], _local_bytes(made.asm["cubin"]), made.metadata.shared)
     assembly = made.asm["amdgcn"]
-    spills = re.findall(r"\.vgpr_spill_count:\s*(\d+)", assembly)  # scalar registers are spilled to vector registers
+    spills = re.findall(
+        r"\.vgpr_spill_count:\s*(\d+)", assembly
+    )  # scalar registers are spilled to vector registers
     assert len(spills) == 1
     return Compiled(assembly, int(spills[0]), made.metadata.shared)
 
@@ -60,7 +76,9 @@ def _local_bytes(cubin: bytes) -> int:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
         tool = triton.knobs.nvidia.cuobjdump.path
-        usage = subprocess.run([tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True).stdout
+        usage = subprocess.run(
+            [tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True
+        ).stdout
     stack, local = re.findall(r"STACK:(\d+)", usage), re.findall(r"LOCAL:(\d+)", usage)
     assert stack
     assert local

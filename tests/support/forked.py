@@ -1,6 +1,8 @@
-"""A rank on each host of tests, forked by this one process: ``python -m support.forked HOST… -- ARGUMENT…`` for `host_ranks`.
+"""A rank on each host of tests, forked by this one process: ``python -m support.forked HOST… --
+ARGUMENT…`` for `host_ranks`.
 
-What ranks import is imported once, before they are forked; only then does each enter the network of its host, and its clock.
+What ranks import is imported once, before they are forked; only then does each enter the network of
+its host, and its clock.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ def main() -> None:
     at = sys.argv.index("--")
     hosts, sys.argv = sys.argv[1:at], sys.argv[at:]
     cores = sorted(os.sched_getaffinity(0))
-    ranks = [fork(rank, host, len(hosts), cores[rank % len(cores)]) for rank, host in enumerate(hosts)]
+    ranks = [
+        fork(rank, host, len(hosts), cores[rank % len(cores)]) for rank, host in enumerate(hosts)
+    ]
     codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
     sys.exit(max(map(abs, codes)))
 
@@ -35,15 +39,27 @@ def fork(rank: int, host: str, ranks: int, core: int) -> int:
     if AHEAD:
         if libc.unshare(_NEWTIME):
             raise OSError(ctypes.get_errno(), "there is no clock of its own")
-        Path("/proc/self/timens_offsets").write_text(f"monotonic {rank * AHEAD} 0\n")  # for processes forked from now on
+        Path("/proc/self/timens_offsets").write_text(
+            f"monotonic {rank * AHEAD} 0\n"
+        )  # for processes forked from now on
     child = os.fork()
     if child:
         return child
     code = 1
     try:
         os.sched_setaffinity(0, {core})
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": FIRST, "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        os.environ |= {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+        }
+        os.environ |= {
+            "MASTER_ADDR": FIRST,
+            "MASTER_PORT": str(PORT),
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": "1",
+        }
         host_ranks.main()
         code = 0
     except BaseException:

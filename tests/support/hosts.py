@@ -1,6 +1,8 @@
-"""Real hosts for tests: network namespaces that a bridge joins, each with an address and a shaped link of its own.
+"""Real hosts for tests: network namespaces that a bridge joins, each with an address and a shaped
+link of its own.
 
-Ranks are started by torchrun, one agent per host, by mpiexec, or as forks of one process, which is quicker. All namespaces and processes are gone when the ``with`` block ends.
+Ranks are started by torchrun, one agent per host, by mpiexec, or as forks of one process, which is
+quicker. All namespaces and processes are gone when the ``with`` block ends.
 """
 
 from __future__ import annotations
@@ -30,13 +32,23 @@ WHY_NOT = (
 )
 needs_hosts = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 _TIME = ["unshare", "--time", "true"]  # fails where the kernel or util-linux is too old
-AHEAD = 0 if WHY_NOT or not shutil.which("unshare") or subprocess.run(_TIME, capture_output=True).returncode else 1000
-"""Seconds by which the monotonic clock of each host is ahead of the one before, where there are namespaces of time."""
+AHEAD = (
+    0
+    if WHY_NOT
+    or not shutil.which("unshare")
+    or subprocess.run(_TIME, capture_output=True).returncode
+    else 1000
+)
+"""Seconds by which the monotonic clock of each host is ahead of the one before, where there are
+namespaces of time.
+"""
 _numbers = itertools.count()  # several sets of hosts may be there at a time
 
 
 class Hosts:
-    """`count` namespaces on one bridge, which lies in a namespace of its own; host i has the address 10.77.0.i+1."""
+    """`count` namespaces on one bridge, which lies in a namespace of its own; host i has the
+    address 10.77.0.i+1.
+    """
 
     def __init__(self, count: int, gbps: float | None = None) -> None:
         prefix = f"weft{os.getpid()}n{next(_numbers)}"
@@ -47,7 +59,20 @@ class Hosts:
         ip("-n", self.hub, "link", "add", "hub", "type", "bridge")
         ip("-n", self.hub, "link", "set", "hub", "up")
         for i, name in enumerate(self.names):
-            ip("-n", self.hub, "link", "add", f"port{i}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip(
+                "-n",
+                self.hub,
+                "link",
+                "add",
+                f"port{i}",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                name,
+            )
             ip("-n", self.hub, "link", "set", f"port{i}", "master", "hub", "up")
             ip("-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
@@ -57,11 +82,15 @@ class Hosts:
 
     def shape(self, gbps: float) -> None:
         """Let every host send, and be sent to, at no more than `gbps`."""
-        burst = max(72 << 10, int(gbps * 1e9 / 8 / 4000))  # bytes that may go at once: a packet that is not cut up yet
+        burst = max(
+            72 << 10, int(gbps * 1e9 / 8 / 4000)
+        )  # bytes that may go at once: a packet that is not cut up yet
         for i, name in enumerate(self.names):
             for place, device in ((name, "eth0"), (self.hub, f"port{i}")):
                 limit = ["rate", f"{gbps}gbit", "burst", str(burst), "latency", "50ms"]
-                command(["tc", "-n", place, "qdisc", "replace", "dev", device, "root", "tbf", *limit])
+                command(
+                    ["tc", "-n", place, "qdisc", "replace", "dev", device, "root", "tbf", *limit]
+                )
 
     def cut_off(self, host: int) -> None:
         """Take the host's interface down."""
@@ -71,35 +100,96 @@ class Hosts:
         ip("-n", self.hub, "link", "set", f"port{host}", "up")
 
     def start(self, script: Path, ranks: int, *arguments: object) -> None:
-        """Start `ranks` ranks on each host by torchrun, bound to a core per host where there are enough; no two clocks agree."""
+        """Start `ranks` ranks on each host by torchrun, bound to a core per host where there are
+        enough; no two clocks agree.
+        """
         cores = sorted(os.sched_getaffinity(0))
         for i, name in enumerate(self.names):
             pin = ["taskset", "-c", str(cores[i % len(cores)])] if ranks == 1 else []
             clock = ["unshare", "--time", "--monotonic", str(i * AHEAD)] if AHEAD else []
-            torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(self.names)}", f"--node-rank={i}"]
-            torchrun += [f"--nproc-per-node={ranks}", f"--master-addr={FIRST}", f"--master-port={PORT}", "--monitor-interval=0.05"]
-            words = ["ip", "netns", "exec", name, *clock, *pin, *torchrun, str(script), *map(str, arguments)]
+            torchrun = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                f"--nnodes={len(self.names)}",
+                f"--node-rank={i}",
+            ]
+            torchrun += [
+                f"--nproc-per-node={ranks}",
+                f"--master-addr={FIRST}",
+                f"--master-port={PORT}",
+                "--monitor-interval=0.05",
+            ]
+            words = [
+                "ip",
+                "netns",
+                "exec",
+                name,
+                *clock,
+                *pin,
+                *torchrun,
+                str(script),
+                *map(str, arguments),
+            ]
             self._begin(words, os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"})
 
     def start_forked(self, *arguments: object) -> None:
-        """Start a rank of `host_ranks` on each host, as one process that imports what they need and then forks them."""
-        self._begin([sys.executable, "-m", "support.forked", *self.names, "--", *map(str, arguments)], dict(os.environ))
+        """Start a rank of `host_ranks` on each host, as one process that imports what they need and
+        then forks them.
+        """
+        self._begin(
+            [sys.executable, "-m", "support.forked", *self.names, "--", *map(str, arguments)],
+            dict(os.environ),
+        )
 
     def start_by_mpi(self, mpiexec: str, folder: Path, script: Path, *arguments: object) -> None:
-        """Start a rank on each host by Hydra's mpiexec on the first; to the others it gets by a script in place of ssh."""
+        """Start a rank on each host by Hydra's mpiexec on the first; to the others it gets by a
+        script in place of ssh.
+        """
         agent, addresses = folder / "agent", [f"10.77.0.{i + 1}" for i in range(len(self.names))]
-        cases = [f'{at}) exec ip netns exec {name} sh -c "$*" ;;' for at, name in zip(addresses, self.names, strict=True)]
-        agent.write_text("\n".join(["#!/bin/sh", "shift", "host=$1", "shift", "case $host in", *cases, "esac", ""]))  # -x first
+        cases = [
+            f'{at}) exec ip netns exec {name} sh -c "$*" ;;'
+            for at, name in zip(addresses, self.names, strict=True)
+        ]
+        agent.write_text(
+            "\n".join(
+                ["#!/bin/sh", "shift", "host=$1", "shift", "case $host in", *cases, "esac", ""]
+            )
+        )  # -x first
         agent.chmod(0o755)
-        launcher = ["-launcher", "ssh", "-launcher-exec", str(agent), "-iface", "eth0", "-hosts", ",".join(addresses), "-ppn", "1"]
-        variables = {"MASTER_ADDR": addresses[0], "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
+        launcher = [
+            "-launcher",
+            "ssh",
+            "-launcher-exec",
+            str(agent),
+            "-iface",
+            "eth0",
+            "-hosts",
+            ",".join(addresses),
+            "-ppn",
+            "1",
+        ]
+        variables = {
+            "MASTER_ADDR": addresses[0],
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": "1",
+        }
         launcher += [word for name, value in variables.items() for word in ("-genv", name, value)]
-        ranks = [*launcher, "-n", str(len(addresses)), sys.executable, str(script), *map(str, arguments)]
+        ranks = [
+            *launcher,
+            "-n",
+            str(len(addresses)),
+            sys.executable,
+            str(script),
+            *map(str, arguments),
+        ]
         self._begin(["ip", "netns", "exec", self.names[0], mpiexec, *ranks], dict(os.environ))
 
     def _begin(self, words: Sequence[str], environment: dict[str, str]) -> None:
         out = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        agent = subprocess.Popen(words, stdout=out, stderr=out, text=True, env=environment, start_new_session=True)
+        agent = subprocess.Popen(
+            words, stdout=out, stderr=out, text=True, env=environment, start_new_session=True
+        )
         self.running.append((agent, out))
 
     def finish(self, limit: float = 90.0) -> list[tuple[int, str]]:
@@ -113,7 +203,9 @@ class Hosts:
             out.seek(0)
             ended.append((agent.returncode, out.read()))
             out.close()
-            print(f"an agent ended with {ended[-1][0]}:\n{ended[-1][1]}")  # which pytest shows, whole, of a test that fails
+            print(
+                f"an agent ended with {ended[-1][0]}:\n{ended[-1][1]}"
+            )  # which pytest shows, whole, of a test that fails
         self.running.clear()
         return ended
 

@@ -48,7 +48,10 @@ def lowered(plan: Plan) -> Iterator[Mutant]:
     for place, instruction in places(plan):
         match instruction:
             case Wait(signal, count) if count:
-                yield Mutant(f"{place}: one less than {instruction}", edited(plan, place, Wait(signal, count - 1)))
+                yield Mutant(
+                    f"{place}: one less than {instruction}",
+                    edited(plan, place, Wait(signal, count - 1)),
+                )
 
 
 def shifted(plan: Plan) -> Iterator[Mutant]:
@@ -89,7 +92,12 @@ def mutant(plan: Plan, dice: random.Random) -> Plan:
             return edited(edited(plan, (rank, name, i)), (rank, name, to), instruction, span=0)
         case 3:
             other = dice.choice(["compute", "comm", "third"])
-            return edited(edited(plan, (rank, name, i)), (dice.randrange(plan.ranks), other, 0), instruction, span=0)
+            return edited(
+                edited(plan, (rank, name, i)),
+                (dice.randrange(plan.ranks), other, 0),
+                instruction,
+                span=0,
+            )
         case 4:
             return edited(plan, (rank, name, to), _signalling(plan, rank, dice), span=0)
         case _:
@@ -98,14 +106,20 @@ def mutant(plan: Plan, dice: random.Random) -> Plan:
 
 def _signalling(plan: Plan, rank: int, dice: random.Random) -> Instruction:
     name, peer = dice.choice(["free", "ready", "arrived", "other"]), dice.randrange(plan.ranks)
-    return dice.choice([Notify(peer, Signal(name, rank)), Wait(Signal(name, peer), dice.randrange(2))])
+    return dice.choice(
+        [Notify(peer, Signal(name, rank)), Wait(Signal(name, peer), dice.randrange(2))]
+    )
 
 
 def _changed(plan: Plan, instruction: Instruction, dice: random.Random) -> Instruction:
     match instruction:
         case Wait(signal, count):
             return dice.choice(
-                [Wait(signal, count - 1), Wait(signal, count + 1), Wait(signal._replace(source=dice.randrange(plan.ranks)), count)]
+                [
+                    Wait(signal, count - 1),
+                    Wait(signal, count + 1),
+                    Wait(signal._replace(source=dice.randrange(plan.ranks)), count),
+                ]
             )
         case Notify(_, signal):
             return Notify(dice.randrange(plan.ranks), signal)

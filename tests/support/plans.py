@@ -1,4 +1,6 @@
-"""The plans that tests go through: every schedule with every choice it offers, and what each must compute."""
+"""The plans that tests go through: every schedule with every choice it offers, and what each must
+compute.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,23 @@ def interleaved_gather(ranks: int, pieces: int, algorithm: str, **choices: Any) 
     return all_gather(ranks, pieces, algorithm, order="interleaved", links=2, **choices)
 
 
-def multiplied(ranks: int, pieces: int, algorithm: str, own_first: bool = True, joined: bool = True, **choices: Any) -> Plan:
+def multiplied(
+    ranks: int,
+    pieces: int,
+    algorithm: str,
+    own_first: bool = True,
+    joined: bool = True,
+    **choices: Any,
+) -> Plan:
     """All-gather + matmul."""
-    return all_gather_matmul(Request(ranks, pieces, algorithm, **choices), own_first=own_first, joined=joined)
+    return all_gather_matmul(
+        Request(ranks, pieces, algorithm, **choices), own_first=own_first, joined=joined
+    )
 
 
-def summed(planner: Callable[[Request], Plan], ranks: int, pieces: int, algorithm: str, **choices: Any) -> Plan:
+def summed(
+    planner: Callable[[Request], Plan], ranks: int, pieces: int, algorithm: str, **choices: Any
+) -> Plan:
     """A sum of products."""
     return planner(Request(ranks, pieces, algorithm, **choices))
 
@@ -56,12 +69,20 @@ def collected(ranks: int, pieces: int, algorithm: str, *, symmetric_a: bool) -> 
     if algorithm == "reduce_scatter":
         return reduce_scatter(ranks, pieces, symmetric_a=symmetric_a)
     if algorithm == "broadcast":
-        return broadcast(ranks, pieces, pieces % ranks, symmetric_a=symmetric_a, shared=symmetric_a and pieces > 1)
+        return broadcast(
+            ranks,
+            pieces,
+            pieces % ranks,
+            symmetric_a=symmetric_a,
+            shared=symmetric_a and pieces > 1,
+        )
     return all_to_all(ranks, pieces, symmetric_a=symmetric_a)
 
 
 def handed_out(ranks: int, pieces: int, algorithm: str, *, several: bool) -> Plan:
-    """A collective of a few rows through eager buffers, among ranks that meet at once or by as many levels as there can be."""
+    """A collective of a few rows through eager buffers, among ranks that meet at once or by as many
+    levels as there can be.
+    """
     levels = nested(ranks, hop=0.0) if several else flat(ranks)
     if algorithm == "broadcast":
         return eager_broadcast(pieces % ranks, levels)
@@ -80,17 +101,25 @@ SCHEDULES: dict[Callable[..., Plan], tuple[Sequence[str], Sequence[str]]] = {
     partial(multiplied, order="interleaved"): (("push", "sequential"), ("gathered",)),
     partial(multiplied, links=2): (("push", "sequential"), ("gathered", "joined")),
     partial(summed, matmul_reduce_scatter): (REDUCE_SCATTERS, ("remote_reads",)),
-    partial(summed, matmul_reduce_scatter, order="interleaved", links=2): (("push", "sequential"), ("remote_reads",)),
+    partial(summed, matmul_reduce_scatter, order="interleaved", links=2): (
+        ("push", "sequential"),
+        ("remote_reads",),
+    ),
     partial(summed, matmul_all_reduce): (ALL_REDUCES, ("remote_reads",)),
     all_reduce: (PLAIN_ALL_REDUCES, ("symmetric_a", "symmetric_out")),
-    handed_out: (("all_gather", "all_reduce", "broadcast", "reduce_scatter", "all_to_all"), ("several",)),
+    handed_out: (
+        ("all_gather", "all_reduce", "broadcast", "reduce_scatter", "all_to_all"),
+        ("several",),
+    ),
     collected: (("reduce_scatter", "broadcast", "all_to_all"), ("symmetric_a",)),
 }
 """Planners with their algorithms and flags."""
 
 
 def every(ranks: int, pieces: int) -> list[Plan]:
-    """The distinct plans that all schedules make for so many ranks, whose rows are cut into so many pieces."""
+    """The distinct plans that all schedules make for so many ranks, whose rows are cut into so many
+    pieces.
+    """
     found = [
         schedule(ranks, pieces, algorithm, **dict(zip(flags, choice, strict=True)))
         for schedule, (algorithms, flags) in SCHEDULES.items()
@@ -106,7 +135,12 @@ def any_plan(draw: st.DrawFn, ranks: st.SearchStrategy[int] = st.integers(1, 16)
     schedule, many = draw(st.sampled_from([*SCHEDULES])), draw(ranks)
     algorithms, flags = SCHEDULES[schedule]
     chosen = {flag: draw(st.booleans()) for flag in flags}
-    return schedule(many, draw(st.integers(1, 5 if many <= 4 else 2)), draw(st.sampled_from(algorithms)), **chosen)
+    return schedule(
+        many,
+        draw(st.integers(1, 5 if many <= 4 else 2)),
+        draw(st.sampled_from(algorithms)),
+        **chosen,
+    )
 
 
 def row_counts(ranks: int) -> st.SearchStrategy[list[int]]:
@@ -126,12 +160,17 @@ def bound(plan: Plan, rows: Sequence[int]) -> Plan:
     if plan.operator == "broadcast":
         return bind(plan, [max(rows)])
     if plan.operator == "all_to_all":
-        return bind(plan, [share if odd else 0 for r, share in enumerate(rows) for odd in _odd(r, len(rows))])
+        return bind(
+            plan,
+            [share if odd else 0 for r, share in enumerate(rows) for odd in _odd(r, len(rows))],
+        )
     return bind(plan, rows)
 
 
 def _odd(rank: int, ranks: int) -> list[int]:
-    """Of each rank whether it is an odd number away: these get the rows of an all-to-all, in equal shares."""
+    """Of each rank whether it is an odd number away: these get the rows of an all-to-all, in equal
+    shares.
+    """
     return [(rank + other) % 2 for other in range(ranks)]
 
 
@@ -143,7 +182,9 @@ def call(plan: Plan, seed: int) -> Call:
         return torch.randint(-(2**20), 2**20, (rows, COLUMNS), generator=numbers).double()
 
     inputs = [{"a": matrix(rows)} for rows in plan.buffers["a"].rows]
-    return Call(plan, inputs, [dict.fromkeys(["out", *plan.buffers], matrix(COLUMNS)) for _ in inputs])
+    return Call(
+        plan, inputs, [dict.fromkeys(["out", *plan.buffers], matrix(COLUMNS)) for _ in inputs]
+    )
 
 
 def expected(call: Call) -> list[dict[str, Tensor]]:
@@ -166,12 +207,17 @@ def expected(call: Call) -> list[dict[str, Tensor]]:
         meaning = [{"out": gathered[:rows]} for rows in kept]
     elif plan.operator == "all_to_all":
         shares = [
-            [len(a) // sum(odd) if x else 0 for x in odd] for a, odd in ((a, _odd(r, plan.ranks)) for r, a in enumerate(inputs))
+            [len(a) // sum(odd) if x else 0 for x in odd]
+            for a, odd in ((a, _odd(r, plan.ranks)) for r, a in enumerate(inputs))
         ]
         blocks = [torch.split(a, share) for a, share in zip(inputs, shares, strict=True)]
-        meaning = [{"out": torch.cat([of_rank[p] for of_rank in blocks])} for p in range(plan.ranks)]
+        meaning = [
+            {"out": torch.cat([of_rank[p] for of_rank in blocks])} for p in range(plan.ranks)
+        ]
     else:
-        meaning = [{"gathered": gathered, "out": gathered @ weights["out"]} for weights in call.weights]
+        meaning = [
+            {"gathered": gathered, "out": gathered @ weights["out"]} for weights in call.weights
+        ]
     outputs = [name for name, buffer in plan.buffers.items() if buffer.role == "output"]
     return [{name: of_rank[name] for name in outputs} for of_rank in meaning]
 

@@ -7,8 +7,21 @@ from weft.engines.device.kernels.symmetric import get, notify, put, wait
 
 
 @triton.jit
-def put_and_get(box, counters, timeout_record, box_bases, counter_bases, rank, following, previous, max_polls, BLOCK: tl.constexpr):
-    """Put row 0 to row 1 of the following rank; get row 0 of the previous one to row 2 when its own has come."""
+def put_and_get(
+    box,
+    counters,
+    timeout_record,
+    box_bases,
+    counter_bases,
+    rank,
+    following,
+    previous,
+    max_polls,
+    BLOCK: tl.constexpr,
+):
+    """Put row 0 to row 1 of the following rank; get row 0 of the previous one to row 2 when its own
+    has come.
+    """
     put(box + 100, box, 100, box_bases, rank, following, BLOCK)
     notify(counters, counter_bases, rank, following)
     wait(counters, 0, 1, timeout_record, max_polls)
@@ -16,8 +29,19 @@ def put_and_get(box, counters, timeout_record, box_bases, counter_bases, rank, f
 
 
 @triton.jit
-def consume(source, result, counters, timeout_record, expected, max_polls, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Say that it runs by the last counter, then copy each row once its counter has come to `expected`."""
+def consume(
+    source,
+    result,
+    counters,
+    timeout_record,
+    expected,
+    max_polls,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Say that it runs by the last counter, then copy each row once its counter has come to
+    `expected`.
+    """
     tl.atomic_add(counters + ROWS * 8, 1)
     columns = tl.arange(0, COLUMNS)
     for row in range(ROWS):

@@ -1,4 +1,6 @@
-"""How far products, and sums of them over ranks, may be from the exact ones: errors of rounding, and no more."""
+"""How far products, and sums of them over ranks, may be from the exact ones: errors of rounding,
+and no more.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,32 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def assert_product(y: Tensor, x: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
-    """``x @ b (+ bias)``, within the error of one rounding of each product sum: see `weft.bench` for the bound."""
+    """``x @ b (+ bias)``, within the error of one rounding of each product sum: see `weft.bench`
+    for the bound.
+    """
     exact = x.double() @ b.double() + (0 if bias is None else bias.double())
     unit = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
-    bound = (x.shape[-1] + 2) * unit * (x.double().abs() @ b.double().abs() + 1) + torch.finfo(y.dtype).eps * exact.abs()
-    assert ((y.double() - exact).abs() <= bound).all(), f"largest error {(y.double() - exact).abs().max()}"
+    bound = (x.shape[-1] + 2) * unit * (x.double().abs() @ b.double().abs() + 1) + torch.finfo(
+        y.dtype
+    ).eps * exact.abs()
+    assert ((y.double() - exact).abs() <= bound).all(), (
+        f"largest error {(y.double() - exact).abs().max()}"
+    )
 
 
 def assert_sum(
-    y: Tensor, a: Tensor, b: Tensor, take: Callable[[Tensor], Tensor], *, op: str = "sum", bias: Tensor | None = None
+    y: Tensor,
+    a: Tensor,
+    b: Tensor,
+    take: Callable[[Tensor], Tensor],
+    *,
+    op: str = "sum",
+    bias: Tensor | None = None,
 ) -> None:
     """What `take` takes of the sum of all ranks' ``a @ b``, averaged for `op` avg, and `bias`.
 
-    Within the error of one rounding of each product, of each partial product of bfloat16, and of the sum.
+    Within the error of one rounding of each product, of each partial product of bfloat16, and of
+    the sum.
     """
     pairs = [(x.double(), w.double()) for x, w in zip(everyones(a), everyones(b), strict=True)]
     divisor = len(pairs) if op == "avg" else 1

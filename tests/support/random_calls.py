@@ -1,4 +1,6 @@
-"""Random calls of all operators, each with its result: whole numbers, which have the same sum in any order."""
+"""Random calls of all operators, each with its result: whole numbers, which have the same sum in
+any order.
+"""
 
 from __future__ import annotations
 
@@ -59,17 +61,30 @@ def calls(seed: int, rank: int, ranks: int) -> Iterator[Asked]:
     draw, every = random.Random(seed), range(ranks)
     for number in count():
         name = draw.choice([*WAYS])
-        rows, columns, source = draw.choice((1, 7, 96, 500)), draw.choice((1, 5, 200)), draw.randrange(ranks)
-        shards = [draw.choice((rows, 0, rows + p)) for p in every] if "all_gather" in name else [rows] * ranks
+        rows, columns, source = (
+            draw.choice((1, 7, 96, 500)),
+            draw.choice((1, 5, 200)),
+            draw.randrange(ranks),
+        )
+        shards = (
+            [draw.choice((rows, 0, rows + p)) for p in every]
+            if "all_gather" in name
+            else [rows] * ranks
+        )
         parts = ranks if "scatter" in name or "to_all" in name else 1
         given = [_numbers(number, r, shards[r] * parts, columns) for r in every]
         weight, wanted = _numbers(number, ranks, columns, 4), _result(name, given, rank, source)
-        fused, options = "matmul" in name, {"algorithm": draw.choice(WAYS[name])} if WAYS[name] else {}
+        fused, options = (
+            "matmul" in name,
+            {"algorithm": draw.choice(WAYS[name])} if WAYS[name] else {},
+        )
         if "all_gather" in name:
             options["shard_rows"] = shards
         others = [weight] if fused else [source] if name == "broadcast" else []
         begun = not fused and draw.random() < 0.5
-        make = partial(getattr(weft, f"{name}_async" if begun else name), given[rank], *others, **options)
+        make = partial(
+            getattr(weft, f"{name}_async" if begun else name), given[rank], *others, **options
+        )
         yield Asked(name, make, begun, wanted @ weight if fused else wanted)
 
 
@@ -86,4 +101,6 @@ def _result(name: str, given: Sequence[Tensor], rank: int, source: int) -> Tenso
 
 
 def _numbers(call: int, rank: int, rows: int, columns: int) -> Tensor:
-    return torch.randint(-8, 8, (rows, columns), generator=torch.Generator().manual_seed(1000 * call + rank)).float()
+    return torch.randint(
+        -8, 8, (rows, columns), generator=torch.Generator().manual_seed(1000 * call + rank)
+    ).float()

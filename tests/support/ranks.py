@@ -21,13 +21,33 @@ import torch.distributed as dist
 import weft
 
 _context = multiprocessing.get_context("forkserver")
-_COMPILER = ["torch._dynamo.backends.inductor", "torch._inductor.compile_fx", "torch.distributed.tensor.experimental"]
-_LIBRARIES = [*_COMPILER, "torch.fx.experimental.symbolic_shapes", "torch.utils.serialization", "pytest", "hypothesis"]
-_LOADED = [*_LIBRARIES, "weft.ops", "weft.nn", "weft.compiler", "weft.cli", "weft.bench.plots", "support.ranks"]
+_COMPILER = [
+    "torch._dynamo.backends.inductor",
+    "torch._inductor.compile_fx",
+    "torch.distributed.tensor.experimental",
+]
+_LIBRARIES = [
+    *_COMPILER,
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.utils.serialization",
+    "pytest",
+    "hypothesis",
+]
+_LOADED = [
+    *_LIBRARIES,
+    "weft.ops",
+    "weft.nn",
+    "weft.compiler",
+    "weft.cli",
+    "weft.bench.plots",
+    "support.ranks",
+]
 
 
 class Outcome(NamedTuple):
-    """What became of a rank: its result, or its exception with the traceback; None stands for a rank that died."""
+    """What became of a rank: its result, or its exception with the traceback; None stands for a
+    rank that died.
+    """
 
     result: Any
     error: BaseException | None = None
@@ -35,14 +55,18 @@ class Outcome(NamedTuple):
 
 
 def serve(modules: Sequence[str] = ()) -> None:
-    """Start the process that ranks, and those that weft launches here, are forked from: it imports `modules` and what all need."""
+    """Start the process that ranks, and those that weft launches here, are forked from: it imports
+    `modules` and what all need.
+    """
     _context.set_forkserver_preload([*_LOADED, *modules, "support.warm"])
     forkserver.ensure_running()
 
 
 def look_through_less() -> None:
-    """Leave to Python's collector what is new alone, in this process and its forks, which would copy the rest by looking through it;
-    and that not again and again while a compiler makes it: which took a tenth of the suite."""
+    """Leave to Python's collector what is new alone, in this process and its forks, which would
+    copy the rest by looking through it; and that not again and again while a compiler makes it:
+    which took a tenth of the suite.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
@@ -64,15 +88,23 @@ def group(backend: str = "weft", timeout: float = 20.0) -> Iterator[dist.Process
 
 
 def start(
-    fn: Callable[..., Any], ranks: int, *args: Any, limit: float = 60.0, given: Callable[[], Any] = world
+    fn: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    limit: float = 60.0,
+    given: Callable[[], Any] = world,
 ) -> list[Outcome | None]:
-    """Call ``fn(world, *args)`` on `ranks` ranks, each with what is `given` there, and return what became of each."""
+    """Call ``fn(world, *args)`` on `ranks` ranks, each with what is `given` there, and return what
+    became of each.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     pipes = [_context.Pipe(duplex=False) for _ in range(ranks)]
     processes = [
-        _context.Process(target=_main, args=(fn, given, rank, ranks, port, args, pipes[rank][1]), daemon=True)
+        _context.Process(
+            target=_main, args=(fn, given, rank, ranks, port, args, pipes[rank][1]), daemon=True
+        )
         for rank in range(ranks)
     ]
     for process in processes:
@@ -97,7 +129,13 @@ def start(
     return outcomes
 
 
-def on_ranks(fn: Callable[..., Any], ranks: int, *args: Any, limit: float = 60.0, given: Callable[[], Any] = world) -> list[Any]:
+def on_ranks(
+    fn: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    limit: float = 60.0,
+    given: Callable[[], Any] = world,
+) -> list[Any]:
     """The results of ``fn(world, *args)`` in rank order; the first error is raised."""
     outcomes = start(fn, ranks, *args, limit=limit, given=given)
     for rank, outcome in enumerate(outcomes):
@@ -110,7 +148,9 @@ def on_ranks(fn: Callable[..., Any], ranks: int, *args: Any, limit: float = 60.0
 def everyones(tensor: torch.Tensor) -> list[torch.Tensor]:
     """All ranks' tensors, of any shapes, in rank order, by way of torch."""
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, tensor.detach().clone())  # a view alone, not all that it is a view of
+    dist.all_gather_object(
+        found, tensor.detach().clone()
+    )  # a view alone, not all that it is a view of
     return found
 
 
@@ -121,12 +161,16 @@ def sockets() -> set[str]:
 
 
 def named_memory() -> set[str]:
-    """The names in /dev/shm, but for the semaphores of multiprocessing: tests that run beside this one come and go with theirs."""
+    """The names in /dev/shm, but for the semaphores of multiprocessing: tests that run beside this
+    one come and go with theirs.
+    """
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
 def none_left(before: set[str]) -> bool:
-    """Whether all sockets made since `before` are gone, or go within some seconds, as those of other runs beside this one do."""
+    """Whether all sockets made since `before` are gone, or go within some seconds, as those of
+    other runs beside this one do.
+    """
     deadline = time.monotonic() + 10
     while sockets() - before and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -139,11 +183,24 @@ def die() -> None:
 
 
 def _main(
-    fn: Callable[..., Any], given: Callable[[], Any], rank: int, ranks: int, port: int, args: tuple[Any, ...], end: Any
+    fn: Callable[..., Any],
+    given: Callable[[], Any],
+    rank: int,
+    ranks: int,
+    port: int,
+    args: tuple[Any, ...],
+    end: Any,
 ) -> None:
     torch.set_num_threads(1)
-    torch.default_generator.manual_seed(rank)  # torch.manual_seed prepares accelerators, too, which takes milliseconds
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.default_generator.manual_seed(
+        rank
+    )  # torch.manual_seed prepares accelerators, too, which takes milliseconds
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     try:
         with given() as found:
             outcome = Outcome(fn(found, *args))
@@ -157,4 +214,10 @@ def _pickled(outcome: Outcome) -> bytes:
     try:
         return pickle.dumps(outcome)
     except Exception:  # pytest's own exceptions cannot be pickled
-        return pickle.dumps(Outcome(None, AssertionError(f"{type(outcome.error).__name__}: {outcome.error}"), outcome.trace))
+        return pickle.dumps(
+            Outcome(
+                None,
+                AssertionError(f"{type(outcome.error).__name__}: {outcome.error}"),
+                outcome.trace,
+            )
+        )

@@ -1,4 +1,6 @@
-"""What snippets of documents that are no programs take for granted: ranks, tensors, a model whose layers have the names that are used, its mesh."""
+"""What snippets of documents that are no programs take for granted: ranks, tensors, a model whose
+layers have the names that are used, its mesh.
+"""
 
 import contextlib
 import io
@@ -15,7 +17,15 @@ import weft
 import weft.nn
 import weft.plan.trace
 
-MODULES = {"io": io, "json": json, "nn": nn, "torch": torch, "weft": weft, "Shard": Shard, "parallelize_module": parallelize_module}
+MODULES = {
+    "io": io,
+    "json": json,
+    "nn": nn,
+    "torch": torch,
+    "weft": weft,
+    "Shard": Shard,
+    "parallelize_module": parallelize_module,
+}
 
 
 def given(world):
@@ -24,10 +34,28 @@ def given(world):
     def linear():
         return nn.Linear(8, 8)
 
-    attention, mlp = (nn.ModuleDict({name: linear() for name in names}) for names in (("wq", "wk", "wv"), ("up", "down")))
-    model = nn.ModuleDict({"norm": nn.RMSNorm(8), "up": linear(), "attention": attention, "down": linear(), "mlp": mlp})
-    mesh, tensors = init_device_mesh("cpu", (world.ranks,)), {"a": torch.randn(4, 8), "b": torch.randn(8, 8)}
-    return MODULES | tensors | {"world": world, "mesh": mesh, "model": model, "block": model, "file": io.StringIO()}
+    attention, mlp = (
+        nn.ModuleDict({name: linear() for name in names})
+        for names in (("wq", "wk", "wv"), ("up", "down"))
+    )
+    model = nn.ModuleDict(
+        {
+            "norm": nn.RMSNorm(8),
+            "up": linear(),
+            "attention": attention,
+            "down": linear(),
+            "mlp": mlp,
+        }
+    )
+    mesh, tensors = (
+        init_device_mesh("cpu", (world.ranks,)),
+        {"a": torch.randn(4, 8), "b": torch.randn(8, 8)},
+    )
+    return (
+        MODULES
+        | tensors
+        | {"world": world, "mesh": mesh, "model": model, "block": model, "file": io.StringIO()}
+    )
 
 
 def run(world, snippets, folder):

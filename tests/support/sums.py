@@ -1,4 +1,6 @@
-"""What sums over ranks must be to the bit: which terms are added in which order, and where anything is rounded."""
+"""What sums over ranks must be to the bit: which terms are added in which order, and where anything
+is rounded.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,20 @@ FUSED = (
 
 
 def numbers(seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
-    """Numbers of several magnitudes, so that most sums are rounded, and differently in another order."""
+    """Numbers of several magnitudes, so that most sums are rounded, and differently in another
+    order.
+    """
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator) * 2.0 ** torch.randint(-4, 5, shape, generator=generator)).to(dtype)
+    return (
+        torch.randn(shape, generator=generator)
+        * 2.0 ** torch.randint(-4, 5, shape, generator=generator)
+    ).to(dtype)
 
 
 def products(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """``a @ b`` for one column of a and one row of b, rounded as products are: those of bfloat16 for bfloat16 to bfloat16."""
+    """``a @ b`` for one column of a and one row of b, rounded as products are: those of bfloat16
+    for bfloat16 to bfloat16.
+    """
     exact = a.double() * b.double()
     return exact.to(torch.bfloat16 if a.dtype == out_dtype == torch.bfloat16 else wide(a.dtype))
 
@@ -42,26 +51,40 @@ def added(terms: Sequence[Tensor]) -> Tensor:
 
 
 def terms(parts: Sequence[Tensor], hosts: Sequence[int], keeper: int) -> list[list[Tensor]]:
-    """What is added for rows that `keeper` keeps, by hosts: its own host's parts, and the sum of another's, rounded as these are."""
+    """What is added for rows that `keeper` keeps, by hosts: its own host's parts, and the sum of
+    another's, rounded as these are.
+    """
     found = []
     for host in dict.fromkeys(hosts):
         own = [part for part, its in zip(parts, hosts, strict=True) if its == host]
-        found.append(own if hosts[keeper] == host or len(own) == 1 else [added(own).to(own[0].dtype)])
+        found.append(
+            own if hosts[keeper] == host or len(own) == 1 else [added(own).to(own[0].dtype)]
+        )
     return found
 
 
-def once(parts: Sequence[Tensor], hosts: Sequence[int], keeper: int, out_dtype: torch.dtype) -> Tensor:
+def once(
+    parts: Sequence[Tensor], hosts: Sequence[int], keeper: int, out_dtype: torch.dtype
+) -> Tensor:
     """The sum of all terms, rounded once."""
     return added([term for own in terms(parts, hosts, keeper) for term in own]).to(out_dtype)
 
 
-def at_every_hop(parts: Sequence[Tensor], hosts: Sequence[int], keeper: int, out_dtype: torch.dtype) -> Tensor:
+def at_every_hop(
+    parts: Sequence[Tensor], hosts: Sequence[int], keeper: int, out_dtype: torch.dtype
+) -> Tensor:
     """The same where the sum passes from host to host, in `out_dtype`."""
     first, *others = terms(parts, hosts, keeper)
-    return reduce(lambda running, own: added([running, *own]).to(out_dtype), others, added(first).to(out_dtype))
+    return reduce(
+        lambda running, own: added([running, *own]).to(out_dtype),
+        others,
+        added(first).to(out_dtype),
+    )
 
 
-def around(parts: Sequence[Tensor], hosts: Sequence[int], keeper: int, out_dtype: torch.dtype) -> Tensor:
+def around(
+    parts: Sequence[Tensor], hosts: Sequence[int], keeper: int, out_dtype: torch.dtype
+) -> Tensor:
     """The same from rank to rank, beginning behind the keeper and ending with it."""
     order = [(keeper + step) % len(parts) for step in range(1, len(parts) + 1)]
     return at_every_hop([parts[rank] for rank in order], range(len(parts)), 0, out_dtype)
@@ -70,7 +93,16 @@ def around(parts: Sequence[Tensor], hosts: Sequence[int], keeper: int, out_dtype
 Sum = Callable[[Sequence[Tensor], Sequence[int], int, torch.dtype], Tensor]
 
 
-def blocks(how: Sum, parts: Sequence[Tensor], hosts: Sequence[int], kept: Sequence[int], out_dtype: torch.dtype) -> list[Tensor]:
+def blocks(
+    how: Sum,
+    parts: Sequence[Tensor],
+    hosts: Sequence[int],
+    kept: Sequence[int],
+    out_dtype: torch.dtype,
+) -> list[Tensor]:
     """The sums that the ranks keep, of `kept` rows each."""
     split = [part.split([*kept]) for part in parts]
-    return [how([of_rank[keeper] for of_rank in split], hosts, keeper, out_dtype) for keeper in range(len(kept))]
+    return [
+        how([of_rank[keeper] for of_rank in split], hosts, keeper, out_dtype)
+        for keeper in range(len(kept))
+    ]

@@ -1,4 +1,6 @@
-"""The sysfs of machines that are not there: small trees made from how real ones number their hardware threads."""
+"""The sysfs of machines that are not there: small trees made from how real ones number their
+hardware threads.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,15 @@ def recorded(name: str, folder: Path) -> Path:
     machine = MACHINES[name]
     cpus = sorted(set().union(*map(numbers, machine["packages"])))
     system = folder / "devices/system"
-    files = {system / "cpu/online": f"0-{cpus[-1]}", system / "node/online": f"0-{len(machine['nodes']) - 1}"}
+    files = {
+        system / "cpu/online": f"0-{cpus[-1]}",
+        system / "node/online": f"0-{len(machine['nodes']) - 1}",
+    }
     files[system / "node/has_memory"] = f"0-{len(machine['nodes']) - 1}"
-    files |= {system / f"node/node{node}/cpulist": cpulist for node, cpulist in enumerate(machine["nodes"])}
+    files |= {
+        system / f"node/node{node}/cpulist": cpulist
+        for node, cpulist in enumerate(machine["nodes"])
+    }
     if "atoms" in machine:
         files[folder / "devices/cpu_atom/cpus"] = machine["atoms"]
     for cpu in cpus:
@@ -35,13 +43,24 @@ def recorded(name: str, folder: Path) -> Path:
         for several, (first, second, *sharing) in machine.get("data", {}).items():
             if cpu in numbers(several):
                 shared = (
-                    f"{cpu - cpu % sharing[0]}-{cpu - cpu % sharing[0] + sharing[0] - 1}" if sharing else _siblings(cpu, machine)
+                    f"{cpu - cpu % sharing[0]}-{cpu - cpu % sharing[0] + sharing[0] - 1}"
+                    if sharing
+                    else _siblings(cpu, machine)
                 )
-                own = (0, 1, "Data", first), (1, 1, "Instruction", 2 * first), (2, 2, "Unified", second)
+                own = (
+                    (0, 1, "Data", first),
+                    (1, 1, "Instruction", 2 * first),
+                    (2, 2, "Unified", second),
+                )
                 for index, level, kind, size in own:
                     about_cache = {"level": level, "type": kind, "size": f"{size}K"}
-                    about_cache["shared_cpu_list"] = shared if level == 2 else _siblings(cpu, machine)
-                    files |= {about / f"cache/index{index}/{name}": str(said) for name, said in about_cache.items()}
+                    about_cache["shared_cpu_list"] = (
+                        shared if level == 2 else _siblings(cpu, machine)
+                    )
+                    files |= {
+                        about / f"cache/index{index}/{name}": str(said)
+                        for name, said in about_cache.items()
+                    }
         for several, capacity in machine.get("capacities", {}).items():
             if cpu in numbers(several):
                 files[about / "cpu_capacity"] = str(capacity)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing.popen_forkserver  # noqa: F401  (what a new process looks at itself with)
+
+# what a new process looks at itself with
+import multiprocessing.popen_forkserver  # noqa: F401
 
 from torch._dynamo import trace_rules
 
@@ -14,7 +16,9 @@ _HUGE = 1 << 21  # bytes of a huge page
 
 
 def _to_huge_pages() -> None:
-    """Put this process's own memory into huge pages, where there are any: a fork and an end handle each page that is mapped."""
+    """Put this process's own memory into huge pages, where there are any: a fork and an end handle
+    each page that is mapped.
+    """
     libc = ctypes.CDLL(None)
     with open("/proc/self/maps") as file:
         mappings = file.readlines()

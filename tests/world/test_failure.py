@@ -1,4 +1,6 @@
-"""What happens when ranks die, fail, are late or disagree: every survivor says so, at once, and nothing is left behind."""
+"""What happens when ranks die, fail, are late or disagree: every survivor says so, at once, and
+nothing is left behind.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from weft.schedules.all_gather_matmul import ALGORITHMS, all_gather_matmul
 from weft.schedules.workload import Request
 
 RANKS, VICTIM = 3, 1
-SOON = 10.0  # seconds, half the time limit: survivors take milliseconds, but the machine may be busy
+SOON = (
+    10.0  # seconds, half the time limit: survivors take milliseconds, but the machine may be busy
+)
 
 
 def plan_of(algorithm):
@@ -47,12 +51,15 @@ def die_at(world, algorithm, lane, done):
     whole = HostProgram(engine(world), plan, tensors, {})
     if world.rank == VICTIM:
         own = {
-            name: instructions if name == "comm" and lane == "compute" else () for name, instructions in plan.lanes[VICTIM].items()
+            name: instructions if name == "comm" and lane == "compute" else ()
+            for name, instructions in plan.lanes[VICTIM].items()
         }
         own[lane] = plan.lanes[VICTIM][lane][:done]
         lanes = [own if rank == VICTIM else other for rank, other in enumerate(plan.lanes)]
         call = whole.bind(tensors, plan.pieces).call
-        part = HostProgram(engine(world), dataclasses.replace(plan, lanes=tuple(lanes)), tensors, {})
+        part = HostProgram(
+            engine(world), dataclasses.replace(plan, lanes=tuple(lanes)), tensors, {}
+        )
         part.native.say(call)
         part.run(tensors, plan.pieces, {"out": torch.eye(4)})
         for rank in range(world.ranks):
@@ -86,7 +93,9 @@ def late_or_dead(world, how):
     if world.rank != 2:
         weft.notify(through, 0, 2)
     else:
-        weft.wait(through, 0, ">=", 2)  # else one may still be in that call, and lose this rank there
+        weft.wait(
+            through, 0, ">=", 2
+        )  # else one may still be in that call, and lose this rank there
         if how == "die":
             die()
         if how == "raise":
@@ -105,8 +114,16 @@ def late_or_dead(world, how):
 @pytest.mark.parametrize(
     ("how", "kind", "words"),
     [
-        ("die", "PeerLost", ["rank 2 (pid", "died while rank", "of all_gather_matmul call", '(signal "']),
-        ("raise", "PeerLost", ["rank 2 (pid", "failed with KeyError: 'lost my keys', while rank", '(signal "']),
+        (
+            "die",
+            "PeerLost",
+            ["rank 2 (pid", "died while rank", "of all_gather_matmul call", '(signal "'],
+        ),
+        (
+            "raise",
+            "PeerLost",
+            ["rank 2 (pid", "failed with KeyError: 'lost my keys', while rank", '(signal "'],
+        ),
         ("close", "PeerLost", ["rank 2 (pid", "closed its world while rank"]),
         (
             "hang",
@@ -149,13 +166,17 @@ def disagree(world, how):
         "columns": lambda: weft.all_gather_matmul(a[:, :4] if odd else a, b[:4] if odd else b),
         "other": lambda: world.empty(7) if odd else weft.all_gather_matmul(a, b),
         "cached": lambda: weft.all_gather_matmul(a[: 8 if odd else 64], b),
-        "shard_rows": lambda: weft.all_gather_matmul(a, b, shard_rows=[64, 60, 64] if odd else [64] * 3),
+        "shard_rows": lambda: weft.all_gather_matmul(
+            a, b, shard_rows=[64, 60, 64] if odd else [64] * 3
+        ),
         "again": lambda: weft.barrier() if odd else weft.all_reduce(torch.ones(2, 2)),
         "collective": lambda: weft.all_reduce(torch.ones(5 if odd else 4)),
         "asynchronous": lambda: weft.all_reduce_async(torch.ones(2, 2, dtype=wide)).wait(),
         "op": lambda: weft.all_reduce(torch.ones(4), op="max" if odd else "sum"),
         "source": lambda: (weft.broadcast(torch.ones(4), int(odd)), weft.barrier()),
-        "part": lambda: weft.reduce_scatter(torch.ones(9, 2, dtype=wide), op="max" if odd else "sum"),
+        "part": lambda: weft.reduce_scatter(
+            torch.ones(9, 2, dtype=wide), op="max" if odd else "sum"
+        ),
         "place": lambda: weft.all_reduce(symmetric if odd else torch.ones(200_000)),
     }
     said, log = io.StringIO(), logging.getLogger("weft")
@@ -172,18 +193,34 @@ def disagree(world, how):
     ("how", "one", "other"),
     [
         ("rows", "all_gather_matmul(a=(64, 8) float32)", "all_gather_matmul(a=(60, 8) float32)"),
-        ("shard_rows", "all_gather_matmul(a=(64, 8) float32)", "all_gather_matmul(a=[64, 60, 64] rows x 8 float32)"),
+        (
+            "shard_rows",
+            "all_gather_matmul(a=(64, 8) float32)",
+            "all_gather_matmul(a=[64, 60, 64] rows x 8 float32)",
+        ),
         ("dtype", "all_gather_matmul(a=(64, 8) float32)", "all_gather_matmul(a=(64, 8) float64)"),
-        ("algorithm", "all_gather_matmul(a=(64, 8) float32) by ring", "all_gather_matmul(a=(64, 8) float32) by push"),
+        (
+            "algorithm",
+            "all_gather_matmul(a=(64, 8) float32) by ring",
+            "all_gather_matmul(a=(64, 8) float32) by push",
+        ),
         ("columns", "all_gather_matmul(a=(64, 8) float32)", "all_gather_matmul(a=(64, 4) float32)"),
         ("other", "all_gather_matmul(a=(64, 8) float32)", "empty((7,), float32)"),
         ("cached", "all_gather_matmul(a=(64, 8) float32)", "all_gather_matmul(a=(8, 8) float32)"),
         ("again", "all_reduce((2, 2) float32, op=sum)", "barrier()"),
         ("collective", "all_reduce((4,) float32, op=sum)", "all_reduce((5,) float32, op=sum)"),
-        ("asynchronous", "all_reduce((2, 2) float32, op=sum)", "all_reduce((2, 2) float64, op=sum)"),
+        (
+            "asynchronous",
+            "all_reduce((2, 2) float32, op=sum)",
+            "all_reduce((2, 2) float64, op=sum)",
+        ),
         ("op", "all_reduce((4,) float32, op=sum)", "all_reduce((4,) float32, op=max)"),
         ("source", "broadcast((4,) float32, source=0)", "broadcast((4,) float32, source=1)"),
-        ("part", "reduce_scatter((9, 2) float32, op=sum, dim=0)", "reduce_scatter((9, 2) float64, op=max, dim=0)"),
+        (
+            "part",
+            "reduce_scatter((9, 2) float32, op=sum, dim=0)",
+            "reduce_scatter((9, 2) float64, op=max, dim=0)",
+        ),
         (
             "place",
             "all_reduce(a=[200000, 200000, 200000] rows x 1 float32, staged=",
@@ -207,21 +244,35 @@ def test_ranks_that_make_different_calls_are_shown_both(how, one, other):
         message, told = outcome.result
         first, *lines = message.splitlines()
         assert first == f"the ranks do not make the same call: {differs[how]}"
-        assert [line[:8] for line in lines] in (["  rank 0", "  rank 2"], ["  rank 1", "  rank 2"]), lines
+        assert [line[:8] for line in lines] in (
+            ["  rank 0", "  rank 2"],
+            ["  rank 1", "  rank 2"],
+        ), lines
         assert lines[0][10:].startswith(one), lines
         assert lines[1][10:].startswith(other), lines
-        assert rank == 2 or not told or re.search(r"call \d+ of this world, with those that weft makes itself: .*plan ", told), told
+        assert (
+            rank == 2
+            or not told
+            or re.search(
+                r"call \d+ of this world, with those that weft makes itself: .*plan ", told
+            )
+        ), told
 
 
 def late_everywhere(world, algorithm):
-    """Each rank in turn is late, before it notifies (it calls late) and before it waits (its comm lane is ahead)."""
+    """Each rank in turn is late, before it notifies (it calls late) and before it waits (its comm
+    lane is ahead).
+    """
     generator = torch.Generator().manual_seed(1)
     b = torch.eye(6)
     for call in range(12):
         everyone = torch.randn(world.ranks, 5, 6, generator=generator)
         if call % world.ranks == world.rank:
             time.sleep(0.02)
-        assert torch.equal(weft.all_gather_matmul(everyone[world.rank], b, algorithm=algorithm), everyone.view(-1, 6))
+        assert torch.equal(
+            weft.all_gather_matmul(everyone[world.rank], b, algorithm=algorithm),
+            everyone.view(-1, 6),
+        )
 
 
 @pytest.mark.data
@@ -278,10 +329,22 @@ def too_many_names(world):
     from weft.plan import Buffer, Notify, Plan, Signal
 
     for n in range(_native.Executor.max_names):  # one is taken already
-        lane = (Notify(1 - world.rank, Signal(f"s{n}", world.rank)), Wait(Signal(f"s{n}", 1 - world.rank), 1))
-        other = (Notify(world.rank, Signal(f"s{n}", 1 - world.rank)), Wait(Signal(f"s{n}", world.rank), 1))
-        lanes = ({"compute": lane}, {"compute": other}) if world.rank == 0 else ({"compute": other}, {"compute": lane})
-        engine(world).execute(Plan("hello", "x", {"a": Buffer("input", (0, 0))}, lanes), {"a": torch.empty(0, 1)})
+        lane = (
+            Notify(1 - world.rank, Signal(f"s{n}", world.rank)),
+            Wait(Signal(f"s{n}", 1 - world.rank), 1),
+        )
+        other = (
+            Notify(world.rank, Signal(f"s{n}", 1 - world.rank)),
+            Wait(Signal(f"s{n}", world.rank), 1),
+        )
+        lanes = (
+            ({"compute": lane}, {"compute": other})
+            if world.rank == 0
+            else ({"compute": other}, {"compute": lane})
+        )
+        engine(world).execute(
+            Plan("hello", "x", {"a": Buffer("input", (0, 0))}, lanes), {"a": torch.empty(0, 1)}
+        )
 
 
 def told_later(world):
@@ -315,4 +378,7 @@ def world_is_usable_after_bad_arguments(world):
 
 @pytest.mark.data
 def test_bad_arguments_leave_the_world_usable():
-    assert [outcome.result for outcome in start(world_is_usable_after_bad_arguments, 2)] == [12.0, 12.0]
+    assert [outcome.result for outcome in start(world_is_usable_after_bad_arguments, 2)] == [
+        12.0,
+        12.0,
+    ]

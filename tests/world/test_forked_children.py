@@ -1,4 +1,6 @@
-"""A forked child has its parent's worlds and none of their threads: it can use none of them, and harms none by its end."""
+"""A forked child has its parent's worlds and none of their threads: it can use none of them, and
+harms none by its end.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def forked(work):
 
 def forks(world):
     out, counted, symmetric = torch.empty(4), world.signals(1), world.empty(4)
-    begun = weft.all_reduce_async(torch.ones(1 << 16), out=torch.empty(1 << 16)) if world.rank else None
+    begun = (
+        weft.all_reduce_async(torch.ones(1 << 16), out=torch.empty(1 << 16)) if world.rank else None
+    )
     calls = {
         "all_reduce": lambda: weft.all_reduce(torch.ones(4), out=out),
         "all_reduce_async": lambda: weft.all_reduce_async(torch.ones(4)),
@@ -58,7 +62,10 @@ def forks(world):
     begun = begun or weft.all_reduce_async(torch.ones(1 << 16))
     assert torch.equal(begun.wait(), torch.full((1 << 16,), 2.0))
     for again in range(3):
-        assert torch.equal(weft.all_reduce(torch.full((4,), world.rank + 1.0 + again), out=out), torch.full((4,), 3.0 + 2 * again))
+        assert torch.equal(
+            weft.all_reduce(torch.full((4,), world.rank + 1.0 + again), out=out),
+            torch.full((4,), 3.0 + 2 * again),
+        )
 
 
 def test_a_child_uses_no_world_of_its_parent_and_ends_none():

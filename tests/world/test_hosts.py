@@ -1,4 +1,6 @@
-"""Ranks on several hosts: all operators, what is refused, and what happens when hosts or ranks are lost."""
+"""Ranks on several hosts: all operators, what is refused, and what happens when hosts or ranks are
+lost.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from support.hosts import AHEAD, hosts, needs_hosts
 
 SCRIPT = Path(host_ranks.__file__)
 SOON = 5.0  # seconds; survivors take milliseconds, and the machine may be busy
-SLACK = 0.1  # seconds by which clocks may be off on a busy machine; they are off by less than the fastest message takes
+# seconds by which clocks may be off on a busy machine; they are off by less than the fastest
+# message takes
+SLACK = 0.1
 pytestmark = needs_hosts
 
 
@@ -32,7 +36,9 @@ def found(folder, part, ranks):
 
 def wait_for(net, *files):
     deadline = time.monotonic() + 60
-    while not all(file.exists() for file in files) and not net.over() and time.monotonic() < deadline:
+    while (
+        not all(file.exists() for file in files) and not net.over() and time.monotonic() < deadline
+    ):
         time.sleep(0.02)
 
 
@@ -49,7 +55,9 @@ def assert_told_of_the_death(folder, ranks):
 def two_by_two(two_hosts, tmp_path_factory):
     """What two ranks on each of two hosts have found, of which the last has died."""
     folder = tmp_path_factory.mktemp("two_by_two")
-    two_hosts.start(SCRIPT, 2, "operators,calls_at_random,sums_to_the_bit,traces,traffic,killed", folder)
+    two_hosts.start(
+        SCRIPT, 2, "operators,calls_at_random,sums_to_the_bit,traces,traffic,killed", folder
+    )
     ended = two_hosts.finish()
     assert (folder / "death").exists(), ended
     return folder
@@ -57,14 +65,20 @@ def two_by_two(two_hosts, tmp_path_factory):
 
 @pytest.mark.data
 def test_two_hosts_of_two_ranks_and_one_that_dies(two_by_two):
-    assert found(two_by_two, "calls_at_random", 4) == found(two_by_two, "sums_to_the_bit", 4) == [None] * 4
+    assert (
+        found(two_by_two, "calls_at_random", 4)
+        == found(two_by_two, "sums_to_the_bit", 4)
+        == [None] * 4
+    )
     assert_told_of_the_death(two_by_two, 4)
 
 
 def test_rows_cross_to_each_host_once(two_by_two):
     """Bytes are counted where they leave a host; ranks 0 and 1 are on one."""
     one, _, other, _ = found(two_by_two, "traffic", 4)
-    ratios = {name: (one[name][0] + other[name][0]) / (one[name][1] + other[name][1]) for name in one}
+    ratios = {
+        name: (one[name][0] + other[name][0]) / (one[name][1] + other[name][1]) for name in one
+    }
     assert all(ratio <= 1.05 for ratio in ratios.values()), ratios
 
 
@@ -80,7 +94,12 @@ def test_traces_of_several_hosts_are_aligned(two_by_two):
 def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path):
     """Right after a job that lost a rank, over a slower link."""
     two_hosts.shape(gbps=4)
-    two_hosts.start(SCRIPT, 1, "doctor,cut_off,operators,sums_to_the_bit,refusals,mismatch,gives_up,benches", tmp_path)
+    two_hosts.start(
+        SCRIPT,
+        1,
+        "doctor,cut_off,operators,sums_to_the_bit,refusals,mismatch,gives_up,benches",
+        tmp_path,
+    )
     wait_for(two_hosts, *(tmp_path / f"running{rank}" for rank in range(2)))
     two_hosts.cut_off(1)
     wait_for(two_hosts, *(tmp_path / f"gave_up{rank}" for rank in range(2)))
@@ -92,21 +111,32 @@ def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path
     assert [well for well, _ in diagnoses] == [well for well, _ in others] == [False] * 3
     firewalled, on_wrong_interface, late = (printed for _, printed in diagnoses)
     assert re.search(
-        r"rank 1 on .* cannot connect to rank 0 on .* at 10.77.0.1, port .*: no answer. Is there a firewall", firewalled
+        r"rank 1 on .* cannot connect to rank 0 on .* at 10.77.0.1, port .*: no answer. Is there a "
+        r"firewall",
+        firewalled,
     )
     assert "rank 1 on" in on_wrong_interface
     assert (
-        "GLOO_SOCKET_IFNAME=eth7 is no interface with an address there; set it to one that the other hosts reach: eth0 10.77.0.2"
-        in (on_wrong_interface)
+        "GLOO_SOCKET_IFNAME=eth7 is no interface with an address there; set it to one that the "
+        "other hosts reach: eth0 10.77.0.2" in (on_wrong_interface)
     )
-    assert all(words in late for words in ("eth0 10.77.0.1", "eth0 10.77.0.2", "(rank 1) is 90.0 s ahead of that of")), late
+    assert all(
+        words in late
+        for words in ("eth0 10.77.0.1", "eth0 10.77.0.2", "(rank 1) is 90.0 s ahead of that of")
+    ), late
     gbps = float(re.search(r"0 - 1 *│ *([0-9.]+)", late)[1])
     assert 0 < gbps < 1.1 * 4, late
     [kind, said], own = found(tmp_path, "gives_up", 2)
-    assert (kind, said) == ("PeerLost", "rank 1 gave up while rank 0 waited to learn where it is: no address")
+    assert (kind, said) == (
+        "PeerLost",
+        "rank 1 gave up while rank 0 waited to learn where it is: no address",
+    )
     assert own == ["WeftError", "no address"]
     measured, _ = found(tmp_path, "benches", 2)
-    assert all((result["ranks"], result["hosts"], result["verified"]) == (2, 2, True) for result in measured)
+    assert all(
+        (result["ranks"], result["hosts"], result["verified"]) == (2, 2, True)
+        for result in measured
+    )
     for name, words, seconds in found(tmp_path, "cut_off", 2):
         assert name == "PeerTimeout", words
         assert "of all_gather_matmul call" in words
@@ -119,7 +149,9 @@ def test_a_peer_that_is_gone_in_the_middle_of_a_message(two_hosts, tmp_path):
     ended = two_hosts.finish()
     assert (tmp_path / "halfway0").exists(), ended
     [parts] = found(tmp_path, "halfway", 1)
-    for (name, words), kept, how in zip(parts[::2], parts[1::2], ("closed its world", "KeyError", "died"), strict=True):
+    for (name, words), kept, how in zip(
+        parts[::2], parts[1::2], ("closed its world", "KeyError", "died"), strict=True
+    ):
         assert name == "PeerLost", words
         assert re.match(rf"rank 1 \(pid .*{how}", words), words
         assert kept == [], kept
@@ -127,7 +159,9 @@ def test_a_peer_that_is_gone_in_the_middle_of_a_message(two_hosts, tmp_path):
 
 @pytest.mark.data
 def test_mpiexec_starts_ranks_on_two_hosts(two_hosts, tmp_path):
-    mpiexec = shutil.which("mpiexec.hydra", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    mpiexec = shutil.which(
+        "mpiexec.hydra", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    )
     if not mpiexec:
         pytest.skip("there is no mpiexec.hydra, which comes with the package mpich")
     two_hosts.start_by_mpi(mpiexec, tmp_path, SCRIPT, "operators", tmp_path)

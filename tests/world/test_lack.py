@@ -1,4 +1,6 @@
-"""What a rank lacks (descriptors, threads, memory) while it has a world is an error, and no crash, hang or wrong number."""
+"""What a rank lacks (descriptors, threads, memory) while it has a world is an error, and no crash,
+hang or wrong number.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ def limited(what, value):
 def no_more_memory(spare=1 << 20):
     """Let this process map hardly more than it has."""
     gc.collect()
-    limited(resource.RLIMIT_AS, int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE + spare)
+    limited(
+        resource.RLIMIT_AS,
+        int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE + spare,
+    )
 
 
 def no_thread(world):
@@ -88,7 +93,9 @@ def test_a_part_of_another_size():
         _native.attach_mapping(file, 8192)
 
 
-@pytest.mark.parametrize("words", [b"anonsense", b"aKeyError\nx\ngone", b"aKeyError\n7\ngone", b"aKeyError\n-1\n"])
+@pytest.mark.parametrize(
+    "words", [b"anonsense", b"aKeyError\nx\ngone", b"aKeyError\n7\ngone", b"aKeyError\n-1\n"]
+)
 def test_a_message_that_is_none(words):
     own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mesh = _native.Mesh([-1, own.detach()])
@@ -125,13 +132,22 @@ def fetch():
     ready, go, row = Signal("ready", 0), Signal("go", 2), Region(0, "a", 0, 1)
     buffers = {"a": Buffer("input", (1, 1, 1)), "out": Buffer("output", (1, 1, 1))}
     fetching = {"compute": (Wait(go, 1), Wait(ready, 1), Copy(row, Region(1, "out", 0, 1)))}
-    return Plan("fetch", "x", buffers, ({"compute": (Notify(1, ready),)}, fetching, {"compute": (Notify(1, go),)}))
+    return Plan(
+        "fetch",
+        "x",
+        buffers,
+        ({"compute": (Notify(1, ready),)}, fetching, {"compute": (Notify(1, go),)}),
+    )
 
 
 def closes_before_it_is_read(_, symmetric):
     peer_memory.huge_pages = lambda: True
     world = weft.init(timeout=20)
-    a, out, meet = world.empty(1, 4) if symmetric else torch.empty(1, 4), torch.empty(1, 4), world.signals(1)
+    a, out, meet = (
+        world.empty(1, 4) if symmetric else torch.empty(1, 4),
+        torch.empty(1, 4),
+        world.signals(1),
+    )
     engine(world)
     if world.rank == 0:
         engine(world).execute(fetch(), {"a": a.fill_(1), "out": out})

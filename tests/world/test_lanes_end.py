@@ -1,4 +1,6 @@
-"""A lane that cannot go on ends the waits of its rank's other lanes at once, with its own cause, on every engine."""
+"""A lane that cannot go on ends the waits of its rank's other lanes at once, with its own cause, on
+every engine.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,18 @@ from weft.plan import Buffer, Copy, Notify, Plan, Region, Signal, Wait
 
 
 def handed_on():
-    """Rank 0's comm lane waits for a row of rank 2, its compute lane only for its comm lane; rank 1 has no part in it."""
+    """Rank 0's comm lane waits for a row of rank 2, its compute lane only for its comm lane; rank 1
+    has no part in it.
+    """
     ready, pulled, row = Signal("ready", 2), Signal("pulled", 0), Region(2, "a", 0, 1)
     comm = (Wait(ready, 1), Copy(row, Region(0, "out", 0, 1)), Notify(0, pulled))
     buffers = {"a": Buffer("input", (1, 1, 1)), "out": Buffer("output", (1, 1, 1))}
-    return Plan("hand_on", "x", buffers, ({"compute": (Wait(pulled, 1),), "comm": comm}, {}, {"compute": (Notify(0, ready),)}))
+    return Plan(
+        "hand_on",
+        "x",
+        buffers,
+        ({"compute": (Wait(pulled, 1),), "comm": comm}, {}, {"compute": (Notify(0, ready),)}),
+    )
 
 
 def leaves(world, streams):

@@ -41,20 +41,32 @@ def script(tmp_path):
 
 
 def run(*command):
-    environment = {key: value for key, value in os.environ.items() if key not in ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT")}
-    return subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=90, env=environment)
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT")
+    }
+    return subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, timeout=90, env=environment
+    )
 
 
 def assert_all_ranks(done, ranks, rest=""):
     assert done.returncode == 0, done.stdout + done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
     assert len(lines) == ranks
-    assert all(line.startswith(f"rank {rank} of {ranks} ") and line.endswith(rest) for rank, line in enumerate(lines)), lines
+    assert all(
+        line.startswith(f"rank {rank} of {ranks} ") and line.endswith(rest)
+        for rank, line in enumerate(lines)
+    ), lines
 
 
 def shares(done):
     """The hardware threads of each rank, as it saw them."""
-    return [ast.literal_eval(cpus) for _, cpus in sorted(re.findall(r"rank (\d+) of .* on (\[.*?\])", done.stdout))]
+    return [
+        ast.literal_eval(cpus)
+        for _, cpus in sorted(re.findall(r"rank (\d+) of .* on (\[.*?\])", done.stdout))
+    ]
 
 
 @pytest.mark.data
@@ -108,42 +120,72 @@ def test_weft_run_names_the_rank_that_failed_first_and_ends_as_it_did(how, code,
     done = run(BIN / "weft", "run", "-n", 2, path, how)
     assert done.returncode == code, done.stderr
     *before, last = done.stderr.splitlines()
-    assert re.fullmatch(rf"weft run: the first that failed: rank 1 \(pid \d+\) {words}", last), done.stderr
-    assert sum("Traceback" in line for line in before) == (code == 1), "of the rank that failed by itself"
-    assert not [line for line in before if "rank0" in line and "PeerLost: rank 1" not in line], "a line, if at all"
+    assert re.fullmatch(rf"weft run: the first that failed: rank 1 \(pid \d+\) {words}", last), (
+        done.stderr
+    )
+    assert sum("Traceback" in line for line in before) == (code == 1), (
+        "of the rank that failed by itself"
+    )
+    assert not [line for line in before if "rank0" in line and "PeerLost: rank 1" not in line], (
+        "a line, if at all"
+    )
     assert "elastic" not in done.stderr
 
 
 def test_weft_run_tells_an_error_in_a_few_lines(tmp_path):
     script = tmp_path / "differ.py"
-    script.write_text("import torch, weft\nworld = weft.init()\nweft.all_reduce(torch.ones(4 + world.rank))\n")
+    script.write_text(
+        "import torch, weft\nworld = weft.init()\nweft.all_reduce(torch.ones(4 + world.rank))\n"
+    )
     done = run(BIN / "weft", "run", "-n", 2, script)
     assert done.returncode == 1
     *said, last = done.stderr.splitlines()
     assert len(said) <= 9, done.stderr
-    for line in ("  rank 0: all_reduce((4,) float32, op=sum)", "  rank 1: all_reduce((5,) float32, op=sum)"):
+    for line in (
+        "  rank 0: all_reduce((4,) float32, op=sum)",
+        "  rank 1: all_reduce((5,) float32, op=sum)",
+    ):
         assert any(each.endswith(line) for each in said), done.stderr
-    assert not [line for line in said if "File" in line and str(script) not in line], "the user's part of the traceback"
-    assert re.fullmatch(r"weft run: the first that failed: rank [01] \(pid \d+\) failed: MismatchError: .* shapes differ", last)
+    assert not [line for line in said if "File" in line and str(script) not in line], (
+        "the user's part of the traceback"
+    )
+    assert re.fullmatch(
+        r"weft run: the first that failed: rank [01] \(pid \d+\) failed: MismatchError: .* shapes "
+        r"differ",
+        last,
+    )
 
 
 def test_weft_run_ends_as_a_shell_expects_on_an_interrupt(tmp_path):
     path = tmp_path / "wait.py"
-    path.write_text("import sys, time, weft\nweft.init()\nsys.stdout.write('there\\n')\nsys.stdout.flush()\ntime.sleep(60)")
+    path.write_text(
+        "import sys, time, "
+        "weft\nweft.init()\nsys.stdout.write('there\\n')\nsys.stdout.flush()\ntime.sleep(60)"
+    )
     command = [BIN / "weft", "run", "-n", "2", path]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         assert [process.stdout.readline() for _ in range(2)] == ["there\n"] * 2
         os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
-    assert sorted(said.splitlines()) == ["[rank0]: KeyboardInterrupt", "[rank1]: KeyboardInterrupt", "weft run: stopped by SIGINT"]
+    assert sorted(said.splitlines()) == [
+        "[rank0]: KeyboardInterrupt",
+        "[rank1]: KeyboardInterrupt",
+        "weft run: stopped by SIGINT",
+    ]
 
 
 def test_weft_run_runs_modules(tmp_path):
     (tmp_path / "package.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     command = [BIN / "weft", "run", "-n", "2", "-m", "package", "-x"]
-    assert_all_ranks(subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment), 2, "['-x']")
+    assert_all_ranks(
+        subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment),
+        2,
+        "['-x']",
+    )
     refused = run(BIN / "weft", "run", "package")
     assert refused.returncode == 2
     assert "there is no file package" in refused.stderr
@@ -154,7 +196,9 @@ def test_launch_says_what_a_script_lacks(tmp_path):
     path.write_text("import weft\nweft.launch(print, 1)")
     done = run(sys.executable, path)
     assert done.returncode == 1
-    assert done.stderr.startswith('weft.launch: put what the script does under  if __name__ == "__main__":\nTraceback'), done.stderr
+    assert done.stderr.startswith(
+        'weft.launch: put what the script does under  if __name__ == "__main__":\nTraceback'
+    ), done.stderr
     assert len(done.stderr.splitlines()) < 10, done.stderr
 
 
@@ -165,7 +209,9 @@ def square(x):
 
 def test_launch_returns_results_in_rank_order():
     everywhere = frozenset(os.sched_getaffinity(0))
-    assert weft.launch(square, 3, 7, threads=1, bind=False) == [(rank, 49, 1, [everywhere] * 3) for rank in range(3)]
+    assert weft.launch(square, 3, 7, threads=1, bind=False) == [
+        (rank, 49, 1, [everywhere] * 3) for rank in range(3)
+    ]
 
 
 def test_launch_binds_ranks_to_their_shares():

@@ -28,7 +28,9 @@ def every_operator():
         torch.testing.assert_close(y, whole @ b)
     torch.testing.assert_close(weft.matmul_all_reduce(shards[rank], b), sum(products))
     part = 6 // ranks
-    torch.testing.assert_close(weft.matmul_reduce_scatter(shards[rank], b), sum(products)[part * rank : part * (rank + 1)])
+    torch.testing.assert_close(
+        weft.matmul_reduce_scatter(shards[rank], b), sum(products)[part * rank : part * (rank + 1)]
+    )
     assert torch.equal(weft.all_gather_async(shards[rank]).wait(), whole)
     symmetric = world.empty(6, 5).copy_(shards[rank])
     weft.barrier()
@@ -49,16 +51,22 @@ def test_every_operator(ranks, streams):
         assert local.run(every_operator) == first, "the same threads"
     with pytest.raises(weft.WeftError, match=r"no default world|this world is closed"):
         weft.barrier()
-    assert threading.active_count() <= threads + 2 * ranks * streams  # lanes end when they are collected
+    assert (
+        threading.active_count() <= threads + 2 * ranks * streams
+    )  # lanes end when they are collected
 
 
 def test_calls_back_to_back():
     def calls():
         world = weft.init()
         for call in range(100):
-            shards = [shard(r, 3, 2, call=call).round() for r in range(world.ranks)]  # exact, however products are made
+            shards = [
+                shard(r, 3, 2, call=call).round() for r in range(world.ranks)
+            ]  # exact, however products are made
             b = torch.full((2, 2), float(call))
-            y = weft.all_gather_matmul(shards[world.rank], b, algorithm=("pull", "push", "ring", "direct")[call % 4])
+            y = weft.all_gather_matmul(
+                shards[world.rank], b, algorithm=("pull", "push", "ring", "direct")[call % 4]
+            )
             assert torch.equal(y, torch.cat(shards) @ b)
 
     with weft.local_world(3) as local:
@@ -74,11 +82,17 @@ def test_an_error_on_one_rank_ends_all():
     local = weft.local_world(3)
     with pytest.raises(KeyError, match="mine"):
         local.run(fails)
-    with pytest.raises(weft.WeftError, match=r"this world is closed: .*; make a new one with weft\.local_world\(\.\.\.\)"):
+    with pytest.raises(
+        weft.WeftError,
+        match=r"this world is closed: .*; make a new one with weft\.local_world\(\.\.\.\)",
+    ):
         local.run(weft.barrier)
     for _ in range(2):
         local.close()
-    with pytest.raises(weft.WeftError, match=r"this local world is closed; make a new one with weft\.local_world\(\.\.\.\)"):
+    with pytest.raises(
+        weft.WeftError,
+        match=r"this local world is closed; make a new one with weft\.local_world\(\.\.\.\)",
+    ):
         local.run(weft.barrier)
 
 
@@ -86,7 +100,8 @@ def test_ranks_that_call_different_things():
     with (
         weft.local_world(2) as local,
         pytest.raises(
-            weft.MismatchError, match=r"operators differ\n  rank 0: all_reduce\(\(3,\) float32, op=sum\)\n  rank 1: barrier\(\)"
+            weft.MismatchError,
+            match=r"operators differ\n  rank 0: all_reduce\(\(3,\) float32, op=sum\)\n  rank 1: barrier\(\)",
         ),
     ):
         local.run(lambda: weft.barrier() if weft.init().rank else weft.all_reduce(torch.ones(3)))
@@ -138,13 +153,23 @@ def test_few_rows_by_levels(several, monkeypatch):
         assert torch.equal(weft.all_gather(own), torch.cat(rows))
         out = world.empty(3, 5).fill_(float("nan"))
         assert torch.equal(weft.all_reduce(own, out=out), functools.reduce(torch.add, rows))
-        later = weft.all_reduce_async(own.bfloat16()), weft.all_gather_async(own[: world.rank % 2], shard_rows=uneven)
+        later = (
+            weft.all_reduce_async(own.bfloat16()),
+            weft.all_gather_async(own[: world.rank % 2], shard_rows=uneven),
+        )
         summed = functools.reduce(torch.add, [r.repeat(ranks, 1) for r in rows])
-        assert torch.equal(weft.reduce_scatter(own.repeat(ranks, 1)), summed[3 * world.rank : 3 * world.rank + 3])
+        assert torch.equal(
+            weft.reduce_scatter(own.repeat(ranks, 1)), summed[3 * world.rank : 3 * world.rank + 3]
+        )
         told = weft.broadcast(own.clone(), source := call % ranks)
         assert torch.equal(told, rows[source])
-        assert torch.equal(later[0].wait(), functools.reduce(torch.add, [r.bfloat16().float() for r in rows]).bfloat16())
-        assert torch.equal(later[1].wait(), torch.cat([r[:n] for r, n in zip(rows, uneven, strict=True)]))
+        assert torch.equal(
+            later[0].wait(),
+            functools.reduce(torch.add, [r.bfloat16().float() for r in rows]).bfloat16(),
+        )
+        assert torch.equal(
+            later[1].wait(), torch.cat([r[:n] for r, n in zip(rows, uneven, strict=True)])
+        )
 
     with weft.local_world(ranks) as local:
         for call in range(10):
@@ -169,10 +194,15 @@ def test_who_is_late_is_named_by_ranks_that_do_not_hear_it():
             late.set()
 
     late = threading.Event()
-    with weft.local_world(12, timeout=0.5) as local, pytest.raises(weft.PeerTimeout, match="rank 7"):
+    with (
+        weft.local_world(12, timeout=0.5) as local,
+        pytest.raises(weft.PeerTimeout, match="rank 7"),
+    ):
         local.run(meet)
     assert said
-    assert all(": rank 7 (pid " in error and ") has not made the call; " in error for error in said), said
+    assert all(
+        ": rank 7 (pid " in error and ") has not made the call; " in error for error in said
+    ), said
 
 
 def test_bad_arguments():
@@ -203,7 +233,9 @@ def test_memory_that_ranks_of_a_process_share():
         world.peer(tensor[1:], (rank + 1) % ranks)[0] = rank
         weft.barrier()
         assert tensor[1].tolist() == [(rank - 1) % ranks] * 3
-        assert [memory.find(tensor).base(r) == world.peer(tensor, r).data_ptr() for r in range(ranks)] == [True] * ranks
+        assert [
+            memory.find(tensor).base(r) == world.peer(tensor, r).data_ptr() for r in range(ranks)
+        ] == [True] * ranks
         y = weft.all_gather_matmul(tensor, torch.eye(3, dtype=torch.float16), algorithm="direct")
         assert torch.equal(y, torch.cat([world.peer(tensor, r) for r in range(ranks)]))
         weft.barrier()
@@ -221,14 +253,23 @@ def test_memory_that_ranks_of_a_process_share():
 def test_every_instruction_is_recorded(streams):
     def recorded():
         with record(weft.init()) as recording:
-            weft.all_gather_matmul(torch.ones(6, 3), torch.ones(3, 2), algorithm="push", chunk_rows=2)
+            weft.all_gather_matmul(
+                torch.ones(6, 3), torch.ones(3, 2), algorithm="push", chunk_rows=2
+            )
             weft.all_gather_async(torch.ones(2)).wait()
         return recording.executions
 
     with weft.local_world(2, streams=streams) as local:
         for rank, executions in enumerate(local.run(recorded)):
-            assert [plan.operator for plan, _, _ in executions] == ["all_gather_matmul", "all_gather"]
+            assert [plan.operator for plan, _, _ in executions] == [
+                "all_gather_matmul",
+                "all_gather",
+            ]
             for plan, _, spans in executions:
-                every = {(lane, index) for lane, instructions in plan.lanes[rank].items() for index in range(len(instructions))}
+                every = {
+                    (lane, index)
+                    for lane, instructions in plan.lanes[rank].items()
+                    for index in range(len(instructions))
+                }
                 assert {(lane, index) for lane, index, _, _ in spans} == every
                 assert all(0 < start <= stop for _, _, start, stop in spans)

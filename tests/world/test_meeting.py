@@ -1,4 +1,6 @@
-"""How ranks meet: who is missing is named in time, other jobs and strangers are kept out, and nothing that is heard is run."""
+"""How ranks meet: who is missing is named in time, other jobs and strangers are kept out, and
+nothing that is heard is run.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,26 @@ from weft.world.peer_memory import Probe
 from weft.world.rendezvous import ByStore, Place, Word, launcher_variables
 from weft.world.words import meant, words
 
-PLACE = Place(7, "host", Address("10.0.0.1", 80, b"secret"), frozenset({0, 3}), 2, (-1, 0), probe=Probe(2**62, 1))
+PLACE = Place(
+    7,
+    "host",
+    Address("10.0.0.1", 80, b"secret"),
+    frozenset({0, 3}),
+    2,
+    (-1, 0),
+    probe=Probe(2**62, 1),
+)
 SOON = 20.0  # seconds within which anything here is over that does not wait for its limit
 
 
-@pytest.mark.parametrize("value", [PLACE, PLACE._replace(address=Address("\0weft-1", 0, b"")), Word("0.1", "a job", "", [1, "2"])])
+@pytest.mark.parametrize(
+    "value",
+    [
+        PLACE,
+        PLACE._replace(address=Address("\0weft-1", 0, b"")),
+        Word("0.1", "a job", "", [1, "2"]),
+    ],
+)
 def test_what_ranks_tell_each_other_is_understood(value):
     assert meant(words(value), type(value)) == value
 
@@ -77,14 +94,26 @@ class _Harmful:
 @pytest.mark.parametrize(
     ("said", "kind", "text"),
     [
-        (lambda path: pickle.dumps(_Harmful(path)), WeftError, "rank 0 does not understand what rank 1 says of where it is"),
+        (
+            lambda path: pickle.dumps(_Harmful(path)),
+            WeftError,
+            "rank 0 does not understand what rank 1 says of where it is",
+        ),
         (
             lambda path: words(Word(weft.__version__, "", "", "here")),
             WeftError,
             "what rank 1 says of where it is: 'here' is no list",
         ),
-        (lambda path: words(Word("0.0.9", "", "", None)), WeftError, f"rank 1 runs weft 0.0.9, rank 0 {weft.__version__}"),
-        (lambda path: words(Word(weft.__version__, "B", "", None)), WeftError, "rank 1 belongs to another job ('B', rank 0 to '')"),
+        (
+            lambda path: words(Word("0.0.9", "", "", None)),
+            WeftError,
+            f"rank 1 runs weft 0.0.9, rank 0 {weft.__version__}",
+        ),
+        (
+            lambda path: words(Word(weft.__version__, "B", "", None)),
+            WeftError,
+            "rank 1 belongs to another job ('B', rank 0 to '')",
+        ),
         (
             lambda path: words(Word(weft.__version__, "", "no room", None)),
             PeerLost,
@@ -110,7 +139,9 @@ def test_a_store_that_is_lost_is_no_limit_that_is_over():
         while not server.check(["weft 1/0 0"]):
             time.sleep(0.001)
         del server
-        with pytest.raises(PeerLost, match=r"rank 0 lost the store while it waited for rank [01] to say"):
+        with pytest.raises(
+            PeerLost, match=r"rank 0 lost the store while it waited for rank [01] to say"
+        ):
             lost.result(SOON)
     with (
         pytest.raises(PeerTimeout, match=r"rank 0 waited 0.1 s for rank 1 to say where it is$"),
@@ -146,9 +177,13 @@ def nothing(_):
     [
         (
             without_the_last,
-            r"waited 1.5 s for rank 2 of 3 to join the job at 127.0.0.1:\d+: is it started, and are MASTER_ADDR and",
+            r"waited 1.5 s for rank 2 of 3 to join the job at 127.0.0.1:\d+: is it started, and "
+            r"are MASTER_ADDR and",
         ),
-        (without_the_first, r"waited 1.5 s for rank 0 of the job to listen at 127.0.0.1:\d+: is it started"),
+        (
+            without_the_first,
+            r"waited 1.5 s for rank 0 of the job to listen at 127.0.0.1:\d+: is it started",
+        ),
     ],
     ids=["last", "first"],
 )
@@ -166,7 +201,9 @@ def test_a_long_wait_is_told(monkeypatch, caplog):
     monkeypatch.setattr(rendezvous, "_PATIENCE", 0.1)
     with pytest.raises(PeerTimeout, match=r"waited 0.5 s for ranks 1, 2 of 3 to join the job"):
         rendezvous._store(0, 3, "127.0.0.1", 0, 0.5)
-    assert [record.getMessage() for record in caplog.records] == ["rank 0 waits for ranks 1, 2 of 3 to join the job at 127.0.0.1:0"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 0 waits for ranks 1, 2 of 3 to join the job at 127.0.0.1:0"
+    ]
 
 
 @contextlib.contextmanager
@@ -208,7 +245,9 @@ def test_jobs_have_names_and_ports_of_their_own():
     ]
     found = [launcher_variables(job) for job in jobs]
     assert (
-        len({variables["MASTER_PORT"] for variables in found}) == len({variables["WEFT_JOB"] for variables in found}) == len(jobs)
+        len({variables["MASTER_PORT"] for variables in found})
+        == len({variables["WEFT_JOB"] for variables in found})
+        == len(jobs)
     )
     assert found[4]["WEFT_JOB"] == "77.0"
     assert all(20000 <= int(variables["MASTER_PORT"]) < 32000 for variables in found)
@@ -220,8 +259,14 @@ def test_jobs_have_names_and_ports_of_their_own():
 def met(listeners, timeout=SOON):
     """The connections of ranks that listen so, each on a thread."""
     with ThreadPoolExecutor(len(listeners)) as pool:
-        peers = [{peer: (7, other.address) for peer, other in enumerate(listeners) if other is not own} for own in listeners]
-        found = [pool.submit(own.connect, rank, peers[rank], timeout) for rank, own in enumerate(listeners)]
+        peers = [
+            {peer: (7, other.address) for peer, other in enumerate(listeners) if other is not own}
+            for own in listeners
+        ]
+        found = [
+            pool.submit(own.connect, rank, peers[rank], timeout)
+            for rank, own in enumerate(listeners)
+        ]
         return [each.result(2 * SOON) for each in found]
 
 
@@ -250,11 +295,20 @@ def listeners(ranks, host=""):
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["unix", "tcp"])
 def test_strangers_delay_nobody(host):
-    """They say nothing, or too little, or much that is wrong, or what another rank was to hear; and more of them than are kept."""
+    """They say nothing, or too little, or much that is wrong, or what another rank was to hear; and
+    more of them than are kept.
+    """
     with listeners(3, host) as ranks, contextlib.ExitStack() as stack:
         strangers = []
-        for said in [b""] * 80 + [b"x", b"garbled" * 1000, ranks[1].address.secret + b"\7\0\0\0", b""]:
-            stranger = stack.enter_context(socket.socket(ranks[0].address.family, ranks[0].socket.type))
+        for said in [b""] * 80 + [
+            b"x",
+            b"garbled" * 1000,
+            ranks[1].address.secret + b"\7\0\0\0",
+            b"",
+        ]:
+            stranger = stack.enter_context(
+                socket.socket(ranks[0].address.family, ranks[0].socket.type)
+            )
             stranger.connect(ranks[0].address.at)
             stranger.sendall(said) if said else None
             strangers.append(stranger)
@@ -269,7 +323,10 @@ def test_strangers_delay_nobody(host):
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["unix", "tcp"])
 def test_the_limit_holds_whatever_strangers_say(host):
-    with listeners(2, host) as (own, absent), socket.socket(own.address.family, own.socket.type) as stranger:
+    with (
+        listeners(2, host) as (own, absent),
+        socket.socket(own.address.family, own.socket.type) as stranger,
+    ):
         stranger.connect(own.address.at)
         with ThreadPoolExecutor() as pool:
             waiting = pool.submit(own.connect, 0, {1: (7, absent.address)}, 0.5)
@@ -305,10 +362,13 @@ def test_a_peer_that_nobody_can_reach():
     with socket.create_server(("127.0.0.1", 0)) as server, listeners(1, "127.0.0.1") as [own]:
         port = server.getsockname()[1]
         server.close()
-        with pytest.raises(PeerLost, match=r"rank 1 \(pid 7\) died or gave up while rank 0 waited to connect to it"):
+        with pytest.raises(
+            PeerLost, match=r"rank 1 \(pid 7\) died or gave up while rank 0 waited to connect to it"
+        ):
             own.connect(0, {1: (7, Address("127.0.0.1", port, b""))}, SOON)
         with pytest.raises(
-            PeerTimeout, match=r"rank 0 cannot reach rank 1 \(pid 7\) at no address, port 9: .*; is there a firewall"
+            PeerTimeout,
+            match=r"rank 0 cannot reach rank 1 \(pid 7\) at no address, port 9: .*; is there a firewall",
         ):
             own.connect(0, {1: (7, Address("no address", 9, b""))}, SOON)
 
@@ -327,8 +387,9 @@ def test_ranks_of_two_users_are_told_so():
     for rank, outcome in enumerate(start(nothing, 2, given=as_two_users)):
         users = (54321, 0) if rank == 0 else (0, 54321)
         assert isinstance(outcome.error, WeftError), outcome
-        assert f"rank {1 - rank} runs as another user than rank {rank}: {users[0]} and {users[1]}; let one user" in str(
-            outcome.error
+        assert (
+            f"rank {1 - rank} runs as another user than rank {rank}: {users[0]} and {users[1]}; "
+            "let one user" in str(outcome.error)
         )
 
 

@@ -1,4 +1,6 @@
-"""One-sided calls against a simple model of memory: whatever real ranks do, in any order, memory is what plain tensors would be."""
+"""One-sided calls against a simple model of memory: whatever real ranks do, in any order, memory is
+what plain tensors would be.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,15 @@ from support.ranks import on_ranks
 import weft
 
 RANKS, BYTES, COUNTERS = 3, 1536, 6
-DTYPES = (torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.int64, torch.complex128)
+DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int16,
+    torch.bfloat16,
+    torch.float32,
+    torch.int64,
+    torch.complex128,
+)
 COMPARE = {
     "==": lambda a, b: a == b,
     "!=": lambda a, b: a != b,
@@ -41,14 +51,18 @@ class Model:
     def __init__(self, rank):
         generator = torch.Generator().manual_seed(rank)
         self.memories = {  # zeroes and ones, so that every byte is also a valid bool
-            name: torch.randint(2, (BYTES,), dtype=torch.uint8, generator=generator) for name in ("symmetric", "local")
+            name: torch.randint(2, (BYTES,), dtype=torch.uint8, generator=generator)
+            for name in ("symmetric", "local")
         }
         self.counters = [0] * COUNTERS
 
 
 def obey(world, address):
     """Do what the test says, and tell it what the memories hold."""
-    memories = {"symmetric": world.empty(BYTES, dtype=torch.uint8), "local": torch.empty(BYTES, dtype=torch.uint8)}
+    memories = {
+        "symmetric": world.empty(BYTES, dtype=torch.uint8),
+        "local": torch.empty(BYTES, dtype=torch.uint8),
+    }
     signals = world.signals(COUNTERS)
 
     def reset():
@@ -88,7 +102,9 @@ def obey(world, address):
 
 @st.composite
 def views(draw):
-    """A dtype and a shape, and two ways in which they lie in a memory, each element at a place of its own."""
+    """A dtype and a shape, and two ways in which they lie in a memory, each element at a place of
+    its own.
+    """
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(0, 5), max_size=4))
     elements = BYTES // dtype.itemsize
@@ -98,7 +114,11 @@ def views(draw):
         for dimension in draw(st.permutations(range(len(shape)))):
             strides[dimension] = stride
             stride = stride * max(shape[dimension], 1) + draw(st.sampled_from([0, 0, 1, 3]))
-        last = sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) if all(shape) else 0
+        last = (
+            sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+            if all(shape)
+            else 0
+        )
         if last >= elements:
             return None
         return dtype, tuple(shape), tuple(strides), draw(st.integers(0, elements - 1 - last))
@@ -108,7 +128,11 @@ def views(draw):
 
 
 MOVES = st.lists(
-    st.tuples(views().filter(bool), st.integers(0, RANKS - 1), st.sampled_from(["symmetric", "local"])), min_size=1, max_size=12
+    st.tuples(
+        views().filter(bool), st.integers(0, RANKS - 1), st.sampled_from(["symmetric", "local"])
+    ),
+    min_size=1,
+    max_size=12,
 )
 VALUES = st.one_of(st.integers(0, 6), st.integers(0, 2**40))
 
@@ -134,7 +158,11 @@ def machine(ranks):
             for rank in range(RANKS):
                 ask(rank, "reset")
 
-        @rule(rank=st.integers(0, RANKS - 1), kind=st.sampled_from(["put", "get", "put_async", "get_async"]), moves=MOVES)
+        @rule(
+            rank=st.integers(0, RANKS - 1),
+            kind=st.sampled_from(["put", "get", "put_async", "get_async"]),
+            moves=MOVES,
+        )
         def move(self, rank, kind, moves):
             is_put, orders = kind.startswith("put"), []
             for (one, other), peer, name in moves:
@@ -149,9 +177,17 @@ def machine(ranks):
         def look(self):
             for rank, model in enumerate(self.models):
                 for name, memory in ask(rank, "memories").items():
-                    assert memory == model.memories[name].numpy().tobytes(), f"the {name} memory of rank {rank}"
+                    assert memory == model.memories[name].numpy().tobytes(), (
+                        f"the {name} memory of rank {rank}"
+                    )
 
-        @rule(rank=st.integers(0, RANKS - 1), peer=st.integers(0, RANKS - 1), index=indices(), add=st.booleans(), value=VALUES)
+        @rule(
+            rank=st.integers(0, RANKS - 1),
+            peer=st.integers(0, RANKS - 1),
+            index=indices(),
+            add=st.booleans(),
+            value=VALUES,
+        )
         def notify(self, rank, peer, index, add, value):
             ask(rank, "notify", index, peer, "add" if add else "set", value)
             counters = self.models[peer].counters
@@ -159,25 +195,41 @@ def machine(ranks):
                 counters[i] = counters[i] * add + value
             assert ask(peer, "counters") == counters
 
-        @rule(rank=st.integers(0, RANKS - 1), index=indices(), cmp=st.sampled_from(list(COMPARE)), value=VALUES)
+        @rule(
+            rank=st.integers(0, RANKS - 1),
+            index=indices(),
+            cmp=st.sampled_from(list(COMPARE)),
+            value=VALUES,
+        )
         def compare(self, rank, index, cmp, value):
             counters = self.models[rank].counters
             chosen = counters[index] if isinstance(index, slice) else [counters[index]]
-            assert ask(rank, "compare", index, cmp, value) == all(COMPARE[cmp](counter, value) for counter in chosen)
+            assert ask(rank, "compare", index, cmp, value) == all(
+                COMPARE[cmp](counter, value) for counter in chosen
+            )
 
     return Memory
 
 
 @pytest.mark.data
 def test_memory_is_what_the_model_says():
-    """Thousands of copies of random views, asynchronous or not, and of notifies, on three ranks that the test directs."""
+    """Thousands of copies of random views, asynchronous or not, and of notifies, on three ranks
+    that the test directs.
+    """
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         listener = stack.enter_context(Listener(os.path.join(folder, "test")))
-        finished = stack.enter_context(ThreadPoolExecutor()).submit(on_ranks, obey, RANKS, listener.address)
+        finished = stack.enter_context(ThreadPoolExecutor()).submit(
+            on_ranks, obey, RANKS, listener.address
+        )
         connected = [stack.enter_context(listener.accept()) for _ in range(RANKS)]
         ranks = {connection.recv(): connection for connection in connected}
-        chosen = settings(max_examples=50, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+        chosen = settings(
+            max_examples=50,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        )
         try:
             run_state_machine_as_test(machine(ranks), settings=chosen)
         finally:
@@ -187,7 +239,9 @@ def test_memory_is_what_the_model_says():
 
 
 def exchange(world, steps):
-    """Each step every rank sends a random view to another, or to itself, through one of two slots, and checks what it is sent."""
+    """Each step every rank sends a random view to another, or to itself, through one of two slots,
+    and checks what it is sent.
+    """
     words = 4096
     slots = world.empty(world.ranks, 2, words, dtype=torch.int32)
     full, free = world.signals(2 * world.ranks, "full"), world.signals(2 * world.ranks, "free")
@@ -200,18 +254,26 @@ def exchange(world, steps):
         how = choose.choice(["put_notify", "put", "put_async"])
 
         def place(source, slot, shape=(rows, columns), gap=gap, begin=begin, transposed=transposed):
-            lay = slots[source, slot].as_strided(shape, (shape[1] + gap, 1), int(slots[source, slot].storage_offset()) + begin)
+            lay = slots[source, slot].as_strided(
+                shape, (shape[1] + gap, 1), int(slots[source, slot].storage_offset()) + begin
+            )
             return lay.t() if transposed else lay
 
         def letter(source, shape=(rows, columns), step=step, transposed=transposed):
-            numbers = torch.arange(shape[0] * shape[1], dtype=torch.int32).view(shape) + 10_000 * step + 1000 * source
+            numbers = (
+                torch.arange(shape[0] * shape[1], dtype=torch.int32).view(shape)
+                + 10_000 * step
+                + 1000 * source
+            )
             return numbers.t() if transposed else numbers
 
         target, source = targets[world.rank], targets.index(world.rank)
         turn, slot = divmod(sent[world.rank, target], 2)
         weft.wait(free, 2 * target + slot, ">=", turn)
         if how == "put_notify":
-            weft.put_notify(place(world.rank, slot), letter(world.rank), full, 2 * world.rank + slot, target)
+            weft.put_notify(
+                place(world.rank, slot), letter(world.rank), full, 2 * world.rank + slot, target
+            )
         else:
             begun = getattr(weft, how)(place(world.rank, slot), letter(world.rank), target)
             if begun is not None:

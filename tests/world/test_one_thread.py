@@ -1,4 +1,6 @@
-"""A world is used by one thread at a time: another that calls meanwhile closes it, since ranks would make calls in different orders."""
+"""A world is used by one thread at a time: another that calls meanwhile closes it, since ranks
+would make calls in different orders.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ import weft
 
 
 def calls_meanwhile(world, call):
-    """Rank 0 waits in a call of one thread while another makes one; rank 1 takes no part until the world is closed."""
+    """Rank 0 waits in a call of one thread while another makes one; rank 1 takes no part until the
+    world is closed.
+    """
     a, b = torch.ones(4, 4), torch.ones(4, 4)
     calls = {
         "all_reduce": lambda: weft.all_reduce(a),
@@ -27,7 +31,9 @@ def calls_meanwhile(world, call):
         each()
     never = world.signals(1)
     if world.rank:
-        with pytest.raises(weft.PeerLost, match="failed with WeftError: thread 'first' is in the middle of a call"):
+        with pytest.raises(
+            weft.PeerLost, match="failed with WeftError: thread 'first' is in the middle of a call"
+        ):
             weft.wait(never, 0, ">=", 1)
         return None
     errors = {}
@@ -60,13 +66,17 @@ def test_a_second_thread(call):
 def calls_from_a_handler(world):
     never = world.signals(1)
     if world.rank:
-        with pytest.raises(weft.PeerLost, match="a signal handler that interrupts it can make none"):
+        with pytest.raises(
+            weft.PeerLost, match="a signal handler that interrupts it can make none"
+        ):
             weft.wait(never, 0, ">=", 1)
         return
     said = []
 
     def handler(*_):
-        with pytest.raises(weft.WeftError, match="a signal handler that interrupts it can make none") as error:
+        with pytest.raises(
+            weft.WeftError, match="a signal handler that interrupts it can make none"
+        ) as error:
             weft.all_reduce(torch.ones(3))
         said.append(error)
 

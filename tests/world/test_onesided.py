@@ -1,4 +1,6 @@
-"""One-sided calls on real ranks: what they move, what they order, how they fail, and the examples of their documentation."""
+"""One-sided calls on real ranks: what they move, what they order, how they fail, and the examples
+of their documentation.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,18 @@ from weft.schedules.barrier import barrier as barrier_plan
 from weft.schedules.levels import flat
 from weft.world.memory import LOOK
 
-SOON = 10.0  # seconds, half the time limit: survivors take milliseconds, but the machine may be busy
-DTYPES = (torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.float64, torch.complex128)
+SOON = (
+    10.0  # seconds, half the time limit: survivors take milliseconds, but the machine may be busy
+)
+DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex128,
+)
 VIEWS = {
     "contiguous": lambda t: t,
     "rows": lambda t: t[1:-1],
@@ -38,12 +50,16 @@ VIEWS = {
 def random_bytes(shape, dtype, generator):
     size = torch.empty(shape, dtype=dtype).numel() * dtype.itemsize
     high = 2 if dtype == torch.bool else 256
-    return torch.randint(high, (size,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+    return (
+        torch.randint(high, (size,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
+    )
 
 
 def same(one, other):
     """Bit by bit, so that NaNs count."""
-    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+    return torch.equal(
+        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+    )
 
 
 def every_view_to_every_peer(world, dtype):
@@ -79,20 +95,29 @@ def test_every_view_reaches_every_peer_and_nothing_else_changes(ranks):
 
 
 def of_less_than_a_byte(world):
-    """Elements that hold two numbers of four bits go as others do; those of which torch does not tell how they lie are refused."""
+    """Elements that hold two numbers of four bits go as others do; those of which torch does not
+    tell how they lie are refused.
+    """
     for dtype in (torch.float4_e2m1fn_x2, torch.bits8):
         memory = world.empty(4, 8, dtype=torch.uint8).fill_(17 + world.rank).view(dtype)
         got = [torch.zeros(4, 8, dtype=torch.uint8).view(dtype) for _ in range(2)]
         weft.barrier()
         if dtype == torch.bits8 and LOOK:
-            with pytest.raises(TypeError, match=r"src is bits8, which weft cannot move: pass src.view\(torch.uint8\)"):
+            with pytest.raises(
+                TypeError,
+                match=r"src is bits8, which weft cannot move: pass src.view\(torch.uint8\)",
+            ):
                 weft.get(got[0], memory, 1 - world.rank)
             continue
         weft.get(got[0], memory, 1 - world.rank)
         weft.get_async(got[1], memory, 1 - world.rank).wait()
         assert [*torch.cat(got).view(torch.uint8).unique()] == [18 - world.rank]
         weft.barrier()
-        weft.put(memory, torch.full((4, 8), 33 + world.rank, dtype=torch.uint8).view(dtype), 1 - world.rank)
+        weft.put(
+            memory,
+            torch.full((4, 8), 33 + world.rank, dtype=torch.uint8).view(dtype),
+            1 - world.rank,
+        )
         weft.barrier()
         assert [*memory.view(torch.uint8).unique()] == [34 - world.rank]
 
@@ -145,11 +170,15 @@ def beyond_2_gib(world):
     memory = world.empty((2 << 30) + 4096, dtype=torch.uint8)
     end = memory[-1000:]
     peer = 1 - world.rank
-    numbers = torch.randint(1, 255, (1000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(world.rank))
+    numbers = torch.randint(
+        1, 255, (1000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(world.rank)
+    )
     weft.put(end, numbers, peer)
     weft.put(memory[0 :: 1 << 30], numbers[:3], peer)
     weft.barrier()
-    theirs = torch.randint(1, 255, (1000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(peer))
+    theirs = torch.randint(
+        1, 255, (1000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(peer)
+    )
     assert torch.equal(end, theirs)
     assert memory[:: 1 << 30].tolist() == theirs[:3].tolist()
     assert torch.equal(world.peer(memory, peer)[-1000:], numbers)
@@ -219,10 +248,14 @@ def transfers_in_order(world):
     memory = world.empty(steps + 1, dtype=torch.int64)
     memory.zero_()
     weft.barrier()
-    handles = [weft.put_async(memory[:1], torch.tensor([world.rank + 7]), peer)]  # whose source lives by the transfer alone
+    handles = [
+        weft.put_async(memory[:1], torch.tensor([world.rank + 7]), peer)
+    ]  # whose source lives by the transfer alone
     for step in range(steps):
         source = world.peer(memory, peer)[step : step + 1]
-        handles.append(weft.put_async(memory[step + 1 : step + 2], source, peer))  # reads what the one before has written
+        handles.append(
+            weft.put_async(memory[step + 1 : step + 2], source, peer)
+        )  # reads what the one before has written
         if step % 100 == 0:
             torch.full((1,), -1)
     over = [handle.done() for handle in handles]
@@ -247,7 +280,10 @@ def slow_transfers(world):
     if world.rank == 0:
         source = torch.full((size,), 3, dtype=torch.uint8)
         handles = [weft.put_async(memory, source, 1) for _ in range(20)]
-        with pytest.raises(weft.PeerTimeout, match=r"rank 0 waited 1e-06 s for its put of 67,108,864 bytes to rank 1; it is still"):
+        with pytest.raises(
+            weft.PeerTimeout,
+            match=r"rank 0 waited 1e-06 s for its put of 67,108,864 bytes to rank 1; it is still",
+        ):
             handles[-1].wait(timeout=1e-6)
         assert "under way" in repr(handles[-1])
         memory.fill_(5)
@@ -275,11 +311,21 @@ def comparisons(world):
     assert len(signals) == 3
     assert signals[0] == 8
     assert signals[:] == [8, 2**64 - 1, 2**64 - 1]
-    for cmp, right, wrong in [("==", 8, 2), ("!=", 9, 8), (">", 7, 8), (">=", 8, 9), ("<", 9, 8), ("<=", 8, 7)]:
+    for cmp, right, wrong in [
+        ("==", 8, 2),
+        ("!=", 9, 8),
+        (">", 7, 8),
+        (">=", 8, 9),
+        ("<", 9, 8),
+        ("<=", 8, 7),
+    ]:
         assert weft.test(signals, 0, cmp, right)
         assert not weft.test(signals, 0, cmp, wrong)
         weft.wait(signals, 0, cmp, right)
-        with pytest.raises(weft.PeerTimeout, match=re.escape(f"rank {world.rank} waited 0.001 s for s[0] {cmp} {wrong}: it is 8")):
+        with pytest.raises(
+            weft.PeerTimeout,
+            match=re.escape(f"rank {world.rank} waited 0.001 s for s[0] {cmp} {wrong}: it is 8"),
+        ):
             weft.wait(signals, 0, cmp, wrong, timeout=0.001)
     assert weft.test(signals, slice(None), ">=", 8)
     assert not weft.test(signals, slice(None), ">", 8)
@@ -313,12 +359,16 @@ def late_notify(world):
     signals = world.signals(2, "late")
     if world.rank == 0:
         begun = time.monotonic()
-        with pytest.raises(weft.PeerTimeout, match=r"rank 0 waited 0.2 s for late\[1\] >= 3: it is 2"):
+        with pytest.raises(
+            weft.PeerTimeout, match=r"rank 0 waited 0.2 s for late\[1\] >= 3: it is 2"
+        ):
             weft.wait(signals, 1, ">=", 3, timeout=0.2)
         assert 0.2 <= time.monotonic() - begun < SOON
         weft.notify(signals, 0, 1)
         weft.wait(signals, 1, ">=", 3)
-        assert weft.all_gather_matmul(torch.ones(1, 1), torch.ones(1, 1)).shape == (2, 1), "collectives are in step"
+        assert weft.all_gather_matmul(torch.ones(1, 1), torch.ones(1, 1)).shape == (2, 1), (
+            "collectives are in step"
+        )
         return
     weft.notify(signals, 1, 0, value=2)
     weft.wait(signals, 0, ">=", 1)
@@ -372,7 +422,8 @@ def test_a_lost_peer_ends_every_call(call):
 
 
 @pytest.mark.parametrize(
-    ("how", "words"), [("raise", "failed with KeyError: 'lost my keys', while"), ("close", "closed its world")]
+    ("how", "words"),
+    [("raise", "failed with KeyError: 'lost my keys', while"), ("close", "closed its world")],
 )
 def test_a_failed_or_departed_peer_ends_a_wait(how, words):
     outcome = start(lost_while_waiting, 2, how, "wait")[0]
@@ -421,7 +472,9 @@ def test_a_wait_can_be_interrupted_and_the_world_goes_on():
 
 
 def many_threads(world):
-    """Each of several threads sends numbers to its counterpart on the other rank, which sends back their doubles."""
+    """Each of several threads sends numbers to its counterpart on the other rank, which sends back
+    their doubles.
+    """
     count, peer, wrong = 6, 1 - world.rank, []
     signals, memory = world.signals(count), world.empty(count, dtype=torch.int64)
 
@@ -474,7 +527,10 @@ def barrier_alone(world):
     if world.rank == 1:
         time.sleep(1)
         return
-    with pytest.raises(weft.PeerTimeout, match=r'waited 0.2 s .*barrier call 1 \(signal "barrier" from rank 1: 0 of 1\)'):
+    with pytest.raises(
+        weft.PeerTimeout,
+        match=r'waited 0.2 s .*barrier call 1 \(signal "barrier" from rank 1: 0 of 1\)',
+    ):
         weft.barrier(timeout=0.2)
     with pytest.raises(weft.WeftError, match="closed: PeerTimeout"):
         weft.barrier()

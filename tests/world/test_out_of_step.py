@@ -1,4 +1,6 @@
-"""A rank that is a call behind: its signals are not taken for those of a later call, and all are told which calls differ."""
+"""A rank that is a call behind: its signals are not taken for those of a later call, and all are
+told which calls differ.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import weft
 
 
 def behind(world):
-    """The source of a broadcast waits for nobody, so that it is in the next call when rank 1, who left one out, makes that."""
+    """The source of a broadcast waits for nobody, so that it is in the next call when rank 1, who
+    left one out, makes that.
+    """
     world.crowded = True  # as where ranks share cores
     weft.barrier()
     signals = world.signals(1)

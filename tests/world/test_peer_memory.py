@@ -26,7 +26,9 @@ NUMBERS = peer_memory.LEAST_BYTES // 4  # float32 of a tensor that is just large
 def allowed():
     """The kernel lets a process read another's memory here, which containers may forbid."""
     program = "import torch; t = torch.tensor([7]); print(t.data_ptr(), flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdin is not None
         assert child.stdout is not None
         try:
@@ -57,12 +59,18 @@ def collectives(_):
         part = out.zero_().view(ranks, NUMBERS)[rank].copy_(mine)
         assert torch.equal(weft.all_gather(part, out=out), whole), "in place"
     handles = [weft.all_gather_async(mine * (again + 1)) for again in range(3)]
-    assert all(torch.equal(handle.wait(), whole * (again + 1)) for again, handle in enumerate(handles))
+    assert all(
+        torch.equal(handle.wait(), whole * (again + 1)) for again, handle in enumerate(handles)
+    )
     sizes = [NUMBERS * (r + 1) for r in range(ranks)]
     ragged = weft.all_gather(torch.full((sizes[rank],), float(rank)), shard_rows=sizes)
-    assert [part.unique().tolist() for part in ragged.split(sizes)] == [[float(r)] for r in range(ranks)]
+    assert [part.unique().tolist() for part in ragged.split(sizes)] == [
+        [float(r)] for r in range(ranks)
+    ]
     shares = torch.arange(ranks * NUMBERS, dtype=torch.float32) + 1000 * rank
-    expected = torch.cat([(shares - 1000 * rank + 1000 * r).view(ranks, -1)[rank] for r in range(ranks)])
+    expected = torch.cat(
+        [(shares - 1000 * rank + 1000 * r).view(ranks, -1)[rank] for r in range(ranks)]
+    )
     for _ in range(3):
         assert torch.equal(weft.all_to_all(shares), expected)
         assert torch.equal(weft.all_to_all(shares, out=out), expected)
@@ -98,7 +106,9 @@ def written_by_peers(_):
     world = remade()
     plan = all_gather(world.ranks, 1, "push", symmetric_gathered=True)
     tensors = {"a": torch.zeros(NUMBERS, 1), "gathered": torch.zeros(world.ranks * NUMBERS, 1)}
-    with pytest.raises(ValueError, match="peers access 'gathered' in this plan, so it must be symmetric"):
+    with pytest.raises(
+        ValueError, match="peers access 'gathered' in this plan, so it must be symmetric"
+    ):
         engine(world).execute(plan, tensors, rows=[NUMBERS] * world.ranks)
     weft.barrier()
 
@@ -110,12 +120,19 @@ def test_peers_only_read():
 def two_to_read(_):
     """A plan that reads more than one buffer of a peer, of which only one address is told."""
     world = remade()
-    buffers = {name: Buffer.of("input", [range(1), range(1, 2)]) for name in "ab"} | {"out": Buffer.of("output", [range(2)] * 2)}
+    buffers = {name: Buffer.of("input", [range(1), range(1, 2)]) for name in "ab"} | {
+        "out": Buffer.of("output", [range(2)] * 2)
+    }
 
     def lane(r):
         peer = 1 - r
-        fetched = [Copy(Region(peer, name, 0, 1), Region(r, "out", at, at + 1)) for at, name in enumerate("ab")]
-        return {"compute": (Notify(peer, Signal("ready", r)), Wait(Signal("ready", peer), 1), *fetched)}
+        fetched = [
+            Copy(Region(peer, name, 0, 1), Region(r, "out", at, at + 1))
+            for at, name in enumerate("ab")
+        ]
+        return {
+            "compute": (Notify(peer, Signal("ready", r)), Wait(Signal("ready", peer), 1), *fetched)
+        }
 
     plan = Plan("two", "read", buffers, (lane(0), lane(1)), {}, (1, 1))
     tensors = {"a": torch.zeros(1, 8), "b": torch.zeros(1, 8), "out": torch.zeros(2, 8)}
@@ -150,7 +167,9 @@ def gone(_):
         world.native.pids = [os.getpid(), child.pid]
     mine = torch.zeros(NUMBERS)
     if world.rank == 0:
-        with pytest.raises(PeerTimeout, match=r"for rows .* of all_gather call \d+ \(in the memory of rank 1\)"):
+        with pytest.raises(
+            PeerTimeout, match=r"for rows .* of all_gather call \d+ \(in the memory of rank 1\)"
+        ):
             weft.all_gather(mine, timeout=0.5)
     else:
         with pytest.raises(WeftError):
@@ -166,11 +185,17 @@ def test_why_memory_cannot_be_read():
     number = torch.tensor([7])
     own = Probe(7, number.data_ptr())
     assert peer_memory.refusal([os.getpid()], [own]) == ""
-    assert peer_memory.refusal([os.getpid()] * 2, [own, Probe()]) == "tensors of rank 1 lie in small pages"
+    assert (
+        peer_memory.refusal([os.getpid()] * 2, [own, Probe()])
+        == "tensors of rank 1 lie in small pages"
+    )
     assert "another one here" in peer_memory.refusal([os.getpid()], [Probe(8, number.data_ptr())])
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
-    assert peer_memory.refusal([child.pid], [own]) == f"process {child.pid} cannot be read: No such process"
+    assert (
+        peer_memory.refusal([child.pid], [own])
+        == f"process {child.pid} cannot be read: No such process"
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,7 +218,9 @@ def test_huge_pages(tmp_path, monkeypatch, policy, asked, huge):
 
 
 def test_processes_have_numbers_of_their_own():
-    """Else one whose id and addresses another has, as in containers that share a network, would be read in its place."""
+    """Else one whose id and addresses another has, as in containers that share a network, would be
+    read in its place.
+    """
     before, (told, tell) = peer_memory.probe().number, os.pipe()
     if not (child := os.fork()):
         os.write(tell, peer_memory.probe().number.to_bytes(8, "little"))

@@ -1,4 +1,6 @@
-"""What goes between hosts, over the loopback: rows come in the order of calls, whichever lane is ahead."""
+"""What goes between hosts, over the loopback: rows come in the order of calls, whichever lane is
+ahead.
+"""
 
 import queue
 import socket
@@ -59,7 +61,9 @@ def two():
 
 
 def test_a_lane_that_is_ahead_lets_the_other_finish_its_call(two):
-    """Else a rank that waits for the one would not read past the other's next call, which it has not come to."""
+    """Else a rank that waits for the one would not read past the other's next call, which it has
+    not come to.
+    """
     one, other = two
     taken = queue.Queue()
     for relay in two:
@@ -67,7 +71,9 @@ def test_a_lane_that_is_ahead_lets_the_other_finish_its_call(two):
     for call in (1, 2):
         one.begin(call, 7, "", {}, {1: 2})
     other.begin(1, 7, "", {0: _Expected(1, (0, 1), taken)}, {})
-    ahead = threading.Thread(target=lambda: [one.send(1, 0, call, 7, memoryview(b"lane 0")) for call in (1, 2)])
+    ahead = threading.Thread(
+        target=lambda: [one.send(1, 0, call, 7, memoryview(b"lane 0")) for call in (1, 2)]
+    )
     ahead.start()
     assert taken.get(timeout=LIMIT) == (1, 0, b"lane 0")
     one.send(1, 1, 1, 7, memoryview(b"lane 1"))
@@ -120,8 +126,15 @@ class _Calls:
 
 @pytest.fixture
 def one():
-    """A relay, the two ends of its peer, the end of its world's mesh, what it notes, and what it fails with."""
-    (control, theirs), (rows, their_rows), failed, native = connected(), connected(), queue.Queue(), _Calls()
+    """A relay, the two ends of its peer, the end of its world's mesh, what it notes, and what it
+    fails with.
+    """
+    (control, theirs), (rows, their_rows), failed, native = (
+        connected(),
+        connected(),
+        queue.Queue(),
+        _Calls(),
+    )
     relay = Relay(0, {1: (control, rows)}, LIMIT)
     near = relay.sockets()[1]
     relay.start(native, lambda error, rank: failed.put((error, rank)))
@@ -170,7 +183,10 @@ def test_rows_that_nobody_expects_name_who_sent_them(one):
     their_rows.sendall(relaying._ROWS.pack(9, 1, 7, 100))
     error, rank = failed.get(timeout=LIMIT)
     assert (type(error), rank) == (PeerLost, 1)
-    assert "rank 1 sent what rank 0 does not understand (rows of lane 9, of which there are no more in call 1)" in str(error)
+    assert (
+        "rank 1 sent what rank 0 does not understand (rows of lane 9, of which there are no more "
+        "in call 1)" in str(error)
+    )
 
 
 def test_many_messages_at_once(one):

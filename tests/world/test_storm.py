@@ -18,12 +18,19 @@ QUICK = "kill,mismatch,files,outstanding,outstanding-mismatch,fork,fork-all,thre
 def made(*options: str) -> subprocess.CompletedProcess[str]:
     """A storm, whose ranks are forked from a process of its own, which has no threads."""
     command = [sys.executable, Path(__file__).parents[1] / "storm.py", *options]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
 
 
 @pytest.mark.parametrize(
     ("places", "kinds", "trials"),
-    [("shared", QUICK, 8), pytest.param("hosts", "kill,mismatch", 2, marks=pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT))],
+    [
+        ("shared", QUICK, 8),
+        pytest.param(
+            "hosts", "kill,mismatch", 2, marks=pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+        ),
+    ],
 )
 def test_a_short_storm(places, kinds, trials):
     done = made("--seed", "3", "--trials", str(trials), "--places", places, "--kind", kinds)

@@ -1,4 +1,6 @@
-"""Copies and sums of many bytes are shared by torch's threads: the same bits for any number of them, and none that stay."""
+"""Copies and sums of many bytes are shared by torch's threads: the same bits for any number of
+them, and none that stay.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,17 @@ def tasks():
 
 
 def numbers(dtype, *shape):
-    return torch.randn(shape).to(dtype) if dtype.is_floating_point else torch.randint(0, 100, shape).to(dtype)
+    return (
+        torch.randn(shape).to(dtype)
+        if dtype.is_floating_point
+        else torch.randint(0, 100, shape).to(dtype)
+    )
 
 
 def same(one, other):
-    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+    return torch.equal(
+        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+    )
 
 
 def with_threads(count, call, *args, **options):
@@ -48,7 +56,9 @@ def by_any_number(make, counts):
     """What is made by one thread, and by each number of them again."""
     alone = make(1)
     for count in counts:
-        assert all(same(one, other) for one, other in zip(alone, make(count), strict=True)), f"{count} threads make something else"
+        assert all(same(one, other) for one, other in zip(alone, make(count), strict=True)), (
+            f"{count} threads make something else"
+        )
     return alone
 
 
@@ -72,7 +82,10 @@ def sums(world, dtype, *counts):
 
 def moves(world, dtype, *counts):
     own = numbers(dtype, world.ranks, 300_001)
-    memory, out = world.empty(own.shape, dtype=dtype), world.empty(world.ranks * world.ranks, 300_001, dtype=dtype)
+    memory, out = (
+        world.empty(own.shape, dtype=dtype),
+        world.empty(world.ranks * world.ranks, 300_001, dtype=dtype),
+    )
     memory.copy_(own)
 
     def make(threads):
@@ -88,7 +101,9 @@ def moves(world, dtype, *counts):
 
 def everything(world):
     _native.let_teams(True)  # as if there were cores enough
-    sums(world, torch.float32, 3, 8)  # more than cores: a library's idle threads then leave these to others
+    sums(
+        world, torch.float32, 3, 8
+    )  # more than cores: a library's idle threads then leave these to others
     sums(world, torch.bfloat16, 4)
     sums(world, torch.float16, 3)
     sums(world, torch.int8, 3)
@@ -104,7 +119,13 @@ def test_any_number_of_threads_makes_the_same_bits(ranks):
 def one_sided(world):
     _native.let_teams(True)
     own, memory = numbers(torch.int32, 300, 1001), world.empty(300, 1001, dtype=torch.int32)
-    views = [lambda t: t, lambda t: t.view(-1)[1:], lambda t: t[:, 3:-1], lambda t: t[:, ::3], lambda t: t.t()[5:]]
+    views = [
+        lambda t: t,
+        lambda t: t.view(-1)[1:],
+        lambda t: t[:, 3:-1],
+        lambda t: t[:, ::3],
+        lambda t: t.t()[5:],
+    ]
 
     def make(threads):
         made = []
@@ -159,7 +180,9 @@ def copies(world):
 def additions(world):
     memory, out = world.empty(1 << 18).fill_(1), world.empty(1 << 18)
     yield
-    weft.all_reduce(memory, out=out, algorithm="one_shot")  # each rank adds up all there is, and nothing is copied
+    weft.all_reduce(
+        memory, out=out, algorithm="one_shot"
+    )  # each rank adds up all there is, and nothing is copied
     yield
     assert out.eq(world.ranks).all()
 
@@ -207,11 +230,15 @@ def test_slots_are_as_large_as_threads_are_many():
 
 def test_what_is_sent_is_worth_a_message():
     row = torch.empty(1, 1)
-    assert [pieces(rows, sent_rows(row, rows)) for rows in (1, 1 << 10, 1 << 15, 1 << 20, 1 << 26)] == [1, 1, 2, 16, 16]
+    assert [
+        pieces(rows, sent_rows(row, rows)) for rows in (1, 1 << 10, 1 << 15, 1 << 20, 1 << 26)
+    ] == [1, 1, 2, 16, 16]
 
 
 def beside(world):
-    """How many threads come for transfers, and then for asynchronous collectives, though torch has many."""
+    """How many threads come for transfers, and then for asynchronous collectives, though torch has
+    many.
+    """
     memory, own = world.empty(1 << 20), torch.randn(1 << 20)
     before = tasks()
     with_threads(8, lambda: weft.put_async(memory, own, world.rank).wait())
@@ -227,7 +254,9 @@ def lanes(world):
     before = tasks()
     with weft.init(dist.group.WORLD, timeout=20, comm_threads=3) as other:
         found += beside(other)
-        assert "the comm lane has 3 threads" in weft.explain(torch.ones(64, 64), torch.ones(64, 64), world=other)
+        assert "the comm lane has 3 threads" in weft.explain(
+            torch.ones(64, 64), torch.ones(64, 64), world=other
+        )
     del other
     gc.collect()
     deadline = time.monotonic() + 10

@@ -1,4 +1,6 @@
-"""Where cores are and which of them each rank gets, on machines of every kind, from what their kernels say."""
+"""Where cores are and which of them each rank gets, on machines of every kind, from what their
+kernels say.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def everything(found):
 
 
 def shares(found, ranks, threads, allowed=None):
-    assigned = topology.assign(found, everything(found) if allowed is None else allowed, ranks, threads)
+    assigned = topology.assign(
+        found, everything(found) if allowed is None else allowed, ranks, threads
+    )
     return assigned if assigned is None else [listed(cpus) for cpus in assigned]
 
 
@@ -59,7 +63,16 @@ def test_ranks_that_do_not_go_into_the_nodes_get_smaller_shares_rather_than_two_
 def test_ranks_are_spread_over_caches(machine):
     found = machine("epyc")
     assert len({core.cache for core in found.cores}) == 8
-    assert shares(found, 8, 8) == ["0-7", "8-15", "16-23", "24-31", "32-39", "40-47", "48-55", "56-63"]
+    assert shares(found, 8, 8) == [
+        "0-7",
+        "8-15",
+        "16-23",
+        "24-31",
+        "32-39",
+        "40-47",
+        "48-55",
+        "56-63",
+    ]
     assert shares(found, 2, 4) == ["0-31", "32-63"]
     assert shares(found, 16, 4)[:3] == ["0-3", "4-7", "8-11"]
     four = machine("epyc-4-nodes")
@@ -73,7 +86,9 @@ def test_one_thread_per_core_and_every_core_once(machine):
         threads = topology.threads_for(found, everything(found), ranks)
         assigned = topology.assign(found, everything(found), ranks, threads)
         assert all(len(share) >= threads for share in assigned)
-        owners = [core for share in assigned for core in found.cores if not share.isdisjoint(core.cpus)]
+        owners = [
+            core for share in assigned for core in found.cores if not share.isdisjoint(core.cpus)
+        ]
         assert len(owners) == len(set(owners)) == sum(map(len, assigned))
 
 
@@ -144,11 +159,18 @@ def test_a_host_that_says_nothing_of_itself(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "ranks", "sizes"),
-    [("xeon", 16, [8, 16]), ("epyc", 32, [4, 32]), ("epyc-4-nodes", 32, [4, 8, 32]), ("graviton", 16, [16])],
+    [
+        ("xeon", 16, [8, 16]),
+        ("epyc", 32, [4, 32]),
+        ("epyc-4-nodes", 32, [4, 8, 32]),
+        ("graviton", 16, [16]),
+    ],
 )
 def test_ranks_are_grouped_by_what_their_cores_share(machine, name, ranks, sizes):
     found = machine(name)
-    spots = [topology.spot(found, cpus) for cpus in topology.assign(found, everything(found), ranks)]
+    spots = [
+        topology.spot(found, cpus) for cpus in topology.assign(found, everything(found), ranks)
+    ]
     levels = groups([Place(1, "host", Address("", 0, b""), frozenset(), 1, spot) for spot in spots])
     assert sorted({max(map(level.count, level)) for level in levels}) == sizes
     assert all(level == tuple(sorted(level)) for level in levels)
@@ -162,5 +184,13 @@ def test_ranks_are_grouped_as_deep_as_all_are_known(machine):
     assert topology.spot(found, everything(found)) == (0,)
     assert topology.spot(machine("xeon"), numbers("0,32")) == ()
     spots = [(0, 0, 0), (0, 0, 8), (0, 1, 16), (0, 1)]
-    places = [Place(1, host, Address("", 0, b""), frozenset(), 1, spot) for host in ("one", "two") for spot in spots]
-    assert groups(places) == ((0, 0, 1, 1, 2, 2, 3, 3), (0, 0, 0, 0, 1, 1, 1, 1), (0, 0, 0, 0, 1, 1, 1, 1))
+    places = [
+        Place(1, host, Address("", 0, b""), frozenset(), 1, spot)
+        for host in ("one", "two")
+        for spot in spots
+    ]
+    assert groups(places) == (
+        (0, 0, 1, 1, 2, 2, 3, 3),
+        (0, 0, 0, 0, 1, 1, 1, 1),
+        (0, 0, 0, 0, 1, 1, 1, 1),
+    )

@@ -1,4 +1,6 @@
-"""Every way out of a collective call is an error that names who is missing, or what this rank lacks."""
+"""Every way out of a collective call is an error that names who is missing, or what this rank
+lacks.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ def test_a_note_to_a_dead_peer_is_no_error_of_its_own():
     assert "died while rank 0 waited for empty((3,), float32) (call 2)" in str(first.error)
 
 
-@pytest.mark.parametrize(("last", "left", "kind"), [(b"f", True, ""), (b"aKeyError\n1\ngone", False, "KeyError")])
+@pytest.mark.parametrize(
+    ("last", "left", "kind"), [(b"f", True, ""), (b"aKeyError\n1\ngone", False, "KeyError")]
+)
 def test_last_words_count_though_notes_to_who_said_them_are_unread(last, left, kind):
     """The kernel resets such a connection, and says so before it gives what was sent."""
     own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -101,7 +105,10 @@ def test_last_words_count_though_notes_to_who_said_them_are_unread(last, left, k
 def joins(world, how, step):
     """Rank 1 ends as it comes to a step of making a second world."""
     ends = {"dies": die, "lacks": lacks}[how]
-    with at(step, ends) if world.rank == 1 else contextlib.nullcontext(), weft.init(dist.group.WORLD, timeout=20):
+    with (
+        at(step, ends) if world.rank == 1 else contextlib.nullcontext(),
+        weft.init(dist.group.WORLD, timeout=20),
+    ):
         weft.barrier()
 
 
@@ -170,8 +177,13 @@ def test_a_rank_that_has_too_many_files_open():
         assert outcome.error is None, outcome.trace
         assert "rank 1: [Errno 24] Too many open files" in outcome.result
     first, second = start(few_files, 2, 1)
-    assert isinstance(second.error, weft.SymmetricMemoryError), second.trace  # its own file or its peer's is one too many
-    assert re.search(r"rank 1(:| cannot map the part of rank 0:) \[Errno 24\] Too many open files", str(second.error)), second.error
+    assert isinstance(second.error, weft.SymmetricMemoryError), (
+        second.trace
+    )  # its own file or its peer's is one too many
+    assert re.search(
+        r"rank 1(:| cannot map the part of rank 0:) \[Errno 24\] Too many open files",
+        str(second.error),
+    ), second.error
     assert isinstance(first.error, weft.PeerLost | weft.SymmetricMemoryError), first.trace
     assert "[Errno 24] Too many open files" in str(first.error)
 

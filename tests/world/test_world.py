@@ -48,7 +48,15 @@ def only_one(world):
 
 
 def every_dtype_and_shape(world):
-    for dtype in (torch.bool, torch.uint8, torch.int16, torch.float16, torch.bfloat16, torch.float64, torch.complex64):
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.int16,
+        torch.float16,
+        torch.bfloat16,
+        torch.float64,
+        torch.complex64,
+    ):
         for shape in ((), (0,), (7,), (2, 0, 3), (3, 1, 2)):
             tensor = world.empty(shape, dtype=dtype)
             assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape)
@@ -68,10 +76,19 @@ def symmetric_or_not(world):
     assert not world.is_symmetric(mine.clone())
     mine.copy_(torch.arange(4) + 10 * world.rank)
     weft.barrier()
-    for view in (torch.from_numpy(mine.numpy()[1:]), torch.from_dlpack(mine[1:]), torch.from_numpy(mine.numpy())[1:]):
-        assert world.is_symmetric(view), "other libraries make storages of their own over the same memory"
+    for view in (
+        torch.from_numpy(mine.numpy()[1:]),
+        torch.from_dlpack(mine[1:]),
+        torch.from_numpy(mine.numpy())[1:],
+    ):
+        assert world.is_symmetric(view), (
+            "other libraries make storages of their own over the same memory"
+        )
         assert not world.is_symmetric(view.clone())
-        assert world.peer(view[::2], 1 - world.rank).tolist() == [11 - 10 * world.rank, 13 - 10 * world.rank]
+        assert world.peer(view[::2], 1 - world.rank).tolist() == [
+            11 - 10 * world.rank,
+            13 - 10 * world.rank,
+        ]
     with pytest.raises(ValueError, match="not a symmetric tensor"):
         world.peer(torch.empty(4), 0)
     with pytest.raises(ValueError, match="no rank 5 in a world of 2"):
@@ -99,22 +116,31 @@ def freed_with_the_last_view(world):
 
 
 def test_memory_is_freed_with_the_last_view():
-    assert on_ranks(freed_with_the_last_view, 2) == [2, 2]  # what remains are the counters of the two ranks
+    assert on_ranks(freed_with_the_last_view, 2) == [
+        2,
+        2,
+    ]  # what remains are the counters of the two ranks
 
 
 def different_requests(world):
     with pytest.raises(
-        weft.MismatchError, match=r"shapes differ\n  rank 0: empty\(\(4,\), float32\)\n  rank 1: empty\(\(5,\), float32\)"
+        weft.MismatchError,
+        match=r"shapes differ\n  rank 0: empty\(\(4,\), float32\)\n  rank 1: empty\(\(5,\), float32\)",
     ):
         world.empty(4 + world.rank)
     with pytest.raises(weft.WeftError, match="closed: MismatchError"):
         world.empty(4)
     other = weft.init()
-    with pytest.raises(weft.MismatchError, match=r"arguments differ\n  rank 0: signals\(4\)\n  rank 1: signals\(5\)"):
+    with pytest.raises(
+        weft.MismatchError,
+        match=r"arguments differ\n  rank 0: signals\(4\)\n  rank 1: signals\(5\)",
+    ):
         other.signals(4 + world.rank)
 
 
-@pytest.mark.parametrize(("call", "digest"), [("", 0xCBF29CE484222325), ("foobar", 0x85944171F73967E8)])
+@pytest.mark.parametrize(
+    ("call", "digest"), [("", 0xCBF29CE484222325), ("foobar", 0x85944171F73967E8)]
+)
 def test_what_hosts_compare_is_alike_in_all_builds(call, digest):
     assert _native.Compiled(call, 1, [], 1).digest == digest
 
@@ -161,7 +187,10 @@ def closed(world):
     kept.fill_(3)
     dist.barrier()
     world.close()
-    with pytest.raises(weft.WeftError, match=r"this world is closed: it was closed; make a new one with weft.init\(\)"):
+    with pytest.raises(
+        weft.WeftError,
+        match=r"this world is closed: it was closed; make a new one with weft.init\(\)",
+    ):
         world.empty(4)
     with pytest.raises(weft.WeftError, match="closed: it was closed"):
         weft.all_gather_matmul(torch.ones(2, 2), torch.ones(2, 2))
@@ -210,17 +239,41 @@ def test_launchers_variables():
         "PMIX_NAMESPACE": "prterun-7@1",
     }
     found = launcher_variables(open_mpi)
-    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"], found["MASTER_ADDR"]) == ("3", "4", "3", "localhost")
-    assert found["MASTER_PORT"] == launcher_variables(open_mpi | {"OMPI_COMM_WORLD_RANK": "0"})["MASTER_PORT"]
+    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"], found["MASTER_ADDR"]) == (
+        "3",
+        "4",
+        "3",
+        "localhost",
+    )
+    assert (
+        found["MASTER_PORT"]
+        == launcher_variables(open_mpi | {"OMPI_COMM_WORLD_RANK": "0"})["MASTER_PORT"]
+    )
     mpich = launcher_variables({"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_ID": "0"})
-    assert mpich["MASTER_PORT"] == launcher_variables({"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_ID": "1"})["MASTER_PORT"]
+    assert (
+        mpich["MASTER_PORT"]
+        == launcher_variables({"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_ID": "1"})["MASTER_PORT"]
+    )
     spread = {"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2", "MASTER_ADDR": "node0"}
     assert launcher_variables(spread)["MASTER_PORT"] == "29500"
     with pytest.raises(weft.WeftError, match="several hosts and does not say where rank 0 is"):
-        default_group({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
-    slurm = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "77", "SLURM_STEP_NODELIST": "node[03-04,9]"}
+        default_group(
+            {
+                "OMPI_COMM_WORLD_RANK": "2",
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            }
+        )
+    slurm = {
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_JOB_ID": "77",
+        "SLURM_STEP_NODELIST": "node[03-04,9]",
+    }
     assert launcher_variables(slurm)["MASTER_ADDR"] == "node03"
-    assert launcher_variables(slurm | {"SLURM_STEP_NODELIST": "alpha,beta"})["MASTER_ADDR"] == "alpha"
+    assert (
+        launcher_variables(slurm | {"SLURM_STEP_NODELIST": "alpha,beta"})["MASTER_ADDR"] == "alpha"
+    )
 
 
 def test_an_error_of_one_rank_is_reported():

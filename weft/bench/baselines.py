@@ -16,10 +16,13 @@ GLOO = "gloo+torch.mm"
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-def gloo_all_gather_matmul(a: Tensor, b: Tensor, out: Tensor, rows: Sequence[int]) -> Callable[[], None]:
+def gloo_all_gather_matmul(
+    a: Tensor, b: Tensor, out: Tensor, rows: Sequence[int]
+) -> Callable[[], None]:
     """``dist.all_gather_into_tensor`` on gloo, then ``torch.mm`` into `out`.
 
-    Shards of different sizes travel padded to the largest, since the collective takes equal ones, and are multiplied one by one.
+    Shards of different sizes travel padded to the largest, since the collective takes equal ones,
+    and are multiplied one by one.
     """
     shard = a if min(rows) == max(rows) else a.new_zeros(max(rows), a.shape[1])
     gathered = a.new_empty(max(rows) * len(rows), a.shape[1])
@@ -67,7 +70,9 @@ def gloo_matmul_all_reduce(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], No
 
 
 def _parts(padded: Tensor, whole: Tensor, rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """Each shard in what is padded to the largest one, and in what is not; all together where they are alike."""
+    """Each shard in what is padded to the largest one, and in what is not; all together where they
+    are alike.
+    """
     if min(rows) == max(rows):
         return [(padded, whole)]
     parts = zip(padded.split(max(rows)), whole.split(list(rows)), strict=True)
@@ -75,7 +80,9 @@ def _parts(padded: Tensor, whole: Tensor, rows: Sequence[int]) -> list[tuple[Ten
 
 
 def _products(pieces: Sequence[tuple[Tensor, Tensor]], b: Tensor) -> Callable[[], None]:
-    """Multiplies rows with `b`, each into its place; where that is wider both are widened before, `b` only once."""
+    """Multiplies rows with `b`, each into its place; where that is wider both are widened before,
+    `b` only once.
+    """
     wide = b.to(pieces[0][1].dtype)
 
     def call() -> None:
@@ -86,7 +93,8 @@ def _products(pieces: Sequence[tuple[Tensor, Tensor]], b: Tensor) -> Callable[[]
 
 
 def gloo_collective(operation: str, a: Tensor, out: Tensor, op: str) -> Callable[..., object]:
-    """The call of ``torch.distributed`` that does `operation` on gloo, from `a` to `out`; broadcasts come from rank 0.
+    """The call of ``torch.distributed`` that does `operation` on gloo, from `a` to `out`;
+    broadcasts come from rank 0.
 
     Without a process group it is a copy: a single rank has nobody to exchange anything with.
     """
@@ -94,9 +102,16 @@ def gloo_collective(operation: str, a: Tensor, out: Tensor, op: str) -> Callable
         return partial(out.copy_, a)
     match operation:
         case "all_gather":  # renamed in torch 2.13, as is reduce_scatter
-            return partial(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor, out, a)
+            return partial(
+                getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor, out, a
+            )
         case "reduce_scatter":
-            return partial(getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor, out, a, op=_OPS[op])
+            return partial(
+                getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor,
+                out,
+                a,
+                op=_OPS[op],
+            )
         case "all_reduce" if a.data_ptr() == out.data_ptr():
             return partial(dist.all_reduce, out, op=_OPS[op])
         case "all_reduce":  # which torch.distributed only does in place

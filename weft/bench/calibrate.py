@@ -1,8 +1,10 @@
-"""The profile of this machine, measured: what `weft calibrate` stores and `weft.predict.machine.load("this")` reads.
+"""The profile of this machine, measured: what `weft calibrate` stores and
+`weft.predict.machine.load("this")` reads.
 
-All ranks measure at the same time, since that is how they will work. Cores are faster at one time than at another, above all those
-of virtual machines, so everything is timed in several passes with some seconds between them. Of these the lower quartile counts,
-since others' work only ever makes a run slower; `spread` says by how many percent the median run took longer.
+All ranks measure at the same time, since that is how they will work. Cores are faster at one time
+than at another, above all those of virtual machines, so everything is timed in several passes with
+some seconds between them. Of these the lower quartile counts, since others' work only ever makes a
+run slower; `spread` says by how many percent the median run took longer.
 """
 
 from __future__ import annotations
@@ -25,7 +27,19 @@ from weft.engines import engine, matmul
 from weft.engines.recording import record
 from weft.engines.weights import Weight, pack
 from weft.errors import WeftError
-from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait, writes
+from weft.plan import (
+    Buffer,
+    Copy,
+    Instruction,
+    Matmul,
+    Notify,
+    Plan,
+    Reduce,
+    Region,
+    Signal,
+    Wait,
+    writes,
+)
 from weft.predict.interpolation import Grid
 from weft.predict.machine import ITEMSIZE, Link, Machine, Product
 from weft.schedules.common import after, before, enter, hear, leave, members, tell
@@ -33,7 +47,9 @@ from weft.schedules.thresholds import Thresholds
 from weft.world import World
 
 _ROWS = (1, 2, 4, 7, 8, 16, 32, 63, 64, 128, 256, 512)
-"""Rows at which products are timed: also those around which `weft.engines.matmul` changes the way it multiplies."""
+"""Rows at which products are timed: also those around which `weft.engines.matmul` changes the way
+it multiplies.
+"""
 _WIDTHS = (256, 448, 800, 1408, 2048)
 """K and N of their weights."""
 _COLUMNS = 1024  # of float32
@@ -66,16 +82,27 @@ class _Timings:
         self.times = defaultdict[str, list[float]](list)
 
     def time(self, what: str, call: Callable[[], object], before: int = 1) -> None:
-        """Time a call that all ranks make at once, and made `before`: it finds its operands in the caches as far as they fit."""
+        """Time a call that all ranks make at once, and made `before`: it finds its operands in the
+        caches as far as they fit.
+        """
         self.stopwatch.time(call, before)  # a rank that had to wait for the others is slow at first
         self.times[what].append(self.stopwatch.time(call))
 
-    def run(self, what: str, lanes: Callable[[int], Lanes], tensors: Tensors, weights: Weights = None, before: int = _WARM) -> None:
+    def run(
+        self,
+        what: str,
+        lanes: Callable[[int], Lanes],
+        tensors: Tensors,
+        weights: Weights = None,
+        before: int = _WARM,
+    ) -> None:
         """Time a plan with these lanes of each rank."""
         plan = self.plan(lanes, tensors)
         self.time(what, lambda: engine(self.world).execute(plan, tensors, weights), before)
 
-    def spans(self, plan: Plan, tensors: Tensors, weights: Weights = None) -> dict[tuple[str, int], tuple[int, int]]:
+    def spans(
+        self, plan: Plan, tensors: Tensors, weights: Weights = None
+    ) -> dict[tuple[str, int], tuple[int, int]]:
         """When each instruction of this rank began and ended, by lane and index."""
         self.stopwatch.time(lambda: None)
         with record(self.world) as recording:
@@ -90,17 +117,32 @@ class _Timings:
         return Plan("calibrate", "made up", buffers, tuple(map(lanes, range(self.world.ranks))))
 
     def summarize(self) -> tuple[dict[str, float], dict[str, float]]:
-        """The lower quartile of each, and its spread in percent; a run takes as long as on the slowest rank. Collective."""
-        taken = iter(largest(self.world, [second for seconds in self.times.values() for second in seconds]))
+        """The lower quartile of each, and its spread in percent; a run takes as long as on the
+        slowest rank. Collective.
+        """
+        taken = iter(
+            largest(self.world, [second for seconds in self.times.values() for second in seconds])
+        )
         runs = {what: sorted(next(taken) for _ in seconds) for what, seconds in self.times.items()}
         quartiles = {what: seconds[len(seconds) // 4] for what, seconds in runs.items()}
-        spread = {what: 100 * (statistics.median(runs[what]) / least - 1) for what, least in quartiles.items()}
-        return quartiles | ({"turn": statistics.fmean(runs["turn"])} if "turn" in runs else {}), spread
+        spread = {
+            what: 100 * (statistics.median(runs[what]) / least - 1)
+            for what, least in quartiles.items()
+        }
+        return quartiles | (
+            {"turn": statistics.fmean(runs["turn"])} if "turn" in runs else {}
+        ), spread
 
 
 def measure(threads: int) -> dict[str, Any]:
-    """The profile of the machine as seen from this rank's world, alike on all ranks; collective. Takes about a minute."""
-    kinds = {f"{name} packed" if packed else name: (name, packed) for name in ITEMSIZE for packed in (False, True)}
+    """The profile of the machine as seen from this rank's world, alike on all ranks; collective.
+    Takes about a minute.
+    """
+    kinds = {
+        f"{name} packed" if packed else name: (name, packed)
+        for name in ITEMSIZE
+        for packed in (False, True)
+    }
     with session(threads) as world:
         bench = _Timings(world)
         for _ in range(_PASSES):
@@ -133,18 +175,23 @@ def measure(threads: int) -> dict[str, Any]:
             compute_slowdown=slower,
             communicate_slowdown=slower,
             in_place=True,
-            thresholds=world.thresholds if world.crowded else replace(world.thresholds, hop=hop(meeting, more, _COUNTERS)),
+            thresholds=world.thresholds
+            if world.crowded
+            else replace(world.thresholds, hop=hop(meeting, more, _COUNTERS)),
             source=f"measured by weft calibrate: {world.ranks} ranks of {threads} threads, processor {cache.processor()}, "
             f"torch {torch.__version__}",
         )
-        return asdict(machine) | {"spread": {name: round(percent, 1) for name, percent in spread.items()}}
+        return asdict(machine) | {
+            "spread": {name: round(percent, 1) for name, percent in spread.items()}
+        }
 
 
 def measure_network(threads: int) -> Link:
-    """What joins the hosts of this rank's world, alike on all ranks; collective. Takes some seconds.
+    """What joins the hosts of this rank's world, alike on all ranks; collective. Takes some
+    seconds.
 
-    One rank of each host sends to that of the next while it is sent as much. What that takes of a core is what a product beside
-    it takes longer.
+    One rank of each host sends to that of the next while it is sent as much. What that takes of a
+    core is what a product beside it takes longer.
     """
     with session(threads) as world:
         bench = _Timings(world)
@@ -163,13 +210,17 @@ def measure_network(threads: int) -> Link:
             _send(bench, "products", 0, products)
             _send(bench, "both", rows, products)
         found, _ = bench.summarize()
-    gbs, factors = _rate({_ROW * n: max(found[f"sent {n}"] - signal, 1e-9) / _MESSAGES for n in _SENT})
+    gbs, factors = _rate(
+        {_ROW * n: max(found[f"sent {n}"] - signal, 1e-9) / _MESSAGES for n in _SENT}
+    )
     busy = min(1.0, max(0.01, (found["both"] - found["products"]) / found[f"sent {rows}"]))
     return Link(gbs, 1e6 * signal, shared=True, factors=factors, core_gbs=2 * gbs / busy)
 
 
 def _send(bench: _Timings, what: str, rows: int, products: int) -> None:
-    """Time messages of so many rows from one rank of each host to that of the next, beside so many products."""
+    """Time messages of so many rows from one rank of each host to that of the next, beside so many
+    products.
+    """
     world = bench.world
     leaders = [members(host, world.hosts)[0] for host in range(len(set(world.hosts)))]
 
@@ -186,7 +237,13 @@ def _send(bench: _Timings, what: str, rows: int, products: int) -> None:
                 compute.append(Wait(Signal("arrived", source), 1))
         return {"compute": (*compute, *leave(r, world.ranks)), "comm": tuple(comm)}
 
-    bench.run(what, lanes, _ones(max(rows, _PRODUCT), 512), {"out": pack(torch.ones(_COLUMNS, 512))}, before=1)
+    bench.run(
+        what,
+        lanes,
+        _ones(max(rows, _PRODUCT), 512),
+        {"out": pack(torch.ones(_COLUMNS, 512))},
+        before=1,
+    )
 
 
 def _ones(rows: int, columns: int = _COLUMNS) -> dict[str, torch.Tensor]:
@@ -200,22 +257,40 @@ def _products(bench: _Timings, kind: str, dtype: torch.dtype, packed: bool) -> N
         weight = pack(b) if packed else b
         for rows in _ROWS:
             x, out = torch.randn(rows, width).to(dtype), torch.empty(rows, width, dtype=dtype)
-            bench.time(f"{kind} {rows}x{width}x{width}", partial(matmul.multiply, x, weight, out), _WARM if rows < 16 else 1)
+            bench.time(
+                f"{kind} {rows}x{width}x{width}",
+                partial(matmul.multiply, x, weight, out),
+                _WARM if rows < 16 else 1,
+            )
 
 
 def _product(found: dict[str, float], kind: str, itemsize: int) -> Product:
-    """The product of a kind, fitted to all sizes with equal relative errors, and by what each differs from that."""
-    timed = {(m, width): found[f"{kind} {m}x{width}x{width}"] for m, width in itertools.product(_ROWS, _WIDTHS)}
+    """The product of a kind, fitted to all sizes with equal relative errors, and by what each
+    differs from that.
+    """
+    timed = {
+        (m, width): found[f"{kind} {m}x{width}x{width}"]
+        for m, width in itertools.product(_ROWS, _WIDTHS)
+    }
     fixed, weight, operation = least_squares(
-        [[1 / took, width**2 * itemsize / took, 2 * m * width**2 / took] for (m, width), took in timed.items()]
+        [
+            [1 / took, width**2 * itemsize / took, 2 * m * width**2 / took]
+            for (m, width), took in timed.items()
+        ]
     )
     roughly = Product(1e-12 / operation, 1e-9 / max(weight, 1e-15), 1e6 * fixed)
-    factors = [took / roughly.seconds(m, width, width, itemsize) for (m, width), took in timed.items()]
-    return replace(roughly, factors=Grid((_ROWS, tuple(width * width for width in _WIDTHS)), tuple(factors)))
+    factors = [
+        took / roughly.seconds(m, width, width, itemsize) for (m, width), took in timed.items()
+    ]
+    return replace(
+        roughly, factors=Grid((_ROWS, tuple(width * width for width in _WIDTHS)), tuple(factors))
+    )
 
 
 def least_squares(rows: Sequence[Sequence[float]]) -> list[float]:
-    """The factors, none negative, with which the columns of `rows` come closest to adding up to 1; the last is not zero."""
+    """The factors, none negative, with which the columns of `rows` come closest to adding up to 1;
+    the last is not zero.
+    """
     matrix = np.asarray(rows)
     best, least = np.zeros(matrix.shape[1]), math.inf
     for others in itertools.product((False, True), repeat=matrix.shape[1] - 1):
@@ -242,7 +317,11 @@ def _copies(bench: _Timings) -> None:
         plan = bench.plan(lanes, tensors := _ones(rows))
         bench.spans(plan, tensors)  # once to warm up
         spans = bench.spans(plan, tensors)
-        work = [spans["compute", i] for i, instruction in enumerate(plan.lanes[own]["compute"]) if writes(instruction)]
+        work = [
+            spans["compute", i]
+            for i, instruction in enumerate(plan.lanes[own]["compute"])
+            if writes(instruction)
+        ]
         for what, (start, stop) in zip(("memory", "link", "reduce"), work, strict=True):
             bench.times[f"{what} {rows}"].append(1e-9 * max(stop - start, 1))
 
@@ -256,22 +335,32 @@ def _rate(took: Mapping[int, float]) -> tuple[float, Grid]:
 def _time_signals(bench: _Timings) -> None:
     """Time one round of signals between all ranks, and many."""
     for rounds in (1, _ROUNDS):
-        bench.run(f"{rounds} signals", lambda r, n=rounds: {"compute": _signals(r, bench.world.ranks, n)}, _ones(1))  # type: ignore[misc]
+        ranks = bench.world.ranks
+        rank_lanes = [{"compute": _signals(r, ranks, rounds)} for r in range(ranks)]
+        bench.run(f"{rounds} signals", rank_lanes.__getitem__, _ones(1))
 
 
 def _time_rounds(bench: _Timings) -> None:
-    """Time one round of signals between each two ranks, and many, by one counter of each and by several."""
+    """Time one round of signals between each two ranks, and many, by one counter of each and by
+    several.
+    """
 
     def lanes(r: int, rounds: int, counters: int) -> Lanes:
         other, lane = r ^ 1, list[Instruction]()
-        names = [f"counter {number}" for number in range(counters)] if other < bench.world.ranks else []
+        names = (
+            [f"counter {number}" for number in range(counters)] if other < bench.world.ranks else []
+        )
         for count in range(1, rounds + 1):
             lane += [Notify(other, Signal(name, r)) for name in names]
             lane += [Wait(Signal(name, other), count) for name in names]
         return {"compute": tuple(lane)}
 
     for rounds, counters in itertools.product((1, _ROUNDS), (1, _COUNTERS)):
-        bench.run(f"{rounds} rounds of {counters}", partial(lanes, rounds=rounds, counters=counters), _ones(1))
+        bench.run(
+            f"{rounds} rounds of {counters}",
+            partial(lanes, rounds=rounds, counters=counters),
+            _ones(1),
+        )
 
 
 def _round(found: Mapping[str, float], what: str) -> float:
@@ -297,7 +386,12 @@ def _calls(bench: _Timings) -> None:
     bench.run("a fast copy", copied, one)
 
     def multiplied(r: int) -> Lanes:
-        return {"compute": (Matmul(Region(r, "a", 0, 1), Region(r, "out", 0, 1)), *_signals(r, ranks, 1))}
+        return {
+            "compute": (
+                Matmul(Region(r, "a", 0, 1), Region(r, "out", 0, 1)),
+                *_signals(r, ranks, 1),
+            )
+        }
 
     few, out, weight = torch.ones(1, 64), torch.empty(1, 64), {"out": torch.ones(64, 64)}
     bench.run("call", multiplied, {"a": few, "out": out}, weight)
@@ -308,18 +402,26 @@ def _signals(rank: int, ranks: int, rounds: int) -> tuple[Instruction, ...]:
     """Rounds of a barrier."""
     lane: list[Instruction] = []
     for count in range(1, rounds + 1):
-        lane += [*tell(rank, "barrier", before(rank, ranks)), *hear("barrier", after(rank, ranks), count)]
+        lane += [
+            *tell(rank, "barrier", before(rank, ranks)),
+            *hear("barrier", after(rank, ranks), count),
+        ]
     return tuple(lane)
 
 
 def _lanes(bench: _Timings) -> None:
-    """Time products and copies alone and beside each other, and how long a comm lane waits for its turn beside products."""
+    """Time products and copies alone and beside each other, and how long a comm lane waits for its
+    turn beside products.
+    """
     ranks, rows = bench.world.ranks, 256
     tensors, weight = _ones(rows, 512), {"out": pack(torch.ones(_COLUMNS, 512))}
 
     def lanes(r: int, what: str) -> Lanes:
         own, made = Region(r, "a", 0, rows), Signal("made", r)
-        product, copy = Matmul(own, own._replace(buffer="out")), Copy(own, Region((r + 1) % ranks, "inbox", 0, rows))
+        product, copy = (
+            Matmul(own, own._replace(buffer="out")),
+            Copy(own, Region((r + 1) % ranks, "inbox", 0, rows)),
+        )
         compute: Lane = (product,) * 3 if "products" in what else ()
         comm: Lane = (copy,) * 16 if "copies" in what else ()
         if what == "turn":
@@ -335,17 +437,21 @@ def _lanes(bench: _Timings) -> None:
 
 
 def hop(one: float, several: float, notifies: int) -> float:
-    """How many notifies a rank makes in the time until one is seen, if two ranks meet in `one` second by a notify of each, and in
-    `several` by so many: a notify takes what a further one does, and the hop the rest."""
+    """How many notifies a rank makes in the time until one is seen, if two ranks meet in `one`
+    second by a notify of each, and in `several` by so many: a notify takes what a further one does,
+    and the hop the rest.
+    """
     least, most = _HOPS
     further = (several - one) / (notifies - 1)
     return min(most, max(least, one / further - 1)) if further > 0 else Thresholds.hop
 
 
 def slowdown(products: float, copies: float, both: float) -> float:
-    """By what two things slow each other down that take this long alone, and `both` seconds beside each other.
+    """By what two things slow each other down that take this long alone, and `both` seconds beside
+    each other.
 
-    While the copies last, `slowdown` times as long as alone, as much is multiplied as alone in that time. Two that share a core
-    take twice as long; more than four times is taken to be a disturbance.
+    While the copies last, `slowdown` times as long as alone, as much is multiplied as alone in that
+    time. Two that share a core take twice as long; more than four times is taken to be a
+    disturbance.
     """
     return min(4.0, max(1.0, 1 + (both - products) / copies))

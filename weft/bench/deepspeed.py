@@ -1,7 +1,9 @@
-"""A baseline: DeepSpeed's all-reduce in shared memory, in this process, compiled from its own source (``make baselines``).
+"""A baseline: DeepSpeed's all-reduce in shared memory, in this process, compiled from its own
+source (``make baselines``).
 
-Each rank copies its tensor to a buffer that all see and spins until all have. Up to 1 MiB it then sums everything itself, above
-that a part, and it fetches the rest after spinning once more. It sums in place, and on one host.
+Each rank copies its tensor to a buffer that all see and spins until all have. Up to 1 MiB it then
+sums everything itself, above that a part, and it fetches the rest after spinning once more. It sums
+in place, and on one host.
 """
 
 from __future__ import annotations
@@ -39,13 +41,24 @@ def build() -> None:
     """Compile the operator from the package's source, which `make baselines` has laid beside it."""
     from torch.utils import cpp_extension
 
-    sources = [str(_library().parent / "csrc" / "cpu" / "comm" / name) for name in ("shm_interface.cpp", "shm.cpp")]
+    sources = [
+        str(_library().parent / "csrc" / "cpu" / "comm" / name)
+        for name in ("shm_interface.cpp", "shm.cpp")
+    ]
     flags = ["-O2", "-fopenmp"]  # as DeepSpeed compiles it
-    cpp_extension.load(_MODULE, sources, extra_cflags=flags, extra_ldflags=flags[1:], build_directory=str(_library().parent))
+    cpp_extension.load(
+        _MODULE,
+        sources,
+        extra_cflags=flags,
+        extra_ldflags=flags[1:],
+        build_directory=str(_library().parent),
+    )
 
 
 def connect() -> None:
-    """Load the operator and have it find its peers, collectively; the segments it makes last as long as the processes."""
+    """Load the operator and have it find its peers, collectively; the segments it makes last as
+    long as the processes.
+    """
     sys.path.append(str(_library().parent))
     module = import_module(_MODULE)
     ranks, rank, number = dist.get_world_size(), dist.get_rank(), [os.getpid()]

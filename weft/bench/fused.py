@@ -1,6 +1,8 @@
-"""The benchmark of a fused operator: its parts alone, one after the other, and overlapped, on the same data in one run.
+"""The benchmark of a fused operator: its parts alone, one after the other, and overlapped, on the
+same data in one run.
 
-What is particular to an operator is its `Subject`; measuring, verifying and tracing are the same for all.
+What is particular to an operator is its `Subject`; measuring, verifying and tracing are the same
+for all.
 """
 
 from __future__ import annotations
@@ -17,7 +19,16 @@ from torch import Tensor
 import weft
 from weft.bench.baselines import GLOO
 from weft.bench.figures import VIEWS
-from weft.bench.harness import Statistics, Stopwatch, link_of, poison, session, verified, where, worst
+from weft.bench.harness import (
+    Statistics,
+    Stopwatch,
+    link_of,
+    poison,
+    session,
+    verified,
+    where,
+    worst,
+)
 from weft.bench.progress import progress
 from weft.bench.settings import FusedSettings, OverlapSettings
 from weft.bench.verification import Check, Problem
@@ -42,9 +53,10 @@ _TRACED = 5  # runs of a view, of which the one with the median time is shown
 class Result:
     """What was measured.
 
-    `times` has the four views, `baselines` and `ablation` what they are compared with. `checks` holds the worst that verification
-    found for each of these before and after timing on any rank. `choice` is what was carried out, and why; `where` says on what,
-    as the JSON does; `notes` are what else one must know to read the times.
+    `times` has the four views, `baselines` and `ablation` what they are compared with. `checks`
+    holds the worst that verification found for each of these before and after timing on any rank.
+    `choice` is what was carried out, and why; `where` says on what, as the JSON does; `notes` are
+    what else one must know to read the times.
     """
 
     settings: FusedSettings
@@ -59,7 +71,9 @@ class Result:
 
 
 class View(NamedTuple):
-    """Something to measure: a call that all ranks make, the tensors it writes, and a check of these in a given run."""
+    """Something to measure: a call that all ranks make, the tensors it writes, and a check of these
+    in a given run.
+    """
 
     call: Callable[[], object]
     outputs: tuple[Tensor, ...]
@@ -77,12 +91,15 @@ class Views(ABC):
 
 
 class Subject(Views):
-    """The tensors of one rank and the views on them: `VIEWS`, the baseline, and the steps that `ablation` names, in order.
+    """The tensors of one rank and the views on them: `VIEWS`, the baseline, and the steps that
+    `ablation` names, in order.
 
-    As in a model that runs many times, the weight is packed; the baseline has a plain one. `prepare` makes what is particular to an
-    operator: the `problem`, its input `a` and its `out`, the `x` that is multiplied into `product` where nothing moves, what is
-    `moved` where nothing is multiplied, by the names of the plan's buffers, the checks of `out`, by the operator and by the
-    baseline, and of what is moved, what the operator takes of `shares` of rows, and what makes the `baseline`'s call.
+    As in a model that runs many times, the weight is packed; the baseline has a plain one.
+    `prepare` makes what is particular to an operator: the `problem`, its input `a` and its `out`,
+    the `x` that is multiplied into `product` where nothing moves, what is `moved` where nothing is
+    multiplied, by the names of the plan's buffers, the checks of `out`, by the operator and by the
+    baseline, and of what is moved, what the operator takes of `shares` of rows, and what makes the
+    `baseline`'s call.
     """
 
     problem: Problem
@@ -101,30 +118,61 @@ class Subject(Views):
     def __init__(self, settings: FusedSettings, world: World, stopwatch: Stopwatch) -> None:
         shape, self.settings, self.world = settings.shape, settings, world
         self.rows = split(shape.m, world.ranks)
-        self.dtype, self.out_dtype = getattr(torch, settings.dtype), getattr(torch, settings.result_dtype)
-        held = Workload(settings.operator, tuple(self.rows), shape.k, shape.n, settings.dtype, settings.result_dtype)
-        self.dtypes = {name: getattr(torch, rows.dtype) for name, rows in OPERATORS[settings.operator].buffers(held).items()}
+        self.dtype, self.out_dtype = (
+            getattr(torch, settings.dtype),
+            getattr(torch, settings.result_dtype),
+        )
+        held = Workload(
+            settings.operator,
+            tuple(self.rows),
+            shape.k,
+            shape.n,
+            settings.dtype,
+            settings.result_dtype,
+        )
+        self.dtypes = {
+            name: getattr(torch, rows.dtype)
+            for name, rows in OPERATORS[settings.operator].buffers(held).items()
+        }
         self.prepare()
         self.weight = pack(self.problem.weight)
         latency = settings.link_latency_us or 0.0
         if settings.link_gbps:
-            world.emulate_link(1.0 if settings.link_gbps == "auto" else float(settings.link_gbps), latency)
+            world.emulate_link(
+                1.0 if settings.link_gbps == "auto" else float(settings.link_gbps), latency
+            )
         compute = partial(matmul.multiply, self.x, self.weight, self.product)
-        asked = Options(out_dtype=self.out_dtype, algorithm=settings.algorithm, chunk_rows=settings.chunk_rows, **self.shares)
-        self.call = fused.check(settings.operator, world, Given(self.a, [self.weight], [None], [self.out]), asked)
+        asked = Options(
+            out_dtype=self.out_dtype,
+            algorithm=settings.algorithm,
+            chunk_rows=settings.chunk_rows,
+            **self.shares,
+        )
+        self.call = fused.check(
+            settings.operator, world, Given(self.a, [self.weight], [None], [self.out]), asked
+        )
         self.choice = self.call.usual(settings.algorithm)
         if settings.link_gbps == "auto":
             self.renew(0)
-            first, alone = next(iter(self.moved.values())), stopwatch.interleave({"compute": compute}, 1, 5)["compute"].median
-            gbps = balanced_gbps(bind(self.plan(), self.rows), first.shape[1] * first.itemsize, 1e-3 * alone, latency)
+            first, alone = (
+                next(iter(self.moved.values())),
+                stopwatch.interleave({"compute": compute}, 1, 5)["compute"].median,
+            )
+            gbps = balanced_gbps(
+                bind(self.plan(), self.rows), first.shape[1] * first.itemsize, 1e-3 * alone, latency
+            )
             world.emulate_link(gbps, latency)
         if settings.algorithm == "auto" and shape.m:
             while (choice := decide(self.call)).report is not None:
                 fused.run(self.call)
             self.choice = choice
         self.views = {
-            "compute": View(compute, (self.product,), partial(self.problem.check_product, self.product)),
-            "communicate": View(partial(self._move, self.plan()), (*self.moved.values(),)[1:], self.check_moved),
+            "compute": View(
+                compute, (self.product,), partial(self.problem.check_product, self.product)
+            ),
+            "communicate": View(
+                partial(self._move, self.plan()), (*self.moved.values(),)[1:], self.check_moved
+            ),
             "sequential": self.view(self.operator("sequential", None)),
             "pipelined": self.view(self.operator(settings.algorithm, settings.chunk_rows)),
         }
@@ -138,7 +186,12 @@ class Subject(Views):
 
     def operator(self, algorithm: str, chunk_rows: int | None) -> Callable[[], object]:
         """The call to measure."""
-        asked = {"algorithm": algorithm, "chunk_rows": chunk_rows, "out": self.out, "out_dtype": self.out_dtype}
+        asked = {
+            "algorithm": algorithm,
+            "chunk_rows": chunk_rows,
+            "out": self.out,
+            "out_dtype": self.out_dtype,
+        }
         function = getattr(weft, self.settings.operator)
         return partial(function, self.a, self.weight, world=self.world, **asked, **self.shares)
 
@@ -146,17 +199,23 @@ class Subject(Views):
         """The communication of the choice."""
         operator, world = self.call.operator, self.world
         where: dict[str, Any] = {"hosts": world.topology, "remote_reads": world.remote_reads}
-        return operator.communicate(operator.request(self.call.workload, self.choice.variant, **where))
+        return operator.communicate(
+            operator.request(self.call.workload, self.choice.variant, **where)
+        )
 
     def view(self, call: Callable[[], object]) -> View:
         """The view of a call that does all that the operator does."""
         return View(call, (self.out,), self.check)
 
     def _move(self, plan: Plan) -> None:
-        engine(self.world).program(plan, self.moved, self.rows, self.dtypes).run(self.moved, self.rows, {})
+        engine(self.world).program(plan, self.moved, self.rows, self.dtypes).run(
+            self.moved, self.rows, {}
+        )
 
 
-def measure(make_subject: Callable[[FusedSettings, World, Stopwatch], Subject], settings: FusedSettings) -> Result:
+def measure(
+    make_subject: Callable[[FusedSettings, World, Stopwatch], Subject], settings: FusedSettings
+) -> Result:
     """Measure on this rank, collectively. Traces are on rank 0 only."""
     with session(settings.threads) as world:
         stopwatch = Stopwatch(world)
@@ -165,12 +224,17 @@ def measure(make_subject: Callable[[FusedSettings, World, Stopwatch], Subject], 
         def race() -> dict[str, Statistics]:
             times = interleave(subject, stopwatch, settings)
             if settings.trace or settings.timeline:
-                traces.extend(trace(subject, world, stopwatch, name) for name in ("sequential", "pipelined"))
+                traces.extend(
+                    trace(subject, world, stopwatch, name) for name in ("sequential", "pipelined")
+                )
             return times
 
         times, checks = verify(subject, world, race)
         if settings.save_outputs:
-            torch.save(subject.views["pipelined"].outputs[0], settings.save_outputs / f"rank{world.rank}.pt")
+            torch.save(
+                subject.views["pipelined"].outputs[0],
+                settings.save_outputs / f"rank{world.rank}.pt",
+            )
         return Result(
             settings,
             subject.choice,
@@ -178,16 +242,24 @@ def measure(make_subject: Callable[[FusedSettings, World, Stopwatch], Subject], 
             baselines={name: times[name] for name in (GLOO,) if settings.gloo},
             ablation={step: times[name] for step, name in subject.ablation.items()},
             checks=checks,
-            where={"ranks": world.ranks, "hosts": len(set(world.hosts)), "link": link_of(world), **where(world)},
+            where={
+                "ranks": world.ranks,
+                "hosts": len(set(world.hosts)),
+                "link": link_of(world),
+                **where(world),
+            },
             traces=[trace for trace in traces if trace],
             notes=subject.notes,
         )
 
 
-def verify(subject: Views, world: World, race: Callable[[], Times]) -> tuple[Times, dict[str, Check]]:
+def verify(
+    subject: Views, world: World, race: Callable[[], Times]
+) -> tuple[Times, dict[str, Check]]:
     """What `race` finds, and of every view the worst check of any rank, before and after it.
 
-    Each is run on inputs of its own, into poisoned outputs; ``pipelined`` comes last, so its output stays.
+    Each is run on inputs of its own, into poisoned outputs; ``pipelined`` comes last, so its output
+    stays.
     """
 
     def check(name: str, run: int) -> Check:
@@ -202,9 +274,13 @@ def verify(subject: Views, world: World, race: Callable[[], Times]) -> tuple[Tim
     return times, dict(zip(names, checks, strict=True))
 
 
-def interleave(subject: Views, stopwatch: Stopwatch, rounds: FusedSettings | OverlapSettings) -> dict[str, Statistics]:
+def interleave(
+    subject: Views, stopwatch: Stopwatch, rounds: FusedSettings | OverlapSettings
+) -> dict[str, Statistics]:
     """Time all views in turn, behind a progress bar of rank 0."""
-    with progress("measuring", rounds.iterations + max(rounds.warmup, 1) - 1, shown=stopwatch.world.rank == 0) as advance:
+    with progress(
+        "measuring", rounds.iterations + max(rounds.warmup, 1) - 1, shown=stopwatch.world.rank == 0
+    ) as advance:
         calls = {name: view.call for name, view in subject.views.items()}
         return stopwatch.interleave(calls, rounds.warmup, rounds.iterations, advance)
 
@@ -217,18 +293,30 @@ def trace(subject: Views, world: World, stopwatch: Stopwatch, name: str) -> Trac
         with record(world) as recording:
             subject.views[name].call()
         traces.append(recording.gather(name))
-    return sorted((t for t in traces if t), key=lambda t: t.seconds)[_TRACED // 2] if world.rank == 0 else None
+    return (
+        sorted((t for t in traces if t), key=lambda t: t.seconds)[_TRACED // 2]
+        if world.rank == 0
+        else None
+    )
 
 
 def balanced_gbps(gather: Plan, row_bytes: int, compute: float, latency_us: float) -> float:
-    """The bandwidth, in Gbit/s, at which the busiest rank's copies of rows to and from peers take `compute` seconds."""
+    """The bandwidth, in Gbit/s, at which the busiest rank's copies of rows to and from peers take
+    `compute` seconds.
+    """
     bits = 0.0
     for lanes in gather.lanes:
-        moved = [i.src.rows for lane in lanes.values() for i in lane if isinstance(i, Copy) and i.src.rank != i.dst.rank]
+        moved = [
+            i.src.rows
+            for lane in lanes.values()
+            for i in lane
+            if isinstance(i, Copy) and i.src.rank != i.dst.rank
+        ]
         left = compute - len(moved) * latency_us * 1e-6
         if left <= 0:
             raise ValueError(
-                f"{len(moved)} transfers of {latency_us:g} us each take longer than the product ({1e3 * compute:.3f} ms): "
+                f"{len(moved)} transfers of {latency_us:g} us each take longer than the product "
+                f"({1e3 * compute:.3f} ms): "
                 "choose a lower latency or larger chunks, or give the bandwidth"
             )
         bits = max(bits, sum(moved) * row_bytes * 8 / left)

@@ -1,7 +1,9 @@
-"""The harness of all benchmarks: verify, race, verify again. What is compared takes turns in one run, on all ranks.
+"""The harness of all benchmarks: verify, race, verify again. What is compared takes turns in one
+run, on all ranks.
 
-A benchmark has contenders: things that compute the same, and can be verified in a given run and timed. `verified` checks all of
-them before and after `race` lets them take turns; `Stopwatch` times calls from a barrier to the last rank's finish.
+A benchmark has contenders: things that compute the same, and can be verified in a given run and
+timed. `verified` checks all of them before and after `race` lets them take turns; `Stopwatch` times
+calls from a barrier to the last rank's finish.
 """
 
 from __future__ import annotations
@@ -35,8 +37,10 @@ BUDGET = 10.0
 """Seconds that the iterations of one view may take together; slower views get fewer."""
 
 BATCH, BATCHES = 1e-3, 2.0
-"""Seconds that the calls of a batch are to take together: much longer than reading the clock, or leaving a barrier; and those that
-all batches of one contender may take. Slower ones get fewer batches, at least three."""
+"""Seconds that the calls of a batch are to take together: much longer than reading the clock, or
+leaving a barrier; and those that all batches of one contender may take. Slower ones get fewer
+batches, at least three.
+"""
 
 _TURNS = 10  # times as long a batch then is
 _TIMEOUT = 600.0  # seconds; a baseline may keep one rank longer than another
@@ -70,21 +74,27 @@ def summarize(seconds: Sequence[float]) -> Statistics:
 
 def times_ms(rows: Mapping[str, Statistics]) -> dict[str, dict[str, float]]:
     """The times of rows as a JSON object."""
-    return {name: {"median": times.median, "min": times.min, "max": times.max} for name, times in rows.items()}
+    return {
+        name: {"median": times.median, "min": times.min, "max": times.max}
+        for name, times in rows.items()
+    }
 
 
 def per_call(seconds: Sequence[float], calls: int = 1) -> Times:
-    """The statistics per call of batches of `calls` calls; p99 is the smallest that 99 % of the batches do not exceed."""
+    """The statistics per call of batches of `calls` calls; p99 is the smallest that 99 % of the
+    batches do not exceed.
+    """
     times = sorted(1e6 * second / calls for second in seconds)
     return Times(statistics.median(times), times[0], times[math.ceil(0.99 * len(times)) - 1])
 
 
 @contextmanager
 def session(threads: int | None, one_host: str = "") -> Iterator[World]:
-    """The world in which this rank measures, with so many compute threads, or torch's own number of them, without
-    gradients, and patient with slow baselines.
+    """The world in which this rank measures, with so many compute threads, or torch's own number of
+    them, without gradients, and patient with slow baselines.
 
-    Raises `WeftError` where ranks are on several hosts and must not be: `one_host` says why, and what would do.
+    Raises `WeftError` where ranks are on several hosts and must not be: `one_host` says why, and
+    what would do.
     """
     if threads:
         torch.set_num_threads(threads)
@@ -95,7 +105,8 @@ def session(threads: int | None, one_host: str = "") -> Iterator[World]:
 
 
 def where(world: World, **beside: str) -> dict[str, Any]:
-    """What every result says of the machine, and of the versions of weft and of what is measured beside it.
+    """What every result says of the machine, and of the versions of weft and of what is measured
+    beside it.
 
     The cores are those that the ranks may use together, the memory is in GiB.
     """
@@ -112,18 +123,30 @@ def where(world: World, **beside: str) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of what takes part in every measurement."""
-    return {"weft": weft.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "weft": weft.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def link_of(world: World) -> dict[str, float] | None:
     """The emulated link, if there is one."""
-    return dict(zip(("gbps", "latency_us"), world.emulated_link, strict=True)) if world.emulated_link else None
+    return (
+        dict(zip(("gbps", "latency_us"), world.emulated_link, strict=True))
+        if world.emulated_link
+        else None
+    )
 
 
 def verified(
-    contenders: Sequence[Contender], verify: Callable[[Contender, int], Check], measure: Callable[[], Found]
+    contenders: Sequence[Contender],
+    verify: Callable[[Contender, int], Check],
+    measure: Callable[[], Found],
 ) -> tuple[Found, list[Check]]:
-    """What `measure` finds, and the worst check of each contender before and after it; every one is a run with data of its own."""
+    """What `measure` finds, and the worst check of each contender before and after it; every one is
+    a run with data of its own.
+    """
     before = [verify(contender, run) for run, contender in enumerate(contenders)]
     found = measure()
     after = [verify(contender, run) for run, contender in enumerate(contenders, len(contenders))]
@@ -137,10 +160,12 @@ def race(
     iterations: int,
     advance: Callable[[], None],
 ) -> list[list[Found]]:
-    """Let all take their turns in `iterations` rounds, after some that warm up; what the turns of each found.
+    """Let all take their turns in `iterations` rounds, after some that warm up; what the turns of
+    each found.
 
-    Rounds have an order drawn anew, alike on all ranks, so that none always follows the same other. `most`: the turns
-    of each; who is too slow for all `iterations` has none to warm up either. `advance` is called before every round.
+    Rounds have an order drawn anew, alike on all ranks, so that none always follows the same other.
+    `most`: the turns of each; who is too slow for all `iterations` has none to warm up either.
+    `advance` is called before every round.
     """
     found: list[list[Found]] = [[] for _ in turns]
     order, shuffle = list(range(len(turns))), random.Random(0).shuffle
@@ -160,16 +185,23 @@ def race(
 
 
 def every_size(
-    settings: SweepSettings | CopySettings, world: World, rows: Callable[[int, Callable[[], None]], list[Found]]
+    settings: SweepSettings | CopySettings,
+    world: World,
+    rows: Callable[[int, Callable[[], None]], list[Found]],
 ) -> list[Found]:
-    """What `rows` measures for each of the sizes, behind a progress bar of rank 0, which it is to advance every round."""
+    """What `rows` measures for each of the sizes, behind a progress bar of rank 0, which it is to
+    advance every round.
+    """
     sizes = parse_sizes(settings.sizes)
-    with progress("measuring", len(sizes) * (settings.warmup + settings.iterations), shown=world.rank == 0) as advance:
+    with progress(
+        "measuring", len(sizes) * (settings.warmup + settings.iterations), shown=world.rank == 0
+    ) as advance:
         return [row for size in sizes for row in rows(size, advance)]
 
 
 def batches(seconds: float, per_turn: float = 1.0, crowded: bool = False) -> tuple[int, int]:
-    """For calls that take this long: how many make a batch, and how many batches, each of `per_turn` such, the budget allows.
+    """For calls that take this long: how many make a batch, and how many batches, each of
+    `per_turn` such, the budget allows.
 
     `crowded`: ranks share cores, so that a barrier may take a turn of each.
     """
@@ -192,19 +224,31 @@ class Stopwatch:
         return perf_counter() - start
 
     def interleave(
-        self, views: Mapping[str, Callable[[], object]], warmup: int, iterations: int, advance: Callable[[], None] = lambda: None
+        self,
+        views: Mapping[str, Callable[[], object]],
+        warmup: int,
+        iterations: int,
+        advance: Callable[[], None] = lambda: None,
     ) -> dict[str, Statistics]:
-        """Time each of `views` `iterations` times, one of each per round of a `race`, after `warmup` rounds.
+        """Time each of `views` `iterations` times, one of each per round of a `race`, after
+        `warmup` rounds.
 
-        At least one round warms up, and tells which views are so slow that their iterations would take longer than `BUDGET`: these
-        are measured fewer times, the slowest by this one run alone.
+        At least one round warms up, and tells which views are so slow that their iterations would
+        take longer than `BUDGET`: these are measured fewer times, the slowest by this one run
+        alone.
         """
         first = largest(self.world, [self.time(call) for call in views.values()])
-        most = [0 if seconds >= BUDGET else min(iterations, max(1, int(BUDGET / max(seconds, 1e-9)))) for seconds in first]
+        most = [
+            0 if seconds >= BUDGET else min(iterations, max(1, int(BUDGET / max(seconds, 1e-9))))
+            for seconds in first
+        ]
         turns = [lambda call=call: self.time(call) for call in views.values()]
         found = race(turns, most, max(warmup, 1) - 1, iterations, advance)
         samples = [own or [seconds] for own, seconds in zip(found, first, strict=True)]
-        return {name: summarize(largest(self.world, own)) for name, own in zip(views, samples, strict=True)}
+        return {
+            name: summarize(largest(self.world, own))
+            for name, own in zip(views, samples, strict=True)
+        }
 
 
 def poison(*tensors: Tensor) -> None:
@@ -214,7 +258,9 @@ def poison(*tensors: Tensor) -> None:
 
 
 def largest(world: World, values: Sequence[float]) -> list[float]:
-    """Element by element the largest value that any rank has; collective over the default process group."""
+    """Element by element the largest value that any rank has; collective over the default process
+    group.
+    """
     merged = torch.tensor(values, dtype=torch.float64)
     if world.ranks > 1:
         dist.all_reduce(merged, dist.ReduceOp.MAX)

@@ -1,7 +1,7 @@
 """The benchmark of overlap as such: a product and an all-gather that need nothing of each other.
 
-They are measured alone, one after the other, and side by side: `weft.all_gather_async` beside the local product. The baseline is
-the same with gloo and ``torch.mm``.
+They are measured alone, one after the other, and side by side: `weft.all_gather_async` beside the
+local product. The baseline is the same with gloo and ``torch.mm``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from weft.world import World
 
 
 class Overlap(Views):
-    """One rank's tensors, and the views on them by name; what is gathered lies in symmetric memory and the weight is packed."""
+    """One rank's tensors, and the views on them by name; what is gathered lies in symmetric memory
+    and the weight is packed.
+    """
 
     def __init__(self, settings: OverlapSettings, world: World) -> None:
         dtype = getattr(torch, settings.dtype)
@@ -40,7 +42,10 @@ class Overlap(Views):
         sweep = SweepSettings("all_gather", dtype=settings.dtype, seed=settings.seed)
         count = collectives.count_of(parse_sizes(settings.size)[0], sweep, world.ranks)
         self.data = collectives.Data(world, sweep, count)
-        self.a, self.gathered = world.empty(count, dtype=dtype), world.empty(count * world.ranks, dtype=dtype)
+        self.a, self.gathered = (
+            world.empty(count, dtype=dtype),
+            world.empty(count * world.ranks, dtype=dtype),
+        )
         product = partial(matmul.multiply, self.x, self.weight, self.out)
         gather = partial(all_gather, self.a, out=self.gathered, world=world)
         begin = partial(all_gather_async, self.a, out=self.gathered, world=world)
@@ -55,14 +60,20 @@ class Overlap(Views):
             mm = partial(torch.mm, self.x, self.problem.weight, out=self.out)
             by_gloo = gloo_collective("all_gather", self.a, self.gathered, "sum")
             self.views["gloo sequential"] = self._both(lambda: (by_gloo(), mm()))
-            self.views["gloo overlapped"] = self._both(partial(_beside, mm, partial(by_gloo, async_op=True)))
+            self.views["gloo overlapped"] = self._both(
+                partial(_beside, mm, partial(by_gloo, async_op=True))
+            )
 
     def renew(self, run: int) -> None:
         self.x.copy_(self.problem.rows(run))
         self.a.copy_(self.data.own(run, len(self.a)))
 
     def _both(self, call: Callable[[], object]) -> View:
-        return View(call, (self.out, self.gathered), lambda run: self.check_product(run).plus(self._check_gathered(run).wrong))
+        return View(
+            call,
+            (self.out, self.gathered),
+            lambda run: self.check_product(run).plus(self._check_gathered(run).wrong),
+        )
 
     def _check_gathered(self, run: int) -> Check:
         return Check(int((self.gathered != self.data.expected(run, len(self.a))).sum()))
@@ -101,27 +112,52 @@ def measure(settings: OverlapSettings) -> dict[str, Any]:
 
 def print_tables(result: dict[str, Any], console: Console) -> None:
     """Print the times, the figures, and what one must know to read them."""
-    link, machine, size = result["link"], result["machine"], f"{Shape(**result['shape'])} {result['dtype']}"
+    link, machine, size = (
+        result["link"],
+        result["machine"],
+        f"{Shape(**result['shape'])} {result['dtype']}",
+    )
     where = f", EMULATED LINK of {link['gbps']:g} Gbit/s" if link else ""
-    console.print(Text(f"overlap: {result['ranks']} ranks, {size} beside an {result['algorithm']}{where}", "bold"), soft_wrap=True)
+    console.print(
+        Text(
+            f"overlap: {result['ranks']} ranks, {size} beside an {result['algorithm']}{where}",
+            "bold",
+        ),
+        soft_wrap=True,
+    )
     table = tables.table(("", "median ms", "min", "max"))
     for name, times in (result["times_ms"] | result["baselines_ms"]).items():
-        table.add_row(tables.named(name, result["wrong"][name]), *(f"{time:.3f}" for time in times.values()))
+        table.add_row(
+            tables.named(name, result["wrong"][name]), *(f"{time:.3f}" for time in times.values())
+        )
     console.print(table)
     console.print(
-        f"speedup {result['speedup']:.2f}x (sequential / overlapped); {result['overlap_percent']:.0f} % of communicate hidden; "
-        f"limit ratio {result['limit_ratio']:.3f} (overlapped / max(compute, communicate); 1 is the limit)",
+        f"speedup {result['speedup']:.2f}x (sequential / overlapped); "
+        f"{result['overlap_percent']:.0f} % of communicate hidden; "
+        f"limit ratio {result['limit_ratio']:.3f} (overlapped / max(compute, communicate); 1 is "
+        "the limit)",
         soft_wrap=True,
     )
     if machine["cores"] < 2 * result["ranks"]:
         console.print(
-            f"{result['ranks']} ranks that compute have {machine['cores']} cores: copies take their time from products, and can be "
+            f"{result['ranks']} ranks that compute have {machine['cores']} cores: copies take "
+            "their time from products, and can be "
             "hidden only where a core is free, or behind a link."
-            + (f" Those that the emulated link still makes take {result['copies_ms']:.3f} ms of a core." if link else ""),
+            + (
+                f" Those that the emulated link still makes take {result['copies_ms']:.3f} ms of a "
+                "core."
+                if link
+                else ""
+            ),
             style="yellow",
             soft_wrap=True,
         )
-    tables.tell(console, tables.verdict(result, "on every rank, before and after timing, on new inputs and poisoned outputs."))
+    tables.tell(
+        console,
+        tables.verdict(
+            result, "on every rank, before and after timing, on new inputs and poisoned outputs."
+        ),
+    )
 
 
 def _beside(product: Callable[[], object], begin: Callable[[], Any]) -> None:
@@ -130,11 +166,15 @@ def _beside(product: Callable[[], object], begin: Callable[[], Any]) -> None:
     work.wait()
 
 
-def _emulate(settings: OverlapSettings, world: World, overlap: Overlap, stopwatch: Stopwatch) -> float | None:
+def _emulate(
+    settings: OverlapSettings, world: World, overlap: Overlap, stopwatch: Stopwatch
+) -> float | None:
     """Slow down copies as asked for; the milliseconds that they take without that."""
     if settings.link_gbps is None:
         return None
-    alone = stopwatch.interleave({name: overlap.views[name].call for name in ("compute", "communicate")}, 2, 5)
+    alone = stopwatch.interleave(
+        {name: overlap.views[name].call for name in ("compute", "communicate")}, 2, 5
+    )
     received = 8 * (world.ranks - 1) * overlap.a.numel() * overlap.a.itemsize
     balanced = f"{received / (alone['compute'].median * 1e-3) / 1e9:.4g}"
     world.emulate_link(float(balanced if settings.link_gbps == "auto" else settings.link_gbps))

@@ -1,8 +1,10 @@
-"""The benchmark of one-sided copies over message size: put and get, synchronous and asynchronous, beside local copies.
+"""The benchmark of one-sided copies over message size: put and get, synchronous and asynchronous,
+beside local copies.
 
-Rank 0 copies to and from the last rank, which sleeps meanwhile; what is compared takes turns in one process. Each turn begins with
-a copy that is not timed, then times single copies (latency), then a window of copies back to back (bandwidth, and what they cost
-the calling thread). An asynchronous copy takes until it is complete, but costs its caller only its submission.
+Rank 0 copies to and from the last rank, which sleeps meanwhile; what is compared takes turns in one
+process. Each turn begins with a copy that is not timed, then times single copies (latency), then a
+window of copies back to back (bandwidth, and what they cost the calling thread). An asynchronous
+copy takes until it is complete, but costs its caller only its submission.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ _LOCAL = {MEMCPY: DASHED, COPY_: (0, (1, 2))}  # and how their lines are drawn
 
 
 class Copier(NamedTuple):
-    """A way to copy `source` to `target`; `owner` is the rank on which `target` can be looked at, `giver` that of `source`."""
+    """A way to copy `source` to `target`; `owner` is the rank on which `target` can be looked at,
+    `giver` that of `source`.
+    """
 
     operation: str
     implementation: str
@@ -48,7 +52,9 @@ class Copier(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Seconds of single copies, seconds per copy in windows, and cycles that a copy in a window takes of its caller."""
+    """Seconds of single copies, seconds per copy in windows, and cycles that a copy in a window
+    takes of its caller.
+    """
 
     singles: list[float]
     windows: list[float]
@@ -56,31 +62,63 @@ class Samples(NamedTuple):
 
 
 class Buffers:
-    """The buffers of one rank, which all sizes share: each has its random bytes and its place to copy to."""
+    """The buffers of one rank, which all sizes share: each has its random bytes and its place to
+    copy to.
+    """
 
     def __init__(self, settings: CopySettings, world: World) -> None:
         self.settings, self.world = settings, world
         largest_size = max(parse_sizes(settings.sizes))
         generator = torch.Generator().manual_seed(settings.seed)
-        self.stream = torch.randint(256, (largest_size + RUNS,), dtype=torch.uint8, generator=generator)
-        made = [empty(largest_size, dtype=torch.uint8) for empty in (world.empty, torch.empty, torch.empty)]
-        self.shared, self.source, self.target = (tensor.zero_() for tensor in made)  # pages are there before anything is timed
+        self.stream = torch.randint(
+            256, (largest_size + RUNS,), dtype=torch.uint8, generator=generator
+        )
+        made = [
+            empty(largest_size, dtype=torch.uint8)
+            for empty in (world.empty, torch.empty, torch.empty)
+        ]
+        self.shared, self.source, self.target = (
+            tensor.zero_() for tensor in made
+        )  # pages are there before anything is timed
 
     def contenders(self, size: int) -> list[Copier]:
         """All implementations, for copies of `size` bytes."""
-        shared, source, target, peer = self.shared[:size], self.source[:size], self.target[:size], self.world.ranks - 1
+        shared, source, target, peer = (
+            self.shared[:size],
+            self.source[:size],
+            self.target[:size],
+            self.world.ranks - 1,
+        )
         memmove = partial(ctypes.memmove, target.data_ptr(), source.data_ptr(), size)
         return [
             Copier("put", "weft", partial(put, shared, source, peer), source, shared, 0, peer),
-            Copier("put", "weft (async)", partial(put_async, shared, source, peer), source, shared, 0, peer),
+            Copier(
+                "put",
+                "weft (async)",
+                partial(put_async, shared, source, peer),
+                source,
+                shared,
+                0,
+                peer,
+            ),
             Copier("get", "weft", partial(get, target, shared, peer), shared, target, peer, 0),
-            Copier("get", "weft (async)", partial(get_async, target, shared, peer), shared, target, peer, 0),
+            Copier(
+                "get",
+                "weft (async)",
+                partial(get_async, target, shared, peer),
+                shared,
+                target,
+                peer,
+                0,
+            ),
             Copier("local", MEMCPY, memmove, source, target, 0, 0),
             Copier("local", COPY_, partial(target.copy_, source), source, target, 0, 0),
         ]
 
     def verify(self, contender: Copier, run: int) -> Check:
-        """Copy the bytes of `run` to a target that holds the complement of each; how many its owner finds wrong. Collective."""
+        """Copy the bytes of `run` to a target that holds the complement of each; how many its owner
+        finds wrong. Collective.
+        """
         expected, rank = self.stream[run : run + len(contender.source)], self.world.rank
         if rank == contender.giver:
             contender.source.copy_(expected)
@@ -97,16 +135,34 @@ class Buffers:
         """Verify, measure and verify again all implementations at one size; complete on rank 0."""
         contenders = self.contenders(size)
         samples, checks = verified(contenders, self.verify, lambda: self._race(contenders, advance))
-        return [_row(size, *found) for found in zip(contenders, samples, checks, strict=True)] if samples else []
+        return (
+            [_row(size, *found) for found in zip(contenders, samples, checks, strict=True)]
+            if samples
+            else []
+        )
 
     def _race(self, contenders: Sequence[Copier], advance: Callable[[], None]) -> list[Samples]:
         """Let all contenders take turns, while the other ranks wait."""
         found, rounds = list[Samples](), self.settings.iterations
         if self.world.rank == 0:
-            sizes = [batches(max(_turn(contender, 1).windows), per_turn=2) for contender in contenders]
-            turns = [partial(_turn, one, min(100, copies)) for one, (copies, _) in zip(contenders, sizes, strict=True)]
-            samples = race(turns, [min(rounds, most) for _, most in sizes], self.settings.warmup, rounds, advance)
-            found = [Samples(*(list(chain.from_iterable(lists)) for lists in zip(*own, strict=True))) for own in samples]
+            sizes = [
+                batches(max(_turn(contender, 1).windows), per_turn=2) for contender in contenders
+            ]
+            turns = [
+                partial(_turn, one, min(100, copies))
+                for one, (copies, _) in zip(contenders, sizes, strict=True)
+            ]
+            samples = race(
+                turns,
+                [min(rounds, most) for _, most in sizes],
+                self.settings.warmup,
+                rounds,
+                advance,
+            )
+            found = [
+                Samples(*(list(chain.from_iterable(lists)) for lists in zip(*own, strict=True)))
+                for own in samples
+            ]
         barrier(self.world)
         return found
 
@@ -114,10 +170,13 @@ class Buffers:
 def measure(settings: CopySettings) -> dict[str, Any]:
     """Measure on this rank, collectively; the result as a JSON object, which is complete on rank 0.
 
-    In its rows `time_us` is of single copies and `algbw_gbps` of windows, in 1e9 bytes per second (`busbw_gbps` is the same for two
-    ranks); `cycles` is what a copy takes of its caller, in ticks of the processor's time-stamp counter, null where there is none.
+    In its rows `time_us` is of single copies and `algbw_gbps` of windows, in 1e9 bytes per second
+    (`busbw_gbps` is the same for two ranks); `cycles` is what a copy takes of its caller, in ticks
+    of the processor's time-stamp counter, null where there is none.
     """
-    with session(settings.threads, "one-sided calls stay within one: run weft bench p2p by itself there") as world:
+    with session(
+        settings.threads, "one-sided calls stay within one: run weft bench p2p by itself there"
+    ) as world:
         rows = every_size(settings, world, Buffers(settings, world).rows)
         return {
             "benchmark": "p2p",
@@ -137,7 +196,11 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         for (operation, name), row in rows.items():
             table.add_row(
                 head,
-                name if operation == "local" else f"{operation} async" if "async" in name else operation,
+                name
+                if operation == "local"
+                else f"{operation} async"
+                if "async" in name
+                else operation,
                 f"{row['time_us']['median']:.1f}",
                 f"{row['time_us']['p99']:.1f}",
                 f"{row['algbw_gbps']:.1f}",
@@ -147,27 +210,47 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
             )
             head = ""
         table.add_section()
-    console.print(Text(f"p2p: rank 0 and rank {result['ranks'] - 1} of {result['ranks']}", "bold"), table)
+    console.print(
+        Text(f"p2p: rank 0 and rank {result['ranks'] - 1} of {result['ranks']}", "bold"), table
+    )
     tables.tell(
         console,
-        "us: median of single copies, until complete. GB/s of 1e9 bytes: copies back to back; these are compared.",
-        "kcycles: what a copy takes of its caller, in 1000 ticks of the time-stamp counter; asynchronous: its submission."
+        "us: median of single copies, until complete. GB/s of 1e9 bytes: copies back to back; "
+        "these are compared.",
+        "kcycles: what a copy takes of its caller, in 1000 ticks of the time-stamp counter; "
+        "asynchronous: its submission."
         if result["rows"][0]["cycles"] is not None
         else "kcycles: this processor has no time-stamp counter that can be read.",
-        tables.verdict(result, "every byte, in targets poisoned before every implementation and size, before and after timing."),
+        tables.verdict(
+            result,
+            "every byte, in targets poisoned before every implementation and size, before and "
+            "after timing.",
+        ),
         tables.machine(result),
     )
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw bandwidth over size for put and for get, synchronous and asynchronous beside local copies, into a PNG or SVG file."""
+    """Draw bandwidth over size for put and for get, synchronous and asynchronous beside local
+    copies, into a PNG or SVG file.
+    """
     title = f"p2p: rank 0 and rank {result['ranks'] - 1}, beside local copies"
     with picture(path, 11, 4.4, title, verified=result["verified"]) as figure:
         for axes, operation in zip(figure.subplots(1, 2, sharey=True), ("put", "get"), strict=True):
             rows = [row for row in result["rows"] if row["operation"] in (operation, "local")]
             for name in dict.fromkeys(row["implementation"] for row in rows):
-                points = [(row["size_bytes"], row["algbw_gbps"]) for row in rows if row["implementation"] == name]
-                axes.plot(*zip(*points, strict=True), label=name, marker="o", color=COLOURS[name], linestyle=_LOCAL.get(name, "-"))
+                points = [
+                    (row["size_bytes"], row["algbw_gbps"])
+                    for row in rows
+                    if row["implementation"] == name
+                ]
+                axes.plot(
+                    *zip(*points, strict=True),
+                    label=name,
+                    marker="o",
+                    color=COLOURS[name],
+                    linestyle=_LOCAL.get(name, "-"),
+                )
             over_sizes(axes, [row["size_bytes"] for row in rows], "bytes of a copy")
             axes.set_title(f"{operation}, GB/s")
             axes.set_ylim(bottom=0)
@@ -175,7 +258,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def _turn(contender: Copier, copies: int) -> Samples:
-    """One turn: a copy that is not timed, `copies` single ones, and as many (at least two) back to back."""
+    """One turn: a copy that is not timed, `copies` single ones, and as many (at least two) back to
+    back.
+    """
     call, singles, window = contender.call, [], max(2, copies)
     _complete(call())
     for _ in range(copies):
@@ -198,7 +283,11 @@ def _complete(handle: object) -> None:
 def _row(size: int, contender: Copier, samples: Samples, check: Check) -> dict[str, Any]:
     speed = size / statistics.median(samples.windows) / 1e9
     return sweep.row(
-        {"size_bytes": size, "operation": contender.operation, "implementation": contender.implementation},
+        {
+            "size_bytes": size,
+            "operation": contender.operation,
+            "implementation": contender.implementation,
+        },
         per_call(samples.singles),
         speed,
         speed,

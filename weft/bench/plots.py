@@ -37,8 +37,12 @@ DASHED = (0, (4, 3))
 
 
 @contextmanager
-def picture(path: Path, width: float, height: float, title: str = "", *, verified: bool = True) -> Iterator[Figure]:
-    """A figure of so many inches in weft's style, saved as PNG or SVG by the suffix of `path`; its title says if it is wrong."""
+def picture(
+    path: Path, width: float, height: float, title: str = "", *, verified: bool = True
+) -> Iterator[Figure]:
+    """A figure of so many inches in weft's style, saved as PNG or SVG by the suffix of `path`; its
+    title says if it is wrong.
+    """
     with style.context(Path(__file__).with_name("weft.mplstyle")):
         figure = Figure(figsize=(width, height))
         yield figure
@@ -56,23 +60,54 @@ def over_sizes(axes: Axes, sizes: Sequence[int], what: str) -> None:
 
 
 def draw_times(result: dict[str, Any], path: Path) -> None:
-    """Draw what a fused operator and its baselines take, median and range, beside the limit, into a PNG or SVG file."""
+    """Draw what a fused operator and its baselines take, median and range, beside the limit, into a
+    PNG or SVG file.
+    """
     steps = list(result.get("ablation_ms", {}).items())[1:]  # the first is sequential
-    times = result["times_ms"] | result["baselines_ms"] | {f"step: {name}": time for name, time in steps}
+    times = (
+        result["times_ms"]
+        | result["baselines_ms"]
+        | {f"step: {name}": time for name, time in steps}
+    )
     size = f"{Shape(**result['shape'])} {result['dtype']}"
     link = f", emulated link of {result['link']['gbps']:g} Gbit/s" if result["link"] else ""
     title = f"{result['benchmark']}: {result['ranks']} ranks, {size}, {result['algorithm']}{link}"
     with picture(path, 9, 0.42 * len(times) + 1.6, title, verified=result["verified"]) as figure:
         axes = figure.subplots()
         for row, (name, time) in enumerate(times.items()):
-            axes.barh(row, time["median"], 0.66, color=COLOURS.get(name, COLOURS["other"]), zorder=2)
+            axes.barh(
+                row, time["median"], 0.66, color=COLOURS.get(name, COLOURS["other"]), zorder=2
+            )
             spread = [[time["median"] - time["min"]], [time["max"] - time["median"]]]
-            axes.errorbar(time["median"], row, xerr=spread, color=COLOURS["text"], linewidth=0.9, capsize=2.5, zorder=3)
-            axes.annotate(f"{time['median']:.2f}", (time["max"], row), (6, 0), textcoords="offset points", va="center", fontsize=9)
+            axes.errorbar(
+                time["median"],
+                row,
+                xerr=spread,
+                color=COLOURS["text"],
+                linewidth=0.9,
+                capsize=2.5,
+                zorder=3,
+            )
+            axes.annotate(
+                f"{time['median']:.2f}",
+                (time["max"], row),
+                (6, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=9,
+            )
         limit = max(result["times_ms"][name]["median"] for name in ("compute", "communicate"))
         axes.axvline(limit, color=COLOURS["text"], linewidth=1, linestyle=DASHED, zorder=1)
         muted = COLOURS["muted"]
-        axes.annotate("limit", (limit, -0.62), (3, 0), textcoords="offset points", fontsize=8.5, color=muted, va="center")
+        axes.annotate(
+            "limit",
+            (limit, -0.62),
+            (3, 0),
+            textcoords="offset points",
+            fontsize=8.5,
+            color=muted,
+            va="center",
+        )
         axes.set_yticks(range(len(times)), list(times))
         axes.set_ylim(len(times) - 0.4, -0.9)
         axes.set_xlim(0, 1.1 * max(time["max"] for time in times.values()))
@@ -81,7 +116,8 @@ def draw_times(result: dict[str, Any], path: Path) -> None:
 
 
 def draw_sweep(result: dict[str, Any], path: Path) -> None:
-    """Draw time and bus bandwidth over size, a line for each implementation, into a PNG or SVG file.
+    """Draw time and bus bandwidth over size, a line for each implementation, into a PNG or SVG
+    file.
 
     Rows in place are drawn only where there are no others.
     """
@@ -92,12 +128,25 @@ def draw_sweep(result: dict[str, Any], path: Path) -> None:
         times, widths = figure.subplots(1, 2)
         for name in dict.fromkeys(row["implementation"] for row in rows):
             own, colour = [row for row in rows if row["implementation"] == name], COLOURS.get(name)
-            sizes, medians = [row["size_bytes"] for row in own], [row["time_us"]["median"] for row in own]
+            sizes, medians = (
+                [row["size_bytes"] for row in own],
+                [row["time_us"]["median"] for row in own],
+            )
             times.plot(sizes, medians, label=name, color=colour, marker="o")
-            times.fill_between(sizes, [row["time_us"]["min"] for row in own], medians, color=colour, alpha=0.12, linewidth=0)
+            times.fill_between(
+                sizes,
+                [row["time_us"]["min"] for row in own],
+                medians,
+                color=colour,
+                alpha=0.12,
+                linewidth=0,
+            )
             widths.plot(sizes, [row["busbw_gbps"] for row in own], color=colour, marker="o")
         times.set_yscale("log")
-        for axes, what in ((times, "microseconds: median, shaded down to the minimum"), (widths, "bus bandwidth, GB/s")):
+        for axes, what in (
+            (times, "microseconds: median, shaded down to the minimum"),
+            (widths, "bus bandwidth, GB/s"),
+        ):
             over_sizes(axes, [row["size_bytes"] for row in rows], "bytes of each rank's input")
             axes.set_title(what)
         times.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -107,5 +156,7 @@ def draw_sweep(result: dict[str, Any], path: Path) -> None:
 
 def size_name(size: int) -> str:
     """A number of bytes in binary units where it is round: 4K, 64M, 12."""
-    unit, power = next((unit, power) for unit, power in reversed(POWERS.items()) if size % (1 << power) == 0)
+    unit, power = next(
+        (unit, power) for unit, power in reversed(POWERS.items()) if size % (1 << power) == 0
+    )
     return f"{size >> power}{unit}"

@@ -12,7 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @contextmanager
 def progress(what: str, steps: int, *, shown: bool = True) -> Iterator[Callable[[], None]]:
-    """A bar on stderr that the yielded function moves on by one step, if `shown` and stderr is a terminal.
+    """A bar on stderr that the yielded function moves on by one step, if `shown` and stderr is a
+    terminal.
 
     It is drawn within that function and not by a thread, which would disturb what is measured.
     """
@@ -20,7 +21,12 @@ def progress(what: str, steps: int, *, shown: bool = True) -> Iterator[Callable[
     if not (shown and console.is_terminal):
         yield lambda: None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
         task, drawn = bar.add_task(what, total=steps), 0.0
 

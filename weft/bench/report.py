@@ -19,10 +19,15 @@ from weft.bench.harness import Statistics, times_ms
 def to_json(result: Result) -> dict[str, Any]:
     """The result as a JSON object. Times are in milliseconds; an error that is not finite is null.
 
-    `max_error` is the largest error of any of weft's own products and `error_bound` the largest bound of any element.
+    `max_error` is the largest error of any of weft's own products and `error_bound` the largest
+    bound of any element.
     """
     settings, where = result.settings, result.where
-    products = [check for name, check in result.checks.items() if name != "communicate" and name not in result.baselines]
+    products = [
+        check
+        for name, check in result.checks.items()
+        if name != "communicate" and name not in result.baselines
+    ]
     report = {
         "benchmark": settings.operator.replace("_", "-"),
         "ranks": where["ranks"],
@@ -48,7 +53,9 @@ def to_json(result: Result) -> dict[str, Any]:
 def print_tables(result: Result, console: Console) -> None:
     """Print the times, the figures, and what one must know to read them."""
     console.print(Text(title(result), "bold"), soft_wrap=True)
-    console.print(_table(result, result.times | result.baselines, result.baselines), _figure_table(result))
+    console.print(
+        _table(result, result.times | result.baselines, result.baselines), _figure_table(result)
+    )
     if result.ablation:
         first = next(iter(result.ablation))
         console.print(_table(result, result.ablation, {first: result.ablation[first]}))
@@ -58,30 +65,49 @@ def print_tables(result: Result, console: Console) -> None:
 def title(result: Result) -> str:
     """What was measured, in one line."""
     settings, where = result.settings, result.where
-    dtypes = settings.dtype if settings.result_dtype == settings.dtype else f"{settings.dtype} to {settings.result_dtype}"
+    dtypes = (
+        settings.dtype
+        if settings.result_dtype == settings.dtype
+        else f"{settings.dtype} to {settings.result_dtype}"
+    )
     link = f", emulated link of {where['link']['gbps']:g} Gbit/s" if where["link"] else ""
     ranks, hosts = where["ranks"], where["hosts"]
     place = f"{ranks} rank{'s' if ranks > 1 else ''}{f' on {hosts} hosts' if hosts > 1 else ''}"
     return f"{settings.operator.replace('_', '-')}: {place}, {settings.shape}, {dtypes}, {result.choice.algorithm}{link}"
 
 
-def _table(result: Result, rows: Mapping[str, Statistics], compared: Mapping[str, Statistics]) -> Table:
+def _table(
+    result: Result, rows: Mapping[str, Statistics], compared: Mapping[str, Statistics]
+) -> Table:
     """Times of `rows`, those that do what the baselines `compared` do beside these."""
-    table = tables.table(("", "median ms", "min", "max", "runs", *(f"vs {name}" for name in compared)))
+    table = tables.table(
+        ("", "median ms", "min", "max", "runs", *(f"vs {name}" for name in compared))
+    )
     for name, times in rows.items():
         alone = name in ("compute", "communicate") or name in compared
-        against = [Text() if alone else tables.ratio(baseline.median / times.median) for baseline in compared.values()]
+        against = [
+            Text() if alone else tables.ratio(baseline.median / times.median)
+            for baseline in compared.values()
+        ]
         checked = result.checks.get(name)
         label = tables.named(name, checked.wrong if checked else 0)
-        table.add_row(label, *(f"{time:.3f}" for time in times[:3]), str(times.iterations), *against)
+        table.add_row(
+            label, *(f"{time:.3f}" for time in times[:3]), str(times.iterations), *against
+        )
     return table
 
 
 def _figure_table(result: Result) -> Table:
     table, figure = Table(box=None, show_header=False, pad_edge=False), _figures(result)
     table.add_row("speedup", tables.ratio(figure["speedup"]), "sequential / pipelined")
-    table.add_row("overlap", f"{figure['overlap_percent']:.0f} %", "of communicate is hidden behind compute")
-    table.add_row("limit ratio", f"{figure['limit_ratio']:.3f}", "pipelined / max(compute, communicate); 1 is the limit")
+    table.add_row(
+        "overlap", f"{figure['overlap_percent']:.0f} %", "of communicate is hidden behind compute"
+    )
+    table.add_row(
+        "limit ratio",
+        f"{figure['limit_ratio']:.3f}",
+        "pipelined / max(compute, communicate); 1 is the limit",
+    )
     table.add_row("TFLOP/s", f"{figure['tflops']:.3f}", "of each rank's product, pipelined")
     table.columns[1].justify = "right"
     return table
@@ -92,26 +118,42 @@ def _notes(result: Result) -> Iterator[Text]:
     yield Text()
     if slow := result.where["link"]:
         link = f"{slow['gbps']:g} Gbit/s, {slow['latency_us']:g} us per transfer"
-        yield Text(f"EMULATED LINK: each rank's copies to and from peers take at least as long as on a link of {link}.", "yellow")
+        yield Text(
+            "EMULATED LINK: each rank's copies to and from peers take at least as long as on a "
+            f"link of {link}.",
+            "yellow",
+        )
     choice = result.choice
     yield Text(f"{choice.algorithm}, at most {choice.chunk_rows} rows per transfer: {choice.why}.")
     yield from map(Text, result.notes)
     for name, times in {**result.times, **result.baselines, **result.ablation}.items():
         if times.iterations < settings.iterations:
-            yield Text(f"{name} is too slow for {settings.iterations} runs: {times.iterations} measured.", "yellow")
+            yield Text(
+                f"{name} is too slow for {settings.iterations} runs: {times.iterations} measured.",
+                "yellow",
+            )
     wrong = [name for name, check in result.checks.items() if check.wrong]
     if wrong:
-        yield Text(f"NOT VERIFIED: wrong results from {', '.join(wrong)}. The times mean nothing.", "bold red")
+        yield Text(
+            f"NOT VERIFIED: wrong results from {', '.join(wrong)}. The times mean nothing.",
+            "bold red",
+        )
     else:
         report = to_json(result)
         errors = f"largest error {report['max_error']:.2g}, bound {report['error_bound']:.2g}"
-        yield Text(f"Verified on every rank, before and after timing, on new inputs and poisoned outputs: {errors}.", "green")
+        yield Text(
+            "Verified on every rank, before and after timing, on new inputs and poisoned outputs: "
+            f"{errors}.",
+            "green",
+        )
     yield tables.machine(result.where)
 
 
 def _figures(result: Result) -> dict[str, float]:
     shape, medians = result.settings.shape, [times.median for times in result.times.values()]
-    return figures.of_overlap(*medians) | {"tflops": figures.tflops(shape.m, shape.k, shape.n, medians[-1])}
+    return figures.of_overlap(*medians) | {
+        "tflops": figures.tflops(shape.m, shape.k, shape.n, medians[-1])
+    }
 
 
 def _finite(value: float) -> float | None:

@@ -1,7 +1,7 @@
 """What benchmarks are asked for: the settings of each are what its command takes.
 
-A field annotated with an option is one, with the words that it may be where these are all; the other fields are set by commands.
-Loads neither torch nor ranks.
+A field annotated with an option is one, with the words that it may be where these are all; the
+other fields are set by commands. Loads neither torch nor ranks.
 """
 
 from __future__ import annotations
@@ -43,20 +43,28 @@ def parse_shape(text: str) -> Shape:
     """``MxKxN``; `ValueError` if it is not."""
     sizes = text.lower().split("x")
     if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
-        raise ValueError(f"expected three positive numbers MxKxN such as 2048x2048x1024; got {text!r}")
+        raise ValueError(
+            f"expected three positive numbers MxKxN such as 2048x2048x1024; got {text!r}"
+        )
     return Shape(*map(int, sizes))
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Bytes from ``8,4K:64M:4``: single sizes, and ranges of first, last and factor (2 unless given); K, M and G are binary.
+    """Bytes from ``8,4K:64M:4``: single sizes, and ranges of first, last and factor (2 unless
+    given); K, M and G are binary.
 
     Raises `ValueError` that says what is wrong.
     """
     sizes: list[int] = []
     for part in text.split(","):
         fields = part.split(":")
-        if len(fields) > 3 or (len(fields) == 3 and not (fields[2].isdecimal() and int(fields[2]) > 1)):
-            raise ValueError(f"expected sizes such as 8,4K:64M:4 (first, last, factor of at least 2); got {part!r}")
+        if len(fields) > 3 or (
+            len(fields) == 3 and not (fields[2].isdecimal() and int(fields[2]) > 1)
+        ):
+            raise ValueError(
+                "expected sizes such as 8,4K:64M:4 (first, last, factor of at least 2); got "
+                f"{part!r}"
+            )
         first, last = _bytes(fields[0]), _bytes(fields[min(1, len(fields) - 1)])
         if last < first:
             raise ValueError(f"the last size comes before the first in {part!r}")
@@ -69,7 +77,9 @@ def parse_sizes(text: str) -> list[int]:
 def _bytes(text: str) -> int:
     found = re.fullmatch(r"0*([1-9][0-9]*)([KMG]?)", text, re.IGNORECASE)
     if not found:
-        raise ValueError(f"expected a positive number of bytes such as 8, 4K, 64M or 1G; got {text!r}")
+        raise ValueError(
+            f"expected a positive number of bytes such as 8, 4K, 64M or 1G; got {text!r}"
+        )
     return int(found[1]) << POWERS[found[2].upper()]
 
 
@@ -88,7 +98,9 @@ def _numbers(text: str) -> None:
 
 
 def _option(parse: Callable[[str], Any], metavar: str, what: str, *, kept: bool = True) -> Any:
-    """An option whose text, or default, is parsed, and `kept` as it is or taken for what it says; what is wrong is its fault."""
+    """An option whose text, or default, is parsed, and `kept` as it is or taken for what it says;
+    what is wrong is its fault.
+    """
 
     def parser(text: object) -> Any:
         try:
@@ -117,17 +129,38 @@ Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 Op = Annotated[Literal["sum", "avg", "max", "min"], typer.Option(help="The reduction.")]
 FUSED = tuple(name.replace("_", "-") for name in OPERATORS)
 """The fused operators, as commands call them."""
-Ranks = Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="Ranks to start; 2 unless a launcher did.")]
-Several = Annotated[int | None, typer.Option("--ranks", "-n", min=2, help="Ranks to start; 2 unless a launcher did.")]
+Ranks = Annotated[
+    int | None,
+    typer.Option("--ranks", "-n", min=1, help="Ranks to start; 2 unless a launcher did."),
+]
+Several = Annotated[
+    int | None,
+    typer.Option("--ranks", "-n", min=2, help="Ranks to start; 2 unless a launcher did."),
+]
 Warmup = Annotated[int, typer.Option(min=0, help="Rounds before the measured ones.")]
 Iterations = Annotated[int, typer.Option(min=1, help="Rounds measured.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of the random data.")]
-Baseline = Annotated[str | None, typer.Option(help="gloo, or none; by default gloo, and none on an emulated link.")]
-Gbps = Annotated[str | None, _option(_gbps, "GBPS|auto", "Emulate a slower link; auto: communicate takes as long as compute.")]
-Json = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write the result as JSON; -: stdout.")]
+Baseline = Annotated[
+    str | None, typer.Option(help="gloo, or none; by default gloo, and none on an emulated link.")
+]
+Gbps = Annotated[
+    str | None,
+    _option(
+        _gbps, "GBPS|auto", "Emulate a slower link; auto: communicate takes as long as compute."
+    ),
+]
+Json = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE|-", help="Write the result as JSON; -: stdout."),
+]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Draw the result.")]
-Trace = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for https://ui.perfetto.dev.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Compute threads per rank; by default the cores are shared out.")]
+Trace = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write a trace for https://ui.perfetto.dev.")
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, help="Compute threads per rank; by default the cores are shared out."),
+]
 
 
 class Compared:
@@ -153,7 +186,9 @@ class Shown:
 
 @dataclass(frozen=True)
 class FusedSettings(Compared):
-    """A fused operator, its parts, and the baseline. `shape` counts the rows of all ranks, shared out as evenly as it goes."""
+    """A fused operator, its parts, and the baseline. `shape` counts the rows of all ranks, shared
+    out as evenly as it goes.
+    """
 
     operator: str
     shape: Shape = SHAPE
@@ -163,18 +198,26 @@ class FusedSettings(Compared):
     peers: str = "ranks"
     ranks: Ranks = None
     dtype: Annotated[Dtype, typer.Option(help="Of the inputs.")] = "float32"
-    out_dtype: Annotated[Dtype | None, typer.Option(help="Of the output: the inputs' or float32.")] = None
+    out_dtype: Annotated[
+        Dtype | None, typer.Option(help="Of the output: the inputs' or float32.")
+    ] = None
     warmup: Warmup = 3
     iterations: Iterations = 20
     seed: Seed = 0
     baseline: Baseline = None
     link_gbps: Gbps = None
-    link_latency_us: Annotated[float | None, typer.Option(min=0, help="Latency of each transfer on the emulated link.")] = None
+    link_latency_us: Annotated[
+        float | None, typer.Option(min=0, help="Latency of each transfer on the emulated link.")
+    ] = None
     json_file: Json = None
     plot: Plot = None
     trace: Trace = None
-    timeline: Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Draw what ran when.")] = None
-    save_outputs: Annotated[Path | None, typer.Option(metavar="DIR", help="Save each rank's output as rank<r>.pt.")] = None
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE.png|svg", help="Draw what ran when.")
+    ] = None
+    save_outputs: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Save each rank's output as rank<r>.pt.")
+    ] = None
     threads: Threads = None
 
     @property
@@ -188,24 +231,40 @@ class AllGatherMatmul(FusedSettings):
 
     operator: str = "all_gather_matmul"
     shape: Annotated[Shape, product("M gathered rows, of any number, times (K, N).")] = SHAPE
-    algorithm: Annotated[str, typer.Option(help="How rows travel."), _algorithms("all_gather_matmul")] = "auto"
-    chunk_rows: Annotated[int | None, typer.Option(min=1, help="Rows per transfer of pull, push and ring.")] = None
-    ablate: Annotated[bool, typer.Option("--ablate", help="Also measure each step from the cascade to the operator.")] = False
+    algorithm: Annotated[
+        str, typer.Option(help="How rows travel."), _algorithms("all_gather_matmul")
+    ] = "auto"
+    chunk_rows: Annotated[
+        int | None, typer.Option(min=1, help="Rows per transfer of pull, push and ring.")
+    ] = None
+    ablate: Annotated[
+        bool,
+        typer.Option("--ablate", help="Also measure each step from the cascade to the operator."),
+    ] = False
     peers: Annotated[
-        Literal["ranks", "host"], typer.Option(help="host: on one GPU, with the other ranks' rows in pinned host memory.")
+        Literal["ranks", "host"],
+        typer.Option(help="host: on one GPU, with the other ranks' rows in pinned host memory."),
     ] = "ranks"
 
 
 @dataclass(frozen=True)
 class MatmulReduceScatter(FusedSettings):
-    """Matmul + reduce-scatter: compute alone, communication alone, one after the other, and overlapped."""
+    """Matmul + reduce-scatter: compute alone, communication alone, one after the other, and
+    overlapped.
+    """
 
     operator: str = "matmul_reduce_scatter"
-    shape: Annotated[Shape, product("M rows, of any number, and K columns of each rank, times (K, N).")] = SHAPE
+    shape: Annotated[
+        Shape, product("M rows, of any number, and K columns of each rank, times (K, N).")
+    ] = SHAPE
     algorithm: Annotated[
-        str, typer.Option(help="How products reach the rank that keeps their sum."), _algorithms("matmul_reduce_scatter")
+        str,
+        typer.Option(help="How products reach the rank that keeps their sum."),
+        _algorithms("matmul_reduce_scatter"),
     ] = "auto"
-    chunk_rows: Annotated[int | None, typer.Option(min=1, help="Rows that are added, or sent, together.")] = None
+    chunk_rows: Annotated[
+        int | None, typer.Option(min=1, help="Rows that are added, or sent, together.")
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -213,7 +272,9 @@ class MatmulAllReduce(MatmulReduceScatter):
     """Matmul + all-reduce: compute alone, communication alone, one after the other, and overlapped."""
 
     operator: str = "matmul_all_reduce"
-    algorithm: Annotated[str, typer.Option(help="How the sums are shared out."), _algorithms("matmul_all_reduce")] = "auto"
+    algorithm: Annotated[
+        str, typer.Option(help="How the sums are shared out."), _algorithms("matmul_all_reduce")
+    ] = "auto"
 
 
 @dataclass(frozen=True)
@@ -228,14 +289,19 @@ class SweepSettings(Shown):
     ranks: Several = None
     sizes: Annotated[str, _sizes("Bytes of each rank's input; K, M, G are binary.")] = "4K:64M:4"
     dtype: Annotated[
-        Literal["float16", "bfloat16", "float32", "float64", "int8", "int32", "int64"], typer.Option(help="Of the elements.")
+        Literal["float16", "bfloat16", "float32", "float64", "int8", "int32", "int64"],
+        typer.Option(help="Of the elements."),
     ] = "float32"
-    warmup: Annotated[int, typer.Option(min=0, help="Rounds of batches before the measured ones.")] = 2
+    warmup: Annotated[
+        int, typer.Option(min=0, help="Rounds of batches before the measured ones.")
+    ] = 2
     iterations: Annotated[int, typer.Option(min=1, help="Rounds of batches measured.")] = 20
     seed: Seed = 0
     baseline: Annotated[
         str | None,
-        typer.Option(help="Of gloo, openmpi, mpich, intel-mpi, deepspeed, or none; by default gloo. `make baselines` makes them."),
+        typer.Option(
+            help="Of gloo, openmpi, mpich, intel-mpi, deepspeed, or none; by default gloo. `make baselines` makes them."
+        ),
     ] = None
 
     @property
@@ -250,11 +316,16 @@ class AllGather(SweepSettings):
     """All-gather over message size, out of place and in place."""
 
     operation: str = "all_gather"
-    algorithm: Annotated[str, typer.Option(help="How rows travel."), ("auto", *all_gather.ALGORITHMS)] = "auto"
+    algorithm: Annotated[
+        str, typer.Option(help="How rows travel."), ("auto", *all_gather.ALGORITHMS)
+    ] = "auto"
     device: Annotated[
-        Literal["cpu", "cuda"], typer.Option(help="cpu: ranks are processes; cuda: ranks share this process's GPU.")
+        Literal["cpu", "cuda"],
+        typer.Option(help="cpu: ranks are processes; cuda: ranks share this process's GPU."),
     ] = "cpu"
-    comm_sms: Annotated[str, _option(_numbers, "N,…", "With --device cuda: SMs that the kernels may take.")] = "4,8,16,32"
+    comm_sms: Annotated[
+        str, _option(_numbers, "N,…", "With --device cuda: SMs that the kernels may take.")
+    ] = "4,8,16,32"
 
     @property
     def sms(self) -> list[int]:
@@ -275,7 +346,9 @@ class AllReduce(SweepSettings):
 
     operation: str = "all_reduce"
     op: Op = "sum"
-    algorithm: Annotated[str, typer.Option(help="How the work is shared out."), ("auto", *all_reduce.ALGORITHMS)] = "auto"
+    algorithm: Annotated[
+        str, typer.Option(help="How the work is shared out."), ("auto", *all_reduce.ALGORITHMS)
+    ] = "auto"
 
 
 @dataclass(frozen=True)
@@ -294,12 +367,20 @@ class AllToAll(SweepSettings):
 
 @dataclass(frozen=True)
 class OverlapSettings(Compared, Shown):
-    """A product and an all-gather that need nothing of each other: each alone, one after the other, and side by side."""
+    """A product and an all-gather that need nothing of each other: each alone, one after the other,
+    and side by side.
+    """
 
     ranks: Several = None
-    shape: Annotated[Shape, product("Each rank's product, which needs nothing of others.")] = Shape(1024, 1024, 1024)
-    size: Annotated[str, _sizes("That each rank puts into the all-gather; K, M, G are binary.", "BYTES")] = "16M"
-    dtype: Annotated[Dtype, typer.Option(help="Of the matrices and of what is gathered.")] = "float32"
+    shape: Annotated[Shape, product("Each rank's product, which needs nothing of others.")] = Shape(
+        1024, 1024, 1024
+    )
+    size: Annotated[
+        str, _sizes("That each rank puts into the all-gather; K, M, G are binary.", "BYTES")
+    ] = "16M"
+    dtype: Annotated[Dtype, typer.Option(help="Of the matrices and of what is gathered.")] = (
+        "float32"
+    )
     warmup: Warmup = 3
     iterations: Iterations = 20
     seed: Seed = 0
@@ -320,14 +401,28 @@ class CopySettings(Shown):
 
 @dataclass(frozen=True)
 class ServingSettings(Shown):
-    """A server's stream of steps through a tensor-parallel block, beside torch's styles on gloo and one process with all cores."""
+    """A server's stream of steps through a tensor-parallel block, beside torch's styles on gloo and
+    one process with all cores.
+    """
 
     ranks: Several = None
-    hidden: Annotated[int, typer.Option(min=1, help="Width of the block; a multiple of the ranks.")] = 1024
-    intermediate: Annotated[int, typer.Option(min=1, help="Width within its MLP; a multiple of the ranks.")] = 2816
-    decode: Annotated[int, typer.Option(min=1, help="Most sequences that a step adds a token to.")] = 32
-    prefill: Annotated[int, typer.Option(min=1, help="Most tokens of prompts that a step reads.")] = 288
-    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of weights and activations.")] = "float32"
+    hidden: Annotated[
+        int, typer.Option(min=1, help="Width of the block; a multiple of the ranks.")
+    ] = 1024
+    intermediate: Annotated[
+        int, typer.Option(min=1, help="Width within its MLP; a multiple of the ranks.")
+    ] = 2816
+    decode: Annotated[
+        int, typer.Option(min=1, help="Most sequences that a step adds a token to.")
+    ] = 32
+    prefill: Annotated[
+        int, typer.Option(min=1, help="Most tokens of prompts that a step reads.")
+    ] = 288
+    dtype: Annotated[
+        Literal["bfloat16", "float32"], typer.Option(help="Of weights and activations.")
+    ] = "float32"
     warmup: Annotated[int, typer.Option(min=0, help="Steps before the measured ones.")] = 10
-    steps: Annotated[int, typer.Option(min=1, help="Steps measured, each of another number of tokens.")] = 200
+    steps: Annotated[
+        int, typer.Option(min=1, help="Steps measured, each of another number of tokens.")
+    ] = 200
     seed: Seed = 0

@@ -1,4 +1,6 @@
-"""The tensors of each fused operator's benchmark, and the steps from the cascade to all-gather + matmul."""
+"""The tensors of each fused operator's benchmark, and the steps from the cascade to all-gather +
+matmul.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,11 @@ from typing import Any
 
 import torch
 
-from weft.bench.baselines import gloo_all_gather_matmul, gloo_matmul_all_reduce, gloo_matmul_reduce_scatter
+from weft.bench.baselines import (
+    gloo_all_gather_matmul,
+    gloo_matmul_all_reduce,
+    gloo_matmul_reduce_scatter,
+)
 from weft.bench.fused import Subject
 from weft.bench.harness import Stopwatch
 from weft.bench.settings import FusedSettings
@@ -32,8 +38,13 @@ class AllGatherMatmul(Subject):
         super().__init__(settings, world, stopwatch)
         still = self.choice.algorithm == "direct"
         self.notes = (
-            *(["communicate is a pull, since direct moves no rows by themselves."] if still else []),
-            "Shards lie in symmetric memory and the weight is packed; baselines have a plain weight.",
+            *(
+                ["communicate is a pull, since direct moves no rows by themselves."]
+                if still
+                else []
+            ),
+            "Shards lie in symmetric memory and the weight is packed; baselines have a plain "
+            "weight.",
         )
         if settings.ablate:
             self.ablation = {"cascade": "sequential", **{name: name for name in _STEPS}}
@@ -42,7 +53,9 @@ class AllGatherMatmul(Subject):
 
     def prepare(self) -> None:
         world, (m, k, n) = self.world, self.settings.shape
-        self.problem = Problem(m, k, n, self.dtype, self.out_dtype, seed=self.settings.seed, rank=world.rank)
+        self.problem = Problem(
+            m, k, n, self.dtype, self.out_dtype, seed=self.settings.seed, rank=world.rank
+        )
         self.a = world.empty(max(self.rows), k, dtype=self.dtype)[: self.rows[world.rank]]
         self.moved = {"a": self.a, "gathered": world.empty(m, k, dtype=self.dtype)}
         self.x = torch.empty(m, k, dtype=self.dtype)
@@ -50,7 +63,9 @@ class AllGatherMatmul(Subject):
         self.check = self.check_baseline = partial(self.problem.check_product, self.out)
         self.check_moved = partial(self.problem.check_rows, self.moved["gathered"])
         self.shares = {"shard_rows": self.rows}
-        self.baseline = partial(gloo_all_gather_matmul, self.a, self.problem.weight, self.out, self.rows)
+        self.baseline = partial(
+            gloo_all_gather_matmul, self.a, self.problem.weight, self.out, self.rows
+        )
 
     def renew(self, run: int) -> None:
         start = sum(self.rows[: self.world.rank])
@@ -62,11 +77,15 @@ class AllGatherMatmul(Subject):
         request = self.call.operator.request(self.call.workload, variant, hosts=self.world.topology)
         plan = schedule.all_gather_matmul(request._replace(symmetric=True), **_STEPS[name])
         tensors = {"a": self.a, "out": self.out}
-        return lambda: engine(self.world).execute(plan, tensors, {"out": self.weight}, rows=self.rows)
+        return lambda: engine(self.world).execute(
+            plan, tensors, {"out": self.weight}, rows=self.rows
+        )
 
 
 class MatmulSum(Subject):
-    """Products whose sum is shared out over the ranks, or goes to all; what communicates alone are others, in symmetric memory."""
+    """Products whose sum is shared out over the ranks, or goes to all; what communicates alone are
+    others, in symmetric memory.
+    """
 
     problem: Sums
     notes = (

@@ -14,8 +14,11 @@ from weft.bench import tables
 from weft.bench.harness import Times
 
 
-def bandwidths(operation: str, size_bytes: int, ranks: int, microseconds: float) -> tuple[float, float]:
-    """``(algbw, busbw)`` in GB/s of 1e9 bytes, as nccl-tests define them (``doc/PERFORMANCE.md`` there).
+def bandwidths(
+    operation: str, size_bytes: int, ranks: int, microseconds: float
+) -> tuple[float, float]:
+    """``(algbw, busbw)`` in GB/s of 1e9 bytes, as nccl-tests define them (``doc/PERFORMANCE.md``
+    there).
 
     ``algbw = S / time`` and ``busbw = algbw · factor`` with n ranks:
 
@@ -33,27 +36,42 @@ def bandwidths(operation: str, size_bytes: int, ranks: int, microseconds: float)
     return algbw, algbw * {"broadcast": 1.0, "all_reduce": 2 * part}.get(operation, part)
 
 
-def row(what: dict[str, Any], times: Times, algbw: float, busbw: float, **found: Any) -> dict[str, Any]:
-    """A row of a result: what was measured, its microseconds and bandwidths, and what else was found."""
+def row(
+    what: dict[str, Any], times: Times, algbw: float, busbw: float, **found: Any
+) -> dict[str, Any]:
+    """A row of a result: what was measured, its microseconds and bandwidths, and what else was
+    found.
+    """
     return what | {"time_us": times._asdict(), "algbw_gbps": algbw, "busbw_gbps": busbw} | found
 
 
 def print_table(rows: Sequence[dict[str, Any]], baselines: Sequence[str], console: Console) -> None:
-    """Print JSON rows as nccl-tests do, a line for each size and implementation, beside how weft compares with each baseline."""
+    """Print JSON rows as nccl-tests do, a line for each size and implementation, beside how weft
+    compares with each baseline.
+    """
     places = sorted({row["in_place"] for row in rows})
     of_places = [
-        name for place in places for name in (f"{'in' if place else 'out of'} place\nus", "\nalgbw", "\nbusbw", "\n#wrong")
+        name
+        for place in places
+        for name in (f"{'in' if place else 'out of'} place\nus", "\nalgbw", "\nbusbw", "\n#wrong")
     ]
-    table = tables.table(("\nsize B", "\ncount", "\ntype", "", *of_places, *(f"\nvs {name}" for name in baselines)))
+    table = tables.table(
+        ("\nsize B", "\ncount", "\ntype", "", *of_places, *(f"\nvs {name}" for name in baselines))
+    )
     for _, of_size in groupby(rows, key=lambda row: row["size_bytes"]):
         found = {(row["implementation"], row["in_place"]): row for row in of_size}
         head = [str(next(iter(found.values()))[key]) for key in ("size_bytes", "count", "dtype")]
         for name in dict.fromkeys(name for name, _ in found):
             cells = [cell for place in places for cell in _cells(found.get((name, place)))]
             first = next(place for place in places if (name, place) in found)
-            theirs = [None if name in baselines else found.get((baseline, first)) for baseline in baselines]
+            theirs = [
+                None if name in baselines else found.get((baseline, first))
+                for baseline in baselines
+            ]
             ours = found[name, first]["time_us"]["median"]
-            compared = [tables.ratio(row["time_us"]["median"] / ours) if row else Text() for row in theirs]
+            compared = [
+                tables.ratio(row["time_us"]["median"] / ours) if row else Text() for row in theirs
+            ]
             table.add_row(*head, name, *cells, *compared)
             head = [""] * 3
         table.add_section()

@@ -21,7 +21,9 @@ def table(columns: Iterable[str], left: Collection[str] = ("",)) -> Table:
 
 def ratio(times: float) -> Text:
     """How many times as fast weft is; below 1 it says so."""
-    return Text(f"{times:.2f}x") if round(times, 2) >= 1 else Text(f"{times:.2f}x SLOWER", "bold red")
+    return (
+        Text(f"{times:.2f}x") if round(times, 2) >= 1 else Text(f"{times:.2f}x SLOWER", "bold red")
+    )
 
 
 def count(wrong: int) -> Text:
@@ -38,7 +40,9 @@ def machine(result: dict[str, Any]) -> Text:
     """What a result was measured on, and with which versions."""
     on, versions = result["machine"], result["versions"]
     where = f"{on['cpu']}, {on['cores']} cores, threads per rank: {on['threads_per_rank']}"
-    return Text(f"{where}; {', '.join(f'{name} {version}' for name, version in versions.items())}", "dim")
+    return Text(
+        f"{where}; {', '.join(f'{name} {version}' for name, version in versions.items())}", "dim"
+    )
 
 
 def verdict(result: dict[str, Any], what: str) -> Text:

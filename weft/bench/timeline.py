@@ -1,4 +1,6 @@
-"""The timeline picture: what every lane of every rank did when, one panel per trace over one time axis."""
+"""The timeline picture: what every lane of every rank did when, one panel per trace over one time
+axis.
+"""
 
 from __future__ import annotations
 
@@ -17,42 +19,92 @@ _BAR = 0.72  # of the height of a lane
 
 
 def draw(traces: Sequence[Trace], path: Path, title: str) -> None:
-    """Draw `traces` one below the other, each from its own beginning, into a PNG or SVG file by the suffix of `path`."""
+    """Draw `traces` one below the other, each from its own beginning, into a PNG or SVG file by the
+    suffix of `path`.
+    """
     lanes = [len(trace.lanes) for trace in traces]
     with picture(path, 11, 0.36 * sum(lanes) + 0.75 * len(traces) + 1.1, title) as figure:
-        panels = figure.subplots(len(traces), 1, sharex=True, squeeze=False, height_ratios=lanes)[:, 0]
+        panels = figure.subplots(len(traces), 1, sharex=True, squeeze=False, height_ratios=lanes)[
+            :, 0
+        ]
         longest = max(trace.seconds for trace in traces)
         for panel, trace in zip(panels, traces, strict=True):
             _draw_panel(panel, trace, longest)
         panels[0].set_xlim(0, 1e3 * longest * 1.01)
         panels[-1].set_xlabel("milliseconds")
-        kinds = [kind for kind in KINDS if any(span.kind == kind for trace in traces for span in trace.spans)]
-        figure.legend(handles=[_key(kind) for kind in kinds], loc="outside lower center", ncols=len(kinds))
+        kinds = [
+            kind
+            for kind in KINDS
+            if any(span.kind == kind for trace in traces for span in trace.spans)
+        ]
+        figure.legend(
+            handles=[_key(kind) for kind in kinds], loc="outside lower center", ncols=len(kinds)
+        )
 
 
 def _draw_panel(panel: Axes, trace: Trace, longest: float) -> None:
     rows = {lane: row for row, lane in enumerate(trace.lanes)}
     for (rank, _), row in rows.items():
-        panel.axhspan(row - 0.5, row + 0.5, color="#f6f7f9" if rank % 2 == 0 else "white", linewidth=0, zorder=0)
+        panel.axhspan(
+            row - 0.5,
+            row + 0.5,
+            color="#f6f7f9" if rank % 2 == 0 else "white",
+            linewidth=0,
+            zorder=0,
+        )
     for kind in ("wait", "matmul", "copy", "reduce"):
         height, edge = (_BAR / 3, 0.0) if kind == "wait" else (_BAR, 0.4)
-        look: dict[str, Any] = {"facecolor": COLOURS[kind], "edgecolor": "white", "linewidth": edge, "zorder": 2}
+        look: dict[str, Any] = {
+            "facecolor": COLOURS[kind],
+            "edgecolor": "white",
+            "linewidth": edge,
+            "zorder": 2,
+        }
         for lane, row in rows.items():
-            spans = [_milliseconds(span, trace) for span in trace.spans if (span.rank, span.lane) == lane and span.kind == kind]
-            panel.broken_barh([(start, stop - start) for start, stop in spans], (row - height / 2, height), **look)
+            spans = [
+                _milliseconds(span, trace)
+                for span in trace.spans
+                if (span.rank, span.lane) == lane and span.kind == kind
+            ]
+            panel.broken_barh(
+                [(start, stop - start) for start, stop in spans], (row - height / 2, height), **look
+            )
     for span in trace.spans:
         (start, stop), row = _milliseconds(span, trace), rows[span.rank, span.lane]
         if span.kind == "notify":
-            panel.plot([stop, stop], [row - 0.5, row - _BAR / 2], color=COLOURS["notify"], linewidth=0.9, zorder=3)
+            panel.plot(
+                [stop, stop],
+                [row - 0.5, row - _BAR / 2],
+                color=COLOURS["notify"],
+                linewidth=0.9,
+                zorder=3,
+            )
         elif span.kind == "matmul" and stop - start > 0.05 * 1e3 * longest:  # there is room
             panel.text(
-                (start + stop) / 2, row, f"{span.rows} rows", ha="center", va="center", color="white", fontsize=7.5, zorder=4
+                (start + stop) / 2,
+                row,
+                f"{span.rows} rows",
+                ha="center",
+                va="center",
+                color="white",
+                fontsize=7.5,
+                zorder=4,
             )
     end = 1e3 * trace.seconds
     panel.axvline(end, color=COLOURS["text"], linewidth=1, linestyle=DASHED, zorder=1)
-    panel.set_title(f"{trace.title}  {end:.2f} ms", loc="left", fontsize=10.5, fontweight="bold", color=COLOURS["text"])
+    panel.set_title(
+        f"{trace.title}  {end:.2f} ms",
+        loc="left",
+        fontsize=10.5,
+        fontweight="bold",
+        color=COLOURS["text"],
+    )
     part = trace.hidden_copies()
-    hidden = "nothing is copied" if part is None else f"{100 * part:.0f} % of copying hidden behind products"
+    hidden = (
+        "nothing is copied"
+        if part is None
+        else f"{100 * part:.0f} % of copying hidden behind products"
+    )
     panel.set_title(hidden, loc="right")
     panel.set_ylim(len(rows) - 0.5, -0.5)
     panel.set_yticks(list(rows.values()), [f"rank {rank}  {lane}" for rank, lane in rows])
@@ -66,5 +118,14 @@ def _milliseconds(span: Span, trace: Trace) -> tuple[float, float]:
 
 def _key(kind: str) -> Patch | Line2D:
     if kind == "notify":
-        return Line2D([], [], color=COLOURS["notify"], marker="|", markersize=8, markeredgewidth=1.2, linestyle="none", label=kind)
+        return Line2D(
+            [],
+            [],
+            color=COLOURS["notify"],
+            marker="|",
+            markersize=8,
+            markeredgewidth=1.2,
+            linestyle="none",
+            label=kind,
+        )
     return Patch(facecolor=COLOURS[kind], label=kind)

@@ -1,4 +1,6 @@
-"""Measuring the candidates that `auto` chooses from, on this machine: for ``weft tune``, and to see how good predictions are."""
+"""Measuring the candidates that `auto` chooses from, on this machine: for ``weft tune``, and to see
+how good predictions are.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from weft.world import World
 
 
 class Question(NamedTuple):
-    """A case, the ways to measure it in, and the Gbit/s and latency in microseconds of an emulated link, if any."""
+    """A case, the ways to measure it in, and the Gbit/s and latency in microseconds of an emulated
+    link, if any.
+    """
 
     case: Workload
     ways: list[Variant]
@@ -36,7 +40,9 @@ class Answer(NamedTuple):
 
 
 def measure(questions: list[Question], iterations: int, threads: int) -> list[list[Answer]]:
-    """Measure every way of every question on this rank, and the usual one, collectively; the ways of a question in turn."""
+    """Measure every way of every question on this rank, and the usual one, collectively; the ways
+    of a question in turn.
+    """
     answers = []
     with session(threads) as world:
         stopwatch = Stopwatch(world)
@@ -44,9 +50,13 @@ def measure(questions: list[Question], iterations: int, threads: int) -> list[li
             world.emulate_link(*link or (0.0, 0.0))
             call = _prepare(case, world)
             ways = [*dict.fromkeys([*ways, call.usual("auto").variant])]
-            views = {str(number): partial(fused.execute, call, way) for number, way in enumerate(ways)}
+            views = {
+                str(number): partial(fused.execute, call, way) for number, way in enumerate(ways)
+            }
             times = stopwatch.interleave(views, 1, iterations)
-            answers.append([Answer(way, times[str(i)].median, times[str(i)].min) for i, way in enumerate(ways)])
+            answers.append(
+                [Answer(way, times[str(i)].median, times[str(i)].min) for i, way in enumerate(ways)]
+            )
             engine(world).compiled.clear()
     return answers
 
@@ -55,7 +65,9 @@ def tune(questions: list[Question], iterations: int, threads: int) -> list[list[
     """Measure, and remember the fastest way of every case. Answers come fastest first."""
     from weft.world.launcher import launch
 
-    answers: list[list[Answer]] = launch(measure, questions[0].case.ranks, questions, iterations, threads, threads=threads)[0]
+    answers: list[list[Answer]] = launch(
+        measure, questions[0].case.ranks, questions, iterations, threads, threads=threads
+    )[0]
     for (case, _, link), found in zip(questions, answers, strict=True):
         found.sort(key=lambda answer: answer.median)
         tuned.remember(case, link, found[0].way)
@@ -68,8 +80,16 @@ def _prepare(workload: Workload, world: World) -> Call:
     operator = OPERATORS[workload.operator]
     plan = operator.plan(operator.request(workload, Variant("sequential", 1)))
     rows = bind(plan, workload.rows).buffers["a"].rows
-    a, b = torch.randn(rows[rank], workload.k).to(dtype), torch.randn(workload.k, workload.n).to(dtype)
+    a, b = (
+        torch.randn(rows[rank], workload.k).to(dtype),
+        torch.randn(workload.k, workload.n).to(dtype),
+    )
     if workload.symmetric and workload.operator == "all_gather_matmul":
         a = world.empty(max(rows), workload.k, dtype=dtype)[: rows[rank]].copy_(a)
     asked = Options(out_dtype=getattr(torch, workload.out_dtype), shard_rows=workload.rows)
-    return fused.check(workload.operator, world, Given(a, [pack(b) if workload.packed else b], [None], [None]), asked)
+    return fused.check(
+        workload.operator,
+        world,
+        Given(a, [pack(b) if workload.packed else b], [None], [None]),
+        asked,
+    )

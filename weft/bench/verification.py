@@ -1,7 +1,8 @@
 """What must come out of a measured product, and how far rounding may take it from there.
 
-Inputs are random and every run that is verified gets others; whatever a run writes is poisoned with NaN before; every rank checks
-every element. So a result that an earlier run left behind, or that only looks right on constant data, does not pass.
+Inputs are random and every run that is verified gets others; whatever a run writes is poisoned with
+NaN before; every rank checks every element. So a result that an earlier run left behind, or that
+only looks right on constant data, does not pass.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ RUNS = 32
 
 
 class Check(NamedTuple):
-    """What a comparison found: elements beyond their bound, the largest error, and the largest bound."""
+    """What a comparison found: elements beyond their bound, the largest error, and the largest
+    bound.
+    """
 
     wrong: int
     max_error: float = 0.0
@@ -29,18 +32,33 @@ class Check(NamedTuple):
 
     def worse(self, other: Check) -> Check:
         """The worst of both."""
-        return Check(max(self.wrong, other.wrong), max(self.max_error, other.max_error), max(self.bound, other.bound))
+        return Check(
+            max(self.wrong, other.wrong),
+            max(self.max_error, other.max_error),
+            max(self.bound, other.bound),
+        )
 
 
 class Problem:
-    """Random rows (m, k) of all ranks together, this rank's random weight (k, n), and their exact product.
+    """Random rows (m, k) of all ranks together, this rank's random weight (k, n), and their exact
+    product.
 
-    The rows of run 0, 1, … are a window onto a longer random matrix that moves by one row, so each of them differs from what lay
-    in its place before, and one product in float64 serves `RUNS` runs. Every rank draws the same rows from `seed`, and a weight of
-    its own.
+    The rows of run 0, 1, … are a window onto a longer random matrix that moves by one row, so each
+    of them differs from what lay in its place before, and one product in float64 serves `RUNS`
+    runs. Every rank draws the same rows from `seed`, and a weight of its own.
     """
 
-    def __init__(self, m: int, k: int, n: int, dtype: torch.dtype, out_dtype: torch.dtype, *, seed: int, rank: int) -> None:
+    def __init__(
+        self,
+        m: int,
+        k: int,
+        n: int,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        *,
+        seed: int,
+        rank: int,
+    ) -> None:
         self.m = m
         self.everything = _random(m + RUNS, k, dtype, seed)
         self.weight = _random(k, n, dtype, seed + 1 + rank)
@@ -62,9 +80,11 @@ class Problem:
 
 
 class Sums(Problem):
-    """A `Problem` whose rows and weight are both this rank's own, and whose exact products are summed over all ranks.
+    """A `Problem` whose rows and weight are both this rank's own, and whose exact products are
+    summed over all ranks.
 
-    There are also random `products` to sum, in the dtype that partial products are kept in. Made collectively.
+    There are also random `products` to sum, in the dtype that partial products are kept in. Made
+    collectively.
     """
 
     def __init__(
@@ -80,13 +100,17 @@ class Sums(Problem):
         rank: int,
         host_partial: bool = False,
     ) -> None:
-        self.host_partial = _unit(product) if host_partial else 0.0  # by how much the sum of each host is rounded before it is sent
+        self.host_partial = (
+            _unit(product) if host_partial else 0.0
+        )  # by how much the sum of each host is rounded before it is sent
         super().__init__(m, k, n, dtype, out_dtype, seed=seed + 1000 * rank, rank=rank)
         self.everything_made = _random(m + RUNS, n, product, seed + 1000 * rank + 500)
         magnitude = self.everything.double().abs() @ self.weight.double().abs()
         rounded = error_bound(magnitude, self.exact, k, dtype, product)
         self.sum, self.sum_bound = self._summed(self.exact, rounded, out_dtype)
-        self.baseline_bound = self._added(error_bound(magnitude, self.exact, k, dtype, out_dtype), out_dtype)
+        self.baseline_bound = self._added(
+            error_bound(magnitude, self.exact, k, dtype, out_dtype), out_dtype
+        )
         made = self.everything_made.double()
         self.made_sum, self.made_bound = self._summed(made, torch.zeros_like(made), out_dtype)
 
@@ -95,30 +119,46 @@ class Sums(Problem):
         return self.everything_made[run : run + self.m]
 
     def check_product_sum(self, out: Tensor, run: int, start: int) -> Check:
-        """Compare rows of the sum of all ranks' products, from row `start` on, with the run's exact ones."""
+        """Compare rows of the sum of all ranks' products, from row `start` on, with the run's exact
+        ones.
+        """
         return _compare_rows(out, self.sum, self.sum_bound, run + start)
 
     def check_baseline(self, out: Tensor, run: int, start: int) -> Check:
-        """The same where each product, and then each sum of some ranks', is rounded to the dtype of `out`."""
+        """The same where each product, and then each sum of some ranks', is rounded to the dtype of
+        `out`.
+        """
         return _compare_rows(out, self.sum, self.baseline_bound, run + start)
 
     def check_sum(self, out: Tensor, run: int, start: int) -> Check:
-        """Compare rows of the sum of all ranks' `products`, from row `start` on, with the run's exact ones."""
+        """Compare rows of the sum of all ranks' `products`, from row `start` on, with the run's
+        exact ones.
+        """
         return _compare_rows(out, self.made_sum, self.made_bound, run + start)
 
-    def _summed(self, terms: Tensor, errors: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The exact sum over ranks, and the error of a sum of terms off by up to `errors`: as for a product of K = ranks."""
+    def _summed(
+        self, terms: Tensor, errors: Tensor, out_dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """The exact sum over ranks, and the error of a sum of terms off by up to `errors`: as for a
+        product of K = ranks.
+        """
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        exact, off, size = (everyones_sum(tensor) for tensor in (terms, errors, terms.abs() + errors))
+        exact, off, size = (
+            everyones_sum(tensor) for tensor in (terms, errors, terms.abs() + errors)
+        )
         off = off + self.host_partial * size
-        return exact, off + error_bound(size, exact, ranks, self.weight.dtype, out_dtype) + _unit(out_dtype) * off
+        return exact, off + error_bound(size, exact, ranks, self.weight.dtype, out_dtype) + _unit(
+            out_dtype
+        ) * off
 
     def _added(self, errors: Tensor, dtype: torch.dtype) -> Tensor:
-        """The error of a sum over ranks that is rounded to `dtype` by each of its additions, in whatever order they are made.
+        """The error of a sum over ranks that is rounded to `dtype` by each of its additions, in
+        whatever order they are made.
 
-        With terms p of ranks, each off by at most e, and unit roundoff u of `dtype` it is at most ``Σe + γ·Σ(|p| + e)``: γ is that
-        of `error_bound` with one addition less than there are ranks, which rounds terms that are themselves off. The exact sum to
-        compare with is as far off with the u of float64.
+        With terms p of ranks, each off by at most e, and unit roundoff u of `dtype` it is at most
+        ``Σe + γ·Σ(|p| + e)``: γ is that of `error_bound` with one addition less than there are
+        ranks, which rounds terms that are themselves off. The exact sum to compare with is as far
+        off with the u of float64.
         """
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         off, size = everyones_sum(errors), everyones_sum(self.exact.abs() + errors)
@@ -146,18 +186,27 @@ def _compare_rows(actual: Tensor, exact: Tensor, bound: Tensor, start: int) -> C
     return compare(actual, exact[rows], bound[rows])
 
 
-def error_bound(magnitude: Tensor, exact: Tensor, k: int, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
-    """The largest error that rounding can cause in each element of a product of matrices of `dtype` with inner dimension `k`.
+def error_bound(
+    magnitude: Tensor, exact: Tensor, k: int, dtype: torch.dtype, out_dtype: torch.dtype
+) -> Tensor:
+    """The largest error that rounding can cause in each element of a product of matrices of `dtype`
+    with inner dimension `k`.
 
-    `magnitude` is ``|A| @ |B|`` and `exact` ``A @ B``, both in float64. In whatever order k products are summed with unit roundoff
-    u, the error is at most ``γ·(|A| @ |B|)`` with ``γ = k·u / (1 − k·u)`` (N. J. Higham, Accuracy and Stability of Numerical
-    Algorithms, 2nd edition, section 3.5); u is that of float32, or float64 for float64 inputs. The float64 product to compare with
-    is as far off with its own u. Rounding to `out_dtype` once adds its unit roundoff times the value, or half its smallest number.
+    `magnitude` is ``|A| @ |B|`` and `exact` ``A @ B``, both in float64. In whatever order k
+    products are summed with unit roundoff u, the error is at most ``γ·(|A| @ |B|)`` with ``γ = k·u
+    / (1 − k·u)`` (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition,
+    section 3.5); u is that of float32, or float64 for float64 inputs. The float64 product to
+    compare with is as far off with its own u. Rounding to `out_dtype` once adds its unit roundoff
+    times the value, or half its smallest number.
     """
     accumulate = torch.promote_types(dtype, torch.float32)
     summed = (_gamma(k, accumulate) + _gamma(k, torch.float64)) * magnitude
     rounding = 0.0 if out_dtype == accumulate else _unit(out_dtype)
-    return summed + rounding * (exact.abs() + summed) + torch.finfo(out_dtype).smallest_normal * torch.finfo(out_dtype).eps / 2
+    return (
+        summed
+        + rounding * (exact.abs() + summed)
+        + torch.finfo(out_dtype).smallest_normal * torch.finfo(out_dtype).eps / 2
+    )
 
 
 def _gamma(k: int, dtype: torch.dtype) -> float:
@@ -172,4 +221,6 @@ def _unit(dtype: torch.dtype) -> float:
 
 def _random(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Tensor:
     wide = torch.promote_types(dtype, torch.float32)
-    return torch.randn(rows, columns, dtype=wide, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(rows, columns, dtype=wide, generator=torch.Generator().manual_seed(seed)).to(
+        dtype
+    )

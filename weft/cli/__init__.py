@@ -1,4 +1,6 @@
-"""The command line: ``weft bench``, ``plan``, ``predict``, ``calibrate``, ``tune``, ``run``, ``doctor``. Loads torch at need."""
+"""The command line: ``weft bench``, ``plan``, ``predict``, ``calibrate``, ``tune``, ``run``,
+``doctor``. Loads torch at need.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.add_typer(plan.app, name="plan")
-for command in (options.taking(predict.Question, predict.predict), machine.calibrate, options.taking(machine.Tune, machine.tune)):
+for command in (
+    options.taking(predict.Question, predict.predict),
+    machine.calibrate,
+    options.taking(machine.Tune, machine.tune),
+):
     app.command()(command)
 
 
@@ -32,7 +38,10 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def about(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Hides communication behind compute in tensor-parallel programs."""
@@ -42,15 +51,21 @@ def about(
 def run(
     script: Annotated[str, typer.Argument(help="A Python script that calls weft.init().")],
     arguments: Annotated[list[str] | None, typer.Argument(help="What the script is given.")] = None,
-    ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="How many to start on this host.")] = 2,
+    ranks: Annotated[
+        int, typer.Option("--ranks", "-n", min=1, help="How many to start on this host.")
+    ] = 2,
     module: Annotated[
-        bool, typer.Option("--module", "-m", help="Run a module, as python -m does: weft run -m weft doctor.")
+        bool,
+        typer.Option(
+            "--module", "-m", help="Run a module, as python -m does: weft run -m weft doctor."
+        ),
     ] = False,
     bind: Annotated[bool, typer.Option(help="Bind each rank to cores of its own.")] = True,
 ) -> None:
     """Run a script, or a module, on local ranks.
 
-    The exit status is that of the rank that failed first; 128 and the number of the signal if one ended it.
+    The exit status is that of the rank that failed first; 128 and the number of the signal if one
+    ended it.
     """
     if not module and not Path(script).is_file():
         options.refuse("SCRIPT", f"there is no file {script}")
@@ -61,7 +76,9 @@ def run(
 
 @app.command("doctor")
 def diagnose() -> None:
-    """Say what the ranks of a job see of each other and of their machines, and what is wrong; start it as the job is started."""
+    """Say what the ranks of a job see of each other and of their machines, and what is wrong; start
+    it as the job is started.
+    """
     from rich.console import Console
 
     from weft.cli import doctor

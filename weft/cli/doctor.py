@@ -1,7 +1,9 @@
-"""``weft doctor``: what the ranks of a job see of each other and of their machines, and in words what is wrong.
+"""``weft doctor``: what the ranks of a job see of each other and of their machines, and in words
+what is wrong.
 
-Run it as the job would run: ``torchrun … -m weft doctor`` on every host. Before gloo is asked to connect, which
-takes minutes to give up and says little, ranks try it themselves. One that cannot even join the job says from where it tried.
+Run it as the job would run: ``torchrun … -m weft doctor`` on every host. Before gloo is asked to
+connect, which takes minutes to give up and says little, ranks try it themselves. One that cannot
+even join the job says from where it tried.
 """
 
 from __future__ import annotations
@@ -35,7 +37,14 @@ from weft.ops.barrier import barrier
 from weft.schedules.thresholds import CROWDED_HOP, Thresholds
 from weft.world import World, init, peer_memory, placement
 from weft.world.listener import addresses, family_of, named_interface
-from weft.world.rendezvous import ByStore, host_identity, join, launched, launcher_variables, translated
+from weft.world.rendezvous import (
+    ByStore,
+    host_identity,
+    join,
+    launched,
+    launcher_variables,
+    translated,
+)
 from weft.world.words import Kind, everyones
 
 PING, BULK, ROUNDS = 1, 8 << 20, 20  # bytes of a small and a large message, and how many small ones
@@ -47,7 +56,9 @@ _UNEVEN = 0.5  # of the best link or processor of a job, below which another one
 
 
 class Met(NamedTuple):
-    """What one rank tells before there is a connection: its host, and where it can be reached as gloo would reach it."""
+    """What one rank tells before there is a connection: its host, and where it can be reached as
+    gloo would reach it.
+    """
 
     name: str
     host: str
@@ -89,8 +100,10 @@ def diagnose(console: Console) -> bool:
         address, port = (variables.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
         place = f"{socket.gethostname()} ({_listed(addresses())})"
         console.print(
-            f"[bold red]No connection[/]: {place} cannot join the job at {address}:{port}: {error}\n"
-            f"Is {address or 'that'} the address of the first host on a network that reaches from here, is port {port} open there, "
+            f"[bold red]No connection[/]: {place} cannot join the job at {address}:{port}: "
+            f"{error}\n"
+            f"Is {address or 'that'} the address of the first host on a network that reaches from "
+            f"here, is port {port} open there, "
             "and has every host started the job?",
             soft_wrap=True,
         )
@@ -99,7 +112,9 @@ def diagnose(console: Console) -> bool:
         everyone = _everyones(world, _look(world), RankReport)
         links = _links(world)
         # Only rank 0 knows of clocks.
-        troubles = _everyones(world, [*_troubles(everyone, links, clock_offsets(world, now=time.time_ns))], list[str])[0]
+        troubles = _everyones(
+            world, [*_troubles(everyone, links, clock_offsets(world, now=time.time_ns))], list[str]
+        )[0]
         staged = _everyones(world, world.staged, str)
         if world.rank == 0:
             _print(everyone, links, console)
@@ -107,34 +122,51 @@ def diagnose(console: Console) -> bool:
             if world.ranks > 1 and not world.multi_host:
                 why = next(filter(None, staged), "")
                 how = f"staged, since {why}" if why else "read through the kernel, where they lie"
-                console.print(f"Ordinary tensors of {peer_memory.LEAST_BYTES >> 20} MiB and more are {how}.", soft_wrap=True)
+                console.print(
+                    f"Ordinary tensors of {peer_memory.LEAST_BYTES >> 20} MiB and more are {how}.",
+                    soft_wrap=True,
+                )
             console.print(_new_memory(), soft_wrap=True)
             _tell(troubles, console)
             if not troubles:
                 hosts = len(set(world.hosts))
-                console.print(f"Nothing is wrong: {len(everyone)} rank(s) on {hosts} host(s).", style="green")
+                console.print(
+                    f"Nothing is wrong: {len(everyone)} rank(s) on {hosts} host(s).", style="green"
+                )
         return not troubles
 
 
 def _reach(meeting: ByStore) -> list[str]:
-    """Whether ranks of other hosts can connect to each other where gloo would; in words, alike on all ranks, who cannot and why.
+    """Whether ranks of other hosts can connect to each other where gloo would; in words, alike on
+    all ranks, who cannot and why.
 
-    Every rank listens on a port that the system chooses, as gloo does, and tries to connect to all of other hosts.
+    Every rank listens on a port that the system chooses, as gloo does, and tries to connect to all
+    of other hosts.
     """
     interface, known = named_interface(), addresses()
     with ThreadPoolExecutor() as pool, _listening(interface, known) as listener:
-        own = Met(socket.gethostname(), host_identity(), interface, known, *listener.getsockname()[:2])
+        own = Met(
+            socket.gethostname(), host_identity(), interface, known, *listener.getsockname()[:2]
+        )
         with meeting.exchanged(own, _MEETING) as everyone:
             far = [peer for peer, met in enumerate(everyone) if met.host != own.host]
             tries = zip(far, pool.map(lambda peer: _connect(everyone[peer]), far), strict=True)
         with meeting.exchanged(Tried({peer: why for peer, why in tries if why}), _MEETING) as tried:
-            return [*_unreachable(everyone, [failed for (failed,) in tried])]  # now nobody needs the listener
+            return [
+                *_unreachable(everyone, [failed for (failed,) in tried])
+            ]  # now nobody needs the listener
 
 
 def _listening(interface: str, known: Mapping[str, str]) -> socket.socket:
-    """A socket that listens where gloo does: on the interface it is given, else where this host's name leads, else here only."""
+    """A socket that listens where gloo does: on the interface it is given, else where this host's
+    name leads, else here only.
+    """
     with contextlib.suppress(OSError):
-        if host := known.get(interface) if interface else socket.gethostbyname(socket.gethostname()):
+        if (
+            host := known.get(interface)
+            if interface
+            else socket.gethostbyname(socket.gethostname())
+        ):
             return socket.create_server((host, 0), family=family_of(host))
     return socket.create_server(("127.0.0.1", 0))
 
@@ -156,7 +188,9 @@ def _connect(to: Met) -> str:
 
 
 def _unreachable(everyone: Sequence[Met], failed: Sequence[dict[int, str]]) -> Iterator[str]:
-    """In words who cannot be reached; `failed`: for every rank why it could not connect to which others."""
+    """In words who cannot be reached; `failed`: for every rank why it could not connect to which
+    others.
+    """
     hosts = {met.host for met in everyone}
     excused = set()
     for rank, met in enumerate(everyone):
@@ -177,15 +211,21 @@ def _unreachable(everyone: Sequence[Met], failed: Sequence[dict[int, str]]) -> I
             if peer not in excused:
                 met = everyone[peer]
                 yield (
-                    f"rank {rank} on {everyone[rank].name} cannot connect to rank {peer} on {met.name} at {met.address}, port "
-                    f"{met.port}: {why}. Is there a firewall? All ports must be open between the hosts: gloo and weft take any. Is "
-                    "that address on the network that joins them? GLOO_SOCKET_IFNAME says which interface to use: "
+                    f"rank {rank} on {everyone[rank].name} cannot connect to rank {peer} on "
+                    f"{met.name} at {met.address}, port "
+                    f"{met.port}: {why}. Is there a firewall? All ports must be open between the "
+                    "hosts: gloo and weft take any. Is "
+                    "that address on the network that joins them? GLOO_SOCKET_IFNAME says which "
+                    "interface to use: "
                     f"{_listed(met.addresses)}"
                 )
 
 
 def _listed(addresses: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {address}" for name, address in addresses.items()) or "none has an address"
+    return (
+        ", ".join(f"{name} {address}" for name, address in addresses.items())
+        or "none has an address"
+    )
 
 
 def _tell(troubles: Sequence[str], console: Console) -> None:
@@ -217,10 +257,14 @@ def _look(world: World) -> RankReport:
 
 
 def _new_memory() -> str:
-    """What it costs to write to a large tensor that is new, in words; the C library may keep the memory of those before, or not."""
+    """What it costs to write to a large tensor that is new, in words; the C library may keep the
+    memory of those before, or not.
+    """
     kept = torch.empty(NEW, dtype=torch.uint8)
     again = 1e3 * min(repeat(lambda: kept.fill_(1), number=1, repeat=4))
-    new = 1e3 * min(timeit(partial(torch.empty(NEW, dtype=torch.uint8).fill_, 1), number=1) for _ in range(4))
+    new = 1e3 * min(
+        timeit(partial(torch.empty(NEW, dtype=torch.uint8).fill_, 1), number=1) for _ in range(4)
+    )
     text = f"To fill a tensor of {NEW >> 20} MiB takes {new:.1f} ms where it is new, {again:.1f} ms where it is not."
     if new < 2 * again:
         return text
@@ -235,7 +279,9 @@ def _gflops(dtype: torch.dtype) -> float:
 
 
 def _links(world: World) -> dict[tuple[int, int], tuple[float, float]]:
-    """(Gbit/s, latency in microseconds) between every two ranks on different hosts, as ``isend`` and ``irecv`` have it."""
+    """(Gbit/s, latency in microseconds) between every two ranks on different hosts, as ``isend``
+    and ``irecv`` have it.
+    """
     found = list[Link]()
     small, large = torch.zeros(PING, dtype=torch.uint8), torch.zeros(BULK, dtype=torch.uint8)
     for one, other in itertools.combinations(range(world.ranks), 2):
@@ -245,8 +291,14 @@ def _links(world: World) -> dict[tuple[int, int], tuple[float, float]]:
         peer = other if world.rank == one else one
         trips = min(_trip(small, peer, world.rank == one) for _ in range(ROUNDS))
         bulk = min(_trip(large, peer, world.rank == one) for _ in range(3))
-        found.append(Link(one, other, 2 * 8 * BULK / max(bulk - trips, 1e-9) / 1e9, 1e6 * trips / 2))
-    return {(link.one, link.other): (link.gbps, link.latency) for links in _everyones(world, found, list[Link]) for link in links}
+        found.append(
+            Link(one, other, 2 * 8 * BULK / max(bulk - trips, 1e-9) / 1e9, 1e6 * trips / 2)
+        )
+    return {
+        (link.one, link.other): (link.gbps, link.latency)
+        for links in _everyones(world, found, list[Link])
+        for link in links
+    }
 
 
 def _trip(tensor: torch.Tensor, peer: int, first: bool) -> float:
@@ -258,7 +310,9 @@ def _trip(tensor: torch.Tensor, peer: int, first: bool) -> float:
 
 
 def _troubles(
-    everyone: Sequence[RankReport], links: dict[tuple[int, int], tuple[float, float]], offsets: Sequence[int]
+    everyone: Sequence[RankReport],
+    links: dict[tuple[int, int], tuple[float, float]],
+    offsets: Sequence[int],
 ) -> Iterator[str]:
     """What is wrong, in words."""
     for seen in everyone:
@@ -275,20 +329,24 @@ def _troubles(
         if abs(offset) > _BEHIND * 1e9:
             way = "ahead of" if offset > 0 else "behind"
             yield (
-                f"the clock of {seen.name} (rank {seen.rank}) is {abs(offset) / 1e9:.1f} s {way} that of {everyone[0].name}: let "
+                f"the clock of {seen.name} (rank {seen.rank}) is {abs(offset) / 1e9:.1f} s {way} "
+                f"that of {everyone[0].name}: let "
                 "both be set by NTP, or their logs will not fit together; weft itself does not mind"
             )
     best = max((gbps for gbps, _ in links.values()), default=0.0)
     for (one, other), (gbps, _) in links.items():
         if gbps < _UNEVEN * best:
-            joined = f"ranks {one} and {other} are joined by {gbps:.2f} Gbit/s, others by {best:.2f}"
+            joined = (
+                f"ranks {one} and {other} are joined by {gbps:.2f} Gbit/s, others by {best:.2f}"
+            )
             yield f"{joined}: the wrong interface? GLOO_SOCKET_IFNAME sets it"
     for name in everyone[0].providers:
         fastest = max(seen.providers[name] for seen in everyone)
         for seen in everyone:
             if (rate := seen.providers[name]) < _UNEVEN * fastest:
                 yield (
-                    f"{seen.place} multiplies {name} at {rate:.0f} GFLOP/s, another rank at {fastest:.0f}: does something else run "
+                    f"{seen.place} multiplies {name} at {rate:.0f} GFLOP/s, another rank at "
+                    f"{fastest:.0f}: does something else run "
                     "there, or do ranks share a core?"
                 )
 
@@ -297,7 +355,9 @@ def _thresholds(everyone: Sequence[RankReport], agreed: Thresholds, crowded: boo
     """The thresholds of these ranks' world, and where they come from."""
 
     def said(name: str, by: str) -> str:
-        return " and ".join(dict.fromkeys(by if name in seen.known else "default" for seen in everyone))
+        return " and ".join(
+            dict.fromkeys(by if name in seen.known else "default" for seen in everyone)
+        )
 
     first, second = (
         f"{level}-level cache of {size >> 10} KiB ({said(f'{level}_level', 'sysfs')})"
@@ -307,15 +367,35 @@ def _thresholds(everyone: Sequence[RankReport], agreed: Thresholds, crowded: boo
     table.add_row("handed out at once, up to", f"{agreed.eager_bytes >> 10} KiB", first)
     table.add_row("staged at once, up to", f"{agreed.staged_bytes >> 10} KiB", second)
     table.add_row("else by each thread", f"{agreed.slot_bytes >> 10} KiB", second)
-    table.add_row("pushed though it could be read, from", f"{agreed.pushed_bytes >> 10} KiB", second)
-    hop = (CROWDED_HOP, "default, as ranks share cores") if crowded else (agreed.hop, said("hop", "weft calibrate"))
+    table.add_row(
+        "pushed though it could be read, from", f"{agreed.pushed_bytes >> 10} KiB", second
+    )
+    hop = (
+        (CROWDED_HOP, "default, as ranks share cores")
+        if crowded
+        else (agreed.hop, said("hop", "weft calibrate"))
+    )
     table.add_row("another level of ranks, if it saves", f"{hop[0]:.1f} notifies", hop[1])
     return table
 
 
-def _print(everyone: Sequence[RankReport], links: dict[tuple[int, int], tuple[float, float]], console: Console) -> None:
+def _print(
+    everyone: Sequence[RankReport],
+    links: dict[tuple[int, int], tuple[float, float]],
+    console: Console,
+) -> None:
     hosts = [*dict.fromkeys(seen.host for seen in everyone)]
-    table = Table("rank", "host", "pid", "addresses", "interface", "cores", "threads", "shared memory", "GFLOP/s")
+    table = Table(
+        "rank",
+        "host",
+        "pid",
+        "addresses",
+        "interface",
+        "cores",
+        "threads",
+        "shared memory",
+        "GFLOP/s",
+    )
     for seen in everyone:
         table.add_row(
             str(seen.rank),

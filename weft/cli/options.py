@@ -1,4 +1,6 @@
-"""What commands share: options from dataclasses, what they may not be, who measures, and where results go. Loads torch at need."""
+"""What commands share: options from dataclasses, what they may not be, who measures, and where
+results go. Loads torch at need.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,25 @@ Given = TypeVar("Given")
 
 
 def taking(kind: type[Given], command: Callable[[Given], None]) -> Callable[..., None]:
-    """A command that takes as options the fields of a dataclass that say what option they are, and is called with one.
+    """A command that takes as options the fields of a dataclass that say what option they are, and
+    is called with one.
 
-    Its help is what the dataclass says of itself."""
+    Its help is what the dataclass says of itself.
+    """
     hints = get_type_hints(kind, include_extras=True)
-    every = [each for each in inspect.signature(kind).parameters.values() if get_origin(hints[each.name]) is Annotated]
+    every = [
+        each
+        for each in inspect.signature(kind).parameters.values()
+        if get_origin(hints[each.name]) is Annotated
+    ]
 
     def taken(**given: Any) -> None:
         command(kind(**given))
 
-    parameters = [each.replace(kind=each.KEYWORD_ONLY, annotation=_annotation(hints[each.name])) for each in every]
+    parameters = [
+        each.replace(kind=each.KEYWORD_ONLY, annotation=_annotation(hints[each.name]))
+        for each in every
+    ]
     taken.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     taken.__annotations__ = {each.name: each.annotation for each in parameters}
     taken.__name__, taken.__doc__ = command.__name__, kind.__doc__
@@ -52,7 +63,9 @@ def refuse(option: str, why: str) -> NoReturn:
 
 @contextmanager
 def refusing(option: str) -> Iterator[None]:
-    """Refuse what was given for `option` if the ``with`` block finds it wrong, as it says in a `ValueError`."""
+    """Refuse what was given for `option` if the ``with`` block finds it wrong, as it says in a
+    `ValueError`.
+    """
     try:
         yield
     except ValueError as error:
@@ -60,7 +73,9 @@ def refusing(option: str) -> Iterator[None]:
 
 
 def load_machine(name: str) -> Any:
-    """The profile of this name, or without one that of this machine; ends with exit status 2 if there is none."""
+    """The profile of this name, or without one that of this machine; ends with exit status 2 if
+    there is none.
+    """
     with refusing("--machine"):
         found = machine.load(name) if name else machine.here()
     if not name and found.name != machine.THIS:
@@ -78,7 +93,9 @@ def need_gpu() -> None:
 
 
 def world_size(ranks: int | None) -> tuple[int | None, int]:
-    """This process's rank among those that a launcher started, None without a launcher; and the number of ranks."""
+    """This process's rank among those that a launcher started, None without a launcher; and the
+    number of ranks.
+    """
     from weft.world.rendezvous import launcher_variables
 
     variables = launcher_variables(os.environ)
@@ -86,16 +103,24 @@ def world_size(ranks: int | None) -> tuple[int | None, int]:
         return None, ranks or 2
     size = int(variables["WORLD_SIZE"])
     if ranks not in (None, size):
-        refuse("--ranks", f"a launcher has started {size} rank(s) already: leave --ranks out, or run weft bench by itself")
+        refuse(
+            "--ranks",
+            f"a launcher has started {size} rank(s) already: leave --ranks out, or run weft bench "
+            "by itself",
+        )
     return int(variables["RANK"]), size
 
 
 def threads_for(given: int | None, ranks: int) -> int:
-    """Compute threads per rank: as given, or this host's cores shared out among its ranks, all of `ranks` without a launcher."""
+    """Compute threads per rank: as given, or this host's cores shared out among its ranks, all of
+    `ranks` without a launcher.
+    """
     from weft.world.placement import threads_per_rank
     from weft.world.rendezvous import launcher_variables
 
-    return given or threads_per_rank(int((launcher_variables(os.environ) or {}).get("LOCAL_WORLD_SIZE", ranks)))
+    return given or threads_per_rank(
+        int((launcher_variables(os.environ) or {}).get("LOCAL_WORLD_SIZE", ranks))
+    )
 
 
 def check_files(json_file: str | None, trace: Path | None, *pictures: Path | None) -> None:
@@ -134,8 +159,8 @@ def check_remembered() -> None:
 def failing(command: str, json_file: str | None = None) -> Iterator[None]:
     """End with exit status 1 for what fails, or cannot be done here, in the ``with`` block.
 
-    Where the result goes to stdout nothing else does: what gloo says of its connections in torch 2.9, here or in ranks that are
-    started, goes to stderr.
+    Where the result goes to stdout nothing else does: what gloo says of its connections in torch
+    2.9, here or in ranks that are started, goes to stderr.
     """
     with ExitStack() as stack:
         if json_file == "-":
@@ -180,21 +205,29 @@ def hand_over(
     alone: str = "",
     here: bool = False,
 ) -> None:
-    """Measure what settings of `weft.bench.settings` say, and hand over the result as tables, file and picture.
+    """Measure what settings of `weft.bench.settings` say, and hand over the result as tables, file
+    and picture.
 
-    Measures on ranks started for it, or as the rank that a launcher made this, or `here`, in this process. `alone`: why there must
-    be two. A failure, something that these ranks cannot do, and wrong results end with exit status 1.
+    Measures on ranks started for it, or as the rank that a launcher made this, or `here`, in this
+    process. `alone`: why there must be two. A failure, something that these ranks cannot do, and
+    wrong results end with exit status 1.
     """
     joined, ranks = (0, given.ranks or 2) if here else world_size(given.ranks)
     if ranks < 2 and alone:
         refuse("--ranks", alone)
-    check_files(given.json_file, getattr(given, "trace", None), given.plot, getattr(given, "timeline", None))
+    check_files(
+        given.json_file, getattr(given, "trace", None), given.plot, getattr(given, "timeline", None)
+    )
     threads = 1 if here else threads_for(given.threads, ranks)
     settings = replace(given, ranks=ranks, threads=threads)
     from weft.world.launcher import launch
 
     with failing("weft bench", given.json_file):
-        found = measure(settings) if joined is not None else launch(measure, ranks, settings, threads=threads)[0]
+        found = (
+            measure(settings)
+            if joined is not None
+            else launch(measure, ranks, settings, threads=threads)[0]
+        )
     result = to_json(found)
     if not joined:
         tell(found, Console(stderr=given.json_file == "-"))

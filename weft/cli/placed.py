@@ -43,8 +43,18 @@ def drawing(here: Sequence[RankReport]) -> Table:
         title += f" with {len(threads)} hardware threads"
     if topology.cpuset < threads:
         title += f", of which the control group allows {listed(topology.cpuset)}"
-    table = Table("package", "node", "cores that share a cache", "siblings", "ranks", title=title, title_justify="left")
-    for (package, node, _), several in groupby(topology.cores, lambda core: (core.package, core.node, core.cache)):
+    table = Table(
+        "package",
+        "node",
+        "cores that share a cache",
+        "siblings",
+        "ranks",
+        title=title,
+        title_justify="left",
+    )
+    for (package, node, _), several in groupby(
+        topology.cores, lambda core: (core.package, core.node, core.cache)
+    ):
         cores = list(several)
         slow = [core.cpus[0] for core in cores if not core.fast]
         ranks = [f"{seen.rank} on {listed(on)}" for seen in here if (on := _on(seen, cores))]
@@ -70,25 +80,38 @@ def troubles(here: Sequence[RankReport]) -> Iterator[str]:
         if len(here) > 1 and len({core.node for core in cores}) > 1:
             far.append(seen.rank)
         if len(cores) < seen.threads <= len(seen.cores):
-            yield _siblings(f"{seen.place} computes with {seen.threads} threads", len(cores), seen.threads)
+            yield _siblings(
+                f"{seen.place} computes with {seen.threads} threads", len(cores), seen.threads
+            )
     if far:
         yield (
-            f"rank(s) {listed(far)} on {here[0].name} run on several NUMA nodes, so part of their memory is far: let weft bind "
-            "each to one (WEFT_BIND is not 0), and start as many ranks as there are nodes, or a multiple"
+            f"rank(s) {listed(far)} on {here[0].name} run on several NUMA nodes, so part of their "
+            "memory is far: let weft bind "
+            "each to one (WEFT_BIND is not 0), and start as many ranks as there are nodes, or a "
+            "multiple"
         )
     allowed = {cpu for seen in here for cpu in seen.cores}
     _, cores = usable(topology, allowed)
-    if len(cores) < all_threads <= len(allowed) and all(seen.threads <= len(cores) for seen in here):
-        yield _siblings(f"{len(here)} rank(s) on {here[0].name} compute with {all_threads} threads in all", len(cores), all_threads)
+    if len(cores) < all_threads <= len(allowed) and all(
+        seen.threads <= len(cores) for seen in here
+    ):
+        yield _siblings(
+            f"{len(here)} rank(s) on {here[0].name} compute with {all_threads} threads in all",
+            len(cores),
+            all_threads,
+        )
     _, granted = usable(topology, topology.cpuset)
     if len(granted) < min(all_threads, len(topology.cores)):
         yield (
-            f"the control group of {here[0].name} allows {len(granted)} of its {len(topology.cores)} cores "
-            f"({listed(topology.cpuset)}), and {all_threads} threads are to run there: give it more, or start fewer ranks"
+            f"the control group of {here[0].name} allows {len(granted)} of its "
+            f"{len(topology.cores)} cores "
+            f"({listed(topology.cpuset)}), and {all_threads} threads are to run there: give it "
+            "more, or start fewer ranks"
         )
     if all_threads > len(allowed):
         yield (
-            f"{here[0].name} is over-subscribed: {len(here)} rank(s) with {all_threads} threads in all on {len(allowed)} core(s); "
+            f"{here[0].name} is over-subscribed: {len(here)} rank(s) with {all_threads} threads in "
+            f"all on {len(allowed)} core(s); "
             "start fewer ranks or set OMP_NUM_THREADS"
         )
 
@@ -100,6 +123,7 @@ def _on(seen: RankReport, cores: Sequence[Core]) -> set[int]:
 
 def _siblings(who: str, cores: int, threads: int) -> str:
     return (
-        f"{who} on {cores} core(s), which have {threads} hardware threads or more: two that share a core multiply no "
+        f"{who} on {cores} core(s), which have {threads} hardware threads or more: two that share "
+        "a core multiply no "
         "faster than one; set OMP_NUM_THREADS"
     )

@@ -1,4 +1,6 @@
-"""``weft plan``: look at what every rank does in one execution of an operator, and have it proved. Does not load torch."""
+"""``weft plan``: look at what every rank does in one execution of an operator, and have it proved.
+Does not load torch.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from weft.schedules.levels import Levels, nested
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Operator, Request, pieces
 
-app = typer.Typer(help="Look at plans: what every rank does in one execution of an operator.", no_args_is_help=True)
+app = typer.Typer(
+    help="Look at plans: what every rank does in one execution of an operator.",
+    no_args_is_help=True,
+)
 
 
 EAGER = "eager"
@@ -46,11 +51,17 @@ def _scatter(r: Request) -> Plan:
 def _broadcast(r: Request) -> Plan:
     if r.algorithm == "pull":
         return broadcast.broadcast(r.ranks, r.pieces, 0, symmetric_a=r.symmetric)
-    return broadcast.push(0, range(r.ranks)) if r.algorithm == "push" else broadcast.ring(r.pieces, 0, range(r.ranks))
+    return (
+        broadcast.push(0, range(r.ranks))
+        if r.algorithm == "push"
+        else broadcast.ring(r.pieces, 0, range(r.ranks))
+    )
 
 
 class Planner(NamedTuple):
-    """An operator's algorithms, who makes its plans, and the rows of their shards where ranks' parts have these rows."""
+    """An operator's algorithms, who makes its plans, and the rows of their shards where ranks'
+    parts have these rows.
+    """
 
     algorithms: tuple[str, ...]
     plan: Callable[[Request], Plan]
@@ -58,15 +69,22 @@ class Planner(NamedTuple):
 
 
 PLANNERS: Mapping[str, Planner] = {
-    **{name: Planner(operator.algorithms, partial(_fused, operator)) for name, operator in OPERATORS.items()},
+    **{
+        name: Planner(operator.algorithms, partial(_fused, operator))
+        for name, operator in OPERATORS.items()
+    },
     "all_gather": Planner(
         (*all_gather.ALGORITHMS, EAGER),
-        lambda r: all_gather.all_gather(r.ranks, r.pieces, r.algorithm, symmetric_a=r.symmetric, symmetric_gathered=r.symmetric),
+        lambda r: all_gather.all_gather(
+            r.ranks, r.pieces, r.algorithm, symmetric_a=r.symmetric, symmetric_gathered=r.symmetric
+        ),
     ),
     "reduce_scatter": Planner((*reduce_scatter.ALGORITHMS, EAGER), _scatter),
     "all_reduce": Planner(
         (*all_reduce.ALGORITHMS, EAGER),
-        lambda r: all_reduce.all_reduce(r.ranks, r.pieces, r.algorithm, symmetric_a=r.symmetric, symmetric_out=r.symmetric),
+        lambda r: all_reduce.all_reduce(
+            r.ranks, r.pieces, r.algorithm, symmetric_a=r.symmetric, symmetric_out=r.symmetric
+        ),
         lambda rows: split(sum(rows), len(rows)),
     ),
     "broadcast": Planner((*broadcast.ALGORITHMS, EAGER), _broadcast, lambda rows: [sum(rows)]),
@@ -91,17 +109,35 @@ def plan() -> None:
 @app.command()
 def show(
     operator: Annotated[Name, typer.Argument(help="What to plan.")],
-    ranks: Annotated[int | None, typer.Option("--ranks", "-n", min=1, help="How many; as many as --rows, else 2.")] = None,
-    algorithm: Annotated[str | None, typer.Option(help="How rows travel; by default push, or the first that there is.")] = None,
-    rows: Annotated[str | None, typer.Option(metavar="R0,R1,…", help="Rows of each rank's part; else blocks are shown.")] = None,
-    chunk_rows: Annotated[int, typer.Option(min=1, help="Rows per transfer, of 4 where none are given.")] = 2,
-    symmetric: Annotated[bool, typer.Option("--symmetric", help="The caller's tensors lie in symmetric memory.")] = False,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", "-n", min=1, help="How many; as many as --rows, else 2."),
+    ] = None,
+    algorithm: Annotated[
+        str | None,
+        typer.Option(help="How rows travel; by default push, or the first that there is."),
+    ] = None,
+    rows: Annotated[
+        str | None,
+        typer.Option(metavar="R0,R1,…", help="Rows of each rank's part; else blocks are shown."),
+    ] = None,
+    chunk_rows: Annotated[
+        int, typer.Option(min=1, help="Rows per transfer, of 4 where none are given.")
+    ] = 2,
+    symmetric: Annotated[
+        bool, typer.Option("--symmetric", help="The caller's tensors lie in symmetric memory.")
+    ] = False,
 ) -> None:
-    """Print a plan, and prove that for any number of rows it has no race and no deadlock and computes what it promises."""
+    """Print a plan, and prove that for any number of rows it has no race and no deadlock and
+    computes what it promises.
+    """
     planner = PLANNERS[operator.name]
     chosen = algorithm or ("push" if "push" in planner.algorithms else planner.algorithms[0])
     if chosen not in planner.algorithms:
-        refuse("--algorithm", f"{operator.value} is planned with {', '.join(planner.algorithms)}; got {chosen!r}")
+        refuse(
+            "--algorithm",
+            f"{operator.value} is planned with {', '.join(planner.algorithms)}; got {chosen!r}",
+        )
     parts = None if rows is None else _rows(rows, ranks)
     cut = pieces(max(parts) if parts else 4, chunk_rows)
     count = len(parts) if parts else ranks or 2

@@ -20,40 +20,79 @@ from weft.predict import COLLECTIVES
 
 @dataclass(frozen=True)
 class Question:
-    """What an operator would take: every algorithm, what holds it up, and what would change that. Nothing is run.
+    """What an operator would take: every algorithm, what holds it up, and what would change that.
+    Nothing is run.
 
-    Would overlap help the MLP of a 70B model, 8192 wide and 28672 deep, on 8 GPUs with links of 200 GB/s?
+    Would overlap help the MLP of a 70B model, 8192 wide and 28672 deep, on 8 GPUs with links of 200
+    GB/s?
 
     weft predict mlp --machine h100-nvlink-8 --ranks 8 --shape 8192x8192x28672 --link 200
     """
 
     operator: Annotated[
         str,
-        typer.Argument(help="mlp: both of a gated MLP; --shape is then tokens x hidden x intermediate. Collectives take --bytes."),
+        typer.Argument(
+            help="mlp: both of a gated MLP; --shape is then tokens x hidden x intermediate. Collectives take --bytes."
+        ),
         (*FUSED, "mlp", *(name.replace("_", "-") for name in COLLECTIVES)),
     ]
-    machine: Annotated[str, typer.Option(help="A profile; without one, this machine if it is calibrated, else cpu.")] = ""
+    machine: Annotated[
+        str,
+        typer.Option(help="A profile; without one, this machine if it is calibrated, else cpu."),
+    ] = ""
     ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="How many share the work.")] = 2
-    threads: Annotated[int | None, typer.Option(min=1, help="Of each rank, where the profile tells cores; by default all.")] = None
-    bytes: Annotated[str, typer.Option(metavar="FIRST:LAST:FACTOR,…", help="Of each rank, in a collective.")] = "8:16M:8"
-    hosts: Annotated[int, typer.Option(min=1, help="Over how many hosts they are spread, as many on each.")] = 1
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of each rank, where the profile tells cores; by default all."),
+    ] = None
+    bytes: Annotated[
+        str, typer.Option(metavar="FIRST:LAST:FACTOR,…", help="Of each rank, in a collective.")
+    ] = "8:16M:8"
+    hosts: Annotated[
+        int, typer.Option(min=1, help="Over how many hosts they are spread, as many on each.")
+    ] = 1
     shape: Annotated[Shape, product("M rows in all, times each rank's (K, N).")] = SHAPE
-    dtype: Annotated[Dtype | None, typer.Option(help="Of the inputs; by default the first that the machine has.")] = None
-    out_dtype: Annotated[Dtype | None, typer.Option(help="Of the output; by default the inputs'.")] = None
-    algorithm: Annotated[str, typer.Option(help="One of the operator's, or auto for the fastest.")] = "auto"
-    chunk_rows: Annotated[int | None, typer.Option(min=1, help="Rows per piece; by default the fastest.")] = None
-    link: Annotated[float | None, typer.Option(metavar="GB/s", help="Another bandwidth of the link that joins all ranks.")] = None
-    latency_us: Annotated[float | None, typer.Option(min=0, help="Another latency of that link.")] = None
-    link_gbps: Annotated[float | None, typer.Option(help="Gbit/s of an emulated link, as of weft bench.")] = None
-    link_latency_us: Annotated[float, typer.Option(min=0, help="Latency of the emulated link.")] = 0.0
-    compare: Annotated[Path | None, typer.Option(metavar="FILE", help="The JSON of a weft bench run, which says the rest.")] = None
-    sweep: Annotated[str | None, typer.Option(metavar="WHAT=A:B[:F]", help="ranks, m, k, n or link, from A to B by factor F.")] = (
-        None
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Of the inputs; by default the first that the machine has.")
+    ] = None
+    out_dtype: Annotated[
+        Dtype | None, typer.Option(help="Of the output; by default the inputs'.")
+    ] = None
+    algorithm: Annotated[
+        str, typer.Option(help="One of the operator's, or auto for the fastest.")
+    ] = "auto"
+    chunk_rows: Annotated[
+        int | None, typer.Option(min=1, help="Rows per piece; by default the fastest.")
+    ] = None
+    link: Annotated[
+        float | None,
+        typer.Option(metavar="GB/s", help="Another bandwidth of the link that joins all ranks."),
+    ] = None
+    latency_us: Annotated[
+        float | None, typer.Option(min=0, help="Another latency of that link.")
+    ] = None
+    link_gbps: Annotated[
+        float | None, typer.Option(help="Gbit/s of an emulated link, as of weft bench.")
+    ] = None
+    link_latency_us: Annotated[float, typer.Option(min=0, help="Latency of the emulated link.")] = (
+        0.0
     )
+    compare: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The JSON of a weft bench run, which says the rest."),
+    ] = None
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHAT=A:B[:F]", help="ranks, m, k, n or link, from A to B by factor F."
+        ),
+    ] = None
     json_file: Json = None
     plot: Plot = None
     trace: Trace = None
-    timeline: Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Draw what would run when.")] = None
+    timeline: Annotated[
+        Path | None, typer.Option(metavar="FILE.png|svg", help="Draw what would run when.")
+    ] = None
 
     def changed(self, what: str, value: float) -> Question:
         """The question with another value of one thing: ranks, link, or m, k or n of the shape."""
@@ -63,7 +102,9 @@ class Question:
         return replace(self, shape=replace(self.shape, **other))
 
     def as_measured(self) -> tuple[Question, dict[str, Any] | None]:
-        """The question that the benchmark to compare with answers, and its result; without one, the question itself."""
+        """The question that the benchmark to compare with answers, and its result; without one, the
+        question itself.
+        """
         if not self.compare:
             return self, None
         try:
@@ -73,8 +114,14 @@ class Question:
         if "times_ms" not in found or found.get("benchmark") != self.operator:
             refuse("--compare", f"{self.compare} is not the JSON of weft bench {self.operator}")
         link = found["link"] or {"gbps": self.link_gbps, "latency_us": self.link_latency_us}
-        alike = {name: found[name] for name in ("ranks", "dtype", "out_dtype", "algorithm", "chunk_rows")}
-        shape, hosts, emulated = Shape(**found["shape"]), found.get("hosts", 1), {f"link_{name}": link[name] for name in link}
+        alike = {
+            name: found[name] for name in ("ranks", "dtype", "out_dtype", "algorithm", "chunk_rows")
+        }
+        shape, hosts, emulated = (
+            Shape(**found["shape"]),
+            found.get("hosts", 1),
+            {f"link_{name}": link[name] for name in link},
+        )
         return replace(self, shape=shape, hosts=hosts, **alike, **emulated), found
 
     def asked(self, machine: Any) -> Iterator[tuple[Any, ...]]:
@@ -84,22 +131,35 @@ class Question:
         known = [name.removesuffix(" packed") for name in machine.products]
         dtype = self.dtype or known[0]
         if dtype not in known:
-            refuse("--dtype", f"{machine.name} has product rates for {', '.join(dict.fromkeys(known))}; got {dtype}")
+            refuse(
+                "--dtype",
+                f"{machine.name} has product rates for {', '.join(dict.fromkeys(known))}; got "
+                f"{dtype}",
+            )
         on = self.linked(machine)
         m, k, n = self.shape
         parts = {self.operator.replace("-", "_"): (m, k, n)}
         if self.operator == "mlp":
             if n % self.ranks:
-                refuse("--shape", f"the {n} columns within the MLP must divide over {self.ranks} ranks")
+                refuse(
+                    "--shape", f"the {n} columns within the MLP must divide over {self.ranks} ranks"
+                )
             width = n // self.ranks
             parts = {"all_gather_matmul": (m, k, 2 * width), "matmul_reduce_scatter": (m, width, k)}
         for operator, shape in parts.items():
             predicted = predict.OPERATORS[operator].predicted
             if self.algorithm not in ("auto", *predicted):
-                refuse("--algorithm", f"{operator} has {', '.join(predicted)} and auto; got {self.algorithm!r}")
+                refuse(
+                    "--algorithm",
+                    f"{operator} has {', '.join(predicted)} and auto; got {self.algorithm!r}",
+                )
             case = predict.workload(operator, self.ranks, shape, dtype, self.out_dtype or dtype)
             if not predict.candidates(case, on, self.algorithm, self.chunk_rows):
-                refuse("--algorithm", f"{self.algorithm} reads peers' memory, which cannot be done on {on.name} over this link")
+                refuse(
+                    "--algorithm",
+                    f"{self.algorithm} reads peers' memory, which cannot be done on {on.name} over "
+                    "this link",
+                )
             yield case, on, self.algorithm, self.chunk_rows
 
     def linked(self, machine: Any) -> Any:
@@ -108,7 +168,11 @@ class Question:
             on = machine.of_ranks(self.ranks, self.threads)
         on = on.emulating(self.link_gbps, self.link_latency_us) if self.link_gbps else on
         if self.ranks % self.hosts:
-            refuse("--hosts", f"{self.ranks} ranks are not spread evenly over {self.hosts} hosts: give another --ranks")
+            refuse(
+                "--hosts",
+                f"{self.ranks} ranks are not spread evenly over {self.hosts} hosts: give another "
+                "--ranks",
+            )
         if self.hosts > 1:
             with options.refusing("--hosts"):
                 on = on.over([rank * self.hosts // self.ranks for rank in range(self.ranks)])
@@ -139,7 +203,11 @@ def predict(given: Question) -> None:
         if given.operator == "mlp" or measured:
             refuse("--sweep", "a sweep is of one operator, without --compare")
         what, values = _sweep(given.sweep)
-        results = [predictions.answer(*asked) for value in values for asked in question.changed(what, value).asked(machine)]
+        results = [
+            predictions.answer(*asked)
+            for value in values
+            for asked in question.changed(what, value).asked(machine)
+        ]
         predictions.show_sweep(what, results, values, console)
         if given.plot:
             predictions.draw_sweep(what, results, values, given.plot)
@@ -167,7 +235,9 @@ def _sweep(text: str) -> tuple[str, list[int]]:
         values = parse_sizes(span)
         if what in names and ":" in span:
             return names[what], values
-    expected = "ranks, m (or shape), k, n or link, from, to and maybe a factor of at least 2, upwards"
+    expected = (
+        "ranks, m (or shape), k, n or link, from, to and maybe a factor of at least 2, upwards"
+    )
     return refuse("--sweep", f"expected {expected}, such as ranks=2:64; got {text!r}")
 
 
@@ -181,6 +251,8 @@ def _draw(question: Question, every: list[tuple[Any, ...]], results: list[dict[s
     traces = []
     for (case, on), result in zip(every, results, strict=True):
         ways = dict.fromkeys([*predict.candidates(case, on, "sequential"), variant(result)])
-        traces += [predict.trace(case, way, on, f"{result['predicted']}, {way}, predicted") for way in ways]
+        traces += [
+            predict.trace(case, way, on, f"{result['predicted']}, {way}, predicted") for way in ways
+        ]
     title = f"{question.operator} on {results[0]['machine']}: {question.ranks} ranks, of equal ones the first"
     options.write_traces(question, traces, title)

@@ -1,4 +1,6 @@
-"""A pass of Inductor that puts weft's operators in the place of collectives and the products beside them, and its switch."""
+"""A pass of Inductor that puts weft's operators in the place of collectives and the products beside
+them, and its switch.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +18,38 @@ from weft.compiler import operators, patterns, rewrite
 from weft.process_group import worlds
 
 _log = logging.getLogger("weft")
-_Pass: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", custom_graph_pass.CustomGraphPass)
+_Pass: Any = getattr(
+    custom_graph_pass, "CustomInferenceAwareGraphPass", custom_graph_pass.CustomGraphPass
+)
 
 
 def enable_async_tp(group: dist.ProcessGroup | None = None, *, enable: bool = True) -> None:
-    """Let `torch.compile` overlap: weft's operators where a program gathers and multiplies, or multiplies and sums over ranks.
+    """Let `torch.compile` overlap: weft's operators where a program gathers and multiplies, or
+    multiplies and sums over ranks.
 
-    From now on what Inductor compiles, forward and backward, has `all_gather_matmul` in the place of an all-gather and the products
-    of what is gathered, and `matmul_reduce_scatter` or `matmul_all_reduce` in that of a product and its reduce-scatter or
-    all-reduce. So tensor parallelism by DTensor or functional collectives overlaps without a changed line. Results are the same but
-    for the order of sums. What was compiled before stays as it is, until ``torch.compiler.reset()``.
+    From now on what Inductor compiles, forward and backward, has `all_gather_matmul` in the place
+    of an all-gather and the products of what is gathered, and `matmul_reduce_scatter` or
+    `matmul_all_reduce` in that of a product and its reduce-scatter or all-reduce. So tensor
+    parallelism by DTensor or functional collectives overlaps without a changed line. Results are
+    the same but for the order of sums. What was compiled before stays as it is, until
+    ``torch.compiler.reset()``.
 
-    A process group of the backend ``weft`` has the world that this needs. For a group of another backend, pass it as `group`, on
-    all of its ranks: its world is made here. A group without one is left as it is, which is said once in the log ``weft``. All
-    ranks must compile the same program, as for functional collectives. ``torch._dynamo.utils.counters["weft"]`` counts what was
-    put there.
+    A process group of the backend ``weft`` has the world that this needs. For a group of another
+    backend, pass it as `group`, on all of its ranks: its world is made here. A group without one is
+    left as it is, which is said once in the log ``weft``. All ranks must compile the same program,
+    as for functional collectives. ``torch._dynamo.utils.counters["weft"]`` counts what was put
+    there.
 
-    A custom pass (`torch._inductor.config.post_grad_custom_post_pass`) that is set already goes first. Twice is as once.
+    A custom pass (`torch._inductor.config.post_grad_custom_post_pass`) that is set already goes
+    first. Twice is as once.
 
     Args:
         group: a process group for which a world is made, unless it has one.
         enable: False takes the pass away again, and leaves the one that was set before it.
 
     Raises:
-        PeerLost, PeerTimeout, SymmetricMemoryError, WeftError: as `weft.init`, where a world is made.
+        PeerLost, PeerTimeout, SymmetricMemoryError, WeftError: as `weft.init`, where a world is
+        made.
     """
     if group is not None and enable and worlds.of(group) is None:
         worlds.beside(group)
@@ -55,12 +65,20 @@ class AsyncTensorParallel(_Pass):  # type: ignore[misc]
 
     def __init__(self, earlier: Any = None) -> None:
         self.earlier = earlier
-        self.source = custom_graph_pass.get_hash_for_files(tuple(map(str, sorted(Path(__file__).parent.glob("*.py")))))
+        self.source = custom_graph_pass.get_hash_for_files(
+            tuple(map(str, sorted(Path(__file__).parent.glob("*.py"))))
+        )
         self.told: set[str] = set()
 
     def uuid(self) -> Any:
-        """What compiled graphs are kept by: this code, the groups that have a world, and the earlier passes."""
-        names = sorted(name for group, name in distributed_c10d._world.pg_names.items() if worlds.of(group) is not None)
+        """What compiled graphs are kept by: this code, the groups that have a world, and the
+        earlier passes.
+        """
+        names = sorted(
+            name
+            for group, name in distributed_c10d._world.pg_names.items()
+            if worlds.of(group) is not None
+        )
         others = [getattr(one, "uuid", lambda: None)() for one in self._others()]
         return None if None in others else (self.source, tuple(names), tuple(others))
 
@@ -86,12 +104,18 @@ class AsyncTensorParallel(_Pass):  # type: ignore[misc]
         rewrite.join_sums(graph)
         if made := rewrite.put_in_order(graph):
             counters["weft"].update(made)
-            _log.info("torch.compile: %s", ", ".join(f"{number} {name}" for name, number in made.items()))
+            _log.info(
+                "torch.compile: %s", ", ".join(f"{number} {name}" for name, number in made.items())
+            )
 
     def _tell(self, name: str) -> None:
         group = operators.group_of(name)
         if name not in self.told and group is not None and group.rank() == 0:
-            _log.warning("torch.compile leaves process group %r as it is; weft.enable_async_tp(group) makes a world for it", name)
+            _log.warning(
+                "torch.compile leaves process group %r as it is; weft.enable_async_tp(group) makes "
+                "a world for it",
+                name,
+            )
         self.told.add(name)
 
 

@@ -1,10 +1,13 @@
-"""The fused operators by the name of a process group, as compiled graphs have them in the place of functional collectives.
+"""The fused operators by the name of a process group, as compiled graphs have them in the place of
+functional collectives.
 
-They are overloads of weft's custom operators, `torch.ops.weft.all_gather_matmul.group` and so on. Graphs that name groups, as
-those of torch do, are alike on all ranks and in the next process, so torch may keep them on disk for all of these.
+They are overloads of weft's custom operators, `torch.ops.weft.all_gather_matmul.group` and so on.
+Graphs that name groups, as those of torch do, are alike on all ranks and in the next process, so
+torch may keep them on disk for all of these.
 
-Each gives one more result, an empty tensor, which the next takes as `after`: a compiler orders what is independent as it likes, by
-the sizes of tensors for instance, and so could choose one order here and another on the next rank.
+Each gives one more result, an empty tensor, which the next takes as `after`: a compiler orders what
+is independent as it likes, by the sizes of tensors for instance, and so could choose one order here
+and another on the next rank.
 """
 
 from __future__ import annotations
@@ -30,7 +33,10 @@ NAMES: dict[Any, str] = {}
 
 
 def _overload(name: str, takes: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
-    _library.define(f"{name}.group({takes}, str group, Tensor? after) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.define(
+        f"{name}.group({takes}, str group, Tensor? after) -> Tensor[]",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
     _library.impl(f"{name}.group", partial(run, name), "CPU")
     torch.library.register_fake(f"weft::{name}.group", shapes, lib=_library)
     made = getattr(torch.ops.weft, name).group
@@ -52,7 +58,9 @@ def _run(operator: str, name: str, given: Given, options: Options) -> Any:
     group = group_of(name)
     world = None if group is None else worlds.of(group)
     if group is None or world is None:
-        raise WeftError(f"process group {name!r} has no world any more: what was compiled for it is of no use")
+        raise WeftError(
+            f"process group {name!r} has no world any more: what was compiled for it is of no use"
+        )
 
     def call() -> Any:
         with torch.no_grad():  # on whichever thread this is
@@ -64,26 +72,38 @@ def _run(operator: str, name: str, given: Given, options: Options) -> Any:
 def _gather(operator: str, *inputs: Any) -> list[Tensor]:
     """The results, and the gathered a if it is to be kept."""
     a, weights, biases, dim, keep, _, group, _ = inputs
-    results, gathered = _run(operator, group, Given(a, weights, biases, [None] * len(weights)), Options(dim, keep=keep))
+    results, gathered = _run(
+        operator, group, Given(a, weights, biases, [None] * len(weights)), Options(dim, keep=keep)
+    )
     return [*results, *([gathered] if keep else []), a.new_empty(0)]
 
 
 def _gather_shapes(*inputs: Any) -> list[Tensor]:
     a, weights, _, dim, keep, ranks, *_ = inputs
     whole = dims.resized(a.shape, dim, a.shape[dim] * ranks)
-    return [*(a.new_empty(*whole[:-1], b.shape[1]) for b in weights), *([a.new_empty(whole)] if keep else []), a.new_empty(0)]
+    return [
+        *(a.new_empty(*whole[:-1], b.shape[1]) for b in weights),
+        *([a.new_empty(whole)] if keep else []),
+        a.new_empty(0),
+    ]
 
 
 def _sum(operator: str, *inputs: Any) -> list[Tensor]:
     """The sum, to which each rank adds a bias of its own."""
     a, b, bias, op, dim, _, group, _ = inputs
-    return [_run(operator, group, Given(a, [b], [bias], [None]), Options(dim or 0, op, own_bias=True)), a.new_empty(0)]
+    return [
+        _run(operator, group, Given(a, [b], [bias], [None]), Options(dim or 0, op, own_bias=True)),
+        a.new_empty(0),
+    ]
 
 
 def _sum_shapes(*inputs: Any) -> list[Tensor]:
     a, b, _, _, dim, ranks, *_ = inputs
     whole = (*a.shape[:-1], b.shape[1])
-    return [a.new_empty(whole if dim is None else dims.resized(whole, dim, whole[dim] // ranks)), a.new_empty(0)]
+    return [
+        a.new_empty(whole if dim is None else dims.resized(whole, dim, whole[dim] // ranks)),
+        a.new_empty(0),
+    ]
 
 
 _GATHERED = "Tensor a, Tensor[] weights, Tensor?[] biases, SymInt dim, bool keep, SymInt ranks"

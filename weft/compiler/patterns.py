@@ -1,7 +1,8 @@
-"""What is looked for in a graph: all-gathers whose rows are multiplied, and products that are reduce-scattered or all-reduced.
+"""What is looked for in a graph: all-gathers whose rows are multiplied, and products that are
+reduce-scattered or all-reduced.
 
-Graphs are Inductor's, after gradients were taken: functional collectives, products by `aten.mm` and `aten.addmm`, whatever the
-model said, and views between them. Nothing here changes a graph.
+Graphs are Inductor's, after gradients were taken: functional collectives, products by `aten.mm` and
+`aten.addmm`, whatever the model said, and views between them. Nothing here changes a graph.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ MOVES = (_WAIT, *_SPLITS, operator.getitem, _aten.slice.Tensor, _aten.cat.defaul
 
 
 class Product(NamedTuple):
-    """``a @ b (+ bias) (+ added)`` of matrices, the bias one for each column, and what else is added of any shape."""
+    """``a @ b (+ bias) (+ added)`` of matrices, the bias one for each column, and what else is
+    added of any shape.
+    """
 
     node: Node
     a: Node
@@ -41,8 +44,8 @@ class Product(NamedTuple):
 class Gather(NamedTuple):
     """An all-gather of `shard` along `dim`, which gives `whole`, and the `products` of its rows.
 
-    `nodes`: from the collective, which is the first, to the whole and its views. `sizes`: those that ask for symbolic sizes of the
-    whole. `kept`: it has other uses, too.
+    `nodes`: from the collective, which is the first, to the whole and its views. `sizes`: those
+    that ask for symbolic sizes of the whole. `kept`: it has other uses, too.
     """
 
     shard: Node
@@ -57,7 +60,8 @@ class Gather(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """A product, in the shape of `summed`, of which ranks keep the sum, or each a part of it along `dim`.
+    """A product, in the shape of `summed`, of which ranks keep the sum, or each a part of it along
+    `dim`.
 
     `nodes`: from the product to the collective, which is the last.
     """
@@ -73,7 +77,11 @@ class Sum(NamedTuple):
 
 def found(node: Node) -> Gather | Sum | None:
     """What there is at this node, if it is a collective that belongs to products."""
-    if node.target not in (GATHER, _SCATTER, _REDUCE) or group_of(node) is None or len(waits(node)) != 1:
+    if (
+        node.target not in (GATHER, _SCATTER, _REDUCE)
+        or group_of(node) is None
+        or len(waits(node)) != 1
+    ):
         return None
     return _gather(node) if node.target is GATHER else _sum(node)
 
@@ -87,14 +95,24 @@ def _gather(node: Node) -> Gather | None:
     nodes, whole, dim = [node, wait], wait, 0
     if len(node.users) == 1 and (joined := _joined(wait, ranks)) is not None:
         nodes, whole, dim = [*nodes, *_between(wait, joined), joined], joined, _dim(joined)
-    sizes = [user for user in whole.users if user.target is _SIZE and _args(user)[1] != value(whole).dim() - 1]
+    sizes = [
+        user
+        for user in whole.users
+        if user.target is _SIZE and _args(user)[1] != value(whole).dim() - 1
+    ]
     views, products, others = _uses(whole, {*sizes}, _descendants(node))
     kept = others or len(node.users) > 1
-    return Gather(shard, dim, ranks, group, [*nodes, *views], whole, products, sizes, kept) if products else None
+    return (
+        Gather(shard, dim, ranks, group, [*nodes, *views], whole, products, sizes, kept)
+        if products
+        else None
+    )
 
 
 def _sum(node: Node) -> Sum | None:
-    """The reduce-scatter or all-reduce that this node is, if what it sums is a product that has no other use."""
+    """The reduce-scatter or all-reduce that this node is, if what it sums is a product that has no
+    other use.
+    """
     source, op, *ranks, group = _args(node)
     nodes, dim = [node], 0 if node.target is _SCATTER else None
     if dim == 0 and (parts := _parts(source, ranks[0])) is not None and _dim(source) == 0:
@@ -105,7 +123,11 @@ def _sum(node: Node) -> Sum | None:
         nodes, source = [source, *nodes], source.args[0]
     product = _product(source)
     between = {product.node, *nodes[:-1]} if product else set()
-    if product is None or op not in ("sum", "avg") or not all({*each.users} <= {*nodes} for each in between):
+    if (
+        product is None
+        or op not in ("sum", "avg")
+        or not all({*each.users} <= {*nodes} for each in between)
+    ):
         return None
     if product.added is not None or value(summed).dim() < 2:
         return None
@@ -122,7 +144,9 @@ def group_of(collective: Node) -> str | None:
 
 def tensors_of(node: Node) -> list[Node]:
     """What a node is made of, without symbolic sizes."""
-    return [each for each in node.all_input_nodes if not isinstance(each.meta.get("val"), torch.SymInt)]
+    return [
+        each for each in node.all_input_nodes if not isinstance(each.meta.get("val"), torch.SymInt)
+    ]
 
 
 def waits(collective: Node) -> list[Node]:
@@ -153,7 +177,12 @@ def _product(node: Node) -> Product | None:
         return None
     *added, a, b = _args(node)
     factors = [value(each) for each in (a, b, *added)]
-    if any(tensor.device.type != "cpu" or tensor.dtype not in DTYPES or tensor.dtype != factors[0].dtype for tensor in factors):
+    if any(
+        tensor.device.type != "cpu"
+        or tensor.dtype not in DTYPES
+        or tensor.dtype != factors[0].dtype
+        for tensor in factors
+    ):
         return None
     if not all(isinstance(size, int) for size in factors[1].shape):
         return None
@@ -169,8 +198,12 @@ def _keeps_rows(reshape: Node) -> bool:
     return bool(shape) and bool(before) and _same(shape[-1], before[-1])
 
 
-def _uses(whole: Node, sizes: set[Node], descendants: set[Node]) -> tuple[list[Node], list[Product], bool]:
-    """Views of a tensor that keep its rows, products of these with what is no descendant, and whether there are other uses."""
+def _uses(
+    whole: Node, sizes: set[Node], descendants: set[Node]
+) -> tuple[list[Node], list[Product], bool]:
+    """Views of a tensor that keep its rows, products of these with what is no descendant, and
+    whether there are other uses.
+    """
     views, products, others = [whole], [], False
     for view in views:
         for user in view.users:
@@ -179,7 +212,11 @@ def _uses(whole: Node, sizes: set[Node], descendants: set[Node]) -> tuple[list[N
                 views.append(user)
             elif user in sizes:
                 pass
-            elif product is not None and product.a is view and not {product.b, product.bias} & descendants:
+            elif (
+                product is not None
+                and product.a is view
+                and not {product.b, product.bias} & descendants
+            ):
                 products.append(product)
             else:
                 others = True
@@ -202,7 +239,9 @@ def _descendants(node: Node) -> set[Node]:
 
 def _joined(wait: Node, ranks: int) -> Node | None:
     """What the ranks' parts of a tensor are joined to, if nothing else is done with it."""
-    parts = [part for user in wait.users for part in (user.users if user.target in _SPLITS else [user])]
+    parts = [
+        part for user in wait.users for part in (user.users if user.target in _SPLITS else [user])
+    ]
     ends = {user for part in parts for user in part.users}
     cat = ends.pop() if len(ends) == 1 else None
     return cat if cat is not None and _parts(cat, ranks) == (wait, 0) else None
@@ -215,18 +254,27 @@ def _dim(cat: Node) -> int:
 
 
 def _parts(cat: Node, ranks: int) -> tuple[Node, int] | None:
-    """What is cut along which dimension into an equal part for each rank, all of which are joined in their order."""
+    """What is cut along which dimension into an equal part for each rank, all of which are joined
+    in their order.
+    """
     if cat.target is not _aten.cat.default:
         return None
     pieces = list(_args(cat)[0])
     known = [cut for piece in pieces if (cut := _cut(piece)) is not None]
-    if not len(known) == len(pieces) == ranks or len({(source, dim) for source, dim, _ in known}) != 1:
+    if (
+        not len(known) == len(pieces) == ranks
+        or len({(source, dim) for source, dim, _ in known}) != 1
+    ):
         return None
     source, dim, _ = known[0]
     size = value(pieces[0]).shape[dim]
     begins = all(_same(begin, index * size) for index, (_, _, begin) in enumerate(known))
     equal = all(_same(value(piece).shape[dim], size) for piece in pieces)
-    return (source, dim) if begins and equal and _same(value(source).shape[dim], ranks * size) else None
+    return (
+        (source, dim)
+        if begins and equal and _same(value(source).shape[dim], ranks * size)
+        else None
+    )
 
 
 def _cut(piece: Node) -> tuple[Node, int, Any] | None:
@@ -238,11 +286,18 @@ def _cut(piece: Node) -> tuple[Node, int, Any] | None:
         return source, dim, sum(part.shape[dim] for part in split.meta["val"][:index])
     if piece.target is _aten.slice.Tensor and len(piece.args) == 4 and not piece.kwargs:
         source, dim, begin, _ = _args(piece)
-        return source, dim % value(source).dim(), begin.meta["val"] if isinstance(begin, Node) else begin
+        return (
+            source,
+            dim % value(source).dim(),
+            begin.meta["val"] if isinstance(begin, Node) else begin,
+        )
     return None
 
 
 def _between(source: Node, cat: Node) -> list[Node]:
     """The nodes that cut `source` into the pieces that `cat` joins."""
     pieces = cat.all_input_nodes
-    return [*dict.fromkeys(_args(piece)[0] for piece in pieces if _args(piece)[0] is not source), *pieces]
+    return [
+        *dict.fromkeys(_args(piece)[0] for piece in pieces if _args(piece)[0] is not source),
+        *pieces,
+    ]

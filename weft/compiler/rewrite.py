@@ -1,4 +1,6 @@
-"""How a graph is changed: one operator of weft in the place of a collective and the products beside it."""
+"""How a graph is changed: one operator of weft in the place of a collective and the products beside
+it.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,17 @@ from weft.compiler import operators, patterns
 from weft.compiler.patterns import Gather, Sum, value, waits
 
 _aten = torch.ops.aten
-_JOINED = (0, -1), (1, 0)  # the factors among the arguments of an operator, and the dimension of both that is summed over
+_JOINED = (
+    (0, -1),
+    (1, 0),
+)  # the factors among the arguments of an operator, and the dimension of both that is summed over
 _reshape, _cat = _aten.reshape.default, _aten.cat.default
 
 
 def share_gathers(graph: Graph, groups: Callable[[str], bool]) -> None:
-    """One all-gather where there are several of the same rows, on such groups: without gradients each layer has its own."""
+    """One all-gather where there are several of the same rows, on such groups: without gradients
+    each layer has its own.
+    """
     known: dict[str, Node] = {}
     gathered: set[Node] = set()
     for node in list(graph.nodes):
@@ -49,7 +56,9 @@ def put_gather(graph: Graph, found: Gather) -> None:
         for size in found.sizes:
             size.replace_input_with(found.whole, results[0])
         if value(results[0]).dim() != 2:
-            results = [_call(graph, _reshape, result, [-1, value(result).shape[-1]]) for result in results]
+            results = [
+                _call(graph, _reshape, result, [-1, value(result).shape[-1]]) for result in results
+            ]
         gathered = _call(graph, operator.getitem, made, len(products)) if found.kept else None
         for index, product in enumerate(products):
             if product.added is not None:
@@ -72,7 +81,9 @@ def put_sum(graph: Graph, found: Sum) -> None:
         if value(found.summed).dim() != 2:
             shape: Any = found.summed.args[1]
             a = _call(graph, _reshape, a, [*shape[:-1], value(b).shape[0]])
-        target = operators.MATMUL_ALL_REDUCE if found.dim is None else operators.MATMUL_REDUCE_SCATTER
+        target = (
+            operators.MATMUL_ALL_REDUCE if found.dim is None else operators.MATMUL_REDUCE_SCATTER
+        )
         made = _call(graph, target, a, b, bias, found.op, found.dim, found.ranks, found.group, None)
         result = _call(graph, operator.getitem, made, 0)
     wait.replace_all_uses_with(result)
@@ -91,15 +102,26 @@ def join_sums(graph: Graph) -> None:
         if len(made) != 2 or made[0] is None or made[1] is None or not _alike(made[0], made[1]):
             continue
         with graph.inserting_before(node):
-            parts = ([part for one in made for part in _parts(one.args[index], dim)] for index, dim in _JOINED)
-            a, b = (_call(graph, _cat, each, dim) for each, (_, dim) in zip(parts, _JOINED, strict=True))
-            result = _call(graph, operator.getitem, _call(graph, made[0].target, a, b, *made[0].args[2:]), 0)
+            parts = (
+                [part for one in made for part in _parts(one.args[index], dim)]
+                for index, dim in _JOINED
+            )
+            a, b = (
+                _call(graph, _cat, each, dim) for each, (_, dim) in zip(parts, _JOINED, strict=True)
+            )
+            result = _call(
+                graph, operator.getitem, _call(graph, made[0].target, a, b, *made[0].args[2:]), 0
+            )
         node.replace_all_uses_with(result)
-        _erase(graph, {node, *added, *made, *(one.args[index] for one in made for index, _ in _JOINED)})
+        _erase(
+            graph, {node, *added, *made, *(one.args[index] for one in made for index, _ in _JOINED)}
+        )
 
 
 def put_in_order(graph: Graph) -> Counter[str]:
-    """Sort the nodes by what they depend on, and let each operator of weft wait for the one before; how often there is which."""
+    """Sort the nodes by what they depend on, and let each operator of weft wait for the one before;
+    how often there is which.
+    """
     stable_topological_sort(graph)
     made = [node for node in graph.nodes if node.target in operators.NAMES]
     for before, node in pairwise(made):
@@ -112,7 +134,10 @@ def put_in_order(graph: Graph) -> Counter[str]:
 def _sum_of(result: Node) -> Any:
     """The operator whose sum this is, if that is all of one product, and used once."""
     made: Any = result.args[0] if result.target is operator.getitem else None
-    is_sum = made is not None and made.target in (operators.MATMUL_REDUCE_SCATTER, operators.MATMUL_ALL_REDUCE)
+    is_sum = made is not None and made.target in (
+        operators.MATMUL_REDUCE_SCATTER,
+        operators.MATMUL_ALL_REDUCE,
+    )
     return made if is_sum and made.args[2] is None and len(result.users) == 1 else None
 
 
@@ -120,8 +145,15 @@ def _alike(one: Any, other: Any) -> bool:
     """Whether sums are of the same kind, shape and dtype."""
     (a, b, *rest), (c, d, *others) = one.args, other.args
     shape, another = ((*value(x).shape[:-1], value(y).shape[1]) for x, y in ((a, b), (c, d)))
-    alike = (one.target, rest, value(a).dtype, len(shape)) == (other.target, others, value(c).dtype, len(another))
-    return alike and all(statically_known_true(size == other) for size, other in zip(shape, another, strict=True))
+    alike = (one.target, rest, value(a).dtype, len(shape)) == (
+        other.target,
+        others,
+        value(c).dtype,
+        len(another),
+    )
+    return alike and all(
+        statically_known_true(size == other) for size, other in zip(shape, another, strict=True)
+    )
 
 
 def _parts(factor: Any, dim: int) -> list[Node]:

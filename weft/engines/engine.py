@@ -1,4 +1,5 @@
-"""What all engines have in common: compiled plans, the workspace, and errors that say what was waited for.
+"""What all engines have in common: compiled plans, the workspace, and errors that say what was
+waited for.
 
 An engine compiles a plan; how many rows its blocks have is said by each execution.
 """
@@ -22,7 +23,8 @@ from weft.plan import Copy, Instruction, Plan, Reduce, Region, Signal, Wait, rea
 from weft.world import World, memory
 
 LANES = ("compute", "comm")
-OUTSTANDING = 16  # calls under way at a time: ranks read what each other's latest 32 are, and may be some calls apart
+# calls under way at a time: ranks read what each other's latest 32 are, and may be some calls apart
+OUTSTANDING = 16
 _MOMENT = 1.0  # seconds in which an instruction ends that has no waits
 _CACHED = 256  # compiled plans; a program is small, and its workspace is shared
 
@@ -37,10 +39,11 @@ Timed = tuple[str, int, int, int]
 
 
 class Engine(ABC):
-    """Executes plans for one rank of a world; which kind of engine does, follows from the world (`weft.engines.engine`).
+    """Executes plans for one rank of a world; which kind of engine does, follows from the world
+    (`weft.engines.engine`).
 
-    `refused` are the algorithms that this kind of engine cannot carry out, and why not. `products` says how it makes products, if
-    there is more to say than that the caller's thread does.
+    `refused` are the algorithms that this kind of engine cannot carry out, and why not. `products`
+    says how it makes products, if there is more to say than that the caller's thread does.
     """
 
     refused: Mapping[str, str] = {}
@@ -52,7 +55,9 @@ class Engine(ABC):
     def __init__(self, world: World) -> None:
         self.world = world
         self.compiled: OrderedDict[Hashable, Program] = OrderedDict()
-        self.names = {"agree": 0}  # signal names of all plans, in the order in which all ranks meet them
+        self.names = {
+            "agree": 0
+        }  # signal names of all plans, in the order in which all ranks meet them
         self.workspace: Tensor | None = None
         self.segment: memory.Segment | None = None  # that of the workspace
         self.spaces: dict[Hashable, Tensor] = {}  # what `space` was asked for
@@ -61,7 +66,9 @@ class Engine(ABC):
         self.repeats = _native.Repeats(world.native)
         self.calls: dict[Hashable, Any] = {}  # the same, of those without tensors
         self.known: dict[Hashable, Any] = {}  # what is decided of others, whatever their rows
-        self.ready = _native.Alike(PackedWeight, world.number)  # what is known of all for rows that lie alike
+        self.ready = _native.Alike(
+            PackedWeight, world.number
+        )  # what is known of all for rows that lie alike
 
     def execute(
         self,
@@ -73,28 +80,44 @@ class Engine(ABC):
     ) -> None:
         """Execute `plan`, collectively.
 
-        `tensors` are this rank's inputs and outputs by buffer name, matrices with the rows of the buffer's blocks; those that
-        peers access must be symmetric. `weights` are what a product into each buffer multiplies by. `rows` are those of each of
-        the plan's shards; without them each block is a row. Workspaces take the dtype and columns of the buffers they exchange
-        rows with.
+        `tensors` are this rank's inputs and outputs by buffer name, matrices with the rows of the
+        buffer's blocks; those that peers access must be symmetric. `weights` are what a product
+        into each buffer multiplies by. `rows` are those of each of the plan's shards; without them
+        each block is a row. Workspaces take the dtype and columns of the buffers they exchange rows
+        with.
         """
         self.world.check()
         rows = plan.pieces if rows is None else rows
         self.program(plan, tensors, rows).run(tensors, rows, weights or {}, timeout=timeout)
 
-    def execute_as(self, call: str, plan: Plan, tensors: Tensors, rows: Sequence[int] = (), timeout: float | None = None) -> None:
-        """Execute a plan of which peers are told as `call`, not by its sizes; nobody else may execute it.
+    def execute_as(
+        self,
+        call: str,
+        plan: Plan,
+        tensors: Tensors,
+        rows: Sequence[int] = (),
+        timeout: float | None = None,
+    ) -> None:
+        """Execute a plan of which peers are told as `call`, not by its sizes; nobody else may
+        execute it.
 
-        Of the call comes first what the user called; what ranks must agree on may be on a line of its own.
+        Of the call comes first what the user called; what ranks must agree on may be on a line of
+        its own.
         """
         program = self.program(plan, tensors, rows)
         program.native.say(call)
         program.run(tensors, rows, {}, timeout=timeout)
 
     def program(
-        self, plan: Plan, tensors: Tensors, rows: Sequence[int] = (), dtypes: Dtypes = MappingProxyType({}), number: int = 0
+        self,
+        plan: Plan,
+        tensors: Tensors,
+        rows: Sequence[int] = (),
+        dtypes: Dtypes = MappingProxyType({}),
+        number: int = 0,
     ) -> Program:
-        """The compiled plan for tensors and sizes like these; `number` tells those apart that are under way at the same time.
+        """The compiled plan for tensors and sizes like these; `number` tells those apart that are
+        under way at the same time.
 
         `dtypes` are those of workspaces that differ from the buffers they exchange rows with.
         """
@@ -115,8 +138,12 @@ class Engine(ABC):
     def compile(self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes) -> Program:
         """The plan for this rank and tensors and sizes like these."""
 
-    def check_product(self, x: Tensor, weight: Weight, out_dtype: torch.dtype) -> None:  # noqa: B027, most make any product
-        """Raise `ValueError` for a product that this engine cannot make, with a result of `out_dtype`."""
+    def check_product(  # noqa: B027, most engines make any product
+        self, x: Tensor, weight: Weight, out_dtype: torch.dtype
+    ) -> None:
+        """Raise `ValueError` for a product that this engine cannot make, with a result of
+        `out_dtype`.
+        """
 
     def settle(self) -> None:
         """Wait until all that was started is done, and raise what went wrong with it."""
@@ -132,17 +159,26 @@ class Engine(ABC):
         """Give counters to the signals of a plan; all ranks do so in the same order."""
         names = {**self.names, **dict.fromkeys(signals, 0)}
         if len(names) > _native.Executor.max_names:
-            raise PlanError(f"the plans of a world may use {_native.Executor.max_names} signal names; with {signals} they are more")
+            raise PlanError(
+                f"the plans of a world may use {_native.Executor.max_names} signal names; with "
+                f"{signals} they are more"
+            )
         self.names = {name: number for number, name in enumerate(names)}
 
     def index(self, signal: Signal) -> int:
         """Where a signal's counter lies among a rank's counters."""
-        return self.names[signal.name] * self.world.ranks + (signal.source if signal.peer is None else signal.peer)
+        return self.names[signal.name] * self.world.ranks + (
+            signal.source if signal.peer is None else signal.peer
+        )
 
     def reserve(self, size: int, call: str) -> memory.Segment:
-        """The workspace's segment, of at least `size` bytes. Growing it is collective: ranks first agree on the call."""
+        """The workspace's segment, of at least `size` bytes. Growing it is collective: ranks first
+        agree on the call.
+        """
         if self.segment is None or self.segment.size < size:
-            self.settle()  # first: what went wrong with a call before this one is the cause of what goes wrong here
+            # first: what went wrong with a call before this one is the cause of what goes wrong
+            # here
+            self.settle()
             self.agree(call)
             self.moved()
             self.repeats.clear()
@@ -155,7 +191,9 @@ class Engine(ABC):
         return self.segment
 
     def space(self, rank: int, dtype: torch.dtype, where: memory.Matrix) -> Tensor:
-        """A matrix in the workspace of a rank, remembered: to make a tensor takes as long as a small product."""
+        """A matrix in the workspace of a rank, remembered: to make a tensor takes as long as a
+        small product.
+        """
         found = self.spaces.get((rank, dtype, where))
         if found is None:
             if len(self.spaces) >= _CACHED:
@@ -169,7 +207,9 @@ class Engine(ABC):
         return found
 
     def abandon(self) -> None:
-        """End what was started, as far as that goes: the world is closed, and what it works on may soon be others' memory."""
+        """End what was started, as far as that goes: the world is closed, and what it works on may
+        soon be others' memory.
+        """
         for program in self.pending:
             program.stop(_MOMENT)
 
@@ -190,15 +230,28 @@ class Engine(ABC):
             world.native.begin(compiled, world.timeout)
             if world.native.run(compiled, 0, 0) < 0:
                 status, _, source, *_ = compiled.wait_failure(0)
-                raise self.ended(status, source, compiled, f"to begin {call.splitlines()[0]}", world.timeout)
+                raise self.ended(
+                    status, source, compiled, f"to begin {call.splitlines()[0]}", world.timeout
+                )
 
-    def ended(self, status: _native.WaitStatus, source: int, compiled: _native.Compiled, doing: str, timeout: float) -> WeftError:
+    def ended(
+        self,
+        status: _native.WaitStatus,
+        source: int,
+        compiled: _native.Compiled,
+        doing: str,
+        timeout: float,
+    ) -> WeftError:
         """The error for a wait for rank `source` that ended early because of `status`."""
         world = self.world
         match status:
             case _native.WaitStatus.mismatch:
-                own, theirs = (world.native.peer_call(rank, compiled.call) for rank in (world.rank, source))
-                return world.fail(MismatchError.between(compiled.call, world.rank, own, source, theirs))
+                own, theirs = (
+                    world.native.peer_call(rank, compiled.call) for rank in (world.rank, source)
+                )
+                return world.fail(
+                    MismatchError.between(compiled.call, world.rank, own, source, theirs)
+                )
             case _native.WaitStatus.left:
                 return world.lost(source, "closed its world", doing)
             case _native.WaitStatus.failed:
@@ -209,13 +262,20 @@ class Engine(ABC):
                 return world.timed_out(doing, *self._late(source, compiled.call), timeout)
 
     def _late(self, source: int, call: int) -> tuple[int, str]:
-        """The rank to look at where rank `source` is waited for in a call, which may itself wait for others, and why."""
-        missing = [peer for peer in self.world.others if not self.world.native.peer_call(peer, call)]
+        """The rank to look at where rank `source` is waited for in a call, which may itself wait
+        for others, and why.
+        """
+        missing = [
+            peer for peer in self.world.others if not self.world.native.peer_call(peer, call)
+        ]
         if not missing:
             return source, "has made the call, but not done its part"
         late = source if source in missing else missing[0]
         others = [str(peer) for peer in missing if peer != late]
-        return late, f"has not made the call{', nor have others: ' if others else ''}{', '.join(others)}"
+        return (
+            late,
+            f"has not made the call{', nor have others: ' if others else ''}{', '.join(others)}",
+        )
 
 
 class Program(ABC):
@@ -228,29 +288,47 @@ class Program(ABC):
         self.held: object = None  # what must live until that which was started is over
         lanes = self.own_lanes()
         if plan.ranks != self.world.ranks:
-            raise PlanError(f"a plan for {plan.ranks} ranks cannot run in a world of {self.world.ranks}")
+            raise PlanError(
+                f"a plan for {plan.ranks} ranks cannot run in a world of {self.world.ranks}"
+            )
         if not set(lanes) <= set(LANES):
-            raise PlanError(f"engines have the lanes {' and '.join(LANES)}; the plan has {', '.join(lanes)}")
+            raise PlanError(
+                f"engines have the lanes {' and '.join(LANES)}; the plan has {', '.join(lanes)}"
+            )
         engine.name(plan.signal_names())
         self.lanes = [lanes.get(name, ()) for name in LANES]
         self.shared = plan.shared_buffers(self.world.hosts)
-        moved = {region.buffer for _, i in plan.instructions() if isinstance(i, Copy | Reduce) for region in reads(i)}
+        moved = {
+            region.buffer
+            for _, i in plan.instructions()
+            if isinstance(i, Copy | Reduce)
+            for region in reads(i)
+        }
         self.told = {  # what ranks must agree on
-            name for name, buffer in plan.buffers.items() if name in self.shared or (buffer.role == "input" and name in moved)
+            name
+            for name, buffer in plan.buffers.items()
+            if name in self.shared or (buffer.role == "input" and name in moved)
         }
 
     def check_given(self, tensors: Tensors) -> None:
         """Raise `ValueError` unless there is a tensor for every buffer of the caller's."""
         for name, buffer in self.plan.buffers.items():
             if buffer.given and name not in tensors:
-                raise ValueError(f"{self.plan.operator} needs a tensor for the {buffer.role} {name!r}")
+                raise ValueError(
+                    f"{self.plan.operator} needs a tensor for the {buffer.role} {name!r}"
+                )
 
     def own_lanes(self) -> Mapping[str, Sequence[Instruction]]:
         """The lanes of this rank that the native core interprets."""
         return self.plan.lanes[self.world.rank]
 
     def run(
-        self, tensors: Tensors, rows: Sequence[int], weights: Weights, bias: Tensors | None = None, timeout: float | None = None
+        self,
+        tensors: Tensors,
+        rows: Sequence[int],
+        weights: Weights,
+        bias: Tensors | None = None,
+        timeout: float | None = None,
     ) -> None:
         """Execute once, with these tensors and the rows of each shard."""
         with self.world.turn:
@@ -258,15 +336,22 @@ class Program(ABC):
 
     @abstractmethod
     def carry_out(
-        self, tensors: Tensors, rows: Sequence[int], weights: Weights, bias: Tensors | None = None, timeout: float | None = None
+        self,
+        tensors: Tensors,
+        rows: Sequence[int],
+        weights: Weights,
+        bias: Tensors | None = None,
+        timeout: float | None = None,
     ) -> None:
         """What `run` does, in this thread's turn."""
 
     @abstractmethod
     def bind(self, tensors: Tensors, rows: Sequence[int], words: str = "") -> Any:
-        """What `execute` and `start` take for these tensors; it may be kept while the tensors stay where they are.
+        """What `execute` and `start` take for these tensors; it may be kept while the tensors stay
+        where they are.
 
-        `words` are what peers are told that the user called; without them they are made of the tensors.
+        `words` are what peers are told that the user called; without them they are made of the
+        tensors.
         """
 
     def execute_alone(self, binding: Any, timeout: float | None = None) -> None:
@@ -280,7 +365,9 @@ class Program(ABC):
 
     @abstractmethod
     def start(self, binding: Any, held: object = None, timeout: float | None = None) -> None:
-        """Begin what `execute` does, in the background; `held`, whose memory it works on, lives until it is over."""
+        """Begin what `execute` does, in the background; `held`, whose memory it works on, lives
+        until it is over.
+        """
 
     @abstractmethod
     def done(self) -> bool:
@@ -288,25 +375,35 @@ class Program(ABC):
 
     @abstractmethod
     def join(self, timeout: float = math.inf) -> bool:
-        """Wait until what was started is over, and raise what went wrong with it; False if `timeout` seconds pass first."""
+        """Wait until what was started is over, and raise what went wrong with it; False if
+        `timeout` seconds pass first.
+        """
 
     @abstractmethod
     def stop(self, timeout: float) -> None:
-        """End the waits of what was started, and return when that is over, or after `timeout` seconds."""
+        """End the waits of what was started, and return when that is over, or after `timeout`
+        seconds.
+        """
 
     def idle(self) -> bool:
         """Whether nothing was started that has not been joined."""
         return self not in self.engine.pending
 
-    def doing(self, lane: int, index: int, call: int, source: int, expected: int, actual: int) -> str:
-        """What a wait of this program is for, or a copy that failed: which rows of what it holds up, and what it counts."""
+    def doing(
+        self, lane: int, index: int, call: int, source: int, expected: int, actual: int
+    ) -> str:
+        """What a wait of this program is for, or a copy that failed: which rows of what it holds
+        up, and what it counts.
+        """
         wait = self.lanes[lane][index]
         if source == self.world.rank and not (isinstance(wait, Wait) and expected):
             return f"for the end of {self.plan.operator} call {call}"
         held = next((self.plan.measure(i) for i in self.lanes[lane][index:] if writes(i)), None)
         rows = f"rows {':'.join(map(str, self.rows_of(held)))}" if held else "the end"
         if not isinstance(wait, Wait):
-            return f"for {rows} of {self.plan.operator} call {call} (in the memory of rank {source})"
+            return (
+                f"for {rows} of {self.plan.operator} call {call} (in the memory of rank {source})"
+            )
         come = f"{actual} of {expected}" if expected else "still owed by an earlier call"
         signal = f'signal "{wait.signal.what}" from rank {source}: {come}'
         return f"for {rows} of {self.plan.operator} call {call} ({signal})"
@@ -317,20 +414,27 @@ class Program(ABC):
 
 
 def _class_of(size: int) -> int:
-    """The size of a workspace of at least `size` bytes: of few sizes, so that it seldom grows, and hardly more than is needed.
+    """The size of a workspace of at least `size` bytes: of few sizes, so that it seldom grows, and
+    hardly more than is needed.
 
-    The least, 1 MiB, is enough for most calls of few rows: to grow it takes all ranks as long as several of those.
+    The least, 1 MiB, is enough for most calls of few rows: to grow it takes all ranks as long as
+    several of those.
     """
     step = 1 << max(20, size.bit_length() - 4)
     return -(-size // step) * step
 
 
 def kinds(plan: Plan, given: Dtypes, dtypes: Dtypes) -> dict[str, tuple[torch.dtype, str]]:
-    """The dtype of every buffer that is used, and the given one whose columns it has: workspaces look like what they exchange rows
-    with."""
+    """The dtype of every buffer that is used, and the given one whose columns it has: workspaces
+    look like what they exchange rows with.
+    """
     known = {name: (dtype, name) for name, dtype in given.items()}
-    linked = dict.fromkeys(  # in an order that all ranks have, since the first link of a workspace decides
-        (a.buffer, i.dst.buffer) for _, i in plan.instructions() if isinstance(i, Copy | Reduce) for a in reads(i)
+    # in an order that all ranks have, since the first link of a workspace decides
+    linked = dict.fromkeys(
+        (a.buffer, i.dst.buffer)
+        for _, i in plan.instructions()
+        if isinstance(i, Copy | Reduce)
+        for a in reads(i)
     )
     grown = True
     while grown:

@@ -1,8 +1,9 @@
-"""The host engine: ranks are processes of one machine, and every buffer that a peer accesses lies in shared memory.
+"""The host engine: ranks are processes of one machine, and every buffer that a peer accesses lies
+in shared memory.
 
-The compute lane runs on the caller's thread: matrix products from Python, everything between them in one native call each. The
-comm lane runs beside it on a native thread. A plan is compiled once per dtype; how many rows its blocks have, and where they lie,
-is bound by each call.
+The compute lane runs on the caller's thread: matrix products from Python, everything between them
+in one native call each. The comm lane runs beside it on a native thread. A plan is compiled once
+per dtype; how many rows its blocks have, and where they lie, is bound by each call.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class HostEngine(Engine):
     def kind(self, tensors: Tensors, rows: Sequence[int]) -> Hashable:
         return tuple([tensor.dtype for tensor in tensors.values()])
 
-    def compile(self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes) -> HostProgram:
+    def compile(
+        self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes
+    ) -> HostProgram:
         return HostProgram(self, plan, tensors, dtypes)
 
     def meet(self, timeout: float | None) -> None:
@@ -49,12 +52,16 @@ class HostEngine(Engine):
         """Let ranks meet before what is started next."""
         plan = barrier(self.world.levels)
         programs = (self.program(plan, {}, number=number) for number in itertools.count())
-        program = next(program for program in programs if program.idle() or (program.done() and program.join()))
+        program = next(
+            program for program in programs if program.idle() or (program.done() and program.join())
+        )
         program.start(program.bind({}, ()), timeout=timeout)
 
 
 class HostProgram(Program):
-    """A plan compiled into instructions over blocks, which the native core interprets; products are made between them."""
+    """A plan compiled into instructions over blocks, which the native core interprets; products are
+    made between them.
+    """
 
     engine: HostEngine
 
@@ -66,12 +73,16 @@ class HostProgram(Program):
         given = {name: tensor.dtype for name, tensor in tensors.items()}
         self.check_given(tensors)
         found = kinds(plan, given, dtypes)
-        self.kinds = {name: found[name] for name in plan.buffers if name in found}  # in an order that all ranks have
+        self.kinds = {
+            name: found[name] for name in plan.buffers if name in found
+        }  # in an order that all ranks have
         self.slots: dict[tuple[int, str], int] = {}
         for region in self.regions():
             self.slots.setdefault((region.rank, region.buffer), len(self.slots))
         promised = [(engine.index(signal), count) for signal, count in plan.promised(rank).items()]
-        self.native = _native.Compiled("", len(LANES) + self.more_lanes, promised, plan.ranks, plan.meets)
+        self.native = _native.Compiled(
+            "", len(LANES) + self.more_lanes, promised, plan.ranks, plan.meets
+        )
         self.ahead = plan.ahead  # all others need not ask the native core whether ranks must meet
         self.native.describe(plan.operator, f"algorithm={plan.algorithm}, plan {plan.digest:08x})")
         self._lay_out()
@@ -79,23 +90,37 @@ class HostProgram(Program):
         self.own: _native.Binding | None = None  # `_own_binding`, and the workspace that it is of
         self.segment: memory.Segment | None = None
         self.products: dict[int, tuple[Region, Region]] = {}  # by their place in the compute lane
-        self.entire: set[Region] = set()  # of what they read and write, those that are all of a tensor given
+        self.entire: set[Region] = (
+            set()
+        )  # of what they read and write, those that are all of a tensor given
         self.multiplies = any(isinstance(i, Matmul) for lane in self.lanes for i in lane)
-        self.read = {region for lane in self.lanes for instruction in lane for region in reads(instruction)}
+        self.read = {
+            region for lane in self.lanes for instruction in lane for region in reads(instruction)
+        }
         for lane, instructions in enumerate(self.lanes):
             for at, instruction in enumerate(instructions):
                 self._compile(lane, at, instruction)
 
     def regions(self) -> list[Region]:
         """What this rank's lanes access."""
-        return [region for lane in self.lanes for instruction in lane for region in accesses(instruction)]
+        return [
+            region
+            for lane in self.lanes
+            for instruction in lane
+            for region in accesses(instruction)
+        ]
 
     def begin(self, seconds: float) -> None:
         """Publish the call; its waits may take `seconds`."""
         self.world.native.begin(self.native, seconds)
 
     def carry_out(
-        self, tensors: Tensors, rows: Sequence[int], weights: Weights, bias: Tensors | None = None, timeout: float | None = None
+        self,
+        tensors: Tensors,
+        rows: Sequence[int],
+        weights: Weights,
+        bias: Tensors | None = None,
+        timeout: float | None = None,
     ) -> None:
         world, native, compiled = self.world, self.world.native, self.native
         seconds, whole = world.timeout if timeout is None else timeout, sum(rows)
@@ -115,7 +140,13 @@ class HostProgram(Program):
                     start = _native.now()
                     src, dst = self.products[at]
                     added = None if bias is None else bias.get(dst.buffer)
-                    multiply(self._rows(src, tensors), weights[dst.buffer], self._rows(dst, tensors), added, whole)
+                    multiply(
+                        self._rows(src, tensors),
+                        weights[dst.buffer],
+                        self._rows(dst, tensors),
+                        added,
+                        whole,
+                    )
                     compiled.set_span(0, at, start, _native.now())
                     at = native.run(compiled, 0, at + 1)
                 if at < 0:
@@ -128,7 +159,9 @@ class HostProgram(Program):
         self._record()
 
     def bind(self, tensors: Tensors, rows: Sequence[int], words: str = "") -> _native.Binding:
-        """The blocks' sizes and places for these tensors; makes the workspace larger where it is too small, collectively."""
+        """The blocks' sizes and places for these tensors; makes the workspace larger where it is
+        too small, collectively.
+        """
         shared = {name: self._parts(tensors[name]) for name in self.shared if name in tensors}
         given = tensors if isinstance(tensors, dict) else dict(tensors)
         binding = _native.Binding(self.native, rows, given, shared, words)
@@ -139,7 +172,9 @@ class HostProgram(Program):
         return binding
 
     def _own_binding(self, tensors: Tensors, rows: Sequence[int]) -> _native.Binding:
-        """A binding that nobody else has: the one of the call before, if tensors and sizes are like that one's."""
+        """A binding that nobody else has: the one of the call before, if tensors and sizes are like
+        that one's.
+        """
         own, given = self.own, tensors if isinstance(tensors, dict) else dict(tensors)
         if (
             own is None
@@ -170,17 +205,23 @@ class HostProgram(Program):
         self._record()
 
     def must_meet(self) -> bool:
-        """Whether ranks must meet before this is executed; never unless it is one that runs `ahead`."""
+        """Whether ranks must meet before this is executed; never unless it is one that runs
+        `ahead`.
+        """
         return self.world.native.must_meet(self.native)
 
-    def start(self, binding: _native.Binding, held: object = None, timeout: float | None = None) -> None:
+    def start(
+        self, binding: _native.Binding, held: object = None, timeout: float | None = None
+    ) -> None:
         if self.must_meet():
             self.engine.meet_beside(timeout)
         self.timeout = timeout or self.world.timeout
         with self.world.guard:
             self.apply(binding)
             self.begin(self.timeout)
-            self.world.native.start(self.native, 0, (self.native, binding, held, self.engine.workspace))
+            self.world.native.start(
+                self.native, 0, (self.native, binding, held, self.engine.workspace)
+            )
             self.engine.pending.append(self)
 
     def done(self) -> bool:
@@ -191,7 +232,9 @@ class HostProgram(Program):
         self.world.check_process()
         while self in self.engine.pending:
             left = deadline - time.monotonic()
-            if self.world.native.join(self.native, min(max(left, 0.0), 0.05)):  # now and then Python may handle a signal
+            if self.world.native.join(
+                self.native, min(max(left, 0.0), 0.05)
+            ):  # now and then Python may handle a signal
                 self.engine.pending.remove(self)
                 if self.native.wait_failure(0)[0] != _native.WaitStatus.none:
                     raise self.stopped(0, self.timeout)
@@ -217,14 +260,18 @@ class HostProgram(Program):
         ]
 
     def stopped(self, lane: int, timeout: float) -> WeftError:
-        """The error for a wait of this program that ended early; if another lane's end was the reason, for that one's."""
+        """The error for a wait of this program that ended early; if another lane's end was the
+        reason, for that one's.
+        """
         if self.native.wait_failure(lane)[0] == _native.WaitStatus.lane:
             lane = self.native.stopped
         status, index, source, expected, actual = self.native.wait_failure(lane)
         doing = self.doing(lane, index, self.native.call, source, expected, actual)
         if status == _native.WaitStatus.unread:
             why = f"{os.strerror(actual)}; with WEFT_READ_PEERS=0 large tensors are staged in shared memory instead"
-            return self.world.fail(WeftError(f"rank {self.world.rank} cannot read what it needs {doing}: {why}"))
+            return self.world.fail(
+                WeftError(f"rank {self.world.rank} cannot read what it needs {doing}: {why}")
+            )
         return self.engine.ended(status, source, self.native, doing, timeout)
 
     def _record(self) -> None:
@@ -234,25 +281,40 @@ class HostProgram(Program):
 
     def _lay_out(self) -> None:
         """Tell the native core which blocks the buffers have."""
-        plan, layouts, numbers = self.plan, dict[tuple[int, ...], int](), {name: number for number, name in enumerate(self.kinds)}
+        plan, layouts, numbers = (
+            self.plan,
+            dict[tuple[int, ...], int](),
+            {name: number for number, name in enumerate(self.kinds)},
+        )
 
         def layout(blocks: Sequence[int]) -> int:
             return layouts.setdefault(tuple(blocks), len(layouts))
 
         shards = sum(plan.pieces)
-        if any(max(buffer.numbers(r), default=-1) >= shards for r in range(plan.ranks) for buffer in plan.buffers.values()):
-            raise PlanError(f"{plan.operator}: a buffer has blocks of shards that the plan does not have, {shards} block(s) in all")
+        if any(
+            max(buffer.numbers(r), default=-1) >= shards
+            for r in range(plan.ranks)
+            for buffer in plan.buffers.values()
+        ):
+            raise PlanError(
+                f"{plan.operator}: a buffer has blocks of shards that the plan does not have, "
+                f"{shards} block(s) in all"
+            )
         buffers = []
         for name, (dtype, like) in self.kinds.items():
             buffer = plan.buffers[name]
             by_rank = [layout(buffer.numbers(r)) for r in range(plan.ranks)]
             kind, role = (dtype_name(dtype), dtype.itemsize), getattr(_native.Role, buffer.role)
-            buffers.append((name, *kind, role, numbers[like], name in self.told, name in self.shared, by_rank))
+            buffers.append(
+                (name, *kind, role, numbers[like], name in self.told, name in self.shared, by_rank)
+            )
         slots = [(rank, numbers[name]) for rank, name in self.slots]
         self.native.lay_out(self.world.rank, plan.pieces, list(layouts), buffers, slots)
 
     def _parts(self, tensor: Tensor) -> tuple[list[int], str]:
-        """Where all ranks' parts of a tensor lie, and the same in words; no parts if it is not symmetric."""
+        """Where all ranks' parts of a tensor lie, and the same in words; no parts if it is not
+        symmetric.
+        """
         segment = memory.find(tensor)
         if segment is None or segment.world != self.world.number:
             return [], " read through the kernel" if self.world.reads_memory else ""
@@ -278,39 +340,67 @@ class HostProgram(Program):
         if given:
             segment = memory.find(tensors[region.buffer])
             assert segment is not None
-            return memory.matrix(memory.numbers(segment, region.rank, dtype), (rows, columns, stride, address))
+            return memory.matrix(
+                memory.numbers(segment, region.rank, dtype), (rows, columns, stride, address)
+            )
         return self.engine.space(region.rank, dtype, (rows, columns, stride, address))
 
     def _entire(self, region: Region) -> bool:
         """Whether a region is all of a tensor given on this rank, however many rows that has."""
         buffer, rank = self.plan.buffers[region.buffer], self.world.rank
-        return buffer.given and (region.rank, region.start, region.stop) == (rank, 0, buffer.rows[rank])
+        return buffer.given and (region.rank, region.start, region.stop) == (
+            rank,
+            0,
+            buffer.rows[rank],
+        )
 
     def _together(self, region: Region) -> bool:
-        """Whether all that outputs get is written before anybody looks at it: in a workspace only these are, as in what products
-        read."""
+        """Whether all that outputs get is written before anybody looks at it: in a workspace only
+        these are, as in what products read.
+        """
         return not self.multiplies and self.plan.buffers[region.buffer].given
 
     def _compile(self, lane: int, at: int, instruction: Instruction) -> None:
         native, world, rank = self.native, self.world.native, self.world.rank
         match instruction:
             case Copy(src, dst):
-                remote, measure = src.rank != rank or dst.rank != rank, (dst, src).index(self.plan.measure(instruction))
-                native.copy(lane, self.place(dst), self.place(src), measure, self._together(dst), remote, dst in self.read)
+                remote, measure = (
+                    src.rank != rank or dst.rank != rank,
+                    (dst, src).index(self.plan.measure(instruction)),
+                )
+                native.copy(
+                    lane,
+                    self.place(dst),
+                    self.place(src),
+                    measure,
+                    self._together(dst),
+                    remote,
+                    dst in self.read,
+                )
             case Reduce(srcs, dst, op):
                 regions = (dst, *srcs)
-                dtypes = [getattr(_native.Dtype, dtype_name(self.kinds[r.buffer][0])) for r in regions]
-                places, measure = [self.place(r) for r in regions], regions.index(self.plan.measure(instruction))
+                dtypes = [
+                    getattr(_native.Dtype, dtype_name(self.kinds[r.buffer][0])) for r in regions
+                ]
+                places, measure = (
+                    [self.place(r) for r in regions],
+                    regions.index(self.plan.measure(instruction)),
+                )
                 combine = getattr(_native.Combine, op)
-                native.reduce(lane, places, measure, self._together(dst), dtypes, combine, dst in self.read)
+                native.reduce(
+                    lane, places, measure, self._together(dst), dtypes, combine, dst in self.read
+                )
             case Notify(peer, signal):
                 native.notify(lane, world, peer, self.engine.index(signal))
             case Wait(signal, count):
                 native.wait(lane, world, rank, self.engine.index(signal), signal.source, count)
             case Matmul(src, dst):
-                if lane or "eager" in {self.plan.buffers[region.buffer].role for region in (src, dst)}:
+                if lane or "eager" in {
+                    self.plan.buffers[region.buffer].role for region in (src, dst)
+                }:
                     raise PlanError(
-                        f"products are made on the compute lane, and not in eager buffers; the plan has {instruction} there"
+                        "products are made on the compute lane, and not in eager buffers; the "
+                        f"plan has {instruction} there"
                     )
                 native.multiply(lane, self.place(src))
                 self.products[at] = src, dst

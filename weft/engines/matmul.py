@@ -1,8 +1,9 @@
 """The local matrix product on a CPU: the fastest of the ways that torch offers.
 
-`torch.mm` is often not the fastest: oneDNN's linear kernel reaches twice its float32 rate on some processors, and multiplying
-float16 through float32 hundreds of times its own. Which way wins depends on the dtype, on the number of rows and on how the weight
-lies, so all are timed once per machine and the winners remembered (`weft.cache`).
+`torch.mm` is often not the fastest: oneDNN's linear kernel reaches twice its float32 rate on some
+processors, and multiplying float16 through float32 hundreds of times its own. Which way wins
+depends on the dtype, on the number of rows and on how the weight lies, so all are timed once per
+machine and the winners remembered (`weft.cache`).
 """
 
 from __future__ import annotations
@@ -19,35 +20,60 @@ from weft import cache
 from weft.engines.weights import PackedWeight, ScaledWeight, Weight, pack, plain, transposed
 
 _ROWS = {1: 2048, 2: 2048, 8: 2048, 64: 2048, 512: 1024}
-"""Numbers of rows at which the ways are timed, and the width of the weight: where rows are few one that most caches do not hold.
+"""Numbers of rows at which the ways are timed, and the width of the weight: where rows are few one
+that most caches do not hold.
 
 Other numbers of rows go by the nearest one below.
 """
-_LIES = ("packed plain", "packed transposed", "plain", "transposed", "columns")  # how factors lie: the cases that are timed
+_LIES = (
+    "packed plain",
+    "packed transposed",
+    "plain",
+    "transposed",
+    "columns",
+)  # how factors lie: the cases that are timed
 _ROUNDS = 5  # of timing, for each provider
 _FAR = 8  # times as slow as the fastest is not tried again
 _WORTH = 1.05  # torch.mm is replaced only by a way this many times as fast; less is noise
-_BLOCK = 256  # rows of a packed product whose result still lies in the cache when it is copied to its place
-_REPACKED_BLOCK = 1024  # the same where each product packs the weight anew, which takes as long as some hundred rows
-_SMALL = 1 << 18  # multiplications of float32 that take no longer than asking another than `torch.mm` for them
+# rows of a packed product whose result still lies in the cache when it is copied to its place
+_BLOCK = 256
+# the same where each product packs the weight anew, which takes as long as some hundred rows
+_REPACKED_BLOCK = 1024
+_SMALL = (
+    1 << 18
+)  # multiplications of float32 that take no longer than asking another than `torch.mm` for them
 _MAKING = {4: 1 << 26, 2: 1 << 28}
-"""By the bytes of a number: multiplications that take about as long as making a kernel of oneDNN's, which has one for each number
-of rows, 0.3 to 1 ms."""
-_TINY, _FEW = 1 << 16, 128  # elements of a weight, and rows, up to which kernels are not, and at most, made before they are needed
+"""By the bytes of a number: multiplications that take about as long as making a kernel of oneDNN's,
+which has one for each number of rows, 0.3 to 1 ms.
+"""
+_TINY, _FEW = (
+    1 << 16,
+    128,
+    # elements of a weight, and rows, up to which kernels are not, and at most, made before they are
+    # needed
+)
 _SMALL_WEIGHT = {True: 1 << 20, False: 1 << 19}
-"""Whether it is packed: elements of a weight that is looked at again, and packed again, in less time than a kernel is made."""
+"""Whether it is packed: elements of a weight that is looked at again, and packed again, in less
+time than a kernel is made.
+"""
 _LEAST = 16  # rows of a block of several, so that bits do not depend on how many there are
-_first: dict[Hashable, int] = {}  # rows that a weight like this was multiplied by first; 0 once there were others
+_first: dict[
+    Hashable, int
+] = {}  # rows that a weight like this was multiplied by first; 0 once there were others
 
 
-def multiply(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None = None, whole: int | None = None) -> None:
+def multiply(
+    x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None = None, whole: int | None = None
+) -> None:
     """``out = x @ weight (+ bias)`` for x (rows, K), weight (K, N), bias (N,) and out (rows, N).
 
-    Where x is a part of more rows these are the `whole`: all parts go one way, so that it does not matter how many parts there are.
+    Where x is a part of more rows these are the `whole`: all parts go one way, so that it does not
+    matter how many parts there are.
 
-    The rows of `x` or its columns are contiguous. `x` and `weight` have one dtype; `out` has it too, or is float32. Sums are
-    accumulated in float32 (float64 for float64) and rounded once to the dtype of `out`. The result depends on nothing but the
-    arguments and the machine. A `ScaledWeight` goes with rows that carry their scales, and gives any dtype.
+    The rows of `x` or its columns are contiguous. `x` and `weight` have one dtype; `out` has it
+    too, or is float32. Sums are accumulated in float32 (float64 for float64) and rounded once to
+    the dtype of `out`. The result depends on nothing but the arguments and the machine. A
+    `ScaledWeight` goes with rows that carry their scales, and gives any dtype.
     """
     (part, k), (_, n) = x.shape, weight.shape
     if not (part and k and n):
@@ -64,7 +90,9 @@ def multiply(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None = None,
 
 
 def _lie(x: Tensor, weight: Tensor | PackedWeight) -> str:
-    """How the factors lie, as `chosen` takes it; a transposed `x`, as for the gradient of a weight, goes with any weight."""
+    """How the factors lie, as `chosen` takes it; a transposed `x`, as for the gradient of a weight,
+    goes with any weight.
+    """
     if transposed(x):
         return "columns"
     if isinstance(weight, PackedWeight):
@@ -75,9 +103,13 @@ def _lie(x: Tensor, weight: Tensor | PackedWeight) -> str:
 def _scaled(x: Tensor, weight: ScaledWeight, out: Tensor, bias: Tensor | None) -> None:
     """The sums in float32 of what the float8 numbers stand for."""
     scales = x[:, -4:].view(torch.float32).contiguous()
-    if weight.k:  # scaled afterwards: no slower, closer to the exact sums, and torch 2.9's takes no scales of rows on a CPU
+    # scaled afterwards: no slower, closer to the exact sums, and torch 2.9's takes no scales of
+    # rows on a CPU
+    if weight.k:
         one = torch.ones((), device=x.device)
-        product = torch._scaled_mm(x[:, : weight.k], weight.plain, one, one, out_dtype=torch.float32)
+        product = torch._scaled_mm(
+            x[:, : weight.k], weight.plain, one, one, out_dtype=torch.float32
+        )
         product.mul_(scales).mul_(weight.scales)
     else:
         product = torch.zeros(out.shape)
@@ -106,10 +138,18 @@ def _mm_float32(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None) -> 
         out.copy_(product)
 
 
-def _onednn(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None, way: str = "onednn") -> None:
-    """oneDNN's linear kernel, which returns a new tensor: block by block, so that it is small and copied from the cache."""
+def _onednn(
+    x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None, way: str = "onednn"
+) -> None:
+    """oneDNN's linear kernel, which returns a new tensor: block by block, so that it is small and
+    copied from the cache.
+    """
     packed, dtype = isinstance(weight, PackedWeight), x.dtype if way == "onednn" else torch.float32
-    w = weight.laid_out(way) if isinstance(weight, PackedWeight) else _dense(plain(weight)).to(dtype).t()
+    w = (
+        weight.laid_out(way)
+        if isinstance(weight, PackedWeight)
+        else _dense(plain(weight)).to(dtype).t()
+    )
     x = x.contiguous() if transposed(x) else x
     b = None if bias is None else bias.to(dtype)
     rows, size = x.shape[0], w.shape[0] * w.shape[1]
@@ -124,8 +164,14 @@ def _onednn(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None, way: st
 
 @functools.lru_cache(4096)
 def _blocks(rows: int, most: int, small: bool) -> list[slice]:
-    """The blocks of at most so many rows that a product is made in: with a `small` weight of few sizes, each with a kernel."""
-    found, start, heights = list[slice](), 0, [h for h in (_REPACKED_BLOCK, 512, _BLOCK, _FEW) if h <= most]
+    """The blocks of at most so many rows that a product is made in: with a `small` weight of few
+    sizes, each with a kernel.
+    """
+    found, start, heights = (
+        list[slice](),
+        0,
+        [h for h in (_REPACKED_BLOCK, 512, _BLOCK, _FEW) if h <= most],
+    )
     while start < rows:
         left = rows - start
         height = min(left, most)
@@ -139,8 +185,9 @@ def _blocks(rows: int, most: int, small: bool) -> list[slice]:
 def _make_kernels(rows: int, w: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
     """Have oneDNN make kernels before they are needed.
 
-    As soon as a weight like this is multiplied by a second number of rows they are made for all numbers so small that making one
-    takes longer than using it: which come will go on to differ, and each call would have to wait for its own.
+    As soon as a weight like this is multiplied by a second number of rows they are made for all
+    numbers so small that making one takes longer than using it: which come will go on to differ,
+    and each call would have to wait for its own.
     """
     size, making = w.shape[0] * w.shape[1], _MAKING[dtype.itemsize]
     if size <= _TINY or min(rows, _FEW) * size > making:
@@ -171,12 +218,15 @@ _WAYS: dict[str, Callable[[Tensor, Weight, Tensor, Tensor | None], None]] = {
 
 
 def chosen(dtype: torch.dtype, out_dtype: torch.dtype, lie: str, rows: int) -> str:
-    """The name of the way that `multiply` takes: ``mm`` or ``onednn``, with ``/float32`` if it computes in float32.
+    """The name of the way that `multiply` takes: ``mm`` or ``onednn``, with ``/float32`` if it
+    computes in float32.
 
-    `lie` says how the factors do: ``plain`` (the weight), ``transposed`` (as that of a linear layer), ``packed plain`` or ``packed
-    transposed``; ``columns`` if x is transposed.
+    `lie` says how the factors do: ``plain`` (the weight), ``transposed`` (as that of a linear
+    layer), ``packed plain`` or ``packed transposed``; ``columns`` if x is transposed.
     """
-    return _way(dtype, out_dtype, lie, max(size for size in _ROWS if size <= rows), torch.get_num_threads())
+    return _way(
+        dtype, out_dtype, lie, max(size for size in _ROWS if size <= rows), torch.get_num_threads()
+    )
 
 
 @functools.cache
@@ -187,14 +237,22 @@ def _way(dtype: torch.dtype, out_dtype: torch.dtype, lie: str, rows: int, thread
 @functools.cache
 def _table(dtype: torch.dtype, out_dtype: torch.dtype, threads: int) -> dict[str, dict[str, str]]:
     """The fastest way by number of rows, for factors that lie in one way or another."""
-    kind, software = f"{dtype}-{out_dtype}".replace("torch.", ""), f"torch {torch.__version__} {threads} threads"
-    name, machine = cache.of_this_machine(f"fastest-{kind}", software), {"machine": f"{cache.processor()} {software}"}
+    kind, software = (
+        f"{dtype}-{out_dtype}".replace("torch.", ""),
+        f"torch {torch.__version__} {threads} threads",
+    )
+    name, machine = (
+        cache.of_this_machine(f"fastest-{kind}", software),
+        {"machine": f"{cache.processor()} {software}"},
+    )
     ways = _candidates(dtype, out_dtype)
 
     def fits(found: dict[str, dict[str, str]]) -> bool:
         return all(found[lie][str(rows)] in ways for lie in _LIES for rows in _ROWS)
 
-    table: dict[str, dict[str, str]] = cache.once(name, lambda: _measure(dtype, out_dtype) | machine, fits)
+    table: dict[str, dict[str, str]] = cache.once(
+        name, lambda: _measure(dtype, out_dtype) | machine, fits
+    )
     return table
 
 
@@ -210,7 +268,9 @@ def _candidates(dtype: torch.dtype, out_dtype: torch.dtype) -> list[str]:
 
 @torch.inference_mode(False)
 def _measure(dtype: torch.dtype, out_dtype: torch.dtype) -> dict[str, dict[str, str]]:
-    """Time every way at every number of rows; a way far behind at one number is not tried at larger ones."""
+    """Time every way at every number of rows; a way far behind at one number is not tried at larger
+    ones.
+    """
     table: dict[str, dict[str, str]] = {}
     weights = {width: torch.randn(width, width).to(dtype) for width in _ROWS.values()}
     cases: list[tuple[bool, Callable[[Tensor], Tensor | PackedWeight]]] = [
@@ -221,39 +281,55 @@ def _measure(dtype: torch.dtype, out_dtype: torch.dtype) -> dict[str, dict[str, 
         (True, lambda b: b),
     ]
     for columns, laid in cases:
-        ways, seconds, made = _candidates(dtype, out_dtype), {}, {width: laid(b) for width, b in weights.items()}
+        ways, seconds, made = (
+            _candidates(dtype, out_dtype),
+            {},
+            {width: laid(b) for width, b in weights.items()},
+        )
         for rows, width in _ROWS.items():
-            x, out, weight = torch.randn(rows, width).to(dtype), torch.empty(rows, width, dtype=out_dtype), made[width]
+            x, out, weight = (
+                torch.randn(rows, width).to(dtype),
+                torch.empty(rows, width, dtype=out_dtype),
+                made[width],
+            )
             x = x.t().contiguous().t() if columns else x
-            seconds[rows] = _times({way: functools.partial(_WAYS[way], x, weight, out, None) for way in ways})
+            seconds[rows] = _times(
+                {way: functools.partial(_WAYS[way], x, weight, out, None) for way in ways}
+            )
             ways = [way for way in ways if seconds[rows][way] < _FAR * min(seconds[rows].values())]
         table[_lie(x, weight)] = _fastest(seconds, isinstance(weight, PackedWeight))
     return table
 
 
 def _fastest(seconds: dict[int, dict[str, float]], packed: bool) -> dict[str, str]:
-    """The fastest way by number of rows. Those for `packed` weights together need one layout: that of ``mm`` is the weight itself,
-    so it goes with the one other way with which the times are least, relative to the fastest.
+    """The fastest way by number of rows. Those for `packed` weights together need one layout: that
+    of ``mm`` is the weight itself, so it goes with the one other way with which the times are
+    least, relative to the fastest.
     """
     ways = {way for timed in seconds.values() for way in timed}
 
     def loss(other: str) -> float:
         return sum(
-            math.log(min(timed.get(way, math.inf) for way in ("mm", other)) / min(timed.values())) for timed in seconds.values()
+            math.log(min(timed.get(way, math.inf) for way in ("mm", other)) / min(timed.values()))
+            for timed in seconds.values()
         )
 
     if packed:
         ways = {"mm", min(ways - {"mm"} or ways, key=loss)}
     return {
-        str(rows): min(ways & set(timed), key=lambda way: timed[way] * (1 if way == "mm" else _WORTH))
+        str(rows): min(
+            ways & set(timed), key=lambda way: timed[way] * (1 if way == "mm" else _WORTH)
+        )
         for rows, timed in seconds.items()
     }
 
 
 def _times(works: Mapping[str, Callable[[], None]]) -> dict[str, float]:
-    """The least time of each in a few rounds, after one that warms up. Infinite for what cannot run here.
+    """The least time of each in a few rounds, after one that warms up. Infinite for what cannot run
+    here.
 
-    In each round all take their turn, so that a machine that is slow for a while is so for all of them.
+    In each round all take their turn, so that a machine that is slow for a while is so for all of
+    them.
     """
     seconds = dict.fromkeys(works, math.inf)
     for turn in range(_ROUNDS):

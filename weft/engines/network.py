@@ -1,9 +1,11 @@
-"""The network engine: ranks on several hosts. What stays on a host is the host engine's; what crosses goes as messages.
+"""The network engine: ranks on several hosts. What stays on a host is the host engine's; what
+crosses goes as messages.
 
-It runs what `weft.plan.messages.lower_to_messages` makes of a plan. The lanes that compute and copy within the host are
-interpreted by the native core as ever. A channel is interpreted at both of its ends: a thread of the sender's lane sends each
-message, straight from the rows; the receiver, which knows the sender's plan, takes it straight into the rows and raises the signals
-that come with it, once all whom these tell have begun the call.
+It runs what `weft.plan.messages.lower_to_messages` makes of a plan. The lanes that compute and copy
+within the host are interpreted by the native core as ever. A channel is interpreted at both of its
+ends: a thread of the sender's lane sends each message, straight from the rows; the receiver, which
+knows the sender's plan, takes it straight into the rows and raises the signals that come with it,
+once all whom these tell have begun the call.
 """
 
 from __future__ import annotations
@@ -22,7 +24,17 @@ from weft.engines.engine import LANES, Dtypes, Program, Tensors, Timed
 from weft.engines.host import HostEngine, HostProgram, Place
 from weft.errors import WeftError
 from weft.plan import Instruction, Notify, Plan, Region, Wait
-from weft.plan.messages import Message, batches, channel, incoming, is_channel, is_inlet, let_in_by, lower_to_messages, target
+from weft.plan.messages import (
+    Message,
+    batches,
+    channel,
+    incoming,
+    is_channel,
+    is_inlet,
+    let_in_by,
+    lower_to_messages,
+    target,
+)
 from weft.schedules.barrier import barrier
 from weft.schedules.operators import SHARED_MEMORY_ONLY
 from weft.world import World
@@ -42,7 +54,9 @@ class NetworkEngine(HostEngine):
         assert world.relay is not None
         self.relay = world.relay
 
-    def compile(self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes) -> NetworkProgram:
+    def compile(
+        self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes
+    ) -> NetworkProgram:
         return NetworkProgram(self, plan, tensors, dtypes)
 
     def agree(self, call: str) -> None:
@@ -52,7 +66,9 @@ class NetworkEngine(HostEngine):
 
 
 Sent = list[tuple[int, list[tuple[int, Place | None]]]]
-"""Batches to send: to whom, and for each message its number in its channel and where its rows are; a token has none."""
+"""Batches to send: to whom, and for each message its number in its channel and where its rows are;
+a token has none.
+"""
 
 
 class NetworkProgram(HostProgram):
@@ -62,28 +78,49 @@ class NetworkProgram(HostProgram):
 
     def __init__(self, engine: NetworkEngine, plan: Plan, tensors: Tensors, dtypes: Dtypes) -> None:
         world, rank = engine.world, engine.world.rank
-        self.original = plan  # alive as long as this: compiled plans are found by the identity of what was written
+        # alive as long as this: compiled plans are found by the identity of what was written
+        self.original = plan
         plan = lower_to_messages(plan, world.hosts)
-        self.outgoing: dict[str, list[tuple[int, tuple[Wait, list[Message], Notify]]]] = {}  # by the lane that is sent for
+        self.outgoing: dict[
+            str, list[tuple[int, tuple[Wait, list[Message], Notify]]]
+        ] = {}  # by the lane that is sent for
         for name in plan.lanes[rank]:
             if is_channel(name):
                 lane, to = target(name)
-                self.outgoing.setdefault(lane, []).extend((to, batch) for batch in batches(plan, rank, lane, to))
+                self.outgoing.setdefault(lane, []).extend(
+                    (to, batch) for batch in batches(plan, rank, lane, to)
+                )
         self.incoming = [
-            (sender, lane, [message for _, messages, _ in batches(plan, sender, lane, rank) for message in messages])
+            (
+                sender,
+                lane,
+                [
+                    message
+                    for _, messages, _ in batches(plan, sender, lane, rank)
+                    for message in messages
+                ],
+            )
             for sender, lane in incoming(plan, rank)
         ]
         self.more_lanes = len(self.outgoing) + len(self.incoming)
         super().__init__(engine, plan, tensors, dtypes)
         self.sends: list[tuple[str, Sent]] = []  # by lane
         self.receives: list[tuple[int, str, list[int], list[Place | None]]] = []
-        """What a lane of another rank sends here: who must have begun the call before, and for each message where its rows go."""
+        """What a lane of another rank sends here: who must have begun the call before, and for each
+        message where its rows go.
+        """
         self._compile_channels()
-        self.departures = Counter(to for _, sent in self.sends for to, messages in sent for _ in messages)
+        self.departures = Counter(
+            to for _, sent in self.sends for to, messages in sent for _ in messages
+        )
         self.spans: list[Timed] = []
 
     def own_lanes(self) -> Mapping[str, Sequence[Instruction]]:
-        return {name: lane for name, lane in self.plan.lanes[self.world.rank].items() if not (is_channel(name) or is_inlet(name))}
+        return {
+            name: lane
+            for name, lane in self.plan.lanes[self.world.rank].items()
+            if not (is_channel(name) or is_inlet(name))
+        }
 
     def begin(self, seconds: float) -> None:
         """Publish the call, let come what will, and what is to go wait for its turn."""
@@ -92,7 +129,9 @@ class NetworkProgram(HostProgram):
         assert self.bound is not None
         self.spans = []
         arrivals: dict[int, _Arrivals] = {}
-        for number, (sender, lane, told, places) in enumerate(self.receives, len(LANES) + len(self.sends)):
+        for number, (sender, lane, told, places) in enumerate(
+            self.receives, len(LANES) + len(self.sends)
+        ):
             coming = arrivals.setdefault(sender, _Arrivals(self, call, digest))
             coming.lanes[LANES.index(lane)] = _Coming(number, told, deque(map(self.rows, places)))
         relay.begin(call, digest, self.bound.call, arrivals, self.departures)
@@ -122,16 +161,24 @@ class NetworkProgram(HostProgram):
         return _Rows(address, rows, row, stride)
 
     def advance(self, number: int, at: int) -> int:
-        """Run a native lane to its next pause; -1 if it never gets there. That another still computes is no reason to give up."""
+        """Run a native lane to its next pause; -1 if it never gets there. That another still
+        computes is no reason to give up.
+        """
         native, compiled = self.world.native, self.native
         while True:
             reached = native.run(compiled, number, at)
             status, stopped, *_ = compiled.wait_failure(number)
-            if reached >= 0 or status != _native.WaitStatus.timeout or self.world.closed is not None:
+            if (
+                reached >= 0
+                or status != _native.WaitStatus.timeout
+                or self.world.closed is not None
+            ):
                 return reached
             at = stopped
 
-    def _send(self, number: int, lane: str, sent: Sent, call: int, digest: int, spans: list[Timed]) -> None:
+    def _send(
+        self, number: int, lane: str, sent: Sent, call: int, digest: int, spans: list[Timed]
+    ) -> None:
         """Send what a lane has for other hosts in a call."""
         relay, sender, at = self.engine.relay, LANES.index(lane), self.advance(number, 0)
         for to, messages in sent:
@@ -147,7 +194,12 @@ class NetworkProgram(HostProgram):
         return super()._spans() + self.spans
 
     def regions(self) -> list[Region]:
-        sent = (message for batches in self.outgoing.values() for _, (_, messages, _) in batches for message in messages)
+        sent = (
+            message
+            for batches in self.outgoing.values()
+            for _, (_, messages, _) in batches
+            for message in messages
+        )
         received = (message for _, _, messages in self.incoming for message in messages)
         found = [*(m.copy.src for m in sent if m.copy), *(m.copy.dst for m in received if m.copy)]
         return [*super().regions(), *found]
@@ -156,19 +208,27 @@ class NetworkProgram(HostProgram):
         native = self.native
         for number, (lane, posted) in enumerate(self.outgoing.items(), len(LANES)):
             sent: Sent = []
-            for to, (begin, messages, end) in sorted(posted, key=lambda one: one[1][0].count):  # as the lane comes to them
+            for to, (begin, messages, end) in sorted(
+                posted, key=lambda one: one[1][0].count
+            ):  # as the lane comes to them
                 self._compile(number, 0, begin)
                 native.pause(number)
                 self._compile(number, 0, end)
-                sent.append((to, [(m.index, self.place(m.copy.src) if m.copy else None) for m in messages]))
+                sent.append(
+                    (to, [(m.index, self.place(m.copy.src) if m.copy else None) for m in messages])
+                )
             self.sends.append((lane, sent))
-        for number, (sender, lane, messages) in enumerate(self.incoming, len(LANES) + len(self.outgoing)):
+        for number, (sender, lane, messages) in enumerate(
+            self.incoming, len(LANES) + len(self.outgoing)
+        ):
             for message in messages:
                 native.pause(number)
                 for notify in message.signals:
                     self._compile(number, 0, notify)
             told = let_in_by(self.plan, sender, lane, self.world.rank)
-            self.receives.append((sender, lane, told, [self.place(m.copy.dst) if m.copy else None for m in messages]))
+            self.receives.append(
+                (sender, lane, told, [self.place(m.copy.dst) if m.copy else None for m in messages])
+            )
 
 
 class _Rows(NamedTuple):
@@ -230,8 +290,9 @@ class _Arrivals:
 
 @dataclass
 class _Coming:
-    """What one lane sends: the native lane that raises its signals, the ranks that must have begun the call before, the places
-    still to be filled, and how far signals are raised."""
+    """What one lane sends: the native lane that raises its signals, the ranks that must have begun
+    the call before, the places still to be filled, and how far signals are raised.
+    """
 
     number: int
     told: Sequence[int]

@@ -27,7 +27,9 @@ _ROUNDS = 20  # of asking another host for the time
 
 @contextmanager
 def record(world: World) -> Iterator[Recording]:
-    """Record this rank's part of every execution in `world` inside the ``with`` block; not collective."""
+    """Record this rank's part of every execution in `world` inside the ``with`` block; not
+    collective.
+    """
     world.recorder = recording = Recording(world)
     world.native.trace(True)
     try:
@@ -49,7 +51,9 @@ class Recording:
         self.executions.append((plan, rows, spans))
 
     def gather(self, title: str, group: dist.ProcessGroup | None = None) -> Trace | None:
-        """The trace of all ranks on rank 0, None elsewhere; collective over `group`, the one the world was made with."""
+        """The trace of all ranks on rank 0, None elsewhere; collective over `group`, the one the
+        world was made with.
+        """
         spans = [*self._spans()]
         if self.world.ranks > 1:
             offsets = clock_offsets(self.world, group)
@@ -67,14 +71,20 @@ class Recording:
         for plan, sizes, spans in self.executions:
             bound = bind(plan, sizes)
             for lane, index, start, stop in spans:
-                yield Span.of(self.world.rank, lane, bound.lanes[self.world.rank][lane][index], start, stop)
+                yield Span.of(
+                    self.world.rank, lane, bound.lanes[self.world.rank][lane][index], start, stop
+                )
 
 
-def clock_offsets(world: World, group: dist.ProcessGroup | None = None, now: Callable[[], int] = _native.now) -> list[int]:
-    """By how many nanoseconds each rank's clock `now` is ahead of rank 0's; known to rank 0, zeros elsewhere. Collective.
+def clock_offsets(
+    world: World, group: dist.ProcessGroup | None = None, now: Callable[[], int] = _native.now
+) -> list[int]:
+    """By how many nanoseconds each rank's clock `now` is ahead of rank 0's; known to rank 0, zeros
+    elsewhere. Collective.
 
-    Rank 0 asks one rank of each other host for the time, and takes it for that of half-way between its question and the answer, in
-    the fastest of several rounds (F. Cristian, "Probabilistic clock synchronization"). It is off by less than half that round.
+    Rank 0 asks one rank of each other host for the time, and takes it for that of half-way between
+    its question and the answer, in the fastest of several rounds (F. Cristian, "Probabilistic clock
+    synchronization"). It is off by less than half that round.
     """
     offsets, stamp = [0] * world.ranks, torch.zeros(1, dtype=torch.int64)
     for host in sorted({*world.hosts} - {world.hosts[0]}):

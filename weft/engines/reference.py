@@ -1,9 +1,10 @@
-"""The slow, obvious interpreter of plans that tests compare the other engines with: all ranks in one process.
+"""The slow, obvious interpreter of plans that tests compare the other engines with: all ranks in
+one process.
 
-Lanes take steps of one instruction each, in turns or in a random interleaving: what a plan computes must not depend on which.
-What goes over a channel arrives in its order, however late. Memory is as unkind as real memory: the workspaces of successive
-calls overlap and are never cleared, outputs hold NaN when a rank begins a call, and inputs hold it before the rank begins and
-after it ends.
+Lanes take steps of one instruction each, in turns or in a random interleaving: what a plan computes
+must not depend on which. What goes over a channel arrives in its order, however late. Memory is as
+unkind as real memory: the workspaces of successive calls overlap and are never cleared, outputs
+hold NaN when a rank begins a call, and inputs hold it before the rank begins and after it ends.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ from weft.schedules.barrier import barrier
 from weft.schedules.levels import flat
 
 TURNS, MEETING = _native.Executor.turns, _native.Executor.meeting
-"""How many eager buffers there are, which calls use in turn: those of plans that meet the first ones, the others the rest."""
+"""How many eager buffers there are, which calls use in turn: those of plans that meet the first
+ones, the others the rest.
+"""
 
 Buffers = dict[str, Tensor]
 Move = Copy | Matmul | Reduce
 Step = tuple[int, str]
-"""A rank and the lane that takes its next instruction, or ``""`` where the rank moves on to its next call."""
+"""A rank and the lane that takes its next instruction, or ``""`` where the rank moves on to its
+next call.
+"""
 
 Awaited = tuple[Signal, int]
 """A signal, and how often it must have been raised."""
@@ -42,7 +47,8 @@ NAN = 0xFF
 
 
 class Call(NamedTuple):
-    """One execution of a plan: each rank's inputs, and its weights by the buffer that their products go to.
+    """One execution of a plan: each rank's inputs, and its weights by the buffer that their
+    products go to.
 
     `dtypes` are those of buffers that differ from what is written to them first.
     """
@@ -54,10 +60,11 @@ class Call(NamedTuple):
 
 
 def run(*calls: Call, order: random.Random | None = None) -> list[list[Buffers]]:
-    """The outputs of each call on each rank; the calls are made one after the other by ranks that move on by themselves.
+    """The outputs of each call on each rank; the calls are made one after the other by ranks that
+    move on by themselves.
 
-    With `order` some lanes run ahead of others as far as signals allow; without it all take turns. Products have the dtype of the
-    weight. A deadlock raises `PlanError`.
+    With `order` some lanes run ahead of others as far as signals allow; without it all take turns.
+    Products have the dtype of the weight. A deadlock raises `PlanError`.
     """
     every = _met(calls)
     memory = _memory(every)
@@ -73,7 +80,9 @@ def run(*calls: Call, order: random.Random | None = None) -> list[list[Buffers]]
 
 
 def _met(calls: Sequence[Call]) -> list[Call]:
-    """The calls, and the barriers that engines add before eager buffers are written to which some rank may still read."""
+    """The calls, and the barriers that engines add before eager buffers are written to which some
+    rank may still read.
+    """
     found, ahead = list[Call](), 0
     for call in calls:
         if call.plan.ahead and ahead == TURNS - MEETING:
@@ -96,7 +105,9 @@ def _in_turns() -> Callable[[Sequence[Step]], Step]:
 
 
 def _at_random(order: random.Random) -> Callable[[Sequence[Step]], Step]:
-    """Prefer lanes at random; some runs keep to their preferences for long, so that lanes run far ahead, others for a step."""
+    """Prefer lanes at random; some runs keep to their preferences for long, so that lanes run far
+    ahead, others for a step.
+    """
     restlessness = order.random()
     urgency: dict[Step, float] = {}
 
@@ -111,23 +122,35 @@ def _at_random(order: random.Random) -> Callable[[Sequence[Step]], Step]:
 class _Rank:
     """A rank's counters, and what its lanes have yet to do in its current call."""
 
-    def __init__(self, rank: int, calls: Sequence[Call], memory: Sequence[Sequence[Buffers]]) -> None:
+    def __init__(
+        self, rank: int, calls: Sequence[Call], memory: Sequence[Sequence[Buffers]]
+    ) -> None:
         self.rank, self.calls, self.memory, self.number = rank, calls, memory, -1
         self.lanes: dict[str, list[Instruction]] = {}
-        self.arriving: dict[str, list[_Arrival]] = {}  # by receiving end, of calls that may be over on this rank
+        self.arriving: dict[
+            str, list[_Arrival]
+        ] = {}  # by receiving end, of calls that may be over on this rank
         self.counters: Counter[Signal] = Counter()
         self.base: Counter[Signal] = Counter()
         self.outputs: list[Buffers] = []
 
     def ready(self) -> list[str]:
         """The lanes that can take a step, and the receiving ends of channels."""
-        found = [name for name, things in self.arriving.items() if things and self.has(things[0].awaited)]
+        found = [
+            name for name, things in self.arriving.items() if things and self.has(things[0].awaited)
+        ]
         if any(self.lanes.values()):
-            return found + [name for name, lane in self.lanes.items() if lane and self.has(self.awaited(lane[0]))]
+            return found + [
+                name
+                for name, lane in self.lanes.items()
+                if lane and self.has(self.awaited(lane[0]))
+            ]
         return [*found, ""] if self.number < len(self.calls) else found
 
     def awaited(self, instruction: Instruction) -> Awaited | None:
-        """How often a signal must have been raised, in all calls, before an instruction of the current one is carried out."""
+        """How often a signal must have been raised, in all calls, before an instruction of the
+        current one is carried out.
+        """
         match instruction:
             case Wait(signal, count):
                 return signal, self.base[signal] + count
@@ -137,13 +160,23 @@ class _Rank:
         return awaited is None or self.counters[awaited[0]] >= awaited[1]
 
     def stuck(self) -> list[str]:
-        lanes = [f"rank {self.rank} {name} in call {self.number}: {lane[0]}" for name, lane in self.lanes.items() if lane]
-        return lanes + [f"rank {self.rank} {name}: {things[0].awaited}" for name, things in self.arriving.items() if things]
+        lanes = [
+            f"rank {self.rank} {name} in call {self.number}: {lane[0]}"
+            for name, lane in self.lanes.items()
+            if lane
+        ]
+        return lanes + [
+            f"rank {self.rank} {name}: {things[0].awaited}"
+            for name, things in self.arriving.items()
+            if things
+        ]
 
     def move_on(self) -> None:
         """End the current call, if any, and begin the next, if any."""
         if self.number >= 0:
-            self.outputs.append({name: tensor.clone() for name, tensor in self.buffers("output").items()})
+            self.outputs.append(
+                {name: tensor.clone() for name, tensor in self.buffers("output").items()}
+            )
             _poison(*self.buffers("input").values())
             self.base.update(self.calls[self.number].plan.promised(self.rank))
         self.number += 1
@@ -157,7 +190,11 @@ class _Rank:
     def buffers(self, role: str) -> Buffers:
         """This rank's buffers that have this role in its current call."""
         kinds = self.calls[self.number].plan.buffers
-        return {name: tensor for name, tensor in self.memory[self.number][self.rank].items() if kinds[name].role == role}
+        return {
+            name: tensor
+            for name, tensor in self.memory[self.number][self.rank].items()
+            if kinds[name].role == role
+        }
 
     def rows(self, region: Region) -> Tensor:
         """Rows, here or on a peer, as instructions of the current call name them."""
@@ -195,7 +232,9 @@ def _effect(ranks: Sequence[_Rank], rank: int, instruction: Instruction) -> Call
         case Copy() | Matmul() | Reduce() as move:
             sources, target = [here.rows(source) for source in reads(move)], here.rows(move.dst)
             if isinstance(move, Copy) and sources[0].dtype != target.dtype:
-                raise PlanError(f"{move}: a copy does not turn {sources[0].dtype} into {target.dtype}")
+                raise PlanError(
+                    f"{move}: a copy does not turn {sources[0].dtype} into {target.dtype}"
+                )
             made = _result(move, sources, here.calls[here.number], rank)
             return partial(target.copy_, made.clone() if isinstance(move, Copy) else made)
     return lambda: None
@@ -211,7 +250,11 @@ def _result(move: Move, sources: Sequence[Tensor], call: Call, rank: int) -> Ten
             return sources[0].to(weight.dtype) @ weight
         case Reduce():
             dtype = sources[0].dtype
-            wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else torch.int64
+            wide = (
+                torch.promote_types(dtype, torch.float32)
+                if dtype.is_floating_point
+                else torch.int64
+            )
             total = sources[0].to(wide)
             for source in sources[1:]:
                 total = total + source.to(wide)
@@ -221,27 +264,44 @@ def _result(move: Move, sources: Sequence[Tensor], call: Call, rank: int) -> Ten
 def _memory(calls: Sequence[Call]) -> list[list[Buffers]]:
     """The buffers of each call on each rank.
 
-    A rank's workspaces begin, in every call, at the start of one pool; eager buffers at that of one of `TURNS` others, which two
-    ranks that meet have from each other when every other turn comes round.
+    A rank's workspaces begin, in every call, at the start of one pool; eager buffers at that of one
+    of `TURNS` others, which two ranks that meet have from each other when every other turn comes
+    round.
     """
     ranks, likes = range(calls[0].plan.ranks), [_like(call) for call in calls]
     plans = [(call.plan, like) for call, like in zip(calls, likes, strict=True)]
-    largest = max(sum(_bytes(like[name], max(buffer.rows)) for name, buffer in plan.buffers.items()) for plan, like in plans)
-    pools = [[torch.full((largest,), NAN, dtype=torch.uint8) for _ in range(1 + TURNS)] for _ in ranks]
-    met = cycle([(turn, crossed) for crossed in ((False, True) if len(ranks) == 2 else (False,)) for turn in range(MEETING)])
+    largest = max(
+        sum(_bytes(like[name], max(buffer.rows)) for name, buffer in plan.buffers.items())
+        for plan, like in plans
+    )
+    pools = [
+        [torch.full((largest,), NAN, dtype=torch.uint8) for _ in range(1 + TURNS)] for _ in ranks
+    ]
+    met = cycle(
+        [
+            (turn, crossed)
+            for crossed in ((False, True) if len(ranks) == 2 else (False,))
+            for turn in range(MEETING)
+        ]
+    )
     passed = cycle([(turn, False) for turn in range(MEETING, TURNS)])
     found = []
     for plan, like in plans:
         eager = any(buffer.role == "eager" for buffer in plan.buffers.values())
         turn, crossed = next(met if plan.meets else passed) if eager else (0, False)
         owners = ranks[::-1] if crossed else ranks
-        spaces = [{"workspace": pools[r][0], "eager": pools[owner][1 + turn]} for r, owner in zip(ranks, owners, strict=True)]
+        spaces = [
+            {"workspace": pools[r][0], "eager": pools[owner][1 + turn]}
+            for r, owner in zip(ranks, owners, strict=True)
+        ]
         found.append([_lay_out(plan, like, r, spaces[r]) for r in ranks])
     return found
 
 
 def _lay_out(plan: Plan, like: Buffers, rank: int, pools: dict[str, Tensor]) -> Buffers:
-    """Memory that nothing has been written to: workspaces side by side in their pool, as eager buffers, the rest by itself."""
+    """Memory that nothing has been written to: workspaces side by side in their pool, as eager
+    buffers, the rest by itself.
+    """
     buffers = {}
     for name, buffer in plan.buffers.items():
         shape = buffer.rows[rank], *like[name].shape[1:]
@@ -262,16 +322,23 @@ def _bytes(like: Tensor, rows: int) -> int:
 def _like(call: Call) -> Buffers:
     """For each buffer a tensor of no rows with its columns and dtype.
 
-    They follow from the inputs by way of the instructions. Buffers that nothing is written to look like the first input.
+    They follow from the inputs by way of the instructions. Buffers that nothing is written to look
+    like the first input.
     """
     moves = [(r, i) for r, i in call.plan.instructions() if isinstance(i, Move)]
     like = {name: tensor[:0] for name, tensor in call.inputs[0].items()}
     first = next(iter(like.values()), torch.empty(0, 1))
-    while new := [(r, i) for r, i in moves if i.dst.buffer not in like and all(source.buffer in like for source in reads(i))]:
+    while new := [
+        (r, i)
+        for r, i in moves
+        if i.dst.buffer not in like and all(source.buffer in like for source in reads(i))
+    ]:
         for r, move in new:
             sources, name = [like[source.buffer] for source in reads(move)], move.dst.buffer
             found = _result(move, sources, call, r)
-            like[name] = found.to(call.dtypes.get(name, found.dtype if isinstance(move, Matmul) else sources[0].dtype))
+            like[name] = found.to(
+                call.dtypes.get(name, found.dtype if isinstance(move, Matmul) else sources[0].dtype)
+            )
     return {name: like.get(name, first) for name in call.plan.buffers}
 
 

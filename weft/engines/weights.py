@@ -20,15 +20,19 @@ _SAMPLED = 64  # elements of a packed weight that are compared to see whether it
 class PackedWeight:
     """A weight (K, N) laid out for products; made by `pack`.
 
-    Attributes: `shape`, `dtype`, `source`, the tensor it was made from, `plain`, the same without its gradient, `lies`, how it does
-    (`weft.engines.matmul`), and `watched`: whether who packed it looks for changes before each use, so that operators need not.
+    Attributes: `shape`, `dtype`, `source`, the tensor it was made from, `plain`, the same without
+    its gradient, `lies`, how it does (`weft.engines.matmul`), and `watched`: whether who packed it
+    looks for changes before each use, so that operators need not.
     """
 
     watched = False
 
     def __init__(self, b: Tensor) -> None:
         self.source, self.plain, self.shape, self.dtype = b, b.detach(), b.shape, b.dtype
-        self._base, self._counted = b._base, not b.is_inference()  # what b is a view of; whether torch counts writes
+        self._base, self._counted = (
+            b._base,
+            not b.is_inference(),
+        )  # what b is a view of; whether torch counts writes
         self._packed_from = self._state()
         self._laid: dict[str, Tensor] = {}
         self.lies = "packed transposed" if transposed(self.plain) else "packed plain"
@@ -38,7 +42,11 @@ class PackedWeight:
         if way not in self._laid:
             dtype = torch.float32 if way.endswith("/float32") else self.dtype
             wide = self.plain.to(dtype)
-            self._laid[way] = torch.ops.mkldnn._reorder_linear_weight(wide.t().contiguous()) if way.startswith("onednn") else wide
+            self._laid[way] = (
+                torch.ops.mkldnn._reorder_linear_weight(wide.t().contiguous())
+                if way.startswith("onednn")
+                else wide
+            )
         return self._laid[way]
 
     @property
@@ -47,27 +55,39 @@ class PackedWeight:
         return self.source.requires_grad
 
     def changed(self) -> bool:
-        """Whether the tensor this was made from has been written to since, or lies elsewhere; see `pack`."""
+        """Whether the tensor this was made from has been written to since, or lies elsewhere; see
+        `pack`.
+        """
         return self._state() != self._packed_from
 
     def _state(self) -> tuple[object, ...]:
-        """What tells of changes: torch's count of writes, where the tensor lies, some of its elements, and where its base lies."""
+        """What tells of changes: torch's count of writes, where the tensor lies, some of its
+        elements, and where its base lies.
+        """
         base, version = self._base, self.source._version if self._counted else 0
-        return version, memory.seen(self.source, _SAMPLED), None if base is None else memory.seen(base, 0)
+        return (
+            version,
+            memory.seen(self.source, _SAMPLED),
+            None if base is None else memory.seen(base, 0),
+        )
 
     def check_unchanged(self) -> None:
         """Raise `ValueError` if the tensor that this was packed from is not as it was."""
         if not self.watched and self.changed():
-            raise ValueError("the weight was changed after it was packed; pack it again with weft.pack(b)")
+            raise ValueError(
+                "the weight was changed after it was packed; pack it again with weft.pack(b)"
+            )
 
     def __repr__(self) -> str:
         return f"PackedWeight({tuple(self.shape)}, {self.dtype})"
 
 
 class ScaledWeight:
-    """A float8 weight (K, N) with its scales (1, N), for rows that carry theirs behind their K columns; see `weft.ops.float8`.
+    """A float8 weight (K, N) with its scales (1, N), for rows that carry theirs behind their K
+    columns; see `weft.ops.float8`.
 
-    `shape` counts the columns of such rows: K, filled up to a multiple of 4, and the 4 bytes of a scale in float32.
+    `shape` counts the columns of such rows: K, filled up to a multiple of 4, and the 4 bytes of a
+    scale in float32.
     """
 
     def __init__(self, b: Tensor, scales: Tensor) -> None:
@@ -89,22 +109,28 @@ def source(weight: Weight) -> Tensor:
 
 
 def pack(b: Tensor) -> PackedWeight:
-    """Lay out the weight `b` (K, N), of any strides, for use in many products; worth most where these have few rows.
+    """Lay out the weight `b` (K, N), of any strides, for use in many products; worth most where
+    these have few rows.
 
-    Operators take the result in place of `b`. It keeps `b`, and beside it at most one copy for each dtype of results, made at the
-    first product that is faster with it: of b's dtype, or in float32 on processors that do not multiply 16-bit numbers themselves.
+    Operators take the result in place of `b`. It keeps `b`, and beside it at most one copy for each
+    dtype of results, made at the first product that is faster with it: of b's dtype, or in float32
+    on processors that do not multiply 16-bit numbers themselves.
 
-    If `b` requires a gradient it gets it: a call that is recorded, or compiled, multiplies by `b` itself, as it is by then.
+    If `b` requires a gradient it gets it: a call that is recorded, or compiled, multiplies by `b`
+    itself, as it is by then.
 
-    `b` must not be changed: a changed weight is a `ValueError` when used. Noticed are writes that torch counts, other memory (as by
-    `Module.to` or ``b.data = …``, also of the tensor that `b` is a view of), and writes that torch does not count, as through
-    ``b.data``, if they change one of 64 elements spread over `b`. Not noticed are smaller writes of that kind, nor that a module
-    has another parameter in the place of `b`, as by ``load_state_dict(assign=True)``: `b` is then what it was.
+    `b` must not be changed: a changed weight is a `ValueError` when used. Noticed are writes that
+    torch counts, other memory (as by `Module.to` or ``b.data = …``, also of the tensor that `b` is
+    a view of), and writes that torch does not count, as through ``b.data``, if they change one of
+    64 elements spread over `b`. Not noticed are smaller writes of that kind, nor that a module has
+    another parameter in the place of `b`, as by ``load_state_dict(assign=True)``: `b` is then what
+    it was.
     """
     check_tensor(b, "b")
     if b.dim() != 2 or b.dtype not in DTYPES or b.device.type != "cpu":
         raise ValueError(
-            f"b, a weight to pack, must be a CPU tensor (K, N) of a floating dtype; got {tuple(b.shape)} {b.dtype} on {b.device}"
+            "b, a weight to pack, must be a CPU tensor (K, N) of a floating dtype; got "
+            f"{tuple(b.shape)} {b.dtype} on {b.device}"
         )
     return PackedWeight(b)
 

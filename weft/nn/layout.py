@@ -1,4 +1,6 @@
-"""How activations and parameters lie over ranks: placements, and the parts of them that a rank holds."""
+"""How activations and parameters lie over ranks: placements, and the parts of them that a rank
+holds.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from weft.world import World
 
 
 class Layout(NamedTuple):
-    """How activations lie when they come and when they go. On a mesh they may be DTensors, and go as one unless `local`."""
+    """How activations lie when they come and when they go. On a mesh they may be DTensors, and go
+    as one unless `local`.
+    """
 
     input: Placement
     output: Placement
@@ -27,11 +31,19 @@ class Layout(NamedTuple):
 
 def normal(placement: Placement, dims: int) -> Placement:
     """The placement for tensors of `dims` dimensions, with a dimension that is not negative."""
-    return Shard(placement.dim + dims) if isinstance(placement, Shard) and placement.dim < 0 else placement
+    return (
+        Shard(placement.dim + dims)
+        if isinstance(placement, Shard) and placement.dim < 0
+        else placement
+    )
 
 
-def as_dtensor(local: Tensor, mesh: DeviceMesh, placement: Placement, size: int | None = None) -> DTensor:
-    """A DTensor of local parts; `size` is that of the whole along a sharded dimension, if not that of equal parts."""
+def as_dtensor(
+    local: Tensor, mesh: DeviceMesh, placement: Placement, size: int | None = None
+) -> DTensor:
+    """A DTensor of local parts; `size` is that of the whole along a sharded dimension, if not that
+    of equal parts.
+    """
     if size is None or not isinstance(placement, Shard):
         return DTensor.from_local(local, mesh, [placement], run_check=False)
     shape = torch.Size([*local.shape[: placement.dim], size, *local.shape[placement.dim + 1 :]])
@@ -45,17 +57,27 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def summed(parameter: Tensor | None) -> Tensor | None:
-    """A parameter that all ranks hold and each applies to rows of its own, so that its gradient is the sum over ranks."""
-    return parameter.to_local(grad_placements=[Partial()]) if isinstance(parameter, DTensor) else parameter
+    """A parameter that all ranks hold and each applies to rows of its own, so that its gradient is
+    the sum over ranks.
+    """
+    return (
+        parameter.to_local(grad_placements=[Partial()])
+        if isinstance(parameter, DTensor)
+        else parameter
+    )
 
 
 def chunk_sizes(size: int, ranks: int) -> list[int]:
-    """The sizes of `torch.chunk`, which are those of DTensor: the first parts are full, the last ones may be empty."""
+    """The sizes of `torch.chunk`, which are those of DTensor: the first parts are full, the last
+    ones may be empty.
+    """
     full = -(-size // ranks)
     return [min(full, max(0, size - rank * full)) for rank in range(ranks)]
 
 
 def part(parameter: Tensor, dim: int, world: World) -> nn.Parameter:
     """A parameter with this rank's part of `parameter` along `dim`."""
-    part = torch.split(parameter.detach(), chunk_sizes(parameter.shape[dim], world.ranks), dim)[world.rank]
+    part = torch.split(parameter.detach(), chunk_sizes(parameter.shape[dim], world.ranks), dim)[
+        world.rank
+    ]
     return nn.Parameter(part.clone(memory_format=torch.contiguous_format))

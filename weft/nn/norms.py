@@ -1,4 +1,6 @@
-"""Norms on tensors that are sharded along a dimension that is not normalised: they need no communication."""
+"""Norms on tensors that are sharded along a dimension that is not normalised: they need no
+communication.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,21 @@ class ShardedNorm(nn.Module):
         if not isinstance(x, DTensor) and not torch.compiler.is_compiling():
             check_tensor(x, "input")
             if x.device.type != self.layout.on_mesh().device_type or not x.is_floating_point():
-                raise ValueError(f"input must be of a floating dtype, on the mesh's device; got {x.dtype} on {x.device}")
+                raise ValueError(
+                    f"input must be of a floating dtype, on the mesh's device; got {x.dtype} on "
+                    f"{x.device}"
+                )
         placement, size = normal(self.layout.input, x.dim()), None
         if isinstance(placement, Shard) and placement.dim >= x.dim() - len(self.normalized_shape):
             raise ValueError(
-                f"dimension {placement.dim} of an input of shape {tuple(x.shape)} is normalised, so it cannot be sharded"
+                f"dimension {placement.dim} of an input of shape {tuple(x.shape)} is normalised, "
+                "so it cannot be sharded"
             )
         if isinstance(x, DTensor):
             size = x.shape[placement.dim] if isinstance(placement, Shard) else None
-            x = (x if x.placements[0] == placement else x.redistribute(placements=[placement])).to_local()
+            x = (
+                x if x.placements[0] == placement else x.redistribute(placements=[placement])
+            ).to_local()
         y = self._norm(x)
         return y if self.layout.local else as_dtensor(y, self.layout.on_mesh(), placement, size)
 
@@ -44,7 +52,9 @@ class _RMSNorm(ShardedNorm, nn.RMSNorm):
 
 class _LayerNorm(ShardedNorm, nn.LayerNorm):
     def _norm(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.normalized_shape, summed(self.weight), summed(self.bias), self.eps)
+        return F.layer_norm(
+            x, self.normalized_shape, summed(self.weight), summed(self.bias), self.eps
+        )
 
 
 NORMS: dict[type[nn.Module], type[nn.Module]] = {nn.RMSNorm: _RMSNorm, nn.LayerNorm: _LayerNorm}

@@ -1,4 +1,6 @@
-"""What a layer does besides the fused operators, with its gradients: a local product, and a gather of its columns."""
+"""What a layer does besides the fused operators, with its gradients: a local product, and a gather
+of its columns.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from weft.world import World
 
 
 class _ColumnProduct(torch.autograd.Function):
-    """``x @ weight + bias`` with a weight that differs between ranks and an x that does not: its gradient is the sum over ranks."""
+    """``x @ weight + bias`` with a weight that differs between ranks and an x that does not: its
+    gradient is the sum over ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, world: World) -> Tensor:
@@ -56,7 +60,9 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 
 class _AllColumns(torch.autograd.Function):
-    """All ranks' parts of the last dimension; every rank is taken to use the whole alike, and keeps its part of the gradient."""
+    """All ranks' parts of the last dimension; every rank is taken to use the whole alike, and keeps
+    its part of the gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, sizes: list[int], world: World) -> Tensor:

@@ -1,4 +1,5 @@
-"""torch's tensor-parallel styles with weft's operators in them: same arguments, parameters and results.
+"""torch's tensor-parallel styles with weft's operators in them: same arguments, parameters and
+results.
 
 What weft does not run behaves as under torch's style; `explain` tells which.
 """
@@ -28,13 +29,16 @@ class ColwiseParallel(torch_styles.ColwiseParallel):
 
 
 class SharedColwiseParallel(torch_styles.ParallelStyle):
-    """`ColwiseParallel` for layers of one module that take the same input, sharded along a dimension: it is gathered once.
+    """`ColwiseParallel` for layers of one module that take the same input, sharded along a
+    dimension: it is gathered once.
 
-        parallelize_module(block, mesh, {"attention": weft.nn.SharedColwiseParallel("wq", "wk", "wv", input_layouts=Shard(1))})
+        parallelize_module(block, mesh, {"attention": weft.nn.SharedColwiseParallel("wq", "wk",
+        "wv", input_layouts=Shard(1))})
 
-    The one that is called first multiplies for all of them while the input is gathered, and its backward is one too. All are to be
-    called, in any order, each with the very same tensor, which is not written to in between; a layer that is not called keeps its
-    result until the next input. Parameters and results are those of the layers under `ColwiseParallel`.
+    The one that is called first multiplies for all of them while the input is gathered, and its
+    backward is one too. All are to be called, in any order, each with the very same tensor, which
+    is not written to in between; a layer that is not called keeps its result until the next input.
+    Parameters and results are those of the layers under `ColwiseParallel`.
 
     Args:
         names: of the layers, in the module that the style is applied to.
@@ -52,7 +56,11 @@ class SharedColwiseParallel(torch_styles.ParallelStyle):
     ) -> None:
         super().__init__()
         self.names = names
-        self.style = ColwiseParallel(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.style = ColwiseParallel(
+            input_layouts=input_layouts,
+            output_layouts=output_layouts,
+            use_local_output=use_local_output,
+        )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layers = [self.style._apply(module.get_submodule(name), device_mesh) for name in self.names]
@@ -71,15 +79,22 @@ class RowwiseParallel(torch_styles.RowwiseParallel):
 
 
 class SequenceParallel(torch_styles.SequenceParallel):
-    """torch's `SequenceParallel`, on plain tensors for `nn.RMSNorm` and `nn.LayerNorm`, which need no communication."""
+    """torch's `SequenceParallel`, on plain tensors for `nn.RMSNorm` and `nn.LayerNorm`, which need
+    no communication.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(module) not in NORMS:
-            return note(super()._apply(module, device_mesh), f"torch: {type(module).__name__} is not a norm that weft knows")
+            return note(
+                super()._apply(module, device_mesh),
+                f"torch: {type(module).__name__} is not a norm that weft knows",
+            )
         distribute_module(module, device_mesh, self._replicate_module_fn)
         module.__class__ = NORMS[type(module)]
         assert isinstance(module, ShardedNorm)
-        module.layout = Layout(self.sequence_sharding[0], self.sequence_sharding[0], device_mesh, self.use_local_output)
+        module.layout = Layout(
+            self.sequence_sharding[0], self.sequence_sharding[0], device_mesh, self.use_local_output
+        )
         return note(module, "weft: on plain tensors")
 
 
@@ -101,9 +116,13 @@ def _spread(
     mesh: DeviceMesh,
     kind: type[ShardedLinear],
 ) -> nn.Module:
-    """Shard a linear layer's parameters and make it a layer of weft, or let torch; hooks, name and state dict remain."""
+    """Shard a linear layer's parameters and make it a layer of weft, or let torch; hooks, name and
+    state dict remain.
+    """
     layout = Layout(style.input_layouts[0], style.output_layouts[0], mesh, style.use_local_output)
-    if reason := _obstacle(module, mesh, layout.input if kind is ColumnParallelLinear else layout.output):
+    if reason := _obstacle(
+        module, mesh, layout.input if kind is ColumnParallelLinear else layout.output
+    ):
         return note(by_torch(module, mesh), f"torch: {reason}")
     distribute_module(module, mesh, style._partition_linear_fn)
     module.__class__ = kind

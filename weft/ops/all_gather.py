@@ -28,10 +28,11 @@ def all_gather(
 ) -> Tensor:
     """The tensors `a` of all ranks joined along `dim`, in rank order; any dtype of `ANY`.
 
-    `shard_rows` are the sizes of that dimension on all ranks if they differ (zero is allowed). `algorithm` is ``pull`` (every rank
-    reads its peers'), ``push`` (every rank writes to its peers) or ``ring``, these two in transfers of `chunk_rows`; auto pushes
-    where `out` is symmetric, unless `a` is so too and small. `a` may be this rank's own part of `out`; where that is symmetric a
-    push copies nothing but what peers get.
+    `shard_rows` are the sizes of that dimension on all ranks if they differ (zero is allowed).
+    `algorithm` is ``pull`` (every rank reads its peers'), ``push`` (every rank writes to its peers)
+    or ``ring``, these two in transfers of `chunk_rows`; auto pushes where `out` is symmetric,
+    unless `a` is so too and small. `a` may be this rank's own part of `out`; where that is
+    symmetric a push copies nothing but what peers get.
 
     There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
     """
@@ -40,7 +41,13 @@ def all_gather(
 
 
 def _prepare(
-    world: World, a: Tensor, out: Tensor | None, dim: int, shard_rows: Sequence[int] | None, algorithm: str, chunk_rows: int | None
+    world: World,
+    a: Tensor,
+    out: Tensor | None,
+    dim: int,
+    shard_rows: Sequence[int] | None,
+    algorithm: str,
+    chunk_rows: int | None,
 ) -> Work:
     collective.check_input(a, world)
     dim = dims.normal(dim, a.dim())
@@ -53,14 +60,24 @@ def _prepare(
     def is_part(out: Tensor) -> bool:
         return lead == 1 and same_place(a, out.narrow(dim, start, a.shape[dim]))
 
-    result = arguments.result(out, dims.resized(a.shape, dim, sum(sizes)), a.dtype, [a], world, is_part)
+    result = arguments.result(
+        out, dims.resized(a.shape, dim, sum(sizes)), a.dtype, [a], world, is_part
+    )
     in_place = out is not None and is_part(out)
     matrix, gathered = as_matrix(a, dim), as_matrix(result, dim)
-    whole = gathered if lead == 1 else torch.empty_like(gathered)  # else the rows of a rank do not lie side by side in the result
+    whole = (
+        gathered if lead == 1 else torch.empty_like(gathered)
+    )  # else the rows of a rank do not lie side by side in the result
     # In place each rank's rows begin elsewhere, so they are not one symmetric tensor.
-    symmetric, symmetric_out = world.is_symmetric(matrix) and not in_place, world.is_symmetric(whole)
+    symmetric, symmetric_out = (
+        world.is_symmetric(matrix) and not in_place,
+        world.is_symmetric(whole),
+    )
     hosts = world.topology
-    copied, tensors = collective.parts(result, whole, dim, sizes) if lead != 1 else (), {"a": matrix, "gathered": whole}
+    copied, tensors = (
+        collective.parts(result, whole, dim, sizes) if lead != 1 else (),
+        {"a": matrix, "gathered": whole},
+    )
     most = max(rows)
     size = most * matrix.shape[1] * matrix.itemsize
     if algorithm in ("auto", "pull") and chunk_rows is None:
@@ -68,7 +85,11 @@ def _prepare(
         if collective.moved_at_once(world, size, reached):
             return Work(schedule.eager(world.levels), rows, tensors, result, copied)
         if not reached and collective.read_in_place(world, size):
-            algorithm, symmetric, chunk_rows = "pull", True, max(sizes)  # as peers read symmetric ones, but at once
+            algorithm, symmetric, chunk_rows = (
+                "pull",
+                True,
+                max(sizes),
+            )  # as peers read symmetric ones, but at once
     if algorithm == "auto":
         straight = symmetric_out and (not symmetric or size >= world.thresholds.pushed_bytes)
         algorithm = "push" if hosts or straight else "pull"

@@ -1,4 +1,6 @@
-"""All-gather + matmul as an operator: ``concatenation of all ranks' a @ b``, computed while the rows arrive."""
+"""All-gather + matmul as an operator: ``concatenation of all ranks' a @ b``, computed while the
+rows arrive.
+"""
 
 from __future__ import annotations
 
@@ -40,63 +42,90 @@ def all_gather_matmul(
 ) -> Tensor | list[Tensor] | tuple[Tensor | list[Tensor], Tensor]:
     """Gather `a` from all ranks along a dimension and multiply by this rank's `b`, collectively.
 
-    The result is that of `torch.distributed.all_gather_into_tensor` followed by `torch.matmul` (plus `bias`); it does not depend
-    on the order in which rows arrive.
+    The result is that of `torch.distributed.all_gather_into_tensor` followed by `torch.matmul`
+    (plus `bias`); it does not depend on the order in which rows arrive.
 
-    Gradients flow to a, b and bias: that of a is the sum over ranks of their gradients times their b^T, computed by
-    `matmul_reduce_scatter`; for those of b the gathered a is kept from forward to backward. A call whose gradient is recorded,
-    or that is compiled, multiplies by the tensor itself that a packed weight was made of.
+    Gradients flow to a, b and bias: that of a is the sum over ranks of their gradients times their
+    b^T, computed by `matmul_reduce_scatter`; for those of b the gathered a is kept from forward to
+    backward. A call whose gradient is recorded, or that is compiled, multiplies by the tensor
+    itself that a packed weight was made of.
 
     Args:
-        a: this rank's shard; (rows, …, K), of at least two dimensions; float16, bfloat16, float32 or float64; any strides. If it
-            is symmetric (`World.empty`), the same tensor on all ranks, peers may read it in place; otherwise it is staged.
-        b: (K, N) of a's dtype, any strides, or packed once by `weft.pack`. N may differ between ranks. A list of weights shares
+        a: this rank's shard; (rows, …, K), of at least two dimensions; float16, bfloat16, float32
+        or float64; any strides. If it
+            is symmetric (`World.empty`), the same tensor on all ranks, peers may read it in place;
+            otherwise it is staged.
+        b: (K, N) of a's dtype, any strides, or packed once by `weft.pack`. N may differ between
+        ranks. A list of weights shares
             one gather and gives a list of results.
-        dim: the dimension of a that is gathered. For the last one, a split of K, b has as many rows as all ranks' a have columns;
+        dim: the dimension of a that is gathered. For the last one, a split of K, b has as many rows
+        as all ranks' a have columns;
             a is then gathered first and multiplied in one product, without overlap.
-        bias: (N,), added to every row; a list where b is one.
-        scale_a: for float8 inputs (float8_e4m3fn or float8_e5m2, both a and b): the scale of a in float32, one for all of it or one
-            for each row, (…, 1). Products are those of ``torch._scaled_mm``, in float32; there is no gradient.
-        scale_b: the scale of b, one for all of it or one for each column, (1, N); a list where b is one.
-        out: contiguous, of the shape of the result, not overlapping an input; a list where b is one.
-        out_dtype: a's dtype (default) or float32; for float8 bfloat16 (default), float16 or float32.
-        return_gathered: also return the gathered a, a tensor of the caller's own.
-        shard_rows: the size of the gathered dimension of a on every rank, if they differ; zero is allowed.
-        algorithm: ``direct`` (peers' rows are read where they lie), ``pull``, ``push``, ``ring``, ``sequential`` (gather, then one
+        bias: (N,), added to every row; a list where b is one. scale_a: for float8 inputs
+        (float8_e4m3fn or float8_e5m2, both a and b): the scale of a in float32, one for all of it
+        or one
+            for each row, (…, 1). Products are those of ``torch._scaled_mm``, in float32; there is
+            no gradient.
+        scale_b: the scale of b, one for all of it or one for each column, (1, N); a list where b is
+        one. out: contiguous, of the shape of the result, not overlapping an input; a list where b
+        is one. out_dtype: a's dtype (default) or float32; for float8 bfloat16 (default), float16 or
+        float32. return_gathered: also return the gathered a, a tensor of the caller's own.
+        shard_rows: the size of the gathered dimension of a on every rank, if they differ; zero is
+        allowed. algorithm: ``direct`` (peers' rows are read where they lie), ``pull``, ``push``,
+        ``ring``, ``sequential`` (gather, then one
             product) or ``auto``; `explain` says what auto chooses.
-        chunk_rows: rows (of a as a matrix of K columns) per transfer of pull, push and ring; the others make no use of it.
-        world: by default the world made by ``weft.init()``.
-        timeout: seconds any wait may take; by default the world's.
+        chunk_rows: rows (of a as a matrix of K columns) per transfer of pull, push and ring; the
+        others make no use of it. world: by default the world made by ``weft.init()``. timeout:
+        seconds any wait may take; by default the world's.
 
     Returns:
-        a's shape with the gathered dimension of all ranks together and N in place of K, of `out_dtype`; a list of these for a list
-        of weights; with `return_gathered` a pair.
+        a's shape with the gathered dimension of all ranks together and N in place of K, of
+        `out_dtype`; a list of these for a list of weights; with `return_gathered` a pair.
 
     Raises:
-        ValueError, TypeError: bad arguments, before anything is sent.
-        MismatchError, PeerLost, PeerTimeout: the ranks do not make the same call, or one is lost or late; the world is closed.
+        ValueError, TypeError: bad arguments, before anything is sent. MismatchError, PeerLost,
+        PeerTimeout: the ranks do not make the same call, or one is lost or late; the world is
+        closed.
     """
     world = current(world)
     several = isinstance(b, (list, tuple))  # no union: the compiler of torch 2.9 does not know them
     weights: list[Weight] = [*b] if several else [b]  # type: ignore[list-item, misc]
     biases = listed(bias, weights, several, "bias")
     asked = known.Asked(("all_gather_matmul", out_dtype, algorithm, chunk_rows), weights, biases)
-    usual = scale_a is None and scale_b is None and out is None and timeout is None and not return_gathered
+    usual = (
+        scale_a is None
+        and scale_b is None
+        and out is None
+        and timeout is None
+        and not return_gathered
+    )
     usual = usual and dim == 0 and shard_rows is None
-    if usual and not arguments.recorded((a, *weights, *biases)) and (again := known.repeat(world, a, asked)) is not None:
+    if (
+        usual
+        and not arguments.recorded((a, *weights, *biases))
+        and (again := known.repeat(world, a, asked)) is not None
+    ):
         return again if several else again[0]
     outs = listed(out, weights, several, "out")
-    rows, weights = float8.scaled(a, weights, scale_a, listed(scale_b, weights, several, "scale_b"), world)
+    rows, weights = float8.scaled(
+        a, weights, scale_a, listed(scale_b, weights, several, "scale_b"), world
+    )
     if arguments.recorded([a, *weights, *biases, *outs]):
         arguments.check_recorded(a, weights, biases, out, world)
         sources = [source(w) for w in weights]
         keep = return_gathered or any(w.requires_grad for w in sources)
-        given = [a.new_empty(0) if x is None else x for x in biases] if any(x is not None for x in biases) else []
+        given = (
+            [a.new_empty(0) if x is None else x for x in biases]
+            if any(x is not None for x in biases)
+            else []
+        )
         options = Options(dim, "sum", out_dtype, keep, shard_rows, algorithm, chunk_rows, timeout)
         made = torch.ops.weft.all_gather_matmul.default(a, sources, given, *options, world.name)
         results, gathered = made[: len(weights)], made[-1]
     else:
-        options = Options(dim, "sum", out_dtype, return_gathered, shard_rows, algorithm, chunk_rows, timeout)
+        options = Options(
+            dim, "sum", out_dtype, return_gathered, shard_rows, algorithm, chunk_rows, timeout
+        )
         with torch.no_grad():
             call = check(world, Given(rows, weights, biases, outs), options)
             results, kept = known.run(asked, call) if usual and a.dim() == 2 else fused.run(call)
@@ -106,14 +135,18 @@ def all_gather_matmul(
     return (y, gathered) if return_gathered else y
 
 
-def listed(value: object, weights: Sequence[Weight], several: bool, what: str) -> list[Tensor | None]:
+def listed(
+    value: object, weights: Sequence[Weight], several: bool, what: str
+) -> list[Tensor | None]:
     """What is given for each weight."""
     if not several:
         return [value]  # type: ignore[list-item]
     if value is None:
         return [None] * len(weights)
     if not isinstance(value, (list, tuple)) or len(value) != len(weights):
-        raise ValueError(f"b is a list of {len(weights)} weights, so {what} must be a list of {len(weights)} too")
+        raise ValueError(
+            f"b is a list of {len(weights)} weights, so {what} must be a list of {len(weights)} too"
+        )
     return [*value]
 
 
@@ -134,7 +167,11 @@ def check(world: World, given: Given, options: Options) -> Call:
     whole = dims.resized(a.shape, dim, sum(shards))
     results: list[Tensor] = []
     for out, b in zip(outs, weights, strict=True):
-        results.append(arguments.result(out, (*whole[:-1], b.shape[1]), out_dtype, [a, *weights, *biases, *results], world))
+        results.append(
+            arguments.result(
+                out, (*whole[:-1], b.shape[1]), out_dtype, [a, *weights, *biases, *results], world
+            )
+        )
     options = options if dim == options.dim else options._replace(dim=dim)
     return (_ColumnsCall if split else _RowsCall)(world, options, given, shards, results)
 
@@ -159,24 +196,47 @@ class _GatherCall(Call):
 class _RowsCall(_GatherCall):
     """Any dimension but the last is gathered: rows are multiplied as they arrive."""
 
-    def __init__(self, world: World, options: Options, given: Given, shards: Sequence[int], results: list[Tensor]) -> None:
+    def __init__(
+        self,
+        world: World,
+        options: Options,
+        given: Given,
+        shards: Sequence[int],
+        results: list[Tensor],
+    ) -> None:
         a, weights, biases, _ = given
         dim, inner = options.dim, dims.inner(a.shape, options.dim)
         matrix, rows = dims.to_front(a, dim), tuple(shard * inner for shard in shards)
         symmetric = world.is_symmetric(matrix)
-        super().__init__(world, options, workload("all_gather_matmul", rows, given, results[0].dtype, symmetric))
-        self.weights, self.biases, self.asked = weights, biases, {"gathered": options.keep, "weights": len(weights)}
+        super().__init__(
+            world, options, workload("all_gather_matmul", rows, given, results[0].dtype, symmetric)
+        )
+        self.weights, self.biases, self.asked = (
+            weights,
+            biases,
+            {"gathered": options.keep, "weights": len(weights)},
+        )
         names, self.wholes = [*outputs(len(weights))], results
         if options.keep:
-            names, self.wholes = [*names, "gathered"], [*results, a.new_empty(dims.resized(a.shape, dim, sum(shards)))]
+            names, self.wholes = (
+                [*names, "gathered"],
+                [*results, a.new_empty(dims.resized(a.shape, dim, sum(shards)))],
+            )
         self.fronts = [dims.front(whole, dim) for whole in self.wholes]
-        written = {name: front.view(sum(rows), front.shape[-1]) for name, front in zip(names, self.fronts, strict=True)}
+        written = {
+            name: front.view(sum(rows), front.shape[-1])
+            for name, front in zip(names, self.fronts, strict=True)
+        }
         self.tensors = {"a": matrix, **written}
 
     def overlapped(self) -> tuple[str, str]:
         world = self.world
         if world.emulated_link:
-            return "push", "the emulated link is slower than memory, so rows are moved while others are multiplied"
+            return (
+                "push",
+                "the emulated link is slower than memory, so rows are moved while others are "
+                "multiplied",
+            )
         if world.multi_host:
             return "push", "rows cross to each other host once, and are multiplied as they arrive"
         return "direct", "peers' rows can be read where they lie at the speed of own memory"
@@ -188,12 +248,25 @@ class _RowsCall(_GatherCall):
 
 
 class _ColumnsCall(_GatherCall):
-    """The last dimension is gathered, a split of K: a is gathered first, as rows of its transpose, then multiplied at once."""
+    """The last dimension is gathered, a split of K: a is gathered first, as rows of its transpose,
+    then multiplied at once.
+    """
 
     key = None
 
-    def __init__(self, world: World, options: Options, given: Given, shards: Sequence[int], results: list[Tensor]) -> None:
-        super().__init__(world, options, workload("all_gather_matmul", tuple(shards), given, results[0].dtype, symmetric=False))
+    def __init__(
+        self,
+        world: World,
+        options: Options,
+        given: Given,
+        shards: Sequence[int],
+        results: list[Tensor],
+    ) -> None:
+        super().__init__(
+            world,
+            options,
+            workload("all_gather_matmul", tuple(shards), given, results[0].dtype, symmetric=False),
+        )
         self.planner, self.given, self.results = _gather_columns, given, results
         own = given.a.flatten(0, -2).t().contiguous()
         self.tensors = {"a": own, "gathered": own.new_empty(sum(shards), own.shape[1])}
@@ -201,7 +274,9 @@ class _ColumnsCall(_GatherCall):
     def usual(self, algorithm: str) -> Decision:
         self.check_algorithm(algorithm)
         reading, why = self.overlapped()
-        algorithm = {"auto": reading, "direct": "pull", "sequential": "push"}.get(algorithm, algorithm)
+        algorithm = {"auto": reading, "direct": "pull", "sequential": "push"}.get(
+            algorithm, algorithm
+        )
         chunk = self.options.chunk_rows or self.chunk_rows(algorithm)
         return Decision(Variant(algorithm, max(1, chunk)), why)
 
@@ -214,7 +289,9 @@ class _ColumnsCall(_GatherCall):
         columns = self.tensors["gathered"].t().contiguous()
         for result, b, bias in zip(self.results, weights, biases, strict=True):
             multiply(columns, b, result.view(len(columns), b.shape[1]), bias)
-        return self.results, columns.view(*a.shape[:-1], columns.shape[1]) if self.options.keep else None
+        return self.results, columns.view(
+            *a.shape[:-1], columns.shape[1]
+        ) if self.options.keep else None
 
 
 def _gather_columns(request: Request) -> Plan:

@@ -24,12 +24,14 @@ def all_reduce(
     world: World | None = None,
     timeout: float | None = None,
 ) -> Tensor:
-    """The element-wise reduction of all ranks' `a`, with equal bits on all ranks; a dtype of `NUMBERS`.
+    """The element-wise reduction of all ranks' `a`, with equal bits on all ranks; a dtype of
+    `NUMBERS`.
 
-    `op` as in `reduce_scatter`. `algorithm` is ``one_shot`` (every rank reduces everything; auto's choice for few bytes),
-    ``two_shot`` (every rank reduces a part and copies the others') or ``ring`` (from neighbour to neighbour, rounded to a's dtype
-    at every hop; on one host, and with one rank on each, the sum of part p begins at rank p + 1 and ends at rank p). `out` may be
-    `a` itself.
+    `op` as in `reduce_scatter`. `algorithm` is ``one_shot`` (every rank reduces everything; auto's
+    choice for few bytes), ``two_shot`` (every rank reduces a part and copies the others') or
+    ``ring`` (from neighbour to neighbour, rounded to a's dtype at every hop; on one host, and with
+    one rank on each, the sum of part p begins at rank p + 1 and ends at rank p). `out` may be `a`
+    itself.
 
     There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
     """
@@ -41,21 +43,40 @@ def _prepare(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: st
     arguments.check_algorithm(algorithm, schedule.ALGORITHMS, world)
     result = arguments.result(out, a.shape, a.dtype, [a], world, partial(same_place, a))
     in_place = out is not None and same_place(a, out)
-    flat, rows, size, hosts = a.reshape(-1, 1).contiguous(), split(a.numel(), world.ranks), a.nbytes, world.topology
+    flat, rows, size, hosts = (
+        a.reshape(-1, 1).contiguous(),
+        split(a.numel(), world.ranks),
+        a.nbytes,
+        world.topology,
+    )
     tensors = {"a": flat, "out": result.view(-1, 1)}
     symmetric, symmetric_out = world.is_symmetric(flat), world.is_symmetric(result)
-    if algorithm in ("auto", "one_shot") and collective.reduced_at_once(world, size, symmetric or symmetric_out):
+    if algorithm in ("auto", "one_shot") and collective.reduced_at_once(
+        world, size, symmetric or symmetric_out
+    ):
         return Work(schedule.eager(world.levels, op), rows, tensors, result)
     if algorithm == "auto":
         algorithm = "one_shot" if size <= world.thresholds.eager_bytes else "two_shot"
     if hosts is not None and not (algorithm == "ring" and apart(hosts)):
-        cut, by = pieces(rows[0], collective.sent_rows(flat, rows[0])), "ring" if algorithm == "ring" else "two_shot"
+        cut, by = (
+            pieces(rows[0], collective.sent_rows(flat, rows[0])),
+            "ring" if algorithm == "ring" else "two_shot",
+        )
         return Work(planned(schedule.put, cut, hosts, by, op), rows, tensors, result)
-    cut = 1 if algorithm == "one_shot" else pieces(rows[0], collective.exchanged_rows(flat, rows[0], world))
+    cut = (
+        1
+        if algorithm == "one_shot"
+        else pieces(rows[0], collective.exchanged_rows(flat, rows[0], world))
+    )
     # Where every rank reads all of a there is no moment at which its own rank may overwrite it.
     symmetric = symmetric and not (in_place and algorithm == "one_shot")
     places = {"symmetric_a": symmetric, "symmetric_out": symmetric_out}
-    return Work(planned(schedule.all_reduce, world.ranks, cut, algorithm, op, **places), rows, tensors, result)
+    return Work(
+        planned(schedule.all_reduce, world.ranks, cut, algorithm, op, **places),
+        rows,
+        tensors,
+        result,
+    )
 
 
 all_reduce_async = begun(all_reduce, _prepare)

@@ -26,11 +26,13 @@ def all_to_all(
     world: World | None = None,
     timeout: float | None = None,
 ) -> Tensor:
-    """Part p of a's first dimension goes to rank p; the result has the parts for this rank in rank order. Any dtype of `ANY`.
+    """Part p of a's first dimension goes to rank p; the result has the parts for this rank in rank
+    order. Any dtype of `ANY`.
 
-    Every row goes straight to its rank, also where hosts are several: round a ring it would be sent several times.
-    The parts are even, or as large as `input_split_sizes` and `output_split_sizes` say (all ranks give both or none; the sizes
-    are exchanged first, and those that do not fit together are a `ValueError` on all ranks).
+    Every row goes straight to its rank, also where hosts are several: round a ring it would be sent
+    several times. The parts are even, or as large as `input_split_sizes` and `output_split_sizes`
+    say (all ranks give both or none; the sizes are exchanged first, and those that do not fit
+    together are a `ValueError` on all ranks).
 
     There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
     """
@@ -40,7 +42,11 @@ def all_to_all(
 
 
 def _prepare(
-    world: World, a: Tensor, out: Tensor | None, input_split_sizes: Sequence[int] | None, output_split_sizes: Sequence[int] | None
+    world: World,
+    a: Tensor,
+    out: Tensor | None,
+    input_split_sizes: Sequence[int] | None,
+    output_split_sizes: Sequence[int] | None,
 ) -> Work:
     collective.check_input(a, world)
     dims.normal(0, a.dim())
@@ -52,13 +58,22 @@ def _prepare(
     symmetric = world.is_symmetric(matrix)
     rows, tensors = [*chain(*counts)], {"a": matrix, "out": as_matrix(result)}
     row = matrix.shape[1] * matrix.itemsize
-    most, handed = row * max(map(sum, counts)), row * max(sum(given) - given[rank] for rank, given in enumerate(counts))
+    most, handed = (
+        row * max(map(sum, counts)),
+        row * max(sum(given) - given[rank] for rank, given in enumerate(counts)),
+    )
     if collective.moved_at_once(world, handed, symmetric):
         return Work(schedule.eager(world.levels), rows, tensors, result, agreed=not even)
     symmetric = symmetric or collective.read_in_place(world, most)
-    cut = 1 if symmetric or hosts else pieces(max(rows), collective.exchanged_rows(matrix, max(rows), world))
+    cut = (
+        1
+        if symmetric or hosts
+        else pieces(max(rows), collective.exchanged_rows(matrix, max(rows), world))
+    )
     few = hosts is not None and not symmetric and most <= EAGER_ROOM
-    plan = planned(schedule.all_to_all, world.ranks, cut, symmetric_a=symmetric, hosts=hosts, few=few)
+    plan = planned(
+        schedule.all_to_all, world.ranks, cut, symmetric_a=symmetric, hosts=hosts, few=few
+    )
     return Work(plan, rows, tensors, result, agreed=not even)
 
 
@@ -72,24 +87,34 @@ def _splits(
     """How many of its `rows` this rank gives to each rank, and takes from each."""
     if given is None and taken is None:
         if rows % world.ranks:
-            raise ValueError(f"{rows} rows do not divide evenly over {world.ranks} ranks: give the split sizes")
+            raise ValueError(
+                f"{rows} rows do not divide evenly over {world.ranks} ranks: give the split sizes"
+            )
         return ((rows // world.ranks,) * world.ranks,) * 2
     given, taken = tuple(() if given is None else given), tuple(() if taken is None else taken)
     if not len(given) == len(taken) == world.ranks or min(given + taken) < 0 or sum(given) != rows:
         raise ValueError(
-            f"input_split_sizes and output_split_sizes must be {world.ranks} counts each, none negative, the former of {rows} "
+            f"input_split_sizes and output_split_sizes must be {world.ranks} counts each, none "
+            f"negative, the former of {rows} "
             f"rows in all; got {[*given]} and {[*taken]}"
         )
     return given, taken
 
 
-def _exchange_splits(world: World, given: tuple[int, ...], taken: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """What every rank gives to every other, once all have been told; sizes that do not fit are an error on all ranks alike."""
-    everyone = all_gather(torch.tensor([given, taken]).view(1, -1), world=world).view(world.ranks, 2, world.ranks)
+def _exchange_splits(
+    world: World, given: tuple[int, ...], taken: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """What every rank gives to every other, once all have been told; sizes that do not fit are an
+    error on all ranks alike.
+    """
+    everyone = all_gather(torch.tensor([given, taken]).view(1, -1), world=world).view(
+        world.ranks, 2, world.ranks
+    )
     sent, expected = everyone[:, 0], everyone[:, 1].t()
     if not torch.equal(sent, expected):
         giver, taker = [int(i) for i in (sent != expected).nonzero()[0]]
         raise ValueError(
-            f"rank {giver} gives rank {taker} {sent[giver, taker]} rows, but rank {taker} expects {expected[giver, taker]} from it"
+            f"rank {giver} gives rank {taker} {sent[giver, taker]} rows, but rank {taker} expects "
+            f"{expected[giver, taker]} from it"
         )
     return tuple(tuple(row) for row in sent.tolist())

@@ -1,4 +1,6 @@
-"""Checks that operators share: what was given, and what would do. Everything here is raised before anything is sent."""
+"""Checks that operators share: what was given, and what would do. Everything here is raised before
+anything is sent.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,27 @@ def check_place(tensor: Tensor, what: str, world: World) -> None:
     checks.check_tensor(tensor, what)
     if tensor.device != world.device:
         remedy = "one with data" if tensor.is_meta else f"{what}.to({str(world.device)!r})"
-        raise ValueError(f"{what} is on {tensor.device}; this world's ranks work on {world.device}: pass {remedy}")
+        raise ValueError(
+            f"{what} is on {tensor.device}; this world's ranks work on {world.device}: pass "
+            f"{remedy}"
+        )
     segment = memory.find(tensor)
     if segment is not None and segment.world != world.number:
-        raise ValueError(f"{what} is symmetric in another world; pass a plain tensor or one made by this world's empty(...)")
+        raise ValueError(
+            f"{what} is symmetric in another world; pass a plain tensor or one made by this "
+            "world's empty(...)"
+        )
 
 
-def check_input(tensor: Tensor, what: str, world: World, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
+def check_input(
+    tensor: Tensor, what: str, world: World, dtypes: Sequence[torch.dtype] = DTYPES
+) -> None:
     """The same, of a supported dtype."""
     check_place(tensor, what, world)
     if tensor.dtype not in dtypes:
-        raise TypeError(f"{what} has dtype {name(tensor.dtype)}; supported are {', '.join(map(name, dtypes))}")
+        raise TypeError(
+            f"{what} has dtype {name(tensor.dtype)}; supported are {', '.join(map(name, dtypes))}"
+        )
 
 
 def check_weight(a: Tensor, b: Weight, world: World, k: int | None = None) -> None:
@@ -42,14 +54,18 @@ def check_weight(a: Tensor, b: Weight, world: World, k: int | None = None) -> No
         b.check_unchanged()
     elif isinstance(b, ScaledWeight):
         if k != a.shape[-1]:
-            raise ValueError("float8 inputs cannot be split along K, since each part has scales of its own")
+            raise ValueError(
+                "float8 inputs cannot be split along K, since each part has scales of its own"
+            )
         return  # it was made for this a
     else:
         check_input(b, "b", world)
     if len(b.shape) != 2:
         raise ValueError(f"b must be a matrix (K, N); got shape {tuple(b.shape)}")
     if k != b.shape[0]:
-        raise ValueError(f"a has {k} columns and b {b.shape[0]} rows; these inner dimensions must be equal")
+        raise ValueError(
+            f"a has {k} columns and b {b.shape[0]} rows; these inner dimensions must be equal"
+        )
     if a.dtype != b.dtype:
         raise TypeError(f"a is {name(a.dtype)} and b {name(b.dtype)}; they must have one dtype")
 
@@ -58,10 +74,17 @@ def check_out_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.
     """The dtype of the result: the input's, or float32; for float8 bfloat16, or any other."""
     if dtype in FLOAT8:
         if out_dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
-            raise TypeError(f"out_dtype must be bfloat16, float16 or float32 for {name(dtype)}; got {out_dtype}")
+            raise TypeError(
+                f"out_dtype must be bfloat16, float16 or float32 for {name(dtype)}; got {out_dtype}"
+            )
         return out_dtype or torch.bfloat16
-    if out_dtype not in (None, dtype, torch.float32) or (dtype == torch.float64 and out_dtype == torch.float32):
-        raise TypeError(f"out_dtype must be {name(dtype)}{'' if dtype == torch.float64 else ' or float32'}; got {out_dtype}")
+    if out_dtype not in (None, dtype, torch.float32) or (
+        dtype == torch.float64 and out_dtype == torch.float32
+    ):
+        raise TypeError(
+            f"out_dtype must be {name(dtype)}{'' if dtype == torch.float64 else ' or float32'}; "
+            f"got {out_dtype}"
+        )
     return out_dtype or dtype
 
 
@@ -69,11 +92,17 @@ def check_parts(rows: int, shard_rows: Sequence[int] | None, world: World) -> li
     """The parts that ranks keep of `rows` rows."""
     if shard_rows is None:
         if rows % world.ranks:
-            raise ValueError(f"{rows} rows do not divide evenly over {world.ranks} ranks: give shard_rows, the rows of each")
+            raise ValueError(
+                f"{rows} rows do not divide evenly over {world.ranks} ranks: give shard_rows, the "
+                "rows of each"
+            )
         return [rows // world.ranks] * world.ranks
     counts = [int(n) for n in shard_rows]
     if len(counts) != world.ranks or min(counts) < 0 or sum(counts) != rows:
-        raise ValueError(f"shard_rows must be {world.ranks} counts, none negative, of {rows} in all; got {counts}")
+        raise ValueError(
+            f"shard_rows must be {world.ranks} counts, none negative, of {rows} in all; got "
+            f"{counts}"
+        )
     return counts
 
 
@@ -83,9 +112,14 @@ def check_shard_rows(rows: int, shard_rows: Sequence[int] | None, world: World) 
         return [rows] * world.ranks
     counts = [int(n) for n in shard_rows]
     if len(counts) != world.ranks or min(counts) < 0:
-        raise ValueError(f"shard_rows must be {world.ranks} counts, one per rank, none negative; got {counts}")
+        raise ValueError(
+            f"shard_rows must be {world.ranks} counts, one per rank, none negative; got {counts}"
+        )
     if counts[world.rank] != rows:
-        raise ValueError(f"shard_rows gives rank {world.rank} {counts[world.rank]} rows, but its input has {rows}")
+        raise ValueError(
+            f"shard_rows gives rank {world.rank} {counts[world.rank]} rows, but its input has "
+            f"{rows}"
+        )
     return counts
 
 
@@ -98,18 +132,24 @@ def check_chunk_rows(chunk_rows: int | None) -> None:
 def check_algorithm(algorithm: str, known: Sequence[str], world: World) -> None:
     """One of those known that the world's engine can carry out, or ``auto``."""
     if algorithm not in (*known, "auto"):
-        raise ValueError(f"there is no algorithm {algorithm!r}; choose auto or one of {', '.join(known)}")
+        raise ValueError(
+            f"there is no algorithm {algorithm!r}; choose auto or one of {', '.join(known)}"
+        )
     refused = engine(world).refused
     if algorithm in refused:
         others = ", ".join(name for name in known if name not in refused)
-        raise ValueError(f"{algorithm} is not possible in this world: {refused[algorithm]}; choose {others}")
+        raise ValueError(
+            f"{algorithm} is not possible in this world: {refused[algorithm]}; choose {others}"
+        )
 
 
 def check_matrix(a: Tensor, world: World, dtypes: Sequence[torch.dtype] = FACTORS) -> None:
     """Rows to multiply: an input of at least two dimensions."""
     check_input(a, "a", world, dtypes)
     if a.dim() < 2:
-        raise ValueError(f"a must have at least 2 dimensions, (rows, …, K); got shape {tuple(a.shape)}")
+        raise ValueError(
+            f"a must have at least 2 dimensions, (rows, …, K); got shape {tuple(a.shape)}"
+        )
 
 
 def check_bias(bias: Tensor | None, columns: int, world: World) -> None:
@@ -128,18 +168,27 @@ def result(
     world: World,
     in_place: Callable[[Tensor], bool] = lambda out: False,
 ) -> Tensor:
-    """`out` if it fits, else a new tensor. It may overlap an input only where the call is made `in_place`."""
+    """`out` if it fits, else a new tensor. It may overlap an input only where the call is made
+    `in_place`.
+    """
     if out is None:
         return torch.empty(shape, dtype=dtype, device=world.device)
     check_input(out, "out", world, (dtype,))
     if out.shape != torch.Size(shape):
         raise ValueError(f"out must have shape {tuple(shape)}; got {tuple(out.shape)}")
     if not out.is_contiguous():
-        raise ValueError(f"out must be contiguous, such as torch.empty{tuple(shape)}; got strides {out.stride()}")
-    if any(overlap(out, tensor) for given in inputs for tensor in _read(given)) and not in_place(out):
+        raise ValueError(
+            f"out must be contiguous, such as torch.empty{tuple(shape)}; got strides {out.stride()}"
+        )
+    if any(overlap(out, tensor) for given in inputs for tensor in _read(given)) and not in_place(
+        out
+    ):
         raise ValueError("out must not overlap an input or another out: pass memory of its own")
     if out.requires_grad and torch.is_grad_enabled():
-        raise ValueError("out requires a gradient, but none is recorded: pass out.detach(), or call under torch.no_grad()")
+        raise ValueError(
+            "out requires a gradient, but none is recorded: pass out.detach(), or call under "
+            "torch.no_grad()"
+        )
     return out
 
 
@@ -151,7 +200,9 @@ def _read(given: Weight | None) -> Sequence[Tensor]:
 
 
 def lies(a: object) -> int | None:
-    """The same as `memory.lies`; None too for elements that are negated or conjugated when they are read."""
+    """The same as `memory.lies`; None too for elements that are negated or conjugated when they are
+    read.
+    """
     world = memory.lies(a)
     return None if world is None or a.is_neg() or a.is_conj() else world  # type: ignore[attr-defined]
 
@@ -165,8 +216,12 @@ def recorded(tensors: Sequence[object]) -> bool:
     )
 
 
-def check_recorded(a: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], out: object, world: World) -> None:
-    """What torch traces returns new tensors, and is made of tensors that torch itself would refuse in words of its own."""
+def check_recorded(
+    a: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], out: object, world: World
+) -> None:
+    """What torch traces returns new tensors, and is made of tensors that torch itself would refuse
+    in words of its own.
+    """
     if not torch.compiler.is_compiling():
         check_input(a, "a", world, FACTORS)
         for b in weights:
@@ -176,14 +231,19 @@ def check_recorded(a: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor
             if bias is not None:
                 check_input(bias, "bias", world)
     if out is not None:
-        raise ValueError("out= cannot be recorded: leave it out, or call under torch.no_grad() and outside torch.compile")
+        raise ValueError(
+            "out= cannot be recorded: leave it out, or call under torch.no_grad() and outside "
+            "torch.compile"
+        )
     check_float8_not_recorded([b for b in weights if isinstance(b, ScaledWeight)])
 
 
 def check_float8_not_recorded(scaled: Sequence[object]) -> None:
     """There is none of these, which have no gradient."""
     if scaled:
-        raise ValueError("products of float8 have no gradient and cannot be compiled: call under torch.no_grad()")
+        raise ValueError(
+            "products of float8 have no gradient and cannot be compiled: call under torch.no_grad()"
+        )
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:

@@ -1,9 +1,11 @@
 """What ``algorithm="auto"`` does, and what `weft.explain` tells of it.
 
-An operator has a default by its own rules. In shared memory, with or without an emulated link, the variant that was fastest when
-the workload was tuned, or tried, comes before it. So does one that is predicted (`weft.predict`) to be clearly faster, where ``weft
-calibrate`` measured this machine and, for ranks on several hosts, the link between them; figures of another machine decide
-nothing. Rank 0 decides for all. What was not measured before, the first calls of its class measure (`weft.ops.trials`).
+An operator has a default by its own rules. In shared memory, with or without an emulated link, the
+variant that was fastest when the workload was tuned, or tried, comes before it. So does one that is
+predicted (`weft.predict`) to be clearly faster, where ``weft calibrate`` measured this machine and,
+for ranks on several hosts, the link between them; figures of another machine decide nothing. Rank 0
+decides for all. What was not measured before, the first calls of its class measure
+(`weft.ops.trials`).
 """
 
 from __future__ import annotations
@@ -28,19 +30,25 @@ from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import ORDERS, Variant, Workload
 
 _CLEARLY = 0.05  # by how much of its time a prediction has to beat the default
-_MANY = 4  # ranks from which on they are taken to be equal, and variants in which they are not are not considered
+# ranks from which on they are taken to be equal, and variants in which they are not are not
+# considered
+_MANY = 4
 _calibrated = cache(machine.calibrated)
 _ALGORITHMS = sorted({name for operator in OPERATORS.values() for name in operator.algorithms})
 
 Rule = Callable[[str], Decision]
-"""An operator's default for ``auto``, or what it does for one algorithm. Raises `ValueError` for one that is not possible."""
+"""An operator's default for ``auto``, or what it does for one algorithm. Raises `ValueError` for
+one that is not possible.
+"""
 
 
 def decide(call: Call) -> Decision:
-    """How all ranks carry out a call: what rank 0 decides where that is left to ``auto``; collective where the key is new.
+    """How all ranks carry out a call: what rank 0 decides where that is left to ``auto``;
+    collective where the key is new.
 
-    Ranks may differ in what is local (N of a gather, K of a sum) and would then decide differently. Since they make the same calls
-    in the same order, a key is new on all of them in the same call. Sizes of a class have one key, so that keys are few.
+    Ranks may differ in what is local (N of a gather, K of a sum) and would then decide differently.
+    Since they make the same calls in the same order, a key is new on all of them in the same call.
+    Sizes of a class have one key, so that keys are few.
     """
     key, world = _open(call), call.world
     if key is None:
@@ -50,23 +58,38 @@ def decide(call: Call) -> Decision:
     if found is None:
         call.check_algorithm("auto")
         choices = _of_rank_0(call, key)
-        found = world.choices[key, world.emulated_link] = Trial(choices) if len(choices) > 1 else choices[0]
+        found = world.choices[key, world.emulated_link] = (
+            Trial(choices) if len(choices) > 1 else choices[0]
+        )
     if isinstance(found, Choice):
         return found.of(call)
     report = partial(_measured, call, found) if found.includes(call) else None
-    return found.of(call)._replace(settled=False, report=report, others=[choice.of(call) for choice in choices])
+    return found.of(call)._replace(
+        settled=False, report=report, others=[choice.of(call) for choice in choices]
+    )
 
 
 def _measured(call: Call, trial: Trial, begun: int, ended: int) -> None:
     """Take note of how long a call took that was part of a trial; collective where a round is over."""
     if trial.took(call, begun, ended):
         world, said = call.world, torch.tensor([trial.said()])
-        every, plan = said.new_empty(world.ranks, said.shape[1]), _asking(call.operator.name, world.levels, world.topology)
-        _beside(call, f"{call.words}\n{call.key} took {said.shape[1]}", plan, {"a": said, "gathered": every}, (1,) * world.ranks)
+        every, plan = (
+            said.new_empty(world.ranks, said.shape[1]),
+            _asking(call.operator.name, world.levels, world.topology),
+        )
+        _beside(
+            call,
+            f"{call.words}\n{call.key} took {said.shape[1]}",
+            plan,
+            {"a": said, "gathered": every},
+            (1,) * world.ranks,
+        )
         choice = trial.heard(call, every)
         if choice is not None:
             world.choices[call.key, world.emulated_link] = choice
-            remembered = call.options.chunk_rows is None and not world.multi_host  # a network is not this machine's
+            remembered = (
+                call.options.chunk_rows is None and not world.multi_host
+            )  # a network is not this machine's
             if world.rank == 0 and remembered:
                 tuned.learn(call.workload, world.emulated_link, choice.variant(call))
 
@@ -78,11 +101,17 @@ def expected(call: Call) -> Decision:
         return default
     own, choice = _own(call), call.world.choices.get((key, call.world.emulated_link))
     decided = None if choice is None else choice.of(call)
-    return own if decided is None or (decided.variant == own.variant and not decided.measured) else decided
+    return (
+        own
+        if decided is None or (decided.variant == own.variant and not decided.measured)
+        else decided
+    )
 
 
 def _open(call: Call) -> CallKey | None:
-    """What a decision goes by, where there is one to be made: machine profiles say something about engines of CPUs only."""
+    """What a decision goes by, where there is one to be made: machine profiles say something about
+    engines of CPUs only.
+    """
     return call.key if call.world.ranks > 1 and not call.world.stream_ordered else None
 
 
@@ -91,7 +120,9 @@ def _own(call: Call) -> Decision:
     workload, world = call.workload, call.world
     if workload.dtype.startswith("float8"):  # taken as what profiles know
         workload = workload._replace(dtype="bfloat16")
-    return fastest(workload, call.usual, world.emulated_link, call.options.chunk_rows, world.topology)
+    return fastest(
+        workload, call.usual, world.emulated_link, call.options.chunk_rows, world.topology
+    )
 
 
 def fastest(
@@ -101,17 +132,28 @@ def fastest(
     chunk_rows: int | None = None,
     hosts: tuple[int, ...] | None = None,
 ) -> Decision:
-    """The variant that is known or predicted to be fastest for a workload, perhaps over an emulated `link`, as this rank sees it.
+    """The variant that is known or predicted to be fastest for a workload, perhaps over an emulated
+    `link`, as this rank sees it.
 
     `hosts`: the host of each rank, where they are on several.
     """
     default, profile = rule("auto"), _calibrated()
-    possible = _variants(workload, default, rule, (link or hosts) is not None and chunk_rows is None)
+    possible = _variants(
+        workload, default, rule, (link or hosts) is not None and chunk_rows is None
+    )
     known = chunk_rows is None and hosts is None  # winners were measured in shared memory
-    if known and (variant := tuned.find(workload, link)) and variant.algorithm in {other.algorithm for other in possible}:
+    if (
+        known
+        and (variant := tuned.find(workload, link))
+        and variant.algorithm in {other.algorithm for other in possible}
+    ):
         return Decision(variant, "it was measured to be the fastest", sure=True)
     on = machine.from_dict(profile) if profile else None
-    if on is None or not on.multiplies(workload.dtype) or (hosts is not None and on.network is None):
+    if (
+        on is None
+        or not on.multiplies(workload.dtype)
+        or (hosts is not None and on.network is None)
+    ):
         return default
     on = on.emulating(*link) if link else on
     if hosts is not None:
@@ -119,7 +161,9 @@ def fastest(
     elif workload.ranks > _MANY:
         workload = workload._replace(rows=(max(workload.rows),) * workload.ranks)
     times = {variant: 1e3 * predict.time(workload, variant, on) for variant in possible}
-    found = tuple(sorted(times.items(), key=lambda one: (one[1], one[0].algorithm != default.algorithm)))
+    found = tuple(
+        sorted(times.items(), key=lambda one: (one[1], one[0].algorithm != default.algorithm))
+    )
     (first, ms), before = found[0], times[default.variant]
     if first == default.variant or ms > before * (1 - _CLEARLY):
         why = f"{default.why}; no other is predicted to be clearly faster on this machine"
@@ -129,7 +173,9 @@ def fastest(
 
 
 def _variants(workload: Workload, default: Decision, rule: Rule, sizes: bool) -> list[Variant]:
-    """The default, and that of each algorithm; with other `sizes` of pieces, which matter where they pass a link."""
+    """The default, and that of each algorithm; with other `sizes` of pieces, which matter where
+    they pass a link.
+    """
     found, operator = [default.variant], OPERATORS[workload.operator]
     for name in operator.predicted:
         if workload.ranks > _MANY and name in operator.unequal:
@@ -140,26 +186,41 @@ def _variants(workload: Workload, default: Decision, rule: Rule, sizes: bool) ->
             continue
         found.append(variant)
         if sizes and name != "sequential":
-            found += [variant._replace(chunk_rows=rows) for rows in (2 * variant.chunk_rows, -(-variant.chunk_rows // 2))]
+            found += [
+                variant._replace(chunk_rows=rows)
+                for rows in (2 * variant.chunk_rows, -(-variant.chunk_rows // 2))
+            ]
     if workload.ranks > 2:
-        found += [variant._replace(order=ORDERS[1]) for variant in found if variant.algorithm == "push"]
+        found += [
+            variant._replace(order=ORDERS[1]) for variant in found if variant.algorithm == "push"
+        ]
     return [*dict.fromkeys(found)]
 
 
 def _of_rank_0(call: Call, key: CallKey) -> list[Choice]:
-    """What rank 0 decides and tells to all, in a call described by `key`, so that ranks that make different calls notice.
+    """What rank 0 decides and tells to all, in a call described by `key`, so that ranks that make
+    different calls notice.
 
     Several choices if they are to be measured, the usual one first.
     """
     world = call.world
     own = likely(call, _own(call)) if world.rank == 0 else []
     said = torch.zeros(3 * MOST, 1, dtype=torch.int64)
-    numbers = [number for one in own for number in (_ALGORITHMS.index(one.algorithm), one.pieces, ORDERS.index(one.order))]
+    numbers = [
+        number
+        for one in own
+        for number in (_ALGORITHMS.index(one.algorithm), one.pieces, ORDERS.index(one.order))
+    ]
     said[: len(numbers), 0] = torch.tensor(numbers, dtype=torch.int64)
     tensors = {"a": said, "out": said[:0]} if own else {"a": said[:0], "out": said}
-    _beside(call, f"{call.words}\n{key}", _telling(world.levels, world.topology), tensors, (len(said),))
+    _beside(
+        call, f"{call.words}\n{key}", _telling(world.levels, world.topology), tensors, (len(said),)
+    )
     told = [numbers for numbers in said.view(-1, 3).tolist() if numbers[1]]
-    return own or [Choice(_ALGORITHMS[name], cut, ORDERS[order], "as rank 0 decided") for name, cut, order in told]
+    return own or [
+        Choice(_ALGORITHMS[name], cut, ORDERS[order], "as rank 0 decided")
+        for name, cut, order in told
+    ]
 
 
 @cache
@@ -171,11 +232,17 @@ def _telling(levels: Levels, hosts: tuple[int, ...] | None) -> Plan:
 @cache
 def _asking(operator: str, levels: Levels, hosts: tuple[int, ...] | None) -> Plan:
     """How all ranks tell each other something in a call of an operator."""
-    plan = all_gather.all_gather(len(levels[-1]), 1, "push", hosts=hosts) if hosts else all_gather.eager(levels)
+    plan = (
+        all_gather.all_gather(len(levels[-1]), 1, "push", hosts=hosts)
+        if hosts
+        else all_gather.eager(levels)
+    )
     return replace(plan, operator=operator)
 
 
-def _beside(call: Call, words: str, plan: Plan, tensors: dict[str, Tensor], rows: tuple[int, ...]) -> None:
+def _beside(
+    call: Call, words: str, plan: Plan, tensors: dict[str, Tensor], rows: tuple[int, ...]
+) -> None:
     """Say something to all ranks beside a call: traces show the operator, not this."""
     world = call.world
     recorder, world.recorder = world.recorder, None

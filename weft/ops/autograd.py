@@ -1,11 +1,13 @@
-"""Gradients and compilation: the fused operators as custom operators of torch, with their shapes and backward formulas.
+"""Gradients and compilation: the fused operators as custom operators of torch, with their shapes
+and backward formulas.
 
-``torch.ops.weft`` holds them; the public functions call these where torch records the call. The backward formulas use the
-overlapped operators themselves, so they can be compiled, and differentiated again, like these.
+``torch.ops.weft`` holds them; the public functions call these where torch records the call. The
+backward formulas use the overlapped operators themselves, so they can be compiled, and
+differentiated again, like these.
 
-Torch keeps compiled graphs on disk, for processes of other worlds and for other ranks, and tells them apart by the arguments of
-their operators alone. So shapes and formulas go by arguments only: operands, the fields of `Options`, and the world by its name,
-``(number, rank, ranks)``.
+Torch keeps compiled graphs on disk, for processes of other worlds and for other ranks, and tells
+them apart by the arguments of their operators alone. So shapes and formulas go by arguments only:
+operands, the fields of `Options`, and the world by its name, ``(number, rank, ranks)``.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ def _world(name: Sequence[int]) -> World:
     if world is None:
         raise WeftError("the world of this call is gone")
     if place != [world.rank, world.ranks]:
-        raise WeftError(f"this call was recorded by rank {place[0]} of {place[1]}; this is rank {world.rank} of {world.ranks}")
+        raise WeftError(
+            f"this call was recorded by rank {place[0]} of {place[1]}; this is rank {world.rank} "
+            f"of {world.ranks}"
+        )
     return current(world)
 
 
@@ -53,7 +58,8 @@ def _run(operator: str, given: Given, *asked: Any) -> Any:
 def all_gather_matmul(*inputs: Any) -> list[Tensor]:
     """`weft.all_gather_matmul`: the results, followed by the gathered a if it is to be kept.
 
-    There is a bias for each weight, of which those that are empty stand for none, or no bias at all.
+    There is a bias for each weight, of which those that are empty stand for none, or no bias at
+    all.
     """
     a, weights, biases, *asked = inputs
     none = [None] * len(weights)
@@ -66,7 +72,9 @@ def all_gather_matmul(*inputs: Any) -> list[Tensor]:
 def _(*inputs: Any) -> Any:
     a, weights, _, dim, _, out_dtype, keep, shard_rows, *_, world = inputs
     dim = dims.normal(dim, a.dim())
-    whole = dims.resized(a.shape, dim, a.shape[dim] * world[2] if shard_rows is None else sum(shard_rows))
+    whole = dims.resized(
+        a.shape, dim, a.shape[dim] * world[2] if shard_rows is None else sum(shard_rows)
+    )
     results = [a.new_empty(*whole[:-1], b.shape[1], dtype=out_dtype or a.dtype) for b in weights]
     return [*results, a.new_empty(whole)] if keep else results
 
@@ -85,13 +93,17 @@ def _keep_all_gather_matmul(ctx: Any, inputs: tuple[Any, ...], output: list[Tens
 
 
 def _weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
-    """``x^T @ dy``, laid out as the transpose of a linear layer's weight, to whose gradient it is mostly added."""
+    """``x^T @ dy``, laid out as the transpose of a linear layer's weight, to whose gradient it is
+    mostly added.
+    """
     product: Tensor = _ops.product(dy.t(), x)
     return product.t()
 
 
 def _all_gather_matmul_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """da = reduce_scatter(dy @ b^T), db = gathered^T @ dy; the gradients of several weights are summed by one product."""
+    """da = reduce_scatter(dy @ b^T), db = gathered^T @ dy; the gradients of several weights are
+    summed by one product.
+    """
     weights, gathered = ctx.saved_tensors[: ctx.weights], ctx.saved_tensors[ctx.weights :]
     dys = [None if grad is None else grad.to(ctx.dtype) for grad in grads]
     for_a = None
@@ -99,13 +111,20 @@ def _all_gather_matmul_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tup
         pairs = [(dy, b.t()) for dy, b in zip(dys, weights, strict=False) if dy is not None]
         if len(dys) > ctx.weights and dys[-1] is not None:  # the gradient of the gathered a itself
             pairs.append((dys[-1], torch.eye(dys[-1].shape[-1], dtype=ctx.dtype)))
-        dy, b = (torch.cat([pair[0] for pair in pairs], -1), torch.cat([pair[1] for pair in pairs])) if len(pairs) > 1 else pairs[0]
+        dy, b = (
+            (torch.cat([pair[0] for pair in pairs], -1), torch.cat([pair[1] for pair in pairs]))
+            if len(pairs) > 1
+            else pairs[0]
+        )
         for_a = _ops.matmul_reduce_scatter(dy, b, None, *ctx.asked)
     for_weights = [
         _weight_gradient(_rows(gathered[0]), _rows(dy)) if wanted and dy is not None else None
         for wanted, dy in zip(ctx.for_weights, dys, strict=False)
     ]
-    for_biases = [_rows(dy).sum(0) if wanted and dy is not None else None for wanted, dy in zip(ctx.for_biases, dys, strict=False)]
+    for_biases = [
+        _rows(dy).sum(0) if wanted and dy is not None else None
+        for wanted, dy in zip(ctx.for_biases, dys, strict=False)
+    ]
     return for_a, for_weights, for_biases, *_WITHOUT
 
 
@@ -131,14 +150,22 @@ def _(*inputs: Any) -> Any:
 def _keep_factors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """What the backward formulas of both sums need."""
     a, b, bias, dim, op, _, _, shard_rows, _, _, timeout, _, world = inputs
-    ctx.asked = *Options(dims.normal(dim, a.dim()), keep=True, shard_rows=shard_rows, timeout=timeout), world
-    ctx.divisor, ctx.bias_dtype = world[2] if op == "avg" else 1, None if bias is None else bias.dtype
+    ctx.asked = (
+        *Options(dims.normal(dim, a.dim()), keep=True, shard_rows=shard_rows, timeout=timeout),
+        world,
+    )
+    ctx.divisor, ctx.bias_dtype = (
+        world[2] if op == "avg" else 1,
+        None if bias is None else bias.dtype,
+    )
     ctx.wanted = a.requires_grad, b.requires_grad, bias is not None and bias.requires_grad
     ctx.save_for_backward(a, b)
 
 
 def _matmul_reduce_scatter_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """With g = all_gather(dy): da = g @ b^T and db = a^T @ g share one gather, and dbias is the sum of the rows of g."""
+    """With g = all_gather(dy): da = g @ b^T and db = a^T @ g share one gather, and dbias is the sum
+    of the rows of g.
+    """
     a, b = ctx.saved_tensors
     for_a, for_b, for_bias = ctx.wanted
     da, g = _ops.all_gather_matmul(grad.to(a.dtype), [b.t()], [], *ctx.asked)
@@ -164,7 +191,9 @@ def _(*inputs: Any) -> Any:
 def _matmul_all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """dy is complete on every rank: da = dy @ b^T and db = a^T @ dy without communication."""
     if torch.is_grad_enabled():
-        raise NotImplementedError("matmul_all_reduce has no second derivatives: leave out create_graph=True")
+        raise NotImplementedError(
+            "matmul_all_reduce has no second derivatives: leave out create_graph=True"
+        )
     a, b = ctx.saved_tensors
     for_a, for_b, for_bias = ctx.wanted
     dy = _rows(grad.to(a.dtype) / ctx.divisor if ctx.divisor > 1 else grad.to(a.dtype))
@@ -201,7 +230,11 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.flatten(0, -2)
 
 
-all_gather_matmul.register_autograd(_all_gather_matmul_backward, setup_context=_keep_all_gather_matmul)
-matmul_reduce_scatter.register_autograd(_matmul_reduce_scatter_backward, setup_context=_keep_factors)
+all_gather_matmul.register_autograd(
+    _all_gather_matmul_backward, setup_context=_keep_all_gather_matmul
+)
+matmul_reduce_scatter.register_autograd(
+    _matmul_reduce_scatter_backward, setup_context=_keep_factors
+)
 matmul_all_reduce.register_autograd(_matmul_all_reduce_backward, setup_context=_keep_factors)
 product.register_autograd(_product_backward, setup_context=_keep_product)

@@ -11,9 +11,10 @@ from weft.world import World, current
 def barrier(world: World | None = None, timeout: float | None = None) -> None:
     """Return once all ranks have called it; collective.
 
-    Everything that any rank put, wrote or notified before is visible to all ranks after. Asynchronous transfers count only if
-    they were over before. `timeout` is in seconds, the world's by default. As of every collective call, a time-out or an interrupt
-    closes the world on all ranks. Raises `PeerTimeout`, `PeerLost`, `MismatchError` (a peer makes another collective call).
+    Everything that any rank put, wrote or notified before is visible to all ranks after.
+    Asynchronous transfers count only if they were over before. `timeout` is in seconds, the world's
+    by default. As of every collective call, a time-out or an interrupt closes the world on all
+    ranks. Raises `PeerTimeout`, `PeerLost`, `MismatchError` (a peer makes another collective call).
     """
     check_timeout(timeout)
     chosen = current(world)

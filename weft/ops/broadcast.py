@@ -10,9 +10,14 @@ from weft.schedules import broadcast as schedule
 from weft.schedules.workload import pieces
 from weft.world import World
 
-# No matter of caches: what the source takes off its peers has to be worth their waiting for it, and a piece, its signals.
+# No matter of caches: what the source takes off its peers has to be worth their waiting for it, and
+# a piece, its signals.
 SHARED_BYTES = 256 << 10  # from this size on of a broadcast its source moves rows, too
-PIECE_BYTES = 64 << 10  # what its source stages at a time, while the others, who have nothing else to do, fetch what came before
+PIECE_BYTES = (
+    64 << 10
+    # what its source stages at a time, while the others, who have nothing else to do, fetch what came
+    # before
+)
 
 
 def broadcast(
@@ -23,13 +28,15 @@ def broadcast(
     world: World | None = None,
     timeout: float | None = None,
 ) -> Tensor:
-    """Overwrite `tensor`, which must be contiguous, with that of rank `source`, and return it; any dtype of `ANY`.
+    """Overwrite `tensor`, which must be contiguous, with that of rank `source`, and return it; any
+    dtype of `ANY`.
 
-    `algorithm` is ``pull`` (ranks read it; auto's choice on one host), ``push`` (the source puts it to each other host, or rank on
-    one; auto's choice on several) or ``ring`` (each hands it to the next, so the source sends it once).
+    `algorithm` is ``pull`` (ranks read it; auto's choice on one host), ``push`` (the source puts it
+    to each other host, or rank on one; auto's choice on several) or ``ring`` (each hands it to the
+    next, so the source sends it once).
 
-    There is no gradient: a parameter, or another leaf, is written to as under ``torch.no_grad()``; another tensor that requires a
-    gradient is a `ValueError` outside of that.
+    There is no gradient: a parameter, or another leaf, is written to as under ``torch.no_grad()``;
+    another tensor that requires a gradient is a `ValueError` outside of that.
     """
     return call_now(_prepare, tensor, tensor, (source, algorithm), world, timeout)
 
@@ -47,12 +54,23 @@ def _prepare(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: 
     most, size = len(rows), tensor.nbytes
     mine, theirs = ("a", "out") if world.rank == source else ("out", "a")
     tensors = {mine: rows, theirs: rows[:0]}
-    # Where ranks are many, or wait for a core, a source that waits for nobody gains more than it costs that all meet now and then.
-    if algorithm in ("auto", "pull") and collective.many(world) and collective.handed_out(world, size):
+    # Where ranks are many, or wait for a core, a source that waits for nobody gains more than it
+    # costs that all meet now and then.
+    if (
+        algorithm in ("auto", "pull")
+        and collective.many(world)
+        and collective.handed_out(world, size)
+    ):
         return Work(schedule.eager(source, world.levels), (most,), tensors, tensor)
     places, staged = hosts or range(world.ranks), hosts is None and not world.is_symmetric(rows)
     if algorithm == "ring":
-        plan = planned(schedule.ring, pieces(most, collective.sent_rows(rows, most)), source, places, staged=staged)
+        plan = planned(
+            schedule.ring,
+            pieces(most, collective.sent_rows(rows, most)),
+            source,
+            places,
+            staged=staged,
+        )
     elif hosts is not None or algorithm == "push":
         plan = planned(schedule.push, source, places, staged=staged)
     else:
@@ -60,7 +78,9 @@ def _prepare(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: 
         cut = world.ranks if shared else 1
         if staged:
             cut = pieces(most, collective.slot_rows(rows, most, 1, world, PIECE_BYTES))
-        plan = planned(schedule.broadcast, world.ranks, cut, source, symmetric_a=not staged, shared=shared)
+        plan = planned(
+            schedule.broadcast, world.ranks, cut, source, symmetric_a=not staged, shared=shared
+        )
     return Work(plan, (most,), tensors, tensor)
 
 

@@ -1,4 +1,6 @@
-"""A call of a fused operator: what is asked for, what is given, and what is known of both once they are checked."""
+"""A call of a fused operator: what is asked for, what is given, and what is known of both once they
+are checked.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +18,36 @@ from weft.engines.weights import PackedWeight, Weight
 from weft.ops import arguments
 from weft.plan import Plan
 from weft.schedules.operators import OPERATORS
-from weft.schedules.workload import FEW_ROWS, PIECES, Operator, Request, Variant, Workload, size_class
+from weft.schedules.workload import (
+    FEW_ROWS,
+    PIECES,
+    Operator,
+    Request,
+    Variant,
+    Workload,
+    size_class,
+)
 from weft.world import World
 
 LEAST_ROWS = {True: 64, False: 128}
-"""Whether b is packed: rows of a product with fewer of which each costs clearly more, since the weight is read, or packed, anew."""
+"""Whether b is packed: rows of a product with fewer of which each costs clearly more, since the
+weight is read, or packed, anew.
+"""
 
 _WORTH_HIDING = 5e-4
-"""Seconds on an emulated link that are worth hiding: lanes that meet once per piece cost more than waiting for less."""
-_HOST_PIECES = 8  # between hosts, where each transfer and each small product costs a core more than what is left in the end
+"""Seconds on an emulated link that are worth hiding: lanes that meet once per piece cost more than
+waiting for less.
+"""
+# between hosts, where each transfer and each small product costs a core more than what is left in
+# the end
+_HOST_PIECES = 8
 
 
 class Options(NamedTuple):
     """What is asked for beside the tensors, as the operators' docstrings say.
 
-    `keep`: the gathered a is a result too. `own_bias`: each rank adds a bias of its own to its product, so all are summed.
+    `keep`: the gathered a is a result too. `own_bias`: each rank adds a bias of its own to its
+    product, so all are summed.
     """
 
     dim: int = 0
@@ -45,7 +62,9 @@ class Options(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The tensors of a call: this rank's rows, and for each weight its bias and where its result is to go, if anything."""
+    """The tensors of a call: this rank's rows, and for each weight its bias and where its result is
+    to go, if anything.
+    """
 
     a: Tensor
     weights: Sequence[Weight]
@@ -54,7 +73,8 @@ class Given(NamedTuple):
 
 
 class CallKey(NamedTuple):
-    """What all ranks know of a call that is left to ``auto``; `columns` are those of the rows that ranks exchange.
+    """What all ranks know of a call that is left to ``auto``; `columns` are those of the rows that
+    ranks exchange.
 
     `most` is the most rows of a rank, or those of its class (`size_class`).
     """
@@ -74,11 +94,13 @@ class CallKey(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """How a call is carried out, why, and what was considered: variants with predicted milliseconds, fastest first.
+    """How a call is carried out, why, and what was considered: variants with predicted
+    milliseconds, fastest first.
 
-    `pieces`: into how many rows are cut, where that is said for a class of sizes. `measured`: the least milliseconds of what was
-    tried in calls of the class. `sure`: nothing else need be tried. `settled`: the class goes this way from now on. `report` is
-    told when the call began and ended, where that is measured. `others`: what later calls will try, to be made ready at once.
+    `pieces`: into how many rows are cut, where that is said for a class of sizes. `measured`: the
+    least milliseconds of what was tried in calls of the class. `sure`: nothing else need be tried.
+    `settled`: the class goes this way from now on. `report` is told when the call began and ended,
+    where that is measured. `others`: what later calls will try, to be made ready at once.
     """
 
     variant: Variant
@@ -109,15 +131,18 @@ class Decision(NamedTuple):
 
 
 def _lines(how: str, times: Sequence[tuple[Variant, float]]) -> str:
-    lines = [f"\n  {ms:9.3f} ms  {variant}, at most {variant.chunk_rows} rows per transfer" for variant, ms in times]
+    lines = [
+        f"\n  {ms:9.3f} ms  {variant}, at most {variant.chunk_rows} rows per transfer"
+        for variant, ms in times
+    ]
     return "".join([f"\n{how}:", *lines]) if lines else ""
 
 
 class Call(ABC):
     """A call that was checked on this rank, with what is particular to its operator.
 
-    `tensors` are those of the plan's buffers; `weights` and `biases` belong to its products in their order. `asked` is what a
-    `Request` has of this operator alone.
+    `tensors` are those of the plan's buffers; `weights` and `biases` belong to its products in
+    their order. `asked` is what a `Request` has of this operator alone.
     """
 
     tensors: Mapping[str, Tensor]
@@ -145,11 +170,18 @@ class Call(ABC):
         """Seconds that an emulated link takes for what a rank sends; infinite where there is none."""
         if not (link := self.world.emulated_link):
             return math.inf
-        sent = (self.world.ranks - 1) * max(self.workload.rows) * self.columns * self.tensors["a"].itemsize
+        sent = (
+            (self.world.ranks - 1)
+            * max(self.workload.rows)
+            * self.columns
+            * self.tensors["a"].itemsize
+        )
         return sent * 8e-9 / link[0]
 
     def piece(self, rows: int, pieces: int) -> int:
-        """The most rows of a piece of so many, cut into about so many pieces of which each is worth a product."""
+        """The most rows of a piece of so many, cut into about so many pieces of which each is worth
+        a product.
+        """
         return max(-(-rows // pieces), min(rows, LEAST_ROWS[self.workload.packed]))
 
     @property
@@ -160,15 +192,23 @@ class Call(ABC):
     @property
     def key(self) -> CallKey | None:
         """What all ranks know of the call if there is anything to decide."""
-        most, dtype, chunk_rows = max(self.workload.rows), self.tensors["a"].dtype, self.options.chunk_rows
+        most, dtype, chunk_rows = (
+            max(self.workload.rows),
+            self.tensors["a"].dtype,
+            self.options.chunk_rows,
+        )
         if self.options.algorithm != "auto" or not most:
             return None
         most = size_class(most) if chunk_rows is None else most
-        return CallKey(self.workload.operator, most, self.world.ranks, self.columns, dtype, chunk_rows)
+        return CallKey(
+            self.workload.operator, most, self.world.ranks, self.columns, dtype, chunk_rows
+        )
 
     @property
     def words(self) -> str:
-        """The call as errors show it: with the rows that ranks exchange, of which all know how many each has."""
+        """The call as errors show it: with the rows that ranks exchange, of which all know how many
+        each has.
+        """
         rows, operator = self.workload.rows, self.workload.operator
         of = "a" if operator == "all_gather_matmul" else "out"
         matrix = self.tensors[of]
@@ -183,25 +223,39 @@ class Call(ABC):
         arguments.check_chunk_rows(self.options.chunk_rows)
         if algorithm in operator.still and world.emulated_link:
             others = ", ".join(name for name in operator.algorithms if name not in operator.still)
-            raise ValueError(f"{algorithm} moves no rows, so an emulated link cannot slow it: choose {others}")
+            raise ValueError(
+                f"{algorithm} moves no rows, so an emulated link cannot slow it: choose {others}"
+            )
 
     def usual(self, algorithm: str) -> Decision:
-        """What the operator does for ``auto``, or one algorithm, by its own rules; `ValueError` if it is not possible here."""
+        """What the operator does for ``auto``, or one algorithm, by its own rules; `ValueError` if
+        it is not possible here.
+        """
         self.check_algorithm(algorithm)
         operator, why = self.operator, "as asked for"
         if algorithm == "auto":
             algorithm, why = self.default()
-        chunk = self.whole if algorithm in operator.whole else self.options.chunk_rows or self.chunk_rows(algorithm)
+        chunk = (
+            self.whole
+            if algorithm in operator.whole
+            else self.options.chunk_rows or self.chunk_rows(algorithm)
+        )
         return Decision(Variant(algorithm, max(1, chunk)), why)
 
     def default(self) -> tuple[str, str]:
         """The algorithm that ``auto`` begins with, and why."""
         if self.world.ranks == 1 or not any(self.workload.rows):
             return "sequential", "there is nothing to exchange"
-        if max(self.workload.rows) <= (FEW_ROWS if self.world.multi_host else LEAST_ROWS[self.workload.packed]):
+        if max(self.workload.rows) <= (
+            FEW_ROWS if self.world.multi_host else LEAST_ROWS[self.workload.packed]
+        ):
             return "sequential", "few rows per rank: one product that reads b once beats several"
         if self.passing < _WORTH_HIDING:
-            return "sequential", "rows pass the emulated link in less time than moving them piece by piece would cost"
+            return (
+                "sequential",
+                "rows pass the emulated link in less time than moving them piece by piece would "
+                "cost",
+            )
         return self.overlapped()
 
     @abstractmethod
@@ -221,8 +275,19 @@ class Call(ABC):
         return ""
 
 
-def workload(operator: str, rows: tuple[int, ...], given: Given, out_dtype: torch.dtype, symmetric: bool = True) -> Workload:
+def workload(
+    operator: str,
+    rows: tuple[int, ...],
+    given: Given,
+    out_dtype: torch.dtype,
+    symmetric: bool = True,
+) -> Workload:
     """What a call comes to; several weights are as one as wide as all."""
     a, weights, _, _ = given
-    columns, packed = sum([b.shape[1] for b in weights]), all(isinstance(b, PackedWeight) for b in weights)
-    return Workload(operator, rows, a.shape[-1], columns, name(a.dtype), name(out_dtype), packed, symmetric)
+    columns, packed = (
+        sum([b.shape[1] for b in weights]),
+        all(isinstance(b, PackedWeight) for b in weights),
+    )
+    return Workload(
+        operator, rows, a.shape[-1], columns, name(a.dtype), name(out_dtype), packed, symmetric
+    )

@@ -1,23 +1,29 @@
-"""What weft's collectives share: on symmetric or plain CPU tensors they are plans that run wholly in the native core.
+"""What weft's collectives share: on symmetric or plain CPU tensors they are plans that run wholly
+in the native core.
 
-Each is collective, and returns when its result is in place and its inputs are the caller's again. The ``_async`` form returns a
-`Handle` at once and works on the native lane (the first call of its kind may wait for its peers, to take a workspace together);
-until it is waited for, its tensors must not be touched. A world has 16 of them under way at most; while it has, the next holds its
-thread until the first is over. Calls are carried out in the order in which they are made. Results do not
+Each is collective, and returns when its result is in place and its inputs are the caller's again.
+The ``_async`` form returns a `Handle` at once and works on the native lane (the first call of its
+kind may wait for its peers, to take a workspace together); until it is waited for, its tensors must
+not be touched. A world has 16 of them under way at most; while it has, the next holds its thread
+until the first is over. Calls are carried out in the order in which they are made. Results do not
 depend on arrival order: the same bits on every run.
 
-A call on tensors that lie like those of a call before (dtype, shape, strides; in the same place of the same symmetric memory, if in
-any) is found again, which is fastest where `out` is passed. Symmetric tensors (`World.empty`), the same on all ranks, are read and
-written in place by peers; others are staged.
+A call on tensors that lie like those of a call before (dtype, shape, strides; in the same place of
+the same symmetric memory, if in any) is found again, which is fastest where `out` is passed.
+Symmetric tensors (`World.empty`), the same on all ranks, are read and written in place by peers;
+others are staged.
 
-All tensors are plain: `torch.Tensor` or `torch.nn.Parameter` itself, strided, no conjugate or negative view. There are no
-gradients: a tensor that requires one is a `ValueError` while autograd records (outside ``torch.no_grad()``), but for a leaf that is
-broadcast, such as a parameter. Torch's functional collectives have gradients, also on a process group of weft's. What is written to
-`out`, or broadcast, does not raise torch's count of writes: autograd does not see that what it keeps for backward is overwritten.
+All tensors are plain: `torch.Tensor` or `torch.nn.Parameter` itself, strided, no conjugate or
+negative view. There are no gradients: a tensor that requires one is a `ValueError` while autograd
+records (outside ``torch.no_grad()``), but for a leaf that is broadcast, such as a parameter.
+Torch's functional collectives have gradients, also on a process group of weft's. What is written to
+`out`, or broadcast, does not raise torch's count of writes: autograd does not see that what it
+keeps for backward is overwritten.
 
-Keywords that all share: `out`, a contiguous tensor for the result (else a new one); `world`, by default that of ``weft.init()``;
-`timeout`, the seconds any wait may take, by default the world's. Bad arguments are `ValueError` or `TypeError`, raised before
-anything is sent; lost, late or disagreeing peers are `PeerLost`, `PeerTimeout` and `MismatchError`, and close the world.
+Keywords that all share: `out`, a contiguous tensor for the result (else a new one); `world`, by
+default that of ``weft.init()``; `timeout`, the seconds any wait may take, by default the world's.
+Bad arguments are `ValueError` or `TypeError`, raised before anything is sent; lost, late or
+disagreeing peers are `PeerLost`, `PeerTimeout` and `MismatchError`, and close the world.
 """
 
 from __future__ import annotations
@@ -53,9 +59,18 @@ ANY = (*NUMBERS, torch.bool)
 
 REDUCTIONS = ("sum", "avg", "max", "min")
 
-SENT_BYTES = 64 << 10  # least bytes of a piece that is put to peers: with fewer, its message takes longer than they do
-REACHED_BYTES = 2 << 10  # up to so much is handed out although few ranks could reach it: copying more costs more than a signal
-EXCHANGED_BYTES = 16 << 10  # least bytes of a piece that two ranks exchange: with fewer, its signals take longer than it does
+SENT_BYTES = (
+    64 << 10
+)  # least bytes of a piece that is put to peers: with fewer, its message takes longer than they do
+REACHED_BYTES = (
+    2 << 10
+    # up to so much is handed out although few ranks could reach it: copying more costs more than a
+    # signal
+)
+EXCHANGED_BYTES = (
+    16 << 10
+    # least bytes of a piece that two ranks exchange: with fewer, its signals take longer than it does
+)
 STEPS = 64  # in which it does so at most: a plan is a list of all of them
 
 Asked = ParamSpec("Asked")
@@ -75,8 +90,8 @@ class Handle:
     def wait(self, timeout: float | None = None) -> Tensor:
         """The result, once it is in place.
 
-        Raises `PeerTimeout` if it is not after `timeout` seconds; the collective goes on and can be waited for again. Raises what
-        the collective itself would.
+        Raises `PeerTimeout` if it is not after `timeout` seconds; the collective goes on and can be
+        waited for again. Raises what the collective itself would.
         """
         if self._work is not None:
             if not self._program.join(float("inf") if timeout is None else timeout):
@@ -87,8 +102,10 @@ class Handle:
 
 
 class Work(NamedTuple):
-    """What a call comes to: a plan, the rows of its shards, the matrices it works on, its result, and what is copied to which parts
-    of it at the end. `agreed`: the sizes were asked of all ranks, and may be others in the next call like this."""
+    """What a call comes to: a plan, the rows of its shards, the matrices it works on, its result,
+    and what is copied to which parts of it at the end. `agreed`: the sizes were asked of all ranks,
+    and may be others in the next call like this.
+    """
 
     plan: Plan
     rows: Sequence[int]
@@ -104,11 +121,18 @@ class Work(NamedTuple):
 
 
 Prepare = Callable[..., Work]
-"""What an operator makes of a call, checked: ``prepare(world, a, out, *options)``, by the names that the operator gives them."""
+"""What an operator makes of a call, checked: ``prepare(world, a, out, *options)``, by the names
+that the operator gives them.
+"""
 
 
 def call_now(
-    prepare: Prepare, a: Tensor, out: Tensor | None, options: tuple[Hashable, ...], world: World | None, timeout: float | None
+    prepare: Prepare,
+    a: Tensor,
+    out: Tensor | None,
+    options: tuple[Hashable, ...],
+    world: World | None,
+    timeout: float | None,
 ) -> Tensor:
     """Make a call and return its result."""
     world = current(world)
@@ -123,18 +147,26 @@ def call_now(
     work = prepare(world, a, out, *options)
     with world.turn:
         program = _program(world, work)
-        binding = program.bind(work.tensors, work.rows, _called(work.plan.operator, a.shape, a.dtype, _options(prepare), options))
+        binding = program.bind(
+            work.tensors,
+            work.rows,
+            _called(work.plan.operator, a.shape, a.dtype, _options(prepare), options),
+        )
         program.execute(binding, timeout)
     work.finish()
     if own.remembers and not (work.copied or work.agreed):
         own.repeats.add(prepare, a, work.result, options, program, binding, work.tensors)
         if out is None:
             result = work.result
-            own.ready.add((prepare, options), a, (), (), (result.shape, result.stride(), result.dtype))
+            own.ready.add(
+                (prepare, options), a, (), (), (result.shape, result.stride(), result.dtype)
+            )
     return work.result
 
 
-def _result(own: Engine, prepare: Prepare, a: Tensor, options: tuple[Hashable, ...]) -> Tensor | None:
+def _result(
+    own: Engine, prepare: Prepare, a: Tensor, options: tuple[Hashable, ...]
+) -> Tensor | None:
     """Room for the result of a call like one that was made before; None if there was none."""
     made: Any = own.ready.find((prepare, options), a, (), ())
     if made is None:
@@ -144,29 +176,57 @@ def _result(own: Engine, prepare: Prepare, a: Tensor, options: tuple[Hashable, .
 
 
 def begun(now: Callable[Asked, Tensor], prepare: Prepare) -> Callable[Asked, Handle]:
-    """The ``_async`` form of the collective `now`, with the same arguments: those that `prepare` takes are passed by name."""
+    """The ``_async`` form of the collective `now`, with the same arguments: those that `prepare`
+    takes are passed by name.
+    """
     signature = inspect.signature(now)
-    usual = {name: each.default for name, each in signature.parameters.items() if each.kind is each.KEYWORD_ONLY}
+    usual = {
+        name: each.default
+        for name, each in signature.parameters.items()
+        if each.kind is each.KEYWORD_ONLY
+    }
     first, *names = [name for name in signature.parameters if name not in usual]
 
     def begin(*given: Asked.args, **options: Asked.kwargs) -> Handle:
-        if len(given) + len(usual) != len(signature.parameters) or not signature.parameters.keys() >= options.keys():
+        if (
+            len(given) + len(usual) != len(signature.parameters)
+            or not signature.parameters.keys() >= options.keys()
+        ):
             signature.bind(*given, **options)  # says what is wrong, if anything is
         asked: dict[str, Any] = {**usual, **options}
         world, timeout = current(asked.pop("world")), asked.pop("timeout")
         check_timeout(timeout)
         work = prepare(world, *given, **asked)
         tensor: Any = given[0] if given else asked[first]
-        values = tuple([value if type(value) in _WORDS else _word(value) for value in (*given[1:], *asked.values())])
-        called = _called(work.plan.operator, tensor.shape, tensor.dtype, (*names[: max(0, len(given) - 1)], *asked), values)
+        values = tuple(
+            [
+                value if type(value) in _WORDS else _word(value)
+                for value in (*given[1:], *asked.values())
+            ]
+        )
+        called = _called(
+            work.plan.operator,
+            tensor.shape,
+            tensor.dtype,
+            (*names[: max(0, len(given) - 1)], *asked),
+            values,
+        )
         with world.turn:
             engine(world).make_room()
-            program = next(program for number in range(1 << 30) if (program := _program(world, work, number)).idle())
+            program = next(
+                program
+                for number in range(1 << 30)
+                if (program := _program(world, work, number)).idle()
+            )
             program.start(program.bind(work.tensors, work.rows, called), work, timeout)
         return Handle(program, work)
 
     begin.__signature__ = signature.replace(return_annotation=Handle)  # type: ignore[attr-defined]
-    begin.__module__, begin.__name__, begin.__qualname__ = now.__module__, f"{now.__name__}_async", f"{now.__name__}_async"
+    begin.__module__, begin.__name__, begin.__qualname__ = (
+        now.__module__,
+        f"{now.__name__}_async",
+        f"{now.__name__}_async",
+    )
     begin.__doc__ = f"Begin `{now.__name__}`, with the same arguments, and return at once."
     return begin
 
@@ -178,7 +238,13 @@ def _options(prepare: Prepare) -> tuple[str, ...]:
 
 
 @lru_cache(1024)
-def _called(operator: str, shape: torch.Size, dtype: torch.dtype, names: tuple[str, ...], values: tuple[Hashable, ...]) -> str:
+def _called(
+    operator: str,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    names: tuple[str, ...],
+    values: tuple[Hashable, ...],
+) -> str:
     """What peers are told that the user called."""
     words = [f"{tuple(shape)} {dtype_name(dtype)}"]
     for name, value in zip(names, values, strict=True):
@@ -218,7 +284,8 @@ def check_not_recorded(tensor: Tensor, what: str) -> None:
     """Raise `ValueError` where the gradient of a tensor would be lost."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{what} requires a gradient, but weft's collectives have none: pass {what}.detach(), call under torch.no_grad(), "
+            f"{what} requires a gradient, but weft's collectives have none: pass {what}.detach(), "
+            "call under torch.no_grad(), "
             "or use torch's functional collectives"
         )
 
@@ -232,37 +299,59 @@ def check_reduction(a: Tensor, op: str, world: World) -> None:
 
 def as_matrix(tensor: Tensor, dim: int = 0) -> Tensor:
     """The tensor as contiguous rows: one for each index of the dimensions up to `dim`."""
-    return tensor.contiguous().view(math.prod(tensor.shape[: dim + 1]), math.prod(tensor.shape[dim + 1 :]))
+    return tensor.contiguous().view(
+        math.prod(tensor.shape[: dim + 1]), math.prod(tensor.shape[dim + 1 :])
+    )
 
 
-def parts(tensor: Tensor, blocks: Tensor, dim: int, sizes: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """The parts of a tensor along `dim`, of these sizes, each with its place in `blocks`, where they lie one after another."""
+def parts(
+    tensor: Tensor, blocks: Tensor, dim: int, sizes: Sequence[int]
+) -> list[tuple[Tensor, Tensor]]:
+    """The parts of a tensor along `dim`, of these sizes, each with its place in `blocks`, where
+    they lie one after another.
+    """
     parts = tensor.split([*sizes], dim)
     places = blocks.view(-1).split([part.numel() for part in parts])
     return [(part, place.view(part.shape)) for part, place in zip(parts, places, strict=True)]
 
 
 def slot_rows(matrix: Tensor, most: int, readers: int, world: World, piece: int = 0) -> int:
-    """How many of at most `most` rows go to each of as many readers at a time, where they are staged.
+    """How many of at most `most` rows go to each of as many readers at a time, where they are
+    staged.
 
     `piece`: the bytes of as much, where ranks with one thread gain by less than others do.
     """
     row, limits = _row_bytes(matrix), world.thresholds
-    at_once, slot = (piece, piece) if piece and world.threads == 1 else (limits.staged_bytes, limits.slot_bytes * world.threads)
+    at_once, slot = (
+        (piece, piece)
+        if piece and world.threads == 1
+        else (limits.staged_bytes, limits.slot_bytes * world.threads)
+    )
     staged = most if most * row <= at_once else slot // (row * max(1, readers))
     return max(1, staged, -(-most // STEPS))
 
 
 def exchanged_rows(matrix: Tensor, most: int, world: World) -> int:
-    """The same where any two ranks give each other as many: so few that each slot that they share is written by both."""
+    """The same where any two ranks give each other as many: so few that each slot that they share
+    is written by both.
+    """
     if world.crowded:
         return slot_rows(matrix, most, world.ranks - 1, world)
-    row, largest = _row_bytes(matrix), world.thresholds.staged_bytes * world.threads // max(1, world.ranks - 1)
-    return max(1, min(max(-(-most // (2 * SHARED_SLOTS)), EXCHANGED_BYTES // row), largest // row), -(-most // STEPS))
+    row, largest = (
+        _row_bytes(matrix),
+        world.thresholds.staged_bytes * world.threads // max(1, world.ranks - 1),
+    )
+    return max(
+        1,
+        min(max(-(-most // (2 * SHARED_SLOTS)), EXCHANGED_BYTES // row), largest // row),
+        -(-most // STEPS),
+    )
 
 
 def sent_rows(matrix: Tensor, most: int) -> int:
-    """How many of at most `most` rows go at a time where they are put to peers: a part of them that is worth a message."""
+    """How many of at most `most` rows go at a time where they are put to peers: a part of them that
+    is worth a message.
+    """
     return max(1, -(-most // PIECES), SENT_BYTES // _row_bytes(matrix))
 
 
@@ -271,25 +360,45 @@ def _row_bytes(matrix: Tensor) -> int:
 
 
 def handed_out(world: World, size: int, most: int | None = None) -> bool:
-    """Whether so many bytes of each rank, of at most so many, go through eager buffers, which ranks of one host have."""
-    return size <= (most or world.thresholds.eager_bytes) and world.topology is None and not world.stream_ordered
+    """Whether so many bytes of each rank, of at most so many, go through eager buffers, which ranks
+    of one host have.
+    """
+    return (
+        size <= (most or world.thresholds.eager_bytes)
+        and world.topology is None
+        and not world.stream_ordered
+    )
 
 
 def moved_at_once(world: World, size: int, reached: bool) -> bool:
-    """The same of bytes that are only moved. `reached`: whether peers can reach the tensors themselves.
+    """The same of bytes that are only moved. `reached`: whether peers can reach the tensors
+    themselves.
 
-    Where they cannot, as many as an eager buffer holds: staged, they would be copied as often, and a signal more made.
+    Where they cannot, as many as an eager buffer holds: staged, they would be copied as often, and
+    a signal more made.
     """
-    return handed_out(world, size, EAGER_ROOM if not reached else world.thresholds.eager_bytes if many(world) else REACHED_BYTES)
+    return handed_out(
+        world,
+        size,
+        EAGER_ROOM
+        if not reached
+        else world.thresholds.eager_bytes
+        if many(world)
+        else REACHED_BYTES,
+    )
 
 
 def reduced_at_once(world: World, size: int, reached: bool) -> bool:
-    """The same of bytes that are reduced: where two ranks cannot reach them, they would be copied as often if they were staged."""
+    """The same of bytes that are reduced: where two ranks cannot reach them, they would be copied
+    as often if they were staged.
+    """
     return handed_out(world, size, EAGER_ROOM if world.ranks == 2 and not reached else None)
 
 
 def many(world: World) -> bool:
-    """Whether ranks are so many, or wait for a core, that signals are most of what a small collective takes."""
+    """Whether ranks are so many, or wait for a core, that signals are most of what a small
+    collective takes.
+    """
     return world.crowded or len(world.levels) > 1
 
 
@@ -300,4 +409,9 @@ def read_in_place(world: World, size: int) -> bool:
 
 def same_place(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same memory in the same order."""
-    return one.data_ptr() == other.data_ptr() and one.is_contiguous() and other.is_contiguous() and one.shape == other.shape
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.is_contiguous()
+        and other.is_contiguous()
+        and one.shape == other.shape
+    )

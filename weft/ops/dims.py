@@ -1,4 +1,6 @@
-"""Gathering and scattering along any dimension: engines move rows, so the dimension comes first and goes back at the end."""
+"""Gathering and scattering along any dimension: engines move rows, so the dimension comes first and
+goes back at the end.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,21 @@ from torch import Tensor
 
 
 def normal(dim: int, dims: int) -> int:
-    """`dim` counted from the front, of a tensor with `dims` dimensions; `ValueError` if there is none such."""
+    """`dim` counted from the front, of a tensor with `dims` dimensions; `ValueError` if there is
+    none such.
+    """
     if not dims:
-        raise ValueError("a must have at least one dimension; got a tensor with none: pass a.view(1)")
+        raise ValueError(
+            "a must have at least one dimension; got a tensor with none: pass a.view(1)"
+        )
     if not -dims <= dim < dims:
         raise ValueError(f"a has {dims} dimensions; there is no dimension {dim}")
     return dim % dims
 
 
 def to_front(tensor: Tensor, dim: int) -> Tensor:
-    """The tensor as a matrix whose rows are contiguous, those of its dimension `dim` outermost; its last dimension are the columns.
+    """The tensor as a matrix whose rows are contiguous, those of its dimension `dim` outermost; its
+    last dimension are the columns.
 
     A copy only where strides demand one.
     """
@@ -26,7 +33,9 @@ def to_front(tensor: Tensor, dim: int) -> Tensor:
     matrix = front.reshape(math.prod(front.shape[:-1]), front.shape[-1])
     if matrix.shape[1] <= 1 or matrix.stride(1) == 1:
         return matrix
-    return matrix.contiguous() if matrix.numel() else matrix.new_empty(matrix.shape)  # an empty one is contiguous with any strides
+    return (
+        matrix.contiguous() if matrix.numel() else matrix.new_empty(matrix.shape)
+    )  # an empty one is contiguous with any strides
 
 
 def resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
@@ -35,7 +44,9 @@ def resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
 
 
 def front(result: Tensor, dim: int) -> Tensor:
-    """Room for a result with its dimension `dim` first; the result itself if that is the first place."""
+    """Room for a result with its dimension `dim` first; the result itself if that is the first
+    place.
+    """
     return result.new_empty(result.movedim(dim, 0).shape) if dim else result
 
 

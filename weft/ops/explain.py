@@ -34,12 +34,15 @@ def explain(
     chunk_rows: int | None = None,
     world: World | None = None,
 ) -> str:
-    """What `operator` would do with these arguments and why, in words, and the other variants with their predicted times.
+    """What `operator` would do with these arguments and why, in words, and the other variants with
+    their predicted times.
 
-    Not collective; nothing is sent. For ``auto`` it is what this rank would decide, where rank 0 has not decided yet.
+    Not collective; nothing is sent. For ``auto`` it is what this rank would decide, where rank 0
+    has not decided yet.
 
-    `operator` is ``all_gather_matmul``, ``matmul_reduce_scatter`` or ``matmul_all_reduce``; the rest as they take it. Raises
-    `ValueError` or `TypeError` for arguments that the operator would refuse.
+    `operator` is ``all_gather_matmul``, ``matmul_reduce_scatter`` or ``matmul_all_reduce``; the
+    rest as they take it. Raises `ValueError` or `TypeError` for arguments that the operator would
+    refuse.
     """
     world = current(world)
     if operator not in OPERATORS:
@@ -47,12 +50,20 @@ def explain(
     several = isinstance(b, list | tuple)
     weights: list[Weight] = [*b] if several else [b]  # type: ignore[list-item, misc]
     if not weights or (len(weights) > 1 and operator != "all_gather_matmul"):
-        raise ValueError(f"b must be one weight, or several for all_gather_matmul; got a list of {len(weights)} weights")
-    biases, scales = listed(bias, weights, several, "bias"), listed(scale_b, weights, several, "scale_b")
+        raise ValueError(
+            f"b must be one weight, or several for all_gather_matmul; got a list of {len(weights)} "
+            "weights"
+        )
+    biases, scales = (
+        listed(bias, weights, several, "bias"),
+        listed(scale_b, weights, several, "scale_b"),
+    )
     with torch.no_grad():
         rows, weights = float8.scaled(a, weights, scale_a, scales, world)
         asked = Options(dim, op, out_dtype, return_gathered, shard_rows, algorithm, chunk_rows)
-        call = fused.check(operator, world, Given(rows, weights, biases, [None] * len(weights)), asked)
+        call = fused.check(
+            operator, world, Given(rows, weights, biases, [None] * len(weights)), asked
+        )
         decision, own = expected(call), engine(world)
     for weight in call.weights:
         own.check_product(call.tensors["a"], weight, getattr(torch, call.workload.out_dtype))

@@ -1,4 +1,6 @@
-"""Float8 inputs: each row of `a` carries its scale behind its columns, so that whatever moves rows moves scales with them."""
+"""Float8 inputs: each row of `a` carries its scale behind its columns, so that whatever moves rows
+moves scales with them.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +16,37 @@ from weft.world import World
 
 
 def scaled(
-    a: Tensor, weights: Sequence[Weight], scale_a: Tensor | None, scales_b: Sequence[Tensor | None], world: World
+    a: Tensor,
+    weights: Sequence[Weight],
+    scale_a: Tensor | None,
+    scales_b: Sequence[Tensor | None],
+    world: World,
 ) -> tuple[Tensor, list[Weight]]:
-    """`a` with its scales behind its columns, and the weights with theirs; as they are given where no scale is.
+    """`a` with its scales behind its columns, and the weights with theirs; as they are given where
+    no scale is.
 
-    Scales are float32: one for a whole tensor, or one for each row of a (…, 1) and each column of b (1, N), as
-    ``torch._scaled_mm`` takes them. Raises `ValueError` or `TypeError` for anything else.
+    Scales are float32: one for a whole tensor, or one for each row of a (…, 1) and each column of b
+    (1, N), as ``torch._scaled_mm`` takes them. Raises `ValueError` or `TypeError` for anything
+    else.
     """
-    if scale_a is None and all(scale is None for scale in scales_b) and getattr(a, "dtype", None) not in FLOAT8:
+    if (
+        scale_a is None
+        and all(scale is None for scale in scales_b)
+        and getattr(a, "dtype", None) not in FLOAT8
+    ):
         return a, [*weights]  # if it is no tensor, the operator says so
     arguments.check_matrix(a, world, FLOAT8)
     made: list[Weight] = []
     for b, scale in zip(weights, scales_b, strict=True):
         if not isinstance(b, Tensor):
-            raise TypeError(f"b must be a tensor where a is {name(a.dtype)}; got {type(b).__name__}")
+            raise TypeError(
+                f"b must be a tensor where a is {name(a.dtype)}; got {type(b).__name__}"
+            )
         arguments.check_input(b, "b", world, FLOAT8)
         if b.dim() != 2 or b.shape[0] != a.shape[-1]:
-            raise ValueError(f"b must be a matrix ({a.shape[-1]}, N) for this a; got shape {tuple(b.shape)}")
+            raise ValueError(
+                f"b must be a matrix ({a.shape[-1]}, N) for this a; got shape {tuple(b.shape)}"
+            )
         made.append(ScaledWeight(b, _spread(scale, (1, b.shape[1]), "scale_b", world)))
     scales = _spread(scale_a, (*a.shape[:-1], 1), "scale_a", world)
     if arguments.recorded((a, scale_a, *scales_b)):
@@ -46,5 +62,12 @@ def _spread(scale: Tensor | None, shape: tuple[int, ...], what: str, world: Worl
         raise ValueError(f"float8 inputs need scales: give {what}")
     arguments.check_place(scale, what, world)
     if scale.dtype != torch.float32 or (scale.numel() != 1 and scale.shape != torch.Size(shape)):
-        raise ValueError(f"{what} must be float32, a single one or of shape {shape}; got {scale.dtype}, {tuple(scale.shape)}")
-    return scale.reshape(-1)[:1].expand(shape).contiguous() if scale.numel() == 1 else scale.contiguous()
+        raise ValueError(
+            f"{what} must be float32, a single one or of shape {shape}; got {scale.dtype}, "
+            f"{tuple(scale.shape)}"
+        )
+    return (
+        scale.reshape(-1)[:1].expand(shape).contiguous()
+        if scale.numel() == 1
+        else scale.contiguous()
+    )

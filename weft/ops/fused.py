@@ -1,4 +1,6 @@
-"""From a checked call of a fused operator to its result: decide, plan, compile, execute, finish. The same for all operators."""
+"""From a checked call of a fused operator to its result: decide, plan, compile, execute, finish.
+The same for all operators.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from weft.world import World
 
 
 def check(operator: str, world: World, given: Given, options: Options) -> Call:
-    """A checked call of the operator of this name, which is in the file of this name; raises what the operator would."""
+    """A checked call of the operator of this name, which is in the file of this name; raises what
+    the operator would.
+    """
     checked: Call = importlib.import_module(f"weft.ops.{operator}").check(world, given, options)
     return checked
 
@@ -33,7 +37,9 @@ def run(call: Call) -> Any:
 
 
 def carry_out(call: Call) -> tuple[Any, Way | None]:
-    """Carry out a call, collectively: its result, and the way that it went if calls of its class will always go it."""
+    """Carry out a call, collectively: its result, and the way that it went if calls of its class
+    will always go it.
+    """
     decision = decide(call)
     for other in decision.others:
         _prepare(call, other.variant, other.pieces)
@@ -52,7 +58,11 @@ def execute(call: Call, variant: Variant) -> Any:
 
 def _go(call: Call, way: Way) -> Any:
     weights = dict(zip(way.products, call.weights, strict=False))
-    biases = {name: bias for name, bias in zip(way.products, call.biases, strict=False) if bias is not None}
+    biases = {
+        name: bias
+        for name, bias in zip(way.products, call.biases, strict=False)
+        if bias is not None
+    }
     way.program.run(call.tensors, call.workload.rows, weights, biases, call.options.timeout)
     return call.finish()
 
@@ -68,9 +78,15 @@ def _prepare(call: Call, variant: Variant, pieces: int | None = None) -> Way:
     """The way to carry out a call in a variant, its rows in so many pieces or as the variant says."""
     world, operator, workload = call.world, call.operator, call.workload
     whole = engine(world).whole_plans or variant.algorithm in operator.unequal
-    where = {"hosts": world.topology, "remote_reads": world.remote_reads, "planned": None if whole else (world.rank,)}
+    where = {
+        "hosts": world.topology,
+        "remote_reads": world.remote_reads,
+        "planned": None if whole else (world.rank,),
+    }
     held = workload._replace(rows=(), k=1, n=1, packed=True)  # what plans for all sizes depend on
-    plan, dtypes, products = _planned(call.planner, held, operator.request(workload, variant, pieces, **where, **call.asked))
+    plan, dtypes, products = _planned(
+        call.planner, held, operator.request(workload, variant, pieces, **where, **call.asked)
+    )
     return Way(engine(world).program(plan, call.tensors, workload.rows, dtypes), products)
 
 
@@ -82,7 +98,12 @@ def _planned(
     plan = planner(request)
     if request.planned is not None:
         plan = replace(plan, request=repr(request._replace(planned=None)))
-    dtypes = {name: getattr(torch, rows.dtype) for name, rows in OPERATORS[workload.operator].buffers(workload).items()}
+    dtypes = {
+        name: getattr(torch, rows.dtype)
+        for name, rows in OPERATORS[workload.operator].buffers(workload).items()
+    }
     every = (instruction for lanes in plan.lanes for lane in lanes.values() for instruction in lane)
-    products = dict.fromkeys(instruction.dst.buffer for instruction in every if isinstance(instruction, Matmul))
+    products = dict.fromkeys(
+        instruction.dst.buffer for instruction in every if isinstance(instruction, Matmul)
+    )
     return plan, dtypes, tuple(products)

@@ -1,4 +1,6 @@
-"""Matmul + all-reduce as an operator: ``sum over ranks of a @ b`` on every rank, added up while products are made."""
+"""Matmul + all-reduce as an operator: ``sum over ranks of a @ b`` on every rank, added up while
+products are made.
+"""
 
 from __future__ import annotations
 
@@ -28,25 +30,29 @@ def matmul_all_reduce(
     world: World | None = None,
     timeout: float | None = None,
 ) -> Tensor:
-    """Multiply `a` by this rank's `b` and sum over all ranks, collectively; all ranks get equal bits.
+    """Multiply `a` by this rank's `b` and sum over all ranks, collectively; all ranks get equal
+    bits.
 
-    The result is that of `torch.matmul` followed by `torch.distributed.all_reduce` (plus `bias`). Sums are taken as by
-    `matmul_reduce_scatter` that keeps an even share of the rows on each rank: in rank order, in float32 (float64 for float64),
-    rounded once, by every algorithm; over several hosts as it says there.
+    The result is that of `torch.matmul` followed by `torch.distributed.all_reduce` (plus `bias`).
+    Sums are taken as by `matmul_reduce_scatter` that keeps an even share of the rows on each rank:
+    in rank order, in float32 (float64 for float64), rounded once, by every algorithm; over several
+    hosts as it says there.
 
-    Gradients follow Megatron's convention, not that of `torch.distributed.nn` and torch's functional collectives: all ranks are
-    taken to compute one and the same loss from the result, so its gradient is already complete on each, and goes to a, b and bias
-    without communication. (Torch's sums the gradients of all ranks, which are as many losses: larger by a factor of the number of
-    ranks.) So the gradients are those of the same layer on one rank. There are no second derivatives.
+    Gradients follow Megatron's convention, not that of `torch.distributed.nn` and torch's
+    functional collectives: all ranks are taken to compute one and the same loss from the result, so
+    its gradient is already complete on each, and goes to a, b and bias without communication.
+    (Torch's sums the gradients of all ranks, which are as many losses: larger by a factor of the
+    number of ranks.) So the gradients are those of the same layer on one rank. There are no second
+    derivatives.
 
     Arguments and errors are those of `matmul_reduce_scatter`, but for these:
 
     Args:
-        out: contiguous (…, N), not overlapping an input.
-        algorithm: ``one_shot`` (every rank adds up everything where the products lie), ``two_shot`` (every rank adds up a part and
-            copies the others), ``put`` (the same, with products made in the memory of the rank that adds them up), ``ring`` (sums
-            pass from neighbour to neighbour), ``sequential`` (one product, then the sums) or ``auto``; `explain` says what auto
-            chooses.
+        out: contiguous (…, N), not overlapping an input. algorithm: ``one_shot`` (every rank adds
+        up everything where the products lie), ``two_shot`` (every rank adds up a part and
+            copies the others), ``put`` (the same, with products made in the memory of the rank that
+            adds them up), ``ring`` (sums pass from neighbour to neighbour), ``sequential`` (one
+            product, then the sums) or ``auto``; `explain` says what auto chooses.
 
     Returns:
         (…, N) of `out_dtype`.
@@ -54,13 +60,21 @@ def matmul_all_reduce(
     world = current(world)
     asked = known.Asked(("matmul_all_reduce", op, out_dtype, algorithm, chunk_rows), (b,), (bias,))
     usual = scale_a is None and scale_b is None and out is None and timeout is None
-    if usual and not arguments.recorded((a, b, bias)) and (again := known.repeat(world, a, asked)) is not None:
+    if (
+        usual
+        and not arguments.recorded((a, b, bias))
+        and (again := known.repeat(world, a, asked)) is not None
+    ):
         return again[0]
     a, (b,) = float8.scaled(a, [b], scale_a, [scale_b], world)
-    options = Options(op=op, out_dtype=out_dtype, algorithm=algorithm, chunk_rows=chunk_rows, timeout=timeout)
+    options = Options(
+        op=op, out_dtype=out_dtype, algorithm=algorithm, chunk_rows=chunk_rows, timeout=timeout
+    )
     if arguments.recorded((a, b, bias, out)):
         arguments.check_recorded(a, [b], [bias], out, world)
-        summed: Tensor = torch.ops.weft.matmul_all_reduce.default(a, source(b), bias, *options, world.name)
+        summed: Tensor = torch.ops.weft.matmul_all_reduce.default(
+            a, source(b), bias, *options, world.name
+        )
         return summed
     with torch.no_grad():
         call = check(world, Given(a, [b], [bias], [out]), options)
@@ -92,17 +106,27 @@ class _ReduceCall(SumCall):
     def overlapped(self) -> tuple[str, str]:
         world = self.world
         if world.multi_host:
-            return "two_shot", "each rank adds up a part, to which each host sends its sum of it once"
+            return (
+                "two_shot",
+                "each rank adds up a part, to which each host sends its sum of it once",
+            )
         if world.ranks == 2:
-            return "one_shot", "for two ranks adding everything costs no more than adding half and copying half"
-        return "two_shot", "each rank adds up a part, so the work does not grow with the number of ranks"
+            return (
+                "one_shot",
+                "for two ranks adding everything costs no more than adding half and copying half",
+            )
+        return (
+            "two_shot",
+            "each rank adds up a part, so the work does not grow with the number of ranks",
+        )
 
     def chunk_rows(self, algorithm: str) -> int:
         if algorithm == "put":
             return self.whole
         if self.world.emulated_link or self.world.multi_host:
             return self.piece(self.whole, 2 * self.pieces)
-        # One_shot waits for all peers once per piece, so few and large ones let a rank be late now and then at no cost.
+        # One_shot waits for all peers once per piece, so few and large ones let a rank be late now
+        # and then at no cost.
         return min(self.whole, ADDED_ROWS[self.workload.packed and algorithm == "two_shot"])
 
     def finish(self) -> Tensor:

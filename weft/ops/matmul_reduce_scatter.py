@@ -1,4 +1,6 @@
-"""Matmul + reduce-scatter as an operator: this rank's part of ``sum over ranks of a @ b``, added up while products are made."""
+"""Matmul + reduce-scatter as an operator: this rank's part of ``sum over ranks of a @ b``, added up
+while products are made.
+"""
 
 from __future__ import annotations
 
@@ -32,54 +34,77 @@ def matmul_reduce_scatter(
     world: World | None = None,
     timeout: float | None = None,
 ) -> Tensor:
-    """Multiply `a` by this rank's `b`, sum over all ranks and keep this rank's part along a dimension, collectively.
+    """Multiply `a` by this rank's `b`, sum over all ranks and keep this rank's part along a
+    dimension, collectively.
 
-    The result is that of `torch.matmul` followed by `torch.distributed.reduce_scatter_tensor` (plus `bias`). Products are summed
-    in rank order in float32 (float64 for float64) and rounded once, by every algorithm: same inputs, same bits. The products
-    themselves are in float32, except that those of bfloat16 for a bfloat16 result come in bfloat16, as `torch.mm` gives them.
-    Over several hosts these are taken in the order of their first ranks, and what the ranks of another host than the keeper's have
-    made is summed there first, as one product: where these come in bfloat16, so does that sum (not with `out_dtype` float32).
+    The result is that of `torch.matmul` followed by `torch.distributed.reduce_scatter_tensor` (plus
+    `bias`). Products are summed in rank order in float32 (float64 for float64) and rounded once, by
+    every algorithm: same inputs, same bits. The products themselves are in float32, except that
+    those of bfloat16 for a bfloat16 result come in bfloat16, as `torch.mm` gives them. Over several
+    hosts these are taken in the order of their first ranks, and what the ranks of another host than
+    the keeper's have made is summed there first, as one product: where these come in bfloat16, so
+    does that sum (not with `out_dtype` float32).
 
-    Gradients flow to a, b and bias. Those of a and b share one gather of the result's gradient, by `all_gather_matmul`; that of
-    bias is complete on every rank.
+    Gradients flow to a, b and bias. Those of a and b share one gather of the result's gradient, by
+    `all_gather_matmul`; that of bias is complete on every rank.
 
     Args:
-        a: (…, K), this rank's columns of what is multiplied, at least two dimensions; float16, bfloat16, float32 or float64; any
+        a: (…, K), this rank's columns of what is multiplied, at least two dimensions; float16,
+        bfloat16, float32 or float64; any
             strides. K may differ between ranks.
-        b: (K, N) of a's dtype, this rank's rows of the weight, any strides, or packed once by `weft.pack`.
-        op: ``sum``, or ``avg``: the sum divided by the number of ranks.
-        dim: the dimension of the product (…, N) that is scattered. For the last one the transposed product is computed and
+        b: (K, N) of a's dtype, this rank's rows of the weight, any strides, or packed once by
+        `weft.pack`. op: ``sum``, or ``avg``: the sum divided by the number of ranks. dim: the
+        dimension of the product (…, N) that is scattered. For the last one the transposed product
+        is computed and
             scattered by rows, and the plain weight is used.
-        bias: (N,), the same on all ranks; added once, whatever `op` is.
-        scale_a, scale_b: those of float8 inputs, as `all_gather_matmul` takes them.
-        out: contiguous, of the shape of the result, not overlapping an input.
-        out_dtype: a's dtype (default) or float32; for float8 bfloat16 (default), float16 or float32.
-        shard_rows: the size of the scattered dimension that each rank keeps; zero is allowed. Without it the dimension must
+        bias: (N,), the same on all ranks; added once, whatever `op` is. scale_a, scale_b: those of
+        float8 inputs, as `all_gather_matmul` takes them. out: contiguous, of the shape of the
+        result, not overlapping an input. out_dtype: a's dtype (default) or float32; for float8
+        bfloat16 (default), float16 or float32. shard_rows: the size of the scattered dimension that
+        each rank keeps; zero is allowed. Without it the dimension must
             divide evenly, as `torch.distributed.reduce_scatter_tensor` demands.
-        algorithm: ``direct`` (peers' products are added where they lie), ``push`` (they are copied to the rank that keeps them),
-            ``put`` (they are made in its memory), ``ring`` (running sums pass from neighbour to neighbour), ``sequential`` (one
-            product, then the sums) or ``auto``; `explain` says what auto chooses.
-        chunk_rows: rows (of the product as a matrix of N columns) that are added, or sent, together; sequential makes no use of it.
-        world: by default the world made by ``weft.init()``.
-        timeout: seconds any wait may take; by default the world's.
+        algorithm: ``direct`` (peers' products are added where they lie), ``push`` (they are copied
+        to the rank that keeps them),
+            ``put`` (they are made in its memory), ``ring`` (running sums pass from neighbour to
+            neighbour), ``sequential`` (one product, then the sums) or ``auto``; `explain` says what
+            auto chooses.
+        chunk_rows: rows (of the product as a matrix of N columns) that are added, or sent,
+        together; sequential makes no use of it. world: by default the world made by
+        ``weft.init()``. timeout: seconds any wait may take; by default the world's.
 
     Returns:
         (…, N) with this rank's part of the scattered dimension, of `out_dtype`.
 
     Raises:
-        ValueError, TypeError: bad arguments, before anything is sent.
-        MismatchError, PeerLost, PeerTimeout: the ranks do not make the same call, or one is lost or late; the world is closed.
+        ValueError, TypeError: bad arguments, before anything is sent. MismatchError, PeerLost,
+        PeerTimeout: the ranks do not make the same call, or one is lost or late; the world is
+        closed.
     """
     world = current(world)
-    asked = known.Asked(("matmul_reduce_scatter", op, out_dtype, algorithm, chunk_rows), (b,), (bias,))
-    usual = scale_a is None and scale_b is None and out is None and timeout is None and dim == 0 and shard_rows is None
-    if usual and not arguments.recorded((a, b, bias)) and (again := known.repeat(world, a, asked)) is not None:
+    asked = known.Asked(
+        ("matmul_reduce_scatter", op, out_dtype, algorithm, chunk_rows), (b,), (bias,)
+    )
+    usual = (
+        scale_a is None
+        and scale_b is None
+        and out is None
+        and timeout is None
+        and dim == 0
+        and shard_rows is None
+    )
+    if (
+        usual
+        and not arguments.recorded((a, b, bias))
+        and (again := known.repeat(world, a, asked)) is not None
+    ):
         return again[0]
     a, (b,) = float8.scaled(a, [b], scale_a, [scale_b], world)
     options = Options(dim, op, out_dtype, False, shard_rows, algorithm, chunk_rows, timeout)
     if arguments.recorded((a, b, bias, out)):
         arguments.check_recorded(a, [b], [bias], out, world)
-        scattered: Tensor = torch.ops.weft.matmul_reduce_scatter.default(a, source(b), bias, *options, world.name)
+        scattered: Tensor = torch.ops.weft.matmul_reduce_scatter.default(
+            a, source(b), bias, *options, world.name
+        )
         return scattered
     with torch.no_grad():
         call = check(world, Given(a, [b], [bias], [out]), options)
@@ -96,8 +121,12 @@ def check(world: World, given: Given, options: Options) -> Call:
     parts = arguments.check_parts(whole[dim], options.shard_rows, world)
     transposed = dim == a.dim() - 1
     if transposed and isinstance(b, ScaledWeight):
-        raise ValueError("products of float8 cannot be scattered along their last dimension: choose another dim")
-    result = arguments.result(out, dims.resized(whole, dim, parts[world.rank]), out_dtype, (a, b, bias), world)
+        raise ValueError(
+            "products of float8 cannot be scattered along their last dimension: choose another dim"
+        )
+    result = arguments.result(
+        out, dims.resized(whole, dim, parts[world.rank]), out_dtype, (a, b, bias), world
+    )
     options = options if dim == options.dim else options._replace(dim=dim)
     return (_ColumnsCall if transposed else _RowsCall)(world, options, given, parts, result)
 
@@ -108,9 +137,16 @@ class _ScatterCall(SumCall):
     def overlapped(self) -> tuple[str, str]:
         world = self.world
         if world.multi_host:
-            return "push", "each host adds up its products and puts them to the others while more are made"
+            return (
+                "push",
+                "each host adds up its products and puts them to the others while more are made",
+            )
         if world.emulated_link:
-            return "push", "the emulated link is slower than memory, so products are moved while others are made"
+            return (
+                "push",
+                "the emulated link is slower than memory, so products are moved while others are "
+                "made",
+            )
         return "direct", "peers' products can be added where they lie at the speed of own memory"
 
     def chunk_rows(self, algorithm: str) -> int:
@@ -122,7 +158,9 @@ class _ScatterCall(SumCall):
 class _RowsCall(_ScatterCall):
     """Any dimension but the last is scattered."""
 
-    def __init__(self, world: World, options: Options, given: Given, parts: Sequence[int], result: Tensor) -> None:
+    def __init__(
+        self, world: World, options: Options, given: Given, parts: Sequence[int], result: Tensor
+    ) -> None:
         a, (b,), (bias,), _ = given
         dim, inner = options.dim, dims.inner(a.shape, options.dim)
         rows = tuple(part * inner for part in parts)
@@ -136,15 +174,23 @@ class _RowsCall(_ScatterCall):
 
 
 class _ColumnsCall(_ScatterCall):
-    """The last dimension is scattered: the transposed product is, by rows. Each rank adds its part of the bias at the end."""
+    """The last dimension is scattered: the transposed product is, by rows. Each rank adds its part
+    of the bias at the end.
+    """
 
-    def __init__(self, world: World, options: Options, given: Given, parts: Sequence[int], result: Tensor) -> None:
+    def __init__(
+        self, world: World, options: Options, given: Given, parts: Sequence[int], result: Tensor
+    ) -> None:
         a, (b,), (self.bias,), _ = given
         self.result, matrix = result, dims.to_front(a, 0)
         dtype = result.dtype if self.bias is None else accumulator(result.dtype)
         self.summed = matrix.new_empty(parts[world.rank], len(matrix), dtype=dtype)
-        sums = workload("matmul_reduce_scatter", tuple(parts), given, dtype)._replace(n=len(matrix), packed=False)
-        super().__init__(world, options, sums, dims.to_front(plain(b).t(), 0), matrix.t(), self.summed, None)
+        sums = workload("matmul_reduce_scatter", tuple(parts), given, dtype)._replace(
+            n=len(matrix), packed=False
+        )
+        super().__init__(
+            world, options, sums, dims.to_front(plain(b).t(), 0), matrix.t(), self.summed, None
+        )
 
     def describe(self, variant: Variant) -> str:
         return "; the transposed product is scattered by rows"

@@ -1,4 +1,6 @@
-"""What operators share that sum products over ranks: the dtype of sums, and the bias that is added once."""
+"""What operators share that sum products over ranks: the dtype of sums, and the bias that is added
+once.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +38,27 @@ def check_sum(world: World, given: Given, options: Options) -> torch.dtype:
 
 
 class SumCall(Call):
-    """Multiplies the matrix `x` (rows, K) by `weight` (K, N), and sums over ranks into `out` (rows kept, N).
+    """Multiplies the matrix `x` (rows, K) by `weight` (K, N), and sums over ranks into `out` (rows
+    kept, N).
 
     Rank 0 adds the bias to its product, so that it is added once, unless each rank has its own.
     """
 
     def __init__(
-        self, world: World, options: Options, sums: Workload, x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None
+        self,
+        world: World,
+        options: Options,
+        sums: Workload,
+        x: Tensor,
+        weight: Weight,
+        out: Tensor,
+        bias: Tensor | None,
     ) -> None:
         super().__init__(world, options, sums)
         self.tensors, self.weights, self.asked = {"a": x, "out": out}, (weight,), {"op": options.op}
         if bias is not None and options.own_bias:
             self.biases = (bias,)
         elif bias is not None and world.rank == 0:
-            self.biases = (bias.to(accumulator(x.dtype)) * world.ranks if options.op == "avg" else bias,)
+            self.biases = (
+                bias.to(accumulator(x.dtype)) * world.ranks if options.op == "avg" else bias,
+            )

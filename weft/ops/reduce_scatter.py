@@ -1,4 +1,6 @@
-"""Reduce-scatter as an operator: this rank's part of the element-wise reduction of all ranks' tensors."""
+"""Reduce-scatter as an operator: this rank's part of the element-wise reduction of all ranks'
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,21 @@ def reduce_scatter(
     world: World | None = None,
     timeout: float | None = None,
 ) -> Tensor:
-    """This rank's part along `dim` of the element-wise reduction of all ranks' `a`; a dtype of `NUMBERS`.
+    """This rank's part along `dim` of the element-wise reduction of all ranks' `a`; a dtype of
+    `NUMBERS`.
 
-    `op` is ``sum``, ``avg``, ``max`` or ``min``; sums are accumulated in rank order in float32 (float64 in float64, integers
-    exactly) and rounded once. Over several hosts these are taken in the order of their first ranks, and what the ranks of another
-    host than the owner's have is summed there first and, if they are several, rounded to a's dtype.
+    `op` is ``sum``, ``avg``, ``max`` or ``min``; sums are accumulated in rank order in float32
+    (float64 in float64, integers exactly) and rounded once. Over several hosts these are taken in
+    the order of their first ranks, and what the ranks of another host than the owner's have is
+    summed there first and, if they are several, rounded to a's dtype.
 
-    Without `shard_rows`, the sizes of the parts, the dimension must divide evenly. `out` may be this rank's own part of `a`.
+    Without `shard_rows`, the sizes of the parts, the dimension must divide evenly. `out` may be
+    this rank's own part of `a`.
 
-    `algorithm` is ``direct`` (every rank reads its peers' rows; auto's choice on one host), ``push`` (they are put to it, a host's
-    sum once; auto's choice on several) or ``ring`` (sums go from host to host, or from rank to rank on one, in the same order, but
-    rounded to a's dtype at every hop).
+    `algorithm` is ``direct`` (every rank reads its peers' rows; auto's choice on one host),
+    ``push`` (they are put to it, a host's sum once; auto's choice on several) or ``ring`` (sums go
+    from host to host, or from rank to rank on one, in the same order, but rounded to a's dtype at
+    every hop).
 
     There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
     """
@@ -44,7 +50,13 @@ def reduce_scatter(
 
 
 def _prepare(
-    world: World, a: Tensor, out: Tensor | None, op: str, dim: int, shard_rows: Sequence[int] | None, algorithm: str
+    world: World,
+    a: Tensor,
+    out: Tensor | None,
+    op: str,
+    dim: int,
+    shard_rows: Sequence[int] | None,
+    algorithm: str,
 ) -> Work:
     collective.check_reduction(a, op, world)
     arguments.check_algorithm(algorithm, schedule.ALGORITHMS, world)
@@ -56,7 +68,9 @@ def _prepare(
     def is_part(out: Tensor) -> bool:
         return lead == 1 and same_place(out, a.narrow(dim, start, sizes[world.rank]))
 
-    result = arguments.result(out, dims.resized(a.shape, dim, sizes[world.rank]), a.dtype, [a], world, is_part)
+    result = arguments.result(
+        out, dims.resized(a.shape, dim, sizes[world.rank]), a.dtype, [a], world, is_part
+    )
     if lead == 1:
         matrix = as_matrix(a, dim)
     else:
@@ -69,7 +83,10 @@ def _prepare(
     if algorithm in ("auto", "direct") and collective.reduced_at_once(world, handed, symmetric):
         plan = schedule.eager(world.levels, op)
     elif hosts is not None or algorithm in ("push", "ring"):
-        cut, by = pieces(most, collective.sent_rows(matrix, most)), "ring" if algorithm == "ring" else "push"
+        cut, by = (
+            pieces(most, collective.sent_rows(matrix, most)),
+            "ring" if algorithm == "ring" else "push",
+        )
         plan = planned(schedule.put, cut, hosts or range(world.ranks), by, op)
     else:
         cut = pieces(most, collective.exchanged_rows(matrix, most, world))

@@ -1,11 +1,14 @@
-"""Ways to carry out the calls of a class of sizes: the first calls measure the likely ones, and the fastest stays.
+"""Ways to carry out the calls of a class of sizes: the first calls measure the likely ones, and the
+fastest stays.
 
-All ranks make the same calls in the same order, so each knows whose turn it is; after every round they tell each other when they
-came and went. A call takes from when the last rank came until the last one went, whoever was waited for. Clocks of hosts differ:
-there it is what the host sees whose last rank came last, so which saw the least.
+All ranks make the same calls in the same order, so each knows whose turn it is; after every round
+they tell each other when they came and went. A call takes from when the last rank came until the
+last one went, whoever was waited for. Clocks of hosts differ: there it is what the host sees whose
+last rank came last, so which saw the least.
 
-Ways are only mixed where they give the same bits. Sums are taken in one order by every way, and torch's products have the same bits
-in however many rows they are made, except by their kernels for few rows, and in float64.
+Ways are only mixed where they give the same bits. Sums are taken in one order by every way, and
+torch's products have the same bits in however many rows they are made, except by their kernels for
+few rows, and in float64.
 """
 
 from __future__ import annotations
@@ -22,15 +25,21 @@ from weft.schedules.workload import FEW_ROWS, Variant
 CALLS = 12  # that may measure, of a class
 MOST = 4  # ways that take turns
 _LIKELY = 1.5  # times the least prediction is not worth trying
-_HOPELESS = (1.5, 1.2)  # times as slow as the fastest is not tried again, after the first round and after later ones
+_HOPELESS = (
+    1.5,
+    1.2,
+)  # times as slow as the fastest is not tried again, after the first round and after later ones
 _BETTER = 0.97  # of the usual way's time is worth leaving it
-_WORTH_TRYING = 1.7e-4  # seconds on an emulated link: for less, pieces may take twice as long as what they are to hide
+# seconds on an emulated link: for less, pieces may take twice as long as what they are to hide
+_WORTH_TRYING = 1.7e-4
 _BITS = 16  # rows from which on the bits of a product do not depend on how many there are
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Choice(NamedTuple):
-    """What is done for a class of sizes: an algorithm, its pieces and its order, with what there is to say of it."""
+    """What is done for a class of sizes: an algorithm, its pieces and its order, with what there is
+    to say of it.
+    """
 
     algorithm: str
     pieces: int
@@ -46,7 +55,11 @@ class Choice(NamedTuple):
 
     def variant(self, call: Call) -> Variant:
         """The choice as a variant of a call of the class."""
-        rows = call.whole if self.algorithm in call.operator.whole else call.operator.extent(call.workload, self.algorithm)
+        rows = (
+            call.whole
+            if self.algorithm in call.operator.whole
+            else call.operator.extent(call.workload, self.algorithm)
+        )
         return Variant(self.algorithm, max(1, -(-rows // self.pieces)), self.order)
 
     def of(self, call: Call) -> Decision:
@@ -57,20 +70,39 @@ class Choice(NamedTuple):
 def chosen(call: Call, decision: Decision) -> Choice:
     """What a decision comes to for its class."""
     variant = decision.variant
-    return Choice(variant.algorithm, call.operator.cut(call.workload, variant), variant.order, decision.why, decision.predicted)
+    return Choice(
+        variant.algorithm,
+        call.operator.cut(call.workload, variant),
+        variant.order,
+        decision.why,
+        decision.predicted,
+    )
 
 
 def likely(call: Call, decision: Decision) -> list[Choice]:
-    """The ways that are worth measuring for the class of a call, the one decided on first; alone if that is known to be best."""
+    """The ways that are worth measuring for the class of a call, the one decided on first; alone if
+    that is known to be best.
+    """
     operator, workload, world = call.operator, call.workload, call.world
     first, times = chosen(call, decision), dict(decision.predicted)
-    if decision.sure or call.passing < _WORTH_TRYING or max(workload.rows) <= FEW_ROWS or workload.dtype not in _DTYPES:
+    if (
+        decision.sure
+        or call.passing < _WORTH_TRYING
+        or max(workload.rows) <= FEW_ROWS
+        or workload.dtype not in _DTYPES
+    ):
         return [first]
     found, linked = {first.way: first}, not world.remote_reads
     for name in operator.tried_over_links if linked else operator.tried:
-        for cut in (1, 4) if linked and call.options.chunk_rows is None and name not in operator.whole else (1,):
+        for cut in (
+            (1, 4)
+            if linked and call.options.chunk_rows is None and name not in operator.whole
+            else (1,)
+        ):
             variant = call.usual(name).variant
-            variant = variant._replace(chunk_rows=min(cut * variant.chunk_rows, operator.extent(workload, name)))
+            variant = variant._replace(
+                chunk_rows=min(cut * variant.chunk_rows, operator.extent(workload, name))
+            )
             if times.get(variant, 0.0) <= _LIKELY * min(times.values(), default=0.0):
                 other = chosen(call, Decision(variant, "", decision.predicted))
                 found.setdefault(other.way, other)
@@ -78,11 +110,15 @@ def likely(call: Call, decision: Decision) -> list[Choice]:
 
 
 class Trial:
-    """The ways that take turns in the calls of a class, and how long they took; the first is the usual one."""
+    """The ways that take turns in the calls of a class, and how long they took; the first is the
+    usual one.
+    """
 
     def __init__(self, choices: Sequence[Choice]) -> None:
         self.usual, self.left, self.round, self.remaining = choices[0], list(choices), 0, CALLS
-        self.calls: list[tuple[int, int, int]] = []  # of this round: when each began and ended, in ns, and the size of its product
+        self.calls: list[
+            tuple[int, int, int]
+        ] = []  # of this round: when each began and ended, in ns, and the size of its product
         self.least: dict[tuple[str, int, str], float] = {}
         self.shown: dict[Variant, float] = {}
 
@@ -96,7 +132,9 @@ class Trial:
         return choice.of(call)._replace(why="one of the first calls, in which ways are measured")
 
     def took(self, call: Call, begun: int, ended: int) -> bool:
-        """Note when a call began and ended; whether a round is over, of which all ranks are to tell each other."""
+        """Note when a call began and ended; whether a round is over, of which all ranks are to tell
+        each other.
+        """
         self.calls.append((begun, ended, sum(call.workload.rows) * max(1, call.workload.n)))
         return len(self.calls) == len(self.left)
 
@@ -118,6 +156,11 @@ class Trial:
         self.left = [choice for choice in self.left if self.least[choice.way] <= bound]
         if 1 < len(self.left) <= self.remaining:
             return None
-        best = min(self.left, key=lambda choice: self.least[choice.way] * (_BETTER if choice == self.usual else 1))
+        best = min(
+            self.left,
+            key=lambda choice: self.least[choice.way] * (_BETTER if choice == self.usual else 1),
+        )
         measured = tuple(sorted(self.shown.items(), key=lambda one: one[1]))
-        return best._replace(why="it was the fastest in the first calls of its class", measured=measured)
+        return best._replace(
+            why="it was the fastest in the first calls of its class", measured=measured
+        )

@@ -1,4 +1,6 @@
-"""Plans, the language in which work is described, and their proof. Neither torch nor ranks are needed here."""
+"""Plans, the language in which work is described, and their proof. Neither torch nor ranks are
+needed here.
+"""
 
 from weft.plan.language import Buffer as Buffer
 from weft.plan.language import Copy as Copy

@@ -1,6 +1,8 @@
-"""Sizes for a plan that knows none: how many rows each block has, and the plan over rows that it then is.
+"""Sizes for a plan that knows none: how many rows each block has, and the plan over rows that it
+then is.
 
-Engines bind sizes natively, call by call; `bind` is the slow, obvious way, for those who want to see, simulate or check rows.
+Engines bind sizes natively, call by call; `bind` is the slow, obvious way, for those who want to
+see, simulate or check rows.
 """
 
 from __future__ import annotations
@@ -10,7 +12,19 @@ from dataclasses import replace
 from itertools import accumulate
 
 from weft.errors import PlanError
-from weft.plan.language import ROOM, ROW, Buffer, Instruction, Notify, Plan, Reduce, Region, Term, Value, Wait
+from weft.plan.language import (
+    ROOM,
+    ROW,
+    Buffer,
+    Instruction,
+    Notify,
+    Plan,
+    Reduce,
+    Region,
+    Term,
+    Value,
+    Wait,
+)
 
 
 def split(rows: int, pieces: int) -> list[int]:
@@ -21,8 +35,15 @@ def split(rows: int, pieces: int) -> list[int]:
 def sizes(plan: Plan, rows: Sequence[int]) -> list[int]:
     """The rows of each block of a plan whose shards have these `rows`."""
     if len(rows) != len(plan.pieces):
-        raise PlanError(f"{plan.operator}/{plan.algorithm} has {len(plan.pieces)} shards, but {len(rows)} sizes were given")
-    return [size for count, pieces in zip(rows, plan.pieces, strict=True) for size in split(count, pieces)]
+        raise PlanError(
+            f"{plan.operator}/{plan.algorithm} has {len(plan.pieces)} shards, but {len(rows)} "
+            "sizes were given"
+        )
+    return [
+        size
+        for count, pieces in zip(rows, plan.pieces, strict=True)
+        for size in split(count, pieces)
+    ]
 
 
 def bind(plan: Plan, rows: Sequence[int]) -> Plan:
@@ -34,7 +55,9 @@ class _Binding:
     def __init__(self, plan: Plan, sizes: Sequence[int]) -> None:
         self.plan, self.sizes, self.room = plan, sizes, max(sizes, default=0)
         self.begin: dict[tuple[int, str], list[int]] = {}
-        self.alike: dict[tuple[int, ...] | range, list[int]] = {}  # of ranks that have the same blocks
+        self.alike: dict[
+            tuple[int, ...] | range, list[int]
+        ] = {}  # of ranks that have the same blocks
 
     def bounds(self, rank: int, name: str) -> list[int]:
         """Where each block of a rank's buffer begins, and the last one ends."""
@@ -52,11 +75,20 @@ class _Binding:
     def bound(self) -> Plan:
         plan = self.plan
         buffers = {
-            name: Buffer(buffer.role, tuple(self.bounds(rank, name)[-1] for rank in range(plan.ranks)))
+            name: Buffer(
+                buffer.role, tuple(self.bounds(rank, name)[-1] for rank in range(plan.ranks))
+            )
             for name, buffer in plan.buffers.items()
         }
-        lanes = tuple({name: tuple(map(self.instruction, lane)) for name, lane in lanes.items()} for lanes in plan.lanes)
-        result = dict(self.promise(region, value) for region, value in plan.result.items() if self.rows(region))
+        lanes = tuple(
+            {name: tuple(map(self.instruction, lane)) for name, lane in lanes.items()}
+            for lanes in plan.lanes
+        )
+        result = dict(
+            self.promise(region, value)
+            for region, value in plan.result.items()
+            if self.rows(region)
+        )
         return replace(plan, buffers=buffers, lanes=lanes, result=result, pieces=())
 
     def rows(self, region: Region) -> int:
@@ -73,12 +105,16 @@ class _Binding:
         rows = self.rows(self.plan.measure(instruction))
         dst = self.region(instruction.dst, rows)
         if isinstance(instruction, Reduce):
-            return replace(instruction, srcs=tuple(self.region(src, rows) for src in instruction.srcs), dst=dst)
+            return replace(
+                instruction, srcs=tuple(self.region(src, rows) for src in instruction.srcs), dst=dst
+            )
         return replace(instruction, src=self.region(instruction.src, rows), dst=dst)
 
     def promise(self, region: Region, value: Value) -> tuple[Region, Value]:
         start = self.bounds(region.rank, region.buffer)[region.start]
-        return self.region(region, self.rows(region)), tuple(self.term(term, region.start, start) for term in value)
+        return self.region(region, self.rows(region)), tuple(
+            self.term(term, region.start, start) for term in value
+        )
 
     def term(self, term: Term, block: int, row: int) -> Term:
         return term._replace(shift=self.bounds(term.rank, term.buffer)[block + term.shift] - row)

@@ -1,8 +1,9 @@
 """One greedy run of plans, with a vector clock per lane and symbols in place of numbers.
 
-A plan obeys the rules of `weft.plan`, so one run stands for all interleavings: what the vector clocks do not order could happen
-in either order, and is a race. Rows carry symbols (which input row, times whose weight), so a run also shows what every output
-row was computed from. The clocks are those of Mattern and Fidge; the race check is the happens-before test of Lamport's "Time,
+A plan obeys the rules of `weft.plan`, so one run stands for all interleavings: what the vector
+clocks do not order could happen in either order, and is a race. Rows carry symbols (which input
+row, times whose weight), so a run also shows what every output row was computed from. The clocks
+are those of Mattern and Fidge; the race check is the happens-before test of Lamport's "Time,
 Clocks, and the Ordering of Events".
 """
 
@@ -25,24 +26,36 @@ Place = tuple[int, str, int, int]
 
 @dataclass
 class Use:
-    """A lane's use of a rank's workspace in one execution: its clock at the first access and its time at the last."""
+    """A lane's use of a rank's workspace in one execution: its clock at the first access and its
+    time at the last.
+    """
 
     first: Clock
     last: int
 
 
 class Run:
-    """One greedy run of a sequence of plans that are well-formed, all ranks moving on by themselves."""
+    """One greedy run of a sequence of plans that are well-formed, all ranks moving on by
+    themselves.
+    """
 
     def __init__(self, plans: list[Plan]) -> None:
         self.plans = plans
         self.found: dict[str, None] = {}  # a set that keeps its order
         ranks = range(plans[0].ranks)
-        self.lanes: list[list[str]] = [sorted({name for plan in plans for name in plan.lanes[r]} | {"compute"}) for r in ranks]
+        self.lanes: list[list[str]] = [
+            sorted({name for plan in plans for name in plan.lanes[r]} | {"compute"}) for r in ranks
+        ]
         every = [(r, name) for r in ranks for name in self.lanes[r]]
         every += [(r, ending(name)) for r, name in every if is_channel(name)]
-        self.index: dict[tuple[int, str], int] = {lane: i for i, lane in enumerate(every)}  # of lanes
-        self.endings = {i: self.index[r, ending(name)] for (r, name), i in self.index.items() if (r, ending(name)) in self.index}
+        self.index: dict[tuple[int, str], int] = {
+            lane: i for i, lane in enumerate(every)
+        }  # of lanes
+        self.endings = {
+            i: self.index[r, ending(name)]
+            for (r, name), i in self.index.items()
+            if (r, ending(name)) in self.index
+        }
         self.rank_of = [r for r, _ in every]
         self.names = [f"rank {r} {name}" for r, name in every]
         self.clocks: list[Clock] = [[0] * len(every) for _ in every]
@@ -59,7 +72,9 @@ class Run:
         ranks = [self.run_rank(r) for r in range(self.plans[0].ranks)]
         stuck: dict[int, list[str]] = {r: [] for r in range(len(ranks))}
         moved = True
-        while moved and stuck:  # each generator runs until it cannot: it yields whether it moved and where it is held
+        while (
+            moved and stuck
+        ):  # each generator runs until it cannot: it yields whether it moved and where it is held
             moved = False
             for r in list(stuck):
                 progress = next(ranks[r], None)
@@ -87,8 +102,15 @@ class Run:
             self.join(rank)
             self.hand_over(execution, rank)
             self.fork(rank)
-            self.begun[execution, rank] = [(i, self.clocks[i][i]) for i in (self.index[rank, name] for name in self.lanes[rank])]
-            left = {self.index[rank, name]: [*reversed(lane)] for name, lane in plan.lanes[rank].items() if lane}
+            self.begun[execution, rank] = [
+                (i, self.clocks[i][i])
+                for i in (self.index[rank, name] for name in self.lanes[rank])
+            ]
+            left = {
+                self.index[rank, name]: [*reversed(lane)]
+                for name, lane in plan.lanes[rank].items()
+                if lane
+            }
             while left:
                 for i, lane in left.items():
                     while lane and self.step(execution, i, lane[-1]):
@@ -102,7 +124,10 @@ class Run:
             self.hand_over(execution, rank)
             for signal, count in self.promised[execution][rank].items():
                 self.base[rank][signal] = self.base[rank].get(signal, 0) + count
-            self.ends[execution, rank] = [*self.clocks[self.index[rank, "compute"]]], dict(self.base[rank])
+            self.ends[execution, rank] = (
+                [*self.clocks[self.index[rank, "compute"]]],
+                dict(self.base[rank]),
+            )
 
     def held(self, lane: int, wait: Instruction) -> str:
         assert isinstance(wait, Wait)
@@ -111,20 +136,26 @@ class Run:
         return f"{self.names[lane]} waits for {wait.count} of {wait.signal}, {come} come"
 
     def join(self, rank: int) -> None:
-        """Begin an execution of a rank: each of its lanes knows what all of them had done when the one before ended."""
+        """Begin an execution of a rank: each of its lanes knows what all of them had done when the
+        one before ended.
+        """
         mine = [self.index[rank, name] for name in self.lanes[rank]]
         joined = [max(times) for times in zip(*(self.clocks[i] for i in mine), strict=True)]
         for i in mine:
             self.clocks[i] = [*joined]
 
     def fork(self, rank: int) -> None:
-        """Let the lanes of a rank go: from here on what one does is known to others only by signals."""
+        """Let the lanes of a rank go: from here on what one does is known to others only by
+        signals.
+        """
         for name in self.lanes[rank]:
             i = self.index[rank, name]
             self.clocks[i][i] += 1
 
     def hand_over(self, execution: int, rank: int) -> None:
-        """Take inputs and outputs as written by the caller, whose they are before and after an execution."""
+        """Take inputs and outputs as written by the caller, whose they are before and after an
+        execution.
+        """
         lane = self.index[rank, "compute"]
         for name, buffer in self.plans[execution].buffers.items():
             if not buffer.given:
@@ -157,10 +188,19 @@ class Run:
                     clock[:] = map(max, clock, raised[target - 1])
             case Notify(peer, signal):
                 if i != lane and not self.knows_begun(clock, execution, peer):
-                    self.complain(f"{self.names[i]}: {instruction}: rank {peer} may still wait for one of an earlier call")
-                if signal.source != rank or self.writers.setdefault((execution, peer, signal), i) != i:
+                    self.complain(
+                        f"{self.names[i]}: {instruction}: rank {peer} may still wait for one of an "
+                        "earlier call"
+                    )
+                if (
+                    signal.source != rank
+                    or self.writers.setdefault((execution, peer, signal), i) != i
+                ):
                     other = self.names[self.writers.get((execution, peer, signal), i)]
-                    self.complain(f"counter {signal} of rank {peer} has a second writer: {self.names[i]} beside {other}")
+                    self.complain(
+                        f"counter {signal} of rank {peer} has a second writer: {self.names[i]} "
+                        f"beside {other}"
+                    )
                 self.raised.setdefault((peer, signal), []).append([*clock])
             case _:
                 self.move(execution, i, there, instruction)
@@ -173,7 +213,9 @@ class Run:
         return any(clock[lane] >= time for lane, time in self.begun.get((execution, rank), ()))
 
     def move(self, execution: int, lane: int, there: int, instruction: Instruction) -> None:
-        """Follow the rows through a Copy, Matmul or Reduce of a lane, to where they are written, in time `there`."""
+        """Follow the rows through a Copy, Matmul or Reduce of a lane, to where they are written, in
+        time `there`.
+        """
         match instruction:
             case Copy(src, dst):
                 pieces = self.read(execution, lane, instruction, src)
@@ -181,8 +223,13 @@ class Run:
                 pieces = self.read(execution, lane, instruction, src)
                 weights = self.rank_of[lane], dst.buffer
                 if any(term.weights for _, _, value in pieces for term in value):
-                    self.complain(f"{self.names[lane]}: {instruction}: {src} holds products already")
-                pieces = [(a, b, tuple(Term(*term[:3], weights) for term in value)) for a, b, value in pieces]
+                    self.complain(
+                        f"{self.names[lane]}: {instruction}: {src} holds products already"
+                    )
+                pieces = [
+                    (a, b, tuple(Term(*term[:3], weights) for term in value))
+                    for a, b, value in pieces
+                ]
             case Reduce(srcs, dst):
                 pieces = added([self.read(execution, lane, instruction, src) for src in srcs])
             case _:
@@ -191,7 +238,9 @@ class Run:
         for start, stop, value in pieces:
             moved = shifted(value, -dst.start)
             for a, b, cell in rows.over(dst.start + start, dst.start + stop):
-                self.touch(execution, there, instruction, (dst.rank, dst.buffer, a, b), cell, write=True)
+                self.touch(
+                    execution, there, instruction, (dst.rank, dst.buffer, a, b), cell, write=True
+                )
                 cell.value, cell.writes = moved, cell.writes + 1
 
     def read(self, execution: int, lane: int, instruction: Instruction, src: Region) -> Pieces:
@@ -200,12 +249,23 @@ class Run:
         for a, b, cell in self.buffer(execution, src.rank, src.buffer).over(src.start, src.stop):
             region = src.rank, src.buffer, a, b
             if cell.value is None:
-                self.complain(f"{self.names[lane]}: {instruction}: {Region(*region)} was not written in this execution")
+                self.complain(
+                    f"{self.names[lane]}: {instruction}: {Region(*region)} was not written in this "
+                    "execution"
+                )
             self.touch(execution, lane, instruction, region, cell, write=False)
             pieces.append((a - src.start, b - src.start, shifted(cell.value or (), src.start)))
         return pieces
 
-    def touch(self, execution: int, lane: int, instruction: Instruction, region: Place, cell: Cell, write: bool) -> None:
+    def touch(
+        self,
+        execution: int,
+        lane: int,
+        instruction: Instruction,
+        region: Place,
+        cell: Cell,
+        write: bool,
+    ) -> None:
         rank, buffer, *_ = region
         if self.plans[execution].buffers[buffer].role == "workspace":
             users = self.uses.setdefault((rank, execution), {})
@@ -215,7 +275,9 @@ class Run:
         self.order(lane, instruction, region, cell, write)
 
     def order(self, lane: int, what: object, region: Place, cell: Cell, write: bool) -> None:
-        """Complain unless this access comes after the last write and, if it writes, after all reads since."""
+        """Complain unless this access comes after the last write and, if it writes, after all reads
+        since.
+        """
         clock = self.clocks[lane]
         earlier = [cell.writer] if cell.writer else []
         if write:
@@ -223,7 +285,10 @@ class Run:
         for other, time in earlier:
             if clock[other] < time:
                 after = self.names[other]
-                self.complain(f"race on {Region(*region)}: {self.names[lane]} ({what}) is not ordered after {after}")
+                self.complain(
+                    f"race on {Region(*region)}: {self.names[lane]} ({what}) is not ordered after "
+                    f"{after}"
+                )
         if write:
             cell.writer, cell.readers = (lane, clock[lane]), {}
         else:
@@ -233,12 +298,16 @@ class Run:
         for region, value in self.plans[execution].result.items():
             if region.rank != rank:
                 continue
-            for a, b, cell in self.buffer(execution, rank, region.buffer).over(region.start, region.stop):
+            for a, b, cell in self.buffer(execution, rank, region.buffer).over(
+                region.start, region.stop
+            ):
                 here = region._replace(start=a, stop=b)
                 if cell.writes != 1:
                     self.complain(f"output {here} is written {cell.writes} times")
                 elif sorted(cell.value or (), key=str) != sorted(value, key=str):
-                    self.complain(f"output {here} holds {text(cell.value)} instead of {text(value)}")
+                    self.complain(
+                        f"output {here} holds {text(cell.value)} instead of {text(value)}"
+                    )
 
     def check_workspaces(self) -> None:
         for (rank, execution), users in self.uses.items():
@@ -249,14 +318,18 @@ class Run:
                     for other, past in earlier.items():
                         if use.first[other] < past.last:
                             self.complain(
-                                f"workspace of rank {rank}: {self.names[lane]} in {self.plans[execution].operator} does not wait "
-                                f"until {self.names[other]} is done with it in the {self.plans[before].operator} before"
+                                f"workspace of rank {rank}: {self.names[lane]} in "
+                                f"{self.plans[execution].operator} does not wait "
+                                f"until {self.names[other]} is done with it in the "
+                                f"{self.plans[before].operator} before"
                             )
 
     def check_leaving(self) -> None:
-        """Of every use of a workspace some one rank must tell the others by its "free", if they do not know when they leave.
+        """Of every use of a workspace some one rank must tell the others by its "free", if they do
+        not know when they leave.
 
-        A plan that enters waits for the "free" of every rank, each of them on a rank of the plan's choice.
+        A plan that enters waits for the "free" of every rank, each of them on a rank of the plan's
+        choice.
         """
         ranks = range(len(self.base))
         for execution, plan in enumerate(self.plans):
@@ -265,12 +338,15 @@ class Run:
                 for lane, use in self.uses.get((owner, execution), {}).items():
                     if not any(all(clock[lane] >= use.last for clock in clocks) for clocks in told):
                         self.complain(
-                            f"workspace of rank {owner}: {plan.operator} leaves without telling all that {self.names[lane]} "
+                            f"workspace of rank {owner}: {plan.operator} leaves without telling "
+                            f"all that {self.names[lane]} "
                             "is done with it"
                         )
 
     def known(self, execution: int, of: int, at: int) -> Clock:
-        """What rank `at` knows when it has left an execution and waited for the "free" of rank `of`."""
+        """What rank `at` knows when it has left an execution and waited for the "free" of rank
+        `of`.
+        """
         clock, promised = self.ends[execution, at]
         free = Signal("free", of)
         if not promised.get(free):
@@ -278,9 +354,13 @@ class Run:
         return [*map(max, clock, self.raised[at, free][promised[free] - 1])]
 
     def check_meeting(self) -> None:
-        """Of a plan that promises to meet: what a rank knows as it ends includes that every other one has begun."""
+        """Of a plan that promises to meet: what a rank knows as it ends includes that every other
+        one has begun.
+        """
         for execution, plan in enumerate(self.plans):
             for rank, of in permutations(range(plan.ranks), 2) if plan.meets else ():
                 clock, _ = self.ends[execution, rank]
                 if not self.knows_begun(clock, execution, of):
-                    self.complain(f"rank {rank} ends {plan.operator} before rank {of} must have begun it")
+                    self.complain(
+                        f"rank {rank} ends {plan.operator} before rank {of} must have begun it"
+                    )

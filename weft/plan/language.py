@@ -1,20 +1,25 @@
 """A plan is data: what every rank does in one execution of an operator, in five instructions.
 
-For each rank a plan holds a few **lanes** (``compute``, ``comm``), each a list of instructions that run in order; lanes run
-beside each other and meet only at signals. Engines interpret plans; `weft.verify` proves that a plan is free of races and
-deadlocks and computes the rows it promises, before anything runs. This module imports neither torch nor the rest of weft.
+For each rank a plan holds a few **lanes** (``compute``, ``comm``), each a list of instructions that
+run in order; lanes run beside each other and meet only at signals. Engines interpret plans;
+`weft.verify` proves that a plan is free of races and deadlocks and computes the rows it promises,
+before anything runs. This module imports neither torch nor the rest of weft.
 
 Three rules make plans provable:
 
-1. *One writer per counter.* A `Signal` is a name and the rank that raises it; one lane of that rank raises it on a given peer.
-2. *Counters only grow.* A `Wait` counts from the start of its own execution, so ``Wait(s, 0)`` means "all that earlier executions
-   promised", and back-to-back executions need no barrier.
-3. *Buffers that are reused are handed back.* The reader notifies when it is done; the writer waits for that before it writes again.
+1. *One writer per counter.* A `Signal` is a name and the rank that raises it; one lane of that rank
+   raises it on a given peer.
+2. *Counters only grow.* A `Wait` counts from the start of its own execution, so ``Wait(s, 0)``
+   means "all that earlier executions promised", and back-to-back executions need no barrier.
+3. *Buffers that are reused are handed back.* The reader notifies when it is done; the writer waits
+   for that before it writes again.
 
-With 1 and 2 a plan is confluent: if one greedy run finishes, every interleaving finishes, with the same result.
+With 1 and 2 a plan is confluent: if one greedy run finishes, every interleaving finishes, with the
+same result.
 
-A plan knows no sizes. Its regions count *blocks*, the pieces into which the shards of what is worked on are cut; how many rows each
-has, none perhaps, is bound when the plan is executed (`weft.plan.bind`). So a plan is proved once for every size.
+A plan knows no sizes. Its regions count *blocks*, the pieces into which the shards of what is
+worked on are cut; how many rows each has, none perhaps, is bound when the plan is executed
+(`weft.plan.bind`). So a plan is proved once for every size.
 """
 
 from __future__ import annotations
@@ -30,7 +35,9 @@ from typing import Literal, NamedTuple
 Role = Literal["input", "output", "workspace", "eager"]
 
 ROOM = -1
-"""Where a buffer has this instead of a block's number, it has room for any block: one at a time, with as many rows as that has."""
+"""Where a buffer has this instead of a block's number, it has room for any block: one at a time,
+with as many rows as that has.
+"""
 
 ROW = -2
 """A block of one row, whatever is bound: what buffers consist of that name no blocks."""
@@ -88,7 +95,9 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """``dst = src @ B`` (+ bias) for these rows, B being the executing rank's weight for the buffer of `dst`."""
+    """``dst = src @ B`` (+ bias) for these rows, B being the executing rank's weight for the buffer
+    of `dst`.
+    """
 
     src: Region
     dst: Region
@@ -99,9 +108,11 @@ class Matmul:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """``dst = srcs[0] + srcs[1] + …`` in this order, accumulated in float32 (float64 in float64, integers exactly).
+    """``dst = srcs[0] + srcs[1] + …`` in this order, accumulated in float32 (float64 in float64,
+    integers exactly).
 
-    `op` is ``sum``, ``avg`` (the sum divided by the number of the plan's ranks), ``max`` or ``min``.
+    `op` is ``sum``, ``avg`` (the sum divided by the number of the plan's ranks), ``max`` or
+    ``min``.
     """
 
     srcs: tuple[Region, ...]
@@ -114,7 +125,9 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Add 1 to `rank`'s counter `signal`, after everything above it in this lane is visible there (release)."""
+    """Add 1 to `rank`'s counter `signal`, after everything above it in this lane is visible there
+    (release).
+    """
 
     rank: int
     signal: Signal
@@ -125,7 +138,9 @@ class Notify:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Hold this lane until its rank's counter `signal` has grown by `count` in this execution (acquire)."""
+    """Hold this lane until its rank's counter `signal` has grown by `count` in this execution
+    (acquire).
+    """
 
     signal: Signal
     count: int
@@ -138,9 +153,11 @@ Instruction = Copy | Matmul | Reduce | Notify | Wait
 
 
 class Term(NamedTuple):
-    """What a row holds: row ``row + shift`` of `buffer` on `rank`, multiplied by the weight that `weights` names, if any.
+    """What a row holds: row ``row + shift`` of `buffer` on `rank`, multiplied by the weight that
+    `weights` names, if any.
 
-    `weights` is ``(rank, output buffer)``: the rank whose weight multiplied the row and the buffer the product went to.
+    `weights` is ``(rank, output buffer)``: the rank whose weight multiplied the row and the buffer
+    the product went to.
     """
 
     rank: int
@@ -155,12 +172,15 @@ Value = tuple[Term, ...]
 
 @dataclass(frozen=True)
 class Buffer:
-    """Blocks of each rank's buffer, and what it is to the caller: an input, an output, or workspace shared with other plans.
+    """Blocks of each rank's buffer, and what it is to the caller: an input, an output, or workspace
+    shared with other plans.
 
-    Eager buffers are a small workspace, of which there are several: plans that have some use them in turn, and nobody says that
-    one may be used again. Between two uses ranks meet (`Plan.meets`), by such plans or since their engine sees to it.
+    Eager buffers are a small workspace, of which there are several: plans that have some use them
+    in turn, and nobody says that one may be used again. Between two uses ranks meet (`Plan.meets`),
+    by such plans or since their engine sees to it.
 
-    `rows` counts them, and `blocks` says which of the plan's blocks they are, or `ROOM`; without it each is a row of its own.
+    `rows` counts them, and `blocks` says which of the plan's blocks they are, or `ROOM`; without it
+    each is a row of its own.
     """
 
     role: Role
@@ -187,12 +207,13 @@ class Buffer:
 class Plan:
     """One execution of an operator on every rank.
 
-    `lanes[rank]` maps lane names to instructions. `result` says what the outputs must hold at the end: for each rank and output
-    buffer, ``(start, stop, value)`` pieces that cover all its rows. `pieces` says into how many blocks each shard is cut; blocks
-    are numbered over all shards.
+    `lanes[rank]` maps lane names to instructions. `result` says what the outputs must hold at the
+    end: for each rank and output buffer, ``(start, stop, value)`` pieces that cover all its rows.
+    `pieces` says into how many blocks each shard is cut; blocks are numbered over all shards.
 
-    A rank needs no lanes but its own where all are alike: `planned` are the ranks that have theirs, all unless given, and `request`
-    tells plans apart of which ranks have different parts. `meets` promises that no rank ends it before all have begun it.
+    A rank needs no lanes but its own where all are alike: `planned` are the ranks that have theirs,
+    all unless given, and `request` tells plans apart of which ranks have different parts. `meets`
+    promises that no rank ends it before all have begun it.
     """
 
     operator: str
@@ -207,7 +228,9 @@ class Plan:
 
     @property
     def digest(self) -> int:
-        """A number that plans which do something else hardly ever share, alike on ranks that have parts of one plan."""
+        """A number that plans which do something else hardly ever share, alike on ranks that have
+        parts of one plan.
+        """
         return zlib.crc32((self.request or repr(self.lanes)).encode())
 
     @property
@@ -216,16 +239,27 @@ class Plan:
 
     @property
     def ahead(self) -> bool:
-        """Whether a rank can end it, and others like it, long before others begin, who find what it wrote in eager buffers."""
+        """Whether a rank can end it, and others like it, long before others begin, who find what it
+        wrote in eager buffers.
+        """
         return not self.meets and any(buffer.role == "eager" for buffer in self.buffers.values())
 
     def instructions(self) -> Iterator[tuple[int, Instruction]]:
         """All instructions, lane after lane, each with the rank that carries it out."""
-        return ((rank, i) for rank, lanes in enumerate(self.lanes) for lane in lanes.values() for i in lane)
+        return (
+            (rank, i)
+            for rank, lanes in enumerate(self.lanes)
+            for lane in lanes.values()
+            for i in lane
+        )
 
     def notifies(self) -> list[int]:
-        """How many counters of other ranks each rank raises in one execution: atomic operations on memory that is not its own."""
-        raised = Counter(rank for rank, i in self.instructions() if isinstance(i, Notify) and i.rank != rank)
+        """How many counters of other ranks each rank raises in one execution: atomic operations on
+        memory that is not its own.
+        """
+        raised = Counter(
+            rank for rank, i in self.instructions() if isinstance(i, Notify) and i.rank != rank
+        )
         return [raised[rank] for rank in range(self.ranks)]
 
     @cached_property
@@ -239,36 +273,50 @@ class Plan:
 
     def signal_names(self) -> list[str]:
         """The names of all signals, in alphabetic order."""
-        return sorted({i.signal.name for _, i in self.instructions() if isinstance(i, Notify | Wait)})
+        return sorted(
+            {i.signal.name for _, i in self.instructions() if isinstance(i, Notify | Wait)}
+        )
 
     def shared_buffers(self, hosts: Sequence[int] | None = None) -> set[str]:
-        """Names of the buffers that some rank accesses on another: these must lie in symmetric memory.
+        """Names of the buffers that some rank accesses on another: these must lie in symmetric
+        memory.
 
         With `hosts`, the host of each rank, on another of the same host.
         """
         hosts = hosts or (0,) * self.ranks
         every = ((rank, region) for rank, i in self.instructions() for region in accesses(i))
-        return {region.buffer for rank, region in every if region.rank != rank and hosts[region.rank] == hosts[rank]}
+        return {
+            region.buffer
+            for rank, region in every
+            if region.rank != rank and hosts[region.rank] == hosts[rank]
+        }
 
     def inside(self, region: Region) -> bool:
         """Whether there is such a region."""
         buffer = self.buffers.get(region.buffer)
-        return buffer is not None and 0 <= region.rank < self.ranks and 0 <= region.start <= region.stop <= buffer.rows[region.rank]
+        return (
+            buffer is not None
+            and 0 <= region.rank < self.ranks
+            and 0 <= region.start <= region.stop <= buffer.rows[region.rank]
+        )
 
     def numbers(self, region: Region) -> Sequence[int]:
         """The numbers of a region's blocks."""
         return self.buffers[region.buffer].numbers(region.rank)[region.start : region.stop]
 
     def measure(self, instruction: Instruction) -> Region:
-        """The region that says how many rows an instruction moves: the first one that is not mere room."""
+        """The region that says how many rows an instruction moves: the first one that is not mere
+        room.
+        """
         every = [*writes(instruction), *reads(instruction)]
         return next((region for region in every if ROOM not in self.numbers(region)), every[0])
 
     def promised(self, rank: int) -> dict[Signal, int]:
         """How much each counter of `rank` grows in one execution.
 
-        Where only its own lanes are there it goes by these: all that is notified within a plan is waited for in it, but for "free",
-        which the next plan waits for, and which every rank is told that tells it.
+        Where only its own lanes are there it goes by these: all that is notified within a plan is
+        waited for in it, but for "free", which the next plan waits for, and which every rank is
+        told that tells it.
         """
         if self.planned is None:
             return dict(self.notified[rank])
@@ -311,9 +359,15 @@ def show(plan: Plan) -> str:
     lines = [f"{plan.operator} / {plan.algorithm} on {plan.ranks} ranks"]
     unit = "blocks" if plan.pieces else "rows"
     for name, buffer in plan.buffers.items():
-        lines.append(f"  {buffer.role:<9} {name:<9} {unit} per rank: {', '.join(map(str, buffer.rows))}")
+        lines.append(
+            f"  {buffer.role:<9} {name:<9} {unit} per rank: {', '.join(map(str, buffer.rows))}"
+        )
     for rank, lanes in enumerate(plan.lanes):
-        lines += ["", f"rank {rank}", *_columns({name: list(map(str, lane)) for name, lane in lanes.items()})]
+        lines += [
+            "",
+            f"rank {rank}",
+            *_columns({name: list(map(str, lane)) for name, lane in lanes.items()}),
+        ]
     return "\n".join(lines)
 
 
@@ -322,4 +376,9 @@ def _columns(lanes: Mapping[str, Sequence[str]]) -> Iterable[str]:
     yield "  " + " | ".join(name.ljust(widths[name]) for name in lanes).rstrip()
     yield "  " + "-+-".join("-" * widths[name] for name in lanes)
     for cells in zip_longest(*lanes.values(), fillvalue=""):
-        yield "  " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths.values(), strict=True)).rstrip()
+        yield (
+            "  "
+            + " | ".join(
+                cell.ljust(width) for cell, width in zip(cells, widths.values(), strict=True)
+            ).rstrip()
+        )

@@ -1,20 +1,23 @@
-"""What a plan comes to where ranks are on several hosts: puts across hosts become messages, sent by lanes of their own.
+"""What a plan comes to where ranks are on several hosts: puts across hosts become messages, sent by
+lanes of their own.
 
-`lower_to_messages` moves every `Copy` and `Notify` that crosses to another host into a **channel**: lane ``"comm>3"`` has what
-``comm`` has for rank 3. The lane goes on at once; it waits until things are sent before it lets anyone write over them. The result
-is a plan as any other, so `weft.verify` proves the order that messages really have: within a channel they arrive one after the
-other, between channels in any order.
+`lower_to_messages` moves every `Copy` and `Notify` that crosses to another host into a **channel**:
+lane ``"comm>3"`` has what ``comm`` has for rank 3. The lane goes on at once; it waits until things
+are sent before it lets anyone write over them. The result is a plan as any other, so `weft.verify`
+proves the order that messages really have: within a channel they arrive one after the other,
+between channels in any order.
 
-A notify without rows of its own travels with the rows before it where these go to the same host: rows that one rank of a host
-receives may be told to all its ranks.
+A notify without rows of its own travels with the rows before it where these go to the same host:
+rows that one rank of a host receives may be told to all its ranks.
 
-Messages are let in once all whom they tell something have begun the call. Before, these may still count what the sender has for
-them in an earlier call, and which comes through another channel. So each has an **inlet**: lane ``"comm<3"`` lets in what
-``comm`` of rank 3 has for it. A channel begins with waits for the inlets of those it tells, which are not sent. Only plans with
-the lanes of all ranks have inlets: others are not carried out.
+Messages are let in once all whom they tell something have begun the call. Before, these may still
+count what the sender has for them in an earlier call, and which comes through another channel. So
+each has an **inlet**: lane ``"comm<3"`` lets in what ``comm`` of rank 3 has for it. A channel
+begins with waits for the inlets of those it tells, which are not sent. Only plans with the lanes of
+all ranks have inlets: others are not carried out.
 
-So rows wait where they arrive until a rank makes the call, and it need not say that it has come to those who put rows there and
-hear from it later: that notify goes, and the wait for it.
+So rows wait where they arrive until a rank makes the call, and it need not say that it has come to
+those who put rows there and hear from it later: that notify goes, and the wait for it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,17 @@ from dataclasses import replace
 from itertools import takewhile
 
 from weft.errors import PlanError
-from weft.plan.language import Copy, Instruction, Notify, Plan, Region, Signal, Wait, accesses, writes
+from weft.plan.language import (
+    Copy,
+    Instruction,
+    Notify,
+    Plan,
+    Region,
+    Signal,
+    Wait,
+    accesses,
+    writes,
+)
 
 Lanes = dict[str, list[Instruction]]
 
@@ -33,7 +46,8 @@ Lanes = dict[str, list[Instruction]]
 def lower_to_messages(plan: Plan, hosts: Sequence[int]) -> Plan:
     """`plan` with its traffic between hosts on channels; `hosts[rank]` is the host of a rank.
 
-    Raises `PlanError` for a plan that reads rows of another host, or writes to them otherwise than by a copy: messages only put.
+    Raises `PlanError` for a plan that reads rows of another host, or writes to them otherwise than
+    by a copy: messages only put.
     """
     held, lanes = _held(plan, hosts), list[Lanes]()
     for rank, before in enumerate(plan.lanes):
@@ -43,7 +57,9 @@ def lower_to_messages(plan: Plan, hosts: Sequence[int]) -> Plan:
         lanes.append(after)
     if plan.planned is None:
         _add_inlets(lanes)
-    return replace(plan, lanes=tuple({name: tuple(lane) for name, lane in own.items()} for own in lanes))
+    return replace(
+        plan, lanes=tuple({name: tuple(lane) for name, lane in own.items()} for own in lanes)
+    )
 
 
 def _add_inlets(lanes: Sequence[Lanes]) -> None:
@@ -71,13 +87,16 @@ def is_channel(lane: str) -> bool:
 def ending(channel: str) -> str:
     """The receiving end of a channel.
 
-    Rows are read, and "sent", at the sending end. At this one they are written and ranks are told, later, in an order of its own.
+    Rows are read, and "sent", at the sending end. At this one they are written and ranks are told,
+    later, in an order of its own.
     """
     return f"{channel}, arriving"
 
 
 def at_the_end(rank: int, instruction: Instruction) -> bool:
-    """Whether an instruction of a channel of `rank` is all carried out at the receiving end: what others tell, or are told."""
+    """Whether an instruction of a channel of `rank` is all carried out at the receiving end: what
+    others tell, or are told.
+    """
     match instruction:
         case Wait(Signal(_, other), _) | Notify(other, _):
             return other != rank
@@ -101,19 +120,29 @@ def target(lane: str) -> tuple[str, int]:
 
 
 def _held(plan: Plan, hosts: Sequence[int]) -> dict[tuple[int, Signal], str]:
-    """The signals that need not be sent, each with the rank that waits for it, and the lane in which that does.
+    """The signals that need not be sent, each with the rank that waits for it, and the lane in
+    which that does.
 
-    A rank raises such a signal once and before all else. Who waits for it sends rows there, and hears from that rank in another
-    way, too: nobody ends a call that another has yet to make.
+    A rank raises such a signal once and before all else. Who waits for it sends rows there, and
+    hears from that rank in another way, too: nobody ends a call that another has yet to make.
     """
-    every = [(rank, name, lane) for rank, lanes in enumerate(plan.lanes) for name, lane in lanes.items()]
-    waits = [(rank, i.signal) for rank, _, lane in every for i in lane if isinstance(i, Wait) and i.count]
-    raised, waited = Counter((i.rank, i.signal) for *_, lane in every for i in lane if isinstance(i, Notify)), Counter(waits)
+    every = [
+        (rank, name, lane) for rank, lanes in enumerate(plan.lanes) for name, lane in lanes.items()
+    ]
+    waits = [
+        (rank, i.signal) for rank, _, lane in every for i in lane if isinstance(i, Wait) and i.count
+    ]
+    raised, waited = (
+        Counter((i.rank, i.signal) for *_, lane in every for i in lane if isinstance(i, Notify)),
+        Counter(waits),
+    )
     first = {
         (i.rank, i.signal)
         for rank, _, lane in every
         for i in takewhile(lambda i: isinstance(i, Notify), lane)
-        if isinstance(i, Notify) and hosts[i.rank] != hosts[rank] and raised[i.rank, i.signal] == waited[i.rank, i.signal] == 1
+        if isinstance(i, Notify)
+        and hosts[i.rank] != hosts[rank]
+        and raised[i.rank, i.signal] == waited[i.rank, i.signal] == 1
     }
     heard = {(rank, signal.source) for rank, signal in waits if (rank, signal) not in first}
     found: dict[tuple[int, Signal], str] = {}
@@ -123,7 +152,11 @@ def _held(plan: Plan, hosts: Sequence[int]) -> dict[tuple[int, Signal], str]:
             match i:
                 case Copy(_, dst):
                     sent.add(dst.rank)
-                case Wait(signal) if (rank, signal) in first and signal.source in sent and (rank, signal.source) in heard:
+                case Wait(signal) if (
+                    (rank, signal) in first
+                    and signal.source in sent
+                    and (rank, signal.source) in heard
+                ):
                     found[rank, signal] = name
     return found
 
@@ -131,14 +164,23 @@ def _held(plan: Plan, hosts: Sequence[int]) -> dict[tuple[int, Signal], str]:
 class _Lowering:
     """One lane on its way from instructions to messages."""
 
-    def __init__(self, plan: Plan, hosts: Sequence[int], rank: int, name: str, held: Container[tuple[int, Signal]]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        hosts: Sequence[int],
+        rank: int,
+        name: str,
+        held: Container[tuple[int, Signal]],
+    ) -> None:
         self.plan, self.hosts, self.rank, self.name, self.held = plan, hosts, rank, name, held
         self.lane: list[Instruction] = []
         self.channels: dict[int, list[Instruction]] = {}
         self.to: int | None = None  # where the batch that is being posted goes
         self.posts = 0
         self.batches = Counter[int]()
-        self.unsent: dict[int, list[Region]] = {}  # rows that may not be written to before their batch is sent
+        self.unsent: dict[
+            int, list[Region]
+        ] = {}  # rows that may not be written to before their batch is sent
 
     def run(self, lane: Sequence[Instruction]) -> Lanes:
         for instruction in lane:
@@ -146,7 +188,9 @@ class _Lowering:
         self.close()
         for to in [*self.unsent]:
             self.settle(to)
-        return {self.name: self.lane} | {channel(self.name, to): sent for to, sent in self.channels.items()}
+        return {self.name: self.lane} | {
+            channel(self.name, to): sent for to, sent in self.channels.items()
+        }
 
     def step(self, instruction: Instruction) -> None:
         here = self.hosts[self.rank]
@@ -159,7 +203,11 @@ class _Lowering:
             case Wait(signal) if (self.rank, signal) in self.held:
                 pass
             case Notify(peer, _) if self.hosts[peer] != here:
-                to = self.to if self.to is not None and self.hosts[self.to] == self.hosts[peer] else peer
+                to = (
+                    self.to
+                    if self.to is not None and self.hosts[self.to] == self.hosts[peer]
+                    else peer
+                )
                 for other in [other for other in self.unsent if other != to]:
                     self.settle_reused(other)
                 self.post(instruction, to)
@@ -167,14 +215,17 @@ class _Lowering:
             case _:
                 if any(self.hosts[region.rank] != here for region in accesses(instruction)):
                     raise PlanError(
-                        f"{self.plan.operator}/{self.plan.algorithm}: rank {self.rank} {self.name}: {instruction}: ranks of other "
+                        f"{self.plan.operator}/{self.plan.algorithm}: rank {self.rank} "
+                        f"{self.name}: {instruction}: ranks of other "
                         "hosts can only be sent rows, by a copy; choose push or ring"
                     )
                 self.close()
                 for to in [*self.unsent]:
                     if isinstance(instruction, Notify):
                         self.settle_reused(to)
-                    elif any(dst.overlaps(src) for dst in writes(instruction) for src in self.unsent[to]):
+                    elif any(
+                        dst.overlaps(src) for dst in writes(instruction) for src in self.unsent[to]
+                    ):
                         self.settle(to)
                 self.lane.append(instruction)
 
@@ -197,7 +248,9 @@ class _Lowering:
             self.to = None
 
     def settle_reused(self, to: int) -> None:
-        """Before anyone is told something: wait until rows are sent that another may write to then; inputs only the caller does."""
+        """Before anyone is told something: wait until rows are sent that another may write to then;
+        inputs only the caller does.
+        """
         if any(self.plan.buffers[src.buffer].role != "input" for src in self.unsent[to]):
             self.settle(to)
 
@@ -214,13 +267,22 @@ class _Lowering:
 
 def incoming(plan: Plan, rank: int) -> list[tuple[int, str]]:
     """The channels of a lowered plan that end at `rank`, as (the sender, the lane it sends for)."""
-    channels = ((sender, *target(name)) for sender, lanes in enumerate(plan.lanes) for name in lanes if is_channel(name))
+    channels = (
+        (sender, *target(name))
+        for sender, lanes in enumerate(plan.lanes)
+        for name in lanes
+        if is_channel(name)
+    )
     return [(sender, lane) for sender, lane, to in channels if to == rank]
 
 
 def let_in_by(plan: Plan, sender: int, lane: str, to: int) -> list[int]:
     """The ranks that must have begun a call before what a channel brings is taken."""
-    return [i.signal.source for i in plan.lanes[sender][channel(lane, to)] if isinstance(i, Wait) and at_the_end(sender, i)]
+    return [
+        i.signal.source
+        for i in plan.lanes[sender][channel(lane, to)]
+        if isinstance(i, Wait) and at_the_end(sender, i)
+    ]
 
 
 class Message:
@@ -231,8 +293,12 @@ class Message:
         self.signals: list[Notify] = []
 
 
-def batches(plan: Plan, sender: int, lane: str, to: int) -> list[tuple[Wait, list[Message], Notify]]:
-    """What a channel sends: when each batch may begin, its messages, and what to raise when they are sent."""
+def batches(
+    plan: Plan, sender: int, lane: str, to: int
+) -> list[tuple[Wait, list[Message], Notify]]:
+    """What a channel sends: when each batch may begin, its messages, and what to raise when they
+    are sent.
+    """
     found: list[tuple[Wait, list[Message], Notify]] = []
     begun: Wait | None = None
     messages: list[Message] = []

@@ -1,13 +1,16 @@
 """The proof that a plan is right: what a plan must be, and one greedy run of it after a neighbour.
 
-Plans share one workspace per rank, laid out anew by each plan. The contract between them is therefore on whole workspaces: no
-access before every access of earlier plans is done. `verify` proves it once per plan instead of once per pair of plans, by running
-the plan after a neighbour that uses every workspace in every way, and by asking what the ranks know when they have left the plan.
+Plans share one workspace per rank, laid out anew by each plan. The contract between them is
+therefore on whole workspaces: no access before every access of earlier plans is done. `verify`
+proves it once per plan instead of once per pair of plans, by running the plan after a neighbour
+that uses every workspace in every way, and by asking what the ranks know when they have left the
+plan.
 
-The proof is over blocks, and holds for whatever number of rows each block is bound to. Blocks of a buffer lie side by side, so two
-accesses share a row only if they share a block; what an instruction works on are the same blocks in the same order everywhere, so
-its operands have the same rows; room holds any blocks, from its beginning on; and lanes wait for signals alone, which blocks
-without rows raise like others.
+The proof is over blocks, and holds for whatever number of rows each block is bound to. Blocks of a
+buffer lie side by side, so two accesses share a row only if they share a block; what an instruction
+works on are the same blocks in the same order everywhere, so its operands have the same rows; room
+holds any blocks, from its beginning on; and lanes wait for signals alone, which blocks without rows
+raise like others.
 """
 
 from __future__ import annotations
@@ -17,22 +20,40 @@ from functools import cache
 from itertools import pairwise
 
 from weft.errors import PlanError
-from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait, accesses, reads
+from weft.plan import (
+    Buffer,
+    Copy,
+    Instruction,
+    Matmul,
+    Notify,
+    Plan,
+    Reduce,
+    Region,
+    Signal,
+    Term,
+    Value,
+    Wait,
+    accesses,
+    reads,
+)
 from weft.plan.happens_before import Run
 from weft.plan.language import ROOM
 
 
 def verify(*plans: Plan) -> None:
-    """Prove that `plans` are right on every interleaving when executed one after the other; a single plan is executed twice.
+    """Prove that `plans` are right on every interleaving when executed one after the other; a
+    single plan is executed twice.
 
-    Raises `PlanError` naming every deadlock, every unordered pair of accesses to overlapping rows, every counter with two
-    writers, every output row that is not written exactly once with the value that `Plan.result` promises, every access to a
-    workspace that an earlier plan may still be using, and every rank that ends a plan which promises to meet before another has
-    begun it.
+    Raises `PlanError` naming every deadlock, every unordered pair of accesses to overlapping rows,
+    every counter with two writers, every output row that is not written exactly once with the value
+    that `Plan.result` promises, every access to a workspace that an earlier plan may still be
+    using, and every rank that ends a plan which promises to meet before another has begun it.
     """
     found = problems(*plans)
     if found:
-        name = " then ".join(f"{plan.operator}/{plan.algorithm} on {plan.ranks} ranks" for plan in plans)
+        name = " then ".join(
+            f"{plan.operator}/{plan.algorithm} on {plan.ranks} ranks" for plan in plans
+        )
         more = [f"… and {len(found) - 20} more"] if len(found) > 20 else []
         raise PlanError("\n  ".join([f"{name}: {len(found)} problem(s)", *found[:20], *more]))
 
@@ -51,7 +72,9 @@ def problems(*plans: Plan) -> list[str]:
 
 
 def _malformed(plan: Plan) -> Iterator[str]:
-    """What is wrong with a plan before any question of order or values; `Run` relies on its absence."""
+    """What is wrong with a plan before any question of order or values; `Run` relies on its
+    absence.
+    """
     ranks = range(plan.ranks)
     for name, buffer in plan.buffers.items():
         if len(buffer.rows) != plan.ranks:
@@ -73,7 +96,12 @@ def _malformed(plan: Plan) -> Iterator[str]:
                         if wrong := _wrong(plan, instruction):
                             yield f"rank {r} {name}: {instruction}: {wrong}"
     yield from _torn(plan)
-    outputs = {(r, name): buffer.rows[r] for name, buffer in plan.buffers.items() if buffer.role == "output" for r in ranks}
+    outputs = {
+        (r, name): buffer.rows[r]
+        for name, buffer in plan.buffers.items()
+        if buffer.role == "output"
+        for r in ranks
+    }
     told: dict[tuple[int, str], list[Region]] = {output: [] for output in outputs}
     for region in sorted(plan.result):
         if region[:2] not in told:
@@ -82,16 +110,23 @@ def _malformed(plan: Plan) -> Iterator[str]:
             told[region[:2]].append(region)
     for region, value in plan.result.items():
         for term in value if region[:2] in told else ():
-            source = Region(term.rank, term.buffer, region.start + term.shift, region.stop + term.shift)
+            source = Region(
+                term.rank, term.buffer, region.start + term.shift, region.stop + term.shift
+            )
             if [*plan.numbers(source)] != [*plan.numbers(region)]:
                 yield f"the result promises {region} of other blocks: {source}"
     for (r, name), regions in told.items():
-        if [0, *(region.stop for region in regions)] != [*(region.start for region in regions), outputs[r, name]]:
+        if [0, *(region.stop for region in regions)] != [
+            *(region.start for region in regions),
+            outputs[r, name],
+        ]:
             yield f"the result does not tell each of the {outputs[r, name]} rows of output {name} of rank {r} once"
 
 
 def _wrong(plan: Plan, instruction: Copy | Matmul | Reduce) -> str:
-    """What forbids an instruction that moves rows, if anything: what it works on must be there, alike and apart."""
+    """What forbids an instruction that moves rows, if anything: what it works on must be there,
+    alike and apart.
+    """
     regions, dst = accesses(instruction), instruction.dst
     if len(regions) == 1:
         return "there is nothing to add"
@@ -114,7 +149,9 @@ def _wrong(plan: Plan, instruction: Copy | Matmul | Reduce) -> str:
 
 
 def _torn(plan: Plan) -> Iterator[str]:
-    """Regions of room that overlap but begin at different blocks: what one puts there the other would find elsewhere."""
+    """Regions of room that overlap but begin at different blocks: what one puts there the other
+    would find elsewhere.
+    """
     every = {region for _, i in plan.instructions() for region in accesses(i)}
     room = [region for region in every if plan.inside(region) and ROOM in plan.numbers(region)]
     for one, other in pairwise(sorted(room)):
@@ -136,7 +173,10 @@ def _neighbour(ranks: int) -> Plan:
         for p in peers:
             lane += [Copy(own, Region(p, "pushed", r, r + 1)), Notify(p, Signal("arrived", r))]
         for p in peers:
-            lane += [Wait(Signal("arrived", p), 1), Copy(Region(p, "pulled", p, p + 1), Region(r, "out", p, p + 1))]
+            lane += [
+                Wait(Signal("arrived", p), 1),
+                Copy(Region(p, "pulled", p, p + 1), Region(r, "out", p, p + 1)),
+            ]
         lane += [Copy(Region(r, "pushed", r, r + 1), Region(r, "out", r, r + 1))]
         lane += [Notify(p, Signal("free", r)) for p in peers]
         lanes.append({"compute": tuple(lane)})

@@ -1,4 +1,6 @@
-"""What rows hold while a plan is proved: symbols in place of numbers, cut into cells that have one history each."""
+"""What rows hold while a plan is proved: symbols in place of numbers, cut into cells that have one
+history each.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ Pieces = list[tuple[int, int, Value]]
 
 @dataclass
 class Cell:
-    """Rows with one history: their value, how often they were written, who wrote them last and who read them since."""
+    """Rows with one history: their value, how often they were written, who wrote them last and who
+    read them since.
+    """
 
     value: Value | None = None
     writes: int = 0
@@ -40,19 +44,38 @@ class Rows:
     def over(self, start: int, stop: int) -> Iterable[tuple[int, int, Cell]]:
         if start < stop:
             first, last = self.cut(start), self.cut(stop)
-            yield from zip(self.cuts[first:last], self.cuts[first + 1 : last + 1], self.cells[first:last], strict=True)
+            yield from zip(
+                self.cuts[first:last],
+                self.cuts[first + 1 : last + 1],
+                self.cells[first:last],
+                strict=True,
+            )
 
 
 def shifted(value: Value, by: int) -> Value:
     """The value as rows see it that are numbered from elsewhere on."""
-    return tuple(Term(rank, buffer, shift + by, weights) for rank, buffer, shift, weights in value) if by else value
+    return (
+        tuple(Term(rank, buffer, shift + by, weights) for rank, buffer, shift, weights in value)
+        if by
+        else value
+    )
 
 
 def added(sources: list[Pieces]) -> Pieces:
     """The sum of several values of the same rows."""
     cuts = sorted({at for pieces in sources for a, b, _ in pieces for at in (a, b)})
     return [
-        (a, b, tuple(t for pieces in sources for start, stop, value in pieces if start <= a and b <= stop for t in value))
+        (
+            a,
+            b,
+            tuple(
+                t
+                for pieces in sources
+                for start, stop, value in pieces
+                if start <= a and b <= stop
+                for t in value
+            ),
+        )
         for a, b in pairwise(cuts)
     ]
 

@@ -1,6 +1,8 @@
-"""Where the time of an execution went: a span for every instruction of every rank, and their export to Perfetto.
+"""Where the time of an execution went: a span for every instruction of every rank, and their export
+to Perfetto.
 
-Every engine reports the same spans, so figures, pictures and exports are made here and in `weft.bench.timeline` alone.
+Every engine reports the same spans, so figures, pictures and exports are made here and in
+`weft.bench.timeline` alone.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ KINDS = ("matmul", "copy", "reduce", "wait", "notify")
 class Span(NamedTuple):
     """One instruction as it ran.
 
-    `kind` is one of `KINDS`, `text` the instruction as `weft.plan.show` prints it, `rows` how many it writes. `start` and `stop`
-    are nanoseconds of the monotonic clock of rank 0's host.
+    `kind` is one of `KINDS`, `text` the instruction as `weft.plan.show` prints it, `rows` how many
+    it writes. `start` and `stop` are nanoseconds of the monotonic clock of rank 0's host.
     """
 
     rank: int
@@ -34,7 +36,9 @@ class Span(NamedTuple):
     def of(cls, rank: int, lane: str, instruction: Instruction, start: int, stop: int) -> Span:
         """That of an instruction over rows."""
         rows = sum(region.rows for region in writes(instruction))
-        return cls(rank, lane, type(instruction).__name__.lower(), str(instruction), rows, start, stop)
+        return cls(
+            rank, lane, type(instruction).__name__.lower(), str(instruction), rows, start, stop
+        )
 
 
 @dataclass(frozen=True)
@@ -57,23 +61,35 @@ class Trace:
     @property
     def lanes(self) -> list[tuple[int, str]]:
         """``(rank, lane)`` of all lanes, rank by rank, ``compute`` first."""
-        return sorted({(span.rank, span.lane) for span in self.spans}, key=lambda lane: (lane[0], lane[1] != "compute", lane[1]))
+        return sorted(
+            {(span.rank, span.lane) for span in self.spans},
+            key=lambda lane: (lane[0], lane[1] != "compute", lane[1]),
+        )
 
     def hidden_copies(self) -> float | None:
-        """The part (0 to 1) of the time ranks spend copying in which the same rank multiplies too; None if nothing is copied."""
+        """The part (0 to 1) of the time ranks spend copying in which the same rank multiplies too;
+        None if nothing is copied.
+        """
         copying = hidden = 0
         for rank in {rank for rank, _ in self.lanes}:
-            copies, products = (_union(s for s in self.spans if s.rank == rank and s.kind == kind) for kind in ("copy", "matmul"))
+            copies, products = (
+                _union(s for s in self.spans if s.rank == rank and s.kind == kind)
+                for kind in ("copy", "matmul")
+            )
             copying += sum(stop - start for start, stop in copies)
-            hidden += sum(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a in copies for b in products)
+            hidden += sum(
+                max(0, min(a[1], b[1]) - max(a[0], b[0])) for a in copies for b in products
+            )
         return hidden / copying if copying else None
 
 
 def to_perfetto(*traces: Trace) -> dict[str, Any]:
-    """The traces in Chrome's trace event format, which https://ui.perfetto.dev opens once it is written as JSON.
+    """The traces in Chrome's trace event format, which https://ui.perfetto.dev opens once it is
+    written as JSON.
 
-    Ranks appear as processes and lanes as threads, with times in microseconds. Each trace starts at 0, so that several are
-    compared one below the other. The format is that of the "Trace Event Format" document of the Chromium project.
+    Ranks appear as processes and lanes as threads, with times in microseconds. Each trace starts at
+    0, so that several are compared one below the other. The format is that of the "Trace Event
+    Format" document of the Chromium project.
     """
     events: list[dict[str, Any]] = []
     for number, trace in enumerate(traces):
@@ -87,7 +103,10 @@ def to_perfetto(*traces: Trace) -> dict[str, Any]:
                 "thread_name": {"name": lane},
                 "thread_sort_index": {"sort_index": thread},
             }
-            events += [{"ph": "M", "name": what, "pid": process, "tid": thread, "args": args} for what, args in named.items()]
+            events += [
+                {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
+                for what, args in named.items()
+            ]
         for span in trace.spans:
             events.append(
                 {

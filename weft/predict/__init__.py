@@ -1,4 +1,6 @@
-"""What a plan would take on a machine, and the machines that are known. Needs neither torch nor ranks."""
+"""What a plan would take on a machine, and the machines that are known. Needs neither torch nor
+ranks.
+"""
 
 from weft.predict.collectives import COLLECTIVES as COLLECTIVES
 from weft.predict.collectives import ways as ways

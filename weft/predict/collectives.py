@@ -1,4 +1,6 @@
-"""What collectives would take on a machine: those of few rows meet at once or by levels, others go by their algorithms."""
+"""What collectives would take on a machine: those of few rows meet at once or by levels, others go
+by their algorithms.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from weft.schedules.workload import Rows
 
 
 class Way(NamedTuple):
-    """A way to carry out a collective: its predicted seconds, and how many counters of others a rank raises at most."""
+    """A way to carry out a collective: its predicted seconds, and how many counters of others a
+    rank raises at most.
+    """
 
     name: str
     seconds: float
@@ -34,7 +38,10 @@ HANDED_OUT: Mapping[str, Callable[[Levels], Plan]] = {
 """Plans of few rows."""
 _STAGED: Mapping[str, Mapping[str, Callable[[int], Plan]]] = {
     "all_gather": {"pull": partial(all_gather.all_gather, pieces=1)},
-    "all_reduce": {name: partial(all_reduce.all_reduce, pieces=1, algorithm=name) for name in all_reduce.ALGORITHMS},
+    "all_reduce": {
+        name: partial(all_reduce.all_reduce, pieces=1, algorithm=name)
+        for name in all_reduce.ALGORITHMS
+    },
     "broadcast": {"pull": partial(broadcast.broadcast, pieces=1, source=0)},
 }
 COLLECTIVES = tuple(HANDED_OUT)
@@ -43,21 +50,39 @@ COLLECTIVES = tuple(HANDED_OUT)
 def ways(collective: str, size: int, ranks: int, machine: Machine) -> list[Way]:
     """The ways of a collective of `size` bytes on each rank, the fastest first.
 
-    Few bytes are handed out: ``flat``, or by ``levels`` where ranks are so many that there are several. Raises
-    `ValueError` for a machine of which it is not known how long a signal takes.
+    Few bytes are handed out: ``flat``, or by ``levels`` where ranks are so many that there are
+    several. Raises `ValueError` for a machine of which it is not known how long a signal takes.
     """
     if not machine.notify_us:
-        raise ValueError(f"{machine.name} does not know how long signals take, of which such collectives mostly consist")
-    if collective == "barrier" or size <= (EAGER_ROOM if collective == "all_gather" else machine.thresholds.eager_bytes):
-        meeting = {"flat": flat(ranks), "levels": nested(ranks, machine.near(ranks), machine.thresholds.hop)}
-        found = {name: HANDED_OUT[collective](levels) for name, levels in meeting.items() if name == "flat" or len(levels) > 1}
+        raise ValueError(
+            f"{machine.name} does not know how long signals take, of which such collectives mostly "
+            "consist"
+        )
+    if collective == "barrier" or size <= (
+        EAGER_ROOM if collective == "all_gather" else machine.thresholds.eager_bytes
+    ):
+        meeting = {
+            "flat": flat(ranks),
+            "levels": nested(ranks, machine.near(ranks), machine.thresholds.hop),
+        }
+        found = {
+            name: HANDED_OUT[collective](levels)
+            for name, levels in meeting.items()
+            if name == "flat" or len(levels) > 1
+        }
     else:
         found = {name: plan(ranks) for name, plan in _STAGED[collective].items()}
     rows = split(-(-size // 4), ranks) if collective == "all_reduce" else [-(-size // 4)] * ranks
-    return sorted((_way(name, plan, rows, machine) for name, plan in found.items()), key=lambda way: way.seconds)
+    return sorted(
+        (_way(name, plan, rows, machine) for name, plan in found.items()),
+        key=lambda way: way.seconds,
+    )
 
 
 def _way(name: str, plan: Plan, rows: Sequence[int], machine: Machine) -> Way:
     """`rows`: those of each shard, of a number of 4 bytes each."""
-    bound, numbers = bind(plan, rows[: len(plan.pieces)]), dict.fromkeys(plan.buffers, Rows(1, "float32"))
+    bound, numbers = (
+        bind(plan, rows[: len(plan.pieces)]),
+        dict.fromkeys(plan.buffers, Rows(1, "float32")),
+    )
     return Way(name, seconds(bound, machine, numbers), max(plan.notifies()))

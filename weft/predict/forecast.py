@@ -1,7 +1,9 @@
-"""What an operator would take on a machine: its plans under the simulator, the figures of a benchmark, the fastest variant.
+"""What an operator would take on a machine: its plans under the simulator, the figures of a
+benchmark, the fastest variant.
 
-`time` predicts a variant of a workload, `forecast` the views of a benchmark, `savings` what holds a variant up. Plans and figures
-are those of the real operators and benchmarks; only the engine differs.
+`time` predicts a variant of a workload, `forecast` the views of a benchmark, `savings` what holds a
+variant up. Plans and figures are those of the real operators and benchmarks; only the engine
+differs.
 """
 
 from __future__ import annotations
@@ -20,28 +22,62 @@ from weft.predict.simulator import seconds, simulate
 from weft.schedules.operators import OPERATORS, SHARED_MEMORY_ONLY
 from weft.schedules.workload import ORDERS, PIECES, Request, Variant, Workload
 
-_CUTS = (PIECES, 8, 32, 4, 64, 1)  # into how many pieces a shard may be cut, the one that is mostly right first
+_CUTS = (
+    PIECES,
+    8,
+    32,
+    4,
+    64,
+    1,
+)  # into how many pieces a shard may be cut, the one that is mostly right first
 _PREFERRED = ("direct", "push", "pull", "ring", "one_shot", "two_shot", "sequential")
 _SAME = 0.02  # predictions that differ by less are taken to be equal
-_TRANSFERS = 16_384  # simulated transfers up to which shards are cut into pieces: among thousands of ranks there are many anyway
+# simulated transfers up to which shards are cut into pieces: among thousands of ranks there are
+# many anyway
+_TRANSFERS = 16_384
 _MANY = 64  # ranks from which on it takes too long to simulate them all for every candidate
 
 
 def workload(
-    operator: str, ranks: int, shape: tuple[int, int, int], dtype: str, out_dtype: str | None = None, packed: bool = True
+    operator: str,
+    ranks: int,
+    shape: tuple[int, int, int],
+    dtype: str,
+    out_dtype: str | None = None,
+    packed: bool = True,
 ) -> Workload:
-    """The workload of a benchmark: `shape` is (M, K, N), M rows shared out over the ranks as evenly as it goes."""
-    return Workload(operator, tuple(split(shape[0], ranks)), shape[1], shape[2], dtype, out_dtype or dtype, packed)
+    """The workload of a benchmark: `shape` is (M, K, N), M rows shared out over the ranks as evenly
+    as it goes.
+    """
+    return Workload(
+        operator,
+        tuple(split(shape[0], ranks)),
+        shape[1],
+        shape[2],
+        dtype,
+        out_dtype or dtype,
+        packed,
+    )
 
 
 def plan(workload: Workload, variant: Variant, machine: Machine, communicate: bool = False) -> Plan:
-    """The plan that an engine of the machine would execute, or that of its communication alone, as benchmarks measure it.
+    """The plan that an engine of the machine would execute, or that of its communication alone, as
+    benchmarks measure it.
 
-    Equal ranks are planned once: of a rotation that changes nothing there is only the first part (`weft.predict.simulator`).
+    Equal ranks are planned once: of a rotation that changes nothing there is only the first part
+    (`weft.predict.simulator`).
     """
     links = 1 if machine.hosts else max(1, min(machine.lanes, workload.ranks - 1))
-    operator, ranks = OPERATORS[workload.operator], tuple(range(planned(workload, variant, machine)))
-    where: dict[str, Any] = {"hosts": machine.hosts, "remote_reads": _reads_peers(machine), "links": links, "planned": ranks}
+    operator, ranks = (
+        OPERATORS[workload.operator],
+        tuple(range(planned(workload, variant, machine))),
+    )
+    where: dict[str, Any] = {
+        "hosts": machine.hosts,
+        "remote_reads": _reads_peers(machine),
+        "links": links,
+        "planned": ranks,
+    }
     request = operator.request(workload, variant, **where)
     return _plan(operator.communicate if communicate else operator.plan, request, workload.rows)
 
@@ -54,12 +90,17 @@ def _plan(planner: Callable[[Request], Plan], request: Request, rows: tuple[int,
 
 def planned(workload: Workload, variant: Variant, machine: Machine) -> int:
     """How many ranks have to be simulated: those of one group if all ranks do the same, else all."""
-    equal = len(set(workload.rows)) == 1 and variant.algorithm not in OPERATORS[workload.operator].unequal
+    equal = (
+        len(set(workload.rows)) == 1
+        and variant.algorithm not in OPERATORS[workload.operator].unequal
+    )
     group = machine.group(workload.ranks)
     return group if equal and workload.ranks % group == 0 else workload.ranks
 
 
-def time(workload: Workload, variant: Variant, machine: Machine, communicate: bool = False) -> float:
+def time(
+    workload: Workload, variant: Variant, machine: Machine, communicate: bool = False
+) -> float:
     """Predicted seconds of a variant, or of its communication alone."""
     buffers = OPERATORS[workload.operator].buffers(workload)
     return seconds(plan(workload, variant, machine, communicate), machine, buffers, workload.packed)
@@ -73,40 +114,57 @@ def trace(workload: Workload, variant: Variant, machine: Machine, title: str) ->
 
 def compute(workload: Workload, machine: Machine) -> float:
     """Predicted seconds of the product alone, over all rows."""
-    return machine.launch_us * 1e-6 + machine.product(sum(workload.rows), workload.k, workload.n, workload.dtype, workload.packed)
+    return machine.launch_us * 1e-6 + machine.product(
+        sum(workload.rows), workload.k, workload.n, workload.dtype, workload.packed
+    )
 
 
-def candidates(workload: Workload, machine: Machine, algorithm: str = "auto", chunk_rows: int | None = None) -> list[Variant]:
-    """The variants that the machine's engine could run, or those of one algorithm; of equally fast ones the first is taken.
+def candidates(
+    workload: Workload, machine: Machine, algorithm: str = "auto", chunk_rows: int | None = None
+) -> list[Variant]:
+    """The variants that the machine's engine could run, or those of one algorithm; of equally fast
+    ones the first is taken.
 
     Those in which ranks differ are left out where there are many, unless they are asked for.
     """
     operator, largest = OPERATORS[workload.operator], max(1, *workload.rows)
     most = max(1, _TRANSFERS // (workload.ranks * machine.group(workload.ranks)))
-    sizes = [chunk_rows] if chunk_rows else list(dict.fromkeys(-(-largest // pieces) for pieces in _CUTS if pieces <= most))
+    sizes = (
+        [chunk_rows]
+        if chunk_rows
+        else list(dict.fromkeys(-(-largest // pieces) for pieces in _CUTS if pieces <= most))
+    )
     found = []
     for name in ("sequential", *(name for name in operator.predicted if name != "sequential")):
-        if algorithm not in ("auto", name) or (name in operator.still and not _reads_peers(machine)):
+        if algorithm not in ("auto", name) or (
+            name in operator.still and not _reads_peers(machine)
+        ):
             continue
         if machine.hosts is not None and name in SHARED_MEMORY_ONLY:
             continue
         if algorithm == "auto" and name in operator.unequal and workload.ranks > _MANY:
             continue
         orders = ORDERS if name == "push" and workload.ranks > 2 else ORDERS[:1]
-        found += [Variant(name, size, order) for size in ([largest] if name in operator.whole else sizes) for order in orders]
+        found += [
+            Variant(name, size, order)
+            for size in ([largest] if name in operator.whole else sizes)
+            for order in orders
+        ]
     return found
 
 
 def _reads_peers(machine: Machine) -> bool:
-    """Whether products and sums can read what lies on peers. What they read does not pass an emulated link, so not beside one."""
+    """Whether products and sums can read what lies on peers. What they read does not pass an
+    emulated link, so not beside one.
+    """
     return machine.in_place and not machine.links[-1].idle and machine.hosts is None
 
 
 class Forecast(NamedTuple):
     """Predicted seconds of a benchmark's views.
 
-    `ways` has the fastest variant of each algorithm and order with its time, the fastest of all first; `communicate` is that of
-    the fastest that overlaps.
+    `ways` has the fastest variant of each algorithm and order with its time, the fastest of all
+    first; `communicate` is that of the fastest that overlaps.
     """
 
     compute: float
@@ -115,21 +173,29 @@ class Forecast(NamedTuple):
     ways: list[tuple[Variant, float]]
 
 
-def forecast(workload: Workload, machine: Machine, algorithm: str = "auto", chunk_rows: int | None = None) -> Forecast:
+def forecast(
+    workload: Workload, machine: Machine, algorithm: str = "auto", chunk_rows: int | None = None
+) -> Forecast:
     """Predict a workload, over all candidates or those of one algorithm."""
     ways = rank(workload, machine, algorithm, chunk_rows)
     [(_, sequential)] = rank(workload, machine, "sequential")
     moving = next((variant for variant, _ in ways if variant.algorithm != "sequential"), ways[0][0])
-    return Forecast(compute(workload, machine), time(workload, moving, machine, communicate=True), sequential, ways)
+    return Forecast(
+        compute(workload, machine),
+        time(workload, moving, machine, communicate=True),
+        sequential,
+        ways,
+    )
 
 
 def rank(
     workload: Workload, machine: Machine, algorithm: str = "auto", chunk_rows: int | None = None
 ) -> list[tuple[Variant, float]]:
-    """Of the `candidates` the fastest of each algorithm and order, with its predicted seconds, the fastest first.
+    """Of the `candidates` the fastest of each algorithm and order, with its predicted seconds, the
+    fastest first.
 
-    Where predictions are all but equal the more usual number of pieces comes first, and the variant that needs fewer transfers;
-    what overlaps comes before what does not.
+    Where predictions are all but equal the more usual number of pieces comes first, and the variant
+    that needs fewer transfers; what overlaps comes before what does not.
     """
     found: dict[tuple[str, str], tuple[Variant, float]] = {}
     for variant in candidates(workload, machine, algorithm, chunk_rows):
@@ -137,7 +203,10 @@ def rank(
         if kind not in found or took < found[kind][1] * (1 - _SAME):
             found[kind] = variant, took
     equal = min(took for _, took in found.values()) * (1 + _SAME)
-    return sorted(found.values(), key=lambda one: (max(one[1], equal), _PREFERRED.index(one[0].algorithm), one[1]))
+    return sorted(
+        found.values(),
+        key=lambda one: (max(one[1], equal), _PREFERRED.index(one[0].algorithm), one[1]),
+    )
 
 
 def changes(machine: Machine) -> dict[str, Machine]:
@@ -148,8 +217,12 @@ def changes(machine: Machine) -> dict[str, Machine]:
     }
     return {
         "products twice as fast": replace(machine, products=faster),
-        "links of twice the bandwidth": _linked(machine, lambda link: replace(link, gbs=2 * link.gbs)),
-        "memory twice as fast": replace(machine, memory_gbs=2 * machine.memory_gbs, reduce_gbs=2 * machine.reduce_gbs),
+        "links of twice the bandwidth": _linked(
+            machine, lambda link: replace(link, gbs=2 * link.gbs)
+        ),
+        "memory twice as fast": replace(
+            machine, memory_gbs=2 * machine.memory_gbs, reduce_gbs=2 * machine.reduce_gbs
+        ),
         "no latencies": replace(
             _linked(machine, lambda link: replace(link, latency_us=0.0)),
             launch_us=0.0,
@@ -159,7 +232,9 @@ def changes(machine: Machine) -> dict[str, Machine]:
             notify_us=0.0,
         ),
         "no interference": replace(
-            _linked(machine, lambda link: replace(link, core_gbs=None)), compute_slowdown=1.0, communicate_slowdown=1.0
+            _linked(machine, lambda link: replace(link, core_gbs=None)),
+            compute_slowdown=1.0,
+            communicate_slowdown=1.0,
         ),
     }
 
@@ -171,7 +246,12 @@ def _linked(machine: Machine, changed: Callable[[Link], Link]) -> Machine:
 
 
 def savings(workload: Workload, variant: Variant, machine: Machine) -> list[tuple[str, float]]:
-    """What each of `changes` would take off the time of a variant, from 0 to 1, the most first: the first names the bottleneck."""
+    """What each of `changes` would take off the time of a variant, from 0 to 1, the most first: the
+    first names the bottleneck.
+    """
     now = time(workload, variant, machine)
-    saved = {what: 1 - time(workload, variant, changed) / now for what, changed in changes(machine).items()}
+    saved = {
+        what: 1 - time(workload, variant, changed) / now
+        for what, changed in changes(machine).items()
+    }
     return sorted(saved.items(), key=lambda change: -change[1])

@@ -1,4 +1,6 @@
-"""Between measured values: linear in the logarithms of everything, since times and sizes range over orders of magnitude."""
+"""Between measured values: linear in the logarithms of everything, since times and sizes range over
+orders of magnitude.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from math import exp, log
 
 @dataclass(frozen=True)
 class Grid:
-    """Positive `values` where all points of the `axes` cross, each axis rising, the last one fastest."""
+    """Positive `values` where all points of the `axes` cross, each axis rising, the last one
+    fastest.
+    """
 
     axes: Sequence[Sequence[float]]
     values: Sequence[float]
@@ -23,5 +27,9 @@ class Grid:
             left = right - 1
             part = min(max(log(x / axis[left]) / log(axis[right] / axis[left]), 0.0), 1.0)
             sides = [(place, share) for place, share in ((left, 1 - part), (right, part)) if share]
-            corners = [(index * len(axis) + place, weight * share) for index, weight in corners for place, share in sides]
+            corners = [
+                (index * len(axis) + place, weight * share)
+                for index, weight in corners
+                for place, share in sides
+            ]
         return exp(sum(weight * log(self.values[index]) for index, weight in corners))

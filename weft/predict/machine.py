@@ -1,8 +1,10 @@
-"""Machines as the simulator sees them: how fast ranks multiply, add, copy and reach each other, and how these disturb each other.
+"""Machines as the simulator sees them: how fast ranks multiply, add, copy and reach each other, and
+how these disturb each other.
 
-A profile is a TOML file in ``weft/machines``, fitted from published figures, or the one of this machine that ``weft calibrate``
-leaves in the cache. `load` reads them, `names` lists them. Sizes are in bytes, bandwidths in GB/s of 1e9 bytes, times in
-microseconds where a name says so and else in seconds.
+A profile is a TOML file in ``weft/machines``, fitted from published figures, or the one of this
+machine that ``weft calibrate`` leaves in the cache. `load` reads them, `names` lists them. Sizes
+are in bytes, bandwidths in GB/s of 1e9 bytes, times in microseconds where a name says so and else
+in seconds.
 """
 
 from __future__ import annotations
@@ -34,10 +36,11 @@ _UNMEASURED = "cpu"  # what is taken for this machine if it was not calibrated
 
 @dataclass(frozen=True)
 class Product:
-    """The local product ``(rows, K) @ (K, N)``: ``fixed + K·N·itemsize / weight_gbs + 2·rows·K·N / tflops``.
+    """The local product ``(rows, K) @ (K, N)``: ``fixed + K·N·itemsize / weight_gbs + 2·rows·K·N /
+    tflops``.
 
-    `weight_gbs` is how fast the weight is read (packed), or read and laid out (plain). `factors`: by what measured times differ
-    from that, by rows and by elements of the weight, K·N.
+    `weight_gbs` is how fast the weight is read (packed), or read and laid out (plain). `factors`:
+    by what measured times differ from that, by rows and by elements of the weight, K·N.
     """
 
     tflops: float
@@ -47,7 +50,11 @@ class Product:
 
     def seconds(self, rows: int, k: int, n: int, itemsize: int) -> float:
         """The time of one product."""
-        roughly = self.fixed_us * 1e-6 + k * n * itemsize / (self.weight_gbs * 1e9) + 2 * rows * k * n / (self.tflops * 1e12)
+        roughly = (
+            self.fixed_us * 1e-6
+            + k * n * itemsize / (self.weight_gbs * 1e9)
+            + 2 * rows * k * n / (self.tflops * 1e12)
+        )
         return roughly * (self.factors.at(rows, k * n) if self.factors else 1.0)
 
 
@@ -55,12 +62,13 @@ class Product:
 class Link:
     """What rows pass between two ranks: ``latency + bytes / gbs`` for each transfer.
 
-    `reach`: it joins ranks of the same group of this many; None: all. `shared`: a rank's transfers share one link out and one in,
-    instead of having one for each peer. `idle`: a transfer first copies at memory speed, and then waits until the link would have
-    been done, as an emulated link does; transfers of a rank take turns. `factors`: by what measured times differ, by bytes.
-    `core_gbs`: a core that did nothing else could send, or receive, this much; for links that need the processor. `line_us`: how
-    long a core waits for one cache line over it, which it does for each notify and, `Machine.fetches` at a time, for each peer that
-    it reads from.
+    `reach`: it joins ranks of the same group of this many; None: all. `shared`: a rank's transfers
+    share one link out and one in, instead of having one for each peer. `idle`: a transfer first
+    copies at memory speed, and then waits until the link would have been done, as an emulated link
+    does; transfers of a rank take turns. `factors`: by what measured times differ, by bytes.
+    `core_gbs`: a core that did nothing else could send, or receive, this much; for links that need
+    the processor. `line_us`: how long a core waits for one cache line over it, which it does for
+    each notify and, `Machine.fetches` at a time, for each peer that it reads from.
     """
 
     gbs: float
@@ -82,13 +90,17 @@ class Link:
         return self.latency_us * 1e-6 + self.passing(size)
 
     def passing(self, size: int) -> float:
-        """Seconds for which a transfer of `size` bytes occupies the link: its time without the latency."""
+        """Seconds for which a transfer of `size` bytes occupies the link: its time without the
+        latency.
+        """
         return _passing(size, self.gbs, self.factors)
 
 
 class Near(NamedTuple):
-    """So many cores that are near each other: the GB/s that one of them reads from the caches of another, the microseconds that it
-    waits for a line of these, and the GB/s that all of a group together read from other groups, if that is limited."""
+    """So many cores that are near each other: the GB/s that one of them reads from the caches of
+    another, the microseconds that it waits for a line of these, and the GB/s that all of a group
+    together read from other groups, if that is limited.
+    """
 
     cores: int
     gbs: float
@@ -100,8 +112,9 @@ class Near(NamedTuple):
 class Cores:
     """The cores of a host, by which a machine's figures follow from the ranks and their threads.
 
-    `levels`: groups of cores, the nearest first and all cores last; `package`: how many share `package_gbs` of memory, of which one
-    core alone takes `core_gbs`. `products` are those of one core.
+    `levels`: groups of cores, the nearest first and all cores last; `package`: how many share
+    `package_gbs` of memory, of which one core alone takes `core_gbs`. `products` are those of one
+    core.
     """
 
     levels: tuple[Near, ...]
@@ -121,14 +134,27 @@ class Cores:
         for inner, level in zip((None, *self.levels), self.levels, strict=False):
             reach = max(1, level.cores * ranks // self.total)
             if reach > 1 or level is self.levels[-1]:
-                out = inner.out_gbs / max(1, inner.cores * ranks // self.total) if inner and inner.out_gbs else math.inf
+                out = (
+                    inner.out_gbs / max(1, inner.cores * ranks // self.total)
+                    if inner and inner.out_gbs
+                    else math.inf
+                )
                 gbs = min(threads * level.gbs, out)
-                found.append(Link(gbs, reach=None if level is self.levels[-1] else reach, line_us=level.line_us))
+                found.append(
+                    Link(
+                        gbs,
+                        reach=None if level is self.levels[-1] else reach,
+                        line_us=level.line_us,
+                    )
+                )
         return tuple(found)
 
     def memory(self, ranks: int, threads: int) -> float:
         """GB/s of memory that each of as many ranks has."""
-        return min(threads * self.core_gbs, self.package_gbs / max(1, -(-self.package * ranks // self.total)))
+        return min(
+            threads * self.core_gbs,
+            self.package_gbs / max(1, -(-self.package * ranks // self.total)),
+        )
 
 
 @dataclass(frozen=True)
@@ -136,24 +162,22 @@ class Machine:
     """What a plan runs on.
 
     Attributes:
-        products: by dtype, and by ``dtype packed`` where that differs.
-        links: the nearest first.
-        network: what joins two hosts, if that is known: all ranks of a host share it, its latency is that of a signal.
-        hosts: the host of each rank, where they are on several (`over`).
-        memory_gbs, reduce_gbs: bytes per second that a local copy moves, and that a sum reads; with factors like a link's.
-        notify_us: from a notify until the peer's wait is over.
-        launch_us: from the call until a rank's lanes begin; where it has comm lanes lane_us later.
-        wake_us: by how much a lane oversleeps that waits for an idle link.
-        turn_us: how long a comm lane that has waited for a signal then waits for its turn on a core where the compute lane works.
-        compute_slowdown: how many times slower the compute lane is while the rank's comm lanes work, and
-        communicate_slowdown: these while the compute lane works.
-        lanes: how many comm lanes a rank has, each feeding a link.
-        in_place: products and sums read the memory of peers as their own.
-        fetches: from how many peers a core fetches rows at a time.
-        cores: what the figures follow from, where they follow from the ranks and their threads (`of_ranks`).
-        ranks: how many the figures were measured on, if that matters.
-        thresholds: of collectives on it, and the hop by which levels are chosen.
-        source: where the figures come from; `residuals`: by what the fit misses them, in percent.
+        products: by dtype, and by ``dtype packed`` where that differs. links: the nearest first.
+        network: what joins two hosts, if that is known: all ranks of a host share it, its latency
+        is that of a signal. hosts: the host of each rank, where they are on several (`over`).
+        memory_gbs, reduce_gbs: bytes per second that a local copy moves, and that a sum reads; with
+        factors like a link's. notify_us: from a notify until the peer's wait is over. launch_us:
+        from the call until a rank's lanes begin; where it has comm lanes lane_us later. wake_us: by
+        how much a lane oversleeps that waits for an idle link. turn_us: how long a comm lane that
+        has waited for a signal then waits for its turn on a core where the compute lane works.
+        compute_slowdown: how many times slower the compute lane is while the rank's comm lanes
+        work, and communicate_slowdown: these while the compute lane works. lanes: how many comm
+        lanes a rank has, each feeding a link. in_place: products and sums read the memory of peers
+        as their own. fetches: from how many peers a core fetches rows at a time. cores: what the
+        figures follow from, where they follow from the ranks and their threads (`of_ranks`). ranks:
+        how many the figures were measured on, if that matters. thresholds: of collectives on it,
+        and the hop by which levels are chosen. source: where the figures come from; `residuals`: by
+        what the fit misses them, in percent.
     """
 
     name: str
@@ -191,7 +215,9 @@ class Machine:
         found = found or self.products.get(dtype)
         if found is None:
             known = sorted({name.removesuffix(" packed") for name in self.products})
-            raise ValueError(f"{self.name} has no product rate for {dtype}; it has {', '.join(known)}")
+            raise ValueError(
+                f"{self.name} has no product rate for {dtype}; it has {', '.join(known)}"
+            )
         return found.seconds(rows, k, n, ITEMSIZE[dtype])
 
     def copy(self, size: int) -> float:
@@ -206,15 +232,25 @@ class Machine:
         """The nearest link that joins two ranks."""
         if self.network and self.apart(one, other):
             return self.network
-        return next(link for link in self.links if link.reach is None or one // link.reach == other // link.reach)
+        return next(
+            link
+            for link in self.links
+            if link.reach is None or one // link.reach == other // link.reach
+        )
 
     def apart(self, one: int, other: int) -> bool:
         """Whether two ranks are on different hosts."""
         return self.hosts is not None and self.hosts[one] != self.hosts[other]
 
     def signal_us(self, one: int, other: int) -> float:
-        """Microseconds from when a rank has raised a counter of another until that one's wait is over: it fetches the line, too."""
-        return self.network.latency_us if self.network and self.apart(one, other) else self.notify_us + self.line_us(one, other)
+        """Microseconds from when a rank has raised a counter of another until that one's wait is
+        over: it fetches the line, too.
+        """
+        return (
+            self.network.latency_us
+            if self.network and self.apart(one, other)
+            else self.notify_us + self.line_us(one, other)
+        )
 
     def line_us(self, one: int, other: int) -> float:
         """Microseconds for which a rank waits for a cache line of another."""
@@ -230,11 +266,19 @@ class Machine:
             return self
         threads = threads or max(1, self.cores.total // ranks)
         if ranks * threads > self.cores.total:
-            raise ValueError(f"{self.name} has {self.cores.total} cores, too few for {ranks} ranks of {threads} threads")
+            raise ValueError(
+                f"{self.name} has {self.cores.total} cores, too few for {ranks} ranks of {threads} "
+                "threads"
+            )
         memory = self.cores.memory(ranks, threads)
-        products = {name: replace(one, tflops=threads * one.tflops, weight_gbs=memory) for name, one in self.cores.products.items()}
+        products = {
+            name: replace(one, tflops=threads * one.tflops, weight_gbs=memory)
+            for name, one in self.cores.products.items()
+        }
         links = self.cores.links(ranks, threads)
-        return replace(self, products=products, links=links, memory_gbs=memory / 2, reduce_gbs=memory)
+        return replace(
+            self, products=products, links=links, memory_gbs=memory / 2, reduce_gbs=memory
+        )
 
     def near(self, ranks: int) -> tuple[tuple[int, ...], ...]:
         """The groups of ranks that links join, the nearest first."""
@@ -246,28 +290,44 @@ class Machine:
         if self.hosts is not None:
             here = self.hosts.count(self.hosts[0])
             return here if self.hosts == tuple(rank // here for rank in range(ranks)) else ranks
-        return max((link.reach for link in self.links if link.reach and link.reach < ranks), default=1)
+        return max(
+            (link.reach for link in self.links if link.reach and link.reach < ranks), default=1
+        )
 
     def over(self, hosts: Sequence[int]) -> Machine:
-        """Several machines like this one, with ranks on `hosts`, joined by the network, or by the link that reaches farthest.
+        """Several machines like this one, with ranks on `hosts`, joined by the network, or by the
+        link that reaches farthest.
 
         Raises `ValueError` for a machine of which no link to others is known.
         """
         network = self.network or (self.links[-1] if len(self.links) > 1 else None)
         if network is None:
-            raise ValueError(f"{self.name} knows no link to other hosts; weft calibrate, started by torchrun on two, measures it")
+            raise ValueError(
+                f"{self.name} knows no link to other hosts; weft calibrate, started by torchrun on "
+                "two, measures it"
+            )
         return replace(self, network=network, hosts=tuple(hosts))
 
-    def with_link(self, ranks: int, gbs: float | None = None, latency_us: float | None = None) -> Machine:
-        """This machine with other figures for the link that joins all of `ranks` ranks: GB/s and microseconds."""
+    def with_link(
+        self, ranks: int, gbs: float | None = None, latency_us: float | None = None
+    ) -> Machine:
+        """This machine with other figures for the link that joins all of `ranks` ranks: GB/s and
+        microseconds.
+        """
 
         def changed(link: Link) -> Link:
-            return replace(link, gbs=gbs or link.gbs, latency_us=link.latency_us if latency_us is None else latency_us)
+            return replace(
+                link,
+                gbs=gbs or link.gbs,
+                latency_us=link.latency_us if latency_us is None else latency_us,
+            )
 
         if self.hosts is not None and self.network:
             return replace(self, network=changed(self.network))
         joining = next(link for link in self.links if link.reach is None or link.reach >= ranks)
-        return replace(self, links=tuple(changed(link) if link is joining else link for link in self.links))
+        return replace(
+            self, links=tuple(changed(link) if link is joining else link for link in self.links)
+        )
 
     def emulating(self, gbps: float, latency_us: float) -> Machine:
         """This machine with the link of `World.emulate_link`: `gbps` counts 1e9 bits per second."""
@@ -280,7 +340,9 @@ def _passing(size: int, gbs: float, factors: Grid | None) -> float:
 
 
 def here() -> Machine:
-    """This machine as ``weft calibrate`` measured it; where it was not, the profile ``cpu`` has to do."""
+    """This machine as ``weft calibrate`` measured it; where it was not, the profile ``cpu`` has to
+    do.
+    """
     return load(THIS if calibrated() else _UNMEASURED)
 
 
@@ -288,7 +350,10 @@ def names() -> list[str]:
     """What `load` knows: the profiles, and ``this`` where ``weft calibrate`` has been run."""
     found = []
     for path in sorted(_DIRECTORY.glob("*.toml")):
-        found += [path.stem, *(f"{path.stem}/{variant}" for variant in _read(path).get("variants", {}))]
+        found += [
+            path.stem,
+            *(f"{path.stem}/{variant}" for variant in _read(path).get("variants", {})),
+        ]
     return [THIS, *found] if calibrated() else found
 
 
@@ -330,8 +395,12 @@ def from_dict(profile: Mapping[str, Any]) -> Machine:
         levels = tuple(Near(**level) for level in cores["levels"])
         products = {name: Product(**product) for name, product in cores["products"].items()}
         known["cores"] = Cores(**{**cores, "levels": levels, "products": products})
-        return Machine(**{"products": {}, "links": (), "memory_gbs": 0.0, "reduce_gbs": 0.0, **known}).of_ranks(2)
-    known["products"] = {name: Product(**_with_grid(product)) for name, product in profile["products"].items()}
+        return Machine(
+            **{"products": {}, "links": (), "memory_gbs": 0.0, "reduce_gbs": 0.0, **known}
+        ).of_ranks(2)
+    known["products"] = {
+        name: Product(**_with_grid(product)) for name, product in profile["products"].items()
+    }
     known["links"] = tuple(Link(**_with_grid(link)) for link in profile["links"])
     known["network"] = Link(**_with_grid(known["network"])) if known.get("network") else None
     return Machine(**known)

@@ -1,12 +1,14 @@
 """The simulator: a plan under a machine model, as a trace of what would run when.
 
-A discrete-event run of all lanes. A lane takes its instructions in order. Products, copies and sums are *activities* with so many
-seconds of work; activities that use the same link share it, and a rank's comm lanes and its compute lane slow each other down, so
-an activity's pace changes whenever another begins or ends. Signals connect lanes as they do in reality, so the order of events
-obeys the plan.
+A discrete-event run of all lanes. A lane takes its instructions in order. Products, copies and sums
+are *activities* with so many seconds of work; activities that use the same link share it, and a
+rank's comm lanes and its compute lane slow each other down, so an activity's pace changes whenever
+another begins or ends. Signals connect lanes as they do in reality, so the order of events obeys
+the plan.
 
-Where ranks are equal it is enough to plan and simulate the first few (`Plan.lanes` of the others are empty): a rotation of all
-ranks by that number changes nothing, so what a rank sends to another is also what its counterpart sends to it.
+Where ranks are equal it is enough to plan and simulate the first few (`Plan.lanes` of the others
+are empty): a rotation of all ranks by that number changes nothing, so what a rank sends to another
+is also what its counterpart sends to it.
 """
 
 from __future__ import annotations
@@ -28,11 +30,15 @@ from weft.schedules.workload import Rows
 Resource = tuple[str, int, int]
 
 
-def simulate(plan: Plan, machine: Machine, rows: Mapping[str, Rows], packed: bool = True, title: str = "") -> Trace:
-    """Run `plan` on `machine`; `rows` tells what every buffer holds, and `packed` whether weights are packed.
+def simulate(
+    plan: Plan, machine: Machine, rows: Mapping[str, Rows], packed: bool = True, title: str = ""
+) -> Trace:
+    """Run `plan` on `machine`; `rows` tells what every buffer holds, and `packed` whether weights
+    are packed.
 
-    Weights have the dtype of the rows they multiply. The trace has the ranks whose lanes are planned, and times in nanoseconds
-    since the call. Raises `PlanError` if the plan comes to a standstill.
+    Weights have the dtype of the rows they multiply. The trace has the ranks whose lanes are
+    planned, and times in nanoseconds since the call. Raises `PlanError` if the plan comes to a
+    standstill.
     """
     run = _Run(plan, machine, rows, packed)
     return Trace(title or plan.algorithm, tuple(sorted(run.trace(), key=lambda span: span.start)))
@@ -44,7 +50,9 @@ def seconds(plan: Plan, machine: Machine, rows: Mapping[str, Rows], packed: bool
 
 
 class _Lane:
-    """A lane, the instruction it is `at` and since when, and when it last did anything but copy: its rows are `ready` since."""
+    """A lane, the instruction it is `at` and since when, and when it last did anything but copy:
+    its rows are `ready` since.
+    """
 
     __slots__ = ("at", "begun", "compute", "instructions", "name", "rank", "ready", "spans")
 
@@ -57,10 +65,11 @@ class _Lane:
 
 @dataclass(eq=False, slots=True)
 class _Activity:
-    """Work of a lane under way: `left` seconds of it at the time `since`, at a `pace`; not over before `until`.
+    """Work of a lane under way: `left` seconds of it at the time `since`, at a `pace`; not over
+    before `until`.
 
-    It uses `links` and keeps the cores of `ranks` busy, its own unless said; a transfer between hosts only for the part `core` of
-    its time.
+    It uses `links` and keeps the cores of `ranks` busy, its own unless said; a transfer between
+    hosts only for the part `core` of its time.
     """
 
     lane: _Lane
@@ -83,9 +92,15 @@ Users = dict[_Activity, None]  # a set that keeps its order, so that a run is al
 class _Run:
     """A simulation, run to its end; while it lasts it is at the time `now`, in seconds."""
 
-    def __init__(self, plan: Plan, machine: Machine, rows: Mapping[str, Rows], packed: bool) -> None:
+    def __init__(
+        self, plan: Plan, machine: Machine, rows: Mapping[str, Rows], packed: bool
+    ) -> None:
         self.plan, self.machine, self.rows, self.packed = plan, machine, rows, packed
-        self.lanes = [_Lane(r, name, lane) for r, lanes in enumerate(plan.lanes) for name, lane in lanes.items()]
+        self.lanes = [
+            _Lane(r, name, lane)
+            for r, lanes in enumerate(plan.lanes)
+            for name, lane in lanes.items()
+        ]
         self.ranks_planned = max((lane.rank + 1 for lane in self.lanes), default=1)
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[[Any], None], Any]] = []
@@ -93,9 +108,13 @@ class _Run:
         self.counters: dict[tuple[int, Signal], int] = defaultdict(int)
         self.waiting: dict[tuple[int, Signal], list[_Lane]] = {}
         self.users: dict[Resource, Users] = defaultdict(dict)
-        self.working: dict[tuple[int, bool], Users] = defaultdict(dict)  # by rank, and whether in its compute lane
+        self.working: dict[tuple[int, bool], Users] = defaultdict(
+            dict
+        )  # by rank, and whether in its compute lane
         self.free: dict[int, float] = defaultdict(float)  # when a rank's idle link is
-        self.queued: dict[int, list[_Lane]] = defaultdict(list)  # comm lanes that could go on, by rank, once they have the core
+        self.queued: dict[int, list[_Lane]] = defaultdict(
+            list
+        )  # comm lanes that could go on, by rank, once they have the core
         self.go()
 
     def go(self) -> None:
@@ -107,15 +126,24 @@ class _Run:
         while self.events:
             self.now, _, happen, what = heappop(self.events)
             happen(what)
-        stuck = [f"rank {lane.rank} {lane.name} at: {lane.instructions[lane.at]}" for lane in self.lanes if self.goes_on(lane)]
+        stuck = [
+            f"rank {lane.rank} {lane.name} at: {lane.instructions[lane.at]}"
+            for lane in self.lanes
+            if self.goes_on(lane)
+        ]
         if stuck:
-            raise PlanError(f"{self.plan.operator}/{self.plan.algorithm} comes to a standstill: {'; '.join(stuck[:5])}")
+            raise PlanError(
+                f"{self.plan.operator}/{self.plan.algorithm} comes to a standstill: "
+                f"{'; '.join(stuck[:5])}"
+            )
 
     def trace(self) -> Iterator[Span]:
         """The spans of all lanes."""
         for lane in self.lanes:
             for instruction, (start, stop) in zip(lane.instructions, lane.spans, strict=True):
-                yield Span.of(lane.rank, lane.name, instruction, round(start * 1e9), round(stop * 1e9))
+                yield Span.of(
+                    lane.rank, lane.name, instruction, round(start * 1e9), round(stop * 1e9)
+                )
 
     def schedule(self, time: float, happen: Callable[[Any], None], what: object) -> None:
         """Let something happen later; what is due at one time happens in the order of the calls."""
@@ -139,7 +167,8 @@ class _Run:
                     self.waiting.setdefault(counter, []).append(lane)
                     break
             elif isinstance(instruction, Notify):
-                # If the notified rank is not planned: what its planned counterpart gets from this rank's counterpart.
+                # If the notified rank is not planned: what its planned counterpart gets from this
+                # rank's counterpart.
                 here = instruction.rank % self.ranks_planned
                 source = (instruction.signal.source - instruction.rank + here) % self.plan.ranks
                 counter = here, instruction.signal._replace(source=source)
@@ -148,7 +177,11 @@ class _Run:
                     self.done(lane)
                     continue
                 raised = self.now + self.machine.line_us(lane.rank, instruction.rank) * 1e-6
-                self.schedule(raised + self.machine.signal_us(lane.rank, instruction.rank) * 1e-6, self.count, counter)
+                self.schedule(
+                    raised + self.machine.signal_us(lane.rank, instruction.rank) * 1e-6,
+                    self.count,
+                    counter,
+                )
                 if raised > self.now:
                     self.schedule(raised, self.leave, lane)
                     return
@@ -215,11 +248,16 @@ class _Run:
         self.proceed(lane)
 
     def repace(self, changed: _Activity) -> None:
-        """Let all that share a link or a core with what has begun or ended go on at their new pace, to ends foreseen anew."""
+        """Let all that share a link or a core with what has begun or ended go on at their new pace,
+        to ends foreseen anew.
+        """
         affected: Users = {}
         for link in changed.links:
             affected |= self.users[link]
-        for rank in {*changed.ranks, *(rank for other in affected if other.core for rank in other.ranks)}:
+        for rank in {
+            *changed.ranks,
+            *(rank for other in affected if other.core for rank in other.ranks),
+        }:
             affected |= self.working[rank, True] | self.working[rank, False]
         for activity in affected:
             pace = 1.0
@@ -230,24 +268,37 @@ class _Run:
                 activity.left -= (self.now - activity.since) * activity.pace
                 activity.since, activity.pace = self.now, pace
                 activity.version += 1
-                self.schedule(self.now + max(activity.left, 0.0) / pace, self.finish, (activity, activity.version))
+                self.schedule(
+                    self.now + max(activity.left, 0.0) / pace,
+                    self.finish,
+                    (activity, activity.version),
+                )
 
     def left_beside(self, activity: _Activity) -> float:
         """The part of its pace that what works beside an activity leaves it."""
         lane = activity.lane
-        if activity.core:  # a core is shared evenly with the product on it, where a transfer needs more than half of it
-            busy = max((self.moving(rank) for rank in activity.ranks if self.working[rank, True]), default=0.0)
+        # a core is shared evenly with the product on it, where a transfer needs more than half of
+        # it
+        if activity.core:
+            busy = max(
+                (self.moving(rank) for rank in activity.ranks if self.working[rank, True]),
+                default=0.0,
+            )
             return 0.5 / max(0.5, busy)
         others = self.working[lane.rank, not lane.compute]
         if lane.compute:
             copying = any(not other.core for other in others)
-            return (1 - min(0.5, self.moving(lane.rank))) / (self.machine.compute_slowdown if copying else 1.0)
+            return (1 - min(0.5, self.moving(lane.rank))) / (
+                self.machine.compute_slowdown if copying else 1.0
+            )
         return 1 / self.machine.communicate_slowdown if others else 1.0
 
     def moving(self, rank: int) -> float:
         """The part of a rank's core that its transfers to and from other hosts need."""
         beside = (other for other in self.working[rank, False] if other.core)
-        return sum(other.core / max(len(self.users[link]) for link in other.links) for other in beside)
+        return sum(
+            other.core / max(len(self.users[link]) for link in other.links) for other in beside
+        )
 
     def activity(self, lane: _Lane, instruction: Copy | Matmul | Reduce) -> _Activity:
         """The work of an instruction that begins now."""
@@ -255,10 +306,14 @@ class _Run:
         match instruction:
             case Matmul(src, dst):
                 shape = self.rows[src.buffer]
-                work = machine.product(src.rows, shape.columns, self.rows[dst.buffer].columns, shape.dtype, self.packed)
+                work = machine.product(
+                    src.rows, shape.columns, self.rows[dst.buffer].columns, shape.dtype, self.packed
+                )
                 return begin(max(work, self.fetching(rank, (src, dst))))
             case Reduce(srcs):
-                return begin(max(machine.reduce(sum(map(self.size, srcs))), self.fetching(rank, srcs)))
+                return begin(
+                    max(machine.reduce(sum(map(self.size, srcs))), self.fetching(rank, srcs))
+                )
             case Copy(src, dst):
                 size, link = self.size(src), machine.link(src.rank, dst.rank)
                 if src.rank == dst.rank:
@@ -269,10 +324,12 @@ class _Run:
                 used = self.resources(link, src.rank, dst.rank)
                 if not machine.apart(src.rank, dst.rank):
                     return begin(link.seconds(size) + link.line_us * 1e-6, used)
-                # Its latency is the signal's: messages follow each other without it. It has one end here, if it sends to its
-                # counterpart, as it is sent to by it.
+                # Its latency is the signal's: messages follow each other without it. It has one end
+                # here, if it sends to its counterpart, as it is sent to by it.
                 ends = tuple({rank, dst.rank % self.ranks_planned})
-                busy: dict[str, Any] = {"ranks": ends, "core": link.core * 2 / len(ends)} if link.core else {}
+                busy: dict[str, Any] = (
+                    {"ranks": ends, "core": link.core * 2 / len(ends)} if link.core else {}
+                )
                 return begin(link.passing(size), used, **busy)
 
     def size(self, region: Region) -> int:
@@ -281,15 +338,29 @@ class _Run:
 
     def fetching(self, rank: int, regions: Iterable[Region]) -> float:
         """How long peers' rows that are read or written in place take to pass the links."""
-        links = [(self.machine.link(rank, there.rank), self.size(there)) for there in regions if there.rank != rank]
+        links = [
+            (self.machine.link(rank, there.rank), self.size(there))
+            for there in regions
+            if there.rank != rank
+        ]
         passing = sum(0.0 if link.idle else link.passing(size) for link, size in links)
         return passing + sum(link.line_us for link, _ in links) * 1e-6 / self.machine.fetches
 
     def resources(self, link: Link, src: int, dst: int) -> tuple[Resource, ...]:
-        """The links that a transfer shares with others; a rank that is not planned uses those of its counterpart."""
+        """The links that a transfer shares with others; a rank that is not planned uses those of
+        its counterpart.
+        """
         if (hosts := self.machine.hosts) and self.machine.apart(src, dst):
-            return ("out", hosts[src % self.ranks_planned], -1), ("in", hosts[dst % self.ranks_planned], -1)
+            return ("out", hosts[src % self.ranks_planned], -1), (
+                "in",
+                hosts[dst % self.ranks_planned],
+                -1,
+            )
         if link.shared:
-            return ("out", src % self.ranks_planned, link.reach or 0), ("in", dst % self.ranks_planned, link.reach or 0)
+            return ("out", src % self.ranks_planned, link.reach or 0), (
+                "in",
+                dst % self.ranks_planned,
+                link.reach or 0,
+            )
         here = src % self.ranks_planned
         return (("link", here, (dst - src + here) % self.plan.ranks),)

@@ -1,4 +1,6 @@
-"""What was measured to be the fastest variant, by `weft tune` or in calls, by workload, remembered in the cache directory."""
+"""What was measured to be the fastest variant, by `weft tune` or in calls, by workload, remembered
+in the cache directory.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _learned: dict[str, tuple[str, int, str]] = {}
 
 
 def find(workload: Workload, link: Link | None) -> Variant | None:
-    """The variant that was fastest when this workload, or one of its class of sizes, was measured; None if none was."""
+    """The variant that was fastest when this workload, or one of its class of sizes, was measured;
+    None if none was.
+    """
     key = _key(workload, link)
     found = _learned.get(key) or _known().get(key)
     return Variant(*found) if found else None
@@ -29,7 +33,9 @@ def remember(workload: Workload, link: Link | None, variant: Variant) -> None:
 
 
 def learn(workload: Workload, link: Link | None, variant: Variant) -> None:
-    """Let `find` return this variant, here and, once this process has ended, in those that start then."""
+    """Let `find` return this variant, here and, once this process has ended, in those that start
+    then.
+    """
     if not _learned:
         atexit.register(_keep)
     _learned[_key(workload, link)] = (*variant,)
@@ -52,7 +58,10 @@ def _known() -> dict[str, tuple[str, int, str]]:
 
 
 def _fits(found: dict[str, tuple[str, int, str]]) -> bool:
-    return all(isinstance(name, str) and type(rows) is int and rows > 0 and order in ORDERS for name, rows, order in found.values())
+    return all(
+        isinstance(name, str) and type(rows) is int and rows > 0 and order in ORDERS
+        for name, rows, order in found.values()
+    )
 
 
 def _key(workload: Workload, link: Link | None) -> str:

@@ -1,7 +1,8 @@
-"""weft as a backend of torch.distributed: ``init_process_group("weft")``, ``"cpu:weft,cuda:nccl"``, ``new_group(backend="weft")``.
+"""weft as a backend of torch.distributed: ``init_process_group("weft")``, ``"cpu:weft,cuda:nccl"``,
+``new_group(backend="weft")``.
 
-`register` tells torch of it: when torch is imported, which looks for such entry points, or when weft is, whichever is later. It
-loads nothing of weft; the first group does.
+`register` tells torch of it: when torch is imported, which looks for such entry points, or when
+weft is, whichever is later. It loads nothing of weft; the first group does.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Make the backend ``weft`` known to torch.distributed, whose errors weft's then are too; again does nothing."""
+    """Make the backend ``weft`` known to torch.distributed, whose errors weft's then are too; again
+    does nothing.
+    """
     import torch.distributed as dist
 
     if not dist.is_available() or hasattr(dist.Backend, "WEFT"):
@@ -30,4 +33,10 @@ def _group(given: _DistributedBackendOptions, options: object) -> Group:
     """What torch calls, on all ranks, to make a group."""
     from weft.process_group.group import Group
 
-    return Group(given.store, given.group_rank, given.group_size, given.timeout.total_seconds(), given.global_ranks_in_group)
+    return Group(
+        given.store,
+        given.group_rank,
+        given.group_size,
+        given.timeout.total_seconds(),
+        given.global_ranks_in_group,
+    )

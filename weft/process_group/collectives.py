@@ -1,8 +1,10 @@
-"""What the collectives of torch.distributed come to, as operators of weft. Each returns when it is done on this rank.
+"""What the collectives of torch.distributed come to, as operators of weft. Each returns when it is
+done on this rank.
 
-Tensors are as programs have them: of any strides, any dtype, with gradients, without elements. Those that weft takes as they are go
-straight to it, and calls on tensors that lie alike are found again; others take a view or a copy. Dtypes that weft does not know
-travel as integers of their size; complex numbers are added as two. What weft does not reduce (products, bits, other dtypes) is
+Tensors are as programs have them: of any strides, any dtype, with gradients, without elements.
+Those that weft takes as they are go straight to it, and calls on tensors that lie alike are found
+again; others take a view or a copy. Dtypes that weft does not know travel as integers of their
+size; complex numbers are added as two. What weft does not reduce (products, bits, other dtypes) is
 gathered, and reduced by the ranks that want it, in rank order.
 
 `timeout` is in seconds, None for the world's. An `op` is a `dist.ReduceOp`, or a member of it.
@@ -29,13 +31,22 @@ from weft.ops.collective import ANY, NUMBERS
 from weft.ops.reduce_scatter import reduce_scatter as weft_reduce_scatter
 from weft.world import World
 
-_KINDS = {hash(op): name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}  # to ask one for its name takes 5 us
+_KINDS = {
+    hash(op): name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()
+}  # to ask one for its name takes 5 us
 _AS_THEY_ARE = {"sum": {*NUMBERS}, "max": {*NUMBERS}, "min": {*NUMBERS}, "avg": {*FLOATS}}
 """What weft's own reductions take."""
 
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
-_ON_BOOLEANS = {"sum": "max", "max": "max", "bor": "max", "product": "min", "min": "min", "band": "min"}
+_ON_BOOLEANS = {
+    "sum": "max",
+    "max": "max",
+    "bor": "max",
+    "product": "min",
+    "min": "min",
+    "band": "min",
+}
 _COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda rows: rows.sum(0, dtype=rows.dtype),
     "avg": lambda rows: rows.mean(0),
@@ -65,7 +76,9 @@ def all_reduce(world: World, tensor: Tensor, op: Any, timeout: float | None = No
 
 
 def reduce(world: World, tensor: Tensor, op: Any, root: int, timeout: float | None = None) -> None:
-    """Overwrite `tensor` of rank `root` with the reduction of all ranks'; those of the others stay as they are."""
+    """Overwrite `tensor` of rank `root` with the reduction of all ranks'; those of the others stay
+    as they are.
+    """
     own = _scaled(tensor, op)
     kind, here = _reducible(own, op)
     if here is None:
@@ -87,11 +100,16 @@ def broadcast(world: World, tensor: Tensor, root: int, timeout: float | None = N
         _put(here, tensor)
 
 
-def all_gather_single(world: World, out: Tensor, tensor: Tensor, timeout: float | None = None) -> None:
+def all_gather_single(
+    world: World, out: Tensor, tensor: Tensor, timeout: float | None = None
+) -> None:
     """The tensors of all ranks, one behind the other in `out`."""
     _check_dtypes(out, tensor)
     if out.numel() != tensor.numel() * world.ranks:
-        raise ValueError(f"the output must have {world.ranks} times the {tensor.numel()} elements of the input; got {out.numel()}")
+        raise ValueError(
+            f"the output must have {world.ranks} times the {tensor.numel()} elements of the input; "
+            f"got {out.numel()}"
+        )
     if tensor.dtype in ANY and _as_it_is(tensor) and _as_it_is(out) and _joins(out, tensor, world):
         weft_all_gather(tensor, out=out, world=world, timeout=timeout)
     else:
@@ -100,44 +118,74 @@ def all_gather_single(world: World, out: Tensor, tensor: Tensor, timeout: float 
         _put(whole, out)
 
 
-def all_gather(world: World, outs: Sequence[Tensor], tensor: Tensor, timeout: float | None = None) -> None:
+def all_gather(
+    world: World, outs: Sequence[Tensor], tensor: Tensor, timeout: float | None = None
+) -> None:
     """The tensor of rank p in ``outs[p]``; they may differ in size."""
     _check_dtypes(*outs, tensor)
     _check_count(outs, world)
     if outs[world.rank].numel() != tensor.numel():
-        raise ValueError(f"the input has {tensor.numel()} elements, and its place in the output {outs[world.rank].numel()}")
+        raise ValueError(
+            f"the input has {tensor.numel()} elements, and its place in the output "
+            f"{outs[world.rank].numel()}"
+        )
     here, sizes = _moved(tensor).view(-1), _sizes(outs)
     whole = here.new_empty(sum(sizes))
     weft_all_gather(here, out=whole, shard_rows=sizes, world=world, timeout=timeout)
     _put_parts(whole, sizes, outs)
 
 
-def reduce_scatter_single(world: World, out: Tensor, tensor: Tensor, op: Any, timeout: float | None = None) -> None:
-    """This rank's part of the reduction of all ranks' `tensor`, which has as many even parts as there are ranks."""
+def reduce_scatter_single(
+    world: World, out: Tensor, tensor: Tensor, op: Any, timeout: float | None = None
+) -> None:
+    """This rank's part of the reduction of all ranks' `tensor`, which has as many even parts as
+    there are ranks.
+    """
     _check_dtypes(out, tensor)
     if tensor.numel() != out.numel() * world.ranks:
-        raise ValueError(f"the input must have {world.ranks} times the {out.numel()} elements of the output; got {tensor.numel()}")
+        raise ValueError(
+            f"the input must have {world.ranks} times the {out.numel()} elements of the output; "
+            f"got {tensor.numel()}"
+        )
     kind = _kind(op)
-    if tensor.dtype in _AS_THEY_ARE.get(kind, ()) and _as_it_is(tensor) and _as_it_is(out) and _joins(tensor, out, world):
+    if (
+        tensor.dtype in _AS_THEY_ARE.get(kind, ())
+        and _as_it_is(tensor)
+        and _as_it_is(out)
+        and _joins(tensor, out, world)
+    ):
         weft_reduce_scatter(tensor, out=out, op=kind, world=world, timeout=timeout)
     else:
         _reduce_scatter(world, out, tensor, [out.numel()] * world.ranks, op, timeout)
 
 
-def reduce_scatter(world: World, out: Tensor, tensors: Sequence[Tensor], op: Any, timeout: float | None = None) -> None:
+def reduce_scatter(
+    world: World, out: Tensor, tensors: Sequence[Tensor], op: Any, timeout: float | None = None
+) -> None:
     """The reduction of all ranks' ``tensors[p]`` on rank p; they may differ in size."""
     _check_dtypes(out, *tensors)
     _check_count(tensors, world)
     if tensors[world.rank].numel() != out.numel():
-        raise ValueError(f"the output has {out.numel()} elements, and what is reduced for it {tensors[world.rank].numel()}")
-    _reduce_scatter(world, out, _joined(tensors), [tensor.numel() for tensor in tensors], op, timeout)
+        raise ValueError(
+            f"the output has {out.numel()} elements, and what is reduced for it "
+            f"{tensors[world.rank].numel()}"
+        )
+    _reduce_scatter(
+        world, out, _joined(tensors), [tensor.numel() for tensor in tensors], op, timeout
+    )
 
 
 def all_to_all_single(
-    world: World, out: Tensor, tensor: Tensor, taken: Sequence[int], given: Sequence[int], timeout: float | None = None
+    world: World,
+    out: Tensor,
+    tensor: Tensor,
+    taken: Sequence[int],
+    given: Sequence[int],
+    timeout: float | None = None,
 ) -> None:
-    """Part p of the first dimension of `tensor` goes to rank p; the parts are even unless it is said how many rows are `given`
-    to each rank and `taken` from it."""
+    """Part p of the first dimension of `tensor` goes to rank p; the parts are even unless it is
+    said how many rows are `given` to each rank and `taken` from it.
+    """
     _check_dtypes(out, tensor)
     _check_split(tensor, given, "input", world)
     _check_split(out, taken, "output", world)
@@ -146,37 +194,57 @@ def all_to_all_single(
         given = given or [len(tensor) // world.ranks] * world.ranks
         taken = taken or [len(out) // world.ranks] * world.ranks
     weft_all_to_all(
-        here, out=there, input_split_sizes=given or None, output_split_sizes=taken or None, world=world, timeout=timeout
+        here,
+        out=there,
+        input_split_sizes=given or None,
+        output_split_sizes=taken or None,
+        world=world,
+        timeout=timeout,
     )
     _put(there, out)
 
 
-def all_to_all(world: World, outs: Sequence[Tensor], tensors: Sequence[Tensor], timeout: float | None = None) -> None:
+def all_to_all(
+    world: World, outs: Sequence[Tensor], tensors: Sequence[Tensor], timeout: float | None = None
+) -> None:
     """``tensors[p]`` goes to rank p, and what rank p gives comes to ``outs[p]``; sizes may differ."""
     _check_dtypes(*outs, *tensors)
     _check_count(tensors, world)
     _check_count(outs, world)
     here, sizes = _moved(_joined(tensors)).view(-1), _sizes(outs)
     whole = here.new_empty(sum(sizes))
-    weft_all_to_all(here, out=whole, input_split_sizes=_sizes(tensors), output_split_sizes=sizes, world=world, timeout=timeout)
+    weft_all_to_all(
+        here,
+        out=whole,
+        input_split_sizes=_sizes(tensors),
+        output_split_sizes=sizes,
+        world=world,
+        timeout=timeout,
+    )
     _put_parts(whole, sizes, outs)
 
 
-def gather(world: World, outs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float | None = None) -> None:
+def gather(
+    world: World, outs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float | None = None
+) -> None:
     """The tensor of rank p in ``outs[p]`` of rank `root`; the others have no `outs`."""
     nothing = tensor.detach().new_empty(0)
     given = [tensor if rank == root else nothing for rank in range(world.ranks)]
     all_to_all(world, outs if world.rank == root else [nothing] * world.ranks, given, timeout)
 
 
-def scatter(world: World, out: Tensor, tensors: Sequence[Tensor], root: int, timeout: float | None = None) -> None:
+def scatter(
+    world: World, out: Tensor, tensors: Sequence[Tensor], root: int, timeout: float | None = None
+) -> None:
     """``tensors[p]`` of rank `root` in `out` of rank p; the others have no `tensors`."""
     nothing = out.detach().new_empty(0)
     taken = [out if rank == root else nothing for rank in range(world.ranks)]
     all_to_all(world, taken, tensors if world.rank == root else [nothing] * world.ranks, timeout)
 
 
-def all_reduce_together(world: World, tensors: Sequence[Tensor], op: Any, timeout: float | None = None) -> None:
+def all_reduce_together(
+    world: World, tensors: Sequence[Tensor], op: Any, timeout: float | None = None
+) -> None:
     """`all_reduce` of each of the tensors, those of one dtype at once."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [tensor for tensor in tensors if tensor.dtype == dtype]
@@ -190,19 +258,34 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return _moved(tensor).view(-1).view(torch.uint8)
 
 
-def _reduce_scatter(world: World, out: Tensor, tensor: Tensor, parts: list[int], op: Any, timeout: float | None) -> None:
+def _reduce_scatter(
+    world: World, out: Tensor, tensor: Tensor, parts: list[int], op: Any, timeout: float | None
+) -> None:
     """This rank's part of the reduction; the parts have so many elements."""
     tensor = _scaled(tensor, op)
     kind, here = _reducible(tensor, op)
     sizes = [_numbers(tensor, n) for n in parts]
     if here is None:
         mine = out.detach().new_empty(world.ranks, parts[world.rank])
-        there, here, taken = _moved(mine).view(-1), _moved(tensor).view(-1), [sizes[world.rank]] * world.ranks
-        weft_all_to_all(here, out=there, input_split_sizes=sizes, output_split_sizes=taken, world=world, timeout=timeout)
+        there, here, taken = (
+            _moved(mine).view(-1),
+            _moved(tensor).view(-1),
+            [sizes[world.rank]] * world.ranks,
+        )
+        weft_all_to_all(
+            here,
+            out=there,
+            input_split_sizes=sizes,
+            output_split_sizes=taken,
+            world=world,
+            timeout=timeout,
+        )
         mine = _combined(mine, kind)
     else:
         mine = _moved(out).view(here.dtype).view(-1)
-        weft_reduce_scatter(here.view(-1), op=kind, out=mine, shard_rows=sizes, world=world, timeout=timeout)
+        weft_reduce_scatter(
+            here.view(-1), op=kind, out=mine, shard_rows=sizes, world=world, timeout=timeout
+        )
     _finish(mine, out, op, world)
 
 
@@ -216,23 +299,35 @@ def _scaled(tensor: Tensor, op: Any) -> Tensor:
 
 
 def _reducible(tensor: Tensor, op: Any) -> tuple[str, Tensor | None]:
-    """What is done with the elements, and the tensor as numbers with which weft can do it, or None if it cannot."""
+    """What is done with the elements, and the tensor as numbers with which weft can do it, or None
+    if it cannot.
+    """
     kind = "sum" if _kind(op) == "premul_sum" else _kind(op)
     if tensor.dtype == torch.bool and kind in _ON_BOOLEANS:
         return _ON_BOOLEANS[kind], _moved(tensor).view(torch.uint8)
     if kind == "avg" and tensor.dtype in _WHOLE:
         kind = "sum"  # and divided by `_finish`
-    if tensor.dtype in _AS_THEY_ARE.get(kind, ()) or (tensor.is_complex() and kind in ("sum", "avg")):
+    if tensor.dtype in _AS_THEY_ARE.get(kind, ()) or (
+        tensor.is_complex() and kind in ("sum", "avg")
+    ):
         return kind, _moved(tensor)
     if not _defined(kind, tensor.dtype):
-        what = "bitwise operators are of whole numbers and booleans" if kind in ("band", "bor", "bxor") else "choose another"
+        what = (
+            "bitwise operators are of whole numbers and booleans"
+            if kind in ("band", "bor", "bxor")
+            else "choose another"
+        )
         raise TypeError(f"there is no {kind} of {name(tensor.dtype)}: {what}")
     return kind, None
 
 
 def _combined(rows: Tensor, kind: str) -> Tensor:
     """The reduction of what this rank has gathered, a row from each rank."""
-    return _COMBINE[kind](rows.float()).to(rows.dtype) if rows.dtype in FLOAT8 else _COMBINE[kind](rows)
+    return (
+        _COMBINE[kind](rows.float()).to(rows.dtype)
+        if rows.dtype in FLOAT8
+        else _COMBINE[kind](rows)
+    )
 
 
 @functools.cache
@@ -255,7 +350,9 @@ def _finish(here: Tensor, tensor: Tensor, op: Any, world: World) -> None:
 def _reduced_here(world: World, tensor: Tensor, kind: str, timeout: float | None) -> Tensor:
     """The reduction of all ranks' elements, which this rank has gathered."""
     rows = tensor.detach().new_empty(world.ranks, tensor.numel())
-    weft_all_gather(_moved(tensor).view(-1), out=_moved(rows).view(-1), world=world, timeout=timeout)
+    weft_all_gather(
+        _moved(tensor).view(-1), out=_moved(rows).view(-1), world=world, timeout=timeout
+    )
     return _combined(rows, kind)
 
 
@@ -265,11 +362,18 @@ def _kind(op: Any) -> str:
 
 def _as_it_is(tensor: Tensor) -> bool:
     """Whether weft can work on a tensor (of a dtype that it knows) without a view or a copy."""
-    return type(tensor) is Tensor and not tensor.requires_grad and tensor.is_contiguous() and not tensor.is_neg()
+    return (
+        type(tensor) is Tensor
+        and not tensor.requires_grad
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+    )
 
 
 def _moved(tensor: Tensor) -> Tensor:
-    """A tensor as weft moves it: contiguous, of a dtype that it knows; itself or its own memory, where that is possible."""
+    """A tensor as weft moves it: contiguous, of a dtype that it knows; itself or its own memory,
+    where that is possible.
+    """
     if tensor.dtype in ANY and _as_it_is(tensor):
         return tensor
     plain = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg().contiguous()
@@ -279,7 +383,9 @@ def _moved(tensor: Tensor) -> Tensor:
 
 
 def _put(here: Tensor, tensor: Tensor) -> None:
-    """Copy to `tensor` what is in `here`, its elements as `_moved` shows them, unless that is its own memory."""
+    """Copy to `tensor` what is in `here`, its elements as `_moved` shows them, unless that is its
+    own memory.
+    """
     if tensor.is_contiguous() and here.data_ptr() == tensor.data_ptr():
         return
     if tensor.is_complex() and not here.is_complex():
@@ -287,7 +393,10 @@ def _put(here: Tensor, tensor: Tensor) -> None:
     place, here = tensor.detach(), here.view(tensor.dtype).view(tensor.shape)
     for dim, stride in enumerate(place.stride()):
         if stride == 0:  # an expanded tensor, which holds all of these in one place
-            place, here = place[(slice(None),) * dim + (slice(1),)], here[(slice(None),) * dim + (slice(1),)]
+            place, here = (
+                place[(slice(None),) * dim + (slice(1),)],
+                here[(slice(None),) * dim + (slice(1),)],
+            )
     place.copy_(here)
 
 
@@ -319,17 +428,28 @@ def _joins(whole: Tensor, part: Tensor, world: World) -> bool:
 def _check_dtypes(first: Tensor, *others: Tensor) -> None:
     for tensor in others:
         if tensor.dtype != first.dtype:
-            raise TypeError(f"tensors of a collective have one dtype; got {name(first.dtype)} and {name(tensor.dtype)}")
+            raise TypeError(
+                f"tensors of a collective have one dtype; got {name(first.dtype)} and "
+                f"{name(tensor.dtype)}"
+            )
 
 
 def _check_count(tensors: Sequence[Tensor], world: World) -> None:
     if len(tensors) != world.ranks:
-        raise ValueError(f"a list must have a tensor for each of the {world.ranks} ranks; got {len(tensors)}")
+        raise ValueError(
+            f"a list must have a tensor for each of the {world.ranks} ranks; got {len(tensors)}"
+        )
 
 
 def _check_split(whole: Tensor, sizes: Sequence[int], what: str, world: World) -> None:
     rows = len(whole)
     if sizes and (len(sizes) != world.ranks or sum(sizes) != rows):
-        raise ValueError(f"the {what} has {rows} rows, which are to be split for {world.ranks} ranks; got sizes {[*sizes]}")
+        raise ValueError(
+            f"the {what} has {rows} rows, which are to be split for {world.ranks} ranks; got sizes "
+            f"{[*sizes]}"
+        )
     if not sizes and rows % world.ranks:
-        raise ValueError(f"the {what} has {rows} rows, which do not split evenly for {world.ranks} ranks: give sizes")
+        raise ValueError(
+            f"the {what} has {rows} rows, which do not split evenly for {world.ranks} ranks: give "
+            "sizes"
+        )

@@ -41,21 +41,28 @@ _ProcessGroup: Any = dist.ProcessGroup  # whose stubs are of one version of torc
 class Group(_ProcessGroup):  # type: ignore[misc]
     """What ``init_process_group("weft")`` and ``new_group(backend="weft")`` make.
 
-    Tensors on the CPU are weft's; others go to the backend that was asked for beside it, as in "cpu:weft,cuda:nccl". Torch
-    calls these methods to do what the functions of torch.distributed are asked for. A method whose options say that it is not
-    asynchronous returns when all is done; else what it returns is to be waited for.
+    Tensors on the CPU are weft's; others go to the backend that was asked for beside it, as in
+    "cpu:weft,cuda:nccl". Torch calls these methods to do what the functions of torch.distributed
+    are asked for. A method whose options say that it is not asynchronous returns when all is done;
+    else what it returns is to be waited for.
 
-    Attributes: `world`, of the group's ranks; it is the group's own, so let nothing else be called on it.
+    Attributes: `world`, of the group's ranks; it is the group's own, so let nothing else be called
+    on it.
     """
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
     group_name = group_desc = ""  # its name and what it is for, as torch will say
 
-    def __init__(self, store: Store, rank: int, ranks: int, timeout: float, global_ranks: Sequence[int]) -> None:
+    def __init__(
+        self, store: Store, rank: int, ranks: int, timeout: float, global_ranks: Sequence[int]
+    ) -> None:
         super().__init__(rank, ranks)
         self.store, self.global_ranks = store, [*global_ranks] or [*range(ranks)]
         self.world = init_by_store(store, rank, ranks, timeout)
-        self.world.known_as, self.world.maker = self.global_ranks, 'init_process_group("weft") or new_group(backend="weft")'
+        self.world.known_as, self.world.maker = (
+            self.global_ranks,
+            'init_process_group("weft") or new_group(backend="weft")',
+        )
         self.order = Order(f"weft group of {ranks}", self.world)
         self.messages = None if self.world.multi_host else Messages(self.world)
         self.gloo: Any = None
@@ -69,13 +76,17 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     # Reductions
 
-    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> dist.Work:
+    def allreduce(
+        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
+    ) -> dist.Work:
         opts = _options(c10d.AllreduceOptions, opts, timeout, reduceOp=op)
         tensor = _one(tensors)
         if not tensor.is_cpu:
             return self._elsewhere(tensor).allreduce([tensor], opts)
         if tensor.layout is torch.sparse_coo:
-            return self._borrowed(tensor, self._by_gloo("sparse all_reduce").allreduce, [tensor], opts)
+            return self._borrowed(
+                tensor, self._by_gloo("sparse all_reduce").allreduce, [tensor], opts
+            )
         if tensor.requires_grad:
             _not_recorded(_all_reduce, tensor)
         return self._issue([tensor], opts, collectives.all_reduce, tensor, opts.reduceOp)
@@ -87,16 +98,30 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self._issue(tensors, opts, collectives.all_reduce_together, tensors, opts.reduceOp)
 
     def reduce(
-        self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None, *, root: Any = None
+        self,
+        tensors: Any,
+        opts: Any = None,
+        op: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: Any = None,
     ) -> dist.Work:
         opts = _options(c10d.ReduceOptions, opts, timeout, rootRank=root, reduceOp=op)
         tensor = _one(tensors)
         if not tensor.is_cpu:
             return self._elsewhere(tensor).reduce([tensor], opts)
-        return self._issue([tensor], opts, collectives.reduce, tensor, opts.reduceOp, self._root(opts))
+        return self._issue(
+            [tensor], opts, collectives.reduce, tensor, opts.reduceOp, self._root(opts)
+        )
 
     def reduce_scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
+        self,
+        outputs: Any,
+        inputs: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        op: Any = None,
     ) -> dist.Work:
         opts = _options(c10d.ReduceScatterOptions, opts, timeout, reduceOp=op)
         out, tensors = _one(outputs), _list(inputs)
@@ -108,15 +133,28 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         opts = _options(c10d.ReduceScatterOptions, opts)
         if not out.is_cpu:
             return self._elsewhere(out)._reduce_scatter_base(out, tensor, opts)
-        return self._issue([out], opts, collectives.reduce_scatter_single, out, tensor, opts.reduceOp)
+        return self._issue(
+            [out], opts, collectives.reduce_scatter_single, out, tensor, opts.reduceOp
+        )
 
-    def reduce_scatter_single_coalesced(self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def reduce_scatter_single_coalesced(
+        self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None
+    ) -> dist.Work:
         opts = _options(c10d.ReduceScatterOptions, opts)
-        return Several([self.reduce_scatter_single(*pair, opts) for pair in zip(outs, tensors, strict=True)])
+        return Several(
+            [self.reduce_scatter_single(*pair, opts) for pair in zip(outs, tensors, strict=True)]
+        )
 
     # What moves tensors
 
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None) -> dist.Work:
+    def broadcast(
+        self,
+        tensors: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> dist.Work:
         opts = _options(c10d.BroadcastOptions, opts, timeout, rootRank=root)
         tensor = _one(tensors)
         if not tensor.is_cpu:
@@ -125,14 +163,18 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             _not_recorded(_broadcast, tensor)
         return self._issue([tensor], opts, collectives.broadcast, tensor, self._root(opts))
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+    def allgather(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
         opts = _options(c10d.AllgatherOptions, opts, timeout)
         outs, tensor = _list(outputs), _one(inputs)
         if not tensor.is_cpu:
             return self._elsewhere(tensor).allgather([outs], [tensor], opts)
         return self._issue(outs, opts, collectives.all_gather, outs, tensor)
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+    def allgather_coalesced(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
         by_tensor = zip(zip(*outputs, strict=True), inputs, strict=True)
         return Several([self.allgather(outs, tensor, opts) for outs, tensor in by_tensor])
 
@@ -142,11 +184,21 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             return self._elsewhere(out)._allgather_base(out, tensor, opts)
         return self._issue([out], opts, collectives.all_gather_single, out, tensor)
 
-    def all_gather_single_coalesced(self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        return Several([self.all_gather_single(*pair, opts) for pair in zip(outs, tensors, strict=True)])
+    def all_gather_single_coalesced(
+        self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        return Several(
+            [self.all_gather_single(*pair, opts) for pair in zip(outs, tensors, strict=True)]
+        )
 
     def gather(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
+        self,
+        outputs: Any,
+        inputs: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
     ) -> dist.Work:
         opts = _options(c10d.GatherOptions, opts, timeout, rootRank=root)
         outs, tensor = _list(outputs), _one(inputs)
@@ -155,7 +207,13 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self._issue(outs, opts, collectives.gather, outs, tensor, self._root(opts))
 
     def scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
+        self,
+        outputs: Any,
+        inputs: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
     ) -> dist.Work:
         opts = _options(c10d.ScatterOptions, opts, timeout, rootRank=root)
         out, tensors = _one(outputs), _list(inputs)
@@ -163,7 +221,13 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             return self._elsewhere(out).scatter([out], [tensors] if tensors else [], opts)
         return self._issue([out], opts, collectives.scatter, out, tensors, self._root(opts))
 
-    def alltoall(self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+    def alltoall(
+        self,
+        outs: list[Tensor],
+        tensors: list[Tensor],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> dist.Work:
         opts = _options(c10d.AllToAllOptions, opts, timeout)
         if not _first(outs).is_cpu:
             return self._elsewhere(outs[0]).alltoall(outs, tensors, opts)
@@ -181,7 +245,9 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         opts = _options(c10d.AllToAllOptions, opts, timeout)
         if not out.is_cpu:
             return self._elsewhere(out).alltoall_base(out, tensor, [*taken], [*given], opts)
-        return self._issue([out], opts, collectives.all_to_all_single, out, tensor, [*taken], [*given])
+        return self._issue(
+            [out], opts, collectives.all_to_all_single, out, tensor, [*taken], [*given]
+        )
 
     # Messages
 
@@ -195,13 +261,18 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self._message("recv_anysource", _one(tensors), None, tag)
 
     def _message(self, call: str, tensor: Tensor, peer: int | None, tag: int) -> dist.Work:
-        """Send a tensor to a peer, or receive one from it, or from any: by weft, gloo, or another device's backend."""
+        """Send a tensor to a peer, or receive one from it, or from any: by weft, gloo, or another
+        device's backend.
+        """
         to = (tag,) if peer is None else (peer, tag)
         if not tensor.is_cpu:
             work: dist.Work = getattr(self._elsewhere(tensor), call)([tensor], *to)
             return work
         if peer is not None and (not 0 <= peer < self.size() or peer == self.rank()):
-            raise ValueError(f"rank {self.rank()} can send to and receive from the other ranks of {self.size()}; got rank {peer}")
+            raise ValueError(
+                f"rank {self.rank()} can send to and receive from the other ranks of "
+                f"{self.size()}; got rank {peer}"
+            )
         if not 0 <= tag < _TAGS:
             raise ValueError(f"the tag of a message is from 0 to 2**63 - 1; got {tag}")
         if self.messages is None:
@@ -217,7 +288,9 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             return self._others().barrier(opts)
         return self._issue([], opts, barrier)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
         """A barrier that says on rank 0 who has not come in `timeout`: the first of them, or all.
 
         It goes over the group's store, and leaves the group as it was.
@@ -284,7 +357,9 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     @property
     def _device_types(self) -> list[torch.device]:
         if self not in distributed_c10d._world.pg_map:
-            return []  # torch (2.15) is still making it, and would attach a recorder, for which a group needs backends in C++
+            # torch (2.15) is still making it, and would attach a recorder, for which a group needs
+            # backends in C++
+            return []
         return [_CPU, *(self._others()._device_types if self._other_backends() else ())]
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -297,12 +372,17 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Carry out what was issued, then leave the world; so does `dist.destroy_process_group`.
 
-        In a signal handler that interrupts a call on the group, that call fails, and so does what was issued.
+        In a signal handler that interrupts a call on the group, that call fails, and so does what
+        was issued.
         """
         if self.world.forked:
             return
         if doing := self.order.doing() or (self.messages is not None and self.messages.doing()):
-            self.world.fail(WeftError(f"rank {self.rank()} left the group in a signal handler while it was in {doing}"))
+            self.world.fail(
+                WeftError(
+                    f"rank {self.rank()} left the group in a signal handler while it was in {doing}"
+                )
+            )
         self.order.close()
         if self.messages is not None:
             self.messages.close()
@@ -320,7 +400,9 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
     # How calls are made
 
-    def _issue(self, tensors: Sequence[Tensor], opts: Any, call: Callable[..., None], *args: Any) -> dist.Work:
+    def _issue(
+        self, tensors: Sequence[Tensor], opts: Any, call: Callable[..., None], *args: Any
+    ) -> dist.Work:
         seconds = opts.timeout.total_seconds()
         limit = seconds if seconds > 0 else None
         if opts.asyncOp or self.together is not None:
@@ -349,11 +431,15 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             if self.rank() == 0:
                 _log.warning("a process group of weft's leaves %s to gloo", what)
             limit = timedelta(seconds=self.world.timeout)
-            self.gloo = dist.ProcessGroupGloo(PrefixStore("weft gloo", self.store), self.rank(), self.size(), timeout=limit)
+            self.gloo = dist.ProcessGroupGloo(
+                PrefixStore("weft gloo", self.store), self.rank(), self.size(), timeout=limit
+            )
         return self.gloo
 
     def _borrowed(self, tensor: Tensor, begin: Callable[..., dist.Work], *given: Any) -> dist.Work:
-        """A work of gloo's, which `begin` makes of what is given; that may fail already, if a peer is gone by then."""
+        """A work of gloo's, which `begin` makes of what is given; that may fail already, if a peer
+        is gone by then.
+        """
         try:
             work = begin(*given)
         except RuntimeError as error:
@@ -378,19 +464,31 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         """The group of the backends for tensors of other devices."""
         if not self._other_backends():
             raise ValueError(
-                f"the tensor is on {tensor.device}, and weft's backend takes CPU tensors: initialise torch.distributed with a "
+                f"the tensor is on {tensor.device}, and weft's backend takes CPU tensors: "
+                "initialise torch.distributed with a "
                 'backend for both, such as "cpu:weft,cuda:nccl"'
             )
         return self._others()
 
     def _others(self) -> dist.ProcessGroup:
         if self.others is None:
-            self.others = _ProcessGroup(self.rank(), self.size())  # an empty one, for backends that look here while they are made
+            self.others = _ProcessGroup(
+                self.rank(), self.size()
+            )  # an empty one, for backends that look here while they are made
             try:
-                backends, limit = dist.Backend(self._other_backends()), timedelta(seconds=self.world.timeout)
+                backends, limit = (
+                    dist.Backend(self._other_backends()),
+                    timedelta(seconds=self.world.timeout),
+                )
                 name: Any = f"{self.group_name} beside weft"
                 self.others, _ = distributed_c10d._new_process_group_helper(
-                    self.size(), self.rank(), self.global_ranks, backends, self.store, group_name=name, timeout=limit
+                    self.size(),
+                    self.rank(),
+                    self.global_ranks,
+                    backends,
+                    self.store,
+                    group_name=name,
+                    timeout=limit,
                 )
             except BaseException:
                 self.others = None
@@ -398,8 +496,14 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self.others
 
     # Torch has had two names for some of these.
-    _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
-    _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
+    _allgather_base, allgather_into_tensor_coalesced = (
+        all_gather_single,
+        all_gather_single_coalesced,
+    )
+    _reduce_scatter_base, reduce_scatter_tensor_coalesced = (
+        reduce_scatter_single,
+        reduce_scatter_single_coalesced,
+    )
     alltoall_base, _get_backend_name = all_to_all_single, getBackendName
 
 
@@ -417,13 +521,19 @@ _all_reduce, _broadcast = _unknown_to_autograd("all_reduce_"), _unknown_to_autog
 
 
 def _not_recorded(operator: Any, tensor: Tensor) -> None:
-    """Let torch warn in a backward pass through a tensor that is overwritten, as it does for backends of its own."""
+    """Let torch warn in a backward pass through a tensor that is overwritten, as it does for
+    backends of its own.
+    """
     if torch.is_grad_enabled() and type(tensor) in _PLAIN:
         operator(tensor)
 
 
-def _options(kind: type[Options], given: Any, timeout: timedelta | None = None, **fields: Any) -> Options:
-    """Options of a call: as given, or made of its single arguments; a bare one stands for the first field."""
+def _options(
+    kind: type[Options], given: Any, timeout: timedelta | None = None, **fields: Any
+) -> Options:
+    """Options of a call: as given, or made of its single arguments; a bare one stands for the first
+    field.
+    """
     if type(given) is kind:
         return given
     made: Any = kind()
@@ -457,10 +567,15 @@ _of_torch = dist.monitored_barrier  # which refuses by name all backends but glo
 
 
 @functools.wraps(_of_torch)
-def _monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+def _monitored_barrier(
+    group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
+) -> None:
     chosen = dist.group.WORLD if group is None else group
     if isinstance(chosen, Group):
-        chosen.monitored_barrier(timedelta(seconds=timeout) if isinstance(timeout, float | int) else timeout, wait_all_ranks)
+        chosen.monitored_barrier(
+            timedelta(seconds=timeout) if isinstance(timeout, float | int) else timeout,
+            wait_all_ranks,
+        )
     else:
         _of_torch(group, timeout, wait_all_ranks)
 

@@ -1,11 +1,14 @@
-"""Messages between two ranks of a host: send and receive, with tags and from any source, over symmetric memory.
+"""Messages between two ranks of a host: send and receive, with tags and from any source, over
+symmetric memory.
 
-Every rank has a box for each peer, a few slots in which the peer puts its messages piece by piece; counters say how many pieces
-have come and how many have been taken, and a bell is rung with each. A message that finds a receive of its tag goes to its place
-straight from the box; one that was not asked for yet is kept, which happens only while this rank receives something else from
-its sender. So a send is over once all of it is in the peer's box, which for short messages is at once.
+Every rank has a box for each peer, a few slots in which the peer puts its messages piece by piece;
+counters say how many pieces have come and how many have been taken, and a bell is rung with each. A
+message that finds a receive of its tag goes to its place straight from the box; one that was not
+asked for yet is kept, which happens only while this rank receives something else from its sender.
+So a send is over once all of it is in the peer's box, which for short messages is at once.
 
-Whoever waits for a message moves all that can be moved, for all threads; where nobody comes soon, a thread of its own does.
+Whoever waits for a message moves all that can be moved, for all threads; where nobody comes soon, a
+thread of its own does.
 """
 
 from __future__ import annotations
@@ -48,11 +51,17 @@ class _Begun(NamedTuple):
 
 
 class _Coming:
-    """A message of which some has come: for a receive that wants it, or to be kept until it is asked for."""
+    """A message of which some has come: for a receive that wants it, or to be kept until it is
+    asked for.
+    """
 
     def __init__(self, tag: int, size: int, wanted: _Begun | None) -> None:
         self.tag, self.size, self.wanted, self.got = tag, size, wanted, 0
-        self.place = wanted.data if wanted is not None and size <= len(wanted.data) else np.empty(size, np.uint8)
+        self.place = (
+            wanted.data
+            if wanted is not None and size <= len(wanted.data)
+            else np.empty(size, np.uint8)
+        )
 
     def add(self, place: Bytes) -> None:
         """Take the piece that lies at the beginning of a slot."""
@@ -64,7 +73,12 @@ class _Coming:
         """End the receive that this message is for."""
         wanted.work.source = source
         if self.size > len(wanted.data):
-            wanted.work.end(ValueError(f"rank {source} has sent {self.size} bytes, and there is room for {len(wanted.data)}"))
+            wanted.work.end(
+                ValueError(
+                    f"rank {source} has sent {self.size} bytes, and there is room for "
+                    f"{len(wanted.data)}"
+                )
+            )
             return
         if self.place is not wanted.data:
             wanted.data[: self.size] = self.place
@@ -76,14 +90,20 @@ class Messages(Carrier):
 
     def __init__(self, world: World) -> None:
         super().__init__("weft messages", world)
-        slot = max(_LEAST, min(_MOST, _BOXES // (SLOTS * world.ranks) // _HEADER * _HEADER)) + _HEADER
+        slot = (
+            max(_LEAST, min(_MOST, _BOXES // (SLOTS * world.ranks) // _HEADER * _HEADER)) + _HEADER
+        )
         boxes = world.empty(world.ranks, SLOTS, slot, dtype=torch.uint8)
         self.room = slot - _HEADER
         self.signals = world.signals(2 * world.ranks + 1, "messages")
         self.bell = 2 * world.ranks  # which is rung after the counter of the piece is raised
         peers = world.others
-        self.mine = {peer: [_slot(part) for part in boxes[peer]] for peer in peers}  # what comes from a peer
-        self.theirs = {peer: [_slot(part) for part in world.peer(boxes, peer)[world.rank]] for peer in peers}
+        self.mine = {
+            peer: [_slot(part) for part in boxes[peer]] for peer in peers
+        }  # what comes from a peer
+        self.theirs = {
+            peer: [_slot(part) for part in world.peer(boxes, peer)[world.rank]] for peer in peers
+        }
         self.put = dict.fromkeys(peers, 0)  # pieces
         self.taken = dict.fromkeys(peers, 0)
         self.sending: dict[int, deque[_Begun]] = {peer: deque() for peer in peers}
@@ -91,7 +111,9 @@ class Messages(Carrier):
         self.receiving: deque[_Begun] = deque()
         self.waiting = [self.receiving, *self.sending.values()]
         self.coming: dict[int, _Coming] = {}
-        self.kept: dict[int, list[_Coming]] = {peer: [] for peer in peers}  # come, and not asked for
+        self.kept: dict[int, list[_Coming]] = {
+            peer: [] for peer in peers
+        }  # come, and not asked for
         self.changed = threading.Condition()  # guards all of this
         self.mover: int | None = None  # the thread that moves messages, if any does
         self.closed = self.pending = False
@@ -107,7 +129,9 @@ class Messages(Carrier):
         return work
 
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> Work:
-        """Begin to receive a message of at most as many bytes as `tensor`, a contiguous one, from a peer or (None) from any."""
+        """Begin to receive a message of at most as many bytes as `tensor`, a contiguous one, from a
+        peer or (None) from any.
+        """
         if not tensor.is_contiguous():
             raise ValueError(f"what is received must be contiguous; got strides {tensor.stride()}")
         self.check()
@@ -151,7 +175,11 @@ class Messages(Carrier):
         with self.changed:
             while not work.over and (left := deadline - time.monotonic()) > 0:
                 if self.closed:
-                    self._end_all(WeftError(f"rank {self.world.rank} left the group before the message was through"))
+                    self._end_all(
+                        WeftError(
+                            f"rank {self.world.rank} left the group before the message was through"
+                        )
+                    )
                 elif self.mover is not None:
                     self.changed.wait(left)
                 else:
@@ -168,10 +196,13 @@ class Messages(Carrier):
                 self._move_on(lambda: not self._pending(), self.world.timeout)
 
     def doing(self) -> str:
-        return "send or recv" if self.changed._is_owned() or self.mover == threading.get_ident() else ""  # type: ignore[attr-defined]
+        own = self.changed._is_owned()  # type: ignore[attr-defined]
+        return "send or recv" if own or self.mover == threading.get_ident() else ""
 
     def _note(self) -> None:
-        """Let the thread know whether there is something to move: what was begun, and what has come in part, asked for or not."""
+        """Let the thread know whether there is something to move: what was begun, and what has come
+        in part, asked for or not.
+        """
         if self.pending == self._pending():
             return
         self.pending = not self.pending
@@ -183,15 +214,20 @@ class Messages(Carrier):
     def _pending(self) -> bool:
         return bool(self.coming) or any(self.waiting)
 
-    def _move_on(self, enough: Callable[[], bool], seconds: float, work: Work | None = None) -> None:
-        """Move messages until it is `enough`, or for so many seconds; what goes wrong ends all that was begun, as it does if `work`
-        is for a peer that has left."""
+    def _move_on(
+        self, enough: Callable[[], bool], seconds: float, work: Work | None = None
+    ) -> None:
+        """Move messages until it is `enough`, or for so many seconds; what goes wrong ends all that
+        was begun, as it does if `work` is for a peer that has left.
+        """
         self.mover = threading.get_ident()
         deadline = time.monotonic() + seconds
         try:
             while True:
                 rung = self.signals[self.bell]
-                left = {peer for peer in self.mine if self.world.mesh.left(peer)}  # what these have sent is there
+                left = {
+                    peer for peer in self.mine if self.world.mesh.left(peer)
+                }  # what these have sent is there
                 if self._move():
                     self.changed.notify_all()
                 if self.closed or enough() or (remaining := deadline - time.monotonic()) <= 0:
@@ -206,7 +242,9 @@ class Messages(Carrier):
                     self.changed.acquire()
         except WeftError as error:
             self._end_all(error)
-        except BaseException as error:  # an interrupt of this thread, perhaps in the middle of a message
+        except (
+            BaseException
+        ) as error:  # an interrupt of this thread, perhaps in the middle of a message
             self._end_all(self.world.fail(error))
             raise
         finally:
@@ -244,7 +282,9 @@ class Messages(Carrier):
         return True
 
     def _take_piece(self, peer: int) -> bool:
-        """Take the next piece from the box that `peer` fills, if there is one and this rank wants something from there."""
+        """Take the next piece from the box that `peer` fills, if there is one and this rank wants
+        something from there.
+        """
         message = self.coming.get(peer)
         if message is None and not any(wanted.peer in (peer, None) for wanted in self.receiving):
             return False
@@ -260,7 +300,9 @@ class Messages(Carrier):
         self._tell(peer, self.world.ranks + self.world.rank)
         if message.got == message.size:
             del self.coming[peer]
-            message.wanted = message.wanted or self._wanted(peer, message.tag)  # it may have been asked for meanwhile
+            message.wanted = message.wanted or self._wanted(
+                peer, message.tag
+            )  # it may have been asked for meanwhile
             if message.wanted is None:
                 self.kept[peer].append(message)
             else:
@@ -276,7 +318,9 @@ class Messages(Carrier):
         notify(self.signals, slice(counter, self.bell + 1, self.bell - counter), peer)
 
     def _wanted(self, peer: int, tag: int) -> _Begun | None:
-        """The first receive that a message of this tag from `peer` is for, which is then no longer looked for."""
+        """The first receive that a message of this tag from `peer` is for, which is then no longer
+        looked for.
+        """
         for wanted in self.receiving:
             if wanted.peer in (peer, None) and wanted.tag == tag:
                 self.receiving.remove(wanted)
@@ -284,10 +328,13 @@ class Messages(Carrier):
         return None
 
     def _give_up(self, work: Work, seconds: float) -> None:
-        """End a work that has taken too long; one of which some has been moved takes the world with it."""
+        """End a work that has taken too long; one of which some has been moved takes the world with
+        it.
+        """
         moved, begun = self._moved(), self._found(work)
         error = PeerTimeout(
-            f"rank {self.world.rank} waited {seconds:g} s for {self._words(begun)}; its timeout is over: see that the peer makes "
+            f"rank {self.world.rank} waited {seconds:g} s for {self._words(begun)}; its timeout is "
+            "over: see that the peer makes "
             "the call with this tag, or give the group a longer timeout"
         )
         if begun in moved:
@@ -299,7 +346,13 @@ class Messages(Carrier):
     def _check_there(self, work: Work, left: set[int]) -> None:
         """Raise `PeerLost` if a work is for a peer that has left, or for any when all have."""
         begun = self._found(work)
-        peer = begun.peer if begun.peer is not None else min(left) if left.issuperset(self.mine) else None
+        peer = (
+            begun.peer
+            if begun.peer is not None
+            else min(left)
+            if left.issuperset(self.mine)
+            else None
+        )
         if peer in left:
             raise self.world.lost(peer, "closed its world", f"for {self._words(begun)}")
 
@@ -310,7 +363,11 @@ class Messages(Carrier):
 
     def _found(self, work: Work) -> _Begun:
         """What a work that is not over is of."""
-        return next(each for each in (*self._moved(), *(each for queue in self.waiting for each in queue)) if each.work is work)
+        return next(
+            each
+            for each in (*self._moved(), *(each for queue in self.waiting for each in queue))
+            if each.work is work
+        )
 
     def _words(self, begun: _Begun) -> str:
         """What who has begun this waits for."""

@@ -1,8 +1,10 @@
-"""Work that torch is handed for what is under way, and the order in which a group's collectives are carried out.
+"""Work that torch is handed for what is under way, and the order in which a group's collectives are
+carried out.
 
-A collective that is called synchronously runs on its caller's thread, unless others are still to be carried out before it; one
-that is not is carried out by who comes to wait for it, or, where nobody comes soon, by a thread of the group. Either way a group
-carries out one at a time, in the order in which they were issued, whatever threads issue them: those of autograd, for instance.
+A collective that is called synchronously runs on its caller's thread, unless others are still to be
+carried out before it; one that is not is carried out by who comes to wait for it, or, where nobody
+comes soon, by a thread of the group. Either way a group carries out one at a time, in the order in
+which they were issued, whatever threads issue them: those of autograd, for instance.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ class Work(dist.Work):
             tell()
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """True once it is done; raises what went wrong, and `PeerTimeout` after `timeout`, which harms nothing."""
+        """True once it is done; raises what went wrong, and `PeerTimeout` after `timeout`, which
+        harms nothing.
+        """
         if not self.over:
             seconds = timeout.total_seconds()
             self._help(seconds if seconds > 0 else None)
@@ -91,7 +95,9 @@ class Work(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future that is done when this is, with its tensors as the value; an error is one of the same text."""
+        """A future that is done when this is, with its tensors as the value; an error is one of the
+        same text.
+        """
         done: torch.futures.Future[Any] = torch.futures.Future()
         made = done.then(self._value)  # so that native code, too, sees an exception for what it is
         carrier, line = self.carrier, getattr(_here, "line", 0)
@@ -143,13 +149,20 @@ class Several(Work):
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         whole = torch.futures.collect_all([work.get_future() for work in self.works])
-        return whole.then(lambda futures: [tensor for future in futures.value() for tensor in future.value()])
+        return whole.then(
+            lambda futures: [tensor for future in futures.value() for tensor in future.value()]
+        )
 
 
 class Borrowed(Work):
     """A work of another backend; `cause` makes of its error the one to raise."""
 
-    def __init__(self, work: dist.Work, tensors: Sequence[Tensor], cause: Callable[[RuntimeError], BaseException]) -> None:
+    def __init__(
+        self,
+        work: dist.Work,
+        tensors: Sequence[Tensor],
+        cause: Callable[[RuntimeError], BaseException],
+    ) -> None:
         super().__init__(tensors)
         self.work, self.cause = work, cause
 
@@ -172,11 +185,12 @@ class Borrowed(Work):
 
 
 class Carrier(ABC):
-    """Carries works out on the threads that come to wait for them, and on one of its own those for which nobody comes soon.
+    """Carries works out on the threads that come to wait for them, and on one of its own those for
+    which nobody comes soon.
 
-    Futures call back on other threads, the lines, in the order in which their works end, as on every rank. What is called may begin
-    works of the group, and wait for their futures: these are told in the next line, since in this one they would be behind who
-    waits for them.
+    Futures call back on other threads, the lines, in the order in which their works end, as on
+    every rank. What is called may begin works of the group, and wait for their futures: these are
+    told in the next line, since in this one they would be behind who waits for them.
     """
 
     def __init__(self, name: str, world: World) -> None:
@@ -187,7 +201,9 @@ class Carrier(ABC):
 
     @abstractmethod
     def help(self, work: Work, seconds: float | None) -> None:
-        """Carry `work` out, unless another thread does; for at most so many seconds, if they are given."""
+        """Carry `work` out, unless another thread does; for at most so many seconds, if they are
+        given.
+        """
 
     @abstractmethod
     def take_over(self) -> None:
@@ -195,19 +211,26 @@ class Carrier(ABC):
 
     @abstractmethod
     def doing(self) -> str:
-        """What this very thread is carrying out, or nothing; if it is, a signal handler asks, which has interrupted it."""
+        """What this very thread is carrying out, or nothing; if it is, a signal handler asks, which
+        has interrupted it.
+        """
 
     def check(self) -> None:
-        """Raise `WeftError` in a forked child, and for a call of a signal handler that would wait for what it interrupts."""
+        """Raise `WeftError` in a forked child, and for a call of a signal handler that would wait
+        for what it interrupts.
+        """
         self.world.check_process()
         if doing := self.doing():
             raise WeftError(
-                f"called from a signal handler while rank {self.world.rank} was in {doing}, which has to end first: a handler may "
+                f"called from a signal handler while rank {self.world.rank} was in {doing}, which "
+                "has to end first: a handler may "
                 "raise an exception, call destroy_process_group(), or note the signal for later"
             )
 
     def start(self) -> None:
-        """Start the thread; once nothing can go wrong any more with making the group, and before a signal handler can end it."""
+        """Start the thread; once nothing can go wrong any more with making the group, and before a
+        signal handler can end it.
+        """
         self.thread.start()
         _running.add(self)
 
@@ -215,7 +238,11 @@ class Carrier(ABC):
         """Complete a future in a line."""
         with self.lining:
             while len(self.lines) <= line:
-                self.lines.append(ThreadPoolExecutor(1, "weft futures", setattr, (_here, "line", len(self.lines) + 1)))
+                self.lines.append(
+                    ThreadPoolExecutor(
+                        1, "weft futures", setattr, (_here, "line", len(self.lines) + 1)
+                    )
+                )
         try:
             self.lines[line].submit(future.set_result, None)
         except RuntimeError:  # this process is about to end, and starts nothing any more
@@ -224,7 +251,9 @@ class Carrier(ABC):
     def close(self) -> None:
         """End the threads, once they have called what there is to call."""
         self.backlog.close()
-        if self.thread.ident is not None and not self.doing():  # for which the thread may be waiting; it ends after that
+        if (
+            self.thread.ident is not None and not self.doing()
+        ):  # for which the thread may be waiting; it ends after that
             self.thread.join()  # it may still tell
         for line in self.lines:
             line.shutdown(wait=False)
@@ -244,7 +273,9 @@ os.register_at_fork(after_in_child=_running.clear)
 
 @atexit.register
 def _close_all() -> None:
-    """Let no thread come back from native code to an interpreter that has ended, which aborts the process."""
+    """Let no thread come back from native code to an interpreter that has ended, which aborts the
+    process.
+    """
     for carrier in list(_running):
         carrier.close()
 
@@ -284,7 +315,9 @@ class Order(Carrier):
         return work
 
     def help(self, work: Work, seconds: float | None) -> None:
-        """Carry out what was issued up to `work`, unless another thread does; with a limit, only wait for the thread that does."""
+        """Carry out what was issued up to `work`, unless another thread does; with a limit, only
+        wait for the thread that does.
+        """
         self.check()
         if seconds is None:
             with self.turn:
@@ -315,8 +348,9 @@ class Order(Carrier):
     def _next(self) -> None:
         """Carry out what was issued first.
 
-        What a call raises is the work's error. Anything else is what a signal handler has raised: it ends that work, whichever is
-        waited for, and closes the world, since peers may have carried the work out.
+        What a call raises is the work's error. Anything else is what a signal handler has raised:
+        it ends that work, whichever is waited for, and closes the world, since peers may have
+        carried the work out.
         """
         work, self.call, args = self.issued.popleft()
         self.backlog.begin()

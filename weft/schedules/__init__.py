@@ -1,1 +1,3 @@
-"""Planners: one file per operator, pure functions from sizes, ranks and choices to a `weft.plan.Plan`."""
+"""Planners: one file per operator, pure functions from sizes, ranks and choices to a
+`weft.plan.Plan`.
+"""

@@ -1,7 +1,8 @@
 """All-gather: every rank's rows `a` reach every rank, in rank order.
 
-A `Gathering` is one rank's part of it, taken apart so that other operators can put work between its pieces: what to do first,
-the transfers, and the order in which rows arrive. The plain all-gather runs the parts one after the other.
+A `Gathering` is one rank's part of it, taken apart so that other operators can put work between its
+pieces: what to do first, the transfers, and the order in which rows arrive. The plain all-gather
+runs the parts one after the other.
 """
 
 from __future__ import annotations
@@ -54,10 +55,12 @@ class Arrival(NamedTuple):
 
 @dataclass
 class Gathering:
-    """One rank's part of an all-gather: `first`, then `transfers` beside the use of `arrivals` in their order, then `last`.
+    """One rank's part of an all-gather: `first`, then `transfers` beside the use of `arrivals` in
+    their order, then `last`.
 
-    Each list of transfers is one lane's. Rows that are moved go `into` the workspace ``inbox`` or straight into the caller's
-    ``gathered``, which must be symmetric where peers of this host write to it (push and ring).
+    Each list of transfers is one lane's. Rows that are moved go `into` the workspace ``inbox`` or
+    straight into the caller's ``gathered``, which must be symmetric where peers of this host write
+    to it (push and ring).
     """
 
     first: list[Instruction]
@@ -68,14 +71,21 @@ class Gathering:
 
 def direct(request: Request, rank: int, into: str = "") -> Gathering:
     """Nothing is moved: peers' rows are used where they lie."""
-    return _published(request, rank, request.symmetric, before(rank, request.ranks), after(rank, request.ranks))
+    return _published(
+        request, rank, request.symmetric, before(rank, request.ranks), after(rank, request.ranks)
+    )
 
 
-def _published(request: Request, rank: int, symmetric: bool, readers: Sequence[int], peers: Sequence[int]) -> Gathering:
+def _published(
+    request: Request, rank: int, symmetric: bool, readers: Sequence[int], peers: Sequence[int]
+) -> Gathering:
     """Rows that `readers` use where this rank has them, and this rank where `peers` have theirs."""
     pieces = request.pieces
     own = publish(rank, request.ranks, [(0, pieces)], symmetric, readers, peers)
-    arrivals = [Arrival(Wait(Signal("ready", peer), 1), Region(peer, own.buffer, 0, pieces), peer * pieces) for peer in peers]
+    arrivals = [
+        Arrival(Wait(Signal("ready", peer), 1), Region(peer, own.buffer, 0, pieces), peer * pieces)
+        for peer in peers
+    ]
     return Gathering(own.first, [], arrivals, own.last)
 
 
@@ -92,22 +102,31 @@ def pull(request: Request, rank: int, into: str) -> Gathering:
             transfers += [Copy(block(peer, buffer, piece), here), Notify(rank, pulled)]
             arrivals.append(Arrival(Wait(pulled, len(arrivals) + 1), here, here.start))
     if request.symmetric and into == "inbox" and arrivals:
-        # Staging would have waited for the workspaces of all and handed them back; here the first "ready" and each "read" say so
-        # for one peer each.
+        # Staging would have waited for the workspaces of all and handed them back; here the first
+        # "ready" and each "read" say so for one peer each.
         first = published.arrivals[0].region.rank
-        transfers = hear("free", (peer for peer in after(rank, request.ranks) if peer != first), 0) + transfers
+        transfers = (
+            hear("free", (peer for peer in after(rank, request.ranks) if peer != first), 0)
+            + transfers
+        )
     return Gathering(published.first, [transfers], arrivals, published.last)
 
 
 def push(request: Request, rank: int, into: str = "inbox") -> Gathering:
     """Each rank puts its rows to all peers (full mesh), first to the one that uses them first.
 
-    In the `order` ``peer`` a rank sends and uses rows peer after peer; ``interleaved`` the first piece of every peer, then the
-    second …, which suits links that deliver beside each other. Peers are dealt out to as many lanes as there are `links`. Where
-    hosts have several ranks it puts rows to one rank of each other host, and all of this read them there; those of its own host
-    where they are staged.
+    In the `order` ``peer`` a rank sends and uses rows peer after peer; ``interleaved`` the first
+    piece of every peer, then the second …, which suits links that deliver beside each other. Peers
+    are dealt out to as many lanes as there are `links`. Where hosts have several ranks it puts rows
+    to one rank of each other host, and all of this read them there; those of its own host where
+    they are staged.
     """
-    ranks, pieces, order, hosts = request.ranks, request.pieces, request.order, request.hosts or range(request.ranks)
+    ranks, pieces, order, hosts = (
+        request.ranks,
+        request.pieces,
+        request.order,
+        request.hosts or range(request.ranks),
+    )
     near = neighbours(rank, hosts)
     part = _published(request, rank, False, near, near)
     sources = [peer for peer in after(rank, ranks) if peer not in near]
@@ -129,10 +148,12 @@ def push(request: Request, rank: int, into: str = "inbox") -> Gathering:
 
 
 def ring(request: Request, rank: int, into: str) -> Gathering:
-    """Each rank puts its rows to the next one and hands on what it receives, so that only neighbours talk.
+    """Each rank puts its rows to the next one and hands on what it receives, so that only
+    neighbours talk.
 
-    Where hosts have several ranks it is the hosts that are neighbours: every rank hands all that it has to one rank of the next
-    host, the rows of near hosts first, and a host's ranks read what one of them has received.
+    Where hosts have several ranks it is the hosts that are neighbours: every rank hands all that it
+    has to one rank of the next host, the rows of near hosts first, and a host's ranks read what one
+    of them has received.
     """
     ranks, pieces, hosts = request.ranks, request.pieces, request.hosts or range(request.ranks)
     around, near, came = max(hosts) + 1, neighbours(rank, hosts), Counter[int]()
@@ -151,14 +172,23 @@ def ring(request: Request, rank: int, into: str) -> Gathering:
             here = block(holder, into, origin * pieces + piece)
             if distances[origin]:
                 came[before] += 1
-                part.arrivals.append(Arrival(Wait(Signal("arrived", before), came[before]), here, here.start))
+                part.arrivals.append(
+                    Arrival(Wait(Signal("arrived", before), came[before]), here, here.start)
+                )
             if holder == rank and distances[origin] + 1 < around:
                 transfers += [part.arrivals[-1].wait] if origin != rank else []
-                transfers += [Copy(block(rank, "a", piece) if origin == rank else here, here._replace(rank=to)), *told]
+                transfers += [
+                    Copy(
+                        block(rank, "a", piece) if origin == rank else here, here._replace(rank=to)
+                    ),
+                    *told,
+                ]
     return Gathering(first + part.first, [transfers], part.arrivals, last)
 
 
-def _open(into: str, rank: int, ranks: int, sources: Sequence[int]) -> tuple[list[Instruction], list[Instruction]]:
+def _open(
+    into: str, rank: int, ranks: int, sources: Sequence[int]
+) -> tuple[list[Instruction], list[Instruction]]:
     """What precedes and follows puts into this rank's memory: (first, last)."""
     if into == "gathered":
         return tell(rank, "open", sources), []
@@ -168,12 +198,18 @@ def _open(into: str, rank: int, ranks: int, sources: Sequence[int]) -> tuple[lis
 def _enter(into: str, rank: int, ranks: int, targets: Sequence[int]) -> list[Instruction]:
     """What precedes a lane's puts into the memory of `targets`.
 
-    A workspace is free when all ranks have left the plan before, a caller's own tensor when the caller has made this call.
+    A workspace is free when all ranks have left the plan before, a caller's own tensor when the
+    caller has made this call.
     """
     return hear("open", targets) if into == "gathered" else enter(rank, ranks)
 
 
-GATHERINGS: dict[str, Callable[[Request, int, str], Gathering]] = {"direct": direct, "pull": pull, "push": push, "ring": ring}
+GATHERINGS: dict[str, Callable[[Request, int, str], Gathering]] = {
+    "direct": direct,
+    "pull": pull,
+    "push": push,
+    "ring": ring,
+}
 
 
 def all_gather(
@@ -188,16 +224,21 @@ def all_gather(
     planned: tuple[int, ...] | None = None,
     hosts: Hosts | None = None,
 ) -> Plan:
-    """``gathered`` = the rows `a` of all ranks in rank order, each in `pieces`; `algorithm` is ``pull``, ``push`` or ``ring``.
+    """``gathered`` = the rows `a` of all ranks in rank order, each in `pieces`; `algorithm` is
+    ``pull``, ``push`` or ``ring``.
 
-    A pull writes `gathered` itself, from where `a` lies if that is symmetric; else ranks hand out a piece at a time. Push and
-    ring, whose writer is a peer, do so if it is symmetric or every rank has a host of its own, and else pass a workspace. `planned`
-    and `hosts` are those of a `Request`. On one host a push into a symmetric `gathered` needs nothing of `a` but to read it, so it
-    may be this rank's own part of `gathered`.
+    A pull writes `gathered` itself, from where `a` lies if that is symmetric; else ranks hand out a
+    piece at a time. Push and ring, whose writer is a peer, do so if it is symmetric or every rank
+    has a host of its own, and else pass a workspace. `planned` and `hosts` are those of a
+    `Request`. On one host a push into a symmetric `gathered` needs nothing of `a` but to read it,
+    so it may be this rank's own part of `gathered`.
     """
     shared = hosts is not None and not apart(hosts)  # rows that arrive are read by several ranks
     straight = (symmetric_gathered and not shared) or apart(hosts)
-    into, request = "gathered" if straight else "inbox", Request(ranks, pieces, algorithm, symmetric_a, order, hosts, links=links)
+    into, request = (
+        "gathered" if straight else "inbox",
+        Request(ranks, pieces, algorithm, symmetric_a, order, hosts, links=links),
+    )
     handed = Stream("staged", [[Part(before(r, ranks), 0)] for r in range(ranks)], pieces)
     through_slots = algorithm == "pull" and not symmetric_a and ranks > 1
     fanned_out = algorithm == "push" and symmetric_gathered and links == 1 and hosts is None
@@ -212,7 +253,9 @@ def all_gather(
         own = keep(Region(r, "a", 0, pieces), r * pieces, r)
         lane = [*part.first, *([] if links > 1 else chain(*part.transfers))]
         staged = [at for at, instruction in enumerate(part.first) if isinstance(instruction, Copy)]
-        at = staged[-1] + 1 if staged else len(lane)  # own rows are copied in one pass with their staging
+        at = (
+            staged[-1] + 1 if staged else len(lane)
+        )  # own rows are copied in one pass with their staging
         lane[at:at] = own
         for wait, region, start in part.arrivals:
             lane += [wait, *keep(region, start, r)]
@@ -221,61 +264,93 @@ def all_gather(
     buffers, result = gather_plan(ranks, pieces, planned, ["gathered"])
     if through_slots:
         buffers["staged"] = handed.room
-    return Plan("all_gather", algorithm, buffers, in_all(ranks, planned, lanes), result, (pieces,) * ranks, planned=planned)
+    return Plan(
+        "all_gather",
+        algorithm,
+        buffers,
+        in_all(ranks, planned, lanes),
+        result,
+        (pieces,) * ranks,
+        planned=planned,
+    )
 
 
 @cache
 def eager(levels: Levels) -> Plan:
-    """All-gather of a few rows, whether symmetric or not: every rank hands out its own and reads its peers'."""
+    """All-gather of a few rows, whether symmetric or not: every rank hands out its own and reads
+    its peers'.
+    """
     ranks, lanes = len(levels[-1]), []
     for r in range(ranks):
         own = block(r, "a", 0)
         handed = hand_out([own], levels)
         fetched = chain(*(keep(block(peer, "eager", 0), peer, r) for peer in after(r, ranks)))
-        lanes.append([*handed[:1], *keep(own, r, r), *handed[1:], *fetched])  # own rows are copied in one pass
+        lanes.append(
+            [*handed[:1], *keep(own, r, r), *handed[1:], *fetched]
+        )  # own rows are copied in one pass
     buffers, result = gather_plan(ranks, 1, None, ["gathered"])
     buffers["eager"] = Buffer.of("eager", shards(ranks, 1))
     return Plan("all_gather", "eager", buffers, one_lane(lanes), result, (1,) * ranks, meets=True)
 
 
 def _through_slots(handed: Stream, rank: int) -> list[Instruction]:
-    """Stage own rows, copy them to `gathered` as well, for which peers need not wait, and fetch what peers stage."""
+    """Stage own rows, copy them to `gathered` as well, for which peers need not wait, and fetch
+    what peers stage.
+    """
     starts = [r * handed.pieces for r in range(handed.ranks)]
 
     def stage(step: int) -> list[Instruction]:
-        kept = keep(block(rank, "a", step), starts[rank] + step, rank) if step < handed.pieces else []
+        kept = (
+            keep(block(rank, "a", step), starts[rank] + step, rank) if step < handed.pieces else []
+        )
         return [*handed.stage_own(rank)(step), *kept]
 
     return pipeline(rank, [handed], [stage, handed.fetch(rank, "gathered", starts)])
 
 
 def _fan_out(request: Request, rank: int) -> list[Instruction]:
-    """Put each piece to its place on all ranks, this one included, before the next: an engine then reads it from memory once."""
+    """Put each piece to its place on all ranks, this one included, before the next: an engine then
+    reads it from memory once.
+    """
     ranks, pieces = request.ranks, request.pieces
     sources, targets = after(rank, ranks), before(rank, ranks)
     lane = tell(rank, "open", sources) + hear("open", targets)
     for piece in range(pieces):
-        lane += [Copy(block(rank, "a", piece), block(r, "gathered", rank * pieces + piece)) for r in [rank, *targets]]
+        lane += [
+            Copy(block(rank, "a", piece), block(r, "gathered", rank * pieces + piece))
+            for r in [rank, *targets]
+        ]
         lane += tell(rank, "arrived", targets)
     return lane + hear("arrived", sources, pieces)
 
 
 def keep(region: Region, start: int, rank: int) -> list[Instruction]:
     """Copy an arrival to its place in `gathered` on `rank`, unless it lies there."""
-    return [Copy(region, Region(rank, "gathered", start, start + region.rows))] if region.buffer != "gathered" else []
+    return (
+        [Copy(region, Region(rank, "gathered", start, start + region.rows))]
+        if region.buffer != "gathered"
+        else []
+    )
 
 
 def gather_plan(
     ranks: int, pieces: int, planned: tuple[int, ...] | None, outputs: Sequence[str]
 ) -> tuple[dict[str, Buffer], dict[Region, Value]]:
-    """The buffers of any gathering with these `outputs`, and what each must hold on the planned ranks, all unless given.
+    """The buffers of any gathering with these `outputs`, and what each must hold on the planned
+    ranks, all unless given.
 
     ``gathered`` has the gathered rows, all others their products.
     """
     every, own = everything(ranks, pieces), shards(ranks, pieces)
-    buffers = {"a": Buffer.of("input", own), "staged": Buffer.of("workspace", own), "inbox": Buffer.of("workspace", every)}
+    buffers = {
+        "a": Buffer.of("input", own),
+        "staged": Buffer.of("workspace", own),
+        "inbox": Buffer.of("workspace", every),
+    }
     result: dict[Region, Value] = {
-        shard(r, name, p, pieces): (Term(p, "a", -p * pieces, None if name == "gathered" else (r, name)),)
+        shard(r, name, p, pieces): (
+            Term(p, "a", -p * pieces, None if name == "gathered" else (r, name)),
+        )
         for name in outputs
         for r in planned or range(ranks)
         for p in range(ranks)

@@ -1,7 +1,8 @@
 """All-gather + matmul: ``out = concatenation of all ranks' a @ B``, each rank with a B of its own.
 
-Own rows are multiplied first, without waiting; peers' rows as they arrive. Arrivals that lie side by side are joined: a product
-over many rows is faster than several over few, and only the last rows are waited for in small pieces.
+Own rows are multiplied first, without waiting; peers' rows as they arrive. Arrivals that lie side
+by side are joined: a product over many rows is faster than several over few, and only the last rows
+are waited for in small pieces.
 """
 
 from __future__ import annotations
@@ -21,10 +22,15 @@ ALGORITHMS = ("direct", "pull", "push", "ring", "sequential")
 def all_gather_matmul(request: Request, *, own_first: bool = True, joined: bool = True) -> Plan:
     """Plan for ranks whose rows are moved in so many `pieces`; ``sequential`` begins with a push.
 
-    `own_first` and `joined` leave out one improvement each when false: own rows are multiplied last; each transfer gets a product
-    of its own.
+    `own_first` and `joined` leave out one improvement each when false: own rows are multiplied
+    last; each transfer gets a product of its own.
     """
-    ranks, pieces, algorithm, gathered = request.ranks, request.pieces, request.algorithm, request.gathered
+    ranks, pieces, algorithm, gathered = (
+        request.ranks,
+        request.pieces,
+        request.algorithm,
+        request.gathered,
+    )
     links, planned, outs = request.links, request.planned, outputs(request.weights)
     buffers, result = gather_plan(ranks, pieces, planned, ["gathered", *outs] if gathered else outs)
     into = "gathered" if gathered and algorithm == "pull" else "inbox"
@@ -32,10 +38,15 @@ def all_gather_matmul(request: Request, *, own_first: bool = True, joined: bool 
     def used(region: Region, start: int, r: int) -> list[Instruction]:
         """What is done with rows that are there, from block `start` of all on."""
         kept = keep(region, start, r) if gathered else []
-        return [*(Matmul(region, Region(r, out, start, start + region.rows)) for out in outs), *kept]
+        return [
+            *(Matmul(region, Region(r, out, start, start + region.rows)) for out in outs),
+            *kept,
+        ]
 
     def gather_then_multiply(r: int) -> Lanes:
-        """All rows first, then one product over all of them; a single link is served by the lane that multiplies."""
+        """All rows first, then one product over all of them; a single link is served by the lane
+        that multiplies.
+        """
         part, all_rows = push(request, r), Region(r, "inbox", 0, ranks * pieces)
         own = Region(r, "a", 0, pieces)
         lane = [*part.first, *(enter(r, ranks) if links > 1 else chain(*part.transfers))]
@@ -55,8 +66,12 @@ def all_gather_matmul(request: Request, *, own_first: bool = True, joined: bool 
         compute = own + peers if own_first else peers + own
         return beside([*part.first, *compute, *part.last], part.transfers)
 
-    lanes = in_all(ranks, planned, gather_then_multiply if algorithm == "sequential" else multiply_as_they_come)
-    return Plan("all_gather_matmul", algorithm, buffers, lanes, result, (pieces,) * ranks, planned=planned)
+    lanes = in_all(
+        ranks, planned, gather_then_multiply if algorithm == "sequential" else multiply_as_they_come
+    )
+    return Plan(
+        "all_gather_matmul", algorithm, buffers, lanes, result, (pieces,) * ranks, planned=planned
+    )
 
 
 def outputs(weights: int) -> tuple[str, ...]:
@@ -65,7 +80,9 @@ def outputs(weights: int) -> tuple[str, ...]:
 
 
 def join(arrivals: Sequence[Arrival], all_at_once: bool = False) -> Iterator[Arrival]:
-    """Join arrivals that lie side by side and are counted by one signal: half of what is left, then half of the rest, …"""
+    """Join arrivals that lie side by side and are counted by one signal: half of what is left, then
+    half of the rest, …
+    """
     i = 0
     while i < len(arrivals):
         last = i
@@ -83,16 +100,23 @@ def _adjacent(one: Arrival, next_: Arrival) -> bool:
 
 
 def _communicate(request: Request) -> Plan:
-    """The gather alone, between symmetric tensors; a pull, or a push, where the algorithm has none of its own."""
+    """The gather alone, between symmetric tensors; a pull, or a push, where the algorithm has none
+    of its own.
+    """
     algorithm = {"direct": "pull", "sequential": "push"}.get(request.algorithm, request.algorithm)
     push = {"order": request.order, "links": request.links} if algorithm == "push" else {}
     where: dict[str, Any] = {"planned": request.planned, "hosts": request.hosts, **push}
-    return all_gather(request.ranks, request.pieces, algorithm, symmetric_a=True, symmetric_gathered=True, **where)
+    return all_gather(
+        request.ranks, request.pieces, algorithm, symmetric_a=True, symmetric_gathered=True, **where
+    )
 
 
 def _buffers(workload: Workload) -> dict[str, Rows]:
     given = Rows(workload.k, workload.dtype)
-    return {**dict.fromkeys(("a", "staged", "inbox", "gathered"), given), "out": Rows(workload.n, workload.out_dtype)}
+    return {
+        **dict.fromkeys(("a", "staged", "inbox", "gathered"), given),
+        "out": Rows(workload.n, workload.out_dtype),
+    }
 
 
 OPERATOR = Operator(
@@ -105,7 +129,9 @@ OPERATOR = Operator(
     kept=lambda shards, rank: sum(shards),
     whole=("direct", "sequential"),
     still=("direct",),
-    unequal=("pull",),  # it joins products of adjacent peers, which for most ranks are not all peers
+    unequal=(
+        "pull",
+    ),  # it joins products of adjacent peers, which for most ranks are not all peers
     tried=("direct", "sequential"),
     tried_over_links=("push", "sequential"),
 )

@@ -1,11 +1,24 @@
-"""All-reduce: every rank gets the sum over all ranks of their rows. All algorithms give equal bits on all ranks."""
+"""All-reduce: every rank gets the sum over all ranks of their rows. All algorithms give equal bits
+on all ranks.
+"""
 
 from __future__ import annotations
 
 from functools import cache
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Wait
-from weft.schedules.common import Hosts, after, before, block, enter, everything, hear, leave, shard, tell
+from weft.schedules.common import (
+    Hosts,
+    after,
+    before,
+    block,
+    enter,
+    everything,
+    hear,
+    leave,
+    shard,
+    tell,
+)
 from weft.schedules.host_sums import part_of
 from weft.schedules.levels import Levels, hand_out
 from weft.schedules.reduce_scatter import put_sums, reduce_published, sum_of, sum_plan
@@ -15,14 +28,21 @@ ALGORITHMS = ("one_shot", "two_shot", "ring")
 
 
 def all_reduce(
-    ranks: int, pieces: int, algorithm: str, op: str = "sum", *, symmetric_a: bool = False, symmetric_out: bool = False
+    ranks: int,
+    pieces: int,
+    algorithm: str,
+    op: str = "sum",
+    *,
+    symmetric_a: bool = False,
+    symmetric_out: bool = False,
 ) -> Plan:
     """Plan for rows that are shared out over the ranks, each one's share in `pieces`.
 
-    ``one_shot``: every rank reduces all rows in rank order where the peers' lie; least waiting. ``two_shot``: each rank reduces its
-    share so, and puts it to all ranks' ``out`` if that is symmetric; else every rank copies the others' shares. Least work. Where
-    neither `a` nor ``out`` is symmetric, both ways go a piece at a time.
-    ``ring``: share by share from neighbour to neighbour, each adding its own, in the order of the ring; only neighbours talk.
+    ``one_shot``: every rank reduces all rows in rank order where the peers' lie; least waiting.
+    ``two_shot``: each rank reduces its share so, and puts it to all ranks' ``out`` if that is
+    symmetric; else every rank copies the others' shares. Least work. Where neither `a` nor ``out``
+    is symmetric, both ways go a piece at a time. ``ring``: share by share from neighbour to
+    neighbour, each adding its own, in the order of the ring; only neighbours talk.
     """
     if algorithm == "two_shot" and not (symmetric_a or symmetric_out) and ranks > 1:
         staged, reduced = _streams(ranks, pieces)
@@ -32,17 +52,23 @@ def all_reduce(
         two_shot = _two_shot_into_out if symmetric_out else _two_shot
         make = {"one_shot": _one_shot, "two_shot": two_shot, "ring": _ring}[algorithm]
         lanes = [make(r, ranks, pieces, op, symmetric_a) for r in range(ranks)]
-        spaces = dict.fromkeys(("staged", "reduced", "inbox"), Buffer.of("workspace", everything(ranks, pieces)))
+        spaces = dict.fromkeys(
+            ("staged", "reduced", "inbox"), Buffer.of("workspace", everything(ranks, pieces))
+        )
     return sum_plan("all_reduce", algorithm, ranks, pieces, lanes, spaces)
 
 
 @cache
 def eager(levels: Levels, op: str = "sum") -> Plan:
-    """All-reduce of a few rows, whether symmetric or not: every rank hands out its own and reduces all of them, in rank order."""
+    """All-reduce of a few rows, whether symmetric or not: every rank hands out its own and reduces
+    all of them, in rank order.
+    """
     ranks, lanes = len(levels[-1]), []
     for r in range(ranks):
         everyone = tuple(Region(p, "a" if p == r else "eager", 0, ranks) for p in range(ranks))
-        lanes.append([*hand_out([everyone[r]], levels), Reduce(everyone, Region(r, "out", 0, ranks), op)])
+        lanes.append(
+            [*hand_out([everyone[r]], levels), Reduce(everyone, Region(r, "out", 0, ranks), op)]
+        )
     laid = Buffer.of("eager", everything(ranks, 1))
     return sum_plan("all_reduce", "eager", ranks, 1, lanes, {"eager": laid})
 
@@ -50,30 +76,44 @@ def eager(levels: Levels, op: str = "sum") -> Plan:
 def put(pieces: int, hosts: Hosts, algorithm: str, op: str = "sum") -> Plan:
     """All-reduce over several hosts, each of which adds up what its ranks have.
 
-    ``two_shot``: it puts that to the ranks that keep a share each, and these put its sum to all hosts. ``ring``: it puts it to the
-    next host, which adds its own, and complete sums go round once more.
+    ``two_shot``: it puts that to the ranks that keep a share each, and these put its sum to all
+    hosts. ``ring``: it puts it to the next host, which adds its own, and complete sums go round
+    once more.
     """
     return put_sums("all_reduce", pieces, hosts, algorithm, op)
 
 
 def _one_shot(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> list[Instruction]:
     every = 0, ranks * pieces
-    lane, last = reduce_published(rank, ranks, pieces, every, Region(rank, "out", *every), op, symmetric=symmetric)
+    lane, last = reduce_published(
+        rank, ranks, pieces, every, Region(rank, "out", *every), op, symmetric=symmetric
+    )
     return lane + last
 
 
 def _two_shot(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> list[Instruction]:
     here = shard(rank, "out", rank, pieces)
     lane, last = reduce_published(rank, ranks, pieces, here[2:], here, op, symmetric=symmetric)
-    if ranks > 1:  # in this order nobody but peers reads what is handed to them, so an engine may write it past the caches
-        lane += [Copy(here, here._replace(buffer="reduced")), *tell(rank, "reduced", before(rank, ranks))]
+    if (
+        ranks > 1
+        # in this order nobody but peers reads what is handed to them, so an engine may write it past
+        # the caches
+    ):
+        lane += [
+            Copy(here, here._replace(buffer="reduced")),
+            *tell(rank, "reduced", before(rank, ranks)),
+        ]
     for peer in after(rank, ranks):
-        lane += [Wait(Signal("reduced", peer), 1), Copy(shard(peer, "reduced", peer, pieces), shard(rank, "out", peer, pieces))]
+        lane += [
+            Wait(Signal("reduced", peer), 1),
+            Copy(shard(peer, "reduced", peer, pieces), shard(rank, "out", peer, pieces)),
+        ]
     return lane + last
 
 
 def _streams(ranks: int, pieces: int) -> tuple[Stream, Stream]:
-    """What is handed to those who reduce it, and what they hand back to all: it shows that they have read the former.
+    """What is handed to those who reduce it, and what they hand back to all: it shows that they
+    have read the former.
 
     Who hands out a step to be reduced has long fetched what it was given in the steps before.
     """
@@ -84,7 +124,8 @@ def _streams(ranks: int, pieces: int) -> tuple[Stream, Stream]:
 def _through_slots(rank: int, op: str, staged: Stream, reduced: Stream) -> list[Instruction]:
     """Stage a step, reduce the one before, fetch the one before that.
 
-    Rows of ``out`` are written when this rank has staged those of ``a``, so they may be the same tensor.
+    Rows of ``out`` are written when this rank has staged those of ``a``, so they may be the same
+    tensor.
     """
 
     def reduce_own(step: int) -> list[Instruction]:
@@ -98,11 +139,14 @@ def _through_slots(rank: int, op: str, staged: Stream, reduced: Stream) -> list[
     return pipeline(rank, [staged, reduced], [staged.stage_own(rank), reduce_own, fetch])
 
 
-def _two_shot_into_out(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> list[Instruction]:
+def _two_shot_into_out(
+    rank: int, ranks: int, pieces: int, op: str, symmetric: bool
+) -> list[Instruction]:
     """A share is put to its place on every rank in one pass with its sum.
 
-    "ready" says that a rank's rows may be read and its ``out`` written; "reduced" that both is done, so nothing else need be handed
-    back. Of ``a`` and ``out`` a rank uses the same share only, so they may be the same tensor.
+    "ready" says that a rank's rows may be read and its ``out`` written; "reduced" that both is
+    done, so nothing else need be handed back. Of ``a`` and ``out`` a rank uses the same share only,
+    so they may be the same tensor.
     """
     here, targets = shard(rank, "out", rank, pieces), before(rank, ranks)
     lane, _ = reduce_published(rank, ranks, pieces, here[2:], here, op, symmetric=symmetric)

@@ -28,11 +28,14 @@ from weft.schedules.staging import Part, Stream, pipeline
 ALGORITHMS = ("pull", "push", "ring")
 
 
-def broadcast(ranks: int, pieces: int, source: int, *, symmetric_a: bool = False, shared: bool = False) -> Plan:
-    """All ranks but `source` get its rows, cut into `pieces`. The source has them as ``a``, the others as ``out``.
+def broadcast(
+    ranks: int, pieces: int, source: int, *, symmetric_a: bool = False, shared: bool = False
+) -> Plan:
+    """All ranks but `source` get its rows, cut into `pieces`. The source has them as ``a``, the
+    others as ``out``.
 
-    Where `symmetric_a` they read them where they lie, and if the work is `shared` the source, too, puts as many rows as every rank
-    then moves; else it hands them out, a piece at a time.
+    Where `symmetric_a` they read them where they lie, and if the work is `shared` the source, too,
+    puts as many rows as every rank then moves; else it hands them out, a piece at a time.
     """
     parts = [[Part(before(r, ranks), 0)] if r == source else [] for r in range(ranks)]
     handed = Stream("staged", parts, pieces)
@@ -40,15 +43,26 @@ def broadcast(ranks: int, pieces: int, source: int, *, symmetric_a: bool = False
 
     def lane(rank: int) -> list[Instruction]:
         if symmetric_a:
-            return _from_source(source, put, ranks) if rank == source else _to_others(rank, source, pieces, put, ranks)
-        return pipeline(rank, [handed], [handed.stage_own(rank), handed.fetch(rank, "out", [0] * ranks)])
+            return (
+                _from_source(source, put, ranks)
+                if rank == source
+                else _to_others(rank, source, pieces, put, ranks)
+            )
+        return pipeline(
+            rank, [handed], [handed.stage_own(rank), handed.fetch(rank, "out", [0] * ranks)]
+        )
 
     lanes = (lane(r) if ranks > 1 else [] for r in range(ranks))
     return _plan("pull", ranks, pieces, source, lanes, staged=handed.room)
 
 
 def _plan(
-    algorithm: str, ranks: int, pieces: int, source: int, lanes: Iterable[Sequence[Instruction]], **workspaces: Buffer
+    algorithm: str,
+    ranks: int,
+    pieces: int,
+    source: int,
+    lanes: Iterable[Sequence[Instruction]],
+    **workspaces: Buffer,
 ) -> Plan:
     every, none = range(pieces), range(0)
     buffers = {
@@ -57,7 +71,9 @@ def _plan(
         "out": Buffer.of("output", [none if r == source else every for r in range(ranks)]),
         **workspaces,
     }
-    result = {Region(r, "out", 0, pieces): (Term(source, "a", 0),) for r in range(ranks) if r != source}
+    result = {
+        Region(r, "out", 0, pieces): (Term(source, "a", 0),) for r in range(ranks) if r != source
+    }
     return Plan("broadcast", algorithm, buffers, one_lane(lanes), result, (pieces,))
 
 
@@ -71,13 +87,23 @@ def _from_source(source: int, put: int, ranks: int) -> list[Instruction]:
 
 def _to_others(rank: int, source: int, pieces: int, put: int, ranks: int) -> list[Instruction]:
     there, own = Region(source, "a", put, pieces), publish(rank, ranks, [], True, [], [source])
-    fetch = [Wait(Signal("ready", source), 1), Copy(there, there._replace(rank=rank, buffer="out")), *own.last]
-    return [Notify(source, Signal("open", rank)), *fetch, Wait(Signal("arrived", source), 1)] if put else fetch
+    fetch = [
+        Wait(Signal("ready", source), 1),
+        Copy(there, there._replace(rank=rank, buffer="out")),
+        *own.last,
+    ]
+    return (
+        [Notify(source, Signal("open", rank)), *fetch, Wait(Signal("arrived", source), 1)]
+        if put
+        else fetch
+    )
 
 
 @cache
 def eager(source: int, levels: Levels) -> Plan:
-    """Broadcast of a few rows, whether symmetric or not: the source lays them down and goes on, and word of it is passed on."""
+    """Broadcast of a few rows, whether symmetric or not: the source lays them down and goes on, and
+    word of it is passed on.
+    """
     ranks, lanes, (heard, told) = len(levels[-1]), [], spread(source, levels)
     there = block(source, "eager", 0)
     for r in range(ranks):
@@ -90,9 +116,11 @@ def eager(source: int, levels: Levels) -> Plan:
 
 
 def push(source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
-    """Broadcast over several hosts: rows are put to one rank of each other host, and its other ranks read them there.
+    """Broadcast over several hosts: rows are put to one rank of each other host, and its other
+    ranks read them there.
 
-    Where every rank has a host of its own they are put into its ``out``, unless they are to be `staged`.
+    Where every rank has a host of its own they are put into its ``out``, unless they are to be
+    `staged`.
     """
     ranks, alone = len(hosts), apart(hosts) and not staged
     arrived = Wait(Signal("arrived", source), 1)
@@ -110,14 +138,19 @@ def push(source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
         for host in others(r, hosts):
             to = rail_peer(r, host, hosts)
             made += hear("open", [to] if alone else [])
-            made += [Copy(own, block(to, "out" if alone else "staged", 0)), *tell(r, "arrived", members(host, hosts))]
+            made += [
+                Copy(own, block(to, "out" if alone else "staged", 0)),
+                *tell(r, "arrived", members(host, hosts)),
+            ]
         return made
 
     return _plan("push", ranks, 1, source, map(lane, range(ranks)))
 
 
 def ring(pieces: int, source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
-    """Broadcast over several hosts: each host puts pieces to the next one as they come, so that the source sends them once."""
+    """Broadcast over several hosts: each host puts pieces to the next one as they come, so that the
+    source sends them once.
+    """
     ranks, around, lanes = len(hosts), max(hosts) + 1, []
     into = "out" if apart(hosts) and not staged else "staged"
     holders = [rail_peer(source, (hosts[source] + step) % around, hosts) for step in range(around)]
@@ -133,18 +166,27 @@ def ring(pieces: int, source: int, hosts: Hosts, *, staged: bool = False) -> Pla
             lane += enter(r, ranks)
             if neighbours(r, hosts):
                 own = Region(r, "a", 0, pieces)
-                lane += [Copy(own, own._replace(buffer="staged")), *tell(r, "ready", neighbours(r, hosts))]
+                lane += [
+                    Copy(own, own._replace(buffer="staged")),
+                    *tell(r, "ready", neighbours(r, hosts)),
+                ]
         for piece in range(pieces):
             here = block(r, "a" if r == source else into, piece)
             lane += [Wait(before, piece + 1)] if step else []
             if following is not None:
-                lane += [Copy(here, block(following, into, piece)), *tell(r, "arrived", members(hosts[following], hosts))]
+                lane += [
+                    Copy(here, block(following, into, piece)),
+                    *tell(r, "arrived", members(hosts[following], hosts)),
+                ]
             if into == "staged" and step:
                 lane.append(Copy(here._replace(rank=holder), block(r, "out", piece)))
         if into == "staged" and r != source:
             if not step:
                 kept = Region(source, "staged", 0, pieces)
-                lane += [Wait(Signal("ready", source), 1), Copy(kept, kept._replace(rank=r, buffer="out"))]
+                lane += [
+                    Wait(Signal("ready", source), 1),
+                    Copy(kept, kept._replace(rank=r, buffer="out")),
+                ]
             lane += leave(r, ranks)
         lanes.append(lane)
     return _plan("ring", ranks, pieces, source, lanes)

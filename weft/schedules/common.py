@@ -1,6 +1,8 @@
-"""What all planners share: who comes after whom, which blocks are whose, and how workspaces are handed from plan to plan.
+"""What all planners share: who comes after whom, which blocks are whose, and how workspaces are
+handed from plan to plan.
 
-A rank's rows are cut into as many pieces as every other's, and a piece is a block: rank r has ``r * pieces : (r + 1) * pieces``.
+A rank's rows are cut into as many pieces as every other's, and a piece is a block: rank r has ``r *
+pieces : (r + 1) * pieces``.
 """
 
 from __future__ import annotations
@@ -10,7 +12,19 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Value, Wait
+from weft.plan import (
+    Copy,
+    Instruction,
+    Matmul,
+    Notify,
+    Plan,
+    Reduce,
+    Region,
+    Signal,
+    Term,
+    Value,
+    Wait,
+)
 
 
 def after(rank: int, ranks: int) -> list[int]:
@@ -19,12 +33,16 @@ def after(rank: int, ranks: int) -> list[int]:
 
 
 def before(rank: int, ranks: int) -> list[int]:
-    """The peers of `rank` in the order in which they come to it when each visits its peers in rotated order: r-1 first."""
+    """The peers of `rank` in the order in which they come to it when each visits its peers in
+    rotated order: r-1 first.
+    """
     return [(rank - step) % ranks for step in range(1, ranks)]
 
 
 Hosts = Sequence[int]
-"""The host of each rank, numbered from 0. Ranks of a host share memory; others can only be sent rows."""
+"""The host of each rank, numbered from 0. Ranks of a host share memory; others can only be sent
+rows.
+"""
 
 
 def apart(hosts: Hosts | None) -> bool:
@@ -39,7 +57,11 @@ def members(host: int, hosts: Hosts) -> list[int]:
 
 def others(rank: int, hosts: Hosts) -> list[int]:
     """The other hosts, in the order in which their ranks come after `rank`."""
-    return [*dict.fromkeys(hosts[peer] for peer in after(rank, len(hosts)) if hosts[peer] != hosts[rank])]
+    return [
+        *dict.fromkeys(
+            hosts[peer] for peer in after(rank, len(hosts)) if hosts[peer] != hosts[rank]
+        )
+    ]
 
 
 def neighbours(rank: int, hosts: Hosts) -> list[int]:
@@ -49,7 +71,9 @@ def neighbours(rank: int, hosts: Hosts) -> list[int]:
 
 @cache
 def rail_peer(rank: int, host: int, hosts: Hosts) -> int:
-    """The rank of `host` that deals with `rank` on behalf of all: itself on its own, elsewhere each with about as many."""
+    """The rank of `host` that deals with `rank` on behalf of all: itself on its own, elsewhere each
+    with about as many.
+    """
     return members(host, hosts)[members(hosts[rank], hosts).index(rank) % hosts.count(host)]
 
 
@@ -74,17 +98,23 @@ def hear(name: str, peers: Iterable[int], count: int = 1) -> list[Instruction]:
 
 
 def enter(rank: int, ranks: int) -> list[Instruction]:
-    """Hold until no rank still uses a workspace on behalf of an earlier plan; every plan that uses workspaces begins with it."""
+    """Hold until no rank still uses a workspace on behalf of an earlier plan; every plan that uses
+    workspaces begins with it.
+    """
     return hear("free", after(rank, ranks), 0)
 
 
 def leave(rank: int, ranks: int) -> list[Instruction]:
-    """Tell all peers that this rank has done everything it does with any workspace; the last thing in such a plan."""
+    """Tell all peers that this rank has done everything it does with any workspace; the last thing
+    in such a plan.
+    """
     return tell(rank, "free", before(rank, ranks))
 
 
 class Published(NamedTuple):
-    """How a rank lets peers read its rows: what comes first and last, and the buffer in which they find them."""
+    """How a rank lets peers read its rows: what comes first and last, and the buffer in which they
+    find them.
+    """
 
     first: list[Instruction]
     last: list[Instruction]
@@ -92,18 +122,28 @@ class Published(NamedTuple):
 
 
 def publish(
-    rank: int, ranks: int, parts: Sequence[tuple[int, int]], symmetric: bool, readers: Sequence[int], sources: Sequence[int]
+    rank: int,
+    ranks: int,
+    parts: Sequence[tuple[int, int]],
+    symmetric: bool,
+    readers: Sequence[int],
+    sources: Sequence[int],
 ) -> Published:
-    """Let `readers` read `parts` of this rank's ``a``; this rank reads from `sources`, which publish theirs alike.
+    """Let `readers` read `parts` of this rank's ``a``; this rank reads from `sources`, which
+    publish theirs alike.
 
-    Readers wait for "ready". A symmetric input is read where it lies, and is the caller's again only when every reader has said
-    "read"; others are staged in a workspace. A rank that only publishes sends no "free": its readers' waits already cover all that
-    it does.
+    Readers wait for "ready". A symmetric input is read where it lies, and is the caller's again
+    only when every reader has said "read"; others are staged in a workspace. A rank that only
+    publishes sends no "free": its readers' waits already cover all that it does.
     """
     ready = tell(rank, "ready", readers)
     if symmetric:
         return Published(ready, tell(rank, "read", sources) + hear("read", readers), "a")
-    stage = [Copy(Region(rank, "a", *piece), Region(rank, "staged", *piece)) for piece in parts if piece[0] < piece[1]]
+    stage = [
+        Copy(Region(rank, "a", *piece), Region(rank, "staged", *piece))
+        for piece in parts
+        if piece[0] < piece[1]
+    ]
     first = [*enter(rank, ranks), *stage, *ready] if readers else []
     return Published(first, leave(rank, ranks) if sources else [], "staged")
 
@@ -139,13 +179,23 @@ def without_products(plan: Plan) -> Plan:
                 return ()
         return (instruction,)
 
-    lanes = tuple({name: tuple(kept for i in lane for kept in left(i)) for name, lane in lanes.items()} for lanes in plan.lanes)
+    lanes = tuple(
+        {name: tuple(kept for i in lane for kept in left(i)) for name, lane in lanes.items()}
+        for lanes in plan.lanes
+    )
     buffers = {name: buffer for name, buffer in plan.buffers.items() if name != "a"}
-    return replace(plan, lanes=lanes, buffers=buffers | {"partial": replace(buffers["partial"], role="input")}, result={})
+    return replace(
+        plan,
+        lanes=lanes,
+        buffers=buffers | {"partial": replace(buffers["partial"], role="input")},
+        result={},
+    )
 
 
 def tidy(lane: Sequence[Instruction]) -> tuple[Instruction, ...]:
-    """The lane without the waits that add nothing: those an earlier one includes, and those that a later one overtakes at once."""
+    """The lane without the waits that add nothing: those an earlier one includes, and those that a
+    later one overtakes at once.
+    """
     kept: list[Instruction] = []
     waited: dict[Signal, int] = {}
     waits: dict[Signal, int] = {}  # where those are kept that nothing has followed yet but waits
@@ -166,7 +216,8 @@ def tidy(lane: Sequence[Instruction]) -> tuple[Instruction, ...]:
 def in_order(order: str, peers: Sequence[int], pieces: int) -> list[tuple[int, int]]:
     """``(peer, piece)`` of all pieces of these peers.
 
-    `order` is ``peer``, peer after peer, or ``interleaved``: the first piece of every peer, then the second …
+    `order` is ``peer``, peer after peer, or ``interleaved``: the first piece of every peer, then
+    the second …
     """
     if order == "interleaved":
         return [(peer, piece) for piece in range(pieces) for peer in peers]
@@ -177,8 +228,12 @@ Lanes = Mapping[str, Sequence[Instruction]]
 
 
 def beside(compute: Sequence[Instruction], transfers: Iterable[Sequence[Instruction]]) -> Lanes:
-    """The lane ``compute`` with lanes for transfers, where there are some, beside it: ``comm``, ``comm1``, …"""
-    return {"compute": compute} | {f"comm{number or ''}": lane for number, lane in enumerate(filter(None, transfers))}
+    """The lane ``compute`` with lanes for transfers, where there are some, beside it: ``comm``,
+    ``comm1``, …
+    """
+    return {"compute": compute} | {
+        f"comm{number or ''}": lane for number, lane in enumerate(filter(None, transfers))
+    }
 
 
 def in_all(
@@ -189,18 +244,25 @@ def in_all(
     return tuple({name: tidy(lane) for name, lane in of_rank.items()} for of_rank in made)
 
 
-def one_lane(lanes: Iterable[Sequence[Instruction]]) -> tuple[Mapping[str, tuple[Instruction, ...]], ...]:
+def one_lane(
+    lanes: Iterable[Sequence[Instruction]],
+) -> tuple[Mapping[str, tuple[Instruction, ...]], ...]:
     """The lanes of ranks that have one each, tidy."""
     return tuple({"compute": tidy(lane)} for lane in lanes)
 
 
-def sum_result(kept: Sequence[range], planned: tuple[int, ...] | None = None, factor: str | None = None) -> dict[Region, Value]:
-    """What ``out`` must hold on the planned ranks: of the blocks that each keeps the sum over all ranks.
+def sum_result(
+    kept: Sequence[range], planned: tuple[int, ...] | None = None, factor: str | None = None
+) -> dict[Region, Value]:
+    """What ``out`` must hold on the planned ranks: of the blocks that each keeps the sum over all
+    ranks.
 
     It is one of products if there is a `factor`, the buffer that names their weight.
     """
     ranks = range(len(kept))
     return {
-        Region(r, "out", 0, len(kept[r])): tuple(Term(p, "a", kept[r].start, (p, factor) if factor else None) for p in ranks)
+        Region(r, "out", 0, len(kept[r])): tuple(
+            Term(p, "a", kept[r].start, (p, factor) if factor else None) for p in ranks
+        )
         for r in planned or ranks
     }

@@ -1,8 +1,10 @@
-"""Sums that go round: each host adds what its ranks have to what comes from the host before, so that only neighbours talk.
+"""Sums that go round: each host adds what its ranks have to what comes from the host before, so
+that only neighbours talk.
 
-A sum begins at host 0 and is complete at the last host, so its terms are those of a push (`host_sums`), in the same order: the same
-bits where running sums are not rounded. From there it goes on, over host 0 again, to the rank that keeps it, or to all. That is up
-to twice what a push sends. On one host every rank can be taken for a host of its own.
+A sum begins at host 0 and is complete at the last host, so its terms are those of a push
+(`host_sums`), in the same order: the same bits where running sums are not rounded. From there it
+goes on, over host 0 again, to the rank that keeps it, or to all. That is up to twice what a push
+sends. On one host every rank can be taken for a host of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ class HostRing(HostPart):
 
     def of_rows(self, stage: Make) -> list[Instruction]:
         """Sums of rows that are there; they are staged where ranks of a host read each other's."""
-        first = [] if self.host else enter(self.rank, self.ranks)  # other hosts use workspaces after host 0
+        first = (
+            [] if self.host else enter(self.rank, self.ranks)
+        )  # other hosts use workspaces after host 0
         if self.source == "partial":
             first = self.make_all(stage)
         told = Notify(self.rank, Signal("made", self.rank))  # what it need not be told in one lane
@@ -57,16 +61,24 @@ class HostRing(HostPart):
             lane.append(make(rank, 0, self.ranks * self.cut))
             return lane + tell(rank, "made", dict.fromkeys(map(self.reducer, range(self.ranks))))
         for piece in self.all_pieces():
-            lane += [make(rank, piece.at, piece.at + 1), Notify(self.reducer(piece.owner), Signal("made", rank))]
+            lane += [
+                make(rank, piece.at, piece.at + 1),
+                Notify(self.reducer(piece.owner), Signal("made", rank)),
+            ]
         return lane
 
     def add(self, producers: Sequence[int]) -> list[Instruction]:
-        """Add what this host has to what comes, once `producers` have told that theirs is there, and hand it on."""
+        """Add what this host has to what comes, once `producers` have told that theirs is there,
+        and hand it on.
+        """
         lane: list[Instruction] = []
         came = Counter[int]()
         for count, piece in enumerate(self.own(), 1):
             rows = block(self.rank, self.source, piece.at)
-            running, parts = rows._replace(buffer="running"), tuple(rows._replace(rank=peer) for peer in self.here)
+            running, parts = (
+                rows._replace(buffer="running"),
+                tuple(rows._replace(rank=peer) for peer in self.here),
+            )
             lane += hear("made", producers, 1 if self.at_once else count)
             if len(parts) > 1 and self.hosts[piece.owner] != self.host:
                 hosted = rows._replace(buffer="hosted")
@@ -79,7 +91,10 @@ class HostRing(HostPart):
                 parts = (running, *parts)
             if self.host < self.last:
                 following = rail_peer(piece.owner, self.host + 1, self.hosts)
-                lane += [Reduce(parts, running, part_of(self.op)), Copy(running, running._replace(rank=following))]
+                lane += [
+                    Reduce(parts, running, part_of(self.op)),
+                    Copy(running, running._replace(rank=following)),
+                ]
                 lane.append(Notify(following, Signal("running", self.rank)))
             elif piece.owner == self.rank and not self.everywhere:
                 lane.append(Reduce(parts, block(self.rank, "out", piece.number), self.op))
@@ -89,10 +104,15 @@ class HostRing(HostPart):
         return lane
 
     def hand_on(self, piece: Piece, summed: Region) -> list[Instruction]:
-        """Put a complete sum to who gets it next; those of this host read it here, if they are to have it."""
+        """Put a complete sum to who gets it next; those of this host read it here, if they are to
+        have it.
+        """
         lane: list[Instruction] = []
         if (to := self.onward(piece.owner)) is not None:
-            lane += [Copy(summed, summed._replace(rank=to)), Notify(to, Signal("summed", self.rank))]
+            lane += [
+                Copy(summed, summed._replace(rank=to)),
+                Notify(to, Signal("summed", self.rank)),
+            ]
         last = piece.number == self.cut - 1  # others take an owner's rows once all are there
         return lane + tell(self.rank, "shared", self.near if self.everywhere and last else [])
 
@@ -102,7 +122,9 @@ class HostRing(HostPart):
         came = Counter[int]()
         for piece in self.own() if self.host < self.last else ():
             if self.everywhere or self.host <= self.hosts[piece.owner] < self.last:
-                before = rail_peer(piece.owner, self.host - 1 if self.host else self.last, self.hosts)
+                before = rail_peer(
+                    piece.owner, self.host - 1 if self.host else self.last, self.hosts
+                )
                 came[before] += 1
                 lane.append(Wait(Signal("summed", before), came[before]))
                 lane += self.hand_on(piece, block(self.rank, "summed", piece.at))

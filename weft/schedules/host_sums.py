@@ -1,9 +1,11 @@
-"""Sums over ranks on several hosts: each host adds up its own ranks' rows, so that a row crosses to another host once.
+"""Sums over ranks on several hosts: each host adds up its own ranks' rows, so that a row crosses to
+another host once.
 
-For a block that a rank of another host keeps, one rank of each host, the *reducer*, adds up what its host has, and puts the sum to
-the owner. The owner adds its own host's rows and the other hosts' sums in the order of hosts, and of ranks within its host: the
-same bits on every run. So a sum of another host is a term like a row of the own one, and is rounded as these are. With one rank on
-each host that is the order of ranks, and nothing is added up before it is sent.
+For a block that a rank of another host keeps, one rank of each host, the *reducer*, adds up what
+its host has, and puts the sum to the owner. The owner adds its own host's rows and the other hosts'
+sums in the order of hosts, and of ranks within its host: the same bits on every run. So a sum of
+another host is a term like a row of the own one, and is rounded as these are. With one rank on each
+host that is the order of ranks, and nothing is added up before it is sent.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from weft.schedules.common import (
 )
 
 Make = Callable[[int, int, int], Instruction]
-"""From (rank, start, stop) to what puts a rank's own rows there into the buffer that is added up."""
+"""From (rank, start, stop) to what puts a rank's own rows there into the buffer that is added up.
+"""
 
 PARTS = 4  # least products per block: fewer delay the first transfer, more make each product slower
 
@@ -52,8 +55,9 @@ class Piece(NamedTuple):
 class HostPart:
     """One rank's part in sums of what ranks on these hosts have; each keeps `cut` pieces.
 
-    `op` is ``sum`` or another reduction. Sums go to all ranks if `everywhere`, else to those that keep them. Rows are made piece by
-    piece, or all `at_once`, and added up from the buffer `source`.
+    `op` is ``sum`` or another reduction. Sums go to all ranks if `everywhere`, else to those that
+    keep them. Rows are made piece by piece, or all `at_once`, and added up from the buffer
+    `source`.
     """
 
     rank: int
@@ -109,12 +113,19 @@ class HostSums(HostPart):
         for piece in self.far():
             lane += self.put(piece, self.near)
         for piece in self.pieces(self.rank):
-            lane += self.share(piece, self.near) if self.everywhere else self.add(piece, self.near, "out", piece.number)
+            lane += (
+                self.share(piece, self.near)
+                if self.everywhere
+                else self.add(piece, self.near, "out", piece.number)
+            )
         return lane + (self.collect() if self.everywhere else leave(self.rank, self.ranks))
 
     def of_products(self, make: Make) -> Lanes:
         """Sums of rows that are made meanwhile: those that cross first, own ones last."""
-        rank, comm = self.rank, [instruction for piece in self.far() for instruction in self.put(piece, self.here)]
+        rank, comm = (
+            self.rank,
+            [instruction for piece in self.far() for instruction in self.put(piece, self.here)],
+        )
         lane = enter(rank, self.ranks)
         for group in self.made(rank):
             lane.append(make(rank, group[0].at, group[-1].at + 1))
@@ -134,40 +145,68 @@ class HostSums(HostPart):
     def made(self, producer: int) -> list[list[Piece]]:
         """What a rank of this host makes by one product each, in order.
 
-        First what crosses, from one piece to ever more, so that the link has soon something to send and never waits for the next;
-        then the neighbours' blocks; then the own one, from many pieces to one, which is all that is left to add in the end.
+        First what crosses, from one piece to ever more, so that the link has soon something to send
+        and never waits for the next; then the neighbours' blocks; then the own one, from many
+        pieces to one, which is all that is left to add in the end.
         """
         first = self.here[0]
-        far = [grown(self.pieces(owner)) for host in others(first, self.hosts) for owner in members(host, self.hosts)]
+        far = [
+            grown(self.pieces(owner))
+            for host in others(first, self.hosts)
+            for owner in members(host, self.hosts)
+        ]
         near = [[self.pieces(peer)] for peer in neighbours(producer, self.hosts)]
         own = [group[::-1] for group in grown(self.pieces(producer)[::-1])][::-1]
         return [group for groups in [*far, *near, own] for group in groups]
 
     def far(self) -> list[Piece]:
         """The pieces that this rank adds up for other hosts."""
-        return [piece for group in self.made(self.rank) for piece in group if self.reducer(piece.owner) == self.rank != piece.owner]
+        return [
+            piece
+            for group in self.made(self.rank)
+            for piece in group
+            if self.reducer(piece.owner) == self.rank != piece.owner
+        ]
 
     def wait_for(self, piece: Piece, producers: Sequence[int]) -> list[Instruction]:
-        """Wait until these ranks of the host have told this one that their rows of a piece are there."""
+        """Wait until these ranks of the host have told this one that their rows of a piece are
+        there.
+        """
         waits: list[Instruction] = []
         for peer in producers:
-            groups = (group for group in self.made(peer) if self.reducer(group[0].owner) == self.rank)
-            count = 1 if self.at_once else next(number for number, group in enumerate(groups, 1) if piece in group)
+            groups = (
+                group for group in self.made(peer) if self.reducer(group[0].owner) == self.rank
+            )
+            count = (
+                1
+                if self.at_once
+                else next(number for number, group in enumerate(groups, 1) if piece in group)
+            )
             waits.append(Wait(Signal("made", peer), count))
         return waits
 
     def put(self, piece: Piece, producers: Sequence[int]) -> list[Instruction]:
-        """Add up this host's rows of a piece, once `producers` have told that theirs are there, and put them to the owner."""
+        """Add up this host's rows of a piece, once `producers` have told that theirs are there, and
+        put them to the owner.
+        """
         lane, sums = self.wait_for(piece, producers), block(self.rank, self.source, piece.at)
         if len(self.here) > 1:
             products = tuple(sums._replace(rank=peer) for peer in self.here)
             sums = sums._replace(buffer="hosted")
             lane.append(Reduce(products, sums, part_of(self.op)))
-        return [*lane, Copy(sums, self.place(piece, self.host)), Notify(piece.owner, Signal("arrived", self.rank))]
+        return [
+            *lane,
+            Copy(sums, self.place(piece, self.host)),
+            Notify(piece.owner, Signal("arrived", self.rank)),
+        ]
 
     def add(self, piece: Piece, producers: Sequence[int], into: str, at: int) -> list[Instruction]:
-        """Add up an own piece into block `at` of `into`, once `producers` have told of theirs and other hosts' have arrived."""
-        reducers = [rail_peer(self.rank, host, self.hosts) for host in others(self.rank, self.hosts)]
+        """Add up an own piece into block `at` of `into`, once `producers` have told of theirs and
+        other hosts' have arrived.
+        """
+        reducers = [
+            rail_peer(self.rank, host, self.hosts) for host in others(self.rank, self.hosts)
+        ]
         sums: list[Region] = []
         for host in dict.fromkeys(self.hosts):
             products = [block(peer, self.source, piece.at) for peer in members(host, self.hosts)]
@@ -180,7 +219,9 @@ class HostSums(HostPart):
         return block(piece.owner, "inbox", host * self.cut + piece.number)
 
     def share(self, piece: Piece, producers: Sequence[int]) -> list[Instruction]:
-        """Add up an own piece and let all ranks have it: in their ``out``, or where several of a host can read it."""
+        """Add up an own piece and let all ranks have it: in their ``out``, or where several of a
+        host can read it.
+        """
         here = block(self.rank, "out" if apart(self.hosts) else "summed", piece.at)
         lane = self.add(piece, producers, here.buffer, piece.at)
         for host in others(self.rank, self.hosts):
@@ -191,7 +232,8 @@ class HostSums(HostPart):
     def collect(self, own_elsewhere: bool = False) -> list[Instruction]:
         """Wait for all sums, and copy to ``out`` what does not arrive there.
 
-        `own_elsewhere`: the sum of the own rows is made in another lane, which tells when it is there.
+        `own_elsewhere`: the sum of the own rows is made in another lane, which tells when it is
+        there.
         """
         rank, together = self.rank, not apart(self.hosts)
         lane: list[Instruction] = []
@@ -219,7 +261,9 @@ def inbox(pieces: int, hosts: Hosts) -> Buffer:
 def spaces(pieces: int, hosts: Hosts) -> dict[str, Buffer]:
     """The workspaces of sums of rows that are there."""
     names = ("partial", "hosted", "running", "summed")
-    return dict.fromkeys(names, Buffer.of("workspace", everything(len(hosts), pieces))) | {"inbox": inbox(pieces, hosts)}
+    return dict.fromkeys(names, Buffer.of("workspace", everything(len(hosts), pieces))) | {
+        "inbox": inbox(pieces, hosts)
+    }
 
 
 def part_of(op: str) -> str:

@@ -1,8 +1,10 @@
-"""Groups of ranks within groups: how ranks learn of each other when a signal from each to each would be too many.
+"""Groups of ranks within groups: how ranks learn of each other when a signal from each to each
+would be too many.
 
-Ranks *meet* level by level: first those of an innermost group, each with each; then groups of the same larger group, each rank with
-one of every other group, which speaks for its whole group since it has met it. In groups of √W a rank tells 2(√W - 1) others
-instead of W - 1, and hears of the last one a hop later.
+Ranks *meet* level by level: first those of an innermost group, each with each; then groups of the
+same larger group, each rank with one of every other group, which speaks for its whole group since
+it has met it. In groups of √W a rank tells 2(√W - 1) others instead of W - 1, and hears of the last
+one a hop later.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from weft.schedules.common import Hosts, before, hear, tell
 from weft.schedules.thresholds import Thresholds
 
 Levels = tuple[tuple[int, ...], ...]
-"""The group of each rank, level by level: those of one level are parts of those of the next, and in the last all are together."""
+"""The group of each rank, level by level: those of one level are parts of those of the next, and in
+the last all are together.
+"""
 
 
 class Stage(NamedTuple):
@@ -28,7 +32,9 @@ class Stage(NamedTuple):
 
 
 def meet(rank: int, levels: Levels, name: str) -> list[Instruction]:
-    """Hold until all ranks have come here; what each did before is then visible to all. `name` is that of the signals."""
+    """Hold until all ranks have come here; what each did before is then visible to all. `name` is
+    that of the signals.
+    """
     lane: list[Instruction] = []
     for told, heard in meetings(levels)[rank]:
         lane += [*tell(rank, name, told), *hear(name, heard)]
@@ -36,16 +42,23 @@ def meet(rank: int, levels: Levels, name: str) -> list[Instruction]:
 
 
 def hand_out(own: Sequence[Region], levels: Levels) -> list[Instruction]:
-    """Let all ranks have a few rows, one part after the other: once they have met, they find them in the eager buffers."""
+    """Let all ranks have a few rows, one part after the other: once they have met, they find them
+    in the eager buffers.
+    """
     ends = [*accumulate(rows.rows for rows in own)]
-    placed = [rows._replace(buffer="eager", start=end - rows.rows, stop=end) for rows, end in zip(own, ends, strict=True)]
+    placed = [
+        rows._replace(buffer="eager", start=end - rows.rows, stop=end)
+        for rows, end in zip(own, ends, strict=True)
+    ]
     handed = [Copy(rows, place) for rows, place in zip(own, placed, strict=True) if rows.rows]
     return [] if len(levels[-1]) == 1 else [*handed, *meet(own[0].rank, levels, "ready")]
 
 
 @cache
 def meetings(levels: Levels) -> list[list[Stage]]:
-    """The stages of each rank, by rank. A group of more ranks than another speaks to that one's ranks in turn."""
+    """The stages of each rank, by rank. A group of more ranks than another speaks to that one's
+    ranks in turn.
+    """
     ranks = len(levels[-1])
     stages: list[list[Stage]] = [[] for _ in range(ranks)]
     inner: Hosts = range(ranks)
@@ -58,16 +71,22 @@ def meetings(levels: Levels) -> list[list[Stage]]:
                     heard[rank].add(speaker)
                     told[speaker].add(rank)
         for rank in range(ranks):
-            tells = sorted(told[rank], key=lambda peer: (rank - peer) % ranks)  # in the order of `before`
-            stages[rank].append(Stage(tells, sorted(heard[rank], key=lambda peer: (peer - rank) % ranks)))  # and of `after`
+            tells = sorted(
+                told[rank], key=lambda peer: (rank - peer) % ranks
+            )  # in the order of `before`
+            stages[rank].append(
+                Stage(tells, sorted(heard[rank], key=lambda peer: (peer - rank) % ranks))
+            )  # and of `after`
         inner = outer
     return stages
 
 
 def spread(source: int, levels: Levels) -> tuple[dict[int, int], list[list[int]]]:
-    """How all ranks learn that one has come somewhere: from whom each hears of it, but that one, and whom each then tells.
+    """How all ranks learn that one has come somewhere: from whom each hears of it, but that one,
+    and whom each then tells.
 
-    The source tells a rank of every other group of the last level but one, these tell one of every group within theirs, and so on.
+    The source tells a rank of every other group of the last level but one, these tell one of every
+    group within theirs, and so on.
     """
     ranks = len(levels[-1])
     heard, told = dict[int, int](), [list[int]() for _ in range(ranks)]
@@ -89,15 +108,18 @@ def flat(ranks: int) -> Levels:
 def nested(ranks: int, known: Levels = (), hop: float = Thresholds.hop) -> Levels:
     """The levels by which ranks meet soonest, where a hop takes as long as so many notifies.
 
-    `known`, innermost first, are groups of ranks that are near each other: those that share a cache, a package, a host. Groups
-    with too many parts are divided by number. It is one level where nothing is gained by more.
+    `known`, innermost first, are groups of ranks that are near each other: those that share a
+    cache, a package, a host. Groups with too many parts are divided by number. It is one level
+    where nothing is gained by more.
     """
     found: list[tuple[int, ...]] = []
     inner = tuple(range(ranks))
     for outer in (*known, (0,) * ranks):
         outer = numbered(outer)
         if outer != inner:
-            depths = range(1, max(2, max(map(len, _units(inner, outer)), default=1).bit_length() + 1))
+            depths = range(
+                1, max(2, max(map(len, _units(inner, outer)), default=1).bit_length() + 1)
+            )
             made = (_between(inner, outer, depth) for depth in depths)
             found += min(made, key=lambda levels: _cost((*found, *levels, *flat(ranks)), hop))
             inner = outer
@@ -105,19 +127,25 @@ def nested(ranks: int, known: Levels = (), hop: float = Thresholds.hop) -> Level
 
 
 def _cost(levels: Levels, hop: float) -> float:
-    """How long ranks take to meet, in notifies: in each level as many as the one with most has to make, and a hop."""
+    """How long ranks take to meet, in notifies: in each level as many as the one with most has to
+    make, and a hop.
+    """
     stages = zip(*meetings(levels), strict=True)
     return sum(hop + max(len(stage.told) for stage in level) for level in stages)
 
 
 def _between(inner: Hosts, outer: Hosts, depth: int) -> list[tuple[int, ...]]:
-    """So many levels from one to another, the latter included, with about as many parts in the groups of each."""
+    """So many levels from one to another, the latter included, with about as many parts in the
+    groups of each.
+    """
     digits: dict[int, tuple[int, ...]] = {}
     for number, units in enumerate(_units(inner, outer)):
         ways = next(ways for ways in count(1) if ways**depth >= len(units))
         for unit, path in zip(units, _paths(len(units), ways, depth - 1), strict=True):
             digits |= dict.fromkeys(unit, (number, *path))
-    return [numbered(digits[rank][:kept] for rank in range(len(outer))) for kept in range(depth, 0, -1)]
+    return [
+        numbered(digits[rank][:kept] for rank in range(len(outer))) for kept in range(depth, 0, -1)
+    ]
 
 
 def _paths(items: int, ways: int, depth: int) -> list[tuple[int, ...]]:
@@ -126,11 +154,15 @@ def _paths(items: int, ways: int, depth: int) -> list[tuple[int, ...]]:
         return [()] * items
     bounds = [items * part // ways for part in range(ways + 1)]
     sizes = [stop - start for start, stop in pairwise(bounds)]
-    return [(part, *path) for part, size in enumerate(sizes) for path in _paths(size, ways, depth - 1)]
+    return [
+        (part, *path) for part, size in enumerate(sizes) for path in _paths(size, ways, depth - 1)
+    ]
 
 
 def _units(inner: Hosts, outer: Hosts) -> list[list[list[int]]]:
-    """The groups of `outer`, each as a list of those of `inner` that it consists of, as lists of ranks."""
+    """The groups of `outer`, each as a list of those of `inner` that it consists of, as lists of
+    ranks.
+    """
     found: dict[int, dict[int, list[int]]] = {}
     for rank, (unit, group) in enumerate(zip(inner, outer, strict=True)):
         found.setdefault(group, {}).setdefault(unit, []).append(rank)

@@ -1,4 +1,5 @@
-"""Matmul + all-reduce: ``out = the sum over all ranks of their a @ B`` on every rank, each with an a and a B of its own.
+"""Matmul + all-reduce: ``out = the sum over all ranks of their a @ B`` on every rank, each with an
+a and a B of its own.
 
 Sums are taken in rank order by every algorithm, so all ranks hold equal bits.
 """
@@ -7,7 +8,18 @@ from __future__ import annotations
 
 from weft.plan import Copy, Instruction, Plan, Region
 from weft.plan.binding import split
-from weft.schedules.common import Lanes, after, before, beside, enter, hear, leave, shard, tell, without_products
+from weft.schedules.common import (
+    Lanes,
+    after,
+    before,
+    beside,
+    enter,
+    hear,
+    leave,
+    shard,
+    tell,
+    without_products,
+)
 from weft.schedules.matmul_reduce_scatter import (
     add_arrived,
     add_where_made,
@@ -25,11 +37,12 @@ ALGORITHMS = ("one_shot", "two_shot", "put", "ring", "sequential")
 def matmul_all_reduce(request: Request) -> Plan:
     """Plan for ranks that each multiply all rows, of which each has a share, in so many `pieces`.
 
-    ``one_shot``: every rank adds up all rows, each piece, of all shares, while the next one is multiplied elsewhere. ``two_shot``:
-    every rank adds up its share, which it multiplies last, and copies the sums of the others. ``put``: the same, with products made
-    in the memory of the rank that adds them up. ``sequential``: one product, then the sums. Other products are added where they
-    lie, or, without `remote_reads`, gotten from the peers before. On several hosts products are put to the rank that adds them up
-    (``two_shot`` and ``sequential``), once from each.
+    ``one_shot``: every rank adds up all rows, each piece, of all shares, while the next one is
+    multiplied elsewhere. ``two_shot``: every rank adds up its share, which it multiplies last, and
+    copies the sums of the others. ``put``: the same, with products made in the memory of the rank
+    that adds them up. ``sequential``: one product, then the sums. Other products are added where
+    they lie, or, without `remote_reads`, gotten from the peers before. On several hosts products
+    are put to the rank that adds them up (``two_shot`` and ``sequential``), once from each.
     """
     if request.algorithm == "sequential":
         request = request._replace(pieces=1)
@@ -43,11 +56,18 @@ def _one_shot(request: Request, rank: int) -> Lanes:
     lane = enter(rank, ranks)
     for count, piece in enumerate([*pieces, None]):
         if piece:
-            lane += [multiply(rank, piece.start, piece.stop), *tell(rank, "ready", before(rank, ranks))]
+            lane += [
+                multiply(rank, piece.start, piece.stop),
+                *tell(rank, "ready", before(rank, ranks)),
+            ]
         if count:  # the piece before, which the peers have meanwhile multiplied too
             made = pieces[count - 1]
-            lane += add_arrived(request, rank, made, every, Region(rank, "out", made.start, made.stop), count, count)
-    return beside([*lane, *leave(rank, ranks)], [get(request, rank, pieces, every, range(1, len(pieces) + 1))])
+            lane += add_arrived(
+                request, rank, made, every, Region(rank, "out", made.start, made.stop), count, count
+            )
+    return beside(
+        [*lane, *leave(rank, ranks)], [get(request, rank, pieces, every, range(1, len(pieces) + 1))]
+    )
 
 
 def _two_shot(request: Request, rank: int) -> Lanes:
@@ -56,11 +76,18 @@ def _two_shot(request: Request, rank: int) -> Lanes:
 
 
 def _put(request: Request, rank: int) -> Lanes:
-    return {"compute": [*put_and_add(request, rank, "summed", rank * request.pieces), *_share(request, rank)]}
+    return {
+        "compute": [
+            *put_and_add(request, rank, "summed", rank * request.pieces),
+            *_share(request, rank),
+        ]
+    }
 
 
 def _share(request: Request, rank: int) -> list[Instruction]:
-    """Let peers copy this rank's sums, and copy all: the end of a plan in which each rank adds up its share."""
+    """Let peers copy this rank's sums, and copy all: the end of a plan in which each rank adds up
+    its share.
+    """
     ranks, cut = request.ranks, request.pieces
     lane = tell(rank, "summed", before(rank, ranks))
     for owner in [rank, *after(rank, ranks)]:

@@ -1,7 +1,8 @@
-"""A product whose rows lie partly in another memory: they are fetched in pieces while others are multiplied.
+"""A product whose rows lie partly in another memory: they are fetched in pieces while others are
+multiplied.
 
-The plan of one rank. With a GPU's own rows in ``a`` and the rest in the host's memory in ``away``, it is an all-gather + matmul
-whose peers are behind the bus.
+The plan of one rank. With a GPU's own rows in ``a`` and the rest in the host's memory in ``away``,
+it is an all-gather + matmul whose peers are behind the bus.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from weft.schedules.common import block
 
 
 def matmul_from_host(cut: int) -> Plan:
-    """``out = (a, then away) @ B``; ``away`` is fetched in so many pieces, which are joined for products."""
+    """``out = (a, then away) @ B``; ``away`` is fetched in so many pieces, which are joined for
+    products.
+    """
     arrived = Signal("arrived", 0)
     compute: list[Instruction] = [Matmul(block(0, "a", 0), block(0, "out", 0))]
     comm: list[Instruction] = []
@@ -34,4 +37,11 @@ def matmul_from_host(cut: int) -> Plan:
         block(0, "out", 0): (Term(0, "a", 0, weights=(0, "out")),),
         Region(0, "out", 1, 1 + cut): (Term(0, "away", -1, weights=(0, "out")),),
     }
-    return Plan("matmul_from_host", "pull", buffers, ({"compute": tuple(compute), "comm": tuple(comm)},), result, (1, cut))
+    return Plan(
+        "matmul_from_host",
+        "pull",
+        buffers,
+        ({"compute": tuple(compute), "comm": tuple(comm)},),
+        result,
+        (1, cut),
+    )

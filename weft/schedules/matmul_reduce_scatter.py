@@ -1,7 +1,9 @@
-"""Matmul + reduce-scatter: ``out = block r of the sum over all ranks of their a @ B``, each rank with an a and a B of its own.
+"""Matmul + reduce-scatter: ``out = block r of the sum over all ranks of their a @ B``, each rank
+with an a and a B of its own.
 
-Peers' blocks are multiplied first, each for the peer that needs it next, and the own block last, in pieces: while they are made the
-peers' sums arrive, and a piece is added up while it still lies in the cache. Every algorithm adds in rank order.
+Peers' blocks are multiplied first, each for the peer that needs it next, and the own block last, in
+pieces: while they are made the peers' sums arrive, and a piece is added up while it still lies in
+the cache. Every algorithm adds in rank order.
 """
 
 from __future__ import annotations
@@ -36,20 +38,26 @@ ALGORITHMS = ("direct", "push", "put", "ring", "sequential")
 def matmul_reduce_scatter(request: Request) -> Plan:
     """Plan for ranks that multiply all rows and keep some of them each, in so many `pieces`.
 
-    ``direct``: peers' products are added where they lie. ``push``: they are copied to the rank that keeps them. ``put``: they are
-    made in its memory. ``ring``: running sums go from neighbour to neighbour, beginning at rank 0 so that they are taken in rank
-    order, and finished sums go on to their owners. ``sequential``: one product, then the sums: products are added where they
-    lie, or, without `remote_reads`, put before.
+    ``direct``: peers' products are added where they lie. ``push``: they are copied to the rank that
+    keeps them. ``put``: they are made in its memory. ``ring``: running sums go from neighbour to
+    neighbour, beginning at rank 0 so that they are taken in rank order, and finished sums go on to
+    their owners. ``sequential``: one product, then the sums: products are added where they lie, or,
+    without `remote_reads`, put before.
 
-    In the `order` ``peer`` a push makes and sends the products of one peer after the other; ``interleaved`` the first piece of
-    every peer, then the second … What one of several `hosts` has is added up before it is put to another (push and sequential).
+    In the `order` ``peer`` a push makes and sends the products of one peer after the other;
+    ``interleaved`` the first piece of every peer, then the second … What one of several `hosts` has
+    is added up before it is put to another (push and sequential).
     """
     make = {"direct": _direct, "push": _push, "put": _put_products, "sequential": _sequential}
     return sum_of_products("matmul_reduce_scatter", request, make)
 
 
-def sum_of_products(operator: str, request: Request, make: Mapping[str, Callable[[Request, int], Lanes]]) -> Plan:
-    """A matmul + reduce-scatter or all-reduce; where ranks share a host, each algorithm but ``ring`` makes its lanes by itself."""
+def sum_of_products(
+    operator: str, request: Request, make: Mapping[str, Callable[[Request, int], Lanes]]
+) -> Plan:
+    """A matmul + reduce-scatter or all-reduce; where ranks share a host, each algorithm but
+    ``ring`` makes its lanes by itself.
+    """
     ranks, pieces, algorithm = request.ranks, request.pieces, request.algorithm
     every, hosts = everything(ranks, pieces), request.hosts or range(ranks)
     everywhere = operator == "matmul_all_reduce"
@@ -62,18 +70,29 @@ def sum_of_products(operator: str, request: Request, make: Mapping[str, Callable
             return HostRing(rank, pieces, hosts, request.op, everywhere).of_products(multiply)
         if request.hosts is None or algorithm not in ("push", "two_shot", "sequential"):
             return make[algorithm](request, rank)
-        sums = HostSums(rank, pieces, hosts, request.op, everywhere, at_once=algorithm == "sequential")
+        sums = HostSums(
+            rank, pieces, hosts, request.op, everywhere, at_once=algorithm == "sequential"
+        )
         return {"compute": sums.of_rows(multiply)} if sums.at_once else sums.of_products(multiply)
 
-    whole = everywhere and request.hosts is None and algorithm in ("one_shot", "sequential")  # every rank adds up all rows
+    whole = (
+        everywhere and request.hosts is None and algorithm in ("one_shot", "sequential")
+    )  # every rank adds up all rows
     buffers = {
         "a": Buffer.of("input", every),
         **dict.fromkeys(("partial", "running", "summed", "hosted"), Buffer.of("workspace", every)),
-        "inbox": Buffer.of("workspace", [[*every[0]] * ranks] * ranks) if whole else inbox(pieces, hosts),
+        "inbox": Buffer.of("workspace", [[*every[0]] * ranks] * ranks)
+        if whole
+        else inbox(pieces, hosts),
         "out": Buffer.of("output", kept),
     }
-    result, every_lane = sum_result(kept, request.planned, product_buffer(algorithm, ranks)), in_all(ranks, request.planned, lanes)
-    return Plan(operator, algorithm, buffers, every_lane, result, (pieces,) * ranks, planned=request.planned)
+    result, every_lane = (
+        sum_result(kept, request.planned, product_buffer(algorithm, ranks)),
+        in_all(ranks, request.planned, lanes),
+    )
+    return Plan(
+        operator, algorithm, buffers, every_lane, result, (pieces,) * ranks, planned=request.planned
+    )
 
 
 def product_buffer(algorithm: str, ranks: int) -> str:
@@ -86,26 +105,49 @@ def _direct(request: Request, rank: int) -> Lanes:
     return beside([*lane, *leave(rank, request.ranks)], [gets])
 
 
-def add_where_made(request: Request, rank: int, into: Region) -> tuple[list[Instruction], list[Instruction]]:
-    """Make the products of what peers keep, tell each that its are there, then make and add up this rank's own, a piece at a time;
-    and what gets products in another lane, where peers' cannot be read."""
+def add_where_made(
+    request: Request, rank: int, into: Region
+) -> tuple[list[Instruction], list[Instruction]]:
+    """Make the products of what peers keep, tell each that its are there, then make and add up this
+    rank's own, a piece at a time; and what gets products in another lane, where peers' cannot be
+    read.
+    """
     ranks, pieces = request.ranks, request.pieces
     own, lane = range(rank * pieces, (rank + 1) * pieces), enter(rank, ranks)
     for peer in after(rank, ranks):
-        lane += [multiply(rank, peer * pieces, (peer + 1) * pieces), Notify(peer, Signal("ready", rank))]
+        lane += [
+            multiply(rank, peer * pieces, (peer + 1) * pieces),
+            Notify(peer, Signal("ready", rank)),
+        ]
     for number, at in enumerate(own):
         lane.append(multiply(rank, at, at + 1))
-        lane += add_arrived(request, rank, range(at, at + 1), own, block(rank, into.buffer, into.start + number), 1, number + 1)
+        lane += add_arrived(
+            request,
+            rank,
+            range(at, at + 1),
+            own,
+            block(rank, into.buffer, into.start + number),
+            1,
+            number + 1,
+        )
     return lane, get(request, rank, [range(at, at + 1) for at in own], own, [1] * pieces)
 
 
 def _push(request: Request, rank: int) -> Lanes:
-    ranks, pieces, links, peers = request.ranks, request.pieces, request.links, after(rank, request.ranks)
+    ranks, pieces, links, peers = (
+        request.ranks,
+        request.pieces,
+        request.links,
+        after(rank, request.ranks),
+    )
     lane = enter(rank, ranks)
     puts: list[list[Instruction]] = [[] for _ in range(links)]
     for count, (peer, piece) in enumerate(in_order(request.order, peers, pieces), 1):
         lane += [_product(rank, peer * pieces + piece), Notify(rank, Signal("made", rank))]
-        puts[peers.index(peer) % links] += [Wait(Signal("made", rank), count), *_put(request, rank, peer, piece, piece + 1)]
+        puts[peers.index(peer) % links] += [
+            Wait(Signal("made", rank), count),
+            *_put(request, rank, peer, piece, piece + 1),
+        ]
     for piece in range(pieces):
         lane += [_product(rank, rank * pieces + piece), *hear("arrived", peers, piece + 1)]
         lane.append(_add(request, rank, piece, put=True))
@@ -117,12 +159,16 @@ def _put_products(request: Request, rank: int) -> Lanes:
 
 
 def put_and_add(request: Request, rank: int, into: str, start: int) -> list[Instruction]:
-    """Make every peer's products in its inbox, and add up this rank's rows, from block `start` of `into` on, in rank order."""
+    """Make every peer's products in its inbox, and add up this rank's rows, from block `start` of
+    `into` on, in rank order.
+    """
     ranks, pieces = request.ranks, request.pieces
 
     def product(owner: int, piece: int) -> Matmul:
         """Of a piece that `owner` keeps, in its inbox, which has a place for each source."""
-        return Matmul(block(rank, "a", owner * pieces + piece), block(owner, "inbox", rank * pieces + piece))
+        return Matmul(
+            block(rank, "a", owner * pieces + piece), block(owner, "inbox", rank * pieces + piece)
+        )
 
     lane = enter(rank, ranks)
     for peer in after(rank, ranks):
@@ -137,15 +183,26 @@ def put_and_add(request: Request, rank: int, into: str, start: int) -> list[Inst
 
 def _sequential(request: Request, rank: int) -> Lanes:
     """One product, then the sums, of what is put before unless peers can read it."""
-    ranks, pieces, remote_reads, links = request.ranks, request.pieces, request.remote_reads, request.links
+    ranks, pieces, remote_reads, links = (
+        request.ranks,
+        request.pieces,
+        request.remote_reads,
+        request.links,
+    )
     peers, lane = after(rank, ranks), [*enter(rank, ranks), multiply(rank, 0, ranks * pieces)]
-    puts = [[i for peer in peers[link::links] for i in _put(request, rank, peer, 0, pieces)] for link in range(links)]
+    puts = [
+        [i for peer in peers[link::links] for i in _put(request, rank, peer, 0, pieces)]
+        for link in range(links)
+    ]
     if remote_reads:
         lane, puts = lane + tell(rank, "ready", before(rank, ranks)), []
     elif links == 1:
         lane, puts = lane + puts[0], []
     else:
-        lane, puts = lane + tell(rank, "made", [rank]), [[Wait(Signal("made", rank), 1), *put] for put in puts if put]
+        lane, puts = (
+            lane + tell(rank, "made", [rank]),
+            [[Wait(Signal("made", rank), 1), *put] for put in puts if put],
+        )
     lane += hear("ready" if remote_reads else "arrived", peers)
     lane += [_add(request, rank, piece, put=not remote_reads) for piece in range(pieces)]
     return beside(lane + leave(rank, ranks), puts)
@@ -161,9 +218,14 @@ def _product(rank: int, number: int) -> Instruction:
 
 
 def _put(request: Request, rank: int, peer: int, low: int, high: int) -> list[Instruction]:
-    """Put the product of the peer's pieces ``low:high`` into its inbox, which has a place for each source."""
+    """Put the product of the peer's pieces ``low:high`` into its inbox, which has a place for each
+    source.
+    """
     start, place = peer * request.pieces, rank * request.pieces
-    source, target = Region(rank, "partial", start + low, start + high), Region(peer, "inbox", place + low, place + high)
+    source, target = (
+        Region(rank, "partial", start + low, start + high),
+        Region(peer, "inbox", place + low, place + high),
+    )
     return [Copy(source, target), Notify(peer, Signal("arrived", rank))]
 
 
@@ -173,17 +235,26 @@ def _add(request: Request, rank: int, piece: int, put: bool = False) -> Instruct
     return add(request, rank, own[piece : piece + 1], own, block(rank, "out", piece), put)
 
 
-def add(request: Request, rank: int, piece: range, whole: range, into: Region, moved: bool) -> Instruction:
-    """Add up a piece of a `whole` in rank order: where the peers' products lie, or from its inbox if they were moved there."""
+def add(
+    request: Request, rank: int, piece: range, whole: range, into: Region, moved: bool
+) -> Instruction:
+    """Add up a piece of a `whole` in rank order: where the peers' products lie, or from its inbox
+    if they were moved there.
+    """
     products = (
-        inbox_place(rank, p, piece, whole) if moved and p != rank else Region(p, "partial", piece.start, piece.stop)
+        inbox_place(rank, p, piece, whole)
+        if moved and p != rank
+        else Region(p, "partial", piece.start, piece.stop)
         for p in range(request.ranks)
     )
     return Reduce(tuple(products), into, request.op)
 
 
-def get(request: Request, rank: int, pieces: Sequence[range], whole: range, ready: Sequence[int]) -> list[Instruction]:
-    """Get the peers' products of the pieces of a `whole` into the inbox, unless they are added where they lie.
+def get(
+    request: Request, rank: int, pieces: Sequence[range], whole: range, ready: Sequence[int]
+) -> list[Instruction]:
+    """Get the peers' products of the pieces of a `whole` into the inbox, unless they are added
+    where they lie.
 
     Piece i can be gotten once ``ready[i]`` of their signals have come.
     """
@@ -191,7 +262,10 @@ def get(request: Request, rank: int, pieces: Sequence[range], whole: range, read
     for count, piece in () if request.remote_reads else zip(ready, pieces, strict=True):
         for peer in after(rank, request.ranks):
             there = Region(peer, "partial", piece.start, piece.stop)
-            lane += [Wait(Signal("ready", peer), count), Copy(there, inbox_place(rank, peer, piece, whole))]
+            lane += [
+                Wait(Signal("ready", peer), count),
+                Copy(there, inbox_place(rank, peer, piece, whole)),
+            ]
         lane.append(Notify(rank, Signal("gotten", rank)))
     return lane
 
@@ -212,9 +286,13 @@ def inbox_place(rank: int, peer: int, piece: range, whole: range) -> Region:
 
 
 def sum_buffers(workload: Workload) -> dict[str, Rows]:
-    """What the buffers of plans hold that sum products: these are kept in the accumulator's dtype where it costs no speed."""
+    """What the buffers of plans hold that sum products: these are kept in the accumulator's dtype
+    where it costs no speed.
+    """
     wide = accumulator(workload.dtype)
-    product = Rows(workload.n, "bfloat16" if workload.dtype == workload.out_dtype == "bfloat16" else wide)
+    product = Rows(
+        workload.n, "bfloat16" if workload.dtype == workload.out_dtype == "bfloat16" else wide
+    )
     result = Rows(workload.n, workload.out_dtype)
     return {
         "a": Rows(workload.k, workload.dtype),

@@ -32,7 +32,8 @@ ALGORITHMS = ("direct", "push", "ring")
 def put(pieces: int, hosts: Hosts, algorithm: str, op: str = "sum") -> Plan:
     """Reduce-scatter over several hosts, each of which adds up what its ranks have.
 
-    ``push``: it puts that to the ranks of the others; ``ring``: to the next host, which adds its own.
+    ``push``: it puts that to the ranks of the others; ``ring``: to the next host, which adds its
+    own.
     """
     return put_sums("reduce_scatter", pieces, hosts, algorithm, op)
 
@@ -41,19 +42,35 @@ def put_sums(operator: str, pieces: int, hosts: Hosts, algorithm: str, op: str) 
     """Sums over several hosts: an all-reduce, or a reduce-scatter."""
     ranks, kind = len(hosts), HostRing if algorithm == "ring" else HostSums
     everywhere, source = operator == "all_reduce", "a" if apart(hosts) else "partial"
-    lanes = (kind(r, pieces, hosts, op, everywhere, at_once=True, source=source).of_rows(stage) for r in range(ranks))
+    lanes = (
+        kind(r, pieces, hosts, op, everywhere, at_once=True, source=source).of_rows(stage)
+        for r in range(ranks)
+    )
     return sum_plan(operator, algorithm, ranks, pieces, lanes, spaces(pieces, hosts))
 
 
 def sum_plan(
-    operator: str, algorithm: str, ranks: int, pieces: int, lanes: Iterable[Sequence[Instruction]], handed: Mapping[str, Buffer]
+    operator: str,
+    algorithm: str,
+    ranks: int,
+    pieces: int,
+    lanes: Iterable[Sequence[Instruction]],
+    handed: Mapping[str, Buffer],
 ) -> Plan:
     """An all-reduce or a reduce-scatter whose rows pass these buffers; ``eager`` ones meet."""
     every = everything(ranks, pieces)
     kept = every if operator == "all_reduce" else shards(ranks, pieces)
     buffers = {"a": Buffer.of("input", every), "out": Buffer.of("output", kept), **handed}
     meets = algorithm == "eager"
-    return Plan(operator, algorithm, buffers, one_lane(lanes), sum_result(kept), (pieces,) * ranks, meets=meets)
+    return Plan(
+        operator,
+        algorithm,
+        buffers,
+        one_lane(lanes),
+        sum_result(kept),
+        (pieces,) * ranks,
+        meets=meets,
+    )
 
 
 def stage(rank: int, start: int, stop: int) -> Instruction:
@@ -64,7 +81,8 @@ def stage(rank: int, start: int, stop: int) -> Instruction:
 def reduce_scatter(ranks: int, pieces: int, op: str = "sum", *, symmetric_a: bool = False) -> Plan:
     """Every rank keeps its own rows of all, cut into `pieces`, reduced in rank order.
 
-    Where `symmetric_a` peers' rows are read where they lie; else they are handed out, a piece for each peer at a time.
+    Where `symmetric_a` peers' rows are read where they lie; else they are handed out, a piece for
+    each peer at a time.
     """
     handed = one_for_each(ranks, pieces)
 
@@ -72,15 +90,31 @@ def reduce_scatter(ranks: int, pieces: int, op: str = "sum", *, symmetric_a: boo
         if not symmetric_a and ranks > 1:
             return _through_slots(rank, op, handed)
         share = rank * pieces, (rank + 1) * pieces
-        return [*chain(*reduce_published(rank, ranks, pieces, share, Region(rank, "out", 0, pieces), op, symmetric=True))]
+        return [
+            *chain(
+                *reduce_published(
+                    rank, ranks, pieces, share, Region(rank, "out", 0, pieces), op, symmetric=True
+                )
+            )
+        ]
 
-    return sum_plan("reduce_scatter", "direct", ranks, pieces, map(lane, range(ranks)), {"staged": handed.room})
+    return sum_plan(
+        "reduce_scatter", "direct", ranks, pieces, map(lane, range(ranks)), {"staged": handed.room}
+    )
 
 
 def reduce_published(
-    rank: int, ranks: int, pieces: int, share: tuple[int, int], into: Region, op: str, *, symmetric: bool
+    rank: int,
+    ranks: int,
+    pieces: int,
+    share: tuple[int, int],
+    into: Region,
+    op: str,
+    *,
+    symmetric: bool,
 ) -> tuple[list[Instruction], list[Instruction]]:
-    """Publish own rows, and reduce a share of all ranks' where they lie, in rank order; and what must come last.
+    """Publish own rows, and reduce a share of all ranks' where they lie, in rank order; and what
+    must come last.
 
     Peers read what is not this rank's share, or everything where that is the share of each.
     """
@@ -93,10 +127,14 @@ def reduce_published(
 
 @cache
 def eager(levels: Levels, op: str = "sum") -> Plan:
-    """Reduce-scatter of a few rows, whether symmetric or not: every rank hands out what others keep and reduces what it keeps."""
+    """Reduce-scatter of a few rows, whether symmetric or not: every rank hands out what others keep
+    and reduces what it keeps.
+    """
     ranks, lanes = len(levels[-1]), []
     for r in range(ranks):
-        terms = tuple(block(p, "a", r) if p == r else block(p, "eager", r - (r > p)) for p in range(ranks))
+        terms = tuple(
+            block(p, "a", r) if p == r else block(p, "eager", r - (r > p)) for p in range(ranks)
+        )
         handed = hand_out([Region(r, "a", *part) for part in around(r, r + 1, ranks)], levels)
         lanes.append([*handed, Reduce(terms, block(r, "out", 0), op)])
     laid = Buffer.of("eager", [[p for p in range(ranks) if p != r] for r in range(ranks)])
@@ -111,8 +149,12 @@ def _through_slots(rank: int, op: str, handed: Stream) -> list[Instruction]:
     return pipeline(rank, [handed], [handed.stage_own(rank), reduced])
 
 
-def sum_of(rank: int, own: Region, arrivals: Sequence[Arrival], into: Region, op: str, *copies: Copy) -> list[Instruction]:
-    """Reduce a rank's own rows and those that its peers have handed to it, in rank order, copy the sum, and thank them."""
+def sum_of(
+    rank: int, own: Region, arrivals: Sequence[Arrival], into: Region, op: str, *copies: Copy
+) -> list[Instruction]:
+    """Reduce a rank's own rows and those that its peers have handed to it, in rank order, copy the
+    sum, and thank them.
+    """
     found = {rank: own} | {arrival.peer: arrival.region for arrival in arrivals}
     reduced = Reduce(tuple(found[r] for r in sorted(found)), into, op)
     return [*(a.wait for a in arrivals), reduced, *copies, *chain(*(a.thanks for a in arrivals))]

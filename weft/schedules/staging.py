@@ -1,8 +1,9 @@
-"""How ranks hand rows to peers that cannot read them where they are: piece by piece, through a few slots of a workspace.
+"""How ranks hand rows to peers that cannot read them where they are: piece by piece, through a few
+slots of a workspace.
 
-A slot is written, read and written again while it lies in the caches, so that rows are read from memory once and written once, as
-if peers could read them in place. A rank stages a piece before it uses what its peers staged in the step before: they find it when
-they come to it.
+A slot is written, read and written again while it lies in the caches, so that rows are read from
+memory once and written once, as if peers could read them in place. A rank stages a piece before it
+uses what its peers staged in the step before: they find it when they come to it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from weft.plan.language import ROOM
 from weft.schedules.common import after, before, block, enter, hear, leave, tell
 
 SLOTS = 3
-"""Slots of a part. With two, each rank would wait in each step until its peers have done as much as itself."""
+"""Slots of a part. With two, each rank would wait in each step until its peers have done as much as
+itself.
+"""
 
 SHARED_SLOTS = 2
 """Slots that two ranks share on each: one is written while what the other holds is read."""
@@ -38,25 +41,44 @@ class Arrival(NamedTuple):
 
 
 class Stream:
-    """The parts that every rank hands out through slots of the workspace `buffer`, in steps: step k is block k of each part.
+    """The parts that every rank hands out through slots of the workspace `buffer`, in steps: step k
+    is block k of each part.
 
-    All parts have as many `pieces`, and a rank reads at most one part of each peer. `ready` and `taken` are the names of the
-    signals that say that a step can be read, and that it has been; the latter is None where a plan's other signals say it before a
-    slot is used again.
+    All parts have as many `pieces`, and a rank reads at most one part of each peer. `ready` and
+    `taken` are the names of the signals that say that a step can be read, and that it has been; the
+    latter is None where a plan's other signals say it before a slot is used again.
 
-    Two ranks that hand parts to each other, and nobody else these, share their slots: each writes where it has read the step
-    before last. So it need not be told that a slot is free, and what it writes to is in its own cache. What it wrote last is in the
-    other's, which would have to give it up line after line.
+    Two ranks that hand parts to each other, and nobody else these, share their slots: each writes
+    where it has read the step before last. So it need not be told that a slot is free, and what it
+    writes to is in its own cache. What it wrote last is in the other's, which would have to give it
+    up line after line.
     """
 
     def __init__(
-        self, buffer: str, parts: Sequence[Sequence[Part]], pieces: int, ready: str = "ready", taken: str | None = "taken"
+        self,
+        buffer: str,
+        parts: Sequence[Sequence[Part]],
+        pieces: int,
+        ready: str = "ready",
+        taken: str | None = "taken",
     ) -> None:
-        self.buffer, self.parts, self.pieces, self.ready, self.taken = buffer, parts, pieces, ready, taken
+        self.buffer, self.parts, self.pieces, self.ready, self.taken = (
+            buffer,
+            parts,
+            pieces,
+            ready,
+            taken,
+        )
         self.ranks = len(parts)
         # Of each rank's parts those that nobody else reads, by their reader.
-        self.exclusive = [{own.readers[0]: number for number, own in enumerate(of) if len(own.readers) == 1} for of in parts]
-        self.room = Buffer.of("workspace", [(ROOM,) * min(self.steps(rank), SLOTS) * len(own) for rank, own in enumerate(parts)])
+        self.exclusive = [
+            {own.readers[0]: number for number, own in enumerate(of) if len(own.readers) == 1}
+            for of in parts
+        ]
+        self.room = Buffer.of(
+            "workspace",
+            [(ROOM,) * min(self.steps(rank), SLOTS) * len(own) for rank, own in enumerate(parts)],
+        )
 
     def shares(self, rank: int, peer: int) -> bool:
         """Whether two ranks hand each other parts that nobody else reads."""
@@ -66,13 +88,21 @@ class Stream:
         """How many steps a rank hands out."""
         return self.pieces if any(part.readers for part in self.parts[rank]) else 0
 
-    def stage(self, rank: int, step: int, make: Callable[[int, Region], Iterable[Instruction]]) -> list[Instruction]:
-        """Hand out a step: `make` puts each block to its place, once nobody needs what was there before."""
+    def stage(
+        self, rank: int, step: int, make: Callable[[int, Region], Iterable[Instruction]]
+    ) -> list[Instruction]:
+        """Hand out a step: `make` puts each block to its place, once nobody needs what was there
+        before.
+        """
         if step >= self.steps(rank):
             return []
         readers, lane = self._readers(rank), list[Instruction]()
         if self.taken and step >= SLOTS:
-            lane += hear(self.taken, (peer for peer in readers if not self.shares(rank, peer)), step - SLOTS + 1)
+            lane += hear(
+                self.taken,
+                (peer for peer in readers if not self.shares(rank, peer)),
+                step - SLOTS + 1,
+            )
         for number, part in enumerate(self.parts[rank]):
             if part.readers:
                 lane += make(part.start + step, self._slot(rank, number, step))
@@ -80,7 +110,9 @@ class Stream:
 
     def stage_own(self, rank: int) -> Callable[[int], list[Instruction]]:
         """What a rank does in a step to hand out its ``a`` as it is."""
-        return lambda step: self.stage(rank, step, lambda number, slot: [Copy(block(rank, "a", number), slot)])
+        return lambda step: self.stage(
+            rank, step, lambda number, slot: [Copy(block(rank, "a", number), slot)]
+        )
 
     def arrivals(self, rank: int, step: int) -> list[Arrival]:
         """What a rank's peers hand to it in a step."""
@@ -95,8 +127,12 @@ class Stream:
                     found.append(Arrival(peer, wait, self._slot(peer, number, step), thanks))
         return found
 
-    def fetch(self, rank: int, buffer: str, starts: Sequence[int]) -> Callable[[int], list[Instruction]]:
-        """What a rank does in a step with what its peers hand to it: copy it to a buffer, where the part of each has its start."""
+    def fetch(
+        self, rank: int, buffer: str, starts: Sequence[int]
+    ) -> Callable[[int], list[Instruction]]:
+        """What a rank does in a step with what its peers hand to it: copy it to a buffer, where the
+        part of each has its start.
+        """
 
         def fetched(step: int) -> list[Instruction]:
             found: list[Instruction] = []
@@ -126,8 +162,11 @@ def one_for_each(ranks: int, pieces: int, taken: str | None = "taken") -> Stream
     return Stream("staged", parts, pieces, taken=taken)
 
 
-def pipeline(rank: int, streams: Sequence[Stream], stages: Sequence[Callable[[int], Iterable[Instruction]]]) -> list[Instruction]:
-    """A rank's lane: step k of the first of `stages`, then step k - 1 of the next, and so on; each is given the step.
+def pipeline(
+    rank: int, streams: Sequence[Stream], stages: Sequence[Callable[[int], Iterable[Instruction]]]
+) -> list[Instruction]:
+    """A rank's lane: step k of the first of `stages`, then step k - 1 of the next, and so on; each
+    is given the step.
 
     A stream is staged in one of them and read in the next.
     """

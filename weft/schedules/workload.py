@@ -1,6 +1,8 @@
-"""What fused operators are asked for, how they can do it, and what everybody but their engine knows of them.
+"""What fused operators are asked for, how they can do it, and what everybody but their engine knows
+of them.
 
-Each operator's planner has its `Operator`, a record, in the same file; `weft.schedules.operators` lists them.
+Each operator's planner has its `Operator`, a record, in the same file; `weft.schedules.operators`
+lists them.
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ PIECES = 16
 """Transfers per shard: enough that little is left to do when the last one arrives."""
 
 ORDERS = ("peer", "interleaved")
-"""In which order a push sends chunks: peer after peer, or the first chunk of every peer, then the second …"""
+"""In which order a push sends chunks: peer after peer, or the first chunk of every peer, then the
+second …
+"""
 
 
 class Workload(NamedTuple):
     """What is to be done: `operator` on ranks with these `rows`, each product by (K, N).
 
-    `rows` are those that each rank gives (all_gather_matmul) or keeps. `symmetric`: the input lies in symmetric memory.
+    `rows` are those that each rank gives (all_gather_matmul) or keeps. `symmetric`: the input lies
+    in symmetric memory.
     """
 
     operator: str
@@ -45,7 +50,9 @@ def accumulator(dtype: str) -> str:
 
 
 class Variant(NamedTuple):
-    """A way to do it: the algorithm, the most rows of a piece (all where it has none), and the order of a push."""
+    """A way to do it: the algorithm, the most rows of a piece (all where it has none), and the
+    order of a push.
+    """
 
     algorithm: str
     chunk_rows: int
@@ -56,32 +63,39 @@ class Variant(NamedTuple):
 
 
 def pieces(rows: int, most: int) -> int:
-    """Into how many blocks `rows` are cut for each to have at most so many: a power of two, so that plans are few."""
+    """Into how many blocks `rows` are cut for each to have at most so many: a power of two, so that
+    plans are few.
+    """
     return 1 << (max(1, -(-rows // most)) - 1).bit_length()
 
 
 FEW_ROWS = 32
-"""Up to this many rows of a rank one product, which reads the weight once, surely beats one for each rank or piece."""
+"""Up to this many rows of a rank one product, which reads the weight once, surely beats one for
+each rank or piece.
+"""
 
 
 def size_class(rows: int) -> int:
-    """The most rows of the class that `rows` belong to, whose sizes are done alike: 32 (`FEW_ROWS`), 48, 64, 96, 128, 192, …"""
+    """The most rows of the class that `rows` belong to, whose sizes are done alike: 32
+    (`FEW_ROWS`), 48, 64, 96, 128, 192, …
+    """
     rows = max(rows, FEW_ROWS)
     step = 1 << max(0, rows.bit_length() - 2)
     return -(-rows // step) * step
 
 
 class Request(NamedTuple):
-    """What a planner of a fused operator is asked for, whatever the sizes: each rank's rows in so many `pieces`, in which a plan
-    moves them.
+    """What a planner of a fused operator is asked for, whatever the sizes: each rank's rows in so
+    many `pieces`, in which a plan moves them.
 
-    `symmetric`: the input lies in symmetric memory, where peers read it in place; else it is staged. `hosts` are given where there
-    are several. `remote_reads`: products of peers can be read where they lie; else they are moved first. A push sends its pieces in
-    an `order` of `ORDERS`, to peers that are dealt out to as many lanes as there are `links`. `planned`: the ranks that get their
-    lanes, all unless given.
+    `symmetric`: the input lies in symmetric memory, where peers read it in place; else it is
+    staged. `hosts` are given where there are several. `remote_reads`: products of peers can be read
+    where they lie; else they are moved first. A push sends its pieces in an `order` of `ORDERS`, to
+    peers that are dealt out to as many lanes as there are `links`. `planned`: the ranks that get
+    their lanes, all unless given.
 
-    What is asked for beside: `op` is that of a sum, ``sum`` or ``avg``. A gather multiplies by so many `weights`, and may have the
-    `gathered` rows for an output too.
+    What is asked for beside: `op` is that of a sum, ``sum`` or ``avg``. A gather multiplies by so
+    many `weights`, and may have the `gathered` rows for an output too.
     """
 
     ranks: int
@@ -109,8 +123,8 @@ class Rows(NamedTuple):
 class Operator:
     """What is known of a fused operator without a tensor.
 
-    `plan` makes its plan of a request; `communicate` plans its communication alone, as benchmarks measure it. `buffers` says what
-    the buffers of its plans hold.
+    `plan` makes its plan of a request; `communicate` plans its communication alone, as benchmarks
+    measure it. `buffers` says what the buffers of its plans hold.
     """
 
     name: str
@@ -119,11 +133,15 @@ class Operator:
     communicate: Callable[[Request], Plan]
     buffers: Callable[[Workload], Mapping[str, Rows]]
     shards: Callable[[int, int], Sequence[int] | None]
-    """The rows of each shard where a rank of so many gives so many and nobody says otherwise; None where that cannot be."""
+    """The rows of each shard where a rank of so many gives so many and nobody says otherwise; None
+    where that cannot be.
+    """
     kept: Callable[[Sequence[int], int], int]
     """The rows of the result on a rank, of those of each shard."""
     flat: bool = False
-    """Whether rows of all dimensions but the last are alike, so that what has more than two can be taken for a matrix."""
+    """Whether rows of all dimensions but the last are alike, so that what has more than two can be
+    taken for a matrix.
+    """
     whole: tuple[str, ...] = ("sequential",)
     """Algorithms that do not cut shards into pieces."""
     across: tuple[str, ...] = ()
@@ -131,22 +149,36 @@ class Operator:
     still: tuple[str, ...] = ()
     """Algorithms that move no rows: products and sums work on peers' memory."""
     unequal: tuple[str, ...] = ()
-    """Algorithms in which ranks differ even where their rows do not, so that none can tell from its own lanes what others do."""
+    """Algorithms in which ranks differ even where their rows do not, so that none can tell from its
+    own lanes what others do.
+    """
     tried: tuple[str, ...] = ()
     """Algorithms that may be fastest where peers' memory is read as fast as one's own."""
     tried_over_links: tuple[str, ...] = ()
     """Algorithms that may be fastest where rows pass a slower link."""
     unpredicted: tuple[str, ...] = ()
-    """Algorithms that predictions leave out: no machine says yet how fast products write to another's memory."""
+    """Algorithms that predictions leave out: no machine says yet how fast products write to
+    another's memory.
+    """
 
     def cut(self, workload: Workload, variant: Variant) -> int:
         """Into how many pieces a variant cuts the rows of this workload."""
-        return 1 if variant.algorithm in self.whole else pieces(self.extent(workload, variant.algorithm), variant.chunk_rows)
+        return (
+            1
+            if variant.algorithm in self.whole
+            else pieces(self.extent(workload, variant.algorithm), variant.chunk_rows)
+        )
 
-    def request(self, workload: Workload, variant: Variant, pieces: int | None = None, **more: Any) -> Request:
-        """What the planner is asked for; in so many `pieces`, or as many as the variant cuts the rows of this workload into."""
+    def request(
+        self, workload: Workload, variant: Variant, pieces: int | None = None, **more: Any
+    ) -> Request:
+        """What the planner is asked for; in so many `pieces`, or as many as the variant cuts the
+        rows of this workload into.
+        """
         cut = pieces or self.cut(workload, variant)
-        return Request(workload.ranks, cut, variant.algorithm, workload.symmetric, variant.order, **more)
+        return Request(
+            workload.ranks, cut, variant.algorithm, workload.symmetric, variant.order, **more
+        )
 
     def extent(self, workload: Workload, algorithm: str) -> int:
         """The rows that an algorithm cuts into pieces."""

@@ -1,6 +1,8 @@
-"""Symmetric memory on GPUs: between processes torch's own, within a process plain tensors that all ranks may touch.
+"""Symmetric memory on GPUs: between processes torch's own, within a process plain tensors that all
+ranks may touch.
 
-A segment is one allocation: every rank's part of it as a tensor here. It lives as long as its world, as torch's does.
+A segment is one allocation: every rank's part of it as a tensor here. It lives as long as its
+world, as torch's does.
 """
 
 from __future__ import annotations
@@ -21,24 +23,32 @@ from weft.world import memory
 from weft.world.peers import Peers
 
 _TRITON = "3.6"
-_parts: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()  # of ranks of this process, by address
+_parts: WeakValueDictionary[int, torch.Tensor] = (
+    WeakValueDictionary()
+)  # of ranks of this process, by address
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """The device by its full name. Raises `WeftError` for one that is not there or that weft does not serve."""
+    """The device by its full name. Raises `WeftError` for one that is not there or that weft does
+    not serve.
+    """
     place = torch.device(device)
     if place.type == "cuda":
         if not torch.cuda.is_available():
             raise WeftError('no GPU that torch can use was found; use device="cpu"')
         _check_triton("GPUs need")
-        return torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
+        return torch.device(
+            "cuda", torch.cuda.current_device() if place.index is None else place.index
+        )
     if place.type != "cpu":
         raise WeftError(f"weft serves cpu and cuda; got {place}")
     return place
 
 
 def check_products(products: str, device: torch.device) -> None:
-    """Raise `ValueError` or `WeftError` unless a world on `device` can multiply by `products`, ``torch`` or ``triton``."""
+    """Raise `ValueError` or `WeftError` unless a world on `device` can multiply by `products`,
+    ``torch`` or ``triton``.
+    """
     if products not in ("torch", "triton"):
         raise ValueError(f"products are made by torch or by triton; got {products!r}")
     if products == "triton":
@@ -48,7 +58,8 @@ def check_products(products: str, device: torch.device) -> None:
 
             if not triton.knobs.runtime.interpret:
                 raise WeftError(
-                    "on a CPU Triton's kernels run only under its interpreter: set TRITON_INTERPRET=1 before anything imports "
+                    "on a CPU Triton's kernels run only under its interpreter: set "
+                    "TRITON_INTERPRET=1 before anything imports "
                     'them, or use products="torch"'
                 )
 
@@ -61,23 +72,34 @@ def _check_triton(who_needs: str, instead: str = "") -> None:
 
         found = triton.__version__
     if found is None or TorchVersion(found) < _TRITON:
-        raise WeftError(f"{who_needs} Triton {_TRITON} or newer, and there is {found or 'none'}: install weft[gpu]{instead}")
+        raise WeftError(
+            f"{who_needs} Triton {_TRITON} or newer, and there is {found or 'none'}: install "
+            f"weft[gpu]{instead}"
+        )
 
 
 def allocate(world: Peers, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in a new segment on the world's device, zero when any rank gets it; see `World.empty`."""
+    """A tensor in a new segment on the world's device, zero when any rank gets it; see
+    `World.empty`.
+    """
     size = math.prod(shape) * dtype.itemsize
     call = f"empty({tuple(shape)}, {dtype_name(dtype)})"
     compiled = _native.Compiled(call, 0, [], world.ranks)
     world.native.begin(compiled, world.timeout)
-    parts = _in_this_process(world, size, compiled, call) if world.group is None else _between_processes(world, size)
+    parts = (
+        _in_this_process(world, size, compiled, call)
+        if world.group is None
+        else _between_processes(world, size)
+    )
     segment = memory.DeviceSegment(parts, world.number, world.native.calls)
     world.keepalive.append(segment)
     memory.segments[segment.base(world.rank)] = segment
     return parts[world.rank][:size].view(dtype).view(tuple(shape))
 
 
-def _in_this_process(world: Peers, size: int, compiled: _native.Compiled, call: str) -> list[torch.Tensor]:
+def _in_this_process(
+    world: Peers, size: int, compiled: _native.Compiled, call: str
+) -> list[torch.Tensor]:
     own = torch.zeros(max(size, 1), dtype=torch.uint8, device=world.device)
     drain(world.device)  # zeros are there before any peer hears of them
     _parts[own.data_ptr()] = own
@@ -92,16 +114,21 @@ def _between_processes(world: Peers, size: int) -> list[torch.Tensor]:
     from torch._C._distributed_c10d import _SymmetricMemory
 
     assert world.group is not None
-    # An allocation of its own: what torch's `empty` takes from a pool begins somewhere in it, and peers' buffers are those of the
-    # whole block.
+    # An allocation of its own: what torch's `empty` takes from a pool begins somewhere in it, and
+    # peers' buffers are those of the whole block.
     make: Any = _SymmetricMemory.empty_strided_p2p
     own: torch.Tensor = make((max(size, 1),), (1,), torch.uint8, world.device).zero_()
     drain(world.device)
     handle: Any = symmetric_memory.rendezvous(own, world.group)
-    return [own if rank == world.rank else handle.get_buffer(rank, own.shape, own.dtype) for rank in range(world.ranks)]
+    return [
+        own if rank == world.rank else handle.get_buffer(rank, own.shape, own.dtype)
+        for rank in range(world.ranks)
+    ]
 
 
 def drain(device: torch.device) -> None:
-    """Wait for what is on the current stream; other streams may hold what waits for this rank, so they are not waited for."""
+    """Wait for what is on the current stream; other streams may hold what waits for this rank, so
+    they are not waited for.
+    """
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

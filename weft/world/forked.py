@@ -1,6 +1,8 @@
-"""What a forked child does with its parent's objects that have threads: it has the objects, and not the threads.
+"""What a forked child does with its parent's objects that have threads: it has the objects, and not
+the threads.
 
-To destroy one would wait for its threads for ever. So it is kept to the end of the process, when its memory goes at once.
+To destroy one would wait for its threads for ever. So it is kept to the end of the process, when
+its memory goes at once.
 """
 
 from __future__ import annotations

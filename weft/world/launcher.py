@@ -13,26 +13,40 @@ from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+    record,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from weft.world import placement, reports
 from weft.world.placement import threads_per_rank
 
 
-def launch(fn: Callable[..., Any], ranks: int, *args: Any, threads: int | None = None, bind: bool = True) -> list[Any]:
-    """Call ``fn(*args)`` in `ranks` new processes on this host and return their results in rank order.
+def launch(
+    fn: Callable[..., Any], ranks: int, *args: Any, threads: int | None = None, bind: bool = True
+) -> list[Any]:
+    """Call ``fn(*args)`` in `ranks` new processes on this host and return their results in rank
+    order.
 
-    `fn`, `args` and results must be picklable, and the calling script's main part under ``if __name__ == "__main__"``, as always
-    with `multiprocessing`. Each rank finds torchrun's variables, so `weft.init()` joins them. `threads` is the number of compute
-    threads per rank; by default one for each core of a rank's share, which is on one NUMA node if it can be. Ranks are bound to
-    their shares where the cores go round evenly, unless `bind` is false. If a rank fails the others are stopped, and `RuntimeError`
-    tells which failed first and why. Ctrl-C is a `KeyboardInterrupt` once all have stopped.
+    `fn`, `args` and results must be picklable, and the calling script's main part under ``if
+    __name__ == "__main__"``, as always with `multiprocessing`. Each rank finds torchrun's
+    variables, so `weft.init()` joins them. `threads` is the number of compute threads per rank; by
+    default one for each core of a rank's share, which is on one NUMA node if it can be. Ranks are
+    bound to their shares where the cores go round evenly, unless `bind` is false. If a rank fails
+    the others are stopped, and `RuntimeError` tells which failed first and why. Ctrl-C is a
+    `KeyboardInterrupt` once all have stopped.
     """
     if ranks < 1:
         raise ValueError(f"at least one rank is needed; got {ranks}")
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # a rank imports the script that launches it
-        print('weft.launch: put what the script does under  if __name__ == "__main__":', file=sys.stderr)
+    if getattr(
+        multiprocessing.current_process(), "_inheriting", False
+    ):  # a rank imports the script that launches it
+        print(
+            'weft.launch: put what the script does under  if __name__ == "__main__":',
+            file=sys.stderr,
+        )
         raise SystemExit(1)
     multiprocessing.set_forkserver_preload(["torch", "weft.world"])
     config = LaunchConfig(
@@ -48,10 +62,14 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, threads: int | None =
     )
     try:
         with _quiet():
-            results = elastic_launch(config, _rank)(threads or threads_per_rank(ranks), bind, fn, *args)
+            results = elastic_launch(config, _rank)(
+                threads or threads_per_rank(ranks), bind, fn, *args
+            )
     except ChildFailedError as error:
         rank, failure = _first(error)
-        raise RuntimeError(f"rank {rank} (pid {failure.pid}) {_how(failure)}{_callstack(failure)}") from None
+        raise RuntimeError(
+            f"rank {rank} (pid {failure.pid}) {_how(failure)}{_callstack(failure)}"
+        ) from None
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
@@ -63,7 +81,9 @@ def launch(fn: Callable[..., Any], ranks: int, *args: Any, threads: int | None =
 def _quiet() -> Iterator[None]:
     """Say nothing of how ranks are started and stopped: what is raised at the end says it all."""
     names = [
-        name for name in logging.root.manager.loggerDict if name.startswith(("torch.distributed.elastic", "torch.multiprocessing"))
+        name
+        for name in logging.root.manager.loggerDict
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing"))
     ]
     levels = {log: log.level for log in map(logging.getLogger, names)}  # each has one of its own
     for log in levels:
@@ -76,11 +96,17 @@ def _quiet() -> Iterator[None]:
 
 
 def _first(error: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """The rank that failed by itself, or the first of several: others were stopped, or tell that they lost a peer."""
+    """The rank that failed by itself, or the first of several: others were stopped, or tell that
+    they lost a peer.
+    """
 
     def blame(failed: tuple[int, ProcessFailure]) -> tuple[bool, bool, int]:
         failure = failed[1]
-        return failure.exitcode == -signal.SIGTERM, _message(failure).startswith("PeerLost"), failure.timestamp
+        return (
+            failure.exitcode == -signal.SIGTERM,
+            _message(failure).startswith("PeerLost"),
+            failure.timestamp,
+        )
 
     return min(error.failures.items(), key=blame)
 
@@ -92,18 +118,28 @@ def _message(failure: ProcessFailure) -> str:
 
 def _callstack(failure: ProcessFailure) -> str:
     """Where that was raised."""
-    return f"\n{failure.message.get('extraInfo', {}).get('py_callstack', '')}" if isinstance(failure.message, dict) else ""
+    return (
+        f"\n{failure.message.get('extraInfo', {}).get('py_callstack', '')}"
+        if isinstance(failure.message, dict)
+        else ""
+    )
 
 
 def _how(failure: ProcessFailure) -> str:
     """What became of a rank."""
     if failure.exitcode < 0:
         return f"was ended by {signal.Signals(-failure.exitcode).name}"
-    return f"failed: {message}" if (message := _message(failure)) else f"ended with exit code {failure.exitcode}"
+    return (
+        f"failed: {message}"
+        if (message := _message(failure))
+        else f"ended with exit code {failure.exitcode}"
+    )
 
 
 def _rank(threads: int, bind: bool, fn: Callable[..., Any], *args: Any) -> Any:
-    """What a launched process runs: `fn` with its share of threads, and a report of what went wrong."""
+    """What a launched process runs: `fn` with its share of threads, and a report of what went
+    wrong.
+    """
     if bind:
         placement.bind(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), threads)
     os.environ[placement.OFF] = "0"  # `weft.init` need not do it
@@ -111,11 +147,14 @@ def _rank(threads: int, bind: bool, fn: Callable[..., Any], *args: Any) -> Any:
     return record(fn)(*args)
 
 
-def run(ranks: int, script: str, arguments: Sequence[str], bind: bool = True, module: bool = False) -> int:
+def run(
+    ranks: int, script: str, arguments: Sequence[str], bind: bool = True, module: bool = False
+) -> int:
     """Run a Python script, or a module as ``python -m`` does, on `ranks` local ranks.
 
-    The exit code is 0, or that of the rank that failed first; 128 and the number of the signal if one ended it, or this process.
-    `weft.init` binds each rank to its share of the cores, unless `bind` is false.
+    The exit code is 0, or that of the rank that failed first; 128 and the number of the signal if
+    one ended it, or this process. `weft.init` binds each rank to its share of the cores, unless
+    `bind` is false.
     """
     from torch.distributed import run as torchrun
 
@@ -125,12 +164,21 @@ def run(ranks: int, script: str, arguments: Sequence[str], bind: bool = True, mo
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
     try:
         with _quiet():
-            asked = ["--standalone", f"--nproc-per-node={ranks}", *(["--module"] if module else []), script, *arguments]
+            asked = [
+                "--standalone",
+                f"--nproc-per-node={ranks}",
+                *(["--module"] if module else []),
+                script,
+                *arguments,
+            ]
             torchrun.run(torchrun.parse_args(asked))
     except ChildFailedError as error:
         rank, failure = _first(error)
         how = _how(failure).partition("\n")[0]  # the rank has said the rest
-        print(f"weft run: the first that failed: rank {rank} (pid {failure.pid}) {how}", file=sys.stderr)
+        print(
+            f"weft run: the first that failed: rank {rank} (pid {failure.pid}) {how}",
+            file=sys.stderr,
+        )
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except (SignalException, KeyboardInterrupt) as error:
         number = signal.Signals(getattr(error, "sigval", signal.SIGINT))

@@ -1,9 +1,11 @@
-"""A world inside one process: every rank is a thread. For notebooks, for several ranks on one GPU, and for trying things out.
+"""A world inside one process: every rank is a thread. For notebooks, for several ranks on one GPU,
+and for trying things out.
 
     with weft.local_world(2) as local:
         parts = local.run(lambda: weft.all_gather(torch.randn(4)))
 
-Ranks are what they are between processes: they share nothing but symmetric memory, and fail as others do.
+Ranks are what they are between processes: they share nothing but symmetric memory, and fail as
+others do.
 """
 
 from __future__ import annotations
@@ -34,36 +36,61 @@ _STREAMS = 3  # of a rank on a GPU: its lanes, and the one it is called on
 class LocalWorld:
     """Ranks as threads of this process; made by `local_world`. A context manager.
 
-    Attributes: `ranks` (their number), `worlds` (each rank's, for use on its own thread), `closed` (whether `close` was called).
+    Attributes: `ranks` (their number), `worlds` (each rank's, for use on its own thread), `closed`
+    (whether `close` was called).
     """
 
-    def __init__(self, ranks: int, device: torch.device, timeout: float, streams: bool, products: str) -> None:
+    def __init__(
+        self, ranks: int, device: torch.device, timeout: float, streams: bool, products: str
+    ) -> None:
         self.ranks, self.device, self.closed = ranks, device, False
         self.threads = [ThreadPoolExecutor(1, f"rank {rank}") for rank in range(ranks)]
         cores, nowhere = frozenset(os.sched_getaffinity(0)), Address("", 0, b"")
-        place = Place(os.getpid(), host_identity(), nowhere, cores, threads_per_rank(ranks), (), thresholds(), probe())
+        place = Place(
+            os.getpid(),
+            host_identity(),
+            nowhere,
+            cores,
+            threads_per_rank(ranks),
+            (),
+            thresholds(),
+            probe(),
+        )
         sockets = _sockets(ranks)
 
         def make(rank: int) -> World:
             torch.set_num_threads(threads_per_rank(ranks))
-            world = World(rank, [place] * ranks, _native.Mesh(sockets[rank]), timeout, Backend(device, streams, products, ranks))
+            world = World(
+                rank,
+                [place] * ranks,
+                _native.Mesh(sockets[rank]),
+                timeout,
+                Backend(device, streams, products, ranks),
+            )
             world.maker = "weft.local_world(...)"
             default_here(world)
-            if device.type == "cuda":  # gradients on a thread of each rank's own: they would share one, and wait for each other
+            if (
+                device.type == "cuda"
+                # gradients on a thread of each rank's own: they would share one, and wait for each
+                # other
+            ):
                 torch.autograd.set_multithreading_enabled(False)
             return world
 
         self.before = torch.get_num_threads()
         self.worlds: list[World] = self._on_all(make)
-        self.stream = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(ranks)]
+        self.stream = [
+            torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(ranks)
+        ]
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``fn(*args)`` on every rank and return the results in rank order.
 
-        A rank's world is the default of what `fn` calls, and what `weft.init()` returns. An exception on any rank closes the world
-        on all, and is raised here once all have stopped: that of the rank that failed by itself. Threads keep what they have from
-        call to call; on a GPU each works on a stream of its own, and the device is done when this returns.
-        After `close` it is a `WeftError`.
+        A rank's world is the default of what `fn` calls, and what `weft.init()` returns. An
+        exception on any rank closes the world on all, and is raised here once all have stopped:
+        that of the rank that failed by itself. Threads keep what they have from call to call; on a
+        GPU each works on a stream of its own, and the device is done when this returns. After
+        `close` it is a `WeftError`.
         """
 
         if self.closed:
@@ -112,17 +139,24 @@ class LocalWorld:
 
 
 def local_world(
-    ranks: int, device: torch.device | str = "cpu", *, timeout: float = 30.0, streams: bool = False, products: str = "torch"
+    ranks: int,
+    device: torch.device | str = "cpu",
+    *,
+    timeout: float = 30.0,
+    streams: bool = False,
+    products: str = "torch",
 ) -> LocalWorld:
-    """Make a world of `ranks` ranks that are threads of this process and share `device`: the CPU, or one GPU.
+    """Make a world of `ranks` ranks that are threads of this process and share `device`: the CPU,
+    or one GPU.
 
-    On a GPU the ranks' work runs at the same time on streams of their own, and what waits on the device leaves room for what it
-    waits for: kernels that wait are refused grids that could fill the GPU. `timeout` is in seconds and bounds every wait. With
-    `streams` plans run on a CPU as on a GPU, each lane on a thread: slower, to see what a GPU would do. `products` is that of
+    On a GPU the ranks' work runs at the same time on streams of their own, and what waits on the
+    device leaves room for what it waits for: kernels that wait are refused grids that could fill
+    the GPU. `timeout` is in seconds and bounds every wait. With `streams` plans run on a CPU as on
+    a GPU, each lane on a thread: slower, to see what a GPU would do. `products` is that of
     `weft.init`; with ``triton`` a CPU has streams.
 
-    Raises `ValueError` for fewer than one rank, or more than a GPU can run streams for at once; `WeftError` where there is no GPU,
-    or no Triton for products by it.
+    Raises `ValueError` for fewer than one rank, or more than a GPU can run streams for at once;
+    `WeftError` where there is no GPU, or no Triton for products by it.
     """
     if ranks < 1:
         raise ValueError(f"at least one rank is needed; got {ranks}")
@@ -130,18 +164,29 @@ def local_world(
     if place.type == "cuda":
         _check_queues(ranks)
     check_products(products, place)
-    return LocalWorld(ranks, place, limited(timeout), streams or place.type == "cuda" or products == "triton", products)
+    return LocalWorld(
+        ranks,
+        place,
+        limited(timeout),
+        streams or place.type == "cuda" or products == "triton",
+        products,
+    )
 
 
 def _check_queues(ranks: int) -> None:
-    """Streams that share a hardware queue wait for each other: a wait must not stand before what it waits for."""
+    """Streams that share a hardware queue wait for each other: a wait must not stand before what it
+    waits for.
+    """
     if not torch.cuda.is_initialized():
         os.environ.setdefault(_QUEUES, "32")
-        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # loading at first use may wait for kernels that wait for this rank
+        os.environ.setdefault(
+            "CUDA_MODULE_LOADING", "EAGER"
+        )  # loading at first use may wait for kernels that wait for this rank
     queues = int(os.environ.get(_QUEUES, "8"))
     if ranks * _STREAMS > queues:
         raise ValueError(
-            f"{ranks} ranks need {ranks * _STREAMS} streams that run at once, and there are {queues}: use at most "
+            f"{ranks} ranks need {ranks * _STREAMS} streams that run at once, and there are "
+            f"{queues}: use at most "
             f"{queues // _STREAMS} ranks, or set {_QUEUES} (at most 32) before CUDA is first used"
         )
 

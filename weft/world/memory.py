@@ -1,7 +1,8 @@
 """Symmetric memory: tensors whose memory every peer on the host has mapped.
 
-An allocation is an anonymous memory file per rank, passed over the Unix sockets of the world. It has no name, so nothing is left
-behind whatever dies, and it lives until the last tensor over it, on any rank, is gone.
+An allocation is an anonymous memory file per rank, passed over the Unix sockets of the world. It
+has no name, so nothing is left behind whatever dies, and it lives until the last tensor over it, on
+any rank, is gone.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from weft.world.topology import said
 
 
 class DeviceSegment:
-    """One symmetric allocation on a device as a rank sees it: all ranks' parts of `size` bytes, as tensors.
+    """One symmetric allocation on a device as a rank sees it: all ranks' parts of `size` bytes, as
+    tensors.
 
-    `world` is the number of its world in this process, `number` that of the call that made it. On the host, native code has its
-    own `Segment`, with every part mapped.
+    `world` is the number of its world in this process, `number` that of the call that made it. On
+    the host, native code has its own `Segment`, with every part mapped.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor], world: int, number: int) -> None:
@@ -50,7 +52,9 @@ Segment = _native.Segment | DeviceSegment
 Matrix = tuple[int, int, int, int]
 """Its rows and columns, the bytes from one row to the next, and its address."""
 
-segments: WeakValueDictionary[int, Segment] = WeakValueDictionary()  # by the address of this rank's part
+segments: WeakValueDictionary[int, Segment] = (
+    WeakValueDictionary()
+)  # by the address of this rank's part
 
 
 LOOK = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
@@ -59,20 +63,27 @@ LOOK = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 _native.look_by(PLAIN, LOOK)
 
 layouts = _native.layouts
-"""How plain tensors lie, but not where: dtypes, shapes and strides. None if that of one on a CPU cannot be told."""
+"""How plain tensors lie, but not where: dtypes, shapes and strides. None if that of one on a CPU
+cannot be told.
+"""
 
 seen = _native.seen
-"""Where a tensor lies and how, and what some elements of a matrix are: to tell later whether it is as it was."""
+"""Where a tensor lies and how, and what some elements of a matrix are: to tell later whether it is
+as it was.
+"""
 
 lies = _native.lies
-"""The number of the world in whose symmetric memory the contiguous elements of a plain tensor lie, 0 if in none's.
+"""The number of the world in whose symmetric memory the contiguous elements of a plain tensor lie,
+0 if in none's.
 
 None for what is no such tensor, or not in this process's memory.
 """
 
 
 def find(tensor: torch.Tensor) -> Segment | None:
-    """The segment that a tensor lies in, if it lies in symmetric memory of any world; also as a view made by another library."""
+    """The segment that a tensor lies in, if it lies in symmetric memory of any world; also as a
+    view made by another library.
+    """
     if not (tensor.is_cpu or tensor.is_cuda):
         return None
     found = segments.get(tensor.untyped_storage().data_ptr())
@@ -81,16 +92,24 @@ def find(tensor: torch.Tensor) -> Segment | None:
 
 def offset(tensor: torch.Tensor, segment: Segment, rank: int) -> int:
     """How many bytes behind the beginning of the rank's part of its segment a tensor begins."""
-    return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.itemsize - segment.base(rank)
+    return (
+        tensor.untyped_storage().data_ptr()
+        + int(tensor.storage_offset()) * tensor.itemsize
+        - segment.base(rank)
+    )
 
 
-def allocate(world: Peers, shape: Sequence[int], dtype: torch.dtype, call: str | None = None) -> torch.Tensor:
+def allocate(
+    world: Peers, shape: Sequence[int], dtype: torch.dtype, call: str | None = None
+) -> torch.Tensor:
     """A tensor in a new segment, see `World.empty`; `call` is what errors say that ranks called."""
     size = math.prod(shape) * dtype.itemsize
     call = call or f"empty({tuple(shape)}, {dtype_name(dtype)})"
     compiled = _native.Compiled(call, 0, [], world.ranks)
     world.native.begin(compiled, world.timeout)
-    parts: list[Any] = [None] * world.ranks  # None for those whose memory cannot be mapped, on other hosts
+    parts: list[Any] = [
+        None
+    ] * world.ranks  # None for those whose memory cannot be mapped, on other hosts
     failures, file = dict[int, str](), None
     try:
         _check_available(size, sum(map(world.near, range(world.ranks))))
@@ -103,7 +122,10 @@ def allocate(world: Peers, shape: Sequence[int], dtype: torch.dtype, call: str |
         elif world.rank not in failures and world.near(peer):
             parts[peer] = attach(world, peer, theirs, size, call)
     if failures:
-        raise SymmetricMemoryError(f"{call}: " + "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
+        raise SymmetricMemoryError(
+            f"{call}: "
+            + "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
+        )
     segment = _native.Segment(parts, world.rank, world.number, world.native.calls)
     segments[segment.base(world.rank)] = segment
     return segment.bytes(world.rank).view(dtype).view(tuple(shape))
@@ -112,7 +134,9 @@ def allocate(world: Peers, shape: Sequence[int], dtype: torch.dtype, call: str |
 def exchange(
     world: Peers, compiled: _native.Compiled, call: str, note: str, file: _native.File | None = None
 ) -> Iterator[tuple[int, str, _native.File | None]]:
-    """Send every peer a note, with a file if there is one, and give ``(peer, note, file)`` of each; all ranks make this `call`."""
+    """Send every peer a note, with a file if there is one, and give ``(peer, note, file)`` of each;
+    all ranks make this `call`.
+    """
     for peer in world.others:
         send(world, peer, f"{call}\n{note}", file, f"in {call}")
     for peer in world.others:
@@ -120,41 +144,67 @@ def exchange(
         def look(peer: int = peer) -> None:
             if world.native.mismatch(compiled, peer):
                 theirs = world.native.peer_call(peer, compiled.call)
-                raise world.fail(MismatchError.between(compiled.call, world.rank, call, peer, theirs))
+                raise world.fail(
+                    MismatchError.between(compiled.call, world.rank, call, peer, theirs)
+                )
 
         number = f"(call {compiled.call})"
-        note, theirs = receive(world, peer, f"for {call} {number}", f"for rank {peer} in {call} {number}", look)
+        note, theirs = receive(
+            world, peer, f"for {call} {number}", f"for rank {peer} in {call} {number}", look
+        )
         their_call, text = note.split("\n", 1)
         if their_call != call:
-            raise world.fail(MismatchError.between(compiled.call, world.rank, call, peer, their_call))
+            raise world.fail(
+                MismatchError.between(compiled.call, world.rank, call, peer, their_call)
+            )
         yield peer, text, theirs
 
 
 def numbers(segment: Segment, rank: int, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
     """A rank's part of a segment from byte `offset` on, as numbers of a dtype."""
-    return segment.bytes(rank)[offset : offset + (segment.size - offset) // dtype.itemsize * dtype.itemsize].view(dtype)
+    return segment.bytes(rank)[
+        offset : offset + (segment.size - offset) // dtype.itemsize * dtype.itemsize
+    ].view(dtype)
 
 
 def matrix(whole: torch.Tensor, where: Matrix) -> torch.Tensor:
     """A matrix within the numbers of a part of a segment."""
     rows, columns, stride, address = where
-    return whole.as_strided((rows, columns), (stride // whole.itemsize, 1), (address - whole.data_ptr()) // whole.itemsize)
+    return whole.as_strided(
+        (rows, columns),
+        (stride // whole.itemsize, 1),
+        (address - whole.data_ptr()) // whole.itemsize,
+    )
 
 
 def _check_available(size: int, ranks: int) -> None:
-    """Raise `OSError` rather than have the kernel kill someone for memory that is not there for all `ranks` of this host."""
-    available = max(min(_available(Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))), 0)
+    """Raise `OSError` rather than have the kernel kill someone for memory that is not there for all
+    `ranks` of this host.
+    """
+    available = max(
+        min(_available(Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))), 0
+    )
     if size * ranks > available:
         each = f" by each of {ranks} ranks of this host" if ranks > 1 else ""
         raise OSError(f"{size:,} bytes asked for{each}, {available:,} available")
 
 
 def _available(meminfo: Path, groups: Path, folder: Path) -> Iterator[int]:
-    """The bytes that may be taken: of this host, and of each control group that this process is in, of either version."""
-    yield next(int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
+    """The bytes that may be taken: of this host, and of each control group that this process is in,
+    of either version.
+    """
+    yield next(
+        int(line.split()[1]) * 1024
+        for line in meminfo.read_text().splitlines()
+        if line.startswith("MemAvailable")
+    )
     for _, controllers, path in (line.split(":", 2) for line in said(groups).splitlines()):
         root = folder / "memory" if controllers else folder
-        limit, used = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        limit, used = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            if controllers
+            else ("memory.max", "memory.current")
+        )
         if not controllers or "memory" in controllers.split(","):
             group = root / path.lstrip("/")
             for each in (group, *group.parents):

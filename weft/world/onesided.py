@@ -1,13 +1,19 @@
-"""One-sided calls: data and signals that go to a peer, or come from it, without the peer taking part.
+"""One-sided calls: data and signals that go to a peer, or come from it, without the peer taking
+part.
 
-The order that they guarantee, with an example for each pattern, is in docs/memory-model.md. In short:
+The order that they guarantee, with an example for each pattern, is in docs/memory-model.md. In
+short:
 
-- A `put` or `get` is complete when it returns; a `put_async` or `get_async` once its `Transfer` says so.
-- A notify publishes: whoever sees it (`wait`, `test`, or a look at the counter) sees all that its thread had put before.
-- Nothing else is ordered. In particular a put tells the peer nothing, and a notify does not wait for asynchronous transfers.
+- A `put` or `get` is complete when it returns; a `put_async` or `get_async` once its `Transfer`
+  says so.
+- A notify publishes: whoever sees it (`wait`, `test`, or a look at the counter) sees all that its
+  thread had put before.
+- Nothing else is ordered. In particular a put tells the peer nothing, and a notify does not wait
+  for asynchronous transfers.
 
-They may be made from any thread, any number at a time. All of them raise `WeftError` if the world is closed and `PeerLost` if a
-peer has died or failed, which closes the world; bad arguments are `ValueError` or `TypeError`, raised before anything is moved.
+They may be made from any thread, any number at a time. All of them raise `WeftError` if the world
+is closed and `PeerLost` if a peer has died or failed, which closes the world; bad arguments are
+`ValueError` or `TypeError`, raised before anything is moved.
 """
 
 from __future__ import annotations
@@ -50,28 +56,36 @@ class _Copy(NamedTuple):
 class Transfer:
     """An asynchronous put or get under way; made by `put_async` and `get_async`.
 
-    Transfers run on a thread of the world beside the caller's, one after the other in the order in which they were begun, so a
-    later one to the same peer sees what an earlier one did, and ends after it. Dropping a transfer does not end it, and its tensors
-    live until it is over. `World.close` completes what is under way.
+    Transfers run on a thread of the world beside the caller's, one after the other in the order in
+    which they were begun, so a later one to the same peer sees what an earlier one did, and ends
+    after it. Dropping a transfer does not end it, and its tensors live until it is over.
+    `World.close` completes what is under way.
     """
 
     def __init__(self, world: World, number: int, what: object) -> None:
         self._world, self._number, self._what = world, number, what
 
     def done(self) -> bool:
-        """Whether the transfer is over. False at first, then True for ever; what it moved may be used once this is True."""
+        """Whether the transfer is over. False at first, then True for ever; what it moved may be
+        used once this is True.
+        """
         return self._world.transfers.done(self._number)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return once the transfer is complete: a put's data is at the peer, a get's is here, and its source may be used again.
+        """Return once the transfer is complete: a put's data is at the peer, a get's is here, and
+        its source may be used again.
 
-        `timeout` is in seconds, the world's by default. Raises `PeerTimeout` after that, which harms neither the transfer nor the
-        world, so one may wait again; and `PeerLost` if a peer had failed before its turn came, so that it was not made.
+        `timeout` is in seconds, the world's by default. Raises `PeerTimeout` after that, which
+        harms neither the transfer nor the world, so one may wait again; and `PeerLost` if a peer
+        had failed before its turn came, so that it was not made.
         """
         self._world.check_process()
         seconds = _seconds(timeout, self._world)
         if not self._world.transfers.wait(self._number, seconds):
-            raise PeerTimeout(f"rank {self._world.rank} waited {seconds:g} s for its {self._what}; it is still under way")
+            raise PeerTimeout(
+                f"rank {self._world.rank} waited {seconds:g} s for its {self._what}; it is still "
+                "under way"
+            )
         if self._world.transfers.refused(self._number):
             raise self._world.failure(f"for its {self._what}")
 
@@ -80,17 +94,20 @@ class Transfer:
 
 
 def put(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> None:
-    """Copy `src` to `peer`'s counterpart of `dst`; when it returns `src` may be used again and the data is in the peer's memory.
+    """Copy `src` to `peer`'s counterpart of `dst`; when it returns `src` may be used again and the
+    data is in the peer's memory.
 
-    `dst` is this rank's part of a symmetric tensor or any view of it; the same view of the peer's part is written, this rank's is
-    not touched. `src` is any CPU tensor of that dtype and shape. Both may have any strides, dimension and alignment, and no
-    elements; `dst` must not hold an element twice, as an expanded tensor does, nor may its dimensions interleave. Both are plain:
-    `torch.Tensor` or `torch.nn.Parameter` itself, strided, no conjugate or negative view. `peer` may be this rank itself. If `src`
-    and the target overlap, all is read before anything is written. Autograd does not take part.
+    `dst` is this rank's part of a symmetric tensor or any view of it; the same view of the peer's
+    part is written, this rank's is not touched. `src` is any CPU tensor of that dtype and shape.
+    Both may have any strides, dimension and alignment, and no elements; `dst` must not hold an
+    element twice, as an expanded tensor does, nor may its dimensions interleave. Both are plain:
+    `torch.Tensor` or `torch.nn.Parameter` itself, strided, no conjugate or negative view. `peer`
+    may be this rank itself. If `src` and the target overlap, all is read before anything is
+    written. Autograd does not take part.
 
-    The peer learns nothing of it: tell it by `notify` or `put_notify`. `world` is the tensor's own; one that is given is checked.
-    Raises `ValueError` (not symmetric, of another world, no such peer, shapes differ, not plain), `TypeError` (dtypes differ, a
-    subclass), `PeerLost`.
+    The peer learns nothing of it: tell it by `notify` or `put_notify`. `world` is the tensor's own;
+    one that is given is checked. Raises `ValueError` (not symmetric, of another world, no such
+    peer, shapes differ, not plain), `TypeError` (dtypes differ, a subclass), `PeerLost`.
     """
     _copy(dst, src, peer, world, True)
 
@@ -98,27 +115,42 @@ def put(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> N
 def get(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> None:
     """Copy `peer`'s counterpart of `src` to `dst`; when it returns the data is in `dst`.
 
-    `src` is this rank's part of a symmetric tensor or any view of it, `dst` any CPU tensor of that dtype and shape; all else, and
-    errors, are as in `put`. What is read is only certain if the peer has said that it is there, and does not write it meanwhile.
+    `src` is this rank's part of a symmetric tensor or any view of it, `dst` any CPU tensor of that
+    dtype and shape; all else, and errors, are as in `put`. What is read is only certain if the peer
+    has said that it is there, and does not write it meanwhile.
     """
     _copy(src, dst, peer, world, False)
 
 
 def put_async(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> Transfer:
-    """Begin a `put`, with its arguments and errors, and return at once; `src` must stay as it is until the `Transfer` is over.
+    """Begin a `put`, with its arguments and errors, and return at once; `src` must stay as it is
+    until the `Transfer` is over.
 
-    A world has 1024 transfers under way at most; while it has, this call holds its thread until one ends.
+    A world has 1024 transfers under way at most; while it has, this call holds its thread until one
+    ends.
     """
     return _begin(dst, src, peer, world, True)
 
 
 def get_async(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> Transfer:
-    """Begin a `get` as `put_async` begins a put; `dst` holds nothing certain until the returned `Transfer` is over."""
+    """Begin a `get` as `put_async` begins a put; `dst` holds nothing certain until the returned
+    `Transfer` is over.
+    """
     return _begin(src, dst, peer, world, False)
 
 
-def put_notify(dst: Tensor, src: Tensor, signals: Signals, index: int | slice, peer: int, op: str = "add", value: int = 1) -> None:
-    """`put`, then `notify` the same peer: who sees the counter sees the data. Everything is checked before anything is moved."""
+def put_notify(
+    dst: Tensor,
+    src: Tensor,
+    signals: Signals,
+    index: int | slice,
+    peer: int,
+    op: str = "add",
+    value: int = 1,
+) -> None:
+    """`put`, then `notify` the same peer: who sees the counter sees the data. Everything is checked
+    before anything is moved.
+    """
     own, copy = _prepared(dst, src, peer, signals.world, True)
     raising = _notification(signals, index, peer, op, value)
     _make(own, copy, _Copy(True, peer, src.nbytes))
@@ -126,27 +158,37 @@ def put_notify(dst: Tensor, src: Tensor, signals: Signals, index: int | slice, p
         raise own.failure(f"to notify rank {peer}")
 
 
-def notify(signals: Signals, index: int | slice, peer: int, op: str = "add", value: int = 1) -> None:
-    """Raise counter `index` of `peer`, or each of a slice, after everything this thread has put or written is visible there.
+def notify(
+    signals: Signals, index: int | slice, peer: int, op: str = "add", value: int = 1
+) -> None:
+    """Raise counter `index` of `peer`, or each of a slice, after everything this thread has put or
+    written is visible there.
 
-    `op` is ``"add"``, which no other notify can lose, or ``"set"``, for a counter with one writer. `value` is from 0 to 2**64 - 1.
-    Counters never wrap in right use: sums that reach 2**64 begin again at zero and are the caller's error. `peer` may be this rank.
-    Asynchronous transfers are not published unless they were over before. Raises `ValueError` (no such peer, counter, op or value).
+    `op` is ``"add"``, which no other notify can lose, or ``"set"``, for a counter with one writer.
+    `value` is from 0 to 2**64 - 1. Counters never wrap in right use: sums that reach 2**64 begin
+    again at zero and are the caller's error. `peer` may be this rank. Asynchronous transfers are
+    not published unless they were over before. Raises `ValueError` (no such peer, counter, op or
+    value).
     """
     if not _notification(signals, index, peer, op, value)():
         raise signals.world.failure(f"to notify rank {peer}")
 
 
-def wait(signals: Signals, index: int | slice, cmp: str, value: int, timeout: float | None = None) -> None:
-    """Hold until this rank's counter `index` compares to `value` as `cmp` says, or every one of a slice does.
+def wait(
+    signals: Signals, index: int | slice, cmp: str, value: int, timeout: float | None = None
+) -> None:
+    """Hold until this rank's counter `index` compares to `value` as `cmp` says, or every one of a
+    slice does.
 
-    `cmp` is one of ``== != > >= < <=``, `value` from 0 to 2**64 - 1. A slice is satisfied when one look over its counters, one
-    after the other, finds each satisfied; counters that only grow, awaited with ``>=`` or ``>``, then all are at once. On return
-    all is visible that was put before the notifies that were seen. Prefer ``>=`` to ``==``, which a counter may pass unseen.
+    `cmp` is one of ``== != > >= < <=``, `value` from 0 to 2**64 - 1. A slice is satisfied when one
+    look over its counters, one after the other, finds each satisfied; counters that only grow,
+    awaited with ``>=`` or ``>``, then all are at once. On return all is visible that was put before
+    the notifies that were seen. Prefer ``>=`` to ``==``, which a counter may pass unseen.
 
-    `timeout` is in seconds, the world's by default; after it `PeerTimeout` names the counter, what was expected and what it holds.
-    The world stays open: nothing on other ranks is out of step, and one may wait again. The same is true of Ctrl-C. Raises
-    `PeerLost` as soon as a peer dies or fails, or when all peers have closed the world, which does close it here.
+    `timeout` is in seconds, the world's by default; after it `PeerTimeout` names the counter, what
+    was expected and what it holds. The world stays open: nothing on other ranks is out of step, and
+    one may wait again. The same is true of Ctrl-C. Raises `PeerLost` as soon as a peer dies or
+    fails, or when all peers have closed the world, which does close it here.
     """
     world = signals.world
     world.check()
@@ -159,12 +201,15 @@ def wait(signals: Signals, index: int | slice, cmp: str, value: int, timeout: fl
     if status == _native.WaitStatus.failed:
         raise world.failure(doing)
     if status == _native.WaitStatus.left:
-        raise world.lost((world.rank + 1) % world.ranks, "closed its world, as all peers did,", doing)
+        raise world.lost(
+            (world.rank + 1) % world.ranks, "closed its world, as all peers did,", doing
+        )
     raise PeerTimeout(f"rank {world.rank} waited {seconds:g} s {doing}")
 
 
 def test(signals: Signals, index: int | slice, cmp: str, value: int) -> bool:
-    """Whether `wait` with these arguments would return at once; if so, what it says of memory holds.
+    """Whether `wait` with these arguments would return at once; if so, what it says of memory
+    holds.
 
     Raises `PeerLost` if not and a peer has died or failed, so that a loop around it ends.
     """
@@ -190,11 +235,17 @@ def _make(world: World, copy: _native.StridedCopy, what: _Copy) -> None:
 
 def _begin(remote: Tensor, local: Tensor, peer: int, world: World | None, put: bool) -> Transfer:
     own, copy = _prepared(remote, local, peer, world, put)
-    return Transfer(own, own.transfers.submit((remote, local), copy), _Copy(put, peer, local.nbytes))
+    return Transfer(
+        own, own.transfers.submit((remote, local), copy), _Copy(put, peer, local.nbytes)
+    )
 
 
-def _prepared(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put: bool) -> tuple[World, _native.StridedCopy]:
-    """The world of `remote`, and the copy between `peer`'s counterpart of it and `local`; all arguments are checked."""
+def _prepared(
+    remote: Tensor, local: Tensor, peer: int, world: Peers | None, put: bool
+) -> tuple[World, _native.StridedCopy]:
+    """The world of `remote`, and the copy between `peer`'s counterpart of it and `local`; all
+    arguments are checked.
+    """
     rank = peer if type(peer) is int else whole(peer, "peer is the number of a rank")
     found = _native.one_sided(put, remote, local, rank)
     own = None if found is None else numbered(found[0])
@@ -206,29 +257,46 @@ def _prepared(remote: Tensor, local: Tensor, peer: int, world: Peers | None, put
 
 
 def _refusal(remote: Tensor, local: Tensor, peer: int, put: bool) -> Exception:
-    """What is wrong with the arguments of a copy between `peer`'s counterpart of `remote` and `local`."""
+    """What is wrong with the arguments of a copy between `peer`'s counterpart of `remote` and
+    `local`.
+    """
     there, here = ("dst", "src") if put else ("src", "dst")
     for tensor, what in ((remote, there), (local, here)):
         check_tensor(tensor, what)
         if not tensor.is_cpu:
-            return ValueError(f"{what} is on {tensor.device}; ranks of a host exchange CPU tensors: pass one")
+            return ValueError(
+                f"{what} is on {tensor.device}; ranks of a host exchange CPU tensors: pass one"
+            )
     if (segment := memory.find(remote)) is None:
-        return ValueError(f"{there} is not symmetric, so no peer has a counterpart; make it with world.empty(...)")
+        return ValueError(
+            f"{there} is not symmetric, so no peer has a counterpart; make it with world.empty(...)"
+        )
     if remote.dtype != local.dtype:
-        return TypeError(f"{there} is {name(remote.dtype)} and {here} {name(local.dtype)}; they must have one dtype")
+        return TypeError(
+            f"{there} is {name(remote.dtype)} and {here} {name(local.dtype)}; they must have one "
+            "dtype"
+        )
     if memory.layouts((remote,)) is None:
         return TypeError(
-            f"{there} is {name(remote.dtype)}, which weft cannot move: pass {there}.view(torch.uint8), and {here} likewise"
+            f"{there} is {name(remote.dtype)}, which weft cannot move: pass "
+            f"{there}.view(torch.uint8), and {here} likewise"
         )
     if remote.shape != local.shape:
-        return ValueError(f"{there} has shape {tuple(remote.shape)} and {here} {tuple(local.shape)}; they must be equal")
+        return ValueError(
+            f"{there} has shape {tuple(remote.shape)} and {here} {tuple(local.shape)}; they must "
+            "be equal"
+        )
     if (own := numbered(segment.world)) is not None:
         own.check()
         _rank(peer, own)
-    return ValueError(f"{there} is symmetric in another world; use one made by this world's empty(...)")
+    return ValueError(
+        f"{there} is symmetric in another world; use one made by this world's empty(...)"
+    )
 
 
-def _notification(signals: Signals, index: int | slice, peer: int, op: str, value: int) -> partial[bool]:
+def _notification(
+    signals: Signals, index: int | slice, peer: int, op: str, value: int
+) -> partial[bool]:
     """A checked notify, to be called."""
     world = signals.world
     world.check()
@@ -243,7 +311,10 @@ def _rank(peer: int, world: Peers) -> int:
     if not 0 <= rank < world.ranks:
         raise ValueError(f"there is no rank {rank} in a world of {world.ranks}")
     if not world.near(rank):
-        raise ValueError(f"rank {rank} is on another host; one-sided calls reach the ranks of this host: use a collective")
+        raise ValueError(
+            f"rank {rank} is on another host; one-sided calls reach the ranks of this host: use a "
+            "collective"
+        )
     return rank
 
 

@@ -1,8 +1,10 @@
-"""Whether ranks read each other's ordinary tensors through the kernel, where they lie: one copy, where staging makes two.
+"""Whether ranks read each other's ordinary tensors through the kernel, where they lie: one copy,
+where staging makes two.
 
-That pays where tensors lie in huge pages, of which the kernel has few to look up. Linux gives them to all large tensors where
-``/sys/kernel/mm/transparent_hugepage/enabled`` says ``always``; where it says ``madvise``, torch asks for them if
-``THP_MEM_ALLOC_ENABLE=1`` is set. ``WEFT_READ_PEERS=0`` has tensors staged everywhere. Ranks find it out when they make a world.
+That pays where tensors lie in huge pages, of which the kernel has few to look up. Linux gives them
+to all large tensors where ``/sys/kernel/mm/transparent_hugepage/enabled`` says ``always``; where it
+says ``madvise``, torch asks for them if ``THP_MEM_ALLOC_ENABLE=1`` is set. ``WEFT_READ_PEERS=0``
+has tensors staged everywhere. Ranks find it out when they make a world.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ LEAST_BYTES = 2 << 20
 """What is smaller does not lie in a huge page."""
 
 _ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_NUMBER = ctypes.c_uint64()  # for peers to read: at random, so that no other process of any container has the same
+_NUMBER = (
+    ctypes.c_uint64()
+)  # for peers to read: at random, so that no other process of any container has the same
 
 
 def _draw() -> None:
@@ -39,11 +43,15 @@ def huge_pages() -> bool:
         policy = _ENABLED.read_text()
     except OSError:
         return False
-    return "[always]" in policy or ("[madvise]" in policy and os.environ.get("THP_MEM_ALLOC_ENABLE") == "1")
+    return "[always]" in policy or (
+        "[madvise]" in policy and os.environ.get("THP_MEM_ALLOC_ENABLE") == "1"
+    )
 
 
 class Probe(NamedTuple):
-    """A process's number, and where peers find it in its memory; 0 if reading its tensors there would not pay."""
+    """A process's number, and where peers find it in its memory; 0 if reading its tensors there
+    would not pay.
+    """
 
     number: int = 0
     address: int = 0

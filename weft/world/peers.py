@@ -1,4 +1,6 @@
-"""The ranks of a world as one of them sees the others: who they are, where they are, and how they fail."""
+"""The ranks of a world as one of them sees the others: who they are, where they are, and how they
+fail.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +45,15 @@ class Guard:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(error, SymmetricMemoryError):  # which all ranks raise together
+        if error is not None and not isinstance(
+            error, SymmetricMemoryError
+        ):  # which all ranks raise together
             self.peers.fail(error)
 
 
 class Turn:
-    """A part of a call that one thread makes while no other makes any: ranks would no longer make calls in one order.
+    """A part of a call that one thread makes while no other makes any: ranks would no longer make
+    calls in one order.
 
     A second thread closes the world.
     """
@@ -73,22 +78,37 @@ _numbers = itertools.count(1)
 class Peers:
     """This rank and its peers: what memory, signals and relays need of a world, and no more.
 
-    Attributes: those of `World` that say where ranks are and how they work, `others` (all ranks but this one), `multi_host`
-    (whether they are on several hosts), `topology` (the host of each rank if so, which planners want to know, or None), `threads`
-    (the fewest that any rank computed with when the world was made), `staged` (why this rank does not read large ordinary tensors
-    in its peers' memory, or nothing), `reads_memory` (whether all ranks do), `known_as` (the number of each rank in a larger job,
-    which errors tell where it is another), `number` (of this world in this process), `closed` (why it is, or None), `forked`
-    (whether this process is a forked child of the one that made it).
+    Attributes: those of `World` that say where ranks are and how they work, `others` (all ranks but
+    this one), `multi_host` (whether they are on several hosts), `topology` (the host of each rank
+    if so, which planners want to know, or None), `threads` (the fewest that any rank computed with
+    when the world was made), `staged` (why this rank does not read large ordinary tensors in its
+    peers' memory, or nothing), `reads_memory` (whether all ranks do), `known_as` (the number of
+    each rank in a larger job, which errors tell where it is another), `number` (of this world in
+    this process), `closed` (why it is, or None), `forked` (whether this process is a forked child
+    of the one that made it).
     """
 
     maker = "weft.init()"
     """What made this world, and would make another."""
 
     def __init__(
-        self, rank: int, places: Sequence[Place], mesh: _native.Mesh, timeout: float, backend: Backend, relay: Relay | None = None
+        self,
+        rank: int,
+        places: Sequence[Place],
+        mesh: _native.Mesh,
+        timeout: float,
+        backend: Backend,
+        relay: Relay | None = None,
     ) -> None:
         self.rank, self.ranks, self.timeout, self.relay = rank, len(places), timeout, relay
-        self.device, self.stream_ordered, self.matmul_backend, self.ranks_per_device, self.group, self.comm_threads = backend
+        (
+            self.device,
+            self.stream_ordered,
+            self.matmul_backend,
+            self.ranks_per_device,
+            self.group,
+            self.comm_threads,
+        ) = backend
         self.others = [peer for peer in range(self.ranks) if peer != rank]
         self.hosts = numbered(place.host for place in places)
         self.multi_host = relay is not None
@@ -100,19 +120,25 @@ class Peers:
         self.threads = min(place.threads for place in places)
         self.thresholds = agreed(place.thresholds for place in places)
         alone = self.ranks == 1 or self.multi_host
-        self.staged = "" if alone else peer_memory.refusal(self.pids, [place.probe for place in places])
+        self.staged = (
+            "" if alone else peer_memory.refusal(self.pids, [place.probe for place in places])
+        )
         self.reads_memory = not (alone or self.staged)
         self.number = next(_numbers)
         self.closed: str | None = None
         self.forked = False
-        self.untold = False  # whether that is something which a thread beside the caller's has found, and no call has told yet
+        # whether that is something which a thread beside the caller's has found, and no call has
+        # told yet
+        self.untold = False
         self.keepalive: list[object] = []  # memory that lives as long as the world
         self.guard, self.turn = Guard(self), Turn(self)
         self.mesh = mesh
         here = [place for place in places if place.host == places[rank].host]
         cores = _all_cores(here)
         _native.let_teams(sum(place.threads for place in here) <= cores)
-        self.spins = 200 if len(here) <= cores else 0  # some microseconds; the scheduler may put two ranks on one core
+        self.spins = (
+            200 if len(here) <= cores else 0
+        )  # some microseconds; the scheduler may put two ranks on one core
         try:
             control = self._control_segment()
         except BaseException as error:
@@ -127,7 +153,9 @@ class Peers:
     @cached_property
     def levels(self) -> Levels:
         """How ranks meet, alike on all: it follows from what all have said of where they are."""
-        return nested(self.ranks, self.near_groups, CROWDED_HOP if self.crowded else self.thresholds.hop)
+        return nested(
+            self.ranks, self.near_groups, CROWDED_HOP if self.crowded else self.thresholds.hop
+        )
 
     def near(self, rank: int) -> bool:
         """Whether a rank is on this rank's host, so that they share memory."""
@@ -139,42 +167,70 @@ class Peers:
         if self.untold:
             raise self.failure("to make the call")
         if self.closed is not None:
-            raise WeftError(f"this world is closed: {self.closed}; make a new one with {self.maker}")
+            raise WeftError(
+                f"this world is closed: {self.closed}; make a new one with {self.maker}"
+            )
 
     def check_process(self) -> None:
-        """Raise `WeftError` in a forked child, which has the memory of its parent's worlds and none of their threads."""
+        """Raise `WeftError` in a forked child, which has the memory of its parent's worlds and none
+        of their threads.
+        """
         if self.forked:
             raise WeftError(
-                f"this world belongs to process {self.pids[self.rank]}: a forked child makes a world of its own, or none"
+                f"this world belongs to process {self.pids[self.rank]}: a forked child makes a "
+                "world of its own, or none"
             )
 
     def failure(self, doing: str) -> WeftError:
-        """The error for a failure that a peer caused or reported while this rank was `doing` something; closes the world."""
+        """The error for a failure that a peer caused or reported while this rank was `doing`
+        something; closes the world.
+        """
         self.untold = False
         kind, culprit, text = self.mesh.failure()
         if kind in ("MismatchError", "PeerTimeout"):
             return self.fail(getattr(errors, kind)(text), culprit)
         if culprit == self.rank:  # another of its threads, or a signal handler
-            return self.fail(WeftError(f"{text if kind == 'WeftError' else f'{kind}: {text}'}, and waited {doing}"))
-        return self.lost(culprit, text or "died" if kind == "PeerLost" else f"failed with {kind}: {text},", doing)
+            return self.fail(
+                WeftError(
+                    f"{text if kind == 'WeftError' else f'{kind}: {text}'}, and waited {doing}"
+                )
+            )
+        return self.lost(
+            culprit, text or "died" if kind == "PeerLost" else f"failed with {kind}: {text},", doing
+        )
 
     def lost(self, peer: int, how: str, doing: str) -> WeftError:
         """The error for a peer that this rank needed while `doing` something; closes the world."""
-        return self.fail(PeerLost(f"{self.name_of(peer)} {how} while rank {self.rank} waited {doing}", how), peer)
+        return self.fail(
+            PeerLost(f"{self.name_of(peer)} {how} while rank {self.rank} waited {doing}", how), peer
+        )
 
     def name_of(self, peer: int) -> str:
         """A peer as errors name it."""
-        elsewhere = f", rank {self.known_as[peer]} of the job," if self.known_as[peer] != peer else ""
+        elsewhere = (
+            f", rank {self.known_as[peer]} of the job," if self.known_as[peer] != peer else ""
+        )
         return f"rank {peer} (pid {self.pids[peer]}){elsewhere}"
 
     def timed_out(self, doing: str, late: int, why: str, timeout: float | None = None) -> WeftError:
-        """The error for a wait that took too long, `why` being what rank `late` has not done; closes the world."""
+        """The error for a wait that took too long, `why` being what rank `late` has not done;
+        closes the world.
+        """
         seconds = timeout or self.timeout
         advice = f"py-spy dump --pid {self.pids[late]} shows where it is; if it needs longer, give a larger timeout="
-        return self.fail(PeerTimeout(f"rank {self.rank} waited {seconds:g} s {doing}: {self.name_of(late)} {why}; {advice}"))
+        return self.fail(
+            PeerTimeout(
+                f"rank {self.rank} waited {seconds:g} s {doing}: {self.name_of(late)} {why}; "
+                f"{advice}"
+            )
+        )
 
-    def fail(self, error: BaseException, culprit: int | None = None, beside: bool = False) -> WeftError:
-        """Close the world because of `error`, tell all peers, and return it; `beside` the caller's thread, who is told later."""
+    def fail(
+        self, error: BaseException, culprit: int | None = None, beside: bool = False
+    ) -> WeftError:
+        """Close the world because of `error`, tell all peers, and return it; `beside` the caller's
+        thread, who is told later.
+        """
         if self.closed is None and not self.forked:
             text = error.how if isinstance(error, PeerLost) else str(error)
             text = text.encode(errors="replace")[:8000].decode(errors="ignore")
@@ -185,7 +241,9 @@ class Peers:
         return error  # type: ignore[return-value]
 
     def _control_segment(self) -> _native.Segment:
-        """The segment of headers and counters; it comes before the calls that could check what others do."""
+        """The segment of headers and counters; it comes before the calls that could check what
+        others do.
+        """
         size = _native.Executor.control_bytes(self.ranks)
         doing = "to make the world"
         own, file = self._mapping(size)
@@ -193,10 +251,14 @@ class Peers:
         for peer in self.others:
             if self.near(peer):
                 send(self, peer, self.staged, file, doing)
-            else:  # what it says comes by message, and is noted in a part of this rank's own, which has no counters
+            # what it says comes by message, and is noted in a part of this rank's own, which has no
+            # counters
+            else:
                 parts[peer], _ = self._mapping(_native.Executor.said_bytes)
         for peer in filter(self.near, self.others):
-            staged, theirs = receive(self, peer, doing, f"for rank {peer} (pid {self.pids[peer]}) {doing}")
+            staged, theirs = receive(
+                self, peer, doing, f"for rank {peer} (pid {self.pids[peer]}) {doing}"
+            )
             parts[peer] = attach(self, peer, theirs, size, doing)
             self.reads_memory = self.reads_memory and not staged
         return _native.Segment(parts, self.rank, self.number, 0)
@@ -205,17 +267,25 @@ class Peers:
         try:
             return _native.create_mapping(size)
         except OSError as error:
-            raise SymmetricMemoryError(f"rank {self.rank} has no memory to make the world: {error}") from None
+            raise SymmetricMemoryError(
+                f"rank {self.rank} has no memory to make the world: {error}"
+            ) from None
 
 
 def attach(peers: Peers, peer: int, file: _native.File | None, size: int, doing: str) -> Any:
-    """A peer's part of a segment, of which it sent the file; that this rank cannot take it closes the world, since peers go on."""
+    """A peer's part of a segment, of which it sent the file; that this rank cannot take it closes
+    the world, since peers go on.
+    """
     try:
         if file is None:  # the kernel hands over none where there is no room for it
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return _native.attach_mapping(file, size)
     except OSError as error:
-        raise peers.fail(SymmetricMemoryError(f"{doing}: rank {peers.rank} cannot map the part of rank {peer}: {error}")) from None
+        raise peers.fail(
+            SymmetricMemoryError(
+                f"{doing}: rank {peers.rank} cannot map the part of rank {peer}: {error}"
+            )
+        ) from None
 
 
 def send(peers: Peers, peer: int, note: str, file: _native.File | None, doing: str) -> None:
@@ -223,13 +293,16 @@ def send(peers: Peers, peer: int, note: str, file: _native.File | None, doing: s
     try:
         peers.mesh.send(peer, note, file)
     except OSError as error:
-        raise peers.fail(WeftError(f"rank {peers.rank} cannot send to rank {peer} {doing}: {error}")) from None
+        raise peers.fail(
+            WeftError(f"rank {peers.rank} cannot send to rank {peer} {doing}: {error}")
+        ) from None
 
 
 def receive(
     peers: Peers, peer: int, doing: str, late: str, look: Callable[[], None] = lambda: None
 ) -> tuple[str, _native.File | None]:
-    """A peer's note and its file, if it sent one, while this rank is `doing` something; `late` says what it waits for too long.
+    """A peer's note and its file, if it sent one, while this rank is `doing` something; `late` says
+    what it waits for too long.
 
     `look` is called whenever nothing has come, and raises what it finds to be wrong.
     """
@@ -250,7 +323,10 @@ def receive(
 
 def crowded(places: Sequence[Place]) -> bool:
     """Whether ranks of some host have to share cores."""
-    by_host = [[place for place in places if place.host == host] for host in {place.host for place in places}]
+    by_host = [
+        [place for place in places if place.host == host]
+        for host in {place.host for place in places}
+    ]
     return any(len(ranks) > _all_cores(ranks) for ranks in by_host)
 
 
@@ -260,9 +336,14 @@ def _all_cores(places: Sequence[Place]) -> int:
 
 
 def groups(places: Sequence[Place]) -> Levels:
-    """Ranks that share a cache, a NUMA node, a package, a host: the group of each rank, innermost first.
+    """Ranks that share a cache, a NUMA node, a package, a host: the group of each rank, innermost
+    first.
 
-    Below hosts it goes as deep as every rank's place is known, so that ranks whose cores nobody bound are grouped by number alone.
+    Below hosts it goes as deep as every rank's place is known, so that ranks whose cores nobody
+    bound are grouped by number alone.
     """
     depth = min(len(place.spot) for place in places)
-    return tuple(numbered((place.host, place.spot[:kept]) for place in places) for kept in range(depth, -1, -1))
+    return tuple(
+        numbered((place.host, place.spot[:kept]) for place in places)
+        for kept in range(depth, -1, -1)
+    )

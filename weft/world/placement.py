@@ -1,4 +1,6 @@
-"""Ranks are bound to cores of their own, before they touch memory: it then lies on their node, and no two wait for one core."""
+"""Ranks are bound to cores of their own, before they touch memory: it then lies on their node, and
+no two wait for one core.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,18 @@ def here() -> Topology:
 
 
 def known() -> dict[str, Any]:
-    """What is known of this process's `Thresholds`: by the kernel, its cores' caches, and by ``weft calibrate``, the hop."""
+    """What is known of this process's `Thresholds`: by the kernel, its cores' caches, and by ``weft
+    calibrate``, the hop.
+    """
     first, second = topology.data_caches(here(), os.sched_getaffinity(0))
-    profile = cache.stored(cache.of_this_machine(cache.PROFILE), lambda found: found["thresholds"]["hop"] > 0)
-    figures = {"first_level": first, "second_level": second, "hop": profile and profile["thresholds"]["hop"]}
+    profile = cache.stored(
+        cache.of_this_machine(cache.PROFILE), lambda found: found["thresholds"]["hop"] > 0
+    )
+    figures = {
+        "first_level": first,
+        "second_level": second,
+        "hop": profile and profile["thresholds"]["hop"],
+    }
     return {name: figure for name, figure in figures.items() if figure}
 
 
@@ -44,7 +54,9 @@ def threads_per_rank(ranks: int) -> int:
 
 
 def bind(rank: int, ranks: int, threads: int) -> None:
-    """Bind this process to the share of local rank `rank`, if `ranks` ranks with `threads` threads each go round."""
+    """Bind this process to the share of local rank `rank`, if `ranks` ranks with `threads` threads
+    each go round.
+    """
     shares = topology.assign(here(), os.sched_getaffinity(0), ranks, threads)
     if shares is not None:
         bind_threads(shares[rank])
@@ -58,7 +70,9 @@ def bind_threads(cores: Iterable[int]) -> None:
 
 
 def bind_as_launched() -> None:
-    """Bind this process as the rank that its launcher made it, unless the launcher bound it, it is alone, or it must not be."""
+    """Bind this process as the rank that its launcher made it, unless the launcher bound it, it is
+    alone, or it must not be.
+    """
     ranks, rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", -1))
     if os.environ.get(OFF) == "0" or ranks < 2 or not 0 <= rank < ranks:
         return

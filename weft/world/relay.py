@@ -1,9 +1,10 @@
 """What a rank has with ranks on other hosts: two connections to each, and what goes over them.
 
-To the rest of weft a peer on another host has a Unix socket as any peer has: its other end is held here, and what is written to it
-is carried to the peer's relay, which writes it to a socket there. So notes, bad news, farewells and deaths have one way on one host
-and on many. Rows have a connection of their own, so that nothing of this waits behind them; those of a call are sent before those
-of the next, and stay where they are until the peer has come to their call.
+To the rest of weft a peer on another host has a Unix socket as any peer has: its other end is held
+here, and what is written to it is carried to the peer's relay, which writes it to a socket there.
+So notes, bad news, farewells and deaths have one way on one host and on many. Rows have a
+connection of their own, so that nothing of this waits behind them; those of a call are sent before
+those of the next, and stay where they are until the peer has come to their call.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _OF_WORLDS = re.compile(
 _LENGTH = struct.Struct("<I")  # before each that is carried
 _CALL = struct.Struct("<cQQ")  # what a rank calls: its number, its digest, then its text
 _TEXT = 512  # bytes of that
-_ROWS = struct.Struct("<BQQQ")  # before rows: the lane that sends them, the call, its digest, their bytes
+_ROWS = struct.Struct(
+    "<BQQQ"
+)  # before rows: the lane that sends them, the call, its digest, their bytes
 _AHEAD = 4096  # bytes that are read before it is known what they are
 _NOTICED = 0.5  # seconds within which all threads have seen that a peer has hung up, or is
 _LINGER = 0.5  # seconds in which peers take what is on its way to them, and hang up as well
@@ -49,16 +52,22 @@ class Arrivals(Protocol):
         """Wait until rows of a lane may come; False if they never may."""
 
     def take(self, lane: int, size: int, read: Callable[[memoryview], object]) -> bool:
-        """Let `read` fill the place of what a lane sends next, as many bytes; whether more will come."""
+        """Let `read` fill the place of what a lane sends next, as many bytes; whether more will
+        come.
+        """
 
 
 class Relay:
-    """What this rank has with its `peers`, the ranks on other hosts: a connection for control to each, and one for rows.
+    """What this rank has with its `peers`, the ranks on other hosts: a connection for control to
+    each, and one for rows.
 
-    `timeout` is the seconds that a peer may take to accept a message that is not of rows, and to send what it owes one that leaves.
+    `timeout` is the seconds that a peer may take to accept a message that is not of rows, and to
+    send what it owes one that leaves.
     """
 
-    def __init__(self, rank: int, peers: Mapping[int, tuple[socket.socket, socket.socket]], timeout: float) -> None:
+    def __init__(
+        self, rank: int, peers: Mapping[int, tuple[socket.socket, socket.socket]], timeout: float
+    ) -> None:
         self.rank, self.peers, self.timeout = rank, list(peers), timeout
         self.control = {peer: control for peer, (control, _) in peers.items()}
         self.rows = {peer: rows for peer, (_, rows) in peers.items()}
@@ -69,11 +78,15 @@ class Relay:
         self.ends: dict[int, socket.socket] = {}
         self.speaking = {peer: threading.Lock() for peer in peers}  # by `control`
         self.sending = {peer: threading.Condition() for peer in peers}  # by `rows`
-        self.unsent: dict[int, deque[list[int]]] = {peer: deque() for peer in peers}  # calls, with how many messages each still has
+        self.unsent: dict[int, deque[list[int]]] = {
+            peer: deque() for peer in peers
+        }  # calls, with how many messages each still has
         self.heard = {peer: bytearray() for peer in peers}  # the beginning of a message
         self.over = {peer: threading.Event() for peer in peers}  # the peer has hung up
         self.through: set[int] = set()  # peers that have sent all their rows
-        self.expected: dict[int, dict[int, Arrivals]] = {peer: {} for peer in peers}  # by the number of the call
+        self.expected: dict[int, dict[int, Arrivals]] = {
+            peer: {} for peer in peers
+        }  # by the number of the call
         self.call = 0  # the last that has begun here
         self.begun = threading.Condition()
         self.senders: dict[str, tuple[threading.Thread, Jobs]] = {}  # by lane
@@ -90,15 +103,28 @@ class Relay:
         return near
 
     def start(self, native: _native.Executor, fail: Callable[[BaseException, int], object]) -> None:
-        """Begin to carry messages, and to tell the native core what peers say they call; `fail` closes the world for an error and
-        the rank whose fault it is."""
-        self.native, self.fail = native, fail  # which live until the world is closed, at the latest when the interpreter ends
+        """Begin to carry messages, and to tell the native core what peers say they call; `fail`
+        closes the world for an error and the rank whose fault it is.
+        """
+        self.native, self.fail = (
+            native,
+            fail,
+        )  # which live until the world is closed, at the latest when the interpreter ends
         self.receivers = [_started(self._receive, peer) for peer in self.peers]
         self.carriers = [_started(self._carry)]
 
-    def begin(self, call: int, digest: int, text: str, arrivals: Mapping[int, Arrivals], departures: Mapping[int, int]) -> None:
-        """Take what peers send in a call from now on, and tell them what this rank calls, so that one that calls something else can
-        show both. `departures`: how many messages this rank has for each peer."""
+    def begin(
+        self,
+        call: int,
+        digest: int,
+        text: str,
+        arrivals: Mapping[int, Arrivals],
+        departures: Mapping[int, int],
+    ) -> None:
+        """Take what peers send in a call from now on, and tell them what this rank calls, so that
+        one that calls something else can show both. `departures`: how many messages this rank has
+        for each peer.
+        """
         for peer, messages in departures.items():
             self.unsent[peer].append([call, messages])
         with self.begun:
@@ -112,12 +138,17 @@ class Relay:
                 self._say(peer, message)
 
     def send(self, peer: int, lane: int, call: int, digest: int, rows: memoryview) -> None:
-        """Send rows of a call once all of earlier calls are sent; when this returns they may be written over. A peer that has hung
-        up wants none.
+        """Send rows of a call once all of earlier calls are sent; when this returns they may be
+        written over. A peer that has hung up wants none.
 
-        Lanes run ahead of each other, but a peer that waits for what one sends in this call would not read the other's next call.
+        Lanes run ahead of each other, but a peer that waits for what one sends in this call would
+        not read the other's next call.
         """
-        head, connection, first = _ROWS.pack(lane, call, digest, len(rows)), self.rows[peer], self.unsent[peer]
+        head, connection, first = (
+            _ROWS.pack(lane, call, digest, len(rows)),
+            self.rows[peer],
+            self.unsent[peer],
+        )
         with self._hung_up(peer), self.sending[peer]:
             self.sending[peer].wait_for(lambda: self.closed or first[0][0] == call)
             try:
@@ -147,13 +178,16 @@ class Relay:
             connection.close()
 
     def finish(self) -> None:
-        """Return when this rank has all that its calls expect of peers, and they have what it sent, or it takes long.
+        """Return when this rank has all that its calls expect of peers, and they have what it sent,
+        or it takes long.
 
-        What comes may be for another rank of this host, which would miss it. A farewell is told to all ranks of a host, and would
-        else overtake rows that one of them receives for another.
+        What comes may be for another rank of this host, which would miss it. A farewell is told to
+        all ranks of a host, and would else overtake rows that one of them receives for another.
         """
         with self.begun:
-            self.begun.wait_for(lambda: self.closed or not any(map(self._owes, self.peers)), self.timeout)
+            self.begun.wait_for(
+                lambda: self.closed or not any(map(self._owes, self.peers)), self.timeout
+            )
         deadline = time.monotonic() + _LINGER
         self._end_senders(deadline)
         for connection in self.rows.values():
@@ -161,7 +195,9 @@ class Relay:
         _join(self.receivers, deadline)
 
     def close(self) -> None:
-        """Hang up, once peers have the farewell or the bad news that the world has sent, or it has waited long."""
+        """Hang up, once peers have the farewell or the bad news that the world has sent, or it has
+        waited long.
+        """
         with self.closing:
             first, self.closed = not self.closed, True
             for connection in self.rows.values():
@@ -189,7 +225,9 @@ class Relay:
 
     def _owes(self, peer: int) -> bool:
         """Whether more will come from a peer in calls that have begun here."""
-        return bool(self.expected[peer]) and peer not in self.through and not self.over[peer].is_set()
+        return (
+            bool(self.expected[peer]) and peer not in self.through and not self.over[peer].is_set()
+        )
 
     def _notice(self) -> None:
         """Let those look again who wait for what peers do."""
@@ -212,7 +250,9 @@ class Relay:
 
     @contextlib.contextmanager
     def _hung_up(self, peer: int) -> Iterator[None]:
-        """Take no notice that a peer has hung up, of which the mesh tells who misses it. Any other error closes the world."""
+        """Take no notice that a peer has hung up, of which the mesh tells who misses it. Any other
+        error closes the world.
+        """
         try:
             yield
         except OSError as error:
@@ -231,7 +271,9 @@ class Relay:
             while stream.more():
                 stream.read(head)
                 lane, call, digest, size = _ROWS.unpack(head)
-                if (coming := self._arrivals(peer, call, digest)) is None or not coming.let_in(lane):
+                if (coming := self._arrivals(peer, call, digest)) is None or not coming.let_in(
+                    lane
+                ):
                     return
                 if not coming.take(lane, size, stream.read):
                     del self.expected[peer][call]
@@ -252,12 +294,19 @@ class Relay:
             deadline = time.monotonic() + _NOTICED
             while not (theirs := self.native.peer_call(peer, call)) and time.monotonic() < deadline:
                 time.sleep(0.001)
-            self.fail(MismatchError.between(call, self.rank, self.native.peer_call(self.rank, call), peer, theirs), peer)
+            self.fail(
+                MismatchError.between(
+                    call, self.rank, self.native.peer_call(self.rank, call), peer, theirs
+                ),
+                peer,
+            )
             return None
         return coming
 
     def _carry(self) -> None:
-        """Carry what the world writes for peers, and what they write for it, until all have hung up."""
+        """Carry what the world writes for peers, and what they write for it, until all have hung
+        up.
+        """
         peers = {end.fileno(): peer for peer, end in self.ends.items()}
         far = {connection.fileno(): peer for peer, connection in self.control.items()}
         poll = select.poll()
@@ -279,14 +328,18 @@ class Relay:
                 return True
         except OSError as error:
             return isinstance(error, BlockingIOError)  # another thread was faster
-        if not (self.closed or self.over[peer].is_set()):  # not the peer: the world is gone, without a word
+        if not (
+            self.closed or self.over[peer].is_set()
+        ):  # not the peer: the world is gone, without a word
             for over in self.over.values():
                 over.set()
             self.close()
         return False
 
     def _forward(self, peer: int) -> bool:
-        """Carry the next message of the world's to a peer, without the files that come with notes, which stay on this host."""
+        """Carry the next message of the world's to a peer, without the files that come with notes,
+        which stay on this host.
+        """
         with self.speaking[peer]:
             message = self.ends[peer].recv(_LONGEST, socket.MSG_DONTWAIT)
             if message:
@@ -296,7 +349,9 @@ class Relay:
     def _say(self, peer: int, message: bytes) -> None:
         try:
             self.control[peer].sendall(_LENGTH.pack(len(message)) + message)
-        except OSError:  # noticed by who listens; what is left of the message can not be followed by another
+        except (
+            OSError
+        ):  # noticed by who listens; what is left of the message can not be followed by another
             _shut(self.control[peer], socket.SHUT_RDWR)
 
     def _hear(self, peer: int) -> bool:
@@ -324,10 +379,14 @@ class Relay:
         return bool(got)
 
     def _take(self, peer: int, message: bytes) -> None:
-        """Note what a peer says it calls, or give the world what it has written to it. Raises `WeftError` for anything else."""
+        """Note what a peer says it calls, or give the world what it has written to it. Raises
+        `WeftError` for anything else.
+        """
         if message[:1] == b"h" and len(message) >= _CALL.size:
             _, call, digest = _CALL.unpack_from(message)
-            self.native.note_call(peer, call, digest, message[_CALL.size :].decode(errors="replace"))
+            self.native.note_call(
+                peer, call, digest, message[_CALL.size :].decode(errors="replace")
+            )
         elif _OF_WORLDS.match(message):
             with contextlib.suppress(OSError):  # the world is closed
                 self.ends[peer].send(message)
@@ -350,7 +409,11 @@ class _Stream:
     """What comes over a connection, a little of it read ahead."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.connection, self.room, self.ahead = connection, memoryview(bytearray(_AHEAD)), memoryview(b"")
+        self.connection, self.room, self.ahead = (
+            connection,
+            memoryview(bytearray(_AHEAD)),
+            memoryview(b""),
+        )
 
     def more(self) -> bool:
         """Wait until there is something to read; False at the end."""
@@ -370,7 +433,9 @@ class _Stream:
 
 
 def _started(target: Callable[..., None], *arguments: object) -> threading.Thread:
-    """A thread that does not interrupt others that compute: where all cores are busy it waits some milliseconds for its turn."""
+    """A thread that does not interrupt others that compute: where all cores are busy it waits some
+    milliseconds for its turn.
+    """
 
     def run() -> None:
         if os.sched_getscheduler(0) == os.SCHED_OTHER:  # whoever chose another policy knows better

@@ -1,4 +1,6 @@
-"""How ranks find each other: by the process group or the store they share, in which each says where it is."""
+"""How ranks find each other: by the process group or the store they share, in which each says where
+it is.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ from weft.world.words import fitted, meant, words
 
 Said = TypeVar("Said")
 STARTING = 300.0
-"""Seconds that ranks of a launcher have to come unless `weft.init` is told otherwise: some import for long."""
+"""Seconds that ranks of a launcher have to come unless `weft.init` is told otherwise: some import
+for long.
+"""
 
 _PLACE, _PLACES = 1 << 14, 0x7FFFFFFE  # bytes of a message that says where a rank is, and its tag
 _LAST_WORD = 0.5  # seconds that a rank which gives up may take to say so
@@ -43,9 +47,11 @@ _log = logging.getLogger("weft")
 
 
 class Place(NamedTuple):
-    """Where a rank lives: its process, its host, the address of its socket, the cores it may run on, its compute threads, the
-    package, NUMA node and cache that it is in, as far as all its cores are in one, the thresholds that follow from these, and where
-    it lets peers try to read its memory."""
+    """Where a rank lives: its process, its host, the address of its socket, the cores it may run
+    on, its compute threads, the package, NUMA node and cache that it is in, as far as all its cores
+    are in one, the thresholds that follow from these, and where it lets peers try to read its
+    memory.
+    """
 
     pid: int
     host: str
@@ -58,7 +64,9 @@ class Place(NamedTuple):
 
 
 class Word(NamedTuple):
-    """What a rank says to all others when they meet: its version of weft, its job, why it gives up if it does, and where it is."""
+    """What a rank says to all others when they meet: its version of weft, its job, why it gives up
+    if it does, and where it is.
+    """
 
     version: str
     job: str
@@ -66,8 +74,11 @@ class Word(NamedTuple):
     said: Any
 
 
-def default_group(environment: Mapping[str, str] = os.environ, timeout: float = STARTING) -> dist.ProcessGroup | None:
-    """The default process group, initialised from the launcher's variables if it is not yet; None for a process on its own.
+def default_group(
+    environment: Mapping[str, str] = os.environ, timeout: float = STARTING
+) -> dist.ProcessGroup | None:
+    """The default process group, initialised from the launcher's variables if it is not yet; None
+    for a process on its own.
 
     Raises as `launched` and `join` do.
     """
@@ -81,34 +92,58 @@ def default_group(environment: Mapping[str, str] = os.environ, timeout: float = 
 
 
 def launched(timeout: float) -> tuple[Store, int, int]:
-    """The store that the ranks of a launcher share, this rank, and their number, once all ranks have come to the store.
+    """The store that the ranks of a launcher share, this rank, and their number, once all ranks
+    have come to the store.
 
-    Raises `PeerTimeout` that names the ranks which do not come in time, `PeerLost` if the store is lost meanwhile, `WeftError` if
-    rank 0 cannot hold it.
+    Raises `PeerTimeout` that names the ranks which do not come in time, `PeerLost` if the store is
+    lost meanwhile, `WeftError` if rank 0 cannot hold it.
     """
-    rank, ranks, address, port = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    rank, ranks, address, port = (
+        os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    )
     return _store(int(rank), int(ranks), address, int(port), timeout), int(rank), int(ranks)
 
 
 def _store(rank: int, ranks: int, address: str, port: int, timeout: float) -> Store:
-    deadline, where, ours = time.monotonic() + timeout, f"{address}:{port}", f"job {job()}" if job() else "the job"
-    advice = "is it started, and are MASTER_ADDR and MASTER_PORT alike on all ranks and open to them?"
-    holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
+    deadline, where, ours = (
+        time.monotonic() + timeout,
+        f"{address}:{port}",
+        f"job {job()}" if job() else "the job",
+    )
+    advice = (
+        "is it started, and are MASTER_ADDR and MASTER_PORT alike on all ranks and open to them?"
+    )
+    holds = (
+        rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    )  # else torchrun does
     try:
         if not holds:
             _reach(address, port, deadline)
-        tcp = TCPStore(address, port, ranks, holds, time_left(deadline), wait_for_workers=False, multi_tenant=True)
+        tcp = TCPStore(
+            address,
+            port,
+            ranks,
+            holds,
+            time_left(deadline),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
     except (RuntimeError, OSError) as error:
         if holds:
             raise WeftError(
-                f"rank 0 cannot listen on port {port}, where ranks of {ours} are to meet: {error}; another job may use it: set "
+                f"rank 0 cannot listen on port {port}, where ranks of {ours} are to meet: {error}; "
+                "another job may use it: set "
                 "MASTER_PORT to another one on all ranks"
             ) from error
         raise PeerTimeout(
-            f"rank {rank} waited {timeout:g} s for rank 0 of {ours} to listen at {where}: {advice} ({error})"
+            f"rank {rank} waited {timeout:g} s for rank 0 of {ours} to listen at {where}: {advice} "
+            f"({error})"
         ) from error
-    # Jobs that come to one port by chance do not see each other, nor a job what it left there before it was started again.
-    store: Store = PrefixStore(f"weft {job()} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}", tcp)
+    # Jobs that come to one port by chance do not see each other, nor a job what it left there
+    # before it was started again.
+    store: Store = PrefixStore(
+        f"weft {job()} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}", tcp
+    )
     store = PrefixStore(str(store.add(f"{rank}", 1)), store)
     store.set(f"here {rank}", "")
     keys, warned = [f"here {peer}" for peer in range(ranks)], False
@@ -121,23 +156,33 @@ def _store(rank: int, ranks: int, address: str, port: int, timeout: float) -> St
             missing = _listed([peer for peer, key in enumerate(keys) if not store.check([key])])
         except RuntimeError as error:
             raise PeerLost(
-                f"rank {rank} lost the store at {where} while it waited for all {ranks} ranks to join {ours}; whoever holds it has "
+                f"rank {rank} lost the store at {where} while it waited for all {ranks} ranks to "
+                f"join {ours}; whoever holds it has "
                 f"died or given up: {error}"
             ) from error
         if missing and time.monotonic() >= deadline:
             if holds:
                 time.sleep(_LAST_WORD)  # others, who came a little later, want to know as well
-            raise PeerTimeout(f"rank {rank} waited {timeout:g} s for {missing} of {ranks} to join {ours} at {where}: {advice}")
+            raise PeerTimeout(
+                f"rank {rank} waited {timeout:g} s for {missing} of {ranks} to join {ours} at "
+                f"{where}: {advice}"
+            )
         if missing and not warned:
-            _log.warning("rank %d waits for %s of %d to join %s at %s", rank, missing, ranks, ours, where)
+            _log.warning(
+                "rank %d waits for %s of %d to join %s at %s", rank, missing, ranks, ours, where
+            )
             warned = True
 
 
 def _reach(address: str, port: int, deadline: float) -> None:
-    """Return once somebody listens there, `OSError` if nobody does in time: torch tries for twice as long as it is told."""
+    """Return once somebody listens there, `OSError` if nobody does in time: torch tries for twice
+    as long as it is told.
+    """
     while True:
         try:
-            return socket.create_connection((address, port), max(0.001, deadline - time.monotonic())).close()
+            return socket.create_connection(
+                (address, port), max(0.001, deadline - time.monotonic())
+            ).close()
         except OSError:
             if time.monotonic() >= deadline:
                 raise
@@ -147,18 +192,29 @@ def _reach(address: str, port: int, deadline: float) -> None:
 def _listed(ranks: list[int]) -> str:
     """In words; empty for none."""
     more = f" and {len(ranks) - 10} more" if len(ranks) > 10 else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:10]))}{more}" if ranks else ""
+    return (
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:10]))}{more}"
+        if ranks
+        else ""
+    )
 
 
 def join(store: Store, rank: int, ranks: int, timeout: float) -> None:
-    """Initialise the default process group of ranks that share a store already. Raises `PeerTimeout` if they cannot connect."""
+    """Initialise the default process group of ranks that share a store already. Raises
+    `PeerTimeout` if they cannot connect.
+    """
     try:
         dist.init_process_group(
-            "gloo", store=PrefixStore("gloo", store), rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
+            "gloo",
+            store=PrefixStore("gloo", store),
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=timeout),
         )
     except RuntimeError as error:
         raise PeerTimeout(
-            f"rank {rank} cannot connect to all {ranks} ranks by gloo: {error}; {INTERFACE} says which interface ranks use, `weft "
+            f"rank {rank} cannot connect to all {ranks} ranks by gloo: {error}; {INTERFACE} says "
+            "which interface ranks use, `weft "
             "doctor` what is wrong"
         ) from error
     _owned()
@@ -166,14 +222,18 @@ def join(store: Store, rank: int, ranks: int, timeout: float) -> None:
 
 
 def translated(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher started this process; if so torch's variables are set. Raises `WeftError` if one is missing."""
+    """Whether a launcher started this process; if so torch's variables are set. Raises `WeftError`
+    if one is missing.
+    """
     variables = launcher_variables(environment)
     if variables is None:
         return False
     if variables["MASTER_ADDR"] == "localhost" and _several_hosts(variables):
         raise WeftError(
-            "mpirun has started ranks on several hosts and does not say where rank 0 is: give all ranks MASTER_ADDR, the "
-            "address of its host (mpirun -x MASTER_ADDR=node0 with Open MPI, mpiexec -genv MASTER_ADDR node0 with MPICH)"
+            "mpirun has started ranks on several hosts and does not say where rank 0 is: give all "
+            "ranks MASTER_ADDR, the "
+            "address of its host (mpirun -x MASTER_ADDR=node0 with Open MPI, mpiexec -genv "
+            "MASTER_ADDR node0 with MPICH)"
         )
     for name, value in variables.items():
         os.environ.setdefault(name, value)
@@ -187,26 +247,37 @@ def _owned() -> None:
 
 
 def _leave_group(process: int) -> None:
-    """A group that weft made must be gone before the interpreter is: its threads may still want to run Python. A forked child has
-    none of them."""
+    """A group that weft made must be gone before the interpreter is: its threads may still want to
+    run Python. A forked child has none of them.
+    """
     if os.getpid() == process and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def launcher_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """What torch's ``env://`` initialisation needs, translated from the variables of torchrun, mpirun or srun.
+    """What torch's ``env://`` initialisation needs, translated from the variables of torchrun,
+    mpirun or srun.
 
-    mpirun and SLURM do not say where rank 0 listens. Unless ``MASTER_ADDR`` is set it is the first host of a SLURM step and this
-    host otherwise; unless ``MASTER_PORT`` is set the port is derived from the job, which all its ranks know. MPICH names no job:
-    where it has started ranks on several hosts the port is torch's own, 29500.
+    mpirun and SLURM do not say where rank 0 listens. Unless ``MASTER_ADDR`` is set it is the first
+    host of a SLURM step and this host otherwise; unless ``MASTER_PORT`` is set the port is derived
+    from the job, which all its ranks know. MPICH names no job: where it has started ranks on
+    several hosts the port is torch's own, 29500.
     """
     known = {
         "RANK": ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
         "WORLD_SIZE": ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"),
-        "LOCAL_RANK": ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"),
+        "LOCAL_RANK": (
+            "LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "MPI_LOCALRANKID",
+            "SLURM_LOCALID",
+        ),
         "LOCAL_WORLD_SIZE": ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
     }
-    found = {name: [environment[key] for key in keys if key in environment] for name, keys in known.items()}
+    found = {
+        name: [environment[key] for key in keys if key in environment]
+        for name, keys in known.items()
+    }
     variables = {name: values[0] for name, values in found.items() if values}
     if not {"RANK", "WORLD_SIZE"} <= {*variables}:
         return None
@@ -218,7 +289,9 @@ def launcher_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
         port = 20000 + zlib.crc32(name.encode()) % 12000
     if "RANK" not in environment and name:
         variables[_JOB] = name
-    first = re.findall(r"([^,\[]*)\[?(\d*)", environment.get("SLURM_STEP_NODELIST", "localhost"))[0]  # node01 of node[01-03]
+    first = re.findall(r"([^,\[]*)\[?(\d*)", environment.get("SLURM_STEP_NODELIST", "localhost"))[
+        0
+    ]  # node01 of node[01-03]
     variables["MASTER_ADDR"] = environment.get("MASTER_ADDR", "".join(first))
     variables["MASTER_PORT"] = environment.get("MASTER_PORT", str(port))
     return variables
@@ -234,13 +307,17 @@ def _job_of_launcher(environment: Mapping[str, str], mpich: bool) -> str:
 
 
 def job() -> str:
-    """The name of this process's job, alike on all its ranks; empty where the launcher gave it none."""
+    """The name of this process's job, alike on all its ranks; empty where the launcher gave it
+    none.
+    """
     return os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get(_JOB, "")
 
 
 def _several_hosts(variables: Mapping[str, str]) -> bool:
     """Whether the launcher says that not all ranks are on this host."""
-    return int(variables.get("LOCAL_WORLD_SIZE", variables["WORLD_SIZE"])) < int(variables["WORLD_SIZE"])
+    return int(variables.get("LOCAL_WORLD_SIZE", variables["WORLD_SIZE"])) < int(
+        variables["WORLD_SIZE"]
+    )
 
 
 def host_identity() -> str:
@@ -258,10 +335,12 @@ class ByGroup:
 
     @contextlib.contextmanager
     def exchanged(self, own: Said, timeout: float) -> Iterator[list[Said]]:
-        """What all ranks say of where they are, each its `own`; in the ``with`` block what is on its way may still arrive.
+        """What all ranks say of where they are, each its `own`; in the ``with`` block what is on
+        its way may still arrive.
 
-        Raises `PeerLost` or `PeerTimeout` naming the rank from which nothing comes or that gave up, `WeftError` naming one that
-        runs another version of weft, belongs to another job, or says what nobody can understand.
+        Raises `PeerLost` or `PeerTimeout` naming the rank from which nothing comes or that gave up,
+        `WeftError` naming one that runs another version of weft, belongs to another job, or says
+        what nobody can understand.
         """
         group, rank, said = self.group, self.rank, [own] * self.ranks
         deadline, under_way = time.monotonic() + timeout, self._say(_word(own))
@@ -271,8 +350,13 @@ class ByGroup:
                 group.recv([theirs], peer, _PLACES).wait(time_left(deadline))
             except RuntimeError as error:
                 if time.monotonic() < deadline:
-                    raise PeerLost(f"rank {peer} was lost while rank {rank} waited to learn where it is: {error}") from error
-                raise PeerTimeout(f"rank {rank} waited {timeout:g} s for rank {peer} to say where it is") from error
+                    raise PeerLost(
+                        f"rank {peer} was lost while rank {rank} waited to learn where it is: "
+                        f"{error}"
+                    ) from error
+                raise PeerTimeout(
+                    f"rank {rank} waited {timeout:g} s for rank {peer} to say where it is"
+                ) from error
             said[peer] = _known(rank, peer, theirs.numpy().tobytes().rstrip(b"\0"), type(own))
         yield said
         del under_way
@@ -315,10 +399,13 @@ class ByStore:
                 self.store.wait([key], time_left(deadline))
                 word = self.store.get(key)
             except dist.DistStoreError as error:
-                raise PeerTimeout(f"rank {self.rank} waited {timeout:g} s for rank {peer} to say where it is") from error
+                raise PeerTimeout(
+                    f"rank {self.rank} waited {timeout:g} s for rank {peer} to say where it is"
+                ) from error
             except RuntimeError as error:
                 raise PeerLost(
-                    f"rank {self.rank} lost the store while it waited for rank {peer} to say where it is: {error}"
+                    f"rank {self.rank} lost the store while it waited for rank {peer} to say where "
+                    f"it is: {error}"
                 ) from error
             said.append(_known(self.rank, peer, word, type(own)))
         yield said
@@ -336,7 +423,9 @@ class ByStore:
 
 
 def by(group: dist.ProcessGroup) -> ByGroup | ByStore:
-    """How the ranks of a group find each other: by gloo, which notices who dies meanwhile, or else by the group's store."""
+    """How the ranks of a group find each other: by gloo, which notices who dies meanwhile, or else
+    by the group's store.
+    """
     if dist.get_rank(group) < 0:
         raise ValueError("this process is not a member of the group")
     cpu = torch.device("cpu")
@@ -345,9 +434,12 @@ def by(group: dist.ProcessGroup) -> ByGroup | ByStore:
     _, store = c10d._world.pg_map.get(group, (None, None))
     if store is None:
         raise WeftError(
-            "the group has neither gloo nor a store, by which ranks could meet: pass another one, as of dist.new_group()"
+            "the group has neither gloo nor a store, by which ranks could meet: pass another one, "
+            "as of dist.new_group()"
         )
-    return ByStore(PrefixStore("weft world", store), dist.get_rank(group), dist.get_world_size(group))
+    return ByStore(
+        PrefixStore("weft world", store), dist.get_rank(group), dist.get_world_size(group)
+    )
 
 
 def time_left(deadline: float) -> timedelta:
@@ -356,7 +448,14 @@ def time_left(deadline: float) -> timedelta:
 
 
 def _word(own: object, gives_up: BaseException | None = None) -> bytes:
-    return words(Word(__version__, job(), (str(gives_up) or type(gives_up).__name__)[:1000] if gives_up else "", own))
+    return words(
+        Word(
+            __version__,
+            job(),
+            (str(gives_up) or type(gives_up).__name__)[:1000] if gives_up else "",
+            own,
+        )
+    )
 
 
 def _known(rank: int, peer: int, word: bytes, kind: Any) -> Any:
@@ -364,16 +463,24 @@ def _known(rank: int, peer: int, word: bytes, kind: Any) -> Any:
     try:
         theirs = meant(word, Word)
         if theirs.version != __version__:
-            raise WeftError(f"rank {peer} runs weft {theirs.version}, rank {rank} {__version__}: let all run the same")
+            raise WeftError(
+                f"rank {peer} runs weft {theirs.version}, rank {rank} {__version__}: let all run "
+                "the same"
+            )
         if theirs.job != job():
             raise WeftError(
-                f"rank {peer} belongs to another job ({theirs.job!r}, rank {rank} to {job()!r}): let each use a port of its own"
+                f"rank {peer} belongs to another job ({theirs.job!r}, rank {rank} to {job()!r}): "
+                "let each use a port of its own"
             )
         if theirs.gives_up:
-            raise PeerLost(f"rank {peer} gave up while rank {rank} waited to learn where it is: {theirs.gives_up}")
+            raise PeerLost(
+                f"rank {peer} gave up while rank {rank} waited to learn where it is: "
+                f"{theirs.gives_up}"
+            )
         return fitted(kind, theirs.said)
     except ValueError as error:
         raise WeftError(
-            f"rank {rank} does not understand what rank {peer} says of where it is: {error}; does it run another version of weft, "
+            f"rank {rank} does not understand what rank {peer} says of where it is: {error}; does "
+            "it run another version of weft, "
             "or has somebody else written there?"
         ) from error

@@ -1,5 +1,7 @@
-"""What a rank that ``weft run`` started says when an exception ends it: without a traceback a peer's fault, or Ctrl-C; an error of
-weft's with the user's part of it, and all of it at level DEBUG of the logger ``weft``."""
+"""What a rank that ``weft run`` started says when an exception ends it: without a traceback a
+peer's fault, or Ctrl-C; an error of weft's with the user's part of it, and all of it at level DEBUG
+of the logger ``weft``.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,21 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 def _reporting(before: Hook) -> Hook:
-    """A hook that prints an exception, in the way of `before` if it is this rank's own, and leaves it to the launcher."""
+    """A hook that prints an exception, in the way of `before` if it is this rank's own, and leaves
+    it to the launcher.
+    """
 
-    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def report(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         if isinstance(error, PeerLost | KeyboardInterrupt) or _told_by_peer(error):
             print(f"{kind.__name__}: {error}".removesuffix(": "), file=sys.stderr)
         else:
-            if isinstance(error, WeftError) and not logging.getLogger("weft").isEnabledFor(logging.DEBUG):
+            if isinstance(error, WeftError) and not logging.getLogger("weft").isEnabledFor(
+                logging.DEBUG
+            ):
                 trace = _of_the_user(trace)
             before(kind, error.with_traceback(trace), trace)
         if isinstance(error, Exception):
@@ -44,11 +52,15 @@ def _reporting(before: Hook) -> Hook:
 
 def _told_by_peer(error: BaseException) -> bool:
     """Whether a peer tells the same, with this rank's call."""
-    return isinstance(error, MismatchError) and os.environ.get("RANK", "") in [str(rank) for rank in error.ranks[1:]]
+    return isinstance(error, MismatchError) and os.environ.get("RANK", "") in [
+        str(rank) for rank in error.ranks[1:]
+    ]
 
 
 def _of_the_user(trace: TracebackType | None) -> TracebackType | None:
     """A traceback up to where it enters weft."""
     if trace is None or str(trace.tb_frame.f_globals.get("__name__")).startswith("weft."):
         return None
-    return TracebackType(_of_the_user(trace.tb_next), trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+    return TracebackType(
+        _of_the_user(trace.tb_next), trace.tb_frame, trace.tb_lasti, trace.tb_lineno
+    )

@@ -1,6 +1,8 @@
-"""Signals for one-sided calls: a row of counters on every rank, by which ranks tell each other what is done.
+"""Signals for one-sided calls: a row of counters on every rank, by which ranks tell each other what
+is done.
 
-How they order memory is in docs/memory-model.md; the calls that raise and await them are in `weft.world.onesided`.
+How they order memory is in docs/memory-model.md; the calls that raise and await them are in
+`weft.world.onesided`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from weft import _native
 from weft.world import memory
 from weft.world.peers import Peers
 
-COUNTER_BYTES = 64  # a cache line each, so that those who raise neighbouring counters do not disturb each other
+COUNTER_BYTES = (
+    64  # a cache line each, so that those who raise neighbouring counters do not disturb each other
+)
 LARGEST = 2**64 - 1
 
 
@@ -26,17 +30,21 @@ def whole(number: object, what: str) -> int:
 
 
 class Signals:
-    """Unsigned 64-bit counters, as many on every rank, zero at first. Made by `World.signals`, collectively.
+    """Unsigned 64-bit counters, as many on every rank, zero at first. Made by `World.signals`,
+    collectively.
 
-    ``len(signals)`` is their number; ``signals[i]`` is what this rank's counter i holds now, ``signals[i:j]`` a list of such.
-    Looking at a counter acquires: what was put before the notify that is seen is there.
+    ``len(signals)`` is their number; ``signals[i]`` is what this rank's counter i holds now,
+    ``signals[i:j]`` a list of such. Looking at a counter acquires: what was put before the notify
+    that is seen is there.
 
     Attributes: `world`, and `name`, by which errors call them.
     """
 
     def __init__(self, world: Peers, count: int, name: str) -> None:
         self.world, self.name = world, name
-        segment = memory.find(memory.allocate(world, [count * COUNTER_BYTES], torch.uint8, f"signals({count})"))
+        segment = memory.find(
+            memory.allocate(world, [count * COUNTER_BYTES], torch.uint8, f"signals({count})")
+        )
         assert isinstance(segment, _native.Segment)
         self.native = _native.SignalArray(world.mesh, segment, world.spins)
         self._count = count
@@ -52,17 +60,22 @@ class Signals:
         return f"Signals({self.name!r}, {self._count} on each of {self.world.ranks} ranks)"
 
     def select(self, index: int | slice) -> tuple[int, int, int]:
-        """First, number and step of the counters that `index` means. Raises `ValueError` unless all of them exist."""
+        """First, number and step of the counters that `index` means. Raises `ValueError` unless all
+        of them exist.
+        """
         if not isinstance(index, slice):
             at = whole(index, "an index is a number or a slice")
             if not 0 <= at < self._count:
-                raise ValueError(f"{self.name} has the counters 0 to {self._count - 1}; got index {at}")
+                raise ValueError(
+                    f"{self.name} has the counters 0 to {self._count - 1}; got index {at}"
+                )
             return at, 1, 1
         start, step = index.start or 0, 1 if index.step is None else index.step
         stop = self._count if index.stop is None else index.stop
         if not (0 <= start <= stop <= self._count and step > 0):
             raise ValueError(
-                f"{self.name} has {self._count} counters: a slice needs 0 <= start <= stop <= {self._count} and a positive step; "
+                f"{self.name} has {self._count} counters: a slice needs 0 <= start <= stop <= "
+                f"{self._count} and a positive step; "
                 f"got {start}:{stop}:{step}"
             )
         return start, len(range(start, stop, step)), step

@@ -1,4 +1,6 @@
-"""Where a host's cores are, as the kernel tells it in sysfs, and which of them each rank should have: pure functions."""
+"""Where a host's cores are, as the kernel tells it in sysfs, and which of them each rank should
+have: pure functions.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ class Core:
     node: int  # the NUMA node whose memory is near
     cache: int  # the lowest number that shares its last-level cache
     fast: bool = True  # not one of the slower cores of a processor that has two kinds
-    caches: tuple[int, int] = (0, 0)  # bytes of the first and second level for data, its part of what cores share; 0: not told
+    caches: tuple[int, int] = (
+        0,
+        0,
+    )  # bytes of the first and second level for data, its part of what cores share; 0: not told
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,9 @@ class Topology:
 
     cores: tuple[Core, ...]
     memory_nodes: tuple[int, ...] = ()  # those that have memory and no cores
-    cpuset: frozenset[int] = frozenset()  # the hardware threads that the control group of this process may use
+    cpuset: frozenset[int] = (
+        frozenset()
+    )  # the hardware threads that the control group of this process may use
 
     @property
     def nodes(self) -> list[int]:
@@ -56,7 +63,9 @@ def listed(cpus: Iterable[int]) -> str:
 
 
 def read(sysfs: Path = Path("/sys"), groups: str = "") -> Topology:
-    """The topology of the host whose sysfs is given; `groups` is what ``/proc/self/cgroup`` says of a process there."""
+    """The topology of the host whose sysfs is given; `groups` is what ``/proc/self/cgroup`` says of
+    a process there.
+    """
     devices = sysfs / "devices/system"
     online = numbers(said(devices / "cpu/online"))
     node_of, memory_nodes = dict.fromkeys(online, 0), []
@@ -76,35 +85,52 @@ def read(sysfs: Path = Path("/sys"), groups: str = "") -> Topology:
         siblings = numbers(said(about / "topology/thread_siblings_list", str(cpu))) & online
         package = int(said(about / "topology/physical_package_id", "0"))
         near, last = _data_caches(about, len(siblings)), _last_cache(about, cpu)
-        cores.append(Core(tuple(sorted(siblings)), package, node_of[cpu], last, cpu not in slow, near))
+        cores.append(
+            Core(tuple(sorted(siblings)), package, node_of[cpu], last, cpu not in slow, near)
+        )
         seen |= siblings
     cores.sort(key=lambda core: (core.package, core.node, core.cache, core.cpus))
-    return Topology(tuple(cores), tuple(memory_nodes), _cpuset(sysfs / "fs/cgroup", groups) & online or online)
+    return Topology(
+        tuple(cores), tuple(memory_nodes), _cpuset(sysfs / "fs/cgroup", groups) & online or online
+    )
 
 
 def usable(topology: Topology, allowed: Collection[int]) -> tuple[list[Core], list[Core]]:
-    """The cores, with those of their hardware threads that a process is `allowed`: the fast ones, if there are any, and all."""
-    cores = [replace(core, cpus=tuple(cpu for cpu in core.cpus if cpu in allowed)) for core in topology.cores]
+    """The cores, with those of their hardware threads that a process is `allowed`: the fast ones,
+    if there are any, and all.
+    """
+    cores = [
+        replace(core, cpus=tuple(cpu for cpu in core.cpus if cpu in allowed))
+        for core in topology.cores
+    ]
     cores = [core for core in cores if core.cpus]
     return [core for core in cores if core.fast] or cores, cores
 
 
 def threads_for(topology: Topology, allowed: Collection[int], ranks: int) -> int:
-    """How many threads each of `ranks` ranks should compute with: one for each core of its share, which is on one NUMA node."""
+    """How many threads each of `ranks` ranks should compute with: one for each core of its share,
+    which is on one NUMA node.
+    """
     cores, _ = usable(topology, allowed)
     threads = max(1, len(cores) // ranks)
     nodes = _grouped(cores, "node")
-    while threads > 1 and ranks >= len(nodes) and sum(len(node) // threads for node in nodes) < ranks:
+    while (
+        threads > 1 and ranks >= len(nodes) and sum(len(node) // threads for node in nodes) < ranks
+    ):
         threads -= 1
     return threads
 
 
-def assign(topology: Topology, allowed: Collection[int], ranks: int, threads: int = 1) -> list[frozenset[int]] | None:
-    """For each of `ranks` ranks a share of the hardware threads that are `allowed`, one of each core; None if they do not go round.
+def assign(
+    topology: Topology, allowed: Collection[int], ranks: int, threads: int = 1
+) -> list[frozenset[int]] | None:
+    """For each of `ranks` ranks a share of the hardware threads that are `allowed`, one of each
+    core; None if they do not go round.
 
-    A share has room for `threads` threads, if possible on one package, NUMA node and last-level cache; ranks are spread over these
-    evenly, neighbours side by side. Slow cores are left alone where there are fast ones enough. Where there are too few cores,
-    siblings count as cores; where there are too few of those as well, ranks use them in turn, if that leaves each as many.
+    A share has room for `threads` threads, if possible on one package, NUMA node and last-level
+    cache; ranks are spread over these evenly, neighbours side by side. Slow cores are left alone
+    where there are fast ones enough. Where there are too few cores, siblings count as cores; where
+    there are too few of those as well, ranks use them in turn, if that leaves each as many.
     """
     for cores in usable(topology, allowed):
         if ranks * threads <= len(cores):
@@ -112,42 +138,66 @@ def assign(topology: Topology, allowed: Collection[int], ranks: int, threads: in
             return [frozenset(core.cpus[0] for core in share) for share in shares]
     cpus = [cpu for core in cores for cpu in core.cpus]
     if ranks * threads <= len(cpus) or ranks * threads % len(cpus) == 0:
-        return [frozenset(cpus[(rank * threads + i) % len(cpus)] for i in range(threads)) for rank in range(ranks)]
+        return [
+            frozenset(cpus[(rank * threads + i) % len(cpus)] for i in range(threads))
+            for rank in range(ranks)
+        ]
     return None
 
 
 def spot(topology: Topology, cpus: Collection[int]) -> tuple[int, ...]:
-    """The package, NUMA node and last-level cache of these hardware threads, up to where they are in several."""
-    spots = [(core.package, core.node, core.cache) for core in topology.cores if not {*core.cpus}.isdisjoint(cpus)]
-    return tuple(level[0] for level in takewhile(lambda level: len({*level}) == 1, zip(*spots, strict=True)))
+    """The package, NUMA node and last-level cache of these hardware threads, up to where they are
+    in several.
+    """
+    spots = [
+        (core.package, core.node, core.cache)
+        for core in topology.cores
+        if not {*core.cpus}.isdisjoint(cpus)
+    ]
+    return tuple(
+        level[0] for level in takewhile(lambda level: len({*level}) == 1, zip(*spots, strict=True))
+    )
 
 
 def data_caches(topology: Topology, cpus: Collection[int]) -> tuple[int, int]:
     """The bytes that each core with one of these hardware threads has at least, as `Core.caches`."""
     found = [core.caches for core in topology.cores if not {*core.cpus}.isdisjoint(cpus)]
-    return min((first for first, _ in found), default=0), min((second for _, second in found), default=0)
+    return min((first for first, _ in found), default=0), min(
+        (second for _, second in found), default=0
+    )
 
 
-def _share(cores: Sequence[Core], ranks: int, threads: int, levels: Sequence[str]) -> list[Sequence[Core]]:
+def _share(
+    cores: Sequence[Core], ranks: int, threads: int, levels: Sequence[str]
+) -> list[Sequence[Core]]:
     """The cores of each rank; `levels`: what a share should be within one of, if it can."""
     if levels:
         groups = _grouped(cores, levels[0])
         rooms = [len(group) // threads for group in groups]
-        if levels[0] == "cache" and ranks < len(groups):  # several caches of a node each: nothing is gained by leaving any alone
+        if levels[0] == "cache" and ranks < len(
+            groups
+        ):  # several caches of a node each: nothing is gained by leaving any alone
             groups = [[core for group in part for core in group] for part in _parts(groups, ranks)]
             rooms = [len(group) // threads for group in groups]
         if sum(rooms) >= ranks:
             counts = [0] * len(groups)
             for _ in range(ranks):
                 counts[max(range(len(groups)), key=lambda at: rooms[at] - counts[at])] += 1
-            shares = (_share(group, count, threads, levels[1:]) for group, count in zip(groups, counts, strict=True) if count)
+            shares = (
+                _share(group, count, threads, levels[1:])
+                for group, count in zip(groups, counts, strict=True)
+                if count
+            )
             return [share for several in shares for share in several]
     return _parts(cores, ranks)
 
 
 def _parts(items: Sequence[T], count: int) -> list[Sequence[T]]:
     """The items in so many parts, as even as can be."""
-    return [items[len(items) * part // count : len(items) * (part + 1) // count] for part in range(count)]
+    return [
+        items[len(items) * part // count : len(items) * (part + 1) // count]
+        for part in range(count)
+    ]
 
 
 def _grouped(cores: Sequence[Core], level: str) -> list[list[Core]]:
@@ -155,8 +205,12 @@ def _grouped(cores: Sequence[Core], level: str) -> list[list[Core]]:
 
 
 def _last_cache(about: Path, cpu: int) -> int:
-    """The lowest number that shares the last-level cache of a hardware thread; its own package's caches may not be told."""
-    levels = {int(said(index / "level", "0")): index for index in sorted((about / "cache").glob("index*"))}
+    """The lowest number that shares the last-level cache of a hardware thread; its own package's
+    caches may not be told.
+    """
+    levels = {
+        int(said(index / "level", "0")): index for index in sorted((about / "cache").glob("index*"))
+    }
     return min(numbers(said(levels[max(levels)] / "shared_cpu_list")) or {cpu}) if levels else 0
 
 
@@ -166,15 +220,25 @@ def _data_caches(about: Path, siblings: int) -> tuple[int, int]:
     for index in (about / "cache").glob("index*"):
         if said(index / "type") != "Instruction":
             cores = max(1, len(numbers(said(index / "shared_cpu_list"))) // siblings)
-            found[said(index / "level")] = (int(said(index / "size", "0K").removesuffix("K")) << 10) // cores
+            found[said(index / "level")] = (
+                int(said(index / "size", "0K").removesuffix("K")) << 10
+            ) // cores
     return found.get("1", 0), found.get("2", 0)
 
 
 def _cpuset(folder: Path, groups: str) -> frozenset[int]:
-    """What the control groups of a process leave it; empty if they say nothing. The second version of groups, then the first."""
-    of = {controllers: path.lstrip("/") for _, controllers, path in (line.split(":", 2) for line in groups.splitlines())}
+    """What the control groups of a process leave it; empty if they say nothing. The second version
+    of groups, then the first.
+    """
+    of = {
+        controllers: path.lstrip("/")
+        for _, controllers, path in (line.split(":", 2) for line in groups.splitlines())
+    }
     told = [folder / of.get("", "") / "cpuset.cpus.effective", folder / "cpuset.cpus.effective"]
-    told += [folder / "cpuset" / of.get("cpuset", "") / "cpuset.effective_cpus", folder / "cpuset/cpuset.effective_cpus"]
+    told += [
+        folder / "cpuset" / of.get("cpuset", "") / "cpuset.effective_cpus",
+        folder / "cpuset/cpuset.effective_cpus",
+    ]
     return next((found for found in map(numbers, map(said, told)) if found), frozenset())
 
 

@@ -1,7 +1,7 @@
 """What ranks tell each other of themselves: JSON of a fixed form.
 
-It comes from a store or over the network, where others may be able to write, so nothing of it is run, and what has another form
-is refused.
+It comes from a store or over the network, where others may be able to write, so nothing of it is
+run, and what has another form is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ Kind = TypeVar("Kind")
 
 
 def words(value: object) -> bytes:
-    """A value in words: a string, a number, bytes, or a list, set, dictionary, named tuple or dataclass of such."""
+    """A value in words: a string, a number, bytes, or a list, set, dictionary, named tuple or
+    dataclass of such.
+    """
     return json.dumps(value, default=_plain, allow_nan=False, separators=(",", ":")).encode()
 
 
@@ -31,18 +33,25 @@ def meant(said: bytes, kind: type[Kind]) -> Kind:
 
 
 def everyones(own: Kind, kind: type[Kind], group: dist.ProcessGroup | None = None) -> list[Kind]:
-    """What each rank of a process group has of this kind; collective. Raises `ValueError` if one has something else."""
+    """What each rank of a process group has of this kind; collective. Raises `ValueError` if one
+    has something else.
+    """
     said = torch.frombuffer(bytearray(words(own)), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([len(said)]), group=group)
     parts = [torch.zeros(int(max(sizes)), dtype=torch.uint8) for _ in sizes]
     parts[dist.get_rank(group)][: len(said)] = said
     dist.all_gather(parts, parts[dist.get_rank(group)].clone(), group=group)
-    return [meant(part[: int(size)].numpy().tobytes(), kind) for part, size in zip(parts, sizes, strict=True)]
+    return [
+        meant(part[: int(size)].numpy().tobytes(), kind)
+        for part, size in zip(parts, sizes, strict=True)
+    ]
 
 
 def fitted(kind: Any, said: Any) -> Any:
-    """A value of JSON as one of this kind: a class, or several of one. Raises `ValueError` if it is none."""
+    """A value of JSON as one of this kind: a class, or several of one. Raises `ValueError` if it is
+    none.
+    """
     of, parts = get_origin(kind) or kind, get_args(kind)
     if of is Any:
         return said
@@ -56,7 +65,10 @@ def fitted(kind: Any, said: Any) -> Any:
         return said
     if of in (dict, Mapping):
         whole = isinstance(said, dict) and parts[0] is int  # JSON's keys are strings
-        return {int(key) if whole else key: fitted(parts[1], value) for key, value in _a(dict, said).items()}
+        return {
+            int(key) if whole else key: fitted(parts[1], value)
+            for key, value in _a(dict, said).items()
+        }
     several = _a(list, said)
     if of in (list, frozenset, tuple):
         return of(fitted(parts[0], each) for each in several)

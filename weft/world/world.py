@@ -1,4 +1,6 @@
-"""The ranks that work together: `init` makes a `World`, which owns what they share and knows how they fail."""
+"""The ranks that work together: `init` makes a `World`, which owns what they share and knows how
+they fail.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,15 @@ from weft.world.forked import keep
 from weft.world.listener import Listener, listen_to_hosts
 from weft.world.peers import Backend, Peers
 from weft.world.relay import Relay
-from weft.world.rendezvous import STARTING, ByGroup, ByStore, Place, by, default_group, host_identity
+from weft.world.rendezvous import (
+    STARTING,
+    ByGroup,
+    ByStore,
+    Place,
+    by,
+    default_group,
+    host_identity,
+)
 from weft.world.signals import Signals
 
 
@@ -32,8 +42,9 @@ class Recorder(Protocol):
     """What takes note of every execution of a plan, as `weft.plan.trace` does."""
 
     def add(self, plan: Plan, rows: Sequence[int], spans: list[tuple[str, int, int, int]]) -> None:
-        """Called after each execution with the rows of each shard, and ``(lane, index of the instruction, start, stop)`` in
-        nanoseconds."""
+        """Called after each execution with the rows of each shard, and ``(lane, index of the
+        instruction, start, stop)`` in nanoseconds.
+        """
 
 
 _TIMEOUT = 30.0  # seconds that waits of a world may take unless it is made with another limit
@@ -52,22 +63,31 @@ _alive: weakref.WeakValueDictionary[int, World] = weakref.WeakValueDictionary() 
 
 
 class World(Peers):
-    """A set of ranks with shared memory, signals and a common order of calls. Made by `init`; a context manager.
+    """A set of ranks with shared memory, signals and a common order of calls. Made by `init`; a
+    context manager.
 
-    Every operator on a world is collective: all ranks make the same calls in the same order. Worlds are independent of each other;
-    one world is used by one thread at a time.
+    Every operator on a world is collective: all ranks make the same calls in the same order. Worlds
+    are independent of each other; one world is used by one thread at a time.
 
-    Attributes: `rank`, `ranks` (their number), `timeout` (seconds any wait may take unless a call says otherwise), `pids`, `cores`
-    (the processor cores that each rank may use), `recorder` (told of every execution, or None), `emulated_link` (its Gbit/s and its
-    latency in microseconds, or None), `device` (where its tensors are), `stream_ordered` (whether lanes are streams, as on a GPU),
-    `matmul_backend` (how streams multiply: ``torch`` or ``triton``), `ranks_per_device` (how many ranks work on this rank's GPU, if
-    it has one), `group` (the process group by which ranks with GPUs share memory, or None), `hosts` (the host of each rank,
-    numbered from 0), `relay` (to the ranks on other hosts, or None if there are none), `comm_threads` (as in `init`), `thresholds`
-    (the sizes from which on its collectives go another way, alike on all ranks).
+    Attributes: `rank`, `ranks` (their number), `timeout` (seconds any wait may take unless a call
+    says otherwise), `pids`, `cores` (the processor cores that each rank may use), `recorder` (told
+    of every execution, or None), `emulated_link` (its Gbit/s and its latency in microseconds, or
+    None), `device` (where its tensors are), `stream_ordered` (whether lanes are streams, as on a
+    GPU), `matmul_backend` (how streams multiply: ``torch`` or ``triton``), `ranks_per_device` (how
+    many ranks work on this rank's GPU, if it has one), `group` (the process group by which ranks
+    with GPUs share memory, or None), `hosts` (the host of each rank, numbered from 0), `relay` (to
+    the ranks on other hosts, or None if there are none), `comm_threads` (as in `init`),
+    `thresholds` (the sizes from which on its collectives go another way, alike on all ranks).
     """
 
     def __init__(
-        self, rank: int, places: Sequence[Place], mesh: _native.Mesh, timeout: float, backend: Backend, relay: Relay | None = None
+        self,
+        rank: int,
+        places: Sequence[Place],
+        mesh: _native.Mesh,
+        timeout: float,
+        backend: Backend,
+        relay: Relay | None = None,
     ) -> None:
         super().__init__(rank, places, mesh, timeout, backend, relay)
         self.name = (self.number, self.rank, self.ranks)  # among the arguments of torch's operators
@@ -79,10 +99,12 @@ class World(Peers):
         _alive[self.number] = self
 
     def empty(self, *shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A symmetric tensor with undefined contents, on the world's device; collective, with one `shape` and `dtype` on all ranks.
+        """A symmetric tensor with undefined contents, on the world's device; collective, with one
+        `shape` and `dtype` on all ranks.
 
-        `dtype` defaults to torch's default dtype. The memory is reserved at once. Raises `SymmetricMemoryError` on every rank if
-        any rank lacks it, `MismatchError` if ranks ask for different things.
+        `dtype` defaults to torch's default dtype. The memory is reserved at once. Raises
+        `SymmetricMemoryError` on every rank if any rank lacks it, `MismatchError` if ranks ask for
+        different things.
         """
         self.check()
         dims = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
@@ -100,10 +122,12 @@ class World(Peers):
             return take(self, sizes, dtype)
 
     def signals(self, count: int, name: str = "signals") -> Signals:
-        """`count` zeroed counters on every rank for one-sided calls; collective, with the same `count` on all ranks.
+        """`count` zeroed counters on every rank for one-sided calls; collective, with the same
+        `count` on all ranks.
 
-        `name` is what errors call them. Raises `SymmetricMemoryError` on every rank if any rank lacks memory, `MismatchError` if
-        ranks ask for different things, `ValueError` unless `count` is positive.
+        `name` is what errors call them. Raises `SymmetricMemoryError` on every rank if any rank
+        lacks memory, `MismatchError` if ranks ask for different things, `ValueError` unless `count`
+        is positive.
         """
         self.check()
         if not (isinstance(count, int) and count > 0):
@@ -118,17 +142,23 @@ class World(Peers):
             self.engine.settle()
 
     def is_symmetric(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is this rank's part of a symmetric tensor of this world, or a view of one."""
+        """Whether `tensor` is this rank's part of a symmetric tensor of this world, or a view of
+        one.
+        """
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"tensor must be a tensor; got {type(tensor).__name__}")
         try:
             segment = memory.find(tensor)
-        except (RuntimeError, ValueError):  # it has no memory of its own: sparse, fake, not initialised, …
+        except (
+            RuntimeError,
+            ValueError,
+        ):  # it has no memory of its own: sparse, fake, not initialised, …
             return False
         return segment is not None and segment.world == self.number
 
     def peer(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """`rank`'s part of a symmetric tensor (or of the same view of it), as a tensor over the peer's own memory.
+        """`rank`'s part of a symmetric tensor (or of the same view of it), as a tensor over the
+        peer's own memory.
 
         Reads and writes go straight to the peer; order them with signals or an operator.
         """
@@ -137,31 +167,46 @@ class World(Peers):
         check_tensor(tensor, "tensor")
         segment = memory.find(tensor)
         if segment is None or segment.world != self.number:
-            raise ValueError("tensor is not a symmetric tensor of this world; make it with world.empty(...)")
+            raise ValueError(
+                "tensor is not a symmetric tensor of this world; make it with world.empty(...)"
+            )
         if not self.near(rank):
-            raise ValueError(f"rank {rank} is on another host, whose memory cannot be mapped; use an operator")
-        part = memory.numbers(segment, rank, tensor.dtype, memory.offset(tensor, segment, self.rank))
+            raise ValueError(
+                f"rank {rank} is on another host, whose memory cannot be mapped; use an operator"
+            )
+        part = memory.numbers(
+            segment, rank, tensor.dtype, memory.offset(tensor, segment, self.rank)
+        )
         return part.as_strided(tensor.shape, tensor.stride())
 
     def emulate_link(self, gbps: float, latency_us: float = 0.0) -> None:
-        """From now on every copy to or from a peer takes at least `latency_us` plus its bytes at `gbps` (1e9 bits per second).
+        """From now on every copy to or from a peer takes at least `latency_us` plus its bytes at
+        `gbps` (1e9 bits per second).
 
         Copies of a rank share one link and take it in turn. 0 Gbit/s ends the emulation.
         """
         if gbps < 0 or latency_us < 0:
-            raise ValueError(f"bandwidth and latency are not negative; got {gbps} Gbit/s and {latency_us} us")
+            raise ValueError(
+                f"bandwidth and latency are not negative; got {gbps} Gbit/s and {latency_us} us"
+            )
         if gbps and self.multi_host:
-            raise ValueError("ranks on several hosts have a real link between them, which is not to be slowed by an emulated one")
+            raise ValueError(
+                "ranks on several hosts have a real link between them, which is not to be slowed "
+                "by an emulated one"
+            )
         self.emulated_link = (gbps, latency_us) if gbps else None
         self.native.emulate_link(gbps * 1e9 / 8, latency_us * 1e-6)
 
     @property
     def remote_reads(self) -> bool:
-        """Whether plans read rows of peers where they lie: not where rows pass a link, an emulated one or that between hosts."""
+        """Whether plans read rows of peers where they lie: not where rows pass a link, an emulated
+        one or that between hosts.
+        """
         return self.emulated_link is None and not self.multi_host
 
     def disown(self) -> None:
-        """In a forked child: let go of what tells peers that this rank is alive, and keep all else as it is.
+        """In a forked child: let go of what tells peers that this rank is alive, and keep all else
+        as it is.
 
         Nothing of it is destroyed here, which would wait for the parent's threads.
         """
@@ -175,8 +220,8 @@ class World(Peers):
     def close(self) -> None:
         """Leave the world, once all asynchronous transfers are complete.
 
-        Peers may go on with what they do not need this rank for; memory lives until its last tensor is gone. In a forked child it
-        does nothing.
+        Peers may go on with what they do not need this rank for; memory lives until its last tensor
+        is gone. In a forked child it does nothing.
         """
         if self.forked:
             return
@@ -215,31 +260,39 @@ def init(
 ) -> World:
     """Make a world of the ranks of `group`, collectively.
 
-    Without a group: all ranks of `torch.distributed`, which is initialised from the variables of torchrun, mpirun or SLURM if it
-    is not yet; with none of these, a world of one. A world made without a group is the default of every operator.
+    Without a group: all ranks of `torch.distributed`, which is initialised from the variables of
+    torchrun, mpirun or SLURM if it is not yet; with none of these, a world of one. A world made
+    without a group is the default of every operator.
 
-    Ranks that a launcher started are bound to cores of their own, on one NUMA node if that can be, unless the launcher has bound
-    them or the variable WEFT_BIND is 0.
+    Ranks that a launcher started are bound to cores of their own, on one NUMA node if that can be,
+    unless the launcher has bound them or the variable WEFT_BIND is 0.
 
-    Ranks of one host share memory; those of different hosts connect by TCP, on the interface that the variable GLOO_SOCKET_IFNAME
-    names if it is set. Which ranks share a host is found out. `timeout` is in seconds and bounds every wait, by default 30, and
-    that for ranks which have not come yet, by default 300, since some may import for long; a longer limit than a million seconds
+    Ranks of one host share memory; those of different hosts connect by TCP, on the interface that
+    the variable GLOO_SOCKET_IFNAME names if it is set. Which ranks share a host is found out.
+    `timeout` is in seconds and bounds every wait, by default 30, and that for ranks which have not
+    come yet, by default 300, since some may import for long; a longer limit than a million seconds
     is one of a million.
 
-    `device` is where the ranks' tensors are: ``cpu``, or ``cuda``, this process's current GPU, whose memory peers reach through
-    torch's symmetric memory (several ranks on one GPU with the variable TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1). There fused
-    operators multiply by `products`: ``torch``, a product behind each wait, or ``triton``, one persistent kernel that waits for
-    rows and puts and announces its tiles itself; on a CPU that kernel runs under TRITON_INTERPRET=1.
+    `device` is where the ranks' tensors are: ``cpu``, or ``cuda``, this process's current GPU,
+    whose memory peers reach through torch's symmetric memory (several ranks on one GPU with the
+    variable TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1). There fused operators multiply by
+    `products`: ``torch``, a product behind each wait, or ``triton``, one persistent kernel that
+    waits for rows and puts and announces its tiles itself; on a CPU that kernel runs under
+    TRITON_INTERPRET=1.
 
-    Copies and sums of 256 KiB and more are shared by as many threads as torch computes with on the caller's thread
-    (``torch.get_num_threads()``), unless the ranks of this host have more threads than cores now. Those that run beside it, in the
-    comm lane of fused operators, asynchronous collectives and transfers, are shared by `comm_threads`; ranks may differ in it. More
-    than one pay where ``torch.set_num_threads`` leaves cores to them. On a rank of a `local_world` this is its world there.
+    Copies and sums of 256 KiB and more are shared by as many threads as torch computes with on the
+    caller's thread (``torch.get_num_threads()``), unless the ranks of this host have more threads
+    than cores now. Those that run beside it, in the comm lane of fused operators, asynchronous
+    collectives and transfers, are shared by `comm_threads`; ranks may differ in it. More than one
+    pay where ``torch.set_num_threads`` leaves cores to them. On a rank of a `local_world` this is
+    its world there.
 
-    Raises `ValueError` for a `timeout` or `comm_threads` that is not positive; `WeftError` if there is no GPU, ranks with GPUs are
-    on several hosts, this host has no address for ranks on others, or ranks run other versions of weft, as other users, or belong
-    to another job; `PeerTimeout` if some ranks do not appear or cannot be reached; `PeerLost` if one dies or gives up meanwhile.
-    After any of these the group is of no more use. `SymmetricMemoryError` if this rank lacks memory.
+    Raises `ValueError` for a `timeout` or `comm_threads` that is not positive; `WeftError` if there
+    is no GPU, ranks with GPUs are on several hosts, this host has no address for ranks on others,
+    or ranks run other versions of weft, as other users, or belong to another job; `PeerTimeout` if
+    some ranks do not appear or cannot be reached; `PeerLost` if one dies or gives up meanwhile.
+    After any of these the group is of no more use. `SymmetricMemoryError` if this rank lacks
+    memory.
     """
     global _default
     if group is None and (here := _here.world) is not None:
@@ -248,14 +301,25 @@ def init(
     place = device_memory.check_device(device)
     device_memory.check_products(products, place)
     if place.type == "cuda" and place.index != torch.cuda.current_device():
-        raise ValueError(f"ranks work on their process's current GPU: call torch.cuda.set_device({place.index}) first")
+        raise ValueError(
+            f"ranks work on their process's current GPU: call torch.cuda.set_device({place.index}) "
+            "first"
+        )
     if not (isinstance(comm_threads, int) and comm_threads > 0):
         raise ValueError(f"comm_threads must be a positive whole number; got {comm_threads!r}")
     limit, starting = (_TIMEOUT, STARTING) if timeout is None else (limited(timeout),) * 2
     members = default_group(timeout=starting) if group is None else group
     placement.bind_as_launched()  # before there is memory
-    shared = members if place.type == "cuda" else None  # a world that needs no group keeps none, nor its threads, alive
-    backend = Backend(place, place.type == "cuda" or products == "triton", products, group=shared, comm_threads=comm_threads)
+    shared = (
+        members if place.type == "cuda" else None
+    )  # a world that needs no group keeps none, nor its threads, alive
+    backend = Backend(
+        place,
+        place.type == "cuda" or products == "triton",
+        products,
+        group=shared,
+        comm_threads=comm_threads,
+    )
     world = _joined(ByStore(HashStore(), 0, 1) if members is None else by(members), limit, backend)
     if group is None:
         _default = world
@@ -263,7 +327,8 @@ def init(
 
 
 def init_by_store(store: Store, rank: int, ranks: int, timeout: float) -> World:
-    """Make a world of as many ranks that share a store and nothing else, collectively; it is no default.
+    """Make a world of as many ranks that share a store and nothing else, collectively; it is no
+    default.
 
     `timeout` and errors are those of `init`.
     """
@@ -278,11 +343,22 @@ def _joined(meeting: ByGroup | ByStore, timeout: float, backend: Backend) -> Wor
         cores, threads = frozenset(os.sched_getaffinity(0)), torch.get_num_threads()
         spot = topology.spot(placement.here(), cores)
         own = Place(
-            os.getpid(), host_identity(), listener.address, cores, threads, spot, placement.thresholds(), peer_memory.probe()
+            os.getpid(),
+            host_identity(),
+            listener.address,
+            cores,
+            threads,
+            spot,
+            placement.thresholds(),
+            peer_memory.probe(),
         )
         places = stack.enter_context(meeting.exchanged(own, timeout))
         others = {peer: place for peer, place in enumerate(places) if peer != rank}
-        near = {peer: (place.pid, place.address) for peer, place in others.items() if place.host == own.host}
+        near = {
+            peer: (place.pid, place.address)
+            for peer, place in others.items()
+            if place.host == own.host
+        }
         far = {peer: place.pid for peer, place in others.items() if peer not in near}
         if far and backend.stream_ordered:
             raise WeftError("ranks with GPUs must be on one host in this version of weft")
@@ -304,7 +380,9 @@ def _joined(meeting: ByGroup | ByStore, timeout: float, backend: Backend) -> Wor
             called = {peer: (pid, addresses[peer]) for peer, pid in far.items()}
             relay = Relay(rank, outside.connect(rank, called, timeout), timeout)
             ends |= {peer: stack.enter_context(end) for peer, end in relay.sockets().items()}
-        mesh = _native.Mesh([-1 if peer == rank else ends[peer].fileno() for peer in range(len(places))])
+        mesh = _native.Mesh(
+            [-1 if peer == rank else ends[peer].fileno() for peer in range(len(places))]
+        )
         for end in ends.values():
             end.detach()
         return World(rank, places, mesh, timeout, backend, relay)

@@ -1,1 +1,3 @@
-"""What `storm.py` is made of: trials, the ranks that play them, and one module for each family of faults."""
+"""What `storm.py` is made of: trials, the ranks that play them, and one module for each family of
+faults.
+"""

@@ -1,4 +1,6 @@
-"""What ranks call while something goes wrong: calls of every public kind for ever, the same on all ranks."""
+"""What ranks call while something goes wrong: calls of every public kind for ever, the same on all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,40 +22,60 @@ def calls(seed: int, place: str, gradients: bool = True) -> Iterator[Call]:
     draw = random.Random(seed + 1)
     torch.manual_seed(seed)
     grown = 8192
-    kinds: list[Callable[[], Call]] = [*KINDS, *([_one_sided] if place != "hosts" else []), *([_gradients] if gradients else [])]
+    kinds: list[Callable[[], Call]] = [
+        *KINDS,
+        *([_one_sided] if place != "hosts" else []),
+        *([_gradients] if gradients else []),
+    ]
     while True:
         if place == "compile" and draw.random() < 0.3:
             yield compiled
             continue
         if draw.random() < 0.15:  # more rows than any call before: the workspace grows
             grown = grown * 3 // 2
-            yield lambda world, rows=grown: weft.all_gather_matmul(torch.ones(rows, 16), torch.eye(16), algorithm="push")
+            yield lambda world, rows=grown: weft.all_gather_matmul(
+                torch.ones(rows, 16), torch.eye(16), algorithm="push"
+            )
             continue
         yield draw.choice(kinds)(draw)
 
 
 def _gather_matmul(draw):
     algorithm, rows = draw.choice(("auto", "push", "ring", "sequential")), draw.choice((2, 48))
-    return lambda world: weft.all_gather_matmul(torch.randn(rows, 8), torch.eye(8), algorithm=algorithm, chunk_rows=7)
+    return lambda world: weft.all_gather_matmul(
+        torch.randn(rows, 8), torch.eye(8), algorithm=algorithm, chunk_rows=7
+    )
 
 
 def _matmul_scatter(draw):
     algorithm, rows = draw.choice(("auto", "push", "ring", "sequential")), draw.choice((4, 60))
-    return lambda world: weft.matmul_reduce_scatter(torch.randn(rows * 3, 8), torch.eye(8), algorithm=algorithm)
+    return lambda world: weft.matmul_reduce_scatter(
+        torch.randn(rows * 3, 8), torch.eye(8), algorithm=algorithm
+    )
 
 
 def _matmul_reduce(draw):
     algorithm, rows = draw.choice(("auto", "two_shot", "sequential")), draw.choice((1, 50))
-    return lambda world: weft.matmul_all_reduce(torch.randn(rows, 8), torch.eye(8), algorithm=algorithm)
+    return lambda world: weft.matmul_all_reduce(
+        torch.randn(rows, 8), torch.eye(8), algorithm=algorithm
+    )
 
 
 def _collective(draw):
-    rows, name = draw.choice((12, 1200)), draw.choice(("all_gather", "reduce_scatter", "all_reduce", "all_to_all"))
+    rows, name = (
+        draw.choice((12, 1200)),
+        draw.choice(("all_gather", "reduce_scatter", "all_reduce", "all_to_all")),
+    )
     background = draw.random() < 0.4
 
     def call(world):
         if background:
-            return [handle.wait() for handle in [getattr(weft, f"{name}_async")(torch.ones(rows, 5)) for _ in range(3)]]
+            return [
+                handle.wait()
+                for handle in [
+                    getattr(weft, f"{name}_async")(torch.ones(rows, 5)) for _ in range(3)
+                ]
+            ]
         return getattr(weft, name)(torch.ones(rows, 5))
 
     return call
@@ -66,7 +88,10 @@ def _broadcast(draw):
 
 def _gradients(draw):
     def call(world):
-        a, b = torch.ones(6 * world.ranks, 4, requires_grad=True), torch.ones(4, 4, requires_grad=True)
+        a, b = (
+            torch.ones(6 * world.ranks, 4, requires_grad=True),
+            torch.ones(4, 4, requires_grad=True),
+        )
         weft.matmul_reduce_scatter(weft.all_gather_matmul(a, b).relu(), b.t()).sum().backward()
 
     return call
@@ -106,7 +131,16 @@ def _checked(draw):
     return lambda world: random_calls.check(world, seed, 4)
 
 
-KINDS = [_gather_matmul, _matmul_scatter, _matmul_reduce, _collective, _checked, _broadcast, _barrier, _empty]
+KINDS = [
+    _gather_matmul,
+    _matmul_scatter,
+    _matmul_reduce,
+    _collective,
+    _checked,
+    _broadcast,
+    _barrier,
+    _empty,
+]
 
 
 def _layer(a, b):
@@ -141,7 +175,9 @@ def _group_gather(draw):
     def call(world):
         found = [torch.zeros(size) for _ in range(world.ranks)]
         dist.all_gather(found, torch.full((size,), float(world.rank)))
-        assert all(torch.equal(one, torch.full((size,), float(rank))) for rank, one in enumerate(found))
+        assert all(
+            torch.equal(one, torch.full((size,), float(rank))) for rank, one in enumerate(found)
+        )
 
     return call
 
@@ -164,12 +200,17 @@ def _group_works(draw):
     sizes = [draw.choice((1, 300, 20_000)) for _ in range(6)]
 
     def call(world):
-        given = [torch.full((size,), float(world.rank + number)) for number, size in enumerate(sizes)]
+        given = [
+            torch.full((size,), float(world.rank + number)) for number, size in enumerate(sizes)
+        ]
         works = [dist.all_reduce(x, async_op=True) for x in given]
         for work in random.sample(works, len(works)):
             work.wait()
         total = sum(range(world.ranks))
-        assert all(torch.equal(x, torch.full_like(x, float(total + number * world.ranks))) for number, x in enumerate(given))
+        assert all(
+            torch.equal(x, torch.full_like(x, float(total + number * world.ranks)))
+            for number, x in enumerate(given)
+        )
 
     return call
 

@@ -1,4 +1,6 @@
-"""Ranks that fork at random moments: children that call, that end in any way, and that outlive their rank."""
+"""Ranks that fork at random moments: children that call, that end in any way, and that outlive
+their rank.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,12 @@ _OUTLIVES = 4.0  # seconds for which a child lives, more than anybody should wai
 
 
 def forking(part: Part) -> None:
-    """A child makes a call, or none, and ends in any way, while its rank goes on, with calls under way or not."""
-    ways = ("_exit", "drop", "exit") if part.trial.by == "group" else ("_exit", "drop")  # gloo by itself hangs as a child exits
+    """A child makes a call, or none, and ends in any way, while its rank goes on, with calls under
+    way or not.
+    """
+    ways = (
+        ("_exit", "drop", "exit") if part.trial.by == "group" else ("_exit", "drop")
+    )  # gloo by itself hangs as a child exits
     calls, way = part.draw.random() < 0.6, part.draw.choice(ways)
     under_way = part.trial.by == "world" and part.draw.random() < 0.5
     handles: list[Any] = []
@@ -33,7 +39,11 @@ def forking(part: Part) -> None:
     try:
         for number, call in enumerate(part.calls(part.trial.call + 15)):
             if number == part.trial.call:
-                handles = [weft.all_reduce_async(torch.full((9,), float(n))) for n in range(3)] if under_way else []
+                handles = (
+                    [weft.all_reduce_async(torch.full((9,), float(n))) for n in range(3)]
+                    if under_way
+                    else []
+                )
                 if part.victim:
                     part.fault()
                     if not (child := os.fork()):
@@ -47,7 +57,9 @@ def forking(part: Part) -> None:
             call(world)
         if child:
             how = wait_for(child)
-            assert how == "exit 0", f"the child, which {'calls and' if calls else ''} ends by {way}, ended with {how}"
+            assert how == "exit 0", (
+                f"the child, which {'calls and' if calls else ''} ends by {way}, ended with {how}"
+            )
     finally:
         if part.trial.by == "world":
             world.close()
@@ -108,12 +120,16 @@ def all_forking(part: Part) -> None:
         else:
             given = weft.all_reduce(given)
         wanted = float(sum(range(1, world.ranks + 1)))
-        assert torch.equal(given, torch.full((4,), wanted)), f"{given.tolist()} after the fork, where {wanted} is right"
+        assert torch.equal(given, torch.full((4,), wanted)), (
+            f"{given.tolist()} after the fork, where {wanted} is right"
+        )
         assert how == "exit 0", f"the child ended with {how}"
 
 
 def outlived(part: Part) -> None:
-    """The victim has a child that lives on for seconds when it is killed: all that it has stays open in there."""
+    """The victim has a child that lives on for seconds when it is killed: all that it has stays
+    open in there.
+    """
     with part.world() as world:
         weft.barrier() if part.trial.by == "world" else dist.barrier()
         if part.victim:

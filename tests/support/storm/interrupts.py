@@ -78,7 +78,9 @@ def interrupted(scene: Scene) -> Iterator[None]:
 
 
 def _in_background(part: Part, world: weft.World) -> None:
-    """Some calls under way at a time, in which a signal comes while none or another of them is waited for."""
+    """Some calls under way at a time, in which a signal comes while none or another of them is
+    waited for.
+    """
     given = [torch.full((size,), 1.0) for size in (5, 200_000, 5, 3000)]
     if part.trial.by == "group":
         ends = [dist.all_reduce(x, async_op=True).wait for x in given]

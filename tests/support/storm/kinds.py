@@ -14,24 +14,63 @@ LOST = ("PeerLost",)
 LATE = ("PeerTimeout", "PeerLost")
 LACKING = ("PeerLost", "SymmetricMemoryError", RIGHT)
 MISMATCH = ("MismatchError",)
-ERRORS = ("WeftError", "PeerLost", "PeerTimeout", "MismatchError")  # any that weft owes to who is to blame
+ERRORS = (
+    "WeftError",
+    "PeerLost",
+    "PeerTimeout",
+    "MismatchError",
+)  # any that weft owes to who is to blame
 REFUSED = (*ERRORS, "DistNetworkError", "DistStoreError", "DistBackendError")
 
 KINDS: dict[str, Kind] = {
     # Ranks that are lost, late, wrong or short of something
-    "kill": Kind(losses.calling, LOST, ("signal 9",), losses.killed, ANYWHERE, MOSTLY_CALLS, EITHER),
-    "stop": Kind(losses.calling, LATE, None, losses.stopped, NEAR_OR_FAR, MOSTLY_CALLS, EITHER, hidden=True, named=False),
-    "stop-copies": Kind(losses.stopping_amid_copies, LATE, LATE, losses.stopped, hidden=True, named=False),
+    "kill": Kind(
+        losses.calling, LOST, ("signal 9",), losses.killed, ANYWHERE, MOSTLY_CALLS, EITHER
+    ),
+    "stop": Kind(
+        losses.calling,
+        LATE,
+        None,
+        losses.stopped,
+        NEAR_OR_FAR,
+        MOSTLY_CALLS,
+        EITHER,
+        hidden=True,
+        named=False,
+    ),
+    "stop-copies": Kind(
+        losses.stopping_amid_copies, LATE, LATE, losses.stopped, hidden=True, named=False
+    ),
     "pause": Kind(losses.calling_on, strike=losses.paused, places=NEAR_OR_FAR, by=EITHER),
     "cut": Kind(losses.calling, LATE, LATE, losses.cut_off, ("hosts",), hidden=True, named=False),
     "raise": Kind(losses.but(losses.raises), LOST, ("ValueError",), None, ANYWHERE, by=EITHER),
     "exit": Kind(losses.but(losses.exits), LOST, ("exit 3",), None, ANYWHERE, by=EITHER),
     "leave": Kind(losses.but(losses.leaves), LOST, (RIGHT,), None, ANYWHERE, by=EITHER),
     "mismatch": Kind(losses.but(losses.mismatches), MISMATCH, MISMATCH, None, ANYWHERE),
-    "memory": Kind(losses.but(losses.lacks_memory, losses.AFTER), LACKING, None, None, ANYWHERE, by=EITHER),
-    "files": Kind(losses.but(losses.lacks_files, losses.AFTER), LACKING, None, None, ANYWHERE, by=EITHER),
-    "memory-then": Kind(losses.calling_on, LACKING, None, losses.without_memory, NEAR_OR_FAR, ("init", "calls"), EITHER),
-    "files-then": Kind(losses.calling_on, LACKING, None, losses.without_files, NEAR_OR_FAR, ("init", "calls"), EITHER),
+    "memory": Kind(
+        losses.but(losses.lacks_memory, losses.AFTER), LACKING, None, None, ANYWHERE, by=EITHER
+    ),
+    "files": Kind(
+        losses.but(losses.lacks_files, losses.AFTER), LACKING, None, None, ANYWHERE, by=EITHER
+    ),
+    "memory-then": Kind(
+        losses.calling_on,
+        LACKING,
+        None,
+        losses.without_memory,
+        NEAR_OR_FAR,
+        ("init", "calls"),
+        EITHER,
+    ),
+    "files-then": Kind(
+        losses.calling_on,
+        LACKING,
+        None,
+        losses.without_files,
+        NEAR_OR_FAR,
+        ("init", "calls"),
+        EITHER,
+    ),
     "threads-lack": Kind(losses.lacks_threads, LACKING, None),
     # Calls in the background by the hundred
     "outstanding": Kind(outstanding.hundreds, places=NEAR_OR_FAR),
@@ -53,9 +92,23 @@ KINDS: dict[str, Kind] = {
     "threads-come": Kind(threads.coming_and_going),
     # Signals
     "handler-idle": Kind(interrupts.ignoring, by=EITHER),
-    "handler-raises": Kind(interrupts.handling(interrupts.raises), LOST, ("Interrupted",), interrupts.signalled, by=EITHER),
-    "handler-exits": Kind(interrupts.handling(interrupts.exits), LOST, ("exit 7",), interrupts.signalled, by=EITHER),
-    "handler-leaves": Kind(interrupts.handling(interrupts.leaves), LOST, (*ERRORS, "ValueError"), interrupts.signalled, by=EITHER),
+    "handler-raises": Kind(
+        interrupts.handling(interrupts.raises),
+        LOST,
+        ("Interrupted",),
+        interrupts.signalled,
+        by=EITHER,
+    ),
+    "handler-exits": Kind(
+        interrupts.handling(interrupts.exits), LOST, ("exit 7",), interrupts.signalled, by=EITHER
+    ),
+    "handler-leaves": Kind(
+        interrupts.handling(interrupts.leaves),
+        LOST,
+        (*ERRORS, "ValueError"),
+        interrupts.signalled,
+        by=EITHER,
+    ),
     "ctrl-c": Kind(
         interrupts.handling(interrupts.raises),
         LOST,
@@ -66,8 +119,23 @@ KINDS: dict[str, Kind] = {
     ),
     # Others beside
     "jobs": Kind(meetings.two_jobs, ranks=(4,), alone=True),
-    "jobs-port": Kind(meetings.two_jobs_on_a_port, (RIGHT, *REFUSED), (RIGHT, *REFUSED), ranks=(4,), alone=True, named=False),
+    "jobs-port": Kind(
+        meetings.two_jobs_on_a_port,
+        (RIGHT, *REFUSED),
+        (RIGHT, *REFUSED),
+        ranks=(4,),
+        alone=True,
+        named=False,
+    ),
     "containers": Kind(meetings.contained, apart=True, why_not=meetings.no_pid_namespaces),
-    "strangers": Kind(meetings.connecting, strike=meetings.strangers, places=("hosts",), phases=("init",)),
-    "held-up": Kind(meetings.connecting, strike=meetings.held_up, places=NEAR_OR_FAR, phases=("init",), by=EITHER),
+    "strangers": Kind(
+        meetings.connecting, strike=meetings.strangers, places=("hosts",), phases=("init",)
+    ),
+    "held-up": Kind(
+        meetings.connecting,
+        strike=meetings.held_up,
+        places=NEAR_OR_FAR,
+        phases=("init",),
+        by=EITHER,
+    ),
 }

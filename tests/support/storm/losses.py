@@ -40,11 +40,15 @@ def calling_on(part: Part) -> None:
 
 
 def but(fault: Callable[[weft.World], Any], after: int | None = None) -> Callable[[Part], None]:
-    """Calls, in place of one of which the victim does something else; so many after it, or calls for ever."""
+    """Calls, in place of one of which the victim does something else; so many after it, or calls
+    for ever.
+    """
 
     def play(part: Part) -> None:
         with part.world() as world:
-            for number, call in enumerate(part.calls(None if after is None else part.trial.call + after)):
+            for number, call in enumerate(
+                part.calls(None if after is None else part.trial.call + after)
+            ):
                 if part.victim and number == part.trial.call:
                     part.fault()
                     fault(world)
@@ -64,7 +68,9 @@ def exits(world: weft.World) -> None:
 
 
 def leaves(world: weft.World) -> None:
-    if not dist.is_initialized() or dist.get_backend() != "weft":  # of a group the block's end is the end
+    if (
+        not dist.is_initialized() or dist.get_backend() != "weft"
+    ):  # of a group the block's end is the end
         world.close()
 
 
@@ -78,11 +84,15 @@ def lacks_memory(world: weft.World) -> None:
 
 def lacks_files(world: weft.World) -> None:
     os.close(free := os.dup(0))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (free + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
 
 
 def lacks_threads(part: Part) -> None:
-    """No thread can be started any more; where a call in the background is refused, the same call is made in the foreground."""
+    """No thread can be started any more; where a call in the background is refused, the same call
+    is made in the foreground.
+    """
     with part.world() as world:
         for number in range(12):
             if part.victim and number == part.trial.call:
@@ -100,7 +110,9 @@ def lacks_threads(part: Part) -> None:
                 found = weft.all_reduce(given)
             else:
                 found = handle.wait()
-            assert torch.equal(found, total), f"the sum is {found.tolist()}, where {total.tolist()} is right"
+            assert torch.equal(found, total), (
+                f"the sum is {found.tolist()}, where {total.tolist()} is right"
+            )
 
 
 def _large_stacks() -> None:
@@ -112,7 +124,9 @@ def _large_stacks() -> None:
 
 
 def stopping_amid_copies(part: Part) -> None:
-    """All-gathers of large symmetric tensors, which peers read where they lie or write to; after an error they are 777."""
+    """All-gathers of large symmetric tensors, which peers read where they lie or write to; after an
+    error they are 777.
+    """
     with part.world() as world:
         given, rows = world.empty(1 << 23), world.ranks << 23
         found = world.empty(rows) if part.draw.random() < 0.3 else torch.empty(rows)
@@ -123,7 +137,9 @@ def stopping_amid_copies(part: Part) -> None:
                 weft.all_gather(given, out=found)
                 parts = [one[:: 1 << 10] for one in found.chunk(world.ranks)]  # of each page some
                 wrong = [rank for rank, one in enumerate(parts) if not bool((one == rank).all())]
-                assert not wrong, f"ranks {wrong} gave other rows than these, and there was no error"
+                assert not wrong, (
+                    f"ranks {wrong} gave other rows than these, and there was no error"
+                )
         finally:
             given.fill_(777.0)
 
@@ -169,7 +185,11 @@ def without_files(scene: Scene) -> Iterator[None]:
     """No descriptor more than it has."""
     with _while_it_lives():
         most = max(map(int, os.listdir(f"/proc/{scene.victim.pid}/fd")))
-        resource.prlimit(scene.victim.pid, resource.RLIMIT_NOFILE, (most + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        resource.prlimit(
+            scene.victim.pid,
+            resource.RLIMIT_NOFILE,
+            (most + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
+        )
     yield
 
 
@@ -177,7 +197,9 @@ def without_files(scene: Scene) -> Iterator[None]:
 def without_memory(scene: Scene) -> Iterator[None]:
     """Next to no memory more than it has."""
     with _while_it_lives():
-        resource.prlimit(scene.victim.pid, resource.RLIMIT_AS, (_bytes_of(scene.victim.pid) + (1 << 20), -1))
+        resource.prlimit(
+            scene.victim.pid, resource.RLIMIT_AS, (_bytes_of(scene.victim.pid) + (1 << 20), -1)
+        )
     yield
 
 

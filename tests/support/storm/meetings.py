@@ -1,4 +1,6 @@
-"""How ranks meet where there are others: two jobs on a host, containers with equal pids, and strangers that call."""
+"""How ranks meet where there are others: two jobs on a host, containers with equal pids, and
+strangers that call.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ _SLOWLY = 0.7  # seconds from byte to byte
 
 
 def two_jobs(part: Part) -> None:
-    """Two jobs of two ranks each, whose names have the digits of one number in another order, or which are steps of one allocation."""
+    """Two jobs of two ranks each, whose names have the digits of one number in another order, or
+    which are steps of one allocation.
+    """
     _job(part, {})
 
 
@@ -36,14 +40,18 @@ def two_jobs_on_a_port(part: Part) -> None:
 
 
 def contained(part: Part) -> None:
-    """All ranks are process 1 of their containers, in which all lies at the same addresses, and read large tensors where they lie."""
+    """All ranks are process 1 of their containers, in which all lies at the same addresses, and
+    read large tensors where they lie.
+    """
     os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
     with part.world() as world:
         part.say("world")
         for number in range(6):
             gathered = weft.all_gather(torch.full((1 << 20,), 10.0 * number + world.rank))
             found = [one[0].item() for one in gathered.chunk(world.ranks)]
-            assert found == [10.0 * number + rank for rank in range(world.ranks)], f"rank {world.rank} gathers {found}"
+            assert found == [10.0 * number + rank for rank in range(world.ranks)], (
+                f"rank {world.rank} gathers {found}"
+            )
         for call in part.calls(10):
             call(world)
 
@@ -55,7 +63,8 @@ def connecting(part: Part) -> None:
     with part.world() as world:
         took = time.monotonic() - begun - (starved(os.getpid()) - waited)
         assert took < part.trial.limit + 1, (
-            f"rank {part.rank} connects for {took:.1f} s, although its limit is {part.trial.limit:g} s"
+            f"rank {part.rank} connects for {took:.1f} s, although its limit is "
+            f"{part.trial.limit:g} s"
         )
         for call in part.calls(10):
             call(world)
@@ -63,7 +72,9 @@ def connecting(part: Part) -> None:
 
 @contextmanager
 def strangers(scene: Scene) -> Iterator[None]:
-    """On each host a process that calls whatever begins to listen there; the victim is held up while it connects, which gives time."""
+    """On each host a process that calls whatever begins to listen there; the victim is held up
+    while it connects, which gives time.
+    """
     assert scene.net is not None
     pids = [forked(_call_all, scene.trial.seed, name) for name in scene.net.names]
     with held_up(scene):
@@ -94,7 +105,11 @@ def _job(part: Part, variables: dict[str, str]) -> None:
     digits = part.draw.sample("123456789", 5)
     name = "".join(part.draw.sample(digits, 5) if job else digits)
     if part.draw.random() < 0.7:
-        variables |= {"PMIX_NAMESPACE": f"prterun-node1-{name}@1", "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2"}
+        variables |= {
+            "PMIX_NAMESPACE": f"prterun-node1-{name}@1",
+            "OMPI_COMM_WORLD_RANK": str(rank),
+            "OMPI_COMM_WORLD_SIZE": "2",
+        }
         variables |= {"OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     else:
         variables |= {
@@ -119,14 +134,24 @@ def _call_all(seed: int, network: str) -> None:
     draw = random.Random(seed)
     with open(f"/run/netns/{network}") as file:
         assert not ctypes.CDLL(None).setns(file.fileno(), _CLONE_NEWNET)
-    known, slow, kept, spoken = _listening(), list[socket.socket](), list[socket.socket](), time.monotonic()
+    known, slow, kept, spoken = (
+        _listening(),
+        list[socket.socket](),
+        list[socket.socket](),
+        time.monotonic(),
+    )
     while True:
         for address in _listening() - known:  # for some milliseconds, while ranks connect
             if len(kept) < 100:
                 with contextlib.suppress(OSError):
                     kept.append(caller := socket.create_connection(address, 1.0))
                     caller.setblocking(False)
-                    _speak(draw.choice(("silent", "slow", "garbled", "huge", "gone")), caller, draw, slow)
+                    _speak(
+                        draw.choice(("silent", "slow", "garbled", "huge", "gone")),
+                        caller,
+                        draw,
+                        slow,
+                    )
         if time.monotonic() > spoken + _SLOWLY:
             spoken = time.monotonic()
             for caller in slow:

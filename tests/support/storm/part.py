@@ -33,16 +33,25 @@ _CLONE_NEWNET = 0x40000000
 
 
 class Part:
-    """What a rank has of a trial. Attributes: `victim` (whether it is this rank), `draw` (the same chances on all ranks)."""
+    """What a rank has of a trial. Attributes: `victim` (whether it is this rank), `draw` (the same
+    chances on all ranks).
+    """
 
     def __init__(self, trial: Trial, rank: int, folder: str, mouth: int, ear: int) -> None:
         self.trial, self.rank, self.folder, self.mouth, self.ear = trial, rank, folder, mouth, ear
-        self.victim, self.pid, self.draw = rank == trial.victim, os.getpid(), random.Random(f"{trial.seed} {trial.kind} play")
+        self.victim, self.pid, self.draw = (
+            rank == trial.victim,
+            os.getpid(),
+            random.Random(f"{trial.seed} {trial.kind} play"),
+        )
 
     def say(self, what: str, **more: Any) -> None:
         """Tell the storm something; a child that this rank has forked says nothing."""
         if os.getpid() == self.pid:
-            os.write(self.mouth, json.dumps({"what": what, "when": time.monotonic(), **more}).encode() + b"\n")
+            os.write(
+                self.mouth,
+                json.dumps({"what": what, "when": time.monotonic(), **more}).encode() + b"\n",
+            )
 
     def store(self, name: str) -> dist.Store:
         """A store of this trial's, the same on ranks that give it the same name."""
@@ -54,7 +63,9 @@ class Part:
         if self.trial.by == "world":
             return weft.init(timeout=self.trial.limit)
         ranks, limit = self.trial.ranks, timedelta(seconds=self.trial.limit)
-        dist.init_process_group("weft", store=self.store("group"), rank=self.rank, world_size=ranks, timeout=limit)
+        dist.init_process_group(
+            "weft", store=self.store("group"), rank=self.rank, world_size=ranks, timeout=limit
+        )
         return dist.group.WORLD.world
 
     @contextlib.contextmanager
@@ -76,7 +87,11 @@ class Part:
     def calls(self, number: int | None = None) -> Iterator[Call]:
         """So many calls, or calls for ever, the same on all ranks."""
         self.say("world")
-        made = group_calls(self.trial.seed) if self.trial.by == "group" else calls(self.trial.seed, self.trial.place)
+        made = (
+            group_calls(self.trial.seed)
+            if self.trial.by == "group"
+            else calls(self.trial.seed, self.trial.place)
+        )
         return islice(made, number)
 
     def fault(self) -> None:
@@ -92,7 +107,9 @@ class Part:
             meets = not kind.alone and self.trial.by == "world"
             if meets:
                 store, ranks, limit = self.store("gloo"), self.trial.ranks, timedelta(seconds=HANGS)
-                dist.init_process_group("gloo", store=store, rank=self.rank, world_size=ranks, timeout=limit)
+                dist.init_process_group(
+                    "gloo", store=store, rank=self.rank, world_size=ranks, timeout=limit
+                )
                 del store
             self.say("ready")
             os.read(self.ear, 1)
@@ -133,7 +150,9 @@ class Part:
 
     def _play(self, kind: Kind) -> None:
         error: BaseException | None = None
-        limits = {what: resource.getrlimit(what) for what in (resource.RLIMIT_AS, resource.RLIMIT_NOFILE)}
+        limits = {
+            what: resource.getrlimit(what) for what in (resource.RLIMIT_AS, resource.RLIMIT_NOFILE)
+        }
         try:
             kind.play(self)
         except SystemExit:
@@ -147,8 +166,13 @@ class Part:
             resource.setrlimit(what, limit)
         text = "" if error is None else str(error)
         trace = "" if error is None else "".join(traceback.format_exception(error))
-        ending, known = RIGHT if error is None else type(error).__name__, isinstance(error, weft.WeftError)
-        self.say("over", starved=starved(os.getpid()), kind=ending, weft=known, text=text, trace=trace)
+        ending, known = (
+            RIGHT if error is None else type(error).__name__,
+            isinstance(error, weft.WeftError),
+        )
+        self.say(
+            "over", starved=starved(os.getpid()), kind=ending, weft=known, text=text, trace=trace
+        )
 
 
 def wait_for(child: int, limit: float = 10.0) -> str:
@@ -167,11 +191,17 @@ def wait_for(child: int, limit: float = 10.0) -> str:
 
 def ending(status: int) -> str:
     """How a process ended that waitpid says this of."""
-    return f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"exit {os.WEXITSTATUS(status)}"
+    return (
+        f"signal {os.WTERMSIG(status)}"
+        if os.WIFSIGNALED(status)
+        else f"exit {os.WEXITSTATUS(status)}"
+    )
 
 
 def _leave_python(code: Any) -> None:
-    """End the interpreter as `sys.exit` does, with all that runs then; the process is a fork, and its caller's frames stay."""
+    """End the interpreter as `sys.exit` does, with all that runs then; the process is a fork, and
+    its caller's frames stay.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     ctypes.pythonapi.Py_Exit(code if isinstance(code, int) else int(code is not None))

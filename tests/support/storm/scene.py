@@ -1,4 +1,6 @@
-"""How the storm makes a trial: it forks the ranks, strikes, listens to what they say, and judges how they end."""
+"""How the storm makes a trial: it forks the ranks, strikes, listens to what they say, and judges
+how they end.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,25 @@ from support.storm.part import HANGS, Part, ending
 from support.storm.scenery import children, neighbours, starved
 from support.storm.trial import RIGHT, Kind, Trial
 
-SOON = 1.0  # seconds in which survivors raise, or after the time limit where nothing shows that a peer is gone
-COMPILES = 120.0  # seconds after which a rank hangs where it may be compiling, whose helpers wait for a core unseen
-_SIGNS = {"init": "ready", "meeting": "meeting", "calls": "world", "close": "closing"}  # what ranks say as a phase begins
+# seconds in which survivors raise, or after the time limit where nothing shows that a peer is gone
+SOON = 1.0
+# seconds after which a rank hangs where it may be compiling, whose helpers wait for a core unseen
+COMPILES = 120.0
+_SIGNS = {
+    "init": "ready",
+    "meeting": "meeting",
+    "calls": "world",
+    "close": "closing",
+}  # what ranks say as a phase begins
 _CLONE_NEWPID = 0x20000000
 
 
 class Rank:
     """One forked rank: what it is told, and what it says, in lines of JSON."""
 
-    def __init__(self, trial: Trial, kind: Kind, rank: int, folder: str, network: str | None) -> None:
+    def __init__(
+        self, trial: Trial, kind: Kind, rank: int, folder: str, network: str | None
+    ) -> None:
         self.said, mouth = os.pipe()
         ear, self.told = os.pipe()
         with _pid_namespace(kind.apart):
@@ -84,18 +95,27 @@ class Rank:
 
 
 class Scene:
-    """The ranks of a trial, which runs. Attributes: `waited` (how long each had waited for a core when it went wrong)."""
+    """The ranks of a trial, which runs. Attributes: `waited` (how long each had waited for a core
+    when it went wrong).
+    """
 
     def __init__(self, trial: Trial, kind: Kind, folder: str, net: Hosts | None) -> None:
         self.trial, self.kind, self.net = trial, kind, net
-        networks = [net.names[rank * 2 // trial.ranks] if net and trial.place == "hosts" else None for rank in range(trial.ranks)]
-        self.ranks = [Rank(trial, kind, rank, folder, network) for rank, network in enumerate(networks)]
+        networks = [
+            net.names[rank * 2 // trial.ranks] if net and trial.place == "hosts" else None
+            for rank in range(trial.ranks)
+        ]
+        self.ranks = [
+            Rank(trial, kind, rank, folder, network) for rank, network in enumerate(networks)
+        ]
         self.victim = self.ranks[trial.victim]
         self.others = [each for each in self.ranks if each is not self.victim]
         self.waited: dict[int, float] = {}
 
     def until(self, condition: Callable[[], bool], limit: float = HANGS) -> bool:
-        """Listen until something is so; False if it is not within a time, in which nobody waits for a core."""
+        """Listen until something is so; False if it is not within a time, in which nobody waits for
+        a core.
+        """
         began, busy = time.monotonic(), {each.pid: starved(each.pid) for each in self.ranks}
         while not condition():
             living = [each for each in self.ranks if each.status is None]
@@ -110,7 +130,11 @@ class Scene:
             if not self.waited and self.victim.heard("fault"):
                 self.note()
             took = time.monotonic() - began
-            if took > limit and took - sum(max(0.0, starved(each.pid) - busy[each.pid]) for each in living) > limit:
+            if (
+                took > limit
+                and took - sum(max(0.0, starved(each.pid) - busy[each.pid]) for each in living)
+                > limit
+            ):
                 return False
         return True
 
@@ -131,7 +155,9 @@ class Scene:
 
 
 class Outcome(NamedTuple):
-    """What became of a trial: what is wrong with it, if anything, and by how many seconds survivors were late."""
+    """What became of a trial: what is wrong with it, if anything, and by how many seconds survivors
+    were late.
+    """
 
     wrong: list[str]
     delays: list[float]
@@ -151,13 +177,22 @@ def run(trial: Trial, kind: Kind, net: Hosts | None) -> Outcome:
                     each.close()
         wrong += _left(scene, known)
         late = _delays(scene, begun)
-        wrong += [complaint for rank, each in enumerate(scene.ranks) if (complaint := _judged(scene, rank, each))]
+        wrong += [
+            complaint
+            for rank, each in enumerate(scene.ranks)
+            if (complaint := _judged(scene, rank, each))
+        ]
         slack = scene.slack()
         wrong += [
-            f"rank {rank} was {by:.2f} s late (ranks waited {slack:.2f} s for a core)" for rank, by in late if by > SOON + slack
+            f"rank {rank} was {by:.2f} s late (ranks waited {slack:.2f} s for a core)"
+            for rank, by in late
+            if by > SOON + slack
         ]
         if wrong:
-            said = {path.name: path.read_text(errors="replace").strip() for path in sorted(Path(folder).glob("said by *"))}
+            said = {
+                path.name: path.read_text(errors="replace").strip()
+                for path in sorted(Path(folder).glob("said by *"))
+            }
             wrong += [f"{name}:\n{text[-6000:]}" for name, text in said.items() if text]
         return Outcome(wrong, [by for _, by in late])
     finally:
@@ -174,30 +209,44 @@ def _played(scene: Scene) -> tuple[list[str], float]:
     with contextlib.ExitStack() as struck:
         if kind.strike:
             sign = _SIGNS[trial.phase]
-            scene.until(lambda: all(each.heard(sign) or each.ended() for each in ranks), trial.limit + HANGS)
+            scene.until(
+                lambda: all(each.heard(sign) or each.ended() for each in ranks), trial.limit + HANGS
+            )
             time.sleep(trial.delay)
             scene.note()
             begun = time.monotonic()
             struck.enter_context(kind.strike(scene))
         hangs = trial.limit + (COMPILES if trial.place == "compile" else HANGS)
         if not scene.until(lambda: all(each.ended() for each in scene.others), hangs):
-            wrong.append(f"ranks {scene.abort([each for each in scene.others if not each.ended()])} hang")
+            wrong.append(
+                f"ranks {scene.abort([each for each in scene.others if not each.ended()])} hang"
+            )
     if not wrong and not scene.until(scene.victim.ended):
         wrong.append(f"rank {scene.abort([scene.victim])[0]}, the victim, hangs")
     for each in ranks:
         each.tell()
     if not scene.until(lambda: all(each.status is not None for each in ranks), 15.0):
-        wrong.append(f"processes do not end: {scene.abort([each for each in ranks if each.status is None])}")
+        wrong.append(
+            f"processes do not end: {scene.abort([each for each in ranks if each.status is None])}"
+        )
         scene.until(lambda: all(each.status is not None for each in ranks), 5.0)
     if fault := scene.victim.heard("fault"):
         begun = fault["when"]
     if kind.victim is None and not kind.hidden:  # noticed when the victim lacks something
-        begun = max(begun, min((line["when"] for line in scene.victim.lines if line["what"] in ("over", "dead")), default=0.0))
+        begun = max(
+            begun,
+            min(
+                (line["when"] for line in scene.victim.lines if line["what"] in ("over", "dead")),
+                default=0.0,
+            ),
+        )
     return wrong, begun
 
 
 def _left(scene: Scene, known: set[int]) -> list[str]:
-    """The processes that are left behind, which end here; those of which a rank has said that they live on are none."""
+    """The processes that are left behind, which end here; those of which a rank has said that they
+    live on are none.
+    """
     told = sum(1 for each in scene.ranks for line in each.lines if line["what"] == "child")
     deadline = time.monotonic() + 5
     while len(found := children() - known) > told and time.monotonic() < deadline:
@@ -211,10 +260,21 @@ def _left(scene: Scene, known: set[int]) -> list[str]:
 
 def _delays(scene: Scene, begun: float) -> list[tuple[int, float]]:
     """By how many seconds ranks that are owed an error were late with it."""
-    unconnected = scene.trial.by == "group" and scene.trial.phase in ("init", "meeting")  # ranks that share a store and no more
+    unconnected = scene.trial.by == "group" and scene.trial.phase in (
+        "init",
+        "meeting",
+    )  # ranks that share a store and no more
     hidden = scene.trial.limit if scene.kind.hidden or unconnected else 0.0
-    judged = [each for each in (scene.others if scene.kind.hidden else scene.ranks) if _owed(scene, each) is not None]
-    ends = [(scene.ranks.index(each), over) for each in judged if (over := each.heard("over")) and over["kind"] != RIGHT]
+    judged = [
+        each
+        for each in (scene.others if scene.kind.hidden else scene.ranks)
+        if _owed(scene, each) is not None
+    ]
+    ends = [
+        (scene.ranks.index(each), over)
+        for each in judged
+        if (over := each.heard("over")) and over["kind"] != RIGHT
+    ]
     return [(rank, over["when"] - begun - hidden) for rank, over in ends if begun]
 
 
@@ -225,7 +285,12 @@ def _owed(scene: Scene, each: Rank) -> tuple[str, ...] | None:
         return owed
     if each is scene.victim:
         return (*owed, RIGHT) if scene.trial.phase == "close" else owed
-    more = {"init": ("PeerLost", "PeerTimeout"), "meeting": ("PeerLost", "PeerTimeout"), "close": (RIGHT,), "calls": ()}
+    more = {
+        "init": ("PeerLost", "PeerTimeout"),
+        "meeting": ("PeerLost", "PeerTimeout"),
+        "close": (RIGHT,),
+        "calls": (),
+    }
     return (*owed, *more[scene.trial.phase])
 
 
@@ -240,12 +305,26 @@ def _judged(scene: Scene, rank: int, each: Rank) -> str:
             return ""
         return f"rank {rank} ended with {how}, owed was {' or '.join(owed)}{': ' + broken['text'] if broken else ''}"
     said = f"{over['kind']}: {over['text']}\n{over['trace']}"
-    # Of calls that are waited for in any order one says what went wrong, and others that the world is closed by that.
-    cause = re.match(r"this world is closed: (\w+): ", over["text"]) if each is not scene.victim else None
+    # Of calls that are waited for in any order one says what went wrong, and others that the world
+    # is closed by that.
+    cause = (
+        re.match(r"this world is closed: (\w+): ", over["text"])
+        if each is not scene.victim
+        else None
+    )
     if (cause[1] if cause else over["kind"]) not in owed:
         return f"rank {rank} ended with what it is not owed, {' or '.join(owed)}: {said}"
-    named = over["kind"] == RIGHT or "MismatchError" in owed or scene.trial.phase in ("init", "meeting") or each is scene.victim
-    if scene.kind.named and not named and not re.search(rf"\brank {scene.trial.victim}\b", over["text"]):
+    named = (
+        over["kind"] == RIGHT
+        or "MismatchError" in owed
+        or scene.trial.phase in ("init", "meeting")
+        or each is scene.victim
+    )
+    if (
+        scene.kind.named
+        and not named
+        and not re.search(rf"\brank {scene.trial.victim}\b", over["text"])
+    ):
         return f"rank {rank} does not name rank {scene.trial.victim}: {said}"
     if each.status and ending(each.status) in owed:
         return ""

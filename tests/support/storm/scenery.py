@@ -1,4 +1,6 @@
-"""What lies around a trial: how long processes wait for cores, processes that keep these busy, and such as are left behind."""
+"""What lies around a trial: how long processes wait for cores, processes that keep these busy, and
+such as are left behind.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from pathlib import Path
 
 
 def starved(pid: int) -> float:
-    """Seconds for which the threads of a process have waited for a core: on a busy machine nobody is to blame for these."""
+    """Seconds for which the threads of a process have waited for a core: on a busy machine nobody
+    is to blame for these.
+    """
     total = 0
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -47,7 +51,9 @@ def end(pid: int) -> None:
 
 
 def children() -> set[int]:
-    """This process's children, adopted ones too, but for those that have ended: of these nothing stays."""
+    """This process's children, adopted ones too, but for those that have ended: of these nothing
+    stays.
+    """
     found = set()
     for task in os.listdir("/proc/self/task"):
         for pid in map(int, Path(f"/proc/self/task/{task}/children").read_text().split()):

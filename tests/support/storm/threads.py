@@ -28,8 +28,14 @@ def sharing(part: Part) -> None:
 
 
 def sharing_a_group(part: Part) -> None:
-    """Threads that use one process group at a time: torch promises that calls are made one after the other."""
-    threads, size, background = part.draw.choice((2, 4)), part.draw.choice((4, 5000)), part.draw.random() < 0.5
+    """Threads that use one process group at a time: torch promises that calls are made one after
+    the other.
+    """
+    threads, size, background = (
+        part.draw.choice((2, 4)),
+        part.draw.choice((4, 5000)),
+        part.draw.random() < 0.5,
+    )
 
     def reduce(given: torch.Tensor) -> torch.Tensor:
         work = dist.all_reduce(given, async_op=background)
@@ -47,23 +53,34 @@ def each_its_own(part: Part) -> None:
     """Threads with a world each, which all call at the same time."""
     threads = part.draw.choice((2, 4))
     stores = [part.store(f"thread {number}") for number in range(threads)]
-    worlds = [init_by_store(store, part.rank, part.trial.ranks, part.trial.limit) for store in stores]
+    worlds = [
+        init_by_store(store, part.rank, part.trial.ranks, part.trial.limit) for store in stores
+    ]
     part.say("world")
 
     def call(number: int) -> None:
         with worlds[number] as world:
             for turn in range(1, _ROUNDS + 1):
-                _summed(lambda given: weft.all_reduce(given, world=world), world, turn * 10 + number, 70)
+                _summed(
+                    lambda given: weft.all_reduce(given, world=world), world, turn * 10 + number, 70
+                )
                 gathered = weft.all_gather(torch.full((3,), float(world.rank)), world=world)
-                assert gathered.tolist() == [float(rank) for rank in range(world.ranks) for _ in range(3)]
+                assert gathered.tolist() == [
+                    float(rank) for rank in range(world.ranks) for _ in range(3)
+                ]
 
     _together(threads, call)
 
 
 def coming_and_going(part: Part) -> None:
-    """Threads that make a world each, use it and leave it, again and again; or a group each, made in one order."""
+    """Threads that make a world each, use it and leave it, again and again; or a group each, made
+    in one order.
+    """
     threads, groups, turns = part.draw.choice((2, 3)), part.draw.random() < 0.5, 4
-    stores = [[part.store(f"thread {number} {turn}") for turn in range(turns)] for number in range(threads)]
+    stores = [
+        [part.store(f"thread {number} {turn}") for turn in range(turns)]
+        for number in range(threads)
+    ]
     part.say("world")
 
     def worlds(number: int) -> None:
@@ -75,7 +92,10 @@ def coming_and_going(part: Part) -> None:
         _together(threads, worlds)
         return
     limit = timedelta(seconds=part.trial.limit)
-    made = [[dist.new_group(backend="weft", timeout=limit) for _ in range(threads)] for _ in range(turns)]
+    made = [
+        [dist.new_group(backend="weft", timeout=limit) for _ in range(threads)]
+        for _ in range(turns)
+    ]
 
     def use_and_destroy(number: int) -> None:
         for turn in made:
@@ -87,15 +107,21 @@ def coming_and_going(part: Part) -> None:
     _together(threads, use_and_destroy)
 
 
-def _summed(reduce: Callable[[torch.Tensor], torch.Tensor], world: weft.World, turn: int, size: int) -> None:
+def _summed(
+    reduce: Callable[[torch.Tensor], torch.Tensor], world: weft.World, turn: int, size: int
+) -> None:
     """Sum what every rank gives in this turn, whatever thread it is that does."""
     found = reduce(torch.full((size,), float(turn * (world.rank + 1))))
     wanted = float(turn * sum(range(1, world.ranks + 1)))
-    assert torch.equal(found, torch.full((size,), wanted)), f"the sum is {found[:6].tolist()}…, where {wanted} is right"
+    assert torch.equal(found, torch.full((size,), wanted)), (
+        f"the sum is {found[:6].tolist()}…, where {wanted} is right"
+    )
 
 
 def _together(threads: int, call: Callable[[int], None]) -> None:
-    """Let threads make a call each at one moment, and raise what they raise: what is no error of weft's first."""
+    """Let threads make a call each at one moment, and raise what they raise: what is no error of
+    weft's first.
+    """
     ready = threading.Barrier(threads)
 
     def begin(number: int) -> None:
@@ -103,6 +129,9 @@ def _together(threads: int, call: Callable[[int], None]) -> None:
         call(number)
 
     with ThreadPoolExecutor(threads) as pool:
-        errors = [future.exception() for future in [pool.submit(begin, number) for number in range(threads)]]
+        errors = [
+            future.exception()
+            for future in [pool.submit(begin, number) for number in range(threads)]
+        ]
     for error in sorted(filter(None, errors), key=lambda error: isinstance(error, weft.WeftError)):
         raise error

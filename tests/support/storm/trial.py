@@ -1,4 +1,6 @@
-"""A trial: what goes wrong, when and where, all of which follows from its seed; and what ranks are owed then."""
+"""A trial: what goes wrong, when and where, all of which follows from its seed; and what ranks are
+owed then.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ RIGHT = "right"  # how a rank ends all of whose calls gave what they should
 PLACES = ("shared", "shared", "shared", "hosts", "hosts", "compile")
 """Where ranks are, drawn by chance: on one host, on two, or on one where they compile."""
 
-_LONGEST = {"init": 0.04, "meeting": 0.5, "calls": 0.15, "close": 0.01}  # seconds into a phase after which it goes wrong
+_LONGEST = {
+    "init": 0.04,
+    "meeting": 0.5,
+    "calls": 0.15,
+    "close": 0.01,
+}  # seconds into a phase after which it goes wrong
 
 
 class Trial(NamedTuple):
@@ -46,12 +53,16 @@ class Trial(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Something that goes wrong, and how ranks may end then: RIGHT, or by an exception of this name, "exit 3" or "signal 9"."""
+    """Something that goes wrong, and how ranks may end then: RIGHT, or by an exception of this
+    name, "exit 3" or "signal 9".
+    """
 
     play: Callable[[Any], None]  # what each rank does, given what it has of the trial (`Part`)
     others: tuple[str, ...] = (RIGHT,)  # endings that ranks other than the victim are owed
     victim: tuple[str, ...] | None = (RIGHT,)  # those that the victim is; None: any
-    strike: Callable[[Any], AbstractContextManager[None]] | None = None  # done by the storm itself until the others have ended
+    strike: Callable[[Any], AbstractContextManager[None]] | None = (
+        None  # done by the storm itself until the others have ended
+    )
     places: tuple[str, ...] = ("shared",)
     phases: tuple[str, ...] = ("calls",)  # in one of which it strikes
     by: tuple[str, ...] = ("world",)
@@ -66,10 +77,16 @@ class Kind(NamedTuple):
 def trial_of(seed: int, name: str, kind: Kind, places: tuple[str, ...]) -> Trial:
     """The trial of this kind with this seed, in one of these places."""
     place = random.Random(seed).choice([place for place in places if place in kind.places])
-    draw = random.Random(f"{seed} {name}")  # so that it is the same trial where its place is the only one to choose
+    draw = random.Random(
+        f"{seed} {name}"
+    )  # so that it is the same trial where its place is the only one to choose
     ranks = {"hosts": draw.choice((2, 4)), "compile": 2, "shared": draw.choice(kind.ranks)}[place]
-    phase = draw.choice(["calls" if place == "compile" and each == "init" else each for each in kind.phases])
+    phase = draw.choice(
+        ["calls" if place == "compile" and each == "init" else each for each in kind.phases]
+    )
     by = draw.choice(kind.by if place == "shared" else kind.by[:1])
     delay = draw.uniform(0, _LONGEST[phase]) * (4 if place == "hosts" else 1)
     busy = draw.random() < 0.1 and place != "compile"
-    return Trial(seed, name, place, ranks, by, draw.randrange(ranks), phase, draw.randrange(12), delay, busy)
+    return Trial(
+        seed, name, place, ranks, by, draw.randrange(ranks), phase, draw.randrange(12), delay, busy
+    )

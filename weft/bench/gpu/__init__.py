@@ -15,14 +15,21 @@ def hardware() -> dict[str, Any]:
     """The GPU."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     memory = round(properties.total_memory / 2**30, 1)
-    return {"gpu": properties.name, "sms": properties.multi_processor_count, "gpu_memory_gib": memory}
+    return {
+        "gpu": properties.name,
+        "sms": properties.multi_processor_count,
+        "gpu_memory_gib": memory,
+    }
 
 
 def versions() -> dict[str, str]:
     """Of what takes part in a measurement on a GPU."""
     import triton
 
-    return harness.versions() | {"triton": triton.__version__, "cuda": torch.version.cuda or str(torch.version.hip)}
+    return harness.versions() | {
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda or str(torch.version.hip),
+    }
 
 
 def milliseconds(call: Callable[[], object], warmup: int, iterations: int) -> list[float]:

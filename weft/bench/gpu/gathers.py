@@ -22,7 +22,9 @@ from weft.world.local import local_world
 
 
 def all_gathers(settings: AllGather) -> dict[str, Any]:
-    """The kernels over SMs, the copy engine, torch's own, and a plain copy of as many bytes, of ranks that share this GPU."""
+    """The kernels over SMs, the copy engine, torch's own, and a plain copy of as many bytes, of
+    ranks that share this GPU.
+    """
     from weft.engines.device.kernels.all_gather import AllGather as Kernel
     from weft.engines.device.kernels.all_gather import Traffic
 
@@ -35,30 +37,51 @@ def all_gathers(settings: AllGather) -> dict[str, Any]:
         words = size // world.ranks // 4
         generator = torch.Generator(device=world.device)
         shards = [
-            torch.randint(-(2**31), 2**31 - 1, (words,), dtype=torch.int32, device=world.device, generator=generator.manual_seed(r))
+            torch.randint(
+                -(2**31),
+                2**31 - 1,
+                (words,),
+                dtype=torch.int32,
+                device=world.device,
+                generator=generator.manual_seed(r),
+            )
             for r in range(world.ranks)
         ]
         gathered = world.empty(world.ranks * words, dtype=torch.int32).fill_(-1)
         own, whole = shards[world.rank], torch.cat(shards)
         barrier()
         if sms is not None:
-            gather = Kernel(world, gathered, Traffic(sms=sms, threads_per_warp=lanes), gluon=kind == "gluon")
+            gather = Kernel(
+                world, gathered, Traffic(sms=sms, threads_per_warp=lanes), gluon=kind == "gluon"
+            )
             times = milliseconds(lambda: gather(own), settings.warmup, settings.iterations)
             gather.check()
         elif kind == "copy engine":
-            times = milliseconds(lambda: all_gather(own, out=gathered), settings.warmup, settings.iterations)
+            times = milliseconds(
+                lambda: all_gather(own, out=gathered), settings.warmup, settings.iterations
+            )
         else:
-            times = milliseconds(lambda: gathered.copy_(whole), settings.warmup, settings.iterations)
+            times = milliseconds(
+                lambda: gathered.copy_(whole), settings.warmup, settings.iterations
+            )
         return times, int((gathered != whole).sum())
 
-    kinds = [(kind, sms) for kind in ("triton", "gluon") for sms in settings.sms] + [("copy engine", None), ("plain copy", None)]
-    of_processes = launch(processes.gathers, ranks, sizes, settings.warmup, settings.iterations, threads=1)
+    kinds = [(kind, sms) for kind in ("triton", "gluon") for sms in settings.sms] + [
+        ("copy engine", None),
+        ("plain copy", None),
+    ]
+    of_processes = launch(
+        processes.gathers, ranks, sizes, settings.warmup, settings.iterations, threads=1
+    )
     rows = []
     for size in sizes:
         for kind, sms in kinds:
             with local_world(ranks, "cuda") as local:
                 rows.append(_row(size, kind, sms, local.run(measure, size, kind, sms)))
-        rows += [_row(size, kind, None, [found[size][kind] for found in of_processes]) for kind in of_processes[0][size]]
+        rows += [
+            _row(size, kind, None, [found[size][kind] for found in of_processes])
+            for kind in of_processes[0][size]
+        ]
     return {
         "benchmark": "all-gather",
         "device": "cuda",
@@ -70,9 +93,13 @@ def all_gathers(settings: AllGather) -> dict[str, Any]:
     }
 
 
-def _row(size: int, kind: str, sms: int | None, found: Sequence[tuple[list[float], int]]) -> dict[str, Any]:
+def _row(
+    size: int, kind: str, sms: int | None, found: Sequence[tuple[list[float], int]]
+) -> dict[str, Any]:
     """What all ranks found: their milliseconds and wrong elements."""
-    time = per_call([1e-3 * max(times) for times in zip(*(times for times, _ in found), strict=True)])
+    time = per_call(
+        [1e-3 * max(times) for times in zip(*(times for times, _ in found), strict=True)]
+    )
     widths = sweep.bandwidths("all_gather", size // len(found), len(found), time.median)
     what = {"size_bytes": size, "operation": "all-gather", "implementation": kind, "comm_sms": sms}
     return sweep.row(what, time, *widths, wrong=sum(wrong for _, wrong in found))
@@ -80,26 +107,47 @@ def _row(size: int, kind: str, sms: int | None, found: Sequence[tuple[list[float
 
 def print_table(result: dict[str, Any], console: Console) -> None:
     """Print all-gathers as rows."""
-    console.print(f"all-gather of {result['ranks']} ranks that share one {result['machine']['gpu']}")
-    made = tables.table(("bytes gathered", "implementation", "SMs", "us", "GB/s", "#wrong"), left=("implementation",))
+    console.print(
+        f"all-gather of {result['ranks']} ranks that share one {result['machine']['gpu']}"
+    )
+    made = tables.table(
+        ("bytes gathered", "implementation", "SMs", "us", "GB/s", "#wrong"),
+        left=("implementation",),
+    )
     for row in result["rows"]:
         numbers = f"{row['time_us']['median']:.1f}", f"{row['algbw_gbps']:.1f}", str(row["wrong"])
-        made.add_row(f"{row['size_bytes']:,}", row["implementation"], str(row["comm_sms"] or "-"), *numbers)
+        made.add_row(
+            f"{row['size_bytes']:,}", row["implementation"], str(row["comm_sms"] or "-"), *numbers
+        )
     console.print(made)
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw the bandwidth of all-gathers over the SMs they may take, a panel for each size, into a PNG or SVG file."""
+    """Draw the bandwidth of all-gathers over the SMs they may take, a panel for each size, into a
+    PNG or SVG file.
+    """
     sizes = sorted({row["size_bytes"] for row in result["rows"]})
     with picture(path, 3.6 * len(sizes), 3.4) as figure:
         for axes, size in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
             rows = [row for row in result["rows"] if row["size_bytes"] == size]
             for kind in dict.fromkeys(row["implementation"] for row in rows):
-                points = [(row["comm_sms"], row["algbw_gbps"]) for row in rows if row["implementation"] == kind]
+                points = [
+                    (row["comm_sms"], row["algbw_gbps"])
+                    for row in rows
+                    if row["implementation"] == kind
+                ]
                 if points[0][0] is None:
-                    axes.axhline(points[0][1], color=COLOURS[kind], linestyle=DASHED, linewidth=1.2, label=kind)
+                    axes.axhline(
+                        points[0][1],
+                        color=COLOURS[kind],
+                        linestyle=DASHED,
+                        linewidth=1.2,
+                        label=kind,
+                    )
                 else:
-                    axes.plot(*zip(*points, strict=True), color=COLOURS[kind], marker="o", label=kind)
+                    axes.plot(
+                        *zip(*points, strict=True), color=COLOURS[kind], marker="o", label=kind
+                    )
             axes.set_title(f"{size / 1e6:g} MB gathered")
             axes.set_xlabel("SMs")
             axes.set_ylim(0)

@@ -1,4 +1,6 @@
-"""torch's own operators on symmetric memory beside weft's; ranks are processes here, as torch needs, and take turns on one GPU."""
+"""torch's own operators on symmetric memory beside weft's; ranks are processes here, as torch
+needs, and take turns on one GPU.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,19 @@ from weft.ops.barrier import barrier
 from weft.world import World, init
 
 
-def gathers(sizes: Sequence[int], warmup: int, iterations: int) -> dict[int, dict[str, tuple[list[float], int]]]:
-    """All-gathers of `sizes` bytes gathered: of each implementation the milliseconds on this rank, and the wrong elements."""
+def gathers(
+    sizes: Sequence[int], warmup: int, iterations: int
+) -> dict[int, dict[str, tuple[list[float], int]]]:
+    """All-gathers of `sizes` bytes gathered: of each implementation the milliseconds on this rank,
+    and the wrong elements.
+    """
     with sharing() as world:
         found = {}
         for size in sizes:
             words = size // world.ranks // 4
-            shards = [random(world, r, words).mul(2**31).to(torch.int32) for r in range(world.ranks)]
+            shards = [
+                random(world, r, words).mul(2**31).to(torch.int32) for r in range(world.ranks)
+            ]
             own = world.empty(words, dtype=torch.int32).copy_(shards[world.rank])
             gathered = world.empty(world.ranks * words, dtype=torch.int32)
             views: dict[str, Callable[[], Tensor]] = {
@@ -31,13 +39,18 @@ def gathers(sizes: Sequence[int], warmup: int, iterations: int) -> dict[int, dic
                 "copy engine, processes": partial(all_gather, own, out=gathered),
             }
             right, results = torch.cat(shards), timed(views, warmup, iterations)
-            found[size] = {name: (times, int((view() != right).sum())) for name, (times, view) in results.items()}
+            found[size] = {
+                name: (times, int((view() != right).sum()))
+                for name, (times, view) in results.items()
+            }
     dist.destroy_process_group()
     return found
 
 
 def _gathered_by_torch(own: Tensor, world: World) -> Tensor:
-    """It works on a stream of torch's own, which the caller's only follows when it waits for the tensor."""
+    """It works on a stream of torch's own, which the caller's only follows when it waits for the
+    tensor.
+    """
     gathered = torch.ops.symm_mem._low_contention_all_gather(own, group_name(world))
     waited: Tensor = torch.ops._c10d_functional.wait_tensor(gathered)
     return waited
@@ -57,7 +70,11 @@ def group_name(world: World) -> str:
 
 
 def random(world: World, seed: int, *shape: int) -> Tensor:
-    return torch.rand(*shape, device=world.device, generator=torch.Generator(device=world.device).manual_seed(seed))
+    return torch.rand(
+        *shape,
+        device=world.device,
+        generator=torch.Generator(device=world.device).manual_seed(seed),
+    )
 
 
 def timed(

@@ -24,9 +24,11 @@ _PIECES = 16  # transfers of what lies in the host's memory
 
 
 def from_host(settings: AllGatherMatmul) -> dict[str, Any]:
-    """A product alone, the transfers alone, one after the other, and overlapped; peers' rows come from pinned host memory.
+    """A product alone, the transfers alone, one after the other, and overlapped; peers' rows come
+    from pinned host memory.
 
-    ``pipelined`` multiplies by torch, one product for each transfer; ``pipelined triton`` by one persistent kernel.
+    ``pipelined`` multiplies by torch, one product for each transfer; ``pipelined triton`` by one
+    persistent kernel.
     """
     dtype: torch.dtype = getattr(torch, settings.dtype)
     ranks, (m, k, n) = settings.ranks or 2, settings.shape
@@ -55,7 +57,9 @@ def from_host(settings: AllGatherMatmul) -> dict[str, Any]:
         "times_ms": times,
         "baselines_ms": {},
         **figures.of_overlap(*medians),
-        "limit_ratio_triton": figures.limit_ratio(medians[0], medians[1], times["pipelined triton"]["median"]),
+        "limit_ratio_triton": figures.limit_ratio(
+            medians[0], medians[1], times["pipelined triton"]["median"]
+        ),
         "tflops": figures.tflops(m, k, n, medians[-1]),
         "verified": not worst.wrong,
         "max_error": worst.max_error,
@@ -65,7 +69,9 @@ def from_host(settings: AllGatherMatmul) -> dict[str, Any]:
     }
 
 
-def _from_host(settings: AllGatherMatmul, rows: Tensor, b: Tensor, own: int) -> tuple[dict[str, dict[str, float]], Check]:
+def _from_host(
+    settings: AllGatherMatmul, rows: Tensor, b: Tensor, own: int
+) -> tuple[dict[str, dict[str, float]], Check]:
     world = init()
     device, m = world.device, len(rows)
     plan, shards = matmul_from_host(_PIECES), (own, m - own)
@@ -83,11 +89,16 @@ def _from_host(settings: AllGatherMatmul, rows: Tensor, b: Tensor, own: int) -> 
         "sequential": lambda: (communicate(), compute()),
         "pipelined": pipelined,
     }
-    times = {name: summary(milliseconds(call, settings.warmup, settings.iterations)) for name, call in views.items()}
+    times = {
+        name: summary(milliseconds(call, settings.warmup, settings.iterations))
+        for name, call in views.items()
+    }
     out.fill_(float("nan"))
     pipelined()
     exact, size = whole.double() @ weight.double(), whole.double().abs() @ weight.double().abs()
-    return times, compare(out, exact, error_bound(size, exact, rows.shape[1], rows.dtype, out.dtype))
+    return times, compare(
+        out, exact, error_bound(size, exact, rows.shape[1], rows.dtype, out.dtype)
+    )
 
 
 def summary(milliseconds: Sequence[float]) -> dict[str, float]:
@@ -99,5 +110,7 @@ def print_times(result: dict[str, Any], console: Console) -> None:
     """Print what a fused operator took, in lines."""
     times = [f"{name:<16} {time['median']:9.3f} ms" for name, time in result["times_ms"].items()]
     ratios = f"speedup {result['speedup']:.2f}, limit_ratio {result['limit_ratio']:.3f}, overlap {result['overlap_percent']:.0f} %"
-    more = f"limit_ratio by triton {result['limit_ratio_triton']:.3f}, {result['tflops']:.1f} TFLOP/s"
+    more = (
+        f"limit_ratio by triton {result['limit_ratio_triton']:.3f}, {result['tflops']:.1f} TFLOP/s"
+    )
     console.print("\n".join([*times, f"{ratios}, {more}{'' if result['verified'] else ', WRONG'}"]))

@@ -1,7 +1,8 @@
-"""An MPI baseline's processes, seen from weft's rank 0: started once, asleep whenever they are not asked for something.
+"""An MPI baseline's processes, seen from weft's rank 0: started once, asleep whenever they are not
+asked for something.
 
-Each MPI comes from the Python package index with mpi4py, in an environment of its own, since the two clash; ``make baselines``
-makes them.
+Each MPI comes from the Python package index with mpi4py, in an environment of its own, since the
+two clash; ``make baselines`` makes them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,18 @@ DIRECTORY = Path(".baselines")
 MPIS = ("openmpi", "mpich", "intel-mpi")
 _START = 60.0  # seconds
 _ANSWER = 600.0
-_LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "HYDRA_", "HYDI_", "I_MPI_", "SLURM_", "PYTHONPATH")
+_LAUNCHERS = (
+    "OMPI_",
+    "PMIX_",
+    "PMI_",
+    "PRTE_",
+    "MPI_",
+    "HYDRA_",
+    "HYDI_",
+    "I_MPI_",
+    "SLURM_",
+    "PYTHONPATH",
+)
 
 
 def environment(mpi: str) -> Path:
@@ -31,40 +43,63 @@ def environment(mpi: str) -> Path:
 
 
 def _variables(mpi: str) -> dict[str, str]:
-    """What its processes need to be told, and nobody else: other MPIs would load the library that Intel's is told to."""
+    """What its processes need to be told, and nobody else: other MPIs would load the library that
+    Intel's is told to.
+    """
     if mpi == "openmpi":
         return {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     if mpi == "intel-mpi":
         root = str(environment(mpi).absolute())
         told = {"FABRICS": "shm", "PIN": "0", "HYDRA_BOOTSTRAP": "fork", "ROOT": root}
-        return {f"I_MPI_{name}": value for name, value in told.items()} | {"LD_LIBRARY_PATH": f"{root}/lib"}
+        return {f"I_MPI_{name}": value for name, value in told.items()} | {
+            "LD_LIBRARY_PATH": f"{root}/lib"
+        }
     return {}
 
 
 class MpiRanks:
-    """Processes of an MPI, each of which answers what `ask` asks, until `close`; `version` is what the MPI calls itself.
+    """Processes of an MPI, each of which answers what `ask` asks, until `close`; `version` is what
+    the MPI calls itself.
 
-    `cores` are those that each rank may use: the same as weft's rank of that number, so that the two are compared on equal terms.
+    `cores` are those that each rank may use: the same as weft's rank of that number, so that the
+    two are compared on equal terms.
     """
 
     def __init__(self, mpi: str, cores: Sequence[frozenset[int]]) -> None:
         self.mpi, ranks, everywhere = mpi, len(cores), frozenset[int]().union(*cores)
         # mpiexec must not take itself for a part of what started weft.
-        variables = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+        variables = {
+            name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)
+        }
         variables |= _variables(mpi)
-        # Numpy asks for huge pages, torch only where it is told to: both are to work on the same kind of memory.
+        # Numpy asks for huge pages, torch only where it is told to: both are to work on the same
+        # kind of memory.
         variables["NUMPY_MADVISE_HUGEPAGE"] = os.environ.get("THP_MEM_ALLOC_ENABLE", "0")
-        placing = ["--bind-to", "none", *(["--oversubscribe"] if ranks > len(everywhere) else [])] if mpi == "openmpi" else []
-        programs, script = environment(mpi).absolute() / "bin", Path(__file__).with_name("program.py")
+        placing = (
+            ["--bind-to", "none", *(["--oversubscribe"] if ranks > len(everywhere) else [])]
+            if mpi == "openmpi"
+            else []
+        )
+        programs, script = (
+            environment(mpi).absolute() / "bin",
+            Path(__file__).with_name("program.py"),
+        )
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
         with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listener:
             path = f"{directory}/socket"
             listener.bind(path)
             listener.listen(ranks)
             listener.settimeout(0.1)
-            program = [f"{programs}/python", str(script), path, json.dumps([sorted(own) for own in cores])]
+            program = [
+                f"{programs}/python",
+                str(script),
+                path,
+                json.dumps([sorted(own) for own in cores]),
+            ]
             mine = os.sched_getaffinity(0)
-            os.sched_setaffinity(0, everywhere)  # mpiexec inherits it; this rank may be bound to a core
+            os.sched_setaffinity(
+                0, everywhere
+            )  # mpiexec inherits it; this rank may be bound to a core
             try:
                 self.process = subprocess.Popen(
                     [f"{programs}/mpiexec", "-n", str(ranks), *placing, *program],

@@ -1,8 +1,10 @@
-"""One rank of an MPI baseline. Run by another environment's Python under its ``mpiexec``; needs numpy and mpi4py alone.
+"""One rank of an MPI baseline. Run by another environment's Python under its ``mpiexec``; needs
+numpy and mpi4py alone.
 
-It sleeps in a read from a socket until it is told what to do, so it takes no time from what is measured meanwhile. Commands come as
-their name and arguments: ``case`` makes the tensors of an operation, ``verify`` runs it once on new data and answers how
-many elements are wrong on this rank, ``time`` answers the seconds that some calls took this rank.
+It sleeps in a read from a socket until it is told what to do, so it takes no time from what is
+measured meanwhile. Commands come as their name and arguments: ``case`` makes the tensors of an
+operation, ``verify`` runs it once on new data and answers how many elements are wrong on this rank,
+``time`` answers the seconds that some calls took this rank.
 """
 
 from __future__ import annotations
@@ -30,14 +32,20 @@ RUNS = 32
 
 
 class Collective:
-    """An operation on `count` elements of each rank, with the same data, poison and check as `weft.bench.collectives`."""
+    """An operation on `count` elements of each rank, with the same data, poison and check as
+    `weft.bench.collectives`.
+    """
 
-    def __init__(self, operation: str, count: int, dtype: str, limit: int, op: str, seed: int) -> None:
+    def __init__(
+        self, operation: str, count: int, dtype: str, limit: int, op: str, seed: int
+    ) -> None:
         self.operation, self.count, self.op = operation, count, op
         self.dtype = np.dtype(dtype)
         self.poison = np.nan if self.dtype.kind == "f" else np.iinfo(self.dtype).min
         self.streams = [
-            np.random.default_rng([seed, rank]).integers(-limit, limit + 1, count + RUNS).astype(self.dtype)
+            np.random.default_rng([seed, rank])
+            .integers(-limit, limit + 1, count + RUNS)
+            .astype(self.dtype)
             for rank in range(WORLD.size)
         ]
         self.tensors = {in_place: self._tensors(in_place) for in_place in (False, True)}
@@ -50,7 +58,9 @@ class Collective:
             case "all_gather":
                 return functools.partial(WORLD.Allgather, sent, out)
             case "reduce_scatter":
-                return functools.partial(WORLD.Reduce_scatter_block, sent, a if in_place else out, op=OPS[self.op][0])
+                return functools.partial(
+                    WORLD.Reduce_scatter_block, sent, a if in_place else out, op=OPS[self.op][0]
+                )
             case "all_reduce":
                 return functools.partial(WORLD.Allreduce, sent, out, op=OPS[self.op][0])
             case "broadcast":
@@ -81,7 +91,10 @@ class Collective:
     def _tensors(self, in_place: bool) -> tuple[Array, Array]:
         """The input and the output; in place the smaller is a part of the larger."""
         sizes = {"all_gather": self.count * WORLD.size, "reduce_scatter": self.count // WORLD.size}
-        a, out = np.zeros(self.count, self.dtype), np.zeros(sizes.get(self.operation, self.count), self.dtype)
+        a, out = (
+            np.zeros(self.count, self.dtype),
+            np.zeros(sizes.get(self.operation, self.count), self.dtype),
+        )
         if in_place and len(out) > len(a):
             a = _own(out)
         elif in_place:
@@ -92,7 +105,10 @@ class Collective:
         sources = [stream[run : run + self.count] for stream in self.streams]
         if self.operation == "broadcast":
             return sources[0]
-        if self.operation in ("reduce_scatter", "all_to_all"):  # each rank gets a part of every input
+        if self.operation in (
+            "reduce_scatter",
+            "all_to_all",
+        ):  # each rank gets a part of every input
             sources = [_own(source) for source in sources]
         if self.operation in ("all_gather", "all_to_all"):
             return np.concatenate(sources)

@@ -1,6 +1,8 @@
-"""The counters of a device engine: in host memory for lanes that are threads, in device memory for streams and kernels.
+"""The counters of a device engine: in host memory for lanes that are threads, in device memory for
+streams and kernels.
 
-Both count as the host engine does: an execution starts from what earlier ones promised, the base, which `advance` raises.
+Both count as the host engine does: an execution starts from what earlier ones promised, the base,
+which `advance` raises.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ _LOOKS = 0.2  # seconds between looks at what peers call
 
 
 class WaitFailed(Exception):
-    """A wait that ended early: what happened, what was expected since this execution began and what had come."""
+    """A wait that ended early: what happened, what was expected since this execution began and what
+    had come.
+    """
 
     def __init__(self, status: Any, expected: int, actual: int) -> None:
         self.status, self.expected, self.actual = status, expected, actual
@@ -39,8 +43,11 @@ class HostCounters:
         if not self.signals.native.add(peer, index, 1, 1, 1):
             raise self.world.failure(f"to notify rank {peer}")
 
-    def wait(self, index: int, source: int, count: int, compiled: _native.Compiled, timeout: float) -> None:
-        """Hold this lane until a counter, which rank `source` raises, has grown by `count`, for at most `timeout` seconds.
+    def wait(
+        self, index: int, source: int, count: int, compiled: _native.Compiled, timeout: float
+    ) -> None:
+        """Hold this lane until a counter, which rank `source` raises, has grown by `count`, for at
+        most `timeout` seconds.
 
         Raises `WaitFailed`.
         """
@@ -74,7 +81,9 @@ class HostCounters:
 
 
 class DeviceCounters:
-    """Counters for kernels, in symmetric memory; what is promised is counted there too, so that graphs can be replayed."""
+    """Counters for kernels, in symmetric memory; what is promised is counted there too, so that
+    graphs can be replayed.
+    """
 
     def __init__(self, world: World, count: int) -> None:
         from weft.engines.device.kernels import stream_signals, symmetric
@@ -84,9 +93,12 @@ class DeviceCounters:
         self.bases = symmetric.bases(world, self.counters)
         self.base = torch.zeros(count + 1, dtype=torch.int64, device=world.device)
         self.timeout_record = symmetric.timeout_record(world.device)
-        self.tables = symmetric.CounterTables(self.counters, self.bases, self.base, self.timeout_record)
+        self.tables = symmetric.CounterTables(
+            self.counters, self.bases, self.base, self.timeout_record
+        )
         self.grown: dict[tuple[tuple[int, int], ...], torch.Tensor] = {}
-        # Loading a kernel may wait for the device: both are loaded before anything on it waits for this rank.
+        # Loading a kernel may wait for the device: both are loaded before anything on it waits for
+        # this rank.
         with symmetric.LOADING:
             self.notify(world.rank, count)
             self.wait(count, world.rank, 1, None, world.timeout)
@@ -96,11 +108,17 @@ class DeviceCounters:
         kernel: Any = self.kernels.notify_kernel
         kernel[(1,)](self.counters, index, self.bases, self.world.rank, peer, num_warps=1)
 
-    def wait(self, index: int, source: int, count: int, compiled: _native.Compiled | None, timeout: float) -> None:
-        """Hold this lane until a counter has grown by `count`; `check` raises what goes wrong, since a stream cannot."""
+    def wait(
+        self, index: int, source: int, count: int, compiled: _native.Compiled | None, timeout: float
+    ) -> None:
+        """Hold this lane until a counter has grown by `count`; `check` raises what goes wrong,
+        since a stream cannot.
+        """
         kernel: Any = self.kernels.wait_kernel
         polls = self.symmetric.max_polls(timeout)
-        kernel[(1,)](self.counters, index, self.base, count, self.timeout_record, polls, num_warps=1)
+        kernel[(1,)](
+            self.counters, index, self.base, count, self.timeout_record, polls, num_warps=1
+        )
 
     def advance(self, promised: Mapping[int, int]) -> None:
         self.base.add_(self.prepare(promised))

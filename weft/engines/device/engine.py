@@ -1,9 +1,11 @@
-"""The device engine: lanes are streams of a GPU, on which copies, products, sums, notifies and waits are put in order.
+"""The device engine: lanes are streams of a GPU, on which copies, products, sums, notifies and
+waits are put in order.
 
-The host puts an execution on the streams and goes on; it never waits for the device, so that calls queue up and can be captured in
-a CUDA graph. Copies are torch's, which a copy engine carries out beside the products; those are torch's too, or weft's own
-(`weft.engines.device.products`). On a CPU lanes are threads: slower than the host engine, but the same engine as on a GPU, which is
-how it is tested where there is none.
+The host puts an execution on the streams and goes on; it never waits for the device, so that calls
+queue up and can be captured in a CUDA graph. Copies are torch's, which a copy engine carries out
+beside the products; those are torch's too, or weft's own (`weft.engines.device.products`). On a CPU
+lanes are threads: slower than the host engine, but the same engine as on a GPU, which is how it is
+tested where there is none.
 """
 
 from __future__ import annotations
@@ -52,14 +54,21 @@ class DeviceEngine(Engine):
             if symmetric.INTERPRETED:
                 interpreter.serve_threads()
             elif world.device.type == "cpu" and triton.knobs.runtime.interpret:
-                raise WeftError("weft's kernels were imported before TRITON_INTERPRET=1 was set; set it when Python starts")
-            self.max_programs = symmetric.max_programs(world.ranks_per_device, world.device, symmetric.BESIDE)
+                raise WeftError(
+                    "weft's kernels were imported before TRITON_INTERPRET=1 was set; set it when "
+                    "Python starts"
+                )
+            self.max_programs = symmetric.max_programs(
+                world.ranks_per_device, world.device, symmetric.BESIDE
+            )
             self.products = "products by one persistent kernel, which waits per tile"
         self.lanes = {name: lane(world.device, f"{name} of rank {world.rank}") for name in LANES}
         self._counters: Counters | None = None
         self.last: DeviceProgram | None = None
         self.stream: torch.cuda.Stream | None = None  # that the last call was made on
-        self.loaded: set[str] = set()  # calls whose kernels are there, on this rank and those that share its GPU
+        self.loaded: set[str] = (
+            set()
+        )  # calls whose kernels are there, on this rank and those that share its GPU
 
     @property
     def counters(self) -> Counters:
@@ -67,7 +76,9 @@ class DeviceEngine(Engine):
         if self._counters is None:
             self._counters = counters(self.world, _native.Executor.max_names * self.world.ranks)
             if self.world.ranks_per_device > 1:
-                self.agree("the first call on a device")  # what waits for others does so only when all have loaded it
+                self.agree(
+                    "the first call on a device"
+                )  # what waits for others does so only when all have loaded it
         return self._counters
 
     def check_product(self, x: Tensor, weight: Weight, out_dtype: torch.dtype) -> None:
@@ -75,21 +86,33 @@ class DeviceEngine(Engine):
         if self.kernels and 0 not in (*x.shape, *weight.shape):
             from weft.engines.device.kernels.all_gather_matmul import check
 
-            check(x.new_empty(2, x.shape[1]), plain(weight), x.new_empty(1, 1, dtype=out_dtype))  # rows as they arrive
+            check(
+                x.new_empty(2, x.shape[1]), plain(weight), x.new_empty(1, 1, dtype=out_dtype)
+            )  # rows as they arrive
 
     def kind(self, tensors: Tensors, rows: Sequence[int]) -> Hashable:
-        return (*rows, *((name, Geometry.of(tensor, self.world)) for name, tensor in tensors.items()))
+        return (
+            *rows,
+            *((name, Geometry.of(tensor, self.world)) for name, tensor in tensors.items()),
+        )
 
     def moved(self) -> None:
         self.compiled.clear()  # which are over the old workspace
 
-    def compile(self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes) -> DeviceProgram:
+    def compile(
+        self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes
+    ) -> DeviceProgram:
         if self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise WeftError(f"the first {plan.operator} of its kind takes memory and loads kernels: make one before you capture it")
+            raise WeftError(
+                f"the first {plan.operator} of its kind takes memory and loads kernels: make one "
+                "before you capture it"
+            )
         return DeviceProgram(self, plan, tensors, rows, dtypes)
 
     def begin(self) -> None:
-        """Order what the caller does from now on after all earlier calls, on whatever stream they were made."""
+        """Order what the caller does from now on after all earlier calls, on whatever stream they
+        were made.
+        """
         if self.world.device.type == "cuda":
             stream = torch.cuda.current_stream()
             if self.stream not in (None, stream) and not torch.cuda.is_current_stream_capturing():
@@ -97,12 +120,16 @@ class DeviceEngine(Engine):
             self.stream = stream
 
     def check(self) -> None:
-        """Raise what a stream could not: that a peer failed, or called something else than this rank's last call, or was late."""
+        """Raise what a stream could not: that a peer failed, or called something else than this
+        rank's last call, or was late.
+        """
         world = self.world
         if (last := self.last) is not None:
             for peer in range(world.ranks):
                 if world.native.mismatch(last.native, peer):
-                    raise self.ended(_native.WaitStatus.mismatch, peer, last.native, "", world.timeout)
+                    raise self.ended(
+                        _native.WaitStatus.mismatch, peer, last.native, "", world.timeout
+                    )
         if world.mesh.failure()[0]:
             raise world.failure("to make its next call")
         if (late := self.late()) is not None:
@@ -123,17 +150,36 @@ class DeviceEngine(Engine):
 
 
 class DeviceProgram(FixedProgram):
-    """A plan for one rank and one geometry of its tensors, put on lanes instruction by instruction, or by runs of products."""
+    """A plan for one rank and one geometry of its tensors, put on lanes instruction by instruction,
+    or by runs of products.
+    """
 
     engine: DeviceEngine
 
-    def __init__(self, engine: DeviceEngine, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes) -> None:
+    def __init__(
+        self,
+        engine: DeviceEngine,
+        plan: Plan,
+        tensors: Tensors,
+        rows: Sequence[int],
+        dtypes: Dtypes,
+    ) -> None:
         super().__init__(engine, plan, tensors, rows, dtypes)
         self.native = _native.Compiled(self.call, len(LANES), [], self.plan.ranks)
-        self.promised = {engine.index(signal): count for signal, count in self.plan.promised(self.world.rank).items()}
-        self.fixed = {region: self._rows(region) for instructions in self.lanes for i in instructions for region in accesses(i)}
+        self.promised = {
+            engine.index(signal): count
+            for signal, count in self.plan.promised(self.world.rank).items()
+        }
+        self.fixed = {
+            region: self._rows(region)
+            for instructions in self.lanes
+            for i in instructions
+            for region in accesses(i)
+        }
         self.completion: Completion | None = None
-        self.launches: dict[range, list[Launch]] = {}  # by the part of the compute lane that they carry out
+        self.launches: dict[
+            range, list[Launch]
+        ] = {}  # by the part of the compute lane that they carry out
         self.sums: dict[tuple[Region, ...], Sum] = {}
         engine.counters.prepare(self.promised)
         if engine.kernels:
@@ -151,11 +197,24 @@ class DeviceProgram(FixedProgram):
         from weft.engines.device.kernels.tiles import launches, runs
         from weft.engines.device.products import Launch
 
-        lane, index, counters, programs = self.lanes[0], self.engine.index, self.engine.counters, self.engine.max_programs
+        lane, index, counters, programs = (
+            self.lanes[0],
+            self.engine.index,
+            self.engine.counters,
+            self.engine.max_programs,
+        )
         assert isinstance(counters, DeviceCounters)
-        if all(self.geometry[r.buffer].columns for i in lane if isinstance(i, Matmul) for r in (i.src, i.dst)):
+        if all(
+            self.geometry[r.buffer].columns
+            for i in lane
+            if isinstance(i, Matmul)
+            for r in (i.src, i.dst)
+        ):
             for start, stop in runs(lane):
-                made = [Launch(part, self.whole, self.geometry, index, counters, programs) for part in launches(lane[start:stop])]
+                made = [
+                    Launch(part, self.whole, self.geometry, index, counters, programs)
+                    for part in launches(lane[start:stop])
+                ]
                 self.launches[range(start, stop)] = made
         for i in lane:
             if isinstance(i, Reduce) and i.op in ("sum", "avg"):
@@ -164,19 +223,33 @@ class DeviceProgram(FixedProgram):
                     self.sums[i.srcs] = Sum(parts, i.op == "avg", programs)
 
     def whole(self, rank: int, buffer: str) -> Tensor | str:
-        """A rank's buffer, or its name if it is the caller's own. Workspaces have room for the largest rank's rows everywhere."""
+        """A rank's buffer, or its name if it is the caller's own. Workspaces have room for the
+        largest rank's rows everywhere.
+        """
         rows = self.plan.buffers[buffer].rows
-        found = self._rows(Region(rank, buffer, 0, max(rows) if buffer in self.workspace else rows[rank]))
+        found = self._rows(
+            Region(rank, buffer, 0, max(rows) if buffer in self.workspace else rows[rank])
+        )
         return found if isinstance(found, Tensor) else buffer
 
     def carry_out(
-        self, tensors: Tensors, rows: Sequence[int], weights: Weights, bias: Tensors | None = None, timeout: float | None = None
+        self,
+        tensors: Tensors,
+        rows: Sequence[int],
+        weights: Weights,
+        bias: Tensors | None = None,
+        timeout: float | None = None,
     ) -> None:
-        """Put one execution on the lanes; the caller's stream goes on after it (on a CPU, it is over when this returns)."""
+        """Put one execution on the lanes; the caller's stream goes on after it (on a CPU, it is
+        over when this returns).
+        """
         engine, world = self.engine, self.world
         engine.settle()
         engine.begin()
-        given, spans = Operands(tensors, weights, bias or {}, world.timeout if timeout is None else timeout), list[Span]()
+        given, spans = (
+            Operands(tensors, weights, bias or {}, world.timeout if timeout is None else timeout),
+            list[Span](),
+        )
         products = self._products(given)
         self._begin(given.timeout)
         with world.guard:
@@ -188,13 +261,20 @@ class DeviceProgram(FixedProgram):
                     completions.append(engine.lanes[name].start(partial(self._guarded, steps)))
             self._join(completions)
             engine.counters.advance(self.promised)
-        if world.device.type == "cpu" and engine.late():  # a peer that is lost now but was not waited for did its part
+        if (
+            world.device.type == "cpu" and engine.late()
+        ):  # a peer that is lost now but was not waited for did its part
             engine.check()
         self._record(spans)
 
     def _products(self, given: Operands) -> dict[range, Step]:
-        """Steps for the runs of products, checked before anything is sent; their kernels are loaded before anything waits."""
-        made = {part: [launch.step(given) for launch in launches] for part, launches in self.launches.items()}
+        """Steps for the runs of products, checked before anything is sent; their kernels are loaded
+        before anything waits.
+        """
+        made = {
+            part: [launch.step(given) for launch in launches]
+            for part, launches in self.launches.items()
+        }
         if made and self.world.device.type == "cuda" and self.call not in self.engine.loaded:
             from weft.engines.device.kernels.symmetric import LOADING
 
@@ -204,7 +284,9 @@ class DeviceProgram(FixedProgram):
                         launch.step(given, idle=True)()
                 for instruction in self.lanes[0]:
                     if isinstance(instruction, Reduce) and instruction.srcs in self.sums:
-                        self.sums[instruction.srcs](self._find(instruction.dst, given.tensors), idle=True)
+                        self.sums[instruction.srcs](
+                            self._find(instruction.dst, given.tensors), idle=True
+                        )
                 drain(self.world.device)
             if self.world.ranks_per_device > 1:
                 self.engine.agree(self.call)
@@ -212,7 +294,9 @@ class DeviceProgram(FixedProgram):
         return {part: partial(_all, steps) for part, steps in made.items()}
 
     def _join(self, completions: list[Completion]) -> None:
-        """Go on after all of them; of several errors that of this rank's own making is raised, but no lane is left at work."""
+        """Go on after all of them; of several errors that of this rank's own making is raised, but
+        no lane is left at work.
+        """
         errors: list[BaseException] = []
         for completion in completions:
             try:
@@ -221,7 +305,10 @@ class DeviceProgram(FixedProgram):
                 self.world.fail(error)
                 errors.append(error)
         if errors:
-            raise min(errors, key=lambda error: (isinstance(error, WeftError), isinstance(error, PeerTimeout)))
+            raise min(
+                errors,
+                key=lambda error: (isinstance(error, WeftError), isinstance(error, PeerTimeout)),
+            )
 
     def bind(self, tensors: Tensors, rows: Sequence[int], words: str = "") -> Any:
         """The tensors themselves, which `execute` and `start` take."""
@@ -231,7 +318,9 @@ class DeviceProgram(FixedProgram):
         self.carry_out(binding, (), {}, timeout=timeout)
 
     def start(self, binding: Any, held: object = None, timeout: float | None = None) -> None:
-        """Begin what `execute` does, in the background: behind what was started before, on the lane for transfers."""
+        """Begin what `execute` does, in the background: behind what was started before, on the lane
+        for transfers.
+        """
         self.engine.begin()
         given = Operands(binding, {}, {}, self.world.timeout if timeout is None else timeout)
         self.spans: list[Span] = []
@@ -276,32 +365,56 @@ class DeviceProgram(FixedProgram):
         if self.world.recorder is not None:
             self.world.recorder.add(self.plan, (), [each for span in spans for each in span()])
 
-    def _steps(self, name: str, given: Operands, spans: list[Span], products: Mapping[range, Step]) -> list[Step]:
+    def _steps(
+        self, name: str, given: Operands, spans: list[Span], products: Mapping[range, Step]
+    ) -> list[Step]:
         """Steps for the parts of a lane with these operands; `products` are those made by kernels."""
         lane, parts = LANES.index(name), self.parts[name]
-        steps = [products[part] if part in products else self._step(lane, part.start, given) for part in parts]
+        steps = [
+            products[part] if part in products else self._step(lane, part.start, given)
+            for part in parts
+        ]
         if self.world.recorder is None:
             return steps
-        return [_timed(step, name, part, spans, self.world.device) for part, step in zip(parts, steps, strict=True)]
+        return [
+            _timed(step, name, part, spans, self.world.device)
+            for part, step in zip(parts, steps, strict=True)
+        ]
 
     def _guarded(self, steps: Sequence[Step]) -> None:
-        """Do these steps; what goes wrong with one ends the waits of this rank's other lanes, and of its peers, at once."""
+        """Do these steps; what goes wrong with one ends the waits of this rank's other lanes, and
+        of its peers, at once.
+        """
         with self.world.guard:
             _all(steps)
 
     def _find(self, region: Region, tensors: Tensors) -> Tensor:
         """The rows of a region."""
         fixed = self.fixed[region]
-        return fixed if isinstance(fixed, Tensor) else tensors[region.buffer][region.start : region.stop]
+        return (
+            fixed
+            if isinstance(fixed, Tensor)
+            else tensors[region.buffer][region.start : region.stop]
+        )
 
     def _step(self, lane: int, at: int, given: Operands) -> Step:
         """The step for instruction number `at` of a lane."""
-        engine, call, rows = self.engine, self.native.call, partial(self._find, tensors=given.tensors)
+        engine, call, rows = (
+            self.engine,
+            self.native.call,
+            partial(self._find, tensors=given.tensors),
+        )
         match self.lanes[lane][at]:
             case Copy(src, dst):
                 return partial(rows(dst).copy_, rows(src), non_blocking=True)
             case Matmul(src, dst):
-                return partial(_multiply, rows(src), given.weights[dst.buffer], rows(dst), given.bias.get(dst.buffer))
+                return partial(
+                    _multiply,
+                    rows(src),
+                    given.weights[dst.buffer],
+                    rows(dst),
+                    given.bias.get(dst.buffer),
+                )
             case Reduce(srcs, dst, op):
                 parts, total = [rows(src) for src in srcs], rows(dst)
                 if srcs in self.sums and total.is_contiguous():
@@ -314,10 +427,16 @@ class DeviceProgram(FixedProgram):
 
                 def hold() -> None:
                     try:
-                        engine.counters.wait(index, signal.source, count, self.native, given.timeout)
+                        engine.counters.wait(
+                            index, signal.source, count, self.native, given.timeout
+                        )
                     except WaitFailed as failed:
-                        doing = self.doing(lane, at, call, signal.source, failed.expected, failed.actual)
-                        raise engine.ended(failed.status, signal.source, self.native, doing, given.timeout) from None
+                        doing = self.doing(
+                            lane, at, call, signal.source, failed.expected, failed.actual
+                        )
+                        raise engine.ended(
+                            failed.status, signal.source, self.native, doing, given.timeout
+                        ) from None
 
                 return hold
 
@@ -328,7 +447,8 @@ def _all(steps: Sequence[Step]) -> None:
 
 
 def _timed(step: Step, name: str, every: range, spans: list[Span], device: torch.device) -> Step:
-    """The step, noting when it begins and ends on its lane; the times of a stream are read when all is over.
+    """The step, noting when it begins and ends on its lane; the times of a stream are read when all
+    is over.
 
     Of several instructions that are one step, each takes all of its time.
     """
@@ -343,7 +463,9 @@ def _timed(step: Step, name: str, every: range, spans: list[Span], device: torch
 
 
 def _moment(device: torch.device) -> Callable[[], int]:
-    """When a lane has come here, in nanoseconds of the host's clock; to ask waits for the device, as only recordings do."""
+    """When a lane has come here, in nanoseconds of the host's clock; to ask waits for the device,
+    as only recordings do.
+    """
     if device.type != "cuda":
         come = _native.now()
         return lambda: come
@@ -373,7 +495,9 @@ def _multiply(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None) -> No
 
 
 def _reduce(parts: list[Tensor], total: Tensor, op: str, ranks: int) -> None:
-    """Combine `parts` in their order: sums in float32 (float64 in float64, integers exactly), rounded once."""
+    """Combine `parts` in their order: sums in float32 (float64 in float64, integers exactly),
+    rounded once.
+    """
     if op in ("max", "min"):
         total.copy_(reduce(torch.maximum if op == "max" else torch.minimum, parts))
         return

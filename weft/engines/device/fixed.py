@@ -1,4 +1,6 @@
-"""A plan compiled for sizes, and for tensors that lie as they do: what streams are given are the rows themselves."""
+"""A plan compiled for sizes, and for tensors that lie as they do: what streams are given are the
+rows themselves.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from weft.world import World, memory
 
 
 class Geometry(NamedTuple):
-    """How the rows of a buffer lie in memory; `place` is ``(segment number, byte offset)`` in symmetric memory."""
+    """How the rows of a buffer lie in memory; `place` is ``(segment number, byte offset)`` in
+    symmetric memory.
+    """
 
     dtype: torch.dtype
     columns: int
@@ -34,13 +38,21 @@ class Geometry(NamedTuple):
         segment, place = memory.find(tensor), None
         if segment is not None and segment.world == world.number:
             place = segment.number, memory.offset(tensor, segment, world.rank)
-        return cls(tensor.dtype, columns, (tensor.stride(0) if rows > 1 else columns) * tensor.itemsize, place)
+        return cls(
+            tensor.dtype,
+            columns,
+            (tensor.stride(0) if rows > 1 else columns) * tensor.itemsize,
+            place,
+        )
 
 
 def _that_move(plan: Plan) -> Plan:
     """The plan without the instructions that move no rows."""
     lanes = tuple(
-        {name: tuple(i for i in lane if not accesses(i) or accesses(i)[0].rows) for name, lane in lanes.items()}
+        {
+            name: tuple(i for i in lane if not accesses(i) or accesses(i)[0].rows)
+            for name, lane in lanes.items()
+        }
         for lanes in plan.lanes
     )
     return replace(plan, lanes=lanes)
@@ -49,8 +61,11 @@ def _that_move(plan: Plan) -> Plan:
 class FixedProgram(Program):
     """A plan compiled for one rank, one set of sizes and one geometry of its tensors."""
 
-    def __init__(self, engine: Engine, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes) -> None:
-        self.original = plan  # alive as long as this: compiled plans are found by the identity of what was written
+    def __init__(
+        self, engine: Engine, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes
+    ) -> None:
+        # alive as long as this: compiled plans are found by the identity of what was written
+        self.original = plan
         super().__init__(engine, _that_move(bind(plan, rows)))
         self.geometry = {name: Geometry.of(tensor, self.world) for name, tensor in tensors.items()}
         self.kinds = kinds(self.plan, {name: t.dtype for name, t in tensors.items()}, dtypes)
@@ -59,14 +74,18 @@ class FixedProgram(Program):
             self.geometry.setdefault(name, Geometry(dtype, columns, columns * dtype.itemsize))
         self.call = self._describe()
         self._check(tensors)
-        self.segments = {name: segment for name, t in tensors.items() if (segment := memory.find(t)) is not None}
+        self.segments = {
+            name: segment for name, t in tensors.items() if (segment := memory.find(t)) is not None
+        }
         self.workspace = self._reserve()
 
     def rows_of(self, region: Region) -> tuple[int, int]:
         return region.start, region.stop
 
     def _describe(self) -> str:
-        """What the user called; then what ranks must agree on: with which rows, and a digest of the rest of the plan."""
+        """What the user called; then what ranks must agree on: with which rows, and a digest of the
+        rest of the plan.
+        """
         words, called = [], {}
         for name, buffer in self.plan.buffers.items():
             geometry = self.geometry.get(name)
@@ -75,12 +94,22 @@ class FixedProgram(Program):
             place = ""
             if geometry.place and name in self.shared:
                 place = f" in symmetric segment {geometry.place[0]} at byte {geometry.place[1]}, {geometry.stride} bytes a row"
-            words.append(f"{name}={[*buffer.rows]} rows x {geometry.columns} {dtype_name(geometry.dtype)}{place}, ")
+            words.append(
+                f"{name}={[*buffer.rows]} rows x {geometry.columns} "
+                f"{dtype_name(geometry.dtype)}{place}, "
+            )
             like = self.kinds[name][1]
-            rows, columns, dtype = self.plan.buffers[like].rows, self.geometry[like].columns, dtype_name(self.geometry[like].dtype)
+            rows, columns, dtype = (
+                self.plan.buffers[like].rows,
+                self.geometry[like].columns,
+                dtype_name(self.geometry[like].dtype),
+            )
             shape = (rows[0], columns) if len({*rows}) == 1 else f"{[*rows]} rows x {columns}"
             called[like] = f"{like}={shape} {dtype}"
-        operator, plan = self.plan.operator, f"algorithm={self.plan.algorithm}, plan {self.plan.digest:08x}"
+        operator, plan = (
+            self.plan.operator,
+            f"algorithm={self.plan.algorithm}, plan {self.plan.digest:08x}",
+        )
         return f"{operator}({', '.join(called.values())})\n{operator}({''.join(words)}{plan})"
 
     def _check(self, tensors: Tensors) -> None:
@@ -89,9 +118,15 @@ class FixedProgram(Program):
             if buffer.role == "workspace":
                 continue
             if len(tensors[name]) != buffer.rows[self.world.rank]:
-                raise ValueError(f"{name!r} has {len(tensors[name])} rows; the plan gives it {buffer.rows[self.world.rank]}")
+                raise ValueError(
+                    f"{name!r} has {len(tensors[name])} rows; the plan gives it "
+                    f"{buffer.rows[self.world.rank]}"
+                )
             if name in self.shared and self.geometry[name].place is None:
-                raise ValueError(f"peers access {name!r} in this plan, so it must be symmetric: make it with world.empty(...)")
+                raise ValueError(
+                    f"peers access {name!r} in this plan, so it must be symmetric: make it with "
+                    "world.empty(...)"
+                )
 
     def _reserve(self) -> dict[str, int]:
         """Lay out the workspaces that the plan uses, alike on all ranks; returns their offsets."""
@@ -106,7 +141,9 @@ class FixedProgram(Program):
         return offsets
 
     def _rows(self, region: Region) -> Tensor | Region:
-        """Rows that do not change place from call to call as a tensor; those of the caller's own tensors as they are named."""
+        """Rows that do not change place from call to call as a tensor; those of the caller's own
+        tensors as they are named.
+        """
         if region.rank == self.world.rank and region.buffer not in self.workspace:
             return region
         dtype, columns, stride, place = self.geometry[region.buffer]
@@ -114,4 +151,6 @@ class FixedProgram(Program):
         offset = self.workspace[region.buffer] if place is None else place[1]
         whole = memory.numbers(segment, region.rank, dtype)
         step = stride // dtype.itemsize
-        return whole.as_strided((region.rows, columns), (step, 1), offset // dtype.itemsize + region.start * step)
+        return whole.as_strided(
+            (region.rows, columns), (step, 1), offset // dtype.itemsize + region.start * step
+        )

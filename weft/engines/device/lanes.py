@@ -1,7 +1,8 @@
-"""What the lanes of a plan become on a device: on a GPU streams, on a CPU threads that each do in order what they are given.
+"""What the lanes of a plan become on a device: on a GPU streams, on a CPU threads that each do in
+order what they are given.
 
-What a lane is given goes behind what the caller's stream holds so far, and the `Completion` of that puts the caller behind it.
-Nothing here waits on a GPU: what waits are streams.
+What a lane is given goes behind what the caller's stream holds so far, and the `Completion` of that
+puts the caller behind it. Nothing here waits on a GPU: what waits are streams.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ Step = Callable[[], object]
 
 
 class Operands(NamedTuple):
-    """What one execution of a program works on: tensors, weights and biases by buffer, and the seconds that any wait may take."""
+    """What one execution of a program works on: tensors, weights and biases by buffer, and the
+    seconds that any wait may take.
+    """
 
     tensors: Tensors
     weights: Weights
@@ -49,7 +52,9 @@ class ThreadLane:
 
     def __init__(self, name: str) -> None:
         threads = torch.get_num_threads()
-        self.thread = ThreadPoolExecutor(1, name, torch.set_num_threads, (threads,))  # ends with the lane
+        self.thread = ThreadPoolExecutor(
+            1, name, torch.set_num_threads, (threads,)
+        )  # ends with the lane
 
     def start(self, step: Step) -> ThreadCompletion:
         """Do this behind what was started before, beside the caller and other lanes."""
@@ -79,7 +84,9 @@ class StreamLane:
         self.stream = torch.cuda.Stream(device)
 
     def start(self, step: Step) -> StreamCompletion:
-        """Do this behind what was started before, and what the caller has put on its current stream."""
+        """Do this behind what was started before, and what the caller has put on its current
+        stream.
+        """
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream), torch.no_grad():
             step()

@@ -1,7 +1,9 @@
-"""How a device engine makes the products of a compute lane: each by `torch.mm`, or whole runs of them by one persistent kernel.
+"""How a device engine makes the products of a compute lane: each by `torch.mm`, or whole runs of
+them by one persistent kernel.
 
-With ``torch`` a product is put on the stream behind the waits before it. With ``triton`` a run of products, waits and notifies is
-one launch of `kernels.all_gather_matmul`, which does the waiting and the telling itself.
+With ``torch`` a product is put on the stream behind the waits before it. With ``triton`` a run of
+products, waits and notifies is one launch of `kernels.all_gather_matmul`, which does the waiting
+and the telling itself.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from weft.plan import Instruction, Matmul, Signal
 class Launch:
     """One launch of the product kernel in a program, for a `part` of its compute lane.
 
-    `whole` gives a rank's buffer, or its name if it is the caller's own; `index` says where a signal's counter lies; there is room
-    for so many `programs` of the kernel.
+    `whole` gives a rank's buffer, or its name if it is the caller's own; `index` says where a
+    signal's counter lies; there is room for so many `programs` of the kernel.
     """
 
     def __init__(
@@ -46,13 +48,28 @@ class Launch:
             assert isinstance(self.out, Tensor)
             self.bases = symmetric.bases(world, self.out)
         source, output = geometry[sources[0][1]], geometry[self.output]
-        self.product = Product(part, output.columns, source.dtype, output.dtype, index, world.rank, programs, world.device)
+        self.product = Product(
+            part,
+            output.columns,
+            source.dtype,
+            output.dtype,
+            index,
+            world.rank,
+            programs,
+            world.device,
+        )
 
     def step(self, given: Operands, idle: bool = False) -> Step:
-        """The launch with these operands, or one that only loads its kernel. Raises `ValueError` for what it cannot multiply."""
-        own, x, out = (given.tensors[t] if isinstance(t, str) else t for t in (*self.sources, self.out))
+        """The launch with these operands, or one that only loads its kernel. Raises `ValueError`
+        for what it cannot multiply.
+        """
+        own, x, out = (
+            given.tensors[t] if isinstance(t, str) else t for t in (*self.sources, self.out)
+        )
         weight, max_polls = plain(given.weights[self.output]), symmetric.max_polls(given.timeout)
         check(own, weight, out)
         check(x, weight, out)
         added = given.bias.get(self.output)
-        return lambda: self.product(own, x, weight, added, out, self.bases, self.counters.tables, max_polls, idle)
+        return lambda: self.product(
+            own, x, weight, added, out, self.bases, self.counters.tables, max_polls, idle
+        )

@@ -1,13 +1,16 @@
-"""All-gather on a GPU: every rank puts its shard to all ranks, in one kernel that takes as few SMs as it is given.
+"""All-gather on a GPU: every rank puts its shard to all ranks, in one kernel that takes as few SMs
+as it is given.
 
-Each program walks over tiles of the shard: one vector load, then one vector store for each rank. The tables of addresses are read
-once, before the loop. Destinations are rotated by rank, so that at any time each rank is the target of one other: the traffic has
-the shape of a permutation, not of a fan-in.
+Each program walks over tiles of the shard: one vector load, then one vector store for each rank.
+The tables of addresses are read once, before the loop. Destinations are rotated by rank, so that at
+any time each rank is the target of one other: the traffic has the shape of a permutation, not of a
+fan-in.
 
-The kernel is there in Triton and in Gluon, where the layout of a tile over threads is stated, not inferred: every load and every
-store of a warp covers a contiguous stretch of memory in the widest accesses there are. Triton infers the same layout; stating it
-makes that a property of the source, and lets threads per warp and warps be chosen against the tile. Gluon has no interpreter: in it
-the kernel is compiled in tests, and runs only on GPUs.
+The kernel is there in Triton and in Gluon, where the layout of a tile over threads is stated, not
+inferred: every load and every store of a warp covers a contiguous stretch of memory in the widest
+accesses there are. Triton infers the same layout; stating it makes that a property of the source,
+and lets threads per warp and warps be chosen against the tile. Gluon has no interpreter: in it the
+kernel is compiled in tests, and runs only on GPUs.
 """
 
 from __future__ import annotations
@@ -22,7 +25,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from weft.engines.device.kernels import symmetric
-from weft.engines.device.kernels.symmetric import MAX_POLLS, last_to_arrive, notify, peer_pointer, wait
+from weft.engines.device.kernels.symmetric import (
+    MAX_POLLS,
+    last_to_arrive,
+    notify,
+    peer_pointer,
+    wait,
+)
 from weft.world import World
 from weft.world.device_memory import drain
 
@@ -33,8 +42,9 @@ VECTOR = 16
 class Traffic(NamedTuple):
     """How the kernel is laid out.
 
-    `sms`: programs, each on an SM of its own. `tile`: bytes that a program loads at once, and stores to every rank before it loads
-    more. `warps`: warps per program. `threads_per_warp`: 32 on NVIDIA's GPUs, 64 on AMD's of the CDNA family.
+    `sms`: programs, each on an SM of its own. `tile`: bytes that a program loads at once, and
+    stores to every rank before it loads more. `warps`: warps per program. `threads_per_warp`: 32 on
+    NVIDIA's GPUs, 64 on AMD's of the CDNA family.
     """
 
     sms: int = 16
@@ -47,21 +57,28 @@ class Traffic(NamedTuple):
         threads = self.warps * self.threads_per_warp
         if self.sms < 1:
             raise ValueError(f"at least one SM is needed; got sms={self.sms}")
-        if self.threads_per_warp not in (32, 64) or self.warps not in (1, 2, 4, 8, 16, 32) or threads > 1024:
+        if (
+            self.threads_per_warp not in (32, 64)
+            or self.warps not in (1, 2, 4, 8, 16, 32)
+            or threads > 1024
+        ):
             raise ValueError(
-                f"warps are of 32 or 64 threads, and 1, 2, 4, … of them make a program of at most 1024 threads; "
+                "warps are of 32 or 64 threads, and 1, 2, 4, … of them make a program of at most "
+                "1024 threads; "
                 f"got {self.warps} of {self.threads_per_warp}"
             )
         if self.tile & (self.tile - 1) or self.tile < threads * VECTOR:
             raise ValueError(
-                f"a tile is a power of two and gives each of {threads} threads {VECTOR} bytes, at least {threads * VECTOR} in all; "
+                f"a tile is a power of two and gives each of {threads} threads {VECTOR} bytes, at "
+                f"least {threads * VECTOR} in all; "
                 f"got {self.tile}"
             )
         # A program that waits holds its place; one that it waits for must not be left outside.
         ranks = world.ranks_per_device
         if device.type == "cuda" and self.sms > (most := symmetric.max_programs(ranks, device)):
             raise ValueError(
-                f"{self.sms} programs on each of {ranks} ranks that share a GPU could keep those out that they wait for: "
+                f"{self.sms} programs on each of {ranks} ranks that share a GPU could keep those "
+                "out that they wait for: "
                 f"use at most {most}"
             )
 
@@ -70,27 +87,41 @@ DEFAULT = Traffic()
 
 
 def layout(threads_per_warp: int, warps: int) -> gl.BlockedLayout:
-    """A tile over threads: each holds 16 bytes of it side by side, and `TILE / (4 * threads)` such pieces."""
+    """A tile over threads: each holds 16 bytes of it side by side, and `TILE / (4 * threads)` such
+    pieces.
+    """
     return gl.BlockedLayout([VECTOR // 4], [threads_per_warp], [warps], [0])
 
 
 class AllGather:
     """All-gathers into one symmetric tensor by this kernel; made, and called, collectively.
 
-    `gathered` holds the shards of all ranks in rank order. A call is put on the current stream and returns at once; when the
-    stream has passed it, `gathered` is complete on this rank. Calls may be captured in a CUDA graph: what is counted is kept on the
-    device. `max_polls` bounds every wait; `check` raises `PeerTimeout` if one ran out. Peers write to `gathered` from the moment
+    `gathered` holds the shards of all ranks in rank order. A call is put on the current stream and
+    returns at once; when the stream has passed it, `gathered` is complete on this rank. Calls may
+    be captured in a CUDA graph: what is counted is kept on the device. `max_polls` bounds every
+    wait; `check` raises `PeerTimeout` if one ran out. Peers write to `gathered` from the moment
     this rank makes its next call, so what reads it must be on the same stream, or done.
     """
 
     def __init__(
-        self, world: World, gathered: Tensor, traffic: Traffic = DEFAULT, max_polls: int = MAX_POLLS, gluon: bool = False
+        self,
+        world: World,
+        gathered: Tensor,
+        traffic: Traffic = DEFAULT,
+        max_polls: int = MAX_POLLS,
+        gluon: bool = False,
     ) -> None:
         traffic.check(world, gathered.device)
         size = gathered.numel() * gathered.itemsize // world.ranks
-        if not gathered.is_contiguous() or gathered.numel() % world.ranks or size % VECTOR or gathered.data_ptr() % VECTOR:
+        if (
+            not gathered.is_contiguous()
+            or gathered.numel() % world.ranks
+            or size % VECTOR
+            or gathered.data_ptr() % VECTOR
+        ):
             raise ValueError(
-                f"gathered must be contiguous, begin at a multiple of {VECTOR} bytes and hold whole {VECTOR} bytes for each of "
+                f"gathered must be contiguous, begin at a multiple of {VECTOR} bytes and hold "
+                f"whole {VECTOR} bytes for each of "
                 f"{world.ranks} ranks; got shape {tuple(gathered.shape)} of {gathered.dtype}"
             )
         self.world, self.gathered, self.traffic, self.size = world, gathered, traffic, size
@@ -98,32 +129,61 @@ class AllGather:
         self.calls = torch.zeros(1, dtype=torch.int64, device=device)
         self.tickets = torch.zeros(1, dtype=torch.int32, device=device)
         self.timeout_record = symmetric.timeout_record(device)
-        self.options: dict[str, Any] = {"RANKS": world.ranks, "TILE": traffic.tile // 4, "num_warps": traffic.warps}
+        self.options: dict[str, Any] = {
+            "RANKS": world.ranks,
+            "TILE": traffic.tile // 4,
+            "num_warps": traffic.warps,
+        }
         self.kernel: Any = all_gather_kernel
         if gluon:
             self.kernel = all_gather_gluon_kernel
             self.options["LAYOUT"] = layout(traffic.threads_per_warp, traffic.warps)
         words, table = gathered.view(torch.uint8).view(-1).view(torch.int32), self.calls
         counted = self.calls, self.tickets, self.timeout_record
-        with symmetric.LOADING:  # before all make the counters together: no kernel waits for a rank that is still to load it
-            self.kernel[(1,)](words, words, table, table, table, *counted, 0, world.rank, max_polls, **self.options)
+        # before all make the counters together: no kernel waits for a rank that is still to load it
+        with symmetric.LOADING:
+            self.kernel[(1,)](
+                words,
+                words,
+                table,
+                table,
+                table,
+                *counted,
+                0,
+                world.rank,
+                max_polls,
+                **self.options,
+            )
             drain(device)
         self.counters = symmetric.zeroed(world, 2 * world.ranks)
-        tables = symmetric.bases(world, gathered), self.counters, symmetric.bases(world, self.counters)
+        tables = (
+            symmetric.bases(world, gathered),
+            self.counters,
+            symmetric.bases(world, self.counters),
+        )
         self.arguments = words, *tables, *counted
         self.rest = size // VECTOR, world.rank, max_polls
 
     def __call__(self, shard: Tensor) -> None:
-        """Gather `shard`, contiguous and of the size of a rank's part of `gathered`; it may be that part itself."""
-        if not shard.is_contiguous() or shard.numel() * shard.itemsize != self.size or shard.data_ptr() % VECTOR:
+        """Gather `shard`, contiguous and of the size of a rank's part of `gathered`; it may be that
+        part itself.
+        """
+        if (
+            not shard.is_contiguous()
+            or shard.numel() * shard.itemsize != self.size
+            or shard.data_ptr() % VECTOR
+        ):
             raise ValueError(
-                f"a shard is contiguous, begins at a multiple of {VECTOR} bytes and has {self.size} bytes; "
+                f"a shard is contiguous, begins at a multiple of {VECTOR} bytes and has "
+                f"{self.size} bytes; "
                 f"got shape {tuple(shard.shape)} of {shard.dtype}"
             )
         if self.world.ranks == 1 or not self.size:
             self.gathered.view(-1).copy_(shard.view(-1).view(self.gathered.dtype))
             return
-        self.kernel[(self.traffic.sms,)](shard.view(-1).view(torch.int32), *self.arguments, *self.rest, **self.options)
+        self.kernel[(self.traffic.sms,)](
+            shard.view(-1).view(torch.int32), *self.arguments, *self.rest, **self.options
+        )
         self.calls.add_(1)
 
     def check(self) -> None:
@@ -153,7 +213,9 @@ def _all_gather(
     call = tl.load(calls) + 1
     words = vectors.to(tl.int64) * 4
     if program == 0:
-        for step in tl.static_range(1, RANKS):  # this rank has made the call: peers may write to its `gathered`
+        for step in tl.static_range(
+            1, RANKS
+        ):  # this rank has made the call: peers may write to its `gathered`
             notify(counters + rank * 8, counter_bases, rank, (rank + step) % RANKS)
     mine = gathered + rank.to(tl.int64) * words
     targets = ()
@@ -170,7 +232,9 @@ def _all_gather(
         for step in tl.static_range(RANKS):
             tl.store(targets[step] + offsets, tile, mask=inside)
         start += programs * TILE
-    if last_to_arrive(tickets, programs):  # behind all programs' stores: this rank's shard is there, and now peers' are here
+    if last_to_arrive(
+        tickets, programs
+    ):  # behind all programs' stores: this rank's shard is there, and now peers' are here
         for step in tl.static_range(1, RANKS):
             notify(counters + (RANKS + rank) * 8, counter_bases, rank, (rank + step) % RANKS)
         for step in tl.static_range(1, RANKS):

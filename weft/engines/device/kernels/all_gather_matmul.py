@@ -1,10 +1,11 @@
 """The compute lane of a fused operator as one persistent kernel: it multiplies rows as they arrive.
 
-Each program goes through the tiles in the order of the lane, taking one in so many, and through the lane's waits when a tile is the
-first that needs them: this rank's own rows first, then those of peers; no launch, no wave of programs that drains, and no host
-between two products. Both factors are read through tensor descriptors, which are TMA transfers on sm_90 and later. The rows are
-put in place by somebody else: a copy engine, peers, or `kernels.all_gather`. Where the tiles go, and who is told, is in
-`kernels.matmul_put`.
+Each program goes through the tiles in the order of the lane, taking one in so many, and through the
+lane's waits when a tile is the first that needs them: this rank's own rows first, then those of
+peers; no launch, no wave of programs that drains, and no host between two products. Both factors
+are read through tensor descriptors, which are TMA transfers on sm_90 and later. The rows are put in
+place by somebody else: a copy engine, peers, or `kernels.all_gather`. Where the tiles go, and who
+is told, is in `kernels.matmul_put`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Blocks(NamedTuple):
-    """Sizes of a tile and of the steps along K, warps per program and stages of the pipeline that loads."""
+    """Sizes of a tile and of the steps along K, warps per program and stages of the pipeline that
+    loads.
+    """
 
     m: int = 128
     n: int = 256
@@ -38,9 +41,11 @@ class Blocks(NamedTuple):
 
 
 def sizes(amd: bool, wide: bool, wide_out: bool) -> Blocks:
-    """Sizes of tiles for AMD's or NVIDIA's GPUs, by whether factors (`wide`) and results (`wide_out`) are of 4 bytes.
+    """Sizes of tiles for AMD's or NVIDIA's GPUs, by whether factors (`wide`) and results
+    (`wide_out`) are of 4 bytes.
 
-    With these no register is spilled and all fits in shared memory, on the GPUs that tests compile for.
+    With these no register is spilled and all fits in shared memory, on the GPUs that tests compile
+    for.
     """
     if wide:  # multiplied in all of float32, which NVIDIA's matrix instructions do not do
         return Blocks(64, 128, 16, 8, 3)
@@ -50,15 +55,28 @@ def sizes(amd: bool, wide: bool, wide_out: bool) -> Blocks:
 
 
 def check(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Raise `ValueError` unless the kernel can multiply these: rows that begin at multiples of 16 bytes, as descriptors demand."""
+    """Raise `ValueError` unless the kernel can multiply these: rows that begin at multiples of 16
+    bytes, as descriptors demand.
+    """
     aligned = all(
-        t.stride(1) == 1 and t.stride(0) * t.itemsize % 16 == 0 and t.data_ptr() % 16 == 0 and t.numel() > 0
+        t.stride(1) == 1
+        and t.stride(0) * t.itemsize % 16 == 0
+        and t.data_ptr() % 16 == 0
+        and t.numel() > 0
         for t in (x, _rows(weight))
     )
-    if not (aligned and x.dtype in DTYPES and weight.dtype == x.dtype and out.dtype in DTYPES and out.stride(1) == 1):
+    if not (
+        aligned
+        and x.dtype in DTYPES
+        and weight.dtype == x.dtype
+        and out.dtype in DTYPES
+        and out.stride(1) == 1
+    ):
         raise ValueError(
-            f"weft's product kernel takes {', '.join(dtype_name(dtype) for dtype in DTYPES)}, and rows of x and "
-            f"of the weight, or of its transpose, that begin at multiples of 16 bytes; got x {_said(x)}, weight {_said(weight)}, "
+            f"weft's product kernel takes {', '.join(dtype_name(dtype) for dtype in DTYPES)}, and "
+            "rows of x and "
+            "of the weight, or of its transpose, that begin at multiples of 16 bytes; got x "
+            f"{_said(x)}, weight {_said(weight)}, "
             f'out {_said(out)}. Pad them, or multiply by torch.mm in a world with products="torch"'
         )
 
@@ -73,10 +91,11 @@ def _rows(weight: Tensor) -> Tensor:
 
 
 class Product:
-    """``out = x @ weight (+ bias)`` for the rows and in the order of a launch (`kernels.tiles`) of a compute lane.
+    """``out = x @ weight (+ bias)`` for the rows and in the order of a launch (`kernels.tiles`) of
+    a compute lane.
 
-    `columns` is N, `dtype` that of the factors and `out` that of the result; `index` says where a signal's counter lies among this
-    rank's. The kernel has `programs` programs.
+    `columns` is N, `dtype` that of the factors and `out` that of the result; `index` says where a
+    signal's counter lies among this rank's. The kernel has `programs` programs.
     """
 
     def __init__(
@@ -94,7 +113,9 @@ class Product:
         self.blocks = blocks = sizes(gpu and amd, dtype == torch.float32, out == torch.float32)
         made = follow(part, triton.cdiv(columns, blocks.n), blocks.m)
         waits = [(index(signal), count) for signal, count in made.waits] or [(0, 0)]
-        notifies = [(peer, index(signal), arrivals) for peer, signal, arrivals in made.notifies] or [(0, 0, 0)]
+        notifies = [
+            (peer, index(signal), arrivals) for peer, signal, arrivals in made.notifies
+        ] or [(0, 0, 0)]
         self.grid = (max(1, min(programs, len(made.tiles))),)
         self.sizes = made.first, len(made.tiles)
         self.links, self.rank = len(made.notifies), rank
@@ -128,11 +149,12 @@ class Product:
         max_polls: int,
         idle: bool = False,
     ) -> None:
-        """Put the kernel on the current stream. The first source is `own` (rows, K), the second, if there is one, `x`.
+        """Put the kernel on the current stream. The first source is `own` (rows, K), the second, if
+        there is one, `x`.
 
-        `weight` is (K, N), `bias` (N,), and `out` (rows, N) this rank's part of what is written; `out_bases` says where it begins
-        on every rank (`kernels.symmetric.bases`) if others' is written too. All are such as `check` accepts. An `idle` kernel
-        is loaded and does nothing.
+        `weight` is (K, N), `bias` (N,), and `out` (rows, N) this rank's part of what is written;
+        `out_bases` says where it begins on every rank (`kernels.symmetric.bases`) if others' is
+        written too. All are such as `check` accepts. An `idle` kernel is loaded and does nothing.
         """
         blocks = self.blocks
         rows, transposed = _rows(weight), weight.stride(1) != 1
@@ -140,7 +162,9 @@ class Product:
         kernel[self.grid](
             TensorDescriptor.from_tensor(own, [blocks.m, blocks.k]),
             TensorDescriptor.from_tensor(x, [blocks.m, blocks.k]),
-            TensorDescriptor.from_tensor(rows, [blocks.n, blocks.k] if transposed else [blocks.k, blocks.n]),
+            TensorDescriptor.from_tensor(
+                rows, [blocks.n, blocks.k] if transposed else [blocks.k, blocks.n]
+            ),
             out if bias is None else bias,
             out,
             out_bases,
@@ -171,7 +195,9 @@ def product(
     BLOCK_K: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """A tile of ``x @ weight`` in float32, from the descriptors of both; `weight` is one of the transpose if `TRANSPOSED`."""
+    """A tile of ``x @ weight`` in float32, from the descriptors of both; `weight` is one of the
+    transpose if `TRANSPOSED`.
+    """
     total = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
     for k in range(0, K, BLOCK_K):
         a = x.load([row, k])
@@ -182,14 +208,24 @@ def product(
 
 @triton.jit
 def pass_waits(done, needed, waits, counters, base, timeout_record, max_polls, FENCE: tl.constexpr):
-    """Go through the waits of the lane up to number `needed`; returns how many this program has been through."""
+    """Go through the waits of the lane up to number `needed`; returns how many this program has
+    been through.
+    """
     if done < needed:
         while done < needed:
             index = tl.load(waits + done * 2).to(tl.int32)
-            wait(counters, index, tl.load(base + index) + tl.load(waits + done * 2 + 1), timeout_record, max_polls)
+            wait(
+                counters,
+                index,
+                tl.load(base + index) + tl.load(waits + done * 2 + 1),
+                timeout_record,
+                max_polls,
+            )
             done += 1
         if FENCE:  # what came by stores is read by TMA, which is another way to memory
-            tl.inline_asm_elementwise("fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], tl.int32, False, 1)
+            tl.inline_asm_elementwise(
+                "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], tl.int32, False, 1
+            )
     return done
 
 
@@ -201,7 +237,9 @@ def all_gather_matmul_kernel(
     bias,
     out,
     out_bases,  # int64 (ranks,)
-    tiles,  # int32 (tiles, 7): first row, last + 1, column, shift, rank, waits before it, notifies before it
+    # int32 (tiles, 7): first row, last + 1, column, shift, rank, waits before it, notifies before
+    # it
+    tiles,
     waits,  # int64 (waits, 2): counter, count
     notifies,  # int32 (notifies, 3): rank, counter, arrivals
     tickets,  # int32 (notifies,)
@@ -233,13 +271,37 @@ def all_gather_matmul_kernel(
         while tile < (first if source < SOURCES - 1 else number):
             entry = tiles + tile * 7
             row, last, column = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2) * BLOCK_N
-            done = pass_waits(done, tl.load(entry + 5), waits, counters, base, timeout_record, max_polls, FENCE)
-            total = product(own if source == 0 else x, weight, row, column, K, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
+            done = pass_waits(
+                done, tl.load(entry + 5), waits, counters, base, timeout_record, max_polls, FENCE
+            )
+            total = product(
+                own if source == 0 else x,
+                weight,
+                row,
+                column,
+                K,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                TRANSPOSED,
+            )
             if BIAS:
                 across = column + tl.arange(0, BLOCK_N)
                 total += tl.load(bias + across, mask=across < N, other=0.0).to(tl.float32)[None, :]
             to = row + tl.load(entry + 3)
-            put_tile(total, out, out_bases, rank, tl.load(entry + 4), to, column, last - row, N, stride, PUTS)
+            put_tile(
+                total,
+                out,
+                out_bases,
+                rank,
+                tl.load(entry + 4),
+                to,
+                column,
+                last - row,
+                N,
+                stride,
+                PUTS,
+            )
             if NOTIFIES:
                 arrive(tl.load(entry + 6), notifies, links, tickets, counters, counter_bases, rank)
             tile += tl.num_programs(0)

@@ -1,8 +1,9 @@
-"""Triton's interpreter, made fit for several threads: lanes, and ranks of one process, run kernels beside each other.
+"""Triton's interpreter, made fit for several threads: lanes, and ranks of one process, run kernels
+beside each other.
 
-(And for products of bfloat16, whose bits it would multiply as whole numbers.) It keeps the place of a program in its grid in one
-variable, and gives the language back to the compiler whenever a kernel ends. So here each thread has a place of its own, and the
-language stays with the interpreter.
+(And for products of bfloat16, whose bits it would multiply as whole numbers.) It keeps the place of
+a program in its grid in one variable, and gives the language back to the compiler whenever a kernel
+ends. So here each thread has a place of its own, and the language stays with the interpreter.
 """
 
 from __future__ import annotations
@@ -39,11 +40,15 @@ def _widened(factor: Any) -> Any:
     """A factor in float32 if it is in bfloat16."""
     if factor.dtype.scalar != tl.bfloat16:
         return factor
-    return interpreter.TensorHandle((factor.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+    return interpreter.TensorHandle(
+        (factor.data.astype(np.uint32) << 16).view(np.float32), tl.float32
+    )
 
 
 @cache
 def serve_threads() -> None:
     """Let kernels run on several threads from now on."""
     interpreter.interpreter_builder.__class__ = _PerThread
-    interpreter._patch_lang(peer_pointer.fn)  # any kernel's: what they have in common is the language
+    interpreter._patch_lang(
+        peer_pointer.fn
+    )  # any kernel's: what they have in common is the language

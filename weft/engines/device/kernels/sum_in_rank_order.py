@@ -17,7 +17,9 @@ _BLOCK = 2048  # elements that a program adds up at once
 
 
 class Sum:
-    """``out = parts[0] + parts[1] + …``, or their average, for parts that do not change place; made once, called for every sum."""
+    """``out = parts[0] + parts[1] + …``, or their average, for parts that do not change place; made
+    once, called for every sum.
+    """
 
     def __init__(self, parts: list[Tensor], average: bool, programs: int) -> None:
         self.parts, self.programs = parts, programs
@@ -27,13 +29,19 @@ class Sum:
 
     @staticmethod
     def fits(parts: list[Tensor], out: torch.dtype) -> bool:
-        """Whether the kernel can add these up: floats of one dtype without gaps, a whole number of 16 bytes apart."""
+        """Whether the kernel can add these up: floats of one dtype without gaps, a whole number of
+        16 bytes apart.
+        """
         dtype = parts[0].dtype
-        alike = all(p.dtype == dtype and p.is_contiguous() and p.data_ptr() % 16 == 0 for p in parts)
+        alike = all(
+            p.dtype == dtype and p.is_contiguous() and p.data_ptr() % 16 == 0 for p in parts
+        )
         return alike and dtype in DTYPES and out in DTYPES
 
     def __call__(self, out: Tensor, idle: bool = False) -> None:
-        """Put the sum into `out`, contiguous, on the current stream; an `idle` kernel is loaded and does nothing."""
+        """Put the sum into `out`, contiguous, on the current stream; an `idle` kernel is loaded and
+        does nothing.
+        """
         kernel: Any = sum_in_rank_order_kernel
         grid = (max(1, min(self.programs, triton.cdiv(out.numel(), _BLOCK))),)
         kernel[grid](self.parts[0], self.steps, out, out.numel(), int(idle), **self.options)
@@ -54,7 +62,9 @@ def sum_in_rank_order_kernel(
         return
     places = ()
     for part in tl.static_range(PARTS):
-        places = places + (parts + tl.load(steps + part) * (128 // parts.dtype.element_ty.primitive_bitwidth),)
+        places = places + (
+            parts + tl.load(steps + part) * (128 // parts.dtype.element_ty.primitive_bitwidth),
+        )
     start = tl.program_id(0).to(tl.int64) * BLOCK
     while start < size:
         offsets = start + tl.arange(0, BLOCK)

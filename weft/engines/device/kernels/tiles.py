@@ -1,7 +1,9 @@
-"""The order in which a persistent product kernel makes its tiles: tables that the kernel only reads, made from plans.
+"""The order in which a persistent product kernel makes its tiles: tables that the kernel only
+reads, made from plans.
 
-A **tile** is ``BLOCK_M`` x ``BLOCK_N`` elements of a product, less where rows end. Blocks of `GROUP` tiles one above the other are
-made column by column, so that what is read of both factors stays in the cache while it is needed.
+A **tile** is ``BLOCK_M`` x ``BLOCK_N`` elements of a product, less where rows end. Blocks of
+`GROUP` tiles one above the other are made column by column, so that what is read of both factors
+stays in the cache while it is needed.
 """
 
 from __future__ import annotations
@@ -26,10 +28,12 @@ def tiles(start: int, stop: int, columns: int, block_m: int) -> Iterator[tuple[i
 
 
 def runs(lane: Sequence[Instruction]) -> list[tuple[int, int]]:
-    """The parts of a compute lane, from a `Matmul` to a `Matmul`, that product kernels carry out: ``lane[start:stop]``.
+    """The parts of a compute lane, from a `Matmul` to a `Matmul`, that product kernels carry out:
+    ``lane[start:stop]``.
 
-    They hold nothing but products, waits and notifies. A notify right after a wait stays outside the kernel, since it announces
-    that wait too. So do all notifies of a lane whose products go to several outputs: a kernel makes one output after the other.
+    They hold nothing but products, waits and notifies. A notify right after a wait stays outside
+    the kernel, since it announces that wait too. So do all notifies of a lane whose products go to
+    several outputs: a kernel makes one output after the other.
     """
     several = len({i.dst.buffer for i in lane if isinstance(i, Matmul)}) > 1
     found: list[tuple[int, int]] = []
@@ -49,7 +53,9 @@ def runs(lane: Sequence[Instruction]) -> list[tuple[int, int]]:
 
 
 def launches(run: Sequence[Instruction]) -> Iterator[list[Instruction]]:
-    """A run taken apart into launches: each makes one output, from rows of at most `SOURCES` tensors, one after the other."""
+    """A run taken apart into launches: each makes one output, from rows of at most `SOURCES`
+    tensors, one after the other.
+    """
     for output in dict.fromkeys(i.dst.buffer for i in run if isinstance(i, Matmul)):
         part: list[Instruction] = []
         held: list[Instruction] = []  # waits for the product that follows
@@ -72,11 +78,13 @@ def launches(run: Sequence[Instruction]) -> Iterator[list[Instruction]]:
 
 
 class Tables(NamedTuple):
-    """What a launch does: its tiles, how many of them are of the first source, its waits, and its notifies.
+    """What a launch does: its tiles, how many of them are of the first source, its waits, and its
+    notifies.
 
-    A tile is ``(first row of the source, last + 1, column, what to add for the row of the result, the rank that gets it, waits
-    before it, notifies before it)``: whoever makes it must have been through so many of the waits, each ``(signal, count)``. A
-    notify is ``(rank, signal, arrivals)``: it is due when it has been arrived at so often, once by each tile since the notify
+    A tile is ``(first row of the source, last + 1, column, what to add for the row of the result,
+    the rank that gets it, waits before it, notifies before it)``: whoever makes it must have been
+    through so many of the waits, each ``(signal, count)``. A notify is ``(rank, signal,
+    arrivals)``: it is due when it has been arrived at so often, once by each tile since the notify
     before, and once by that one.
     """
 
@@ -97,12 +105,18 @@ def follow(part: Sequence[Instruction], columns: int, block_m: int) -> Tables:
             case Matmul(src, dst):
                 source = source or src[:2]
                 before = dst.start - src.start, dst.rank, len(made.waits), len(made.notifies)
-                made.tiles.extend((*tile, *before) for tile in tiles(src.start, src.stop, columns, block_m))
+                made.tiles.extend(
+                    (*tile, *before) for tile in tiles(src.start, src.stop, columns, block_m)
+                )
                 if src[:2] == source:
                     made = made._replace(first=len(made.tiles))
             case Notify(rank, signal):
-                made.notifies.append((rank, signal, len(made.tiles) - notified + (len(made.notifies) > 0)))
+                made.notifies.append(
+                    (rank, signal, len(made.tiles) - notified + (len(made.notifies) > 0))
+                )
                 notified = len(made.tiles)
             case _:
-                raise ValueError(f"a product kernel waits, multiplies and notifies; the lane has {instruction}")
+                raise ValueError(
+                    f"a product kernel waits, multiplies and notifies; the lane has {instruction}"
+                )
     return made
