@@ -314,7 +314,7 @@ def refused(world):
     for name, call in table.items():
         if world.rank == 0:
             for argument in call.good:
-                made = world.native.calls
+                made = world.executor.calls
                 verdicts = found[f"{name}: {argument}"] = {}
                 for kind, tensors in call.bad(argument, mesh).items():
                     try:
@@ -322,7 +322,7 @@ def refused(world):
                         verdicts[kind] = "nothing", "it was taken"
                     except Exception as error:
                         verdicts[kind] = type(error).__name__, str(error)
-                    if world.closed or world.native.calls != made:
+                    if world.closed or world.executor.calls != made:
                         verdicts[kind] = "sent", f"{verdicts[kind]}: {world.closed}"
                         return found  # peers are out of step
         own = torch.tensor([world.rank, len(name)])
@@ -394,7 +394,7 @@ def remembered(world):
         weft.all_gather(a, out=out)
         weft.get(plain, symmetric, world.rank)
     if world.rank == 0:
-        made = world.native.calls
+        made = world.executor.calls
         for tensor, what in ((a, "a"), (out, "out")):
             tensor.requires_grad_()
             with pytest.raises(ValueError, match=f"^{what} requires a gradient"):
@@ -419,7 +419,7 @@ def remembered(world):
         with pytest.raises(ValueError, match="a has the layout"):
             weft.all_gather(a, out=out)
         a = torch.zeros(4)
-        assert world.native.calls == made
+        assert world.executor.calls == made
     assert weft.all_gather(a, out=out).tolist() == [0.0] * 4 + [1.0] * 4
 
 

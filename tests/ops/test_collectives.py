@@ -13,7 +13,7 @@ import torch.distributed as dist
 from support.ranks import die, everyones, on_ranks, start
 
 import weft
-from weft import _native
+import weft._native as _native
 from weft.ops.collective import ANY, NUMBERS
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -11,7 +11,7 @@ import torch
 from support.ranks import on_ranks
 
 import weft
-from weft import _native
+import weft._native as _native
 from weft.engines import engine
 from weft.engines.weights import PackedWeight
 from weft.world import memory

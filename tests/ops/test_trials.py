@@ -52,8 +52,8 @@ def test_the_first_calls_take_turns_until_one_way_stays(operator, link):
     ways = {*taken}
     assert len(ways) > 1
     assert {name for name, _ in ways} <= {
-        *OPERATORS[operator].tried,
-        *OPERATORS[operator].tried_over_links,
+        *OPERATORS[operator].auto_candidates,
+        *OPERATORS[operator].auto_candidates_over_links,
         "push",
         "one_shot",
     }

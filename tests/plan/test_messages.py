@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support import plans
 from support.mutants import deleted, edited, places
 
-from weft import _native
+import weft._native as _native
 from weft.engines.engine import Engine
 from weft.engines.reference import run
 from weft.errors import PlanError

@@ -128,7 +128,7 @@ def test_equal_ranks_are_simulated_once(operator, links, monkeypatch):
     )  # of the same name as what it is for
     monkeypatch.setattr(forecast, "planned", lambda workload, *_: workload.ranks)
     for way, first in zip(ways, once, strict=True):
-        unequal = way.algorithm in OPERATORS[operator].unequal
+        unequal = way.algorithm in OPERATORS[operator].asymmetric
         assert sum(map(bool, first.lanes)) == (6 if unequal else machine.group(6))
         everything = predict.plan(case, way, machine)
         assert all(everything.lanes)

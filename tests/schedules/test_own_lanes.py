@@ -17,7 +17,7 @@ CHOICES = [
     (operator, algorithm, order, reads, symmetric)
     for operator in OPERATORS.values()
     for algorithm in operator.algorithms
-    if algorithm not in operator.unequal
+    if algorithm not in operator.asymmetric
     for order in (ORDERS if algorithm == "push" else ORDERS[:1])
     for reads in (True, False)
     for symmetric in (True, False)
@@ -47,7 +47,7 @@ def reckoned(plan, rank):
 )
 def test_own_lanes_suffice(operator, algorithm, order, reads, symmetric):
     for ranks, cut in itertools.product((1, 2, 3, 5, 8), (1, 2, 8)):
-        cut = 1 if algorithm in operator.whole else cut
+        cut = 1 if algorithm in operator.uncut else cut
         request = Request(ranks, cut, algorithm, symmetric, order, remote_reads=reads)
         whole = operator.plan(request)
         for rank in range(ranks):

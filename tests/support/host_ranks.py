@@ -547,7 +547,7 @@ def killed(folder):
         weft.all_gather_matmul(a, b)
         if world.rank == world.ranks - 1:
             while not all(
-                world.native.peer_call(rank, world.relay.call + 1) for rank in range(world.rank)
+                world.executor.peer_call(rank, world.relay.call + 1) for rank in range(world.rank)
             ):  # they are in the next
                 time.sleep(0.001)
             (folder / "death").write_text(str(time.time()))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from support.ranks import die, named_memory, none_left, on_ranks, sockets, start
 
 import weft
-from weft import _native
+import weft._native as _native
 from weft.engines import engine
 from weft.engines.host import HostProgram
 from weft.plan import Wait
@@ -60,7 +60,7 @@ def die_at(world, algorithm, lane, done):
         part = HostProgram(
             engine(world), dataclasses.replace(plan, lanes=tuple(lanes)), tensors, {}
         )
-        part.native.say(call)
+        part.compiled.say(call)
         part.run(tensors, plan.pieces, {"out": torch.eye(4)})
         for rank in range(world.ranks):
             world.peer(death, rank)[0] = time.monotonic()

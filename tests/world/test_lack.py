@@ -17,7 +17,7 @@ import torch
 from support.ranks import die, start
 
 import weft
-from weft import _native
+import weft._native as _native
 from weft.engines import engine
 from weft.plan import Buffer, Copy, Notify, Plan, Region, Signal, Wait
 from weft.world import memory, peer_memory

@@ -45,9 +45,9 @@ def calls_meanwhile(world, call):
             errors[name] = f"{type(error).__name__}: {error}"
 
     first = threading.Thread(target=make, args=("first",), name="first")
-    call_number = world.native.calls
+    call_number = world.executor.calls
     first.start()
-    while world.native.calls == call_number:
+    while world.executor.calls == call_number:
         time.sleep(0.001)
     make("second")
     first.join()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from support.ranks import die, on_ranks, start
 
 import weft
-from weft import _native
+import weft._native as _native
 from weft.schedules.barrier import barrier as barrier_plan
 from weft.schedules.levels import flat
 from weft.world.memory import LOOK

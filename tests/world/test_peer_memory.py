@@ -11,7 +11,7 @@ import torch
 from support.ranks import on_ranks, start
 
 import weft
-from weft import _native
+import weft._native as _native
 from weft.engines import engine
 from weft.errors import PeerTimeout, WeftError
 from weft.plan import Buffer, Copy, Notify, Plan, Region, Signal, Wait
@@ -81,7 +81,7 @@ def collectives(_):
 def told(world, call):
     """What ranks tell each other of a call."""
     call()
-    return world.native.peer_call(world.rank, world.native.calls)
+    return world.executor.peer_call(world.rank, world.executor.calls)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -164,7 +164,7 @@ def gone(_):
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     if world.rank == 0:
-        world.native.pids = [os.getpid(), child.pid]
+        world.executor.pids = [os.getpid(), child.pid]
     mine = torch.zeros(NUMBERS)
     if world.rank == 0:
         with pytest.raises(

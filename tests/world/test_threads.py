@@ -17,7 +17,7 @@ from support.ranks import on_ranks
 from torch._C._distributed_c10d import HashStore
 
 import weft
-from weft import _native
+import weft._native as _native
 from weft.ops.collective import sent_rows, slot_rows
 from weft.schedules.thresholds import Thresholds
 from weft.schedules.workload import pieces

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from support.ranks import die, start
 
 import weft
-from weft import _native
+import weft._native as _native
 
 
 @contextlib.contextmanager

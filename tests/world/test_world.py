@@ -13,7 +13,7 @@ import torch.distributed as dist
 from support.ranks import named_memory, none_left, on_ranks, sockets, start
 
 import weft
-from weft import _native
+import weft._native as _native
 from weft.world import memory
 from weft.world.rendezvous import default_group, launcher_variables
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weft import cache
+import weft.cache as cache
 from weft.bench.harness import Stopwatch, largest, session
 from weft.engines import engine, matmul
 from weft.engines.recording import record

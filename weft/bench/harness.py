@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weft
-from weft import cache
+import weft.cache as cache
 from weft.bench.progress import progress
 from weft.bench.settings import CopySettings, SweepSettings, parse_sizes
 from weft.bench.verification import Check

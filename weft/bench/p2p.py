@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from weft import _native
+import weft._native as _native
 from weft.bench import sweep, tables
 from weft.bench.harness import batches, every_size, per_call, race, session, verified, where, worst
 from weft.bench.plots import COLOURS, DASHED, over_sizes, picture, size_name

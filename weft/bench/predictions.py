@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter
 from rich.console import Console
 from rich.text import Text
 
-from weft import predict
+import weft.predict as predict
 from weft.bench import figures, tables
 from weft.bench.plots import COLOURS, DASHED, picture
 from weft.predict import Variant, Workload

@@ -60,7 +60,7 @@ def _check_fused(given: FusedSettings) -> None:
         OPERATORS[given.operator],
         options.world_size(given.ranks),
     )
-    takers = [name for name in operator.algorithms if name not in operator.whole]
+    takers = [name for name in operator.algorithms if name not in operator.uncut]
     if (
         given.chunk_rows
         and algorithm not in takers

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.distributed_c10d import PrefixStore
 
-from weft import _native
+import weft._native as _native
 from weft.checks import name as dtype_name
 from weft.cli import placed
 from weft.cli.placed import RankReport

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from weft import predict
+import weft.predict as predict
 from weft.bench import tables
 from weft.bench.settings import FUSED, Dtype, Json, Shape, Threads, product
 from weft.cli import options

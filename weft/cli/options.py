@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_origin, get_t
 import typer
 from rich.console import Console
 
-from weft import cache
+import weft.cache as cache
 from weft.plan.trace import Trace
 from weft.predict import machine
 

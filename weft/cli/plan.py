@@ -39,7 +39,7 @@ _HANDED_OUT: Mapping[str, Callable[[Levels], Plan]] = {
 
 
 def _fused(operator: Operator, r: Request) -> Plan:
-    return operator.plan(r._replace(pieces=1) if r.algorithm in operator.whole else r)
+    return operator.plan(r._replace(pieces=1) if r.algorithm in operator.uncut else r)
 
 
 def _scatter(r: Request) -> Plan:

@@ -126,7 +126,7 @@ class Question:
 
     def asked(self, machine: Any) -> Iterator[tuple[Any, ...]]:
         """``(case, machine, algorithm, chunk rows)`` of each operator in turn, asked of `machine`."""
-        from weft import predict
+        import weft.predict as predict
 
         known = [name.removesuffix(" packed") for name in machine.products]
         dtype = self.dtype or known[0]
@@ -245,7 +245,7 @@ def _draw(question: Question, every: list[tuple[Any, ...]], results: list[dict[s
     """Write what would run when: the sequential way beside the fastest, of every operator."""
     if not question.trace and not question.timeline:
         return
-    from weft import predict
+    import weft.predict as predict
     from weft.bench.predictions import variant
 
     traces = []

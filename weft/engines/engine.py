@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft import _native
+import weft._native as _native
 from weft.engines.weights import PackedWeight, Weight
 from weft.errors import MismatchError, PlanError, WeftError
 from weft.plan import Copy, Instruction, Plan, Reduce, Region, Signal, Wait, reads, writes
@@ -63,7 +63,7 @@ class Engine(ABC):
         self.spaces: dict[Hashable, Tensor] = {}  # what `space` was asked for
         self.pending: list[Program] = []  # started and not yet joined, in their order
         # Collectives seen before, for tensors that lie alike, with the workspace that they use.
-        self.repeats = _native.Repeats(world.native)
+        self.repeats = _native.Repeats(world.executor)
         self.calls: dict[Hashable, Any] = {}  # the same, of those without tensors
         self.known: dict[Hashable, Any] = {}  # what is decided of others, whatever their rows
         self.ready = _native.Alike(
@@ -105,7 +105,7 @@ class Engine(ABC):
         its own.
         """
         program = self.program(plan, tensors, rows)
-        program.native.say(call)
+        program.compiled.say(call)
         program.run(tensors, rows, {}, timeout=timeout)
 
     def program(
@@ -145,7 +145,7 @@ class Engine(ABC):
         `out_dtype`.
         """
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until all that was started is done, and raise what went wrong with it."""
         while self.pending:
             self.pending[0].join()
@@ -178,7 +178,7 @@ class Engine(ABC):
         if self.segment is None or self.segment.size < size:
             # first: what went wrong with a call before this one is the cause of what goes wrong
             # here
-            self.settle()
+            self.drain()
             self.agree(call)
             self.moved()
             self.repeats.clear()
@@ -223,12 +223,12 @@ class Engine(ABC):
         raised = [(self.index(Signal("agree", peer)), 1) for peer in peers]
         compiled = _native.Compiled(call, 1, raised, world.ranks)
         for peer in peers:
-            compiled.notify(0, world.native, peer, self.index(Signal("agree", world.rank)))
+            compiled.notify(0, world.executor, peer, self.index(Signal("agree", world.rank)))
         for peer in peers:
-            compiled.wait(0, world.native, world.rank, self.index(Signal("agree", peer)), peer, 1)
+            compiled.wait(0, world.executor, world.rank, self.index(Signal("agree", peer)), peer, 1)
         with world.guard:
-            world.native.begin(compiled, world.timeout)
-            if world.native.run(compiled, 0, 0) < 0:
+            world.executor.begin(compiled, world.timeout)
+            if world.executor.run(compiled, 0, 0) < 0:
                 status, _, source, *_ = compiled.wait_failure(0)
                 raise self.ended(
                     status, source, compiled, f"to begin {call.splitlines()[0]}", world.timeout
@@ -247,7 +247,7 @@ class Engine(ABC):
         match status:
             case _native.WaitStatus.mismatch:
                 own, theirs = (
-                    world.native.peer_call(rank, compiled.call) for rank in (world.rank, source)
+                    world.executor.peer_call(rank, compiled.call) for rank in (world.rank, source)
                 )
                 return world.fail(
                     MismatchError.between(compiled.call, world.rank, own, source, theirs)
@@ -266,7 +266,7 @@ class Engine(ABC):
         for others, and why.
         """
         missing = [
-            peer for peer in self.world.others if not self.world.native.peer_call(peer, call)
+            peer for peer in self.world.others if not self.world.executor.peer_call(peer, call)
         ]
         if not missing:
             return source, "has made the call, but not done its part"
@@ -281,7 +281,7 @@ class Engine(ABC):
 class Program(ABC):
     """A plan compiled for one rank; `native` is what the native core has of it."""
 
-    native: _native.Compiled
+    compiled: _native.Compiled
 
     def __init__(self, engine: Engine, plan: Plan) -> None:
         self.engine, self.world, self.plan = engine, engine.world, plan
@@ -304,7 +304,7 @@ class Program(ABC):
             if isinstance(i, Copy | Reduce)
             for region in reads(i)
         }
-        self.told = {  # what ranks must agree on
+        self.agreed = {  # what ranks must agree on
             name
             for name, buffer in plan.buffers.items()
             if name in self.shared or (buffer.role == "input" and name in moved)
@@ -398,7 +398,9 @@ class Program(ABC):
         wait = self.lanes[lane][index]
         if source == self.world.rank and not (isinstance(wait, Wait) and expected):
             return f"for the end of {self.plan.operator} call {call}"
-        held = next((self.plan.measure(i) for i in self.lanes[lane][index:] if writes(i)), None)
+        held = next(
+            (self.plan.sizing_region(i) for i in self.lanes[lane][index:] if writes(i)), None
+        )
         rows = f"rows {':'.join(map(str, self.rows_of(held)))}" if held else "the end"
         if not isinstance(wait, Wait):
             return (

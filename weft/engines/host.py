@@ -17,7 +17,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from weft import _native
+import weft._native as _native
 from weft.checks import name as dtype_name
 from weft.engines.engine import LANES, Dtypes, Engine, Program, Tensors, Timed, Weights, kinds
 from weft.engines.matmul import multiply
@@ -80,11 +80,13 @@ class HostProgram(Program):
         for region in self.regions():
             self.slots.setdefault((region.rank, region.buffer), len(self.slots))
         promised = [(engine.index(signal), count) for signal, count in plan.promised(rank).items()]
-        self.native = _native.Compiled(
-            "", len(LANES) + self.more_lanes, promised, plan.ranks, plan.meets
+        self.compiled = _native.Compiled(
+            "", len(LANES) + self.more_lanes, promised, plan.ranks, plan.synchronizes
         )
         self.ahead = plan.ahead  # all others need not ask the native core whether ranks must meet
-        self.native.describe(plan.operator, f"algorithm={plan.algorithm}, plan {plan.digest:08x})")
+        self.compiled.describe(
+            plan.operator, f"algorithm={plan.algorithm}, plan {plan.digest:08x})"
+        )
         self._lay_out()
         self.bound: _native.Binding | None = None
         self.own: _native.Binding | None = None  # `_own_binding`, and the workspace that it is of
@@ -112,7 +114,7 @@ class HostProgram(Program):
 
     def begin(self, seconds: float) -> None:
         """Publish the call; its waits may take `seconds`."""
-        self.world.native.begin(self.native, seconds)
+        self.world.executor.begin(self.compiled, seconds)
 
     def carry_out(
         self,
@@ -122,10 +124,10 @@ class HostProgram(Program):
         bias: Tensors | None = None,
         timeout: float | None = None,
     ) -> None:
-        world, native, compiled = self.world, self.world.native, self.native
+        world, native, compiled = self.world, self.world.executor, self.compiled
         seconds, whole = world.timeout if timeout is None else timeout, sum(rows)
         if self.engine.pending:
-            self.engine.settle()
+            self.engine.drain()
         binding = self._own_binding(tensors, rows)
         if self.ahead and self.must_meet():
             self.engine.meet(timeout)
@@ -164,11 +166,11 @@ class HostProgram(Program):
         """
         shared = {name: self._parts(tensors[name]) for name in self.shared if name in tensors}
         given = tensors if isinstance(tensors, dict) else dict(tensors)
-        binding = _native.Binding(self.native, rows, given, shared, words)
+        binding = _native.Binding(self.compiled, rows, given, shared, words)
         if size := binding.workspace:
             binding.place(_native.Role.workspace, self.engine.reserve(size, binding.call).bases(0))
         if binding.eager:
-            binding.place(_native.Role.eager, self.world.native.eager_bases())
+            binding.place(_native.Role.eager, self.world.executor.eager_bases())
         return binding
 
     def _own_binding(self, tensors: Tensors, rows: Sequence[int]) -> _native.Binding:
@@ -189,26 +191,26 @@ class HostProgram(Program):
     def apply(self, binding: _native.Binding) -> None:
         """Work with these sizes and places from now on."""
         if self.bound is not binding:
-            self.native.bind(binding)
+            self.compiled.bind(binding)
             self.bound = binding
 
     def execute(self, binding: _native.Binding, timeout: float | None = None) -> None:
         if self.engine.pending:
-            self.engine.settle()
-        self.world.native.execute(self, binding, timeout or self.world.timeout)
+            self.engine.drain()
+        self.world.executor.execute(self, binding, timeout or self.world.timeout)
         self._record()
 
     def execute_alone(self, binding: _native.Binding, timeout: float | None = None) -> None:
         if self.engine.pending:
-            self.engine.settle()
-        self.world.native.execute_alone(self, binding, timeout or self.world.timeout)
+            self.engine.drain()
+        self.world.executor.execute_alone(self, binding, timeout or self.world.timeout)
         self._record()
 
     def must_meet(self) -> bool:
         """Whether ranks must meet before this is executed; never unless it is one that runs
         `ahead`.
         """
-        return self.world.native.must_meet(self.native)
+        return self.world.executor.must_meet(self.compiled)
 
     def start(
         self, binding: _native.Binding, held: object = None, timeout: float | None = None
@@ -219,24 +221,24 @@ class HostProgram(Program):
         with self.world.guard:
             self.apply(binding)
             self.begin(self.timeout)
-            self.world.native.start(
-                self.native, 0, (self.native, binding, held, self.engine.workspace)
+            self.world.executor.start(
+                self.compiled, 0, (self.compiled, binding, held, self.engine.workspace)
             )
             self.engine.pending.append(self)
 
     def done(self) -> bool:
-        return self not in self.engine.pending or bool(self.world.native.join(self.native, 0.0))
+        return self not in self.engine.pending or bool(self.world.executor.join(self.compiled, 0.0))
 
     def join(self, timeout: float = math.inf) -> bool:
         deadline = time.monotonic() + timeout
         self.world.check_process()
         while self in self.engine.pending:
             left = deadline - time.monotonic()
-            if self.world.native.join(
-                self.native, min(max(left, 0.0), 0.05)
+            if self.world.executor.join(
+                self.compiled, min(max(left, 0.0), 0.05)
             ):  # now and then Python may handle a signal
                 self.engine.pending.remove(self)
-                if self.native.wait_failure(0)[0] != _native.WaitStatus.none:
+                if self.compiled.wait_failure(0)[0] != _native.WaitStatus.none:
                     raise self.stopped(0, self.timeout)
                 self._record()
             elif left <= 0:
@@ -244,8 +246,8 @@ class HostProgram(Program):
         return True
 
     def stop(self, timeout: float) -> None:
-        self.world.native.stop(self.native)
-        self.world.native.join(self.native, timeout)
+        self.world.executor.stop(self.compiled)
+        self.world.executor.join(self.compiled, timeout)
 
     def rows_of(self, region: Region) -> tuple[int, int]:
         assert self.bound is not None
@@ -256,23 +258,23 @@ class HostProgram(Program):
         return [
             (name, index, start, stop)
             for lane, name in enumerate(LANES)
-            for index, (start, stop) in enumerate(self.native.spans(lane))
+            for index, (start, stop) in enumerate(self.compiled.spans(lane))
         ]
 
     def stopped(self, lane: int, timeout: float) -> WeftError:
         """The error for a wait of this program that ended early; if another lane's end was the
         reason, for that one's.
         """
-        if self.native.wait_failure(lane)[0] == _native.WaitStatus.lane:
-            lane = self.native.stopped
-        status, index, source, expected, actual = self.native.wait_failure(lane)
-        doing = self.doing(lane, index, self.native.call, source, expected, actual)
+        if self.compiled.wait_failure(lane)[0] == _native.WaitStatus.lane:
+            lane = self.compiled.stopped
+        status, index, source, expected, actual = self.compiled.wait_failure(lane)
+        doing = self.doing(lane, index, self.compiled.call, source, expected, actual)
         if status == _native.WaitStatus.unread:
             why = f"{os.strerror(actual)}; with WEFT_READ_PEERS=0 large tensors are staged in shared memory instead"
             return self.world.fail(
                 WeftError(f"rank {self.world.rank} cannot read what it needs {doing}: {why}")
             )
-        return self.engine.ended(status, source, self.native, doing, timeout)
+        return self.engine.ended(status, source, self.compiled, doing, timeout)
 
     def _record(self) -> None:
         if self.world.recorder is not None:
@@ -306,10 +308,18 @@ class HostProgram(Program):
             by_rank = [layout(buffer.numbers(r)) for r in range(plan.ranks)]
             kind, role = (dtype_name(dtype), dtype.itemsize), getattr(_native.Role, buffer.role)
             buffers.append(
-                (name, *kind, role, numbers[like], name in self.told, name in self.shared, by_rank)
+                (
+                    name,
+                    *kind,
+                    role,
+                    numbers[like],
+                    name in self.agreed,
+                    name in self.shared,
+                    by_rank,
+                )
             )
         slots = [(rank, numbers[name]) for rank, name in self.slots]
-        self.native.lay_out(self.world.rank, plan.pieces, list(layouts), buffers, slots)
+        self.compiled.lay_out(self.world.rank, plan.pieces, list(layouts), buffers, slots)
 
     def _parts(self, tensor: Tensor) -> tuple[list[int], str]:
         """Where all ranks' parts of a tensor lie, and the same in words; no parts if it is not
@@ -361,12 +371,12 @@ class HostProgram(Program):
         return not self.multiplies and self.plan.buffers[region.buffer].given
 
     def _compile(self, lane: int, at: int, instruction: Instruction) -> None:
-        native, world, rank = self.native, self.world.native, self.world.rank
+        native, world, rank = self.compiled, self.world.executor, self.world.rank
         match instruction:
             case Copy(src, dst):
                 remote, measure = (
                     src.rank != rank or dst.rank != rank,
-                    (dst, src).index(self.plan.measure(instruction)),
+                    (dst, src).index(self.plan.sizing_region(instruction)),
                 )
                 native.copy(
                     lane,
@@ -384,7 +394,7 @@ class HostProgram(Program):
                 ]
                 places, measure = (
                     [self.place(r) for r in regions],
-                    regions.index(self.plan.measure(instruction)),
+                    regions.index(self.plan.sizing_region(instruction)),
                 )
                 combine = getattr(_native.Combine, op)
                 native.reduce(

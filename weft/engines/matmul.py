@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Mapping
 import torch
 from torch import Tensor
 
-from weft import cache
+import weft.cache as cache
 from weft.engines.weights import PackedWeight, ScaledWeight, Weight, pack, plain, transposed
 
 _ROWS = {1: 2048, 2: 2048, 8: 2048, 64: 2048, 512: 1024}

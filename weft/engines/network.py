@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from weft import _native
+import weft._native as _native
 from weft.engines.engine import LANES, Dtypes, Program, Tensors, Timed
 from weft.engines.host import HostEngine, HostProgram, Place
 from weft.errors import WeftError
@@ -61,7 +61,7 @@ class NetworkEngine(HostEngine):
 
     def agree(self, call: str) -> None:
         program = self.program(barrier(self.world.levels, "agree"), {})
-        program.native.say(call)
+        program.compiled.say(call)
         program.carry_out({}, (), {})
 
 
@@ -125,7 +125,7 @@ class NetworkProgram(HostProgram):
     def begin(self, seconds: float) -> None:
         """Publish the call, let come what will, and what is to go wait for its turn."""
         super().begin(seconds)
-        relay, call, digest = self.engine.relay, self.native.call, self.native.digest
+        relay, call, digest = self.engine.relay, self.compiled.call, self.compiled.digest
         assert self.bound is not None
         self.spans = []
         arrivals: dict[int, _Arrivals] = {}
@@ -141,11 +141,11 @@ class NetworkProgram(HostProgram):
     def execute(self, binding: _native.Binding, timeout: float | None = None) -> None:
         world, seconds = self.world, timeout or self.world.timeout
         if self.engine.pending:
-            self.engine.settle()
+            self.engine.drain()
         self.apply(binding)
         with world.guard:
             self.begin(seconds)
-            if world.native.run(self.native, 0, 0) < 0:
+            if world.executor.run(self.compiled, 0, 0) < 0:
                 raise self.stopped(0, seconds)
         self._record()
 
@@ -164,7 +164,7 @@ class NetworkProgram(HostProgram):
         """Run a native lane to its next pause; -1 if it never gets there. That another still
         computes is no reason to give up.
         """
-        native, compiled = self.world.native, self.native
+        native, compiled = self.world.executor, self.compiled
         while True:
             reached = native.run(compiled, number, at)
             status, stopped, *_ = compiled.wait_failure(number)
@@ -205,7 +205,7 @@ class NetworkProgram(HostProgram):
         return [*super().regions(), *found]
 
     def _compile_channels(self) -> None:
-        native = self.native
+        native = self.compiled
         for number, (lane, posted) in enumerate(self.outgoing.items(), len(LANES)):
             sent: Sent = []
             for to, (begin, messages, end) in sorted(
@@ -272,7 +272,7 @@ class _Arrivals:
         while coming.told and status == _native.WaitStatus.timeout:
             if world.closed is not None:
                 return False
-            status = world.native.wait_under_way(self.call, coming.told, _MOMENT)
+            status = world.executor.wait_under_way(self.call, coming.told, _MOMENT)
         coming.told = ()  # it is open from now on
         return status != _native.WaitStatus.failed
 
@@ -282,7 +282,9 @@ class _Arrivals:
         if size != rows.rows * rows.row:
             raise WeftError(f"{size} bytes for {rows.rows} rows of {rows.row}")
         rows.fill(read)
-        coming.at = self.program.world.native.run(self.program.native, coming.number, coming.at + 1)
+        coming.at = self.program.world.executor.run(
+            self.program.compiled, coming.number, coming.at + 1
+        )
         if not coming.places:
             del self.lanes[lane]
         return bool(self.lanes)

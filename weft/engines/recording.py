@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from weft import _native
+import weft._native as _native
 from weft.engines.engine import Timed
 from weft.plan import Plan
 from weft.plan.binding import bind
@@ -31,11 +31,11 @@ def record(world: World) -> Iterator[Recording]:
     collective.
     """
     world.recorder = recording = Recording(world)
-    world.native.trace(True)
+    world.executor.trace(True)
     try:
         yield recording
     finally:
-        world.native.trace(False)
+        world.executor.trace(False)
         world.recorder = None
 
 

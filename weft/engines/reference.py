@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weft import _native
+import weft._native as _native
 from weft.errors import PlanError
 from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait, reads
 from weft.plan.messages import at_the_end, ending, is_channel
@@ -88,7 +88,7 @@ def _met(calls: Sequence[Call]) -> list[Call]:
         if call.plan.ahead and ahead == TURNS - MEETING:
             found.append(Call(barrier(flat(call.plan.ranks)), [{}] * call.plan.ranks))
             ahead = 0
-        ahead = 0 if call.plan.meets else ahead + call.plan.ahead
+        ahead = 0 if call.plan.synchronizes else ahead + call.plan.ahead
         found.append(call)
     return found
 
@@ -288,7 +288,7 @@ def _memory(calls: Sequence[Call]) -> list[list[Buffers]]:
     found = []
     for plan, like in plans:
         eager = any(buffer.role == "eager" for buffer in plan.buffers.values())
-        turn, crossed = next(met if plan.meets else passed) if eager else (0, False)
+        turn, crossed = next(met if plan.synchronizes else passed) if eager else (0, False)
         owners = ranks[::-1] if crossed else ranks
         spaces = [
             {"workspace": pools[r][0], "eager": pools[owner][1 + turn]}

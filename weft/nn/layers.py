@@ -128,7 +128,7 @@ class ShardedLinear(nn.Linear):
             weight = self._parameters["weight"]
             assert weight is not None
             usual = (
-                arguments.lies(x) == 0 and x.dtype is weight.dtype
+                arguments.symmetric_world(x) == 0 and x.dtype is weight.dtype
             )  # what comes most, and needs no other check
             if usual and (taken := self._taken.get(x.dim())) is not None:
                 return x, taken

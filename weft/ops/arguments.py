@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from weft import checks
+import weft.checks as checks
 from weft.checks import name
 from weft.engines import engine
 from weft.engines.weights import DTYPES, FLOAT8, PackedWeight, ScaledWeight, Weight, plain
@@ -199,11 +199,11 @@ def _read(given: Weight | None) -> Sequence[Tensor]:
     return (plain(given), given.scales) if isinstance(given, ScaledWeight) else (plain(given),)
 
 
-def lies(a: object) -> int | None:
-    """The same as `memory.lies`; None too for elements that are negated or conjugated when they are
+def symmetric_world(a: object) -> int | None:
+    """The same as `memory.symmetric_world`; None too for elements that are negated or conjugated when they are
     read.
     """
-    world = memory.lies(a)
+    world = memory.symmetric_world(a)
     return None if world is None or a.is_neg() or a.is_conj() else world  # type: ignore[attr-defined]
 
 

@@ -17,7 +17,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from weft import predict
+import weft.predict as predict
 from weft.engines import engine
 from weft.ops.call import Call, CallKey, Decision
 from weft.ops.trials import MOST, Choice, Trial, likely
@@ -178,7 +178,7 @@ def _variants(workload: Workload, default: Decision, rule: Rule, sizes: bool) ->
     """
     found, operator = [default.variant], OPERATORS[workload.operator]
     for name in operator.predicted:
-        if workload.ranks > _MANY and name in operator.unequal:
+        if workload.ranks > _MANY and name in operator.asymmetric:
             continue
         try:
             variant = rule(name).variant

@@ -221,8 +221,10 @@ class Call(ABC):
         operator, world = self.operator, self.world
         arguments.check_algorithm(algorithm, operator.algorithms, world)
         arguments.check_chunk_rows(self.options.chunk_rows)
-        if algorithm in operator.still and world.emulated_link:
-            others = ", ".join(name for name in operator.algorithms if name not in operator.still)
+        if algorithm in operator.moves_nothing and world.emulated_link:
+            others = ", ".join(
+                name for name in operator.algorithms if name not in operator.moves_nothing
+            )
             raise ValueError(
                 f"{algorithm} moves no rows, so an emulated link cannot slow it: choose {others}"
             )
@@ -237,7 +239,7 @@ class Call(ABC):
             algorithm, why = self.default()
         chunk = (
             self.whole
-            if algorithm in operator.whole
+            if algorithm in operator.uncut
             else self.options.chunk_rows or self.chunk_rows(algorithm)
         )
         return Decision(Variant(algorithm, max(1, chunk)), why)

@@ -77,7 +77,7 @@ class Way(NamedTuple):
 def _prepare(call: Call, variant: Variant, pieces: int | None = None) -> Way:
     """The way to carry out a call in a variant, its rows in so many pieces or as the variant says."""
     world, operator, workload = call.world, call.operator, call.workload
-    whole = engine(world).whole_plans or variant.algorithm in operator.unequal
+    whole = engine(world).whole_plans or variant.algorithm in operator.asymmetric
     where = {
         "hosts": world.topology,
         "remote_reads": world.remote_reads,

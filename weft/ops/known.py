@@ -57,7 +57,7 @@ def repeat(world: World, a: Tensor, asked: Asked) -> list[Tensor] | None:
     options, weights, biases = asked
     ready: _Ready | None = world.engine.ready.find(options, a, weights, biases)
     if ready is None or ready.link is not world.emulated_link or a.is_neg():
-        if (where := arguments.lies(a)) not in (0, world.number) or (
+        if (where := arguments.symmetric_world(a)) not in (0, world.number) or (
             known := world.engine.known.get(asked.name)
         ) is None:
             return None
@@ -168,18 +168,24 @@ class KnownCall:
         their class is new.
         """
         operator, world = self.operator, self.world
-        if a.dtype != self.dtype or a.shape[-1] != self.k or (a.dim() != 2 and not operator.flat):
+        if (
+            a.dtype != self.dtype
+            or a.shape[-1] != self.k
+            or (a.dim() != 2 and not operator.flattens)
+        ):
             return None
         matrix = None if a.dim() == 2 else (a.numel() // self.k, self.k)
         if (
-            shares := operator.shards(a.shape[0] if matrix is None else matrix[0], world.ranks)
+            shares := operator.default_shards(
+                a.shape[0] if matrix is None else matrix[0], world.ranks
+            )
         ) is None:
             return None
         shards = tuple(shares)
         if (known := self.ways.get(self._class(shards, symmetric))) is None:
             return None
         (program, products), biased = known
-        kept = operator.kept(shards, world.rank)
+        kept = operator.result_rows(shards, world.rank)
         outs = []
         for name, n, dtype in self.outs:
             shape = (kept, n) if matrix is None else (*a.shape[:-1], n)

@@ -57,7 +57,7 @@ class Choice(NamedTuple):
         """The choice as a variant of a call of the class."""
         rows = (
             call.whole
-            if self.algorithm in call.operator.whole
+            if self.algorithm in call.operator.uncut
             else call.operator.extent(call.workload, self.algorithm)
         )
         return Variant(self.algorithm, max(1, -(-rows // self.pieces)), self.order)
@@ -93,10 +93,10 @@ def likely(call: Call, decision: Decision) -> list[Choice]:
     ):
         return [first]
     found, linked = {first.way: first}, not world.remote_reads
-    for name in operator.tried_over_links if linked else operator.tried:
+    for name in operator.auto_candidates_over_links if linked else operator.auto_candidates:
         for cut in (
             (1, 4)
-            if linked and call.options.chunk_rows is None and name not in operator.whole
+            if linked and call.options.chunk_rows is None and name not in operator.uncut
             else (1,)
         ):
             variant = call.usual(name).variant

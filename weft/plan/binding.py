@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from weft.errors import PlanError
 from weft.plan.language import (
-    ROOM,
+    ANY_BLOCK,
     ROW,
     Buffer,
     Instruction,
@@ -70,7 +70,7 @@ class _Binding:
         return self.begin[rank, name]
 
     def size(self, block: int) -> int:
-        return self.room if block == ROOM else 1 if block == ROW else self.sizes[block]
+        return self.room if block == ANY_BLOCK else 1 if block == ROW else self.sizes[block]
 
     def bound(self) -> Plan:
         plan = self.plan
@@ -102,7 +102,7 @@ class _Binding:
     def instruction(self, instruction: Instruction) -> Instruction:
         if isinstance(instruction, Notify | Wait):
             return instruction
-        rows = self.rows(self.plan.measure(instruction))
+        rows = self.rows(self.plan.sizing_region(instruction))
         dst = self.region(instruction.dst, rows)
         if isinstance(instruction, Reduce):
             return replace(

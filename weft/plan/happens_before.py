@@ -358,7 +358,7 @@ class Run:
         one has begun.
         """
         for execution, plan in enumerate(self.plans):
-            for rank, of in permutations(range(plan.ranks), 2) if plan.meets else ():
+            for rank, of in permutations(range(plan.ranks), 2) if plan.synchronizes else ():
                 clock, _ = self.ends[execution, rank]
                 if not self.knows_begun(clock, execution, of):
                     self.complain(

@@ -34,7 +34,7 @@ from typing import Literal, NamedTuple
 
 Role = Literal["input", "output", "workspace", "eager"]
 
-ROOM = -1
+ANY_BLOCK = -1
 """Where a buffer has this instead of a block's number, it has room for any block: one at a time,
 with as many rows as that has.
 """
@@ -176,10 +176,10 @@ class Buffer:
     shared with other plans.
 
     Eager buffers are a small workspace, of which there are several: plans that have some use them
-    in turn, and nobody says that one may be used again. Between two uses ranks meet (`Plan.meets`),
+    in turn, and nobody says that one may be used again. Between two uses ranks meet (`Plan.synchronizes`),
     by such plans or since their engine sees to it.
 
-    `rows` counts them, and `blocks` says which of the plan's blocks they are, or `ROOM`; without it
+    `rows` counts them, and `blocks` says which of the plan's blocks they are, or `ANY_BLOCK`; without it
     each is a row of its own.
     """
 
@@ -199,7 +199,7 @@ class Buffer:
         return self.role in ("input", "output")
 
     def numbers(self, rank: int) -> Sequence[int]:
-        """The number of each block on a rank, or `ROOM` or `ROW`."""
+        """The number of each block on a rank, or `ANY_BLOCK` or `ROW`."""
         return self.blocks[rank] if self.blocks else (ROW,) * self.rows[rank]
 
 
@@ -212,7 +212,7 @@ class Plan:
     `pieces` says into how many blocks each shard is cut; blocks are numbered over all shards.
 
     A rank needs no lanes but its own where all are alike: `planned` are the ranks that have theirs,
-    all unless given, and `request` tells plans apart of which ranks have different parts. `meets`
+    all unless given, and `request` tells plans apart of which ranks have different parts. `synchronizes`
     promises that no rank ends it before all have begun it.
     """
 
@@ -224,7 +224,7 @@ class Plan:
     pieces: tuple[int, ...] = ()
     planned: tuple[int, ...] | None = None
     request: str = ""
-    meets: bool = False
+    synchronizes: bool = False
 
     @property
     def digest(self) -> int:
@@ -242,7 +242,9 @@ class Plan:
         """Whether a rank can end it, and others like it, long before others begin, who find what it
         wrote in eager buffers.
         """
-        return not self.meets and any(buffer.role == "eager" for buffer in self.buffers.values())
+        return not self.synchronizes and any(
+            buffer.role == "eager" for buffer in self.buffers.values()
+        )
 
     def instructions(self) -> Iterator[tuple[int, Instruction]]:
         """All instructions, lane after lane, each with the rank that carries it out."""
@@ -304,12 +306,12 @@ class Plan:
         """The numbers of a region's blocks."""
         return self.buffers[region.buffer].numbers(region.rank)[region.start : region.stop]
 
-    def measure(self, instruction: Instruction) -> Region:
+    def sizing_region(self, instruction: Instruction) -> Region:
         """The region that says how many rows an instruction moves: the first one that is not mere
         room.
         """
         every = [*writes(instruction), *reads(instruction)]
-        return next((region for region in every if ROOM not in self.numbers(region)), every[0])
+        return next((region for region in every if ANY_BLOCK not in self.numbers(region)), every[0])
 
     def promised(self, rank: int) -> dict[Signal, int]:
         """How much each counter of `rank` grows in one execution.

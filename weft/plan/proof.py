@@ -37,7 +37,7 @@ from weft.plan import (
     reads,
 )
 from weft.plan.happens_before import Run
-from weft.plan.language import ROOM
+from weft.plan.language import ANY_BLOCK
 
 
 def verify(*plans: Plan) -> None:
@@ -135,7 +135,7 @@ def _wrong(plan: Plan, instruction: Copy | Matmul | Reduce) -> str:
             return f"{region} does not exist"
     if len({region.rows for region in regions}) > 1:
         return "the numbers of rows differ"
-    exact = [numbers for region in regions if ROOM not in (numbers := [*plan.numbers(region)])]
+    exact = [numbers for region in regions if ANY_BLOCK not in (numbers := [*plan.numbers(region)])]
     if any(numbers != exact[0] for numbers in exact):
         return "the blocks differ"
     if not exact:
@@ -153,7 +153,7 @@ def _torn(plan: Plan) -> Iterator[str]:
     would find elsewhere.
     """
     every = {region for _, i in plan.instructions() for region in accesses(i)}
-    room = [region for region in every if plan.inside(region) and ROOM in plan.numbers(region)]
+    room = [region for region in every if plan.inside(region) and ANY_BLOCK in plan.numbers(region)]
     for one, other in pairwise(sorted(room)):
         if one[:2] == other[:2] and one.start < other.start < one.stop:
             yield f"{one} and {other} are the same room, but begin at different blocks"

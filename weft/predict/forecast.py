@@ -92,7 +92,7 @@ def planned(workload: Workload, variant: Variant, machine: Machine) -> int:
     """How many ranks have to be simulated: those of one group if all ranks do the same, else all."""
     equal = (
         len(set(workload.rows)) == 1
-        and variant.algorithm not in OPERATORS[workload.operator].unequal
+        and variant.algorithm not in OPERATORS[workload.operator].asymmetric
     )
     group = machine.group(workload.ranks)
     return group if equal and workload.ranks % group == 0 else workload.ranks
@@ -137,17 +137,17 @@ def candidates(
     found = []
     for name in ("sequential", *(name for name in operator.predicted if name != "sequential")):
         if algorithm not in ("auto", name) or (
-            name in operator.still and not _reads_peers(machine)
+            name in operator.moves_nothing and not _reads_peers(machine)
         ):
             continue
         if machine.hosts is not None and name in SHARED_MEMORY_ONLY:
             continue
-        if algorithm == "auto" and name in operator.unequal and workload.ranks > _MANY:
+        if algorithm == "auto" and name in operator.asymmetric and workload.ranks > _MANY:
             continue
         orders = ORDERS if name == "push" and workload.ranks > 2 else ORDERS[:1]
         found += [
             Variant(name, size, order)
-            for size in ([largest] if name in operator.whole else sizes)
+            for size in ([largest] if name in operator.uncut else sizes)
             for order in orders
         ]
     return found

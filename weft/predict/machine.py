@@ -21,7 +21,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from weft import cache
+import weft.cache as cache
 from weft.predict.interpolation import Grid
 from weft.schedules.thresholds import Thresholds
 

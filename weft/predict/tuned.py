@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Mapping
 from functools import cache as once
 
-from weft import cache
+import weft.cache as cache
 from weft.schedules.workload import ORDERS, Variant, Workload, size_class
 
 Link = tuple[float, float]

@@ -23,7 +23,7 @@ def register() -> None:
 
     if not dist.is_available() or hasattr(dist.Backend, "WEFT"):
         return
-    from weft import errors
+    import weft.errors as errors
 
     errors.stand_on(dist.DistBackendError)
     dist.Backend.register_backend("weft", _group, extended_api=True, devices=["cpu"])

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft import _native
+import weft._native as _native
 from weft.errors import PeerTimeout, WeftError
 from weft.world import World
 from weft.world.rendezvous import time_left

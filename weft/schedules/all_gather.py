@@ -290,7 +290,9 @@ def eager(levels: Levels) -> Plan:
         )  # own rows are copied in one pass
     buffers, result = gather_plan(ranks, 1, None, ["gathered"])
     buffers["eager"] = Buffer.of("eager", shards(ranks, 1))
-    return Plan("all_gather", "eager", buffers, one_lane(lanes), result, (1,) * ranks, meets=True)
+    return Plan(
+        "all_gather", "eager", buffers, one_lane(lanes), result, (1,) * ranks, synchronizes=True
+    )
 
 
 def _through_slots(handed: Stream, rank: int) -> list[Instruction]:

@@ -125,13 +125,13 @@ OPERATOR = Operator(
     all_gather_matmul,
     _communicate,
     _buffers,
-    shards=lambda rows, ranks: (rows,) * ranks,
-    kept=lambda shards, rank: sum(shards),
-    whole=("direct", "sequential"),
-    still=("direct",),
-    unequal=(
+    default_shards=lambda rows, ranks: (rows,) * ranks,
+    result_rows=lambda shards, rank: sum(shards),
+    uncut=("direct", "sequential"),
+    moves_nothing=("direct",),
+    asymmetric=(
         "pull",
     ),  # it joins products of adjacent peers, which for most ranks are not all peers
-    tried=("direct", "sequential"),
-    tried_over_links=("push", "sequential"),
+    auto_candidates=("direct", "sequential"),
+    auto_candidates_over_links=("push", "sequential"),
 )

@@ -76,7 +76,7 @@ def all_to_all(
             "eager" if few else "workspace", shards(ranks, ranks * pieces)
         )
     }
-    return _plan(ranks, pieces, handed, map(lane, range(ranks)), meets=few)
+    return _plan(ranks, pieces, handed, map(lane, range(ranks)), synchronizes=few)
 
 
 @cache
@@ -101,7 +101,7 @@ def eager(levels: Levels) -> Plan:
     handed_on = Buffer.of(
         "eager", [[r * ranks + p for p in range(ranks) if p != r] for r in range(ranks)]
     )
-    return _plan(ranks, 1, {"eager": handed_on}, lanes, meets=True)
+    return _plan(ranks, 1, {"eager": handed_on}, lanes, synchronizes=True)
 
 
 def _hand_to(readers: Sequence[int], rank: int, parts: Sequence[tuple[int, int]]) -> Published:
@@ -135,7 +135,7 @@ def _plan(
     pieces: int,
     handed: Mapping[str, Buffer],
     lanes: Iterable[Sequence[Instruction]],
-    meets: bool = False,
+    synchronizes: bool = False,
 ) -> Plan:
     cut = shards(ranks**2, pieces)
     buffers = {
@@ -147,10 +147,10 @@ def _plan(
     result = {shard(r, "out", p, pieces): (Term(p, "a", (r - p) * pieces),) for r, p in every}
     return Plan(
         "all_to_all",
-        "eager" if meets else "pull",
+        "eager" if synchronizes else "pull",
         buffers,
         one_lane(lanes),
         result,
         (pieces,) * ranks**2,
-        meets=meets,
+        synchronizes=synchronizes,
     )

@@ -13,4 +13,4 @@ from weft.schedules.levels import Levels, meet
 def barrier(levels: Levels, name: str = "barrier") -> Plan:
     """No rank ends it before all have begun it. `name` is that of its signals."""
     lanes = (meet(rank, levels, name) for rank in range(len(levels[-1])))
-    return Plan(name, "levels", {}, one_lane(lanes), meets=True)
+    return Plan(name, "levels", {}, one_lane(lanes), synchronizes=True)

@@ -308,11 +308,11 @@ OPERATOR = Operator(
     matmul_reduce_scatter,
     lambda request: without_products(matmul_reduce_scatter(request)),
     sum_buffers,
-    shards=lambda rows, ranks: None if rows % ranks else (rows // ranks,) * ranks,
-    kept=lambda shards, rank: shards[rank],
-    still=("direct", "put"),
-    unequal=("ring",),  # its sums begin at rank 0
-    unpredicted=("put",),
-    tried=("direct", "put", "sequential"),
-    tried_over_links=("push", "sequential"),
+    default_shards=lambda rows, ranks: None if rows % ranks else (rows // ranks,) * ranks,
+    result_rows=lambda shards, rank: shards[rank],
+    moves_nothing=("direct", "put"),
+    asymmetric=("ring",),  # its sums begin at rank 0
+    not_predicted=("put",),
+    auto_candidates=("direct", "put", "sequential"),
+    auto_candidates_over_links=("push", "sequential"),
 )

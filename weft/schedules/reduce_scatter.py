@@ -61,7 +61,7 @@ def sum_plan(
     every = everything(ranks, pieces)
     kept = every if operator == "all_reduce" else shards(ranks, pieces)
     buffers = {"a": Buffer.of("input", every), "out": Buffer.of("output", kept), **handed}
-    meets = algorithm == "eager"
+    synchronizes = algorithm == "eager"
     return Plan(
         operator,
         algorithm,
@@ -69,7 +69,7 @@ def sum_plan(
         one_lane(lanes),
         sum_result(kept),
         (pieces,) * ranks,
-        meets=meets,
+        synchronizes=synchronizes,
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from weft.plan import Buffer, Copy, Instruction, Region, Signal, Wait
-from weft.plan.language import ROOM
+from weft.plan.language import ANY_BLOCK
 from weft.schedules.common import after, before, block, enter, hear, leave, tell
 
 SLOTS = 3
@@ -77,7 +77,10 @@ class Stream:
         ]
         self.room = Buffer.of(
             "workspace",
-            [(ROOM,) * min(self.steps(rank), SLOTS) * len(own) for rank, own in enumerate(parts)],
+            [
+                (ANY_BLOCK,) * min(self.steps(rank), SLOTS) * len(own)
+                for rank, own in enumerate(parts)
+            ],
         )
 
     def shares(self, rank: int, peer: int) -> bool:

@@ -132,31 +132,31 @@ class Operator:
     plan: Callable[[Request], Plan]
     communicate: Callable[[Request], Plan]
     buffers: Callable[[Workload], Mapping[str, Rows]]
-    shards: Callable[[int, int], Sequence[int] | None]
+    default_shards: Callable[[int, int], Sequence[int] | None]
     """The rows of each shard where a rank of so many gives so many and nobody says otherwise; None
     where that cannot be.
     """
-    kept: Callable[[Sequence[int], int], int]
+    result_rows: Callable[[Sequence[int], int], int]
     """The rows of the result on a rank, of those of each shard."""
-    flat: bool = False
+    flattens: bool = False
     """Whether rows of all dimensions but the last are alike, so that what has more than two can be
     taken for a matrix.
     """
-    whole: tuple[str, ...] = ("sequential",)
+    uncut: tuple[str, ...] = ("sequential",)
     """Algorithms that do not cut shards into pieces."""
-    across: tuple[str, ...] = ()
+    cuts_all_rows: tuple[str, ...] = ()
     """Algorithms whose pieces are of all rows, not of each rank's."""
-    still: tuple[str, ...] = ()
+    moves_nothing: tuple[str, ...] = ()
     """Algorithms that move no rows: products and sums work on peers' memory."""
-    unequal: tuple[str, ...] = ()
+    asymmetric: tuple[str, ...] = ()
     """Algorithms in which ranks differ even where their rows do not, so that none can tell from its
     own lanes what others do.
     """
-    tried: tuple[str, ...] = ()
+    auto_candidates: tuple[str, ...] = ()
     """Algorithms that may be fastest where peers' memory is read as fast as one's own."""
-    tried_over_links: tuple[str, ...] = ()
+    auto_candidates_over_links: tuple[str, ...] = ()
     """Algorithms that may be fastest where rows pass a slower link."""
-    unpredicted: tuple[str, ...] = ()
+    not_predicted: tuple[str, ...] = ()
     """Algorithms that predictions leave out: no machine says yet how fast products write to
     another's memory.
     """
@@ -165,7 +165,7 @@ class Operator:
         """Into how many pieces a variant cuts the rows of this workload."""
         return (
             1
-            if variant.algorithm in self.whole
+            if variant.algorithm in self.uncut
             else pieces(self.extent(workload, variant.algorithm), variant.chunk_rows)
         )
 
@@ -182,9 +182,9 @@ class Operator:
 
     def extent(self, workload: Workload, algorithm: str) -> int:
         """The rows that an algorithm cuts into pieces."""
-        return sum(workload.rows) if algorithm in self.across else max(workload.rows)
+        return sum(workload.rows) if algorithm in self.cuts_all_rows else max(workload.rows)
 
     @property
     def predicted(self) -> tuple[str, ...]:
         """Algorithms whose time can be predicted."""
-        return tuple(name for name in self.algorithms if name not in self.unpredicted)
+        return tuple(name for name in self.algorithms if name not in self.not_predicted)

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.torch_version import TorchVersion
 
-from weft import _native
+import weft._native as _native
 from weft.checks import name as dtype_name
 from weft.errors import WeftError
 from weft.world import memory
@@ -85,13 +85,13 @@ def allocate(world: Peers, shape: Sequence[int], dtype: torch.dtype) -> torch.Te
     size = math.prod(shape) * dtype.itemsize
     call = f"empty({tuple(shape)}, {dtype_name(dtype)})"
     compiled = _native.Compiled(call, 0, [], world.ranks)
-    world.native.begin(compiled, world.timeout)
+    world.executor.begin(compiled, world.timeout)
     parts = (
         _in_this_process(world, size, compiled, call)
         if world.group is None
         else _between_processes(world, size)
     )
-    segment = memory.DeviceSegment(parts, world.number, world.native.calls)
+    segment = memory.DeviceSegment(parts, world.number, world.executor.calls)
     world.keepalive.append(segment)
     memory.segments[segment.base(world.rank)] = segment
     return parts[world.rank][:size].view(dtype).view(tuple(shape))

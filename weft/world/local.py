@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from weft import _native
+import weft._native as _native
 from weft.checks import limited
 from weft.errors import PeerLost, WeftError
 from weft.world.device_memory import check_device, check_products

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from weft import _native
+import weft._native as _native
 from weft.checks import PLAIN
 from weft.checks import name as dtype_name
 from weft.errors import MismatchError, SymmetricMemoryError
@@ -72,7 +72,7 @@ seen = _native.seen
 as it was.
 """
 
-lies = _native.lies
+symmetric_world = _native.lies
 """The number of the world in whose symmetric memory the contiguous elements of a plain tensor lie,
 0 if in none's.
 
@@ -106,7 +106,7 @@ def allocate(
     size = math.prod(shape) * dtype.itemsize
     call = call or f"empty({tuple(shape)}, {dtype_name(dtype)})"
     compiled = _native.Compiled(call, 0, [], world.ranks)
-    world.native.begin(compiled, world.timeout)
+    world.executor.begin(compiled, world.timeout)
     parts: list[Any] = [
         None
     ] * world.ranks  # None for those whose memory cannot be mapped, on other hosts
@@ -126,7 +126,7 @@ def allocate(
             f"{call}: "
             + "; ".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items()))
         )
-    segment = _native.Segment(parts, world.rank, world.number, world.native.calls)
+    segment = _native.Segment(parts, world.rank, world.number, world.executor.calls)
     segments[segment.base(world.rank)] = segment
     return segment.bytes(world.rank).view(dtype).view(tuple(shape))
 
@@ -142,8 +142,8 @@ def exchange(
     for peer in world.others:
 
         def look(peer: int = peer) -> None:
-            if world.native.mismatch(compiled, peer):
-                theirs = world.native.peer_call(peer, compiled.call)
+            if world.executor.mismatch(compiled, peer):
+                theirs = world.executor.peer_call(peer, compiled.call)
                 raise world.fail(
                     MismatchError.between(compiled.call, world.rank, call, peer, theirs)
                 )

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from weft import _native
+import weft._native as _native
 from weft.checks import check_tensor, check_timeout, name
 from weft.errors import PeerTimeout
 from weft.world import memory
@@ -194,7 +194,7 @@ def wait(
     world.check()
     selection, compare, number = signals.select(index), _comparison(cmp), _value(value)
     seconds = _seconds(timeout, world)
-    status, at, actual = signals.native.wait(*selection, compare, number, seconds)
+    status, at, actual = signals.array.wait(*selection, compare, number, seconds)
     if status == _native.WaitStatus.none:
         return
     doing = f"for {signals.name}[{at}] {cmp} {number}: it is {actual}"
@@ -215,8 +215,8 @@ def test(signals: Signals, index: int | slice, cmp: str, value: int) -> bool:
     """
     signals.world.check()
     selection, compare, number = signals.select(index), _comparison(cmp), _value(value)
-    satisfied: bool = signals.native.test(*selection, compare, number)
-    if not satisfied and signals.native.failed:
+    satisfied: bool = signals.array.test(*selection, compare, number)
+    if not satisfied and signals.array.failed:
         raise signals.world.failure(f"for {signals.name}[{index}] {cmp} {number}")
     return satisfied
 
@@ -302,7 +302,7 @@ def _notification(
     world.check()
     if op not in ("add", "set"):
         raise ValueError(f"a notify can add or set; got op={op!r}")
-    raising = signals.native.add if op == "add" else signals.native.set
+    raising = signals.array.add if op == "add" else signals.array.set
     return partial(raising, _rank(peer, world), *signals.select(index), _value(value))
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from weft import _native
+import weft._native as _native
 
 LEAST_BYTES = 2 << 20
 """What is smaller does not lie in a huge page."""

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from weft import _native, errors
+import weft._native as _native
+import weft.errors as errors
 from weft.errors import PeerLost, PeerTimeout, SymmetricMemoryError, WeftError
 from weft.schedules.levels import Levels, nested, numbered
 from weft.schedules.thresholds import CROWDED_HOP, agreed
@@ -63,13 +64,13 @@ class Turn:
 
     def __enter__(self) -> None:
         try:
-            self.peers.native.enter()
+            self.peers.executor.enter()
         except WeftError as error:
             self.peers.fail(error)
             raise
 
     def __exit__(self, *raised: object) -> None:
-        self.peers.native.leave()
+        self.peers.executor.leave()
 
 
 _numbers = itertools.count(1)
@@ -144,11 +145,11 @@ class Peers:
         except BaseException as error:
             self.fail(error)
             raise
-        self.native = _native.Executor(self.mesh, control, self.spins, self.comm_threads)
-        self.native.pids = self.pids
+        self.executor = _native.Executor(self.mesh, control, self.spins, self.comm_threads)
+        self.executor.pids = self.pids
         if relay is not None:
-            self.native.within_host = False
-            relay.start(self.native, partial(self.fail, beside=True))
+            self.executor.within_host = False
+            relay.start(self.executor, partial(self.fail, beside=True))
 
     @cached_property
     def levels(self) -> Levels:

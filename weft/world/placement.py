@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from weft import cache
+import weft.cache as cache
 from weft.schedules.thresholds import Thresholds
 from weft.world import topology
 from weft.world.topology import Topology

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from queue import SimpleQueue
 from typing import Protocol
 
-from weft import _native
+import weft._native as _native
 from weft.errors import MismatchError, PeerLost, WeftError
 
 _LONGEST = 16385  # of a message on the Unix sockets
@@ -106,7 +106,7 @@ class Relay:
         """Begin to carry messages, and to tell the native core what peers say they call; `fail`
         closes the world for an error and the rank whose fault it is.
         """
-        self.native, self.fail = (
+        self.executor, self.fail = (
             native,
             fail,
         )  # which live until the world is closed, at the latest when the interpreter ends
@@ -292,11 +292,13 @@ class Relay:
         coming = self.expected[peer].get(call)
         if coming is None or coming.digest != digest:
             deadline = time.monotonic() + _NOTICED
-            while not (theirs := self.native.peer_call(peer, call)) and time.monotonic() < deadline:
+            while (
+                not (theirs := self.executor.peer_call(peer, call)) and time.monotonic() < deadline
+            ):
                 time.sleep(0.001)
             self.fail(
                 MismatchError.between(
-                    call, self.rank, self.native.peer_call(self.rank, call), peer, theirs
+                    call, self.rank, self.executor.peer_call(self.rank, call), peer, theirs
                 ),
                 peer,
             )
@@ -384,7 +386,7 @@ class Relay:
         """
         if message[:1] == b"h" and len(message) >= _CALL.size:
             _, call, digest = _CALL.unpack_from(message)
-            self.native.note_call(
+            self.executor.note_call(
                 peer, call, digest, message[_CALL.size :].decode(errors="replace")
             )
         elif _OF_WORLDS.match(message):

@@ -11,7 +11,7 @@ import operator
 
 import torch
 
-from weft import _native
+import weft._native as _native
 from weft.world import memory
 from weft.world.peers import Peers
 
@@ -46,14 +46,14 @@ class Signals:
             memory.allocate(world, [count * COUNTER_BYTES], torch.uint8, f"signals({count})")
         )
         assert isinstance(segment, _native.Segment)
-        self.native = _native.SignalArray(world.mesh, segment, world.spins)
+        self.array = _native.SignalArray(world.mesh, segment, world.spins)
         self._count = count
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, index: int | slice) -> int | list[int]:
-        values = self.native.values(*self.select(index))
+        values = self.array.values(*self.select(index))
         return values if isinstance(index, slice) else values[0]
 
     def __repr__(self) -> str:

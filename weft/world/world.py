@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import Store
 
-from weft import _native
+import weft._native as _native
 from weft.checks import check_tensor, limited
 from weft.errors import WeftError
 from weft.plan import Plan
@@ -139,7 +139,7 @@ class World(Peers):
     def _settle(self) -> None:
         """Wait for the asynchronous collectives under way, and raise what went wrong with them."""
         if self.engine is not None:
-            self.engine.settle()
+            self.engine.drain()
 
     def is_symmetric(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is this rank's part of a symmetric tensor of this world, or a view of
@@ -195,7 +195,7 @@ class World(Peers):
                 "by an emulated one"
             )
         self.emulated_link = (gbps, latency_us) if gbps else None
-        self.native.emulate_link(gbps * 1e9 / 8, latency_us * 1e-6)
+        self.executor.emulate_link(gbps * 1e9 / 8, latency_us * 1e-6)
 
     @property
     def remote_reads(self) -> bool:

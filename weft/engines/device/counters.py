@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from weft import _native
+import weft._native as _native
 from weft.world import World
 from weft.world.device_memory import drain
 from weft.world.signals import Signals
@@ -40,7 +40,7 @@ class HostCounters:
 
     def notify(self, peer: int, index: int) -> None:
         """Add 1 on `peer`, after everything before it in this lane."""
-        if not self.signals.native.add(peer, index, 1, 1, 1):
+        if not self.signals.array.add(peer, index, 1, 1, 1):
             raise self.world.failure(f"to notify rank {peer}")
 
     def wait(
@@ -54,14 +54,14 @@ class HostCounters:
         base, left = self.base[index], timeout
         reached = index, 1, 1, _native.Compare.greater_equal, base + count
         while True:
-            status, _, actual = self.signals.native.wait(*reached, min(left, _LOOKS))
+            status, _, actual = self.signals.array.wait(*reached, min(left, _LOOKS))
             left -= _LOOKS
             quiet = status in (_native.WaitStatus.none, _native.WaitStatus.timeout)
-            if quiet and self.world.native.mismatch(compiled, source):
+            if quiet and self.world.executor.mismatch(compiled, source):
                 status = _native.WaitStatus.mismatch
             if status == _native.WaitStatus.timeout and self.world.mesh.left(source):
                 status = _native.WaitStatus.left  # but what it raised before it left counts
-                if self.signals.native.test(*reached):
+                if self.signals.array.test(*reached):
                     status = _native.WaitStatus.none
             if status == _native.WaitStatus.none:
                 return

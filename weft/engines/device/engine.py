@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from weft import _native
+import weft._native as _native
 from weft.engines.device.counters import Counters, DeviceCounters, WaitFailed, counters
 from weft.engines.device.fixed import FixedProgram, Geometry
 from weft.engines.device.lanes import Completion, Operands, Step, lane
@@ -126,9 +126,9 @@ class DeviceEngine(Engine):
         world = self.world
         if (last := self.last) is not None:
             for peer in range(world.ranks):
-                if world.native.mismatch(last.native, peer):
+                if world.executor.mismatch(last.compiled, peer):
                     raise self.ended(
-                        _native.WaitStatus.mismatch, peer, last.native, "", world.timeout
+                        _native.WaitStatus.mismatch, peer, last.compiled, "", world.timeout
                     )
         if world.mesh.failure()[0]:
             raise world.failure("to make its next call")
@@ -165,7 +165,7 @@ class DeviceProgram(FixedProgram):
         dtypes: Dtypes,
     ) -> None:
         super().__init__(engine, plan, tensors, rows, dtypes)
-        self.native = _native.Compiled(self.call, len(LANES), [], self.plan.ranks)
+        self.compiled = _native.Compiled(self.call, len(LANES), [], self.plan.ranks)
         self.promised = {
             engine.index(signal): count
             for signal, count in self.plan.promised(self.world.rank).items()
@@ -244,7 +244,7 @@ class DeviceProgram(FixedProgram):
         over when this returns).
         """
         engine, world = self.engine, self.world
-        engine.settle()
+        engine.drain()
         engine.begin()
         given, spans = (
             Operands(tensors, weights, bias or {}, world.timeout if timeout is None else timeout),
@@ -359,7 +359,7 @@ class DeviceProgram(FixedProgram):
         """Tell peers what is called."""
         self.engine.check()
         self.engine.last = self
-        self.world.native.begin(self.native, seconds)
+        self.world.executor.begin(self.compiled, seconds)
 
     def _record(self, spans: Sequence[Span]) -> None:
         if self.world.recorder is not None:
@@ -401,7 +401,7 @@ class DeviceProgram(FixedProgram):
         """The step for instruction number `at` of a lane."""
         engine, call, rows = (
             self.engine,
-            self.native.call,
+            self.compiled.call,
             partial(self._find, tensors=given.tensors),
         )
         match self.lanes[lane][at]:
@@ -428,14 +428,14 @@ class DeviceProgram(FixedProgram):
                 def hold() -> None:
                     try:
                         engine.counters.wait(
-                            index, signal.source, count, self.native, given.timeout
+                            index, signal.source, count, self.compiled, given.timeout
                         )
                     except WaitFailed as failed:
                         doing = self.doing(
                             lane, at, call, signal.source, failed.expected, failed.actual
                         )
                         raise engine.ended(
-                            failed.status, signal.source, self.native, doing, given.timeout
+                            failed.status, signal.source, self.compiled, doing, given.timeout
                         ) from None
 
                 return hold

@@ -89,7 +89,7 @@ class FixedProgram(Program):
         words, called = [], {}
         for name, buffer in self.plan.buffers.items():
             geometry = self.geometry.get(name)
-            if geometry is None or name not in self.told:
+            if geometry is None or name not in self.agreed:
                 continue
             place = ""
             if geometry.place and name in self.shared:
