@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RESULTS := results
 TORCH ?= 2.9.1
-NATIVE := $(wildcard native/*)
+NATIVE := $(wildcard native/CMakeLists.txt native/*/*)
 
 .PHONY: bench baselines test check test-torch torch-suite collected storm sanitize portable wheels wheel-test clean
 

@@ -44,7 +44,11 @@ UNUSED = [
 ]
 SOURCES = [
     "tests/core.cpp",
-    *sorted(path.name for path in (ROOT / "native").glob("*.cpp") if path.name != "module.cpp"),
+    *sorted(
+        str(path.relative_to(ROOT / "native"))
+        for folder in ("memory", "execute", "kernels")  # the fourth needs Python
+        for path in (ROOT / "native" / folder).glob("*.cpp")
+    ),
 ]
 FLAGS = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"]
 COLUMNS = ["x86-64, glibc", "Arm, glibc", "x86-64, musl", "Arm, musl", "the module"]
@@ -124,8 +128,8 @@ def unpack(release: str) -> Path:
         (root / "complete").touch()
     shutil.rmtree(root / "weft", ignore_errors=True)
     shutil.copytree(ROOT / "native", root / "weft")
-    shutil.copytree(sysconfig.get_path("include"), root / "weft/python")
-    shutil.copytree(nanobind.include_dir(), root / "weft/nanobind")
+    shutil.copytree(sysconfig.get_path("include"), root / "weft/headers/python")
+    shutil.copytree(nanobind.include_dir(), root / "weft/headers/nanobind")
     return root
 
 
@@ -152,6 +156,7 @@ def builds_of(release: str) -> Iterator[Build]:
     root = HOME / release
     within: Command = ["chroot", root]
     sources = [
+        "-I/weft",
         *(f"/weft/{source}" for source in SOURCES),
         "-rdynamic",
     ]  # a team is looked up in the program itself
@@ -169,15 +174,19 @@ def builds_of(release: str) -> Iterator[Build]:
             name, COLUMNS[1], [[*within, *crossed, *FLAGS, *sources, "-o", foreign], run], "passes"
         )
         headers = [
+            "-I/weft",
             "-isystem",
-            "/weft/python",
+            "/weft/headers/python",
             "-isystem",
-            "/weft/nanobind",
+            "/weft/headers/nanobind",
             "-fvisibility=hidden",
             "-fsyntax-only",
         ]
         yield Build(
-            name, COLUMNS[4], [[*within, name, *FLAGS, *headers, "/weft/module.cpp"]], "compiles"
+            name,
+            COLUMNS[4],
+            [[*within, name, *FLAGS, *headers, "/weft/python/module.cpp"]],
+            "compiles",
         )
 
 
@@ -198,7 +207,7 @@ def builds_for_musl(zig: Path, run: bool) -> Iterator[Build]:
             "-target",
             target,
         ]
-        sources = [ROOT / "native" / source for source in SOURCES]
+        sources = [f"-I{ROOT / 'native'}", *(ROOT / "native" / source for source in SOURCES)]
         if run:
             commands = [[*compiler, *FLAGS, *sources, "-o", "core"], [*runner, folder / "core"]]
         else:

@@ -12,14 +12,14 @@
 #include <limits>
 #include <random>
 
-#include "../backlog.hpp"
-#include "../copy.hpp"
-#include "../binding.hpp"
-#include "../executor.hpp"
-#include "../float16.hpp"
-#include "../signal_array.hpp"
-#include "../team.hpp"
-#include "../transfers.hpp"
+#include "python/backlog.hpp"
+#include "kernels/copy.hpp"
+#include "execute/binding.hpp"
+#include "execute/executor.hpp"
+#include "kernels/float16.hpp"
+#include "memory/signal_array.hpp"
+#include "kernels/team.hpp"
+#include "memory/transfers.hpp"
 
 using namespace weft;
 

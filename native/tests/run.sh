@@ -1,13 +1,10 @@
 #!/usr/bin/env bash
 # Build and run the native tests plainly and under each sanitizer: all sources as one, which takes half as long as one by one.
 set -euo pipefail
-cd "$(dirname "$0")"
+cd "$(dirname "$0")/.."
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
-sources=(core.cpp)
-for source in ../*.cpp; do
-  [ "$source" = ../module.cpp ] || sources+=("$source")  # the one that needs Python
-done
+sources=(tests/core.cpp {memory,execute,kernels}/*.cpp)  # all but the folder that needs Python
 sanitizers=(none thread address,undefined)
 builds=()
 for sanitizer in "${sanitizers[@]}"; do

@@ -79,10 +79,13 @@ def build(core: Path, option: str) -> None:
     folders = [
         sysconfig.get_path("include"),
         nanobind.include_dir(),
+        ROOT / "native",
         Path(nanobind.__file__).parent / "ext/robin_map/include",
     ]
     sources = "".join(
-        f'#include "{source}"\n' for source in sorted((ROOT / "native").glob("*.cpp"))
+        f'#include "{source}"\n'
+        for source in sorted((ROOT / "native").glob("*/*.cpp"))
+        if source.parent.name != "tests"
     )
     command = [
         *shlex.split(os.environ.get("CXX", "c++")),

@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "mesh.hpp"
-#include "program.hpp"
-#include "segment.hpp"
+#include "memory/mesh.hpp"
+#include "execute/program.hpp"
+#include "memory/segment.hpp"
 
 namespace weft {
 

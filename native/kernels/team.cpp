@@ -1,4 +1,4 @@
-#include "team.hpp"
+#include "kernels/team.hpp"
 
 #include <dlfcn.h>
 #include <pthread.h>

@@ -9,12 +9,12 @@
 #include <stdexcept>
 #include <vector>
 
-#include "calls.hpp"
-#include "emulated_link.hpp"
-#include "lane_thread.hpp"
-#include "mesh.hpp"
-#include "program.hpp"
-#include "segment.hpp"
+#include "memory/calls.hpp"
+#include "execute/emulated_link.hpp"
+#include "execute/lane_thread.hpp"
+#include "memory/mesh.hpp"
+#include "execute/program.hpp"
+#include "memory/segment.hpp"
 
 namespace weft {
 

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "signals.hpp"
+#include "memory/signals.hpp"
 
 namespace weft {
 

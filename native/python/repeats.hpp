@@ -8,9 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include "execute.hpp"
-#include "segment.hpp"
-#include "tensor_view.hpp"
+#include "python/execute.hpp"
+#include "memory/segment.hpp"
+#include "python/tensor_view.hpp"
 
 namespace weft {
 

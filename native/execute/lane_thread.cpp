@@ -1,4 +1,4 @@
-#include "lane_thread.hpp"
+#include "execute/lane_thread.hpp"
 
 #include <sys/prctl.h>
 #include <sys/resource.h>
@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <chrono>
 
-#include "team.hpp"
+#include "kernels/team.hpp"
 
 namespace weft {
 

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "segment.hpp"
+#include "memory/segment.hpp"
 
 namespace weft {
 

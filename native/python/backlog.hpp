@@ -4,7 +4,7 @@
 
 #include <atomic>
 
-#include "signals.hpp"
+#include "memory/signals.hpp"
 
 namespace weft {
 

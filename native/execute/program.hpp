@@ -10,9 +10,9 @@
 #include <utility>
 #include <vector>
 
-#include "calls.hpp"
-#include "reduce.hpp"
-#include "signals.hpp"
+#include "memory/calls.hpp"
+#include "kernels/reduce.hpp"
+#include "memory/signals.hpp"
 
 namespace weft {
 

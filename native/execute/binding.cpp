@@ -1,4 +1,4 @@
-#include "binding.hpp"
+#include "execute/binding.hpp"
 
 #include <algorithm>
 #include <stdexcept>

@@ -1,11 +1,11 @@
-#include "executor.hpp"
+#include "execute/executor.hpp"
 
 #include <cerrno>
 #include <chrono>
 #include <thread>
 
-#include "binding.hpp"
-#include "copy.hpp"
+#include "execute/binding.hpp"
+#include "kernels/copy.hpp"
 
 namespace weft {
 

@@ -1,4 +1,4 @@
-#include "mesh.hpp"
+#include "memory/mesh.hpp"
 
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -15,7 +15,7 @@
 #include <system_error>
 #include <utility>
 
-#include "signals.hpp"
+#include "memory/signals.hpp"
 
 namespace weft {
 

@@ -11,9 +11,9 @@
 #include <thread>
 #include <utility>
 
-#include "mesh.hpp"
-#include "strided.hpp"
-#include "team.hpp"
+#include "memory/mesh.hpp"
+#include "kernels/strided.hpp"
+#include "kernels/team.hpp"
 
 namespace weft {
 

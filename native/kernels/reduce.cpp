@@ -1,12 +1,12 @@
-#include "reduce.hpp"
+#include "kernels/reduce.hpp"
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 
-#include "float16.hpp"
-#include "team.hpp"
+#include "kernels/float16.hpp"
+#include "kernels/team.hpp"
 
 #if defined(__x86_64__)
 #include <cpuid.h>

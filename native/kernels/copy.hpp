@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "stores.hpp"
+#include "kernels/stores.hpp"
 
 namespace weft {
 

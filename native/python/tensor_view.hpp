@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "strided.hpp"
+#include "kernels/strided.hpp"
 
 namespace weft {
 

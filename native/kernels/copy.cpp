@@ -1,4 +1,4 @@
-#include "copy.hpp"
+#include "kernels/copy.hpp"
 
 #include <sys/uio.h>
 
@@ -6,7 +6,7 @@
 #include <atomic>
 #include <cerrno>
 
-#include "team.hpp"
+#include "kernels/team.hpp"
 
 namespace weft {
 

@@ -3,8 +3,8 @@
 
 #include <nanobind/nanobind.h>
 
-#include "binding.hpp"
-#include "executor.hpp"
+#include "execute/binding.hpp"
+#include "execute/executor.hpp"
 
 namespace weft {
 

@@ -13,8 +13,8 @@
 #include <string_view>
 #include <utility>
 
-#include "segment.hpp"
-#include "signals.hpp"
+#include "memory/segment.hpp"
+#include "memory/signals.hpp"
 
 namespace weft {
 

@@ -1,12 +1,12 @@
-#include "strided.hpp"
+#include "kernels/strided.hpp"
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <utility>
 
-#include "copy.hpp"
-#include "team.hpp"
+#include "kernels/copy.hpp"
+#include "kernels/team.hpp"
 
 namespace weft {
 

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <utility>
 
-#include "segment.hpp"
-#include "tensor_view.hpp"
+#include "memory/segment.hpp"
+#include "python/tensor_view.hpp"
 
 namespace weft {
 

@@ -15,17 +15,17 @@
 #include <system_error>
 #include <unordered_map>
 
-#include "alike.hpp"
-#include "backlog.hpp"
-#include "binding.hpp"
-#include "copy.hpp"
-#include "execute.hpp"
-#include "executor.hpp"
-#include "repeats.hpp"
-#include "signal_array.hpp"
-#include "team.hpp"
-#include "tensor_view.hpp"
-#include "transfers.hpp"
+#include "python/alike.hpp"
+#include "python/backlog.hpp"
+#include "execute/binding.hpp"
+#include "kernels/copy.hpp"
+#include "python/execute.hpp"
+#include "execute/executor.hpp"
+#include "python/repeats.hpp"
+#include "memory/signal_array.hpp"
+#include "kernels/team.hpp"
+#include "python/tensor_view.hpp"
+#include "memory/transfers.hpp"
 
 using namespace nanobind::literals;
 using namespace weft;

@@ -1,4 +1,4 @@
-#include "signals.hpp"
+#include "memory/signals.hpp"
 
 #include <linux/futex.h>
 #include <sys/syscall.h>

@@ -1,9 +1,9 @@
-#include "stores.hpp"
+#include "kernels/stores.hpp"
 
 #include <algorithm>
 #include <cstring>
 
-#include "signals.hpp"
+#include "memory/signals.hpp"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
