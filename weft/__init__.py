@@ -10,6 +10,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from weft.version import __version__
+
 if TYPE_CHECKING:
     from weft import nn
     from weft.compiler.async_tp import enable_async_tp
@@ -49,8 +51,6 @@ if TYPE_CHECKING:
         wait,
     )
     from weft.world.signals import Signals
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "weft.errors": [

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weft import __version__
+from weft.version import __version__
 
 PROFILE = "machine"
 """The name, on each machine, of the profile that ``weft calibrate`` leaves."""

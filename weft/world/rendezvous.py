@@ -23,10 +23,10 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from weft import __version__
 from weft.checks import LONGEST
 from weft.errors import PeerLost, PeerTimeout, WeftError
 from weft.schedules.thresholds import Thresholds
+from weft.version import __version__
 from weft.world.forked import keep_in_children
 from weft.world.listener import INTERFACE, Address
 from weft.world.peer_memory import Probe
