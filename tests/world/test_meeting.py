@@ -28,7 +28,7 @@ from weft.world import rendezvous
 from weft.world.listener import Address, Listener
 from weft.world.peer_memory import Probe
 from weft.world.rendezvous import ByStore, Place, Word, launcher_variables
-from weft.world.words import meant, words
+from weft.world.wire import decode, encode
 
 PLACE = Place(
     7,
@@ -51,7 +51,7 @@ SOON = 20.0  # seconds within which anything here is over that does not wait for
     ],
 )
 def test_what_ranks_tell_each_other_is_understood(value):
-    assert meant(words(value), type(value)) == value
+    assert decode(encode(value), type(value)) == value
 
 
 @pytest.mark.parametrize(
@@ -63,22 +63,22 @@ def test_what_ranks_tell_each_other_is_understood(value):
         pickle.dumps(PLACE),
         b"7",
         b"{}",
-        words(PLACE[:-1]),
-        words([*PLACE, 0]),
-        words(PLACE._replace(pid=True)),
-        words(PLACE._replace(pid=2**63)),
-        words(PLACE._replace(host=7)),
-        words(PLACE._replace(cores="0-3")),
-        words(PLACE._replace(address=["10.0.0.1", 80, "no secret"])),
-        words(PLACE._replace(address=["10.0.0.1", 65536, ""])),
-        words(PLACE._replace(thresholds=[1, 2])),
-        words(PLACE).replace(b"3.0", b"NaN"),
+        encode(PLACE[:-1]),
+        encode([*PLACE, 0]),
+        encode(PLACE._replace(pid=True)),
+        encode(PLACE._replace(pid=2**63)),
+        encode(PLACE._replace(host=7)),
+        encode(PLACE._replace(cores="0-3")),
+        encode(PLACE._replace(address=["10.0.0.1", 80, "no secret"])),
+        encode(PLACE._replace(address=["10.0.0.1", 65536, ""])),
+        encode(PLACE._replace(thresholds=[1, 2])),
+        encode(PLACE).replace(b"3.0", b"NaN"),
     ],
     ids=range(16),
 )
 def test_what_is_no_place_is_refused(said):
     with pytest.raises(ValueError):  # noqa: PT011
-        meant(said, Place)
+        decode(said, Place)
 
 
 class _Harmful:
@@ -100,22 +100,22 @@ class _Harmful:
             "rank 0 does not understand what rank 1 says of where it is",
         ),
         (
-            lambda path: words(Word(weft.__version__, "", "", "here")),
+            lambda path: encode(Word(weft.__version__, "", "", "here")),
             WeftError,
             "what rank 1 says of where it is: 'here' is no list",
         ),
         (
-            lambda path: words(Word("0.0.9", "", "", None)),
+            lambda path: encode(Word("0.0.9", "", "", None)),
             WeftError,
             f"rank 1 runs weft 0.0.9, rank 0 {weft.__version__}",
         ),
         (
-            lambda path: words(Word(weft.__version__, "B", "", None)),
+            lambda path: encode(Word(weft.__version__, "B", "", None)),
             WeftError,
             "rank 1 belongs to another job ('B', rank 0 to '')",
         ),
         (
-            lambda path: words(Word(weft.__version__, "", "no room", None)),
+            lambda path: encode(Word(weft.__version__, "", "no room", None)),
             PeerLost,
             "rank 1 gave up while rank 0 waited to learn where it is: no room",
         ),

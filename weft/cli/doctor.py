@@ -45,7 +45,7 @@ from weft.world.rendezvous import (
     launcher_variables,
     translated,
 )
-from weft.world.words import Kind, everyones
+from weft.world.wire import Kind, all_gather_values
 
 PING, BULK, ROUNDS = 1, 8 << 20, 20  # bytes of a small and a large message, and how many small ones
 PRODUCT = 1024  # rows and columns of the product that is timed
@@ -173,7 +173,7 @@ def _listening(interface: str, known: Mapping[str, str]) -> socket.socket:
 
 def _everyones(world: World, own: Kind, kind: type[Kind]) -> list[Kind]:
     """What every rank has of this kind."""
-    return everyones(own, kind) if world.ranks > 1 else [own]
+    return all_gather_values(own, kind) if world.ranks > 1 else [own]
 
 
 def _connect(to: Met) -> str:

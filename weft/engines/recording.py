@@ -20,7 +20,7 @@ from weft.engines.engine import Timed
 from weft.plan import Plan
 from weft.plan.binding import bind
 from weft.plan.trace import Span, Trace
-from weft.world import World, words
+from weft.world import World, wire
 
 _ROUNDS = 20  # of asking another host for the time
 
@@ -57,7 +57,7 @@ class Recording:
         spans = [*self._spans()]
         if self.world.ranks > 1:
             offsets = clock_offsets(self.world, group)
-            parts = words.everyones(spans, list[Span], group)
+            parts = wire.all_gather_values(spans, list[Span], group)
             if self.world.rank:
                 return None
             spans = [

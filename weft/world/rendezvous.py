@@ -30,7 +30,7 @@ from weft.version import __version__
 from weft.world.forked import keep_in_children
 from weft.world.listener import INTERFACE, Address
 from weft.world.peer_memory import Probe
-from weft.world.words import fitted, meant, words
+from weft.world.wire import convert, decode, encode
 
 Said = TypeVar("Said")
 STARTING = 300.0
@@ -448,7 +448,7 @@ def time_left(deadline: float) -> timedelta:
 
 
 def _word(own: object, gives_up: BaseException | None = None) -> bytes:
-    return words(
+    return encode(
         Word(
             __version__,
             job(),
@@ -461,7 +461,7 @@ def _word(own: object, gives_up: BaseException | None = None) -> bytes:
 def _known(rank: int, peer: int, word: bytes, kind: Any) -> Any:
     """What a peer has said of where it is."""
     try:
-        theirs = meant(word, Word)
+        theirs = decode(word, Word)
         if theirs.version != __version__:
             raise WeftError(
                 f"rank {peer} runs weft {theirs.version}, rank {rank} {__version__}: let all run "
@@ -477,7 +477,7 @@ def _known(rank: int, peer: int, word: bytes, kind: Any) -> Any:
                 f"rank {peer} gave up while rank {rank} waited to learn where it is: "
                 f"{theirs.gives_up}"
             )
-        return fitted(kind, theirs.said)
+        return convert(kind, theirs.said)
     except ValueError as error:
         raise WeftError(
             f"rank {rank} does not understand what rank {peer} says of where it is: {error}; does "
