@@ -27,10 +27,10 @@ from weft.world import listener as listening
 from weft.world import rendezvous
 from weft.world.listener import Address, Listener
 from weft.world.peer_memory import Probe
-from weft.world.rendezvous import ByStore, Place, Word, launcher_variables
+from weft.world.rendezvous import Announcement, RankInfo, StoreRendezvous, launcher_variables
 from weft.world.wire import decode, encode
 
-PLACE = Place(
+INFO = RankInfo(
     7,
     "host",
     Address("10.0.0.1", 80, b"secret"),
@@ -45,9 +45,9 @@ SOON = 20.0  # seconds within which anything here is over that does not wait for
 @pytest.mark.parametrize(
     "value",
     [
-        PLACE,
-        PLACE._replace(address=Address("\0weft-1", 0, b"")),
-        Word("0.1", "a job", "", [1, "2"]),
+        INFO,
+        INFO._replace(address=Address("\0weft-1", 0, b"")),
+        Announcement("0.1", "a job", "", [1, "2"]),
     ],
 )
 def test_what_ranks_tell_each_other_is_understood(value):
@@ -60,25 +60,25 @@ def test_what_ranks_tell_each_other_is_understood(value):
         b"",
         b"\xff",
         b"[" * 100_000,
-        pickle.dumps(PLACE),
+        pickle.dumps(INFO),
         b"7",
         b"{}",
-        encode(PLACE[:-1]),
-        encode([*PLACE, 0]),
-        encode(PLACE._replace(pid=True)),
-        encode(PLACE._replace(pid=2**63)),
-        encode(PLACE._replace(host=7)),
-        encode(PLACE._replace(cores="0-3")),
-        encode(PLACE._replace(address=["10.0.0.1", 80, "no secret"])),
-        encode(PLACE._replace(address=["10.0.0.1", 65536, ""])),
-        encode(PLACE._replace(thresholds=[1, 2])),
-        encode(PLACE).replace(b"3.0", b"NaN"),
+        encode(INFO[:-1]),
+        encode([*INFO, 0]),
+        encode(INFO._replace(pid=True)),
+        encode(INFO._replace(pid=2**63)),
+        encode(INFO._replace(host=7)),
+        encode(INFO._replace(cores="0-3")),
+        encode(INFO._replace(address=["10.0.0.1", 80, "no secret"])),
+        encode(INFO._replace(address=["10.0.0.1", 65536, ""])),
+        encode(INFO._replace(thresholds=[1, 2])),
+        encode(INFO).replace(b"3.0", b"NaN"),
     ],
     ids=range(16),
 )
 def test_what_is_no_place_is_refused(said):
     with pytest.raises(ValueError):  # noqa: PT011
-        decode(said, Place)
+        decode(said, RankInfo)
 
 
 class _Harmful:
@@ -100,22 +100,22 @@ class _Harmful:
             "rank 0 does not understand what rank 1 says of where it is",
         ),
         (
-            lambda path: encode(Word(weft.__version__, "", "", "here")),
+            lambda path: encode(Announcement(weft.__version__, "", "", "here")),
             WeftError,
             "what rank 1 says of where it is: 'here' is no list",
         ),
         (
-            lambda path: encode(Word("0.0.9", "", "", None)),
+            lambda path: encode(Announcement("0.0.9", "", "", None)),
             WeftError,
             f"rank 1 runs weft 0.0.9, rank 0 {weft.__version__}",
         ),
         (
-            lambda path: encode(Word(weft.__version__, "B", "", None)),
+            lambda path: encode(Announcement(weft.__version__, "B", "", None)),
             WeftError,
             "rank 1 belongs to another job ('B', rank 0 to '')",
         ),
         (
-            lambda path: encode(Word(weft.__version__, "", "no room", None)),
+            lambda path: encode(Announcement(weft.__version__, "", "no room", None)),
             PeerLost,
             "rank 1 gave up while rank 0 waited to learn where it is: no room",
         ),
@@ -126,16 +126,19 @@ def test_what_others_say_is_looked_at_and_not_run(tmp_path, monkeypatch, said, k
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     store = HashStore()
     store.set("weft 1/0 1", said(tmp_path / "harm"))
-    with pytest.raises(kind, match=re.escape(text)), ByStore(store, 0, 2).exchanged(PLACE, SOON):
+    with (
+        pytest.raises(kind, match=re.escape(text)),
+        StoreRendezvous(store, 0, 2).exchange(INFO, SOON),
+    ):
         pass
     assert not (tmp_path / "harm").exists()
 
 
 def test_a_store_that_is_lost_is_no_limit_that_is_over():
     server = TCPStore("127.0.0.1", 0, None, True)
-    meeting = ByStore(TCPStore("127.0.0.1", server.port, None, False), 0, 2)
+    meeting = StoreRendezvous(TCPStore("127.0.0.1", server.port, None, False), 0, 2)
     with ThreadPoolExecutor() as pool:
-        lost = pool.submit(meeting.exchanged(PLACE, 300.0).__enter__)
+        lost = pool.submit(meeting.exchange(INFO, 300.0).__enter__)
         while not server.check(["weft 1/0 0"]):
             time.sleep(0.001)
         del server
@@ -145,7 +148,7 @@ def test_a_store_that_is_lost_is_no_limit_that_is_over():
             lost.result(SOON)
     with (
         pytest.raises(PeerTimeout, match=r"rank 0 waited 0.1 s for rank 1 to say where it is$"),
-        ByStore(HashStore(), 0, 2).exchanged(PLACE, 0.1),
+        StoreRendezvous(HashStore(), 0, 2).exchange(INFO, 0.1),
     ):
         pass
 

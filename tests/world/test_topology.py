@@ -10,7 +10,7 @@ from support.sysfs import recorded
 from weft.world import topology
 from weft.world.listener import Address
 from weft.world.peers import groups
-from weft.world.rendezvous import Place
+from weft.world.rendezvous import RankInfo
 from weft.world.topology import listed, numbers
 
 
@@ -168,28 +168,33 @@ def test_a_host_that_says_nothing_of_itself(tmp_path):
 )
 def test_ranks_are_grouped_by_what_their_cores_share(machine, name, ranks, sizes):
     found = machine(name)
-    spots = [
-        topology.spot(found, cpus) for cpus in topology.assign(found, everything(found), ranks)
+    localities = [
+        topology.locality(found, cpus) for cpus in topology.assign(found, everything(found), ranks)
     ]
-    levels = groups([Place(1, "host", Address("", 0, b""), frozenset(), 1, spot) for spot in spots])
+    levels = groups(
+        [
+            RankInfo(1, "host", Address("", 0, b""), frozenset(), 1, locality)
+            for locality in localities
+        ]
+    )
     assert sorted({max(map(level.count, level)) for level in levels}) == sizes
     assert all(level == tuple(sorted(level)) for level in levels)
 
 
 def test_ranks_are_grouped_as_deep_as_all_are_known(machine):
     found = machine("epyc-4-nodes")
-    assert topology.spot(found, numbers("0-7")) == (0, 0, 0)
-    assert topology.spot(found, numbers("64,65")) == (0, 0, 0)
-    assert topology.spot(found, numbers("0-15")) == (0, 0)
-    assert topology.spot(found, everything(found)) == (0,)
-    assert topology.spot(machine("xeon"), numbers("0,32")) == ()
-    spots = [(0, 0, 0), (0, 0, 8), (0, 1, 16), (0, 1)]
-    places = [
-        Place(1, host, Address("", 0, b""), frozenset(), 1, spot)
+    assert topology.locality(found, numbers("0-7")) == (0, 0, 0)
+    assert topology.locality(found, numbers("64,65")) == (0, 0, 0)
+    assert topology.locality(found, numbers("0-15")) == (0, 0)
+    assert topology.locality(found, everything(found)) == (0,)
+    assert topology.locality(machine("xeon"), numbers("0,32")) == ()
+    localities = [(0, 0, 0), (0, 0, 8), (0, 1, 16), (0, 1)]
+    infos = [
+        RankInfo(1, host, Address("", 0, b""), frozenset(), 1, locality)
         for host in ("one", "two")
-        for spot in spots
+        for locality in localities
     ]
-    assert groups(places) == (
+    assert groups(infos) == (
         (0, 0, 1, 1, 2, 2, 3, 3),
         (0, 0, 0, 0, 1, 1, 1, 1),
         (0, 0, 0, 0, 1, 1, 1, 1),

@@ -115,7 +115,7 @@ def joins(world, how, step):
 @pytest.mark.parametrize(
     ("how", "step"),
     [
-        ("dies", "weft.world.rendezvous.ByGroup.exchanged"),
+        ("dies", "weft.world.rendezvous.GroupRendezvous.exchange"),
         ("dies", "weft.world.listener.Listener.connect"),
         ("dies", "weft.world.listener._Call.go_on"),
         ("dies", "weft.world.listener._Callers._hear"),

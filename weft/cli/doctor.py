@@ -38,7 +38,7 @@ from weft.schedules.thresholds import CROWDED_HOP, Thresholds
 from weft.world import World, init, peer_memory, placement
 from weft.world.listener import addresses, family_of, named_interface
 from weft.world.rendezvous import (
-    ByStore,
+    StoreRendezvous,
     host_identity,
     join,
     launched,
@@ -88,7 +88,7 @@ def diagnose(console: Console) -> bool:
     try:
         if not dist.is_initialized() and translated(os.environ):
             store, rank, ranks = launched(_MEETING)
-            troubles = _reach(ByStore(PrefixStore("weft doctor", store), rank, ranks))
+            troubles = _reach(StoreRendezvous(PrefixStore("weft doctor", store), rank, ranks))
             if rank == 0:
                 _tell(troubles, console)
             if troubles:
@@ -136,7 +136,7 @@ def diagnose(console: Console) -> bool:
         return not troubles
 
 
-def _reach(meeting: ByStore) -> list[str]:
+def _reach(meeting: StoreRendezvous) -> list[str]:
     """Whether ranks of other hosts can connect to each other where gloo would; in words, alike on
     all ranks, who cannot and why.
 
@@ -148,10 +148,10 @@ def _reach(meeting: ByStore) -> list[str]:
         own = Met(
             socket.gethostname(), host_identity(), interface, known, *listener.getsockname()[:2]
         )
-        with meeting.exchanged(own, _MEETING) as everyone:
+        with meeting.exchange(own, _MEETING) as everyone:
             far = [peer for peer, met in enumerate(everyone) if met.host != own.host]
             tries = zip(far, pool.map(lambda peer: _connect(everyone[peer]), far), strict=True)
-        with meeting.exchanged(Tried({peer: why for peer, why in tries if why}), _MEETING) as tried:
+        with meeting.exchange(Tried({peer: why for peer, why in tries if why}), _MEETING) as tried:
             return [
                 *_unreachable(everyone, [failed for (failed,) in tried])
             ]  # now nobody needs the listener

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.errors import PeerLost, PeerTimeout, WeftError
-from weft.world.topology import said
+from weft.world.topology import read_text
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable that names the interface to use, to gloo too
 _HELLO = struct.Struct("16si")  # the secret of who is called, and the rank that calls
@@ -338,7 +338,7 @@ def addresses() -> dict[str, str]:
     """The address of each interface: that of IPv4, else one of IPv6 that is valid beyond its link."""
     found = {}
     for digits, _, _, scope, _, name in map(
-        str.split, said(Path("/proc/net/if_inet6")).splitlines()
+        str.split, read_text(Path("/proc/net/if_inet6")).splitlines()
     ):
         if scope in ("00", "10"):  # global, this host
             found[name] = str(ipaddress.IPv6Address(int(digits, 16)))

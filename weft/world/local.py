@@ -26,7 +26,7 @@ from weft.world.listener import Address
 from weft.world.peer_memory import probe
 from weft.world.peers import Backend
 from weft.world.placement import threads_per_rank, thresholds
-from weft.world.rendezvous import Place, host_identity
+from weft.world.rendezvous import RankInfo, host_identity
 from weft.world.world import World, default_here
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -46,7 +46,7 @@ class LocalWorld:
         self.ranks, self.device, self.closed = ranks, device, False
         self.threads = [ThreadPoolExecutor(1, f"rank {rank}") for rank in range(ranks)]
         cores, nowhere = frozenset(os.sched_getaffinity(0)), Address("", 0, b"")
-        place = Place(
+        place = RankInfo(
             os.getpid(),
             host_identity(),
             nowhere,

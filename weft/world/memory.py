@@ -20,7 +20,7 @@ from weft.checks import PLAIN
 from weft.checks import name as dtype_name
 from weft.errors import MismatchError, SymmetricMemoryError
 from weft.world.peers import Peers, attach, receive, send
-from weft.world.topology import said
+from weft.world.topology import read_text
 
 
 class DeviceSegment:
@@ -198,7 +198,7 @@ def _available(meminfo: Path, groups: Path, folder: Path) -> Iterator[int]:
         for line in meminfo.read_text().splitlines()
         if line.startswith("MemAvailable")
     )
-    for _, controllers, path in (line.split(":", 2) for line in said(groups).splitlines()):
+    for _, controllers, path in (line.split(":", 2) for line in read_text(groups).splitlines()):
         root = folder / "memory" if controllers else folder
         limit, used = (
             ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -208,5 +208,5 @@ def _available(meminfo: Path, groups: Path, folder: Path) -> Iterator[int]:
         if not controllers or "memory" in controllers.split(","):
             group = root / path.lstrip("/")
             for each in (group, *group.parents):
-                if each.is_relative_to(root) and (most := said(each / limit)).isdigit():
-                    yield int(most) - int(said(each / used, "0"))
+                if each.is_relative_to(root) and (most := read_text(each / limit)).isdigit():
+                    yield int(most) - int(read_text(each / used, "0"))

@@ -22,7 +22,7 @@ from weft.schedules.levels import Levels, nested, numbered
 from weft.schedules.thresholds import CROWDED_HOP, agreed
 from weft.world import peer_memory
 from weft.world.relay import Relay
-from weft.world.rendezvous import Place
+from weft.world.rendezvous import RankInfo
 
 
 class Backend(NamedTuple):
@@ -95,13 +95,13 @@ class Peers:
     def __init__(
         self,
         rank: int,
-        places: Sequence[Place],
+        infos: Sequence[RankInfo],
         mesh: _native.Mesh,
         timeout: float,
         backend: Backend,
         relay: Relay | None = None,
     ) -> None:
-        self.rank, self.ranks, self.timeout, self.relay = rank, len(places), timeout, relay
+        self.rank, self.ranks, self.timeout, self.relay = rank, len(infos), timeout, relay
         (
             self.device,
             self.stream_ordered,
@@ -111,18 +111,18 @@ class Peers:
             self.comm_threads,
         ) = backend
         self.others = [peer for peer in range(self.ranks) if peer != rank]
-        self.hosts = numbered(place.host for place in places)
+        self.hosts = numbered(info.host for info in infos)
         self.multi_host = relay is not None
         self.topology = self.hosts if self.multi_host else None
-        self.near_groups, self.crowded = groups(places), crowded(places)
+        self.near_groups, self.crowded = groups(infos), crowded(infos)
         self.known_as: Sequence[int] = range(self.ranks)
-        self.pids = [place.pid for place in places]
-        self.cores = [place.cores for place in places]
-        self.threads = min(place.threads for place in places)
-        self.thresholds = agreed(place.thresholds for place in places)
+        self.pids = [info.pid for info in infos]
+        self.cores = [info.cores for info in infos]
+        self.threads = min(info.threads for info in infos)
+        self.thresholds = agreed(info.thresholds for info in infos)
         alone = self.ranks == 1 or self.multi_host
         self.staged = (
-            "" if alone else peer_memory.refusal(self.pids, [place.probe for place in places])
+            "" if alone else peer_memory.refusal(self.pids, [info.probe for info in infos])
         )
         self.reads_memory = not (alone or self.staged)
         self.number = next(_numbers)
@@ -134,9 +134,9 @@ class Peers:
         self.keepalive: list[object] = []  # memory that lives as long as the world
         self.guard, self.turn = Guard(self), Turn(self)
         self.mesh = mesh
-        here = [place for place in places if place.host == places[rank].host]
+        here = [info for info in infos if info.host == infos[rank].host]
         cores = _all_cores(here)
-        _native.let_teams(sum(place.threads for place in here) <= cores)
+        _native.let_teams(sum(info.threads for info in here) <= cores)
         self.spins = (
             200 if len(here) <= cores else 0
         )  # some microseconds; the scheduler may put two ranks on one core
@@ -322,29 +322,28 @@ def receive(
             raise peers.timed_out(late, peer, "has not come so far")
 
 
-def crowded(places: Sequence[Place]) -> bool:
+def crowded(infos: Sequence[RankInfo]) -> bool:
     """Whether ranks of some host have to share cores."""
     by_host = [
-        [place for place in places if place.host == host]
-        for host in {place.host for place in places}
+        [info for info in infos if info.host == host] for host in {info.host for info in infos}
     ]
     return any(len(ranks) > _all_cores(ranks) for ranks in by_host)
 
 
-def _all_cores(places: Sequence[Place]) -> int:
+def _all_cores(infos: Sequence[RankInfo]) -> int:
     """How many cores ranks of a host have together."""
-    return len(frozenset[int]().union(*(place.cores for place in places)))
+    return len(frozenset[int]().union(*(info.cores for info in infos)))
 
 
-def groups(places: Sequence[Place]) -> Levels:
+def groups(infos: Sequence[RankInfo]) -> Levels:
     """Ranks that share a cache, a NUMA node, a package, a host: the group of each rank, innermost
     first.
 
-    Below hosts it goes as deep as every rank's place is known, so that ranks whose cores nobody
+    Below hosts it goes as deep as every rank's info is known, so that ranks whose cores nobody
     bound are grouped by number alone.
     """
-    depth = min(len(place.spot) for place in places)
+    depth = min(len(info.locality) for info in infos)
     return tuple(
-        numbered((place.host, place.spot[:kept]) for place in places)
+        numbered((info.host, info.locality[:kept]) for info in infos)
         for kept in range(depth, -1, -1)
     )

@@ -24,7 +24,7 @@ OFF = "WEFT_BIND"  # the variable that keeps ranks where the kernel puts them, i
 @lru_cache(1)
 def here() -> Topology:
     """This host's cores."""
-    return topology.read(groups=topology.said(Path("/proc/self/cgroup")))
+    return topology.read(groups=topology.read_text(Path("/proc/self/cgroup")))
 
 
 def known() -> dict[str, Any]:

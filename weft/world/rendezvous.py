@@ -32,7 +32,7 @@ from weft.world.listener import INTERFACE, Address
 from weft.world.peer_memory import Probe
 from weft.world.wire import convert, decode, encode
 
-Said = TypeVar("Said")
+Info = TypeVar("Info")
 STARTING = 300.0
 """Seconds that ranks of a launcher have to come unless `weft.init` is told otherwise: some import
 for long.
@@ -46,7 +46,7 @@ _JOB = "WEFT_JOB"  # the variable in which a process remembers the job that it w
 _log = logging.getLogger("weft")
 
 
-class Place(NamedTuple):
+class RankInfo(NamedTuple):
     """Where a rank lives: its process, its host, the address of its socket, the cores it may run
     on, its compute threads, the package, NUMA node and cache that it is in, as far as all its cores
     are in one, the thresholds that follow from these, and where it lets peers try to read its
@@ -58,12 +58,12 @@ class Place(NamedTuple):
     address: Address
     cores: frozenset[int]
     threads: int
-    spot: tuple[int, ...] = ()
+    locality: tuple[int, ...] = ()
     thresholds: Thresholds = Thresholds()
     probe: Probe = Probe()
 
 
-class Word(NamedTuple):
+class Announcement(NamedTuple):
     """What a rank says to all others when they meet: its version of weft, its job, why it gives up
     if it does, and where it is.
     """
@@ -71,7 +71,7 @@ class Word(NamedTuple):
     version: str
     job: str
     gives_up: str
-    said: Any
+    info: Any
 
 
 def default_group(
@@ -326,7 +326,7 @@ def host_identity() -> str:
         return f"{file.read().strip()}-{os.stat('/proc/self/ns/net').st_ino}"
 
 
-class ByGroup:
+class GroupRendezvous:
     """How the ranks of a process group that has gloo find each other."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -334,7 +334,7 @@ class ByGroup:
         self.peers = [peer for peer in range(self.ranks) if peer != self.rank]
 
     @contextlib.contextmanager
-    def exchanged(self, own: Said, timeout: float) -> Iterator[list[Said]]:
+    def exchange(self, own: Info, timeout: float) -> Iterator[list[Info]]:
         """What all ranks say of where they are, each its `own`; in the ``with`` block what is on
         its way may still arrive.
 
@@ -379,7 +379,7 @@ class ByGroup:
         return under_way
 
 
-class ByStore:
+class StoreRendezvous:
     """The same of ranks that share a store and know their numbers, and nothing else."""
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
@@ -389,10 +389,10 @@ class ByStore:
         self.store = PrefixStore(f"weft {store.add(f'weft {rank}', 1)}", store)
 
     @contextlib.contextmanager
-    def exchanged(self, own: Said, timeout: float) -> Iterator[list[Said]]:
-        """As `ByGroup.exchanged`."""
+    def exchange(self, own: Info, timeout: float) -> Iterator[list[Info]]:
+        """As `GroupRendezvous.exchange`."""
         turn = self._say(_word(own))
-        deadline, said = time.monotonic() + timeout, list[Said]()
+        deadline, said = time.monotonic() + timeout, list[Info]()
         for peer in range(self.ranks):
             key = f"{turn} {peer}"
             try:
@@ -411,7 +411,7 @@ class ByStore:
         yield said
 
     def give_up(self, error: BaseException) -> None:
-        """As `ByGroup.give_up`."""
+        """As `GroupRendezvous.give_up`."""
         with contextlib.suppress(RuntimeError):  # the store is gone, and with it who would ask it
             self._say(_word(None, error))
 
@@ -422,7 +422,7 @@ class ByStore:
         return turn
 
 
-def by(group: dist.ProcessGroup) -> ByGroup | ByStore:
+def by(group: dist.ProcessGroup) -> GroupRendezvous | StoreRendezvous:
     """How the ranks of a group find each other: by gloo, which notices who dies meanwhile, or else
     by the group's store.
     """
@@ -430,14 +430,14 @@ def by(group: dist.ProcessGroup) -> ByGroup | ByStore:
         raise ValueError("this process is not a member of the group")
     cpu = torch.device("cpu")
     if cpu in group._device_types and group._get_backend(cpu).name() == "gloo":
-        return ByGroup(group)
+        return GroupRendezvous(group)
     _, store = c10d._world.pg_map.get(group, (None, None))
     if store is None:
         raise WeftError(
             "the group has neither gloo nor a store, by which ranks could meet: pass another one, "
             "as of dist.new_group()"
         )
-    return ByStore(
+    return StoreRendezvous(
         PrefixStore("weft world", store), dist.get_rank(group), dist.get_world_size(group)
     )
 
@@ -449,7 +449,7 @@ def time_left(deadline: float) -> timedelta:
 
 def _word(own: object, gives_up: BaseException | None = None) -> bytes:
     return encode(
-        Word(
+        Announcement(
             __version__,
             job(),
             (str(gives_up) or type(gives_up).__name__)[:1000] if gives_up else "",
@@ -461,7 +461,7 @@ def _word(own: object, gives_up: BaseException | None = None) -> bytes:
 def _known(rank: int, peer: int, word: bytes, kind: Any) -> Any:
     """What a peer has said of where it is."""
     try:
-        theirs = decode(word, Word)
+        theirs = decode(word, Announcement)
         if theirs.version != __version__:
             raise WeftError(
                 f"rank {peer} runs weft {theirs.version}, rank {rank} {__version__}: let all run "
@@ -477,7 +477,7 @@ def _known(rank: int, peer: int, word: bytes, kind: Any) -> Any:
                 f"rank {peer} gave up while rank {rank} waited to learn where it is: "
                 f"{theirs.gives_up}"
             )
-        return convert(kind, theirs.said)
+        return convert(kind, theirs.info)
     except ValueError as error:
         raise WeftError(
             f"rank {rank} does not understand what rank {peer} says of where it is: {error}; does "

@@ -67,23 +67,23 @@ def read(sysfs: Path = Path("/sys"), groups: str = "") -> Topology:
     a process there.
     """
     devices = sysfs / "devices/system"
-    online = numbers(said(devices / "cpu/online"))
+    online = numbers(read_text(devices / "cpu/online"))
     node_of, memory_nodes = dict.fromkeys(online, 0), []
-    for node in sorted(numbers(said(devices / "node/online", "0"))):
-        cpus = numbers(said(devices / f"node/node{node}/cpulist")) & online
+    for node in sorted(numbers(read_text(devices / "node/online", "0"))):
+        cpus = numbers(read_text(devices / f"node/node{node}/cpulist")) & online
         node_of |= dict.fromkeys(cpus, node)
-        if not cpus and node in numbers(said(devices / "node/has_memory")):
+        if not cpus and node in numbers(read_text(devices / "node/has_memory")):
             memory_nodes.append(node)
-    slow = numbers(said(sysfs / "devices/cpu_atom/cpus"))
-    capacity = {cpu: int(said(devices / f"cpu/cpu{cpu}/cpu_capacity", "0")) for cpu in online}
+    slow = numbers(read_text(sysfs / "devices/cpu_atom/cpus"))
+    capacity = {cpu: int(read_text(devices / f"cpu/cpu{cpu}/cpu_capacity", "0")) for cpu in online}
     slow |= {cpu for cpu in online if capacity[cpu] < max(capacity.values())}
     cores, seen = [], set[int]()
     for cpu in sorted(online):
         if cpu in seen:
             continue
         about = devices / f"cpu/cpu{cpu}"
-        siblings = numbers(said(about / "topology/thread_siblings_list", str(cpu))) & online
-        package = int(said(about / "topology/physical_package_id", "0"))
+        siblings = numbers(read_text(about / "topology/thread_siblings_list", str(cpu))) & online
+        package = int(read_text(about / "topology/physical_package_id", "0"))
         near, last = _data_caches(about, len(siblings)), _last_cache(about, cpu)
         cores.append(
             Core(tuple(sorted(siblings)), package, node_of[cpu], last, cpu not in slow, near)
@@ -145,17 +145,18 @@ def assign(
     return None
 
 
-def spot(topology: Topology, cpus: Collection[int]) -> tuple[int, ...]:
+def locality(topology: Topology, cpus: Collection[int]) -> tuple[int, ...]:
     """The package, NUMA node and last-level cache of these hardware threads, up to where they are
     in several.
     """
-    spots = [
+    localities = [
         (core.package, core.node, core.cache)
         for core in topology.cores
         if not {*core.cpus}.isdisjoint(cpus)
     ]
     return tuple(
-        level[0] for level in takewhile(lambda level: len({*level}) == 1, zip(*spots, strict=True))
+        level[0]
+        for level in takewhile(lambda level: len({*level}) == 1, zip(*localities, strict=True))
     )
 
 
@@ -209,19 +210,22 @@ def _last_cache(about: Path, cpu: int) -> int:
     caches may not be told.
     """
     levels = {
-        int(said(index / "level", "0")): index for index in sorted((about / "cache").glob("index*"))
+        int(read_text(index / "level", "0")): index
+        for index in sorted((about / "cache").glob("index*"))
     }
-    return min(numbers(said(levels[max(levels)] / "shared_cpu_list")) or {cpu}) if levels else 0
+    return (
+        min(numbers(read_text(levels[max(levels)] / "shared_cpu_list")) or {cpu}) if levels else 0
+    )
 
 
 def _data_caches(about: Path, siblings: int) -> tuple[int, int]:
     """The first two levels of a core with so many hardware threads, as `Core.caches`."""
     found = dict[str, int]()
     for index in (about / "cache").glob("index*"):
-        if said(index / "type") != "Instruction":
-            cores = max(1, len(numbers(said(index / "shared_cpu_list"))) // siblings)
-            found[said(index / "level")] = (
-                int(said(index / "size", "0K").removesuffix("K")) << 10
+        if read_text(index / "type") != "Instruction":
+            cores = max(1, len(numbers(read_text(index / "shared_cpu_list"))) // siblings)
+            found[read_text(index / "level")] = (
+                int(read_text(index / "size", "0K").removesuffix("K")) << 10
             ) // cores
     return found.get("1", 0), found.get("2", 0)
 
@@ -239,10 +243,10 @@ def _cpuset(folder: Path, groups: str) -> frozenset[int]:
         folder / "cpuset" / of.get("cpuset", "") / "cpuset.effective_cpus",
         folder / "cpuset/cpuset.effective_cpus",
     ]
-    return next((found for found in map(numbers, map(said, told)) if found), frozenset())
+    return next((found for found in map(numbers, map(read_text, candidates)) if found), frozenset())
 
 
-def said(path: Path, otherwise: str = "") -> str:
+def read_text(path: Path, otherwise: str = "") -> str:
     """What a file of the kernel's says; `otherwise` if it is empty or not to be read."""
     try:
         return path.read_text().strip() or otherwise

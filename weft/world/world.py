@@ -28,9 +28,9 @@ from weft.world.peers import Backend, Peers
 from weft.world.relay import Relay
 from weft.world.rendezvous import (
     STARTING,
-    ByGroup,
-    ByStore,
-    Place,
+    GroupRendezvous,
+    RankInfo,
+    StoreRendezvous,
     by,
     default_group,
     host_identity,
@@ -83,13 +83,13 @@ class World(Peers):
     def __init__(
         self,
         rank: int,
-        places: Sequence[Place],
+        infos: Sequence[RankInfo],
         mesh: _native.Mesh,
         timeout: float,
         backend: Backend,
         relay: Relay | None = None,
     ) -> None:
-        super().__init__(rank, places, mesh, timeout, backend, relay)
+        super().__init__(rank, infos, mesh, timeout, backend, relay)
         self.name = (self.number, self.rank, self.ranks)  # among the arguments of torch's operators
         self.engine: Any = None  # made and found by `weft.engines.engine`
         self.recorder: Recorder | None = None
@@ -320,7 +320,9 @@ def init(
         group=shared,
         comm_threads=comm_threads,
     )
-    world = _joined(ByStore(HashStore(), 0, 1) if members is None else by(members), limit, backend)
+    world = _joined(
+        StoreRendezvous(HashStore(), 0, 1) if members is None else by(members), limit, backend
+    )
     if group is None:
         _default = world
     return world
@@ -332,28 +334,30 @@ def init_by_store(store: Store, rank: int, ranks: int, timeout: float) -> World:
 
     `timeout` and errors are those of `init`.
     """
-    return _joined(ByStore(store, rank, ranks), limited(timeout), Backend(torch.device("cpu")))
+    return _joined(
+        StoreRendezvous(store, rank, ranks), limited(timeout), Backend(torch.device("cpu"))
+    )
 
 
-def _joined(meeting: ByGroup | ByStore, timeout: float, backend: Backend) -> World:
+def _joined(meeting: GroupRendezvous | StoreRendezvous, timeout: float, backend: Backend) -> World:
     rank = meeting.rank
     with contextlib.ExitStack() as stack:
         listener = Listener()
         stack.enter_context(listener.socket)
         cores, threads = frozenset(os.sched_getaffinity(0)), torch.get_num_threads()
-        spot = topology.spot(placement.here(), cores)
-        own = Place(
+        locality = topology.locality(placement.here(), cores)
+        own = RankInfo(
             os.getpid(),
             host_identity(),
             listener.address,
             cores,
             threads,
-            spot,
+            locality,
             placement.thresholds(),
             peer_memory.probe(),
         )
-        places = stack.enter_context(meeting.exchanged(own, timeout))
-        others = {peer: place for peer, place in enumerate(places) if peer != rank}
+        infos = stack.enter_context(meeting.exchange(own, timeout))
+        others = {peer: place for peer, place in enumerate(infos) if peer != rank}
         near = {
             peer: (place.pid, place.address)
             for peer, place in others.items()
@@ -376,16 +380,16 @@ def _joined(meeting: ByGroup | ByStore, timeout: float, backend: Backend) -> Wor
         relay = None
         if outside is not None:
             stack.enter_context(outside.socket)
-            addresses = stack.enter_context(meeting.exchanged(outside.address, timeout))
+            addresses = stack.enter_context(meeting.exchange(outside.address, timeout))
             called = {peer: (pid, addresses[peer]) for peer, pid in far.items()}
             relay = Relay(rank, outside.connect(rank, called, timeout), timeout)
             ends |= {peer: stack.enter_context(end) for peer, end in relay.sockets().items()}
         mesh = _native.Mesh(
-            [-1 if peer == rank else ends[peer].fileno() for peer in range(len(places))]
+            [-1 if peer == rank else ends[peer].fileno() for peer in range(len(infos))]
         )
         for end in ends.values():
             end.detach()
-        return World(rank, places, mesh, timeout, backend, relay)
+        return World(rank, infos, mesh, timeout, backend, relay)
 
 
 def default_here(world: World) -> None:
