@@ -226,7 +226,7 @@ class Engine(ABC):
             compiled.notify(0, world.executor, peer, self.index(Signal("agree", world.rank)))
         for peer in peers:
             compiled.wait(0, world.executor, world.rank, self.index(Signal("agree", peer)), peer, 1)
-        with world.guard:
+        with world.fail_on_error:
             world.executor.begin(compiled, world.timeout)
             if world.executor.run(compiled, 0, 0) < 0:
                 status, _, source, *_ = compiled.wait_failure(0)
@@ -331,7 +331,7 @@ class Program(ABC):
         timeout: float | None = None,
     ) -> None:
         """Execute once, with these tensors and the rows of each shard."""
-        with self.world.turn:
+        with self.world.exclusive:
             self.carry_out(tensors, rows, weights, bias, timeout)
 
     @abstractmethod
@@ -356,7 +356,7 @@ class Program(ABC):
 
     def execute_alone(self, binding: Any, timeout: float | None = None) -> None:
         """What `execute` does, in a turn of its own."""
-        with self.world.turn:
+        with self.world.exclusive:
             self.execute(binding, timeout)
 
     @abstractmethod

@@ -133,7 +133,7 @@ class HostProgram(Program):
             self.engine.meet(timeout)
         self.apply(binding)
         try:
-            with world.guard:
+            with world.fail_on_error:
                 self.begin(seconds)
                 if self.lanes[1]:
                     native.start(compiled, 1)
@@ -218,7 +218,7 @@ class HostProgram(Program):
         if self.must_meet():
             self.engine.meet_beside(timeout)
         self.timeout = timeout or self.world.timeout
-        with self.world.guard:
+        with self.world.fail_on_error:
             self.apply(binding)
             self.begin(self.timeout)
             self.world.executor.start(

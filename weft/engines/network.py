@@ -143,7 +143,7 @@ class NetworkProgram(HostProgram):
         if self.engine.pending:
             self.engine.drain()
         self.apply(binding)
-        with world.guard:
+        with world.fail_on_error:
             self.begin(seconds)
             if world.executor.run(self.compiled, 0, 0) < 0:
                 raise self.stopped(0, seconds)

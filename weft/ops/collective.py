@@ -145,7 +145,7 @@ def call_now(
         if result is not None and own.repeats.call(prepare, a, result, options, seconds):
             return result
     work = prepare(world, a, out, *options)
-    with world.turn:
+    with world.exclusive:
         program = _program(world, work)
         binding = program.bind(
             work.tensors,
@@ -211,7 +211,7 @@ def begun(now: Callable[Asked, Tensor], prepare: Prepare) -> Callable[Asked, Han
             (*names[: max(0, len(given) - 1)], *asked),
             values,
         )
-        with world.turn:
+        with world.exclusive:
             engine(world).make_room()
             program = next(
                 program

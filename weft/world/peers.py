@@ -36,7 +36,7 @@ class Backend(NamedTuple):
     comm_threads: int = 1
 
 
-class Guard:
+class FailOnError:
     """A part of a call that all ranks must get through: an exception in it closes the world."""
 
     def __init__(self, peers: Peers) -> None:
@@ -52,7 +52,7 @@ class Guard:
             self.peers.fail(error)
 
 
-class Turn:
+class Exclusive:
     """A part of a call that one thread makes while no other makes any: ranks would no longer make
     calls in one order.
 
@@ -132,7 +132,7 @@ class Peers:
         # told yet
         self.untold = False
         self.keepalive: list[object] = []  # memory that lives as long as the world
-        self.guard, self.turn = Guard(self), Turn(self)
+        self.fail_on_error, self.exclusive = FailOnError(self), Exclusive(self)
         self.mesh = mesh
         here = [info for info in infos if info.host == infos[rank].host]
         cores = _all_cores(here)

@@ -112,13 +112,13 @@ class World(Peers):
         if any(n < 0 for n in sizes):
             raise ValueError(f"a shape has no negative sizes; got {tuple(sizes)}")
         self._settle()
-        with self.turn:
+        with self.exclusive:
             return self.allocate(sizes, dtype or torch.get_default_dtype())
 
     def allocate(self, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """What `empty` does, in this thread's turn."""
         take = device_memory.allocate if self.device.type == "cuda" else memory.allocate
-        with self.guard:
+        with self.fail_on_error:
             return take(self, sizes, dtype)
 
     def signals(self, count: int, name: str = "signals") -> Signals:
@@ -133,7 +133,7 @@ class World(Peers):
         if not (isinstance(count, int) and count > 0):
             raise ValueError(f"count must be a positive whole number; got {count!r}")
         self._settle()
-        with self.turn, self.guard:
+        with self.exclusive, self.fail_on_error:
             return Signals(self, count, name)
 
     def _settle(self) -> None:

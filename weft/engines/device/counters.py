@@ -34,7 +34,7 @@ class HostCounters:
 
     def __init__(self, world: World, count: int) -> None:
         self.world = world
-        with world.guard:  # in the turn of the call that needs them first
+        with world.fail_on_error:  # in the turn of the call that needs them first
             self.signals = Signals(world, count, "counters of lanes")
         self.base = [0] * count
 

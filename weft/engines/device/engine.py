@@ -252,7 +252,7 @@ class DeviceProgram(FixedProgram):
         )
         products = self._products(given)
         self._begin(given.timeout)
-        with world.guard:
+        with world.fail_on_error:
             completions = []
             # Transfers first: they are soon put on their stream, and go on beside the rest.
             for name, made in (("comm", {}), ("compute", products)):
@@ -385,7 +385,7 @@ class DeviceProgram(FixedProgram):
         """Do these steps; what goes wrong with one ends the waits of this rank's other lanes, and
         of its peers, at once.
         """
-        with self.world.guard:
+        with self.world.fail_on_error:
             _all(steps)
 
     def _find(self, region: Region, tensors: Tensors) -> Tensor:
