@@ -474,7 +474,7 @@ def ahead(world):
     """The source of broadcasts ends as many as there is room for before others begin them; then
     ranks meet now and then.
     """
-    world.crowded = True  # as where ranks share cores
+    world.oversubscribed = True  # as where ranks share cores
     signals, tensor, most = world.signals(1), torch.empty(3), _native.Executor.turns - 2
     if world.rank:
         weft.wait(signals, 0, ">=", 1)
@@ -506,7 +506,7 @@ def ahead(world):
 
 def another_tensor(world):
     """One rank's tensor is found by what it was, a small one; the other's is new."""
-    world.crowded, kept = True, []  # else what is new may be found, too
+    world.oversubscribed, kept = True, []  # else what is new may be found, too
     for many in range(_native.Executor.turns):
         kept.append(small := torch.zeros(3))
         weft.barrier()

@@ -67,7 +67,7 @@ def with_caches_of_its_own():
     """A world in which each rank has other caches than the others, and has measured another hop."""
     rank = int(os.environ["RANK"])
     near = [(128 * KIB, 512 * KIB), (48 * KIB, 2048 * KIB), (64 * KIB, 0)][rank]
-    placement.here = lambda: Topology(
+    placement.host_topology = lambda: Topology(
         tuple(Core((cpu,), 0, 0, 0, caches=near) for cpu in os.sched_getaffinity(0))
     )
     cache.stored = lambda name, fits: [{"thresholds": {"hop": 7.5}}, None, None][rank]

@@ -201,7 +201,7 @@ def sums_to_the_bit(world):
 def refusals(world):
     """What hosts cannot do is refused by name, before anything is sent."""
     a, b = torch.ones(64, 4), torch.ones(4, 4)
-    far = next(rank for rank in range(world.ranks) if not world.near(rank))
+    far = next(rank for rank in range(world.ranks) if not world.same_host(rank))
     symmetric, signals = world.empty(4), world.signals(1)
     for words, call in {
         "direct is not possible in this world": lambda: weft.all_gather_matmul(
@@ -319,7 +319,7 @@ def traffic(world):
         "all_gather, ring": (lambda: weft.all_gather(part, algorithm="ring"), mine),
         "broadcast": (
             lambda: weft.broadcast(whole, 0),
-            world.ranks * (hosts - 1) if world.near(0) else 0,
+            world.ranks * (hosts - 1) if world.same_host(0) else 0,
         ),
         "all_to_all": (lambda: weft.all_to_all(whole), here * far),
     }

@@ -117,7 +117,7 @@ def dropped(_):
     number = world.number
     del world
     gc.collect()
-    assert weft.world.world.numbered(number) is None
+    assert weft.world.world.by_number(number) is None
 
 
 def test_a_world_that_is_dropped_with_calls_under_way():

@@ -18,7 +18,9 @@ import weft
 from weft.world import placement
 from weft.world.topology import assign
 
-BOUND = assign(placement.here(), os.sched_getaffinity(0), 2, 1)  # of two ranks with a thread each
+BOUND = assign(
+    placement.host_topology(), os.sched_getaffinity(0), 2, 1
+)  # of two ranks with a thread each
 BIN = Path(sys.executable).parent
 SCRIPT = textwrap.dedent(
     """

@@ -120,7 +120,7 @@ def test_two_at_once_and_nested_defaults():
 @pytest.fixture
 def cores_of_their_own(monkeypatch):
     """Ranks meet as where each has a core."""
-    monkeypatch.setattr(peers, "crowded", lambda places: False)
+    monkeypatch.setattr(peers, "oversubscribed", lambda places: False)
 
 
 @pytest.mark.usefixtures("cores_of_their_own")
@@ -142,7 +142,7 @@ def test_ranks_that_meet_by_levels():
 @pytest.mark.parametrize("several", [False, True])
 def test_few_rows_by_levels(several, monkeypatch):
     """Small collectives of many ranks, one after the other: sums in rank order, to the bit."""
-    monkeypatch.setattr(peers, "crowded", lambda places: not several)
+    monkeypatch.setattr(peers, "oversubscribed", lambda places: not several)
     ranks, uneven = 12, [rank % 2 for rank in range(12)]
 
     def gather(call):

@@ -15,7 +15,7 @@ def behind(world):
     """The source of a broadcast waits for nobody, so that it is in the next call when rank 1, who
     left one out, makes that.
     """
-    world.crowded = True  # as where ranks share cores
+    world.oversubscribed = True  # as where ranks share cores
     weft.barrier()
     signals = world.signals(1)
     if world.rank == 0:

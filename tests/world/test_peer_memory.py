@@ -92,7 +92,7 @@ def test_collectives(ranks):
 def not_alike(first):
     world = remade(large=first.rank == 0)
     assert not world.reads_memory, "all ranks or none"
-    assert world.staged == "tensors of rank 1 lie in small pages"
+    assert world.staging_reason == "tensors of rank 1 lie in small pages"
     mine = torch.full((NUMBERS,), float(world.rank))
     assert "read through the kernel" not in told(world, lambda: weft.all_gather(mine))
     assert weft.all_gather(mine)[::NUMBERS].tolist() == [*map(float, range(world.ranks))]
@@ -151,7 +151,10 @@ def forbidden(first):
     if first.rank == 1:
         peer_memory.refusal = lambda pids, probes: refuse(pids, probes) or "it is not to"
     world = remade()
-    assert (world.reads_memory, world.staged) == (False, "it is not to" if world.rank == 1 else "")
+    assert (world.reads_memory, world.staging_reason) == (
+        False,
+        "it is not to" if world.rank == 1 else "",
+    )
 
 
 def test_a_rank_that_may_not_read():

@@ -176,7 +176,7 @@ def measure(threads: int) -> dict[str, Any]:
             communicate_slowdown=slower,
             in_place=True,
             thresholds=world.thresholds
-            if world.crowded
+            if world.oversubscribed
             else replace(world.thresholds, hop=hop(meeting, more, _COUNTERS)),
             source=f"measured by weft calibrate: {world.ranks} ranks of {threads} threads, processor {cache.processor()}, "
             f"torch {torch.__version__}",

@@ -264,7 +264,7 @@ class Bench:
         its batches.
         """
         rounds, world = self.settings.iterations, self.world
-        sized = functools.partial(batches, crowded=world.crowded)
+        sized = functools.partial(batches, crowded=world.oversubscribed)
         few = [
             sized(largest(world, [contender.time(3)])[0] / 3)[0] for contender in contenders
         ]  # which may be slow at first

@@ -115,10 +115,10 @@ def diagnose(console: Console) -> bool:
         troubles = _everyones(
             world, [*_troubles(everyone, links, clock_offsets(world, now=time.time_ns))], list[str]
         )[0]
-        staged = _everyones(world, world.staged, str)
+        staged = _everyones(world, world.staging_reason, str)
         if world.rank == 0:
             _print(everyone, links, console)
-            console.print(_thresholds(everyone, world.thresholds, world.crowded))
+            console.print(_thresholds(everyone, world.thresholds, world.oversubscribed))
             if world.ranks > 1 and not world.multi_host:
                 why = next(filter(None, staged), "")
                 how = f"staged, since {why}" if why else "read through the kernel, where they lie"
@@ -250,7 +250,7 @@ def _look(world: World) -> RankReport:
         torch.get_num_threads(),
         shared,
         {dtype_name(dtype): _gflops(dtype) for dtype in (torch.float32, torch.bfloat16)},
-        placement.here(),
+        placement.host_topology(),
         _native.team_size(),
         placement.known(),
     )

@@ -23,7 +23,7 @@ from weft.engines.weights import transposed
 from weft.errors import WeftError
 from weft.ops import dims, fused
 from weft.ops.call import Given, Options
-from weft.world import World, current, numbered
+from weft.world import World, by_number, current
 
 _ops = torch.ops.weft
 
@@ -38,7 +38,7 @@ _WITHOUT = [None] * 10  # gradients of what comes after the operands
 
 def _world(name: Sequence[int]) -> World:
     number, *place = name
-    world = numbered(number)
+    world = by_number(number)
     if world is None:
         raise WeftError("the world of this call is gone")
     if place != [world.rank, world.ranks]:

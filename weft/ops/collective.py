@@ -335,7 +335,7 @@ def exchanged_rows(matrix: Tensor, most: int, world: World) -> int:
     """The same where any two ranks give each other as many: so few that each slot that they share
     is written by both.
     """
-    if world.crowded:
+    if world.oversubscribed:
         return slot_rows(matrix, most, world.ranks - 1, world)
     row, largest = (
         _row_bytes(matrix),
@@ -399,7 +399,7 @@ def many(world: World) -> bool:
     """Whether ranks are so many, or wait for a core, that signals are most of what a small
     collective takes.
     """
-    return world.crowded or len(world.levels) > 1
+    return world.oversubscribed or len(world.levels) > 1
 
 
 def read_in_place(world: World, size: int) -> bool:

@@ -59,7 +59,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, ranks)
         self.store, self.global_ranks = store, [*global_ranks] or [*range(ranks)]
         self.world = init_by_store(store, rank, ranks, timeout)
-        self.world.known_as, self.world.maker = (
+        self.world.global_ranks, self.world.maker = (
             self.global_ranks,
             'init_process_group("weft") or new_group(backend="weft")',
         )

@@ -3,10 +3,10 @@
 from weft.world.reports import report_as_launched
 from weft.world.world import Recorder as Recorder
 from weft.world.world import World as World
+from weft.world.world import by_number as by_number
 from weft.world.world import current as current
 from weft.world.world import default_here as default_here
 from weft.world.world import init as init
 from weft.world.world import init_by_store as init_by_store
-from weft.world.world import numbered as numbered
 
 report_as_launched()

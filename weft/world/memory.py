@@ -112,14 +112,14 @@ def allocate(
     ] * world.ranks  # None for those whose memory cannot be mapped, on other hosts
     failures, file = dict[int, str](), None
     try:
-        _check_available(size, sum(map(world.near, range(world.ranks))))
+        _check_available(size, sum(map(world.same_host, range(world.ranks))))
         parts[world.rank], file = _native.create_mapping(size)
     except OSError as error:
         failures[world.rank] = str(error)
     for peer, text, theirs in exchange(world, compiled, call, failures.get(world.rank, ""), file):
         if text:
             failures[peer] = text
-        elif world.rank not in failures and world.near(peer):
+        elif world.rank not in failures and world.same_host(peer):
             parts[peer] = attach(world, peer, theirs, size, call)
     if failures:
         raise SymmetricMemoryError(

@@ -29,7 +29,7 @@ from weft.errors import PeerTimeout
 from weft.world import memory
 from weft.world.peers import Peers
 from weft.world.signals import LARGEST, Signals, whole
-from weft.world.world import World, numbered
+from weft.world.world import World, by_number
 
 _COMPARISONS = {
     "==": _native.Compare.equal,
@@ -248,7 +248,7 @@ def _prepared(
     """
     rank = peer if type(peer) is int else whole(peer, "peer is the number of a rank")
     found = _native.one_sided(put, remote, local, rank)
-    own = None if found is None else numbered(found[0])
+    own = None if found is None else by_number(found[0])
     if found is None or own is None or (world is not None and world is not own):
         raise _refusal(remote, local, rank, put)
     if own.closed is not None:
@@ -286,7 +286,7 @@ def _refusal(remote: Tensor, local: Tensor, peer: int, put: bool) -> Exception:
             f"{there} has shape {tuple(remote.shape)} and {here} {tuple(local.shape)}; they must "
             "be equal"
         )
-    if (own := numbered(segment.world)) is not None:
+    if (own := by_number(segment.world)) is not None:
         own.check()
         _rank(peer, own)
     return ValueError(
@@ -310,7 +310,7 @@ def _rank(peer: int, world: Peers) -> int:
     rank = whole(peer, "peer is the number of a rank")
     if not 0 <= rank < world.ranks:
         raise ValueError(f"there is no rank {rank} in a world of {world.ranks}")
-    if not world.near(rank):
+    if not world.same_host(rank):
         raise ValueError(
             f"rank {rank} is on another host; one-sided calls reach the ranks of this host: use a "
             "collective"

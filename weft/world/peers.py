@@ -82,8 +82,8 @@ class Peers:
     Attributes: those of `World` that say where ranks are and how they work, `others` (all ranks but
     this one), `multi_host` (whether they are on several hosts), `topology` (the host of each rank
     if so, which planners want to know, or None), `threads` (the fewest that any rank computed with
-    when the world was made), `staged` (why this rank does not read large ordinary tensors in its
-    peers' memory, or nothing), `reads_memory` (whether all ranks do), `known_as` (the number of
+    when the world was made), `staging_reason` (why this rank does not read large ordinary tensors in its
+    peers' memory, or nothing), `reads_memory` (whether all ranks do), `global_ranks` (the number of
     each rank in a larger job, which errors tell where it is another), `number` (of this world in
     this process), `closed` (why it is, or None), `forked` (whether this process is a forked child
     of the one that made it).
@@ -114,23 +114,23 @@ class Peers:
         self.hosts = numbered(info.host for info in infos)
         self.multi_host = relay is not None
         self.topology = self.hosts if self.multi_host else None
-        self.near_groups, self.crowded = groups(infos), crowded(infos)
-        self.known_as: Sequence[int] = range(self.ranks)
+        self.locality_groups, self.oversubscribed = groups(infos), oversubscribed(infos)
+        self.global_ranks: Sequence[int] = range(self.ranks)
         self.pids = [info.pid for info in infos]
         self.cores = [info.cores for info in infos]
         self.threads = min(info.threads for info in infos)
         self.thresholds = agreed(info.thresholds for info in infos)
         alone = self.ranks == 1 or self.multi_host
-        self.staged = (
+        self.staging_reason = (
             "" if alone else peer_memory.refusal(self.pids, [info.probe for info in infos])
         )
-        self.reads_memory = not (alone or self.staged)
+        self.reads_memory = not (alone or self.staging_reason)
         self.number = next(_numbers)
         self.closed: str | None = None
         self.forked = False
         # whether that is something which a thread beside the caller's has found, and no call has
         # told yet
-        self.untold = False
+        self.unreported = False
         self.keepalive: list[object] = []  # memory that lives as long as the world
         self.fail_on_error, self.exclusive = FailOnError(self), Exclusive(self)
         self.mesh = mesh
@@ -155,17 +155,19 @@ class Peers:
     def levels(self) -> Levels:
         """How ranks meet, alike on all: it follows from what all have said of where they are."""
         return nested(
-            self.ranks, self.near_groups, CROWDED_HOP if self.crowded else self.thresholds.hop
+            self.ranks,
+            self.locality_groups,
+            CROWDED_HOP if self.oversubscribed else self.thresholds.hop,
         )
 
-    def near(self, rank: int) -> bool:
+    def same_host(self, rank: int) -> bool:
         """Whether a rank is on this rank's host, so that they share memory."""
         return self.hosts[rank] == self.hosts[self.rank]
 
     def check(self) -> None:
         """Raise `WeftError` if this world is closed: why, if no call has told that yet."""
         self.check_process()
-        if self.untold:
+        if self.unreported:
             raise self.failure("to make the call")
         if self.closed is not None:
             raise WeftError(
@@ -186,7 +188,7 @@ class Peers:
         """The error for a failure that a peer caused or reported while this rank was `doing`
         something; closes the world.
         """
-        self.untold = False
+        self.unreported = False
         kind, culprit, text = self.mesh.failure()
         if kind in ("MismatchError", "PeerTimeout"):
             return self.fail(getattr(errors, kind)(text), culprit)
@@ -209,7 +211,9 @@ class Peers:
     def name_of(self, peer: int) -> str:
         """A peer as errors name it."""
         elsewhere = (
-            f", rank {self.known_as[peer]} of the job," if self.known_as[peer] != peer else ""
+            f", rank {self.global_ranks[peer]} of the job,"
+            if self.global_ranks[peer] != peer
+            else ""
         )
         return f"rank {peer} (pid {self.pids[peer]}){elsewhere}"
 
@@ -236,7 +240,7 @@ class Peers:
             text = error.how if isinstance(error, PeerLost) else str(error)
             text = text.encode(errors="replace")[:8000].decode(errors="ignore")
             self.mesh.abort(type(error).__name__, self.rank if culprit is None else culprit, text)
-            self.untold, self.closed = beside, f"{type(error).__name__}: {error}"
+            self.unreported, self.closed = beside, f"{type(error).__name__}: {error}"
             if self.relay is not None:
                 self.relay.close()  # no message may arrive in memory that is the caller's again
         return error  # type: ignore[return-value]
@@ -250,13 +254,13 @@ class Peers:
         own, file = self._mapping(size)
         parts = [own] * self.ranks
         for peer in self.others:
-            if self.near(peer):
-                send(self, peer, self.staged, file, doing)
+            if self.same_host(peer):
+                send(self, peer, self.staging_reason, file, doing)
             # what it says comes by message, and is noted in a part of this rank's own, which has no
             # counters
             else:
                 parts[peer], _ = self._mapping(_native.Executor.said_bytes)
-        for peer in filter(self.near, self.others):
+        for peer in filter(self.same_host, self.others):
             staged, theirs = receive(
                 self, peer, doing, f"for rank {peer} (pid {self.pids[peer]}) {doing}"
             )
@@ -322,7 +326,7 @@ def receive(
             raise peers.timed_out(late, peer, "has not come so far")
 
 
-def crowded(infos: Sequence[RankInfo]) -> bool:
+def oversubscribed(infos: Sequence[RankInfo]) -> bool:
     """Whether ranks of some host have to share cores."""
     by_host = [
         [info for info in infos if info.host == host] for host in {info.host for info in infos}

@@ -22,7 +22,7 @@ OFF = "WEFT_BIND"  # the variable that keeps ranks where the kernel puts them, i
 
 
 @lru_cache(1)
-def here() -> Topology:
+def host_topology() -> Topology:
     """This host's cores."""
     return topology.read(groups=topology.read_text(Path("/proc/self/cgroup")))
 
@@ -31,7 +31,7 @@ def known() -> dict[str, Any]:
     """What is known of this process's `Thresholds`: by the kernel, its cores' caches, and by ``weft
     calibrate``, the hop.
     """
-    first, second = topology.data_caches(here(), os.sched_getaffinity(0))
+    first, second = topology.data_caches(host_topology(), os.sched_getaffinity(0))
     profile = cache.stored(
         cache.of_this_machine(cache.PROFILE), lambda found: found["thresholds"]["hop"] > 0
     )
@@ -50,14 +50,14 @@ def thresholds() -> Thresholds:
 
 def threads_per_rank(ranks: int) -> int:
     """Compute threads that each of `ranks` local ranks gets: one for each core of its share."""
-    return topology.threads_for(here(), os.sched_getaffinity(0), ranks)
+    return topology.threads_for(host_topology(), os.sched_getaffinity(0), ranks)
 
 
 def bind(rank: int, ranks: int, threads: int) -> None:
     """Bind this process to the share of local rank `rank`, if `ranks` ranks with `threads` threads
     each go round.
     """
-    shares = topology.assign(here(), os.sched_getaffinity(0), ranks, threads)
+    shares = topology.assign(host_topology(), os.sched_getaffinity(0), ranks, threads)
     if shares is not None:
         bind_threads(shares[rank])
 

@@ -238,8 +238,11 @@ def _cpuset(folder: Path, groups: str) -> frozenset[int]:
         controllers: path.lstrip("/")
         for _, controllers, path in (line.split(":", 2) for line in groups.splitlines())
     }
-    told = [folder / of.get("", "") / "cpuset.cpus.effective", folder / "cpuset.cpus.effective"]
-    told += [
+    candidates = [
+        folder / of.get("", "") / "cpuset.cpus.effective",
+        folder / "cpuset.cpus.effective",
+    ]
+    candidates += [
         folder / "cpuset" / of.get("cpuset", "") / "cpuset.effective_cpus",
         folder / "cpuset/cpuset.effective_cpus",
     ]

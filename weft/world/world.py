@@ -170,7 +170,7 @@ class World(Peers):
             raise ValueError(
                 "tensor is not a symmetric tensor of this world; make it with world.empty(...)"
             )
-        if not self.near(rank):
+        if not self.same_host(rank):
             raise ValueError(
                 f"rank {rank} is on another host, whose memory cannot be mapped; use an operator"
             )
@@ -227,7 +227,7 @@ class World(Peers):
             return
         self.transfers.finish()
         self.keepalive.clear()
-        self.untold = False
+        self.unreported = False
         if self.closed is None:
             if self.relay is not None:
                 self.relay.finish()
@@ -345,7 +345,7 @@ def _joined(meeting: GroupRendezvous | StoreRendezvous, timeout: float, backend:
         listener = Listener()
         stack.enter_context(listener.socket)
         cores, threads = frozenset(os.sched_getaffinity(0)), torch.get_num_threads()
-        locality = topology.locality(placement.here(), cores)
+        locality = topology.locality(placement.host_topology(), cores)
         own = RankInfo(
             os.getpid(),
             host_identity(),
@@ -407,7 +407,7 @@ def current(world: World | None = None) -> World:
     return chosen
 
 
-def numbered(number: int) -> World | None:
+def by_number(number: int) -> World | None:
     """The world of this number in this process, if it is still there."""
     return _default if _default is not None and _default.number == number else _alive.get(number)
 
