@@ -123,7 +123,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
                 - 1
             )
         )
-        way = f"{Variant(*row['way'])}, {row['way'][1]} rows"
+        way = f"{Variant(*row['way'])}, {row['way'][1]} pieces"
         times = f"{row['predicted_ms']:.3f} ms | {row['measured_ms']:.3f} ({row['median_ms']:.3f})"
         lines.append(
             f"| {what}, {where} | {way} | {times} | {errors[-1]:+.0f} % | {misses[-1]:+.0f} % |"

@@ -289,7 +289,7 @@ def test_an_emulated_link():
 
 def unlike(world):
     """Ranks whose widths differ would choose differently by themselves; rank 0 decides."""
-    ways = [Decision(Variant(name, 1), name) for name in ("sequential", "push", "direct")]
+    ways = [Decision(Variant(name), name) for name in ("sequential", "push", "direct")]
     auto.fastest = lambda *_: ways[world.rank]  # in this process, which ends with the rank
     a, b = torch.randn(16, 4), torch.randn(4, 4 + world.rank)
     for _ in range(2):

@@ -13,13 +13,14 @@ import torch
 from support.ranks import on_ranks
 
 import weft
-from weft.ops.trials import CALLS, Choice, Trial
+from weft.ops.call import Decision
+from weft.ops.trials import CALLS, Trial
 from weft.schedules.operators import OPERATORS
-from weft.schedules.workload import Workload
+from weft.schedules.workload import Variant, Workload
 
 
 def settled(world):
-    return [choice for choice in world.choices.values() if isinstance(choice, Choice)]
+    return [choice for choice in world.choices.values() if isinstance(choice, Decision)]
 
 
 def first_calls(world, operator, link):
@@ -33,7 +34,7 @@ def first_calls(world, operator, link):
 
     def decide(call):
         decision = seen(call)
-        taken.append((decision.algorithm, decision.pieces))
+        taken.append(decision.variant)
         return decision
 
     weft.ops.fused.decide = decide
@@ -42,7 +43,7 @@ def first_calls(world, operator, link):
         assert len(taken) <= CALLS
     weft.ops.fused.decide = seen
     (choice,) = settled(world)
-    return taken, choice.way, weft.explain(a, b, operator=operator)
+    return taken, choice.variant, weft.explain(a, b, operator=operator)
 
 
 @pytest.mark.parametrize("link", [False, True])
@@ -51,14 +52,14 @@ def test_the_first_calls_take_turns_until_one_way_stays(operator, link):
     (taken, way, said), *others = on_ranks(first_calls, 2, operator, link)
     ways = {*taken}
     assert len(ways) > 1
-    assert {name for name, _ in ways} <= {
+    assert {way.algorithm for way in ways} <= {
         *OPERATORS[operator].auto_candidates,
         *OPERATORS[operator].auto_candidates_over_links,
         "push",
         "one_shot",
     }
-    assert way[:2] in ways
-    assert f"ranks: {way[0]}, at most " in said
+    assert way in ways
+    assert f"ranks: {way}, at most " in said
     assert "it was the fastest in the first calls of its class" in said
     assert said.count(" ms  ") == len(ways)
     for other in others:
@@ -70,7 +71,7 @@ def nothing_to_try(world):
     for rows, dtype in ((8, torch.float32), (400, torch.float64)):
         weft.all_gather_matmul(torch.randn(rows, 64, dtype=dtype), b.to(dtype))
     weft.all_gather_matmul(torch.randn(400, 64), b, algorithm="pull")
-    assert all(isinstance(choice, Choice) for choice in world.choices.values())
+    assert all(isinstance(choice, Decision) for choice in world.choices.values())
     weft.all_gather_matmul(torch.randn(300, 64), b)
     (trial,) = (choice for choice in world.choices.values() if isinstance(choice, Trial))
     weft.all_gather_matmul(torch.randn(300 if world.rank else 1, 64), b, shard_rows=[1, 300])
@@ -97,7 +98,7 @@ def quick_links(world):
 
 def test_what_passes_a_link_at_once_is_not_cut():
     for found in on_ranks(quick_links, 2):
-        assert found == [("sequential", Choice), ("sequential", Trial), ("push", Trial)]
+        assert found == [("sequential", Decision), ("sequential", Trial), ("push", Trial)]
 
 
 def test_ways_that_differ_are_not_mixed():
@@ -113,7 +114,6 @@ class _Call:
             Workload("all_gather_matmul", (rows, rows), 8, 8, "float32", "float32"),
             OPERATORS["all_gather_matmul"],
         )
-        self.whole = rows
 
 
 @pytest.mark.parametrize("hosts", [(0, 0), (0, 1)])
@@ -141,7 +141,7 @@ class _Call:
 )
 def test_the_fastest_stays(times, wanted, calls, hosts):
     trial, draw, made, choice = (
-        Trial([Choice(name, 1, "peer") for name in times]),
+        Trial([Decision(Variant(name), "") for name in times]),
         random.Random(0),
         0,
         None,
@@ -205,4 +205,4 @@ def learned(world, directory):
 def test_what_was_measured_is_remembered(tmp_path):
     ((chosen, _), *_) = on_ranks(learned, 2, str(tmp_path))
     (stored,) = [json.loads(path.read_text()) for path in Path(tmp_path).glob("tuned-*.json")]
-    assert [way[0] for way in stored.values()] == [chosen]
+    assert [variant["algorithm"] for variant in stored.values()] == [chosen]

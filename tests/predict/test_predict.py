@@ -134,7 +134,7 @@ def test_a_better_machine_is_never_slower():
 
 
 def test_a_thousand_ranks_over_two_kinds_of_links():
-    on, way = machine.load("h100-nvlink-8"), Variant("push", 8)
+    on, way = machine.load("h100-nvlink-8"), Variant("push")
     case = predict.workload("all_gather_matmul", 1024, (8192, 1024, 1024), "bfloat16")
     assert predict.planned(case, way, on) == 8
     assert predict.time(case, way, on) > predict.compute(case, on)
@@ -433,23 +433,23 @@ def test_what_was_tuned_beats_what_is_predicted():
 def test_a_prediction_has_to_beat_the_usual_way_clearly():
     calibrated()
     large = predict.workload("all_gather_matmul", 2, (2048, 2048, 1024), "float32")
-    decide = usual(large, Variant("sequential", 1024), Variant("push", 64))
+    decide = usual(large, Variant("sequential"), Variant("push", 32))
     found = decide()
     assert found.predicted[0][0].algorithm != "sequential"  # but only by a little
     assert found.variant.algorithm == "sequential"
     assert found.why == "as usual; no other is predicted to be clearly faster on this machine"
     slow = decide((1.0, 0.0))
     assert slow.algorithm == "push"
-    assert {way.chunk_rows for way, _ in slow.predicted if way.algorithm == "push"} == {64, 128, 32}
+    assert {way.pieces for way, _ in slow.predicted if way.algorithm == "push"} == {32, 16, 64}
     assert {
-        way.chunk_rows for way, _ in decide((1.0, 0.0), 64).predicted if way.algorithm == "push"
-    } == {64}
+        way.pieces for way, _ in decide((1.0, 0.0), 64).predicted if way.algorithm == "push"
+    } == {32}
     few = predict.workload("all_gather_matmul", 2, (8, 2048, 1024), "float32")
-    decide = usual(few, Variant("push", 1), Variant("sequential", 4))
+    decide = usual(few, Variant("push", 4), Variant("sequential"))
     assert decide((16.0, 0.0)).algorithm == "sequential"
     unknown = predict.workload("all_gather_matmul", 2, (8, 2048, 1024), "int8")
-    assert usual(unknown, Variant("push", 1), Variant("sequential", 4))() == Decision(
-        Variant("push", 1), "as usual"
+    assert usual(unknown, Variant("push", 4), Variant("sequential"))() == Decision(
+        Variant("push", 4), "as usual"
     )
 
 
@@ -458,13 +458,13 @@ def test_a_machine_that_is_not_there_decides_nothing(monkeypatch):
         predict.workload("matmul_reduce_scatter", 2, (2048, 1024, 1024), "float32"),
         cache.processor(),
     )
-    ways = Variant("push", 64), Variant("direct", 256)
+    ways = Variant("push", 16), Variant("direct", 4)
     decide = usual(case, *ways)
     assert decide() == Decision(ways[0], "as usual")
     assert decide((1.0, 0.0)) == Decision(ways[0], "as usual")
     calibrated()
     assert decide().variant == ways[1]
-    assert decide().why == "predicted to be clearly faster on this machine than push, 64 rows"
+    assert decide().why == "predicted to be clearly faster on this machine than push"
     tuned.remember(case, None, ways[1])
     monkeypatch.setattr(cache, "processor", lambda: "another that shares the cache directory")
     forget()
@@ -479,9 +479,9 @@ def test_many_ranks_are_taken_to_be_equal():
     calibrated()
     case = Workload("all_gather_matmul", (*[64] * 15, 63), 256, 256, "float32", "float32")
     names = "push", "pull", "ring", "direct", "sequential"
-    found = usual(case, *[Variant(name, 16) for name in names])()
+    found = usual(case, *[Variant(name, 4) for name in names])()
     assert {way.algorithm for way, _ in found.predicted} == {*names} - {"pull"}
-    assert Variant("push", 16, "interleaved") in dict(found.predicted)
+    assert Variant("push", 4, "interleaved") in dict(found.predicted)
 
 
 def test_hosts_are_joined_by_a_link_of_their_own(tmp_path):
@@ -507,7 +507,7 @@ def test_hosts_are_joined_by_a_link_of_their_own(tmp_path):
 
 def test_predictions_decide_over_hosts_once_their_link_was_measured():
     case = predict.workload("all_gather_matmul", 2, (512, 1024, 1024), "float32")
-    ways = Variant("sequential", 256), Variant("push", 16)
+    ways = Variant("sequential"), Variant("push", 16)
     decide = usual(case, *ways)
     assert decide(hosts=(0, 1)) == Decision(ways[0], "as usual")
     calibrated(network=None)

@@ -92,7 +92,7 @@ def test_the_order_of_events_is_checked_as_that_of_real_ranks():
 def test_a_trace_that_does_not_obey_is_noticed():
     plan = predict.plan(
         Workload("all_gather_matmul", (2, 2), 16, 16, "float32", "float32"),
-        Variant("push", 1),
+        Variant("push", 2),
         SLOW,
     )
     full = replace(plan, lanes=plans.multiplied(2, 2, "push", symmetric=True).lanes)
@@ -246,7 +246,7 @@ def test_ranks_of_a_host_share_its_link():
     case = Workload("all_gather_matmul", (4,) * 4, 16, 16, "float32", "float32")
     fast = replace(SLOW, links=(Link(1.0),), memory_gbs=1.0, network=Link(64e-9))
     took = {
-        hosts: predict.time(case, Variant("push", 4), fast.over(hosts), communicate=True)
+        hosts: predict.time(case, Variant("push", 1), fast.over(hosts), communicate=True)
         for hosts in ((0, 0, 1, 1), (0, 1, 1, 1))
     }
     assert took[0, 0, 1, 1] == pytest.approx(8, rel=1e-3)  # what each host has, once

@@ -55,12 +55,13 @@ class Result:
 
     `times` has the four views, `baselines` and `ablation` what they are compared with. `checks`
     holds the worst that verification found for each of these before and after timing on any rank.
-    `choice` is what was carried out, and why; `where` says on what, as the JSON does; `notes` are
+    `choice` is what was carried out, and why, `chunk_rows` the most rows of its transfers; `where` says on what, as the JSON does; `notes` are
     what else one must know to read the times.
     """
 
     settings: FusedSettings
     choice: Decision
+    chunk_rows: int
     times: dict[str, Statistics]
     baselines: dict[str, Statistics]
     ablation: dict[str, Statistics]
@@ -238,6 +239,7 @@ def measure(
         return Result(
             settings,
             subject.choice,
+            subject.call.operator.chunk_rows(subject.rows, subject.choice.variant),
             times={name: times[name] for name in VIEWS},
             baselines={name: times[name] for name in (GLOO,) if settings.gloo},
             ablation={step: times[name] for step, name in subject.ablation.items()},

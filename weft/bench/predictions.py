@@ -15,7 +15,7 @@ from rich.text import Text
 import weft.predict as predict
 from weft.bench import figures, tables
 from weft.bench.plots import COLOURS, DASHED, picture
-from weft.predict import Variant, Workload
+from weft.predict import OPERATORS, Variant, Workload
 from weft.predict.machine import Machine
 
 _WORTH = 0.02  # what a change must save to be worth telling
@@ -45,13 +45,11 @@ def answer(
         "dtype": case.dtype,
         "out_dtype": case.out_dtype,
         "link": machine.links[-1].gbs * 8 if machine.links[-1].idle else None,
-        "algorithm": best.algorithm,
-        "order": best.order,
-        "chunk_rows": best.chunk_rows,
+        **to_json(case, best),
         "times_ms": dict(
             zip(figures.VIEWS, (1e3 * seconds for seconds in (*found[:3], took)), strict=True)
         ),
-        "ways": [{**way._asdict(), "ms": 1e3 * seconds} for way, seconds in found.ways],
+        "ways": [{**to_json(case, way), "ms": 1e3 * seconds} for way, seconds in found.ways],
         "speedup": figures.speedup(found.sequential, took),
         "overlap_percent": figures.overlap_percent(found.compute, found.communicate, took)
         if found.communicate
@@ -65,8 +63,14 @@ def answer(
 
 
 def variant(found: dict[str, Any]) -> Variant:
-    """One of the ways of an answer, or the best, which it names itself."""
-    return Variant(found["algorithm"], found["chunk_rows"], found["order"])
+    """The variant of an entry of an answer's ways, or of the answer itself: the best one."""
+    return Variant(found["algorithm"], found["pieces"], found["order"])
+
+
+def to_json(case: Workload, variant: Variant) -> dict[str, Any]:
+    """A variant as a JSON object, with the most rows of its transfers."""
+    rows = OPERATORS[case.operator].chunk_rows(case.rows, variant)
+    return {**variant._asdict(), "chunk_rows": rows}
 
 
 def show(result: dict[str, Any], console: Console) -> None:

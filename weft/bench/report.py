@@ -36,7 +36,7 @@ def to_json(result: Result) -> dict[str, Any]:
         "dtype": settings.dtype,
         "out_dtype": settings.result_dtype,
         "algorithm": result.choice.algorithm,
-        "chunk_rows": result.choice.chunk_rows,
+        "chunk_rows": result.chunk_rows,
         "link": where["link"],
         "times_ms": times_ms(result.times),
         "baselines_ms": times_ms(result.baselines),
@@ -124,7 +124,7 @@ def _notes(result: Result) -> Iterator[Text]:
             "yellow",
         )
     choice = result.choice
-    yield Text(f"{choice.algorithm}, at most {choice.chunk_rows} rows per transfer: {choice.why}.")
+    yield Text(f"{choice.algorithm}, at most {result.chunk_rows} rows per transfer: {choice.why}.")
     yield from map(Text, result.notes)
     for name, times in {**result.times, **result.baselines, **result.ablation}.items():
         if times.iterations < settings.iterations:

@@ -78,7 +78,7 @@ def _prepare(workload: Workload, world: World) -> Call:
     """A call of this workload, on random data."""
     dtype, rank = getattr(torch, workload.dtype), world.rank
     operator = OPERATORS[workload.operator]
-    plan = operator.plan(operator.request(workload, Variant("sequential", 1)))
+    plan = operator.plan(operator.request(workload, Variant("sequential")))
     rows = bind(plan, workload.rows).buffers["a"].rows
     a, b = (
         torch.randn(rows[rank], workload.k).to(dtype),

@@ -177,6 +177,7 @@ def tune(given: Tune) -> None:
         rows = [
             {
                 **way._asdict(),
+                "chunk_rows": predict.OPERATORS[case.operator].chunk_rows(case.rows, way),
                 "predicted_ms": 1e3 * predict.time(case, way, on),
                 "measured_ms": median,
             }
@@ -190,13 +191,13 @@ def tune(given: Tune) -> None:
         for row, (way, _, _) in zip(rows, found, strict=True):
             table.add_row(
                 str(way),
-                str(way.chunk_rows),
+                str(row["chunk_rows"]),
                 f"{row['predicted_ms']:.3f}",
                 f"{row['measured_ms']:.3f}",
             )
         console.print(table)
         console.print(
-            f"Remembered: {found[0].way}, at most {found[0].way.chunk_rows} rows per transfer.",
+            f"Remembered: {found[0].way}, at most {rows[0]['chunk_rows']} rows per transfer.",
             highlight=False,
         )
     options.write_json({"tuned": results}, given.json_file)

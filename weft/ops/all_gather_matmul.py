@@ -277,8 +277,7 @@ class _ColumnsCall(_GatherCall):
         algorithm = {"auto": reading, "direct": "pull", "sequential": "push"}.get(
             algorithm, algorithm
         )
-        chunk = self.options.chunk_rows or self.chunk_rows(algorithm)
-        return Decision(Variant(algorithm, max(1, chunk)), why)
+        return Decision(self.variant(algorithm), why)
 
     def overlapped(self) -> tuple[str, str]:
         why = "the last dimension is gathered, a split of K: no product can begin before all columns are there"

@@ -20,7 +20,7 @@ from torch import Tensor
 import weft.predict as predict
 from weft.engines import engine
 from weft.ops.call import Call, CallKey, Decision
-from weft.ops.trials import MOST, Choice, Trial, likely
+from weft.ops.trials import MOST, Trial, likely
 from weft.plan import Plan
 from weft.predict import machine, tuned
 from weft.schedules import all_gather
@@ -53,20 +53,18 @@ def decide(call: Call) -> Decision:
     key, world = _open(call), call.world
     if key is None:
         return call.usual(call.options.algorithm)
-    found: Choice | Trial | None = world.choices.get((key, world.emulated_link))
-    choices: list[Choice] = []
+    found: Decision | Trial | None = world.choices.get((key, world.emulated_link))
+    choices: list[Decision] = []
     if found is None:
         call.check_algorithm("auto")
         choices = _of_rank_0(call, key)
         found = world.choices[key, world.emulated_link] = (
             Trial(choices) if len(choices) > 1 else choices[0]
         )
-    if isinstance(found, Choice):
-        return found.of(call)
+    if isinstance(found, Decision):
+        return found
     report = partial(_measured, call, found) if found.includes(call) else None
-    return found.of(call)._replace(
-        settled=False, report=report, others=[choice.of(call) for choice in choices]
-    )
+    return found.of(call)._replace(settled=False, report=report, others=choices)
 
 
 def _measured(call: Call, trial: Trial, begun: int, ended: int) -> None:
@@ -91,7 +89,7 @@ def _measured(call: Call, trial: Trial, begun: int, ended: int) -> None:
                 call.options.chunk_rows is None and not world.multi_host
             )  # a network is not this machine's
             if world.rank == 0 and remembered:
-                tuned.learn(call.workload, world.emulated_link, choice.variant(call))
+                tuned.learn(call.workload, world.emulated_link, choice.variant)
 
 
 def expected(call: Call) -> Decision:
@@ -100,7 +98,7 @@ def expected(call: Call) -> Decision:
     if key is None:
         return default
     own, choice = _own(call), call.world.choices.get((key, call.world.emulated_link))
-    decided = None if choice is None else choice.of(call)
+    decided = choice.of(call) if isinstance(choice, Trial) else choice
     return (
         own
         if decided is None or (decided.variant == own.variant and not decided.measured)
@@ -168,7 +166,7 @@ def fastest(
     if first == default.variant or ms > before * (1 - _CLEARLY):
         why = f"{default.why}; no other is predicted to be clearly faster on this machine"
         return Decision(default.variant, why, found)
-    why = f"predicted to be clearly faster on this machine than {default.variant}, {default.chunk_rows} rows"
+    why = f"predicted to be clearly faster on this machine than {default.variant}"
     return Decision(first, why, found)
 
 
@@ -187,8 +185,8 @@ def _variants(workload: Workload, default: Decision, rule: Rule, sizes: bool) ->
         found.append(variant)
         if sizes and name != "sequential":
             found += [
-                variant._replace(chunk_rows=rows)
-                for rows in (2 * variant.chunk_rows, -(-variant.chunk_rows // 2))
+                variant._replace(pieces=cut)
+                for cut in (max(1, variant.pieces // 2), 2 * variant.pieces)
             ]
     if workload.ranks > 2:
         found += [
@@ -197,7 +195,7 @@ def _variants(workload: Workload, default: Decision, rule: Rule, sizes: bool) ->
     return [*dict.fromkeys(found)]
 
 
-def _of_rank_0(call: Call, key: CallKey) -> list[Choice]:
+def _of_rank_0(call: Call, key: CallKey) -> list[Decision]:
     """What rank 0 decides and tells to all, in a call described by `key`, so that ranks that make
     different calls notice.
 
@@ -209,7 +207,8 @@ def _of_rank_0(call: Call, key: CallKey) -> list[Choice]:
     numbers = [
         number
         for one in own
-        for number in (_ALGORITHMS.index(one.algorithm), one.pieces, ORDERS.index(one.order))
+        for algorithm, pieces, order in [one.variant]
+        for number in (_ALGORITHMS.index(algorithm), pieces, ORDERS.index(order))
     ]
     said[: len(numbers), 0] = torch.tensor(numbers, dtype=torch.int64)
     tensors = {"a": said, "out": said[:0]} if own else {"a": said[:0], "out": said}
@@ -218,7 +217,7 @@ def _of_rank_0(call: Call, key: CallKey) -> list[Choice]:
     )
     told = [numbers for numbers in said.view(-1, 3).tolist() if numbers[1]]
     return own or [
-        Choice(_ALGORITHMS[name], cut, ORDERS[order], "as rank 0 decided")
+        Decision(Variant(_ALGORITHMS[name], cut, ORDERS[order]), "as rank 0 decided")
         for name, cut, order in told
     ]
 

@@ -97,8 +97,7 @@ class Decision(NamedTuple):
     """How a call is carried out, why, and what was considered: variants with predicted
     milliseconds, fastest first.
 
-    `pieces`: into how many rows are cut, where that is said for a class of sizes. `measured`: the
-    least milliseconds of what was tried in calls of the class. `sure`: nothing else need be tried.
+    `measured`: the least milliseconds of what was tried in calls of the class. `sure`: nothing else need be tried.
     `settled`: the class goes this way from now on. `report` is told when the call began and ended,
     where that is measured. `others`: what later calls will try, to be made ready at once.
     """
@@ -106,7 +105,6 @@ class Decision(NamedTuple):
     variant: Variant
     why: str
     predicted: tuple[tuple[Variant, float], ...] = ()
-    pieces: int | None = None
     measured: tuple[tuple[Variant, float], ...] = ()
     sure: bool = False
     settled: bool = True
@@ -116,26 +114,6 @@ class Decision(NamedTuple):
     @property
     def algorithm(self) -> str:
         return self.variant.algorithm
-
-    @property
-    def chunk_rows(self) -> int:
-        return self.variant.chunk_rows
-
-    @property
-    def candidates(self) -> str:
-        """What was measured and predicted, in lines."""
-        return _lines("measured", self.measured) + _lines("predicted", self.predicted)
-
-    def __str__(self) -> str:
-        return f"{self.variant}, at most {self.chunk_rows} rows per transfer: {self.why}"
-
-
-def _lines(how: str, times: Sequence[tuple[Variant, float]]) -> str:
-    lines = [
-        f"\n  {ms:9.3f} ms  {variant}, at most {variant.chunk_rows} rows per transfer"
-        for variant, ms in times
-    ]
-    return "".join([f"\n{how}:", *lines]) if lines else ""
 
 
 class Call(ABC):
@@ -185,11 +163,6 @@ class Call(ABC):
         return max(-(-rows // pieces), min(rows, LEAST_ROWS[self.workload.packed]))
 
     @property
-    def whole(self) -> int:
-        """Rows of what is not cut into pieces."""
-        return max(self.workload.rows)
-
-    @property
     def key(self) -> CallKey | None:
         """What all ranks know of the call if there is anything to decide."""
         most, dtype, chunk_rows = (
@@ -234,15 +207,15 @@ class Call(ABC):
         it is not possible here.
         """
         self.check_algorithm(algorithm)
-        operator, why = self.operator, "as asked for"
+        why = "as asked for"
         if algorithm == "auto":
             algorithm, why = self.default()
-        chunk = (
-            self.whole
-            if algorithm in operator.uncut
-            else self.options.chunk_rows or self.chunk_rows(algorithm)
-        )
-        return Decision(Variant(algorithm, max(1, chunk)), why)
+        return Decision(self.variant(algorithm), why)
+
+    def variant(self, algorithm: str) -> Variant:
+        """An algorithm with the number of pieces that `chunk_rows` asks for, or the operator's."""
+        most = self.options.chunk_rows or max(1, self.chunk_rows(algorithm))
+        return Variant(algorithm, self.operator.pieces(self.workload.rows, algorithm, most))
 
     def default(self) -> tuple[str, str]:
         """The algorithm that ``auto`` begins with, and why."""
@@ -275,6 +248,11 @@ class Call(ABC):
     def describe(self, variant: Variant) -> str:
         """More that there is to say of what is done."""
         return ""
+
+    def cut(self, variant: Variant) -> str:
+        """A variant and the size of its transfers, in words."""
+        rows = self.operator.chunk_rows(self.workload.rows, variant)
+        return f"{variant}, at most {rows} rows per transfer"
 
 
 def workload(

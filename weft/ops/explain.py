@@ -71,4 +71,10 @@ def explain(
     made += f"the comm lane has {world.comm_threads} threads; " if world.comm_threads > 1 else ""
     packed = "packed" if all(isinstance(weight, PackedWeight) for weight in weights) else "plain"
     where = call.describe(decision.variant)
-    return f"{operator} over {world.ranks} ranks: {decision}{where}; {made}b is {packed}{decision.candidates}"
+    lines = [
+        f"{operator} over {world.ranks} ranks: {call.cut(decision.variant)}: {decision.why}{where}; {made}b is {packed}"
+    ]
+    for how, times in (("measured", decision.measured), ("predicted", decision.predicted)):
+        lines += [f"{how}:"] if times else []
+        lines += [f"  {ms:9.3f} ms  {call.cut(variant)}" for variant, ms in times]
+    return "\n".join(lines)

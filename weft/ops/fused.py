@@ -42,8 +42,8 @@ def carry_out(call: Call) -> tuple[Any, Way | None]:
     """
     decision = decide(call)
     for other in decision.others:
-        _prepare(call, other.variant, other.pieces)
-    way = _prepare(call, decision.variant, decision.pieces)
+        _prepare(call, other.variant)
+    way = _prepare(call, decision.variant)
     begun = time.monotonic_ns()
     result = _go(call, way)
     if decision.report is not None:
@@ -74,8 +74,8 @@ class Way(NamedTuple):
     products: tuple[str, ...]
 
 
-def _prepare(call: Call, variant: Variant, pieces: int | None = None) -> Way:
-    """The way to carry out a call in a variant, its rows in so many pieces or as the variant says."""
+def _prepare(call: Call, variant: Variant) -> Way:
+    """The way to carry out a call in a variant."""
     world, operator, workload = call.world, call.operator, call.workload
     whole = engine(world).whole_plans or variant.algorithm in operator.asymmetric
     where = {
@@ -85,7 +85,7 @@ def _prepare(call: Call, variant: Variant, pieces: int | None = None) -> Way:
     }
     held = workload._replace(rows=(), k=1, n=1, packed=True)  # what plans for all sizes depend on
     plan, dtypes, products = _planned(
-        call.planner, held, operator.request(workload, variant, pieces, **where, **call.asked)
+        call.planner, held, operator.request(workload, variant, **where, **call.asked)
     )
     return Way(engine(world).program(plan, call.tensors, workload.rows, dtypes), products)
 

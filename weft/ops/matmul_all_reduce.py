@@ -99,10 +99,6 @@ class _ReduceCall(SumCall):
         sums = workload("matmul_all_reduce", tuple(split(len(x), world.ranks)), given, result.dtype)
         super().__init__(world, options, sums, x, b, result.view(len(x), b.shape[1]), bias)
 
-    @property
-    def whole(self) -> int:
-        return sum(self.workload.rows)
-
     def overlapped(self) -> tuple[str, str]:
         world = self.world
         if world.multi_host:
@@ -121,13 +117,14 @@ class _ReduceCall(SumCall):
         )
 
     def chunk_rows(self, algorithm: str) -> int:
+        rows = sum(self.workload.rows)
         if algorithm == "put":
-            return self.whole
+            return rows
         if self.world.emulated_link or self.world.multi_host:
-            return self.piece(self.whole, 2 * self.pieces)
+            return self.piece(rows, 2 * self.pieces)
         # One_shot waits for all peers once per piece, so few and large ones let a rank be late now
         # and then at no cost.
-        return min(self.whole, ADDED_ROWS[self.workload.packed and algorithm == "two_shot"])
+        return min(rows, ADDED_ROWS[self.workload.packed and algorithm == "two_shot"])
 
     def finish(self) -> Tensor:
         return self.result

@@ -150,9 +150,10 @@ class _ScatterCall(SumCall):
         return "direct", "peers' products can be added where they lie at the speed of own memory"
 
     def chunk_rows(self, algorithm: str) -> int:
+        rows = max(self.workload.rows)
         if algorithm == "direct":
-            return min(self.whole, ADDED_ROWS[self.workload.packed])
-        return self.whole if algorithm == "put" else self.piece(self.whole, self.pieces)
+            return min(rows, ADDED_ROWS[self.workload.packed])
+        return rows if algorithm == "put" else self.piece(rows, self.pieces)
 
 
 class _RowsCall(_ScatterCall):

@@ -14,7 +14,6 @@ few rows, and in float64.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,63 +35,20 @@ _BITS = 16  # rows from which on the bits of a product do not depend on how many
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-class Choice(NamedTuple):
-    """What is done for a class of sizes: an algorithm, its pieces and its order, with what there is
-    to say of it.
-    """
-
-    algorithm: str
-    pieces: int
-    order: str
-    why: str = ""
-    predicted: tuple[tuple[Variant, float], ...] = ()
-    measured: tuple[tuple[Variant, float], ...] = ()
-
-    @property
-    def way(self) -> tuple[str, int, str]:
-        """What tells choices apart."""
-        return self[:3]
-
-    def variant(self, call: Call) -> Variant:
-        """The choice as a variant of a call of the class."""
-        rows = (
-            call.whole
-            if self.algorithm in call.operator.uncut
-            else call.operator.extent(call.workload, self.algorithm)
-        )
-        return Variant(self.algorithm, max(1, -(-rows // self.pieces)), self.order)
-
-    def of(self, call: Call) -> Decision:
-        """The decision for a call of the class."""
-        return Decision(self.variant(call), self.why, self.predicted, self.pieces, self.measured)
-
-
-def chosen(call: Call, decision: Decision) -> Choice:
-    """What a decision comes to for its class."""
-    variant = decision.variant
-    return Choice(
-        variant.algorithm,
-        call.operator.cut(call.workload, variant),
-        variant.order,
-        decision.why,
-        decision.predicted,
-    )
-
-
-def likely(call: Call, decision: Decision) -> list[Choice]:
+def likely(call: Call, decision: Decision) -> list[Decision]:
     """The ways that are worth measuring for the class of a call, the one decided on first; alone if
     that is known to be best.
     """
     operator, workload, world = call.operator, call.workload, call.world
-    first, times = chosen(call, decision), dict(decision.predicted)
+    times = dict(decision.predicted)
     if (
         decision.sure
         or call.passing < _WORTH_TRYING
         or max(workload.rows) <= FEW_ROWS
         or workload.dtype not in _DTYPES
     ):
-        return [first]
-    found, linked = {first.way: first}, not world.remote_reads
+        return [decision]
+    found, linked = {decision.variant: decision}, not world.remote_reads
     for name in operator.auto_candidates_over_links if linked else operator.auto_candidates:
         for cut in (
             (1, 4)
@@ -100,12 +56,9 @@ def likely(call: Call, decision: Decision) -> list[Choice]:
             else (1,)
         ):
             variant = call.usual(name).variant
-            variant = variant._replace(
-                chunk_rows=min(cut * variant.chunk_rows, operator.extent(workload, name))
-            )
+            variant = variant._replace(pieces=max(1, variant.pieces // cut))
             if times.get(variant, 0.0) <= _LIKELY * min(times.values(), default=0.0):
-                other = chosen(call, Decision(variant, "", decision.predicted))
-                found.setdefault(other.way, other)
+                found.setdefault(variant, Decision(variant, "", decision.predicted))
     return [*found.values()][:MOST]
 
 
@@ -114,22 +67,22 @@ class Trial:
     usual one.
     """
 
-    def __init__(self, choices: Sequence[Choice]) -> None:
+    def __init__(self, choices: Sequence[Decision]) -> None:
         self.usual, self.left, self.round, self.remaining = choices[0], list(choices), 0, CALLS
         self.calls: list[
             tuple[int, int, int]
         ] = []  # of this round: when each began and ended, in ns, and the size of its product
-        self.least: dict[tuple[str, int, str], float] = {}
+        self.least: dict[Variant, float] = {}
         self.shown: dict[Variant, float] = {}
 
     def includes(self, call: Call) -> bool:
         """Whether all ways would give the call the same bits."""
-        return all(min(call.workload.rows) >= _BITS * choice.pieces for choice in self.left)
+        return all(min(call.workload.rows) >= _BITS * choice.variant.pieces for choice in self.left)
 
     def of(self, call: Call) -> Decision:
         """What the next call does: the way whose turn it is, or the usual one."""
         choice = self.left[len(self.calls)] if self.includes(call) else self.usual
-        return choice.of(call)._replace(why="one of the first calls, in which ways are measured")
+        return choice._replace(why="one of the first calls, in which ways are measured")
 
     def took(self, call: Call, begun: int, ended: int) -> bool:
         """Note when a call began and ended; whether a round is over, of which all ranks are to tell
@@ -142,23 +95,25 @@ class Trial:
         """What this rank has to tell of the round."""
         return [number for call in self.calls for number in call]
 
-    def heard(self, call: Call, said: Tensor) -> Choice | None:
+    def heard(self, call: Call, said: Tensor) -> Decision | None:
         """Take what all ranks say of a round, a row each; the choice, if it is made."""
         every, hosts = said.view(-1, len(self.left), 3), call.world.hosts
         last = [every[[host == one for one in hosts]].amax(0) for host in dict.fromkeys(hosts)]
         took = torch.stack([one[:, 1] - one[:, 0] for one in last]).amin(0).tolist()
         for choice, ns, work in zip(self.left, took, every[0, :, 2].tolist(), strict=True):
-            self.least[choice.way] = min(self.least.get(choice.way, float("inf")), ns / work)
-            variant = choice.variant(call)
+            variant = choice.variant
+            self.least[variant] = min(self.least.get(variant, float("inf")), ns / work)
             self.shown[variant] = min(self.shown.get(variant, float("inf")), 1e-6 * ns)
         self.calls, self.round, self.remaining = [], self.round + 1, self.remaining - len(self.left)
         bound = _HOPELESS[self.round > 1] * min(self.least.values())
-        self.left = [choice for choice in self.left if self.least[choice.way] <= bound]
+        self.left = [choice for choice in self.left if self.least[choice.variant] <= bound]
         if 1 < len(self.left) <= self.remaining:
             return None
         best = min(
             self.left,
-            key=lambda choice: self.least[choice.way] * (_BETTER if choice == self.usual else 1),
+            key=lambda choice: (
+                self.least[choice.variant] * (_BETTER if choice == self.usual else 1)
+            ),
         )
         measured = tuple(sorted(self.shown.items(), key=lambda one: one[1]))
         return best._replace(

@@ -132,7 +132,7 @@ def candidates(
     sizes = (
         [chunk_rows]
         if chunk_rows
-        else list(dict.fromkeys(-(-largest // pieces) for pieces in _CUTS if pieces <= most))
+        else [-(-largest // pieces) for pieces in _CUTS if pieces <= most]
     )
     found = []
     for name in ("sequential", *(name for name in operator.predicted if name != "sequential")):
@@ -145,11 +145,8 @@ def candidates(
         if algorithm == "auto" and name in operator.asymmetric and workload.ranks > _MANY:
             continue
         orders = ORDERS if name == "push" and workload.ranks > 2 else ORDERS[:1]
-        found += [
-            Variant(name, size, order)
-            for size in ([largest] if name in operator.uncut else sizes)
-            for order in orders
-        ]
+        cuts = dict.fromkeys(operator.pieces(workload.rows, name, size) for size in sizes)
+        found += [Variant(name, pieces, order) for pieces in cuts for order in orders]
     return found
 
 

@@ -15,7 +15,10 @@ from weft.schedules.workload import ORDERS, Variant, Workload, size_class
 Link = tuple[float, float]
 """The Gbit/s and microseconds of an emulated link."""
 
-_learned: dict[str, tuple[str, int, str]] = {}
+Stored = Mapping[str, str | int]
+"""A variant as the cache directory has it: its fields by name."""
+
+_learned: dict[str, Stored] = {}
 
 
 def find(workload: Workload, link: Link | None) -> Variant | None:
@@ -24,12 +27,12 @@ def find(workload: Workload, link: Link | None) -> Variant | None:
     """
     key = _key(workload, link)
     found = _learned.get(key) or _known().get(key)
-    return Variant(*found) if found else None
+    return Variant(**found) if found else None  # type: ignore[arg-type]
 
 
 def remember(workload: Workload, link: Link | None, variant: Variant) -> None:
     """Let `find` return this variant, here and in processes that start from now on."""
-    _store({_key(workload, link): (*variant,)})
+    _store({_key(workload, link): variant._asdict()})
 
 
 def learn(workload: Workload, link: Link | None, variant: Variant) -> None:
@@ -38,7 +41,7 @@ def learn(workload: Workload, link: Link | None, variant: Variant) -> None:
     """
     if not _learned:
         atexit.register(_keep)
-    _learned[_key(workload, link)] = (*variant,)
+    _learned[_key(workload, link)] = variant._asdict()
 
 
 def _keep() -> None:
@@ -46,21 +49,25 @@ def _keep() -> None:
         _store(_learned)
 
 
-def _store(more: Mapping[str, tuple[str, int, str]]) -> None:
+def _store(more: Mapping[str, Stored]) -> None:
     _known.cache_clear()  # others may have stored something
     cache.store(cache.of_this_machine("tuned"), {**_known(), **more})
     _known.cache_clear()
 
 
 @once
-def _known() -> dict[str, tuple[str, int, str]]:
+def _known() -> dict[str, Stored]:
     return cache.stored(cache.of_this_machine("tuned"), _fits) or {}
 
 
-def _fits(found: dict[str, tuple[str, int, str]]) -> bool:
+def _fits(found: dict[str, Stored]) -> bool:
     return all(
-        isinstance(name, str) and type(rows) is int and rows > 0 and order in ORDERS
-        for name, rows, order in found.values()
+        each.keys() == {*Variant._fields}
+        and isinstance(each["algorithm"], str)
+        and type(each["pieces"]) is int
+        and each["pieces"] > 0
+        and each["order"] in ORDERS
+        for each in found.values()
     )
 
 

@@ -50,12 +50,10 @@ def accumulator(dtype: str) -> str:
 
 
 class Variant(NamedTuple):
-    """A way to do it: the algorithm, the most rows of a piece (all where it has none), and the
-    order of a push.
-    """
+    """An algorithm, its number of pieces, and the order of a push."""
 
     algorithm: str
-    chunk_rows: int
+    pieces: int = 1
     order: str = "peer"
 
     def __str__(self) -> str:
@@ -161,28 +159,22 @@ class Operator:
     another's memory.
     """
 
-    def cut(self, workload: Workload, variant: Variant) -> int:
-        """Into how many pieces a variant cuts the rows of this workload."""
-        return (
-            1
-            if variant.algorithm in self.uncut
-            else pieces(self.extent(workload, variant.algorithm), variant.chunk_rows)
-        )
+    def pieces(self, rows: Sequence[int], algorithm: str, chunk_rows: int) -> int:
+        """The number of pieces of an algorithm whose transfers have at most `chunk_rows` rows."""
+        return 1 if algorithm in self.uncut else pieces(self._cut_rows(rows, algorithm), chunk_rows)
 
-    def request(
-        self, workload: Workload, variant: Variant, pieces: int | None = None, **more: Any
-    ) -> Request:
-        """What the planner is asked for; in so many `pieces`, or as many as the variant cuts the
-        rows of this workload into.
-        """
-        cut = pieces or self.cut(workload, variant)
-        return Request(
-            workload.ranks, cut, variant.algorithm, workload.symmetric, variant.order, **more
-        )
+    def chunk_rows(self, rows: Sequence[int], variant: Variant) -> int:
+        """The most rows of a transfer of a variant."""
+        return max(1, -(-self._cut_rows(rows, variant.algorithm) // variant.pieces))
 
-    def extent(self, workload: Workload, algorithm: str) -> int:
+    def _cut_rows(self, rows: Sequence[int], algorithm: str) -> int:
         """The rows that an algorithm cuts into pieces."""
-        return sum(workload.rows) if algorithm in self.cuts_all_rows else max(workload.rows)
+        return sum(rows) if algorithm in self.cuts_all_rows else max(rows)
+
+    def request(self, workload: Workload, variant: Variant, **more: Any) -> Request:
+        """The request for a variant of a workload."""
+        algorithm, pieces, order = variant
+        return Request(workload.ranks, pieces, algorithm, workload.symmetric, order, **more)
 
     @property
     def predicted(self) -> tuple[str, ...]:
