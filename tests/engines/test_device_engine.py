@@ -1,15 +1,17 @@
-"""The device engine where lanes are threads: the host engine's own tests, plans with a signal too
-few, and how it fails.
+"""The device engine where lanes are threads: the checks of the host engine, and errors that name lost
+and late peers.
 """
 
 import pytest
-import test_all_gather_matmul as all_gather_matmul
-import test_autograd as autograd
-import test_collectives as collectives
-import test_float8 as float8
-import test_matmul_all_reduce as matmul_all_reduce
-import test_matmul_reduce_scatter as matmul_reduce_scatter
 import torch
+from support.checks import (
+    all_gather_matmul,
+    autograd,
+    collectives,
+    float8,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 from support.ranks import die, on_ranks, start
 
 import weft
