@@ -38,9 +38,9 @@ from rich.console import Console
 from rich.table import Table
 from support.hosts import WHY_NOT, hosts
 from support.storm.calls import calls
+from support.storm.judge import Outcome, run
 from support.storm.kinds import KINDS
 from support.storm.losses import but, leaves
-from support.storm.scene import Outcome, run
 from support.storm.trial import PLACES, RIGHT, Kind, Trial, trial_of
 
 import weft

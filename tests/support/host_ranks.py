@@ -25,7 +25,7 @@ from rich.console import Console
 
 import weft
 from support import random_calls, sums
-from support.belongings import belongings, kept
+from support.process_resources import leaked, resources
 from weft.cli import app
 from weft.cli.doctor import diagnose
 from weft.engines import network
@@ -502,7 +502,7 @@ def halfway():
             time.sleep(0.001)
 
     for how in ("left", "raised", "died"):
-        before, sent = belongings(), threading.Event()
+        before, sent = resources(), threading.Event()
         with (
             contextlib.suppress(KeyError),
             pytest.MonkeyPatch.context() as patch,
@@ -530,7 +530,7 @@ def halfway():
                 if how == "raised":
                     raise KeyError("halfway")
         worlds._default = world = whole = None
-        found.append(kept(before))
+        found.append(leaked(before))
     return found
 
 

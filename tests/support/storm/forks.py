@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from support.storm.part import Part, wait_for
+from support.storm.rank import Part, wait_for
 from weft.world import world as worlds
 
 _OUTLIVES = 4.0  # seconds for which a child lives, more than anybody should wait

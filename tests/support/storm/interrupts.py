@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import weft
-from support.storm.part import Part
-from support.storm.scene import Scene
+from support.storm.judge import Scene
+from support.storm.rank import Part
 
 
 class Interrupted(Exception):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.storm import forks, interrupts, losses, meetings, outstanding, threads
+from support.storm import forks, interrupts, losses, outstanding, rendezvous, threads
 from support.storm.trial import RIGHT, Kind
 
 ANYWHERE = ("shared", "hosts", "compile")
@@ -118,22 +118,22 @@ KINDS: dict[str, Kind] = {
         by=EITHER,
     ),
     # Others beside
-    "jobs": Kind(meetings.two_jobs, ranks=(4,), alone=True),
+    "jobs": Kind(rendezvous.two_jobs, ranks=(4,), alone=True),
     "jobs-port": Kind(
-        meetings.two_jobs_on_a_port,
+        rendezvous.two_jobs_on_a_port,
         (RIGHT, *REFUSED),
         (RIGHT, *REFUSED),
         ranks=(4,),
         alone=True,
         named=False,
     ),
-    "containers": Kind(meetings.contained, apart=True, why_not=meetings.no_pid_namespaces),
+    "containers": Kind(rendezvous.contained, apart=True, why_not=rendezvous.no_pid_namespaces),
     "strangers": Kind(
-        meetings.connecting, strike=meetings.strangers, places=("hosts",), phases=("init",)
+        rendezvous.connecting, strike=rendezvous.strangers, places=("hosts",), phases=("init",)
     ),
     "held-up": Kind(
-        meetings.connecting,
-        strike=meetings.held_up,
+        rendezvous.connecting,
+        strike=rendezvous.held_up,
         places=NEAR_OR_FAR,
         phases=("init",),
         by=EITHER,

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import weft
-from support.storm.part import Part
-from support.storm.scene import Scene
+from support.storm.judge import Scene
+from support.storm.rank import Part
 
 AFTER = 20  # calls that ranks make after one that may do without something
 

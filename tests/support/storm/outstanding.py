@@ -19,7 +19,7 @@ from torch import Tensor
 
 import weft
 from support import random_calls
-from support.storm.part import Part
+from support.storm.rank import Part
 from weft.world import world as worlds
 
 _M_PERTURB = -6

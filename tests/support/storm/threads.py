@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import weft
-from support.storm.part import Part
+from support.storm.rank import Part
 from weft.world.world import init_by_store
 
 _ROUNDS = 20

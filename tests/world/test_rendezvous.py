@@ -1,5 +1,5 @@
-"""How ranks meet: who is missing is named in time, other jobs and strangers are kept out, and
-nothing that is heard is run.
+"""Rendezvous: missing ranks are named in time, other jobs and foreign processes are refused, and no
+message is executed.
 """
 
 from __future__ import annotations

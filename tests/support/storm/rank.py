@@ -22,9 +22,9 @@ from typing import Any
 import torch.distributed as dist
 
 import weft
-from support.belongings import belongings, kept
+from support.process_resources import leaked, resources
 from support.storm.calls import Call, calls, compiled, group_calls
-from support.storm.scenery import starved
+from support.storm.machine import starved
 from support.storm.trial import RIGHT, Kind, Trial
 from weft.world import world as worlds
 
@@ -103,7 +103,7 @@ class Part:
         status = 1
         try:
             self._begin(kind, network)
-            before = belongings()
+            before = resources()
             meets = not kind.alone and self.trial.by == "world"
             if meets:
                 store, ranks, limit = self.store("gloo"), self.trial.ranks, timedelta(seconds=HANGS)
@@ -119,8 +119,8 @@ class Part:
             if dist.is_initialized():
                 dist.destroy_process_group()
             if kind.alone:  # a store that torch makes of a launcher's variables keeps its pipe
-                before["files"] += [one for one in belongings()["files"] if "pipe:" in one]
-            self.say("left", kept=kept(before, self.trial.place == "compile"))
+                before["files"] += [one for one in resources()["files"] if "pipe:" in one]
+            self.say("left", kept=leaked(before, self.trial.place == "compile"))
             status = 0
         except SystemExit as leaving:
             error: Any = leaving.code

@@ -1,6 +1,4 @@
-"""What a process has that a closed world must not leave behind: threads, open files and mappings of
-symmetric memory.
-"""
+"""Threads, open files and mappings of symmetric memory: a closed world must leave none behind."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from pathlib import Path
 import weft
 
 
-def belongings() -> dict[str, list[str]]:
+def resources() -> dict[str, list[str]]:
     """This process's threads, open files and mappings of symmetric memory."""
     files = []
     for fd in os.listdir("/proc/self/fd"):
@@ -32,15 +30,15 @@ def belongings() -> dict[str, list[str]]:
     }
 
 
-def kept(before: dict[str, list[str]], excused: bool = False) -> list[str]:
-    """What is there and was not before, once threads have had a moment to end.
+def leaked(before: dict[str, list[str]], excused: bool = False) -> list[str]:
+    """The resources that this process has and had not before, once threads have had time to end.
 
-    Threads and files are `excused` where a compiler's own stay.
+    Threads and files are `excused` where a compiler keeps its own.
     """
     deadline = time.monotonic() + 10
     while True:
-        gc.collect()  # what a thread held on to as it ended, too
-        now = belongings()
+        gc.collect()  # also objects that an ended thread referred to
+        now = resources()
         found = [f"{kind}: {one}" for kind in now for one in set(now[kind]) - set(before[kind])]
         if excused:
             found = [one for one in found if one.startswith("mappings")]
@@ -50,7 +48,7 @@ def kept(before: dict[str, list[str]], excused: bool = False) -> list[str]:
 
 
 def _reasons() -> list[str]:
-    """What other threads do, and what refers to worlds that are still there."""
+    """The stacks of other threads, and the referrers of worlds that are still there."""
     own = threading.get_ident()
     stacks = [
         "".join(traceback.format_stack(at))

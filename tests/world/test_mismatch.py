@@ -1,6 +1,4 @@
-"""A rank that is a call behind: its signals are not taken for those of a later call, and all are
-told which calls differ.
-"""
+"""Ranks in different calls: signals of one call do not count for another, and the error shows both."""
 
 from __future__ import annotations
 

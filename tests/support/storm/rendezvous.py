@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 import weft
-from support.storm.part import Part
-from support.storm.scene import Scene
-from support.storm.scenery import end, forked, starved
+from support.storm.judge import Scene
+from support.storm.machine import end, forked, starved
+from support.storm.rank import Part
 
 _CLONE_NEWNET = 0x40000000
 _SLOWLY = 0.7  # seconds from byte to byte

@@ -1,5 +1,5 @@
-"""A lane that cannot go on ends the waits of its rank's other lanes at once, with its own cause, on
-every engine.
+"""A lane that fails ends the waits of its rank's other lanes at once, with its own cause, on every
+engine.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a rank lacks (descriptors, threads, memory) while it has a world is an error, and no crash,
-hang or wrong number.
+"""A rank that runs out of descriptors, threads or memory raises an error: no crash, no hang, no wrong
+number.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Every way out of a collective call is an error that names who is missing, or what this rank
-lacks.
+"""A rank that dies, leaves or lacks a resource while a world or its workspace is made is named by the
+errors of all.
 """
 
 from __future__ import annotations

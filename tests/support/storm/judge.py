@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from support.hosts import Hosts
-from support.storm.part import HANGS, Part, ending
-from support.storm.scenery import children, neighbours, starved
+from support.storm.machine import children, neighbours, starved
+from support.storm.rank import HANGS, Part, ending
 from support.storm.trial import RIGHT, Kind, Trial
 
 # seconds in which survivors raise, or after the time limit where nothing shows that a peer is gone
