@@ -173,6 +173,7 @@ def builds_of(release: str) -> Iterator[Build]:
         yield Build(
             name, COLUMNS[1], [[*within, *crossed, *FLAGS, *sources, "-o", foreign], run], "passes"
         )
+        bindings = [f"/weft/python/{path.name}" for path in (ROOT / "native/python").glob("*.cpp")]
         headers = [
             "-I/weft",
             "-isystem",
@@ -185,7 +186,7 @@ def builds_of(release: str) -> Iterator[Build]:
         yield Build(
             name,
             COLUMNS[4],
-            [[*within, name, *FLAGS, *headers, "/weft/python/module.cpp"]],
+            [[*within, name, *FLAGS, *headers, *bindings]],
             "compiles",
         )
 

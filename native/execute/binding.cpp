@@ -27,8 +27,8 @@ std::vector<size_t> cut(const std::vector<uint32_t>& pieces, const std::vector<s
 
 }  // namespace
 
-Binding::Binding(Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given,
-                 std::string words)
+Binding::Binding(Program& program, const std::vector<size_t>& rows,
+                 const std::vector<BoundTensor>& given, std::string words)
     : program_(program),
       shards_(rows),
       widths_(program.buffers.size()),
@@ -46,8 +46,8 @@ Binding::Binding(Program& program, const std::vector<size_t>& rows, const std::v
                                     : block == Buffer::kRoom ? largest
                                                              : sizes[block]));
   }
-  std::vector<const Given*> tensors(program.buffers.size());
-  for (const Given& tensor : given) {
+  std::vector<const BoundTensor*> tensors(program.buffers.size());
+  for (const BoundTensor& tensor : given) {
     const Buffer& buffer = program.buffers[tensor.buffer];
     tensors[tensor.buffer] = &tensor, widths_[tensor.buffer] = tensor.columns;
     if (size_t planned = sums_[buffer.layouts[rank]].back(); tensor.rows != planned)
@@ -75,7 +75,7 @@ Binding::Binding(Program& program, const std::vector<size_t>& rows, const std::v
   placed_.reserve(program.slots.size());
   for (const auto& [owner, which] : program.slots) {
     const Buffer& buffer = program.buffers[which];
-    const Given* tensor = tensors[which];
+    const BoundTensor* tensor = tensors[which];
     const size_t wide = columns(which), row = wide * buffer.itemsize,
                  turns = buffer.role == Role::eager ? ~size_t{0} : 0;
     Placed& placed = placed_.emplace_back(
@@ -139,9 +139,9 @@ void Binding::place(Role role, const std::vector<uintptr_t>& begins) {
   }
 }
 
-bool Binding::again(const std::vector<size_t>& rows, const std::vector<Given>& given) {
+bool Binding::again(const std::vector<size_t>& rows, const std::vector<BoundTensor>& given) {
   if (rows != shards_) return false;
-  for (const Given& tensor : given) {
+  for (const BoundTensor& tensor : given) {
     const Buffer& buffer = program_.buffers[tensor.buffer];
     if (tensor.columns != widths_[tensor.buffer] ||
         tensor.rows != sums_[buffer.layouts[program_.rank]].back())
@@ -152,7 +152,7 @@ bool Binding::again(const std::vector<size_t>& rows, const std::vector<Given>& g
           (owner != program_.rank || placed_[number].stride != tensor.stride))
         return false;
   }
-  for (const Given& tensor : given) move(tensor.buffer, tensor.address);
+  for (const BoundTensor& tensor : given) move(tensor.buffer, tensor.address);
   return true;
 }
 

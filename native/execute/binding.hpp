@@ -11,7 +11,7 @@ namespace weft {
 
 // A tensor of the caller's: rows `stride` bytes apart. `parts` are where all ranks' parts begin if
 // it is symmetric; else peers may read it through the kernel if it is `apart`.
-struct Given {
+struct BoundTensor {
   uint32_t buffer;
   uintptr_t address;
   size_t rows, columns, stride;
@@ -26,7 +26,7 @@ class Binding {
   // divide. Throws std::invalid_argument where a tensor has not as many rows as its blocks. The
   // program must live as long. `words` are what peers are told that the user called; by default the
   // operator and the rows that ranks must agree on.
-  Binding(Program& program, const std::vector<size_t>& rows, const std::vector<Given>& given,
+  Binding(Program& program, const std::vector<size_t>& rows, const std::vector<BoundTensor>& given,
           std::string words = "");
 
   Program& program() const { return program_; }
@@ -40,7 +40,7 @@ class Binding {
 
   // Whether this is a binding of so many rows to tensors like these, none of them symmetric; if so
   // they are its own from now on.
-  bool again(const std::vector<size_t>& rows, const std::vector<Given>& given);
+  bool again(const std::vector<size_t>& rows, const std::vector<BoundTensor>& given);
 
   // A buffer of the caller's, on this rank itself, begins elsewhere from now on.
   void move(uint32_t buffer, uintptr_t address);

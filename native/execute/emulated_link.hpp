@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "memory/signals.hpp"
+#include "kernels/clock.hpp"
 
 namespace weft {
 

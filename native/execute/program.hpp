@@ -75,10 +75,6 @@ struct Buffer {
   std::vector<uint32_t> layouts;  // by rank
 };
 
-// How a wait ended. `lane`: another lane of this rank ended. `unread`: the kernel does not hand out
-// a peer's memory; `actual` is the error's number.
-enum class WaitStatus : int { none, timeout, failed, left, mismatch, interrupted, lane, unread };
-
 struct WaitFailure {
   WaitStatus status = WaitStatus::none;
   int instruction = 0;

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "memory/signals.hpp"
+#include "kernels/clock.hpp"
 
 #if defined(__x86_64__)
 #include <cpuid.h>

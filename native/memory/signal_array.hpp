@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "memory/mesh.hpp"
-#include "execute/program.hpp"
 #include "memory/segment.hpp"
+#include "memory/signals.hpp"
 
 namespace weft {
 

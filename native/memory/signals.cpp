@@ -61,10 +61,4 @@ void Sleeper::wake_all() {
     if (Counter* counter = slot.load()) wake(*counter);
 }
 
-int64_t now() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return t.tv_sec * 1'000'000'000LL + t.tv_nsec;
-}
-
 }  // namespace weft

@@ -6,6 +6,8 @@
 #include <atomic>
 #include <cstdint>
 
+#include "kernels/clock.hpp"
+
 namespace weft {
 
 struct alignas(64) Counter {
@@ -25,6 +27,10 @@ enum class Compare : unsigned {
   not_equal = 5,
   greater_equal = 6
 };
+
+// How a wait ended. `lane`: another lane of this rank ended. `unread`: the kernel does not hand out
+// a peer's memory; `actual` is the error's number.
+enum class WaitStatus : int { none, timeout, failed, left, mismatch, interrupted, lane, unread };
 
 inline bool holds(Compare compare, uint64_t actual, uint64_t expected) {
   return static_cast<unsigned>(compare) & (actual < expected ? 1 : actual == expected ? 2 : 4);
@@ -61,12 +67,6 @@ inline void pause() {
   // elsewhere
   asm volatile("isb");
 #endif
-}
-
-int64_t now();  // nanoseconds of CLOCK_MONOTONIC, which is common to all processes of a host
-constexpr double kLongestWait = 1e6;  // seconds that no wait takes longer than, whatever its limit
-inline int64_t nanoseconds(double seconds) {
-  return static_cast<int64_t>((seconds < kLongestWait ? seconds : kLongestWait) * 1e9);
 }
 
 // a sleeper looks around at least this often, in nanoseconds

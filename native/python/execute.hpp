@@ -1,35 +1,16 @@
-// How Python's threads call what may take long.
+// A whole execution as one call from Python.
 #pragma once
-
-#include <nanobind/nanobind.h>
 
 #include "execute/binding.hpp"
 #include "execute/executor.hpp"
+#include "python/gil.hpp"
 
 namespace weft {
-
-namespace nb = nanobind;
-
-// Do `work` without the GIL, and raise what a signal handler raised while it waited.
-template <class Work>
-auto unlocked(Work work) {
-  auto made = [&] {
-    nb::gil_scoped_release release;
-    return work();
-  }();
-  if (PyErr_Occurred()) throw nb::python_error();
-  return made;
-}
 
 // The exception that says which thread uses the world.
 inline nb::object in_use(const InUse& use) {
   // a number or a pointer, as the C library has it
   return nb::module_::import_("weft.errors").attr("in_use")((uintptr_t)use.thread);
-}
-
-[[noreturn]] inline void raise(const nb::object& error) {
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
-  throw nb::python_error();
 }
 
 // Do `work` for a call of `program` while this thread alone uses the world; if a thread does

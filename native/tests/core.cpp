@@ -12,7 +12,7 @@
 #include <limits>
 #include <random>
 
-#include "python/backlog.hpp"
+#include "execute/backlog.hpp"
 #include "kernels/copy.hpp"
 #include "execute/binding.hpp"
 #include "execute/executor.hpp"

@@ -1,0 +1,235 @@
+#include "execute/binding.hpp"
+#include "execute/executor.hpp"
+#include "execute/program.hpp"
+#include "execute/backlog.hpp"
+#include "python/bind.hpp"
+#include "python/execute.hpp"
+#include "python/tensor_view.hpp"
+
+using namespace nanobind::literals;
+
+namespace weft {
+
+namespace {
+
+using Place = std::tuple<uint32_t, uint32_t, uint32_t>;  // slot, start, stop
+// as in Buffer
+using PyBuffer =
+    std::tuple<std::string, std::string, size_t, Role, uint32_t, bool, bool, std::vector<uint32_t>>;
+// `parts` and `place` of a BoundTensor: a place without parts is apart
+using Shared = std::pair<std::vector<uintptr_t>, std::string>;
+using ByName = nb::typed<nb::dict, nb::str, nb::any>;  // by the names of buffers
+using Sizes = std::vector<size_t>;
+
+Operand operand(const Place& place) {
+  return {std::get<0>(place), std::get<1>(place), std::get<2>(place)};
+}
+
+std::vector<Operand> operands(const std::vector<Place>& places) {
+  std::vector<Operand> result;
+  for (const Place& place : places) result.push_back(operand(place));
+  return result;
+}
+
+// Tensors of a program's buffers, and where those lie that peers access. Throws
+// std::invalid_argument for what is no matrix.
+std::vector<BoundTensor> bound_tensors(const Program& program, ByName tensors, ByName shared) {
+  std::vector<BoundTensor> found;
+  View view;
+  for (auto [name, tensor] : tensors) {
+    if (!view.look(tensor) || view.dimensions != 2 || (view.shape[1] > 1 && view.strides[1] != 1))
+      throw std::invalid_argument(
+          std::string("a buffer is a matrix with contiguous rows; got shape ") +
+          nb::str(nb::tuple(tensor.attr("shape"))).c_str() + ", strides " +
+          nb::str(tensor.attr("stride")()).c_str());
+    const size_t rows = static_cast<size_t>(view.shape[0]),
+                 columns = static_cast<size_t>(view.shape[1]);
+    const size_t stride = (rows > 1 ? static_cast<size_t>(view.strides[0]) : columns) * view.item;
+    const uint32_t number = program.number(nb::cast<std::string_view>(name));
+    if (number == program.buffers.size()) throw nb::key_error(nb::cast<std::string>(name).c_str());
+    BoundTensor& one =
+        found.emplace_back(BoundTensor{number, view.address, rows, columns, stride, {}, {}});
+    if (!shared.contains(name)) continue;
+    std::tie(one.parts, one.place) = nb::cast<Shared>(shared[name]);
+    one.apart = one.parts.empty() && !one.place.empty();
+  }
+  return found;
+}
+
+}  // namespace
+
+void bind_execute(nb::module_& m) {
+  nb::enum_<Role>(m, "Role")
+      .value("input", Role::input)
+      .value("output", Role::output)
+      .value("workspace", Role::workspace)
+      .value("eager", Role::eager);
+  nb::class_<Program>(m, "Compiled")
+      .def(
+          nb::init<std::string, size_t, std::vector<std::pair<uint32_t, uint64_t>>, size_t, bool>(),
+          "call"_a, "lanes"_a, "promised"_a, "ranks"_a, "meets"_a = false)
+      .def("say", [](Program& self,
+                     std::string what) { self.said = Said(std::move(what)), self.name.clear(); })
+      .def("describe",
+           [](Program& self, std::string name, std::string ending) {
+             self.name = std::move(name), self.ending = std::move(ending);
+           })
+      .def(
+          "lay_out",
+          [](Program& self, int own_rank, std::vector<uint32_t> pieces,
+             std::vector<std::vector<int>> layouts, const std::vector<PyBuffer>& buffers,
+             std::vector<std::pair<int, uint32_t>> slots) {
+            self.rank = own_rank, self.pieces = std::move(pieces),
+            self.layouts = std::move(layouts), self.slots = std::move(slots);
+            for (const auto& [name, dtype, itemsize, role, like, told, shared, by_rank] : buffers) {
+              self.buffers.push_back({name, dtype, itemsize, role, like, told, shared, by_rank});
+              self.eager |= role == Role::eager;
+            }
+          })
+      .def(
+          "bind", [](Program& self, const Binding* binding) { self.execution.binding = binding; },
+          nb::arg().none())
+      .def("copy",
+           [](Program& self, size_t lane, Place dst, Place src, uint32_t measure, bool together,
+              bool remote, bool returns) {
+             Instruction i{Op::copy, operands({dst, src}), measure, together};
+             i.remote = remote;
+             self.add(lane, i, returns);
+           })
+      .def("reduce",
+           [](Program& self, size_t lane, std::vector<Place> places, uint32_t measure,
+              bool together, std::vector<Dtype> dtypes, Combine combine, bool returns) {
+             self.add(lane, {Op::reduce, operands(places), measure, together, dtypes, combine},
+                      returns);
+           })
+      .def("notify",
+           [](Program& self, size_t lane, Executor& executor, int rank, uint32_t index) {
+             Instruction i{Op::notify, {}};
+             i.counter = &executor.counter(rank, index);
+             self.add(lane, i);
+           })
+      .def("wait",
+           [](Program& self, size_t lane, Executor& executor, int rank, uint32_t index, int source,
+              uint64_t count) {
+             Instruction i{Op::wait, {}};
+             i.counter = &executor.counter(rank, index), i.index = index, i.source = source,
+             i.count = count;
+             self.add(lane, i);
+           })
+      .def("pause", [](Program& self, size_t lane) { self.add(lane, {Op::pause, {}}); })
+      .def("multiply", [](Program& self, size_t lane,
+                          Place src) { self.add(lane, {Op::pause, {operand(src)}}); })
+      .def_prop_ro("call", [](Program& self) { return self.execution.call; })
+      .def_prop_ro("digest",
+                   [](Program& self) {
+                     return self.execution.digest ? self.execution.digest : self.said.digest;
+                   })
+      .def("set_span", [](Program& self, size_t lane, size_t at, int64_t start,
+                          int64_t stop) { self.execution.spans[lane][at] = {start, stop}; })
+      .def("spans", [](Program& self, size_t lane) { return self.execution.spans[lane]; })
+      .def_prop_ro(
+          "stopped",
+          [](Program& self) { return self.execution.stopped.load(std::memory_order_acquire); })
+      .def("wait_failure", [](Program& self, size_t lane) {
+        const auto [status, instruction, source, expected, actual] = self.execution.failures[lane];
+        return std::make_tuple(status, instruction, source, expected, actual);
+      });
+
+  nb::class_<Binding>(m, "Binding")
+      .def(
+          "__init__",
+          [](Binding* self, Program& program, const Sizes& rows, ByName tensors, ByName shared,
+             std::string words) {
+            new (self)
+                Binding(program, rows, bound_tensors(program, tensors, shared), std::move(words));
+          },
+          "compiled"_a, "rows"_a, "tensors"_a, "shared"_a, "words"_a = "", nb::keep_alive<1, 2>())
+      .def(
+          "again",
+          [](Binding& self, const Sizes& rows, ByName tensors) {
+            return self.again(rows, bound_tensors(self.program(), tensors, {}));
+          },
+          "rows"_a, "tensors"_a)
+      .def_prop_ro("rows", &Binding::shards)
+      .def_prop_ro("workspace", &Binding::workspace)
+      .def_prop_ro("call", [](Binding& self) { return self.said().text; })
+      .def_prop_ro("eager", &Binding::eager)
+      .def("place", &Binding::place)
+      .def("matrix", [](Binding& self, Place place) {
+        const Operand o = operand(place);
+        const auto address = reinterpret_cast<uintptr_t>(self.at(o));
+        return std::make_tuple(self.first(o), self.rows(o), self.columns(o), self.row_bytes(o),
+                               self.stride(o), address);
+      });
+
+  nb::class_<Executor>(m, "Executor")
+      .def("__init__",
+           [](Executor* self, std::shared_ptr<Mesh> mesh, std::shared_ptr<Segment> control,
+              int spins, size_t comm_threads) {
+             new (self) Executor(mesh, control, spins, comm_threads);
+             self->caller_interrupted = signal_pending;
+           })
+      .def_static("control_bytes", &Executor::control_bytes)
+      .def_prop_ro_static("said_bytes", [](nb::handle) { return Calls::kBytes; })
+      .def_ro_static("max_names", &Executor::kNames)
+      .def_ro_static("turns", &Program::kTurns)
+      .def_ro_static("meeting", &Program::kMeeting)
+      .def_rw("within_host", &Executor::within_host)
+      .def_rw("pids", &Executor::pids)
+      .def("must_meet", &Executor::must_meet)
+      .def("eager_bases", &Executor::eager_bases)
+      .def_prop_ro("calls", [](Executor& self) { return self.calls.latest(); })
+      .def("begin", [](Executor& self, Program& program,
+                       double timeout) { self.begin(program, nanoseconds(timeout)); })
+      .def("run", [](Executor& self, Program& program, size_t lane,
+                     int at) { return unlocked([&] { return self.run(program, lane, at); }); })
+      .def(
+          "start",
+          [](Executor& self, Program& program, size_t lane, nb::object held) {
+            self.lane_thread.start({&program, lane, keep(std::move(held))});
+          },
+          "compiled"_a, "lane"_a, "held"_a = nb::none())
+      .def("enter", &Executor::enter)
+      .def("leave", &Executor::leave)
+      .def(
+          "wait_under_way",
+          [](Executor& self, uint64_t call, const std::vector<int>& ranks, double seconds) {
+            return self.wait_under_way(call, ranks, nanoseconds(seconds));
+          },
+          "call"_a, "ranks"_a, "seconds"_a, Unlocked())
+      .def("stop", [](Executor& self, Program& program) { self.stop(program); })
+      .def(
+          "join",
+          [](Executor& self, Program& program, double seconds) {
+            return self.lane_thread.join(program, seconds);
+          },
+          "compiled"_a, "seconds"_a = 1e9, Unlocked())
+      .def("execute", &execute)
+      .def("execute_alone",
+           [](Executor& self, nb::handle program, Binding& bound, double timeout) {
+             in_turn(self, program, [&] { execute(self, program, bound, timeout); });
+           })
+      .def("mismatch",
+           [](Executor& self, Program& program, int peer) {
+             return self.calls.mismatch(peer, program.execution.call, program.execution.digest);
+           })
+      .def("peer_call",
+           [](Executor& self, int peer, uint64_t call) { return self.calls.text(peer, call); })
+      .def("note_call", [](Executor& self, int peer, uint64_t call, uint64_t digest,
+                           const std::string& text) { self.calls.note(peer, call, digest, text); })
+      .def("emulate_link",
+           [](Executor& self, double bytes_per_second, double latency_seconds) {
+             self.link.set(bytes_per_second, latency_seconds);
+           })
+      .def("trace", [](Executor& self, bool on) { self.tracing = on; });
+
+  nb::class_<Backlog>(m, "Backlog")
+      .def(nb::init<>())
+      .def("issue", &Backlog::issue)
+      .def("begin", &Backlog::begin)
+      .def("hurry", &Backlog::hurry)
+      .def("close", &Backlog::close)
+      .def("due", &Backlog::due, Unlocked());
+}
+
+}  // namespace weft

@@ -1,0 +1,150 @@
+#include "memory/mesh.hpp"
+#include "memory/segment.hpp"
+#include "memory/signal_array.hpp"
+#include "memory/signals.hpp"
+#include "python/bind.hpp"
+#include "python/gil.hpp"
+#include "python/one_sided.hpp"
+
+using namespace nanobind::literals;
+
+namespace weft {
+
+void bind_memory(nb::module_& m) {
+  m.def(
+      "around",
+      [](uintptr_t address) {
+        const Segment* within = Segment::around(address);
+        return within ? nb::find(*within) : nb::none();
+      },
+      "address"_a, nb::sig("def around(address: int) -> Segment | None"));
+
+  nb::class_<Mapping>(m, "Mapping");
+  nb::class_<File>(m, "File");
+  m.def("create_mapping", &Mapping::create);
+  m.def("attach_mapping", &Mapping::attach);
+
+  nb::class_<Segment>(m, "Segment", nb::is_weak_referenceable())
+      .def(nb::init<std::vector<std::shared_ptr<Mapping>>, int, uint64_t, uint64_t>())
+      .def_ro("world", &Segment::world)
+      .def_ro("number", &Segment::number)
+      .def_prop_ro("size", [](Segment& self) { return self.own().bytes(); })
+      .def("base", [](Segment& self, int rank) { return self.parts.at(rank)->address(); })
+      .def("bases", &Segment::bases)
+      .def("bytes", [](Segment& self, int rank) {
+        // A tensor over a rank's part; it keeps the whole segment alive.
+        Mapping& part = *self.parts.at(rank);
+        return nb::ndarray<nb::pytorch, uint8_t>(part.base(), {part.bytes()}, nb::find(self));
+      });
+
+  nb::class_<Mesh>(m, "Mesh")
+      .def(nb::init<std::vector<int>>())
+      .def("send", &Mesh::send, "peer"_a, "text"_a, "file"_a.none(), Unlocked())
+      .def("receive", &Mesh::receive, Unlocked())
+      .def("abort", [](Mesh& self, std::string kind, int culprit,
+                       std::string text) { self.abort({kind, culprit, text}); })
+      .def("leave", &Mesh::leave)
+      .def("disown", &Mesh::disown)
+      .def("left", &Mesh::left)
+      .def("failure", [](Mesh& self) {
+        const auto [kind, culprit, text] = self.failure();
+        return std::make_tuple(kind, culprit, text);
+      });
+
+  nb::enum_<WaitStatus>(m, "WaitStatus")
+      .value("none", WaitStatus::none)
+      .value("timeout", WaitStatus::timeout)
+      .value("failed", WaitStatus::failed)
+      .value("left", WaitStatus::left)
+      .value("mismatch", WaitStatus::mismatch)
+      .value("interrupted", WaitStatus::interrupted)
+      .value("lane", WaitStatus::lane)
+      .value("unread", WaitStatus::unread);
+
+  nb::enum_<Compare>(m, "Compare")
+      .value("equal", Compare::equal)
+      .value("not_equal", Compare::not_equal)
+      .value("greater", Compare::greater)
+      .value("greater_equal", Compare::greater_equal)
+      .value("less", Compare::less)
+      .value("less_equal", Compare::less_equal);
+
+  nb::class_<SignalArray>(m, "SignalArray")
+      .def(nb::init<std::shared_ptr<Mesh>, std::shared_ptr<Segment>, int>())
+      .def("add", [](SignalArray& self, int rank, size_t start, size_t count, size_t step,
+                     uint64_t value) { return self.add(rank, {start, count, step}, value); })
+      .def("set", [](SignalArray& self, int rank, size_t start, size_t count, size_t step,
+                     uint64_t value) { return self.set(rank, {start, count, step}, value); })
+      .def("values", [](SignalArray& self, size_t start, size_t count,
+                        size_t step) { return self.values({start, count, step}); })
+      .def("test", [](SignalArray& self, size_t start, size_t count, size_t step, Compare compare,
+                      uint64_t value) { return self.test({start, count, step}, compare, value); })
+      .def_prop_ro("failed", &SignalArray::failed)
+      .def("wait", [](SignalArray& self, size_t start, size_t count, size_t step, Compare compare,
+                      uint64_t value, double timeout) {
+        const auto [status, index, actual] = unlocked([&] {
+          return self.wait({start, count, step}, compare, value, nanoseconds(timeout),
+                           signal_pending);
+        });
+        return std::make_tuple(status, index, actual);
+      });
+
+  nb::class_<StridedCopy>(m, "StridedCopy");
+  m.def(
+      "copy_at_once",
+      [](bool put, nb::handle remote, nb::handle local, int peer) {
+        // Whether that copy was made; not where something is to be told in words.
+        const auto found = one_sided(put, remote, local, peer);
+        const auto world = found ? PyTransfers::open.find(found->first) : PyTransfers::open.end();
+        if (world == PyTransfers::open.end()) return false;
+        PyTransfers& open = *world->second;
+        const nb::object held =
+            nb::find(open);  // another thread may close the world, and let go of it
+        nb::gil_scoped_release release;
+        return open.transfers.copy(found->second);
+      },
+      "put"_a, "remote"_a.none(), "local"_a.none(), "peer"_a);
+  m.def("one_sided", &one_sided, "put"_a, "remote"_a.none(), "local"_a.none(), "peer"_a);
+
+  nb::class_<PyTransfers>(m, "Transfers")
+      .def(nb::init<std::shared_ptr<Mesh>, int, size_t, uint64_t>())
+      .def_prop_ro_static("max_outstanding", [](nb::handle) { return Transfers::kOutstanding; })
+      .def(
+          "copy",
+          [](PyTransfers& self, const StridedCopy& copy) { return self.transfers.copy(copy); },
+          Unlocked())
+      .def("submit",
+           [](PyTransfers& self, nb::object keepalive, const StridedCopy& copy) {
+             const uint64_t number =
+                 unlocked([&] { return self.transfers.submit(copy, signal_pending); });
+             self.keepalive.emplace_back(number, std::move(keepalive));
+             self.release();
+             return number;
+           })
+      .def("done",
+           [](PyTransfers& self, uint64_t number) {
+             self.release();
+             return self.transfers.done(number);
+           })
+      .def("wait",
+           [](PyTransfers& self, uint64_t number, double timeout) {
+             const int64_t deadline = now() + nanoseconds(timeout);
+             const bool come =
+                 unlocked([&] { return self.transfers.wait(number, deadline, signal_pending); });
+             self.release();
+             return come;
+           })
+      .def("disown", [](PyTransfers& self) { PyTransfers::open.erase(self.world); })
+      .def("refused",
+           [](PyTransfers& self, uint64_t number) { return self.transfers.refused(number); })
+      .def("finish", [](PyTransfers& self) {
+        {
+          nb::gil_scoped_release release;
+          self.transfers.finish();
+        }
+        self.release();
+        PyTransfers::open.erase(self.world);
+      });
+}
+
+}  // namespace weft

@@ -1,0 +1,43 @@
+// The GIL around waits, and exceptions of Python in native code.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <memory>
+
+namespace weft {
+
+namespace nb = nanobind;
+
+// Do `work` without the GIL, and raise the exception of a signal handler that ran meanwhile.
+template <class Work>
+auto unlocked(Work work) {
+  auto made = [&] {
+    nb::gil_scoped_release release;
+    return work();
+  }();
+  if (PyErr_Occurred()) throw nb::python_error();
+  return made;
+}
+
+// Run Python's signal handlers; true if one raised.
+inline bool signal_pending() {
+  nb::gil_scoped_acquire acquire;
+  return PyErr_CheckSignals() != 0;
+}
+
+[[noreturn]] inline void raise(const nb::object& error) {
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  throw nb::python_error();
+}
+
+// A reference to a Python object for native code without Python; null for None.
+inline std::shared_ptr<void> keep(nb::object object) {
+  if (object.is_none()) return nullptr;
+  return {object.release().ptr(), [](void* kept) {
+            nb::gil_scoped_acquire acquire;
+            Py_DECREF(static_cast<PyObject*>(kept));
+          }};
+}
+
+}  // namespace weft
