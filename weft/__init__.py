@@ -15,7 +15,6 @@ from weft.version import __version__
 if TYPE_CHECKING:
     from weft import nn
     from weft.compiler.async_tp import enable_async_tp
-    from weft.engines.weights import PackedWeight, pack
     from weft.errors import (
         MismatchError,
         PeerLost,
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
         SymmetricMemoryError,
         WeftError,
     )
+    from weft.kernels.weights import PackedWeight, pack
     from weft.ops.all_gather import all_gather, all_gather_async
     from weft.ops.all_gather_matmul import all_gather_matmul
     from weft.ops.all_reduce import all_reduce, all_reduce_async
@@ -64,7 +64,7 @@ _HOMES = {
     "weft.world.launcher": ["launch"],
     "weft.world.local": ["LocalWorld", "local_world"],
     "weft.compiler.async_tp": ["enable_async_tp"],
-    "weft.engines.weights": ["PackedWeight", "pack"],
+    "weft.kernels.weights": ["PackedWeight", "pack"],
     "weft.world.onesided": [
         "Transfer",
         "get",

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from weft import cache
-from weft.engines import matmul
+from weft.kernels import products
 from weft.predict import machine, tuned
 from weft.schedules.workload import Variant, Workload
 from weft.world import placement
@@ -77,9 +77,9 @@ def test_without_a_home_directory(monkeypatch):
 @pytest.mark.parametrize("text", NOT_AS_EXPECTED)
 def test_what_is_not_as_expected_is_not_there(text, directory, monkeypatch):
     monkeypatch.setattr(
-        matmul,
+        products,
         "_measure",
-        lambda *_: {lie: {str(rows): "mm" for rows in matmul._ROWS} for lie in matmul._LIES},
+        lambda *_: {lie: {str(rows): "mm" for rows in products._ROWS} for lie in products._LIES},
     )
     workload, variant = (
         Workload("all_gather_matmul", (8, 8), 4, 4, "float32", "float32"),
@@ -87,7 +87,7 @@ def test_what_is_not_as_expected_is_not_there(text, directory, monkeypatch):
     )
 
     def tables():
-        matmul._table.__wrapped__(torch.float32, torch.float32, 1)
+        products._table.__wrapped__(torch.float32, torch.float32, 1)
         tuned.remember(workload, None, variant)
         machine.remember({"products": {}})
 
@@ -97,7 +97,7 @@ def test_what_is_not_as_expected_is_not_there(text, directory, monkeypatch):
     for file in files:
         file.write_text(text)
     tuned._known.cache_clear()
-    assert matmul._table.__wrapped__(torch.float32, torch.float32, 1)["columns"]["512"] == "mm"
+    assert products._table.__wrapped__(torch.float32, torch.float32, 1)["columns"]["512"] == "mm"
     assert tuned.find(workload, None) is None
     assert machine.calibrated() is None
     assert "hop" not in placement.known()

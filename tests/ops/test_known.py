@@ -13,7 +13,7 @@ from support.ranks import on_ranks
 import weft
 import weft._native as _native
 from weft.engines import engine
-from weft.engines.weights import PackedWeight
+from weft.kernels.weights import PackedWeight
 from weft.world import memory
 
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")

@@ -23,10 +23,11 @@ import torch
 
 import weft.cache as cache
 from weft.bench.harness import Stopwatch, largest, session
-from weft.engines import engine, matmul
+from weft.engines import engine
 from weft.engines.recording import record
-from weft.engines.weights import Weight, pack
 from weft.errors import WeftError
+from weft.kernels.products import multiply
+from weft.kernels.weights import Weight, pack
 from weft.plan import (
     Buffer,
     Copy,
@@ -47,7 +48,7 @@ from weft.schedules.thresholds import Thresholds
 from weft.world import World
 
 _ROWS = (1, 2, 4, 7, 8, 16, 32, 63, 64, 128, 256, 512)
-"""Rows at which products are timed: also those around which `weft.engines.matmul` changes the way
+"""Rows at which products are timed: also those around which `weft.kernels.products` changes the way
 it multiplies.
 """
 _WIDTHS = (256, 448, 800, 1408, 2048)
@@ -259,7 +260,7 @@ def _products(bench: _Timings, kind: str, dtype: torch.dtype, packed: bool) -> N
             x, out = torch.randn(rows, width).to(dtype), torch.empty(rows, width, dtype=dtype)
             bench.time(
                 f"{kind} {rows}x{width}x{width}",
-                partial(matmul.multiply, x, weight, out),
+                partial(multiply, x, weight, out),
                 _WARM if rows < 16 else 1,
             )
 
@@ -395,7 +396,7 @@ def _calls(bench: _Timings) -> None:
 
     few, out, weight = torch.ones(1, 64), torch.empty(1, 64), {"out": torch.ones(64, 64)}
     bench.run("call", multiplied, {"a": few, "out": out}, weight)
-    bench.time("product of a call", partial(matmul.multiply, few, weight["out"], out), _WARM)
+    bench.time("product of a call", partial(multiply, few, weight["out"], out), _WARM)
 
 
 def _signals(rank: int, ranks: int, rounds: int) -> tuple[Instruction, ...]:

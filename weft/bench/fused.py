@@ -32,9 +32,10 @@ from weft.bench.harness import (
 from weft.bench.progress import progress
 from weft.bench.settings import FusedSettings, OverlapSettings
 from weft.bench.verification import Check, Problem
-from weft.engines import engine, matmul
+from weft.engines import engine
 from weft.engines.recording import record
-from weft.engines.weights import pack
+from weft.kernels.products import multiply
+from weft.kernels.weights import pack
 from weft.ops import fused
 from weft.ops.auto import decide
 from weft.ops.call import Decision, Given, Options
@@ -142,7 +143,7 @@ class Subject(Views):
             world.emulate_link(
                 1.0 if settings.link_gbps == "auto" else float(settings.link_gbps), latency
             )
-        compute = partial(matmul.multiply, self.x, self.weight, self.product)
+        compute = partial(multiply, self.x, self.weight, self.product)
         asked = Options(
             out_dtype=self.out_dtype,
             algorithm=settings.algorithm,

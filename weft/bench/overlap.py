@@ -22,8 +22,8 @@ from weft.bench.harness import Stopwatch, link_of, session, times_ms, where
 from weft.bench.plots import size_name
 from weft.bench.settings import OverlapSettings, Shape, SweepSettings, parse_sizes
 from weft.bench.verification import Check, Problem
-from weft.engines import matmul
-from weft.engines.weights import pack
+from weft.kernels.products import multiply
+from weft.kernels.weights import pack
 from weft.ops.all_gather import all_gather, all_gather_async
 from weft.world import World
 
@@ -46,7 +46,7 @@ class Overlap(Views):
             world.empty(count, dtype=dtype),
             world.empty(count * world.ranks, dtype=dtype),
         )
-        product = partial(matmul.multiply, self.x, self.weight, self.out)
+        product = partial(multiply, self.x, self.weight, self.out)
         gather = partial(all_gather, self.a, out=self.gathered, world=world)
         begin = partial(all_gather_async, self.a, out=self.gathered, world=world)
         self.check_product = partial(self.problem.check_product, self.out)

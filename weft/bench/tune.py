@@ -11,7 +11,7 @@ import torch
 
 from weft.bench.harness import Stopwatch, session
 from weft.engines import engine
-from weft.engines.weights import pack
+from weft.kernels.weights import pack
 from weft.ops import fused
 from weft.ops.call import Call, Given, Options
 from weft.plan.binding import bind

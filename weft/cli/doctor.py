@@ -29,10 +29,10 @@ import weft._native as _native
 from weft.checks import name as dtype_name
 from weft.cli import placed
 from weft.cli.placed import RankReport
-from weft.engines import matmul
 from weft.engines.recording import clock_offsets
-from weft.engines.weights import pack
 from weft.errors import SymmetricMemoryError
+from weft.kernels.products import multiply
+from weft.kernels.weights import pack
 from weft.ops.barrier import barrier
 from weft.schedules.thresholds import CROWDED_HOP, Thresholds
 from weft.world import World, init, peer_memory, placement
@@ -274,7 +274,7 @@ def _new_memory() -> str:
 def _gflops(dtype: torch.dtype) -> float:
     """The rate of weft's product of square matrices, by the provider that it chooses."""
     a, out = torch.ones(PRODUCT, PRODUCT, dtype=dtype), torch.empty(PRODUCT, PRODUCT, dtype=dtype)
-    seconds = min(repeat(partial(matmul.multiply, a, pack(a), out), number=1, repeat=3))
+    seconds = min(repeat(partial(multiply, a, pack(a), out), number=1, repeat=3))
     return 2 * PRODUCT**3 / seconds / 1e9
 
 

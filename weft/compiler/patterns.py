@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from weft.engines.weights import DTYPES
+from weft.kernels.weights import DTYPES
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 

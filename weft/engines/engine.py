@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import weft._native as _native
-from weft.engines.weights import PackedWeight, Weight
 from weft.errors import MismatchError, PlanError, WeftError
+from weft.kernels.weights import PackedWeight, Weight
 from weft.plan import Copy, Instruction, Plan, Reduce, Region, Signal, Wait, reads, writes
 from weft.world import World, memory
 

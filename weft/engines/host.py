@@ -20,8 +20,8 @@ from torch import Tensor
 import weft._native as _native
 from weft.checks import name as dtype_name
 from weft.engines.engine import LANES, Dtypes, Engine, Program, Tensors, Timed, Weights, kinds
-from weft.engines.matmul import multiply
 from weft.errors import PlanError, WeftError
+from weft.kernels.products import multiply
 from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Wait, accesses, reads
 from weft.schedules.barrier import barrier
 from weft.world import memory

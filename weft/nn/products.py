@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.engines.matmul import multiply
-from weft.engines.weights import PackedWeight, Weight
+from weft.kernels.products import multiply
+from weft.kernels.weights import PackedWeight, Weight
 from weft.nn.layout import chunk_sizes
 from weft.ops import dims
 from weft.ops.all_gather import all_gather

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Placement, Shard, distribute_module
 from torch.distributed.tensor.parallel import style as torch_styles
 
 from weft.checks import name
-from weft.engines.weights import DTYPES
+from weft.kernels.weights import DTYPES
 from weft.nn.layers import ColumnParallelLinear, Gather, RowParallelLinear, ShardedLinear, note
 from weft.nn.layout import Layout
 from weft.nn.norms import NORMS, ShardedNorm

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from weft.checks import check_timeout
-from weft.engines.matmul import multiply
-from weft.engines.weights import Weight, source
+from weft.kernels.products import multiply
+from weft.kernels.weights import Weight, source
 from weft.ops import arguments, dims, float8, fused, known
 from weft.ops.call import Call, Decision, Given, Options, workload
 from weft.plan import Plan

@@ -12,7 +12,7 @@ from torch import Tensor
 import weft.checks as checks
 from weft.checks import name
 from weft.engines import engine
-from weft.engines.weights import DTYPES, FLOAT8, PackedWeight, ScaledWeight, Weight, plain
+from weft.kernels.weights import DTYPES, FLOAT8, PackedWeight, ScaledWeight, Weight, plain
 from weft.world import World, memory
 
 FACTORS = (*DTYPES, *FLOAT8)

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.engines.matmul import multiply
-from weft.engines.weights import transposed
 from weft.errors import WeftError
+from weft.kernels.products import multiply
+from weft.kernels.weights import transposed
 from weft.ops import dims, fused
 from weft.ops.call import Given, Options
 from weft.world import World, by_number, current

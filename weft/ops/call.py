@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.checks import name
-from weft.engines.weights import PackedWeight, Weight
+from weft.kernels.weights import PackedWeight, Weight
 from weft.ops import arguments
 from weft.plan import Plan
 from weft.schedules.operators import OPERATORS

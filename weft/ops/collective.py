@@ -41,8 +41,8 @@ from weft.checks import check_timeout
 from weft.checks import name as dtype_name
 from weft.engines import engine
 from weft.engines.engine import Engine, Program
-from weft.engines.weights import DTYPES as FLOATS
 from weft.errors import PeerTimeout
+from weft.kernels.weights import DTYPES as FLOATS
 from weft.ops import arguments
 from weft.plan import Plan
 from weft.schedules.staging import SHARED_SLOTS

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.engines import engine
-from weft.engines.weights import PackedWeight, Weight
+from weft.kernels.weights import PackedWeight, Weight
 from weft.ops import float8, fused
 from weft.ops.all_gather_matmul import listed
 from weft.ops.auto import expected

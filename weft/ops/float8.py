@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.checks import name
-from weft.engines.weights import FLOAT8, ScaledWeight, Weight
+from weft.kernels.weights import FLOAT8, ScaledWeight, Weight
 from weft.ops import arguments
 from weft.world import World
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.checks import PLAIN
 from weft.engines import engine
 from weft.engines.engine import Program
-from weft.engines.weights import PackedWeight, Weight, plain
+from weft.kernels.weights import PackedWeight, Weight, plain
 from weft.ops import arguments, fused
 from weft.ops.call import Call
 from weft.ops.fused import Way

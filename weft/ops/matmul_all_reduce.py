@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.engines.weights import Weight, source
+from weft.kernels.weights import Weight, source
 from weft.ops import arguments, dims, float8, fused, known
 from weft.ops.call import Call, Given, Options, workload
 from weft.ops.partial_sums import ADDED_ROWS, SumCall, check_sum

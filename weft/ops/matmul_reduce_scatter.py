@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.engines.weights import ScaledWeight, Weight, plain, source
+from weft.kernels.weights import ScaledWeight, Weight, plain, source
 from weft.ops import arguments, dims, float8, fused, known
 from weft.ops.call import Call, Given, Options, workload
 from weft.ops.partial_sums import ADDED_ROWS, SumCall, accumulator, check_sum

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.checks import check_timeout, name
-from weft.engines.weights import Weight
+from weft.kernels.weights import Weight
 from weft.ops import arguments
 from weft.ops.call import Call, Given, Options
 from weft.schedules import workload as pure

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.checks import name
-from weft.engines.weights import DTYPES as FLOATS
-from weft.engines.weights import FLOAT8
+from weft.kernels.weights import DTYPES as FLOATS
+from weft.kernels.weights import FLOAT8
 from weft.ops.all_gather import all_gather as weft_all_gather
 from weft.ops.all_reduce import all_reduce as weft_all_reduce
 from weft.ops.all_to_all import all_to_all as weft_all_to_all

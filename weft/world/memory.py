@@ -67,11 +67,6 @@ layouts = _native.layouts
 cannot be told.
 """
 
-seen = _native.seen
-"""Where a tensor lies and how, and what some elements of a matrix are: to tell later whether it is
-as it was.
-"""
-
 symmetric_world = _native.lies
 """The number of the world in whose symmetric memory the contiguous elements of a plain tensor lie,
 0 if in none's.

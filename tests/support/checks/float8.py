@@ -6,7 +6,7 @@ import torch
 
 import weft
 from support.ranks import everyones
-from weft.engines.weights import FLOAT8
+from weft.kernels.weights import FLOAT8
 
 OUT = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -24,9 +24,9 @@ from weft.engines.device.counters import Counters, DeviceCounters, WaitFailed, c
 from weft.engines.device.fixed import FixedProgram, Geometry
 from weft.engines.device.lanes import Completion, Operands, Step, lane
 from weft.engines.engine import LANES, Dtypes, Engine, Tensors, Timed, Weights
-from weft.engines.matmul import multiply
-from weft.engines.weights import Weight, plain
 from weft.errors import PeerTimeout, WeftError
+from weft.kernels.products import multiply
+from weft.kernels.weights import Weight, plain
 from weft.plan import Copy, Matmul, Notify, Plan, Reduce, Region, Wait, accesses
 from weft.world import World
 from weft.world.device_memory import drain

@@ -17,7 +17,7 @@ from weft.engines.device.fixed import Geometry
 from weft.engines.device.kernels import symmetric
 from weft.engines.device.kernels.all_gather_matmul import Product, check
 from weft.engines.device.lanes import Operands, Step
-from weft.engines.weights import plain
+from weft.kernels.weights import plain
 from weft.plan import Instruction, Matmul, Signal
 
 

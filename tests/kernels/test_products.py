@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from weft.bench.verification import compare, error_bound
-from weft.engines import matmul, weights
-from weft.engines.weights import pack
+from weft.kernels import products, weights
+from weft.kernels.weights import pack
 
 ROWS = (0, 1, 7, 1025)  # ragged beyond the blocks in which oneDNN multiplies
 SHAPES = ((37, 29), (5, 1), (1, 6), (0, 3))  # (K, N) of weights
@@ -33,11 +33,11 @@ LAID = {
 @pytest.mark.parametrize("packed", [False, True], ids=["as it lies", "packed"])
 @pytest.mark.parametrize("lie", LAID)
 @pytest.mark.parametrize(("dtype", "out_dtype"), DTYPES, ids=str)
-@pytest.mark.parametrize("way", matmul._WAYS)
+@pytest.mark.parametrize("way", products._WAYS)
 def test_every_way_makes_the_product(way, dtype, out_dtype, lie, packed, monkeypatch):
-    if way not in matmul._candidates(dtype, out_dtype):
+    if way not in products._candidates(dtype, out_dtype):
         return  # it is never taken for these dtypes
-    monkeypatch.setattr(matmul, "chosen", lambda *_: way)
+    monkeypatch.setattr(products, "chosen", lambda *_: way)
     random, biased = torch.Generator().manual_seed(len(way)), itertools.cycle([False, True, True])
     for (k, n), rows, x_lie in itertools.product(SHAPES, ROWS, ("plain", "transposed")):
         x, b, bias = (
@@ -49,7 +49,7 @@ def test_every_way_makes_the_product(way, dtype, out_dtype, lie, packed, monkeyp
             torch.full((rows, n + 3), math.nan, dtype=out_dtype),
         )
         try:
-            matmul.multiply(given, used, whole[:, :n], bias)
+            products.multiply(given, used, whole[:, :n], bias)
         except RuntimeError as error:
             if way == "onednn" and dtype in (torch.float16, torch.bfloat16):
                 pytest.skip(f"this processor cannot: {error}")  # then it is never the fastest
@@ -67,20 +67,20 @@ def test_every_way_makes_the_product(way, dtype, out_dtype, lie, packed, monkeyp
 
 
 def test_every_way_is_one_that_can_be_chosen():
-    assert {way for pair in DTYPES for way in matmul._candidates(*pair)} == {*matmul._WAYS}
+    assert {way for pair in DTYPES for way in products._candidates(*pair)} == {*products._WAYS}
 
 
 def test_rows_decide_among_the_ways_by_what_was_timed(monkeypatch):
     monkeypatch.setattr(
-        matmul,
+        products,
         "_table",
-        lambda *_: {"plain": {str(rows): f"way of {rows}" for rows in matmul._ROWS}},
+        lambda *_: {"plain": {str(rows): f"way of {rows}" for rows in products._ROWS}},
     )
     monkeypatch.setattr(
-        matmul, "_way", matmul._way.__wrapped__
+        products, "_way", products._way.__wrapped__
     )  # which remembers what it found in the real one
     found = [
-        matmul.chosen(torch.float32, torch.float32, "plain", rows)
+        products.chosen(torch.float32, torch.float32, "plain", rows)
         for rows in (1, 7, 8, 511, 512, 9999)
     ]
     assert found == ["way of 1", "way of 2", "way of 8", "way of 64", "way of 512", "way of 512"]
@@ -90,7 +90,7 @@ def test_rows_decide_among_the_ways_by_what_was_timed(monkeypatch):
 def clock(monkeypatch):
     """A clock that only works move; the test calls it with their seconds."""
     now = [0.0]
-    monkeypatch.setattr(matmul, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(products, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def taking(seconds):
         runs = iter(seconds)
@@ -105,20 +105,20 @@ def clock(monkeypatch):
 
 def test_what_is_made_at_the_first_product_does_not_count(clock):
     ways = {"mm": clock([2.0]), "onednn": clock([500.0, 3.0, 1.0, 3.0])}
-    assert matmul._times(ways) == {"mm": 2.0, "onednn": 1.0}
+    assert products._times(ways) == {"mm": 2.0, "onednn": 1.0}
 
 
 def test_what_cannot_run_is_never_the_fastest(clock):
     def fails():
         raise RuntimeError("no kernel for this")
 
-    assert matmul._times({"mm": clock([2.0]), "onednn": fails}) == {"mm": 2.0, "onednn": math.inf}
+    assert products._times({"mm": clock([2.0]), "onednn": fails}) == {"mm": 2.0, "onednn": math.inf}
 
 
 def test_another_way_must_be_worth_it():
     seconds = {1: {"mm": 1.0, "onednn": 0.99}, 8: {"mm": 1.0, "onednn": 0.5}, 64: {"mm": 1.0}}
-    assert matmul._fastest(seconds, packed=True) == {"1": "mm", "8": "onednn", "64": "mm"}
-    assert matmul._fastest(seconds, packed=False) == {"1": "mm", "8": "onednn", "64": "mm"}
+    assert products._fastest(seconds, packed=True) == {"1": "mm", "8": "onednn", "64": "mm"}
+    assert products._fastest(seconds, packed=False) == {"1": "mm", "8": "onednn", "64": "mm"}
 
 
 @pytest.mark.parametrize("most", [256, 1024])
@@ -126,11 +126,11 @@ def test_another_way_must_be_worth_it():
 def test_blocks_are_all_rows_in_few_sizes(most, small):
     sizes = set()
     for rows in range(1, 2500):
-        blocks = matmul._blocks(rows, most, small)
+        blocks = products._blocks(rows, most, small)
         assert [row for block in blocks for row in range(rows)[block]] == [*range(rows)]
         heights = [block.stop - block.start for block in blocks]
         assert max(heights) <= most
-        assert len(heights) == 1 or min(heights) >= matmul._LEAST or not small
+        assert len(heights) == 1 or min(heights) >= products._LEAST or not small
         sizes |= {*heights}
     assert len(sizes) <= 132 if small else len(sizes) == most
 
@@ -142,18 +142,18 @@ def test_kernels_are_made_once_rows_differ(k, making, monkeypatch):
     """For all numbers of rows that are few, unless the weight is so small that nobody would wait
     for long.
     """
-    made, kernel = [], matmul._kernel
+    made, kernel = [], products._kernel
     monkeypatch.setattr(
-        matmul, "_kernel", lambda x, w, bias: (made.append(len(x)), kernel(x, w, bias))[1]
+        products, "_kernel", lambda x, w, bias: (made.append(len(x)), kernel(x, w, bias))[1]
     )
-    monkeypatch.setattr(matmul, "_first", {})
-    monkeypatch.setattr(matmul, "_MAKING", {4: 1 << 26})
-    monkeypatch.setattr(matmul, "chosen", lambda *_: "onednn")
+    monkeypatch.setattr(products, "_first", {})
+    monkeypatch.setattr(products, "_MAKING", {4: 1 << 26})
+    monkeypatch.setattr(products, "chosen", lambda *_: "onednn")
     n = (1 << 26) // (64 * k) if k > 1024 else 256
     b, counts = torch.randn(k, n), (24, 24, 9, 24, 60, 300)
     for rows in counts:
         x, out = torch.randn(rows, k), torch.empty(rows, n)
-        matmul.multiply(x, b, out)
+        products.multiply(x, b, out)
         assert torch.allclose(out, x @ b, atol=1e-2)
     asked = [
         24,
@@ -161,7 +161,7 @@ def test_kernels_are_made_once_rows_differ(k, making, monkeypatch):
         9,
         24,
         60,
-        *[block.stop - block.start for block in matmul._blocks(300, 1024, k * n <= 1 << 19)],
+        *[block.stop - block.start for block in products._blocks(300, 1024, k * n <= 1 << 19)],
     ]
     assert made == [24, 24, *making, *asked[2:]]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import weft.cache as cache
-from weft.engines.weights import PackedWeight, ScaledWeight, Weight, pack, plain, transposed
+from weft.kernels.weights import PackedWeight, ScaledWeight, Weight, pack, plain, transposed
 
 _ROWS = {1: 2048, 2: 2048, 8: 2048, 64: 2048, 512: 1024}
 """Numbers of rows at which the ways are timed, and the width of the weight: where rows are few one

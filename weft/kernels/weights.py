@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import weft._native as _native
 from weft.checks import check_tensor
-from weft.world import memory
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """The dtypes that products take."""
@@ -21,7 +21,7 @@ class PackedWeight:
     """A weight (K, N) laid out for products; made by `pack`.
 
     Attributes: `shape`, `dtype`, `source`, the tensor it was made from, `plain`, the same without
-    its gradient, `lies`, how it does (`weft.engines.matmul`), and `watched`: whether who packed it
+    its gradient, `lies`, how it does (`weft.kernels.products`), and `watched`: whether who packed it
     looks for changes before each use, so that operators need not.
     """
 
@@ -67,8 +67,8 @@ class PackedWeight:
         base, version = self._base, self.source._version if self._counted else 0
         return (
             version,
-            memory.seen(self.source, _SAMPLED),
-            None if base is None else memory.seen(base, 0),
+            _native.seen(self.source, _SAMPLED),
+            None if base is None else _native.seen(base, 0),
         )
 
     def check_unchanged(self) -> None:
