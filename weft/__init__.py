@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 from weft.version import __version__
@@ -76,22 +77,26 @@ _HOMES = {
         "test",
         "wait",
     ],
-    "weft.ops.all_gather_matmul": ["all_gather_matmul"],
-    "weft.ops.barrier": ["barrier"],
-    "weft.ops.all_gather": ["all_gather", "all_gather_async"],
-    "weft.ops.all_reduce": ["all_reduce", "all_reduce_async"],
-    "weft.ops.all_to_all": ["all_to_all", "all_to_all_async"],
-    "weft.ops.broadcast": ["broadcast", "broadcast_async"],
-    "weft.ops.reduce_scatter": ["reduce_scatter", "reduce_scatter_async"],
+    "weft.ops.all_gather": ["all_gather_async"],
+    "weft.ops.all_reduce": ["all_reduce_async"],
+    "weft.ops.all_to_all": ["all_to_all_async"],
+    "weft.ops.broadcast": ["broadcast_async"],
+    "weft.ops.reduce_scatter": ["reduce_scatter_async"],
     "weft.ops.explain": ["explain"],
-    "weft.ops.matmul_all_reduce": ["matmul_all_reduce"],
-    "weft.ops.matmul_reduce_scatter": ["matmul_reduce_scatter"],
     "weft.plan": ["Plan"],
     "weft.plan.proof": ["verify"],
     "weft.world.signals": ["Signals"],
     "weft.world": ["World", "init"],
 }
+
+
+def _modules(package: str) -> set[str]:
+    return {module.name for module in iter_modules([f"{path}/{package}" for path in __path__])}
+
+
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
+_HOME |= {name: f"weft.ops.{name}" for name in sorted(_modules("ops") & _modules("schedules"))}
+"""The module of each public name; an operator is a function with a planner of the same name."""
 
 __all__ = [*_HOME, "__version__", "nn"]
 

@@ -273,7 +273,7 @@ def test_beside_a_measured_run(tmp_path):
         (["--shape", "8x8"], "three positive numbers"),
         (["--shape", "0x8x8"], "three positive numbers"),
         (["--dtype", "float64"], "float16"),
-        (["--algorithm", "two_shot"], "direct, pull, push, ring, sequential"),
+        (["--algorithm", "two_shot"], "direct, push, pull, ring, sequential"),
         (["--algorithm", "direct"], "cannot be done on ascend-950"),
         (["--sweep", "color=1:2"], "ranks=2:64"),
         (["--sweep", "ranks=8:2"], "upwards"),

@@ -19,7 +19,7 @@ from weft.plan.messages import lower_to_messages
 from weft.plan.trace import Trace
 from weft.predict.machine import Link, Machine
 from weft.predict.simulator import seconds, simulate
-from weft.schedules.operators import OPERATORS, SHARED_MEMORY_ONLY
+from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import ORDERS, PIECES, Request, Variant, Workload
 
 _CUTS = (
@@ -30,7 +30,6 @@ _CUTS = (
     64,
     1,
 )  # into how many pieces a shard may be cut, the one that is mostly right first
-_PREFERRED = ("direct", "push", "pull", "ring", "one_shot", "two_shot", "sequential")
 _SAME = 0.02  # predictions that differ by less are taken to be equal
 # simulated transfers up to which shards are cut into pieces: among thousands of ranks there are
 # many anyway
@@ -135,16 +134,16 @@ def candidates(
         else [-(-largest // pieces) for pieces in _CUTS if pieces <= most]
     )
     found = []
-    for name in ("sequential", *(name for name in operator.predicted if name != "sequential")):
+    for name in dict.fromkeys((operator.baseline, *operator.predicted)):
         if algorithm not in ("auto", name) or (
             name in operator.moves_nothing and not _reads_peers(machine)
         ):
             continue
-        if machine.hosts is not None and name in SHARED_MEMORY_ONLY:
+        if machine.hosts is not None and name in operator.shared_memory_only:
             continue
         if algorithm == "auto" and name in operator.asymmetric and workload.ranks > _MANY:
             continue
-        orders = ORDERS if name == "push" and workload.ranks > 2 else ORDERS[:1]
+        orders = ORDERS if name in operator.ordered and workload.ranks > 2 else ORDERS[:1]
         cuts = dict.fromkeys(operator.pieces(workload.rows, name, size) for size in sizes)
         found += [Variant(name, pieces, order) for pieces in cuts for order in orders]
     return found
@@ -174,9 +173,10 @@ def forecast(
     workload: Workload, machine: Machine, algorithm: str = "auto", chunk_rows: int | None = None
 ) -> Forecast:
     """Predict a workload, over all candidates or those of one algorithm."""
+    baseline = OPERATORS[workload.operator].baseline
     ways = rank(workload, machine, algorithm, chunk_rows)
-    [(_, sequential)] = rank(workload, machine, "sequential")
-    moving = next((variant for variant, _ in ways if variant.algorithm != "sequential"), ways[0][0])
+    [(_, sequential), *_] = rank(workload, machine, baseline)
+    moving = next((variant for variant, _ in ways if variant.algorithm != baseline), ways[0][0])
     return Forecast(
         compute(workload, machine),
         time(workload, moving, machine, communicate=True),
@@ -191,8 +191,8 @@ def rank(
     """Of the `candidates` the fastest of each algorithm and order, with its predicted seconds, the
     fastest first.
 
-    Where predictions are all but equal the more usual number of pieces comes first, and the variant
-    that needs fewer transfers; what overlaps comes before what does not.
+    Where predictions are all but equal the more usual number of pieces comes first, and then the
+    algorithm that the operator names first; the baseline comes last.
     """
     found: dict[tuple[str, str], tuple[Variant, float]] = {}
     for variant in candidates(workload, machine, algorithm, chunk_rows):
@@ -200,9 +200,12 @@ def rank(
         if kind not in found or took < found[kind][1] * (1 - _SAME):
             found[kind] = variant, took
     equal = min(took for _, took in found.values()) * (1 + _SAME)
+    operator = OPERATORS[workload.operator]
+    preferred = [name for name in operator.algorithms if name != operator.baseline]
+    preferred.append(operator.baseline)
     return sorted(
         found.values(),
-        key=lambda one: (max(one[1], equal), _PREFERRED.index(one[0].algorithm), one[1]),
+        key=lambda one: (max(one[1], equal), preferred.index(one[0].algorithm), one[1]),
     )
 
 

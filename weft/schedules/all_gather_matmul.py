@@ -16,7 +16,7 @@ from weft.schedules.all_gather import GATHERINGS, Arrival, all_gather, gather_pl
 from weft.schedules.common import Lanes, beside, enter, in_all, shard
 from weft.schedules.workload import Operator, Request, Rows, Workload
 
-ALGORITHMS = ("direct", "pull", "push", "ring", "sequential")
+ALGORITHMS = ("direct", "push", "pull", "ring", "sequential")
 
 
 def all_gather_matmul(request: Request, *, own_first: bool = True, joined: bool = True) -> Plan:
@@ -129,9 +129,10 @@ OPERATOR = Operator(
     result_rows=lambda shards, rank: sum(shards),
     uncut=("direct", "sequential"),
     moves_nothing=("direct",),
-    asymmetric=(
-        "pull",
-    ),  # it joins products of adjacent peers, which for most ranks are not all peers
+    reads_peers=("direct", "pull"),
+    asymmetric=("pull",),  # it joins products of adjacent peers: for most ranks not all peers
+    ordered=("push",),
+    several_weights=True,
     auto_candidates=("direct", "sequential"),
     auto_candidates_over_links=("push", "sequential"),
 )

@@ -107,8 +107,10 @@ OPERATOR = Operator(
     flattens=True,
     cuts_all_rows=("one_shot",),
     moves_nothing=("put",),
+    reads_peers=("one_shot",),
+    writes_products=("put",),
     asymmetric=("ring",),
-    not_predicted=("put",),
+    exchanges="out",
     auto_candidates=("one_shot", "two_shot", "sequential"),
     auto_candidates_over_links=("two_shot", "sequential"),
 )

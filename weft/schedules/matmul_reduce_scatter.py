@@ -311,8 +311,11 @@ OPERATOR = Operator(
     default_shards=lambda rows, ranks: None if rows % ranks else (rows // ranks,) * ranks,
     result_rows=lambda shards, rank: shards[rank],
     moves_nothing=("direct", "put"),
+    reads_peers=("direct",),
+    writes_products=("put",),
     asymmetric=("ring",),  # its sums begin at rank 0
-    not_predicted=("put",),
+    ordered=("push",),
+    exchanges="out",
     auto_candidates=("direct", "put", "sequential"),
     auto_candidates_over_links=("push", "sequential"),
 )

@@ -8,8 +8,8 @@ lists them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple
 
 from weft.plan import Plan
 from weft.schedules.common import Hosts
@@ -150,14 +150,32 @@ class Operator:
     """Algorithms in which ranks differ even where their rows do not, so that none can tell from its
     own lanes what others do.
     """
+    reads_peers: tuple[str, ...] = ()
+    """Algorithms that read peers' rows in place."""
+    writes_products: tuple[str, ...] = ()
+    """Algorithms whose products are made in peers' memory; no machine profile says how fast."""
+    ordered: tuple[str, ...] = ()
+    """Algorithms that can send their pieces in any of `ORDERS`."""
+    baseline: str = "sequential"
+    """The algorithm without overlap: first the communication, then one product, or the reverse."""
+    exchanges: Literal["a", "out"] = "a"
+    """The buffer whose rows ranks exchange: inputs, or sums of products."""
+    several_weights: bool = False
+    """Whether one call may multiply by several weights."""
     auto_candidates: tuple[str, ...] = ()
     """Algorithms that may be fastest where peers' memory is read as fast as one's own."""
     auto_candidates_over_links: tuple[str, ...] = ()
     """Algorithms that may be fastest where rows pass a slower link."""
-    not_predicted: tuple[str, ...] = ()
-    """Algorithms that predictions leave out: no machine says yet how fast products write to
-    another's memory.
-    """
+
+    def __post_init__(self) -> None:
+        """Refuse the name of an algorithm that there is not."""
+        for field in fields(self):
+            names = getattr(self, field.name)
+            for name in names if isinstance(names, tuple) else ():
+                if name not in self.algorithms and names != field.default:
+                    raise ValueError(f"{self.name}: {field.name} names no algorithm: {name!r}")
+        if self.baseline not in self.algorithms:
+            raise ValueError(f"{self.name}: baseline names no algorithm: {self.baseline!r}")
 
     def pieces(self, rows: Sequence[int], algorithm: str, chunk_rows: int) -> int:
         """The number of pieces of an algorithm whose transfers have at most `chunk_rows` rows."""
@@ -177,6 +195,11 @@ class Operator:
         return Request(workload.ranks, pieces, algorithm, workload.symmetric, order, **more)
 
     @property
+    def shared_memory_only(self) -> tuple[str, ...]:
+        """Algorithms that ranks on several hosts cannot use."""
+        return (*self.reads_peers, *self.writes_products)
+
+    @property
     def predicted(self) -> tuple[str, ...]:
         """Algorithms whose time can be predicted."""
-        return tuple(name for name in self.algorithms if name not in self.not_predicted)
+        return tuple(name for name in self.algorithms if name not in self.writes_products)
