@@ -29,7 +29,7 @@ from weft.bench.settings import AllGatherMatmul, Shape
 from weft.bench.verification import RUNS, Check, Problem, Sums, compare
 from weft.cli import app, options
 from weft.cli.plan import PLANNERS
-from weft.ops.call import Decision
+from weft.ops.call import Selection
 from weft.schedules.workload import Variant
 
 SMALL = ["--shape", "64x64x32", "--warmup", "1", "--iterations", "2", "--threads", "1"]
@@ -108,7 +108,7 @@ def result(**changes):
     }
     made = {
         "settings": AllGatherMatmul(shape=Shape(1000, 1000, 500)),
-        "choice": Decision(Variant("direct"), "as asked for"),
+        "choice": Selection(Variant("direct"), "as asked for"),
         "chunk_rows": 500,
         "times": times,
         "baselines": {GLOO: Statistics(24.0, 20.0, 30.0, 20)},
@@ -526,7 +526,7 @@ def test_bench_with_uneven_shards_steps_and_a_link():
     made = json.loads(outcome.stdout)
     assert made["link"] == {"gbps": 10.0, "latency_us": 2.0}
     assert made["baselines_ms"] == {}
-    assert made["chunk_rows"] == 4, "13 rows of a rank are sent in 4 pieces"
+    assert made["chunk_rows"] == 4, "14 rows of a rank are sent in 4 pieces"
     assert list(made["ablation_ms"]) == [
         "cascade",
         "overlapped",

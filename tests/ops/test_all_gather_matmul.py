@@ -20,8 +20,9 @@ from support.products import assert_product
 from support.ranks import on_ranks
 
 import weft
-from weft.ops import auto
-from weft.ops.call import Decision
+from weft.engines import engine
+from weft.ops import autotune
+from weft.ops.call import Selection
 from weft.predict import machine
 from weft.schedules.all_gather_matmul import ALGORITHMS
 from weft.schedules.operators import OPERATORS
@@ -186,12 +187,14 @@ def test_an_emulated_link():
 
 def unlike(world):
     """Ranks whose widths differ would choose differently by themselves; rank 0 decides."""
-    ways = [Decision(Variant(name), name) for name in ("sequential", "push", "direct")]
-    auto.fastest = lambda *_: ways[world.rank]  # in this process, which ends with the rank
+    ways = [Selection(Variant(name), name) for name in ("sequential", "push", "direct")]
+    autotune._candidates = lambda _: [ways[world.rank]]  # in this process, which ends with the rank
     a, b = torch.randn(16, 4), torch.randn(4, 4 + world.rank)
     for _ in range(2):
         assert_product(weft.all_gather_matmul(a, b), gathered(a), b)
-    assert [choice.algorithm for choice in world.choices.values()] == ["sequential"]
+    assert [choice.variant.algorithm for choice in engine(world).selections.values()] == [
+        "sequential"
+    ]
     assert ("as rank 0 decided" in weft.explain(a, b)) == (world.rank > 0)
     with pytest.raises(
         weft.MismatchError,
@@ -213,7 +216,6 @@ def explained(world, directory):
     assert "predicted" not in said, "this machine is not calibrated"
     os.environ["WEFT_CACHE"] = directory
     machine.remember({**asdict(machine.load("cpu")), "name": "this"})
-    auto._calibrated.cache_clear()
     said = weft.explain(a, b)
     assert all(f"ms  {algorithm}, " in said for algorithm in ALGORITHMS)
     assert "ranks: sequential" in weft.explain(a[:2], b)
@@ -227,9 +229,9 @@ def explained(world, directory):
 
 
 def explained_as_called(world, operator):
-    """What is explained before the first call is what the call decides, whatever it is asked for."""
-    call, asked, fastest = getattr(weft, operator), [], auto.fastest
-    auto.fastest = lambda workload, rule, *_: asked.append(workload) or rule("ring")
+    """What is explained before the first call is what the call selects, whatever its options."""
+    call, asked, candidates = getattr(weft, operator), [], autotune._candidates
+    autotune._candidates = lambda call: asked.append(call.workload) or [call.rule("ring")]
     a, b, bias = torch.randn(8, 16), torch.randn(16, 6), torch.randn(6)
     low, scales = torch.float8_e4m3fn, {"scale_a": torch.tensor(1.0), "scale_b": torch.tensor(1.0)}
     half = {"out_dtype": torch.float32, "bias": bias.bfloat16()}
@@ -238,17 +240,17 @@ def explained_as_called(world, operator):
         ((a.to(low), b.to(low)), scales),
         ((a, b), {"chunk_rows": 3}),
     ):
-        world.choices.clear()
+        engine(world).selections.clear()
         asked.clear()
         said = weft.explain(*given, operator=operator, **options)
         call(*given, **options)
-        assert len(asked) == 1 + (world.rank == 0), "rank 0 decides in the call, too"
+        assert len(asked) == 1 + (world.rank == 0), "rank 0 selects in the call, too"
         assert len(set(asked)) == 1
-        (decided,) = world.choices.values()
-        assert f"ranks: {decided.algorithm}, at most " in said
+        (selection,) = engine(world).selections.values()
+        assert f"ranks: {selection.variant}, at most " in said
     with pytest.raises(TypeError, match="out_dtype must be float32"):
         weft.explain(a, b, operator=operator, out_dtype=torch.float16)
-    auto.fastest = fastest
+    autotune._candidates = candidates
 
 
 def test_explain(tmp_path):

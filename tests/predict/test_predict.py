@@ -21,13 +21,11 @@ from weft import cache, predict
 from weft.bench import calibrate, tune
 from weft.cli import app
 from weft.engines import engine
-from weft.ops import auto
-from weft.ops.call import Decision
 from weft.predict import machine, tuned
 from weft.predict.interpolation import Grid
 from weft.predict.machine import Link
 from weft.schedules.thresholds import Thresholds
-from weft.schedules.workload import Variant, Workload
+from weft.schedules.workload import Variant
 from weft.world import placement
 
 FIT = Path(__file__).parents[2] / "benchmarks" / "fit_machines.py"
@@ -41,8 +39,7 @@ def uncalibrated(tmp_path, monkeypatch):
 
 def forget():
     """What this process knows of the cache."""
-    for remembered in (auto._calibrated, tuned._known):
-        remembered.cache_clear()
+    tuned._known.cache_clear()
 
 
 def calibrated(**figures):
@@ -365,11 +362,11 @@ def measured(world, directory):
     for way in (None, Variant("ring", 3)):
         if way:  # only rank 0 need know
             tuned.remember(cases[0], None, way) if world.rank == 0 else None
-            world.choices.clear()
+            engine(world).selections.clear()
             engine(world).known.clear()
             engine(world).ready.clear()
         assert torch.equal(weft.all_gather_matmul(a, b, world=world), torch.full((8, 8), 16.0))
-        found += [choice.algorithm for choice in world.choices.values()]
+        found += [each.variant.algorithm for each in engine(world).selections.values()]
     return profile, [ways for _, ways, _ in questions], answers, found
 
 
@@ -400,88 +397,20 @@ def test_this_machine_is_measured(tmp_path):
     assert all(0 < answer.least <= answer.median for found in answers for answer in found)
 
 
-def usual(case, *ways):
-    """A rule whose first way is the usual one."""
-
-    def rule(name):
-        for way in ways:
-            if name in ("auto", way.algorithm):
-                return Decision(way, "as usual")
-        raise ValueError(name)
-
-    return lambda link=None, chunk_rows=None, hosts=None: auto.fastest(
-        case, rule, link, chunk_rows, hosts
-    )
-
-
-def test_what_was_tuned_beats_what_is_predicted():
-    case, way = (
-        predict.workload("matmul_reduce_scatter", 2, (64, 64, 64), "float32"),
-        Variant("ring", 7),
-    )
+def test_a_tuned_variant_is_found_for_its_link_and_machine_only(monkeypatch):
+    case = predict.workload("matmul_reduce_scatter", 2, (64, 64, 64), "float32")
+    variant, processor = Variant("ring", 4), cache.processor()
     assert tuned.find(case, None) is None
-    tuned.remember(case, None, way)
-    assert tuned.find(case, None) == way
+    tuned.remember(case, None, variant)
+    assert tuned.find(case, None) == variant
     assert tuned.find(case, (1.0, 0.0)) is None
-    decide = usual(case, Variant("direct", 32), Variant("ring", 2))
-    assert decide().variant == way
-    assert decide(chunk_rows=9).variant != way
-    assert decide(link=(1.0, 0.0)).variant != way
-    assert usual(case, Variant("direct", 32))().variant == Variant("direct", 32)
-
-
-def test_a_prediction_has_to_beat_the_usual_way_clearly():
-    calibrated()
-    large = predict.workload("all_gather_matmul", 2, (2048, 2048, 1024), "float32")
-    decide = usual(large, Variant("sequential"), Variant("push", 32))
-    found = decide()
-    assert found.predicted[0][0].algorithm != "sequential"  # but only by a little
-    assert found.variant.algorithm == "sequential"
-    assert found.why == "as usual; no other is predicted to be clearly faster on this machine"
-    slow = decide((1.0, 0.0))
-    assert slow.algorithm == "push"
-    assert {way.pieces for way, _ in slow.predicted if way.algorithm == "push"} == {32, 16, 64}
-    assert {
-        way.pieces for way, _ in decide((1.0, 0.0), 64).predicted if way.algorithm == "push"
-    } == {32}
-    few = predict.workload("all_gather_matmul", 2, (8, 2048, 1024), "float32")
-    decide = usual(few, Variant("push", 4), Variant("sequential"))
-    assert decide((16.0, 0.0)).algorithm == "sequential"
-    unknown = predict.workload("all_gather_matmul", 2, (8, 2048, 1024), "int8")
-    assert usual(unknown, Variant("push", 4), Variant("sequential"))() == Decision(
-        Variant("push", 4), "as usual"
-    )
-
-
-def test_a_machine_that_is_not_there_decides_nothing(monkeypatch):
-    case, processor = (
-        predict.workload("matmul_reduce_scatter", 2, (2048, 1024, 1024), "float32"),
-        cache.processor(),
-    )
-    ways = Variant("push", 16), Variant("direct", 4)
-    decide = usual(case, *ways)
-    assert decide() == Decision(ways[0], "as usual")
-    assert decide((1.0, 0.0)) == Decision(ways[0], "as usual")
-    calibrated()
-    assert decide().variant == ways[1]
-    assert decide().why == "predicted to be clearly faster on this machine than push"
-    tuned.remember(case, None, ways[1])
     monkeypatch.setattr(cache, "processor", lambda: "another that shares the cache directory")
     forget()
-    assert decide() == Decision(ways[0], "as usual")
+    assert tuned.find(case, None) is None
     assert "this" not in machine.names()
     monkeypatch.setattr(cache, "processor", lambda: processor)
     forget()
-    assert decide().why == "it was measured to be the fastest"
-
-
-def test_many_ranks_are_taken_to_be_equal():
-    calibrated()
-    case = Workload("all_gather_matmul", (*[64] * 15, 63), 256, 256, "float32", "float32")
-    names = "push", "pull", "ring", "direct", "sequential"
-    found = usual(case, *[Variant(name, 4) for name in names])()
-    assert {way.algorithm for way, _ in found.predicted} == {*names} - {"pull"}
-    assert Variant("push", 4, "interleaved") in dict(found.predicted)
+    assert tuned.find(case, None) == variant
 
 
 def test_hosts_are_joined_by_a_link_of_their_own(tmp_path):
@@ -503,16 +432,3 @@ def test_hosts_are_joined_by_a_link_of_their_own(tmp_path):
         *asked, "--machine", "ascend-910b1", "--dtype", "float16", status=2
     )
     assert "use --link instead" in command(*asked, "--link-gbps", 1, status=2)
-
-
-def test_predictions_decide_over_hosts_once_their_link_was_measured():
-    case = predict.workload("all_gather_matmul", 2, (512, 1024, 1024), "float32")
-    ways = Variant("sequential"), Variant("push", 16)
-    decide = usual(case, *ways)
-    assert decide(hosts=(0, 1)) == Decision(ways[0], "as usual")
-    calibrated(network=None)
-    assert decide(hosts=(0, 1)) == Decision(ways[0], "as usual")
-    calibrated(network=replace(machine.load("cpu").network, gbs=0.25))
-    found = decide(hosts=(0, 1))
-    assert found.algorithm == "push"
-    assert {way.algorithm for way, _ in found.predicted} == {"push", "sequential"}

@@ -37,8 +37,8 @@ from weft.engines.recording import record
 from weft.kernels.products import multiply
 from weft.kernels.weights import pack
 from weft.ops import fused
-from weft.ops.auto import decide
-from weft.ops.call import Decision, Given, Options
+from weft.ops.autotune import select
+from weft.ops.call import Given, Options, Selection
 from weft.plan import Copy, Plan
 from weft.plan.binding import bind, split
 from weft.plan.trace import Trace
@@ -56,12 +56,12 @@ class Result:
 
     `times` has the four views, `baselines` and `ablation` what they are compared with. `checks`
     holds the worst that verification found for each of these before and after timing on any rank.
-    `choice` is what was carried out, and why, `chunk_rows` the most rows of its transfers; `where` says on what, as the JSON does; `notes` are
-    what else one must know to read the times.
+    `choice` is what was carried out, and why, `chunk_rows` the most rows of its transfers; `where`
+    says on what, as the JSON does; `notes` are what else one must know to read the times.
     """
 
     settings: FusedSettings
-    choice: Decision
+    choice: Selection
     chunk_rows: int
     times: dict[str, Statistics]
     baselines: dict[str, Statistics]
@@ -153,7 +153,7 @@ class Subject(Views):
         self.call = fused.check(
             settings.operator, world, Given(self.a, [self.weight], [None], [self.out]), asked
         )
-        self.choice = self.call.usual(settings.algorithm)
+        self.choice = self.call.rule(settings.algorithm)
         if settings.link_gbps == "auto":
             self.renew(0)
             first, alone = (
@@ -165,9 +165,10 @@ class Subject(Views):
             )
             world.emulate_link(gbps, latency)
         if settings.algorithm == "auto" and shape.m:
-            while (choice := decide(self.call)).report is not None:
+            self.choice = select(self.call)
+            while (trial := self.choice.trial) is not None and trial.includes(self.call):
                 fused.run(self.call)
-            self.choice = choice
+                self.choice = select(self.call)
         self.views = {
             "compute": View(
                 compute, (self.product,), partial(self.problem.check_product, self.product)

@@ -35,7 +35,7 @@ def to_json(result: Result) -> dict[str, Any]:
         "shape": asdict(settings.shape),
         "dtype": settings.dtype,
         "out_dtype": settings.result_dtype,
-        "algorithm": result.choice.algorithm,
+        "algorithm": result.choice.variant.algorithm,
         "chunk_rows": result.chunk_rows,
         "link": where["link"],
         "times_ms": times_ms(result.times),
@@ -73,7 +73,8 @@ def title(result: Result) -> str:
     link = f", emulated link of {where['link']['gbps']:g} Gbit/s" if where["link"] else ""
     ranks, hosts = where["ranks"], where["hosts"]
     place = f"{ranks} rank{'s' if ranks > 1 else ''}{f' on {hosts} hosts' if hosts > 1 else ''}"
-    return f"{settings.operator.replace('_', '-')}: {place}, {settings.shape}, {dtypes}, {result.choice.algorithm}{link}"
+    name, algorithm = settings.operator.replace("_", "-"), result.choice.variant.algorithm
+    return f"{name}: {place}, {settings.shape}, {dtypes}, {algorithm}{link}"
 
 
 def _table(
@@ -123,8 +124,8 @@ def _notes(result: Result) -> Iterator[Text]:
             f"link of {link}.",
             "yellow",
         )
-    choice = result.choice
-    yield Text(f"{choice.algorithm}, at most {result.chunk_rows} rows per transfer: {choice.why}.")
+    algorithm, reason = result.choice.variant.algorithm, result.choice.reason
+    yield Text(f"{algorithm}, at most {result.chunk_rows} rows per transfer: {reason}.")
     yield from map(Text, result.notes)
     for name, times in {**result.times, **result.baselines, **result.ablation}.items():
         if times.iterations < settings.iterations:

@@ -36,7 +36,7 @@ class AllGatherMatmul(Subject):
 
     def __init__(self, settings: FusedSettings, world: World, stopwatch: Stopwatch) -> None:
         super().__init__(settings, world, stopwatch)
-        still = self.choice.algorithm == "direct"
+        still = self.choice.variant.algorithm == "direct"
         self.notes = (
             *(
                 ["communicate is a pull, since direct moves no rows by themselves."]
@@ -73,7 +73,7 @@ class AllGatherMatmul(Subject):
         self.a.copy_(self.x[start : start + len(self.a)])
 
     def _step(self, name: str, algorithm: str) -> Callable[[], object]:
-        variant = self.call.usual(algorithm).variant
+        variant = self.call.rule(algorithm).variant
         request = self.call.operator.request(self.call.workload, variant, hosts=self.world.topology)
         plan = schedule.all_gather_matmul(request._replace(symmetric=True), **_STEPS[name])
         tensors = {"a": self.a, "out": self.out}

@@ -49,7 +49,7 @@ def measure(questions: list[Question], iterations: int, threads: int) -> list[li
         for case, ways, link in questions:
             world.emulate_link(*link or (0.0, 0.0))
             call = _prepare(case, world)
-            ways = [*dict.fromkeys([*ways, call.usual("auto").variant])]
+            ways = [*dict.fromkeys([*ways, call.rule("auto").variant])]
             views = {
                 str(number): partial(fused.execute, call, way) for number, way in enumerate(ways)
             }

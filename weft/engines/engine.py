@@ -64,6 +64,7 @@ class Engine(ABC):
         self.pending: list[Program] = []  # started and not yet joined, in their order
         # Collectives seen before, for tensors that lie alike, with the workspace that they use.
         self.repeats = _native.Repeats(world.executor)
+        self.selections: dict[Hashable, Any] = {}  # variants by class (`weft.ops.autotune`)
         self.calls: dict[Hashable, Any] = {}  # the same, of those without tensors
         self.known: dict[Hashable, Any] = {}  # what is decided of others, whatever their rows
         self.ready = _native.Alike(

@@ -13,11 +13,11 @@ from weft.checks import check_timeout
 from weft.kernels.products import multiply
 from weft.kernels.weights import Weight, source
 from weft.ops import arguments, dims, float8, fused, known
-from weft.ops.call import Call, Decision, Given, Options, workload
+from weft.ops.call import Call, Given, Options, Selection, workload
 from weft.plan import Plan
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import outputs
-from weft.schedules.workload import Request, Variant
+from weft.schedules.workload import Request, Variant, Workload
 from weft.world import World, current
 
 Optionals = Sequence[Tensor | None]
@@ -183,6 +183,11 @@ class _GatherCall(Call):
     def columns(self) -> int:
         return self.workload.k
 
+    @property
+    def shared(self) -> Workload:
+        workload = self.workload
+        return workload._replace(n=0, out_dtype=workload.dtype, packed=True, symmetric=True)
+
     def chunk_rows(self, algorithm: str) -> int:
         return self.piece(max(self.workload.rows), self.pieces)
 
@@ -252,7 +257,7 @@ class _ColumnsCall(_GatherCall):
     then multiplied at once.
     """
 
-    key = None
+    tunable = False
 
     def __init__(
         self,
@@ -271,13 +276,13 @@ class _ColumnsCall(_GatherCall):
         own = given.a.flatten(0, -2).t().contiguous()
         self.tensors = {"a": own, "gathered": own.new_empty(sum(shards), own.shape[1])}
 
-    def usual(self, algorithm: str) -> Decision:
+    def rule(self, algorithm: str) -> Selection:
         self.check_algorithm(algorithm)
         reading, why = self.overlapped()
         algorithm = {"auto": reading, "direct": "pull", "sequential": "push"}.get(
             algorithm, algorithm
         )
-        return Decision(self.variant(algorithm), why)
+        return Selection(self.variant(algorithm), why)
 
     def overlapped(self) -> tuple[str, str]:
         why = "the last dimension is gathered, a split of K: no product can begin before all columns are there"

@@ -25,7 +25,6 @@ from weft.schedules.workload import (
     Request,
     Variant,
     Workload,
-    size_class,
 )
 from weft.world import World
 
@@ -72,48 +71,17 @@ class Given(NamedTuple):
     outs: Sequence[Tensor | None]
 
 
-class CallKey(NamedTuple):
-    """What all ranks know of a call that is left to ``auto``; `columns` are those of the rows that
-    ranks exchange.
+class Selection(NamedTuple):
+    """The variant of a call, and the reason for it.
 
-    `most` is the most rows of a rank, or those of its class (`size_class`).
-    """
-
-    operator: str
-    most: int
-    ranks: int
-    columns: int
-    dtype: torch.dtype
-    chunk_rows: int | None
-
-    def __str__(self) -> str:
-        pieces = "" if self.chunk_rows is None else f", chunk_rows={self.chunk_rows}"
-        of = "a" if self.operator == "all_gather_matmul" else "sum"
-        rows = f"up to {self.most} rows x {self.columns} {name(self.dtype)} on each of {self.ranks} ranks"
-        return f"{self.operator}({of}={rows}{pieces}, algorithm=auto)"
-
-
-class Decision(NamedTuple):
-    """How a call is carried out, why, and what was considered: variants with predicted
-    milliseconds, fastest first.
-
-    `measured`: the least milliseconds of what was tried in calls of the class. `sure`: nothing else need be tried.
-    `settled`: the class goes this way from now on. `report` is told when the call began and ended,
-    where that is measured. `others`: what later calls will try, to be made ready at once.
+    `measured` are the least milliseconds of the variants that were tried. `trial`: the measurement
+    under way, which the time of the call is reported to (`weft.ops.autotune.Trial`).
     """
 
     variant: Variant
-    why: str
-    predicted: tuple[tuple[Variant, float], ...] = ()
+    reason: str
     measured: tuple[tuple[Variant, float], ...] = ()
-    sure: bool = False
-    settled: bool = True
-    report: Callable[[int, int], None] | None = None
-    others: Sequence[Decision] = ()
-
-    @property
-    def algorithm(self) -> str:
-        return self.variant.algorithm
+    trial: Any = None
 
 
 class Call(ABC):
@@ -163,19 +131,14 @@ class Call(ABC):
         return max(-(-rows // pieces), min(rows, LEAST_ROWS[self.workload.packed]))
 
     @property
-    def key(self) -> CallKey | None:
-        """What all ranks know of the call if there is anything to decide."""
-        most, dtype, chunk_rows = (
-            max(self.workload.rows),
-            self.tensors["a"].dtype,
-            self.options.chunk_rows,
-        )
-        if self.options.algorithm != "auto" or not most:
-            return None
-        most = size_class(most) if chunk_rows is None else most
-        return CallKey(
-            self.workload.operator, most, self.world.ranks, self.columns, dtype, chunk_rows
-        )
+    @abstractmethod
+    def shared(self) -> Workload:
+        """The workload as far as all ranks know it."""
+
+    @property
+    def tunable(self) -> bool:
+        """Whether its variant is left to `weft.ops.autotune`."""
+        return self.options.algorithm == "auto"
 
     @property
     def words(self) -> str:
@@ -202,15 +165,23 @@ class Call(ABC):
                 f"{algorithm} moves no rows, so an emulated link cannot slow it: choose {others}"
             )
 
-    def usual(self, algorithm: str) -> Decision:
-        """What the operator does for ``auto``, or one algorithm, by its own rules; `ValueError` if
-        it is not possible here.
+    def possible(self, algorithm: str) -> bool:
+        """Whether `check_algorithm` accepts an algorithm."""
+        try:
+            self.check_algorithm(algorithm)
+        except ValueError:
+            return False
+        return True
+
+    def rule(self, algorithm: str) -> Selection:
+        """The variant of an algorithm, or the operator's own for ``auto``; `ValueError` if it is
+        not possible here.
         """
         self.check_algorithm(algorithm)
-        why = "as asked for"
+        reason = "as asked for"
         if algorithm == "auto":
-            algorithm, why = self.default()
-        return Decision(self.variant(algorithm), why)
+            algorithm, reason = self.default()
+        return Selection(self.variant(algorithm), reason)
 
     def variant(self, algorithm: str) -> Variant:
         """An algorithm with the number of pieces that `chunk_rows` asks for, or the operator's."""

@@ -11,9 +11,11 @@ from weft.engines import engine
 from weft.kernels.weights import PackedWeight, Weight
 from weft.ops import float8, fused
 from weft.ops.all_gather_matmul import listed
-from weft.ops.auto import expected
-from weft.ops.call import Given, Options
+from weft.ops.autotune import expected
+from weft.ops.call import Call, Given, Options
+from weft.predict import machine, rank
 from weft.schedules.operators import OPERATORS
+from weft.schedules.workload import Variant
 from weft.world import World, current
 
 
@@ -64,17 +66,34 @@ def explain(
         call = fused.check(
             operator, world, Given(rows, weights, biases, [None] * len(weights)), asked
         )
-        decision, own = expected(call), engine(world)
+        selection, own = expected(call), engine(world)
     for weight in call.weights:
         own.check_product(call.tensors["a"], weight, getattr(torch, call.workload.out_dtype))
     made = f"{own.products}; " if own.products else ""
     made += f"the comm lane has {world.comm_threads} threads; " if world.comm_threads > 1 else ""
     packed = "packed" if all(isinstance(weight, PackedWeight) for weight in weights) else "plain"
-    where = call.describe(decision.variant)
+    where = call.describe(selection.variant)
     lines = [
-        f"{operator} over {world.ranks} ranks: {call.cut(decision.variant)}: {decision.why}{where}; {made}b is {packed}"
+        f"{operator} over {world.ranks} ranks: {call.cut(selection.variant)}: {selection.reason}{where}; {made}b is {packed}"
     ]
-    for how, times in (("measured", decision.measured), ("predicted", decision.predicted)):
+    for how, times in (("measured", selection.measured), ("predicted", _predicted(call))):
         lines += [f"{how}:"] if times else []
         lines += [f"  {ms:9.3f} ms  {call.cut(variant)}" for variant, ms in times]
     return "\n".join(lines)
+
+
+def _predicted(call: Call) -> list[tuple[Variant, float]]:
+    """The milliseconds of a call's variants on this machine, fastest first; empty where that was
+    not measured by ``weft calibrate``, or not for this dtype or between hosts.
+    """
+    world, workload, profile = call.world, call.workload, machine.calibrated()
+    on = machine.from_dict(profile) if profile else None
+    if on is None or not call.tunable or not on.multiplies(workload.dtype):
+        return []
+    if world.topology is not None:
+        if on.network is None:
+            return []
+        on = on.over(world.topology)
+    elif world.emulated_link:
+        on = on.emulating(*world.emulated_link)
+    return [(variant, 1e3 * seconds) for variant, seconds in rank(workload, on)]

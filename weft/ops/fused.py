@@ -15,7 +15,7 @@ import torch
 
 from weft.engines import engine
 from weft.engines.engine import Program
-from weft.ops.auto import decide
+from weft.ops.autotune import report, select
 from weft.ops.call import Call, Given, Options
 from weft.plan import Matmul, Plan
 from weft.schedules.operators import OPERATORS
@@ -40,15 +40,13 @@ def carry_out(call: Call) -> tuple[Any, Way | None]:
     """Carry out a call, collectively: its result, and the way that it went if calls of its class
     will always go it.
     """
-    decision = decide(call)
-    for other in decision.others:
-        _prepare(call, other.variant)
-    way = _prepare(call, decision.variant)
+    selection = select(call)
+    way = _prepare(call, selection.variant)
     begun = time.monotonic_ns()
     result = _go(call, way)
-    if decision.report is not None:
-        decision.report(begun, time.monotonic_ns())
-    return result, way if decision.settled else None
+    if selection.trial is not None:
+        report(call, selection.trial, begun, time.monotonic_ns())
+    return result, way if selection.trial is None else None
 
 
 def execute(call: Call, variant: Variant) -> Any:

@@ -130,7 +130,7 @@ class KnownCall:
     """
 
     def __init__(self, asked: Asked, call: Call) -> None:
-        self.world, self.operator, self.decided = call.world, call.operator, call.key is not None
+        self.world, self.operator, self.decided = call.world, call.operator, call.tunable
         self.packed = tuple(
             [at for at, b in enumerate(asked.weights) if isinstance(b, PackedWeight)]
         )

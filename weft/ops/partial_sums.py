@@ -44,6 +44,11 @@ class SumCall(Call):
     Rank 0 adds the bias to its product, so that it is added once, unless each rank has its own.
     """
 
+    @property
+    def shared(self) -> Workload:
+        workload = self.workload
+        return workload._replace(k=0, out_dtype=workload.dtype, packed=True, symmetric=True)
+
     def __init__(
         self,
         world: World,

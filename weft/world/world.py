@@ -9,7 +9,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -94,7 +94,6 @@ class World(Peers):
         self.engine: Any = None  # made and found by `weft.engines.engine`
         self.recorder: Recorder | None = None
         self.emulated_link: tuple[float, float] | None = None
-        self.choices: dict[Hashable, Any] = {}  # what `weft.ops.auto` has agreed on
         self.transfers = _native.Transfers(self.mesh, self.spins, self.comm_threads, self.number)
         _alive[self.number] = self
 

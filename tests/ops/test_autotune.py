@@ -13,14 +13,16 @@ import torch
 from support.ranks import on_ranks
 
 import weft
-from weft.ops.call import Decision
-from weft.ops.trials import CALLS, Trial
+from weft.engines import engine
+from weft.ops.autotune import CALLS, Trial
+from weft.ops.call import Selection
+from weft.predict import tuned
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Variant, Workload
 
 
 def settled(world):
-    return [choice for choice in world.choices.values() if isinstance(choice, Decision)]
+    return [choice for choice in engine(world).selections.values() if isinstance(choice, Selection)]
 
 
 def first_calls(world, operator, link):
@@ -30,18 +32,18 @@ def first_calls(world, operator, link):
     if link:
         world.emulate_link(0.2, 5.0)
     a, b, taken = torch.randn(400, 64), torch.randn(64, 32), []
-    seen, call = weft.ops.fused.decide, getattr(weft, operator)
+    seen, call = weft.ops.fused.select, getattr(weft, operator)
 
-    def decide(call):
-        decision = seen(call)
-        taken.append(decision.variant)
-        return decision
+    def select(call):
+        selection = seen(call)
+        taken.append(selection.variant)
+        return selection
 
-    weft.ops.fused.decide = decide
+    weft.ops.fused.select = select
     while not settled(world):
         call(a, b)
         assert len(taken) <= CALLS
-    weft.ops.fused.decide = seen
+    weft.ops.fused.select = seen
     (choice,) = settled(world)
     return taken, choice.variant, weft.explain(a, b, operator=operator)
 
@@ -71,9 +73,9 @@ def nothing_to_try(world):
     for rows, dtype in ((8, torch.float32), (400, torch.float64)):
         weft.all_gather_matmul(torch.randn(rows, 64, dtype=dtype), b.to(dtype))
     weft.all_gather_matmul(torch.randn(400, 64), b, algorithm="pull")
-    assert all(isinstance(choice, Decision) for choice in world.choices.values())
+    assert all(isinstance(choice, Selection) for choice in engine(world).selections.values())
     weft.all_gather_matmul(torch.randn(300, 64), b)
-    (trial,) = (choice for choice in world.choices.values() if isinstance(choice, Trial))
+    (trial,) = (choice for choice in engine(world).selections.values() if isinstance(choice, Trial))
     weft.all_gather_matmul(torch.randn(300 if world.rank else 1, 64), b, shard_rows=[1, 300])
     assert len(trial.calls) == 1, (
         "a product of one row may have other bits, so it goes the usual way"
@@ -91,14 +93,17 @@ def quick_links(world):
         usual = weft.explain(a, b).splitlines()[0]
         weft.all_gather_matmul(a, b)
         found.append(
-            (usual.split(": ")[1].split(",")[0], type(world.choices[[*world.choices][-1]]))
+            (
+                usual.split(": ")[1].split(",")[0],
+                type(engine(world).selections[[*engine(world).selections][-1]]),
+            )
         )
     return found
 
 
 def test_what_passes_a_link_at_once_is_not_cut():
     for found in on_ranks(quick_links, 2):
-        assert found == [("sequential", Decision), ("sequential", Trial), ("push", Trial)]
+        assert found == [("sequential", Selection), ("sequential", Trial), ("push", Trial)]
 
 
 def test_ways_that_differ_are_not_mixed():
@@ -141,26 +146,25 @@ class _Call:
 )
 def test_the_fastest_stays(times, wanted, calls, hosts):
     trial, draw, made, choice = (
-        Trial([Decision(Variant(name), "") for name in times]),
+        Trial(None, [Variant(name) for name in times]),
         random.Random(0),
         0,
         None,
     )
     while choice is None:
         call, now = _Call(draw.choice((300, 350, 384)), hosts), draw.randrange(1 << 40)
-        decision = trial.of(call)
+        variant = trial.next(call).variant
         assert trial.includes(call)
-        took = round(1e4 * times[decision.algorithm] * sum(call.workload.rows))
+        took = round(1e4 * times[variant.algorithm] * sum(call.workload.rows))
         made += 1
-        if trial.took(call, now, now + took):
-            early, other = (
-                trial.said(),
-                10**12 * hosts[1],
-            )  # by how much another host's clock is ahead
-            for at in range(0, len(early), 3):  # who came early only waited
-                early[at : at + 2] = early[at] - 9 * took + other, early[at + 1] + other
-            choice = trial.heard(call, torch.tensor([trial.said(), early]))
-    assert (choice.algorithm, made) == (wanted, calls)
+        if trial.note(call, now, now + took):
+            own = torch.tensor(trial.calls)
+            other = 10**12 * hosts[1]  # by how much another host's clock is ahead
+            early = torch.stack(  # a rank that began early only waited
+                [own[:, 0] - 9 * took + other, own[:, 1] - 9 * took + 1 + other, own[:, 2]], 1
+            )
+            choice = trial.end_round(torch.stack([own, early]), hosts)
+    assert (choice.variant.algorithm, made) == (wanted, calls)
 
 
 def bits(world, seed):
@@ -196,13 +200,48 @@ def learned(world, directory):
         weft.predict.tuned._keep()
     weft.barrier()
     found = weft.explain(a, b)
-    world.choices.clear()
+    engine(world).selections.clear()
     weft.all_gather_matmul(a, b)
     assert len(settled(world)) == 1, "what was measured before is not tried again"
-    return settled(world)[0].algorithm, found
+    return settled(world)[0].variant.algorithm, found
 
 
 def test_what_was_measured_is_remembered(tmp_path):
     ((chosen, _), *_) = on_ranks(learned, 2, str(tmp_path))
     (stored,) = [json.loads(path.read_text()) for path in Path(tmp_path).glob("tuned-*.json")]
     assert [variant["algorithm"] for variant in stored.values()] == [chosen]
+
+
+def remembered(world, directory):
+    """Candidates where a variant was measured before, whatever the rule says."""
+    os.environ["WEFT_CACHE"] = directory
+    tuned._known.cache_clear()
+    a, b = world.empty(400, 64), torch.randn(64, 32)
+    case = Workload("all_gather_matmul", (400, 400), 64, 32, "float32", "float32", packed=False)
+    for link in (None, (1.0, 0.0)):
+        tuned.remember(case, link, Variant("ring", 4))
+    assert "ranks: ring, at most 100 rows per transfer: it was measured" in weft.explain(a, b)
+    assert "ranks: ring" not in weft.explain(a, b, chunk_rows=9)
+    assert "ranks: ring" not in weft.explain(a[:100], b)
+    tuned.remember(case, (1.0, 0.0), Variant("direct"))
+    world.emulate_link(1.0)
+    assert "ranks: push" in weft.explain(a, b), "direct is not possible over an emulated link"
+
+
+def test_a_variant_that_was_measured_comes_before_the_rule(tmp_path):
+    on_ranks(remembered, 2, str(tmp_path))
+
+
+def over_links(world):
+    """Candidates where peers' memory is not read in place, as over several hosts."""
+    world.emulate_link(0.2, 5.0)
+    a, b = torch.randn(2048, 64), torch.randn(64, 32)
+    weft.all_gather_matmul(a, b)
+    (trial,) = engine(world).selections.values()
+    return trial.left
+
+
+def test_over_links_several_numbers_of_pieces_are_tried():
+    for left in on_ranks(over_links, 2):
+        assert {variant.algorithm for variant in left} == {"push", "sequential"}
+        assert len({variant.pieces for variant in left if variant.algorithm == "push"}) == 2
