@@ -349,7 +349,9 @@ def too_many_names(world):
 
 def told_later(world):
     if world.rank == 0:
-        world.fail(weft.MismatchError("rank 0 calls this, but rank 1 calls that"), 1, beside=True)
+        world.fail(
+            weft.MismatchError("rank 0 calls this, but rank 1 calls that"), 1, in_background=True
+        )
     while not world.mesh.failure()[0]:
         time.sleep(0.001)
     with pytest.raises(weft.MismatchError, match="rank 1 calls that"):

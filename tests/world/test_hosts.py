@@ -129,7 +129,7 @@ def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path
     [kind, said], own = found(tmp_path, "gives_up", 2)
     assert (kind, said) == (
         "PeerLost",
-        "rank 1 gave up while rank 0 waited to learn where it is: no address",
+        "rank 1 gave up while rank 0 waited for its address: no address",
     )
     assert own == ["WeftError", "no address"]
     measured, _ = found(tmp_path, "benches", 2)

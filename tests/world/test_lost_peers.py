@@ -117,13 +117,13 @@ def joins(world, how, step):
     [
         ("dies", "weft.world.rendezvous.GroupRendezvous.exchange"),
         ("dies", "weft.world.listener.Listener.connect"),
-        ("dies", "weft.world.listener._Call.go_on"),
-        ("dies", "weft.world.listener._Callers._hear"),
+        ("dies", "weft.world.listener._Outbound.advance"),
+        ("dies", "weft.world.listener._Inbound._read_hello"),
         ("dies", "weft._native.Mesh"),
         ("dies", "weft._native.create_mapping"),
         ("dies", "weft.world.peers.send"),
         ("dies", "weft._native.attach_mapping"),
-        ("lacks", "weft.world.listener._Call.go_on"),
+        ("lacks", "weft.world.listener._Outbound.advance"),
         ("lacks", "weft._native.create_mapping"),
         ("lacks", "weft._native.attach_mapping"),
     ],
@@ -148,7 +148,7 @@ def test_a_rank_that_makes_no_world_is_named():
     outcomes = start(absent, 3)
     errors = [outcomes[0].error, outcomes[2].error]
     assert all(isinstance(error, weft.PeerTimeout | weft.PeerLost) for error in errors), errors
-    assert any("waited 0.5 s for rank 1" in str(error) for error in errors), errors
+    assert any("waited 0.5 s for the address of rank 1" in str(error) for error in errors), errors
 
 
 def few_files(world, room):

@@ -97,12 +97,12 @@ class _Harmful:
         (
             lambda path: pickle.dumps(_Harmful(path)),
             WeftError,
-            "rank 0 does not understand what rank 1 says of where it is",
+            "rank 0 cannot read the address that rank 1 sent",
         ),
         (
             lambda path: encode(Announcement(weft.__version__, "", "", "here")),
             WeftError,
-            "what rank 1 says of where it is: 'here' is no list",
+            "cannot read the address that rank 1 sent: 'here' is no list",
         ),
         (
             lambda path: encode(Announcement("0.0.9", "", "", None)),
@@ -117,7 +117,7 @@ class _Harmful:
         (
             lambda path: encode(Announcement(weft.__version__, "", "no room", None)),
             PeerLost,
-            "rank 1 gave up while rank 0 waited to learn where it is: no room",
+            "rank 1 gave up while rank 0 waited for its address: no room",
         ),
     ],
     ids=["pickled", "garbled", "version", "job", "gives up"],
@@ -143,11 +143,11 @@ def test_a_store_that_is_lost_is_no_limit_that_is_over():
             time.sleep(0.001)
         del server
         with pytest.raises(
-            PeerLost, match=r"rank 0 lost the store while it waited for rank [01] to say"
+            PeerLost, match=r"rank 0 lost the store while it waited for the address of rank [01]"
         ):
             lost.result(SOON)
     with (
-        pytest.raises(PeerTimeout, match=r"rank 0 waited 0.1 s for rank 1 to say where it is$"),
+        pytest.raises(PeerTimeout, match=r"rank 0 waited 0.1 s for the address of rank 1$"),
         StoreRendezvous(HashStore(), 0, 2).exchange(INFO, 0.1),
     ):
         pass
@@ -232,8 +232,8 @@ def test_two_jobs_at_one_port_do_not_meet():
     [other] = {*jobs} - {met}
     first, second = (outcome.error for outcome in jobs[other])
     assert isinstance(first, WeftError), first
-    assert f"where ranks of job {other} are to meet" in str(first)
-    assert "set MASTER_PORT to another one on all ranks" in str(first)
+    assert f"for the ranks of job {other}" in str(first)
+    assert "set MASTER_PORT to a free one on all ranks" in str(first)
     assert isinstance(second, PeerTimeout), second
     assert f"waited 2 s for rank 0 of 2 to join job {other} at 127.0.0.1:" in str(second)
 
@@ -356,7 +356,7 @@ def test_a_peer_may_be_slow_to_say_who_it_is(host):
 
 
 def test_more_callers_than_the_kernel_keeps(monkeypatch):
-    monkeypatch.setattr(listening, "_BACKLOG", 1)
+    monkeypatch.setattr(listening, "_LISTEN_BACKLOG", 1)
     with listeners(8) as ranks:
         check_joined(met(ranks))
 
@@ -392,7 +392,7 @@ def test_ranks_of_two_users_are_told_so():
         assert isinstance(outcome.error, WeftError), outcome
         assert (
             f"rank {1 - rank} runs as another user than rank {rank}: {users[0]} and {users[1]}; "
-            "let one user" in str(outcome.error)
+            "run all ranks of a host as one user" in str(outcome.error)
         )
 
 

@@ -256,7 +256,7 @@ def test_launchers_variables():
     )
     spread = {"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2", "MASTER_ADDR": "node0"}
     assert launcher_variables(spread)["MASTER_PORT"] == "29500"
-    with pytest.raises(weft.WeftError, match="several hosts and does not say where rank 0 is"):
+    with pytest.raises(weft.WeftError, match="several hosts without the address of rank 0"):
         default_group(
             {
                 "OMPI_COMM_WORLD_RANK": "2",

@@ -1,9 +1,9 @@
-"""How ranks connect: each listens, and every two call each other, in one host by Unix sockets and
-between hosts by TCP.
+"""Connections between ranks: each rank listens, and every two connect to each other, on one host by
+Unix sockets and between hosts by TCP.
 
 Unix sockets have abstract addresses, which vanish with their owners and cannot be reached from
-another host (a network namespace is one); who calls is checked to be the same user. Between hosts,
-and here too, callers know a secret that ranks tell each other.
+another host (a network namespace is one); the peer must be the same user. Every connection begins
+with a secret that ranks exchange in the rendezvous.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,19 +27,17 @@ from weft.errors import PeerLost, PeerTimeout, WeftError
 from weft.world.topology import read_text
 
 INTERFACE = "GLOO_SOCKET_IFNAME"  # the variable that names the interface to use, to gloo too
-_HELLO = struct.Struct("16si")  # the secret of who is called, and the rank that calls
-_BACKLOG = 1024  # callers that the kernel keeps until they are answered
-_STRANGERS = (
-    64  # callers, beside as many as there are peers, that may take their time to say who they are
-)
-_AGAIN = 0.01  # seconds after which a peer is called again that has too many callers just now
-_LATER = (errno.EINPROGRESS, errno.EALREADY, errno.EAGAIN)
+_HELLO = struct.Struct("16si")  # the secret of the listener, and the rank that connects
+_LISTEN_BACKLOG = 1024  # connections that the kernel keeps until they are accepted
+_UNIDENTIFIED = 64  # accepted connections without a hello, in addition to one for each peer
+_RETRY = 0.01  # seconds after which a peer with a full backlog is tried again
+_IN_PROGRESS = (errno.EINPROGRESS, errno.EALREADY, errno.EAGAIN)
 _SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank listens, and what it wants to hear: a host and a port, or the name of a Unix
+    """The address at which a rank listens, and its secret: a host and a port, or the name of a Unix
     socket and no port.
     """
 
@@ -57,7 +55,7 @@ class Address:
 
     @property
     def at(self) -> str | tuple[str, int]:
-        """What sockets call it."""
+        """The address in the form that sockets take."""
         return (self.host, self.port) if self.port else self.host
 
     def __str__(self) -> str:
@@ -65,16 +63,16 @@ class Address:
 
 
 class Listener:
-    """This rank's `socket`, to which peers connect at its `address`: a port of this `host`, or a
-    Unix socket without one.
+    """A listening socket of this rank, at `address`: a port of this `host`, or a Unix socket
+    without one.
     """
 
     def __init__(self, host: str = "") -> None:
         name = f"\0weft-{secrets.token_hex(16)}"
-        self.socket = _made(family_of(host) if host else socket.AF_UNIX)
+        self.socket = _nonblocking(family_of(host) if host else socket.AF_UNIX)
         try:
             self.socket.bind((host, 0) if host else name)
-            self.socket.listen(_BACKLOG)
+            self.socket.listen(_LISTEN_BACKLOG)
             port = self.socket.getsockname()[1] if host else 0
         except BaseException:
             self.socket.close()
@@ -84,95 +82,88 @@ class Listener:
     def connect(
         self, rank: int, peers: Mapping[int, tuple[int, Address]], timeout: float
     ) -> dict[int, tuple[socket.socket, socket.socket]]:
-        """Call all `peers`, of each of which the pid and the address are given, and be called by
-        them: the connections of the lower rank's call and of the higher's to each.
+        """Connect to all `peers`, given by pid and address, and accept their connections: for each
+        peer the connection that the lower rank opened, then the one that the higher opened.
 
-        Others may call as well, and delay nobody. Raises `PeerTimeout` naming the ranks that did
-        not appear, `PeerLost` one that is gone, `WeftError` one that another user runs.
+        Connections of other processes delay no peer. Raises `PeerTimeout` naming ranks that did not
+        connect, `PeerLost` one that is gone, `WeftError` one that another user runs.
         """
         deadline = time.monotonic() + timeout
-        with contextlib.ExitStack() as made:
-            callers = made.enter_context(_Callers(rank, self, peers))
-            calls = [_Call(rank, peer, *about) for peer, about in peers.items()]
-            for call in calls:
-                made.enter_context(call.socket)
-                call.go_on()
+        with contextlib.ExitStack() as opened:
+            inbound = opened.enter_context(_Inbound(rank, self, peers))
+            outbound = [_Outbound(rank, peer, *about) for peer, about in peers.items()]
+            for each in outbound:
+                opened.enter_context(each.socket)
+                each.advance()
             while missing := [
-                call for call in calls if not (call.through and call.peer in callers.known)
+                each
+                for each in outbound
+                if not (each.connected and each.peer in inbound.identified)
             ]:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise next(
-                        (call.unanswered("no answer") for call in missing if not call.through), None
+                        (each.unreachable("no answer") for each in missing if not each.connected),
+                        None,
                     ) or PeerTimeout(
                         f"rank {rank} waited {timeout:g} s for ranks "
-                        f"{[call.peer for call in missing]} to connect"
+                        f"{[each.peer for each in missing]} to connect"
                     )
-                here = select.poll()
-                for fd, events in [
-                    *callers.awaited(),
-                    *(call.awaited() for call in missing if call.begun),
-                ]:
-                    here.register(fd, events)
-                ready = {
-                    fd
-                    for fd, _ in here.poll(
-                        1000 * (left if all(call.begun for call in missing) else min(left, _AGAIN))
-                    )
-                }
-                callers.answer()  # first: who has called may go
-                for call in missing:
-                    if not call.through and (not call.begun or call.socket.fileno() in ready):
-                        call.go_on()
-                    elif (
-                        call.through
-                        and call.peer not in callers.known
-                        and call.socket.fileno() in ready
-                    ):
-                        raise call.lost()
-            for connection in (*(call.socket for call in calls), *callers.known.values()):
+                ready = _poll(
+                    [*inbound.polled(), *(each.polled() for each in missing if each.started)],
+                    left if all(each.started for each in missing) else min(left, _RETRY),
+                )
+                inbound.accept()  # first: a peer may close once it is connected
+                for each in missing:
+                    is_ready = each.socket.fileno() in ready
+                    if not each.connected and (is_ready or not each.started):
+                        each.advance()
+                    elif each.connected and each.peer not in inbound.identified and is_ready:
+                        raise each.lost()
+            for connection in (*(each.socket for each in outbound), *inbound.identified.values()):
                 connection.setblocking(True)
-            made.pop_all()
-            callers.cut_off()
-        pairs = [(call.peer, call.socket, callers.known[call.peer]) for call in calls]
+            opened.pop_all()
+            inbound.drop_unidentified()
         return {
-            peer: (called, caller) if rank < peer else (caller, called)
-            for peer, called, caller in pairs
+            each.peer: (each.socket, accepted) if rank < each.peer else (accepted, each.socket)
+            for each in outbound
+            for accepted in [inbound.identified[each.peer]]
         }
 
 
-class _Call:
-    """This rank's call to a peer: it has `begun` unless too many others call, and is `through` when
-    the peer can read who calls.
+class _Outbound:
+    """A connection that this rank opens to a peer: `started` unless the peer's backlog is full,
+    `connected` once the hello is sent.
     """
 
     def __init__(self, rank: int, peer: int, pid: int, address: Address) -> None:
         self.rank, self.peer, self.pid, self.address = rank, peer, pid, address
-        self.socket, self.begun, self.through = _made(address.family), False, False
+        self.socket, self.started, self.connected = _nonblocking(address.family), False, False
 
-    def go_on(self) -> None:
-        """Connect, and say who calls, as far as that goes without waiting."""
+    def advance(self) -> None:
+        """Connect and send the hello, as far as possible without waiting."""
         try:
             code = self.socket.connect_ex(self.address.at)
-            self.begun = code != errno.EAGAIN
-            if code in _LATER:
+            self.started = code != errno.EAGAIN
+            if code in _IN_PROGRESS:
                 return
             if code not in (0, errno.EISCONN):
                 raise OSError(code, os.strerror(code))
             self.socket.sendall(_HELLO.pack(self.address.secret, self.rank))
-            self.through = True
+            self.connected = True
         except ConnectionError as error:
             raise self.lost() from error
         except OSError as error:
             if self.address.family == socket.AF_UNIX:
                 raise
-            raise self.unanswered(error.strerror or str(error)) from error
+            raise self.unreachable(error.strerror or str(error)) from error
 
-    def awaited(self) -> tuple[int, int]:
-        """What goes on with the call: that it comes to the peer, and then that the peer is lost."""
-        return self.socket.fileno(), select.POLLRDHUP if self.through else select.POLLOUT
+    def polled(self) -> tuple[int, int]:
+        """The descriptor and event to poll: writable, or, once connected, closed by the peer."""
+        return self.socket.fileno(), select.POLLRDHUP if self.connected else select.POLLOUT
 
     def lost(self) -> PeerLost:
+        """The error for a peer that closed the connection."""
         how = "died or gave up"
         return PeerLost(
             f"rank {self.peer} (pid {self.pid}) {how} while rank {self.rank} waited to connect to "
@@ -180,90 +171,92 @@ class _Call:
             how,
         )
 
-    def unanswered(self, why: str) -> PeerTimeout:
-        hint = f"; is there a firewall? {INTERFACE} says which interface ranks use, `weft doctor` what is wrong"
-        whom = f"rank {self.peer} (pid {self.pid}){self.address}"
+    def unreachable(self, why: str) -> PeerTimeout:
+        """The error for a peer to which no connection can be opened."""
+        hint = (
+            f"; is there a firewall? {INTERFACE} sets the network interface, `weft doctor` finds "
+            "the cause"
+        )
+        peer = f"rank {self.peer} (pid {self.pid}){self.address}"
         return PeerTimeout(
-            f"rank {self.rank} cannot reach {whom}: {why}{hint if self.address.port else ''}"
+            f"rank {self.rank} cannot reach {peer}: {why}{hint if self.address.port else ''}"
         )
 
 
-class _Callers:
-    """Who calls this rank: peers that are `known` by what they said, and strangers, who may be
-    peers that have not said it yet.
+class _Inbound:
+    """Connections that this rank accepts: of peers `identified` by their hello, and `unidentified`
+    ones with the bytes received so far, in the order of acceptance.
     """
 
     def __init__(self, rank: int, listener: Listener, peers: Mapping[int, object]) -> None:
         self.rank, self.listener, self.peers = rank, listener, peers
-        self.known: dict[int, socket.socket] = {}
-        self.strangers: dict[
-            socket.socket, bytes
-        ] = {}  # each with what it has said so far, in the order in which they called
+        self.identified: dict[int, socket.socket] = {}
+        self.unidentified: dict[socket.socket, bytes] = {}
 
-    def __enter__(self) -> _Callers:
+    def __enter__(self) -> _Inbound:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self.cut_off()
-        for caller in self.known.values():
-            caller.close()
+        self.drop_unidentified()
+        for connection in self.identified.values():
+            connection.close()
 
-    def awaited(self) -> list[tuple[int, int]]:
-        """What there is to answer when it comes."""
-        return [(each.fileno(), select.POLLIN) for each in (self.listener.socket, *self.strangers)]
+    def polled(self) -> list[tuple[int, int]]:
+        """The descriptors and events to poll."""
+        sockets = (self.listener.socket, *self.unidentified)
+        return [(each.fileno(), select.POLLIN) for each in sockets]
 
-    def answer(self) -> None:
-        """Take what callers have said so far, and all who have called by now."""
-        for caller in [*self.strangers]:
-            self._hear(caller)
-        for _ in range(_BACKLOG):
+    def accept(self) -> None:
+        """Accept the connections in the backlog, and read hellos as far as they have arrived."""
+        for connection in [*self.unidentified]:
+            self._read_hello(connection)
+        for _ in range(_LISTEN_BACKLOG):
             try:
-                caller, _ = self.listener.socket.accept()
+                connection, _ = self.listener.socket.accept()
             except BlockingIOError:
                 return
-            except ConnectionError:  # it is gone again
+            except ConnectionError:  # closed again
                 continue
-            caller.setblocking(False)
-            self.strangers[caller] = b""
-            self._hear(caller)
-            self.cut_off(keep=len(self.peers) + _STRANGERS)
+            connection.setblocking(False)
+            self.unidentified[connection] = b""
+            self._read_hello(connection)
+            self.drop_unidentified(keep=len(self.peers) + _UNIDENTIFIED)
 
-    def cut_off(self, keep: int = 0) -> None:
-        """Hang up on strangers, but the last that called."""
-        for caller in [*self.strangers][: max(0, len(self.strangers) - keep)]:
-            del self.strangers[caller]
-            caller.close()
+    def drop_unidentified(self, keep: int = 0) -> None:
+        """Close unidentified connections, except the last `keep` accepted."""
+        for connection in [*self.unidentified][: max(0, len(self.unidentified) - keep)]:
+            del self.unidentified[connection]
+            connection.close()
 
-    def _hear(self, caller: socket.socket) -> None:
-        """Take what a stranger says, who may then be known."""
-        heard = self.strangers[caller]
+    def _read_hello(self, connection: socket.socket) -> None:
+        """Read more of a hello; once it is complete the connection is identified, or closed."""
+        hello = self.unidentified[connection]
         try:
-            more = caller.recv(_HELLO.size - len(heard))
+            more = connection.recv(_HELLO.size - len(hello))
         except BlockingIOError:
             return
-        except OSError:  # it is gone
+        except OSError:  # closed
             more = b""
-        self.strangers[caller] = heard = heard + more
-        if more and len(heard) < _HELLO.size:
+        self.unidentified[connection] = hello = hello + more
+        if more and len(hello) < _HELLO.size:
             return
-        if len(heard) == _HELLO.size and hmac.compare_digest(
-            heard[:16], self.listener.address.secret
+        if len(hello) == _HELLO.size and hmac.compare_digest(
+            hello[:16], self.listener.address.secret
         ):
-            peer = _HELLO.unpack(heard)[1]
-            if (user := _user(caller)) != os.getuid():
+            peer = _HELLO.unpack(hello)[1]
+            if (user := _user(connection)) != os.getuid():
                 raise WeftError(
                     f"rank {peer} runs as another user than rank {self.rank}: {user} and "
-                    f"{os.getuid()}; let one user run all ranks "
-                    "of a host, in one user namespace"
+                    f"{os.getuid()}; run all ranks of a host as one user, in one user namespace"
                 )
-            if peer in self.peers and peer not in self.known:
-                self.known[peer] = caller
-        del self.strangers[caller]
-        if caller not in self.known.values():
-            caller.close()
+            if peer in self.peers and peer not in self.identified:
+                self.identified[peer] = connection
+        del self.unidentified[connection]
+        if connection not in self.identified.values():
+            connection.close()
 
 
-def _made(family: int) -> socket.socket:
+def _nonblocking(family: int) -> socket.socket:
     made = socket.socket(
         family, socket.SOCK_SEQPACKET if family == socket.AF_UNIX else socket.SOCK_STREAM
     )
@@ -271,18 +264,27 @@ def _made(family: int) -> socket.socket:
     return made
 
 
-def _user(caller: socket.socket) -> int:
-    """Who runs the process that calls; over TCP nobody can tell, and it may be anybody."""
-    if caller.family != socket.AF_UNIX:
+def _poll(events: Iterable[tuple[int, int]], seconds: float) -> set[int]:
+    """The descriptors that are ready within `seconds`."""
+    poll = select.poll()
+    for descriptor, event in events:
+        poll.register(descriptor, event)
+    return {descriptor for descriptor, _ in poll.poll(1000 * seconds)}
+
+
+def _user(connection: socket.socket) -> int:
+    """The user of the process that connected; for TCP, where it is not known, this one's."""
+    if connection.family != socket.AF_UNIX:
         return os.getuid()
-    _, uid, _ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    option = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    _, uid, _ = struct.unpack("3i", option)
     return int(uid)
 
 
 def listen_to_hosts(rank: int) -> Listener:
-    """A listener for ranks on other hosts: on the interface that GLOO_SOCKET_IFNAME names, else
-    where this host's name leads, else where a route out of it begins. Raises `WeftError` if there
-    is no such place.
+    """A listener for ranks on other hosts: on the interface that GLOO_SOCKET_IFNAME names, else on
+    the address of this host's name, else on that of a route to other networks. Raises `WeftError`
+    if there is no address.
     """
     interface, known, tried = named_interface(), addresses(), []
     for host in (
@@ -296,7 +298,7 @@ def listen_to_hosts(rank: int) -> Listener:
     named = (
         f"{INTERFACE}={interface} is no interface with an address"
         if interface
-        else "no address that others could reach"
+        else "it has no address that others could reach"
     )
     has = ", ".join(f"{name} {address}" for name, address in known.items())
     raise WeftError(
@@ -306,7 +308,7 @@ def listen_to_hosts(rank: int) -> Listener:
 
 
 def _candidates(known: Mapping[str, str]) -> Iterator[str]:
-    """Where this host may be reached, the likeliest first."""
+    """Addresses at which this host may be reachable, the likeliest first."""
     with contextlib.suppress(OSError):
         yield from (
             str(found[4][0])
@@ -335,7 +337,7 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def addresses() -> dict[str, str]:
-    """The address of each interface: that of IPv4, else one of IPv6 that is valid beyond its link."""
+    """The address of each interface: that of IPv4, else an IPv6 one that is valid beyond its link."""
     found = {}
     for digits, _, _, scope, _, name in map(
         str.split, read_text(Path("/proc/net/if_inet6")).splitlines()

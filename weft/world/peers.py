@@ -1,6 +1,4 @@
-"""The ranks of a world as one of them sees the others: who they are, where they are, and how they
-fail.
-"""
+"""The ranks of a world from the view of one of them: their numbers, hosts and failures."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ class Backend(NamedTuple):
 
 
 class FailOnError:
-    """A part of a call that all ranks must get through: an exception in it closes the world."""
+    """Context of a part of a call that all ranks must complete: an exception closes the world."""
 
     def __init__(self, peers: Peers) -> None:
         self.peers = peers
@@ -46,17 +44,14 @@ class FailOnError:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(
-            error, SymmetricMemoryError
-        ):  # which all ranks raise together
+        # all ranks raise a SymmetricMemoryError together
+        if error is not None and not isinstance(error, SymmetricMemoryError):
             self.peers.fail(error)
 
 
 class Exclusive:
-    """A part of a call that one thread makes while no other makes any: ranks would no longer make
-    calls in one order.
-
-    A second thread closes the world.
+    """Context of a part of a call during which no other thread may call, as ranks make calls in one
+    order. A second thread closes the world.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -77,20 +72,21 @@ _numbers = itertools.count(1)
 
 
 class Peers:
-    """This rank and its peers: what memory, signals and relays need of a world, and no more.
+    """This rank and its peers: the part of a world that memory, signals and relays use.
 
-    Attributes: those of `World` that say where ranks are and how they work, `others` (all ranks but
-    this one), `multi_host` (whether they are on several hosts), `topology` (the host of each rank
-    if so, which planners want to know, or None), `threads` (the fewest that any rank computed with
-    when the world was made), `staging_reason` (why this rank does not read large ordinary tensors in its
-    peers' memory, or nothing), `reads_memory` (whether all ranks do), `global_ranks` (the number of
-    each rank in a larger job, which errors tell where it is another), `number` (of this world in
-    this process), `closed` (why it is, or None), `forked` (whether this process is a forked child
-    of the one that made it).
+    Attributes: those of `World` that describe its ranks, `others` (all ranks but this one),
+    `multi_host` (whether they are on several hosts), `topology` (the host of each rank if so, for
+    planners, or None), `threads` (the smallest number of compute threads of a rank when the world
+    was made), `oversubscribed` (whether ranks of a host share cores), `staging_reason` (why this
+    rank does not read large ordinary tensors in its peers' memory, or ""), `reads_memory` (whether
+    all ranks do), `global_ranks` (the number of each rank in a larger job, for errors), `number`
+    (of this world in this process), `closed` (the reason, or None), `unreported` (whether a
+    background thread closed it and no call has raised the error yet), `forked` (whether this
+    process is a forked child of the one that made it).
     """
 
     maker = "weft.init()"
-    """What made this world, and would make another."""
+    """The call that made this world, for errors."""
 
     def __init__(
         self,
@@ -128,8 +124,6 @@ class Peers:
         self.number = next(_numbers)
         self.closed: str | None = None
         self.forked = False
-        # whether that is something which a thread beside the caller's has found, and no call has
-        # told yet
         self.unreported = False
         self.keepalive: list[object] = []  # memory that lives as long as the world
         self.fail_on_error, self.exclusive = FailOnError(self), Exclusive(self)
@@ -137,9 +131,8 @@ class Peers:
         here = [info for info in infos if info.host == infos[rank].host]
         cores = _all_cores(here)
         _native.let_teams(sum(info.threads for info in here) <= cores)
-        self.spins = (
-            200 if len(here) <= cores else 0
-        )  # some microseconds; the scheduler may put two ranks on one core
+        # some microseconds; the scheduler may put two ranks on one core
+        self.spins = 200 if len(here) <= cores else 0
         try:
             control = self._control_segment()
         except BaseException as error:
@@ -149,11 +142,11 @@ class Peers:
         self.executor.pids = self.pids
         if relay is not None:
             self.executor.within_host = False
-            relay.start(self.executor, partial(self.fail, beside=True))
+            relay.start(self.executor, partial(self.fail, in_background=True))
 
     @cached_property
     def levels(self) -> Levels:
-        """How ranks meet, alike on all: it follows from what all have said of where they are."""
+        """The levels by which ranks synchronize, equal on all since computed from all records."""
         return nested(
             self.ranks,
             self.locality_groups,
@@ -161,11 +154,13 @@ class Peers:
         )
 
     def same_host(self, rank: int) -> bool:
-        """Whether a rank is on this rank's host, so that they share memory."""
+        """Whether a rank is on this rank's host, and so shares memory with it."""
         return self.hosts[rank] == self.hosts[self.rank]
 
     def check(self) -> None:
-        """Raise `WeftError` if this world is closed: why, if no call has told that yet."""
+        """Raise `WeftError` if this world is closed; first the error that closed it, if no call has
+        raised it yet.
+        """
         self.check_process()
         if self.unreported:
             raise self.failure("to make the call")
@@ -175,8 +170,8 @@ class Peers:
             )
 
     def check_process(self) -> None:
-        """Raise `WeftError` in a forked child, which has the memory of its parent's worlds and none
-        of their threads.
+        """Raise `WeftError` in a forked child, which inherits the memory of its parent's worlds
+        without their threads.
         """
         if self.forked:
             raise WeftError(
@@ -185,8 +180,8 @@ class Peers:
             )
 
     def failure(self, doing: str) -> WeftError:
-        """The error for a failure that a peer caused or reported while this rank was `doing`
-        something; closes the world.
+        """The error for a failure that a peer caused or reported while this rank waited `doing`, a
+        phrase; closes the world.
         """
         self.unreported = False
         kind, culprit, text = self.mesh.failure()
@@ -203,13 +198,13 @@ class Peers:
         )
 
     def lost(self, peer: int, how: str, doing: str) -> WeftError:
-        """The error for a peer that this rank needed while `doing` something; closes the world."""
+        """The error for a lost peer that this rank waited for; closes the world."""
         return self.fail(
             PeerLost(f"{self.name_of(peer)} {how} while rank {self.rank} waited {doing}", how), peer
         )
 
     def name_of(self, peer: int) -> str:
-        """A peer as errors name it."""
+        """The name of a peer in errors."""
         elsewhere = (
             f", rank {self.global_ranks[peer]} of the job,"
             if self.global_ranks[peer] != peer
@@ -218,8 +213,8 @@ class Peers:
         return f"rank {peer} (pid {self.pids[peer]}){elsewhere}"
 
     def timed_out(self, doing: str, late: int, why: str, timeout: float | None = None) -> WeftError:
-        """The error for a wait that took too long, `why` being what rank `late` has not done;
-        closes the world.
+        """The error for a wait that took too long because rank `late` has not done something, the
+        phrase `why`; closes the world.
         """
         seconds = timeout or self.timeout
         advice = f"py-spy dump --pid {self.pids[late]} shows where it is; if it needs longer, give a larger timeout="
@@ -231,24 +226,22 @@ class Peers:
         )
 
     def fail(
-        self, error: BaseException, culprit: int | None = None, beside: bool = False
+        self, error: BaseException, culprit: int | None = None, in_background: bool = False
     ) -> WeftError:
-        """Close the world because of `error`, tell all peers, and return it; `beside` the caller's
-        thread, who is told later.
+        """Close the world because of `error`, notify all peers, and return it; from a thread
+        `in_background` the next call raises it.
         """
         if self.closed is None and not self.forked:
             text = error.how if isinstance(error, PeerLost) else str(error)
             text = text.encode(errors="replace")[:8000].decode(errors="ignore")
             self.mesh.abort(type(error).__name__, self.rank if culprit is None else culprit, text)
-            self.unreported, self.closed = beside, f"{type(error).__name__}: {error}"
+            self.unreported, self.closed = in_background, f"{type(error).__name__}: {error}"
             if self.relay is not None:
-                self.relay.close()  # no message may arrive in memory that is the caller's again
+                self.relay.close()  # no message may arrive in memory that is returned to the caller
         return error  # type: ignore[return-value]
 
     def _control_segment(self) -> _native.Segment:
-        """The segment of headers and counters; it comes before the calls that could check what
-        others do.
-        """
+        """The segment of headers and counters, exchanged before calls can be checked."""
         size = _native.Executor.control_bytes(self.ranks)
         doing = "to make the world"
         own, file = self._mapping(size)
@@ -256,9 +249,8 @@ class Peers:
         for peer in self.others:
             if self.same_host(peer):
                 send(self, peer, self.staging_reason, file, doing)
-            # what it says comes by message, and is noted in a part of this rank's own, which has no
-            # counters
             else:
+                # its state arrives by messages, and is kept in a local part without counters
                 parts[peer], _ = self._mapping(_native.Executor.said_bytes)
         for peer in filter(self.same_host, self.others):
             staged, theirs = receive(
@@ -278,11 +270,11 @@ class Peers:
 
 
 def attach(peers: Peers, peer: int, file: _native.File | None, size: int, doing: str) -> Any:
-    """A peer's part of a segment, of which it sent the file; that this rank cannot take it closes
-    the world, since peers go on.
+    """A peer's part of a segment, mapped from the file that it sent; failure closes the world, since
+    peers continue.
     """
     try:
-        if file is None:  # the kernel hands over none where there is no room for it
+        if file is None:  # the kernel delivers none when this process has no free descriptor
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return _native.attach_mapping(file, size)
     except OSError as error:
@@ -306,15 +298,15 @@ def send(peers: Peers, peer: int, note: str, file: _native.File | None, doing: s
 def receive(
     peers: Peers, peer: int, doing: str, late: str, look: Callable[[], None] = lambda: None
 ) -> tuple[str, _native.File | None]:
-    """A peer's note and its file, if it sent one, while this rank is `doing` something; `late` says
-    what it waits for too long.
+    """A peer's note, and its file if it sent one. The phrases `doing` and `late` describe the wait
+    in errors.
 
-    `look` is called whenever nothing has come, and raises what it finds to be wrong.
+    `look` is called while nothing has arrived, and may raise an error.
     """
     deadline = time.monotonic() + peers.timeout
     while True:
         try:
-            return peers.mesh.receive(peer, 0.05)  # now and then Python may handle a signal
+            return peers.mesh.receive(peer, 0.05)  # returns so that Python can handle signals
         except RuntimeError as error:
             why = str(error)
         look()
@@ -323,11 +315,11 @@ def receive(
         if why == "left":
             raise peers.lost(peer, "closed its world", doing)
         if time.monotonic() > deadline:
-            raise peers.timed_out(late, peer, "has not come so far")
+            raise peers.timed_out(late, peer, "has not made the call")
 
 
 def oversubscribed(infos: Sequence[RankInfo]) -> bool:
-    """Whether ranks of some host have to share cores."""
+    """Whether ranks of a host share cores."""
     by_host = [
         [info for info in infos if info.host == host] for host in {info.host for info in infos}
     ]
@@ -335,16 +327,15 @@ def oversubscribed(infos: Sequence[RankInfo]) -> bool:
 
 
 def _all_cores(infos: Sequence[RankInfo]) -> int:
-    """How many cores ranks of a host have together."""
+    """The number of distinct cores of several ranks of a host."""
     return len(frozenset[int]().union(*(info.cores for info in infos)))
 
 
 def groups(infos: Sequence[RankInfo]) -> Levels:
-    """Ranks that share a cache, a NUMA node, a package, a host: the group of each rank, innermost
-    first.
+    """The group of each rank at every level, innermost first: cache, NUMA node, package, host.
 
-    Below hosts it goes as deep as every rank's info is known, so that ranks whose cores nobody
-    bound are grouped by number alone.
+    It has as many levels as the locality of every rank has: ranks that are not bound to cores are
+    grouped by host alone.
     """
     depth = min(len(info.locality) for info in infos)
     return tuple(

@@ -1,5 +1,5 @@
-"""How ranks find each other: by the process group or the store they share, in which each says where
-it is.
+"""Rendezvous: ranks find each other by a process group or a store that they share, and exchange
+records of themselves.
 """
 
 from __future__ import annotations
@@ -34,23 +34,20 @@ from weft.world.wire import convert, decode, encode
 
 Info = TypeVar("Info")
 STARTING = 300.0
-"""Seconds that ranks of a launcher have to come unless `weft.init` is told otherwise: some import
-for long.
-"""
+"""Default seconds for all ranks of a launcher to reach `weft.init`: imports may be slow."""
 
-_PLACE, _PLACES = 1 << 14, 0x7FFFFFFE  # bytes of a message that says where a rank is, and its tag
-_LAST_WORD = 0.5  # seconds that a rank which gives up may take to say so
-_PATIENCE = 10.0  # seconds of waiting for ranks to come, after which a warning names them
-_AGAIN = 0.05  # seconds after which a rank looks again whether rank 0 listens
-_JOB = "WEFT_JOB"  # the variable in which a process remembers the job that it was started in
+_MESSAGE_BYTES, _TAG = 1 << 14, 0x7FFFFFFE  # of the messages of a `GroupRendezvous`
+_GIVE_UP = 0.5  # seconds that a rank which gives up may take to inform the others
+_PATIENCE = 10.0  # seconds of waiting for ranks, after which a warning names them
+_RETRY = 0.05  # seconds between attempts to connect to rank 0
+_JOB = "WEFT_JOB"  # the variable with the job in which this process was started
 _log = logging.getLogger("weft")
 
 
 class RankInfo(NamedTuple):
-    """Where a rank lives: its process, its host, the address of its socket, the cores it may run
-    on, its compute threads, the package, NUMA node and cache that it is in, as far as all its cores
-    are in one, the thresholds that follow from these, and where it lets peers try to read its
-    memory.
+    """A rank as its peers see it: its process, host, socket address, allowed cores and compute
+    threads; the package, NUMA node and cache that contain all its cores; thresholds that follow
+    from these; and a probe by which peers test whether they can read its memory.
     """
 
     pid: int
@@ -64,8 +61,8 @@ class RankInfo(NamedTuple):
 
 
 class Announcement(NamedTuple):
-    """What a rank says to all others when they meet: its version of weft, its job, why it gives up
-    if it does, and where it is.
+    """The message of a rank to all others: its version of weft, its job, the reason if it gives up,
+    and a record of the rank.
     """
 
     version: str
@@ -78,7 +75,7 @@ def default_group(
     environment: Mapping[str, str] = os.environ, timeout: float = STARTING
 ) -> dist.ProcessGroup | None:
     """The default process group, initialised from the launcher's variables if it is not yet; None
-    for a process on its own.
+    for a process that no launcher started.
 
     Raises as `launched` and `join` do.
     """
@@ -92,11 +89,11 @@ def default_group(
 
 
 def launched(timeout: float) -> tuple[Store, int, int]:
-    """The store that the ranks of a launcher share, this rank, and their number, once all ranks
-    have come to the store.
+    """The store that the ranks of a launcher share, this rank, and the number of ranks, once all
+    ranks have reached the store.
 
-    Raises `PeerTimeout` that names the ranks which do not come in time, `PeerLost` if the store is
-    lost meanwhile, `WeftError` if rank 0 cannot hold it.
+    Raises `PeerTimeout` that names missing ranks, `PeerLost` if the store is lost meanwhile,
+    `WeftError` if rank 0 cannot serve it.
     """
     rank, ranks, address, port = (
         os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -110,37 +107,32 @@ def _store(rank: int, ranks: int, address: str, port: int, timeout: float) -> St
         f"{address}:{port}",
         f"job {job()}" if job() else "the job",
     )
-    advice = (
-        "is it started, and are MASTER_ADDR and MASTER_PORT alike on all ranks and open to them?"
-    )
-    holds = (
-        rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    )  # else torchrun does
+    advice = "is it started, and are MASTER_ADDR and MASTER_PORT equal on all ranks and reachable?"
+    # else torchrun serves the store
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        if not holds:
+        if not serves:
             _reach(address, port, deadline)
         tcp = TCPStore(
             address,
             port,
             ranks,
-            holds,
+            serves,
             time_left(deadline),
             wait_for_workers=False,
             multi_tenant=True,
         )
     except (RuntimeError, OSError) as error:
-        if holds:
+        if serves:
             raise WeftError(
-                f"rank 0 cannot listen on port {port}, where ranks of {ours} are to meet: {error}; "
-                "another job may use it: set "
-                "MASTER_PORT to another one on all ranks"
+                f"rank 0 cannot listen on port {port} for the ranks of {ours}: {error}; another "
+                "job may use the port: set MASTER_PORT to a free one on all ranks"
             ) from error
         raise PeerTimeout(
             f"rank {rank} waited {timeout:g} s for rank 0 of {ours} to listen at {where}: {advice} "
             f"({error})"
         ) from error
-    # Jobs that come to one port by chance do not see each other, nor a job what it left there
-    # before it was started again.
+    # The prefix separates jobs that use one port by chance, and a restarted job from its past.
     store: Store = PrefixStore(
         f"weft {job()} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}", tcp
     )
@@ -150,19 +142,18 @@ def _store(rank: int, ranks: int, address: str, port: int, timeout: float) -> St
     while True:
         patience = min(time.monotonic() + _PATIENCE, deadline)
         try:
-            with contextlib.suppress(dist.DistStoreError):  # it took too long
+            with contextlib.suppress(dist.DistStoreError):  # a timeout
                 store.wait(keys, time_left(patience))
                 return store
             missing = _listed([peer for peer, key in enumerate(keys) if not store.check([key])])
         except RuntimeError as error:
             raise PeerLost(
                 f"rank {rank} lost the store at {where} while it waited for all {ranks} ranks to "
-                f"join {ours}; whoever holds it has "
-                f"died or given up: {error}"
+                f"join {ours}; the process that serves it has died or given up: {error}"
             ) from error
         if missing and time.monotonic() >= deadline:
-            if holds:
-                time.sleep(_LAST_WORD)  # others, who came a little later, want to know as well
+            if serves:
+                time.sleep(_GIVE_UP)  # ranks that started later read the missing ranks as well
             raise PeerTimeout(
                 f"rank {rank} waited {timeout:g} s for {missing} of {ranks} to join {ours} at "
                 f"{where}: {advice}"
@@ -175,8 +166,8 @@ def _store(rank: int, ranks: int, address: str, port: int, timeout: float) -> St
 
 
 def _reach(address: str, port: int, deadline: float) -> None:
-    """Return once somebody listens there, `OSError` if nobody does in time: torch tries for twice
-    as long as it is told.
+    """Return once a process listens at the address, `OSError` if none does in time: torch itself
+    would try for twice the limit.
     """
     while True:
         try:
@@ -186,11 +177,11 @@ def _reach(address: str, port: int, deadline: float) -> None:
         except OSError:
             if time.monotonic() >= deadline:
                 raise
-            time.sleep(_AGAIN)
+            time.sleep(_RETRY)
 
 
 def _listed(ranks: list[int]) -> str:
-    """In words; empty for none."""
+    """A list of ranks for a message; empty for no ranks."""
     more = f" and {len(ranks) - 10} more" if len(ranks) > 10 else ""
     return (
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:10]))}{more}"
@@ -200,8 +191,8 @@ def _listed(ranks: list[int]) -> str:
 
 
 def join(store: Store, rank: int, ranks: int, timeout: float) -> None:
-    """Initialise the default process group of ranks that share a store already. Raises
-    `PeerTimeout` if they cannot connect.
+    """Initialise the default process group of ranks that share a store. Raises `PeerTimeout` if
+    they cannot connect.
     """
     try:
         dist.init_process_group(
@@ -213,12 +204,11 @@ def join(store: Store, rank: int, ranks: int, timeout: float) -> None:
         )
     except RuntimeError as error:
         raise PeerTimeout(
-            f"rank {rank} cannot connect to all {ranks} ranks by gloo: {error}; {INTERFACE} says "
-            "which interface ranks use, `weft "
-            "doctor` what is wrong"
+            f"rank {rank} cannot connect to all {ranks} ranks by gloo: {error}; {INTERFACE} sets "
+            "the network interface, `weft doctor` finds the cause"
         ) from error
     _owned()
-    c10d._set_pg_timeout(c10d.default_pg_timeout)  # for what the group is used for later
+    c10d._set_pg_timeout(c10d.default_pg_timeout)  # for later uses of the group
 
 
 def translated(environment: Mapping[str, str]) -> bool:
@@ -230,10 +220,9 @@ def translated(environment: Mapping[str, str]) -> bool:
         return False
     if variables["MASTER_ADDR"] == "localhost" and _several_hosts(variables):
         raise WeftError(
-            "mpirun has started ranks on several hosts and does not say where rank 0 is: give all "
-            "ranks MASTER_ADDR, the "
-            "address of its host (mpirun -x MASTER_ADDR=node0 with Open MPI, mpiexec -genv "
-            "MASTER_ADDR node0 with MPICH)"
+            "mpirun has started ranks on several hosts without the address of rank 0: set "
+            "MASTER_ADDR on all ranks to the address of its host (mpirun -x MASTER_ADDR=node0 "
+            "with Open MPI, mpiexec -genv MASTER_ADDR node0 with MPICH)"
         )
     for name, value in variables.items():
         os.environ.setdefault(name, value)
@@ -241,27 +230,27 @@ def translated(environment: Mapping[str, str]) -> bool:
 
 
 def _owned() -> None:
-    """The default group is weft's to end, in this process."""
+    """Note that weft made the default group: it ends with this process, and not in its children."""
     keep_in_children(dist.group.WORLD)
     atexit.register(_leave_group, os.getpid())
 
 
 def _leave_group(process: int) -> None:
-    """A group that weft made must be gone before the interpreter is: its threads may still want to
-    run Python. A forked child has none of them.
+    """Destroy a group that weft made before the interpreter ends: its threads may still run Python.
+    A forked child has none of them.
     """
     if os.getpid() == process and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def launcher_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
-    """What torch's ``env://`` initialisation needs, translated from the variables of torchrun,
-    mpirun or srun.
+    """The variables of torch's ``env://`` initialisation, translated from those of torchrun,
+    mpirun or srun; None without a launcher.
 
-    mpirun and SLURM do not say where rank 0 listens. Unless ``MASTER_ADDR`` is set it is the first
-    host of a SLURM step and this host otherwise; unless ``MASTER_PORT`` is set the port is derived
-    from the job, which all its ranks know. MPICH names no job: where it has started ranks on
-    several hosts the port is torch's own, 29500.
+    mpirun and SLURM do not give the address of rank 0. Unless ``MASTER_ADDR`` is set it is the
+    first host of a SLURM step and this host otherwise; unless ``MASTER_PORT`` is set the port is a
+    hash of the job's name, which all its ranks have. MPICH names no job: where it has started ranks
+    on several hosts the port is torch's default, 29500.
     """
     known = {
         "RANK": ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
@@ -281,7 +270,7 @@ def launcher_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
     variables = {name: values[0] for name, values in found.items() if values}
     if not {"RANK", "WORLD_SIZE"} <= {*variables}:
         return None
-    mpich = "PMI_RANK" in environment  # which names no job, but its ranks on a host have one parent
+    mpich = "PMI_RANK" in environment  # it names no job, but its ranks on a host have one parent
     if mpich and _several_hosts(variables):
         name, port = "", 29500
     else:
@@ -298,7 +287,7 @@ def launcher_variables(environment: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def _job_of_launcher(environment: Mapping[str, str], mpich: bool) -> str:
-    """What tells the job that a launcher has started from all others on this host."""
+    """A name for the job of a launcher, different from all others on this host."""
     if not mpich and "PMIX_NAMESPACE" in environment:
         return environment["PMIX_NAMESPACE"]
     if not mpich and "SLURM_JOB_ID" in environment:
@@ -307,27 +296,27 @@ def _job_of_launcher(environment: Mapping[str, str], mpich: bool) -> str:
 
 
 def job() -> str:
-    """The name of this process's job, alike on all its ranks; empty where the launcher gave it
-    none.
-    """
+    """The name of this process's job, equal on all its ranks; empty if the launcher gave it none."""
     return os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get(_JOB, "")
 
 
 def _several_hosts(variables: Mapping[str, str]) -> bool:
-    """Whether the launcher says that not all ranks are on this host."""
+    """Whether ranks are on other hosts too, by the launcher's variables."""
     return int(variables.get("LOCAL_WORLD_SIZE", variables["WORLD_SIZE"])) < int(
         variables["WORLD_SIZE"]
     )
 
 
 def host_identity() -> str:
-    """Equal for two processes exactly if they can share memory and abstract sockets."""
+    """An identifier that is equal for two processes exactly if they can share memory and abstract
+    sockets.
+    """
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()}-{os.stat('/proc/self/ns/net').st_ino}"
 
 
 class GroupRendezvous:
-    """How the ranks of a process group that has gloo find each other."""
+    """The rendezvous of ranks in a process group that has gloo."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
@@ -335,96 +324,95 @@ class GroupRendezvous:
 
     @contextlib.contextmanager
     def exchange(self, own: Info, timeout: float) -> Iterator[list[Info]]:
-        """What all ranks say of where they are, each its `own`; in the ``with`` block what is on
-        its way may still arrive.
+        """The records of all ranks, of which this rank contributes `own`. Messages to peers may
+        still be in flight in the ``with`` block.
 
-        Raises `PeerLost` or `PeerTimeout` naming the rank from which nothing comes or that gave up,
-        `WeftError` naming one that runs another version of weft, belongs to another job, or says
-        what nobody can understand.
+        Raises `PeerLost` or `PeerTimeout` naming a rank that sends nothing or gave up, `WeftError`
+        naming one that runs another version of weft, belongs to another job, or sends another form
+        of message.
         """
-        group, rank, said = self.group, self.rank, [own] * self.ranks
-        deadline, under_way = time.monotonic() + timeout, self._say(_word(own))
+        group, rank, infos = self.group, self.rank, [own] * self.ranks
+        deadline, in_flight = time.monotonic() + timeout, self._send(_announcement(own))
         for peer in self.peers:
-            theirs = torch.empty(_PLACE, dtype=torch.uint8)
+            theirs = torch.empty(_MESSAGE_BYTES, dtype=torch.uint8)
             try:
-                group.recv([theirs], peer, _PLACES).wait(time_left(deadline))
+                group.recv([theirs], peer, _TAG).wait(time_left(deadline))
             except RuntimeError as error:
                 if time.monotonic() < deadline:
                     raise PeerLost(
-                        f"rank {peer} was lost while rank {rank} waited to learn where it is: "
-                        f"{error}"
+                        f"rank {peer} was lost while rank {rank} waited for its address: {error}"
                     ) from error
                 raise PeerTimeout(
-                    f"rank {rank} waited {timeout:g} s for rank {peer} to say where it is"
+                    f"rank {rank} waited {timeout:g} s for the address of rank {peer}"
                 ) from error
-            said[peer] = _known(rank, peer, theirs.numpy().tobytes().rstrip(b"\0"), type(own))
-        yield said
-        del under_way
+            infos[peer] = _checked(rank, peer, theirs.numpy().tobytes().rstrip(b"\0"), type(own))
+        yield infos
+        del in_flight
 
     def give_up(self, error: BaseException) -> None:
-        """Let no rank wait for what this one would have said next."""
-        deadline = time.monotonic() + _LAST_WORD
-        for word in self._say(_word(None, error)):
-            with contextlib.suppress(RuntimeError):  # who is gone need not hear it
-                word.wait(time_left(deadline))
+        """Send all ranks the reason in place of this rank's next record."""
+        deadline = time.monotonic() + _GIVE_UP
+        for work in self._send(_announcement(None, error)):
+            with contextlib.suppress(RuntimeError):  # the peer is lost
+                work.wait(time_left(deadline))
 
-    def _say(self, word: bytes) -> list[dist.Work]:
-        """Send all peers a message, which is through when all of this is."""
-        under_way = list[dist.Work]()
-        message = torch.zeros(_PLACE, dtype=torch.uint8)
-        message[: len(word)] = torch.frombuffer(bytearray(word), dtype=torch.uint8)
+    def _send(self, announcement: bytes) -> list[dist.Work]:
+        """Begin to send all peers a message."""
+        in_flight = list[dist.Work]()
+        message = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+        message[: len(announcement)] = torch.frombuffer(bytearray(announcement), dtype=torch.uint8)
         for peer in self.peers:
-            with contextlib.suppress(RuntimeError):  # which receiving from it says, too
-                under_way.append(self.group.send([message], peer, _PLACES))
-        return under_way
+            with contextlib.suppress(RuntimeError):  # receiving from it raises the same
+                in_flight.append(self.group.send([message], peer, _TAG))
+        return in_flight
 
 
 class StoreRendezvous:
-    """The same of ranks that share a store and know their numbers, and nothing else."""
+    """The rendezvous of ranks that share a store and nothing else."""
 
     def __init__(self, store: Store, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
         self.rounds = itertools.count()
-        # A group may be made again with what another of its name has left in the store.
+        # An earlier group of the same name may have left keys in the store.
         self.store = PrefixStore(f"weft {store.add(f'weft {rank}', 1)}", store)
 
     @contextlib.contextmanager
     def exchange(self, own: Info, timeout: float) -> Iterator[list[Info]]:
         """As `GroupRendezvous.exchange`."""
-        turn = self._say(_word(own))
-        deadline, said = time.monotonic() + timeout, list[Info]()
+        number = self._publish(_announcement(own))
+        deadline, infos = time.monotonic() + timeout, list[Info]()
         for peer in range(self.ranks):
-            key = f"{turn} {peer}"
+            key = f"{number} {peer}"
             try:
                 self.store.wait([key], time_left(deadline))
-                word = self.store.get(key)
+                message = self.store.get(key)
             except dist.DistStoreError as error:
                 raise PeerTimeout(
-                    f"rank {self.rank} waited {timeout:g} s for rank {peer} to say where it is"
+                    f"rank {self.rank} waited {timeout:g} s for the address of rank {peer}"
                 ) from error
             except RuntimeError as error:
                 raise PeerLost(
-                    f"rank {self.rank} lost the store while it waited for rank {peer} to say where "
-                    f"it is: {error}"
+                    f"rank {self.rank} lost the store while it waited for the address of rank "
+                    f"{peer}: {error}"
                 ) from error
-            said.append(_known(self.rank, peer, word, type(own)))
-        yield said
+            infos.append(_checked(self.rank, peer, message, type(own)))
+        yield infos
 
     def give_up(self, error: BaseException) -> None:
         """As `GroupRendezvous.give_up`."""
-        with contextlib.suppress(RuntimeError):  # the store is gone, and with it who would ask it
-            self._say(_word(None, error))
+        with contextlib.suppress(RuntimeError):  # the store is gone, for its readers too
+            self._publish(_announcement(None, error))
 
-    def _say(self, word: bytes) -> int:
-        """Lay down what this rank has to say; the number of the turn."""
-        turn = next(self.rounds)
-        self.store.set(f"{turn} {self.rank}", word)  # type: ignore[arg-type]  # bytes do, too
-        return turn
+    def _publish(self, announcement: bytes) -> int:
+        """Put a message into the store; the number of this exchange."""
+        number = next(self.rounds)
+        self.store.set(f"{number} {self.rank}", announcement)  # type: ignore[arg-type]  # or bytes
+        return number
 
 
-def by(group: dist.ProcessGroup) -> GroupRendezvous | StoreRendezvous:
-    """How the ranks of a group find each other: by gloo, which notices who dies meanwhile, or else
-    by the group's store.
+def rendezvous_of(group: dist.ProcessGroup) -> GroupRendezvous | StoreRendezvous:
+    """The rendezvous of a group's ranks: by gloo, which notices deaths meanwhile, or else by the
+    group's store.
     """
     if dist.get_rank(group) < 0:
         raise ValueError("this process is not a member of the group")
@@ -434,8 +422,8 @@ def by(group: dist.ProcessGroup) -> GroupRendezvous | StoreRendezvous:
     _, store = c10d._world.pg_map.get(group, (None, None))
     if store is None:
         raise WeftError(
-            "the group has neither gloo nor a store, by which ranks could meet: pass another one, "
-            "as of dist.new_group()"
+            "the group has neither gloo nor a store by which ranks could find each other: pass "
+            "another one, as of dist.new_group()"
         )
     return StoreRendezvous(
         PrefixStore("weft world", store), dist.get_rank(group), dist.get_world_size(group)
@@ -443,11 +431,11 @@ def by(group: dist.ProcessGroup) -> GroupRendezvous | StoreRendezvous:
 
 
 def time_left(deadline: float) -> timedelta:
-    """The time until then, or next to none."""
+    """The time until a deadline, at least a millisecond."""
     return timedelta(seconds=min(max(0.001, deadline - time.monotonic()), LONGEST))
 
 
-def _word(own: object, gives_up: BaseException | None = None) -> bytes:
+def _announcement(own: object, gives_up: BaseException | None = None) -> bytes:
     return encode(
         Announcement(
             __version__,
@@ -458,29 +446,27 @@ def _word(own: object, gives_up: BaseException | None = None) -> bytes:
     )
 
 
-def _known(rank: int, peer: int, word: bytes, kind: Any) -> Any:
-    """What a peer has said of where it is."""
+def _checked(rank: int, peer: int, message: bytes, kind: Any) -> Any:
+    """The record in a peer's message."""
     try:
-        theirs = decode(word, Announcement)
+        theirs = decode(message, Announcement)
         if theirs.version != __version__:
             raise WeftError(
-                f"rank {peer} runs weft {theirs.version}, rank {rank} {__version__}: let all run "
-                "the same"
+                f"rank {peer} runs weft {theirs.version}, rank {rank} {__version__}: install one "
+                "version for all ranks"
             )
         if theirs.job != job():
             raise WeftError(
                 f"rank {peer} belongs to another job ({theirs.job!r}, rank {rank} to {job()!r}): "
-                "let each use a port of its own"
+                "give each job a port of its own"
             )
         if theirs.gives_up:
             raise PeerLost(
-                f"rank {peer} gave up while rank {rank} waited to learn where it is: "
-                f"{theirs.gives_up}"
+                f"rank {peer} gave up while rank {rank} waited for its address: {theirs.gives_up}"
             )
         return convert(kind, theirs.info)
     except ValueError as error:
         raise WeftError(
-            f"rank {rank} does not understand what rank {peer} says of where it is: {error}; does "
-            "it run another version of weft, "
-            "or has somebody else written there?"
+            f"rank {rank} cannot read the address that rank {peer} sent: {error}; does it run "
+            "another version of weft, or did another program write it?"
         ) from error

@@ -1,5 +1,5 @@
-"""Where a host's cores are, as the kernel tells it in sysfs, and which of them each rank should
-have: pure functions.
+"""The topology of a host's cores, read from sysfs, and the share of them for each rank: pure
+functions.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ class Core:
 
     cpus: tuple[int, ...]  # as the kernel numbers hardware threads
     package: int
-    node: int  # the NUMA node whose memory is near
-    cache: int  # the lowest number that shares its last-level cache
-    fast: bool = True  # not one of the slower cores of a processor that has two kinds
-    caches: tuple[int, int] = (
-        0,
-        0,
-    )  # bytes of the first and second level for data, its part of what cores share; 0: not told
+    node: int  # the NUMA node of its local memory
+    cache: int  # the lowest hardware thread that shares its last-level cache
+    fast: bool = True  # not a slower core of a processor that has two kinds
+    # bytes of its first and second data cache, divided by the cores that share it; 0 if unknown
+    caches: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -34,10 +32,8 @@ class Topology:
     """A host's cores, in the order of packages, nodes, caches and numbers."""
 
     cores: tuple[Core, ...]
-    memory_nodes: tuple[int, ...] = ()  # those that have memory and no cores
-    cpuset: frozenset[int] = (
-        frozenset()
-    )  # the hardware threads that the control group of this process may use
+    memory_nodes: tuple[int, ...] = ()  # NUMA nodes with memory and no cores
+    cpuset: frozenset[int] = frozenset()  # hardware threads of this process's control group
 
     @property
     def nodes(self) -> list[int]:
@@ -46,7 +42,7 @@ class Topology:
 
 
 def numbers(text: str) -> frozenset[int]:
-    """What a list of the kernel's stands for: ``0-3,8`` is 0, 1, 2, 3 and 8."""
+    """The numbers in a list of the kernel's: ``0-3,8`` is 0, 1, 2, 3 and 8."""
     found = set[int]()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -56,16 +52,14 @@ def numbers(text: str) -> frozenset[int]:
 
 
 def listed(cpus: Iterable[int]) -> str:
-    """Numbers as the kernel would list them."""
+    """The kernel's list of some numbers, the inverse of `numbers`."""
     runs = groupby(enumerate(sorted(cpus)), key=lambda pair: pair[1] - pair[0])
     ends = [(run[0][1], run[-1][1]) for run in (list(run) for _, run in runs)]
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)
 
 
 def read(sysfs: Path = Path("/sys"), groups: str = "") -> Topology:
-    """The topology of the host whose sysfs is given; `groups` is what ``/proc/self/cgroup`` says of
-    a process there.
-    """
+    """The topology of the host with this `sysfs`; `groups` is the text of ``/proc/self/cgroup``."""
     devices = sysfs / "devices/system"
     online = numbers(read_text(devices / "cpu/online"))
     node_of, memory_nodes = dict.fromkeys(online, 0), []
@@ -84,9 +78,9 @@ def read(sysfs: Path = Path("/sys"), groups: str = "") -> Topology:
         about = devices / f"cpu/cpu{cpu}"
         siblings = numbers(read_text(about / "topology/thread_siblings_list", str(cpu))) & online
         package = int(read_text(about / "topology/physical_package_id", "0"))
-        near, last = _data_caches(about, len(siblings)), _last_cache(about, cpu)
+        caches, last = _data_caches(about, len(siblings)), _last_cache(about, cpu)
         cores.append(
-            Core(tuple(sorted(siblings)), package, node_of[cpu], last, cpu not in slow, near)
+            Core(tuple(sorted(siblings)), package, node_of[cpu], last, cpu not in slow, caches)
         )
         seen |= siblings
     cores.sort(key=lambda core: (core.package, core.node, core.cache, core.cpus))
@@ -96,8 +90,8 @@ def read(sysfs: Path = Path("/sys"), groups: str = "") -> Topology:
 
 
 def usable(topology: Topology, allowed: Collection[int]) -> tuple[list[Core], list[Core]]:
-    """The cores, with those of their hardware threads that a process is `allowed`: the fast ones,
-    if there are any, and all.
+    """The fast cores, if there are any, and all cores, each reduced to the hardware threads that a
+    process is `allowed` to use.
     """
     cores = [
         replace(core, cpus=tuple(cpu for cpu in core.cpus if cpu in allowed))
@@ -108,7 +102,7 @@ def usable(topology: Topology, allowed: Collection[int]) -> tuple[list[Core], li
 
 
 def threads_for(topology: Topology, allowed: Collection[int], ranks: int) -> int:
-    """How many threads each of `ranks` ranks should compute with: one for each core of its share,
+    """The number of compute threads for each of `ranks` ranks: one for each core of its share,
     which is on one NUMA node.
     """
     cores, _ = usable(topology, allowed)
@@ -124,13 +118,13 @@ def threads_for(topology: Topology, allowed: Collection[int], ranks: int) -> int
 def assign(
     topology: Topology, allowed: Collection[int], ranks: int, threads: int = 1
 ) -> list[frozenset[int]] | None:
-    """For each of `ranks` ranks a share of the hardware threads that are `allowed`, one of each
-    core; None if they do not go round.
+    """For each of `ranks` ranks a share of the `allowed` hardware threads, one of each core; None
+    if these cannot be divided evenly.
 
-    A share has room for `threads` threads, if possible on one package, NUMA node and last-level
-    cache; ranks are spread over these evenly, neighbours side by side. Slow cores are left alone
-    where there are fast ones enough. Where there are too few cores, siblings count as cores; where
-    there are too few of those as well, ranks use them in turn, if that leaves each as many.
+    A share has `threads` hardware threads, if possible on one package, NUMA node and last-level
+    cache. Ranks are spread evenly over these, consecutive ranks next to each other. Slow cores are
+    used only if there are too few fast ones. With too few cores, siblings count as cores; with too
+    few siblings, shares overlap if all hardware threads get the same number of ranks.
     """
     for cores in usable(topology, allowed):
         if ranks * threads <= len(cores):
@@ -146,8 +140,8 @@ def assign(
 
 
 def locality(topology: Topology, cpus: Collection[int]) -> tuple[int, ...]:
-    """The package, NUMA node and last-level cache of these hardware threads, up to where they are
-    in several.
+    """The package, NUMA node and last-level cache that contain all these hardware threads; shorter
+    if they are in several.
     """
     localities = [
         (core.package, core.node, core.cache)
@@ -161,7 +155,7 @@ def locality(topology: Topology, cpus: Collection[int]) -> tuple[int, ...]:
 
 
 def data_caches(topology: Topology, cpus: Collection[int]) -> tuple[int, int]:
-    """The bytes that each core with one of these hardware threads has at least, as `Core.caches`."""
+    """The smallest `Core.caches` of the cores with these hardware threads."""
     found = [core.caches for core in topology.cores if not {*core.cpus}.isdisjoint(cpus)]
     return min((first for first, _ in found), default=0), min(
         (second for _, second in found), default=0
@@ -171,19 +165,17 @@ def data_caches(topology: Topology, cpus: Collection[int]) -> tuple[int, int]:
 def _share(
     cores: Sequence[Core], ranks: int, threads: int, levels: Sequence[str]
 ) -> list[Sequence[Core]]:
-    """The cores of each rank; `levels`: what a share should be within one of, if it can."""
+    """The cores of each rank; a share should be within one group of each of the `levels`."""
     if levels:
         groups = _grouped(cores, levels[0])
-        rooms = [len(group) // threads for group in groups]
-        if levels[0] == "cache" and ranks < len(
-            groups
-        ):  # several caches of a node each: nothing is gained by leaving any alone
+        if levels[0] == "cache" and ranks < len(groups):
+            # each rank gets several whole caches: leaving any unused gains nothing
             groups = [[core for group in part for core in group] for part in _parts(groups, ranks)]
-            rooms = [len(group) // threads for group in groups]
-        if sum(rooms) >= ranks:
+        capacities = [len(group) // threads for group in groups]
+        if sum(capacities) >= ranks:
             counts = [0] * len(groups)
             for _ in range(ranks):
-                counts[max(range(len(groups)), key=lambda at: rooms[at] - counts[at])] += 1
+                counts[max(range(len(groups)), key=lambda at: capacities[at] - counts[at])] += 1
             shares = (
                 _share(group, count, threads, levels[1:])
                 for group, count in zip(groups, counts, strict=True)
@@ -194,7 +186,7 @@ def _share(
 
 
 def _parts(items: Sequence[T], count: int) -> list[Sequence[T]]:
-    """The items in so many parts, as even as can be."""
+    """The items in `count` parts, as even as possible."""
     return [
         items[len(items) * part // count : len(items) * (part + 1) // count]
         for part in range(count)
@@ -206,8 +198,8 @@ def _grouped(cores: Sequence[Core], level: str) -> list[list[Core]]:
 
 
 def _last_cache(about: Path, cpu: int) -> int:
-    """The lowest number that shares the last-level cache of a hardware thread; its own package's
-    caches may not be told.
+    """The lowest hardware thread that shares the last-level cache of `cpu`, or `cpu` if sysfs lacks
+    the caches.
     """
     levels = {
         int(read_text(index / "level", "0")): index
@@ -219,7 +211,7 @@ def _last_cache(about: Path, cpu: int) -> int:
 
 
 def _data_caches(about: Path, siblings: int) -> tuple[int, int]:
-    """The first two levels of a core with so many hardware threads, as `Core.caches`."""
+    """The `Core.caches` of a core with `siblings` hardware threads."""
     found = dict[str, int]()
     for index in (about / "cache").glob("index*"):
         if read_text(index / "type") != "Instruction":
@@ -231,8 +223,8 @@ def _data_caches(about: Path, siblings: int) -> tuple[int, int]:
 
 
 def _cpuset(folder: Path, groups: str) -> frozenset[int]:
-    """What the control groups of a process leave it; empty if they say nothing. The second version
-    of groups, then the first.
+    """The hardware threads of a process's control group, of version 2, else of version 1; empty if
+    neither limits them.
     """
     of = {
         controllers: path.lstrip("/")
@@ -250,7 +242,7 @@ def _cpuset(folder: Path, groups: str) -> frozenset[int]:
 
 
 def read_text(path: Path, otherwise: str = "") -> str:
-    """What a file of the kernel's says; `otherwise` if it is empty or not to be read."""
+    """The text of a file of the kernel's; `otherwise` if it is empty or cannot be read."""
     try:
         return path.read_text().strip() or otherwise
     except OSError:

@@ -1,6 +1,4 @@
-"""The ranks that work together: `init` makes a `World`, which owns what they share and knows how
-they fail.
-"""
+"""Worlds: `init` makes a `World` of ranks that share memory, signals and an order of calls."""
 
 from __future__ import annotations
 
@@ -31,15 +29,15 @@ from weft.world.rendezvous import (
     GroupRendezvous,
     RankInfo,
     StoreRendezvous,
-    by,
     default_group,
     host_identity,
+    rendezvous_of,
 )
 from weft.world.signals import Signals
 
 
 class Recorder(Protocol):
-    """What takes note of every execution of a plan, as `weft.plan.trace` does."""
+    """A recorder of every execution of a plan, such as `weft.plan.trace`."""
 
     def add(self, plan: Plan, rows: Sequence[int], spans: list[tuple[str, int, int, int]]) -> None:
         """Called after each execution with the rows of each shard, and ``(lane, index of the
@@ -47,18 +45,18 @@ class Recorder(Protocol):
         """
 
 
-_TIMEOUT = 30.0  # seconds that waits of a world may take unless it is made with another limit
+_TIMEOUT = 30.0  # default seconds of every wait of a world
 
 _default: World | None = None
 
 
-class _Here(threading.local):
-    """What is particular to a thread: its default world, if it is a rank by itself."""
+class _Thread(threading.local):
+    """State of a thread: its default world, if the thread is a rank."""
 
     world: World | None = None
 
 
-_here = _Here()
+_thread = _Thread()
 _alive: weakref.WeakValueDictionary[int, World] = weakref.WeakValueDictionary()  # by number
 
 
@@ -69,15 +67,15 @@ class World(Peers):
     Every operator on a world is collective: all ranks make the same calls in the same order. Worlds
     are independent of each other; one world is used by one thread at a time.
 
-    Attributes: `rank`, `ranks` (their number), `timeout` (seconds any wait may take unless a call
-    says otherwise), `pids`, `cores` (the processor cores that each rank may use), `recorder` (told
-    of every execution, or None), `emulated_link` (its Gbit/s and its latency in microseconds, or
-    None), `device` (where its tensors are), `stream_ordered` (whether lanes are streams, as on a
-    GPU), `matmul_backend` (how streams multiply: ``torch`` or ``triton``), `ranks_per_device` (how
-    many ranks work on this rank's GPU, if it has one), `group` (the process group by which ranks
-    with GPUs share memory, or None), `hosts` (the host of each rank, numbered from 0), `relay` (to
-    the ranks on other hosts, or None if there are none), `comm_threads` (as in `init`),
-    `thresholds` (the sizes from which on its collectives go another way, alike on all ranks).
+    Attributes: `rank`, `ranks` (their number), `timeout` (default seconds of any wait), `pids`,
+    `cores` (the processor cores that each rank may use), `recorder` (of every execution, or None),
+    `emulated_link` (its Gbit/s and its latency in microseconds, or None), `device` (of its
+    tensors), `stream_ordered` (whether lanes are streams, as on a GPU), `matmul_backend` (of
+    streams: ``torch`` or ``triton``), `ranks_per_device` (the number of ranks on this rank's GPU,
+    if it has one), `group` (the process group by which ranks with GPUs share memory, or None),
+    `hosts` (the host of each rank, numbered from 0), `relay` (to the ranks on other hosts, or
+    None), `comm_threads` (as in `init`), `thresholds` (the sizes at which its collectives change
+    algorithms, equal on all ranks), `engine` (the executor of plans, or None before the first).
     """
 
     def __init__(
@@ -90,8 +88,8 @@ class World(Peers):
         relay: Relay | None = None,
     ) -> None:
         super().__init__(rank, infos, mesh, timeout, backend, relay)
-        self.name = (self.number, self.rank, self.ranks)  # among the arguments of torch's operators
-        self.engine: Any = None  # made and found by `weft.engines.engine`
+        self.name = (self.number, self.rank, self.ranks)  # an argument of torch's operators
+        self.engine: Any = None  # set by `weft.engines.engine`, as engines depend on worlds
         self.recorder: Recorder | None = None
         self.emulated_link: tuple[float, float] | None = None
         self.transfers = _native.Transfers(self.mesh, self.spins, self.comm_threads, self.number)
@@ -102,41 +100,40 @@ class World(Peers):
         `shape` and `dtype` on all ranks.
 
         `dtype` defaults to torch's default dtype. The memory is reserved at once. Raises
-        `SymmetricMemoryError` on every rank if any rank lacks it, `MismatchError` if ranks ask for
-        different things.
+        `SymmetricMemoryError` on every rank if any rank lacks it, `MismatchError` if ranks differ
+        in shape or dtype.
         """
         self.check()
         dims = shape[0] if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
         sizes = [int(n) for n in dims]  # type: ignore[arg-type]
         if any(n < 0 for n in sizes):
             raise ValueError(f"a shape has no negative sizes; got {tuple(sizes)}")
-        self._settle()
+        self._drain()
         with self.exclusive:
             return self.allocate(sizes, dtype or torch.get_default_dtype())
 
     def allocate(self, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """What `empty` does, in this thread's turn."""
-        take = device_memory.allocate if self.device.type == "cuda" else memory.allocate
+        """As `empty`, for a thread that is in `exclusive`."""
+        allocate = device_memory.allocate if self.device.type == "cuda" else memory.allocate
         with self.fail_on_error:
-            return take(self, sizes, dtype)
+            return allocate(self, sizes, dtype)
 
     def signals(self, count: int, name: str = "signals") -> Signals:
         """`count` zeroed counters on every rank for one-sided calls; collective, with the same
         `count` on all ranks.
 
-        `name` is what errors call them. Raises `SymmetricMemoryError` on every rank if any rank
-        lacks memory, `MismatchError` if ranks ask for different things, `ValueError` unless `count`
-        is positive.
+        `name` appears in errors. Raises `SymmetricMemoryError` on every rank if any rank lacks
+        memory, `MismatchError` if ranks differ in `count`, `ValueError` unless `count` is positive.
         """
         self.check()
         if not (isinstance(count, int) and count > 0):
             raise ValueError(f"count must be a positive whole number; got {count!r}")
-        self._settle()
+        self._drain()
         with self.exclusive, self.fail_on_error:
             return Signals(self, count, name)
 
-    def _settle(self) -> None:
-        """Wait for the asynchronous collectives under way, and raise what went wrong with them."""
+    def _drain(self) -> None:
+        """Wait for outstanding asynchronous collectives, and raise their errors."""
         if self.engine is not None:
             self.engine.drain()
 
@@ -148,10 +145,7 @@ class World(Peers):
             raise TypeError(f"tensor must be a tensor; got {type(tensor).__name__}")
         try:
             segment = memory.find(tensor)
-        except (
-            RuntimeError,
-            ValueError,
-        ):  # it has no memory of its own: sparse, fake, not initialised, …
+        except (RuntimeError, ValueError):  # a tensor without memory: sparse, fake, …
             return False
         return segment is not None and segment.world == self.number
 
@@ -179,10 +173,10 @@ class World(Peers):
         return part.as_strided(tensor.shape, tensor.stride())
 
     def emulate_link(self, gbps: float, latency_us: float = 0.0) -> None:
-        """From now on every copy to or from a peer takes at least `latency_us` plus its bytes at
-        `gbps` (1e9 bits per second).
+        """Emulate a link: from now on every copy to or from a peer takes at least `latency_us` plus
+        its bytes at `gbps` (1e9 bits per second).
 
-        Copies of a rank share one link and take it in turn. 0 Gbit/s ends the emulation.
+        Copies of a rank share one link, one after another. 0 Gbit/s ends the emulation.
         """
         if gbps < 0 or latency_us < 0:
             raise ValueError(
@@ -190,24 +184,22 @@ class World(Peers):
             )
         if gbps and self.multi_host:
             raise ValueError(
-                "ranks on several hosts have a real link between them, which is not to be slowed "
-                "by an emulated one"
+                "ranks on several hosts have a real link; a link can be emulated on one host only"
             )
         self.emulated_link = (gbps, latency_us) if gbps else None
         self.executor.emulate_link(gbps * 1e9 / 8, latency_us * 1e-6)
 
     @property
     def remote_reads(self) -> bool:
-        """Whether plans read rows of peers where they lie: not where rows pass a link, an emulated
-        one or that between hosts.
+        """Whether plans may read rows in peers' memory: not if rows cross an emulated link or one
+        between hosts.
         """
         return self.emulated_link is None and not self.multi_host
 
     def disown(self) -> None:
-        """In a forked child: let go of what tells peers that this rank is alive, and keep all else
-        as it is.
+        """In a forked child: close the sockets by which peers see that this rank is alive.
 
-        Nothing of it is destroyed here, which would wait for the parent's threads.
+        Nothing else is destroyed, as destructors would wait for the parent's threads.
         """
         keep(self)
         self.forked, self.closed = True, f"it belongs to process {self.pids[self.rank]}"
@@ -219,8 +211,8 @@ class World(Peers):
     def close(self) -> None:
         """Leave the world, once all asynchronous transfers are complete.
 
-        Peers may go on with what they do not need this rank for; memory lives until its last tensor
-        is gone. In a forked child it does nothing.
+        Peers may complete calls that do not need this rank; memory lives until its last tensor is
+        gone. In a forked child it does nothing.
         """
         if self.forked:
             return
@@ -263,38 +255,35 @@ def init(
     torchrun, mpirun or SLURM if it is not yet; with none of these, a world of one. A world made
     without a group is the default of every operator.
 
-    Ranks that a launcher started are bound to cores of their own, on one NUMA node if that can be,
+    Ranks that a launcher started are bound to cores of their own, on one NUMA node if possible,
     unless the launcher has bound them or the variable WEFT_BIND is 0.
 
-    Ranks of one host share memory; those of different hosts connect by TCP, on the interface that
-    the variable GLOO_SOCKET_IFNAME names if it is set. Which ranks share a host is found out.
-    `timeout` is in seconds and bounds every wait, by default 30, and that for ranks which have not
-    come yet, by default 300, since some may import for long; a longer limit than a million seconds
-    is one of a million.
+    Ranks of one host share memory, ranks of different hosts connect by TCP, on the interface that
+    the variable GLOO_SOCKET_IFNAME names if it is set. weft detects which ranks share a host.
+    `timeout` is in seconds and bounds every wait, by default 30, and the wait for all ranks to
+    call `init`, by default 300, since imports may be slow; the longest limit is a million seconds.
 
-    `device` is where the ranks' tensors are: ``cpu``, or ``cuda``, this process's current GPU,
-    whose memory peers reach through torch's symmetric memory (several ranks on one GPU with the
-    variable TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1). There fused operators multiply by
-    `products`: ``torch``, a product behind each wait, or ``triton``, one persistent kernel that
-    waits for rows and puts and announces its tiles itself; on a CPU that kernel runs under
-    TRITON_INTERPRET=1.
+    `device` holds the ranks' tensors: ``cpu``, or ``cuda``, this process's current GPU, whose
+    memory peers reach through torch's symmetric memory (several ranks on one GPU with the variable
+    TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1). There fused operators multiply by `products`:
+    ``torch``, a product after each wait, or ``triton``, one persistent kernel that waits for rows,
+    puts its tiles and notifies their owners; on a CPU that kernel runs under TRITON_INTERPRET=1.
 
-    Copies and sums of 256 KiB and more are shared by as many threads as torch computes with on the
-    caller's thread (``torch.get_num_threads()``), unless the ranks of this host have more threads
-    than cores now. Those that run beside it, in the comm lane of fused operators, asynchronous
-    collectives and transfers, are shared by `comm_threads`; ranks may differ in it. More than one
-    pay where ``torch.set_num_threads`` leaves cores to them. On a rank of a `local_world` this is
-    its world there.
+    Copies and sums of 256 KiB and more on the caller's thread use ``torch.get_num_threads()``
+    threads, unless the ranks of this host have more threads than cores. Copies and sums in the
+    background (comm lanes of fused operators, asynchronous collectives and transfers) use
+    `comm_threads`; ranks may differ in it. More than one pays where ``torch.set_num_threads``
+    leaves cores for them. On a rank of a `local_world` the result is its world there.
 
     Raises `ValueError` for a `timeout` or `comm_threads` that is not positive; `WeftError` if there
     is no GPU, ranks with GPUs are on several hosts, this host has no address for ranks on others,
     or ranks run other versions of weft, as other users, or belong to another job; `PeerTimeout` if
     some ranks do not appear or cannot be reached; `PeerLost` if one dies or gives up meanwhile.
-    After any of these the group is of no more use. `SymmetricMemoryError` if this rank lacks
+    After any of these the group cannot be used again. `SymmetricMemoryError` if this rank lacks
     memory.
     """
     global _default
-    if group is None and (here := _here.world) is not None:
+    if group is None and (here := _thread.world) is not None:
         found: World = here
         return found
     place = device_memory.check_device(device)
@@ -309,9 +298,8 @@ def init(
     limit, starting = (_TIMEOUT, STARTING) if timeout is None else (limited(timeout),) * 2
     members = default_group(timeout=starting) if group is None else group
     placement.bind_as_launched()  # before there is memory
-    shared = (
-        members if place.type == "cuda" else None
-    )  # a world that needs no group keeps none, nor its threads, alive
+    # a world on a CPU must not keep the group and its threads alive
+    shared = members if place.type == "cuda" else None
     backend = Backend(
         place,
         place.type == "cuda" or products == "triton",
@@ -319,8 +307,10 @@ def init(
         group=shared,
         comm_threads=comm_threads,
     )
-    world = _joined(
-        StoreRendezvous(HashStore(), 0, 1) if members is None else by(members), limit, backend
+    world = _connect(
+        StoreRendezvous(HashStore(), 0, 1) if members is None else rendezvous_of(members),
+        limit,
+        backend,
     )
     if group is None:
         _default = world
@@ -328,18 +318,20 @@ def init(
 
 
 def init_by_store(store: Store, rank: int, ranks: int, timeout: float) -> World:
-    """Make a world of as many ranks that share a store and nothing else, collectively; it is no
-    default.
+    """Make a world of `ranks` ranks that share a store and nothing else, collectively; it does not
+    become the default.
 
     `timeout` and errors are those of `init`.
     """
-    return _joined(
+    return _connect(
         StoreRendezvous(store, rank, ranks), limited(timeout), Backend(torch.device("cpu"))
     )
 
 
-def _joined(meeting: GroupRendezvous | StoreRendezvous, timeout: float, backend: Backend) -> World:
-    rank = meeting.rank
+def _connect(
+    rendezvous: GroupRendezvous | StoreRendezvous, timeout: float, backend: Backend
+) -> World:
+    rank = rendezvous.rank
     with contextlib.ExitStack() as stack:
         listener = Listener()
         stack.enter_context(listener.socket)
@@ -355,33 +347,31 @@ def _joined(meeting: GroupRendezvous | StoreRendezvous, timeout: float, backend:
             placement.thresholds(),
             peer_memory.probe(),
         )
-        infos = stack.enter_context(meeting.exchange(own, timeout))
-        others = {peer: place for peer, place in enumerate(infos) if peer != rank}
-        near = {
-            peer: (place.pid, place.address)
-            for peer, place in others.items()
-            if place.host == own.host
+        infos = stack.enter_context(rendezvous.exchange(own, timeout))
+        others = {peer: info for peer, info in enumerate(infos) if peer != rank}
+        local = {
+            peer: (info.pid, info.address) for peer, info in others.items() if info.host == own.host
         }
-        far = {peer: place.pid for peer, place in others.items() if peer not in near}
-        if far and backend.stream_ordered:
+        remote = {peer: info.pid for peer, info in others.items() if peer not in local}
+        if remote and backend.stream_ordered:
             raise WeftError("ranks with GPUs must be on one host in this version of weft")
         try:
-            connected = listener.connect(rank, near, timeout)
-            outside = listen_to_hosts(rank) if far else None
+            connected = listener.connect(rank, local, timeout)
+            outside = listen_to_hosts(rank) if remote else None
         except BaseException as error:
-            if far:
-                meeting.give_up(error)
+            if remote:
+                rendezvous.give_up(error)
             raise
         ends = {}
-        for peer, (spare, connection) in connected.items():
-            spare.close()
+        for peer, (unused, connection) in connected.items():
+            unused.close()
             ends[peer] = stack.enter_context(connection)
         relay = None
         if outside is not None:
             stack.enter_context(outside.socket)
-            addresses = stack.enter_context(meeting.exchange(outside.address, timeout))
-            called = {peer: (pid, addresses[peer]) for peer, pid in far.items()}
-            relay = Relay(rank, outside.connect(rank, called, timeout), timeout)
+            addresses = stack.enter_context(rendezvous.exchange(outside.address, timeout))
+            located = {peer: (pid, addresses[peer]) for peer, pid in remote.items()}
+            relay = Relay(rank, outside.connect(rank, located, timeout), timeout)
             ends |= {peer: stack.enter_context(end) for peer, end in relay.sockets().items()}
         mesh = _native.Mesh(
             [-1 if peer == rank else ends[peer].fileno() for peer in range(len(infos))]
@@ -393,12 +383,12 @@ def _joined(meeting: GroupRendezvous | StoreRendezvous, timeout: float, backend:
 
 def default_here(world: World) -> None:
     """Make `world` the default of this thread."""
-    _here.world = world
+    _thread.world = world
 
 
 def current(world: World | None = None) -> World:
     """`world`, or the default world; it must be open."""
-    chosen = world or _here.world or _default
+    chosen = world or _thread.world or _default
     if chosen is None:
         raise WeftError("there is no default world: call weft.init() first, or pass world=...")
     if chosen.closed is not None:
@@ -407,7 +397,7 @@ def current(world: World | None = None) -> World:
 
 
 def by_number(number: int) -> World | None:
-    """The world of this number in this process, if it is still there."""
+    """The world with this number in this process, or None if it is gone."""
     return _default if _default is not None and _default.number == number else _alive.get(number)
 
 
