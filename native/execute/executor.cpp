@@ -46,7 +46,6 @@ void Executor::begin(Program& program, int64_t timeout) {
   execution.reset(calls.begin(said, bound ? bound->offered() : 0), said.digest);
   execution.timeout = timeout;
   if (program.eager) execution.turn = turn(program);
-  ahead_ = program.meets ? 0 : ahead_ + program.eager;
   for (size_t lane = 0; lane < program.lanes.size(); ++lane) {
     const auto& instructions = program.lanes[lane];
     execution.spans[lane].resize(instructions.size()),
@@ -60,11 +59,8 @@ void Executor::begin(Program& program, int64_t timeout) {
 }
 
 Turn Executor::turn(const Program& program) {
-  if (!program.meets)
-    return {(Program::kMeeting + passed_++ % (Program::kTurns - Program::kMeeting)) *
-            Program::kEager};
-  const bool crossed = program.crosses() && within_host && met_ / Program::kMeeting % 2;
-  return {met_++ % Program::kMeeting * Program::kEager, crossed ? ~size_t{0} : 0};
+  const bool crossed = program.crosses() && within_host && eager_ / Program::kEagerSets % 2;
+  return {eager_++ % Program::kEagerSets * Program::kEager, crossed ? ~size_t{0} : 0};
 }
 
 int Executor::run(Program& program, size_t lane, int at) {

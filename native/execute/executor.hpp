@@ -29,9 +29,9 @@ class Executor {
  public:
   static constexpr size_t kNames = 256;  // signal names of all plans of a world
 
-  // Headers of calls, counters, and eager buffers for each turn.
+  // Headers of calls, counters, and eager buffers.
   static size_t control_bytes(size_t ranks) {
-    return counters_end(ranks) + Program::kTurns * Program::kEager;
+    return counters_end(ranks) + Program::kEagerSets * Program::kEager;
   }
 
   // `control` is a zeroed symmetric segment of control_bytes; `spins` is how long a wait spins
@@ -46,14 +46,9 @@ class Executor {
   void leave() { user_.store(pthread_t{}, std::memory_order_release); }
 
   Counter& counter(int rank, uint32_t index) const;
-  // Where each rank's eager buffers of the first turn begin.
+  // Where each rank's eager buffers of the first set begin.
   std::vector<uintptr_t> eager_bases() const { return control_->bases(counters_end(ranks_)); }
 
-  // Must all ranks meet before they begin this? What it writes to is then read no more: whoever
-  // begins a turn again has ended a call in which ranks met after the turn before that was over.
-  bool must_meet(const Program& program) const {
-    return program.eager && !program.meets && ahead_ == Program::kTurns - Program::kMeeting;
-  }
   // Publish a call, and fix what its waits wait for, each for so many nanoseconds. Calls begin in
   // the same order on all ranks; throws InUse while another thread makes one.
   void begin(Program& program, int64_t timeout);
@@ -74,7 +69,8 @@ class Executor {
   bool tracing = false;
 
  private:
-  // The eager buffers of the next execution that has some.
+  // The eager buffers of the next execution that has some. A rank that uses a set again has ended
+  // the execution before, which all had begun by then: they have read what was in the set.
   Turn turn(const Program& program);
   static size_t counters_end(size_t ranks) {
     return Calls::kBytes + kNames * ranks * sizeof(Counter);
@@ -93,9 +89,7 @@ class Executor {
   std::atomic<pthread_t> user_{};  // the thread that makes a call
   std::atomic<bool> ending_{false};
   std::vector<uint64_t> base_;  // what earlier executions promised, by counter
-  size_t met_ = 0,
-         passed_ = 0;  // executions that had eager buffers: of plans that meet, and of others
-  size_t ahead_ = 0;   // executions that had some since ranks last met
+  size_t eager_ = 0;            // executions that had eager buffers
 
  public:
   Calls calls;

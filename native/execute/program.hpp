@@ -128,9 +128,7 @@ struct Execution {
 // the state of one.
 struct Program {
   static constexpr size_t kEager = 64 << 10;  // bytes of eager buffers that a plan has on each rank
-  static constexpr size_t kTurns = 8;         // of these buffers: executions use them in turn,
-  // those of plans that meet as many of them, so that they stay in the caches
-  static constexpr size_t kMeeting = 2;
+  static constexpr size_t kEagerSets = 2;     // of these buffers: executions alternate
 
   std::vector<std::vector<Instruction>> lanes;
   std::vector<std::pair<uint32_t, uint64_t>> promised;
@@ -145,22 +143,20 @@ struct Program {
   std::vector<Buffer> buffers = {};
   std::vector<std::pair<int, uint32_t>> slots = {};  // a rank, and the number of a buffer there
   int rank = 0;                                      // whose part it is, where there are slots
-  bool meets;          // whether no rank ends it before all have begun it
-  bool eager = false;  // whether some buffer is
+  bool eager = false;  // whether some buffer is: then no rank ends it before all have begun it
   Execution execution;
 
   Program(std::string what, size_t lane_count, std::vector<std::pair<uint32_t, uint64_t>> growth,
-          size_t ranks, bool meeting = false)
+          size_t ranks)
       : lanes(lane_count),
         promised(std::move(growth)),
         said(std::move(what)),
-        meets(meeting),
         execution(lane_count, ranks) {}
 
-  // Whether the two ranks that it is for have each other's eager buffers in every other turn. They
+  // Whether the two ranks that it is for swap their eager buffers in every other execution. They
   // then write where they last read: that is in their own cache, and what they last wrote in the
   // other's, which would have to give it up line after line.
-  bool crosses() const { return eager && meets && buffers[0].layouts.size() == 2; }
+  bool crosses() const { return eager && buffers[0].layouts.size() == 2; }
 
   // The number of a buffer; that behind the last if there is none of this name.
   uint32_t number(std::string_view name) const {

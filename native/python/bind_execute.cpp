@@ -65,9 +65,8 @@ void bind_execute(nb::module_& m) {
       .value("workspace", Role::workspace)
       .value("eager", Role::eager);
   nb::class_<Program>(m, "Compiled")
-      .def(
-          nb::init<std::string, size_t, std::vector<std::pair<uint32_t, uint64_t>>, size_t, bool>(),
-          "call"_a, "lanes"_a, "promised"_a, "ranks"_a, "meets"_a = false)
+      .def(nb::init<std::string, size_t, std::vector<std::pair<uint32_t, uint64_t>>, size_t>(),
+           "call"_a, "lanes"_a, "promised"_a, "ranks"_a)
       .def("say", [](Program& self,
                      std::string what) { self.said = Said(std::move(what)), self.name.clear(); })
       .def("describe",
@@ -172,11 +171,9 @@ void bind_execute(nb::module_& m) {
       .def_static("control_bytes", &Executor::control_bytes)
       .def_prop_ro_static("said_bytes", [](nb::handle) { return Calls::kBytes; })
       .def_ro_static("max_names", &Executor::kNames)
-      .def_ro_static("turns", &Program::kTurns)
-      .def_ro_static("meeting", &Program::kMeeting)
+      .def_ro_static("eager_sets", &Program::kEagerSets)
       .def_rw("within_host", &Executor::within_host)
       .def_rw("pids", &Executor::pids)
-      .def("must_meet", &Executor::must_meet)
       .def("eager_bases", &Executor::eager_bases)
       .def_prop_ro("calls", [](Executor& self) { return self.calls.latest(); })
       .def("begin", [](Executor& self, Program& program,

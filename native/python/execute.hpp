@@ -36,7 +36,6 @@ void in_turn(Executor& executor, nb::handle program, Work work) {
 // binding of its, in this thread's turn. Raises what the call does.
 inline void execute(Executor& executor, nb::handle program, Binding& bound, double timeout) {
   Program& native = bound.program();
-  if (executor.must_meet(native)) program.attr("engine").attr("meet")(timeout);
   if (native.execution.binding != &bound) program.attr("apply")(nb::find(bound));
   const auto fail = [&](nb::handle error) { program.attr("world").attr("fail")(error); };
   try {

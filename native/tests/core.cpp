@@ -363,8 +363,8 @@ void test_lanes(int ranks, int calls) {
   for (auto& thread : threads) thread.join();
 }
 
-// Ranks that meet, four of them by pairs and then across, and read what each has put in its eager
-// buffer: nobody says that it may be used again. Two have each other's in every other turn.
+// Ranks that synchronize, four of them by pairs and then across, and read each other's eager
+// buffers, which no signal gives free. Two swap theirs in every other execution.
 void test_eager(int ranks, int calls) {
   constexpr int n = 500;
   Host host(ranks, 64);
@@ -373,7 +373,7 @@ void test_eager(int ranks, int calls) {
     threads.emplace_back([&, r] {
       Executor& executor = *host.executors[r];
       std::vector<int> own(n), all(ranks * n);
-      Program program("eager", 1, {}, ranks, true);
+      Program program("eager", 1, {}, ranks);
       program.rank = r, program.eager = true;
       auto& lane = program.lanes[0];
       lane.push_back({Op::copy, {{uint32_t(1 + r), 0, 1}, {0, 0, 1}}});

@@ -8,7 +8,6 @@ per dtype; how many rows its blocks have, and where they lie, is bound by each c
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import time
@@ -23,7 +22,6 @@ from weft.engines.engine import LANES, Dtypes, Engine, Program, Tensors, Timed, 
 from weft.errors import PlanError, WeftError
 from weft.kernels.products import multiply
 from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Wait, accesses, reads
-from weft.schedules.barrier import barrier
 from weft.world import memory
 
 Place = tuple[int, int, int]
@@ -43,19 +41,6 @@ class HostEngine(Engine):
         self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes
     ) -> HostProgram:
         return HostProgram(self, plan, tensors, dtypes)
-
-    def meet(self, timeout: float | None) -> None:
-        """Let ranks meet before what is executed next."""
-        self.program(barrier(self.world.levels), {}).carry_out({}, (), {}, timeout=timeout)
-
-    def meet_beside(self, timeout: float | None) -> None:
-        """Let ranks meet before what is started next."""
-        plan = barrier(self.world.levels)
-        programs = (self.program(plan, {}, number=number) for number in itertools.count())
-        program = next(
-            program for program in programs if program.idle() or (program.done() and program.join())
-        )
-        program.start(program.bind({}, ()), timeout=timeout)
 
 
 class HostProgram(Program):
@@ -80,10 +65,7 @@ class HostProgram(Program):
         for region in self.regions():
             self.slots.setdefault((region.rank, region.buffer), len(self.slots))
         promised = [(engine.index(signal), count) for signal, count in plan.promised(rank).items()]
-        self.compiled = _native.Compiled(
-            "", len(LANES) + self.more_lanes, promised, plan.ranks, plan.synchronizes
-        )
-        self.ahead = plan.ahead  # all others need not ask the native core whether ranks must meet
+        self.compiled = _native.Compiled("", len(LANES) + self.more_lanes, promised, plan.ranks)
         self.compiled.describe(
             plan.operator, f"algorithm={plan.algorithm}, plan {plan.digest:08x})"
         )
@@ -129,8 +111,6 @@ class HostProgram(Program):
         if self.engine.pending:
             self.engine.drain()
         binding = self._own_binding(tensors, rows)
-        if self.ahead and self.must_meet():
-            self.engine.meet(timeout)
         self.apply(binding)
         try:
             with world.fail_on_error:
@@ -206,17 +186,9 @@ class HostProgram(Program):
         self.world.executor.execute_alone(self, binding, timeout or self.world.timeout)
         self._record()
 
-    def must_meet(self) -> bool:
-        """Whether ranks must meet before this is executed; never unless it is one that runs
-        `ahead`.
-        """
-        return self.world.executor.must_meet(self.compiled)
-
     def start(
         self, binding: _native.Binding, held: object = None, timeout: float | None = None
     ) -> None:
-        if self.must_meet():
-            self.engine.meet_beside(timeout)
         self.timeout = timeout or self.world.timeout
         with self.world.fail_on_error:
             self.apply(binding)

@@ -24,13 +24,9 @@ import weft._native as _native
 from weft.errors import PlanError
 from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait, reads
 from weft.plan.messages import at_the_end, ending, is_channel
-from weft.schedules.barrier import barrier
-from weft.schedules.levels import flat
 
-TURNS, MEETING = _native.Executor.turns, _native.Executor.meeting
-"""How many eager buffers there are, which calls use in turn: those of plans that meet the first
-ones, the others the rest.
-"""
+EAGER_SETS = _native.Executor.eager_sets
+"""Sets of eager buffers, between which executions alternate."""
 
 Buffers = dict[str, Tensor]
 Move = Copy | Matmul | Reduce
@@ -66,31 +62,14 @@ def run(*calls: Call, order: random.Random | None = None) -> list[list[Buffers]]
     With `order` some lanes run ahead of others as far as signals allow; without it all take turns.
     Products have the dtype of the weight. A deadlock raises `PlanError`.
     """
-    every = _met(calls)
-    memory = _memory(every)
-    ranks = [_Rank(r, every, memory) for r in range(calls[0].plan.ranks)]
+    memory = _memory(calls)
+    ranks = [_Rank(r, calls, memory) for r in range(calls[0].plan.ranks)]
     choose = _at_random(order) if order else _in_turns()
     while ready := [(rank.rank, lane) for rank in ranks for lane in rank.ready()]:
         _step(ranks, *choose(ready))
     if stuck := [where for rank in ranks for where in rank.stuck()]:
         raise PlanError(f"deadlock: {'; '.join(stuck)}")
-    found = [list(outputs) for outputs in zip(*(rank.outputs for rank in ranks), strict=True)]
-    asked = {*map(id, calls)}
-    return [outputs for outputs, call in zip(found, every, strict=True) if id(call) in asked]
-
-
-def _met(calls: Sequence[Call]) -> list[Call]:
-    """The calls, and the barriers that engines add before eager buffers are written to which some
-    rank may still read.
-    """
-    found, ahead = list[Call](), 0
-    for call in calls:
-        if call.plan.ahead and ahead == TURNS - MEETING:
-            found.append(Call(barrier(flat(call.plan.ranks)), [{}] * call.plan.ranks))
-            ahead = 0
-        ahead = 0 if call.plan.synchronizes else ahead + call.plan.ahead
-        found.append(call)
-    return found
+    return [list(outputs) for outputs in zip(*(rank.outputs for rank in ranks), strict=True)]
 
 
 def _in_turns() -> Callable[[Sequence[Step]], Step]:
@@ -265,8 +244,7 @@ def _memory(calls: Sequence[Call]) -> list[list[Buffers]]:
     """The buffers of each call on each rank.
 
     A rank's workspaces begin, in every call, at the start of one pool; eager buffers at that of one
-    of `TURNS` others, which two ranks that meet have from each other when every other turn comes
-    round.
+    of `EAGER_SETS` others, which two ranks swap each time all sets have been used.
     """
     ranks, likes = range(calls[0].plan.ranks), [_like(call) for call in calls]
     plans = [(call.plan, like) for call, like in zip(calls, likes, strict=True)]
@@ -275,23 +253,18 @@ def _memory(calls: Sequence[Call]) -> list[list[Buffers]]:
         for plan, like in plans
     )
     pools = [
-        [torch.full((largest,), NAN, dtype=torch.uint8) for _ in range(1 + TURNS)] for _ in ranks
+        [torch.full((largest,), NAN, dtype=torch.uint8) for _ in range(1 + EAGER_SETS)]
+        for _ in ranks
     ]
-    met = cycle(
-        [
-            (turn, crossed)
-            for crossed in ((False, True) if len(ranks) == 2 else (False,))
-            for turn in range(MEETING)
-        ]
-    )
-    passed = cycle([(turn, False) for turn in range(MEETING, TURNS)])
+    swaps = (False, True) if len(ranks) == 2 else (False,)
+    sets = cycle([(number, swapped) for swapped in swaps for number in range(EAGER_SETS)])
     found = []
     for plan, like in plans:
         eager = any(buffer.role == "eager" for buffer in plan.buffers.values())
-        turn, crossed = next(met if plan.synchronizes else passed) if eager else (0, False)
-        owners = ranks[::-1] if crossed else ranks
+        number, swapped = next(sets) if eager else (0, False)
+        owners = ranks[::-1] if swapped else ranks
         spaces = [
-            {"workspace": pools[r][0], "eager": pools[owner][1 + turn]}
+            {"workspace": pools[r][0], "eager": pools[owner][1 + number]}
             for r, owner in zip(ranks, owners, strict=True)
         ]
         found.append([_lay_out(plan, like, r, spaces[r]) for r in ranks])

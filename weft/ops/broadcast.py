@@ -54,15 +54,10 @@ def _prepare(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: 
     most, size = len(rows), tensor.nbytes
     mine, theirs = ("a", "out") if world.rank == source else ("out", "a")
     tensors = {mine: rows, theirs: rows[:0]}
-    # Where ranks are many, or wait for a core, a source that waits for nobody gains more than it
-    # costs that all meet now and then.
-    if (
-        algorithm in ("auto", "pull")
-        and collective.many(world)
-        and collective.handed_out(world, size)
-    ):
+    symmetric = world.is_symmetric(rows)
+    if algorithm in ("auto", "pull") and collective.moved_at_once(world, size, symmetric):
         return Work(schedule.eager(source, world.levels), (most,), tensors, tensor)
-    places, staged = hosts or range(world.ranks), hosts is None and not world.is_symmetric(rows)
+    places, staged = hosts or range(world.ranks), hosts is None and not symmetric
     if algorithm == "ring":
         plan = planned(
             schedule.ring,

@@ -175,9 +175,9 @@ class Buffer:
     """Blocks of each rank's buffer, and what it is to the caller: an input, an output, or workspace
     shared with other plans.
 
-    Eager buffers are a small workspace, of which there are several: plans that have some use them
-    in turn, and nobody says that one may be used again. Between two uses ranks meet (`Plan.synchronizes`),
-    by such plans or since their engine sees to it.
+    Eager buffers are a small workspace of which there are two: plans that have some alternate
+    between them and synchronize (`Plan.synchronizes`), so that a rank need not be notified that one
+    may be written again.
 
     `rows` counts them, and `blocks` says which of the plan's blocks they are, or `ANY_BLOCK`; without it
     each is a row of its own.
@@ -236,15 +236,6 @@ class Plan:
     @property
     def ranks(self) -> int:
         return len(self.lanes)
-
-    @property
-    def ahead(self) -> bool:
-        """Whether a rank can end it, and others like it, long before others begin, who find what it
-        wrote in eager buffers.
-        """
-        return not self.synchronizes and any(
-            buffer.role == "eager" for buffer in self.buffers.values()
-        )
 
     def instructions(self) -> Iterator[tuple[int, Instruction]]:
         """All instructions, lane after lane, each with the rank that carries it out."""

@@ -76,6 +76,8 @@ def _malformed(plan: Plan) -> Iterator[str]:
     absence.
     """
     ranks = range(plan.ranks)
+    if not plan.synchronizes and any(each.role == "eager" for each in plan.buffers.values()):
+        yield "a plan with eager buffers must synchronize"
     for name, buffer in plan.buffers.items():
         if len(buffer.rows) != plan.ranks:
             yield f"buffer {name} has row counts for {len(buffer.rows)} ranks"

@@ -6,11 +6,11 @@ from functools import cache
 
 from weft.plan import Plan
 from weft.schedules.common import one_lane
-from weft.schedules.levels import Levels, meet
+from weft.schedules.levels import Levels, synchronize
 
 
 @cache
 def barrier(levels: Levels, name: str = "barrier") -> Plan:
     """No rank ends it before all have begun it. `name` is that of its signals."""
-    lanes = (meet(rank, levels, name) for rank in range(len(levels[-1])))
+    lanes = (synchronize(rank, levels, name) for rank in range(len(levels[-1])))
     return Plan(name, "levels", {}, one_lane(lanes), synchronizes=True)

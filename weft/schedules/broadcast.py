@@ -22,7 +22,7 @@ from weft.schedules.common import (
     rail_peer,
     tell,
 )
-from weft.schedules.levels import Levels, spread
+from weft.schedules.levels import Levels, synchronize
 from weft.schedules.staging import Part, Stream, pipeline
 
 ALGORITHMS = ("pull", "push", "ring")
@@ -74,7 +74,15 @@ def _plan(
     result = {
         Region(r, "out", 0, pieces): (Term(source, "a", 0),) for r in range(ranks) if r != source
     }
-    return Plan("broadcast", algorithm, buffers, one_lane(lanes), result, (pieces,))
+    return Plan(
+        "broadcast",
+        algorithm,
+        buffers,
+        one_lane(lanes),
+        result,
+        (pieces,),
+        synchronizes=algorithm == "eager",
+    )
 
 
 def _from_source(source: int, put: int, ranks: int) -> list[Instruction]:
@@ -101,18 +109,19 @@ def _to_others(rank: int, source: int, pieces: int, put: int, ranks: int) -> lis
 
 @cache
 def eager(source: int, levels: Levels) -> Plan:
-    """Broadcast of a few rows, whether symmetric or not: the source lays them down and goes on, and
-    word of it is passed on.
+    """Broadcast of a few rows, symmetric or not: all ranks synchronize and then copy them from the
+    source's eager buffer.
     """
-    ranks, lanes, (heard, told) = len(levels[-1]), [], spread(source, levels)
-    there = block(source, "eager", 0)
-    for r in range(ranks):
-        own = block(r, "a" if r == source else "out", 0)
-        first = Copy(own, there) if r == source else Wait(Signal("ready", heard[r]), 1)
-        fetched = [] if r == source else [Copy(there, own)]
-        lanes.append([first, *tell(r, "ready", told[r]), *fetched] if ranks > 1 else [])
-    laid = Buffer.of("eager", [range(1 if r == source else 0) for r in range(ranks)])
-    return _plan("eager", ranks, 1, source, lanes, eager=laid)
+    ranks, shared = len(levels[-1]), block(source, "eager", 0)
+    lanes = [
+        [*barrier, Copy(shared, block(r, "out", 0))]
+        if r != source
+        else [Copy(block(r, "a", 0), shared), *barrier]
+        for r in range(ranks)
+        for barrier in [synchronize(r, levels, "ready")]
+    ]
+    sent = Buffer.of("eager", [range(1 if r == source else 0) for r in range(ranks)])
+    return _plan("eager", ranks, 1, source, lanes if ranks > 1 else [[]], eager=sent)
 
 
 def push(source: int, hosts: Hosts, *, staged: bool = False) -> Plan:

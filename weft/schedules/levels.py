@@ -15,7 +15,7 @@ from itertools import accumulate, count, pairwise, permutations
 from typing import NamedTuple
 
 from weft.plan import Copy, Instruction, Region
-from weft.schedules.common import Hosts, before, hear, tell
+from weft.schedules.common import Hosts, hear, tell
 from weft.schedules.thresholds import Thresholds
 
 Levels = tuple[tuple[int, ...], ...]
@@ -31,7 +31,7 @@ class Stage(NamedTuple):
     heard: list[int]
 
 
-def meet(rank: int, levels: Levels, name: str) -> list[Instruction]:
+def synchronize(rank: int, levels: Levels, name: str) -> list[Instruction]:
     """Hold until all ranks have come here; what each did before is then visible to all. `name` is
     that of the signals.
     """
@@ -51,7 +51,7 @@ def hand_out(own: Sequence[Region], levels: Levels) -> list[Instruction]:
         for rows, end in zip(own, ends, strict=True)
     ]
     handed = [Copy(rows, place) for rows, place in zip(own, placed, strict=True) if rows.rows]
-    return [] if len(levels[-1]) == 1 else [*handed, *meet(own[0].rank, levels, "ready")]
+    return [] if len(levels[-1]) == 1 else [*handed, *synchronize(own[0].rank, levels, "ready")]
 
 
 @cache
@@ -79,24 +79,6 @@ def meetings(levels: Levels) -> list[list[Stage]]:
             )  # and of `after`
         inner = outer
     return stages
-
-
-def spread(source: int, levels: Levels) -> tuple[dict[int, int], list[list[int]]]:
-    """How all ranks learn that one has come somewhere: from whom each hears of it, but that one,
-    and whom each then tells.
-
-    The source tells a rank of every other group of the last level but one, these tell one of every
-    group within theirs, and so on.
-    """
-    ranks = len(levels[-1])
-    heard, told = dict[int, int](), [list[int]() for _ in range(ranks)]
-    for inner, outer in reversed([*pairwise((tuple(range(ranks)), *levels))]):
-        for units in _units(inner, outer):
-            [teller] = [rank for unit in units for rank in unit if rank == source or rank in heard]
-            firsts = [unit[0] for unit in units if teller not in unit]
-            told[teller] += [rank for rank in before(teller, ranks) if rank in firsts]
-            heard |= dict.fromkeys(firsts, teller)
-    return heard, told
 
 
 def flat(ranks: int) -> Levels:
