@@ -38,7 +38,7 @@ PACKAGE_intel-mpi := impi-rt
 	$(BIN)/python -m pip download --quiet --constraint constraints.txt --no-deps --no-build-isolation --no-binary deepspeed \
 	  --dest $(@D) deepspeed
 	tar -xzf $(@D)/deepspeed-*.tar.gz --directory $(@D) --strip-components 1 --wildcards '*/csrc/cpu'
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m weft.bench.deepspeed
+	PYTHONPATH=benchmarks PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m weft_benchmarks.deepspeed
 	touch $@
 
 check: .venv/installed

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import typer
 
 from weft import launch, predict
-from weft.bench import tune
+from weft.measure import tune
 from weft.predict import Variant, Workload, machine
 
 CONFIGURATIONS, RANKS = 40, 2

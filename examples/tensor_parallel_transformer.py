@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import weft
 import weft.nn
-from weft.bench.harness import Stopwatch
-from weft.bench.progress import progress
+from weft.bench.harness import progress
+from weft.measure.timing import Stopwatch
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 6e-2}
 """How far any element may be from torch's, relative to the largest of its tensor: rounding, in a

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from weft_benchmarks.gpu import hardware, milliseconds, versions
+from weft_benchmarks.gpu.processes import group_name, random, sharing, timed
+from weft_benchmarks.gpu.products import summary
 
 import weft
 from weft.bench import figures
-from weft.bench.gpu import hardware, milliseconds, versions
-from weft.bench.gpu.processes import group_name, random, sharing, timed
-from weft.bench.gpu.products import summary
 from weft.ops.all_gather import all_gather
 from weft.ops.all_gather_matmul import all_gather_matmul
 from weft.world.launcher import launch

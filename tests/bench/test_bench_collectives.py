@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,14 +16,16 @@ import torch
 from rich.console import Console
 from support.ranks import on_ranks
 from typer.testing import CliRunner
+from weft_benchmarks import baselines, deepspeed, mpi, overlap
+from weft_benchmarks.settings import OverlapSettings
 
 import weft
-from weft.bench import collectives, deepspeed, fused, mpi, overlap, plots
-from weft.bench.collectives import PLACES, Data, Local, count_of, limit_of, output_count
-from weft.bench.harness import Times, per_call
-from weft.bench.settings import OverlapSettings, Shape, SweepSettings, parse_sizes
-from weft.bench.sweep import bandwidths
+from weft.bench import collectives, fused, plots, sweep
+from weft.bench.collectives import COLLECTIVES, Data, bandwidths, count_of, limit_of
+from weft.bench.settings import Shape, SweepSettings, parse_sizes
+from weft.bench.sweep import Bench, Local
 from weft.cli import app
+from weft.measure.timing import Times, per_call
 
 SHORT = ["--sizes", "8,4K", "--warmup", "1", "--iterations", "2", "--threads", "1"]
 MPIS = [name for name in mpi.MPIS if (Path(__file__).parents[2] / mpi.environment(name)).exists()]
@@ -104,7 +106,7 @@ def result(*rows):
 def text_of(result):
     console = Console(width=80)
     with console.capture() as captured:
-        collectives.print_tables(result, console)
+        sweep.print_tables(result, console)
     return captured.get()
 
 
@@ -139,7 +141,7 @@ def test_bandwidths_are_those_of_nccl_tests():
         "broadcast": (1.0, 1.0),
         "all_to_all": (1.0, 0.75),
     }
-    for name in PLACES:
+    for name in COLLECTIVES:
         assert bandwidths(name, 10**6, 4, 1000.0) == pytest.approx(expected[name])
 
 
@@ -168,7 +170,7 @@ def test_counts_are_rounded_up_to_whole_parts():
     assert count_of(10, SweepSettings("all_gather"), 4) == 3
     assert count_of(8, SweepSettings("reduce_scatter"), 4) == 4
     assert [
-        output_count(name, 8, 4) for name in ("all_gather", "reduce_scatter", "all_reduce")
+        COLLECTIVES[name].outputs(8, 4) for name in ("all_gather", "reduce_scatter", "all_reduce")
     ] == [32, 2, 8]
 
 
@@ -182,11 +184,9 @@ def verify_all(world, cases):
 def verify_one(world, dtype, op, spoil):
     """The elements found wrong, by operation, implementation and place."""
     found = {}
-    for operation in PLACES:
+    for operation in COLLECTIVES:
         settings = SweepSettings(operation, op, sizes="60", dtype=dtype)
-        contenders = collectives.Bench(settings, world).contenders(
-            count_of(60, settings, world.ranks), {}
-        )
+        contenders = Bench(settings, world).contenders(count_of(60, settings, world.ranks))
         for run, contender in enumerate(contenders):
             if spoil:
                 call = contender.call
@@ -212,7 +212,7 @@ def test_right_results_are_accepted():
         verify_all, 3, [("float32", "sum", None), ("bfloat16", "avg", None), ("int8", "max", None)]
     )
     for of_case in found:
-        assert {operation for operation, _, _ in of_case} == {*PLACES}
+        assert {operation for operation, _, _ in of_case} == {*COLLECTIVES}
         assert not any(of_case.values())
 
 
@@ -227,10 +227,10 @@ def test_wrong_results_are_counted_on_every_rank():
 
 def verify_nothing(world):
     found = {}
-    for operation, places in PLACES.items():
+    for operation, collective in COLLECTIVES.items():
         settings = SweepSettings(operation, sizes="60")
-        bench = collectives.Bench(settings, world)
-        for in_place in places:
+        bench = Bench(settings, world)
+        for in_place in collective.places:
             tensors = bench.tensors("weft (plain)", in_place, count_of(60, settings, world.ranks))
             collectives.weft_collective(
                 settings, *tensors, world
@@ -358,20 +358,15 @@ def measure_mpi(world, directory):
     """The rows of all operations beside MPI, by one set of MPI's processes."""
     os.chdir(directory)
     with ExitStack() as stack:
-        mpis = {
-            name: stack.enter_context(closing(mpi.MpiRanks(name, world.cores)))
-            if world.rank == 0
-            else None
-            for name in MPIS
-        }
+        others = [stack.enter_context(baselines.opened(name, world)) for name in MPIS]
         rows = []
-        for operation in PLACES:
+        for operation in COLLECTIVES:
             settings = SweepSettings(
                 operation, sizes="8,4K", baseline="none", warmup=0, iterations=1
             )
-            of_operation = collectives.Bench(settings, world)
+            of_operation = Bench(settings, world, others)
             for size in parse_sizes(settings.sizes):
-                rows += of_operation.rows(size, mpis, lambda: None)
+                rows += of_operation.rows(size, lambda: None)
         return [
             (row["operation"], row["implementation"], row["in_place"], row["wrong"]) for row in rows
         ]
@@ -381,8 +376,9 @@ def measure_mpi(world, directory):
 @pytest.mark.skipif(not MPIS, reason="run `make baselines` first")
 def test_every_operation_of_mpi_is_verified():
     [rows, _] = on_ranks(measure_mpi, 2, Path(__file__).parents[2])
-    for operation, places in PLACES.items():
-        assert {(operation, name, place, 0) for name in MPIS for place in places} <= {*rows}
+    for operation, collective in COLLECTIVES.items():
+        right = {(operation, name, place, 0) for name in MPIS for place in collective.places}
+        assert right <= {*rows}
     assert not any(wrong for *_, wrong in rows)
 
 
@@ -436,14 +432,3 @@ def test_an_overlap_that_gathers_nothing_fails(monkeypatch):
             lambda: None,
         )
     assert {name for name, check in checks.items() if check.wrong} == {"overlapped"}
-
-
-def test_figures_of_a_row():
-    one = SimpleNamespace(implementation="weft", in_place=False)
-    times = Times(2.0, 1.0, 3.0)
-    made = collectives.row(
-        SweepSettings("all_gather"), 8, 2, one, times, wrong=0, batches=20, calls=500
-    )
-    assert kinds(made) == ROW
-    assert made["time_us"] == {"median": 2.0, "min": 1.0, "p99": 3.0}
-    assert made["algbw_gbps"] == 2 * made["busbw_gbps"] == 2 * 8 / 2e-6 / 1e9

@@ -11,12 +11,12 @@ import pytest
 import torch
 from rich.console import Console
 from typer.testing import CliRunner
+from weft_benchmarks.gpu import gathers
+from weft_benchmarks.gpu.matmul_from_host import matmul_from_host
 
 import weft
-from weft.bench.gpu import gathers
 from weft.cli import app
 from weft.engines import engine
-from weft.schedules.matmul_from_host import matmul_from_host
 
 without = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 

@@ -9,9 +9,9 @@ import json
 import pytest
 from support.ranks import on_ranks
 from typer.testing import CliRunner
+from weft_benchmarks.p2p import Buffers, draw
+from weft_benchmarks.settings import CopySettings
 
-from weft.bench.p2p import Buffers, draw
-from weft.bench.settings import CopySettings
 from weft.cli import app
 
 NAMES = [

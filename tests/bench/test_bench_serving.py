@@ -10,9 +10,9 @@ import pytest
 import torch
 from support.ranks import on_ranks
 from typer.testing import CliRunner
+from weft_benchmarks.serving import ALONE, TORCH, WAYS, WEFT, Serving, draw, stream
+from weft_benchmarks.settings import ServingSettings
 
-from weft.bench.serving import ALONE, TORCH, WAYS, WEFT, Serving, draw, stream
-from weft.bench.settings import ServingSettings
 from weft.cli import app
 
 SMALL = {"hidden": 16, "intermediate": 24, "decode": 3, "prefill": 5, "warmup": 1, "steps": 4}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import weft
-from weft.bench import figures, harness, plots, report, verification
+from weft.bench import figures, plots, report, verification
 from weft.bench import subjects as case
 from weft.bench.baselines import (
     GLOO,
@@ -24,11 +24,12 @@ from weft.bench.baselines import (
     gloo_matmul_reduce_scatter,
 )
 from weft.bench.fused import Result, measure
-from weft.bench.harness import Statistics, Stopwatch, summarize
 from weft.bench.settings import AllGatherMatmul, Shape
 from weft.bench.verification import RUNS, Check, Problem, Sums, compare
 from weft.cli import app, options
 from weft.cli.plan import PLANNERS
+from weft.measure import timing
+from weft.measure.timing import Statistics, Stopwatch, summarize
 from weft.ops.call import Selection
 from weft.schedules.workload import Variant
 
@@ -155,7 +156,7 @@ def test_interleaving_runs_every_view_in_every_round():
 
 
 def test_a_view_beyond_the_budget_is_run_once(monkeypatch):
-    monkeypatch.setattr(harness, "BUDGET", 0.0)
+    monkeypatch.setattr(timing, "BUDGET", 0.0)
     calls = []
     with weft.init() as world:
         times = Stopwatch(world).interleave(
@@ -351,7 +352,7 @@ def test_times_are_drawn(tmp_path, suffix):
         (["--shape", "64x64"], "MxKxN"),
         (["--shape", "0x64x64"], "MxKxN"),
         (["--dtype", "int8"], "float32"),
-        (["--dtype", "float32", "--out-dtype", "float16"], "comes as float32"),
+        (["--dtype", "float32", "--out-dtype", "float16"], "is float32"),
         (["--algorithm", "direct", "--link-gbps", "10"], "use --algorithm push or ring"),
         (["--link-latency-us", "10"], "add --link-gbps"),
         (["--link-gbps", "-1"], "positive"),

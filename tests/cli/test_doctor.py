@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 from support.sysfs import recorded
 
-from weft.cli import doctor, placed
+from weft.doctor import checks as doctor
+from weft.doctor import cores as placed
 from weft.schedules.thresholds import Thresholds
 from weft.world import topology
 from weft.world.topology import Core, Topology

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 import weft
 from weft import cache, predict
-from weft.bench import calibrate, tune
 from weft.cli import app
 from weft.engines import engine
+from weft.measure import calibrate, tune
 from weft.predict import machine, tuned
 from weft.predict.interpolation import Grid
 from weft.predict.machine import Link

@@ -27,7 +27,7 @@ import weft
 from support import random_calls, sums
 from support.process_resources import leaked, resources
 from weft.cli import app
-from weft.cli.doctor import diagnose
+from weft.doctor.checks import diagnose
 from weft.engines import network
 from weft.engines.recording import clock_offsets, record
 from weft.plan.binding import split

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,23 +19,14 @@ from torch import Tensor
 import weft
 from weft.bench.baselines import GLOO
 from weft.bench.figures import VIEWS
-from weft.bench.harness import (
-    Statistics,
-    Stopwatch,
-    link_of,
-    poison,
-    session,
-    verified,
-    where,
-    worst,
-)
-from weft.bench.progress import progress
-from weft.bench.settings import FusedSettings, OverlapSettings
+from weft.bench.harness import link_of, poison, progress, verified, where, worst
+from weft.bench.settings import FusedSettings
 from weft.bench.verification import Check, Problem
 from weft.engines import engine
 from weft.engines.recording import record
 from weft.kernels.products import multiply
 from weft.kernels.weights import pack
+from weft.measure.timing import Statistics, Stopwatch, session
 from weft.ops import fused
 from weft.ops.autotune import select
 from weft.ops.call import Given, Options, Selection
@@ -47,6 +38,17 @@ from weft.schedules.workload import Workload
 from weft.world import World
 
 Times = TypeVar("Times")
+
+
+class Rounds(Protocol):
+    """The settings of a benchmark that are its numbers of rounds."""
+
+    @property
+    def warmup(self) -> int: ...
+    @property
+    def iterations(self) -> int: ...
+
+
 _TRACED = 5  # runs of a view, of which the one with the median time is shown
 
 
@@ -278,9 +280,7 @@ def verify(
     return times, dict(zip(names, checks, strict=True))
 
 
-def interleave(
-    subject: Views, stopwatch: Stopwatch, rounds: FusedSettings | OverlapSettings
-) -> dict[str, Statistics]:
+def interleave(subject: Views, stopwatch: Stopwatch, rounds: Rounds) -> dict[str, Statistics]:
     """Time all views in turn, behind a progress bar of rank 0."""
     with progress(
         "measuring", rounds.iterations + max(rounds.warmup, 1) - 1, shown=stopwatch.world.rank == 0

@@ -13,7 +13,8 @@ from rich.text import Text
 
 from weft.bench import figures, tables
 from weft.bench.fused import Result
-from weft.bench.harness import Statistics, times_ms
+from weft.bench.harness import times_ms
+from weft.measure.timing import Statistics
 
 
 def to_json(result: Result) -> dict[str, Any]:

@@ -121,9 +121,12 @@ def product(what: str) -> Any:
     return _option(parse_shape, "MxKxN", what, kept=False)
 
 
-def _sizes(what: str, metavar: str = "FIRST:LAST:FACTOR,…") -> Any:
+def of_sizes(what: str, metavar: str = "FIRST:LAST:FACTOR,…") -> Any:
     return _option(parse_sizes, metavar, what)
 
+
+BASELINES = ("gloo", "openmpi", "mpich", "intel-mpi", "deepspeed")
+"""Of the collectives; all but gloo come with the repository."""
 
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 Op = Annotated[Literal["sum", "avg", "max", "min"], typer.Option(help="The reduction.")]
@@ -287,7 +290,7 @@ class SweepSettings(Shown):
     device: str = "cpu"
     comm_sms: str = ""
     ranks: Several = None
-    sizes: Annotated[str, _sizes("Bytes of each rank's input; K, M, G are binary.")] = "4K:64M:4"
+    sizes: Annotated[str, of_sizes("Bytes of each rank's input; K, M, G are binary.")] = "4K:64M:4"
     dtype: Annotated[
         Literal["float16", "bfloat16", "float32", "float64", "int8", "int32", "int64"],
         typer.Option(help="Of the elements."),
@@ -363,66 +366,3 @@ class AllToAll(SweepSettings):
     """All-to-all of equal parts over message size, out of place."""
 
     operation: str = "all_to_all"
-
-
-@dataclass(frozen=True)
-class OverlapSettings(Compared, Shown):
-    """A product and an all-gather that need nothing of each other: each alone, one after the other,
-    and side by side.
-    """
-
-    ranks: Several = None
-    shape: Annotated[Shape, product("Each rank's product, which needs nothing of others.")] = Shape(
-        1024, 1024, 1024
-    )
-    size: Annotated[
-        str, _sizes("That each rank puts into the all-gather; K, M, G are binary.", "BYTES")
-    ] = "16M"
-    dtype: Annotated[Dtype, typer.Option(help="Of the matrices and of what is gathered.")] = (
-        "float32"
-    )
-    warmup: Warmup = 3
-    iterations: Iterations = 20
-    seed: Seed = 0
-    baseline: Baseline = None
-    link_gbps: Gbps = None
-
-
-@dataclass(frozen=True)
-class CopySettings(Shown):
-    """One-sided put and get over size, synchronous and asynchronous, beside local copies."""
-
-    ranks: Several = None
-    sizes: Annotated[str, _sizes("Bytes of a copy; K, M, G are binary.")] = "4K:64M:4"
-    warmup: Warmup = 2
-    iterations: Iterations = 40
-    seed: Seed = 0
-
-
-@dataclass(frozen=True)
-class ServingSettings(Shown):
-    """A server's stream of steps through a tensor-parallel block, beside torch's styles on gloo and
-    one process with all cores.
-    """
-
-    ranks: Several = None
-    hidden: Annotated[
-        int, typer.Option(min=1, help="Width of the block; a multiple of the ranks.")
-    ] = 1024
-    intermediate: Annotated[
-        int, typer.Option(min=1, help="Width within its MLP; a multiple of the ranks.")
-    ] = 2816
-    decode: Annotated[
-        int, typer.Option(min=1, help="Most sequences that a step adds a token to.")
-    ] = 32
-    prefill: Annotated[
-        int, typer.Option(min=1, help="Most tokens of prompts that a step reads.")
-    ] = 288
-    dtype: Annotated[
-        Literal["bfloat16", "float32"], typer.Option(help="Of weights and activations.")
-    ] = "float32"
-    warmup: Annotated[int, typer.Option(min=0, help="Steps before the measured ones.")] = 10
-    steps: Annotated[
-        int, typer.Option(min=1, help="Steps measured, each of another number of tokens.")
-    ] = 200
-    seed: Seed = 0

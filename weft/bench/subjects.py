@@ -16,10 +16,10 @@ from weft.bench.baselines import (
     gloo_matmul_reduce_scatter,
 )
 from weft.bench.fused import Subject
-from weft.bench.harness import Stopwatch
 from weft.bench.settings import FusedSettings
 from weft.bench.verification import Problem, Sums
 from weft.engines import engine
+from weft.measure.timing import Stopwatch
 from weft.schedules import all_gather_matmul as schedule
 from weft.schedules.common import apart
 from weft.world import World

@@ -1,78 +1,282 @@
-"""Sweeps over message size: a row, its bandwidths, and the table of all."""
+"""The benchmark of a collective over message size, beside baselines.
+
+Contenders take turns, batch by batch, so that noise hits all equally; the others sleep. Each batch
+follows a call that is not timed and a barrier, and lasts until the slowest rank is done. Every
+result is verified before and after timing, on new data and poisoned outputs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from rich.console import Console
 from rich.measure import Measurement
 from rich.text import Text
+from torch import Tensor
 
-from weft.bench import tables
-from weft.bench.harness import Times
+from weft.bench import repository, tables
+from weft.bench.baselines import gloo_collective
+from weft.bench.collectives import COLLECTIVES, Data, bandwidths, count_of, weft_collective
+from weft.bench.harness import batches, every_size, poison, verified, where
+from weft.bench.settings import SweepSettings, parse_sizes
+from weft.bench.verification import Check, everyones_sum
+from weft.measure.timing import Stopwatch, Times, largest, per_call, race, session
+from weft.world import World
+
+WEFT, PLAIN, GLOO = "weft", "weft (plain)", "gloo"
 
 
-def bandwidths(
-    operation: str, size_bytes: int, ranks: int, microseconds: float
-) -> tuple[float, float]:
-    """``(algbw, busbw)`` in GB/s of 1e9 bytes, as nccl-tests define them (``doc/PERFORMANCE.md``
-    there).
+class Contender(Protocol):
+    """An implementation, in place or not."""
 
-    ``algbw = S / time`` and ``busbw = algbw · factor`` with n ranks:
+    implementation: str
+    in_place: bool
 
-    - all_gather: S is the gathered whole, n times each rank's input; factor (n − 1) / n
-    - reduce_scatter: S is each rank's input; factor (n − 1) / n
-    - all_reduce: S is each rank's input; factor 2 (n − 1) / n
-    - broadcast: S is the tensor; factor 1
-    - all_to_all: S is each rank's input; factor (n − 1) / n
+    def verify(self, run: int) -> Check:
+        """The elements that are wrong on any rank after one call on the data of `run` into poisoned
+        outputs; collective.
+        """
 
-    `size_bytes` is each rank's input for all of them.
+    def time(self, calls: int) -> float:
+        """The seconds of `calls` calls, after one that is not timed; collective."""
+
+
+class Baseline(Protocol):
+    """Another system that has the collective."""
+
+    version: str | None
+    """Its version, as the result gives it; None if that does not belong there, or is not known on
+    this rank.
     """
-    whole = size_bytes * (ranks if operation == "all_gather" else 1)
-    algbw = whole / (microseconds * 1e-6) / 1e9
-    part = (ranks - 1) / ranks
-    return algbw, algbw * {"broadcast": 1.0, "all_reduce": 2 * part}.get(operation, part)
+
+    def prepare(self, bench: Bench, count: int) -> None:
+        """Make ready for inputs of `count` elements; collective."""
+
+    def contender(self, bench: Bench, in_place: bool, count: int) -> Contender | None:
+        """Its implementation for inputs of `count` elements, None if it has none in this place."""
+
+
+class Local:
+    """An implementation in this process: its tensors, and a call on them."""
+
+    def __init__(
+        self,
+        name: str,
+        in_place: bool,
+        call: Callable[[], object],
+        tensors: tuple[Tensor, Tensor],
+        bench: Bench,
+    ) -> None:
+        self.implementation, self.in_place, self.call, self.bench = name, in_place, call, bench
+        self.a, self.out = tensors
+
+    def verify(self, run: int) -> Check:
+        poison(self.out)
+        self.a.copy_(self.bench.data.own(run, len(self.a)))
+        self.call()
+        return total(int((self.out != self.bench.data.expected(run, len(self.a))).sum()))
+
+    def time(self, calls: int) -> float:
+        """This rank's seconds from a barrier on."""
+        self.call()
+        return self.bench.stopwatch.time(self.call, calls)
+
+
+class Gloo:
+    """gloo, in the same processes and on the plain tensors."""
+
+    version: str | None = None
+
+    def prepare(self, bench: Bench, count: int) -> None:
+        """Nothing: it uses the tensors of the benchmark."""
+
+    def contender(self, bench: Bench, in_place: bool, count: int) -> Contender:
+        tensors = bench.tensors(PLAIN, in_place, count)
+        call = gloo_collective(bench.settings.operation, *tensors, bench.settings.op)
+        return Local(GLOO, in_place, call, tensors, bench)
+
+
+class Bench:
+    """The measurement of one operation on this rank: its data and tensors, shared by all sizes."""
+
+    def __init__(
+        self, settings: SweepSettings, world: World, baselines: Sequence[Baseline] = ()
+    ) -> None:
+        self.settings, self.world, self.stopwatch = settings, world, Stopwatch(world)
+        self.baselines, self.collective = baselines, COLLECTIVES[settings.operation]
+        most = count_of(max(parse_sizes(settings.sizes)), settings, world.ranks)
+        self.data, outputs = Data(world, settings, most), self.collective.outputs(most, world.ranks)
+        counts = {False: (most, outputs), True: (max(most, outputs),)}
+        self.memory = {  # of zeros: pages are there before anything is timed
+            (name, in_place): [
+                empty(count, dtype=self.data.dtype).zero_() for count in counts[in_place]
+            ]
+            for name, empty in ((WEFT, world.empty), (PLAIN, torch.empty))
+            for in_place in self.collective.places
+        }
+
+    def contenders(self, count: int) -> list[Contender]:
+        """All implementations, for inputs of `count` elements."""
+        for baseline in self.baselines:
+            baseline.prepare(self, count)
+        found = list[Contender]()
+        for in_place in self.collective.places:
+            for name in (WEFT, PLAIN):
+                tensors = self.tensors(name, in_place, count)
+                call = weft_collective(self.settings, *tensors, self.world)
+                found.append(Local(name, in_place, call, tensors, self))
+            theirs = (each.contender(self, in_place, count) for each in self.baselines)
+            found += filter(None, theirs)
+        return found
+
+    def tensors(self, name: str, in_place: bool, count: int) -> tuple[Tensor, Tensor]:
+        """The input of `count` elements and the output; in place the smaller one is a part of the
+        larger one.
+        """
+        rank, outputs = self.world.rank, self.collective.outputs(count, self.world.ranks)
+        if not in_place:
+            a, out = self.memory[name, False]
+            return a[:count], out[:outputs]
+        [memory] = self.memory[name, True]
+        larger, part = memory[: max(count, outputs)], min(count, outputs)
+        own = larger if part == len(larger) else larger[rank * part : (rank + 1) * part]
+        return (larger, own) if count > outputs else (own, larger)
+
+    def rows(self, size: int, advance: Callable[[], None]) -> list[dict[str, Any]]:
+        """The rows of the result for one size, as JSON objects: of each implementation, verified
+        before and after.
+        """
+        count = count_of(size, self.settings, self.world.ranks)
+        contenders = self.contenders(count)
+        timings, checks = verified(
+            contenders, lambda one, run: one.verify(run), lambda: self._race(contenders, advance)
+        )
+        size = count * self.data.dtype.itemsize
+        found = []
+        for one, (calls, seconds), check in zip(contenders, timings, checks, strict=True):
+            times = per_call(seconds, calls)
+            what = {
+                "size_bytes": size,
+                "count": count,
+                "dtype": self.settings.dtype,
+                "operation": self.settings.operation,
+                "implementation": one.implementation,
+                "in_place": one.in_place,
+            }
+            widths = bandwidths(self.settings.operation, size, self.world.ranks, times.median)
+            counts = {"wrong": check.wrong, "batches": len(seconds), "calls": calls}
+            found.append(row(what, times, *widths, **counts))
+        return found
+
+    def _race(
+        self, contenders: Sequence[Contender], advance: Callable[[], None]
+    ) -> list[tuple[int, list[float]]]:
+        """The calls per batch of each contender, and the seconds of its batches, timed in turn."""
+        world, rounds = self.world, self.settings.iterations
+        sizes = []
+        for one in contenders:
+            first = largest(world, [one.time(3)])[0] / 3  # which may be slow
+            calls, _ = batches(first, oversubscribed=world.oversubscribed)
+            sizes.append(
+                batches(
+                    largest(world, [one.time(calls)])[0] / calls,
+                    oversubscribed=world.oversubscribed,
+                )
+            )
+        turns = [
+            partial(one.time, calls) for one, (calls, _) in zip(contenders, sizes, strict=True)
+        ]
+        most = [min(rounds, most) for _, most in sizes]
+        found = race(turns, most, self.settings.warmup, rounds, advance)
+        return [(calls, largest(world, own)) for (calls, _), own in zip(sizes, found, strict=True)]
+
+
+def measure(settings: SweepSettings) -> dict[str, Any]:
+    """The result as a JSON object, measured on this rank, collectively; complete on rank 0."""
+    others = [name for name in settings.baselines if name != GLOO]
+    one_host = "has all its ranks on one: use --baseline gloo, or none"
+    one_host = f"the baseline {others[0]} {one_host}" if others else ""
+    with ExitStack() as stack:
+        world = stack.enter_context(session(settings.threads, one_host))
+        baselines: dict[str, Baseline] = dict.fromkeys(settings.baselines, Gloo())
+        for name in others:
+            opened = repository.module("baselines").opened(name, world)
+            baselines[name] = stack.enter_context(opened)
+        bench = Bench(settings, world, [*baselines.values()])
+        rows = every_size(settings, world, bench.rows)
+        versions = {name: each.version for name, each in baselines.items() if each.version}
+        return {
+            "benchmark": settings.operation.replace("_", "-"),
+            "ranks": world.ranks,
+            "hosts": len(set(world.hosts)),
+            "dtype": settings.dtype,
+            "op": settings.op if bench.collective.reduces else None,
+            "algorithm": settings.algorithm,
+            "size_bytes_of": "each rank's input",
+            "rows": rows,
+            "verified": not any(row["wrong"] for row in rows),
+            **where(world, **versions),
+        }
 
 
 def row(
     what: dict[str, Any], times: Times, algbw: float, busbw: float, **found: Any
 ) -> dict[str, Any]:
-    """A row of a result: what was measured, its microseconds and bandwidths, and what else was
-    found.
-    """
+    """A row of a result: the case, its microseconds and bandwidths, and other figures."""
     return what | {"time_us": times._asdict(), "algbw_gbps": algbw, "busbw_gbps": busbw} | found
 
 
-def print_table(rows: Sequence[dict[str, Any]], baselines: Sequence[str], console: Console) -> None:
-    """Print JSON rows as nccl-tests do, a line for each size and implementation, beside how weft
-    compares with each baseline.
-    """
-    places = sorted({row["in_place"] for row in rows})
-    of_places = [
-        name
-        for place in places
-        for name in (f"{'in' if place else 'out of'} place\nus", "\nalgbw", "\nbusbw", "\n#wrong")
-    ]
-    table = tables.table(
-        ("\nsize B", "\ncount", "\ntype", "", *of_places, *(f"\nvs {name}" for name in baselines))
+def total(wrong: int) -> Check:
+    """The check of all ranks with `wrong` elements on this one; collective."""
+    return Check(int(everyones_sum(torch.tensor(wrong))))
+
+
+def print_tables(result: dict[str, Any], console: Console) -> None:
+    """Print the rows of a result, and the notes that are needed to read them."""
+    op = f", {result['op']}" if result["op"] else ""
+    about = f"{result['ranks']} ranks, {result['dtype']}{op}, {result['algorithm']}"
+    console.print(Text(f"{result['benchmark']}: {about}", "bold"))
+    _print_rows(result["rows"], console)
+    tables.tell(
+        console,
+        "size and count: each rank's input. Times: median of batches, divided by their calls. "
+        "algbw, busbw: GB/s of 1e9 bytes",
+        "as nccl-tests define them. weft: tensors in symmetric memory; weft (plain) and gloo: "
+        "ordinary ones; MPI: numpy's.",
+        tables.verdict(
+            result, "every element on every rank equals what it must be, before and after timing."
+        ),
+        tables.machine(result),
     )
+
+
+def _print_rows(rows: Sequence[dict[str, Any]], console: Console) -> None:
+    """Print JSON rows as nccl-tests do, a line for each size and implementation, and compare them
+    with each baseline.
+    """
+    implementations = dict.fromkeys(row["implementation"] for row in rows)
+    baselines = [name for name in implementations if name not in (WEFT, PLAIN)]
+    places = sorted({row["in_place"] for row in rows})
+    columns = ["\nsize B", "\ncount", "\ntype", ""]
+    for place in places:
+        columns += [f"{'in' if place else 'out of'} place\nus", "\nalgbw", "\nbusbw", "\n#wrong"]
+    table = tables.table([*columns, *(f"\nvs {name}" for name in baselines)])
     for _, of_size in groupby(rows, key=lambda row: row["size_bytes"]):
         found = {(row["implementation"], row["in_place"]): row for row in of_size}
         head = [str(next(iter(found.values()))[key]) for key in ("size_bytes", "count", "dtype")]
         for name in dict.fromkeys(name for name, _ in found):
             cells = [cell for place in places for cell in _cells(found.get((name, place)))]
             first = next(place for place in places if (name, place) in found)
-            theirs = [
-                None if name in baselines else found.get((baseline, first))
-                for baseline in baselines
-            ]
             ours = found[name, first]["time_us"]["median"]
-            compared = [
-                tables.ratio(row["time_us"]["median"] / ours) if row else Text() for row in theirs
-            ]
-            table.add_row(*head, name, *cells, *compared)
+            for baseline in baselines:
+                row = None if name in baselines else found.get((baseline, first))
+                cells.append(tables.ratio(row["time_us"]["median"] / ours) if row else Text())
+            table.add_row(*head, name, *cells)
             head = [""] * 3
         table.add_section()
     needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum

@@ -81,9 +81,9 @@ def diagnose() -> None:
     """
     from rich.console import Console
 
-    from weft.cli import doctor
+    from weft.doctor import checks
 
-    raise typer.Exit(0 if doctor.diagnose(Console(width=None if os.isatty(1) else 160)) else 1)
+    raise typer.Exit(0 if checks.diagnose(Console(width=None if os.isatty(1) else 160)) else 1)
 
 
 def main() -> None:

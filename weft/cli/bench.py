@@ -1,24 +1,19 @@
-"""``weft bench …``: what options cannot do together, who measures, and where results go. Loads
-torch only once one runs.
+"""The command ``weft bench``: refusals of options that do not go together, and where results go.
+
+Loads torch only once a benchmark runs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
-from weft.bench import settings
-from weft.bench.settings import (
-    CopySettings,
-    FusedSettings,
-    OverlapSettings,
-    ServingSettings,
-    SweepSettings,
-    parse_sizes,
-)
+from weft.bench import repository, settings
+from weft.bench.settings import FusedSettings, SweepSettings
 from weft.cli import options
 from weft.cli.options import refuse
 from weft.schedules.operators import OPERATORS
@@ -27,11 +22,9 @@ if TYPE_CHECKING:
     from weft.bench.fused import Result
 
 app = typer.Typer(
-    help="Measure operators against their limits and what one would write without weft.",
+    help="Measure operators against their limits and against other systems.",
     no_args_is_help=True,
 )
-
-_ALONE = "a single rank has nobody to exchange anything with: use 2 or more"
 
 
 def _fused(given: FusedSettings) -> None:
@@ -40,8 +33,7 @@ def _fused(given: FusedSettings) -> None:
 
     if given.peers == "host":
         options.need_gpu()
-        from weft.bench.gpu import products
-
+        products = options.from_repository("--peers host", "gpu.products")
         options.hand_over(
             given, products.from_host, products.print_times, plots.draw_times, here=True
         )
@@ -49,51 +41,39 @@ def _fused(given: FusedSettings) -> None:
     _check_fused(given)
     subject = AllGatherMatmul if given.operator == "all_gather_matmul" else MatmulSum
     options.hand_over(
-        given, partial(fused.measure, subject), _tell, plots.draw_times, report.to_json
+        given, partial(fused.measure, subject), _print, plots.draw_times, report.to_json
     )
 
 
 def _check_fused(given: FusedSettings) -> None:
-    """End with exit status 2 for what cannot be measured."""
-    algorithm, operator, (_, ranks) = (
-        given.algorithm,
-        OPERATORS[given.operator],
-        options.world_size(given.ranks),
-    )
+    """End with exit status 2 if this cannot be measured."""
+    algorithm, operator = given.algorithm, OPERATORS[given.operator]
+    _, ranks = options.world_size(given.ranks)
     takers = [name for name in operator.algorithms if name not in operator.uncut]
-    if (
-        given.chunk_rows
-        and algorithm not in takers
-        and (algorithm != "auto" or given.operator == "all_gather_matmul")
-    ):
+    chooses = algorithm == "auto" and given.operator != "all_gather_matmul"
+    if given.chunk_rows and algorithm not in takers and not chooses:
         names = f"{', '.join(takers[:-1])} or {takers[-1]}"
         refuse("--chunk-rows", f"{algorithm} does not take a chunk size: use --algorithm {names}")
     if given.ablate and (ranks == 1 or algorithm not in (*takers, "auto")):
         what = "one rank" if ranks == 1 else algorithm
-        refuse(
-            "--ablate",
-            f"{what} has no transfers to overlap: use 2 or more ranks and --algorithm pull, push "
-            "or ring",
-        )
+        needed = "use 2 or more ranks and --algorithm pull, push or ring"
+        refuse("--ablate", f"{what} has no transfers to overlap: {needed}")
     possible = {given.dtype, "float32"} if given.dtype != "float64" else {given.dtype}
     if given.out_dtype and given.out_dtype not in possible:
         names = " or ".join(sorted(possible))
-        refuse("--out-dtype", f"a product of {given.dtype} comes as {names}; got {given.out_dtype}")
+        refuse("--out-dtype", f"a product of {given.dtype} is {names}; got {given.out_dtype}")
     if given.link_gbps is None and given.link_latency_us is not None:
-        refuse(
-            "--link-latency-us",
-            "an emulated link needs a bandwidth too: add --link-gbps GBPS, or --link-gbps auto",
+        missing = (
+            "an emulated link needs a bandwidth too: add --link-gbps GBPS, or --link-gbps auto"
         )
+        refuse("--link-latency-us", missing)
     if given.link_gbps and algorithm in ("direct", "put"):
         moving = "push or ring" if algorithm == "direct" else "push, or two_shot of an all-reduce"
-        refuse(
-            "--link-gbps",
-            f"{algorithm} moves no rows, so an emulated link cannot slow it: use --algorithm "
-            f"{moving}",
-        )
+        still = f"{algorithm} moves no rows, so an emulated link cannot slow it"
+        refuse("--link-gbps", f"{still}: use --algorithm {moving}")
     if given.link_gbps and ranks == 1:
         refuse("--link-gbps", "a single rank sends nothing over a link: use --ranks 2 or more")
-    _check_baseline(given)
+    options.check_gloo(given)
     try:
         if given.save_outputs:
             given.save_outputs.mkdir(parents=True, exist_ok=True)
@@ -101,19 +81,8 @@ def _check_fused(given: FusedSettings) -> None:
         refuse("--save-outputs", f"cannot make the directory: {error}")
 
 
-def _check_baseline(given: FusedSettings | OverlapSettings) -> None:
-    if given.baseline not in (None, "none", "gloo"):
-        refuse("--baseline", f"there is no baseline {given.baseline!r}: use none or gloo")
-    if given.baseline == "gloo" and given.link_gbps:
-        refuse(
-            "--baseline",
-            "a baseline does not pass the emulated link, so they cannot be compared: use "
-            "--baseline none",
-        )
-
-
-def _tell(result: Result, console: Console) -> None:
-    """Print the result, and write what is to be seen of single instructions."""
+def _print(result: Result, console: Console) -> None:
+    """Print the result, and write the traces of single instructions."""
     from weft.bench import report
 
     report.print_tables(result, console)
@@ -121,98 +90,37 @@ def _tell(result: Result, console: Console) -> None:
 
 
 def _sweep(given: SweepSettings) -> None:
-    from weft.bench import collectives, plots
+    from weft.bench import plots, sweep
 
     if given.device == "cuda":
         options.need_gpu()
-        from weft.bench.gpu import gathers
-
+        gathers = options.from_repository("--device cuda", "gpu.gathers")
         options.hand_over(given, gathers.all_gathers, gathers.print_table, gathers.draw, here=True)
         return
     if given.op == "avg" and not given.dtype.startswith(("float", "bfloat")):
         refuse("--op", f"averages are of floating dtypes; got {given.dtype}")
-    _check_baselines(given)
+    for name in given.baselines:
+        if given.op == "avg":
+            refuse("--baseline", f"{name} has no averages: use --baseline none")
+        if name not in settings.BASELINES:
+            known = ", ".join(("none", *settings.BASELINES))
+            refuse("--baseline", f"there is no baseline {name!r}: use {known}")
+        if name != "gloo":
+            baselines = options.from_repository("--baseline", "baselines")
+            if why := baselines.refusal(name, given):
+                refuse("--baseline", why)
     options.hand_over(
-        given, collectives.measure, collectives.print_tables, plots.draw_sweep, alone=_ALONE
+        given, sweep.measure, sweep.print_tables, plots.draw_sweep, alone=options.ALONE
     )
 
 
-def _check_baselines(given: SweepSettings) -> None:
-    from weft.bench import deepspeed
-    from weft.bench.mpi import MPIS, environment
+def _elsewhere(name: str) -> Callable[[list[str]], None]:
+    """The command in place of one that comes with the repository, where that is not there."""
 
-    for name in given.baselines:
-        if name not in ("gloo", *MPIS, deepspeed.NAME):
-            refuse(
-                "--baseline",
-                f"there is no baseline {name!r}: use none, gloo, {', '.join(MPIS)}, "
-                f"{deepspeed.NAME}",
-            )
-        if given.op == "avg":
-            refuse("--baseline", f"{name} has no averages: use --baseline none")
-        if (
-            name in MPIS
-            and given.operation in ("reduce_scatter", "all_reduce")
-            and given.dtype in ("float16", "bfloat16")
-        ):
-            refuse(
-                "--baseline",
-                f"{name} does not reduce {given.dtype} tensors: use --baseline gloo, or another "
-                "--dtype",
-            )
-        if name in MPIS and not (environment(name) / "bin" / "mpiexec").exists():
-            refuse(
-                "--baseline",
-                f"there is no {environment(name)} here: run `make baselines` and start in its "
-                "directory",
-            )
-        if name == deepspeed.NAME and (
-            given.operation != "all_reduce"
-            or given.op != "sum"
-            or given.dtype not in deepspeed.DTYPES
-        ):
-            refuse(
-                "--baseline",
-                f"{name} only sums, by an all-reduce, and of {', '.join(deepspeed.DTYPES)}: use "
-                "--baseline gloo",
-            )
-        if name == deepspeed.NAME and (why := deepspeed.missing()):
-            refuse("--baseline", why)
+    def refused(arguments: list[str] = typer.Argument(None, hidden=True)) -> None:  # noqa: B008
+        refuse(name, f"this benchmark {repository.MISSING}")
 
-
-def _overlap(given: OverlapSettings) -> None:
-    from weft.bench import overlap, plots
-
-    if len(parse_sizes(given.size)) > 1:
-        refuse("--size", f"expected one size; got {given.size!r}")
-    _check_baseline(given)
-    options.hand_over(given, overlap.measure, overlap.print_tables, plots.draw_times)
-
-
-def _copies(given: CopySettings) -> None:
-    from weft.bench import p2p
-
-    options.hand_over(given, p2p.measure, p2p.print_tables, p2p.draw, alone=_ALONE)
-
-
-def _serving(given: ServingSettings) -> None:
-    from weft.bench import serving
-
-    _, ranks = options.world_size(given.ranks)
-    for name in ("hidden", "intermediate"):
-        if getattr(given, name) % ranks:
-            refuse(
-                f"--{name}",
-                f"{ranks} ranks cannot share {getattr(given, name)} evenly: use a multiple of "
-                f"{ranks}",
-            )
-    if (most := given.decode + given.prefill - 1) < given.warmup + given.steps:
-        refuse(
-            "--steps",
-            f"there are {most} numbers of tokens, and each step has its own: fewer steps, or more "
-            "--prefill",
-        )
-    options.hand_over(given, serving.measure, serving.print_tables, serving.draw, alone=_ALONE)
+    return refused
 
 
 _COMMANDS: dict[str, tuple[type[Any], Any]] = {
@@ -224,9 +132,14 @@ _COMMANDS: dict[str, tuple[type[Any], Any]] = {
     "all-reduce": (settings.AllReduce, _sweep),
     "broadcast": (settings.Broadcast, _sweep),
     "all-to-all": (settings.AllToAll, _sweep),
-    "overlap": (settings.OverlapSettings, _overlap),
-    "p2p": (settings.CopySettings, _copies),
-    "serving": (settings.ServingSettings, _serving),
 }
+if repository.there():
+    _COMMANDS |= repository.module("commands").COMMANDS
+else:
+    any_options = {"ignore_unknown_options": True, "help_option_names": []}
+    for name in repository.COMMANDS:
+        app.command(name, help="Comes with the repository.", context_settings=any_options)(
+            _elsewhere(name)
+        )
 for name, (kind, command) in _COMMANDS.items():
     app.command(name)(options.taking(kind, command))

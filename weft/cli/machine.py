@@ -35,7 +35,7 @@ def calibrate(
     """
     options.check_files(json_file, None)
     options.check_remembered()
-    from weft.bench import calibrate as calibration
+    from weft.measure import calibrate as calibration
     from weft.world.launcher import launch
 
     if options.world_size(ranks)[0] is not None:
@@ -89,7 +89,7 @@ def calibrate(
 
 def _calibrate_network(threads: int, json_file: str | None) -> None:
     """Measure the link between hosts, and let each remember it."""
-    from weft.bench import calibrate as calibration
+    from weft.measure import calibrate as calibration
 
     mine = machine.calibrated()
     if mine is None:
@@ -146,7 +146,7 @@ class Tune:
 def tune(given: Tune) -> None:
     options.check_files(given.json_file, None)
     options.check_remembered()
-    from weft.bench import tune as tuning
+    from weft.measure import tune as tuning
 
     if options.world_size(None)[0] is not None:
         refuse("tune", "it starts its own ranks, on one host: run it by itself")

@@ -18,10 +18,13 @@ import typer
 from rich.console import Console
 
 import weft.cache as cache
+from weft.bench import repository
 from weft.plan.trace import Trace
 from weft.predict import machine
 
 Given = TypeVar("Given")
+
+ALONE = "a single rank has no peer to exchange anything with: use 2 or more"
 
 
 def taking(kind: type[Given], command: Callable[[Given], None]) -> Callable[..., None]:
@@ -82,6 +85,24 @@ def load_machine(name: str) -> Any:
         unknown = f"This machine is not calibrated, so the profile {found.name} is taken; weft calibrate measures this one."
         typer.echo(unknown, err=True)
     return found
+
+
+def from_repository(option: str, name: str) -> Any:
+    """A module of the benchmarks that come with the repository; ends with exit status 2 if they are
+    not there.
+    """
+    if not repository.there():
+        refuse(option, f"this benchmark {repository.MISSING}")
+    return repository.module(name)
+
+
+def check_gloo(given: Any) -> None:
+    """Refuse a baseline of a benchmark that only has gloo."""
+    if given.baseline not in (None, "none", "gloo"):
+        refuse("--baseline", f"there is no baseline {given.baseline!r}: use none or gloo")
+    if given.baseline == "gloo" and given.link_gbps:
+        unequal = "a baseline does not pass the emulated link, so they cannot be compared"
+        refuse("--baseline", f"{unequal}: use --baseline none")
 
 
 def need_gpu() -> None:

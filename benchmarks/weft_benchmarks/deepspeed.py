@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.bench.mpi import DIRECTORY
+from weft_benchmarks.mpi import DIRECTORY
 
 NAME = "deepspeed"
 DTYPES = ("float32", "bfloat16", "float16")

@@ -18,14 +18,16 @@ from rich.text import Text
 from weft.bench import collectives, figures, tables
 from weft.bench.baselines import gloo_collective
 from weft.bench.fused import View, Views, interleave, verify
-from weft.bench.harness import Stopwatch, link_of, session, times_ms, where
+from weft.bench.harness import link_of, times_ms, where
 from weft.bench.plots import size_name
-from weft.bench.settings import OverlapSettings, Shape, SweepSettings, parse_sizes
+from weft.bench.settings import Shape, SweepSettings, parse_sizes
 from weft.bench.verification import Check, Problem
 from weft.kernels.products import multiply
 from weft.kernels.weights import pack
+from weft.measure.timing import Stopwatch, session
 from weft.ops.all_gather import all_gather, all_gather_async
 from weft.world import World
+from weft_benchmarks.settings import OverlapSettings
 
 
 class Overlap(Views):

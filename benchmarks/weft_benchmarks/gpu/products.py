@@ -11,14 +11,15 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from weft.bench import figures, harness
-from weft.bench.gpu import hardware, milliseconds, versions
+from weft.bench import figures
 from weft.bench.settings import AllGatherMatmul
 from weft.bench.verification import Check, compare, error_bound
 from weft.engines import engine
-from weft.schedules.matmul_from_host import matmul_from_host
+from weft.measure.timing import summarize
 from weft.world import init
 from weft.world.local import local_world
+from weft_benchmarks.gpu import hardware, milliseconds, versions
+from weft_benchmarks.gpu.matmul_from_host import matmul_from_host
 
 _PIECES = 16  # transfers of what lies in the host's memory
 
@@ -103,7 +104,7 @@ def _from_host(
 
 def summary(milliseconds: Sequence[float]) -> dict[str, float]:
     """Median and range."""
-    return harness.summarize([1e-3 * time for time in milliseconds])._asdict()
+    return summarize([1e-3 * time for time in milliseconds])._asdict()
 
 
 def print_times(result: dict[str, Any], console: Console) -> None:

@@ -25,13 +25,15 @@ from torch import Tensor
 
 import weft._native as _native
 from weft.bench import sweep, tables
-from weft.bench.harness import batches, every_size, per_call, race, session, verified, where, worst
+from weft.bench.harness import batches, every_size, verified, where, worst
 from weft.bench.plots import COLOURS, DASHED, over_sizes, picture, size_name
-from weft.bench.settings import CopySettings, parse_sizes
+from weft.bench.settings import parse_sizes
 from weft.bench.verification import RUNS, Check
+from weft.measure.timing import per_call, race, session
 from weft.ops.barrier import barrier
 from weft.world import World
 from weft.world.onesided import Transfer, get, get_async, put, put_async
+from weft_benchmarks.settings import CopySettings
 
 MEMCPY, COPY_ = "memcpy", "torch.copy_"
 _LOCAL = {MEMCPY: DASHED, COPY_: (0, (1, 2))}  # and how their lines are drawn

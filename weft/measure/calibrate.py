@@ -22,12 +22,12 @@ import numpy as np
 import torch
 
 import weft.cache as cache
-from weft.bench.harness import Stopwatch, largest, session
 from weft.engines import engine
 from weft.engines.recording import record
 from weft.errors import WeftError
 from weft.kernels.products import multiply
 from weft.kernels.weights import Weight, pack
+from weft.measure.timing import Stopwatch, largest, session
 from weft.plan import (
     Buffer,
     Copy,

@@ -13,10 +13,10 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory  # its operators
 from torch import Tensor
 
-from weft.bench.gpu import milliseconds
 from weft.ops.all_gather import all_gather
 from weft.ops.barrier import barrier
 from weft.world import World, init
+from weft_benchmarks.gpu import milliseconds
 
 
 def gathers(

@@ -10,15 +10,16 @@ import torch
 from rich.console import Console
 
 from weft.bench import sweep, tables
-from weft.bench.gpu import hardware, milliseconds, processes, versions
-from weft.bench.harness import per_call
+from weft.bench.collectives import bandwidths
 from weft.bench.plots import COLOURS, DASHED, picture
 from weft.bench.settings import AllGather, parse_sizes
+from weft.measure.timing import per_call
 from weft.ops.all_gather import all_gather
 from weft.ops.barrier import barrier
 from weft.world import init
 from weft.world.launcher import launch
 from weft.world.local import local_world
+from weft_benchmarks.gpu import hardware, milliseconds, processes, versions
 
 
 def all_gathers(settings: AllGather) -> dict[str, Any]:
@@ -100,7 +101,7 @@ def _row(
     time = per_call(
         [1e-3 * max(times) for times in zip(*(times for times, _ in found), strict=True)]
     )
-    widths = sweep.bandwidths("all_gather", size // len(found), len(found), time.median)
+    widths = bandwidths("all_gather", size // len(found), len(found), time.median)
     what = {"size_bytes": size, "operation": "all-gather", "implementation": kind, "comm_sms": sms}
     return sweep.row(what, time, *widths, wrong=sum(wrong for _, wrong in found))
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from weft.bench.harness import Stopwatch, session
 from weft.engines import engine
 from weft.kernels.weights import pack
+from weft.measure.timing import Stopwatch, session
 from weft.ops import fused
 from weft.ops.call import Call, Given, Options
 from weft.plan.binding import bind

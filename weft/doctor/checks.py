@@ -27,8 +27,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 import weft._native as _native
 from weft.checks import name as dtype_name
-from weft.cli import placed
-from weft.cli.placed import RankReport
+from weft.doctor import cores
+from weft.doctor.cores import RankReport
 from weft.engines.recording import clock_offsets
 from weft.errors import SymmetricMemoryError
 from weft.kernels.products import multiply
@@ -324,7 +324,7 @@ def _troubles(
             few = "too few cores, or no OpenMP library in this torch"
             yield f"{seen.place} copies and adds with {seen.team} of its {seen.threads} threads: {few}"
     for host in dict.fromkeys(seen.host for seen in everyone):
-        yield from placed.troubles([seen for seen in everyone if seen.host == host])
+        yield from cores.troubles([seen for seen in everyone if seen.host == host])
     for seen, offset in zip(everyone, offsets, strict=True):
         if abs(offset) > _BEHIND * 1e9:
             way = "ahead of" if offset > 0 else "behind"
@@ -410,7 +410,7 @@ def _print(
         )
     console.print(table)
     for host in hosts:
-        console.print(placed.drawing([seen for seen in everyone if seen.host == host]))
+        console.print(cores.drawing([seen for seen in everyone if seen.host == host]))
     if links:
         table = Table("ranks", "Gbit/s", "latency us")
         for (one, other), (gbps, latency) in sorted(links.items()):

@@ -34,12 +34,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import weft.nn
 from weft.bench import tables
-from weft.bench.harness import Stopwatch, largest, per_call, race, session, verified, where, worst
+from weft.bench.harness import progress, verified, where, worst
 from weft.bench.plots import COLOURS, picture
-from weft.bench.progress import progress
-from weft.bench.settings import ServingSettings
 from weft.bench.verification import RUNS, Check, compare
+from weft.measure.timing import Stopwatch, largest, per_call, race, session
 from weft.world import World, placement
+from weft_benchmarks.settings import ServingSettings
 
 ALONE, TORCH, WEFT = WAYS = ("one process", "torch on gloo", "weft.nn")
 

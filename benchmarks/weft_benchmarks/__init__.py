@@ -1,0 +1,6 @@
+"""Benchmarks that compare weft with other systems; they come with the repository.
+
+`baselines` are those of the collectives (`mpi`, `deepspeed`); `overlap`, `p2p` and `serving` are
+commands of ``weft bench`` (`commands`, with their `settings`), and `gpu` is for a GPU. weft finds
+this package by `weft.bench.repository`.
+"""

@@ -1,0 +1,103 @@
+"""The baselines of the collectives beside gloo: MPI in processes of its own, and DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import torch
+import torch.distributed as dist
+
+from weft.bench.collectives import COLLECTIVES, limit_of
+from weft.bench.settings import SweepSettings
+from weft.bench.sweep import PLAIN, Baseline, Bench, Contender, Local, total
+from weft.bench.verification import Check
+from weft.measure.timing import largest
+from weft.world import World
+from weft_benchmarks import deepspeed
+from weft_benchmarks.mpi import MPIS, MpiRanks, environment
+
+
+def refusal(name: str, settings: SweepSettings) -> str | None:
+    """The reason why this baseline cannot be measured with these settings here, if there is one."""
+    if name == deepspeed.NAME:
+        sums = settings.operation == "all_reduce" and settings.op == "sum"
+        if not sums or settings.dtype not in deepspeed.DTYPES:
+            only = f"{name} only sums, by an all-reduce, and of {', '.join(deepspeed.DTYPES)}"
+            return f"{only}: use --baseline gloo"
+        return deepspeed.missing()
+    reduces = COLLECTIVES[settings.operation].reduces
+    if name in MPIS and reduces and settings.dtype in ("float16", "bfloat16"):
+        dtype = f"{name} does not reduce {settings.dtype} tensors"
+        return f"{dtype}: use --baseline gloo, or another --dtype"
+    if not (environment(name) / "bin" / "mpiexec").exists():
+        place = f"there is no {environment(name)} here"
+        return f"{place}: run `make baselines` and start in its directory"
+    return None
+
+
+@contextmanager
+def opened(name: str, world: World) -> Iterator[Baseline]:
+    """The baseline of this name, connected to all ranks of `world`; collective."""
+    if name == deepspeed.NAME:
+        deepspeed.connect()
+        yield DeepSpeed()
+    elif world.rank == 0:
+        with closing(MpiRanks(name, world.cores)) as ranks:
+            yield Mpi(name, ranks)
+    else:
+        yield Mpi(name, None)
+
+
+class DeepSpeed:
+    """DeepSpeed's operator, in the same processes; it only works in place."""
+
+    version: str | None = None
+
+    def prepare(self, bench: Bench, count: int) -> None:
+        """Nothing: it uses the tensors of the benchmark."""
+
+    def contender(self, bench: Bench, in_place: bool, count: int) -> Contender | None:
+        if not in_place:
+            return None
+        tensors = bench.tensors(PLAIN, True, count)
+        return Local(deepspeed.NAME, True, deepspeed.all_reduce(tensors[1]), tensors, bench)
+
+
+class Mpi:
+    """An MPI: its ranks, which only rank 0 of weft has."""
+
+    def __init__(self, name: str, ranks: MpiRanks | None) -> None:
+        self.name, self.ranks, self.version = name, ranks, ranks.version if ranks else None
+
+    def prepare(self, bench: Bench, count: int) -> None:
+        if self.ranks:
+            settings = bench.settings
+            limit = limit_of(settings.dtype, bench.world.ranks)
+            numbers = count, _numpy_dtype(settings), limit, settings.op, settings.seed
+            self.ranks.ask("case", settings.operation, *numbers)
+
+    def contender(self, bench: Bench, in_place: bool, count: int) -> Contender:
+        return MpiCalls(self.name, in_place, self.ranks, bench.world)
+
+
+class MpiCalls:
+    """The calls of an MPI, which rank 0 asks for while the others sleep in a collective of gloo."""
+
+    def __init__(self, name: str, in_place: bool, ranks: MpiRanks | None, world: World) -> None:
+        self.implementation, self.in_place, self.ranks, self.world = name, in_place, ranks, world
+
+    def verify(self, run: int) -> Check:
+        return total(sum(self.ranks.ask("verify", self.in_place, run)) if self.ranks else 0)
+
+    def time(self, calls: int) -> float:
+        """The seconds of MPI's slowest rank; on rank 0, and no less on the others."""
+        dist.barrier()
+        seconds = max(self.ranks.ask("time", self.in_place, calls)) if self.ranks else 0.0
+        return largest(self.world, [seconds])[0]
+
+
+def _numpy_dtype(settings: SweepSettings) -> str:
+    """The dtype for MPI's ranks: where nothing is added up, integers of the same width do."""
+    itemsize: int = getattr(torch, settings.dtype).itemsize
+    return settings.dtype if itemsize > 2 or settings.dtype == "int8" else f"int{8 * itemsize}"

@@ -1,0 +1,155 @@
+"""Timing of calls that all ranks of a world make together: from a barrier to the last rank's end.
+
+What is compared is measured in one run, in rounds (`race`), so that noise hits all of it equally.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from time import perf_counter
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from weft.errors import WeftError
+from weft.ops.barrier import barrier
+from weft.world import World, init
+
+BUDGET = 10.0
+"""Seconds that the iterations of one view may take together; slower views get fewer iterations."""
+
+_TIMEOUT = 600.0  # seconds; a baseline may keep one rank longer than another
+
+Found = TypeVar("Found")
+
+
+class Statistics(NamedTuple):
+    """Milliseconds over `iterations`, each of them the time of the slowest rank."""
+
+    median: float
+    min: float
+    max: float
+    iterations: int
+
+
+class Times(NamedTuple):
+    """Microseconds per call, over the batches measured; each is the time of the slowest rank."""
+
+    median: float
+    min: float
+    p99: float
+
+
+def summarize(seconds: Sequence[float]) -> Statistics:
+    """The statistics of the iterations' seconds."""
+    times = [1e3 * second for second in seconds]
+    return Statistics(statistics.median(times), min(times), max(times), len(times))
+
+
+def per_call(seconds: Sequence[float], calls: int = 1) -> Times:
+    """The statistics per call of batches of `calls` calls.
+
+    p99 is the smallest time that 99 % of the batches do not exceed.
+    """
+    times = sorted(1e6 * second / calls for second in seconds)
+    return Times(statistics.median(times), times[0], times[math.ceil(0.99 * len(times)) - 1])
+
+
+@contextmanager
+def session(threads: int | None, one_host: str = "") -> Iterator[World]:
+    """The world in which this rank measures: with `threads` compute threads (torch's default
+    without), without gradients, and with a timeout that slow baselines do not reach.
+
+    Raises `WeftError` if ranks are on several hosts and `one_host` says why they must not be.
+    """
+    if threads:
+        torch.set_num_threads(threads)
+    with init(timeout=_TIMEOUT) as world, torch.no_grad():
+        if one_host and world.multi_host:
+            raise WeftError(f"ranks are on {len(set(world.hosts))} hosts: {one_host}")
+        yield world
+
+
+def race(
+    turns: Sequence[Callable[[], Found]],
+    most: Sequence[int],
+    warmup: int,
+    iterations: int,
+    advance: Callable[[], None],
+) -> list[list[Found]]:
+    """The results of all `turns`, called once in each of `iterations` rounds after `warmup` ones.
+
+    Every round has a random order, the same on all ranks, so that no turn always follows the same
+    other one. `most` limits the calls of each; a turn limited to fewer than `iterations` is slow
+    and is not warmed up. `advance` is called before every round.
+    """
+    found: list[list[Found]] = [[] for _ in turns]
+    order, shuffle = list(range(len(turns))), random.Random(0).shuffle
+    with ExitStack() as stack:
+        if gc.isenabled():
+            stack.callback(gc.enable)
+            gc.disable()
+        for turn in range(-warmup, iterations):
+            advance()
+            shuffle(order)
+            for index in order:
+                if 0 <= turn < most[index]:
+                    found[index].append(turns[index]())
+                elif turn < 0 and most[index] == iterations:
+                    turns[index]()
+    return found
+
+
+class Stopwatch:
+    """A stopwatch for calls that all ranks of a world make together."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def time(self, call: Callable[[], object], calls: int = 1) -> float:
+        """This rank's seconds from a barrier to the end of its own calls."""
+        barrier(self.world)
+        start = perf_counter()
+        for _ in itertools.repeat(None, calls):
+            call()
+        return perf_counter() - start
+
+    def interleave(
+        self,
+        views: Mapping[str, Callable[[], object]],
+        warmup: int,
+        iterations: int,
+        advance: Callable[[], None] = lambda: None,
+    ) -> dict[str, Statistics]:
+        """The statistics of each of `views`, timed once per round of a `race`.
+
+        The first of at least one warm-up rounds finds views whose iterations would take longer than
+        `BUDGET`: these get fewer iterations, the slowest none but this first one.
+        """
+        first = largest(self.world, [self.time(call) for call in views.values()])
+        most = [
+            0 if seconds >= BUDGET else min(iterations, max(1, int(BUDGET / max(seconds, 1e-9))))
+            for seconds in first
+        ]
+        turns = [lambda call=call: self.time(call) for call in views.values()]
+        found = race(turns, most, max(warmup, 1) - 1, iterations, advance)
+        samples = [own or [seconds] for own, seconds in zip(found, first, strict=True)]
+        return {
+            name: summarize(largest(self.world, own))
+            for name, own in zip(views, samples, strict=True)
+        }
+
+
+def largest(world: World, values: Sequence[float]) -> list[float]:
+    """The largest value of any rank, element by element; collective over the default process group."""
+    merged = torch.tensor(values, dtype=torch.float64)
+    if world.ranks > 1:
+        dist.all_reduce(merged, dist.ReduceOp.MAX)
+    return merged.tolist()
