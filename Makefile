@@ -3,9 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 RESULTS := results
 TORCH ?= 2.9.1
+PYTEST := -m pytest --numprocesses 2 --dist worksteal
 NATIVE := $(wildcard native/CMakeLists.txt native/*/*)
 
-.PHONY: bench baselines test check test-torch torch-suite collected storm sanitize portable wheels wheel-test clean
+.PHONY: bench baselines test test-all check test-torch torch-suite collected storm sanitize portable wheels wheel-test clean
 
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv
@@ -48,11 +49,15 @@ check: .venv/installed
 	$(BIN)/lint-imports --no-logo
 
 test: .venv/installed
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python $(PYTEST) -m "not slow"
+
+# The slow tests, too: other builds of the core, hosts, storms, Inductor, programs started from scratch.
+test-all: test
+	$(BIN)/python $(PYTEST) -m slow
 
 # The suite on another torch, TORCH, with the Triton that it brings.
 test-torch: .torches/$(TORCH)/installed
-	.torches/$(TORCH)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	.torches/$(TORCH)/bin/python $(PYTEST)
 
 .torches/%/installed: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .torches/$*

@@ -18,19 +18,6 @@ if (
     _cache = tempfile.TemporaryDirectory(prefix="weft-test-cache-", ignore_cleanup_errors=True)
     os.environ["WEFT_CACHE"] = _cache.name
 
-LONGEST = [
-    "copy_mutant",
-    "hosts",
-    "async_tp",
-    "storm",
-    "compile",
-    "examples",
-    "proof",
-    "commands",
-    "launch",
-    "sanitizers",
-]
-
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Refuse parameters in no order: by chance, two workers would collect them differently."""
@@ -42,12 +29,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 f"{metafunc.definition.nodeid} takes its parameters from a set: give a list, which "
                 "has an order"
             )
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take longest begin first: at the end one process would work on them alone."""
-    order = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -61,7 +61,11 @@ def example(name, *arguments, cwd=ROOT):
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("name", [None, "picture.png"], ids=["as it is", "with a name"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(None, marks=pytest.mark.slow), "picture.png"],
+    ids=["as it is", "with a name"],
+)
 def test_custom_schedule(tmp_path, name):
     printed = (
         example("custom_schedule.py", name, cwd=tmp_path)
@@ -98,6 +102,7 @@ def test_tensor_parallel_transformer(dtype):
     torch.__version__ < "2.11",
     reason="this torch's pipelines send an int64 to who receives a float32",
 )
+@pytest.mark.slow
 def test_torch_distributed():
     """On both backends the losses are the same; the example itself checks that in every step."""
     sizes = "--dim 32 --layers 2 --heads 2 --batch 4 --length 8 --steps 3"
@@ -107,6 +112,7 @@ def test_torch_distributed():
 
 
 @pytest.mark.data
+@pytest.mark.slow
 def test_async_tp(tmp_path, monkeypatch):
     """The example itself compares the results of all programs."""
     start = example
@@ -119,6 +125,7 @@ def test_async_tp(tmp_path, monkeypatch):
 
 
 @pytest.mark.data
+@pytest.mark.slow
 def test_huggingface():
     pytest.importorskip("transformers")
     sizes = "--hidden 64 --intermediate 128 --layers 2 --heads 4 --kv-heads 2 --vocabulary 128 --prompt 16 --generated 6 --runs 2"
@@ -244,6 +251,7 @@ def test_the_documents_have_what_is_tested():
 
 @pytest.mark.data
 @pytest.mark.parametrize("program", PROGRAMS, ids=[block.where for block in PROGRAMS])
+@pytest.mark.slow
 def test_programs_run(program, tmp_path):
     script, command = re.match(r"# (\w+\.py): run with\s+(\S+ run .*?\.py)", program.text).groups()
     (tmp_path / script).write_text(program.text)

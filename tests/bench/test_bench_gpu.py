@@ -42,6 +42,7 @@ def test_numbers_of_sms():
 
 
 @without
+@pytest.mark.slow
 def test_the_script_says_that_there_is_no_gpu(tmp_path):
     script = Path(__file__).parents[2] / "benchmarks" / "gpu" / "check.sh"
     assert subprocess.run(["bash", "-n", script]).returncode == 0

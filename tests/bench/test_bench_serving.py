@@ -19,6 +19,7 @@ SMALL = {"hidden": 16, "intermediate": 24, "decode": 3, "prefill": 5, "warmup": 
 
 
 @pytest.mark.data
+@pytest.mark.slow
 def test_figures_and_picture(tmp_path):
     saved, picture = tmp_path / "serving.json", tmp_path / "serving.svg"
     options = [text for name, value in SMALL.items() for text in (f"--{name}", str(value))]

@@ -578,6 +578,7 @@ def test_an_operator_that_does_nothing_fails_the_benchmark(monkeypatch):
 
 
 @pytest.mark.data
+@pytest.mark.slow
 def test_bench_joins_the_ranks_of_a_launcher():
     """Of products and of sweeps, one after the other."""
     both = "import sys; from weft.cli import app; [app(each.split(), standalone_mode=False) for each in sys.argv[1:]]"

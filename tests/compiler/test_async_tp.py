@@ -258,6 +258,7 @@ def models(_):
         ]  # forward and backward, where the products of several layers are summed by one operator
 
 
+@pytest.mark.slow
 def test_models_of_dtensors_train_without_a_changed_line():
     on_ranks(models, 2, limit=110, given=group)
 
@@ -313,6 +314,7 @@ def switched(_):
         assert config.post_grad_custom_post_pass is other
 
 
+@pytest.mark.slow
 def test_the_switch():
     on_ranks(switched, 2, limit=110, given=functools.partial(group, "gloo"))
 
@@ -348,6 +350,7 @@ def one_cache(world, folder):
 
 
 @pytest.mark.data
+@pytest.mark.slow
 def test_a_cache_serves_groups_of_all_sizes_and_gives_each_program_its_own(tmp_path):
     one, other, last = on_ranks(one_cache, 3, tmp_path, limit=110)
     assert [ran for _, ran in one] == [ran for _, ran in other] == [0, 1, 1, 0, 1]

@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_the_core_on_threads_plainly_and_under_sanitizers():
     done = subprocess.run([ROOT / "native/tests/run.sh"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -37,7 +37,12 @@ Lane = Iterable[Instruction]
 # Ranks and pieces, and how many mutants of each kind are tried per plan: all of small plans, some
 # of larger ones.
 PATTERNS = {(1, 3): 99, (2, 1): 60, (2, 3): 60, (3, 2): 16, (4, 1): 4, (4, 2): 4, (5, 1): 4}
-patterns = pytest.mark.parametrize(("ranks", "pieces"), PATTERNS, ids=str)
+SLOW = [(2, 3), (4, 2), (5, 1)]
+patterns = pytest.mark.parametrize(
+    ("ranks", "pieces"),
+    [pytest.param(*sizes, marks=[pytest.mark.slow] * (sizes in SLOW)) for sizes in PATTERNS],
+    ids=str,
+)
 
 
 def some(mutants: Iterable[Mutant], most: int, seed: int) -> list[Mutant]:

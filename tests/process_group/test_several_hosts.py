@@ -9,11 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.hosts import hosts, needs_hosts
 
-pytestmark = needs_hosts
+pytestmark = [needs_hosts, pytest.mark.slow]
 SOON = 5.0  # seconds; survivors take milliseconds, and the machine may be busy
 
 

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SAMPLE = [
     "test_all_to_all_single_unequal_split",
     "test_grads_same_across_ranks_with_no_sync",
@@ -18,6 +20,7 @@ SAMPLE = [
 ]
 
 
+@pytest.mark.slow
 def test_a_sample_of_torchs_own_suite():
     suite = Path(__file__).parents[1] / "torch_suite.py"
     words = [f"{suite}::TestWeft::{name}" for name in SAMPLE]

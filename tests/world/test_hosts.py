@@ -64,6 +64,7 @@ def two_by_two(two_hosts, tmp_path_factory):
 
 
 @pytest.mark.data
+@pytest.mark.slow
 def test_two_hosts_of_two_ranks_and_one_that_dies(two_by_two):
     assert (
         found(two_by_two, "calls_at_random", 4)
@@ -73,6 +74,7 @@ def test_two_hosts_of_two_ranks_and_one_that_dies(two_by_two):
     assert_told_of_the_death(two_by_two, 4)
 
 
+@pytest.mark.slow
 def test_rows_cross_to_each_host_once(two_by_two):
     """Bytes are counted where they leave a host; ranks 0 and 1 are on one."""
     one, _, other, _ = found(two_by_two, "traffic", 4)
@@ -83,6 +85,7 @@ def test_rows_cross_to_each_host_once(two_by_two):
 
 
 @pytest.mark.skipif(not AHEAD, reason="hosts share a clock where unshare has no --time")
+@pytest.mark.slow
 def test_traces_of_several_hosts_are_aligned(two_by_two):
     """Nobody is through a barrier before all have come to it, whatever their clocks say."""
     (barrier, ahead), *_ = found(two_by_two, "traces", 4)
@@ -91,6 +94,7 @@ def test_traces_of_several_hosts_are_aligned(two_by_two):
 
 
 @pytest.mark.data
+@pytest.mark.slow
 def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path):
     """Right after a job that lost a rank, over a slower link."""
     two_hosts.shape(gbps=4)
@@ -143,6 +147,7 @@ def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path
         assert seconds < host_ranks.LIMIT + SOON
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_gone_in_the_middle_of_a_message(two_hosts, tmp_path):
     """Half of one has come, of another half is sent: threads that wait for the rest end."""
     two_hosts.start_forked("halfway", tmp_path)
@@ -158,6 +163,7 @@ def test_a_peer_that_is_gone_in_the_middle_of_a_message(two_hosts, tmp_path):
 
 
 @pytest.mark.data
+@pytest.mark.slow
 def test_mpiexec_starts_ranks_on_two_hosts(two_hosts, tmp_path):
     mpiexec = shutil.which(
         "mpiexec.hydra", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}"

@@ -77,12 +77,14 @@ def test_weft_run(script):
 
 
 @pytest.mark.data
+@pytest.mark.slow
 def test_torchrun(script):
     done = run(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, script)
     assert_all_ranks(done, 2)
     assert shares(done) == [sorted(share) for share in BOUND]
 
 
+@pytest.mark.slow
 def test_ranks_are_not_bound_where_they_must_not_be(script):
     done = run(BIN / "weft", "run", "-n", 2, "--no-bind", script)
     assert_all_ranks(done, 2)
@@ -90,6 +92,7 @@ def test_ranks_are_not_bound_where_they_must_not_be(script):
 
 
 @pytest.mark.data
+@pytest.mark.slow
 def test_mpiexec(script):
     mpiexec = BIN / "mpiexec"
     if not mpiexec.exists():
@@ -111,8 +114,13 @@ FAILING = textwrap.dedent(
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [
-        ("sys.exit(3)", 3, "ended with exit code 3"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was ended by SIGKILL"),
+        pytest.param("sys.exit(3)", 3, "ended with exit code 3", marks=pytest.mark.slow),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            137,
+            "was ended by SIGKILL",
+            marks=pytest.mark.slow,
+        ),
         ("1 / 0", 1, "failed: ZeroDivisionError: division by zero"),
     ],
 )
@@ -134,6 +142,7 @@ def test_weft_run_names_the_rank_that_failed_first_and_ends_as_it_did(how, code,
     assert "elastic" not in done.stderr
 
 
+@pytest.mark.slow
 def test_weft_run_tells_an_error_in_a_few_lines(tmp_path):
     script = tmp_path / "differ.py"
     script.write_text(
@@ -158,6 +167,7 @@ def test_weft_run_tells_an_error_in_a_few_lines(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_weft_run_ends_as_a_shell_expects_on_an_interrupt(tmp_path):
     path = tmp_path / "wait.py"
     path.write_text(
@@ -179,6 +189,7 @@ def test_weft_run_ends_as_a_shell_expects_on_an_interrupt(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_weft_run_runs_modules(tmp_path):
     (tmp_path / "package.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
@@ -193,6 +204,7 @@ def test_weft_run_runs_modules(tmp_path):
     assert "there is no file package" in refused.stderr
 
 
+@pytest.mark.slow
 def test_launch_says_what_a_script_lacks(tmp_path):
     path = tmp_path / "bare.py"
     path.write_text("import weft\nweft.launch(print, 1)")

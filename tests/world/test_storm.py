@@ -32,6 +32,7 @@ def made(*options: str) -> subprocess.CompletedProcess[str]:
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_short_storm(places, kinds, trials):
     done = made("--seed", "3", "--trials", str(trials), "--places", places, "--kind", kinds)
     assert done.returncode == 0, done.stdout + done.stderr
