@@ -12,7 +12,7 @@ from support.checks import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
-from support.ranks import die, on_ranks, start
+from support.ranks import die, on_ranks, start, stream_world
 
 import weft
 from weft.engines import engine
@@ -22,7 +22,6 @@ from weft.plan import Signal
 
 def on_lanes(world, *checks):
     """Every check of the host engine, with this one in its place."""
-    world.stream_ordered = True
     assert isinstance(engine(world), DeviceEngine)
     for check, *args in checks:
         torch.manual_seed(world.rank)
@@ -47,6 +46,7 @@ def test_two_ranks():
         (collectives.mixed_back_to_back,),
         (matmul_reduce_scatter.different_calls,),
         limit=100,
+        given=stream_world,
     )
 
 
@@ -65,11 +65,11 @@ def test_three_ranks():
         (autograd.exact,),
         (collectives.uneven,),
         limit=100,
+        given=stream_world,
     )
 
 
 def lost(world):
-    world.stream_ordered = True
     a, b = torch.ones(4, 3), torch.ones(3, 2)
     weft.all_gather_matmul(a, b, algorithm="push", chunk_rows=2)
     if world.rank == 1:  # rank 0 is in its next call, and has told all it has to tell there
@@ -85,7 +85,6 @@ def lost(world):
 
 
 def late(world):
-    world.stream_ordered = True
     signals = world.signals(1)
     weft.all_reduce(torch.ones(3))
     if world.rank == 0:
@@ -100,5 +99,5 @@ def late(world):
 
 
 def test_lost_and_late_peers():
-    assert start(lost, 2)[0].error is None
-    on_ranks(late, 2)
+    assert start(lost, 2, given=stream_world)[0].error is None
+    on_ranks(late, 2, given=stream_world)

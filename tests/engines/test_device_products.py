@@ -2,8 +2,10 @@
 and what a GPU would compile.
 """
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -158,14 +160,18 @@ def test_local_worlds():
     on_ranks(in_local_worlds, 1)
 
 
-def between_processes(world: World) -> None:
+@contextlib.contextmanager
+def triton_world() -> Iterator[World]:
     interpreted()
-    world.stream_ordered, world.matmul_backend = True, "triton"
-    weft.world.device_memory.check_products("triton", world.device)
+    with weft.init(timeout=20, products="triton") as world:
+        yield world
+
+
+def between_processes(world: World) -> None:
     for call in range(3):
         gathers((20, 33), ("push", "pull", "direct")[call], torch.float16, call)
         sums((24, 8), "put", bool(call % 2), torch.float16, call)
 
 
 def test_processes():
-    on_ranks(between_processes, 2)
+    on_ranks(between_processes, 2, given=triton_world)

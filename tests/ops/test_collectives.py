@@ -271,7 +271,7 @@ def few_rows(world):
 
 def another_tensor(world):
     """One rank's tensor is found by what it was, a small one; the other's is new."""
-    kept = []  # else what is new may be found, too
+    kept = []  # a new tensor at the address of an earlier one would be found
     for many in range(2 * _native.Executor.eager_sets):
         kept.append(small := torch.zeros(3))
         weft.barrier()

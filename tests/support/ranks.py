@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import weft
+from weft.world import default_here, init_by_store
 
 _context = multiprocessing.get_context("forkserver")
 _COMPILER = [
@@ -85,6 +86,17 @@ def group(backend: str = "weft", timeout: float = 20.0) -> Iterator[dist.Process
         yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def stream_world() -> Iterator[weft.World]:
+    """The default world of ranks whose plans run as on a GPU: each lane on a thread."""
+    with group("gloo"):
+        store = dist.PrefixStore("streams", dist.distributed_c10d._get_default_store())
+        ranks = dist.get_rank(), dist.get_world_size()
+        with init_by_store(store, *ranks, timeout=20, streams=True) as made:
+            default_here(made)
+            yield made
 
 
 def start(

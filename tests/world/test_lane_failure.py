@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.ranks import start
+from support.ranks import start, stream_world, world
 
 import weft
 from weft.engines import engine
@@ -31,8 +31,7 @@ def handed_on():
     )
 
 
-def leaves(world, streams):
-    world.stream_ordered = streams
+def leaves(world):
     a, out, signals = world.empty(1, 4), torch.empty(1, 4), world.signals(1)
     weft.all_reduce(torch.ones(3))  # the engine is there on all ranks
     if world.rank == 1:
@@ -41,9 +40,9 @@ def leaves(world, streams):
         engine(world).execute(handed_on(), {"a": a, "out": out})
 
 
-@pytest.mark.parametrize("streams", [False, True])
-def test_the_error_is_that_of_the_lane_that_stopped(streams):
-    first, second, _ = start(leaves, 3, streams)
+@pytest.mark.parametrize("given", [world, stream_world])
+def test_the_error_is_that_of_the_lane_that_stopped(given):
+    first, second, _ = start(leaves, 3, given=given)
     for outcome in (first, second):
         assert isinstance(outcome.error, weft.PeerLost), outcome
         assert str(outcome.error).startswith("rank 2 (pid "), outcome.error
@@ -52,7 +51,6 @@ def test_the_error_is_that_of_the_lane_that_stopped(streams):
 
 
 def raises(world):
-    world.stream_ordered = True
     a, b = torch.ones(4, 3), torch.ones(3, 2)
     weft.matmul_reduce_scatter(a, b, algorithm="push")
     failing = KeyError("lost my keys") if world.rank == 0 else None
@@ -61,7 +59,7 @@ def raises(world):
 
 
 def test_a_lane_that_raises():
-    first, second = start(raises, 2)
+    first, second = start(raises, 2, given=stream_world)
     assert isinstance(first.error, KeyError), first.trace
     assert isinstance(second.error, weft.PeerLost), second.trace
     assert "rank 0" in str(second.error)

@@ -317,15 +317,16 @@ def init(
     return world
 
 
-def init_by_store(store: Store, rank: int, ranks: int, timeout: float) -> World:
+def init_by_store(
+    store: Store, rank: int, ranks: int, timeout: float, *, streams: bool = False
+) -> World:
     """Make a world of `ranks` ranks that share a store and nothing else, collectively; it does not
     become the default.
 
-    `timeout` and errors are those of `init`.
+    `timeout` and errors are those of `init`, `streams` is that of `local_world`.
     """
-    return _connect(
-        StoreRendezvous(store, rank, ranks), limited(timeout), Backend(torch.device("cpu"))
-    )
+    backend = Backend(torch.device("cpu"), streams)
+    return _connect(StoreRendezvous(store, rank, ranks), limited(timeout), backend)
 
 
 def _connect(
