@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from weft.plan import Buffer, Copy, Matmul, Plan, Region
+from weft.kernels.matmul import matmul
+from weft.plan import Buffer, Copy, Plan, Region
 from weft.plan.binding import bind, split
 from weft.predict.machine import Link, Machine, Product
 from weft.predict.simulator import Rows, seconds
@@ -197,7 +198,7 @@ def streams() -> System:
     points = []
     for row in published("bench_overlapped_matmul_allgather"):
         ranks, size, n = int(row["ranks"]), int(row["m"]), int(row["bytes"]) // 2 // 1024
-        product = Matmul(Region(0, "x", 0, size), Region(0, "y", 0, size))
+        product = matmul(Region(0, "x", 0, size), Region(0, "y", 0, size))
         gather = bind(
             all_gather(ranks, 1, "push", symmetric_gathered=True, planned=(0,)), [n] * ranks
         )

@@ -15,7 +15,8 @@ import weft
 from weft.bench.timeline import draw
 from weft.engines import engine
 from weft.engines.recording import record
-from weft.plan import Buffer, Copy, Matmul, Notify, Plan, Region, Signal, Term, Wait
+from weft.kernels.matmul import matmul
+from weft.plan import Buffer, Copy, Notify, Plan, Region, Signal, Term, Wait
 from weft.plan.trace import Trace
 from weft.schedules.common import enter, leave
 
@@ -27,7 +28,7 @@ def doubling(ranks: int, rows: int) -> Plan:
     lanes, result = [], {}
     for r in range(ranks):
         own, place = Region(r, "a", 0, rows), Region(r, "inbox", r * rows, (r + 1) * rows)
-        compute = [Matmul(own, place._replace(buffer="out"))]  # own rows first: nothing to wait for
+        compute = [matmul(own, place._replace(buffer="out"))]  # own rows first: nothing to wait for
         comm = [
             *enter(r, ranks),
             Copy(own, place),
@@ -44,7 +45,7 @@ def doubling(ranks: int, rows: int) -> Plan:
             )  # the next step hands these rows on
             compute += [
                 Wait(Signal("arrived", peer), 1),
-                Matmul(brought, brought._replace(buffer="out")),
+                matmul(brought, brought._replace(buffer="out")),
             ]
         lanes.append({"compute": (*compute, *leave(r, ranks)), "comm": tuple(comm)})
         for p in range(

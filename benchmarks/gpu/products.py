@@ -97,7 +97,8 @@ def product_rates(
     """The persistent kernel, which here waits for nothing, beside `torch.mm`."""
     from weft.engines.device.kernels import symmetric
     from weft.engines.device.kernels.all_gather_matmul import Product
-    from weft.plan import Matmul, Region
+    from weft.kernels.matmul import matmul
+    from weft.plan import Region
 
     device = torch.device("cuda", torch.cuda.current_device())
     sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -111,7 +112,7 @@ def product_rates(
             torch.mm(x, weight),
             torch.full((m, n), float("nan"), device=device, dtype=dtype),
         )
-        lane = [Matmul(Region(0, "x", 0, m), Region(0, "out", 0, m))]
+        lane = [matmul(Region(0, "x", 0, m), Region(0, "out", 0, m))]
         product = Product(lane, n, dtype, dtype, lambda _: 0, 0, sms, device)
         counters = torch.zeros(1, symmetric.COUNTER, dtype=torch.int64, device=device)
         bases = counters[:, 0].contiguous()

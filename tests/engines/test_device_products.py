@@ -129,7 +129,7 @@ def recorded() -> None:
     products = {
         span[2:]
         for span in spans
-        if span[0] == "compute" and isinstance(lanes["compute"][span[1]], weft.plan.Matmul)
+        if span[0] == "compute" and isinstance(lanes["compute"][span[1]], weft.plan.Compute)
     }
     assert len(products) == 1
 

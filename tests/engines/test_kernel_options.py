@@ -10,7 +10,8 @@ import weft
 from weft.engines.device.kernels import symmetric
 from weft.engines.device.kernels.all_gather import Traffic
 from weft.engines.device.kernels.tiles import follow, launches, runs, tiles
-from weft.plan import Copy, Matmul, Notify, Region, Signal, Wait
+from weft.kernels.matmul import matmul
+from weft.plan import Copy, Notify, Region, Signal, Wait
 from weft.world import device_memory, local
 
 GPU = torch.device("cuda", 0)
@@ -77,7 +78,7 @@ def test_tiles_cover_every_row_and_column_once(start, stop, columns, block):
 
 
 def product(low, high, source="x", to=0, out="out"):
-    return Matmul(Region(0, source, low, high), Region(to, out, 100 + low, 100 + high))
+    return matmul(Region(0, source, low, high), Region(to, out, 100 + low, 100 + high))
 
 
 FIRST, SECOND = Signal("arrived", 1), Signal("arrived", 2)

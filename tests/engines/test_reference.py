@@ -13,11 +13,11 @@ import torch
 from weft.engines import reference
 from weft.engines.reference import Call, run
 from weft.errors import PlanError
+from weft.kernels.matmul import matmul
 from weft.plan import (
     Buffer,
     Copy,
     Instruction,
-    Matmul,
     Notify,
     Plan,
     Reduce,
@@ -64,7 +64,7 @@ def test_each_instruction_does_what_it_says():
         "out": "output",
     }
     moves = [
-        Matmul(rows(0, "a"), rows(0, "product")),
+        matmul(rows(0, "a"), rows(0, "product")),
         Copy(rows(0, "product", 0, 1), rows(0, "out", 1, 2)),
         Copy(rows(0, "product", 1, 2), rows(0, "out", 0, 1)),
         Reduce((rows(0, "out"), rows(0, "product"), rows(0, "out")), rows(0, "sum")),
@@ -98,7 +98,7 @@ def test_sums_are_taken_in_order_in_the_accumulation_type(dtype, values, total):
 
 
 def test_products_have_the_type_of_the_weight():
-    product = plan({"compute": [Matmul(rows(0, "a"), rows(0, "out"))]}, a="input", out="output")
+    product = plan({"compute": [matmul(rows(0, "a"), rows(0, "out"))]}, a="input", out="output")
     a = numbers(1, 2, dtype=torch.float16)
     ((found,),) = run(Call(product, [{"a": a}], [{"out": torch.full((1, 5), 0.1)}]))
     assert found["out"].equal(a.float() @ torch.full((1, 5), 0.1))

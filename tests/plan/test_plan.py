@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from weft.kernels.matmul import matmul
 from weft.plan import (
     Buffer,
     Copy,
-    Matmul,
     Notify,
     Plan,
     Reduce,
@@ -26,7 +26,7 @@ ARRIVED = Signal("arrived", 1)
     ("instruction", "text", "read", "written"),
     [
         (Copy(HERE, THERE), "copy   a@0[0:2] -> inbox@1[4:6]", (HERE,), (THERE,)),
-        (Matmul(HERE, OUT), "matmul a@0[0:2] -> out@0[0:2]", (HERE,), (OUT,)),
+        (matmul(HERE, OUT), "matmul a@0[0:2] -> out@0[0:2]", (HERE,), (OUT,)),
         (
             Reduce((HERE, THERE), OUT),
             "reduce sum a@0[0:2] + inbox@1[4:6] -> out@0[0:2]",
@@ -69,7 +69,7 @@ def swap() -> Plan:
                 Copy(Region(1, "a", 0, 3), Region(0, "inbox", 0, 3)),
                 Notify(0, Signal("arrived", 1)),
                 Wait(Signal("arrived", 0), 2),
-                Matmul(Region(1, "inbox", 0, 2), Region(1, "out", 0, 2)),
+                matmul(Region(1, "inbox", 0, 2), Region(1, "out", 0, 2)),
             )
         },
     )

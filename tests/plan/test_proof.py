@@ -15,11 +15,11 @@ from support.mutants import Mutant, deleted, lowered, mutant, shifted, swapped
 
 from weft.engines.reference import run
 from weft.errors import PlanError
+from weft.kernels.matmul import matmul
 from weft.plan import (
     Buffer,
     Copy,
     Instruction,
-    Matmul,
     Notify,
     Plan,
     Reduce,
@@ -179,7 +179,7 @@ READY = [KEEP[1], Notify(0, go(1)), Wait(go(0), 1)]
         ),
         pytest.param(
             plan(
-                [Matmul(rows(0, "a"), rows(0, "out"))],
+                [matmul(rows(0, "a"), rows(0, "out"))],
                 result=KEPT | {rows(0, "out"): (Term(0, "a", 0, (0, "out")),)},
             ),
             id="product",
@@ -306,7 +306,7 @@ def test_right_plans_are_accepted(right):
         ),
         pytest.param(
             plan(
-                [Matmul(rows(0, "a"), rows(0, "out"))],
+                [matmul(rows(0, "a"), rows(0, "out"))],
                 result=KEPT | {rows(0, "out"): (Term(0, "a", 0, (1, "out")),)},
             ),
             "output out@0[0:2] holds a@0[row+0] @ B0 instead of a@0[row+0] @ B1",
@@ -323,12 +323,12 @@ def test_right_plans_are_accepted(right):
             plan(
                 [
                     ENTER[0],
-                    Matmul(rows(0, "a"), rows(0, "inbox")),
-                    Matmul(rows(0, "inbox"), rows(0, "out")),
+                    matmul(rows(0, "a"), rows(0, "inbox")),
+                    matmul(rows(0, "inbox"), rows(0, "out")),
                     LEAVE[0],
                 ]
             ),
-            "rank 0 compute: matmul inbox@0[0:2] -> out@0[0:2]: inbox@0[0:2] holds products already",
+            "output out@0[0:2] holds matmul(a@0[row+0] @ B0, out@0) instead of a@0[row+0]",
             id="product of a product",
         ),
         pytest.param(

@@ -18,7 +18,8 @@ import weft
 from weft import predict
 from weft.engines.recording import record
 from weft.errors import PlanError
-from weft.plan import Buffer, Copy, Matmul, Notify, Plan, Reduce, Region, Signal, Wait
+from weft.kernels.matmul import matmul
+from weft.plan import Buffer, Copy, Notify, Plan, Reduce, Region, Signal, Wait
 from weft.plan.binding import bind
 from weft.plan.trace import Trace
 from weft.predict.machine import Link, Machine, Product
@@ -156,7 +157,7 @@ PUT = Copy(rows(0, 4), rows(1, 4))
 @pytest.mark.parametrize(
     ("plan", "expected"),
     [
-        pytest.param(lane(Matmul(rows(0, 3), rows(0, 3, "b"))), 3, id="product"),
+        pytest.param(lane(matmul(rows(0, 3), rows(0, 3, "b"))), 3, id="product"),
         pytest.param(lane(Copy(rows(0, 8), rows(0, 8, "b"))), 1, id="local copy"),
         pytest.param(lane(Reduce((rows(0, 2), rows(0, 2, "b")), rows(0, 2, "c"))), 4, id="sum"),
         pytest.param(lane(PUT), 4, id="transfer"),
@@ -165,18 +166,18 @@ PUT = Copy(rows(0, 4), rows(1, 4))
             lane(PUT, other=[Copy(rows(1, 4), rows(0, 4))]), 4, id="its directions are not"
         ),
         pytest.param(
-            lane(PUT, Notify(1, GO), other=[Wait(GO, 1), Matmul(rows(1, 1), rows(1, 1, "b"))]),
+            lane(PUT, Notify(1, GO), other=[Wait(GO, 1), matmul(rows(1, 1), rows(1, 1, "b"))]),
             5,
             id="signal",
         ),
         # The transfer takes 8 s beside the product, which does 0.8 rows in this time and the rest
         # alone.
         pytest.param(
-            lane(Matmul(rows(0, 3), rows(0, 3, "b")), more={"comm": [PUT]}),
+            lane(matmul(rows(0, 3), rows(0, 3, "b")), more={"comm": [PUT]}),
             8 + 2.2,
             id="interference",
         ),
-        pytest.param(lane(Matmul(rows(1, 2), rows(0, 2, "b"))), 2, id="product of a peer's rows"),
+        pytest.param(lane(matmul(rows(1, 2), rows(0, 2, "b"))), 2, id="product of a peer's rows"),
     ],
 )
 def test_what_takes_how_long(plan, expected):
@@ -186,7 +187,7 @@ def test_what_takes_how_long(plan, expected):
 
 def test_transfers_over_an_emulated_link_take_turns_and_leave_the_core_free():
     machine = SLOW.emulating(gbps=8 * 64e-9, latency_us=5e5)
-    plan = lane(Matmul(rows(0, 9), rows(0, 9, "b")), more={"comm": [PUT, PUT]})
+    plan = lane(matmul(rows(0, 9), rows(0, 9, "b")), more={"comm": [PUT, PUT]})
     # Copying 4 rows takes 0.5 s, 1 s beside the product; each transfer takes 4.5 s.
     trace = simulate(plan, machine, ROWS)
     assert [span.stop / 1e9 for span in trace.spans if span.lane == "comm"] == pytest.approx(
@@ -203,7 +204,7 @@ def test_transfers_over_an_emulated_link_take_turns_and_leave_the_core_free():
 
 def test_a_comm_lane_waits_for_its_turn_where_products_keep_the_core():
     machine = replace(SLOW, turn_us=3e6, compute_slowdown=1.0)
-    product = Matmul(rows(0, 2), rows(0, 2, "b"))
+    product = matmul(rows(0, 2), rows(0, 2, "b"))
     ends = []
     for products in (
         3,
@@ -221,7 +222,7 @@ def test_a_comm_lane_waits_for_its_turn_where_products_keep_the_core():
 
 def test_launch_and_notify_come_on_top():
     machine = replace(SLOW, launch_us=1e6, notify_us=2e6)
-    plan = lane(Notify(1, GO), other=[Wait(GO, 1), Matmul(rows(1, 1), rows(1, 1, "b"))])
+    plan = lane(Notify(1, GO), other=[Wait(GO, 1), matmul(rows(1, 1), rows(1, 1, "b"))])
     assert seconds(plan, machine, ROWS) == pytest.approx(1 + 2 + 1)
 
 
@@ -237,7 +238,7 @@ def test_a_transfer_between_hosts_takes_its_part_of_both_cores(core_gbs, rows, t
     everything, arrived = (8, 8), Signal("arrived", 0)
     buffers = {name: Buffer("workspace", everything) for name in ("a", "out", "inbox")}
     sender = (Copy(Region(0, "a", 0, 4), Region(1, "inbox", 0, 4)), Notify(1, arrived))
-    receiver = (Matmul(Region(1, "a", 0, rows), Region(1, "out", 0, rows)), Wait(arrived, 1))
+    receiver = (matmul(Region(1, "a", 0, rows), Region(1, "out", 0, rows)), Wait(arrived, 1))
     plan = Plan("made up", "once", buffers, ({"comm": sender}, {"compute": receiver}))
     assert seconds(plan, machine, ROWS) == pytest.approx(took)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support import plans
 
 from weft.engines.reference import run
-from weft.plan import Copy, Matmul, Notify, Plan, Signal, Wait, accesses, reads
+from weft.plan import Compute, Copy, Notify, Plan, Signal, Wait, accesses, reads
 from weft.plan.proof import verify
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import ALGORITHMS, all_gather_matmul
@@ -99,21 +99,24 @@ def test_no_transfer_is_larger_than_a_piece(algorithm):
 def test_own_rows_are_multiplied_without_waiting(algorithm):
     plan = all_gather_matmul(Request(3, 2, algorithm, symmetric=True))
     for r, lanes in enumerate(plan.lanes):
-        first = next(i for i in lanes["compute"] if isinstance(i, Wait | Matmul))
-        assert isinstance(first, Matmul)
-        assert first.src.rank == r
+        first = next(i for i in lanes["compute"] if isinstance(i, Wait | Compute))
+        assert isinstance(first, Compute)
+        assert first.srcs[0].rank == r
 
 
 def test_own_rows_can_be_multiplied_last():
     plan = all_gather_matmul(Request(3, 2, "direct"), own_first=False)
     for r, lanes in enumerate(plan.lanes):
-        assert [i.src.rank for i in lanes["compute"] if isinstance(i, Matmul)] == [*after(r, 3), r]
+        assert [i.srcs[0].rank for i in lanes["compute"] if isinstance(i, Compute)] == [
+            *after(r, 3),
+            r,
+        ]
 
 
 @pytest.mark.parametrize("joined", [True, False])
 def test_products_of_adjacent_arrivals_are_joined(joined):
     plan = all_gather_matmul(Request(2, 8, "push"), joined=joined)
-    products = [i.src.rows for i in plan.lanes[0]["compute"] if isinstance(i, Matmul)]
+    products = [i.dst.rows for i in plan.lanes[0]["compute"] if isinstance(i, Compute)]
     assert products == ([8, 4, 2, 1, 1] if joined else [8] + [1] * 8)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
-from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Region, Signal, Wait
+from weft.kernels.matmul import matmul
+from weft.plan import Compute, Copy, Instruction, Notify, Plan, Region, Signal, Wait
 
 
 class Mutant(NamedTuple):
@@ -58,15 +60,13 @@ def shifted(plan: Plan) -> Iterator[Mutant]:
     """Each region of each copy and product moved by a row, either way."""
     for place, instruction in places(plan):
         match instruction:
-            case Copy() | Matmul():
-                for field in ("src", "dst"):
-                    for by in (-1, 1):
-                        region = getattr(instruction, field)
-                        moved = region._replace(start=region.start + by, stop=region.stop + by)
-                        yield Mutant(
-                            f"{place}: {field} of {instruction} by {by:+d}",
-                            edited(plan, place, replace(instruction, **{field: moved})),
-                        )
+            case Copy(src, dst) | Compute(_, (src,), dst):
+                for by, (field, region) in product((-1, 1), [("src", src), ("dst", dst)]):
+                    moved = region._replace(start=region.start + by, stop=region.stop + by)
+                    yield Mutant(
+                        f"{place}: {field} of {instruction} by {by:+d}",
+                        edited(plan, place, _with(instruction, field, moved)),
+                    )
 
 
 def swapped(plan: Plan) -> Iterator[Mutant]:
@@ -123,17 +123,24 @@ def _changed(plan: Plan, instruction: Instruction, dice: random.Random) -> Instr
             )
         case Notify(_, signal):
             return Notify(dice.randrange(plan.ranks), signal)
-        case Copy(src, dst) | Matmul(src, dst):
+        case Copy(src, dst) | Compute(_, (src,), dst):
             return dice.choice(
                 [
-                    replace(instruction, src=_elsewhere(plan, src, dice)),
-                    replace(instruction, dst=_elsewhere(plan, dst, dice)),
+                    _with(instruction, "src", _elsewhere(plan, src, dice)),
+                    _with(instruction, "dst", _elsewhere(plan, dst, dice)),
                     Copy(src, dst),
-                    Matmul(src, dst),
+                    matmul(src, dst),
                 ]
             )
         case _:
             return instruction
+
+
+def _with(instruction: Instruction, field: str, region: Region) -> Instruction:
+    """The instruction with another region for its ``src``, of which it has one, or its ``dst``."""
+    if field == "src" and isinstance(instruction, Compute):
+        return replace(instruction, srcs=(region,))
+    return replace(instruction, **{field: region})
 
 
 def _elsewhere(plan: Plan, region: Region, dice: random.Random) -> Region:

@@ -32,11 +32,8 @@ def draw(traces: Sequence[Trace], path: Path, title: str) -> None:
             _draw_panel(panel, trace, longest)
         panels[0].set_xlim(0, 1e3 * longest * 1.01)
         panels[-1].set_xlabel("milliseconds")
-        kinds = [
-            kind
-            for kind in KINDS
-            if any(span.kind == kind for trace in traces for span in trace.spans)
-        ]
+        found = dict.fromkeys(span.kind for trace in traces for span in trace.spans)
+        kinds = sorted(found, key=lambda kind: (kind in KINDS, kind))
         figure.legend(
             handles=[_key(kind) for kind in kinds], loc="outside lower center", ncols=len(kinds)
         )
@@ -52,10 +49,10 @@ def _draw_panel(panel: Axes, trace: Trace, longest: float) -> None:
             linewidth=0,
             zorder=0,
         )
-    for kind in ("wait", "matmul", "copy", "reduce"):
+    for kind in sorted({span.kind for span in trace.spans} - {"notify"}, key="wait".__ne__):
         height, edge = (_BAR / 3, 0.0) if kind == "wait" else (_BAR, 0.4)
         look: dict[str, Any] = {
-            "facecolor": COLOURS[kind],
+            "facecolor": COLOURS.get(kind, COLOURS["compute"]),
             "edgecolor": "white",
             "linewidth": edge,
             "zorder": 2,
@@ -79,7 +76,7 @@ def _draw_panel(panel: Axes, trace: Trace, longest: float) -> None:
                 linewidth=0.9,
                 zorder=3,
             )
-        elif span.kind == "matmul" and stop - start > 0.05 * 1e3 * longest:  # there is room
+        elif span.kind not in KINDS and stop - start > 0.05 * 1e3 * longest:  # there is room
             panel.text(
                 (start + stop) / 2,
                 row,

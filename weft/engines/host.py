@@ -20,8 +20,19 @@ import weft._native as _native
 from weft.checks import name as dtype_name
 from weft.engines.engine import LANES, Dtypes, Engine, Program, Tensors, Timed, Weights, kinds
 from weft.errors import PlanError, WeftError
-from weft.kernels.products import multiply
-from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Wait, accesses, reads
+from weft.plan import (
+    Compute,
+    Copy,
+    Instruction,
+    Notify,
+    Plan,
+    Reduce,
+    Region,
+    Wait,
+    accesses,
+    reads,
+)
+from weft.plan.kernel import Run
 from weft.world import memory
 
 Place = tuple[int, int, int]
@@ -73,11 +84,12 @@ class HostProgram(Program):
         self.bound: _native.Binding | None = None
         self.own: _native.Binding | None = None  # `_own_binding`, and the workspace that it is of
         self.segment: memory.Segment | None = None
-        self.products: dict[int, tuple[Region, Region]] = {}  # by their place in the compute lane
+        self.computes: dict[int, tuple[Run, tuple[Region, ...], Region, str | None]] = {}
+        """By index in the compute lane: the function, its sources, its result and its weight."""
         self.entire: set[Region] = (
             set()
         )  # of what they read and write, those that are all of a tensor given
-        self.multiplies = any(isinstance(i, Matmul) for lane in self.lanes for i in lane)
+        self.computing = any(isinstance(i, Compute) for lane in self.lanes for i in lane)
         self.read = {
             region for lane in self.lanes for instruction in lane for region in reads(instruction)
         }
@@ -118,15 +130,14 @@ class HostProgram(Program):
                 if self.lanes[1]:
                     native.start(compiled, 1)
                 at = native.run(compiled, 0, 0)
-                while at in self.products:
+                while at in self.computes:
                     start = _native.now()
-                    src, dst = self.products[at]
-                    added = None if bias is None else bias.get(dst.buffer)
-                    multiply(
-                        self._rows(src, tensors),
-                        weights[dst.buffer],
+                    compute, srcs, dst, name = self.computes[at]
+                    compute(
+                        [self._rows(src, tensors) for src in srcs],
+                        weights[name] if name else None,
                         self._rows(dst, tensors),
-                        added,
+                        bias.get(name) if bias and name else None,
                         whole,
                     )
                     compiled.set_span(0, at, start, _native.now())
@@ -340,7 +351,7 @@ class HostProgram(Program):
         """Whether all that outputs get is written before anybody looks at it: in a workspace only
         these are, as in what products read.
         """
-        return not self.multiplies and self.plan.buffers[region.buffer].given
+        return not self.computing and self.plan.buffers[region.buffer].given
 
     def _compile(self, lane: int, at: int, instruction: Instruction) -> None:
         native, world, rank = self.compiled, self.world.executor, self.world.rank
@@ -376,14 +387,13 @@ class HostProgram(Program):
                 native.notify(lane, world, peer, self.engine.index(signal))
             case Wait(signal, count):
                 native.wait(lane, world, rank, self.engine.index(signal), signal.source, count)
-            case Matmul(src, dst):
-                if lane or "eager" in {
-                    self.plan.buffers[region.buffer].role for region in (src, dst)
-                }:
+            case Compute(kernel, srcs, dst, weight):
+                roles = {self.plan.buffers[region.buffer].role for region in (*srcs, dst)}
+                if lane or "eager" in roles:
                     raise PlanError(
-                        "products are made on the compute lane, and not in eager buffers; the "
+                        "kernels run on the compute lane, and not on eager buffers; the "
                         f"plan has {instruction} there"
                     )
-                native.multiply(lane, self.place(src))
-                self.products[at] = src, dst
-                self.entire |= {region for region in (src, dst) if self._entire(region)}
+                native.multiply(lane, self.place(self.plan.sizing_region(instruction)))
+                self.computes[at] = kernel.host(), srcs, dst, weight
+                self.entire |= {region for region in (*srcs, dst) if self._entire(region)}

@@ -22,14 +22,14 @@ from torch import Tensor
 
 import weft._native as _native
 from weft.errors import PlanError
-from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait, reads
+from weft.plan import Compute, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Wait, reads
 from weft.plan.messages import at_the_end, ending, is_channel
 
 EAGER_SETS = _native.Executor.eager_sets
 """Sets of eager buffers, between which executions alternate."""
 
 Buffers = dict[str, Tensor]
-Move = Copy | Matmul | Reduce
+Move = Copy | Compute | Reduce
 Step = tuple[int, str]
 """A rank and the lane that takes its next instruction, or ``""`` where the rank moves on to its
 next call.
@@ -43,8 +43,7 @@ NAN = 0xFF
 
 
 class Call(NamedTuple):
-    """One execution of a plan: each rank's inputs, and its weights by the buffer that their
-    products go to.
+    """One execution of a plan: each rank's inputs, and its weights by name.
 
     `dtypes` are those of buffers that differ from what is written to them first.
     """
@@ -60,7 +59,7 @@ def run(*calls: Call, order: random.Random | None = None) -> list[list[Buffers]]
     move on by themselves.
 
     With `order` some lanes run ahead of others as far as signals allow; without it all take turns.
-    Products have the dtype of the weight. A deadlock raises `PlanError`.
+    A kernel's result has the dtype that its plainest form gives. A deadlock raises `PlanError`.
     """
     memory = _memory(calls)
     ranks = [_Rank(r, calls, memory) for r in range(calls[0].plan.ranks)]
@@ -208,7 +207,7 @@ def _effect(ranks: Sequence[_Rank], rank: int, instruction: Instruction) -> Call
     match instruction:
         case Notify(peer, signal):
             return partial(ranks[peer].counters.update, [signal])
-        case Copy() | Matmul() | Reduce() as move:
+        case Copy() | Compute() | Reduce() as move:
             sources, target = [here.rows(source) for source in reads(move)], here.rows(move.dst)
             if isinstance(move, Copy) and sources[0].dtype != target.dtype:
                 raise PlanError(
@@ -224,9 +223,8 @@ def _result(move: Move, sources: Sequence[Tensor], call: Call, rank: int) -> Ten
     match move:
         case Copy():
             return sources[0]
-        case Matmul():
-            weight = call.weights[rank][move.dst.buffer]
-            return sources[0].to(weight.dtype) @ weight
+        case Compute(kernel, _, _, name):
+            return kernel.compute(sources, call.weights[rank][name] if name else None)
         case Reduce():
             dtype = sources[0].dtype
             wide = (
@@ -310,7 +308,9 @@ def _like(call: Call) -> Buffers:
             sources, name = [like[source.buffer] for source in reads(move)], move.dst.buffer
             found = _result(move, sources, call, r)
             like[name] = found.to(
-                call.dtypes.get(name, found.dtype if isinstance(move, Matmul) else sources[0].dtype)
+                call.dtypes.get(
+                    name, found.dtype if isinstance(move, Compute) else sources[0].dtype
+                )
             )
     return {name: like.get(name, first) for name in call.plan.buffers}
 

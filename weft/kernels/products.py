@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -87,6 +87,37 @@ def multiply(
         _mm(x, weight, out, bias)
         return
     _WAYS[chosen(x.dtype, out.dtype, _lie(x, weight), rows)](x, weight, out, bias)
+
+
+def run(
+    sources: Sequence[Tensor],
+    weight: Weight,
+    out: Tensor,
+    bias: Tensor | None,
+    rows: int | None,
+) -> None:
+    """`multiply`, as the host engine calls it."""
+    multiply(sources[0], weight, out, bias, rows)
+
+
+def run_on_device(
+    sources: Sequence[Tensor],
+    weight: Weight,
+    out: Tensor,
+    bias: Tensor | None,
+    rows: int | None,
+) -> None:
+    """``out = sources[0] @ weight (+ bias)`` on a GPU, by torch."""
+    x = sources[0]
+    if 0 in x.shape or 0 in weight.shape:
+        multiply(x, weight, out, bias)
+        return
+    if out.dtype == x.dtype:
+        torch.mm(x, plain(weight), out=out)
+    else:
+        torch.mm(x, plain(weight), out_dtype=out.dtype, out=out)
+    if bias is not None:
+        out.add_(bias)
 
 
 def _lie(x: Tensor, weight: Tensor | PackedWeight) -> str:

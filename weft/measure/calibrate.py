@@ -25,6 +25,7 @@ import weft.cache as cache
 from weft.engines import engine
 from weft.engines.recording import record
 from weft.errors import WeftError
+from weft.kernels.matmul import matmul as matmul_of
 from weft.kernels.products import multiply
 from weft.kernels.weights import Weight, pack
 from weft.measure.timing import Stopwatch, largest, session
@@ -32,7 +33,6 @@ from weft.plan import (
     Buffer,
     Copy,
     Instruction,
-    Matmul,
     Notify,
     Plan,
     Reduce,
@@ -231,7 +231,7 @@ def _send(bench: _Timings, what: str, rows: int, products: int) -> None:
         if r in leaders:
             to, source = (leaders[(leaders.index(r) + step) % len(leaders)] for step in (1, -1))
             own = Region(r, "a", 0, _PRODUCT)
-            compute += [Matmul(own, own._replace(buffer="out"))] * products
+            compute += [matmul_of(own, own._replace(buffer="out"))] * products
             if rows:
                 comm += [Copy(Region(r, "a", 0, rows), Region(to, "inbox", 0, rows))] * _MESSAGES
                 comm.append(Notify(to, Signal("arrived", r)))
@@ -389,7 +389,7 @@ def _calls(bench: _Timings) -> None:
     def multiplied(r: int) -> Lanes:
         return {
             "compute": (
-                Matmul(Region(r, "a", 0, 1), Region(r, "out", 0, 1)),
+                matmul_of(Region(r, "a", 0, 1), Region(r, "out", 0, 1)),
                 *_signals(r, ranks, 1),
             )
         }
@@ -420,7 +420,7 @@ def _lanes(bench: _Timings) -> None:
     def lanes(r: int, what: str) -> Lanes:
         own, made = Region(r, "a", 0, rows), Signal("made", r)
         product, copy = (
-            Matmul(own, own._replace(buffer="out")),
+            matmul_of(own, own._replace(buffer="out")),
             Copy(own, Region((r + 1) % ranks, "inbox", 0, rows)),
         )
         compute: Lane = (product,) * 3 if "products" in what else ()

@@ -17,7 +17,7 @@ from weft.engines import engine
 from weft.engines.engine import Program
 from weft.ops.autotune import report, select
 from weft.ops.call import Call, Given, Options
-from weft.plan import Matmul, Plan
+from weft.plan import Compute, Plan
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Request, Variant, Workload
 from weft.world import World
@@ -102,6 +102,8 @@ def _planned(
     }
     every = (instruction for lanes in plan.lanes for lane in lanes.values() for instruction in lane)
     products = dict.fromkeys(
-        instruction.dst.buffer for instruction in every if isinstance(instruction, Matmul)
+        instruction.weight
+        for instruction in every
+        if isinstance(instruction, Compute) and instruction.weight
     )
     return plan, dtypes, tuple(products)

@@ -16,15 +16,15 @@ from weft.plan.language import (
     ANY_BLOCK,
     ROW,
     Buffer,
+    Compute,
     Instruction,
     Notify,
     Plan,
     Reduce,
     Region,
-    Term,
-    Value,
     Wait,
 )
+from weft.plan.values import Term, Value, mapped
 
 
 def split(rows: int, pieces: int) -> list[int]:
@@ -104,7 +104,7 @@ class _Binding:
             return instruction
         rows = self.rows(self.plan.sizing_region(instruction))
         dst = self.region(instruction.dst, rows)
-        if isinstance(instruction, Reduce):
+        if isinstance(instruction, Compute | Reduce):
             return replace(
                 instruction, srcs=tuple(self.region(src, rows) for src in instruction.srcs), dst=dst
             )
@@ -112,8 +112,8 @@ class _Binding:
 
     def promise(self, region: Region, value: Value) -> tuple[Region, Value]:
         start = self.bounds(region.rank, region.buffer)[region.start]
-        return self.region(region, self.rows(region)), tuple(
-            self.term(term, region.start, start) for term in value
+        return self.region(region, self.rows(region)), mapped(
+            value, lambda term: self.term(term, region.start, start)
         )
 
     def term(self, term: Term, block: int, row: int) -> Term:

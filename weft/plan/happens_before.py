@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import chain, permutations
 
-from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Term, Wait
+from weft.plan import Compute, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Term, Wait
 from weft.plan.messages import at_the_end, ending, is_channel
-from weft.plan.symbols import Cell, Pieces, Rows, added, shifted, text
+from weft.plan.symbols import Cell, Pieces, Rows, joined
+from weft.plan.values import ordered, shifted, text
 
 Clock = list[int]
 
@@ -213,25 +214,19 @@ class Run:
         return any(clock[lane] >= time for lane, time in self.begun.get((execution, rank), ()))
 
     def move(self, execution: int, lane: int, there: int, instruction: Instruction) -> None:
-        """Follow the rows through a Copy, Matmul or Reduce of a lane, to where they are written, in
+        """Follow the rows through a Copy, Compute or Reduce of a lane, to where they are written, in
         time `there`.
         """
         match instruction:
             case Copy(src, dst):
                 pieces = self.read(execution, lane, instruction, src)
-            case Matmul(src, dst):
-                pieces = self.read(execution, lane, instruction, src)
-                weights = self.rank_of[lane], dst.buffer
-                if any(term.weights for _, _, value in pieces for term in value):
-                    self.complain(
-                        f"{self.names[lane]}: {instruction}: {src} holds products already"
-                    )
-                pieces = [
-                    (a, b, tuple(Term(*term[:3], weights) for term in value))
-                    for a, b, value in pieces
-                ]
+            case Compute(kernel, srcs, dst, name):
+                weight = None if name is None else (self.rank_of[lane], name)
+                sources = [self.read(execution, lane, instruction, src) for src in srcs]
+                pieces = [(a, b, kernel.value(values, weight)) for a, b, values in joined(sources)]
             case Reduce(srcs, dst):
-                pieces = added([self.read(execution, lane, instruction, src) for src in srcs])
+                sources = [self.read(execution, lane, instruction, src) for src in srcs]
+                pieces = [(a, b, tuple(chain(*values))) for a, b, values in joined(sources)]
             case _:
                 return
         rows = self.buffer(execution, dst.rank, dst.buffer)
@@ -304,7 +299,7 @@ class Run:
                 here = region._replace(start=a, stop=b)
                 if cell.writes != 1:
                     self.complain(f"output {here} is written {cell.writes} times")
-                elif sorted(cell.value or (), key=str) != sorted(value, key=str):
+                elif ordered(cell.value or ()) != ordered(value):
                     self.complain(
                         f"output {here} holds {text(cell.value)} instead of {text(value)}"
                     )

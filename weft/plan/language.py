@@ -3,7 +3,7 @@
 For each rank a plan holds a few **lanes** (``compute``, ``comm``), each a list of instructions that
 run in order; lanes run beside each other and meet only at signals. Engines interpret plans;
 `weft.verify` proves that a plan is free of races and deadlocks and computes the rows it promises,
-before anything runs. This module imports neither torch nor the rest of weft.
+before anything runs. Neither torch nor the rest of weft is imported here.
 
 Three rules make plans provable:
 
@@ -31,6 +31,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, zip_longest
 from typing import Literal, NamedTuple
+
+from weft.plan.kernel import Kernel
+from weft.plan.values import Value
 
 Role = Literal["input", "output", "workspace", "eager"]
 
@@ -94,16 +97,20 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class Matmul:
-    """``dst = src @ B`` (+ bias) for these rows, B being the executing rank's weight for the buffer
-    of `dst`.
+class Compute:
+    """Run `kernel` on the rows of `srcs`, with its result in `dst`.
+
+    `weight` names a constant operand of the executing rank, and the bias that belongs to it.
     """
 
-    src: Region
+    kernel: Kernel
+    srcs: tuple[Region, ...]
     dst: Region
+    weight: str | None = None
 
     def __str__(self) -> str:
-        return f"matmul {self.src} -> {self.dst}"
+        weight = f" with {self.weight}" if self.weight not in (None, self.dst.buffer) else ""
+        return f"{self.kernel.name:<6} {', '.join(map(str, self.srcs))} -> {self.dst}{weight}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,25 +156,7 @@ class Wait:
         return f"wait   {self.signal} >= {self.count}"
 
 
-Instruction = Copy | Matmul | Reduce | Notify | Wait
-
-
-class Term(NamedTuple):
-    """What a row holds: row ``row + shift`` of `buffer` on `rank`, multiplied by the weight that
-    `weights` names, if any.
-
-    `weights` is ``(rank, output buffer)``: the rank whose weight multiplied the row and the buffer
-    the product went to.
-    """
-
-    rank: int
-    buffer: str
-    shift: int
-    weights: tuple[int, str] | None = None
-
-
-Value = tuple[Term, ...]
-"""The sum of these terms; an empty sum is no value at all."""
+Instruction = Copy | Compute | Reduce | Notify | Wait
 
 
 @dataclass(frozen=True)
@@ -329,9 +318,9 @@ class Plan:
 def reads(instruction: Instruction) -> tuple[Region, ...]:
     """The regions that an instruction reads."""
     match instruction:
-        case Copy(src, _) | Matmul(src, _):
+        case Copy(src, _):
             return (src,)
-        case Reduce(srcs, _):
+        case Compute(_, srcs, _) | Reduce(srcs, _):
             return srcs
         case _:
             return ()

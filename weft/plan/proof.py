@@ -22,9 +22,9 @@ from itertools import pairwise
 from weft.errors import PlanError
 from weft.plan import (
     Buffer,
+    Compute,
     Copy,
     Instruction,
-    Matmul,
     Notify,
     Plan,
     Reduce,
@@ -38,6 +38,7 @@ from weft.plan import (
 )
 from weft.plan.happens_before import Run
 from weft.plan.language import ANY_BLOCK
+from weft.plan.values import terms
 
 
 def verify(*plans: Plan) -> None:
@@ -94,7 +95,7 @@ def _malformed(plan: Plan) -> Iterator[str]:
                     case Notify(peer, _):
                         if peer not in ranks:
                             yield f"rank {r} {name}: {instruction}: there is no such rank"
-                    case Copy() | Matmul() | Reduce():
+                    case Copy() | Compute() | Reduce():
                         if wrong := _wrong(plan, instruction):
                             yield f"rank {r} {name}: {instruction}: {wrong}"
     yield from _torn(plan)
@@ -111,7 +112,7 @@ def _malformed(plan: Plan) -> Iterator[str]:
         elif region.rows:
             told[region[:2]].append(region)
     for region, value in plan.result.items():
-        for term in value if region[:2] in told else ():
+        for term in terms(value) if region[:2] in told else ():
             source = Region(
                 term.rank, term.buffer, region.start + term.shift, region.stop + term.shift
             )
@@ -125,7 +126,7 @@ def _malformed(plan: Plan) -> Iterator[str]:
             yield f"the result does not tell each of the {outputs[r, name]} rows of output {name} of rank {r} once"
 
 
-def _wrong(plan: Plan, instruction: Copy | Matmul | Reduce) -> str:
+def _wrong(plan: Plan, instruction: Copy | Compute | Reduce) -> str:
     """What forbids an instruction that moves rows, if anything: what it works on must be there,
     alike and apart.
     """

@@ -5,11 +5,11 @@ history each.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from weft.plan.language import Term, Value
+from weft.plan.values import Value
 
 Pieces = list[tuple[int, int, Value]]
 """``(start, stop, value)`` of rows that lie side by side."""
@@ -52,39 +52,17 @@ class Rows:
             )
 
 
-def shifted(value: Value, by: int) -> Value:
-    """The value as rows see it that are numbered from elsewhere on."""
-    return (
-        tuple(Term(rank, buffer, shift + by, weights) for rank, buffer, shift, weights in value)
-        if by
-        else value
-    )
-
-
-def added(sources: list[Pieces]) -> Pieces:
-    """The sum of several values of the same rows."""
+def joined(sources: list[Pieces]) -> Iterator[tuple[int, int, list[Value]]]:
+    """The values of each source for the same rows, in pieces that are cut alike."""
     cuts = sorted({at for pieces in sources for a, b, _ in pieces for at in (a, b)})
-    return [
-        (
+    for a, b in pairwise(cuts):
+        yield (
             a,
             b,
-            tuple(
-                t
+            [
+                value
                 for pieces in sources
                 for start, stop, value in pieces
                 if start <= a and b <= stop
-                for t in value
-            ),
+            ],
         )
-        for a, b in pairwise(cuts)
-    ]
-
-
-def text(value: Value | None) -> str:
-    """A value as people write it."""
-
-    def term(t: Term) -> str:
-        product = f" @ B{t.weights[0]}" if t.weights else ""
-        return f"{t.buffer}@{t.rank}[row{t.shift:+d}]{product}"
-
-    return " + ".join(map(term, value)) if value else "nothing"

@@ -11,16 +11,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from weft.plan import Instruction, writes
+from weft.plan import Compute, Instruction, writes
 
-KINDS = ("matmul", "copy", "reduce", "wait", "notify")
-"""The kinds of spans: the five instructions."""
+KINDS = ("copy", "reduce", "wait", "notify")
+"""The kinds of spans, next to the names of kernels: the kind of a Compute is its kernel."""
 
 
 class Span(NamedTuple):
     """One instruction as it ran.
 
-    `kind` is one of `KINDS`, `text` the instruction as `weft.plan.show` prints it, `rows` how many
+    `kind` is one of `KINDS` or the name of a kernel, `text` the instruction as `weft.plan.show` prints it, `rows` how many
     it writes. `start` and `stop` are nanoseconds of the monotonic clock of rank 0's host.
     """
 
@@ -36,9 +36,9 @@ class Span(NamedTuple):
     def of(cls, rank: int, lane: str, instruction: Instruction, start: int, stop: int) -> Span:
         """That of an instruction over rows."""
         rows = sum(region.rows for region in writes(instruction))
-        return cls(
-            rank, lane, type(instruction).__name__.lower(), str(instruction), rows, start, stop
-        )
+        kernel = instruction.kernel if isinstance(instruction, Compute) else None
+        kind = kernel.name if kernel else type(instruction).__name__.lower()
+        return cls(rank, lane, kind, str(instruction), rows, start, stop)
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,17 @@ class Trace:
         )
 
     def hidden_copies(self) -> float | None:
-        """The part (0 to 1) of the time ranks spend copying in which the same rank multiplies too;
+        """The part (0 to 1) of the time ranks spend copying in which the same rank computes too;
         None if nothing is copied.
         """
         copying = hidden = 0
         for rank in {rank for rank, _ in self.lanes}:
-            copies, products = (
-                _union(s for s in self.spans if s.rank == rank and s.kind == kind)
-                for kind in ("copy", "matmul")
-            )
+            spans = [span for span in self.spans if span.rank == rank]
+            copies = _union(span for span in spans if span.kind == "copy")
+            computes = _union(span for span in spans if span.kind not in KINDS)
             copying += sum(stop - start for start, stop in copies)
             hidden += sum(
-                max(0, min(a[1], b[1]) - max(a[0], b[0])) for a in copies for b in products
+                max(0, min(a[1], b[1]) - max(a[0], b[0])) for a in copies for b in computes
             )
         return hidden / copying if copying else None
 

@@ -21,7 +21,8 @@ from heapq import heappop, heappush
 from typing import Any
 
 from weft.errors import PlanError
-from weft.plan import Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait
+from weft.plan import Compute, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Wait
+from weft.plan.kernel import Load
 from weft.plan.messages import is_inlet
 from weft.plan.trace import Span, Trace
 from weft.predict.machine import ITEMSIZE, Link, Machine
@@ -217,7 +218,7 @@ class _Run:
             self.queued[lane.rank].remove(lane)
             self.proceed(lane)
 
-    def begin(self, lane: _Lane, instruction: Copy | Matmul | Reduce) -> None:
+    def begin(self, lane: _Lane, instruction: Copy | Compute | Reduce) -> None:
         """Begin an instruction that takes time."""
         activity = self.activity(lane, instruction)
         for among in self.places(activity):
@@ -300,16 +301,15 @@ class _Run:
             other.core / max(len(self.users[link]) for link in other.links) for other in beside
         )
 
-    def activity(self, lane: _Lane, instruction: Copy | Matmul | Reduce) -> _Activity:
+    def activity(self, lane: _Lane, instruction: Copy | Compute | Reduce) -> _Activity:
         """The work of an instruction that begins now."""
         machine, rank, begin = self.machine, lane.rank, partial(_Activity, lane, self.now)
         match instruction:
-            case Matmul(src, dst):
-                shape = self.rows[src.buffer]
-                work = machine.product(
-                    src.rows, shape.columns, self.rows[dst.buffer].columns, shape.dtype, self.packed
-                )
-                return begin(max(work, self.fetching(rank, (src, dst))))
+            case Compute(kernel, srcs, dst):
+                columns = tuple(self.rows[region.buffer].columns for region in (*srcs, dst))
+                dtype, size = self.rows[srcs[0].buffer].dtype, sum(map(self.size, srcs))
+                work = kernel.seconds(machine, Load(dst.rows, columns, dtype, size, self.packed))
+                return begin(max(work, self.fetching(rank, (*srcs, dst))))
             case Reduce(srcs):
                 return begin(
                     max(machine.reduce(sum(map(self.size, srcs))), self.fetching(rank, srcs))

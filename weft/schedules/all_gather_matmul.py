@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from weft.plan import Copy, Instruction, Matmul, Plan, Region
+from weft.kernels.matmul import matmul
+from weft.plan import Copy, Instruction, Plan, Region
 from weft.schedules.all_gather import GATHERINGS, Arrival, all_gather, gather_plan, keep, push
 from weft.schedules.common import Lanes, beside, enter, in_all, shard
 from weft.schedules.workload import Operator, Request, Rows, Workload
@@ -39,7 +40,7 @@ def all_gather_matmul(request: Request, *, own_first: bool = True, joined: bool 
         """What is done with rows that are there, from block `start` of all on."""
         kept = keep(region, start, r) if gathered else []
         return [
-            *(Matmul(region, Region(r, out, start, start + region.rows)) for out in outs),
+            *(matmul(region, Region(r, out, start, start + region.rows)) for out in outs),
             *kept,
         ]
 

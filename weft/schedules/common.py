@@ -13,9 +13,9 @@ from functools import cache
 from typing import NamedTuple
 
 from weft.plan import (
+    Compute,
     Copy,
     Instruction,
-    Matmul,
     Notify,
     Plan,
     Reduce,
@@ -171,11 +171,13 @@ def without_products(plan: Plan) -> Plan:
 
     def left(instruction: Instruction) -> tuple[Instruction, ...]:
         match instruction:
-            case Matmul(src, Region(_, "out") as dst):  # of a single rank, whose product is the sum
+            case Compute(
+                _, (src,), Region(_, "out") as dst
+            ):  # of a single rank, whose product is the sum
                 return (Reduce((src._replace(buffer="partial"),), dst),)
-            case Matmul(src, Region(_, "inbox") as dst):  # made where it is added up
+            case Compute(_, (src,), Region(_, "inbox") as dst):  # made where it is added up
                 return (Copy(src._replace(buffer="partial"), dst),)
-            case Matmul():
+            case Compute():
                 return ()
         return (instruction,)
 

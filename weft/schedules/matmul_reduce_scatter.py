@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Reduce, Region, Signal, Wait
+from weft.kernels.matmul import matmul
+from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Wait
 from weft.schedules.common import (
     Lanes,
     after,
@@ -65,7 +66,7 @@ def sum_of_products(
 
     def lanes(rank: int) -> Lanes:
         if ranks == 1:  # a sum over one rank is its product
-            return {"compute": [Matmul(Region(0, "a", 0, pieces), Region(0, "out", 0, pieces))]}
+            return {"compute": [matmul(Region(0, "a", 0, pieces), Region(0, "out", 0, pieces))]}
         if algorithm == "ring":
             return HostRing(rank, pieces, hosts, request.op, everywhere).of_products(multiply)
         if request.hosts is None or algorithm not in ("push", "two_shot", "sequential"):
@@ -164,9 +165,9 @@ def put_and_add(request: Request, rank: int, into: str, start: int) -> list[Inst
     """
     ranks, pieces = request.ranks, request.pieces
 
-    def product(owner: int, piece: int) -> Matmul:
+    def product(owner: int, piece: int) -> Instruction:
         """Of a piece that `owner` keeps, in its inbox, which has a place for each source."""
-        return Matmul(
+        return matmul(
             block(rank, "a", owner * pieces + piece), block(owner, "inbox", rank * pieces + piece)
         )
 
@@ -210,7 +211,7 @@ def _sequential(request: Request, rank: int) -> Lanes:
 
 def multiply(rank: int, start: int, stop: int) -> Instruction:
     """This rank's product of these blocks."""
-    return Matmul(Region(rank, "a", start, stop), Region(rank, "partial", start, stop))
+    return matmul(Region(rank, "a", start, stop), Region(rank, "partial", start, stop))
 
 
 def _product(rank: int, number: int) -> Instruction:

@@ -7,7 +7,8 @@ it is an all-gather + matmul whose peers are behind the bus.
 
 from __future__ import annotations
 
-from weft.plan import Buffer, Copy, Instruction, Matmul, Notify, Plan, Region, Signal, Term, Wait
+from weft.kernels.matmul import matmul
+from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
 from weft.schedules.all_gather import Arrival
 from weft.schedules.all_gather_matmul import join
 from weft.schedules.common import block
@@ -18,7 +19,7 @@ def matmul_from_host(cut: int) -> Plan:
     products.
     """
     arrived = Signal("arrived", 0)
-    compute: list[Instruction] = [Matmul(block(0, "a", 0), block(0, "out", 0))]
+    compute: list[Instruction] = [matmul(block(0, "a", 0), block(0, "out", 0))]
     comm: list[Instruction] = []
     arrivals: list[Arrival] = []
     for piece in range(cut):
@@ -26,7 +27,7 @@ def matmul_from_host(cut: int) -> Plan:
         comm += [Copy(block(0, "away", piece), here), Notify(0, arrived)]
         arrivals.append(Arrival(Wait(arrived, piece + 1), here, 1 + piece))
     for wait, rows, start in join(arrivals):
-        compute += [wait, Matmul(rows, Region(0, "out", start, start + rows.rows))]
+        compute += [wait, matmul(rows, Region(0, "out", start, start + rows.rows))]
     buffers = {
         "a": Buffer.of("input", [range(1)]),
         "away": Buffer.of("input", [range(1, 1 + cut)]),

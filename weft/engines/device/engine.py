@@ -25,9 +25,8 @@ from weft.engines.device.fixed import FixedProgram, Geometry
 from weft.engines.device.lanes import Completion, Operands, Step, lane
 from weft.engines.engine import LANES, Dtypes, Engine, Tensors, Timed, Weights
 from weft.errors import PeerTimeout, WeftError
-from weft.kernels.products import multiply
 from weft.kernels.weights import Weight, plain
-from weft.plan import Copy, Matmul, Notify, Plan, Reduce, Region, Wait, accesses
+from weft.plan import Compute, Copy, Notify, Plan, Reduce, Region, Wait, accesses
 from weft.world import World
 from weft.world.device_memory import drain
 
@@ -207,8 +206,8 @@ class DeviceProgram(FixedProgram):
         if all(
             self.geometry[r.buffer].columns
             for i in lane
-            if isinstance(i, Matmul)
-            for r in (i.src, i.dst)
+            if isinstance(i, Compute)
+            for r in accesses(i)
         ):
             for start, stop in runs(lane):
                 made = [
@@ -407,14 +406,10 @@ class DeviceProgram(FixedProgram):
         match self.lanes[lane][at]:
             case Copy(src, dst):
                 return partial(rows(dst).copy_, rows(src), non_blocking=True)
-            case Matmul(src, dst):
-                return partial(
-                    _multiply,
-                    rows(src),
-                    given.weights[dst.buffer],
-                    rows(dst),
-                    given.bias.get(dst.buffer),
-                )
+            case Compute(kernel, srcs, dst, name):
+                run = kernel.device() if self.world.device.type == "cuda" else kernel.host()
+                weight, bias = (given.weights[name], given.bias.get(name)) if name else (None, None)
+                return partial(run, [rows(src) for src in srcs], weight, rows(dst), bias, None)
             case Reduce(srcs, dst, op):
                 parts, total = [rows(src) for src in srcs], rows(dst)
                 if srcs in self.sums and total.is_contiguous():
@@ -479,19 +474,6 @@ def _moment(device: torch.device) -> Callable[[], int]:
         return int(_native.now() - event.elapsed_time(now) * 1e6)
 
     return clock
-
-
-def _multiply(x: Tensor, weight: Weight, out: Tensor, bias: Tensor | None) -> None:
-    """``out = x @ weight (+ bias)``; on a GPU by torch's product, on a CPU by the fastest there is."""
-    if not x.is_cuda or 0 in x.shape or 0 in weight.shape:
-        multiply(x, weight, out, bias)
-        return
-    if out.dtype == x.dtype:
-        torch.mm(x, plain(weight), out=out)
-    else:
-        torch.mm(x, plain(weight), out_dtype=out.dtype, out=out)
-    if bias is not None:
-        out.add_(bias)
 
 
 def _reduce(parts: list[Tensor], total: Tensor, op: str, ranks: int) -> None:

@@ -18,7 +18,7 @@ from weft.engines.device.kernels import symmetric
 from weft.engines.device.kernels.all_gather_matmul import Product, check
 from weft.engines.device.lanes import Operands, Step
 from weft.kernels.weights import plain
-from weft.plan import Instruction, Matmul, Signal
+from weft.plan import Compute, Instruction, Signal
 
 
 class Launch:
@@ -37,10 +37,12 @@ class Launch:
         counters: DeviceCounters,
         programs: int,
     ) -> None:
-        products = [i for i in part if isinstance(i, Matmul)]
+        products = [i for i in part if isinstance(i, Compute)]
         world = counters.world
         self.counters, self.output = counters, products[0].dst.buffer
-        sources = [*dict.fromkeys(i.src[:2] for i in products)]
+        assert products[0].weight is not None
+        self.weight = products[0].weight
+        sources = [*dict.fromkeys(i.srcs[0][:2] for i in products)]
         self.sources = [whole(rank, buffer) for rank, buffer in (sources[0], sources[-1])]
         self.out = whole(world.rank, self.output)
         self.bases = counters.bases  # of no use where only this rank's own rows are written
@@ -66,10 +68,10 @@ class Launch:
         own, x, out = (
             given.tensors[t] if isinstance(t, str) else t for t in (*self.sources, self.out)
         )
-        weight, max_polls = plain(given.weights[self.output]), symmetric.max_polls(given.timeout)
+        weight, max_polls = plain(given.weights[self.weight]), symmetric.max_polls(given.timeout)
         check(own, weight, out)
         check(x, weight, out)
-        added = given.bias.get(self.output)
+        added = given.bias.get(self.weight)
         return lambda: self.product(
             own, x, weight, added, out, self.bases, self.counters.tables, max_polls, idle
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from weft.plan import Instruction, Matmul, Notify, Signal, Wait
+from weft.plan import Compute, Instruction, Notify, Signal, Wait
 
 GROUP = 8
 SOURCES = 2
@@ -28,19 +28,19 @@ def tiles(start: int, stop: int, columns: int, block_m: int) -> Iterator[tuple[i
 
 
 def runs(lane: Sequence[Instruction]) -> list[tuple[int, int]]:
-    """The parts of a compute lane, from a `Matmul` to a `Matmul`, that product kernels carry out:
+    """The parts of a compute lane, from a product to a product, that product kernels carry out:
     ``lane[start:stop]``.
 
     They hold nothing but products, waits and notifies. A notify right after a wait stays outside
     the kernel, since it announces that wait too. So do all notifies of a lane whose products go to
     several outputs: a kernel makes one output after the other.
     """
-    several = len({i.dst.buffer for i in lane if isinstance(i, Matmul)}) > 1
+    several = len({_product(i) for i in lane if isinstance(i, Compute)}) > 1
     found: list[tuple[int, int]] = []
     open_ = False
     for at, instruction in enumerate(lane):
         match instruction:
-            case Matmul():
+            case Compute(kernel) if kernel.tiles:
                 found.append((found.pop()[0] if open_ else at, at + 1))
                 open_ = True
             case Wait():
@@ -56,13 +56,13 @@ def launches(run: Sequence[Instruction]) -> Iterator[list[Instruction]]:
     """A run taken apart into launches: each makes one output, from rows of at most `SOURCES`
     tensors, one after the other.
     """
-    for output in dict.fromkeys(i.dst.buffer for i in run if isinstance(i, Matmul)):
+    for made in dict.fromkeys(_product(i) for i in run if isinstance(i, Compute)):
         part: list[Instruction] = []
         held: list[Instruction] = []  # waits for the product that follows
         sources: list[tuple[int, str]] = []
         for instruction in run:
             match instruction:
-                case Matmul(src, dst) if dst.buffer == output:
+                case Compute(_, (src,)) if _product(instruction) == made:
                     if src[:2] != (sources[-1] if sources else None):
                         if len(sources) == SOURCES:
                             yield part
@@ -75,6 +75,11 @@ def launches(run: Sequence[Instruction]) -> Iterator[list[Instruction]]:
                 case Notify():
                     part.append(instruction)
         yield part
+
+
+def _product(instruction: Compute) -> tuple[str, str | None]:
+    """The buffer and the weight of a product, of which a launch has one each."""
+    return instruction.dst.buffer, instruction.weight
 
 
 class Tables(NamedTuple):
@@ -102,7 +107,7 @@ def follow(part: Sequence[Instruction], columns: int, block_m: int) -> Tables:
         match instruction:
             case Wait(signal, count):
                 made.waits.append((signal, count))
-            case Matmul(src, dst):
+            case Compute(_, (src,), dst):
                 source = source or src[:2]
                 before = dst.start - src.start, dst.rank, len(made.waits), len(made.notifies)
                 made.tiles.extend(

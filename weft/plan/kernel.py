@@ -1,0 +1,83 @@
+"""Kernels: what a plan's `Compute` instructions run.
+
+A kernel is one record in one file. It says what its result means to the proof, how engines run it
+and how long it takes. No engine, proof or simulator knows a kernel by its name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+from weft.plan.values import Applied, Value, Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Run = Callable[["Sequence[Tensor]", Any, "Tensor", "Tensor | None", int | None], None]
+"""``run(sources, weight, out, bias, rows)`` computes the rows of `out`, which are part of a call of
+`rows` rows.
+"""
+
+
+class Load(NamedTuple):
+    """The operands of one Compute, as predictions see them."""
+
+    rows: int
+    columns: tuple[int, ...]  # of each source, then of the result
+    dtype: str  # of the first source
+    size: int  # bytes of all sources
+    packed: bool  # whether the weight was laid out before
+
+
+class Rates(Protocol):
+    """The speed of a machine (`weft.predict.machine.Machine`)."""
+
+    def product(self, rows: int, k: int, n: int, dtype: str, packed: bool) -> float: ...
+
+    def reduce(self, size: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class Kernel(ABC):
+    """A computation by blocks: block i of the result is made of block i of each source.
+
+    A kernel may also take a weight: a constant operand of the rank that executes it. `tiles` tells
+    whether the device engine's persistent product kernel can make it, tile by tile.
+    """
+
+    name: ClassVar[str]
+    tiles: ClassVar[bool] = False
+
+    def value(self, sources: Sequence[Value], weight: Weight | None) -> Value:
+        """The value of a row of the result, given that of the same row of each source."""
+        return (Applied(self.name, tuple(sources), weight),)
+
+    @abstractmethod
+    def compute(self, sources: Sequence[Tensor], weight: Any) -> Tensor:
+        """The result in the plainest form, with which the reference engine tests the others."""
+
+    def host(self) -> Run:
+        """The function that runs on a CPU; engines ask for it once per program."""
+        return self._run
+
+    def device(self) -> Run:
+        """The function that runs on the current stream of a GPU."""
+        return self.host()
+
+    def seconds(self, machine: Rates, load: Load) -> float:
+        """The predicted time; by default that of reading the sources."""
+        return machine.reduce(load.size)
+
+    def _run(
+        self,
+        sources: Sequence[Tensor],
+        weight: Any,
+        out: Tensor,
+        bias: Tensor | None,
+        rows: int | None,
+    ) -> None:
+        result = self.compute(sources, weight)
+        out.copy_(result if bias is None else result + bias)
