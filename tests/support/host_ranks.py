@@ -32,7 +32,7 @@ from weft.engines import network
 from weft.engines.recording import clock_offsets, record
 from weft.plan.binding import split
 from weft.schedules.common import apart
-from weft.world import relay
+from weft.world import relay, tcp
 from weft.world import world as worlds
 
 LIMIT = 2.0  # seconds that a wait may take where something goes wrong
@@ -244,7 +244,7 @@ def patient_farewell():
 @contextlib.contextmanager
 def uneven_channels(world):
     """Let rank 0 take what the last rank sends later than other ranks of its host do."""
-    usual = network._Arrivals.take
+    usual = network._Arrivals.receive
 
     def late(self, *message):
         if threading.current_thread() is slow:
@@ -253,9 +253,9 @@ def uneven_channels(world):
 
     receivers = dict(zip(world.relay.peers, world.relay.receivers, strict=True))
     slow = receivers.get(world.ranks - 1) if world.rank == 0 else None
-    network._Arrivals.take = late
+    network._Arrivals.receive = late
     yield
-    network._Arrivals.take = usual
+    network._Arrivals.receive = usual
 
 
 def mismatch():
@@ -466,7 +466,7 @@ def leaves():
         leaver = world.ranks - 1
         if world.rank == leaver:
             return
-        while not world.relay.over[leaver].is_set():
+        while not world.relay.hung_up[leaver].is_set():
             time.sleep(0.001)
         name, words, _ = error_of(weft.barrier)
         assert name == "PeerLost", words
@@ -482,12 +482,12 @@ def halfway():
     weft.init(timeout=20).close()  # now torch.distributed has what it keeps
     worlds._default = None
 
-    def half(peer, lane, call, digest, rows):
+    def half(peer, tag, rows):
         if not rows:
-            whole(peer, lane, call, digest, rows)
+            whole(peer, tag, rows)
             return
-        world.relay.rows[peer].sendall(
-            relay._ROWS.pack(lane, call, digest, len(rows)) + bytes(rows[: len(rows) // 2])
+        world.relay.transport.connections[peer].sendall(
+            tcp.HEADER.pack(*tag, len(rows)) + bytes(rows[: len(rows) // 2])
         )
         sent.set()
         until_closed()
@@ -520,7 +520,7 @@ def halfway():
                 found.append(error_of(lambda: weft.all_gather(a))[:2])
             else:
                 weft.all_gather_async(a, timeout=1)
-                connection = world.relay.rows[0]
+                connection = world.relay.transport.connections[0]
                 while not (sent.is_set() and _waiting(connection, termios.FIONREAD)) or _waiting(
                     connection, termios.TIOCOUTQ
                 ):

@@ -1,5 +1,5 @@
-"""What goes between hosts, over the loopback: rows come in the order of calls, whichever lane is
-ahead.
+"""Relays over the loopback: rows arrive in the order of calls, whichever lane is ahead, and garbled
+messages name their sender.
 """
 
 import queue
@@ -10,24 +10,25 @@ import pytest
 
 from weft.engines import network
 from weft.errors import PeerLost
-from weft.world import relay as relaying
-from weft.world.relay import _LONGEST, Relay
+from weft.world.relay import CALL, LONGEST, Relay
+from weft.world.tcp import HEADER, TcpTransport
+from weft.world.transport import Tag
 
 LIMIT = 20.0  # seconds that anything here may take
 
 
 class _Expected:
-    """What is expected of the peer in a call: a message of each of these lanes."""
+    """The rows that a call expects from the peer: a message of each of these lanes."""
 
     digest = 7
 
     def __init__(self, call, lanes, taken):
         self.call, self.lanes, self.taken = call, list(lanes), taken
 
-    def let_in(self, lane):
+    def open_gate(self, lane):
         return True
 
-    def take(self, lane, size, read):
+    def receive(self, lane, size, read):
         room = bytearray(size)
         read(memoryview(room))
         self.lanes.remove(lane)
@@ -46,7 +47,10 @@ def connected():
 def two():
     """The relays of two ranks."""
     control, rows = connected(), connected()
-    relays = [Relay(rank, {1 - rank: (control[rank], rows[rank])}, LIMIT) for rank in range(2)]
+    relays = [
+        Relay(rank, {1 - rank: control[rank]}, TcpTransport({1 - rank: rows[rank]}), LIMIT)
+        for rank in range(2)
+    ]
     ends = [end for relay in relays for end in relay.sockets().values()]  # which are the mesh's
     for relay in relays:
         relay.start(None, lambda error, rank: pytest.fail(f"rank {rank}: {error}"))
@@ -67,19 +71,19 @@ def test_a_lane_that_is_ahead_lets_the_other_finish_its_call(two):
     one, other = two
     taken = queue.Queue()
     for relay in two:
-        relay._say = lambda *_: None  # there is no native core to be told of calls
+        relay._send_control = lambda *_: None  # there is no native core to be told of calls
     for call in (1, 2):
         one.begin(call, 7, "", {}, {1: 2})
     other.begin(1, 7, "", {0: _Expected(1, (0, 1), taken)}, {})
     ahead = threading.Thread(
-        target=lambda: [one.send(1, 0, call, 7, memoryview(b"lane 0")) for call in (1, 2)]
+        target=lambda: [one.send(1, Tag(0, call, 7), memoryview(b"lane 0")) for call in (1, 2)]
     )
     ahead.start()
     assert taken.get(timeout=LIMIT) == (1, 0, b"lane 0")
-    one.send(1, 1, 1, 7, memoryview(b"lane 1"))
+    one.send(1, Tag(1, 1, 7), memoryview(b"lane 1"))
     assert taken.get(timeout=LIMIT) == (1, 1, b"lane 1")
     other.begin(2, 7, "", {0: _Expected(2, (0, 1), taken)}, {})
-    one.send(1, 1, 2, 7, memoryview(b"the last"))
+    one.send(1, Tag(1, 2, 7), memoryview(b"the last"))
     assert {taken.get(timeout=LIMIT) for _ in range(2)} == {(2, 0, b"lane 0"), (2, 1, b"the last")}
     ahead.join(LIMIT)
     assert not ahead.is_alive()
@@ -87,10 +91,10 @@ def test_a_lane_that_is_ahead_lets_the_other_finish_its_call(two):
 
 def test_closing_ends_the_wait_for_an_earlier_call(two):
     one, _ = two
-    one._say = lambda *_: None
+    one._send_control = lambda *_: None
     for call in (1, 2):
         one.begin(call, 7, "", {}, {1: 1})
-    waiting = threading.Thread(target=one.send, args=(1, 0, 2, 7, memoryview(b"rows")))
+    waiting = threading.Thread(target=one.send, args=(1, Tag(0, 2, 7), memoryview(b"rows")))
     waiting.start()
     one.close()
     waiting.join(LIMIT)
@@ -102,13 +106,13 @@ def test_who_leaves_first_takes_what_it_is_owed(two):
     one, other = two
     taken = queue.Queue()
     for relay in two:
-        relay._say = lambda *_: None
+        relay._send_control = lambda *_: None
     other.begin(1, 7, "", {0: _Expected(1, (0,), taken)}, {})
     leaving = threading.Thread(target=other.finish)
     leaving.start()
     leaving.join(0.2)  # as long as it would take to hang up
     one.begin(1, 7, "", {}, {1: 1})
-    one.send(1, 0, 1, 7, memoryview(b"rows"))
+    one.send(1, Tag(0, 1, 7), memoryview(b"rows"))
     assert taken.get(timeout=LIMIT) == (1, 0, b"rows")
     leaving.join(LIMIT)
     assert not leaving.is_alive()
@@ -135,7 +139,7 @@ def one():
         queue.Queue(),
         _Calls(),
     )
-    relay = Relay(0, {1: (control, rows)}, LIMIT)
+    relay = Relay(0, {1: control}, TcpTransport({1: rows}), LIMIT)
     near = relay.sockets()[1]
     relay.start(native, lambda error, rank: failed.put((error, rank)))
     yield relay, theirs, their_rows, near, native.noted, failed
@@ -152,7 +156,7 @@ def framed(message):
     ("frame", "what"),
     [
         (b"\xff\xff\xff\xff", "a message of 4294967295 bytes"),
-        ((_LONGEST + 1).to_bytes(4, "little"), f"a message of {_LONGEST + 1} bytes"),
+        ((LONGEST + 1).to_bytes(4, "little"), f"a message of {LONGEST + 1} bytes"),
         (framed(b""), "a message of 0 bytes"),
         (framed(b"h short"), "a message b'h short'"),
         (framed(b"?"), "a message b'?'"),
@@ -162,7 +166,7 @@ def framed(message):
 )
 def test_what_nobody_understands_names_who_said_it(one, frame, what):
     _, theirs, _, near, noted, failed = one
-    call = relaying._CALL.pack(b"h", 3, 7) + b"all_reduce"
+    call = CALL.pack(b"h", 3, 7) + b"all_reduce"
     both = framed(call) + framed(b"nnote") + frame
     for byte in range(0, len(both), 5):  # messages come in any parts
         theirs.sendall(both[byte : byte + 5])
@@ -177,10 +181,10 @@ def test_what_nobody_understands_names_who_said_it(one, frame, what):
 
 def test_rows_that_nobody_expects_name_who_sent_them(one):
     relay, _, their_rows, _, _, failed = one
-    relay._say = lambda *_: None
+    relay._send_control = lambda *_: None
     arrivals = network._Arrivals(None, 1, 7)
     relay.begin(1, 7, "", {1: arrivals}, {})
-    their_rows.sendall(relaying._ROWS.pack(9, 1, 7, 100))
+    their_rows.sendall(HEADER.pack(9, 1, 7, 100))
     error, rank = failed.get(timeout=LIMIT)
     assert (type(error), rank) == (PeerLost, 1)
     assert (
@@ -191,7 +195,7 @@ def test_rows_that_nobody_expects_name_who_sent_them(one):
 
 def test_many_messages_at_once(one):
     _, theirs, *_, noted, _ = one
-    call = framed(relaying._CALL.pack(b"h", 1, 7))
+    call = framed(CALL.pack(b"h", 1, 7))
     sending = threading.Thread(target=theirs.sendall, args=(call * 20_000,))
     sending.start()
     for _ in range(20_000):

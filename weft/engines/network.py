@@ -38,6 +38,7 @@ from weft.plan.messages import (
 from weft.schedules.barrier import barrier
 from weft.schedules.operators import SHARED_MEMORY_ONLY
 from weft.world import World
+from weft.world.transport import Tag
 
 _MOMENT = 0.1  # seconds after which whoever waits looks whether the world is still there
 
@@ -136,7 +137,8 @@ class NetworkProgram(HostProgram):
             coming.lanes[LANES.index(lane)] = _Coming(number, told, deque(map(self.rows, places)))
         relay.begin(call, digest, self.bound.call, arrivals, self.departures)
         for number, (lane, sent) in enumerate(self.sends, len(LANES)):
-            relay.work(lane, partial(self._send, number, lane, sent, call, digest, self.spans))
+            tag = Tag(LANES.index(lane), call, digest)
+            relay.submit(lane, partial(self._send, number, lane, sent, tag, self.spans))
 
     def execute(self, binding: _native.Binding, timeout: float | None = None) -> None:
         world, seconds = self.world, timeout or self.world.timeout
@@ -176,17 +178,15 @@ class NetworkProgram(HostProgram):
                 return reached
             at = stopped
 
-    def _send(
-        self, number: int, lane: str, sent: Sent, call: int, digest: int, spans: list[Timed]
-    ) -> None:
-        """Send what a lane has for other hosts in a call."""
-        relay, sender, at = self.engine.relay, LANES.index(lane), self.advance(number, 0)
+    def _send(self, number: int, lane: str, sent: Sent, tag: Tag, spans: list[Timed]) -> None:
+        """Send the rows of a lane for other hosts in a call."""
+        relay, at = self.engine.relay, self.advance(number, 0)
         for to, messages in sent:
             if at < 0:
                 return
             for index, place in messages:
                 begun = _native.now()
-                relay.send(to, sender, call, digest, self.rows(place).gathered())
+                relay.send(to, tag, self.rows(place).gathered())
                 spans.append((channel(lane, to), index, begun, _native.now()))
             at = self.advance(number, at + 1)
 
@@ -259,13 +259,13 @@ class _Rows(NamedTuple):
 
 
 class _Arrivals:
-    """What one rank sends to this rank in one call."""
+    """The rows that one rank sends to this rank in one call."""
 
     def __init__(self, program: NetworkProgram, call: int, digest: int) -> None:
         self.program, self.call, self.digest = program, call, digest
         self.lanes: dict[int, _Coming] = {}
 
-    def let_in(self, lane: int) -> bool:
+    def open_gate(self, lane: int) -> bool:
         if (coming := self.lanes.get(lane)) is None:
             raise WeftError(f"rows of lane {lane}, of which there are no more in call {self.call}")
         world, status = self.program.world, _native.WaitStatus.timeout
@@ -276,7 +276,7 @@ class _Arrivals:
         coming.told = ()  # it is open from now on
         return status != _native.WaitStatus.failed
 
-    def take(self, lane: int, size: int, read: Callable[[memoryview], object]) -> bool:
+    def receive(self, lane: int, size: int, read: Callable[[memoryview], object]) -> bool:
         coming = self.lanes[lane]
         rows = coming.places.popleft()
         if size != rows.rows * rows.row:

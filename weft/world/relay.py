@@ -1,10 +1,12 @@
-"""What a rank has with ranks on other hosts: two connections to each, and what goes over them.
+"""Control between this rank and ranks on other hosts: calls, failures, and the order of rows.
 
-To the rest of weft a peer on another host has a Unix socket as any peer has: its other end is held
-here, and what is written to it is carried to the peer's relay, which writes it to a socket there.
-So notes, bad news, farewells and deaths have one way on one host and on many. Rows have a
-connection of their own, so that nothing of this waits behind them; those of a call are sent before
-those of the next, and stay where they are until the peer has come to their call.
+To the rest of weft a peer on another host has a Unix socket, as a peer on this host has. The relay
+holds the other end of that socket, and forwards its messages over a TCP connection to the peer's
+relay, which writes them to a socket of its own. So notes, failures, farewells and deaths use the
+same code on one host and on several.
+
+Rows go by a `Transport`, so that no control message waits behind them. Rows of a call are sent
+before rows of the next, and stay in the transport until the receiver has begun their call.
 """
 
 from __future__ import annotations
@@ -24,94 +26,93 @@ from typing import Protocol
 
 import weft._native as _native
 from weft.errors import MismatchError, PeerLost, WeftError
+from weft.world.tcp import shutdown
+from weft.world.transport import Tag, Transport
 
-_LONGEST = 16385  # of a message on the Unix sockets
-_OF_WORLDS = re.compile(
-    rb"n|f$|a[^\n]*\n\d{1,9}\n", re.DOTALL
-)  # how these begin: a note, a farewell, bad news with whose fault it is
-_LENGTH = struct.Struct("<I")  # before each that is carried
-_CALL = struct.Struct("<cQQ")  # what a rank calls: its number, its digest, then its text
-_TEXT = 512  # bytes of that
-_ROWS = struct.Struct(
-    "<BQQQ"
-)  # before rows: the lane that sends them, the call, its digest, their bytes
-_AHEAD = 4096  # bytes that are read before it is known what they are
-_NOTICED = 0.5  # seconds within which all threads have seen that a peer has hung up, or is
-_LINGER = 0.5  # seconds in which peers take what is on its way to them, and hang up as well
+LONGEST = 16385  # bytes of a message on the Unix sockets
+# Messages of the mesh: a note, a farewell, or a failure with the rank that caused it.
+_OF_MESH = re.compile(rb"n|f$|a[^\n]*\n\d{1,9}\n", re.DOTALL)
+_LENGTH = struct.Struct("<I")  # of a control message, in front of it
+CALL = struct.Struct("<cQQ")  # of a call: its number and its digest; the text follows
+_TEXT = 512  # bytes of that text
+_NOTICED = 0.5  # seconds until all threads have noticed that a peer hung up
+_LINGER = 0.5  # seconds that peers have to receive what is under way and to hang up
 
 
 Jobs = SimpleQueue[Callable[[], None] | None]
 
 
 class Arrivals(Protocol):
-    """What a call expects of a peer."""
+    """The rows that a call expects from a peer."""
 
     digest: int
 
-    def let_in(self, lane: int) -> bool:
-        """Wait until rows of a lane may come; False if they never may."""
+    def open_gate(self, lane: int) -> bool:
+        """Wait until rows of a lane may be received; False if the world fails first."""
 
-    def take(self, lane: int, size: int, read: Callable[[memoryview], object]) -> bool:
-        """Let `read` fill the place of what a lane sends next, as many bytes; whether more will
-        come.
+    def receive(self, lane: int, size: int, read: Callable[[memoryview], object]) -> bool:
+        """Let `read` fill the place of the next message of a lane, `size` bytes; whether more
+        messages follow.
         """
 
 
 class Relay:
-    """What this rank has with its `peers`, the ranks on other hosts: a connection for control to
-    each, and one for rows.
+    """Connections of this rank to its `peers`, the ranks on other hosts.
 
-    `timeout` is the seconds that a peer may take to accept a message that is not of rows, and to
-    send what it owes one that leaves.
+    `control` has a TCP connection to each of them, and rows go by `transport`. `timeout` is the
+    seconds in which a peer must accept a control message, and send the rest of its rows to a rank
+    that leaves.
     """
 
     def __init__(
-        self, rank: int, peers: Mapping[int, tuple[socket.socket, socket.socket]], timeout: float
+        self,
+        rank: int,
+        control: Mapping[int, socket.socket],
+        transport: Transport,
+        timeout: float,
     ) -> None:
-        self.rank, self.peers, self.timeout = rank, list(peers), timeout
-        self.control = {peer: control for peer, (control, _) in peers.items()}
-        self.rows = {peer: rows for peer, (_, rows) in peers.items()}
-        for control, rows in peers.values():
-            control.settimeout(timeout)
-            for connection in (control, rows):
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.ends: dict[int, socket.socket] = {}
-        self.speaking = {peer: threading.Lock() for peer in peers}  # by `control`
-        self.sending = {peer: threading.Condition() for peer in peers}  # by `rows`
-        self.unsent: dict[int, deque[list[int]]] = {
-            peer: deque() for peer in peers
-        }  # calls, with how many messages each still has
-        self.heard = {peer: bytearray() for peer in peers}  # the beginning of a message
-        self.over = {peer: threading.Event() for peer in peers}  # the peer has hung up
-        self.through: set[int] = set()  # peers that have sent all their rows
-        self.expected: dict[int, dict[int, Arrivals]] = {
-            peer: {} for peer in peers
-        }  # by the number of the call
-        self.call = 0  # the last that has begun here
-        self.begun = threading.Condition()
+        self.rank, self.peers, self.timeout = rank, list(control), timeout
+        self.control, self.transport = dict(control), transport
+        for connection in control.values():
+            connection.settimeout(timeout)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.local_ends: dict[int, socket.socket] = {}
+        self.control_locks = {peer: threading.Lock() for peer in control}
+        self.row_locks = {peer: threading.Condition() for peer in control}
+        # by peer: the calls with unsent messages, and their number
+        self.unsent: dict[int, deque[list[int]]] = {peer: deque() for peer in control}
+        self.incomplete = {peer: bytearray() for peer in control}  # control messages
+        self.hung_up = {peer: threading.Event() for peer in control}
+        self.rows_ended: set[int] = set()  # peers that have sent all their rows
+        # by peer and the number of the call
+        self.expected: dict[int, dict[int, Arrivals]] = {peer: {} for peer in control}
+        self.call = 0  # the latest that has begun here
+        self.changed = threading.Condition()
         self.senders: dict[str, tuple[threading.Thread, Jobs]] = {}  # by lane
         self.receivers: list[threading.Thread] = []
-        self.carriers: list[threading.Thread] = []
+        self.forwarders: list[threading.Thread] = []
         self.closing = threading.Lock()
         self.closed = False
 
     def sockets(self) -> dict[int, socket.socket]:
         """A socket for each peer, for the world's mesh to own."""
-        near = {}
+        of_mesh = {}
         for peer in self.peers:
-            near[peer], self.ends[peer] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        return near
+            of_mesh[peer], self.local_ends[peer] = socket.socketpair(
+                socket.AF_UNIX, socket.SOCK_SEQPACKET
+            )
+        return of_mesh
 
-    def start(self, native: _native.Executor, fail: Callable[[BaseException, int], object]) -> None:
-        """Begin to carry messages, and to tell the native core what peers say they call; `fail`
-        closes the world for an error and the rank whose fault it is.
+    def start(
+        self, executor: _native.Executor, fail: Callable[[BaseException, int], object]
+    ) -> None:
+        """Begin to forward messages. `executor` notes the calls of peers; `fail` closes the world
+        for an error and the rank that caused it.
         """
-        self.executor, self.fail = (
-            native,
-            fail,
-        )  # which live until the world is closed, at the latest when the interpreter ends
-        self.receivers = [_started(self._receive, peer) for peer in self.peers]
-        self.carriers = [_started(self._carry)]
+        # Both live until the world is closed, at the latest when the interpreter ends.
+        self.executor, self.fail = executor, fail
+        self.receivers = [_started(self._receive_rows, peer) for peer in self.peers]
+        self.forwarders = [_started(self._forward_control)]
 
     def begin(
         self,
@@ -121,88 +122,80 @@ class Relay:
         arrivals: Mapping[int, Arrivals],
         departures: Mapping[int, int],
     ) -> None:
-        """Take what peers send in a call from now on, and tell them what this rank calls, so that
-        one that calls something else can show both. `departures`: how many messages this rank has
-        for each peer.
+        """Receive the rows of a call from now on, and send peers the call's digest and text, so
+        that a mismatch shows both. `departures` is the number of messages for each peer.
         """
         for peer, messages in departures.items():
             self.unsent[peer].append([call, messages])
-        with self.begun:
+        with self.changed:
             for peer, coming in arrivals.items():
                 self.expected[peer][call] = coming
             self.call = call
-            self.begun.notify_all()
-        message = _CALL.pack(b"h", call, digest) + text.encode()[:_TEXT]
+            self.changed.notify_all()
+        message = CALL.pack(b"h", call, digest) + text.encode()[:_TEXT]
         for peer in self.peers:
-            with self.speaking[peer]:
-                self._say(peer, message)
+            with self.control_locks[peer]:
+                self._send_control(peer, message)
 
-    def send(self, peer: int, lane: int, call: int, digest: int, rows: memoryview) -> None:
-        """Send rows of a call once all of earlier calls are sent; when this returns they may be
-        written over. A peer that has hung up wants none.
+    def send(self, peer: int, tag: Tag, rows: memoryview) -> None:
+        """Send rows once all rows of earlier calls are sent; afterwards they may be overwritten.
+        Rows for a peer that has hung up are dropped.
 
-        Lanes run ahead of each other, but a peer that waits for what one sends in this call would
-        not read the other's next call.
+        One lane may be a call ahead of another. Its rows wait here: a peer that still needs the
+        other lane's rows would not read past them.
         """
-        head, connection, first = (
-            _ROWS.pack(lane, call, digest, len(rows)),
-            self.rows[peer],
-            self.unsent[peer],
-        )
-        with self._hung_up(peer), self.sending[peer]:
-            self.sending[peer].wait_for(lambda: self.closed or first[0][0] == call)
+        row_lock, unsent = self.row_locks[peer], self.unsent[peer]
+        with self._tolerates_hang_up(peer), row_lock:
+            row_lock.wait_for(lambda: self.closed or unsent[0][0] == tag.call)
             try:
-                sent = connection.sendmsg([head, rows])
-                if sent < len(head) + len(rows):
-                    connection.sendall(head[sent:])
-                    connection.sendall(rows[max(0, sent - len(head)) :])
+                self.transport.send(peer, tag, rows)
             finally:
                 if not self.closed:
-                    first[0][1] -= 1
-                    if not first[0][1]:
-                        first.popleft()
-                        self.sending[peer].notify_all()
+                    unsent[0][1] -= 1
+                    if not unsent[0][1]:
+                        unsent.popleft()
+                        row_lock.notify_all()
 
-    def work(self, lane: str, job: Callable[[], None]) -> None:
-        """Do a job on the thread of this lane, after its earlier ones."""
+    def submit(self, lane: str, job: Callable[[], None]) -> None:
+        """Run a job on the thread of this lane, after its earlier jobs."""
         if lane not in self.senders:
             jobs: Jobs = SimpleQueue()
-            self.senders[lane] = _started(self._work, jobs), jobs
+            self.senders[lane] = _started(self._run_jobs, jobs), jobs
         self.senders[lane][1].put(job)
         if self.closed:
             self.senders[lane][1].put(None)
 
     def disown(self) -> None:
         """In a forked child: close its copies of the connections."""
-        for connection in (*self.ends.values(), *self.control.values(), *self.rows.values()):
+        for connection in (*self.local_ends.values(), *self.control.values()):
             connection.close()
+        self.transport.close()
 
     def finish(self) -> None:
-        """Return when this rank has all that its calls expect of peers, and they have what it sent,
-        or it takes long.
+        """Return when this rank has received all rows that its calls expect and peers have received
+        all that it sent, or after the time limits.
 
-        What comes may be for another rank of this host, which would miss it. A farewell is told to
-        all ranks of a host, and would else overtake rows that one of them receives for another.
+        Rows may be for another rank of this host, which would miss them. The farewell goes to all
+        ranks of a host, and must not overtake rows that one of them receives for another.
         """
-        with self.begun:
-            self.begun.wait_for(
-                lambda: self.closed or not any(map(self._owes, self.peers)), self.timeout
+        with self.changed:
+            self.changed.wait_for(
+                lambda: self.closed or not any(map(self._is_incomplete, self.peers)), self.timeout
             )
         deadline = time.monotonic() + _LINGER
         self._end_senders(deadline)
-        for connection in self.rows.values():
-            _shut(connection, socket.SHUT_WR)
+        for peer in self.peers:
+            self.transport.end(peer)
         _join(self.receivers, deadline)
 
     def close(self) -> None:
-        """Hang up, once peers have the farewell or the bad news that the world has sent, or it has
-        waited long.
+        """Hang up, once peers have the farewell or the failure that the world has sent, or after
+        the time limit.
         """
         with self.closing:
             first, self.closed = not self.closed, True
-            for connection in self.rows.values():
-                _shut(connection, socket.SHUT_RDWR)
-        for waiting in (self.begun, *self.sending.values()):
+            self.transport.abort()
+        for waiting in (self.changed, *self.row_locks.values()):
             with waiting:
                 waiting.notify_all()
         deadline = time.monotonic() + _LINGER
@@ -213,35 +206,33 @@ class Relay:
             with contextlib.suppress(OSError):
                 while self._forward(peer):
                     pass
-            _shut(connection, socket.SHUT_WR)
-        for over in self.over.values():
-            over.wait(max(0.0, deadline - time.monotonic()))
+            shutdown(connection, socket.SHUT_WR)
+        for hung_up in self.hung_up.values():
+            hung_up.wait(max(0.0, deadline - time.monotonic()))
         for connection in self.control.values():
-            _shut(connection, socket.SHUT_RDWR)
+            shutdown(connection, socket.SHUT_RDWR)
         self._end_senders(deadline + _LINGER)
-        _join(self.carriers, deadline + _LINGER)
-        for connection in (*self.ends.values(), *self.control.values(), *self.rows.values()):
-            connection.close()
+        _join(self.forwarders, deadline + _LINGER)
+        self.disown()
 
-    def _owes(self, peer: int) -> bool:
-        """Whether more will come from a peer in calls that have begun here."""
-        return (
-            bool(self.expected[peer]) and peer not in self.through and not self.over[peer].is_set()
-        )
+    def _is_incomplete(self, peer: int) -> bool:
+        """Whether a peer will send more rows of calls that have begun here."""
+        ended = peer in self.rows_ended or self.hung_up[peer].is_set()
+        return bool(self.expected[peer]) and not ended
 
-    def _notice(self) -> None:
-        """Let those look again who wait for what peers do."""
-        with self.begun:
-            self.begun.notify_all()
+    def _notify_changed(self) -> None:
+        """Wake the threads that wait for a call or for a peer."""
+        with self.changed:
+            self.changed.notify_all()
 
     def _end_senders(self, deadline: float) -> None:
-        """Let the threads of lanes end after what they have to do."""
+        """Let the threads of lanes end after their jobs."""
         senders = [*self.senders.values()]
         for _, jobs in senders:
             jobs.put(None)
         _join((thread for thread, _ in senders), deadline)
 
-    def _work(self, jobs: Jobs) -> None:
+    def _run_jobs(self, jobs: Jobs) -> None:
         while (job := jobs.get()) is not None:
             try:
                 job()
@@ -249,44 +240,48 @@ class Relay:
                 self.fail(error, self.rank)
 
     @contextlib.contextmanager
-    def _hung_up(self, peer: int) -> Iterator[None]:
-        """Take no notice that a peer has hung up, of which the mesh tells who misses it. Any other
-        error closes the world.
+    def _tolerates_hang_up(self, peer: int) -> Iterator[None]:
+        """Ignore that a peer has hung up: the mesh reports it to the calls that need the peer. Any
+        other error closes the world.
         """
         try:
             yield
         except OSError as error:
-            if not (self.closed or peer in self.through or self.over[peer].wait(_NOTICED)):
+            ended = peer in self.rows_ended
+            if not (self.closed or ended or self.hung_up[peer].wait(_NOTICED)):
                 how = f"cannot be reached any more ({error.strerror or error})"
                 self.fail(PeerLost(f"rank {peer} {how}", how), peer)
         except WeftError as error:
-            self._misunderstood(peer, error)
+            self._fail_garbled(peer, error)
         except BaseException as error:
             self.fail(error, self.rank)
 
-    def _receive(self, peer: int) -> None:
-        """Take the rows that a peer sends."""
-        stream, head = _Stream(self.rows[peer]), memoryview(bytearray(_ROWS.size))
-        with self._hung_up(peer):
-            while stream.more():
-                stream.read(head)
-                lane, call, digest, size = _ROWS.unpack(head)
-                if (coming := self._arrivals(peer, call, digest)) is None or not coming.let_in(
-                    lane
-                ):
+    def _receive_rows(self, peer: int) -> None:
+        """Receive the rows of a peer until it ends."""
+
+        def read(rows: memoryview) -> None:
+            self.transport.receive(peer, rows)
+
+        with self._tolerates_hang_up(peer):
+            while message := self.transport.poll(peer):
+                tag, size = message
+                coming = self._arrivals(peer, tag.call, tag.digest)
+                if coming is None or not coming.open_gate(tag.lane):
                     return
-                if not coming.take(lane, size, stream.read):
-                    del self.expected[peer][call]
-                    self._notice()
-            self.through.add(peer)
-            self._notice()
-            _shut(self.rows[peer], socket.SHUT_WR)  # which says that all has come
+                if not coming.receive(tag.lane, size, read):
+                    del self.expected[peer][tag.call]
+                    self._notify_changed()
+            self.rows_ended.add(peer)
+            self._notify_changed()
+            self.transport.end(peer)  # acknowledges all rows
 
     def _arrivals(self, peer: int, call: int, digest: int) -> Arrivals | None:
-        """What is expected of a peer in a call, once this rank makes it; None if it never will."""
+        """The rows that a call expects from a peer, once this rank has begun the call; None if it
+        makes another call or closes the world.
+        """
         if self.call < call:
-            with self.begun:
-                self.begun.wait_for(lambda: self.call >= call or self.closed)
+            with self.changed:
+                self.changed.wait_for(lambda: self.call >= call or self.closed)
         if self.closed:
             return None
         coming = self.expected[peer].get(call)
@@ -296,151 +291,115 @@ class Relay:
                 not (theirs := self.executor.peer_call(peer, call)) and time.monotonic() < deadline
             ):
                 time.sleep(0.001)
-            self.fail(
-                MismatchError.between(
-                    call, self.rank, self.executor.peer_call(self.rank, call), peer, theirs
-                ),
-                peer,
-            )
+            own = self.executor.peer_call(self.rank, call)
+            self.fail(MismatchError.between(call, self.rank, own, peer, theirs), peer)
             return None
         return coming
 
-    def _carry(self) -> None:
-        """Carry what the world writes for peers, and what they write for it, until all have hung
-        up.
-        """
-        peers = {end.fileno(): peer for peer, end in self.ends.items()}
-        far = {connection.fileno(): peer for peer, connection in self.control.items()}
+    def _forward_control(self) -> None:
+        """Forward control messages between the mesh and peers until all peers have hung up."""
+        of_mesh = {end.fileno(): peer for peer, end in self.local_ends.items()}
+        of_peers = {connection.fileno(): peer for peer, connection in self.control.items()}
         poll = select.poll()
-        for fd in (*peers, *far):
+        for fd in (*of_mesh, *of_peers):
             poll.register(fd, select.POLLIN)
-        while far:
+        while of_peers:
             for fd, _ in poll.poll():
-                if fd in far:
-                    if not self._hear(far[fd]):
+                if fd in of_peers:
+                    if not self._receive_control(of_peers[fd]):
                         poll.unregister(fd)
-                        self._end(far.pop(fd))
-                elif not self._spoken(peers[fd]):
+                        self._end(of_peers.pop(fd))
+                elif not self._forward_of_mesh(of_mesh[fd]):
                     poll.unregister(fd)
 
-    def _spoken(self, peer: int) -> bool:
-        """Carry a message of the world's, if there is one; whether there may be more."""
+    def _forward_of_mesh(self, peer: int) -> bool:
+        """Forward a message of the mesh if there is one; whether there may be more."""
         try:
             if self._forward(peer):
                 return True
         except OSError as error:
             return isinstance(error, BlockingIOError)  # another thread was faster
-        if not (
-            self.closed or self.over[peer].is_set()
-        ):  # not the peer: the world is gone, without a word
-            for over in self.over.values():
-                over.set()
+        if not (self.closed or self.hung_up[peer].is_set()):
+            # The world was destroyed without a farewell.
+            for hung_up in self.hung_up.values():
+                hung_up.set()
             self.close()
         return False
 
     def _forward(self, peer: int) -> bool:
-        """Carry the next message of the world's to a peer, without the files that come with notes,
-        which stay on this host.
+        """Forward the next message of the mesh to a peer, without the files of notes, which cannot
+        leave this host; False at the end.
         """
-        with self.speaking[peer]:
-            message = self.ends[peer].recv(_LONGEST, socket.MSG_DONTWAIT)
+        with self.control_locks[peer]:
+            message = self.local_ends[peer].recv(LONGEST, socket.MSG_DONTWAIT)
             if message:
-                self._say(peer, message)
+                self._send_control(peer, message)
         return bool(message)
 
-    def _say(self, peer: int, message: bytes) -> None:
+    def _send_control(self, peer: int, message: bytes) -> None:
         try:
             self.control[peer].sendall(_LENGTH.pack(len(message)) + message)
-        except (
-            OSError
-        ):  # noticed by who listens; what is left of the message can not be followed by another
-            _shut(self.control[peer], socket.SHUT_RDWR)
+        except OSError:
+            # The receiving thread notices it. No message can follow the rest of this one.
+            shutdown(self.control[peer], socket.SHUT_RDWR)
 
-    def _hear(self, peer: int) -> bool:
-        """Take what a peer has written; whether there may be more."""
+    def _receive_control(self, peer: int) -> bool:
+        """Process the control messages that have arrived from a peer; whether there may be more."""
         try:
             got = self.control[peer].recv(65536)
         except OSError:
             return False
-        heard, begin = self.heard[peer], 0
-        heard += got
+        data, begin = self.incomplete[peer], 0
+        data += got
         try:
-            while len(heard) - begin >= _LENGTH.size:
-                (size,) = _LENGTH.unpack_from(heard, begin)
-                if not 0 < size <= _LONGEST:
+            while len(data) - begin >= _LENGTH.size:
+                (size,) = _LENGTH.unpack_from(data, begin)
+                if not 0 < size <= LONGEST:
                     raise WeftError(f"a message of {size} bytes")
                 end = begin + _LENGTH.size + size
-                if len(heard) < end:
+                if len(data) < end:
                     break
-                self._take(peer, bytes(heard[begin + _LENGTH.size : end]))
+                self._process(peer, bytes(data[begin + _LENGTH.size : end]))
                 begin = end
         except WeftError as error:
-            self._misunderstood(peer, error)
+            self._fail_garbled(peer, error)
             return False
-        del heard[:begin]
+        del data[:begin]
         return bool(got)
 
-    def _take(self, peer: int, message: bytes) -> None:
-        """Note what a peer says it calls, or give the world what it has written to it. Raises
-        `WeftError` for anything else.
+    def _process(self, peer: int, message: bytes) -> None:
+        """Note the call of a peer, or forward its message to the mesh. Raises `WeftError` for any
+        other message.
         """
-        if message[:1] == b"h" and len(message) >= _CALL.size:
-            _, call, digest = _CALL.unpack_from(message)
-            self.executor.note_call(
-                peer, call, digest, message[_CALL.size :].decode(errors="replace")
-            )
-        elif _OF_WORLDS.match(message):
+        if message[:1] == b"h" and len(message) >= CALL.size:
+            _, call, digest = CALL.unpack_from(message)
+            text = message[CALL.size :].decode(errors="replace")
+            self.executor.note_call(peer, call, digest, text)
+        elif _OF_MESH.match(message):
             with contextlib.suppress(OSError):  # the world is closed
-                self.ends[peer].send(message)
+                self.local_ends[peer].send(message)
         else:
             raise WeftError(f"a message {message[:20]!r}")
 
-    def _misunderstood(self, peer: int, what: WeftError) -> None:
+    def _fail_garbled(self, peer: int, what: WeftError) -> None:
         how = f"sent what rank {self.rank} does not understand ({what})"
         self.fail(PeerLost(f"rank {peer} {how}", how), peer)
 
     def _end(self, peer: int) -> None:
-        """A peer has hung up: let the world know, and the peer that it was heard."""
-        self.over[peer].set()
-        self._notice()
-        _shut(self.ends[peer], socket.SHUT_RDWR)
-        _shut(self.control[peer], socket.SHUT_WR)
-
-
-class _Stream:
-    """What comes over a connection, a little of it read ahead."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection, self.room, self.ahead = (
-            connection,
-            memoryview(bytearray(_AHEAD)),
-            memoryview(b""),
-        )
-
-    def more(self) -> bool:
-        """Wait until there is something to read; False at the end."""
-        if not self.ahead:
-            self.ahead = self.room[: self.connection.recv_into(self.room)]
-        return bool(self.ahead)
-
-    def read(self, into: memoryview) -> None:
-        """Fill this place with what comes next."""
-        got = min(len(into), len(self.ahead))
-        into[:got], self.ahead = self.ahead[:got], self.ahead[got:]
-        while got < len(into):
-            more = self.connection.recv_into(into[got:], 0, socket.MSG_WAITALL)
-            if not more:
-                raise ConnectionResetError("it hung up in the middle of a message")
-            got += more
+        """Report to the world that a peer has hung up, and hang up as well."""
+        self.hung_up[peer].set()
+        self._notify_changed()
+        shutdown(self.local_ends[peer], socket.SHUT_RDWR)
+        shutdown(self.control[peer], socket.SHUT_WR)
 
 
 def _started(target: Callable[..., None], *arguments: object) -> threading.Thread:
-    """A thread that does not interrupt others that compute: where all cores are busy it waits some
-    milliseconds for its turn.
+    """A thread that does not interrupt threads that compute: where all cores are busy it waits some
+    milliseconds to be scheduled.
     """
 
     def run() -> None:
-        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # whoever chose another policy knows better
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # a policy that the user chose stays
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         target(*arguments)
 
@@ -453,8 +412,3 @@ def _join(threads: Iterable[threading.Thread], deadline: float) -> None:
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def _shut(connection: socket.socket, how: int) -> None:
-    with contextlib.suppress(OSError):  # it is already
-        connection.shutdown(how)

@@ -34,6 +34,7 @@ from weft.world.rendezvous import (
     rendezvous_of,
 )
 from weft.world.signals import Signals
+from weft.world.tcp import TcpTransport
 
 
 class Recorder(Protocol):
@@ -372,7 +373,10 @@ def _connect(
             stack.enter_context(outside.socket)
             addresses = stack.enter_context(rendezvous.exchange(outside.address, timeout))
             located = {peer: (pid, addresses[peer]) for peer, pid in remote.items()}
-            relay = Relay(rank, outside.connect(rank, located, timeout), timeout)
+            connections = outside.connect(rank, located, timeout)
+            control = {peer: each for peer, (each, _) in connections.items()}
+            rows = TcpTransport({peer: each for peer, (_, each) in connections.items()})
+            relay = Relay(rank, control, rows, timeout)
             ends |= {peer: stack.enter_context(end) for peer, end in relay.sockets().items()}
         mesh = _native.Mesh(
             [-1 if peer == rank else ends[peer].fileno() for peer in range(len(infos))]
