@@ -11,7 +11,7 @@ NATIVE := $(wildcard native/CMakeLists.txt native/*/*)
 .venv/installed: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[gpu,test]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cli,gpu,test]"
 	touch $@
 
 bench: .venv/installed
@@ -45,6 +45,7 @@ PACKAGE_intel-mpi := impi-rt
 check: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	find native -name "*.?pp" -exec $(BIN)/clang-format --dry-run -Werror {} +
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
@@ -63,7 +64,7 @@ test-torch: .torches/$(TORCH)/installed
 	$(PYTHON) -m venv .torches/$*
 	sed -e 's/^torch==.*/torch==$*/' -e '/^triton==/d' constraints.txt > .torches/$*/constraints.txt
 	.torches/$*/bin/python -m pip install --quiet --constraint .torches/$*/constraints.txt torch numpy
-	.torches/$*/bin/python -m pip install --quiet --constraint .torches/$*/constraints.txt --editable ".[test]"
+	.torches/$*/bin/python -m pip install --quiet --constraint .torches/$*/constraints.txt --editable ".[cli,test]"
 	touch $@
 
 # torch's own tests of backends, on weft with as many ranks as each of RANKS says; TESTS chooses some of them by name.

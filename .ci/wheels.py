@@ -77,7 +77,7 @@ def test() -> None:
     python, constraints = bare / "bin/python", ROOT / "constraints.txt"
     [wheel] = DIST.glob(f"weft-*-{TAG}-manylinux*_{platform.machine()}.whl")
     run(sys.executable, "-m", "venv", "--clear", bare)
-    run(python, "-m", "pip", "install", "--quiet", "--constraint", constraints, wheel)
+    run(python, "-m", "pip", "install", "--quiet", "--constraint", constraints, f"{wheel}[cli]")
     program = (ROOT / "README.md").read_text().split("```python\n", 1)[1].split("```", 1)[0]
     (bare / "example.py").write_text(program)
     subprocess.run([bare / "bin/weft", "run", "-n", "2", "example.py"], cwd=bare, check=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 
 def said(code):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -20,6 +22,36 @@ def test_names_are_listed_before_they_are_loaded():
     assert "'nn'" in listed
     assert "'importlib'" not in listed
     assert "] False weft.launch(" in listed
+
+
+WITHOUT = "import sys; sys.modules |= dict.fromkeys(('typer', 'rich', 'matplotlib'));"
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["run", "script.py"], []])
+def test_the_command_without_its_extra_names_it(arguments):
+    code = f"{WITHOUT} import runpy; runpy.run_module('weft', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert 'pip install "weft[cli]"' in line
+    assert "typer, rich, matplotlib" in line
+
+
+def test_the_library_needs_no_extra():
+    """Every module but those of the commands is imported without the libraries of the extra."""
+    imported = said(
+        f"""{WITHOUT}
+import importlib, pkgutil, weft
+for module in pkgutil.walk_packages(weft.__path__, "weft."):
+    room = module.name.split(".")[1]
+    if room not in ("__main__", "bench", "cli", "doctor") and ".device" not in module.name:
+        importlib.import_module(module.name)
+print(weft.all_reduce.__name__, "weft.measure.calibrate" in sys.modules)
+"""
+    )
+    assert imported == "all_reduce True\n"
 
 
 def test_layers_are_found_and_names_that_are_nearly_right():

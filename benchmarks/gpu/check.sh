@@ -37,7 +37,7 @@ step build 60 "$python" -m pip install --no-index --no-deps --no-build-isolation
 export PYTHONPATH=$tree:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH} WEFT_CACHE=$tree/cache TRITON_CACHE_DIR=$tree/triton
 export PYTHONSAFEPATH=1  # the weft that was built, not the sources here
 export CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER
-weft=("$python" -c 'from weft.cli import main; main()')
+weft=("$python" -m weft)
 
 step tests 100 "$python" -m pytest -q tests/engines/test_gpu.py -p no:cacheprovider
 step from-host 50 "${weft[@]}" bench all-gather-matmul --peers host --shape 8192x8192x8192 --dtype float16 --ranks 2 \

@@ -79,8 +79,8 @@ def kinds(value):
 
 COMMAND = [
     sys.executable,
-    "-c",
-    "from weft.cli import main; main()",
+    "-m",
+    "weft",
 ]  # weft in a process of its own
 
 
@@ -360,8 +360,8 @@ def test_times_are_drawn(tmp_path, suffix):
         (["--link-gbps", "10", "-n", "1"], "--ranks 2"),
         (["--link-gbps", "10", "--baseline", "gloo"], "--baseline none"),
         (["--baseline", "nccl"], "none or gloo"),
-        (["--chunk-rows", "8", "--algorithm", "direct"], "pull, push or ring"),
-        (["--ablate", "--algorithm", "sequential"], "pull, push or ring"),
+        (["--chunk-rows", "8", "--algorithm", "direct"], "push, pull or ring"),
+        (["--ablate", "--algorithm", "sequential"], "push, pull or ring"),
         (["--plot", "times.pdf"], ".png or .svg"),
         (["--trace", "/nowhere/at/all.json"], "make it first"),
         (["--iterations", "0"], "--iterations"),

@@ -84,8 +84,3 @@ def diagnose() -> None:
     from weft.doctor import checks
 
     raise typer.Exit(0 if checks.diagnose(Console(width=None if os.isatty(1) else 160)) else 1)
-
-
-def main() -> None:
-    """The ``weft`` command."""
-    app(prog_name="weft")

@@ -56,7 +56,7 @@ def _check_fused(given: FusedSettings) -> None:
         refuse("--chunk-rows", f"{algorithm} does not take a chunk size: use --algorithm {names}")
     if given.ablate and (ranks == 1 or algorithm not in (*takers, "auto")):
         what = "one rank" if ranks == 1 else algorithm
-        needed = "use 2 or more ranks and --algorithm pull, push or ring"
+        needed = "use 2 or more ranks and --algorithm push, pull or ring"
         refuse("--ablate", f"{what} has no transfers to overlap: {needed}")
     possible = {given.dtype, "float32"} if given.dtype != "float64" else {given.dtype}
     if given.out_dtype and given.out_dtype not in possible:
