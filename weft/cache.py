@@ -1,9 +1,8 @@
-"""What is measured once per machine is remembered in the user's cache directory.
+"""Measurements of this machine, stored in the user's cache directory.
 
 The directory is ``WEFT_CACHE``, by default ``weft`` in ``XDG_CACHE_HOME`` or ``~/.cache``. Machines
-may share it, as they do with a home directory, and versions of weft: what is true of one of each
-only is stored under a name that is `of_this_machine`. What was stored and is not as expected, since
-somebody has changed it, counts as not there.
+and versions of weft may share it: a value for one of them is stored under a name made by
+`of_this_machine`. A stored value of an unexpected form counts as missing.
 """
 
 from __future__ import annotations
@@ -23,19 +22,16 @@ from typing import Any
 from weft.version import __version__
 
 PROFILE = "machine"
-"""The name, on each machine, of the profile that ``weft calibrate`` leaves."""
+"""The name of the profile that ``weft calibrate`` stores, per machine."""
 
-
-_WRITING = 1.0  # seconds that another process may take to write what it has begun to store
+_WRITING = 1.0  # seconds that another process may take to write a file
 
 Fits = Callable[[Any], object]
-"""Whether a stored value is as expected: true if it is, else false or an error of whoever finds
-something else in it.
-"""
+"""A test whether a stored value has the expected form: false or an error if it has not."""
 
 
 def directory() -> Path | None:
-    """Where weft remembers things; None if it does not, for want of a home directory."""
+    """The cache directory; None without a home directory, where nothing is stored."""
     if given := os.environ.get("WEFT_CACHE"):
         return Path(given)
     try:
@@ -45,8 +41,9 @@ def directory() -> Path | None:
 
 
 def of_this_machine(name: str, and_also: str = "") -> str:
-    """`name`, and a digest of this machine's processor, weft's version and what else it depends on."""
-    return f"{name}-{hashlib.sha256(f'{processor()} weft {__version__} {and_also}'.encode()).hexdigest()[:16]}"
+    """`name` with a digest of this machine's processor, weft's version and `and_also`."""
+    key = f"{processor()} weft {__version__} {and_also}"
+    return f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
 @functools.cache
@@ -72,7 +69,7 @@ def stored(name: str, fits: Fits) -> Any:
 
 
 def store(name: str, value: Any) -> None:
-    """Store a JSON value under `name` in place of what was there. Raises `OSError` without a
+    """Store a JSON value under `name`, replacing an earlier one. Raises `OSError` without a
     writable directory.
     """
     os.replace(_written(value), _path(name))
@@ -84,17 +81,17 @@ def check() -> None:
 
 
 def once(name: str, measure: Callable[[], Any], fits: Fits) -> Any:
-    """The JSON value stored under `name`, measured if there is none yet that `fits`.
+    """The JSON value stored under `name`, measured and stored first if there is none that `fits`.
 
     Of several processes that measure at the same time the first to finish wins, and all return its
-    value, so ranks agree. Without a writable directory each process keeps what it measured.
+    value, so ranks agree. Without a writable directory each process returns its own measurement.
     """
     was_there = directory() is not None and _path(name).exists()
     if (found := stored(name, fits)) is not None:
         return found
     if was_there:
         with contextlib.suppress(OSError):
-            _path(name).unlink()  # it does not fit
+            _path(name).unlink()  # a value of another form
     value = measure()
     with contextlib.suppress(OSError):
         written = _written(value)
@@ -102,21 +99,19 @@ def once(name: str, measure: Callable[[], Any], fits: Fits) -> Any:
             _publish(written, _path(name))
         finally:
             os.unlink(written)
-        begun = time.monotonic()
-        while (found := stored(name, fits)) is None and time.monotonic() < begun + _WRITING:
+        start = time.monotonic()
+        while (found := stored(name, fits)) is None and time.monotonic() < start + _WRITING:
             time.sleep(0.01)
     return value if found is None else found
 
 
 def _publish(written: str, path: Path) -> None:
-    """Let the file be found at `path` unless another one is."""
+    """Make a file visible at `path`, unless another process was first."""
     try:
-        os.link(
-            written, path
-        )  # unlike a rename, a link does not replace what another process stored
+        os.link(written, path)  # a rename would replace the file of another process
     except FileExistsError:
         pass
-    except OSError:  # there are no links on this file system
+    except OSError:  # a file system without links
         with contextlib.suppress(FileExistsError), open(path, "x") as file:
             file.write(Path(written).read_text())
 
@@ -128,13 +123,13 @@ def _path(name: str) -> Path:
 def _directory() -> Path:
     if (found := directory()) is None:
         raise FileNotFoundError(
-            "there is no home directory to remember anything in: set WEFT_CACHE to a directory"
+            "there is no home directory to store measurements in: set WEFT_CACHE to a directory"
         )
     return found
 
 
 def _written(value: Any) -> str:
-    """A new file in the directory, with a JSON value in it."""
+    """The name of a new file in the directory that contains a JSON value."""
     _directory().mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=_directory(), suffix=".tmp", delete=False) as file:
         json.dump(value, file, indent=1)

@@ -1,4 +1,4 @@
-"""Checks of what callers give that need no world: plain tensors and time limits."""
+"""Checks of arguments that need no world: plain tensors and time limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REMEDIES = {
     "AsyncCollectiveTensor": "wait()",
     "NestedTensor": "to_padded_tensor(0.0)",
 }
-"""What makes plain tensors of torch's own subclasses."""
+"""The calls that convert torch's own subclasses to plain tensors."""
 
 
 @cache
@@ -23,18 +23,17 @@ def name(dtype: torch.dtype) -> str:
 
 
 def check_tensor(tensor: object, what: str) -> None:
-    """A plain tensor: its elements lie in memory as they are.
+    """Raise `TypeError` or `ValueError` unless `tensor` is plain: its memory holds its elements.
 
-    Subclasses other than `torch.nn.Parameter` are refused, even where they have plain memory: what
-    they mean by their elements is theirs to say. So are sparse and nested tensors, and views whose
-    elements are conjugated or negated only when they are read.
+    Subclasses other than `torch.nn.Parameter` are refused, even with plain memory, since they may
+    redefine their elements. Sparse and nested tensors are refused too, and conjugate and negative
+    views, which are computed only when they are read.
     """
     if type(tensor) not in PLAIN or not isinstance(tensor, Tensor):
         raise TypeError(_of_another_type(tensor, what))
     if tensor.is_nested:
         raise ValueError(
-            f"{what} is a nested tensor: pass {what}.to_padded_tensor(0.0), or its parts by "
-            "themselves"
+            f"{what} is a nested tensor: pass {what}.to_padded_tensor(0.0), or each part separately"
         )
     if tensor.layout is not torch.strided:
         raise ValueError(f"{what} has the layout {tensor.layout}: pass {what}.to_dense()")
@@ -59,19 +58,17 @@ def _of_another_type(given: object, what: str) -> str:
     ).__torch_dispatch__ is Tensor.__torch_dispatch__ and not torch.nn.parameter.is_lazy(given):
         remedy = f"{what}.as_subclass(torch.Tensor)"
     else:
-        remedy = "one with the elements that it stands for"
+        remedy = "a plain tensor of its elements"
     return f"{what} must be a plain torch.Tensor; got the subclass {kind}: pass {remedy}"
 
 
 LONGEST = 1e6
-"""Seconds that no wait takes longer than, whatever its limit: what time is counted with holds no
-more than some.
-"""
+"""Seconds of the longest time limit: clocks must not overflow."""
 
 
 def limited(timeout: float) -> float:
-    """A world's time limit, of at most `LONGEST`. Raises `ValueError` unless it is a positive
-    number of seconds.
+    """A time limit of at most `LONGEST`. Raises `ValueError` unless `timeout` is a positive number
+    of seconds.
     """
     check_timeout(timeout)
     return min(float(timeout), LONGEST)

@@ -1,4 +1,4 @@
-"""How things fail. Bad arguments are `ValueError` or `TypeError`, raised before anything is sent."""
+"""Errors. Bad arguments are `ValueError` or `TypeError`, raised before anything is sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LOG = logging.getLogger("weft")
 
 
 class _Error(RuntimeError):
-    """What `WeftError` stands on as long as torch is not loaded, which plans can do without."""
+    """The base of `WeftError` until `set_base` replaces it: plans do not need torch."""
 
 
 class WeftError(_Error):
@@ -22,32 +22,28 @@ class WeftError(_Error):
 
 
 def in_use(thread: int) -> WeftError:
-    """The error of a call on a world in which `thread`, by its identifier, is in the middle of
-    another.
-    """
+    """The error of a call on a world while `thread`, an identifier, is in another call on it."""
     if thread == threading.get_ident():
         return WeftError(
-            "this thread is in the middle of a call on this world: a signal handler that "
-            "interrupts it can make none"
+            "this thread is in a call on this world: a signal handler that interrupts it cannot "
+            "make another"
         )
     name = next((each.name for each in threading.enumerate() if each.ident == thread), str(thread))
     return WeftError(
-        f"thread {name!r} is in the middle of a call on this world, which is used by one thread at "
-        "a time: let one thread make all "
-        "calls, or make a world for each by weft.init(group)"
+        f"thread {name!r} is in a call on this world, which is used by one thread at a time: make "
+        "all calls from one thread, or make a world for each by weft.init(group)"
     )
 
 
-def stand_on(base: type[RuntimeError]) -> None:
-    """Make `base` that of all errors, in place of what stands in for it."""
+def set_base(base: type[RuntimeError]) -> None:
+    """Make `base` the base class of `WeftError`."""
     WeftError.__bases__ = (base,)
 
 
 class PeerLost(WeftError):
-    """A peer died, closed its world or failed with an exception of its own while this rank needed
-    it.
+    """A peer died, closed its world or failed with an exception while this rank needed it.
 
-    `how` says which, as a phrase.
+    `how` is the phrase for it in the message.
     """
 
     def __init__(self, message: str, how: str = "died") -> None:
@@ -60,30 +56,34 @@ class PeerTimeout(WeftError, TimeoutError):
 
 
 class MismatchError(WeftError):
-    """The ranks did not make the same call; the message shows what differs, and both calls.
+    """The ranks did not make the same call; the message shows the difference and both calls.
 
-    How weft carries them out is told at level DEBUG of the logger ``weft``, and in the message
-    where nothing else differs. `ranks` are the two that it shows.
+    Algorithms and plans are logged at level DEBUG of the logger ``weft``, and shown in the message
+    if nothing else differs. `ranks` are the two ranks shown.
     """
 
     ranks: tuple[int, ...] = ()
 
     @classmethod
     def between(cls, number: int, rank: int, call: str, peer: int, theirs: str) -> MismatchError:
-        """The error of a rank that makes one call where a peer makes another.
+        """The error of a rank that makes another call than a peer.
 
-        Of a call first what the user called, then, on a line of its own, how weft carries it out.
+        The first line of a call is the user's call, the second its algorithm or plan.
         """
         both = dict(sorted({rank: call, peer: theirs}.items()))
         _LOG.debug("call %d of this world, with those that weft makes itself: %s", number, both)
-        (one, how), (other, hows) = [said.partition("\n")[::2] for said in both.values()]
+        (one, plan), (other, plan_of_other) = [text.partition("\n")[::2] for text in both.values()]
+        plans = (plan, plan_of_other)
         if one != other:
             why, shown = _difference(one, other), [one, other]
-        elif _algorithm(how) != _algorithm(hows):
-            why = "algorithms differ (give all ranks one algorithm=, and the same tables of weft tune and weft calibrate)"
-            shown = [f"{one} by {_algorithm(each)}" for each in (how, hows)]
+        elif _algorithm(plan) != _algorithm(plan_of_other):
+            why = (
+                "algorithms differ (give all ranks one algorithm=, and the same tables of weft "
+                "tune and weft calibrate)"
+            )
+            shown = [f"{one} by {_algorithm(each)}" for each in plans]
         else:
-            why, shown = "they carry it out differently", [how, hows]
+            why, shown = "plans differ", [*plans]
         lines = [f"\n  rank {number}: {each}" for number, each in zip(both, shown, strict=True)]
         error = cls(f"the ranks do not make the same call: {why}{''.join(lines)}")
         error.ranks = tuple(both)
@@ -91,9 +91,7 @@ class MismatchError(WeftError):
 
 
 def _difference(one: str, other: str) -> str:
-    """What of two calls, each ``operator(shape dtype, option=value, …)``, is not the same, in
-    words.
-    """
+    """A phrase for how two calls differ, each ``operator(shape dtype, option=value, …)``."""
     if one.partition("(")[0] != other.partition("(")[0]:
         return "operators differ"
     found = [
@@ -110,7 +108,8 @@ def _difference(one: str, other: str) -> str:
         for name in options | others
         if name not in known and options.get(name) != others.get(name)
     ]
-    return f"{' and '.join(found) or 'arguments'} differ{'s' if len(found) == 1 and found[0] not in _PARTS else ''}"
+    one_option = len(found) == 1 and found[0] not in _PARTS
+    return f"{' and '.join(found) or 'arguments'} differ{'s' if one_option else ''}"
 
 
 _PARTS = {
@@ -119,9 +118,9 @@ _PARTS = {
 }
 
 
-def _algorithm(how: str) -> str:
-    """By which algorithm a call is carried out."""
-    return "".join(re.findall(r"algorithm=(\w+)", how)[:1])
+def _algorithm(plan: str) -> str:
+    """The algorithm in the second line of a call."""
+    return "".join(re.findall(r"algorithm=(\w+)", plan)[:1])
 
 
 class PlanError(WeftError, ValueError):
@@ -129,4 +128,4 @@ class PlanError(WeftError, ValueError):
 
 
 class SymmetricMemoryError(WeftError, MemoryError):
-    """Symmetric memory could not be had on some rank."""
+    """A rank lacks memory for a symmetric tensor."""

@@ -70,7 +70,7 @@ def test_without_a_home_directory(monkeypatch):
     assert cache.stored("a", is_a_number) is None
     assert cache.once("a", lambda: 5, is_a_number) == 5
     assert "hop" not in placement.known()
-    with pytest.raises(OSError, match="no home directory to remember anything in: set WEFT_CACHE"):
+    with pytest.raises(OSError, match="no home directory to store measurements in: set WEFT_CACHE"):
         cache.store("a", 5)
 
 

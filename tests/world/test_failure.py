@@ -237,7 +237,7 @@ def test_ranks_that_make_different_calls_are_shown_both(how, one, other):
         "source": "source differs",
         "part": "dtypes and op differ",
         "algorithm": "algorithms differ (give all ranks one algorithm=, and the same tables of weft tune and weft calibrate)",
-        "place": "they carry it out differently",
+        "place": "plans differ",
     }
     for rank, outcome in enumerate(start(disagree, 3, how)):
         assert outcome.error is None, outcome.error

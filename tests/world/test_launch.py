@@ -211,7 +211,7 @@ def test_launch_says_what_a_script_lacks(tmp_path):
     done = run(sys.executable, path)
     assert done.returncode == 1
     assert done.stderr.startswith(
-        'weft.launch: put what the script does under  if __name__ == "__main__":\nTraceback'
+        'weft.launch: put the main part of the script under  if __name__ == "__main__":\nTraceback'
     ), done.stderr
     assert len(done.stderr.splitlines()) < 10, done.stderr
 

@@ -210,7 +210,7 @@ def test_bad_arguments():
         weft.local_world(0)
     with pytest.raises(ValueError, match="positive number of seconds"):
         weft.local_world(2, timeout=0)
-    with pytest.raises(weft.WeftError, match="weft serves cpu and cuda"):
+    with pytest.raises(weft.WeftError, match="weft supports the devices cpu and cuda"):
         weft.local_world(2, "meta")
     if not torch.cuda.is_available():
         with pytest.raises(weft.WeftError, match="no GPU"):

@@ -32,7 +32,7 @@ def calls_meanwhile(world, call):
     never = world.signals(1)
     if world.rank:
         with pytest.raises(
-            weft.PeerLost, match="failed with WeftError: thread 'first' is in the middle of a call"
+            weft.PeerLost, match="failed with WeftError: thread 'first' is in a call"
         ):
             weft.wait(never, 0, ">=", 1)
         return None
@@ -59,7 +59,7 @@ def test_a_second_thread(call):
     first, second = start(calls_meanwhile, 2, call)
     assert first.error is None, first.trace
     assert second.error is None, second.trace
-    assert "thread 'first' is in the middle of a call on this world" in first.result["second"]
+    assert "thread 'first' is in a call on this world" in first.result["second"]
     assert first.result["first"].startswith("WeftError: ")
 
 
@@ -67,7 +67,7 @@ def calls_from_a_handler(world):
     never = world.signals(1)
     if world.rank:
         with pytest.raises(
-            weft.PeerLost, match="a signal handler that interrupts it can make none"
+            weft.PeerLost, match="a signal handler that interrupts it cannot make another"
         ):
             weft.wait(never, 0, ">=", 1)
         return
@@ -75,7 +75,7 @@ def calls_from_a_handler(world):
 
     def handler(*_):
         with pytest.raises(
-            weft.WeftError, match="a signal handler that interrupts it can make none"
+            weft.WeftError, match="a signal handler that interrupts it cannot make another"
         ) as error:
             weft.all_reduce(torch.ones(3))
         said.append(error)

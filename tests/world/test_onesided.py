@@ -198,9 +198,9 @@ def bad_arguments(world):
     other = other_world.empty(4, 4)
     memory.fill_(7)
     calls = [
-        (ValueError, "dst is not symmetric.*world.empty", lambda: weft.put(plain, plain, 1)),
-        (ValueError, "src is not symmetric", lambda: weft.get(plain, plain, 1)),
-        (ValueError, "src is not symmetric", lambda: weft.get_async(memory, plain, 1)),
+        (ValueError, "dst is not in symmetric memory.*world.empty", lambda: weft.put(plain, plain, 1)),
+        (ValueError, "src is not in symmetric memory", lambda: weft.get(plain, plain, 1)),
+        (ValueError, "src is not in symmetric memory", lambda: weft.get_async(memory, plain, 1)),
         (ValueError, "another world", lambda: weft.put(memory, plain, 1, world=other_world)),
         (ValueError, "another world", lambda: weft.put_notify(other, plain, signals, 0, 1)),
         (TypeError, "dst is float32 and src float64", lambda: weft.put(memory, plain.double(), 1)),

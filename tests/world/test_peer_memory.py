@@ -92,7 +92,7 @@ def test_collectives(ranks):
 def not_alike(first):
     world = remade(large=first.rank == 0)
     assert not world.reads_memory, "all ranks or none"
-    assert world.staging_reason == "tensors of rank 1 lie in small pages"
+    assert world.staging_reason == "tensors of rank 1 are in small pages"
     mine = torch.full((NUMBERS,), float(world.rank))
     assert "read through the kernel" not in told(world, lambda: weft.all_gather(mine))
     assert weft.all_gather(mine)[::NUMBERS].tolist() == [*map(float, range(world.ranks))]
@@ -190,9 +190,11 @@ def test_why_memory_cannot_be_read():
     assert peer_memory.refusal([os.getpid()], [own]) == ""
     assert (
         peer_memory.refusal([os.getpid()] * 2, [own, Probe()])
-        == "tensors of rank 1 lie in small pages"
+        == "tensors of rank 1 are in small pages"
     )
-    assert "another one here" in peer_memory.refusal([os.getpid()], [Probe(8, number.data_ptr())])
+    assert "another process namespace" in peer_memory.refusal(
+        [os.getpid()], [Probe(8, number.data_ptr())]
+    )
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     assert (

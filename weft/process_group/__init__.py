@@ -25,7 +25,7 @@ def register() -> None:
         return
     import weft.errors as errors
 
-    errors.stand_on(dist.DistBackendError)
+    errors.set_base(dist.DistBackendError)
     dist.Backend.register_backend("weft", _group, extended_api=True, devices=["cpu"])
 
 

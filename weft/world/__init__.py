@@ -1,4 +1,4 @@
-"""The ranks: who they are, what they share, how they start, and how they fail."""
+"""Worlds of ranks: start, rendezvous, shared memory, one-sided calls and failures."""
 
 from weft.world.reports import report_as_launched
 from weft.world.world import Recorder as Recorder

@@ -1,8 +1,7 @@
 """Symmetric memory on GPUs: between processes torch's own, within a process plain tensors that all
-ranks may touch.
+ranks can access.
 
-A segment is one allocation: every rank's part of it as a tensor here. It lives as long as its
-world, as torch's does.
+A segment is one allocation, with every rank's part as a tensor. It lives as long as its world.
 """
 
 from __future__ import annotations
@@ -23,15 +22,12 @@ from weft.world import memory
 from weft.world.peers import Peers
 
 _TRITON = "3.6"
-_parts: WeakValueDictionary[int, torch.Tensor] = (
-    WeakValueDictionary()
-)  # of ranks of this process, by address
+_parts: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
+"""Parts of the ranks of this process, by address."""
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """The device by its full name. Raises `WeftError` for one that is not there or that weft does
-    not serve.
-    """
+    """The device with its index. Raises `WeftError` for a device that is missing or unsupported."""
     place = torch.device(device)
     if place.type == "cuda":
         if not torch.cuda.is_available():
@@ -41,7 +37,7 @@ def check_device(device: torch.device | str) -> torch.device:
             "cuda", torch.cuda.current_device() if place.index is None else place.index
         )
     if place.type != "cpu":
-        raise WeftError(f"weft serves cpu and cuda; got {place}")
+        raise WeftError(f"weft supports the devices cpu and cuda; got {place}")
     return place
 
 
@@ -64,8 +60,8 @@ def check_products(products: str, device: torch.device) -> None:
                 )
 
 
-def _check_triton(who_needs: str, instead: str = "") -> None:
-    """Raise `WeftError` unless Triton is there and as new as weft's kernels need it."""
+def _check_triton(need: str, instead: str = "") -> None:
+    """Raise `WeftError` unless Triton is installed, in a version that weft's kernels support."""
     found = None
     if find_spec("triton") is not None:
         import triton
@@ -73,15 +69,13 @@ def _check_triton(who_needs: str, instead: str = "") -> None:
         found = triton.__version__
     if found is None or TorchVersion(found) < _TRITON:
         raise WeftError(
-            f"{who_needs} Triton {_TRITON} or newer, and there is {found or 'none'}: install "
+            f"{need} Triton {_TRITON} or newer, and there is {found or 'none'}: install "
             f"weft[gpu]{instead}"
         )
 
 
 def allocate(world: Peers, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in a new segment on the world's device, zero when any rank gets it; see
-    `World.empty`.
-    """
+    """A tensor of zeros in a new segment on the world's device; see `World.empty`."""
     size = math.prod(shape) * dtype.itemsize
     call = f"empty({tuple(shape)}, {dtype_name(dtype)})"
     compiled = _native.Compiled(call, 0, [], world.ranks)
@@ -101,7 +95,7 @@ def _in_this_process(
     world: Peers, size: int, compiled: _native.Compiled, call: str
 ) -> list[torch.Tensor]:
     own = torch.zeros(max(size, 1), dtype=torch.uint8, device=world.device)
-    drain(world.device)  # zeros are there before any peer hears of them
+    drain(world.device)  # zeros are written before any peer gets the address
     _parts[own.data_ptr()] = own
     parts = [own] * world.ranks
     for peer, address, _ in memory.exchange(world, compiled, call, str(own.data_ptr())):
@@ -114,8 +108,8 @@ def _between_processes(world: Peers, size: int) -> list[torch.Tensor]:
     from torch._C._distributed_c10d import _SymmetricMemory
 
     assert world.group is not None
-    # An allocation of its own: what torch's `empty` takes from a pool begins somewhere in it, and
-    # peers' buffers are those of the whole block.
+    # A separate allocation: torch's `empty` takes part of a pooled block, and the buffers that
+    # peers get are of the whole block.
     make: Any = _SymmetricMemory.empty_strided_p2p
     own: torch.Tensor = make((max(size, 1),), (1,), torch.uint8, world.device).zero_()
     drain(world.device)
@@ -127,8 +121,6 @@ def _between_processes(world: Peers, size: int) -> list[torch.Tensor]:
 
 
 def drain(device: torch.device) -> None:
-    """Wait for what is on the current stream; other streams may hold what waits for this rank, so
-    they are not waited for.
-    """
+    """Wait for the current stream only: other streams may hold kernels that wait for this rank."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

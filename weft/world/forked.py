@@ -1,8 +1,6 @@
-"""What a forked child does with its parent's objects that have threads: it has the objects, and not
-the threads.
+"""Objects with threads in a forked child: the child inherits the objects without the threads.
 
-To destroy one would wait for its threads for ever. So it is kept to the end of the process, when
-its memory goes at once.
+A destructor would wait for the threads for ever. So the object is kept until the process ends.
 """
 
 from __future__ import annotations
@@ -13,12 +11,12 @@ import weakref
 
 
 def keep(thing: object) -> None:
-    """Never destroy this in this process."""
+    """Never destroy an object in this process."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def keep_in_children(thing: object) -> None:
-    """Never destroy this in a process that is forked from this one while it is there."""
+    """Never destroy an object in processes forked from this one during its life."""
     found = weakref.ref(thing)
 
     def inherited() -> None:

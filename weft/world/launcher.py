@@ -31,20 +31,19 @@ def launch(
     order.
 
     `fn`, `args` and results must be picklable, and the calling script's main part under ``if
-    __name__ == "__main__"``, as always with `multiprocessing`. Each rank finds torchrun's
-    variables, so `weft.init()` joins them. `threads` is the number of compute threads per rank; by
-    default one for each core of a rank's share, which is on one NUMA node if it can be. Ranks are
-    bound to their shares where the cores go round evenly, unless `bind` is false. If a rank fails
-    the others are stopped, and `RuntimeError` tells which failed first and why. Ctrl-C is a
+    __name__ == "__main__"``, as always with `multiprocessing`. Each rank has torchrun's variables,
+    so `weft.init()` makes a world of them. `threads` is the number of compute threads per rank; by
+    default one for each core of a rank's share, which is on one NUMA node if possible. Ranks are
+    bound to their shares if the cores divide evenly, unless `bind` is false. If a rank fails the
+    others are stopped, and `RuntimeError` names the first failed rank and its error. Ctrl-C is a
     `KeyboardInterrupt` once all have stopped.
     """
     if ranks < 1:
         raise ValueError(f"at least one rank is needed; got {ranks}")
-    if getattr(
-        multiprocessing.current_process(), "_inheriting", False
-    ):  # a rank imports the script that launches it
+    # a rank imports the script that launches it
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
         print(
-            'weft.launch: put what the script does under  if __name__ == "__main__":',
+            'weft.launch: put the main part of the script under  if __name__ == "__main__":',
             file=sys.stderr,
         )
         raise SystemExit(1)
@@ -79,13 +78,13 @@ def launch(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Say nothing of how ranks are started and stopped: what is raised at the end says it all."""
+    """Silence torch's launcher: the exception at the end has all there is to report."""
     names = [
         name
         for name in logging.root.manager.loggerDict
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing"))
     ]
-    levels = {log: log.level for log in map(logging.getLogger, names)}  # each has one of its own
+    levels = {log: log.level for log in map(logging.getLogger, names)}
     for log in levels:
         log.setLevel(logging.CRITICAL)
     try:
@@ -96,9 +95,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _first(error: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """The rank that failed by itself, or the first of several: others were stopped, or tell that
-    they lost a peer.
-    """
+    """The first rank that failed by itself: others were stopped, or report a lost peer."""
 
     def blame(failed: tuple[int, ProcessFailure]) -> tuple[bool, bool, int]:
         failure = failed[1]
@@ -112,12 +109,12 @@ def _first(error: ChildFailedError) -> tuple[int, ProcessFailure]:
 
 
 def _message(failure: ProcessFailure) -> str:
-    """The rank's exception, if it could leave one."""
+    """The rank's exception, or "" if it recorded none."""
     return str(failure.message["message"]) if isinstance(failure.message, dict) else ""
 
 
 def _callstack(failure: ProcessFailure) -> str:
-    """Where that was raised."""
+    """The rank's traceback, or "" if it recorded none."""
     return (
         f"\n{failure.message.get('extraInfo', {}).get('py_callstack', '')}"
         if isinstance(failure.message, dict)
@@ -126,7 +123,7 @@ def _callstack(failure: ProcessFailure) -> str:
 
 
 def _how(failure: ProcessFailure) -> str:
-    """What became of a rank."""
+    """A phrase for how a rank ended."""
     if failure.exitcode < 0:
         return f"was ended by {signal.Signals(-failure.exitcode).name}"
     return (
@@ -137,12 +134,10 @@ def _how(failure: ProcessFailure) -> str:
 
 
 def _rank(threads: int, bind: bool, fn: Callable[..., Any], *args: Any) -> Any:
-    """What a launched process runs: `fn` with its share of threads, and a report of what went
-    wrong.
-    """
+    """Run `fn` in a launched process with its share of threads, and record its exception."""
     if bind:
         placement.bind(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), threads)
-    os.environ[placement.OFF] = "0"  # `weft.init` need not do it
+    os.environ[placement.OFF] = "0"  # `weft.init` must not bind again
     torch.set_num_threads(threads)
     return record(fn)(*args)
 
@@ -164,17 +159,17 @@ def run(
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
     try:
         with _quiet():
-            asked = [
+            command = [
                 "--standalone",
                 f"--nproc-per-node={ranks}",
                 *(["--module"] if module else []),
                 script,
                 *arguments,
             ]
-            torchrun.run(torchrun.parse_args(asked))
+            torchrun.run(torchrun.parse_args(command))
     except ChildFailedError as error:
         rank, failure = _first(error)
-        how = _how(failure).partition("\n")[0]  # the rank has said the rest
+        how = _how(failure).partition("\n")[0]  # the rank has printed the rest
         print(
             f"weft run: the first that failed: rank {rank} (pid {failure.pid}) {how}",
             file=sys.stderr,

@@ -337,7 +337,7 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def addresses() -> dict[str, str]:
-    """The address of each interface: that of IPv4, else an IPv6 one that is valid beyond its link."""
+    """The address of each interface: of IPv4, else of IPv6 that is valid beyond its link."""
     found = {}
     for digits, _, _, scope, _, name in map(
         str.split, read_text(Path("/proc/net/if_inet6")).splitlines()

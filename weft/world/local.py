@@ -1,11 +1,10 @@
-"""A world inside one process: every rank is a thread. For notebooks, for several ranks on one GPU,
-and for trying things out.
+"""Worlds inside one process, each rank a thread: for notebooks, experiments, and several ranks on
+one GPU.
 
     with weft.local_world(2) as local:
         parts = local.run(lambda: weft.all_gather(torch.randn(4)))
 
-Ranks are what they are between processes: they share nothing but symmetric memory, and fail as
-others do.
+Ranks behave as in separate processes: they share only symmetric memory, and fail alone.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from weft.world.rendezvous import RankInfo, host_identity
 from weft.world.world import World, default_here
 
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-_STREAMS = 3  # of a rank on a GPU: its lanes, and the one it is called on
+_STREAMS = 3  # of a rank on a GPU: two lanes, and the caller's
 
 
 class LocalWorld:
@@ -69,11 +68,9 @@ class LocalWorld:
             )
             world.maker = "weft.local_world(...)"
             default_here(world)
-            if (
-                device.type == "cuda"
-                # gradients on a thread of each rank's own: they would share one, and wait for each
-                # other
-            ):
+            if device.type == "cuda":
+                # each rank computes gradients on its own thread; on a shared one ranks would wait
+                # for each other
                 torch.autograd.set_multithreading_enabled(False)
             return world
 
@@ -86,11 +83,11 @@ class LocalWorld:
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``fn(*args)`` on every rank and return the results in rank order.
 
-        A rank's world is the default of what `fn` calls, and what `weft.init()` returns. An
+        In `fn` a rank's world is the default of all operators, and the result of `weft.init()`. An
         exception on any rank closes the world on all, and is raised here once all have stopped:
-        that of the rank that failed by itself. Threads keep what they have from call to call; on a
-        GPU each works on a stream of its own, and the device is done when this returns. After
-        `close` it is a `WeftError`.
+        that of the rank that failed first. Thread-local state persists between calls; on a GPU each
+        rank has a stream of its own, and all streams are synchronized on return. Raises `WeftError`
+        after `close`.
         """
 
         if self.closed:
@@ -118,7 +115,7 @@ class LocalWorld:
         for world, thread in zip(self.worlds, self.threads, strict=True):
             thread.submit(world.close).result()
             thread.shutdown()
-            world.engine = None  # and with it the memory that its programs know
+            world.engine = None  # its programs keep memory
         torch.set_num_threads(self.before)
 
     def __enter__(self) -> LocalWorld:
@@ -149,14 +146,13 @@ def local_world(
     """Make a world of `ranks` ranks that are threads of this process and share `device`: the CPU,
     or one GPU.
 
-    On a GPU the ranks' work runs at the same time on streams of their own, and what waits on the
-    device leaves room for what it waits for: kernels that wait are refused grids that could fill
-    the GPU. `timeout` is in seconds and bounds every wait. With `streams` plans run on a CPU as on
-    a GPU, each lane on a thread: slower, to see what a GPU would do. `products` is that of
-    `weft.init`; with ``triton`` a CPU has streams.
+    On a GPU the ranks run concurrently on streams of their own; kernels that wait are refused grids
+    that could fill the GPU, so that the kernels they wait for can run. `timeout` is in seconds and
+    bounds every wait. With `streams` plans run on a CPU as on a GPU, each lane on a thread: slower.
+    `products` is that of `weft.init`; with ``triton`` a CPU has streams.
 
-    Raises `ValueError` for fewer than one rank, or more than a GPU can run streams for at once;
-    `WeftError` where there is no GPU, or no Triton for products by it.
+    Raises `ValueError` for fewer than one rank, or more than a GPU has concurrent streams for;
+    `WeftError` without a GPU, or without Triton for its products.
     """
     if ranks < 1:
         raise ValueError(f"at least one rank is needed; got {ranks}")
@@ -174,20 +170,19 @@ def local_world(
 
 
 def _check_queues(ranks: int) -> None:
-    """Streams that share a hardware queue wait for each other: a wait must not stand before what it
-    waits for.
+    """Raise `ValueError` unless each stream gets a hardware queue of its own: streams that share
+    one wait for each other, and would deadlock.
     """
     if not torch.cuda.is_initialized():
         os.environ.setdefault(_QUEUES, "32")
-        os.environ.setdefault(
-            "CUDA_MODULE_LOADING", "EAGER"
-        )  # loading at first use may wait for kernels that wait for this rank
+        # lazy loading may wait for kernels that wait for this rank
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     queues = int(os.environ.get(_QUEUES, "8"))
     if ranks * _STREAMS > queues:
         raise ValueError(
-            f"{ranks} ranks need {ranks * _STREAMS} streams that run at once, and there are "
-            f"{queues}: use at most "
-            f"{queues // _STREAMS} ranks, or set {_QUEUES} (at most 32) before CUDA is first used"
+            f"{ranks} ranks need {ranks * _STREAMS} concurrent streams, and there are {queues}: "
+            f"use at most {queues // _STREAMS} ranks, or set {_QUEUES} (at most 32) before CUDA is "
+            "first used"
         )
 
 

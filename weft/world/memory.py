@@ -1,7 +1,7 @@
-"""Symmetric memory: tensors whose memory every peer on the host has mapped.
+"""Symmetric memory: tensors in memory that every rank of the host has mapped.
 
 An allocation is an anonymous memory file per rank, passed over the Unix sockets of the world. It
-has no name, so nothing is left behind whatever dies, and it lives until the last tensor over it, on
+has no name, so a dead process leaves nothing behind, and it lives until the last tensor in it, on
 any rank, is gone.
 """
 
@@ -24,8 +24,7 @@ from weft.world.topology import read_text
 
 
 class DeviceSegment:
-    """One symmetric allocation on a device as a rank sees it: all ranks' parts of `size` bytes, as
-    tensors.
+    """A symmetric allocation on a device: all ranks' parts of `size` bytes, as tensors.
 
     `world` is the number of its world in this process, `number` that of the call that made it. On
     the host, native code has its own `Segment`, with every part mapped.
@@ -36,48 +35,42 @@ class DeviceSegment:
         self.size = parts[0].numel()
 
     def base(self, rank: int) -> int:
-        """Where the rank's part begins."""
+        """The address of a rank's part."""
         return self.parts[rank].data_ptr()
 
     def bases(self, offset: int) -> list[int]:
-        """Where byte `offset` of each rank's part is."""
+        """The address of byte `offset` of each rank's part."""
         return [part.data_ptr() + offset for part in self.parts]
 
     def bytes(self, rank: int) -> torch.Tensor:
-        """The rank's part."""
+        """A rank's part."""
         return self.parts[rank]
 
 
 Segment = _native.Segment | DeviceSegment
 Matrix = tuple[int, int, int, int]
-"""Its rows and columns, the bytes from one row to the next, and its address."""
+"""Rows and columns of a matrix, the bytes from one row to the next, and its address."""
 
-segments: WeakValueDictionary[int, Segment] = (
-    WeakValueDictionary()
-)  # by the address of this rank's part
-
+segments: WeakValueDictionary[int, Segment] = WeakValueDictionary()
+"""All segments of this process, by the address of its own part."""
 
 LOOK = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-"""How native code can look at a tensor; torch 2.9 does not offer it."""
+"""The interface by which native code reads a tensor's metadata; None in torch 2.9."""
 
 _native.look_by(PLAIN, LOOK)
 
 layouts = _native.layouts
-"""How plain tensors lie, but not where: dtypes, shapes and strides. None if that of one on a CPU
-cannot be told.
-"""
+"""Layouts of plain CPU tensors (dtypes, shapes, strides); None if any is not one."""
 
 symmetric_world = _native.lies
-"""The number of the world in whose symmetric memory the contiguous elements of a plain tensor lie,
-0 if in none's.
-
-None for what is no such tensor, or not in this process's memory.
+"""The number of the world that owns the memory of a plain contiguous tensor, 0 if it is ordinary
+memory; None for any other tensor, or one that is not on a CPU.
 """
 
 
 def find(tensor: torch.Tensor) -> Segment | None:
-    """The segment that a tensor lies in, if it lies in symmetric memory of any world; also as a
-    view made by another library.
+    """The segment of a tensor in symmetric memory of any world, also of a view made by another
+    library; None for other tensors.
     """
     if not (tensor.is_cpu or tensor.is_cuda):
         return None
@@ -86,7 +79,7 @@ def find(tensor: torch.Tensor) -> Segment | None:
 
 
 def offset(tensor: torch.Tensor, segment: Segment, rank: int) -> int:
-    """How many bytes behind the beginning of the rank's part of its segment a tensor begins."""
+    """The offset in bytes of a tensor in the rank's part of its segment."""
     return (
         tensor.untyped_storage().data_ptr()
         + int(tensor.storage_offset()) * tensor.itemsize
@@ -97,14 +90,12 @@ def offset(tensor: torch.Tensor, segment: Segment, rank: int) -> int:
 def allocate(
     world: Peers, shape: Sequence[int], dtype: torch.dtype, call: str | None = None
 ) -> torch.Tensor:
-    """A tensor in a new segment, see `World.empty`; `call` is what errors say that ranks called."""
+    """A tensor in a new segment, see `World.empty`; `call` is the name of the call in errors."""
     size = math.prod(shape) * dtype.itemsize
     call = call or f"empty({tuple(shape)}, {dtype_name(dtype)})"
     compiled = _native.Compiled(call, 0, [], world.ranks)
     world.executor.begin(compiled, world.timeout)
-    parts: list[Any] = [
-        None
-    ] * world.ranks  # None for those whose memory cannot be mapped, on other hosts
+    parts: list[Any] = [None] * world.ranks  # None for ranks on other hosts
     failures, file = dict[int, str](), None
     try:
         _check_available(size, sum(map(world.same_host, range(world.ranks))))
@@ -129,7 +120,7 @@ def allocate(
 def exchange(
     world: Peers, compiled: _native.Compiled, call: str, note: str, file: _native.File | None = None
 ) -> Iterator[tuple[int, str, _native.File | None]]:
-    """Send every peer a note, with a file if there is one, and give ``(peer, note, file)`` of each;
+    """Send every peer a note and a file, if there is one, and yield ``(peer, note, file)`` of each;
     all ranks make this `call`.
     """
     for peer in world.others:
@@ -156,25 +147,25 @@ def exchange(
 
 
 def numbers(segment: Segment, rank: int, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
-    """A rank's part of a segment from byte `offset` on, as numbers of a dtype."""
+    """A rank's part of a segment from byte `offset` on, as elements of a dtype."""
     return segment.bytes(rank)[
         offset : offset + (segment.size - offset) // dtype.itemsize * dtype.itemsize
     ].view(dtype)
 
 
-def matrix(whole: torch.Tensor, where: Matrix) -> torch.Tensor:
-    """A matrix within the numbers of a part of a segment."""
+def matrix(elements: torch.Tensor, where: Matrix) -> torch.Tensor:
+    """A matrix within the elements of a part of a segment."""
     rows, columns, stride, address = where
-    return whole.as_strided(
+    return elements.as_strided(
         (rows, columns),
-        (stride // whole.itemsize, 1),
-        (address - whole.data_ptr()) // whole.itemsize,
+        (stride // elements.itemsize, 1),
+        (address - elements.data_ptr()) // elements.itemsize,
     )
 
 
 def _check_available(size: int, ranks: int) -> None:
-    """Raise `OSError` rather than have the kernel kill someone for memory that is not there for all
-    `ranks` of this host.
+    """Raise `OSError` unless there is memory for all `ranks` of this host: later the kernel would
+    kill a process for it.
     """
     available = max(
         min(_available(Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))), 0
@@ -185,8 +176,8 @@ def _check_available(size: int, ranks: int) -> None:
 
 
 def _available(meminfo: Path, groups: Path, folder: Path) -> Iterator[int]:
-    """The bytes that may be taken: of this host, and of each control group that this process is in,
-    of either version.
+    """The available bytes of this host, and of each control group of this process, of either
+    version.
     """
     yield next(
         int(line.split()[1]) * 1024

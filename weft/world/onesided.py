@@ -1,18 +1,17 @@
-"""One-sided calls: data and signals that go to a peer, or come from it, without the peer taking
-part.
+"""One-sided calls: data and signals to or from a peer that does not take part.
 
 The order that they guarantee, with an example for each pattern, is in docs/memory-model.md. In
 short:
 
 - A `put` or `get` is complete when it returns; a `put_async` or `get_async` once its `Transfer`
-  says so.
-- A notify publishes: whoever sees it (`wait`, `test`, or a look at the counter) sees all that its
-  thread had put before.
-- Nothing else is ordered. In particular a put tells the peer nothing, and a notify does not wait
+  is done.
+- A notify publishes: a thread that sees it (`wait`, `test`, or a read of the counter) sees all that
+  the notifying thread had put before.
+- Nothing else is ordered. In particular a put does not notify the peer, and a notify does not wait
   for asynchronous transfers.
 
-They may be made from any thread, any number at a time. All of them raise `WeftError` if the world
-is closed and `PeerLost` if a peer has died or failed, which closes the world; bad arguments are
+One-sided calls are thread-safe and run concurrently. All of them raise `WeftError` if the world is
+closed and `PeerLost` if a peer has died or failed, which closes the world; bad arguments are
 `ValueError` or `TypeError`, raised before anything is moved.
 """
 
@@ -39,45 +38,44 @@ _COMPARISONS = {
     "<": _native.Compare.less,
     "<=": _native.Compare.less_equal,
 }
-_FOREVER = 1e9  # seconds; what a clock of 64 bits in nanoseconds can count to without care
+_FOREVER = 1e9  # seconds; nanoseconds in 64 bits must not overflow
 
 
 class _Copy(NamedTuple):
-    """A copy that was asked for; its words are made only where they are needed."""
+    """A description of a copy, formatted only for errors."""
 
     put: bool
     peer: int
     size: int  # bytes
 
     def __str__(self) -> str:
-        return f"{'put' if self.put else 'get'} of {self.size:,} bytes {'to' if self.put else 'from'} rank {self.peer}"
+        name, direction = ("put", "to") if self.put else ("get", "from")
+        return f"{name} of {self.size:,} bytes {direction} rank {self.peer}"
 
 
 class Transfer:
-    """An asynchronous put or get under way; made by `put_async` and `get_async`.
+    """An asynchronous put or get; made by `put_async` and `get_async`.
 
-    Transfers run on a thread of the world beside the caller's, one after the other in the order in
-    which they were begun, so a later one to the same peer sees what an earlier one did, and ends
-    after it. Dropping a transfer does not end it, and its tensors live until it is over.
-    `World.close` completes what is under way.
+    Transfers run on a background thread of the world, one after the other in the order of the
+    calls, so a later one to the same peer sees the data of an earlier one, and ends after it.
+    Dropping a transfer does not end it, and its tensors live until it is done. `World.close`
+    completes outstanding transfers.
     """
 
     def __init__(self, world: World, number: int, what: object) -> None:
         self._world, self._number, self._what = world, number, what
 
     def done(self) -> bool:
-        """Whether the transfer is over. False at first, then True for ever; what it moved may be
-        used once this is True.
-        """
+        """Whether the transfer is done, so that its source and destination may be used."""
         return self._world.transfers.done(self._number)
 
     def wait(self, timeout: float | None = None) -> None:
         """Return once the transfer is complete: a put's data is at the peer, a get's is here, and
         its source may be used again.
 
-        `timeout` is in seconds, the world's by default. Raises `PeerTimeout` after that, which
-        harms neither the transfer nor the world, so one may wait again; and `PeerLost` if a peer
-        had failed before its turn came, so that it was not made.
+        `timeout` is in seconds, the world's by default. Raises `PeerTimeout` after that, without
+        effect on transfer and world, so the caller may wait again; and `PeerLost` if a peer had
+        failed before the transfer started, so that nothing was moved.
         """
         self._world.check_process()
         seconds = _seconds(timeout, self._world)
@@ -103,10 +101,10 @@ def put(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> N
     element twice, as an expanded tensor does, nor may its dimensions interleave. Both are plain:
     `torch.Tensor` or `torch.nn.Parameter` itself, strided, no conjugate or negative view. `peer`
     may be this rank itself. If `src` and the target overlap, all is read before anything is
-    written. Autograd does not take part.
+    written. Autograd does not record it.
 
-    The peer learns nothing of it: tell it by `notify` or `put_notify`. `world` is the tensor's own;
-    one that is given is checked. Raises `ValueError` (not symmetric, of another world, no such
+    The peer is not notified: use `notify` or `put_notify`. The world is the tensor's own; `world`,
+    if given, is checked against it. Raises `ValueError` (not symmetric, of another world, invalid
     peer, shapes differ, not plain), `TypeError` (dtypes differ, a subclass), `PeerLost`.
     """
     _copy(dst, src, peer, world, True)
@@ -116,25 +114,24 @@ def get(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> N
     """Copy `peer`'s counterpart of `src` to `dst`; when it returns the data is in `dst`.
 
     `src` is this rank's part of a symmetric tensor or any view of it, `dst` any CPU tensor of that
-    dtype and shape; all else, and errors, are as in `put`. What is read is only certain if the peer
-    has said that it is there, and does not write it meanwhile.
+    dtype and shape; all else, and errors, are as in `put`. The data is defined only if the peer has
+    notified this rank that it is written, and does not write it meanwhile.
     """
     _copy(src, dst, peer, world, False)
 
 
 def put_async(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> Transfer:
-    """Begin a `put`, with its arguments and errors, and return at once; `src` must stay as it is
-    until the `Transfer` is over.
+    """Begin a `put`, with its arguments and errors, and return at once; `src` must not change until
+    the `Transfer` is done.
 
-    A world has 1024 transfers under way at most; while it has, this call holds its thread until one
-    ends.
+    A world has at most 1024 outstanding transfers; with more, this call blocks until one ends.
     """
     return _begin(dst, src, peer, world, True)
 
 
 def get_async(dst: Tensor, src: Tensor, peer: int, *, world: World | None = None) -> Transfer:
-    """Begin a `get` as `put_async` begins a put; `dst` holds nothing certain until the returned
-    `Transfer` is over.
+    """Begin a `get` as `put_async` begins a put; `dst` is undefined until the returned `Transfer`
+    is done.
     """
     return _begin(src, dst, peer, world, False)
 
@@ -148,8 +145,8 @@ def put_notify(
     op: str = "add",
     value: int = 1,
 ) -> None:
-    """`put`, then `notify` the same peer: who sees the counter sees the data. Everything is checked
-    before anything is moved.
+    """`put`, then `notify` the same peer: a thread that sees the counter sees the data. Arguments
+    are checked before anything is moved.
     """
     own, copy = _prepared(dst, src, peer, signals.world, True)
     raising = _notification(signals, index, peer, op, value)
@@ -164,11 +161,10 @@ def notify(
     """Raise counter `index` of `peer`, or each of a slice, after everything this thread has put or
     written is visible there.
 
-    `op` is ``"add"``, which no other notify can lose, or ``"set"``, for a counter with one writer.
-    `value` is from 0 to 2**64 - 1. Counters never wrap in right use: sums that reach 2**64 begin
-    again at zero and are the caller's error. `peer` may be this rank. Asynchronous transfers are
-    not published unless they were over before. Raises `ValueError` (no such peer, counter, op or
-    value).
+    `op` is ``"add"``, an atomic addition, or ``"set"``, for a counter with one writer. `value` is
+    from 0 to 2**64 - 1. Counters must not overflow: sums of 2**64 wrap to zero. `peer` may be this
+    rank. Asynchronous transfers are published only if they were done before. Raises `ValueError`
+    for an invalid peer, counter, op or value.
     """
     if not _notification(signals, index, peer, op, value)():
         raise signals.world.failure(f"to notify rank {peer}")
@@ -177,18 +173,19 @@ def notify(
 def wait(
     signals: Signals, index: int | slice, cmp: str, value: int, timeout: float | None = None
 ) -> None:
-    """Hold until this rank's counter `index` compares to `value` as `cmp` says, or every one of a
-    slice does.
+    """Block until this rank's counter `index` satisfies ``counter <cmp> value``, or every counter
+    of a slice does.
 
     `cmp` is one of ``== != > >= < <=``, `value` from 0 to 2**64 - 1. A slice is satisfied when one
-    look over its counters, one after the other, finds each satisfied; counters that only grow,
-    awaited with ``>=`` or ``>``, then all are at once. On return all is visible that was put before
-    the notifies that were seen. Prefer ``>=`` to ``==``, which a counter may pass unseen.
+    pass over its counters, one after the other, finds each satisfied; counters that only grow,
+    compared with ``>=`` or ``>``, are then satisfied at the same time. On return all is visible
+    that was put before the notifies that were seen. Prefer ``>=`` to ``==``, which a counter may
+    skip.
 
-    `timeout` is in seconds, the world's by default; after it `PeerTimeout` names the counter, what
-    was expected and what it holds. The world stays open: nothing on other ranks is out of step, and
-    one may wait again. The same is true of Ctrl-C. Raises `PeerLost` as soon as a peer dies or
-    fails, or when all peers have closed the world, which does close it here.
+    `timeout` is in seconds, the world's by default; after it `PeerTimeout` names the counter, the
+    expected and the actual value. The world stays open, and the caller may wait again; the same
+    holds for Ctrl-C. Raises `PeerLost` as soon as a peer dies or fails, or when all peers have
+    closed the world; either closes it here.
     """
     world = signals.world
     world.check()
@@ -208,10 +205,10 @@ def wait(
 
 
 def test(signals: Signals, index: int | slice, cmp: str, value: int) -> bool:
-    """Whether `wait` with these arguments would return at once; if so, what it says of memory
-    holds.
+    """Whether `wait` with these arguments would return at once; if so, with the same guarantee for
+    memory.
 
-    Raises `PeerLost` if not and a peer has died or failed, so that a loop around it ends.
+    Raises `PeerLost` if not and a peer has died or failed, so that a polling loop ends.
     """
     signals.world.check()
     selection, compare, number = signals.select(index), _comparison(cmp), _value(value)
@@ -243,8 +240,8 @@ def _begin(remote: Tensor, local: Tensor, peer: int, world: World | None, put: b
 def _prepared(
     remote: Tensor, local: Tensor, peer: int, world: Peers | None, put: bool
 ) -> tuple[World, _native.StridedCopy]:
-    """The world of `remote`, and the copy between `peer`'s counterpart of it and `local`; all
-    arguments are checked.
+    """The world of `remote`, and the copy between `peer`'s counterpart of it and `local`, after all
+    checks of arguments.
     """
     rank = peer if type(peer) is int else whole(peer, "peer is the number of a rank")
     found = _native.one_sided(put, remote, local, rank)
@@ -257,7 +254,7 @@ def _prepared(
 
 
 def _refusal(remote: Tensor, local: Tensor, peer: int, put: bool) -> Exception:
-    """What is wrong with the arguments of a copy between `peer`'s counterpart of `remote` and
+    """The error for invalid arguments of a copy between `peer`'s counterpart of `remote` and
     `local`.
     """
     there, here = ("dst", "src") if put else ("src", "dst")
@@ -269,7 +266,8 @@ def _refusal(remote: Tensor, local: Tensor, peer: int, put: bool) -> Exception:
             )
     if (segment := memory.find(remote)) is None:
         return ValueError(
-            f"{there} is not symmetric, so no peer has a counterpart; make it with world.empty(...)"
+            f"{there} is not in symmetric memory, so peers have no counterpart of it; make it with "
+            "world.empty(...)"
         )
     if remote.dtype != local.dtype:
         return TypeError(
@@ -297,7 +295,7 @@ def _refusal(remote: Tensor, local: Tensor, peer: int, put: bool) -> Exception:
 def _notification(
     signals: Signals, index: int | slice, peer: int, op: str, value: int
 ) -> partial[bool]:
-    """A checked notify, to be called."""
+    """A notify with checked arguments, to be called."""
     world = signals.world
     world.check()
     if op not in ("add", "set"):

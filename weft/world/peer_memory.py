@@ -1,10 +1,9 @@
-"""Whether ranks read each other's ordinary tensors through the kernel, where they lie: one copy,
-where staging makes two.
+"""Reading a peer's ordinary tensors directly through the kernel: one copy, where staging makes two.
 
-That pays where tensors lie in huge pages, of which the kernel has few to look up. Linux gives them
-to all large tensors where ``/sys/kernel/mm/transparent_hugepage/enabled`` says ``always``; where it
-says ``madvise``, torch asks for them if ``THP_MEM_ALLOC_ENABLE=1`` is set. ``WEFT_READ_PEERS=0``
-has tensors staged everywhere. Ranks find it out when they make a world.
+It pays for tensors in huge pages, of which the kernel has few to look up. Linux gives these to all
+large tensors if ``/sys/kernel/mm/transparent_hugepage/enabled`` is ``always``; if it is
+``madvise``, torch requests them with ``THP_MEM_ALLOC_ENABLE=1``. ``WEFT_READ_PEERS=0`` has all
+tensors staged. Ranks test whether they can read each other when they make a world.
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ from typing import NamedTuple
 import weft._native as _native
 
 LEAST_BYTES = 2 << 20
-"""What is smaller does not lie in a huge page."""
+"""Size of the smallest tensors that are read directly, that of a huge page."""
 
 _ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_NUMBER = (
-    ctypes.c_uint64()
-)  # for peers to read: at random, so that no other process of any container has the same
+_NUMBER = ctypes.c_uint64()  # for peers to read: random, so different in every process
 
 
 def _draw() -> None:
@@ -36,7 +33,7 @@ os.register_at_fork(after_in_child=_draw)
 
 
 def huge_pages() -> bool:
-    """Whether large tensors of this process lie in huge pages, as far as the kernel has some."""
+    """Whether large tensors of this process are in huge pages, as far as the kernel has some."""
     if os.environ.get("WEFT_READ_PEERS") == "0":
         return False
     try:
@@ -49,8 +46,8 @@ def huge_pages() -> bool:
 
 
 class Probe(NamedTuple):
-    """A process's number, and where peers find it in its memory; 0 if reading its tensors there
-    would not pay.
+    """A random number of a process, and its address for peers to read; address 0 if reading tensors
+    of the process would not pay.
     """
 
     number: int = 0
@@ -58,19 +55,19 @@ class Probe(NamedTuple):
 
 
 def probe() -> Probe:
-    """This process's."""
+    """The probe of this process."""
     return Probe(_NUMBER.value, ctypes.addressof(_NUMBER) if huge_pages() else 0)
 
 
 def refusal(pids: Sequence[int], probes: Sequence[Probe]) -> str:
-    """Why this process stages its tensors instead of reading those of others, or nothing."""
+    """The reason why this process stages tensors instead of reading its peers' memory, or ""."""
     for rank, probe in enumerate(probes):
         if not probe.address:
-            return f"tensors of rank {rank} lie in small pages"
+            return f"tensors of rank {rank} are in small pages"
     for pid, (number, address) in zip(pids, probes, strict=True):
         try:
             if _native.read_number(pid, address) != number:
-                return f"process {pid} is another one here than where it runs"
+                return f"process {pid} is in another process namespace"
         except OSError as error:
             return f"process {pid} cannot be read: {error.strerror}"
     return ""

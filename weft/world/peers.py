@@ -217,7 +217,10 @@ class Peers:
         phrase `why`; closes the world.
         """
         seconds = timeout or self.timeout
-        advice = f"py-spy dump --pid {self.pids[late]} shows where it is; if it needs longer, give a larger timeout="
+        advice = (
+            f"py-spy dump --pid {self.pids[late]} shows where it is; if it needs longer, give a "
+            "larger timeout="
+        )
         return self.fail(
             PeerTimeout(
                 f"rank {self.rank} waited {seconds:g} s {doing}: {self.name_of(late)} {why}; "
@@ -270,7 +273,7 @@ class Peers:
 
 
 def attach(peers: Peers, peer: int, file: _native.File | None, size: int, doing: str) -> Any:
-    """A peer's part of a segment, mapped from the file that it sent; failure closes the world, since
+    """A peer's part of a segment, mapped from the file that it sent; failure closes the world, as
     peers continue.
     """
     try:
@@ -334,7 +337,7 @@ def _all_cores(infos: Sequence[RankInfo]) -> int:
 def groups(infos: Sequence[RankInfo]) -> Levels:
     """The group of each rank at every level, innermost first: cache, NUMA node, package, host.
 
-    It has as many levels as the locality of every rank has: ranks that are not bound to cores are
+    Its depth is that of the shortest locality of a rank: ranks that are not bound to cores are
     grouped by host alone.
     """
     depth = min(len(info.locality) for info in infos)

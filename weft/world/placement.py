@@ -1,5 +1,5 @@
-"""Ranks are bound to cores of their own, before they touch memory: it then lies on their node, and
-no two wait for one core.
+"""Binding of ranks to cores of their own, before they allocate memory, which is then on their NUMA
+node.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from weft.schedules.thresholds import Thresholds
 from weft.world import topology
 from weft.world.topology import Topology
 
-OFF = "WEFT_BIND"  # the variable that keeps ranks where the kernel puts them, if it is 0
+OFF = "WEFT_BIND"  # the variable that disables binding if it is 0
 
 
 @lru_cache(1)
 def host_topology() -> Topology:
-    """This host's cores."""
+    """The topology of this host's cores."""
     return topology.read(groups=topology.read_text(Path("/proc/self/cgroup")))
 
 
@@ -49,13 +49,13 @@ def thresholds() -> Thresholds:
 
 
 def threads_per_rank(ranks: int) -> int:
-    """Compute threads that each of `ranks` local ranks gets: one for each core of its share."""
+    """Compute threads for each of `ranks` local ranks: one for each core of its share."""
     return topology.threads_for(host_topology(), os.sched_getaffinity(0), ranks)
 
 
 def bind(rank: int, ranks: int, threads: int) -> None:
-    """Bind this process to the share of local rank `rank`, if `ranks` ranks with `threads` threads
-    each go round.
+    """Bind this process to the share of local rank `rank`, if the cores divide evenly among `ranks`
+    ranks with `threads` threads each.
     """
     shares = topology.assign(host_topology(), os.sched_getaffinity(0), ranks, threads)
     if shares is not None:
@@ -70,8 +70,8 @@ def bind_threads(cores: Iterable[int]) -> None:
 
 
 def bind_as_launched() -> None:
-    """Bind this process as the rank that its launcher made it, unless the launcher bound it, it is
-    alone, or it must not be.
+    """Bind this process to its rank's share, unless its launcher bound it, it is the only rank, or
+    WEFT_BIND is 0.
     """
     ranks, rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", -1))
     if os.environ.get(OFF) == "0" or ranks < 2 or not 0 <= rank < ranks:

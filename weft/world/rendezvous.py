@@ -296,7 +296,7 @@ def _job_of_launcher(environment: Mapping[str, str], mpich: bool) -> str:
 
 
 def job() -> str:
-    """The name of this process's job, equal on all its ranks; empty if the launcher gave it none."""
+    """The name of this process's job, equal on all its ranks; empty if the launcher gave none."""
     return os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get(_JOB, "")
 
 

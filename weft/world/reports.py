@@ -1,6 +1,6 @@
-"""What a rank that ``weft run`` started says when an exception ends it: without a traceback a
-peer's fault, or Ctrl-C; an error of weft's with the user's part of it, and all of it at level DEBUG
-of the logger ``weft``.
+"""Reports of uncaught exceptions in ranks that ``weft run`` started: no traceback for the fault of
+a peer or Ctrl-C, the user's part of it for an error of weft's, and all of it at level DEBUG of the
+logger ``weft``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ON = "WEFT_REPORTS"
 
 
 def report_as_launched() -> None:
-    """Report exceptions from now on as `weft run` wants them, if that started this rank."""
+    """Install the report of uncaught exceptions, if `weft run` started this rank."""
     if os.environ.get(ON) == "1":
         sys.excepthook = _reporting(sys.excepthook)
 
@@ -27,8 +27,8 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 def _reporting(before: Hook) -> Hook:
-    """A hook that prints an exception, in the way of `before` if it is this rank's own, and leaves
-    it to the launcher.
+    """A hook that prints an exception, by the hook `before` if it is this rank's own, and records
+    it for the launcher.
     """
 
     def report(
@@ -36,7 +36,7 @@ def _reporting(before: Hook) -> Hook:
     ) -> None:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        if isinstance(error, PeerLost | KeyboardInterrupt) or _told_by_peer(error):
+        if isinstance(error, PeerLost | KeyboardInterrupt) or _reported_by_peer(error):
             print(f"{kind.__name__}: {error}".removesuffix(": "), file=sys.stderr)
         else:
             if isinstance(error, WeftError) and not logging.getLogger("weft").isEnabledFor(
@@ -50,15 +50,15 @@ def _reporting(before: Hook) -> Hook:
     return report
 
 
-def _told_by_peer(error: BaseException) -> bool:
-    """Whether a peer tells the same, with this rank's call."""
+def _reported_by_peer(error: BaseException) -> bool:
+    """Whether a peer reports the same error, with this rank's call."""
     return isinstance(error, MismatchError) and os.environ.get("RANK", "") in [
         str(rank) for rank in error.ranks[1:]
     ]
 
 
 def _of_the_user(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback up to where it enters weft."""
+    """The part of a traceback before it enters weft."""
     if trace is None or str(trace.tb_frame.f_globals.get("__name__")).startswith("weft."):
         return None
     return TracebackType(

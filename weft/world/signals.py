@@ -1,8 +1,7 @@
-"""Signals for one-sided calls: a row of counters on every rank, by which ranks tell each other what
-is done.
+"""Signals for one-sided calls: an array of counters on every rank that peers raise.
 
-How they order memory is in docs/memory-model.md; the calls that raise and await them are in
-`weft.world.onesided`.
+Their memory order is in docs/memory-model.md; `weft.world.onesided` has the calls that raise them
+and wait for them.
 """
 
 from __future__ import annotations
@@ -15,14 +14,12 @@ import weft._native as _native
 from weft.world import memory
 from weft.world.peers import Peers
 
-COUNTER_BYTES = (
-    64  # a cache line each, so that those who raise neighbouring counters do not disturb each other
-)
+COUNTER_BYTES = 64  # a cache line each, against false sharing
 LARGEST = 2**64 - 1
 
 
 def whole(number: object, what: str) -> int:
-    """A whole number; `TypeError` that says `what` it should have been."""
+    """A whole number. Raises `TypeError` with the text `what` for anything else."""
     try:
         return operator.index(number)  # type: ignore[arg-type]
     except TypeError:
@@ -30,14 +27,14 @@ def whole(number: object, what: str) -> int:
 
 
 class Signals:
-    """Unsigned 64-bit counters, as many on every rank, zero at first. Made by `World.signals`,
+    """Unsigned 64-bit counters, equally many on every rank, zero at first. Made by `World.signals`,
     collectively.
 
-    ``len(signals)`` is their number; ``signals[i]`` is what this rank's counter i holds now,
-    ``signals[i:j]`` a list of such. Looking at a counter acquires: what was put before the notify
-    that is seen is there.
+    ``len(signals)`` is their number; ``signals[i]`` is the value of this rank's counter i,
+    ``signals[i:j]`` a list of values. A read acquires: data put before a notify that is seen is
+    visible.
 
-    Attributes: `world`, and `name`, by which errors call them.
+    Attributes: `world`, and `name`, used in errors.
     """
 
     def __init__(self, world: Peers, count: int, name: str) -> None:
@@ -60,8 +57,8 @@ class Signals:
         return f"Signals({self.name!r}, {self._count} on each of {self.world.ranks} ranks)"
 
     def select(self, index: int | slice) -> tuple[int, int, int]:
-        """First, number and step of the counters that `index` means. Raises `ValueError` unless all
-        of them exist.
+        """First, number and step of the counters at `index`. Raises `ValueError` unless all of them
+        exist.
         """
         if not isinstance(index, slice):
             at = whole(index, "an index is a number or a slice")
