@@ -36,8 +36,8 @@ def check_operators(world):
                     world.name,
                 ),
             )
-            torch.library.opcheck(scatter, (a, b, bias, *Options(dim, "avg"), world.name))
-        torch.library.opcheck(reduce, (a, b, bias, *Options(), world.name))
+            torch.library.opcheck(scatter, (a, [b], [bias], *Options(dim, "avg"), world.name))
+        torch.library.opcheck(reduce, (a, [b], [bias], *Options(), world.name))
         torch.library.opcheck(torch.ops.weft.product.default, (a[0], b))
     half = torch.ones(4, 6, dtype=torch.bfloat16), [torch.ones(6, 8, dtype=torch.bfloat16)]
     torch.library.opcheck(gather, (*half, [], *Options(out_dtype=torch.float32), world.name))

@@ -30,6 +30,7 @@ from weft.measure.timing import Statistics, Stopwatch, session
 from weft.ops import fused
 from weft.ops.autotune import select
 from weft.ops.call import Given, Options, Selection
+from weft.ops.operator import find
 from weft.plan import Copy, Plan
 from weft.plan.binding import bind, split
 from weft.plan.trace import Trace
@@ -152,9 +153,8 @@ class Subject(Views):
             chunk_rows=settings.chunk_rows,
             **self.shares,
         )
-        self.call = fused.check(
-            settings.operator, world, Given(self.a, [self.weight], [None], [self.out]), asked
-        )
+        given = Given(self.a, [self.weight], [None], [self.out])
+        self.call = find(settings.operator).check(world, given, asked)
         self.choice = self.call.rule(settings.algorithm)
         if settings.link_gbps == "auto":
             self.renew(0)

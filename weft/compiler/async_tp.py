@@ -98,11 +98,11 @@ class AsyncTensorParallel(_Pass):  # type: ignore[misc]
             if not _has_world(found.group):
                 self._tell(found.group)
             elif isinstance(found, patterns.Gather):
-                rewrite.put_gather(graph, found)
+                rewrite.insert_gather(graph, found)
             else:
-                rewrite.put_sum(graph, found)
+                rewrite.insert_sum(graph, found)
         rewrite.join_sums(graph)
-        if made := rewrite.put_in_order(graph):
+        if made := rewrite.chain(graph):
             counters["weft"].update(made)
             _log.info(
                 "torch.compile: %s", ", ".join(f"{number} {name}" for name, number in made.items())

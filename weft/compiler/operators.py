@@ -1,19 +1,18 @@
-"""The fused operators by the name of a process group, as compiled graphs have them in the place of
+"""The fused operators by the name of a process group, as compiled graphs have them in place of
 functional collectives.
 
 They are overloads of weft's custom operators, `torch.ops.weft.all_gather_matmul.group` and so on.
-Graphs that name groups, as those of torch do, are alike on all ranks and in the next process, so
+Graphs that name groups, as those of torch do, are equal on all ranks and in the next process, so
 torch may keep them on disk for all of these.
 
-Each gives one more result, an empty tensor, which the next takes as `after`: a compiler orders what
-is independent as it likes, by the sizes of tensors for instance, and so could choose one order here
-and another on the next rank.
+Each gives one more result, an empty tensor, which the next takes as `after`: a compiler orders
+independent nodes freely, by the sizes of tensors for instance, and could choose one order here and
+another on the next rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,30 +21,43 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from weft.errors import WeftError
-from weft.ops import autograd, dims, fused
+from weft.ops import fused, operator
 from weft.ops.call import Given, Options
+from weft.ops.operator import FusedOperator, Recorded
 from weft.process_group import worlds
+from weft.schedules.operators import OPERATORS
 
-assert autograd  # it defines the operators of which these are overloads
 _library = torch.library.Library("weft", "FRAGMENT")
-NAMES: dict[Any, str] = {}
-"""The overloads, each with the name of its operator."""
+_SCHEMA = (
+    "(Tensor a, Tensor[] weights, Tensor?[] biases, str op, SymInt dim, bool keep, SymInt? ranks, "
+    "str group, Tensor? after) -> Tensor[]"
+)
 
 
-def _overload(name: str, takes: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
-    _library.define(
-        f"{name}.group({takes}, str group, Tensor? after) -> Tensor[]",
-        tags=(torch.Tag.pt2_compliant_tag,),
-    )
-    _library.impl(f"{name}.group", partial(run, name), "CPU")
+def _overload(fused_operator: FusedOperator) -> Any:
+    """The overload ``group`` of a custom operator, whose world is that of a process group."""
+    name, fake = fused_operator.name, fused_operator.fake
+    assert fake is not None
+
+    def run(*inputs: Any) -> list[Tensor]:
+        a, weights, biases, op, dim, keep, _, group, _ = inputs
+        given = Given(a, weights, biases, [None] * len(weights))
+        options = Options(dim, op, keep=keep, own_bias=True)
+        return [*_run(fused_operator, group, given, options), a.new_empty(0)]
+
+    def shapes(*inputs: Any) -> list[Tensor]:
+        a, weights, _, op, dim, keep, ranks, *_ = inputs
+        call = Recorded(a, weights, [], Options(dim, op, keep=keep), (0, 0, ranks))
+        return [*fake(call), a.new_empty(0)]
+
+    _library.define(f"{name}.group{_SCHEMA}", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(f"{name}.group", run, "CPU")
     torch.library.register_fake(f"weft::{name}.group", shapes, lib=_library)
-    made = getattr(torch.ops.weft, name).group
-    NAMES[made] = name
-    return made
+    return getattr(torch.ops.weft, name).group
 
 
 def group_of(name: str) -> dist.ProcessGroup | None:
-    """The process group of this name, if it is there."""
+    """The process group of this name, if it exists."""
     resolved: Any = distributed_c10d
     try:
         found: dist.ProcessGroup = resolved._resolve_process_group(name)
@@ -54,7 +66,7 @@ def group_of(name: str) -> dist.ProcessGroup | None:
     return found
 
 
-def _run(operator: str, name: str, given: Given, options: Options) -> Any:
+def _run(fused_operator: FusedOperator, name: str, given: Given, options: Options) -> list[Tensor]:
     group = group_of(name)
     world = None if group is None else worlds.of(group)
     if group is None or world is None:
@@ -64,50 +76,18 @@ def _run(operator: str, name: str, given: Given, options: Options) -> Any:
 
     def call() -> Any:
         with torch.no_grad():  # on whichever thread this is
-            return fused.run(fused.check(operator, world, given, options))
+            return fused.run(fused_operator.check(world, given, options))
 
-    return worlds.in_turn(group, call)
-
-
-def _gather(operator: str, *inputs: Any) -> list[Tensor]:
-    """The results, and the gathered a if it is to be kept."""
-    a, weights, biases, dim, keep, _, group, _ = inputs
-    results, gathered = _run(
-        operator, group, Given(a, weights, biases, [None] * len(weights)), Options(dim, keep=keep)
-    )
-    return [*results, *([gathered] if keep else []), a.new_empty(0)]
+    results: list[Tensor] = worlds.in_turn(group, call)
+    return results
 
 
-def _gather_shapes(*inputs: Any) -> list[Tensor]:
-    a, weights, _, dim, keep, ranks, *_ = inputs
-    whole = dims.resized(a.shape, dim, a.shape[dim] * ranks)
-    return [
-        *(a.new_empty(*whole[:-1], b.shape[1]) for b in weights),
-        *([a.new_empty(whole)] if keep else []),
-        a.new_empty(0),
-    ]
-
-
-def _sum(operator: str, *inputs: Any) -> list[Tensor]:
-    """The sum, to which each rank adds a bias of its own."""
-    a, b, bias, op, dim, _, group, _ = inputs
-    return [
-        _run(operator, group, Given(a, [b], [bias], [None]), Options(dim or 0, op, own_bias=True)),
-        a.new_empty(0),
-    ]
-
-
-def _sum_shapes(*inputs: Any) -> list[Tensor]:
-    a, b, _, _, dim, ranks, *_ = inputs
-    whole = (*a.shape[:-1], b.shape[1])
-    return [
-        a.new_empty(whole if dim is None else dims.resized(whole, dim, whole[dim] // ranks)),
-        a.new_empty(0),
-    ]
-
-
-_GATHERED = "Tensor a, Tensor[] weights, Tensor?[] biases, SymInt dim, bool keep, SymInt ranks"
-_SUMMED = "Tensor a, Tensor b, Tensor? bias, str op, SymInt? dim, SymInt? ranks"
-ALL_GATHER_MATMUL = _overload("all_gather_matmul", _GATHERED, _gather, _gather_shapes)
-MATMUL_REDUCE_SCATTER = _overload("matmul_reduce_scatter", _SUMMED, _sum, _sum_shapes)
-MATMUL_ALL_REDUCE = _overload("matmul_all_reduce", _SUMMED, _sum, _sum_shapes)
+COLLECTIVES: dict[Any, FusedOperator] = {
+    getattr(torch.ops._c10d_functional, found.pattern.collective).default: found
+    for found in map(operator.find, OPERATORS)
+    if found.pattern is not None
+}
+"""The functional collectives of torch, each with the operator that can replace it."""
+OVERLOADS: Mapping[str, Any] = {found.name: _overload(found) for found in COLLECTIVES.values()}
+"""The overloads by the names of their operators."""
+NAMES: Mapping[Any, str] = {overload: name for name, overload in OVERLOADS.items()}

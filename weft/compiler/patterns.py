@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from weft.compiler.operators import COLLECTIVES
 from weft.kernels.weights import DTYPES
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -23,8 +24,7 @@ _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 _RESHAPES = (_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default)
 _SIZE = _aten.sym_size.int
 _SPLITS = (_aten.split.Tensor, _aten.split_with_sizes.default)
-GATHER, _SCATTER = _c10d.all_gather_into_tensor.default, _c10d.reduce_scatter_tensor.default
-_REDUCE, _WAIT = _c10d.all_reduce.default, _c10d.wait_tensor.default
+_WAIT = _c10d.wait_tensor.default
 MOVES = (_WAIT, *_SPLITS, operator.getitem, _aten.slice.Tensor, _aten.cat.default)
 """What comes between an all-gather and what is gathered along any dimension."""
 
@@ -48,6 +48,7 @@ class Gather(NamedTuple):
     that ask for symbolic sizes of the whole. `kept`: it has other uses, too.
     """
 
+    operator: str
     shard: Node
     dim: int
     ranks: int
@@ -66,28 +67,33 @@ class Sum(NamedTuple):
     `nodes`: from the product to the collective, which is the last.
     """
 
+    operator: str
     product: Product
     summed: Node
     op: str
-    dim: int | None
+    dim: int
     ranks: int | None
     group: str
     nodes: Sequence[Node]
 
 
 def found(node: Node) -> Gather | Sum | None:
-    """What there is at this node, if it is a collective that belongs to products."""
-    if (
-        node.target not in (GATHER, _SCATTER, _REDUCE)
-        or group_of(node) is None
-        or len(waits(node)) != 1
-    ):
+    """The collective that this node is, with its products, if a fused operator can replace them."""
+    fused = COLLECTIVES.get(node.target)
+    if fused is None or fused.pattern is None or group_of(node) is None or len(waits(node)) != 1:
         return None
-    return _gather(node) if node.target is GATHER else _sum(node)
+    find = _gather if fused.pattern.product == "after" else _sum
+    return find(node, fused.name)
 
 
-def _gather(node: Node) -> Gather | None:
-    """The all-gather that begins at this node, if what is gathered is multiplied."""
+def is_gather(node: Node) -> bool:
+    """Whether a node is a collective whose result a fused operator multiplies."""
+    fused = COLLECTIVES.get(node.target)
+    return fused is not None and fused.pattern is not None and fused.pattern.product == "after"
+
+
+def _gather(node: Node, name: str) -> Gather | None:
+    """The all-gather that begins at this node, if its result is multiplied."""
     shard, ranks, group = _args(node)
     if value(shard).dim() < 2:
         return None
@@ -103,19 +109,19 @@ def _gather(node: Node) -> Gather | None:
     views, products, others = _uses(whole, {*sizes}, _descendants(node))
     kept = others or len(node.users) > 1
     return (
-        Gather(shard, dim, ranks, group, [*nodes, *views], whole, products, sizes, kept)
+        Gather(name, shard, dim, ranks, group, [*nodes, *views], whole, products, sizes, kept)
         if products
         else None
     )
 
 
-def _sum(node: Node) -> Sum | None:
+def _sum(node: Node, name: str) -> Sum | None:
     """The reduce-scatter or all-reduce that this node is, if what it sums is a product that has no
     other use.
     """
     source, op, *ranks, group = _args(node)
-    nodes, dim = [node], 0 if node.target is _SCATTER else None
-    if dim == 0 and (parts := _parts(source, ranks[0])) is not None and _dim(source) == 0:
+    nodes, dim, scatters = [node], 0, bool(ranks)  # an all-reduce does not say how many ranks
+    if scatters and (parts := _parts(source, ranks[0])) is not None and _dim(source) == 0:
         nodes = [*_between(parts[0], source), source, node]
         source, dim = parts
     summed = source
@@ -131,9 +137,9 @@ def _sum(node: Node) -> Sum | None:
         return None
     if product.added is not None or value(summed).dim() < 2:
         return None
-    if product.bias is not None and dim == value(summed).dim() - 1:
+    if product.bias is not None and scatters and dim == value(summed).dim() - 1:
         return None  # each rank would need its part of all ranks' biases
-    return Sum(product, summed, op, dim, ranks[0] if ranks else None, group, nodes)
+    return Sum(name, product, summed, op, dim, ranks[0] if ranks else None, group, nodes)
 
 
 def group_of(collective: Node) -> str | None:

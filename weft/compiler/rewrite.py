@@ -18,12 +18,9 @@ from torch.fx.node import map_arg
 
 from weft.compiler import operators, patterns
 from weft.compiler.patterns import Gather, Sum, value, waits
+from weft.schedules.operators import OPERATORS
 
 _aten = torch.ops.aten
-_JOINED = (
-    (0, -1),
-    (1, 0),
-)  # the factors among the arguments of an operator, and the dimension of both that is summed over
 _reshape, _cat = _aten.reshape.default, _aten.cat.default
 
 
@@ -34,7 +31,7 @@ def share_gathers(graph: Graph, groups: Callable[[str], bool]) -> None:
     known: dict[str, Node] = {}
     gathered: set[Node] = set()
     for node in list(graph.nodes):
-        name = patterns.group_of(node) if node.target is patterns.GATHER else None
+        name = patterns.group_of(node) if patterns.is_gather(node) else None
         moved = node.target in patterns.MOVES and gathered.issuperset(patterns.tensors_of(node))
         if moved or (name is not None and groups(name)):
             first = known.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
@@ -44,14 +41,15 @@ def share_gathers(graph: Graph, groups: Callable[[str], bool]) -> None:
                 graph.erase_node(node)
 
 
-def put_gather(graph: Graph, found: Gather) -> None:
+def insert_gather(graph: Graph, found: Gather) -> None:
     """One operator that gathers and multiplies, before the first of the products."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     products = sorted(found.products, key=lambda product: places[product.node])
     weights, biases = [product.b for product in products], [product.bias for product in products]
-    options = found.dim, found.kept, found.ranks, found.group, None
+    options = "sum", found.dim, found.kept, found.ranks, found.group, None
+    overload = operators.OVERLOADS[found.operator]
     with graph.inserting_before(products[0].node):
-        made = _call(graph, operators.ALL_GATHER_MATMUL, found.shard, weights, biases, *options)
+        made = _call(graph, overload, found.shard, weights, biases, *options)
         results = [_call(graph, operator.getitem, made, index) for index in range(len(products))]
         for size in found.sizes:
             size.replace_input_with(found.whole, results[0])
@@ -73,7 +71,7 @@ def put_gather(graph: Graph, found: Gather) -> None:
     _erase(graph, {*found.nodes, *(product.node for product in products)})
 
 
-def put_sum(graph: Graph, found: Sum) -> None:
+def insert_sum(graph: Graph, found: Sum) -> None:
     """One operator that multiplies and sums, where the collective is."""
     (product, a, b, bias, _), collective = found.product, found.nodes[-1]
     (wait,) = waits(collective)
@@ -81,10 +79,8 @@ def put_sum(graph: Graph, found: Sum) -> None:
         if value(found.summed).dim() != 2:
             shape: Any = found.summed.args[1]
             a = _call(graph, _reshape, a, [*shape[:-1], value(b).shape[0]])
-        target = (
-            operators.MATMUL_ALL_REDUCE if found.dim is None else operators.MATMUL_REDUCE_SCATTER
-        )
-        made = _call(graph, target, a, b, bias, found.op, found.dim, found.ranks, found.group, None)
+        options = found.op, found.dim, False, found.ranks, found.group, None
+        made = _call(graph, operators.OVERLOADS[found.operator], a, [b], [bias], *options)
         result = _call(graph, operator.getitem, made, 0)
     wait.replace_all_uses_with(result)
     collective.replace_all_uses_with(result, delete_user_cb=lambda user: user is not wait)
@@ -101,24 +97,23 @@ def join_sums(graph: Graph) -> None:
         made = [_sum_of(result) for result in added]
         if len(made) != 2 or made[0] is None or made[1] is None or not _alike(made[0], made[1]):
             continue
+        (a, b), (c, d) = _factors(made[0]), _factors(made[1])
         with graph.inserting_before(node):
-            parts = (
-                [part for one in made for part in _parts(one.args[index], dim)]
-                for index, dim in _JOINED
-            )
-            a, b = (
-                _call(graph, _cat, each, dim) for each, (_, dim) in zip(parts, _JOINED, strict=True)
-            )
-            result = _call(
-                graph, operator.getitem, _call(graph, made[0].target, a, b, *made[0].args[2:]), 0
-            )
+            joined_a = _call(graph, _cat, [*_parts(a, -1), *_parts(c, -1)], -1)
+            joined_b = _call(graph, _cat, [*_parts(b, 0), *_parts(d, 0)], 0)
+            both = _call(graph, made[0].target, joined_a, [joined_b], *made[0].args[2:])
+            result = _call(graph, operator.getitem, both, 0)
         node.replace_all_uses_with(result)
-        _erase(
-            graph, {node, *added, *made, *(one.args[index] for one in made for index, _ in _JOINED)}
-        )
+        _erase(graph, {node, *added, *made, a, b, c, d})
 
 
-def put_in_order(graph: Graph) -> Counter[str]:
+def _factors(made: Any) -> tuple[Node, Node]:
+    """The two matrices that an operator with one weight multiplies."""
+    a, (b,), *_ = made.args
+    return a, b
+
+
+def chain(graph: Graph) -> Counter[str]:
     """Sort the nodes by what they depend on, and let each operator of weft wait for the one before;
     how often there is which.
     """
@@ -134,16 +129,14 @@ def put_in_order(graph: Graph) -> Counter[str]:
 def _sum_of(result: Node) -> Any:
     """The operator whose sum this is, if that is all of one product, and used once."""
     made: Any = result.args[0] if result.target is operator.getitem else None
-    is_sum = made is not None and made.target in (
-        operators.MATMUL_REDUCE_SCATTER,
-        operators.MATMUL_ALL_REDUCE,
-    )
-    return made if is_sum and made.args[2] is None and len(result.users) == 1 else None
+    fused = None if made is None else OPERATORS.get(operators.NAMES.get(made.target, ""))
+    is_sum = fused is not None and fused.exchanges == "out"
+    return made if is_sum and made.args[2] == [None] and len(result.users) == 1 else None
 
 
 def _alike(one: Any, other: Any) -> bool:
     """Whether sums are of the same kind, shape and dtype."""
-    (a, b, *rest), (c, d, *others) = one.args, other.args
+    (a, b), (c, d), rest, others = _factors(one), _factors(other), one.args[2:], other.args[2:]
     shape, another = ((*value(x).shape[:-1], value(y).shape[1]) for x, y in ((a, b), (c, d)))
     alike = (one.target, rest, value(a).dtype, len(shape)) == (
         other.target,

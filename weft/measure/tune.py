@@ -14,6 +14,7 @@ from weft.kernels.weights import pack
 from weft.measure.timing import Stopwatch, session
 from weft.ops import fused
 from weft.ops.call import Call, Given, Options
+from weft.ops.operator import find
 from weft.plan.binding import bind
 from weft.predict import tuned
 from weft.schedules.operators import OPERATORS
@@ -78,18 +79,14 @@ def _prepare(workload: Workload, world: World) -> Call:
     """A call of this workload, on random data."""
     dtype, rank = getattr(torch, workload.dtype), world.rank
     operator = OPERATORS[workload.operator]
-    plan = operator.plan(operator.request(workload, Variant("sequential")))
+    plan = operator.plan(operator.request(workload, Variant(operator.baseline)))
     rows = bind(plan, workload.rows).buffers["a"].rows
     a, b = (
         torch.randn(rows[rank], workload.k).to(dtype),
         torch.randn(workload.k, workload.n).to(dtype),
     )
-    if workload.symmetric and workload.operator == "all_gather_matmul":
+    if workload.symmetric and operator.exchanges == "a":
         a = world.empty(max(rows), workload.k, dtype=dtype)[: rows[rank]].copy_(a)
     asked = Options(out_dtype=getattr(torch, workload.out_dtype), shard_rows=workload.rows)
-    return fused.check(
-        workload.operator,
-        world,
-        Given(a, [pack(b) if workload.packed else b], [None], [None]),
-        asked,
-    )
+    given = Given(a, [pack(b) if workload.packed else b], [None], [None])
+    return find(workload.operator).check(world, given, asked)

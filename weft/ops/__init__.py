@@ -1,3 +1,7 @@
 """The public operators: checks, a plan for the sizes at hand, and its execution."""
 
-from weft.ops import autograd as autograd  # what torch records: an operator may need another one's
+from weft.ops import autograd, operator
+from weft.schedules.operators import OPERATORS
+
+for name in OPERATORS:  # all of them, since backward formulas use one another
+    autograd.register(operator.find(name))

@@ -5,16 +5,19 @@ rows arrive.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.checks import check_timeout
 from weft.kernels.products import multiply
-from weft.kernels.weights import Weight, source
-from weft.ops import arguments, dims, float8, fused, known
+from weft.kernels.weights import PackedWeight, Weight
+from weft.ops import arguments, autograd, dims, float8, fused, known
 from weft.ops.call import Call, Given, Options, Selection, workload
+from weft.ops.operator import FusedOperator, Gradient, Gradients, Pattern, Recorded
 from weft.plan import Plan
+from weft.schedules import all_gather_matmul as schedule
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import outputs
 from weft.schedules.workload import Request, Variant, Workload
@@ -90,7 +93,7 @@ def all_gather_matmul(
     world = current(world)
     several = isinstance(b, (list, tuple))  # no union: the compiler of torch 2.9 does not know them
     weights: list[Weight] = [*b] if several else [b]  # type: ignore[list-item, misc]
-    biases = listed(bias, weights, several, "bias")
+    biases = arguments.listed(bias, weights, several, "bias")
     asked = known.Asked(("all_gather_matmul", out_dtype, algorithm, chunk_rows), weights, biases)
     usual = (
         scale_a is None
@@ -106,48 +109,28 @@ def all_gather_matmul(
         and (again := known.repeat(world, a, asked)) is not None
     ):
         return again if several else again[0]
-    outs = listed(out, weights, several, "out")
+    outs = arguments.listed(out, weights, several, "out")
     rows, weights = float8.scaled(
-        a, weights, scale_a, listed(scale_b, weights, several, "scale_b"), world
+        a, weights, scale_a, arguments.listed(scale_b, weights, several, "scale_b"), world
     )
-    if arguments.recorded([a, *weights, *biases, *outs]):
-        arguments.check_recorded(a, weights, biases, out, world)
-        sources = [source(w) for w in weights]
-        keep = return_gathered or any(w.requires_grad for w in sources)
-        given = (
-            [a.new_empty(0) if x is None else x for x in biases]
-            if any(x is not None for x in biases)
-            else []
-        )
-        options = Options(dim, "sum", out_dtype, keep, shard_rows, algorithm, chunk_rows, timeout)
-        made = torch.ops.weft.all_gather_matmul.default(a, sources, given, *options, world.name)
-        results, gathered = made[: len(weights)], made[-1]
+    recorded = arguments.recorded([a, *weights, *biases, *outs])
+    keep = return_gathered or (
+        recorded and any(isinstance(w, (Tensor, PackedWeight)) and w.requires_grad for w in weights)
+    )
+    options = Options(dim, "sum", out_dtype, keep, shard_rows, algorithm, chunk_rows, timeout)
+    if recorded:
+        operator = torch.ops.weft.all_gather_matmul.default
+        made = autograd.call(operator, a, weights, biases, out, options, world)
     else:
-        options = Options(
-            dim, "sum", out_dtype, return_gathered, shard_rows, algorithm, chunk_rows, timeout
-        )
         with torch.no_grad():
             call = check(world, Given(rows, weights, biases, outs), options)
-            results, kept = known.run(asked, call) if usual and a.dim() == 2 else fused.run(call)
-        scales = rows.shape[-1] - a.shape[-1]  # columns of float8 rows that are not their own
-        gathered = a if kept is None else kept[..., : kept.shape[-1] - scales].contiguous()
+            made = known.run(asked, call) if usual and a.dim() == 2 else fused.run(call)
+    results, gathered = made[: len(weights)], made[-1]
+    scales = rows.shape[-1] - a.shape[-1]  # columns of float8 rows that are not their own
+    if return_gathered and scales:
+        gathered = gathered[..., : gathered.shape[-1] - scales].contiguous()
     y = results if several else results[0]
     return (y, gathered) if return_gathered else y
-
-
-def listed(
-    value: object, weights: Sequence[Weight], several: bool, what: str
-) -> list[Tensor | None]:
-    """What is given for each weight."""
-    if not several:
-        return [value]  # type: ignore[list-item]
-    if value is None:
-        return [None] * len(weights)
-    if not isinstance(value, (list, tuple)) or len(value) != len(weights):
-        raise ValueError(
-            f"b is a list of {len(weights)} weights, so {what} must be a list of {len(weights)} too"
-        )
-    return [*value]
 
 
 def check(world: World, given: Given, options: Options) -> Call:
@@ -178,10 +161,6 @@ def check(world: World, given: Given, options: Options) -> Call:
 
 class _GatherCall(Call):
     """What gathers of rows and of columns have in common."""
-
-    @property
-    def columns(self) -> int:
-        return self.workload.k
 
     @property
     def shared(self) -> Workload:
@@ -246,10 +225,10 @@ class _RowsCall(_GatherCall):
             return "push", "rows cross to each other host once, and are multiplied as they arrive"
         return "direct", "peers' rows can be read where they lie at the speed of own memory"
 
-    def finish(self) -> tuple[list[Tensor], Tensor | None]:
+    def finish(self) -> list[Tensor]:
         for front, whole in zip(self.fronts, self.wholes, strict=True):
             dims.back(front, self.options.dim, whole)
-        return self.wholes[: len(self.weights)], self.wholes[-1] if self.options.keep else None
+        return self.wholes
 
 
 class _ColumnsCall(_GatherCall):
@@ -288,15 +267,85 @@ class _ColumnsCall(_GatherCall):
         why = "the last dimension is gathered, a split of K: no product can begin before all columns are there"
         return "push" if self.world.multi_host else "pull", why
 
-    def finish(self) -> tuple[list[Tensor], Tensor | None]:
+    def finish(self) -> list[Tensor]:
         a, weights, biases, _ = self.given
         columns = self.tensors["gathered"].t().contiguous()
         for result, b, bias in zip(self.results, weights, biases, strict=True):
             multiply(columns, b, result.view(len(columns), b.shape[1]), bias)
-        return self.results, columns.view(
-            *a.shape[:-1], columns.shape[1]
-        ) if self.options.keep else None
+        gathered = [columns.view(*a.shape[:-1], columns.shape[1])] if self.options.keep else []
+        return [*self.results, *gathered]
 
 
 def _gather_columns(request: Request) -> Plan:
     return all_gather(request.ranks, request.pieces, request.algorithm, hosts=request.hosts)
+
+
+def reference(
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], shards: Sequence[int]
+) -> list[Tensor]:
+    """The result of each rank: all rows, times its weight."""
+    gathered = torch.cat([*inputs])
+    return [gathered @ b for b in weights]
+
+
+def _fake(call: Recorded) -> list[Tensor]:
+    a, weights, _, options, (_, _, ranks) = call
+    dim = dims.normal(options.dim, a.dim())
+    shards = options.shard_rows
+    whole = dims.resized(a.shape, dim, a.shape[dim] * ranks if shards is None else sum(shards))
+    dtype = options.out_dtype or a.dtype
+    results = [a.new_empty(*whole[:-1], b.shape[1], dtype=dtype) for b in weights]
+    return [*results, a.new_empty(whole)] if options.keep else results
+
+
+def _save(ctx: Any, call: Recorded, results: Sequence[Tensor]) -> None:
+    a, weights, biases, options, world = call
+    dim = dims.normal(options.dim, a.dim())
+    parts = options.shard_rows or [a.shape[dim]] * world[2]
+    ctx.options = *Options(dim, shard_rows=parts, timeout=options.timeout), world
+    ctx.for_a, ctx.for_weights = a.requires_grad, [b.requires_grad for b in weights]
+    ctx.for_biases = [bias.requires_grad for bias in biases]
+    ctx.dtype, ctx.weights = a.dtype, len(weights)
+    if any(ctx.for_weights) and not options.keep:
+        raise ValueError("the gradient of a weight needs the gathered a: keep it")
+    ctx.save_for_backward(*weights, *(results[-1:] if any(ctx.for_weights) else []))
+
+
+def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
+    """da = reduce_scatter(dy @ b^T), db = gathered^T @ dy; the gradients of several weights are
+    summed by one product.
+    """
+    weights, gathered = ctx.saved_tensors[: ctx.weights], ctx.saved_tensors[ctx.weights :]
+    dys = [None if grad is None else grad.to(ctx.dtype) for grad in grads]
+    for_a = None
+    if ctx.for_a:
+        pairs = [(dy, b.t()) for dy, b in zip(dys, weights, strict=False) if dy is not None]
+        if len(dys) > ctx.weights and dys[-1] is not None:  # the gradient of the gathered a itself
+            pairs.append((dys[-1], torch.eye(dys[-1].shape[-1], dtype=ctx.dtype)))
+        dy, b = (
+            (torch.cat([pair[0] for pair in pairs], -1), torch.cat([pair[1] for pair in pairs]))
+            if len(pairs) > 1
+            else pairs[0]
+        )
+        (for_a,) = torch.ops.weft.matmul_reduce_scatter(dy, [b], [], *ctx.options)
+    for_weights = [
+        autograd.weight_gradient(autograd.rows(gathered[0]), autograd.rows(dy))
+        if wanted and dy is not None
+        else None
+        for wanted, dy in zip(ctx.for_weights, dys, strict=False)
+    ]
+    for_biases = [
+        autograd.rows(dy).sum(0) if wanted and dy is not None else None
+        for wanted, dy in zip(ctx.for_biases, dys, strict=False)
+    ]
+    return for_a, for_weights, for_biases
+
+
+OPERATOR = FusedOperator(
+    schedule.OPERATOR,
+    check,
+    reference,
+    fake=_fake,
+    gradient=Gradient(_save, _backward),
+    pattern=Pattern("all_gather_into_tensor", "after"),
+)

@@ -160,6 +160,21 @@ def check_bias(bias: Tensor | None, columns: int, world: World) -> None:
             raise ValueError(f"bias must have shape ({columns},); got {tuple(bias.shape)}")
 
 
+def listed(
+    value: object, weights: Sequence[Weight], several: bool, what: str
+) -> list[Tensor | None]:
+    """An optional operand of each weight."""
+    if not several:
+        return [value]  # type: ignore[list-item]
+    if value is None:
+        return [None] * len(weights)
+    if not isinstance(value, (list, tuple)) or len(value) != len(weights):
+        raise ValueError(
+            f"b is a list of {len(weights)} weights, so {what} must be a list of {len(weights)} too"
+        )
+    return [*value]
+
+
 def result(
     out: Tensor | None,
     shape: Sequence[int],

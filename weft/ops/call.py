@@ -104,7 +104,7 @@ class Call(ABC):
     @property
     def columns(self) -> int:
         """Columns of the rows that ranks exchange."""
-        return self.workload.n
+        return self.workload.k if self.operator.exchanges == "a" else self.workload.n
 
     @property
     def pieces(self) -> int:
@@ -146,7 +146,7 @@ class Call(ABC):
         each has.
         """
         rows, operator = self.workload.rows, self.workload.operator
-        of = "a" if operator == "all_gather_matmul" else "out"
+        of = self.operator.exchanges
         matrix = self.tensors[of]
         alike = len({*rows}) == 1 or len(matrix) == sum(rows)
         shape = tuple(matrix.shape) if alike else f"{[*rows]} rows x {self.columns}"
@@ -191,14 +191,17 @@ class Call(ABC):
     def default(self) -> tuple[str, str]:
         """The algorithm that ``auto`` begins with, and why."""
         if self.world.ranks == 1 or not any(self.workload.rows):
-            return "sequential", "there is nothing to exchange"
+            return self.operator.baseline, "there is nothing to exchange"
         if max(self.workload.rows) <= (
             FEW_ROWS if self.world.multi_host else LEAST_ROWS[self.workload.packed]
         ):
-            return "sequential", "few rows per rank: one product that reads b once beats several"
+            return (
+                self.operator.baseline,
+                "few rows per rank: one product that reads b once beats several",
+            )
         if self.passing < _WORTH_HIDING:
             return (
-                "sequential",
+                self.operator.baseline,
                 "rows pass the emulated link in less time than moving them piece by piece would "
                 "cost",
             )

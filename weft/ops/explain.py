@@ -9,10 +9,11 @@ from torch import Tensor
 
 from weft.engines import engine
 from weft.kernels.weights import PackedWeight, Weight
-from weft.ops import float8, fused
-from weft.ops.all_gather_matmul import listed
+from weft.ops import float8
+from weft.ops.arguments import listed
 from weft.ops.autotune import expected
 from weft.ops.call import Call, Given, Options
+from weft.ops.operator import find
 from weft.predict import machine, rank
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Variant
@@ -51,10 +52,10 @@ def explain(
         raise ValueError(f"there is no operator {operator!r}; choose one of {', '.join(OPERATORS)}")
     several = isinstance(b, list | tuple)
     weights: list[Weight] = [*b] if several else [b]  # type: ignore[list-item, misc]
-    if not weights or (len(weights) > 1 and operator != "all_gather_matmul"):
+    if not weights or (len(weights) > 1 and not OPERATORS[operator].several_weights):
+        takers = ", ".join(name for name, found in OPERATORS.items() if found.several_weights)
         raise ValueError(
-            f"b must be one weight, or several for all_gather_matmul; got a list of {len(weights)} "
-            "weights"
+            f"b must be one weight, or several for {takers}; got a list of {len(weights)} weights"
         )
     biases, scales = (
         listed(bias, weights, several, "bias"),
@@ -63,9 +64,8 @@ def explain(
     with torch.no_grad():
         rows, weights = float8.scaled(a, weights, scale_a, scales, world)
         asked = Options(dim, op, out_dtype, return_gathered, shard_rows, algorithm, chunk_rows)
-        call = fused.check(
-            operator, world, Given(rows, weights, biases, [None] * len(weights)), asked
-        )
+        given = Given(rows, weights, biases, [None] * len(weights))
+        call = find(operator).check(world, given, asked)
         selection, own = expected(call), engine(world)
     for weight in call.weights:
         own.check_product(call.tensors["a"], weight, getattr(torch, call.workload.out_dtype))

@@ -4,7 +4,6 @@ The same for all operators.
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,19 +15,10 @@ import torch
 from weft.engines import engine
 from weft.engines.engine import Program
 from weft.ops.autotune import report, select
-from weft.ops.call import Call, Given, Options
+from weft.ops.call import Call
 from weft.plan import Compute, Plan
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Request, Variant, Workload
-from weft.world import World
-
-
-def check(operator: str, world: World, given: Given, options: Options) -> Call:
-    """A checked call of the operator of this name, which is in the file of this name; raises what
-    the operator would.
-    """
-    checked: Call = importlib.import_module(f"weft.ops.{operator}").check(world, given, options)
-    return checked
 
 
 def run(call: Call) -> Any:

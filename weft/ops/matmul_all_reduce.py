@@ -4,14 +4,26 @@ products are made.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from weft.kernels.weights import Weight, source
-from weft.ops import arguments, dims, float8, fused, known
+from weft.kernels.weights import Weight
+from weft.ops import arguments, autograd, dims, float8, fused, known
 from weft.ops.call import Call, Given, Options, workload
-from weft.ops.partial_sums import ADDED_ROWS, SumCall, check_sum
+from weft.ops.operator import FusedOperator, Gradient, Gradients, Pattern, Recorded
+from weft.ops.partial_sums import (
+    ADDED_ROWS,
+    SumCall,
+    bias_gradients,
+    check_sum,
+    save_factors,
+    summed_products,
+)
 from weft.plan.binding import split
+from weft.schedules import matmul_all_reduce as schedule
 from weft.world import World, current
 
 
@@ -71,15 +83,12 @@ def matmul_all_reduce(
         op=op, out_dtype=out_dtype, algorithm=algorithm, chunk_rows=chunk_rows, timeout=timeout
     )
     if arguments.recorded((a, b, bias, out)):
-        arguments.check_recorded(a, [b], [bias], out, world)
-        summed: Tensor = torch.ops.weft.matmul_all_reduce.default(
-            a, source(b), bias, *options, world.name
-        )
-        return summed
+        operator = torch.ops.weft.matmul_all_reduce.default
+        return autograd.call(operator, a, [b], [bias], out, options, world)[0]
     with torch.no_grad():
         call = check(world, Given(a, [b], [bias], [out]), options)
-        result: Tensor = known.run(asked, call) if usual else fused.run(call)
-    return result
+        results: list[Tensor] = known.run(asked, call) if usual else fused.run(call)
+    return results[0]
 
 
 def check(world: World, given: Given, options: Options) -> Call:
@@ -126,5 +135,43 @@ class _ReduceCall(SumCall):
         # and then at no cost.
         return min(rows, ADDED_ROWS[self.workload.packed and algorithm == "two_shot"])
 
-    def finish(self) -> Tensor:
-        return self.result
+    def finish(self) -> list[Tensor]:
+        return [self.result]
+
+
+def reference(
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], shards: Sequence[int]
+) -> list[Tensor]:
+    """The result of each rank: the sum of all ranks' products."""
+    return [summed_products(inputs, weights)] * len(shards)
+
+
+def _fake(call: Recorded) -> list[Tensor]:
+    a, (b,), _, options, _ = call
+    return [a.new_empty(*a.shape[:-1], b.shape[1], dtype=options.out_dtype or a.dtype)]
+
+
+def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
+    """dy is complete on every rank: da = dy @ b^T and db = a^T @ dy without communication."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "matmul_all_reduce has no second derivatives: leave out create_graph=True"
+        )
+    a, b = ctx.saved_tensors
+    (grad,) = grads
+    assert grad is not None
+    wide = autograd.rows(grad)
+    dy = (wide.to(a.dtype) / ctx.divisor) if ctx.divisor > 1 else wide.to(a.dtype)
+    da = torch.ops.weft.product(dy, b.t()).view(a.shape) if ctx.for_a else None
+    db = autograd.weight_gradient(autograd.rows(a), dy) if ctx.for_b else None
+    return da, [db], bias_gradients(ctx, wide.sum(0))
+
+
+OPERATOR = FusedOperator(
+    schedule.OPERATOR,
+    check,
+    reference,
+    fake=_fake,
+    gradient=Gradient(save_factors, _backward),
+    pattern=Pattern("all_reduce", "before"),
+)

@@ -5,14 +5,25 @@ while products are made.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.kernels.weights import ScaledWeight, Weight, plain, source
-from weft.ops import arguments, dims, float8, fused, known
+from weft.kernels.weights import ScaledWeight, Weight, plain
+from weft.ops import arguments, autograd, dims, float8, fused, known
 from weft.ops.call import Call, Given, Options, workload
-from weft.ops.partial_sums import ADDED_ROWS, SumCall, accumulator, check_sum
+from weft.ops.operator import FusedOperator, Gradient, Gradients, Pattern, Recorded
+from weft.ops.partial_sums import (
+    ADDED_ROWS,
+    SumCall,
+    accumulator,
+    bias_gradients,
+    check_sum,
+    save_factors,
+    summed_products,
+)
+from weft.schedules import matmul_reduce_scatter as schedule
 from weft.schedules.workload import Variant
 from weft.world import World, current
 
@@ -101,15 +112,14 @@ def matmul_reduce_scatter(
     a, (b,) = float8.scaled(a, [b], scale_a, [scale_b], world)
     options = Options(dim, op, out_dtype, False, shard_rows, algorithm, chunk_rows, timeout)
     if arguments.recorded((a, b, bias, out)):
-        arguments.check_recorded(a, [b], [bias], out, world)
-        scattered: Tensor = torch.ops.weft.matmul_reduce_scatter.default(
-            a, source(b), bias, *options, world.name
-        )
-        return scattered
+        operator = torch.ops.weft.matmul_reduce_scatter.default
+        return autograd.call(operator, a, [b], [bias], out, options, world)[0]
     with torch.no_grad():
         call = check(world, Given(a, [b], [bias], [out]), options)
-        result: Tensor = known.run(asked, call) if usual and a.dim() == 2 else fused.run(call)
-    return result
+        results: list[Tensor] = (
+            known.run(asked, call) if usual and a.dim() == 2 else fused.run(call)
+        )
+    return results[0]
 
 
 def check(world: World, given: Given, options: Options) -> Call:
@@ -170,8 +180,8 @@ class _RowsCall(_ScatterCall):
         sums = workload("matmul_reduce_scatter", rows, given, result.dtype)
         super().__init__(world, options, sums, dims.to_front(a, dim), b, kept, bias)
 
-    def finish(self) -> Tensor:
-        return dims.back(self.front, self.options.dim, self.result)
+    def finish(self) -> list[Tensor]:
+        return [dims.back(self.front, self.options.dim, self.result)]
 
 
 class _ColumnsCall(_ScatterCall):
@@ -196,8 +206,48 @@ class _ColumnsCall(_ScatterCall):
     def describe(self, variant: Variant) -> str:
         return "; the transposed product is scattered by rows"
 
-    def finish(self) -> Tensor:
+    def finish(self) -> list[Tensor]:
         own, summed = sum(self.workload.rows[: self.world.rank]), self.summed
         if self.bias is not None:
             summed = summed + self.bias[own : own + len(summed), None]
-        return self.result.copy_(summed.t().reshape(self.result.shape))
+        return [self.result.copy_(summed.t().reshape(self.result.shape))]
+
+
+def reference(
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], shards: Sequence[int]
+) -> list[Tensor]:
+    """The result of each rank: its shard of the sum of all ranks' products."""
+    return [*summed_products(inputs, weights).split([*shards])]
+
+
+def _fake(call: Recorded) -> list[Tensor]:
+    a, (b,), _, options, (_, rank, ranks) = call
+    dim, whole = dims.normal(options.dim, a.dim()), (*a.shape[:-1], b.shape[1])
+    shards = options.shard_rows
+    part = whole[dim] // ranks if shards is None else shards[rank]
+    return [a.new_empty(dims.resized(whole, dim, part), dtype=options.out_dtype or a.dtype)]
+
+
+def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:
+    """With g = all_gather(dy): da = g @ b^T and db = a^T @ g share one gather, and dbias is the sum
+    of the rows of g.
+    """
+    a, b = ctx.saved_tensors
+    (dy,) = grads
+    assert dy is not None
+    da, g = torch.ops.weft.all_gather_matmul(dy.to(a.dtype), [b.t()], [], *ctx.options)
+    db = autograd.weight_gradient(autograd.rows(a), autograd.rows(g)) if ctx.for_b else None
+    dbias = autograd.rows(g).sum(0)
+    if ctx.divisor > 1:
+        da, db = da / ctx.divisor, None if db is None else db / ctx.divisor
+    return da if ctx.for_a else None, [db], bias_gradients(ctx, dbias)
+
+
+OPERATOR = FusedOperator(
+    schedule.OPERATOR,
+    check,
+    reference,
+    fake=_fake,
+    gradient=Gradient(save_factors, _backward),
+    pattern=Pattern("reduce_scatter_tensor", "before"),
+)

@@ -4,13 +4,17 @@ once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from weft.checks import check_timeout, name
 from weft.kernels.weights import Weight
-from weft.ops import arguments
+from weft.ops import arguments, dims
 from weft.ops.call import Call, Given, Options
+from weft.ops.operator import Recorded
 from weft.schedules import workload as pure
 from weft.schedules.workload import Workload
 from weft.world import World
@@ -67,3 +71,31 @@ class SumCall(Call):
             self.biases = (
                 bias.to(accumulator(x.dtype)) * world.ranks if options.op == "avg" else bias,
             )
+
+
+def summed_products(inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """The sum of all ranks' products, by definition."""
+    return torch.stack([a @ b for a, b in zip(inputs, weights, strict=True)]).sum(0)
+
+
+def save_factors(ctx: Any, call: Recorded, results: Sequence[Tensor]) -> None:
+    """Keep the operands that the backward formulas of both sums need."""
+    a, (b,), biases, options, world = call
+    ctx.options = (
+        *Options(
+            dims.normal(options.dim, a.dim()),
+            keep=True,
+            shard_rows=options.shard_rows,
+            timeout=options.timeout,
+        ),
+        world,
+    )
+    ctx.divisor = world[2] if options.op == "avg" else 1
+    ctx.for_a, ctx.for_b = a.requires_grad, b.requires_grad
+    ctx.biases = [(bias.requires_grad, bias.dtype) for bias in biases]
+    ctx.save_for_backward(a, b)
+
+
+def bias_gradients(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
+    """The gradient of the bias, if there is a bias that needs it."""
+    return [gradient.to(dtype) if wanted else None for wanted, dtype in ctx.biases]

@@ -1,0 +1,84 @@
+"""The half of a fused operator's record that handles tensors; its planner's half is
+`weft.schedules.workload.Operator`.
+
+Every module of this package with the name of a fused operator ends with its record, `OPERATOR`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from weft.ops.call import Call, Given, Options
+from weft.schedules.workload import Operator
+from weft.world import World
+
+
+class Recorded(NamedTuple):
+    """The arguments of a call that torch records.
+
+    There is a bias for each weight, of which an empty one stands for none, or no bias at all.
+    `world` is (number, rank, ranks).
+    """
+
+    a: Tensor
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor]
+    options: Options
+    world: Sequence[int]
+
+
+Gradients = tuple[Tensor | None, Sequence[Tensor | None], Sequence[Tensor | None]]
+"""The gradients of a, of each weight and of each bias."""
+
+
+class Gradient(NamedTuple):
+    """A backward formula.
+
+    `save` keeps in torch's context what `backward` needs of a call and its results; `backward`
+    gets the gradient of each result.
+    """
+
+    save: Callable[[Any, Recorded, Sequence[Tensor]], None]
+    backward: Callable[[Any, Sequence[Tensor | None]], Gradients]
+
+
+class Pattern(NamedTuple):
+    """The nodes of a compiled graph that an operator replaces: a functional collective of torch,
+    and the products of its result (``after``) or of its operand (``before``).
+    """
+
+    collective: str
+    product: Literal["before", "after"]
+
+
+@dataclass(frozen=True)
+class FusedOperator:
+    """A fused operator: its planner's record, and how it handles tensors.
+
+    `check` makes a checked call. `reference` is the definition: from each rank's input and weight,
+    and the rows of each shard, the result of each rank. `fake` makes the results of a recorded call
+    without data; an operator without it can neither be differentiated nor compiled.
+    """
+
+    schedule: Operator
+    check: Callable[[World, Given, Options], Call]
+    reference: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[int]], Sequence[Tensor]]
+    fake: Callable[[Recorded], list[Tensor]] | None = None
+    gradient: Gradient | None = None
+    pattern: Pattern | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the public function and of its module."""
+        return self.schedule.name
+
+
+def find(name: str) -> FusedOperator:
+    """The fused operator of this name."""
+    operator: FusedOperator = import_module(f"weft.ops.{name}").OPERATOR
+    return operator
