@@ -138,7 +138,7 @@ def test_huggingface():
 def test_every_example_is_tested():
     here = Path(__file__).read_text()
     assert all(
-        re.search(rf'(example|by_itself|start)\("{path.name}"', here)
+        re.search(rf'(example|by_itself|start)\(\s*"{path.name}"', here)
         for path in EXAMPLES.glob("*.py")
     )
 

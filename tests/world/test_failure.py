@@ -4,6 +4,7 @@ nothing is left behind.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import logging
@@ -12,6 +13,7 @@ import re
 import signal
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from weft.engines.host import HostProgram
 from weft.plan import Wait
 from weft.schedules.all_gather_matmul import ALGORITHMS, all_gather_matmul
 from weft.schedules.workload import Request
+from weft.world import init_by_store
 
 RANKS, VICTIM = 3, 1
 SOON = (
@@ -73,15 +76,38 @@ def die_at(world, algorithm, lane, done):
     return "no error", 0.0
 
 
+@contextlib.contextmanager
+def shared_store():
+    """A store that all ranks reach."""
+    address, port, rank = (os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"))
+    yield dist.TCPStore(address, int(port), is_master=rank == "0", wait_for_workers=False)
+
+
+def die_at_every_cut(store, algorithm):
+    """Ranks 0 and 1 survive one victim after the other, each with a cut and a world of its own."""
+    rank, found = int(os.environ["RANK"]), []
+    for number, (lane, done) in enumerate(cuts(algorithm)):
+        in_world = {0: 0, 1: 2, 2 + number: VICTIM}.get(rank)
+        if in_world is None:
+            continue
+        if in_world == 0:
+            store.set(f"begin {number}", "")
+        store.wait([f"begin {number}"], timedelta(seconds=60))
+        own = dist.PrefixStore(f"cut {number}", store)
+        with init_by_store(own, in_world, RANKS, timeout=20) as world:
+            found.append(die_at(world, algorithm, lane, done))
+    return found
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_rank_that_dies_anywhere_is_named_by_all_others(algorithm):
-    for lane, done in cuts(algorithm):
-        outcomes = start(die_at, 3, algorithm, lane, done)
-        assert outcomes[VICTIM] is None
-        for outcome in (outcomes[0], outcomes[2]):
-            assert outcome.error is None, f"{lane} {done}: {outcome.error!r}"
-            message, late = outcome.result
-            assert message.startswith("rank 1 (pid "), f"{lane} {done}: {message}"
+    places = cuts(algorithm)
+    outcomes = start(die_at_every_cut, 2 + len(places), algorithm, given=shared_store)
+    assert outcomes[2:] == [None] * len(places)
+    for outcome in outcomes[:2]:
+        assert outcome.error is None, outcome.trace
+        for place, (message, late) in zip(places, outcome.result, strict=True):
+            assert message.startswith("rank 1 (pid "), f"{place}: {message}"
             assert "of all_gather_matmul call" in message
             assert late < SOON
 

@@ -72,21 +72,24 @@ def test_a_child_uses_no_world_of_its_parent_and_ends_none():
     on_ranks(forks, 2)
 
 
-def dies_before_its_child(world):
+def dies_before_its_child(world, seen):
     weft.barrier()
     if world.rank:
         if not os.fork():
-            time.sleep(20)
+            limit = time.monotonic() + 20
+            while not seen.exists() and time.monotonic() < limit:
+                time.sleep(0.01)
             os._exit(0)
         die()
     began = time.monotonic()
     with pytest.raises(weft.PeerLost, match=r"rank 1 \(pid \d+\) died"):
         weft.barrier()
+    seen.touch()
     return time.monotonic() - began
 
 
-def test_a_death_is_seen_though_a_child_holds_the_sockets():
-    first, second = start(dies_before_its_child, 2)
+def test_a_death_is_seen_though_a_child_holds_the_sockets(tmp_path):
+    first, second = start(dies_before_its_child, 2, tmp_path / "seen")
     assert second is None
     assert first.error is None, first.trace
     assert first.result < 10
