@@ -19,9 +19,9 @@ from weft_benchmarks.gpu.processes import group_name, random, sharing, timed
 from weft_benchmarks.gpu.products import summary
 
 import weft
-from weft.bench import figures
 from weft.ops.all_gather import all_gather
 from weft.ops.all_gather_matmul import all_gather_matmul
+from weft.predict import figures
 from weft.world.launcher import launch
 
 SHAPES = [(8192, 8192, 8192), (4096, 10240, 5120), (2048, 2048, 1024)]

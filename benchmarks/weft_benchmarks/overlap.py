@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from weft.bench import collectives, figures, tables
+from weft.bench import collectives, tables
 from weft.bench.baselines import gloo_collective
 from weft.bench.fused import View, Views, interleave, verify
 from weft.bench.harness import link_of, times_ms, where
@@ -26,6 +26,7 @@ from weft.kernels.products import multiply
 from weft.kernels.weights import pack
 from weft.measure.timing import Stopwatch, session
 from weft.ops.all_gather import all_gather, all_gather_async
+from weft.predict import figures
 from weft.world import World
 from weft_benchmarks.settings import OverlapSettings
 

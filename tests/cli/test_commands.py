@@ -15,7 +15,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import weft
-from weft.bench import figures, plots, report, verification
+from weft.bench import plots, report, verification
 from weft.bench import subjects as case
 from weft.bench.baselines import (
     GLOO,
@@ -27,10 +27,11 @@ from weft.bench.fused import Result, measure
 from weft.bench.settings import AllGatherMatmul, Shape
 from weft.bench.verification import RUNS, Check, Problem, Sums, compare
 from weft.cli import app, options
-from weft.cli.plan import PLANNERS
 from weft.measure import timing
 from weft.measure.timing import Statistics, Stopwatch, summarize
 from weft.ops.call import Selection
+from weft.predict import figures
+from weft.predict.planners import PLANNERS
 from weft.schedules.workload import Variant
 
 SMALL = ["--shape", "64x64x32", "--warmup", "1", "--iterations", "2", "--threads", "1"]

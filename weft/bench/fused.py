@@ -18,7 +18,6 @@ from torch import Tensor
 
 import weft
 from weft.bench.baselines import GLOO
-from weft.bench.figures import VIEWS
 from weft.bench.harness import link_of, poison, progress, verified, where, worst
 from weft.bench.settings import FusedSettings
 from weft.bench.verification import Check, Problem
@@ -34,6 +33,7 @@ from weft.ops.operator import find
 from weft.plan import Copy, Plan
 from weft.plan.binding import bind, split
 from weft.plan.trace import Trace
+from weft.predict.figures import VIEWS
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Workload
 from weft.world import World

@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weft.bench import figures, tables
+from weft.bench import tables
 from weft.bench.fused import Result
 from weft.bench.harness import times_ms
 from weft.measure.timing import Statistics
+from weft.predict import figures
 
 
 def to_json(result: Result) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from rich.console import Console
 from weft.bench.settings import FUSED, SHAPE, Dtype, Json, Plot, Shape, Trace, parse_sizes, product
 from weft.cli import options
 from weft.cli.options import refuse
-from weft.predict import COLLECTIVES
+from weft.predict import COLLECTIVES, answers, candidates, trace, workload
+from weft.schedules.operators import OPERATORS
 
 
 @dataclass(frozen=True)
@@ -114,52 +115,37 @@ class Question:
         if "times_ms" not in found or found.get("benchmark") != self.operator:
             refuse("--compare", f"{self.compare} is not the JSON of weft bench {self.operator}")
         link = found["link"] or {"gbps": self.link_gbps, "latency_us": self.link_latency_us}
-        alike = {
-            name: found[name] for name in ("ranks", "dtype", "out_dtype", "algorithm", "chunk_rows")
-        }
-        shape, hosts, emulated = (
-            Shape(**found["shape"]),
-            found.get("hosts", 1),
-            {f"link_{name}": link[name] for name in link},
-        )
-        return replace(self, shape=shape, hosts=hosts, **alike, **emulated), found
+        same = ("ranks", "dtype", "out_dtype", "algorithm", "chunk_rows")
+        changes: dict[str, Any] = {name: found[name] for name in same}
+        changes |= {f"link_{name}": value for name, value in link.items()}
+        changes |= {"shape": Shape(**found["shape"]), "hosts": found.get("hosts", 1)}
+        return replace(self, **changes), found
 
-    def asked(self, machine: Any) -> Iterator[tuple[Any, ...]]:
-        """``(case, machine, algorithm, chunk rows)`` of each operator in turn, asked of `machine`."""
-        import weft.predict as predict
-
+    def cases(self, machine: Any) -> Iterator[tuple[Any, ...]]:
+        """``(workload, machine, algorithm, chunk rows)`` of each operator in turn."""
         known = [name.removesuffix(" packed") for name in machine.products]
         dtype = self.dtype or known[0]
         if dtype not in known:
-            refuse(
-                "--dtype",
-                f"{machine.name} has product rates for {', '.join(dict.fromkeys(known))}; got "
-                f"{dtype}",
-            )
+            rates = f"{machine.name} has product rates for {', '.join(dict.fromkeys(known))}"
+            refuse("--dtype", f"{rates}; got {dtype}")
         on = self.linked(machine)
         m, k, n = self.shape
         parts = {self.operator.replace("-", "_"): (m, k, n)}
         if self.operator == "mlp":
             if n % self.ranks:
-                refuse(
-                    "--shape", f"the {n} columns within the MLP must divide over {self.ranks} ranks"
-                )
+                uneven = f"the {n} columns within the MLP must divide over {self.ranks} ranks"
+                refuse("--shape", uneven)
             width = n // self.ranks
             parts = {"all_gather_matmul": (m, k, 2 * width), "matmul_reduce_scatter": (m, width, k)}
         for operator, shape in parts.items():
-            predicted = predict.OPERATORS[operator].predicted
+            predicted = OPERATORS[operator].predicted
             if self.algorithm not in ("auto", *predicted):
-                refuse(
-                    "--algorithm",
-                    f"{operator} has {', '.join(predicted)} and auto; got {self.algorithm!r}",
-                )
-            case = predict.workload(operator, self.ranks, shape, dtype, self.out_dtype or dtype)
-            if not predict.candidates(case, on, self.algorithm, self.chunk_rows):
-                refuse(
-                    "--algorithm",
-                    f"{self.algorithm} reads peers' memory, which cannot be done on {on.name} over "
-                    "this link",
-                )
+                names = f"{operator} has {', '.join(predicted)} and auto"
+                refuse("--algorithm", f"{names}; got {self.algorithm!r}")
+            case = workload(operator, self.ranks, shape, dtype, self.out_dtype or dtype)
+            if not candidates(case, on, self.algorithm, self.chunk_rows):
+                why = f"reads peers' memory, which cannot be done on {on.name} over this link"
+                refuse("--algorithm", f"{self.algorithm} {why}")
             yield case, on, self.algorithm, self.chunk_rows
 
     def linked(self, machine: Any) -> Any:
@@ -168,11 +154,8 @@ class Question:
             on = machine.of_ranks(self.ranks, self.threads)
         on = on.emulating(self.link_gbps, self.link_latency_us) if self.link_gbps else on
         if self.ranks % self.hosts:
-            refuse(
-                "--hosts",
-                f"{self.ranks} ranks are not spread evenly over {self.hosts} hosts: give another "
-                "--ranks",
-            )
+            uneven = f"{self.ranks} ranks are not spread evenly over {self.hosts} hosts"
+            refuse("--hosts", f"{uneven}: give another --ranks")
         if self.hosts > 1:
             with options.refusing("--hosts"):
                 on = on.over([rank * self.hosts // self.ranks for rank in range(self.ranks)])
@@ -188,47 +171,44 @@ def predict(given: Question) -> None:
     if question.hosts > 1 and question.link_gbps:
         refuse("--hosts", "links between hosts are real ones: use --link instead of --link-gbps")
     machine, console = options.load_machine(given.machine), Console(stderr=given.json_file == "-")
-    from weft.bench import predictions
-
-    if (collective := given.operator.replace("-", "_")) in COLLECTIVES:
-        if given.sweep or given.plot or given.trace or given.timeline:
-            refuse("--sweep", "of a collective there is a table by --bytes, and --json")
-        sizes = [0] if collective == "barrier" else parse_sizes(given.bytes)
-        with options.refusing("--machine"):
-            found = predictions.collective(collective, sizes, given.ranks, given.linked(machine))
-        predictions.show_collective(found, console)
-        options.write_json(found, given.json_file)
-        return
-    if given.sweep:
+    if given.operator.replace("-", "_") in COLLECTIVES:
+        result = _collective(given, machine, console)
+    elif given.sweep:
         if given.operator == "mlp" or measured:
             refuse("--sweep", "a sweep is of one operator, without --compare")
-        what, values = _sweep(given.sweep)
-        results = [
-            predictions.answer(*asked)
-            for value in values
-            for asked in question.changed(what, value).asked(machine)
-        ]
-        predictions.show_sweep(what, results, values, console)
-        if given.plot:
-            predictions.draw_sweep(what, results, values, given.plot)
-        options.write_json({"sweep": what, "values": values, "results": results}, given.json_file)
-        return
-    if given.plot:
-        refuse("--plot", "curves are drawn of a sweep: add --sweep, or use --timeline")
-    every, results = [], []
-    for asked in question.asked(machine):
-        every.append(asked[:2])
-        results.append(predictions.answer(*asked))
-        predictions.show(results[-1], console)
-    if given.operator == "mlp":
-        console.print(predictions.total(results), highlight=False, soft_wrap=True)
-    if measured:
-        predictions.show_comparison(results[0], measured, console)
-    _draw(question, every, results)
-    options.write_json(results[0] if len(results) == 1 else {"results": results}, given.json_file)
+        result = _sweep(question, machine, console)
+    else:
+        result = _operators(question, measured, machine, console)
+    options.write_json(result, given.json_file)
 
 
-def _sweep(text: str) -> tuple[str, list[int]]:
+def _collective(given: Question, machine: Any, console: Console) -> dict[str, Any]:
+    from weft.cli.predictions import show_collective
+
+    if given.sweep or given.plot or given.trace or given.timeline:
+        refuse("--sweep", "of a collective there is a table by --bytes, and --json")
+    name = given.operator.replace("-", "_")
+    sizes = [0] if name == "barrier" else parse_sizes(given.bytes)
+    with options.refusing("--machine"):
+        found = answers.collective(name, sizes, given.ranks, given.linked(machine))
+    show_collective(found, console)
+    return found
+
+
+def _sweep(question: Question, machine: Any, console: Console) -> dict[str, Any]:
+    from weft.cli import predictions
+
+    assert question.sweep
+    what, values = _parse_sweep(question.sweep)
+    cases = [case for value in values for case in question.changed(what, value).cases(machine)]
+    results = [answers.answer(*case) for case in cases]
+    predictions.show_sweep(what, results, values, console)
+    if question.plot:
+        predictions.draw_sweep(what, results, values, question.plot)
+    return {"sweep": what, "values": values, "results": results}
+
+
+def _parse_sweep(text: str) -> tuple[str, list[int]]:
     what, _, span = text.partition("=")
     names = {"ranks": "ranks", "shape": "m", "m": "m", "k": "k", "n": "n", "link": "link"}
     with suppress(ValueError):
@@ -241,18 +221,34 @@ def _sweep(text: str) -> tuple[str, list[int]]:
     return refuse("--sweep", f"expected {expected}, such as ranks=2:64; got {text!r}")
 
 
-def _draw(question: Question, every: list[tuple[Any, ...]], results: list[dict[str, Any]]) -> None:
-    """Write what would run when: the sequential way beside the fastest, of every operator."""
-    if not question.trace and not question.timeline:
-        return
-    import weft.predict as predict
-    from weft.bench.predictions import variant
+def _operators(
+    question: Question, measured: dict[str, Any] | None, machine: Any, console: Console
+) -> dict[str, Any]:
+    from weft.cli import predictions
 
+    if question.plot:
+        refuse("--plot", "curves are drawn of a sweep: add --sweep, or use --timeline")
+    cases = [*question.cases(machine)]
+    results = [answers.answer(*case) for case in cases]
+    for result in results:
+        predictions.show(result, console)
+    if question.operator == "mlp":
+        console.print(answers.total(results), highlight=False, soft_wrap=True)
+    if measured:
+        predictions.show_comparison(results[0], measured, console)
+    if question.trace or question.timeline:
+        _draw(question, [case[:2] for case in cases], results)
+    return results[0] if len(results) == 1 else {"results": results}
+
+
+def _draw(question: Question, cases: list[tuple[Any, ...]], results: list[dict[str, Any]]) -> None:
+    """Write the traces of every operator: of the sequential algorithm, and of the fastest."""
     traces = []
-    for (case, on), result in zip(every, results, strict=True):
-        ways = dict.fromkeys([*predict.candidates(case, on, "sequential"), variant(result)])
-        traces += [
-            predict.trace(case, way, on, f"{result['predicted']}, {way}, predicted") for way in ways
-        ]
-    title = f"{question.operator} on {results[0]['machine']}: {question.ranks} ranks, of equal ones the first"
-    options.write_traces(question, traces, title)
+    for (case, on), result in zip(cases, results, strict=True):
+        fastest = answers.variant(result)
+        for way in dict.fromkeys([*candidates(case, on, "sequential"), fastest]):
+            title = f"{result['predicted']}, {way}, predicted"
+            traces.append(trace(case, way, on, title))
+    title = f"{question.operator} on {results[0]['machine']}"
+    ranks = f"{question.ranks} ranks, of equal ones the first"
+    options.write_traces(question, traces, f"{title}: {ranks}")

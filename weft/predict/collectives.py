@@ -11,10 +11,10 @@ from typing import NamedTuple
 from weft.plan import Plan
 from weft.plan.binding import bind, split
 from weft.predict.machine import Machine
+from weft.predict.planners import EAGER_PLANS
 from weft.predict.simulator import seconds
 from weft.schedules import all_gather, all_reduce, broadcast
-from weft.schedules.barrier import barrier
-from weft.schedules.levels import Levels, flat, nested
+from weft.schedules.levels import flat, nested
 from weft.schedules.thresholds import EAGER_ROOM
 from weft.schedules.workload import Rows
 
@@ -29,13 +29,6 @@ class Way(NamedTuple):
     notifies: int
 
 
-HANDED_OUT: Mapping[str, Callable[[Levels], Plan]] = {
-    "barrier": barrier,
-    "all_gather": all_gather.eager,
-    "all_reduce": all_reduce.eager,
-    "broadcast": partial(broadcast.eager, 0),
-}
-"""Plans of few rows."""
 _STAGED: Mapping[str, Mapping[str, Callable[[int], Plan]]] = {
     "all_gather": {"pull": partial(all_gather.all_gather, pieces=1)},
     "all_reduce": {
@@ -44,7 +37,7 @@ _STAGED: Mapping[str, Mapping[str, Callable[[int], Plan]]] = {
     },
     "broadcast": {"pull": partial(broadcast.broadcast, pieces=1, source=0)},
 }
-COLLECTIVES = tuple(HANDED_OUT)
+COLLECTIVES = ("barrier", *_STAGED)
 
 
 def ways(collective: str, size: int, ranks: int, machine: Machine) -> list[Way]:
@@ -66,7 +59,7 @@ def ways(collective: str, size: int, ranks: int, machine: Machine) -> list[Way]:
             "levels": nested(ranks, machine.near(ranks), machine.thresholds.hop),
         }
         found = {
-            name: HANDED_OUT[collective](levels)
+            name: EAGER_PLANS[collective](levels)
             for name, levels in meeting.items()
             if name == "flat" or len(levels) > 1
         }

@@ -11,11 +11,11 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from weft.bench import figures
 from weft.bench.settings import AllGatherMatmul
 from weft.bench.verification import Check, compare, error_bound
 from weft.engines import engine
 from weft.measure.timing import summarize
+from weft.predict import figures
 from weft.world import init
 from weft.world.local import local_world
 from weft_benchmarks.gpu import hardware, milliseconds, versions

@@ -1,11 +1,9 @@
-"""What measured times mean. All times of one call are in the same unit, of one run, on the same
-data.
-"""
+"""The figures of an overlap, measured or predicted. All times of a call have the same unit."""
 
 from __future__ import annotations
 
 VIEWS = ("compute", "communicate", "sequential", "pipelined")
-"""What a benchmark that hides one thing behind another times, in this order."""
+"""The times of which an overlap's figures are made, in this order."""
 
 
 def of_overlap(

@@ -1,0 +1,116 @@
+"""Predictions as tables and curves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.ticker import FuncFormatter
+from rich.console import Console
+from rich.text import Text
+
+from weft.bench import tables
+from weft.bench.plots import COLOURS, DASHED, picture
+from weft.predict import figures
+from weft.predict.answers import RESOURCES, ms, variant, words
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """Print an answer as a table, and in plain words."""
+    times, link = result["times_ms"], result["link"]
+    where = f"{result['machine']}{f', emulated link of {link:g} Gbit/s' if link else ''}"
+    hosts = f" on {result['hosts']} hosts" if result["hosts"] > 1 else ""
+    case = f"{result['ranks']} ranks{hosts}, {_size(result['shape'])}, {result['dtype']}"
+    _title(f"{result['predicted']} on {where}, PREDICTED: {case}", console)
+    table = tables.table(("", "ms", "vs sequential", "rows per piece"))
+    for name in ("compute", "communicate"):
+        table.add_row(name, ms(times[name]), "", "")
+    for way in result["ways"]:
+        speedup = f"{times['sequential'] / way['ms']:.2f}x"
+        table.add_row(str(variant(way)), ms(way["ms"]), speedup, str(way["chunk_rows"]))
+    if all(way["algorithm"] != "sequential" for way in result["ways"]):
+        table.add_row("sequential", ms(times["sequential"]), "1.00x", "")
+    console.print(table)
+    percent = result["overlap_percent"]
+    overlap = "" if percent is None else f"overlap {percent:.0f} %, "
+    line = f"speedup {result['speedup']:.2f}x, {overlap}limit ratio {result['limit_ratio']:.3f}"
+    for text in (line, *words(result), ""):
+        console.print(text, highlight=False, soft_wrap=True)
+
+
+def show_collective(found: dict[str, Any], console: Console) -> None:
+    """Print the predictions for a collective as a table."""
+    _title(
+        f"{found['predicted']} on {found['machine']}, PREDICTED: {found['ranks']} ranks", console
+    )
+    table = tables.table(("bytes of each rank", "way", "us", "notifies of a rank"), left=("way",))
+    for row in found["rows"]:
+        table.add_row(str(row["bytes"]), row["way"], f"{row['us']:.2f}", str(row["notifies"]))
+    console.print(table)
+
+
+def show_comparison(result: dict[str, Any], measured: dict[str, Any], console: Console) -> None:
+    """Print predicted and measured times in one table."""
+    rows = [
+        (name, result["times_ms"][name], times["median"], ms)
+        for name, times in measured["times_ms"].items()
+    ]
+    for name in ("speedup", "limit_ratio"):
+        rows.append((name, result[name], measured[name], "{:.3f}".format))
+    table = tables.table(("", "predicted ms", "measured ms", "error"))
+    for name, predicted, found, text in rows:
+        table.add_row(name, text(predicted), text(found), f"{100 * (predicted / found - 1):+.0f} %")
+    console.print(table)
+
+
+def show_sweep(
+    what: str, results: list[dict[str, Any]], values: Sequence[float], console: Console
+) -> None:
+    """Print the times of a sweep in one table."""
+    times = ("compute ms", "communicate", "sequential", "pipelined")
+    table = tables.table((what, *times, "speedup", "by", "bottleneck"), left=("by", "bottleneck"))
+    for value, result in zip(values, results, strict=True):
+        cells = [ms(result["times_ms"][name]) for name in figures.VIEWS]
+        cells += [f"{result['speedup']:.2f}x", str(variant(result))]
+        table.add_row(f"{value:g}", *cells, RESOURCES[next(iter(result["saved_percent"]))])
+    console.print(table)
+
+
+def draw_sweep(
+    what: str, results: list[dict[str, Any]], values: Sequence[float], path: Path
+) -> None:
+    """Draw the times of a sweep, and the gain of overlap, into a PNG or SVG file."""
+    first = results[0]
+    shape = {**first["shape"], **({what: what.upper()} if what in first["shape"] else {})}
+    ranks = "" if what == "ranks" else f"{first['ranks']} ranks, "
+    title = f"{first['predicted']} on {first['machine']}: {ranks}{_size(shape)} {first['dtype']}"
+    with picture(path, 11, 4.4, title) as figure:
+        times, gains = figure.subplots(1, 2)
+        for name in figures.VIEWS:
+            limit = name in ("compute", "communicate")
+            look: dict[str, Any] = {"linestyle": DASHED} if limit else {"marker": "o"}
+            found = [result["times_ms"][name] for result in results]
+            times.plot(values, found, color=COLOURS[name], label=name, **look)
+        speedups = [result["speedup"] for result in results]
+        gains.plot(values, speedups, color=COLOURS["pipelined"], marker="o")
+        gains.axhline(1, color=COLOURS["text"], linewidth=1, linestyle=DASHED)
+        times.set_yscale("log", base=2)
+        times.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        times.set_title("milliseconds, predicted")
+        gains.set_title("speedup: sequential / pipelined, predicted")
+        for axes in (times, gains):
+            axes.set_xscale("log", base=2)
+            rotation = 30 if len(values) > 8 else 0
+            axes.set_xticks(values, [f"{value:g}" for value in values], rotation=rotation)
+            axes.minorticks_off()
+            axes.set_xlabel("GB/s of the link" if what == "link" else what)
+        figure.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+
+
+def _title(text: str, console: Console) -> None:
+    console.print(Text(text, "bold"), soft_wrap=True)
+
+
+def _size(shape: dict[str, Any]) -> str:
+    return "x".join(map(str, shape.values()))

@@ -1,0 +1,133 @@
+"""Answers to questions about a machine: predictions as JSON objects, and in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from weft.predict import figures
+from weft.predict.collectives import ways
+from weft.predict.forecast import forecast, savings
+from weft.predict.machine import Machine
+from weft.schedules.operators import OPERATORS
+from weft.schedules.workload import Variant, Workload
+
+_WORTH = 0.02  # of the time: a change that saves less is not mentioned
+RESOURCES = {
+    "products twice as fast": "the product",
+    "links of twice the bandwidth": "the link",
+    "memory twice as fast": "memory",
+    "no latencies": "latency",
+    "no interference": "interference of communication and computation",
+}
+"""The bottleneck of which each change would be the remedy."""
+
+
+def answer(
+    case: Workload, machine: Machine, algorithm: str = "auto", chunk_rows: int | None = None
+) -> dict[str, Any]:
+    """The prediction for a case as a JSON object: times in milliseconds, K of a rank's product."""
+    found = forecast(case, machine, algorithm, chunk_rows)
+    best, fastest = found.ways[0]
+    times = (*found[:3], fastest)
+    overlap = figures.of_overlap(*times) if found.communicate else {"overlap_percent": None}
+    return {
+        "predicted": case.operator.replace("_", "-"),
+        "machine": machine.name,
+        "ranks": case.ranks,
+        "hosts": len(set(machine.hosts or (0,))),
+        "shape": {"m": sum(case.rows), "k": case.k, "n": case.n},
+        "dtype": case.dtype,
+        "out_dtype": case.out_dtype,
+        "link": machine.links[-1].gbs * 8 if machine.links[-1].idle else None,
+        **to_json(case, best),
+        "times_ms": {
+            name: 1e3 * seconds for name, seconds in zip(figures.VIEWS, times, strict=True)
+        },
+        "ways": [{**to_json(case, way), "ms": 1e3 * seconds} for way, seconds in found.ways],
+        "speedup": figures.speedup(found.sequential, fastest),
+        "limit_ratio": figures.limit_ratio(found.compute, found.communicate, fastest),
+        **overlap,
+        "saved_percent": {what: 100 * saved for what, saved in savings(case, best, machine)},
+        "measured_on": machine.ranks,
+    }
+
+
+def variant(found: dict[str, Any]) -> Variant:
+    """The variant of an entry of an answer's ways, or of the answer itself: the best one."""
+    return Variant(found["algorithm"], found["pieces"], found["order"])
+
+
+def to_json(case: Workload, variant: Variant) -> dict[str, Any]:
+    """A variant as a JSON object, with the most rows of its transfers."""
+    rows = OPERATORS[case.operator].chunk_rows(case.rows, variant)
+    return {**variant._asdict(), "chunk_rows": rows}
+
+
+def collective(operator: str, sizes: Sequence[int], ranks: int, machine: Machine) -> dict[str, Any]:
+    """The predictions for a collective of each of these sizes in bytes on each rank as a JSON
+    object; times in microseconds.
+    """
+    rows = [
+        {"bytes": size, "way": way.name, "us": 1e6 * way.seconds, "notifies": way.notifies}
+        for size in sizes
+        for way in ways(operator, size, ranks, machine)
+    ]
+    name = operator.replace("_", "-")
+    return {"predicted": name, "machine": machine.name, "ranks": ranks, "rows": rows}
+
+
+def words(result: dict[str, Any]) -> list[str]:
+    """An answer in plain words: whether overlap helps, by how much, the bottleneck and its
+    remedies.
+    """
+    best = variant(result)
+    sequential, pipelined = (ms(result["times_ms"][name]) for name in ("sequential", "pipelined"))
+    if best.algorithm == "sequential":
+        line = (
+            f"Overlap would not help: one after the other takes {sequential} ms, and no overlapping "
+            "way is faster."
+        )
+    elif result["speedup"] < 1 + _WORTH:
+        line = f"Overlap would hardly help: {best} takes {pipelined} ms, sequential {sequential}."
+    else:
+        gain = f"{result['speedup']:.2f} times as fast"
+        line = f"Overlap helps: {best} takes {pipelined} ms instead of {sequential}, {gain}."
+    others = [way for way in result["ways"][1:] if way["algorithm"] != "sequential"]
+    if others:
+        name = str(variant(others[0]))
+        line += f" {name[0].upper()}{name[1:]} would take {ms(others[0]['ms'])} ms."
+    lines = [line]
+    saved = {
+        what: f"{what} would save {percent:.0f} %"
+        for what, percent in result["saved_percent"].items()
+        if percent > 100 * _WORTH
+    }
+    if saved:
+        lines.append(
+            f"The bottleneck is {RESOURCES[next(iter(saved))]}: {', '.join(saved.values())}."
+        )
+    if result["measured_on"] and result["ranks"] > result["measured_on"]:
+        lines.append(
+            f"The profile was fitted on {result['measured_on']} ranks; beyond them its second link "
+            "is an assumption."
+        )
+    return lines
+
+
+def total(results: Sequence[dict[str, Any]]) -> str:
+    """The time of several operators, one after the other, in plain words."""
+    compute, _, sequential, pipelined = (
+        sum(result["times_ms"][name] for result in results) for name in figures.VIEWS
+    )
+    less = 100 * (1 - pipelined / sequential)
+    return (
+        f"Together: {ms(pipelined)} ms instead of {ms(sequential)}: "
+        f"{sequential / pipelined:.2f} times as fast, {less:.0f} % less time. "
+        f"The products alone take {ms(compute)} ms, which no overlap can beat."
+    )
+
+
+def ms(milliseconds: float) -> str:
+    """Milliseconds with a precision that suits them."""
+    return f"{milliseconds:.3f}" if milliseconds < 100 else f"{milliseconds:.1f}"
