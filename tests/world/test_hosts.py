@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from support import host_ranks
 from support.hosts import AHEAD, hosts, needs_hosts
+from support.on_hosts.losses import LIMIT
 
 SCRIPT = Path(host_ranks.__file__)
 SOON = 5.0  # seconds; survivors take milliseconds, and the machine may be busy
@@ -144,7 +145,7 @@ def test_a_host_that_is_cut_off_and_the_next_job(two_by_two, two_hosts, tmp_path
     for name, words, seconds in found(tmp_path, "cut_off", 2):
         assert name == "PeerTimeout", words
         assert "of all_gather_matmul call" in words
-        assert seconds < host_ranks.LIMIT + SOON
+        assert seconds < LIMIT + SOON
 
 
 @pytest.mark.slow

@@ -1,0 +1,103 @@
+"""Commands of weft whose ranks are on several hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import time
+
+import pytest
+import torch.distributed as dist
+from rich.console import Console
+
+from weft.cli import app
+from weft.doctor.checks import diagnose
+
+
+def doctor():
+    """What is printed of hosts that something is wrong with: a firewall, an interface, and the
+    clock of the last; the rest is well.
+    """
+    first, last = (
+        os.environ["RANK"] == "0",
+        os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1),
+    )
+    firewall = [
+        "ip",
+        "rule",
+        "{}",
+        "ipproto",
+        "tcp",
+        "sport",
+        "30000-60999",
+        "blackhole",
+    ]  # its answers do not get out
+
+    def diagnosed():
+        printed = io.StringIO()
+        well = diagnose(Console(file=printed, width=200))
+        return well, printed.getvalue()
+
+    with contextlib.ExitStack() as stack:
+        for word, undo in (("add", "delete"),) if first else ():
+            subprocess.run([part.format(word) for part in firewall], check=True)
+            stack.callback(subprocess.run, [part.format(undo) for part in firewall], check=True)
+        found = [diagnosed()]
+    with pytest.MonkeyPatch.context() as patch:
+        if last:
+            patch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+        found.append(diagnosed())
+    with pytest.MonkeyPatch.context() as patch:
+        if last:
+            now = time.time_ns
+            patch.setattr(time, "time_ns", lambda: now() + 90 * 10**9)
+        found.append(diagnosed())
+    return found
+
+
+def benches(folder):
+    """Benchmarks of every kind measure, or say what cannot be measured on several hosts."""
+    few = ["--warmup", "0", "--iterations", "1", "--threads", "1"]
+    fused, sizes = ["--shape", "64x32x16", *few], ["--sizes", "4K", *few]
+    measured = {
+        **dict.fromkeys(("all-gather-matmul", "matmul-all-reduce"), fused),
+        **dict.fromkeys(("reduce-scatter", "all-to-all"), sizes),
+        "overlap": ["--shape", "64x64x64", "--size", "4K", *few],
+    }
+    found = []
+    for name, options in measured.items():
+        code, _ = command("bench", name, *options, "--json", folder / name)
+        assert code == 0, name
+        if dist.get_rank() == 0:
+            found.append(json.loads((folder / name).read_text()))
+    refused = {
+        "one-sided calls stay within one": ["p2p", *sizes],
+        "direct is not possible in this world": [
+            "all-gather-matmul",
+            *fused,
+            "--algorithm",
+            "direct",
+        ],
+        "pull is not possible in this world": ["all-gather", *sizes, "--algorithm", "pull"],
+        "one_shot is not possible in this world": ["all-reduce", *sizes, "--algorithm", "one_shot"],
+        "have a real link between them": ["matmul-all-reduce", *fused, "--link-gbps", "1"],
+        "not to be slowed by an emulated one": ["overlap", "--link-gbps", "1", *few],
+    }
+    for words, arguments in refused.items():
+        code, text = command("bench", *arguments)
+        assert (code, words in text) == (1, True), text
+    return found
+
+
+def command(*arguments):
+    """The exit code of a weft command that this rank joins in, and what it says of errors."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            app([str(argument) for argument in arguments], standalone_mode=True)
+        except SystemExit as end:
+            return end.code or 0, said.getvalue()
+    return 0, said.getvalue()

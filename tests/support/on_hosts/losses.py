@@ -1,0 +1,184 @@
+"""Ranks and hosts that differ, leave, die or are cut off: the errors of the others."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import struct
+import termios
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import weft
+from support.process_resources import leaked, resources
+from weft.engines import network
+from weft.world import relay, tcp
+from weft.world import world as worlds
+
+LIMIT = 2.0  # seconds that a wait may take where something goes wrong
+
+
+def error_of(call):
+    """The error that a call raises at last, as (class, words, its seconds)."""
+    try:
+        while True:
+            begun = time.monotonic()
+            call()
+    except weft.WeftError as error:
+        return type(error).__name__, str(error), time.monotonic() - begun
+
+
+@contextlib.contextmanager
+def patient_farewell():
+    """Let ranks that leave wait long for an answer: that all get one shows in that the test ends."""
+    usual, relay._LINGER = relay._LINGER, 300.0
+    yield
+    relay._LINGER = usual
+
+
+def mismatch():
+    """Ranks that call something else are shown both calls; nothing is received in place of
+    something else.
+    """
+    with patient_farewell(), weft.init(timeout=20) as world:
+        a, b = torch.ones(64, 8), torch.ones(8, 8)
+        weft.all_gather_matmul(a, b)
+        odd = world.rank == world.ranks - 1
+        name, words, _ = error_of(
+            lambda: weft.all_reduce(a) if odd else weft.all_gather_matmul(a, b)
+        )
+        assert name == "MismatchError", words
+        assert "all_gather_matmul(" in words, words
+        assert "all_reduce(" in words, words
+
+
+def gives_up():
+    """A rank that cannot go on before ranks have told each other all is not waited for."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            patch.setattr(
+                worlds,
+                "listen_to_hosts",
+                lambda rank: (_ for _ in ()).throw(weft.WeftError("no address")),
+            )
+        return error_of(lambda: weft.init(dist.new_group(backend="gloo"), timeout=300))[:2]
+
+
+def cut_off(folder):
+    """A host's interface goes down in mid-operator: every rank gives up within its limit, and says
+    so.
+    """
+    with weft.init(timeout=20) as world:
+        a, b = torch.ones(256, 64), torch.ones(64, 8)
+        weft.all_gather_matmul(a, b)
+        (folder / f"running{world.rank}").touch()
+        found = error_of(lambda: weft.all_gather_matmul(a, b, timeout=LIMIT))
+    (folder / f"gave_up{dist.get_rank()}").touch()
+    while not (folder / "reconnected").exists():
+        time.sleep(0.01)
+    return found
+
+
+def leaves():
+    """A rank that leaves its world is named by those that still need it, and they do not lose each
+    other.
+    """
+    with weft.init(timeout=20) as world:
+        weft.barrier()
+        leaver = world.ranks - 1
+        if world.rank == leaver:
+            return
+        while not world.relay.hung_up[leaver].is_set():
+            time.sleep(0.001)
+        name, words, _ = error_of(weft.barrier)
+        assert name == "PeerLost", words
+        assert words.startswith(f"rank {leaver} (pid "), words
+        assert "closed its world" in words, words
+
+
+def halfway():
+    """The last rank takes nothing of a long message, sends half of its own, and is gone: nothing
+    stays behind elsewhere.
+    """
+    a, found = torch.ones(16 << 20), []  # more than sockets hold
+    weft.init(timeout=20).close()  # now torch.distributed has what it keeps
+    worlds._default = None
+
+    def half(peer, tag, rows):
+        if not rows:
+            whole(peer, tag, rows)
+            return
+        world.relay.transport.connections[peer].sendall(
+            tcp.HEADER.pack(*tag, len(rows)) + bytes(rows[: len(rows) // 2])
+        )
+        sent.set()
+        until_closed()
+
+    def nothing(rows, read):
+        if rows.rows:
+            until_closed()
+            raise ConnectionResetError("closed")
+
+    def until_closed():
+        while not world.relay.closed:
+            time.sleep(0.001)
+
+    for how in ("left", "raised", "died"):
+        before, sent = resources(), threading.Event()
+        with (
+            contextlib.suppress(KeyError),
+            pytest.MonkeyPatch.context() as patch,
+            weft.init(timeout=20) as world,
+        ):
+            whole = world.relay.send
+            if world.rank == world.ranks - 1:
+                patch.setattr(
+                    world.relay, "timeout", 1.0
+                )  # which leaving takes, before the other's waiting does
+                patch.setattr(world.relay, "send", half)
+                patch.setattr(network._Rows, "fill", nothing)
+            weft.barrier()
+            if world.rank < world.ranks - 1:
+                found.append(error_of(lambda: weft.all_gather(a))[:2])
+            else:
+                weft.all_gather_async(a, timeout=1)
+                connection = world.relay.transport.connections[0]
+                while not (sent.is_set() and _waiting(connection, termios.FIONREAD)) or _waiting(
+                    connection, termios.TIOCOUTQ
+                ):
+                    time.sleep(0.001)
+                if how == "died":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if how == "raised":
+                    raise KeyError("halfway")
+        worlds._default = world = whole = None
+        found.append(leaked(before))
+    return found
+
+
+def _waiting(connection, where):
+    """The bytes that a socket has in one of its queues."""
+    return struct.unpack("i", fcntl.ioctl(connection, where, bytes(4)))[0]
+
+
+def killed(folder):
+    """A rank dies in mid-operator; all others learn of it at once."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from the agent of the dead rank's host
+    with weft.init(timeout=20) as world:
+        a, b = torch.ones(256, 64), torch.ones(64, 8)
+        weft.all_gather_matmul(a, b)
+        if world.rank == world.ranks - 1:
+            while not all(
+                world.executor.peer_call(rank, world.relay.call + 1) for rank in range(world.rank)
+            ):  # they are in the next
+                time.sleep(0.001)
+            (folder / "death").write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        name, words, _ = error_of(lambda: weft.all_gather_matmul(a, b))
+        return name, words, time.time()
