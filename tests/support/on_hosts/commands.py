@@ -83,8 +83,8 @@ def benches(folder):
         ],
         "pull is not possible in this world": ["all-gather", *sizes, "--algorithm", "pull"],
         "one_shot is not possible in this world": ["all-reduce", *sizes, "--algorithm", "one_shot"],
-        "have a real link between them": ["matmul-all-reduce", *fused, "--link-gbps", "1"],
-        "not to be slowed by an emulated one": ["overlap", "--link-gbps", "1", *few],
+        "a link can be emulated on one host only": ["matmul-all-reduce", *fused, "--link-gbps", "1"],
+        "ranks on several hosts have a real link": ["overlap", "--link-gbps", "1", *few],
     }
     for words, arguments in refused.items():
         code, text = command("bench", *arguments)
