@@ -83,7 +83,12 @@ def benches(folder):
         ],
         "pull is not possible in this world": ["all-gather", *sizes, "--algorithm", "pull"],
         "one_shot is not possible in this world": ["all-reduce", *sizes, "--algorithm", "one_shot"],
-        "a link can be emulated on one host only": ["matmul-all-reduce", *fused, "--link-gbps", "1"],
+        "a link can be emulated on one host only": [
+            "matmul-all-reduce",
+            *fused,
+            "--link-gbps",
+            "1",
+        ],
         "ranks on several hosts have a real link": ["overlap", "--link-gbps", "1", *few],
     }
     for words, arguments in refused.items():
