@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import plans
 
+from weft.bench.ablation import own_rows_last, split_arrivals
 from weft.engines.reference import run
 from weft.plan import Compute, Copy, Notify, Plan, Signal, Wait, accesses, reads
 from weft.plan.proof import verify
@@ -105,7 +106,7 @@ def test_own_rows_are_multiplied_without_waiting(algorithm):
 
 
 def test_own_rows_can_be_multiplied_last():
-    plan = all_gather_matmul(Request(3, 2, "direct"), own_first=False)
+    plan = own_rows_last(all_gather_matmul(Request(3, 2, "direct")))
     for r, lanes in enumerate(plan.lanes):
         assert [i.srcs[0].rank for i in lanes["compute"] if isinstance(i, Compute)] == [
             *after(r, 3),
@@ -115,7 +116,8 @@ def test_own_rows_can_be_multiplied_last():
 
 @pytest.mark.parametrize("joined", [True, False])
 def test_products_of_adjacent_arrivals_are_joined(joined):
-    plan = all_gather_matmul(Request(2, 8, "push"), joined=joined)
+    plan = all_gather_matmul(Request(2, 8, "push"))
+    plan = plan if joined else split_arrivals(plan)
     products = [i.dst.rows for i in plan.lanes[0]["compute"] if isinstance(i, Compute)]
     assert products == ([8, 4, 2, 1, 1] if joined else [8] + [1] * 8)
 

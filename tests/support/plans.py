@@ -13,6 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from weft.bench.ablation import own_rows_last, split_arrivals
 from weft.engines.reference import Call
 from weft.plan import Plan
 from weft.plan.binding import bind
@@ -52,9 +53,9 @@ def multiplied(
     **choices: Any,
 ) -> Plan:
     """All-gather + matmul."""
-    return all_gather_matmul(
-        Request(ranks, pieces, algorithm, **choices), own_first=own_first, joined=joined
-    )
+    plan = all_gather_matmul(Request(ranks, pieces, algorithm, **choices))
+    plan = plan if joined else split_arrivals(plan)
+    return plan if own_first else own_rows_last(plan)
 
 
 def summed(

@@ -4,12 +4,11 @@ matmul.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
+from weft.bench.ablation import STEPS
 from weft.bench.baselines import (
     gloo_all_gather_matmul,
     gloo_matmul_all_reduce,
@@ -20,15 +19,9 @@ from weft.bench.settings import FusedSettings
 from weft.bench.verification import Problem, Sums
 from weft.engines import engine
 from weft.measure.timing import Stopwatch
-from weft.schedules import all_gather_matmul as schedule
+from weft.plan import Plan
 from weft.schedules.common import apart
 from weft.world import World
-
-_STEPS: dict[str, dict[str, Any]] = {
-    "overlapped": {"own_first": False, "joined": False},
-    "+ own rows first": {"own_first": True, "joined": False},
-    "+ arrivals joined": {"own_first": True, "joined": True},
-}
 
 
 class AllGatherMatmul(Subject):
@@ -47,9 +40,10 @@ class AllGatherMatmul(Subject):
             "weight.",
         )
         if settings.ablate:
-            self.ablation = {"cascade": "sequential", **{name: name for name in _STEPS}}
-            algorithm = self.plan().algorithm
-            self.views |= {name: self.view(self._step(name, algorithm)) for name in _STEPS}
+            self.ablation = {"cascade": "sequential", **{name: name for name in STEPS}}
+            plan = self._plan_in_symmetric_memory()
+            steps = {name: partial(self._execute, rewrite(plan)) for name, rewrite in STEPS.items()}
+            self.views |= {name: self.view(step) for name, step in steps.items()}
 
     def prepare(self) -> None:
         world, (m, k, n) = self.world, self.settings.shape
@@ -72,14 +66,15 @@ class AllGatherMatmul(Subject):
         self.x.copy_(self.problem.rows(run))
         self.a.copy_(self.x[start : start + len(self.a)])
 
-    def _step(self, name: str, algorithm: str) -> Callable[[], object]:
-        variant = self.call.rule(algorithm).variant
+    def _plan_in_symmetric_memory(self) -> Plan:
+        """The operator's plan, by the algorithm whose rows move where the choice moves none."""
+        variant = self.call.rule(self.plan().algorithm).variant
         request = self.call.operator.request(self.call.workload, variant, hosts=self.world.topology)
-        plan = schedule.all_gather_matmul(request._replace(symmetric=True), **_STEPS[name])
+        return self.call.operator.plan(request._replace(symmetric=True))
+
+    def _execute(self, plan: Plan) -> None:
         tensors = {"a": self.a, "out": self.out}
-        return lambda: engine(self.world).execute(
-            plan, tensors, {"out": self.weight}, rows=self.rows
-        )
+        engine(self.world).execute(plan, tensors, {"out": self.weight}, rows=self.rows)
 
 
 class MatmulSum(Subject):

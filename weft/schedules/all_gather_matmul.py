@@ -20,12 +20,8 @@ from weft.schedules.workload import Operator, Request, Rows, Workload
 ALGORITHMS = ("direct", "push", "pull", "ring", "sequential")
 
 
-def all_gather_matmul(request: Request, *, own_first: bool = True, joined: bool = True) -> Plan:
-    """Plan for ranks whose rows are moved in so many `pieces`; ``sequential`` begins with a push.
-
-    `own_first` and `joined` leave out one improvement each when false: own rows are multiplied
-    last; each transfer gets a product of its own.
-    """
+def all_gather_matmul(request: Request) -> Plan:
+    """Plan for ranks whose rows are moved in `pieces`; ``sequential`` begins with a push."""
     ranks, pieces, algorithm, gathered = (
         request.ranks,
         request.pieces,
@@ -62,10 +58,9 @@ def all_gather_matmul(request: Request, *, own_first: bool = True, joined: bool 
         part = GATHERINGS[algorithm](request, r, into)
         own = used(Region(r, "a", 0, pieces), r * pieces, r)
         peers: list[Instruction] = []
-        for wait, region, start in join(part.arrivals) if joined else part.arrivals:
+        for wait, region, start in join(part.arrivals):
             peers += [wait, *used(region, start, r)]
-        compute = own + peers if own_first else peers + own
-        return beside([*part.first, *compute, *part.last], part.transfers)
+        return beside([*part.first, *own, *peers, *part.last], part.transfers)
 
     lanes = in_all(
         ranks, planned, gather_then_multiply if algorithm == "sequential" else multiply_as_they_come
