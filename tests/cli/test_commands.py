@@ -354,7 +354,7 @@ def test_times_are_drawn(tmp_path, suffix):
         (["--shape", "0x64x64"], "MxKxN"),
         (["--dtype", "int8"], "float32"),
         (["--dtype", "float32", "--out-dtype", "float16"], "is float32"),
-        (["--algorithm", "direct", "--link-gbps", "10"], "use --algorithm push or ring"),
+        (["--algorithm", "direct", "--link-gbps", "10"], "use --algorithm push, pull or ring"),
         (["--link-latency-us", "10"], "add --link-gbps"),
         (["--link-gbps", "-1"], "positive"),
         (["--link-gbps", "fast"], "positive"),
@@ -569,7 +569,7 @@ def test_an_operator_that_does_nothing_fails_the_benchmark(monkeypatch):
 
     monkeypatch.setattr(weft, "all_gather_matmul", once)
     found = measure(
-        case.AllGatherMatmul,
+        case.GatheredRows,
         AllGatherMatmul(shape=Shape(8, 8, 4), warmup=1, iterations=2, baseline="none"),
     )
     assert {name for name, check in found.checks.items() if check.wrong} == {

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weft.bench.ablation import own_rows_last, split_arrivals
 from weft.engines.reference import Call
+from weft.ops.operator import find
 from weft.plan import Plan
 from weft.plan.binding import bind
 from weft.schedules.all_gather import all_gather
@@ -28,13 +29,10 @@ from weft.schedules.all_to_all import eager as eager_all_to_all
 from weft.schedules.broadcast import broadcast
 from weft.schedules.broadcast import eager as eager_broadcast
 from weft.schedules.levels import flat, nested
-from weft.schedules.matmul_all_reduce import ALGORITHMS as ALL_REDUCES
-from weft.schedules.matmul_all_reduce import matmul_all_reduce
-from weft.schedules.matmul_reduce_scatter import ALGORITHMS as REDUCE_SCATTERS
-from weft.schedules.matmul_reduce_scatter import matmul_reduce_scatter
+from weft.schedules.operators import OPERATORS
 from weft.schedules.reduce_scatter import eager as eager_reduce_scatter
 from weft.schedules.reduce_scatter import reduce_scatter
-from weft.schedules.workload import Request
+from weft.schedules.workload import Operator, Request
 
 COLUMNS = 3
 
@@ -58,11 +56,16 @@ def multiplied(
     return plan if own_first else own_rows_last(plan)
 
 
-def summed(
-    planner: Callable[[Request], Plan], ranks: int, pieces: int, algorithm: str, **choices: Any
-) -> Plan:
-    """A sum of products."""
-    return planner(Request(ranks, pieces, algorithm, **choices))
+def fused(operator: Operator, ranks: int, pieces: int, algorithm: str, **choices: Any) -> Plan:
+    """A fused operator."""
+    return operator.plan(Request(ranks, pieces, algorithm, **choices))
+
+
+def flags_of(operator: Operator) -> list[str]:
+    """The choices that a request to a fused operator has."""
+    if operator.exchanges == "out":
+        return ["remote_reads"]
+    return ["symmetric", "gathered"] if operator.several_weights else ["symmetric"]
 
 
 def collected(ranks: int, pieces: int, algorithm: str, *, symmetric_a: bool) -> Plan:
@@ -97,16 +100,21 @@ def handed_out(ranks: int, pieces: int, algorithm: str, *, several: bool) -> Pla
 
 SCHEDULES: dict[Callable[..., Plan], tuple[Sequence[str], Sequence[str]]] = {
     all_gather: (("pull", "push", "ring"), ("symmetric_a", "symmetric_gathered")),
-    multiplied: (ALGORITHMS, ("symmetric", "gathered", "own_first", "joined")),
+    multiplied: (ALGORITHMS, ("gathered", "own_first", "joined")),
     interleaved_gather: (("push",), ("symmetric_gathered",)),
-    partial(multiplied, order="interleaved"): (("push", "sequential"), ("gathered",)),
-    partial(multiplied, links=2): (("push", "sequential"), ("gathered", "joined")),
-    partial(summed, matmul_reduce_scatter): (REDUCE_SCATTERS, ("remote_reads",)),
-    partial(summed, matmul_reduce_scatter, order="interleaved", links=2): (
-        ("push", "sequential"),
-        ("remote_reads",),
-    ),
-    partial(summed, matmul_all_reduce): (ALL_REDUCES, ("remote_reads",)),
+    **{
+        partial(fused, operator): (operator.algorithms, flags_of(operator))
+        for operator in OPERATORS.values()
+    },
+    **{
+        partial(fused, operator, order="interleaved", links=links): (
+            (*operator.ordered, operator.baseline),
+            flags_of(operator),
+        )
+        for operator in OPERATORS.values()
+        if operator.ordered
+        for links in (1, 2)
+    },
     all_reduce: (PLAIN_ALL_REDUCES, ("symmetric_a", "symmetric_out")),
     handed_out: (
         ("all_gather", "all_reduce", "broadcast", "reduce_scatter", "all_to_all"),
@@ -193,17 +201,14 @@ def expected(call: Call) -> list[dict[str, Tensor]]:
     plan, inputs = call.plan, [inputs["a"] for inputs in call.inputs]
     gathered = torch.cat(inputs)
     kept = plan.buffers["out"].rows if "out" in plan.buffers else ()
-    match plan.operator:
-        case "matmul_reduce_scatter" | "matmul_all_reduce":
-            terms = [a @ weights["out"] for a, weights in zip(inputs, call.weights, strict=True)]
-        case "reduce_scatter" | "all_reduce":
-            terms = inputs
-        case _:
-            terms = []
-    if plan.operator.endswith("reduce_scatter"):
-        meaning = [{"out": block} for block in torch.split(sum(terms), kept)]
-    elif plan.operator.endswith("all_reduce"):
-        meaning = [{"out": sum(terms)} for _ in inputs]
+    if plan.operator in OPERATORS:
+        weights = [each["out"] for each in call.weights]
+        results = find(plan.operator).reference(inputs, weights, kept)
+        meaning = [{"out": result, "gathered": gathered} for result in results]
+    elif plan.operator == "reduce_scatter":
+        meaning = [{"out": block} for block in torch.split(sum(inputs), kept)]
+    elif plan.operator == "all_reduce":
+        meaning = [{"out": sum(inputs)} for _ in inputs]
     elif plan.operator == "broadcast":
         meaning = [{"out": gathered[:rows]} for rows in kept]
     elif plan.operator == "all_to_all":
@@ -216,9 +221,7 @@ def expected(call: Call) -> list[dict[str, Tensor]]:
             {"out": torch.cat([of_rank[p] for of_rank in blocks])} for p in range(plan.ranks)
         ]
     else:
-        meaning = [
-            {"gathered": gathered, "out": gathered @ weights["out"]} for weights in call.weights
-        ]
+        meaning = [{"gathered": gathered} for _ in inputs]
     outputs = [name for name, buffer in plan.buffers.items() if buffer.role == "output"]
     return [{name: of_rank[name] for name in outputs} for of_rank in meaning]
 

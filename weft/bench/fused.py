@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -100,11 +101,11 @@ class Subject(Views):
     `ablation` names, in order.
 
     As in a model that runs many times, the weight is packed; the baseline has a plain one.
-    `prepare` makes what is particular to an operator: the `problem`, its input `a` and its `out`,
-    the `x` that is multiplied into `product` where nothing moves, what is `moved` where nothing is
-    multiplied, by the names of the plan's buffers, the checks of `out`, by the operator and by the
-    baseline, and of what is moved, what the operator takes of `shares` of rows, and what makes the
-    `baseline`'s call.
+    `prepare` makes the parts that depend on the operator: the `problem`, its input `a` and its
+    `out`; the `x` that is multiplied into `product` without communication; the tensors `moved`
+    without a product, by the names of the plan's buffers; the checks of `out`, by the operator and
+    by the baseline, and of the moved rows; the operator's arguments for `shares` of rows; and a
+    maker of the `baseline`'s call, if there is one.
     """
 
     problem: Problem
@@ -117,7 +118,7 @@ class Subject(Views):
     check_moved: Callable[[int], Check]
     check_baseline: Callable[[int], Check]
     shares: dict[str, Any]
-    baseline: Callable[[], Callable[[], object]]
+    baseline: Callable[[], Callable[[], object]] | None
     notes: tuple[str, ...]
 
     def __init__(self, settings: FusedSettings, world: World, stopwatch: Stopwatch) -> None:
@@ -178,10 +179,10 @@ class Subject(Views):
             "communicate": View(
                 partial(self._move, self.plan()), (*self.moved.values(),)[1:], self.check_moved
             ),
-            "sequential": self.view(self.operator("sequential", None)),
+            "sequential": self.view(self.operator(self.call.operator.baseline, None)),
             "pipelined": self.view(self.operator(settings.algorithm, settings.chunk_rows)),
         }
-        if settings.gloo:
+        if settings.gloo and self.baseline is not None:
             self.views[GLOO] = View(self.baseline(), (self.out,), self.check_baseline)
         self.ablation: dict[str, str] = {}
 
@@ -198,7 +199,10 @@ class Subject(Views):
             "out_dtype": self.out_dtype,
         }
         function = getattr(weft, self.settings.operator)
-        return partial(function, self.a, self.weight, world=self.world, **asked, **self.shares)
+        asked |= {"world": self.world, **self.shares}
+        taken = {name: asked[name] for name in asked if name in signature(function).parameters}
+        call = partial(function, self.a, self.weight, **taken)
+        return call if "out" in taken else lambda: self.out.copy_(call())
 
     def plan(self) -> Plan:
         """The communication of the choice."""
@@ -245,7 +249,7 @@ def measure(
             subject.choice,
             subject.call.operator.chunk_rows(subject.rows, subject.choice.variant),
             times={name: times[name] for name in VIEWS},
-            baselines={name: times[name] for name in (GLOO,) if settings.gloo},
+            baselines={name: times[name] for name in (GLOO,) if name in times},
             ablation={step: times[name] for step, name in subject.ablation.items()},
             checks=checks,
             where={

@@ -9,14 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from weft.schedules import all_gather, all_reduce
+from weft.schedules import all_gather, all_gather_matmul, all_reduce
 from weft.schedules.operators import OPERATORS
+from weft.schedules.workload import Operator
 
 POWERS = {"": 0, "K": 10, "M": 20, "G": 30}
 
@@ -110,10 +111,6 @@ def _option(parse: Callable[[str], Any], metavar: str, what: str, *, kept: bool 
         return str(text) if kept else found
 
     return typer.Option(parser=parser, metavar=metavar, help=what)
-
-
-def _algorithms(operator: str) -> tuple[str, ...]:
-    return "auto", *OPERATORS[operator].algorithms
 
 
 def product(what: str) -> Any:
@@ -230,16 +227,9 @@ class FusedSettings(Compared):
 
 @dataclass(frozen=True)
 class AllGatherMatmul(FusedSettings):
-    """All-gather + matmul: compute alone, communication alone, one after the other, and overlapped."""
+    """The benchmark of all-gather + matmul, which has more options."""
 
-    operator: str = "all_gather_matmul"
-    shape: Annotated[Shape, product("M gathered rows, of any number, times (K, N).")] = SHAPE
-    algorithm: Annotated[
-        str, typer.Option(help="How rows travel."), _algorithms("all_gather_matmul")
-    ] = "auto"
-    chunk_rows: Annotated[
-        int | None, typer.Option(min=1, help="Rows per transfer of pull, push and ring.")
-    ] = None
+    operator: str = all_gather_matmul.OPERATOR.name
     ablate: Annotated[
         bool,
         typer.Option("--ablate", help="Also measure each step from the cascade to the operator."),
@@ -250,34 +240,31 @@ class AllGatherMatmul(FusedSettings):
     ] = "ranks"
 
 
-@dataclass(frozen=True)
-class MatmulReduceScatter(FusedSettings):
-    """Matmul + reduce-scatter: compute alone, communication alone, one after the other, and
-    overlapped.
-    """
-
-    operator: str = "matmul_reduce_scatter"
-    shape: Annotated[
-        Shape, product("M rows, of any number, and K columns of each rank, times (K, N).")
-    ] = SHAPE
-    algorithm: Annotated[
-        str,
-        typer.Option(help="How products reach the rank that keeps their sum."),
-        _algorithms("matmul_reduce_scatter"),
-    ] = "auto"
-    chunk_rows: Annotated[
-        int | None, typer.Option(min=1, help="Rows that are added, or sent, together.")
-    ] = None
-
-
-@dataclass(frozen=True)
-class MatmulAllReduce(MatmulReduceScatter):
-    """Matmul + all-reduce: compute alone, communication alone, one after the other, and overlapped."""
-
-    operator: str = "matmul_all_reduce"
-    algorithm: Annotated[
-        str, typer.Option(help="How the sums are shared out."), _algorithms("matmul_all_reduce")
-    ] = "auto"
+def fused(operator: Operator) -> type[FusedSettings]:
+    """The settings of a fused operator's benchmark, as its command takes them."""
+    own = {getattr(kind, "operator", ""): kind for kind in FusedSettings.__subclasses__()}
+    whole = "gathered rows" if operator.exchanges == "a" else "rows"
+    takers = [name for name in operator.algorithms if name not in operator.uncut]
+    chunk = typer.Option(min=1, help=f"Rows per transfer, or sum, of {', '.join(takers)}.")
+    options: list[tuple[str, Any, Any]] = [
+        ("operator", str, operator.name),
+        ("shape", Annotated[Shape, product(f"M {whole}, of any number, times (K, N).")], SHAPE),
+        (
+            "algorithm",
+            Annotated[
+                str, typer.Option(help="How rows are moved."), ("auto", *operator.algorithms)
+            ],
+            "auto",
+        ),
+        ("chunk_rows", Annotated[int | None, chunk], None),
+    ]
+    base = own.get(operator.name, FusedSettings)
+    made = make_dataclass(operator.name, options, bases=(base,), frozen=True)
+    name = operator.name.replace("_", "-")
+    made.__doc__ = (
+        f"{name}: compute alone, communication alone, one after the other, and overlapped."
+    )
+    return made
 
 
 @dataclass(frozen=True)

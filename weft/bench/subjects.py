@@ -1,5 +1,8 @@
-"""The tensors of each fused operator's benchmark, and the steps from the cascade to all-gather +
+"""The tensors of a fused operator's benchmark, and the steps from the cascade to all-gather +
 matmul.
+
+Operators that stand for a collective of torch have its data and baseline; any other is checked by
+its definition, and has no baseline.
 """
 
 from __future__ import annotations
@@ -16,23 +19,29 @@ from weft.bench.baselines import (
 )
 from weft.bench.fused import Subject
 from weft.bench.settings import FusedSettings
-from weft.bench.verification import Problem, Sums
+from weft.bench.verification import Check, Definition, Problem, Sums
 from weft.engines import engine
 from weft.measure.timing import Stopwatch
+from weft.ops.operator import find
 from weft.plan import Plan
+from weft.plan.binding import bind
 from weft.schedules.common import apart
+from weft.schedules.workload import Variant, Workload
 from weft.world import World
 
 
-class AllGatherMatmul(Subject):
+class GatheredRows(Subject):
     """The gather of shards that lie in symmetric memory, and the product of all rows."""
 
     def __init__(self, settings: FusedSettings, world: World, stopwatch: Stopwatch) -> None:
         super().__init__(settings, world, stopwatch)
-        still = self.choice.variant.algorithm == "direct"
+        still = self.choice.variant.algorithm in self.call.operator.moves_nothing
         self.notes = (
             *(
-                ["communicate is a pull, since direct moves no rows by themselves."]
+                [
+                    f"communicate is a {self.plan().algorithm}, since "
+                    f"{self.choice.variant.algorithm} moves no rows by themselves."
+                ]
                 if still
                 else []
             ),
@@ -40,7 +49,10 @@ class AllGatherMatmul(Subject):
             "weight.",
         )
         if settings.ablate:
-            self.ablation = {"cascade": "sequential", **{name: name for name in STEPS}}
+            self.ablation = {
+                "cascade": self.call.operator.baseline,
+                **{name: name for name in STEPS},
+            }
             plan = self._plan_in_symmetric_memory()
             steps = {name: partial(self._execute, rewrite(plan)) for name, rewrite in STEPS.items()}
             self.views |= {name: self.view(step) for name, step in steps.items()}
@@ -77,11 +89,12 @@ class AllGatherMatmul(Subject):
         engine(self.world).execute(plan, tensors, {"out": self.weight}, rows=self.rows)
 
 
-class MatmulSum(Subject):
-    """Products whose sum is shared out over the ranks, or goes to all; what communicates alone are
-    others, in symmetric memory.
+class SummedProducts(Subject):
+    """Products whose sum goes to all ranks; communication alone sums other rows, in symmetric
+    memory.
     """
 
+    scatters = False
     problem: Sums
     notes = (
         "communicate is the operator without its products, which lie in symmetric memory.",
@@ -90,22 +103,102 @@ class MatmulSum(Subject):
 
     def prepare(self) -> None:
         world, (m, k, n), product = self.world, self.settings.shape, self.dtypes["partial"]
-        scatters = self.settings.operator == "matmul_reduce_scatter"
-        start = sum(self.rows[: world.rank]) if scatters else 0
+        start = sum(self.rows[: world.rank]) if self.scatters else 0
         host_partial = world.multi_host and not apart(world.hosts)
         dtypes, seed = (self.dtype, self.out_dtype, product), self.settings.seed
         self.problem = Sums(m, k, n, *dtypes, seed=seed, rank=world.rank, host_partial=host_partial)
         self.a = self.x = torch.empty(m, k, dtype=self.dtype)
         self.product = torch.empty(m, n, dtype=self.out_dtype)
-        self.out = torch.empty(self.rows[world.rank] if scatters else m, n, dtype=self.out_dtype)
+        self.out = torch.empty(
+            self.rows[world.rank] if self.scatters else m, n, dtype=self.out_dtype
+        )
         self.moved = {"partial": world.empty(m, n, dtype=product), "out": self.out}
         self.check = partial(self.problem.check_product_sum, self.out, start=start)
         self.check_baseline = partial(self.problem.check_baseline, self.out, start=start)
         self.check_moved = partial(self.problem.check_sum, self.out, start=start)
-        self.shares = {"shard_rows": self.rows} if scatters else {}
-        gloo = gloo_matmul_reduce_scatter if scatters else gloo_matmul_all_reduce
+        self.shares = {"shard_rows": self.rows} if self.scatters else {}
+        gloo = gloo_matmul_reduce_scatter if self.scatters else gloo_matmul_all_reduce
         self.baseline = partial(gloo, self.a, self.problem.weight, self.out)
 
     def renew(self, run: int) -> None:
         self.a.copy_(self.problem.rows(run))
         self.moved["partial"].copy_(self.problem.products(run))
+
+
+class ScatteredProducts(SummedProducts):
+    """Products whose sum is scattered over the ranks."""
+
+    scatters = True
+
+
+class Defined(Subject):
+    """Any operator: its results are compared with its definition.
+
+    Nothing says what its communication alone must give, so that is only timed.
+    """
+
+    problem: Definition
+    baseline = None
+    notes = (
+        "communicate is the operator without its products, and is not verified.",
+        "K is of each rank. The weight is packed.",
+    )
+
+    def prepare(self) -> None:
+        world, (_, k, n), record = self.world, self.settings.shape, find(self.settings.operator)
+        operator, rank = record.schedule, world.rank
+        workload = Workload(
+            operator.name,
+            tuple(self.rows),
+            k,
+            n,
+            self.settings.dtype,
+            self.settings.result_dtype,
+        )
+        request = operator.request(workload, Variant(operator.baseline), hosts=world.topology)
+        plan = bind(operator.plan(request), self.rows)
+        given, kept = plan.buffers["a"].rows, plan.buffers["out"].rows
+        self.problem = Definition(
+            record.reference,
+            given,
+            kept,
+            (k, n),
+            self.dtype,
+            self.out_dtype,
+            seed=self.settings.seed,
+            rank=rank,
+        )
+        self.a = world.empty(max(given), k, dtype=self.dtype)[: given[rank]]
+        self.x = torch.empty_like(self.a)
+        self.product = torch.empty(given[rank], n, dtype=self.out_dtype)
+        self.out = torch.empty(kept[rank], n, dtype=self.out_dtype)
+        moved, held = bind(operator.communicate(request), self.rows), operator.buffers(workload)
+        self.moved = {
+            name: world.empty(max(buffer.rows), held[name].columns, dtype=self.dtypes[name])[
+                : buffer.rows[rank]
+            ].zero_()
+            for role in ("input", "output")
+            for name, buffer in moved.buffers.items()
+            if buffer.role == role
+        }
+        self.check = self.check_baseline = partial(self.problem.check_result, self.out)
+        self.check_moved = lambda run: Check(0)
+        self.shares = {"shard_rows": self.rows}
+
+    def renew(self, run: int) -> None:
+        self.a.copy_(self.problem.rows(run))
+        self.x.copy_(self.a)
+
+
+_SUBJECTS: dict[str, type[Subject]] = {
+    "all_gather_into_tensor": GatheredRows,
+    "reduce_scatter_tensor": ScatteredProducts,
+    "all_reduce": SummedProducts,
+}
+"""The subjects of operators by the functional collective of torch that these stand for."""
+
+
+def subject(operator: str) -> type[Subject]:
+    """The subject of a fused operator."""
+    pattern = find(operator).pattern
+    return _SUBJECTS.get(pattern.collective, Defined) if pattern else Defined

@@ -7,11 +7,15 @@ only looks right on constant data, does not pass.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Reference = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[int]], Sequence[Tensor]]
+"""The results of all ranks, from the input, the weight and the rows of the result of each."""
 
 RUNS = 32
 """Runs that get rows of their own."""
@@ -77,6 +81,49 @@ class Problem:
     def check_product(self, out: Tensor, run: int) -> Check:
         """Compare a product with the run's exact one."""
         return _compare_rows(out, self.exact, self.bound, run)
+
+
+class Definition(Problem):
+    """Random rows and a random weight of each rank, and an operator's results by its definition.
+
+    `given` and `kept` are the rows of each rank's input and result. Every rank draws the operands
+    of all.
+    """
+
+    def __init__(
+        self,
+        reference: Reference,
+        given: Sequence[int],
+        kept: Sequence[int],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        *,
+        seed: int,
+        rank: int,
+    ) -> None:
+        k, n = shape
+        super().__init__(given[rank], k, n, dtype, out_dtype, seed=seed + 1000 * rank, rank=rank)
+        self.reference, self.given, self.kept, self.rank = reference, given, kept, rank
+        self.dtype, self.out_dtype = dtype, out_dtype
+        self.inputs = [
+            _random(rows + RUNS, k, dtype, seed + 1000 * r) for r, rows in enumerate(given)
+        ]
+        self.weights = [_random(k, n, dtype, seed + 1000 * r + 1 + r) for r in range(len(given))]
+
+    def check_result(self, out: Tensor, run: int) -> Check:
+        """Compare this rank's result with the run's exact one; each product may be rounded to the
+        dtype of the result before it is added.
+        """
+        shown = zip(self.inputs, self.given, strict=True)
+        inputs = [a[run : run + rows].double() for a, rows in shown]
+        weights = [b.double() for b in self.weights]
+        exact = self.reference(inputs, weights, self.kept)[self.rank]
+        sizes = [a.abs() for a in inputs], [b.abs() for b in weights]
+        magnitude = self.reference(*sizes, self.kept)[self.rank]
+        k = self.weight.shape[0] * len(inputs)
+        bound = error_bound(magnitude, exact, k, self.dtype, self.out_dtype)
+        return compare(out, exact, bound + _unit(self.out_dtype) * len(inputs) * magnitude)
 
 
 class Sums(Problem):

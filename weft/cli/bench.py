@@ -29,8 +29,9 @@ app = typer.Typer(
 
 def _fused(given: FusedSettings) -> None:
     from weft.bench import fused, plots, report
-    from weft.bench.subjects import AllGatherMatmul, MatmulSum
+    from weft.bench.subjects import subject
 
+    given = FusedSettings(**vars(given))
     if given.peers == "host":
         options.need_gpu()
         products = options.from_repository("--peers host", "gpu.products")
@@ -39,10 +40,8 @@ def _fused(given: FusedSettings) -> None:
         )
         return
     _check_fused(given)
-    subject = AllGatherMatmul if given.operator == "all_gather_matmul" else MatmulSum
-    options.hand_over(
-        given, partial(fused.measure, subject), _print, plots.draw_times, report.to_json
-    )
+    measure = partial(fused.measure, subject(given.operator))
+    options.hand_over(given, measure, _print, plots.draw_times, report.to_json)
 
 
 def _check_fused(given: FusedSettings) -> None:
@@ -50,13 +49,13 @@ def _check_fused(given: FusedSettings) -> None:
     algorithm, operator = given.algorithm, OPERATORS[given.operator]
     _, ranks = options.world_size(given.ranks)
     takers = [name for name in operator.algorithms if name not in operator.uncut]
-    chooses = algorithm == "auto" and given.operator != "all_gather_matmul"
+    chooses = algorithm == "auto" and not {*operator.auto_candidates} <= {*operator.uncut}
     if given.chunk_rows and algorithm not in takers and not chooses:
-        names = f"{', '.join(takers[:-1])} or {takers[-1]}"
-        refuse("--chunk-rows", f"{algorithm} does not take a chunk size: use --algorithm {names}")
+        why = f"{algorithm} does not take a chunk size: use --algorithm {_either(takers)}"
+        refuse("--chunk-rows", why)
     if given.ablate and (ranks == 1 or algorithm not in (*takers, "auto")):
         what = "one rank" if ranks == 1 else algorithm
-        needed = "use 2 or more ranks and --algorithm push, pull or ring"
+        needed = f"use 2 or more ranks and --algorithm {_either(takers)}"
         refuse("--ablate", f"{what} has no transfers to overlap: {needed}")
     possible = {given.dtype, "float32"} if given.dtype != "float64" else {given.dtype}
     if given.out_dtype and given.out_dtype not in possible:
@@ -67,10 +66,10 @@ def _check_fused(given: FusedSettings) -> None:
             "an emulated link needs a bandwidth too: add --link-gbps GBPS, or --link-gbps auto"
         )
         refuse("--link-latency-us", missing)
-    if given.link_gbps and algorithm in ("direct", "put"):
-        moving = "push or ring" if algorithm == "direct" else "push, or two_shot of an all-reduce"
+    if given.link_gbps and algorithm in operator.moves_nothing:
+        moving = [name for name in takers if name not in operator.moves_nothing]
         still = f"{algorithm} moves no rows, so an emulated link cannot slow it"
-        refuse("--link-gbps", f"{still}: use --algorithm {moving}")
+        refuse("--link-gbps", f"{still}: use --algorithm {_either(moving)}")
     if given.link_gbps and ranks == 1:
         refuse("--link-gbps", "a single rank sends nothing over a link: use --ranks 2 or more")
     options.check_gloo(given)
@@ -79,6 +78,10 @@ def _check_fused(given: FusedSettings) -> None:
             given.save_outputs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         refuse("--save-outputs", f"cannot make the directory: {error}")
+
+
+def _either(names: list[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else "".join(names)
 
 
 def _print(result: Result, console: Console) -> None:
@@ -124,9 +127,10 @@ def _elsewhere(name: str) -> Callable[[list[str]], None]:
 
 
 _COMMANDS: dict[str, tuple[type[Any], Any]] = {
-    "all-gather-matmul": (settings.AllGatherMatmul, _fused),
-    "matmul-reduce-scatter": (settings.MatmulReduceScatter, _fused),
-    "matmul-all-reduce": (settings.MatmulAllReduce, _fused),
+    **{
+        name.replace("_", "-"): (settings.fused(operator), _fused)
+        for name, operator in OPERATORS.items()
+    },
     "all-gather": (settings.AllGather, _sweep),
     "reduce-scatter": (settings.ReduceScatter, _sweep),
     "all-reduce": (settings.AllReduce, _sweep),

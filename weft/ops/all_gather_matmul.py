@@ -281,7 +281,7 @@ def _gather_columns(request: Request) -> Plan:
 
 
 def reference(
-    inputs: Sequence[Tensor], weights: Sequence[Tensor], shards: Sequence[int]
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[int]
 ) -> list[Tensor]:
     """The result of each rank: all rows, times its weight."""
     gathered = torch.cat([*inputs])

@@ -140,10 +140,10 @@ class _ReduceCall(SumCall):
 
 
 def reference(
-    inputs: Sequence[Tensor], weights: Sequence[Tensor], shards: Sequence[int]
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[int]
 ) -> list[Tensor]:
     """The result of each rank: the sum of all ranks' products."""
-    return [summed_products(inputs, weights)] * len(shards)
+    return [summed_products(inputs, weights)] * len(inputs)
 
 
 def _fake(call: Recorded) -> list[Tensor]:

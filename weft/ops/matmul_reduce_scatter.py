@@ -214,10 +214,10 @@ class _ColumnsCall(_ScatterCall):
 
 
 def reference(
-    inputs: Sequence[Tensor], weights: Sequence[Tensor], shards: Sequence[int]
+    inputs: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[int]
 ) -> list[Tensor]:
     """The result of each rank: its shard of the sum of all ranks' products."""
-    return [*summed_products(inputs, weights).split([*shards])]
+    return [*summed_products(inputs, weights).split([*kept])]
 
 
 def _fake(call: Recorded) -> list[Tensor]:

@@ -61,7 +61,7 @@ class FusedOperator:
     """A fused operator: its planner's record, and how it handles tensors.
 
     `check` makes a checked call. `reference` is the definition: from each rank's input and weight,
-    and the rows of each shard, the result of each rank. `fake` makes the results of a recorded call
+    and the rows of each rank's result, these results. `fake` makes the results of a recorded call
     without data; an operator without it can neither be differentiated nor compiled.
     """
 
