@@ -123,8 +123,6 @@ void bind_execute(nb::module_& m) {
                    [](Program& self) {
                      return self.execution.digest ? self.execution.digest : self.said.digest;
                    })
-      .def("set_span", [](Program& self, size_t lane, size_t at, int64_t start,
-                          int64_t stop) { self.execution.spans[lane][at] = {start, stop}; })
       .def("spans", [](Program& self, size_t lane) { return self.execution.spans[lane]; })
       .def_prop_ro(
           "stopped",
@@ -201,11 +199,13 @@ void bind_execute(nb::module_& m) {
             return self.lane_thread.join(program, seconds);
           },
           "compiled"_a, "seconds"_a = 1e9, Unlocked())
-      .def("execute", &execute)
-      .def("execute_alone",
-           [](Executor& self, nb::handle program, Binding& bound, double timeout) {
-             in_turn(self, program, [&] { execute(self, program, bound, timeout); });
-           })
+      .def(
+          "execute",
+          [](Executor& self, nb::handle program, Binding& bound, double timeout,
+             nb::object multiply) {
+            execute(self, program, bound, timeout, [&](int at) { multiply(at); });
+          },
+          "program"_a, "binding"_a, "timeout"_a, "multiply"_a = nb::none())
       .def("mismatch",
            [](Executor& self, Program& program, int peer) {
              return self.calls.mismatch(peer, program.execution.call, program.execution.digest);

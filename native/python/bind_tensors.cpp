@@ -1,7 +1,6 @@
 #include "memory/segment.hpp"
-#include "python/alike.hpp"
 #include "python/bind.hpp"
-#include "python/repeats.hpp"
+#include "python/call_cache.hpp"
 #include "python/tensor_view.hpp"
 
 using namespace nanobind::literals;
@@ -22,20 +21,16 @@ void bind_tensors(nb::module_& m) {
       },
       "tensor"_a.none());
 
-  nb::class_<Repeats>(m, "Repeats", nb::type_slots(Repeats::slots))
-      .def(nb::init<Executor&>(), "executor"_a, nb::keep_alive<1, 2>())
-      .def("add", &Repeats::add, "what"_a, "a"_a, "out"_a, "options"_a, "program"_a, "binding"_a,
-           "tensors"_a)
-      .def("call", &Repeats::call, "what"_a, "a"_a.none(), "out"_a, "options"_a, "timeout"_a)
-      .def("clear", &Repeats::clear)
-      .def("__len__", &Repeats::size);
-
-  nb::class_<Alike>(m, "Alike", nb::type_slots(Alike::slots))
-      .def(nb::init<nb::object, uint64_t>(), "packed"_a, "world"_a)
-      .def("add", &Alike::add, "options"_a, "a"_a, "weights"_a, "biases"_a, "made"_a)
-      .def("find", &Alike::find, "options"_a, "a"_a.none(), "weights"_a, "biases"_a)
-      .def("clear", &Alike::clear)
-      .def("__len__", &Alike::size);
+  nb::class_<CallCache>(m, "CallCache", nb::type_slots(CallCache::slots))
+      .def(nb::init<Executor&, nb::object>(), "executor"_a, "packed"_a, nb::keep_alive<1, 2>())
+      .def("add", &CallCache::add, "function"_a, "options"_a, "a"_a.none(), "out"_a.none(),
+           "weights"_a.none(), "biases"_a.none(), "program"_a, "binding"_a, "tensors"_a,
+           "results"_a, "multiply"_a.none())
+      .def("call", &CallCache::call, "function"_a, "options"_a, "a"_a.none(), "out"_a.none(),
+           "weights"_a.none(), "biases"_a.none(), "timeout"_a)
+      .def("clear", &CallCache::clear)
+      .def("__len__", &CallCache::size)
+      .def_ro_static("most", &CallCache::kMost);
 }
 
 }  // namespace weft

@@ -32,26 +32,53 @@ void in_turn(Executor& executor, nb::handle program, Work work) {
   }
 }
 
-// A whole call of `program`, one of one lane without pauses as `weft.engines.host` has it, with a
-// binding of its, in this thread's turn. Raises what the call does.
-inline void execute(Executor& executor, nb::handle program, Binding& bound, double timeout) {
+// A whole execution of `program`, as `weft.engines.host` has it, with one of its bindings, while
+// this thread alone uses the world. `multiply` makes the product of an instruction of the compute
+// lane. Raises the error of the call, which has then closed the world.
+template <class Multiply>
+void execute(Executor& executor, nb::handle program, Binding& bound, double timeout,
+             Multiply multiply) {
   Program& native = bound.program();
   if (native.execution.binding != &bound) program.attr("apply")(nb::find(bound));
+  const int end = static_cast<int>(native.lanes[0].size());
+  const bool beside = !native.lanes[1].empty();
+  struct Join {  // also where the compute lane ends early
+    ~Join() {
+      if (!beside) return;
+      nb::gil_scoped_release release;
+      executor.lane_thread.join(native);
+    }
+    Executor& executor;
+    Program& native;
+    bool beside;
+  };
   const auto fail = [&](nb::handle error) { program.attr("world").attr("fail")(error); };
-  try {
-    const bool done = unlocked([&] {
-      executor.begin(native, nanoseconds(timeout));
-      return executor.run(native, 0, 0) >= 0;
-    });
-    if (done) return;
-  } catch (nb::python_error& error) {  // what a signal handler raised
-    fail(error.value());
-    throw;
-  } catch (const std::exception& error) {
-    fail(nb::module_::import_("weft.errors").attr("WeftError")(error.what()));
-    throw;
+  {
+    const Join join{executor, native, beside};
+    try {
+      if (!executor.within_host) program.attr("begin")(timeout);
+      int at = unlocked([&] {
+        if (executor.within_host) executor.begin(native, nanoseconds(timeout));
+        if (beside) executor.lane_thread.start({&native, 1});
+        return executor.run(native, 0, 0);
+      });
+      while (at >= 0 && at < end) {
+        const int64_t start = executor.tracing ? now() : 0;
+        multiply(at);
+        if (executor.tracing) native.execution.spans[0][at] = {start, now()};
+        at = unlocked([&] { return executor.run(native, 0, at + 1); });
+      }
+      if (at < 0) raise(program.attr("stopped")(0, timeout));
+    } catch (nb::python_error& error) {
+      fail(error.value());
+      throw;
+    } catch (const std::exception& error) {
+      fail(nb::module_::import_("weft.errors").attr("WeftError")(error.what()));
+      throw;
+    }
   }
-  raise(program.attr("stopped")(0, timeout));
+  if (beside && native.execution.failures[1].status != WaitStatus::none)
+    raise(program.attr("stopped")(1, timeout));
 }
 
 }  // namespace weft

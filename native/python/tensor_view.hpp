@@ -158,75 +158,8 @@ inline bool recorded(nb::handle tensor) {
   return nb::cast<bool>(nb::module_::import_("torch").attr("is_grad_enabled")());
 }
 
-// What was made for a call: with which options, and for tensors that lie how.
-struct Made {
-  nb::object options;
-  std::vector<int64_t> lies;
-  nb::object made;
-};
-
-// What was made for calls, each a `Known`, which is a `Made`; when they are `most`, all is
-// forgotten.
-template <class Known, size_t most>
-class Remembered {
- public:
-  // ends of objects may run Python code that comes back here
-  void clear() { std::exchange(known_, {}); }
-  size_t size() const { return known_.size(); }
-
- protected:
-  void remember(Known known) {
-    if (size() >= most) clear();
-    const uint64_t name = named(known.options);
-    known_[name] = std::make_shared<Known>(std::move(known));
-  }
-
-  // What was made with such options for tensors that lie like those in `lies_`, held whatever
-  // Python does meanwhile; else null.
-  std::shared_ptr<Known> found(nb::handle options) const {
-    const auto at = known_.find(named(options));
-    std::shared_ptr<Known> known = at == known_.end() ? nullptr : at->second;
-    if (known && (known->lies != lies_ || !known->options.equal(options))) known.reset();
-    return known;
-  }
-
-  View view_;
-  std::vector<int64_t> lies_;  // how the tensors of the latest call lie; kept for its room
-
- private:
-  uint64_t named(nb::handle options) const {
-    uint64_t name = static_cast<uint64_t>(PyObject_Hash(options.ptr()));
-    // what is wrong with options that cannot be hashed is said by who checks them
-    if (PyErr_Occurred()) PyErr_Clear();
-    for (int64_t number : lies_) {
-      name = (name ^ static_cast<uint64_t>(number)) * 0x9e3779b97f4a7c15;
-      name ^= name >> 32;
-    }
-    return name;
-  }
-
-  static int traverse(PyObject* self, visitproc visit, void* arg) {
-    Py_VISIT(Py_TYPE(self));
-    if (!nb::inst_ready(self)) return 0;
-    for (auto& [name, known] : nb::inst_ptr<Remembered>(self)->known_) Py_VISIT(known->made.ptr());
-    return 0;
-  }
-  static int release(PyObject* self) {
-    nb::inst_ptr<Remembered>(self)->clear();
-    return 0;
-  }
-
-  std::unordered_map<uint64_t, std::shared_ptr<Known>> known_;
-
- public:
-  // through which the garbage collector sees what is held here
-  static inline PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse)},
-                                       {Py_tp_clear, reinterpret_cast<void*>(release)},
-                                       {0, nullptr}};
-};
-
-// How plain tensors of this process's memory lie, but not where, to find what was made for tensors
-// that lie like these; None if one is something else. Where there is none, None stands for it.
+// The layouts of plain tensors as a key: dtypes, shapes and strides; None if one of them is no such
+// tensor of this process's memory. An item may be None.
 inline nb::object layouts(nb::handle tensors) {
   View view;
   std::vector<int64_t> numbers;

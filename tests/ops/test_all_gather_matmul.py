@@ -123,12 +123,12 @@ def repeated_calls_allocate_nothing(world, algorithm):
     for _ in range(3):
         weft.all_gather_matmul(a, b, out=out, algorithm=algorithm)
     workspace = weft.engines.engine(world).workspace
-    programs = len(weft.engines.engine(world).compiled)
+    programs = len(weft.engines.engine(world).programs)
     calls = world.executor.calls
     for _ in range(20):
         weft.all_gather_matmul(a, b, out=out, algorithm=algorithm)
     assert weft.engines.engine(world).workspace is workspace
-    assert len(weft.engines.engine(world).compiled) == programs
+    assert len(weft.engines.engine(world).programs) == programs
     assert world.executor.calls == calls + 20
     return 0 if workspace is None else workspace.numel()
 

@@ -1,4 +1,4 @@
-"""Calls that were made before: what is remembered of them is neither stale nor kept alive."""
+"""The call cache: repeated calls are found, with no stale operands and none kept alive."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from support.ranks import on_ranks
 import weft
 import weft._native as _native
 from weft.engines import engine
-from weft.kernels.weights import PackedWeight
-from weft.world import memory
+from weft.engines.recording import record
+from weft.kernels import products
+from weft.schedules.barrier import barrier
 
 OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
@@ -76,7 +77,8 @@ def several(world, algorithm):
         assert [torch.equal(*pair) for pair in zip(results, wanted, strict=True)] == [True] * 3, (
             rows
         )
-    assert len(engine(world).known) == 1, "lists of weights that lie alike are known by one"
+    # one for each number of rows; none for 40 while candidates are tried, nor for no rows
+    assert len(engine(world).calls) == (1 if algorithm == "auto" else 2)
     kept.plain.add_(1)
     with pytest.raises(ValueError, match="changed after it was packed"):
         weft.all_gather_matmul(
@@ -99,7 +101,7 @@ def views(world):
         b = whole[call % 2]
         for view in (b[:4, :4], b[4:, 4:].t(), b[::2, :4], b[:4, ::2], b[:4, :4].contiguous()):
             assert torch.equal(weft.all_gather_matmul(a, view), (a @ view).repeat(world.ranks, 1))
-    assert len(engine(world).known) == 5, "one for each layout"
+    assert len(engine(world).calls) == 5, "one for each layout"
     for wrong in (b[:4, :4].to_sparse(), b[:4, :4].to("meta"), [b], None, b[:4, :4].double(), b[0]):
         with pytest.raises((TypeError, ValueError)):
             weft.all_gather_matmul(a, wrong)
@@ -190,21 +192,114 @@ def rows_that_lie_otherwise(world, name):
             assert torch.equal(call(deep, b), 2 * deep[world.rank : world.rank + 1])
 
 
-@pytest.mark.skipif(
-    memory.LOOK is None, reason="this torch does not let native code look at tensors"
-)
-def test_what_was_made_for_sizes_is_bounded():
-    b, found = torch.zeros(2, 2), _native.Alike(PackedWeight, 1)
-    for rows in range(5000):
-        found.add(
-            ("sum",), torch.zeros(1).expand(rows, 1), [b], [None], rows
-        )  # of no memory, and only one row is contiguous
-        found.add(("sum",), torch.empty(rows + 1, 1), [b], [None], rows)
-        assert found.find(("sum",), torch.empty(rows + 1, 1), (b,), (None,)) == rows
-        assert found.find(("avg",), torch.empty(rows + 1, 1), (b,), (None,)) is None
-    assert 0 < len(found) <= 4096
-    assert found.find(("sum",), torch.empty(rows + 1, 1), [b.t()], [None]) is None
-    assert found.find(("sum",), torch.empty(rows + 1, 1).t(), [b], [None]) is None
+def many_calls(world):
+    """More calls than the cache keeps, with all sorts of options; `most` at a time are found."""
+    own, counted = engine(world), []
+    program = own.program(barrier(world.levels), {})
+    for number in range(_native.CallCache.most + 10):
+        key = counted.append, (number,), None, None, None, None
+        own.calls.add(*key, program, program.bind({}, ()), {}, [], None)
+        assert own.calls.call(*key, 1.0) is True
+        assert own.calls.call(counted.append, (-1,), None, None, None, None, 1.0) is None
+        assert own.calls.call(counted.append, ([],), None, None, None, None, 1.0) is None
+        counted_now = len(own.calls)
+        assert 0 < counted_now <= _native.CallCache.most
+    assert counted_now == 10
+
+
+def test_the_call_cache_is_bounded():
+    on_ranks(many_calls, 1)
+
+
+def given_outputs(world, name):
+    """Results in tensors of the caller, which must not overlap an operand in a repeated call."""
+    numbers = torch.Generator().manual_seed(11)
+    call, b = getattr(weft, name), torch.randint(-4, 4, (4, 4), generator=numbers).float()
+    whole = torch.zeros(64, 4)
+    for rows in (4, 4, 8, 4, 8):
+        a = torch.randint(-4, 4, (rows, 4), generator=numbers).float()
+        wanted = expected(world, name, a, b, torch.zeros(4), "sum")
+        out = torch.empty_like(wanted)
+        assert call(a, b, out=out) is out
+        assert torch.equal(out, wanted)
+        within = whole[: 2 * len(a)][: len(wanted)]
+        for operands in ((whole[:rows], b), (a, whole[:4])):
+            with pytest.raises(ValueError, match="must not overlap"):
+                call(*operands, out=within)
+    with pytest.raises(ValueError, match="out= cannot be recorded"):
+        call(a, b, out=torch.empty_like(wanted).requires_grad_())
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_repeated_calls_write_to_the_output_given(name):
+    on_ranks(given_outputs, 2, name)
+
+
+def changed_when_repeated(world, name):
+    """A packed weight that is written to between two equal calls, and operands that require a
+    gradient in a later one.
+    """
+    call, a, b = getattr(weft, name), torch.ones(4, 4), torch.eye(4)
+    packed, before = weft.pack(b), world.executor.calls
+    for _ in range(3):
+        wanted = call(a, packed)
+    b.mul_(2)
+    before = world.executor.calls
+    with pytest.raises(ValueError, match="changed after it was packed"):
+        call(a, packed)
+    assert world.executor.calls == before, "nothing was sent"
+    again = call(a.clone().requires_grad_(), weft.pack(torch.eye(4)))
+    assert again.requires_grad
+    assert torch.equal(again.detach(), wanted)
+    with torch.no_grad():
+        assert not call(a.clone().requires_grad_(), weft.pack(torch.eye(4))).requires_grad
+    negative = torch._neg_view(torch.eye(4))
+    with pytest.raises(ValueError, match="negative view"):
+        call(a, negative)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_repeated_calls_check_what_may_have_changed(name):
+    on_ranks(changed_when_repeated, 2, name)
+
+
+def fails_in_the_middle(world):
+    """A product that fails closes the world, and other threads may then be told so."""
+    a, b = torch.ones(2, 4), torch.eye(4)
+    for _ in range(2):
+        weft.all_gather_matmul(a, b)
+
+    def broken(*_):
+        raise RuntimeError("no memory")
+
+    if world.rank == 0:
+        products.multiply = broken
+        with pytest.raises(RuntimeError, match="no memory"):
+            weft.all_gather_matmul(a, b)
+        assert world.closed
+        return
+    with pytest.raises(weft.PeerLost, match="no memory"):
+        for _ in range(3):  # rank 0 sent its rows of the first call
+            weft.all_gather_matmul(a, b)
+
+
+def test_a_repeated_call_that_fails_closes_the_world():
+    on_ranks(fails_in_the_middle, 2)
+
+
+def traced(world):
+    """A recorded call that was made before shows its instructions."""
+    a, b = torch.ones(2, 4), torch.eye(4)
+    for _ in range(2):
+        weft.matmul_all_reduce(a, b)
+    with record(world) as recording:
+        weft.matmul_all_reduce(a, b)
+    ((plan, _, spans),) = recording.executions
+    return plan.operator, all(stop > 0 for *_, stop in spans)
+
+
+def test_a_repeated_call_is_traced():
+    assert on_ranks(traced, 2) == [("matmul_all_reduce", True)] * 2
 
 
 def new_tensors(world):
@@ -238,7 +333,7 @@ def new_tensors(world):
             case 5:
                 assert torch.equal(weft.broadcast(a, call % ranks), parts[call % ranks])
         del spare
-    assert len(engine(world).repeats) < 150
+    assert len(engine(world).calls) < 150
     a = torch.ones(40)
     for _ in range(3):
         with pytest.raises(ValueError, match="out requires a gradient"):
@@ -292,7 +387,7 @@ def under_way(world):
         assert torch.equal(handle.wait(), torch.full((5,), 2.0 * call))
     assert [total[0].item() for total in sums] == [20.0 * call for call in range(8)]
     assert len({total.data_ptr() for total in sums}) == len(sums)
-    return len(engine(world).compiled)
+    return len(engine(world).programs)
 
 
 def test_what_is_remembered_holds_beside_other_calls():
@@ -326,7 +421,7 @@ def many_shapes(world):
         assert torch.equal(weft.all_gather_matmul(a, b), a.repeat(world.ranks, 1))
         assert weft.all_reduce(a[:, 0].contiguous()).sum() == world.ranks * rows * rows
         if rows in (100, 399):
-            counts.append(len(engine(world).compiled))
+            counts.append(len(engine(world).programs))
     return counts
 
 

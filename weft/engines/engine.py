@@ -19,7 +19,7 @@ from torch import Tensor
 import weft._native as _native
 from weft.errors import MismatchError, PlanError, WeftError
 from weft.kernels.weights import PackedWeight, Weight
-from weft.plan import Copy, Instruction, Plan, Reduce, Region, Signal, Wait, reads, writes
+from weft.plan import Compute, Copy, Instruction, Plan, Reduce, Region, Signal, Wait, reads, writes
 from weft.world import World, memory
 
 LANES = ("compute", "comm")
@@ -50,26 +50,19 @@ class Engine(ABC):
     products = ""
 
     whole_plans = True  # whether other ranks' lanes are looked at, too
-    remembers = False  # whether calls may be found again by the identity of their tensors
+    caches_calls = False  # whether repeated calls are found in `calls`
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.compiled: OrderedDict[Hashable, Program] = OrderedDict()
+        self.programs: OrderedDict[Hashable, Program] = OrderedDict()
         self.names = {
             "agree": 0
         }  # signal names of all plans, in the order in which all ranks meet them
         self.workspace: Tensor | None = None
         self.segment: memory.Segment | None = None  # that of the workspace
-        self.spaces: dict[Hashable, Tensor] = {}  # what `space` was asked for
         self.pending: list[Program] = []  # started and not yet joined, in their order
-        # Collectives seen before, for tensors that lie alike, with the workspace that they use.
-        self.repeats = _native.Repeats(world.executor)
+        self.calls = _native.CallCache(world.executor, PackedWeight)
         self.selections: dict[Hashable, Any] = {}  # variants by class (`weft.ops.autotune`)
-        self.calls: dict[Hashable, Any] = {}  # the same, of those without tensors
-        self.known: dict[Hashable, Any] = {}  # what is decided of others, whatever their rows
-        self.ready = _native.Alike(
-            PackedWeight, world.number
-        )  # what is known of all for rows that lie alike
 
     def execute(
         self,
@@ -123,12 +116,12 @@ class Engine(ABC):
         `dtypes` are those of workspaces that differ from the buffers they exchange rows with.
         """
         key = id(plan), number, self.kind(tensors, rows), *dtypes.values()
-        program = self.compiled.get(key)
+        program = self.programs.get(key)
         if program is None:
             program = self.compile(plan, tensors, rows, dtypes)
-            self.compiled[key] = program
-            if len(self.compiled) > _CACHED:
-                self.compiled.popitem(last=False)
+            self.programs[key] = program
+            if len(self.programs) > _CACHED:
+                self.programs.popitem(last=False)
         return program
 
     @abstractmethod
@@ -182,30 +175,12 @@ class Engine(ABC):
             self.drain()
             self.agree(call)
             self.moved()
-            self.repeats.clear()
             self.calls.clear()
-            self.spaces.clear()
             self.workspace = self.segment = None
             self.workspace = self.world.allocate([_class_of(size)], torch.uint8)
             self.segment = memory.find(self.workspace)
             assert self.segment is not None
         return self.segment
-
-    def space(self, rank: int, dtype: torch.dtype, where: memory.Matrix) -> Tensor:
-        """A matrix in the workspace of a rank, remembered: to make a tensor takes as long as a
-        small product.
-        """
-        found = self.spaces.get((rank, dtype, where))
-        if found is None:
-            if len(self.spaces) >= _CACHED:
-                self.spaces.clear()
-            with torch.inference_mode(False):  # later calls may be outside of it
-                whole = self.spaces.get((rank, dtype))
-                if whole is None:
-                    assert self.segment is not None
-                    whole = self.spaces[rank, dtype] = memory.numbers(self.segment, rank, dtype)
-                found = self.spaces[rank, dtype, where] = memory.matrix(whole, where)
-        return found
 
     def abandon(self) -> None:
         """End what was started, as far as that goes: the world is closed, and what it works on may
@@ -299,6 +274,12 @@ class Program(ABC):
         engine.name(plan.signal_names())
         self.lanes = [lanes.get(name, ()) for name in LANES]
         self.shared = plan.shared_buffers(self.world.hosts)
+        self.weights = tuple(
+            dict.fromkeys(
+                i.weight for _, i in plan.instructions() if isinstance(i, Compute) and i.weight
+            )
+        )
+        """The names of its weights, in the order of the computations."""
         moved = {
             region.buffer
             for _, i in plan.instructions()
@@ -354,11 +335,6 @@ class Program(ABC):
         `words` are what peers are told that the user called; without them they are made of the
         tensors.
         """
-
-    def execute_alone(self, binding: Any, timeout: float | None = None) -> None:
-        """What `execute` does, in a turn of its own."""
-        with self.world.exclusive:
-            self.execute(binding, timeout)
 
     @abstractmethod
     def execute(self, binding: Any, timeout: float | None = None) -> None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 import weft._native as _native
 from weft.checks import name as dtype_name
+from weft.engines.computes import Computes
 from weft.engines.engine import LANES, Dtypes, Engine, Program, Tensors, Timed, Weights, kinds
 from weft.errors import PlanError, WeftError
 from weft.plan import (
@@ -43,7 +44,7 @@ class HostEngine(Engine):
     """Executes plans on the caller's thread and one native thread beside it."""
 
     whole_plans = False
-    remembers = True
+    caches_calls = True
 
     def kind(self, tensors: Tensors, rows: Sequence[int]) -> Hashable:
         return tuple([tensor.dtype for tensor in tensors.values()])
@@ -82,13 +83,11 @@ class HostProgram(Program):
         )
         self._lay_out()
         self.bound: _native.Binding | None = None
-        self.own: _native.Binding | None = None  # `_own_binding`, and the workspace that it is of
+        # `_own_binding`, and the workspace that it is of
+        self.own: tuple[_native.Binding, Computes] | None = None
         self.segment: memory.Segment | None = None
         self.computes: dict[int, tuple[Run, tuple[Region, ...], Region, str | None]] = {}
         """By index in the compute lane: the function, its sources, its result and its weight."""
-        self.entire: set[Region] = (
-            set()
-        )  # of what they read and write, those that are all of a tensor given
         self.computing = any(isinstance(i, Compute) for lane in self.lanes for i in lane)
         self.read = {
             region for lane in self.lanes for instruction in lane for region in reads(instruction)
@@ -118,38 +117,11 @@ class HostProgram(Program):
         bias: Tensors | None = None,
         timeout: float | None = None,
     ) -> None:
-        world, native, compiled = self.world, self.world.executor, self.compiled
-        seconds, whole = world.timeout if timeout is None else timeout, sum(rows)
         if self.engine.pending:
             self.engine.drain()
-        binding = self._own_binding(tensors, rows)
-        self.apply(binding)
-        try:
-            with world.fail_on_error:
-                self.begin(seconds)
-                if self.lanes[1]:
-                    native.start(compiled, 1)
-                at = native.run(compiled, 0, 0)
-                while at in self.computes:
-                    start = _native.now()
-                    compute, srcs, dst, name = self.computes[at]
-                    compute(
-                        [self._rows(src, tensors) for src in srcs],
-                        weights[name] if name else None,
-                        self._rows(dst, tensors),
-                        bias.get(name) if bias and name else None,
-                        whole,
-                    )
-                    compiled.set_span(0, at, start, _native.now())
-                    at = native.run(compiled, 0, at + 1)
-                if at < 0:
-                    raise self.stopped(0, seconds)
-        finally:
-            if self.lanes[1]:
-                native.join(compiled)
-        if self.lanes[1] and compiled.wait_failure(1)[0] != _native.WaitStatus.none:
-            raise self.stopped(1, seconds)
-        self._record()
+        binding, computes = self._own_binding(tensors, rows)
+        biases = {name: bias.get(name) if bias else None for name in weights}
+        self.execute(binding, timeout, lambda at: computes(at, tensors, weights, biases))
 
     def bind(self, tensors: Tensors, rows: Sequence[int], words: str = "") -> _native.Binding:
         """The blocks' sizes and places for these tensors; makes the workspace larger where it is
@@ -164,20 +136,29 @@ class HostProgram(Program):
             binding.place(_native.Role.eager, self.world.executor.eager_bases())
         return binding
 
-    def _own_binding(self, tensors: Tensors, rows: Sequence[int]) -> _native.Binding:
-        """A binding that nobody else has: the one of the call before, if tensors and sizes are like
-        that one's.
+    def _own_binding(
+        self, tensors: Tensors, rows: Sequence[int]
+    ) -> tuple[_native.Binding, Computes]:
+        """A binding that no cached call has, with its computations: those of the call before, if
+        tensors and sizes have the same layouts.
         """
-        own, given = self.own, tensors if isinstance(tensors, dict) else dict(tensors)
+        given = tensors if isinstance(tensors, dict) else dict(tensors)
         if (
-            own is None
+            self.own is None
             or self.segment is not self.engine.segment
             or not self.shared.isdisjoint(given)
-            or not own.again(rows, given)
+            or not self.own[0].again(rows, given)
         ):
-            own = self.own = self.bind(given, rows)
-            self.segment = self.engine.segment
-        return own
+            binding = self.bind(given, rows)
+            computes = Computes(
+                self,
+                binding,
+                given,
+                {name: name for name in given},
+                {name: name for name in self.weights},
+            )
+            self.own, self.segment = (binding, computes), self.engine.segment
+        return self.own
 
     def apply(self, binding: _native.Binding) -> None:
         """Work with these sizes and places from now on."""
@@ -185,16 +166,15 @@ class HostProgram(Program):
             self.compiled.bind(binding)
             self.bound = binding
 
-    def execute(self, binding: _native.Binding, timeout: float | None = None) -> None:
+    def execute(
+        self,
+        binding: _native.Binding,
+        timeout: float | None = None,
+        compute: Callable[[int], None] | None = None,
+    ) -> None:
         if self.engine.pending:
             self.engine.drain()
-        self.world.executor.execute(self, binding, timeout or self.world.timeout)
-        self._record()
-
-    def execute_alone(self, binding: _native.Binding, timeout: float | None = None) -> None:
-        if self.engine.pending:
-            self.engine.drain()
-        self.world.executor.execute_alone(self, binding, timeout or self.world.timeout)
+        self.world.executor.execute(self, binding, timeout or self.world.timeout, compute)
         self._record()
 
     def start(
@@ -318,34 +298,23 @@ class HostProgram(Program):
         """A region as the native core names it."""
         return self.slots[region.rank, region.buffer], region.start, region.stop
 
-    def _rows(self, region: Region, tensors: Tensors) -> Tensor:
-        """The rows of a region in the execution under way."""
-        if region in self.entire:
-            return tensors[region.buffer]
-        assert self.bound is not None
-        start, rows, columns, _, stride, address = self.bound.matrix(self.place(region))
-        given = self.plan.buffers[region.buffer].given
-        if given and region.rank == self.world.rank:
-            return tensors[region.buffer][start : start + rows]
+    def rows_in(self, binding: _native.Binding, region: Region) -> slice:
+        """The rows of a region in its buffer."""
+        start, rows, *_ = binding.matrix(self.place(region))
+        return slice(start, start + rows)
+
+    @torch.inference_mode(False)  # later calls may be outside of it
+    def matrix(self, binding: _native.Binding, region: Region, tensors: Tensors) -> Tensor:
+        """The matrix of a region in the workspace, or in a peer's part of a symmetric tensor."""
+        _, rows, columns, _, stride, address = binding.matrix(self.place(region))
         dtype, _ = self.kinds[region.buffer]
+        given = self.plan.buffers[region.buffer].given
+        segment = memory.find(tensors[region.buffer]) if given else self.engine.segment
         if not rows * columns:
             return torch.empty(rows, columns, dtype=dtype)
-        if given:
-            segment = memory.find(tensors[region.buffer])
-            assert segment is not None
-            return memory.matrix(
-                memory.numbers(segment, region.rank, dtype), (rows, columns, stride, address)
-            )
-        return self.engine.space(region.rank, dtype, (rows, columns, stride, address))
-
-    def _entire(self, region: Region) -> bool:
-        """Whether a region is all of a tensor given on this rank, however many rows that has."""
-        buffer, rank = self.plan.buffers[region.buffer], self.world.rank
-        return buffer.given and (region.rank, region.start, region.stop) == (
-            rank,
-            0,
-            buffer.rows[rank],
-        )
+        assert segment is not None
+        part = memory.numbers(segment, region.rank, dtype)
+        return memory.matrix(part, (rows, columns, stride, address))
 
     def _together(self, region: Region) -> bool:
         """Whether all that outputs get is written before anybody looks at it: in a workspace only
@@ -396,4 +365,3 @@ class HostProgram(Program):
                     )
                 native.multiply(lane, self.place(self.plan.sizing_region(instruction)))
                 self.computes[at] = kernel.host(), srcs, dst, weight
-                self.entire |= {region for region in (*srcs, dst) if self._entire(region)}

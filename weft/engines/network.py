@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import weft._native as _native
-from weft.engines.engine import LANES, Dtypes, Program, Tensors, Timed
+from weft.engines.engine import LANES, Dtypes, Tensors, Timed
 from weft.engines.host import HostEngine, HostProgram, Place
 from weft.errors import WeftError
 from weft.plan import Instruction, Notify, Plan, Region, Wait
@@ -48,7 +48,7 @@ class NetworkEngine(HostEngine):
 
     refused = SHARED_MEMORY_ONLY
     whole_plans = True
-    remembers = False  # a call is more than a native one
+    caches_calls = False  # a call is more than a native one
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -139,20 +139,6 @@ class NetworkProgram(HostProgram):
         for number, (lane, sent) in enumerate(self.sends, len(LANES)):
             tag = Tag(LANES.index(lane), call, digest)
             relay.submit(lane, partial(self._send, number, lane, sent, tag, self.spans))
-
-    def execute(self, binding: _native.Binding, timeout: float | None = None) -> None:
-        world, seconds = self.world, timeout or self.world.timeout
-        if self.engine.pending:
-            self.engine.drain()
-        self.apply(binding)
-        with world.fail_on_error:
-            self.begin(seconds)
-            if world.executor.run(self.compiled, 0, 0) < 0:
-                raise self.stopped(0, seconds)
-        self._record()
-
-    def execute_alone(self, binding: _native.Binding, timeout: float | None = None) -> None:
-        Program.execute_alone(self, binding, timeout)
 
     def rows(self, place: Place | None) -> _Rows:
         """The rows there, in this call; none where there is only a token."""

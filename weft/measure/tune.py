@@ -58,7 +58,7 @@ def measure(questions: list[Question], iterations: int, threads: int) -> list[li
             answers.append(
                 [Answer(way, times[str(i)].median, times[str(i)].min) for i, way in enumerate(ways)]
             )
-            engine(world).compiled.clear()
+            engine(world).programs.clear()
     return answers
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.ops import arguments, collective, dims
-from weft.ops.collective import Work, as_matrix, begun, call_now, planned, same_place
+from weft.ops.collective import CollectiveCall, Handle, as_matrix, planned, same_place
 from weft.schedules import all_gather as schedule
 from weft.schedules.workload import pieces
 from weft.world import World
@@ -37,10 +37,26 @@ def all_gather(
     There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
     """
     shards = None if shard_rows is None else tuple(shard_rows)
-    return call_now(_prepare, a, out, (dim, shards, algorithm, chunk_rows), world, timeout)
+    return collective.run(_check, a, out, (dim, shards, algorithm, chunk_rows), world, timeout)
 
 
-def _prepare(
+def all_gather_async(
+    a: Tensor,
+    *,
+    out: Tensor | None = None,
+    dim: int = 0,
+    shard_rows: Sequence[int] | None = None,
+    algorithm: str = "auto",
+    chunk_rows: int | None = None,
+    world: World | None = None,
+    timeout: float | None = None,
+) -> Handle:
+    """Begin `all_gather`, with the same arguments, and return at once."""
+    shards = None if shard_rows is None else tuple(shard_rows)
+    return collective.start(_check, a, out, (dim, shards, algorithm, chunk_rows), world, timeout)
+
+
+def _check(
     world: World,
     a: Tensor,
     out: Tensor | None,
@@ -48,7 +64,7 @@ def _prepare(
     shard_rows: Sequence[int] | None,
     algorithm: str,
     chunk_rows: int | None,
-) -> Work:
+) -> CollectiveCall:
     collective.check_input(a, world)
     dim = dims.normal(dim, a.dim())
     arguments.check_algorithm(algorithm, schedule.ALGORITHMS, world)
@@ -83,7 +99,7 @@ def _prepare(
     if algorithm in ("auto", "pull") and chunk_rows is None:
         reached = symmetric or symmetric_out
         if collective.moved_at_once(world, size, reached):
-            return Work(schedule.eager(world.levels), rows, tensors, result, copied)
+            return CollectiveCall(schedule.eager(world.levels), rows, tensors, result, copied)
         if not reached and collective.read_in_place(world, size):
             algorithm, symmetric, chunk_rows = (
                 "pull",
@@ -105,8 +121,4 @@ def _prepare(
         chunk = collective.sent_rows(matrix, most)
     places = {"symmetric_a": symmetric, "symmetric_gathered": symmetric_out, "hosts": hosts}
     plan = planned(schedule.all_gather, world.ranks, pieces(most, chunk), algorithm, **places)
-    return Work(plan, rows, tensors, result, copied)
-
-
-all_gather_async = begun(all_gather, _prepare)
-"""Begin `all_gather`, with the same arguments, and return at once."""
+    return CollectiveCall(plan, rows, tensors, result, copied)

@@ -13,7 +13,7 @@ from torch import Tensor
 from weft.checks import check_timeout
 from weft.kernels.products import multiply
 from weft.kernels.weights import PackedWeight, Weight
-from weft.ops import arguments, autograd, dims, float8, fused, known
+from weft.ops import arguments, autograd, dims, float8, fused
 from weft.ops.call import Call, Given, Options, Selection, workload
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Pattern, Recorded
 from weft.plan import Plan
@@ -94,21 +94,13 @@ def all_gather_matmul(
     several = isinstance(b, (list, tuple))  # no union: the compiler of torch 2.9 does not know them
     weights: list[Weight] = [*b] if several else [b]  # type: ignore[list-item, misc]
     biases = arguments.listed(bias, weights, several, "bias")
-    asked = known.Asked(("all_gather_matmul", out_dtype, algorithm, chunk_rows), weights, biases)
-    usual = (
-        scale_a is None
-        and scale_b is None
-        and out is None
-        and timeout is None
-        and not return_gathered
-    )
-    usual = usual and dim == 0 and shard_rows is None
-    if (
-        usual
-        and not arguments.recorded((a, *weights, *biases))
-        and (again := known.repeat(world, a, asked)) is not None
-    ):
-        return again if several else again[0]
+    shards = None if shard_rows is None else tuple(shard_rows)
+    key: fused.Key | None = None
+    plain = scale_a is None and scale_b is None and not return_gathered
+    if plain and (out is None or isinstance(out, Tensor)):
+        key = check, (dim, out_dtype, shards, algorithm, chunk_rows), a, out, weights, biases
+        if (cached := fused.repeat(world, key, timeout)) is not None:
+            return [cached] if several and isinstance(cached, Tensor) else cached
     outs = arguments.listed(out, weights, several, "out")
     rows, weights = float8.scaled(
         a, weights, scale_a, arguments.listed(scale_b, weights, several, "scale_b"), world
@@ -117,14 +109,14 @@ def all_gather_matmul(
     keep = return_gathered or (
         recorded and any(isinstance(w, (Tensor, PackedWeight)) and w.requires_grad for w in weights)
     )
-    options = Options(dim, "sum", out_dtype, keep, shard_rows, algorithm, chunk_rows, timeout)
+    options = Options(dim, "sum", out_dtype, keep, shards, algorithm, chunk_rows, timeout)
     if recorded:
         operator = torch.ops.weft.all_gather_matmul.default
         made = autograd.call(operator, a, weights, biases, out, options, world)
     else:
         with torch.no_grad():
             call = check(world, Given(rows, weights, biases, outs), options)
-            made = known.run(asked, call) if usual and a.dim() == 2 else fused.run(call)
+            made = fused.run(call, key)
     results, gathered = made[: len(weights)], made[-1]
     scales = rows.shape[-1] - a.shape[-1]  # columns of float8 rows that are not their own
     if return_gathered and scales:
@@ -161,6 +153,12 @@ def check(world: World, given: Given, options: Options) -> Call:
 
 class _GatherCall(Call):
     """What gathers of rows and of columns have in common."""
+
+    wholes: list[Tensor]
+
+    @property
+    def results(self) -> list[Tensor]:
+        return self.wholes
 
     @property
     def shared(self) -> Workload:
@@ -251,7 +249,7 @@ class _ColumnsCall(_GatherCall):
             options,
             workload("all_gather_matmul", tuple(shards), given, results[0].dtype, symmetric=False),
         )
-        self.planner, self.given, self.results = _gather_columns, given, results
+        self.planner, self.given, self.wholes = _gather_columns, given, results
         own = given.a.flatten(0, -2).t().contiguous()
         self.tensors = {"a": own, "gathered": own.new_empty(sum(shards), own.shape[1])}
 
@@ -270,10 +268,10 @@ class _ColumnsCall(_GatherCall):
     def finish(self) -> list[Tensor]:
         a, weights, biases, _ = self.given
         columns = self.tensors["gathered"].t().contiguous()
-        for result, b, bias in zip(self.results, weights, biases, strict=True):
+        for result, b, bias in zip(self.wholes, weights, biases, strict=True):
             multiply(columns, b, result.view(len(columns), b.shape[1]), bias)
         gathered = [columns.view(*a.shape[:-1], columns.shape[1])] if self.options.keep else []
-        return [*self.results, *gathered]
+        return [*self.wholes, *gathered]
 
 
 def _gather_columns(request: Request) -> Plan:

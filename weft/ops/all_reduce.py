@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from weft.ops import arguments, collective
-from weft.ops.collective import Work, begun, call_now, planned, same_place
+from weft.ops.collective import CollectiveCall, Handle, planned, same_place
 from weft.plan.binding import split
 from weft.schedules import all_reduce as schedule
 from weft.schedules.common import apart
@@ -35,10 +35,23 @@ def all_reduce(
 
     There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
     """
-    return call_now(_prepare, a, out, (op, algorithm), world, timeout)
+    return collective.run(_check, a, out, (op, algorithm), world, timeout)
 
 
-def _prepare(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: str) -> Work:
+def all_reduce_async(
+    a: Tensor,
+    *,
+    op: str = "sum",
+    out: Tensor | None = None,
+    algorithm: str = "auto",
+    world: World | None = None,
+    timeout: float | None = None,
+) -> Handle:
+    """Begin `all_reduce`, with the same arguments, and return at once."""
+    return collective.start(_check, a, out, (op, algorithm), world, timeout)
+
+
+def _check(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: str) -> CollectiveCall:
     collective.check_reduction(a, op, world)
     arguments.check_algorithm(algorithm, schedule.ALGORITHMS, world)
     result = arguments.result(out, a.shape, a.dtype, [a], world, partial(same_place, a))
@@ -54,7 +67,7 @@ def _prepare(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: st
     if algorithm in ("auto", "one_shot") and collective.reduced_at_once(
         world, size, symmetric or symmetric_out
     ):
-        return Work(schedule.eager(world.levels, op), rows, tensors, result)
+        return CollectiveCall(schedule.eager(world.levels, op), rows, tensors, result)
     if algorithm == "auto":
         algorithm = "one_shot" if size <= world.thresholds.eager_bytes else "two_shot"
     if hosts is not None and not (algorithm == "ring" and apart(hosts)):
@@ -62,7 +75,7 @@ def _prepare(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: st
             pieces(rows[0], collective.sent_rows(flat, rows[0])),
             "ring" if algorithm == "ring" else "two_shot",
         )
-        return Work(planned(schedule.put, cut, hosts, by, op), rows, tensors, result)
+        return CollectiveCall(planned(schedule.put, cut, hosts, by, op), rows, tensors, result)
     cut = (
         1
         if algorithm == "one_shot"
@@ -71,13 +84,9 @@ def _prepare(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: st
     # Where every rank reads all of a there is no moment at which its own rank may overwrite it.
     symmetric = symmetric and not (in_place and algorithm == "one_shot")
     places = {"symmetric_a": symmetric, "symmetric_out": symmetric_out}
-    return Work(
+    return CollectiveCall(
         planned(schedule.all_reduce, world.ranks, cut, algorithm, op, **places),
         rows,
         tensors,
         result,
     )
-
-
-all_reduce_async = begun(all_reduce, _prepare)
-"""Begin `all_reduce`, with the same arguments, and return at once."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.ops import arguments, collective, dims
 from weft.ops.all_gather import all_gather
-from weft.ops.collective import Work, as_matrix, begun, call_now, planned
+from weft.ops.collective import CollectiveCall, Handle, as_matrix, planned
 from weft.schedules import all_to_all as schedule
 from weft.schedules.thresholds import EAGER_ROOM
 from weft.schedules.workload import pieces
@@ -38,16 +38,31 @@ def all_to_all(
     """
     given = None if input_split_sizes is None else tuple(input_split_sizes)
     taken = None if output_split_sizes is None else tuple(output_split_sizes)
-    return call_now(_prepare, a, out, (given, taken), world, timeout)
+    return collective.run(_check, a, out, (given, taken), world, timeout)
 
 
-def _prepare(
+def all_to_all_async(
+    a: Tensor,
+    *,
+    out: Tensor | None = None,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    world: World | None = None,
+    timeout: float | None = None,
+) -> Handle:
+    """Begin `all_to_all`, with the same arguments, and return at once."""
+    given = None if input_split_sizes is None else tuple(input_split_sizes)
+    taken = None if output_split_sizes is None else tuple(output_split_sizes)
+    return collective.start(_check, a, out, (given, taken), world, timeout)
+
+
+def _check(
     world: World,
     a: Tensor,
     out: Tensor | None,
     input_split_sizes: Sequence[int] | None,
     output_split_sizes: Sequence[int] | None,
-) -> Work:
+) -> CollectiveCall:
     collective.check_input(a, world)
     dims.normal(0, a.dim())
     even = input_split_sizes is None and output_split_sizes is None
@@ -63,7 +78,9 @@ def _prepare(
         row * max(sum(given) - given[rank] for rank, given in enumerate(counts)),
     )
     if collective.moved_at_once(world, handed, symmetric):
-        return Work(schedule.eager(world.levels), rows, tensors, result, agreed=not even)
+        return CollectiveCall(
+            schedule.eager(world.levels), rows, tensors, result, sizes_exchanged=not even
+        )
     symmetric = symmetric or collective.read_in_place(world, most)
     cut = (
         1
@@ -74,11 +91,7 @@ def _prepare(
     plan = planned(
         schedule.all_to_all, world.ranks, cut, symmetric_a=symmetric, hosts=hosts, few=few
     )
-    return Work(plan, rows, tensors, result, agreed=not even)
-
-
-all_to_all_async = begun(all_to_all, _prepare)
-"""Begin `all_to_all`, with the same arguments, and return at once."""
+    return CollectiveCall(plan, rows, tensors, result, sizes_exchanged=not even)
 
 
 def _splits(

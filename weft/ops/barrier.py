@@ -17,13 +17,16 @@ def barrier(world: World | None = None, timeout: float | None = None) -> None:
     ranks. Raises `PeerTimeout`, `PeerLost`, `MismatchError` (a peer makes another collective call).
     """
     check_timeout(timeout)
-    chosen = current(world)
-    own = engine(chosen)
-    known = own.calls.get(barrier)
-    if known is None:
-        program = own.program(schedule.barrier(chosen.levels), {})
-        known = program, program.bind({}, ())
-        if own.remembers:
-            own.calls[barrier] = known
-    program, binding = known
-    program.execute_alone(binding, timeout)
+    world = current(world)
+    own = engine(world)
+    seconds = world.timeout if timeout is None else timeout
+    if own.pending or world.recorder is not None:
+        own.drain()
+    elif own.calls.call(barrier, (), None, None, None, None, seconds):
+        return
+    program = own.program(schedule.barrier(world.levels), {})
+    binding = program.bind({}, ())
+    with world.exclusive:
+        program.execute(binding, seconds)
+    if own.caches_calls:
+        own.calls.add(barrier, (), None, None, None, None, program, binding, {}, [], None)

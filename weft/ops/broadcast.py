@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from weft.ops import arguments, collective
-from weft.ops.collective import ANY, Work, begun, call_now, planned
+from weft.ops.collective import ANY, CollectiveCall, Handle, planned
 from weft.schedules import broadcast as schedule
 from weft.schedules.workload import pieces
 from weft.world import World
@@ -38,10 +38,24 @@ def broadcast(
     There is no gradient: a parameter, or another leaf, is written to as under ``torch.no_grad()``;
     another tensor that requires a gradient is a `ValueError` outside of that.
     """
-    return call_now(_prepare, tensor, tensor, (source, algorithm), world, timeout)
+    return collective.run(_check, tensor, tensor, (source, algorithm), world, timeout)
 
 
-def _prepare(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: str) -> Work:
+def broadcast_async(
+    tensor: Tensor,
+    source: int,
+    *,
+    algorithm: str = "auto",
+    world: World | None = None,
+    timeout: float | None = None,
+) -> Handle:
+    """Begin `broadcast`, with the same arguments, and return at once."""
+    return collective.start(_check, tensor, tensor, (source, algorithm), world, timeout)
+
+
+def _check(
+    world: World, tensor: Tensor, out: Tensor, source: int, algorithm: str
+) -> CollectiveCall:
     arguments.check_input(tensor, "tensor", world, ANY)
     arguments.check_algorithm(algorithm, schedule.ALGORITHMS, world)
     if not 0 <= source < world.ranks:
@@ -56,7 +70,7 @@ def _prepare(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: 
     tensors = {mine: rows, theirs: rows[:0]}
     symmetric = world.is_symmetric(rows)
     if algorithm in ("auto", "pull") and collective.moved_at_once(world, size, symmetric):
-        return Work(schedule.eager(source, world.levels), (most,), tensors, tensor)
+        return CollectiveCall(schedule.eager(source, world.levels), (most,), tensors, tensor)
     places, staged = hosts or range(world.ranks), hosts is None and not symmetric
     if algorithm == "ring":
         plan = planned(
@@ -76,12 +90,4 @@ def _prepare(world: World, tensor: Tensor, out: Tensor, source: int, algorithm: 
         plan = planned(
             schedule.broadcast, world.ranks, cut, source, symmetric_a=not staged, shared=shared
         )
-    return Work(plan, (most,), tensors, tensor)
-
-
-def _begin(world: World, tensor: Tensor, source: int, algorithm: str) -> Work:
-    return _prepare(world, tensor, tensor, source, algorithm)
-
-
-broadcast_async = begun(broadcast, _begin)
-"""Begin `broadcast`, with the same arguments, and return at once."""
+    return CollectiveCall(plan, (most,), tensors, tensor)

@@ -215,8 +215,13 @@ class Call(ABC):
     def chunk_rows(self, algorithm: str) -> int:
         """Rows of a piece, where nobody says."""
 
+    @property
     @abstractmethod
-    def finish(self) -> Any:
+    def results(self) -> list[Tensor]:
+        """The results, in the order of the buffers that they fill."""
+
+    @abstractmethod
+    def finish(self) -> list[Tensor]:
         """The results, once the plan was executed."""
 
     def describe(self, variant: Variant) -> str:

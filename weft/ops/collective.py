@@ -32,7 +32,8 @@ import inspect
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, ParamSpec
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,38 +74,13 @@ EXCHANGED_BYTES = (
 )
 STEPS = 64  # in which it does so at most: a plan is a list of all of them
 
-Asked = ParamSpec("Asked")
 
+class CollectiveCall(NamedTuple):
+    """A checked call of a collective: its plan, the rows of its shards, the matrices of its
+    buffers, and its result.
 
-class Handle:
-    """A collective in progress, made by the ``_async`` forms."""
-
-    def __init__(self, program: Program, work: Work) -> None:
-        self._program, self._result = program, work.result
-        self._work: Work | None = work
-
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._work is None or self._program.done()
-
-    def wait(self, timeout: float | None = None) -> Tensor:
-        """The result, once it is in place.
-
-        Raises `PeerTimeout` if it is not after `timeout` seconds; the collective goes on and can be
-        waited for again. Raises what the collective itself would.
-        """
-        if self._work is not None:
-            if not self._program.join(float("inf") if timeout is None else timeout):
-                raise PeerTimeout(f"{self._program.plan.operator} is not done after {timeout:g} s")
-            self._work.finish()
-            self._work = None
-        return self._result
-
-
-class Work(NamedTuple):
-    """What a call comes to: a plan, the rows of its shards, the matrices it works on, its result,
-    and what is copied to which parts of it at the end. `agreed`: the sizes were asked of all ranks,
-    and may be others in the next call like this.
+    `copied` are copied in the end, each block to its part of the result. `sizes_exchanged`: ranks
+    told each other the sizes, which may differ in the next call with the same arguments.
     """
 
     plan: Plan
@@ -112,160 +88,128 @@ class Work(NamedTuple):
     tensors: dict[str, Tensor]
     result: Tensor
     copied: Sequence[tuple[Tensor, Tensor]] = ()
-    agreed: bool = False
+    sizes_exchanged: bool = False
 
-    def finish(self) -> None:
-        """Copy what is to be copied at the end."""
+    def finish(self) -> Tensor:
+        """The result, with the blocks copied to it."""
         for part, block in self.copied:
             part.copy_(block)
+        return self.result
 
 
-Prepare = Callable[..., Work]
-"""What an operator makes of a call, checked: ``prepare(world, a, out, *options)``, by the names
-that the operator gives them.
-"""
+Check = Callable[..., CollectiveCall]
+"""An operator's ``check(world, a, out, *options)``, which raises what is wrong with a call."""
 
 
-def call_now(
-    prepare: Prepare,
+class Handle:
+    """A collective in progress, made by the ``_async`` forms."""
+
+    def __init__(self, program: Program, call: CollectiveCall) -> None:
+        self._program, self._result = program, call.result
+        self._call: CollectiveCall | None = call
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._call is None or self._program.done()
+
+    def wait(self, timeout: float | None = None) -> Tensor:
+        """The result, once it is in place.
+
+        Raises `PeerTimeout` if it is not after `timeout` seconds; the collective goes on and can be
+        waited for again. Raises the errors of the collective itself.
+        """
+        if self._call is not None:
+            if not self._program.join(float("inf") if timeout is None else timeout):
+                raise PeerTimeout(f"{self._program.plan.operator} is not done after {timeout:g} s")
+            self._call.finish()
+            self._call = None
+        return self._result
+
+
+def run(
+    check: Check,
     a: Tensor,
     out: Tensor | None,
     options: tuple[Hashable, ...],
     world: World | None,
     timeout: float | None,
 ) -> Tensor:
-    """Make a call and return its result."""
+    """The result of a collective; a repeated call is one native call."""
     world = current(world)
-    own = world.engine or engine(world)
+    own: Engine = world.engine or engine(world)
     if timeout is not None:
         check_timeout(timeout)
     if world.recorder is None and not own.pending:
-        result = _result(own, prepare, a, options) if out is None else out
         seconds = world.timeout if timeout is None else timeout
-        if result is not None and own.repeats.call(prepare, a, result, options, seconds):
+        cached: Any = own.calls.call(check, options, a, out, None, None, seconds)
+        if cached is not None:
+            result: Tensor = cached
             return result
-    work = prepare(world, a, out, *options)
+    call = check(world, a, out, *options)
+    program = own.program(call.plan, call.tensors, call.rows)
     with world.exclusive:
-        program = _program(world, work)
-        binding = program.bind(
-            work.tensors,
-            work.rows,
-            _called(work.plan.operator, a.shape, a.dtype, _options(prepare), options),
-        )
+        binding = program.bind(call.tensors, call.rows, _in_words(check, call, a, options))
         program.execute(binding, timeout)
-    work.finish()
-    if own.remembers and not (work.copied or work.agreed):
-        own.repeats.add(prepare, a, work.result, options, program, binding, work.tensors)
-        if out is None:
-            result = work.result
-            own.ready.add(
-                (prepare, options), a, (), (), (result.shape, result.stride(), result.dtype)
-            )
-    return work.result
+    result = call.finish()
+    if own.caches_calls and not call.copied and not call.sizes_exchanged:
+        operands = a, out, None, None
+        own.calls.add(check, options, *operands, program, binding, call.tensors, [result], None)
+    return result
 
 
-def _result(
-    own: Engine, prepare: Prepare, a: Tensor, options: tuple[Hashable, ...]
-) -> Tensor | None:
-    """Room for the result of a call like one that was made before; None if there was none."""
-    made: Any = own.ready.find((prepare, options), a, (), ())
-    if made is None:
-        return None
-    shape, strides, dtype = made
-    return torch.empty_strided(shape, strides, dtype=dtype)
+def start(
+    check: Check,
+    a: Tensor,
+    out: Tensor | None,
+    options: tuple[Hashable, ...],
+    world: World | None,
+    timeout: float | None,
+) -> Handle:
+    """Begin a collective and return at once."""
+    world = current(world)
+    own = engine(world)
+    check_timeout(timeout)
+    call = check(world, a, out, *options)
+    with world.exclusive:
+        own.make_room()
+        program = _idle(own, call)
+        words = _in_words(check, call, a, options)
+        program.start(program.bind(call.tensors, call.rows, words), call, timeout)
+    return Handle(program, call)
 
 
-def begun(now: Callable[Asked, Tensor], prepare: Prepare) -> Callable[Asked, Handle]:
-    """The ``_async`` form of the collective `now`, with the same arguments: those that `prepare`
-    takes are passed by name.
-    """
-    signature = inspect.signature(now)
-    usual = {
-        name: each.default
-        for name, each in signature.parameters.items()
-        if each.kind is each.KEYWORD_ONLY
-    }
-    first, *names = [name for name in signature.parameters if name not in usual]
-
-    def begin(*given: Asked.args, **options: Asked.kwargs) -> Handle:
-        if (
-            len(given) + len(usual) != len(signature.parameters)
-            or not signature.parameters.keys() >= options.keys()
-        ):
-            signature.bind(*given, **options)  # says what is wrong, if anything is
-        asked: dict[str, Any] = {**usual, **options}
-        world, timeout = current(asked.pop("world")), asked.pop("timeout")
-        check_timeout(timeout)
-        work = prepare(world, *given, **asked)
-        tensor: Any = given[0] if given else asked[first]
-        values = tuple(
-            [
-                value if type(value) in _WORDS else _word(value)
-                for value in (*given[1:], *asked.values())
-            ]
-        )
-        called = _called(
-            work.plan.operator,
-            tensor.shape,
-            tensor.dtype,
-            (*names[: max(0, len(given) - 1)], *asked),
-            values,
-        )
-        with world.exclusive:
-            engine(world).make_room()
-            program = next(
-                program
-                for number in range(1 << 30)
-                if (program := _program(world, work, number)).idle()
-            )
-            program.start(program.bind(work.tensors, work.rows, called), work, timeout)
-        return Handle(program, work)
-
-    begin.__signature__ = signature.replace(return_annotation=Handle)  # type: ignore[attr-defined]
-    begin.__module__, begin.__name__, begin.__qualname__ = (
-        now.__module__,
-        f"{now.__name__}_async",
-        f"{now.__name__}_async",
+def _idle(own: Engine, call: CollectiveCall) -> Program:
+    """A program of a call that is not under way: each of several concurrent calls needs its own."""
+    programs = (
+        own.program(call.plan, call.tensors, call.rows, number=number) for number in count()
     )
-    begin.__doc__ = f"Begin `{now.__name__}`, with the same arguments, and return at once."
-    return begin
+    return next(program for program in programs if program.idle())
+
+
+def _in_words(check: Check, call: CollectiveCall, a: Tensor, options: tuple[Hashable, ...]) -> str:
+    """A call as errors of all ranks show it: operator, tensor and options that are not defaults."""
+    return _words(call.plan.operator, a.shape, a.dtype, _options(check), options)
 
 
 @lru_cache
-def _options(prepare: Prepare) -> tuple[str, ...]:
-    """The names of an operator's options: what follows the world, the tensor and `out`."""
-    return tuple(inspect.signature(prepare).parameters)[3:]
+def _options(check: Check) -> tuple[str, ...]:
+    """The names of an operator's options, which follow the world, the tensor and `out`."""
+    return tuple(inspect.signature(check).parameters)[3:]
 
 
 @lru_cache(1024)
-def _called(
+def _words(
     operator: str,
     shape: torch.Size,
     dtype: torch.dtype,
     names: tuple[str, ...],
     values: tuple[Hashable, ...],
 ) -> str:
-    """What peers are told that the user called."""
     words = [f"{tuple(shape)} {dtype_name(dtype)}"]
     for name, value in zip(names, values, strict=True):
         if value is not None and value != "auto":
             words.append(f"{name}={[*value] if isinstance(value, tuple) else value}")
     return f"{operator}({', '.join(words)})"
-
-
-_WORDS = {str, int, type(None)}  # options that are words as they are
-
-
-def _word(value: Any) -> Hashable:
-    """The value of another option as peers are told; nothing of a tensor."""
-    if isinstance(value, Tensor):
-        return None
-    return tuple(value) if isinstance(value, list | tuple) else str(value)
-
-
-def _program(world: World, work: Work, number: int = 0) -> Program:
-    """The program for this work; `number` tells those apart that are under way at the same time."""
-    return engine(world).program(work.plan, work.tensors, work.rows, number=number)
 
 
 @lru_cache(4096)

@@ -1,69 +1,74 @@
-"""From a checked call of a fused operator to its result: decide, plan, compile, execute, finish.
-The same for all operators.
+"""From a checked call of a fused operator to its result: select a variant, prepare a program,
+execute it, finish. The same for all operators.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from weft.engines import engine
+from weft.engines.computes import Computes
 from weft.engines.engine import Program
+from weft.engines.host import HostProgram
+from weft.kernels.weights import Weight
 from weft.ops.autotune import report, select
 from weft.ops.call import Call
-from weft.plan import Compute, Plan
+from weft.plan import Plan
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Request, Variant, Workload
+from weft.world import World
+
+Key = tuple[
+    Callable[..., Call],
+    tuple[object, ...],
+    Tensor,
+    Tensor | None,
+    Sequence[Weight],
+    Sequence[Tensor | None],
+]
+"""The key of a call in the call cache: its operator's `check`, its options, and its operands as the
+caller gave them: a, out, weights, biases.
+"""
 
 
-def run(call: Call) -> Any:
-    """Carry out a call, collectively; its result."""
-    return carry_out(call)[0]
-
-
-def carry_out(call: Call) -> tuple[Any, Way | None]:
-    """Carry out a call, collectively: its result, and the way that it went if calls of its class
-    will always go it.
+def repeat(world: World, key: Key, timeout: float | None) -> Any:
+    """The result (a list of several) of a call whose layouts and options were those of an earlier one: one native call,
+    but for its products. None, with nothing done, if there was none or something is to be checked.
     """
+    own = world.engine
+    if torch.compiler.is_compiling() or own is None or own.pending or world.recorder is not None:
+        return None
+    return own.calls.call(*key, world.timeout if timeout is None else timeout)
+
+
+def run(call: Call, key: Key | None = None) -> list[Tensor]:
+    """The results of a checked call, collectively; `repeat` finds it by its `key` from now on."""
     selection = select(call)
-    way = _prepare(call, selection.variant)
+    program = prepare(call, selection.variant)
     begun = time.monotonic_ns()
-    result = _go(call, way)
+    _execute(call, program)
     if selection.trial is not None:
         report(call, selection.trial, begun, time.monotonic_ns())
-    return result, way if selection.trial is None else None
-
-
-def execute(call: Call, variant: Variant) -> Any:
-    """Carry out a call in one variant."""
-    return _go(call, _prepare(call, variant))
-
-
-def _go(call: Call, way: Way) -> Any:
-    weights = dict(zip(way.products, call.weights, strict=False))
-    biases = {
-        name: bias
-        for name, bias in zip(way.products, call.biases, strict=False)
-        if bias is not None
-    }
-    way.program.run(call.tensors, call.workload.rows, weights, biases, call.options.timeout)
+    elif key is not None and isinstance(program, HostProgram):
+        _keep(call, program, key)
     return call.finish()
 
 
-class Way(NamedTuple):
-    """How rows of a class of sizes are multiplied: a program, and the buffers of its products."""
+def execute(call: Call, variant: Variant) -> list[Tensor]:
+    """The results of a checked call in one variant."""
+    _execute(call, prepare(call, variant))
+    return call.finish()
 
-    program: Program
-    products: tuple[str, ...]
 
-
-def _prepare(call: Call, variant: Variant) -> Way:
-    """The way to carry out a call in a variant."""
+def prepare(call: Call, variant: Variant) -> Program:
+    """The program of a call in a variant."""
     world, operator, workload = call.world, call.operator, call.workload
     whole = engine(world).whole_plans or variant.algorithm in operator.asymmetric
     where = {
@@ -72,28 +77,56 @@ def _prepare(call: Call, variant: Variant) -> Way:
         "planned": None if whole else (world.rank,),
     }
     held = workload._replace(rows=(), k=1, n=1, packed=True)  # what plans for all sizes depend on
-    plan, dtypes, products = _planned(
+    plan, dtypes = _planned(
         call.planner, held, operator.request(workload, variant, **where, **call.asked)
     )
-    return Way(engine(world).program(plan, call.tensors, workload.rows, dtypes), products)
+    return engine(world).program(plan, call.tensors, workload.rows, dtypes)
 
 
 @lru_cache(maxsize=1024)
 def _planned(
     planner: Callable[[Request], Plan], workload: Workload, request: Request
-) -> tuple[Plan, Mapping[str, torch.dtype], tuple[str, ...]]:
-    """A plan, the dtypes of its buffers, and the buffers that products go to."""
+) -> tuple[Plan, Mapping[str, torch.dtype]]:
+    """A plan, and the dtypes of its buffers."""
     plan = planner(request)
     if request.planned is not None:
         plan = replace(plan, request=repr(request._replace(planned=None)))
-    dtypes = {
-        name: getattr(torch, rows.dtype)
-        for name, rows in OPERATORS[workload.operator].buffers(workload).items()
+    buffers = OPERATORS[workload.operator].buffers(workload)
+    return plan, {name: getattr(torch, rows.dtype) for name, rows in buffers.items()}
+
+
+def _execute(call: Call, program: Program) -> None:
+    weights = dict(zip(program.weights, call.weights, strict=False))
+    biases = {
+        name: bias
+        for name, bias in zip(program.weights, call.biases, strict=False)
+        if bias is not None
     }
-    every = (instruction for lanes in plan.lanes for lane in lanes.values() for instruction in lane)
-    products = dict.fromkeys(
-        instruction.weight
-        for instruction in every
-        if isinstance(instruction, Compute) and instruction.weight
+    program.run(call.tensors, call.workload.rows, weights, biases, call.options.timeout)
+
+
+def _keep(call: Call, program: HostProgram, key: Key) -> None:
+    """Add a call to the call cache, unless it works on copies of its operands."""
+    _, _, a, _, weights, biases = key
+    own, added = engine(call.world), bool(call.biases)
+    if not own.caches_calls or not _same(call.weights, weights):
+        return
+    if added and not _same(call.biases, biases):
+        return
+    binding = program.bind(call.tensors, call.workload.rows)
+    operands = zip(call.tensors, (a, *call.results), strict=True)
+    computes = Computes(
+        program,
+        binding,
+        call.tensors,
+        {name: number for number, name in enumerate(call.tensors)},
+        {name: number for number, name in enumerate(program.weights)},
+        reshaped=frozenset(name for name, operand in operands if operand.dim() != 2),
+        biased=added,
     )
-    return plan, dtypes, tuple(products)
+    own.calls.add(*key, program, binding, dict(call.tensors), call.results, computes)
+
+
+def _same(ours: Sequence[object], given: Sequence[object]) -> bool:
+    """Whether these are the caller's own objects."""
+    return [*map(id, ours)] == [*map(id, given)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.weights import Weight
-from weft.ops import arguments, autograd, dims, float8, fused, known
+from weft.ops import arguments, autograd, dims, float8, fused
 from weft.ops.call import Call, Given, Options, workload
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Pattern, Recorded
 from weft.ops.partial_sums import (
@@ -70,14 +70,12 @@ def matmul_all_reduce(
         (…, N) of `out_dtype`.
     """
     world = current(world)
-    asked = known.Asked(("matmul_all_reduce", op, out_dtype, algorithm, chunk_rows), (b,), (bias,))
-    usual = scale_a is None and scale_b is None and out is None and timeout is None
-    if (
-        usual
-        and not arguments.recorded((a, b, bias))
-        and (again := known.repeat(world, a, asked)) is not None
-    ):
-        return again[0]
+    key: fused.Key | None = None
+    if scale_a is None and scale_b is None:
+        key = check, (op, out_dtype, algorithm, chunk_rows), a, out, (b,), (bias,)
+        cached: Tensor | None = fused.repeat(world, key, timeout)
+        if cached is not None:
+            return cached
     a, (b,) = float8.scaled(a, [b], scale_a, [scale_b], world)
     options = Options(
         op=op, out_dtype=out_dtype, algorithm=algorithm, chunk_rows=chunk_rows, timeout=timeout
@@ -87,7 +85,7 @@ def matmul_all_reduce(
         return autograd.call(operator, a, [b], [bias], out, options, world)[0]
     with torch.no_grad():
         call = check(world, Given(a, [b], [bias], [out]), options)
-        results: list[Tensor] = known.run(asked, call) if usual else fused.run(call)
+        results = fused.run(call, key)
     return results[0]
 
 

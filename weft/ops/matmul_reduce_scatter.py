@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.weights import ScaledWeight, Weight, plain
-from weft.ops import arguments, autograd, dims, float8, fused, known
+from weft.ops import arguments, autograd, dims, float8, fused
 from weft.ops.call import Call, Given, Options, workload
 from weft.ops.operator import FusedOperator, Gradient, Gradients, Pattern, Recorded
 from weft.ops.partial_sums import (
@@ -92,33 +92,21 @@ def matmul_reduce_scatter(
         closed.
     """
     world = current(world)
-    asked = known.Asked(
-        ("matmul_reduce_scatter", op, out_dtype, algorithm, chunk_rows), (b,), (bias,)
-    )
-    usual = (
-        scale_a is None
-        and scale_b is None
-        and out is None
-        and timeout is None
-        and dim == 0
-        and shard_rows is None
-    )
-    if (
-        usual
-        and not arguments.recorded((a, b, bias))
-        and (again := known.repeat(world, a, asked)) is not None
-    ):
-        return again[0]
+    shards = None if shard_rows is None else tuple(shard_rows)
+    key: fused.Key | None = None
+    if scale_a is None and scale_b is None:
+        key = check, (op, dim, out_dtype, shards, algorithm, chunk_rows), a, out, (b,), (bias,)
+        cached: Tensor | None = fused.repeat(world, key, timeout)
+        if cached is not None:
+            return cached
     a, (b,) = float8.scaled(a, [b], scale_a, [scale_b], world)
-    options = Options(dim, op, out_dtype, False, shard_rows, algorithm, chunk_rows, timeout)
+    options = Options(dim, op, out_dtype, False, shards, algorithm, chunk_rows, timeout)
     if arguments.recorded((a, b, bias, out)):
         operator = torch.ops.weft.matmul_reduce_scatter.default
         return autograd.call(operator, a, [b], [bias], out, options, world)[0]
     with torch.no_grad():
         call = check(world, Given(a, [b], [bias], [out]), options)
-        results: list[Tensor] = (
-            known.run(asked, call) if usual and a.dim() == 2 else fused.run(call)
-        )
+        results = fused.run(call, key)
     return results[0]
 
 

@@ -48,6 +48,12 @@ class SumCall(Call):
     Rank 0 adds the bias to its product, so that it is added once, unless each rank has its own.
     """
 
+    result: Tensor
+
+    @property
+    def results(self) -> list[Tensor]:
+        return [self.result]
+
     @property
     def shared(self) -> Workload:
         workload = self.workload

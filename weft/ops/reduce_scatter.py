@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from weft.ops import arguments, collective, dims
-from weft.ops.collective import Work, as_matrix, begun, call_now, planned, same_place
+from weft.ops.collective import CollectiveCall, Handle, as_matrix, planned, same_place
 from weft.schedules import reduce_scatter as schedule
 from weft.schedules.workload import pieces
 from weft.world import World
@@ -46,10 +46,26 @@ def reduce_scatter(
     There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
     """
     shards = None if shard_rows is None else tuple(shard_rows)
-    return call_now(_prepare, a, out, (op, dim, shards, algorithm), world, timeout)
+    return collective.run(_check, a, out, (op, dim, shards, algorithm), world, timeout)
 
 
-def _prepare(
+def reduce_scatter_async(
+    a: Tensor,
+    *,
+    op: str = "sum",
+    out: Tensor | None = None,
+    dim: int = 0,
+    shard_rows: Sequence[int] | None = None,
+    algorithm: str = "auto",
+    world: World | None = None,
+    timeout: float | None = None,
+) -> Handle:
+    """Begin `reduce_scatter`, with the same arguments, and return at once."""
+    shards = None if shard_rows is None else tuple(shard_rows)
+    return collective.start(_check, a, out, (op, dim, shards, algorithm), world, timeout)
+
+
+def _check(
     world: World,
     a: Tensor,
     out: Tensor | None,
@@ -57,7 +73,7 @@ def _prepare(
     dim: int,
     shard_rows: Sequence[int] | None,
     algorithm: str,
-) -> Work:
+) -> CollectiveCall:
     collective.check_reduction(a, op, world)
     arguments.check_algorithm(algorithm, schedule.ALGORITHMS, world)
     dim = dims.normal(dim, a.dim())
@@ -91,8 +107,4 @@ def _prepare(
     else:
         cut = pieces(most, collective.exchanged_rows(matrix, most, world))
         plan = planned(schedule.reduce_scatter, world.ranks, cut, op, symmetric_a=symmetric)
-    return Work(plan, rows, tensors, result)
-
-
-reduce_scatter_async = begun(reduce_scatter, _prepare)
-"""Begin `reduce_scatter`, with the same arguments, and return at once."""
+    return CollectiveCall(plan, rows, tensors, result)

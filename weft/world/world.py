@@ -188,6 +188,8 @@ class World(Peers):
                 "ranks on several hosts have a real link; a link can be emulated on one host only"
             )
         self.emulated_link = (gbps, latency_us) if gbps else None
+        if self.engine is not None:
+            self.engine.calls.clear()  # variants depend on the link
         self.executor.emulate_link(gbps * 1e9 / 8, latency_us * 1e-6)
 
     @property

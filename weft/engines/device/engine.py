@@ -96,7 +96,7 @@ class DeviceEngine(Engine):
         )
 
     def moved(self) -> None:
-        self.compiled.clear()  # which are over the old workspace
+        self.programs.clear()  # which are over the old workspace
 
     def compile(
         self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes

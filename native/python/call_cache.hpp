@@ -1,0 +1,290 @@
+// The programs and bindings of earlier calls, found by the layouts of the operands: a repeated call
+// is one native call.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "memory/segment.hpp"
+#include "python/execute.hpp"
+#include "python/tensor_view.hpp"
+
+namespace weft {
+
+// The operands of a call: the caller's input and output (None for a new one), and each weight of
+// its products with its bias. A call has fewer of them where its operator has.
+struct Operands {
+  nb::handle a, out, weights, biases;
+};
+
+// A call as it was made before.
+//
+// C1  `layouts` says all of the operands that the program and the binding depend on: dtype, shape
+//     and strides, and the address of those in symmetric memory, where peers access them.
+// C2  The operands themselves are not kept: they may be freed, and others may take their place.
+struct CachedCall {
+  // A new result, as `torch.empty_strided` makes it.
+  struct Result {
+    nb::object shape, strides, dtype;
+  };
+  // A buffer of the program that lies in an operand: in `a`, or in a result, numbered from 1.
+  struct Placed {
+    uint32_t buffer;
+    size_t operand;
+    uintptr_t offset;
+  };
+
+  nb::object function, options;  // of the key
+  std::vector<int64_t> layouts;
+  nb::object program, binding;
+  Binding& bound;
+  nb::object multiply;  // (instruction, operands, weights, biases), for each product
+  std::vector<Placed> placed;
+  std::vector<Result> results;
+  std::vector<uintptr_t> addresses = {};  // of the operands of the latest call
+  // weak references to the tensors of the latest call, whose flags need not be read again
+  std::vector<nb::object> latest = {};
+};
+
+class CallCache {
+ public:
+  static constexpr size_t kMost = 2048;  // calls; one more, and all are forgotten
+
+  // `packed` is the type of weights that have the attributes `plain` and `source`, both tensors,
+  // and the method `check_unchanged`.
+  CallCache(Executor& executor, nb::object packed)
+      : executor_(executor), packed_(std::move(packed)) {}
+
+  // Keep a call of `function` that was `program` executed with `binding`. `tensors` are those of
+  // the program's buffers; nothing is kept unless each lies in `a` or in one of `results`.
+  void add(nb::object function, nb::object options, nb::handle a, nb::handle out,
+           nb::handle weights, nb::handle biases, nb::object program, nb::object binding,
+           nb::typed<nb::dict, nb::str, nb::any> tensors, nb::typed<nb::list, nb::any> results,
+           nb::object multiply) {
+    const Operands operands{a, out, weights, biases};
+    if (!look(function, operands)) return;
+    const uint64_t key = hashed(options);
+    auto& bound = nb::cast<Binding&>(binding);
+    CachedCall made{function, options, layouts_, program, binding, bound, multiply, {}, {}};
+    std::vector<Place> within(1, a_);
+    for (nb::handle result : results) {
+      if (!view_.look(result)) return;
+      within.push_back({view_.address, view_.span()});
+      made.results.push_back({result.attr("shape"), result.attr("stride")(), result.attr("dtype")});
+    }
+    for (auto [name, tensor] : tensors) {
+      if (!view_.look(tensor)) return;
+      if (!view_.span()) continue;
+      // in place a buffer lies in `a` and in a result: the result decides
+      size_t operand = within.size();
+      while (operand-- && view_.address - within[operand].address >= within[operand].bytes) {
+      }
+      if (operand >= within.size()) return;
+      made.placed.push_back({bound.program().number(nb::cast<std::string_view>(name)), operand,
+                             view_.address - within[operand].address});
+    }
+    if (size() >= kMost) clear();
+    calls_[key] = std::make_shared<CachedCall>(std::move(made));
+  }
+
+  // Make a call again: its result (a list of several; true for none), or None if no such call was
+  // made, with nothing done.
+  nb::object call(nb::handle function, nb::handle options, nb::handle a, nb::handle out,
+                  nb::handle weights, nb::handle biases, double timeout) {
+    const Operands operands{a, out, weights, biases};
+    if (!look(function, operands)) return nb::none();
+    const auto found = calls_.find(hashed(options));
+    if (found == calls_.end()) return nb::none();
+    // held: Python code that runs meanwhile may clear the cache
+    const std::shared_ptr<CachedCall> held = found->second;
+    CachedCall& known = *held;
+    if (known.layouts != layouts_ || !known.options.equal(options)) return nb::none();
+    known.addresses = {a_.address, out_.address};
+    if (!plain(known, operands)) return nb::none();
+    const nb::object made = out.is_none() ? results(known) : nb::borrow(out);
+    in_turn(executor_, known.program, [&] {
+      for (const CachedCall::Placed& one : known.placed)
+        known.bound.move(one.buffer, known.addresses[one.operand] + one.offset);
+      nb::list given;
+      execute(executor_, known.program, known.bound, timeout, [&](int at) {
+        if (given.size() == 0) {
+          given.append(a);
+          if (known.addresses.size() > 2)
+            given.extend(made);
+          else
+            given.append(made);
+        }
+        known.multiply(at, given, weights, biases);
+      });
+    });
+    return made;
+  }
+
+  // ends of objects may run Python code that comes back here
+  void clear() { std::exchange(calls_, {}); }
+  size_t size() const { return calls_.size(); }
+
+ private:
+  struct Place {
+    uintptr_t address = 0;
+    size_t bytes = 0;
+  };
+  static constexpr int64_t kNone = -1, kSeparate = std::numeric_limits<int64_t>::min();
+
+  // Write the key of a call, but for its options, to `layouts_`; false for operands that have to be
+  // checked.
+  bool look(nb::handle function, const Operands& operands) {
+    layouts_.assign(1, reinterpret_cast<intptr_t>(function.ptr()));
+    a_ = out_ = {};
+    if (operands.a.is_none()) return true;
+    if (!note(operands.a, a_)) return false;
+    if (operands.out.is_none()) {
+      layouts_.push_back(kNone);
+    } else {
+      if (operands.out.is(operands.a))
+        out_ = a_;
+      else if (!note(operands.out, out_))
+        return false;
+      layouts_.push_back(overlap(a_, out_) ? static_cast<int64_t>(out_.address - a_.address)
+                                           : kSeparate);
+    }
+    const auto separate = [&] { return !overlap({view_.address, view_.span()}, out_); };
+    return all(operands.weights,
+               [&](nb::handle weight) {
+                 const bool packed = weight.type().is(packed_);
+                 layouts_.push_back(packed);
+                 return view_.note(packed ? nb::object(weight.attr("plain")) : nb::borrow(weight),
+                                   layouts_) &&
+                        separate();
+               }) &&
+           all(operands.biases, [&](nb::handle bias) {
+             return view_.note_any(bias, layouts_) && (bias.is_none() || separate());
+           });
+  }
+
+  // Whether `fine` holds for all items of a sequence, or of None.
+  template <class Fine>
+  static bool all(nb::handle sequence, Fine fine) {
+    const Py_ssize_t count = sequence.is_none() ? 0 : PySequence_Size(sequence.ptr());
+    for (Py_ssize_t at = 0; at < count; ++at)
+      if (!fine(nb::steal(PySequence_GetItem(sequence.ptr(), at)))) return false;
+    return true;
+  }
+
+  bool note(nb::handle tensor, Place& place) {
+    if (!view_.note(tensor, layouts_)) return false;
+    place = {view_.address, view_.span()};
+    if (const Segment* within = Segment::around(place.address))
+      for (uint64_t each : {within->world, within->number, uint64_t{place.address}})
+        layouts_.push_back(static_cast<int64_t>(each));
+    return place.bytes > 0;
+  }
+
+  static bool overlap(const Place& one, const Place& other) {
+    return one.address - other.address < other.bytes || other.address - one.address < one.bytes;
+  }
+
+  // Whether autograd records nothing of the call and the elements of its tensors are as in memory.
+  // Raises the error of a packed weight that was changed.
+  bool plain(CachedCall& known, const Operands& operands) {
+    size_t number = 0;
+    const auto fine = [&](nb::handle tensor) {
+      if (recorded(tensor)) return false;
+      if (number == known.latest.size()) known.latest.emplace_back();
+      nb::object& latest = known.latest[number++];
+      if (refers(latest, tensor)) return true;
+      if (!view_.look(tensor) || !view_.read_as_they_lie(tensor)) return false;
+      latest = weak(tensor);
+      return true;
+    };
+    if (operands.a.is_none()) return true;
+    if (!fine(operands.a)) return false;
+    if (!operands.out.is_none() && !operands.out.is(operands.a) && !fine(operands.out))
+      return false;
+    return all(operands.weights,
+               [&](nb::handle weight) {
+                 return weight.type().is(packed_) ? !recorded(weight.attr("source")) : fine(weight);
+               }) &&
+           all(operands.biases, [&](nb::handle bias) { return bias.is_none() || fine(bias); }) &&
+           all(operands.weights, [&](nb::handle weight) {
+             if (weight.type().is(packed_)) weight.attr("check_unchanged")();
+             return true;
+           });
+  }
+
+  // New results of a call: one, or a list of several; true for none.
+  nb::object results(CachedCall& known) {
+    static const nb::object empty_strided =
+        nb::module_::import_("torch").attr("empty_strided");  // half the time of `torch.empty`
+    nb::object made = nb::bool_(true);
+    nb::list several;
+    known.addresses.resize(1);
+    for (const CachedCall::Result& one : known.results) {
+      made = empty_strided(one.shape, one.strides, nb::arg("dtype") = one.dtype);
+      view_.look(made);
+      known.addresses.push_back(view_.address);
+      if (known.results.size() > 1) several.append(made);
+    }
+    return known.results.size() > 1 ? nb::object(std::move(several)) : made;
+  }
+
+  static bool refers(const nb::object& weak, nb::handle tensor) {
+    if (!weak.is_valid()) return false;
+#if PY_VERSION_HEX >= 0x030d0000
+    PyObject* there = nullptr;
+    if (PyWeakref_GetRef(weak.ptr(), &there) < 0) throw nb::python_error();
+    return nb::steal(there).is(tensor);
+#else  // deprecated by newer ones
+    return PyWeakref_GetObject(weak.ptr()) == tensor.ptr();
+#endif
+  }
+  static nb::object weak(nb::handle tensor) {
+    nb::object made = nb::steal(PyWeakref_NewRef(tensor.ptr(), nullptr));
+    if (!made.is_valid()) throw nb::python_error();
+    return made;
+  }
+
+  uint64_t hashed(nb::handle options) const {
+    uint64_t hash = static_cast<uint64_t>(PyObject_Hash(options.ptr()));
+    // options that cannot be hashed are not found, and the check of the call says what is wrong
+    if (PyErr_Occurred()) PyErr_Clear();
+    for (int64_t number : layouts_) {
+      hash = (hash ^ static_cast<uint64_t>(number)) * 0x9e3779b97f4a7c15;
+      hash ^= hash >> 32;
+    }
+    return hash;
+  }
+
+  static int traverse(PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (!nb::inst_ready(self)) return 0;
+    for (auto& [hash, known] : nb::inst_ptr<CallCache>(self)->calls_) {
+      Py_VISIT(known->program.ptr());
+      Py_VISIT(known->multiply.ptr());
+    }
+    return 0;
+  }
+  static int release(PyObject* self) {
+    nb::inst_ptr<CallCache>(self)->clear();
+    return 0;
+  }
+
+  Executor& executor_;
+  nb::object packed_;
+  std::unordered_map<uint64_t, std::shared_ptr<CachedCall>> calls_;
+  View view_;
+  std::vector<int64_t> layouts_;  // of the latest call; kept for its memory
+  Place a_, out_;                 // of the same
+
+ public:
+  // through which the garbage collector sees the objects that are kept here
+  static inline PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse)},
+                                       {Py_tp_clear, reinterpret_cast<void*>(release)},
+                                       {0, nullptr}};
+};
+
+}  // namespace weft
