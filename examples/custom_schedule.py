@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 import weft
-from weft.bench.timeline import draw
 from weft.engines import engine
 from weft.engines.recording import record
 from weft.kernels.matmul import matmul
+from weft.pictures.timeline import draw
 from weft.plan import Buffer, Copy, Notify, Plan, Region, Signal, Term, Wait
 from weft.plan.trace import Trace
 from weft.schedules.common import enter, leave

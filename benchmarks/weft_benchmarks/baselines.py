@@ -11,8 +11,8 @@ import torch.distributed as dist
 from weft.bench.collectives import COLLECTIVES, limit_of
 from weft.bench.settings import SweepSettings
 from weft.bench.sweep import PLAIN, Baseline, Bench, Contender, Local, total
-from weft.bench.verification import Check
 from weft.measure.timing import largest
+from weft.measure.verification import Check
 from weft.world import World
 from weft_benchmarks import deepspeed
 from weft_benchmarks.mpi import MPIS, MpiRanks, environment

@@ -21,10 +21,10 @@ from weft.bench.fused import View, Views, interleave, verify
 from weft.bench.harness import link_of, times_ms, where
 from weft.bench.plots import size_name
 from weft.bench.settings import Shape, SweepSettings, parse_sizes
-from weft.bench.verification import Check, Problem
 from weft.kernels.products import multiply
 from weft.kernels.weights import pack
 from weft.measure.timing import Stopwatch, session
+from weft.measure.verification import Check, Problem
 from weft.ops.all_gather import all_gather, all_gather_async
 from weft.predict import figures
 from weft.world import World

@@ -26,11 +26,12 @@ from torch import Tensor
 import weft._native as _native
 from weft.bench import sweep, tables
 from weft.bench.harness import batches, every_size, verified, where, worst
-from weft.bench.plots import COLOURS, DASHED, over_sizes, picture, size_name
+from weft.bench.plots import over_sizes, size_name
 from weft.bench.settings import parse_sizes
-from weft.bench.verification import RUNS, Check
 from weft.measure.timing import per_call, race, session
+from weft.measure.verification import RUNS, Check
 from weft.ops.barrier import barrier
+from weft.pictures import COLOURS, DASHED, picture
 from weft.world import World
 from weft.world.onesided import Transfer, get, get_async, put, put_async
 from weft_benchmarks.settings import CopySettings

@@ -35,9 +35,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import weft.nn
 from weft.bench import tables
 from weft.bench.harness import progress, verified, where, worst
-from weft.bench.plots import COLOURS, picture
-from weft.bench.verification import RUNS, Check, compare
 from weft.measure.timing import Stopwatch, largest, per_call, race, session
+from weft.measure.verification import RUNS, Check, compare
+from weft.pictures import COLOURS, picture
 from weft.world import World, placement
 from weft_benchmarks.settings import ServingSettings
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import weft
-from weft.bench import plots, report, verification
+from weft.bench import plots, report
 from weft.bench import subjects as case
 from weft.bench.baselines import (
     GLOO,
@@ -25,10 +25,10 @@ from weft.bench.baselines import (
 )
 from weft.bench.fused import Result, measure
 from weft.bench.settings import AllGatherMatmul, Shape
-from weft.bench.verification import RUNS, Check, Problem, Sums, compare
 from weft.cli import app, options
-from weft.measure import timing
+from weft.measure import timing, verification
 from weft.measure.timing import Statistics, Stopwatch, summarize
+from weft.measure.verification import RUNS, Check, Problem, Sums, compare
 from weft.ops.call import Selection
 from weft.predict import figures
 from weft.predict.planners import PLANNERS

@@ -10,8 +10,8 @@ import torch
 from support.ranks import on_ranks
 
 import weft
-from weft.bench.timeline import draw
 from weft.engines.recording import record
+from weft.pictures.timeline import draw
 from weft.plan.binding import bind
 from weft.plan.trace import KINDS, Span, Trace, to_perfetto
 

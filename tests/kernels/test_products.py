@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from weft.bench.verification import compare, error_bound
 from weft.kernels import products, weights
 from weft.kernels.weights import pack
+from weft.measure.verification import compare, error_bound
 
 ROWS = (0, 1, 7, 1025)  # ragged beyond the blocks in which oneDNN multiplies
 SHAPES = ((37, 29), (5, 1), (1, 6), (0, 3))  # (K, N) of weights

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import weft
 from weft.bench.settings import SweepSettings
-from weft.bench.verification import RUNS
+from weft.measure.verification import RUNS
 from weft.world import World
 
 Reduction = Callable[[Sequence[Tensor]], Tensor]

@@ -21,12 +21,12 @@ import weft
 from weft.bench.baselines import GLOO
 from weft.bench.harness import link_of, poison, progress, verified, where, worst
 from weft.bench.settings import FusedSettings
-from weft.bench.verification import Check, Problem
 from weft.engines import engine
 from weft.engines.recording import record
 from weft.kernels.products import multiply
 from weft.kernels.weights import pack
 from weft.measure.timing import Statistics, Stopwatch, session
+from weft.measure.verification import Check, Problem
 from weft.ops import fused
 from weft.ops.autotune import select
 from weft.ops.call import Given, Options, Selection

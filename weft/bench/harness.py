@@ -21,8 +21,8 @@ from torch import Tensor
 
 import weft.cache as cache
 from weft.bench.settings import parse_sizes
-from weft.bench.verification import Check
 from weft.measure.timing import Statistics, largest
+from weft.measure.verification import Check
 from weft.version import __version__
 from weft.world import World
 

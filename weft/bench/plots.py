@@ -1,54 +1,16 @@
-"""Pictures of results; they are drawn from the JSON object of a result and from nothing else."""
+"""Pictures of results, drawn from the JSON object of a result alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib import style
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from weft.bench.settings import POWERS, Shape
-
-COLOURS = {
-    name: colour
-    for colour, names in {
-        "#3566a8": ("matmul", "compute", "weft", "weft.nn", "triton"),
-        "#8fb0da": ("weft (plain)",),
-        "#e8963c": ("copy", "communicate", "weft (async)", "one process", "openmpi", "gluon"),
-        "#5a9e6f": ("reduce", "pipelined", "overlapped", "intel-mpi", "copy engine"),
-        "#a8cdb3": ("copy engine, processes",),
-        "#b0574a": ("mpich", "torch, processes"),
-        "#9aa3b0": ("other", "sequential", "gloo", "torch on gloo"),
-        "#c3c8d0": ("wait",),
-        "#22262e": ("text", "notify", "memcpy"),
-        "#6b7280": ("muted", "torch.copy_", "plain copy"),
-    }.items()
-    for name in names
-}
-"""Of kinds of work, of what is measured and of text, the same in all pictures."""
-
-DASHED = (0, (4, 3))
-"""The style of lines that show a limit."""
-
-
-@contextmanager
-def picture(
-    path: Path, width: float, height: float, title: str = "", *, verified: bool = True
-) -> Iterator[Figure]:
-    """A figure of so many inches in weft's style, saved as PNG or SVG by the suffix of `path`; its
-    title says if it is wrong.
-    """
-    with style.context(Path(__file__).with_name("weft.mplstyle")):
-        figure = Figure(figsize=(width, height))
-        yield figure
-        if title:
-            figure.suptitle(title if verified else f"{title}  NOT VERIFIED", x=0.012, ha="left")
-        figure.savefig(path)
+from weft.pictures import COLOURS, DASHED, picture
 
 
 def over_sizes(axes: Axes, sizes: Sequence[int], what: str) -> None:

@@ -1,7 +1,7 @@
-"""What benchmarks are asked for: the settings of each are what its command takes.
+"""The settings of benchmarks, a dataclass for each command, whose fields are the command's options.
 
-A field annotated with an option is one, with the words that it may be where these are all; the
-other fields are set by commands. Loads neither torch nor ranks.
+A field annotated with an option is one; words in the annotation are its only values. Commands set
+the other fields. Loads neither torch nor ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
+from typer import BadParameter, Option
 
 from weft.schedules import all_gather, all_gather_matmul, all_reduce
 from weft.schedules.operators import OPERATORS
@@ -41,51 +41,44 @@ SHAPE = Shape(2048, 2048, 1024)
 
 
 def parse_shape(text: str) -> Shape:
-    """``MxKxN``; `ValueError` if it is not."""
+    """The shape written as ``MxKxN``. Raises `ValueError` for another text."""
     sizes = text.lower().split("x")
     if len(sizes) != 3 or not all(size.isdecimal() and int(size) for size in sizes):
-        raise ValueError(
-            f"expected three positive numbers MxKxN such as 2048x2048x1024; got {text!r}"
-        )
+        expected = "expected three positive numbers MxKxN such as 2048x2048x1024"
+        raise ValueError(f"{expected}; got {text!r}")
     return Shape(*map(int, sizes))
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Bytes from ``8,4K:64M:4``: single sizes, and ranges of first, last and factor (2 unless
-    given); K, M and G are binary.
-
-    Raises `ValueError` that says what is wrong.
+    """The bytes written as ``8,4K:64M:4``: sizes, and ranges of first, last and factor (2 unless
+    given); K, M and G are binary. Raises `ValueError` for another text.
     """
     sizes: list[int] = []
     for part in text.split(","):
         fields = part.split(":")
-        if len(fields) > 3 or (
-            len(fields) == 3 and not (fields[2].isdecimal() and int(fields[2]) > 1)
-        ):
-            raise ValueError(
-                "expected sizes such as 8,4K:64M:4 (first, last, factor of at least 2); got "
-                f"{part!r}"
-            )
-        first, last = _bytes(fields[0]), _bytes(fields[min(1, len(fields) - 1)])
-        if last < first:
+        factor = fields[2] if len(fields) > 2 else "2"
+        if len(fields) > 3 or not factor.isdecimal() or int(factor) < 2:
+            expected = "expected sizes such as 8,4K:64M:4 (first, last, factor of at least 2)"
+            raise ValueError(f"{expected}; got {part!r}")
+        size, end = _bytes(fields[0]), _bytes(fields[min(1, len(fields) - 1)])
+        if end < size:
             raise ValueError(f"the last size comes before the first in {part!r}")
-        while first <= last:
-            sizes.append(first)
-            first *= int(fields[2]) if len(fields) == 3 else 2
+        while size <= end:
+            sizes.append(size)
+            size *= int(factor)
     return sorted(set(sizes))
 
 
 def _bytes(text: str) -> int:
     found = re.fullmatch(r"0*([1-9][0-9]*)([KMG]?)", text, re.IGNORECASE)
     if not found:
-        raise ValueError(
-            f"expected a positive number of bytes such as 8, 4K, 64M or 1G; got {text!r}"
-        )
+        expected = "expected a positive number of bytes such as 8, 4K, 64M or 1G"
+        raise ValueError(f"{expected}; got {text!r}")
     return int(found[1]) << POWERS[found[2].upper()]
 
 
 def _gbps(text: str) -> None:
-    """The bandwidth of an emulated link in 1e9 bits per second, or ``auto``."""
+    """Check the bandwidth of an emulated link in 1e9 bits per second, or ``auto``."""
     with suppress(ValueError):
         if text == "auto" or 0 < float(text) < float("inf"):
             return
@@ -93,78 +86,66 @@ def _gbps(text: str) -> None:
 
 
 def _numbers(text: str) -> None:
-    """Positive numbers such as ``4,8,16``."""
+    """Check positive numbers such as ``4,8,16``."""
     if not all(part.strip().isdecimal() and int(part) for part in text.split(",")):
         raise ValueError(f"expected positive numbers such as 4,8,16; got {text!r}")
 
 
-def _option(parse: Callable[[str], Any], metavar: str, what: str, *, kept: bool = True) -> Any:
-    """An option whose text, or default, is parsed, and `kept` as it is or taken for what it says;
-    what is wrong is its fault.
+def _option(parse: Callable[[str], Any], metavar: str, text: str, *, keep: bool = True) -> Any:
+    """An option whose value `parse` checks; the value is the text itself, or what `parse` returns
+    unless `keep`.
     """
 
-    def parser(text: object) -> Any:
+    def parser(value: object) -> Any:
         try:
-            found = parse(str(text))
+            found = parse(str(value))
         except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-        return str(text) if kept else found
+            raise BadParameter(str(error)) from None
+        return str(value) if keep else found
 
-    return typer.Option(parser=parser, metavar=metavar, help=what)
+    return Option(parser=parser, metavar=metavar, help=text)
 
 
-def product(what: str) -> Any:
+def product(text: str) -> Any:
     """An option that takes a shape."""
-    return _option(parse_shape, "MxKxN", what, kept=False)
+    return _option(parse_shape, "MxKxN", text, keep=False)
 
 
-def of_sizes(what: str, metavar: str = "FIRST:LAST:FACTOR,…") -> Any:
-    return _option(parse_sizes, metavar, what)
+def of_sizes(text: str, metavar: str = "FIRST:LAST:FACTOR,…") -> Any:
+    """An option that takes sizes in bytes."""
+    return _option(parse_sizes, metavar, text)
 
 
 BASELINES = ("gloo", "openmpi", "mpich", "intel-mpi", "deepspeed")
-"""Of the collectives; all but gloo come with the repository."""
-
-Dtype = Literal["float16", "bfloat16", "float32", "float64"]
-Op = Annotated[Literal["sum", "avg", "max", "min"], typer.Option(help="The reduction.")]
+"""The baselines of the collectives; all but gloo come with the repository."""
 FUSED = tuple(name.replace("_", "-") for name in OPERATORS)
 """The fused operators, as commands call them."""
-Ranks = Annotated[
-    int | None,
-    typer.Option("--ranks", "-n", min=1, help="Ranks to start; 2 unless a launcher did."),
-]
-Several = Annotated[
-    int | None,
-    typer.Option("--ranks", "-n", min=2, help="Ranks to start; 2 unless a launcher did."),
-]
-Warmup = Annotated[int, typer.Option(min=0, help="Rounds before the measured ones.")]
-Iterations = Annotated[int, typer.Option(min=1, help="Rounds measured.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of the random data.")]
-Baseline = Annotated[
-    str | None, typer.Option(help="gloo, or none; by default gloo, and none on an emulated link.")
-]
-Gbps = Annotated[
-    str | None,
-    _option(
-        _gbps, "GBPS|auto", "Emulate a slower link; auto: communicate takes as long as compute."
-    ),
-]
-Json = Annotated[
-    str | None,
-    typer.Option("--json", metavar="FILE|-", help="Write the result as JSON; -: stdout."),
-]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Draw the result.")]
-Trace = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write a trace for https://ui.perfetto.dev.")
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(min=1, help="Compute threads per rank; by default the cores are shared out."),
-]
+
+Dtype = Literal["float16", "bfloat16", "float32", "float64"]
+Op = Annotated[Literal["sum", "avg", "max", "min"], Option(help="The reduction.")]
+_RANKS = "Ranks to start; default 2, or those of a launcher."
+Ranks = Annotated[int | None, Option("--ranks", "-n", min=1, help=_RANKS)]
+Several = Annotated[int | None, Option("--ranks", "-n", min=2, help=_RANKS)]
+Warmup = Annotated[int, Option(min=0, help="Rounds before the measured ones.")]
+Iterations = Annotated[int, Option(min=1, help="Rounds measured.")]
+Seed = Annotated[int, Option(min=0, help="Seed of the random data.")]
+Baseline = Annotated[str | None, Option(help="gloo or none; default gloo, if there is no link.")]
+_LINK = "Emulate a slower link; auto: communicate takes as long as compute."
+Gbps = Annotated[str | None, _option(_gbps, "GBPS|auto", _LINK)]
+_JSON = "Write the result as JSON; -: stdout."
+Json = Annotated[str | None, Option("--json", metavar="FILE|-", help=_JSON)]
+Plot = Annotated[Path | None, Option(metavar="FILE.png|svg", help="Draw the result.")]
+_TRACE = "Write a trace for https://ui.perfetto.dev."
+Trace = Annotated[Path | None, Option(metavar="FILE", help=_TRACE)]
+_TIMELINE = "Draw the instructions over time."
+Timeline = Annotated[Path | None, Option(metavar="FILE.png|svg", help=_TIMELINE)]
+Threads = Annotated[int | None, Option(min=1, help="Compute threads per rank; default: its cores.")]
+_LATENCY = "Latency of each transfer on the emulated link."
+Latency = Annotated[float | None, Option(min=0, help=_LATENCY)]
 
 
 class Compared:
-    """What may be compared with gloo, and may be measured on an emulated link."""
+    """Settings of a benchmark that has the baseline gloo and may run on an emulated link."""
 
     baseline: str | None
     link_gbps: str | None
@@ -177,7 +158,7 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """Where results go, and with how many threads they are measured; as options these come last."""
+    """The files of the result, and the threads; as options these come last."""
 
     json_file: Json = None
     plot: Plot = None
@@ -186,8 +167,8 @@ class Shown:
 
 @dataclass(frozen=True)
 class FusedSettings(Compared):
-    """A fused operator, its parts, and the baseline. `shape` counts the rows of all ranks, shared
-    out as evenly as it goes.
+    """A fused operator, its parts, and the baseline. `shape` counts the rows of all ranks, which are
+    divided as evenly as possible.
     """
 
     operator: str
@@ -197,26 +178,20 @@ class FusedSettings(Compared):
     ablate: bool = False
     peers: str = "ranks"
     ranks: Ranks = None
-    dtype: Annotated[Dtype, typer.Option(help="Of the inputs.")] = "float32"
-    out_dtype: Annotated[
-        Dtype | None, typer.Option(help="Of the output: the inputs' or float32.")
-    ] = None
+    dtype: Annotated[Dtype, Option(help="Of the inputs.")] = "float32"
+    out_dtype: Annotated[Dtype | None, Option(help="Of the output: the inputs' or float32.")] = None
     warmup: Warmup = 3
     iterations: Iterations = 20
     seed: Seed = 0
     baseline: Baseline = None
     link_gbps: Gbps = None
-    link_latency_us: Annotated[
-        float | None, typer.Option(min=0, help="Latency of each transfer on the emulated link.")
-    ] = None
+    link_latency_us: Latency = None
     json_file: Json = None
     plot: Plot = None
     trace: Trace = None
-    timeline: Annotated[
-        Path | None, typer.Option(metavar="FILE.png|svg", help="Draw what ran when.")
-    ] = None
+    timeline: Timeline = None
     save_outputs: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Save each rank's output as rank<r>.pt.")
+        Path | None, Option(metavar="DIR", help="Save each rank's output as rank<r>.pt.")
     ] = None
     threads: Threads = None
 
@@ -225,46 +200,44 @@ class FusedSettings(Compared):
         return self.out_dtype or self.dtype
 
 
+_PEERS = "host: on one GPU, with the other ranks' rows in pinned host memory."
+_ABLATE = "Also measure each step from the cascade to the operator."
+
+
 @dataclass(frozen=True)
 class AllGatherMatmul(FusedSettings):
     """The benchmark of all-gather + matmul, which has more options."""
 
     operator: str = all_gather_matmul.OPERATOR.name
-    ablate: Annotated[
-        bool,
-        typer.Option("--ablate", help="Also measure each step from the cascade to the operator."),
-    ] = False
-    peers: Annotated[
-        Literal["ranks", "host"],
-        typer.Option(help="host: on one GPU, with the other ranks' rows in pinned host memory."),
-    ] = "ranks"
+    ablate: Annotated[bool, Option("--ablate", help=_ABLATE)] = False
+    peers: Annotated[Literal["ranks", "host"], Option(help=_PEERS)] = "ranks"
 
 
 def fused(operator: Operator) -> type[FusedSettings]:
-    """The settings of a fused operator's benchmark, as its command takes them."""
-    own = {getattr(kind, "operator", ""): kind for kind in FusedSettings.__subclasses__()}
-    whole = "gathered rows" if operator.exchanges == "a" else "rows"
+    """The settings of a fused operator's benchmark, with its algorithms as options."""
+    special = {getattr(kind, "operator", ""): kind for kind in FusedSettings.__subclasses__()}
+    rows = "gathered rows" if operator.exchanges == "a" else "rows"
     takers = [name for name in operator.algorithms if name not in operator.uncut]
-    chunk = typer.Option(min=1, help=f"Rows per transfer, or sum, of {', '.join(takers)}.")
+    moves, words = Option(help="The movement of the rows."), ("auto", *operator.algorithms)
+    chunk = Option(min=1, help=f"Rows per transfer, or sum, of {', '.join(takers)}.")
     options: list[tuple[str, Any, Any]] = [
         ("operator", str, operator.name),
-        ("shape", Annotated[Shape, product(f"M {whole}, of any number, times (K, N).")], SHAPE),
-        (
-            "algorithm",
-            Annotated[
-                str, typer.Option(help="How rows are moved."), ("auto", *operator.algorithms)
-            ],
-            "auto",
-        ),
+        ("shape", Annotated[Shape, product(f"M {rows}, of any number, times (K, N).")], SHAPE),
+        ("algorithm", Annotated[str, moves, words], "auto"),
         ("chunk_rows", Annotated[int | None, chunk], None),
     ]
-    base = own.get(operator.name, FusedSettings)
+    base = special.get(operator.name, FusedSettings)
     made = make_dataclass(operator.name, options, bases=(base,), frozen=True)
-    name = operator.name.replace("_", "-")
-    made.__doc__ = (
-        f"{name}: compute alone, communication alone, one after the other, and overlapped."
-    )
+    parts = "compute alone, communication alone, one after the other, and overlapped"
+    made.__doc__ = f"{operator.name.replace('_', '-')}: {parts}."
     return made
+
+
+Element = Literal["float16", "bfloat16", "float32", "float64", "int8", "int32", "int64"]
+_SIZES = "Bytes of each rank's input; K, M, G are binary."
+_BATCHES = "Rounds of batches measured."
+_WARMUP = "Rounds of batches before the measured ones."
+_OTHERS = f"Of {', '.join(BASELINES)}, or none; default gloo. `make baselines` installs the others."
 
 
 @dataclass(frozen=True)
@@ -277,28 +250,24 @@ class SweepSettings(Shown):
     device: str = "cpu"
     comm_sms: str = ""
     ranks: Several = None
-    sizes: Annotated[str, of_sizes("Bytes of each rank's input; K, M, G are binary.")] = "4K:64M:4"
-    dtype: Annotated[
-        Literal["float16", "bfloat16", "float32", "float64", "int8", "int32", "int64"],
-        typer.Option(help="Of the elements."),
-    ] = "float32"
-    warmup: Annotated[
-        int, typer.Option(min=0, help="Rounds of batches before the measured ones.")
-    ] = 2
-    iterations: Annotated[int, typer.Option(min=1, help="Rounds of batches measured.")] = 20
+    sizes: Annotated[str, of_sizes(_SIZES)] = "4K:64M:4"
+    dtype: Annotated[Element, Option(help="Of the elements.")] = "float32"
+    warmup: Annotated[int, Option(min=0, help=_WARMUP)] = 2
+    iterations: Annotated[int, Option(min=1, help=_BATCHES)] = 20
     seed: Seed = 0
-    baseline: Annotated[
-        str | None,
-        typer.Option(
-            help="Of gloo, openmpi, mpich, intel-mpi, deepspeed, or none; by default gloo. `make baselines` makes them."
-        ),
-    ] = None
+    baseline: Annotated[str | None, Option(help=_OTHERS)] = None
 
     @property
     def baselines(self) -> tuple[str, ...]:
-        """What to compare with, by name; by default gloo, which has no averages."""
+        """The names of the baselines; by default gloo, which has no averages."""
         text = self.baseline or ("none" if self.op == "avg" else "gloo")
         return () if text == "none" else tuple(text.split(","))
+
+
+_GATHER = "auto", *all_gather.ALGORITHMS
+_REDUCE = "auto", *all_reduce.ALGORITHMS
+_DEVICE = "cpu: ranks are processes; cuda: ranks share this process's GPU."
+_SMS = "With --device cuda: the numbers of SMs for the kernels."
 
 
 @dataclass(frozen=True)
@@ -306,16 +275,9 @@ class AllGather(SweepSettings):
     """All-gather over message size, out of place and in place."""
 
     operation: str = "all_gather"
-    algorithm: Annotated[
-        str, typer.Option(help="How rows travel."), ("auto", *all_gather.ALGORITHMS)
-    ] = "auto"
-    device: Annotated[
-        Literal["cpu", "cuda"],
-        typer.Option(help="cpu: ranks are processes; cuda: ranks share this process's GPU."),
-    ] = "cpu"
-    comm_sms: Annotated[
-        str, _option(_numbers, "N,…", "With --device cuda: SMs that the kernels may take.")
-    ] = "4,8,16,32"
+    algorithm: Annotated[str, Option(help="The movement of the rows."), _GATHER] = "auto"
+    device: Annotated[Literal["cpu", "cuda"], Option(help=_DEVICE)] = "cpu"
+    comm_sms: Annotated[str, _option(_numbers, "N,…", _SMS)] = "4,8,16,32"
 
     @property
     def sms(self) -> list[int]:
@@ -336,9 +298,7 @@ class AllReduce(SweepSettings):
 
     operation: str = "all_reduce"
     op: Op = "sum"
-    algorithm: Annotated[
-        str, typer.Option(help="How the work is shared out."), ("auto", *all_reduce.ALGORITHMS)
-    ] = "auto"
+    algorithm: Annotated[str, Option(help="The division of the work."), _REDUCE] = "auto"
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from weft.bench.baselines import (
 )
 from weft.bench.fused import Subject
 from weft.bench.settings import FusedSettings
-from weft.bench.verification import Check, Definition, Problem, Sums
 from weft.engines import engine
 from weft.measure.timing import Stopwatch
+from weft.measure.verification import Check, Definition, Problem, Sums
 from weft.ops.operator import find
 from weft.plan import Plan
 from weft.plan.binding import bind

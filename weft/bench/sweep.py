@@ -24,8 +24,8 @@ from weft.bench.baselines import gloo_collective
 from weft.bench.collectives import COLLECTIVES, Data, bandwidths, count_of, weft_collective
 from weft.bench.harness import batches, every_size, poison, verified, where
 from weft.bench.settings import SweepSettings, parse_sizes
-from weft.bench.verification import Check, everyones_sum
 from weft.measure.timing import Stopwatch, Times, largest, per_call, race, session
+from weft.measure.verification import Check, everyones_sum
 from weft.world import World
 
 WEFT, PLAIN, GLOO = "weft", "weft (plain)", "gloo"

@@ -207,7 +207,7 @@ def write_json(result: dict[str, Any], file: str | None) -> None:
 
 def write_traces(given: Any, traces: Sequence[Trace], title: str) -> None:
     """Write traces to where ``--trace`` and ``--timeline`` say."""
-    from weft.bench.timeline import draw
+    from weft.pictures.timeline import draw
     from weft.plan.trace import to_perfetto
 
     if given.trace:

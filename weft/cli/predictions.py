@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from weft.bench import tables
-from weft.bench.plots import COLOURS, DASHED, picture
+from weft.pictures import COLOURS, DASHED, picture
 from weft.predict import figures
 from weft.predict.answers import RESOURCES, ms, variant, words
 

@@ -2,7 +2,7 @@
 to Perfetto.
 
 Every engine reports the same spans, so figures, pictures and exports are made here and in
-`weft.bench.timeline` alone.
+`weft.pictures.timeline` alone.
 """
 
 from __future__ import annotations

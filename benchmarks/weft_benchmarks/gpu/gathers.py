@@ -11,11 +11,11 @@ from rich.console import Console
 
 from weft.bench import sweep, tables
 from weft.bench.collectives import bandwidths
-from weft.bench.plots import COLOURS, DASHED, picture
 from weft.bench.settings import AllGather, parse_sizes
 from weft.measure.timing import per_call
 from weft.ops.all_gather import all_gather
 from weft.ops.barrier import barrier
+from weft.pictures import COLOURS, DASHED, picture
 from weft.world import init
 from weft.world.launcher import launch
 from weft.world.local import local_world

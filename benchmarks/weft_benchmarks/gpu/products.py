@@ -12,9 +12,9 @@ from rich.console import Console
 from torch import Tensor
 
 from weft.bench.settings import AllGatherMatmul
-from weft.bench.verification import Check, compare, error_bound
 from weft.engines import engine
 from weft.measure.timing import summarize
+from weft.measure.verification import Check, compare, error_bound
 from weft.predict import figures
 from weft.world import init
 from weft.world.local import local_world

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from weft.bench.plots import COLOURS, DASHED, picture
+from weft.pictures import COLOURS, DASHED, picture
 from weft.plan.trace import KINDS, Span, Trace
 
 _BAR = 0.72  # of the height of a lane
