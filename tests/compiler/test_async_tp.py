@@ -330,8 +330,8 @@ def one_cache(world, folder):
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
     dist.destroy_process_group()
-    found, ran, in_turn = [], [], worlds.in_turn
-    worlds.in_turn = lambda group, call: ran.append(call) or in_turn(group, call)
+    found, ran, run_in_order = [], [], worlds.run_in_order
+    worlds.run_in_order = lambda group, call: ran.append(call) or run_in_order(group, call)
     for trial, (ranks, enable) in enumerate(
         [(2, False), (2, True), (3, True), (3, False), (2, True)]
     ):

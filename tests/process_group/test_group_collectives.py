@@ -269,7 +269,7 @@ def test_what_overwrites_a_graph_is_told_in_its_backward_pass():
 
 def refuses(world):
     wrong = {
-        "input has 1 elements, and its place in the output 2": lambda: dist.all_gather(
+        "input has 1 elements, and the output for it 2": lambda: dist.all_gather(
             [torch.zeros(2)] * 2, torch.zeros(1)
         ),
         "must have 2 times the 3 elements": lambda: world.all_gather_single(

@@ -135,7 +135,9 @@ def unanswered(world):
         dist.barrier()
         work.wait()
         assert place.tolist() == [1.0] * 3
-        with pytest.raises(ValueError, match="has sent 20 bytes, and there is room for 12"):
+        with pytest.raises(
+            ValueError, match="has sent 20 bytes, and the tensor to receive them has 12"
+        ):
             dist.recv(place, 1, tag=2)
         with pytest.raises(ValueError, match="must be contiguous"):
             dist.irecv(torch.zeros(3, 3).t()[1:], 1)

@@ -80,7 +80,7 @@ def used_again(world):
         leave(made)
         with pytest.raises(
             weft.WeftError,
-            match=r"left the group before the message was through|the group was aborted",
+            match=r"left the group before the message was complete|the group was aborted",
         ):
             unanswered.wait()
         opts = dist.AllreduceOptions()
@@ -357,7 +357,7 @@ def in_a_handler(world, call):
     """Make a call in a signal handler, as soon as that interrupts a call on the group."""
 
     def handler(*_):
-        if world.order.doing() or world.messages.doing():
+        if world.queue.current_call() or world.messages.current_call():
             call()
         else:
             signal.setitimer(signal.ITIMER_REAL, 0.05)
@@ -451,7 +451,7 @@ def interrupted(world, kind):
             raise kind
 
         in_a_handler(world, stop)
-        world.order.take_over = lambda: None  # by the group's thread: they are for who waits
+        world.queue.run_pending = lambda: None  # by the group's thread: they are for who waits
         first, second = (dist.all_reduce(torch.ones(3), async_op=True) for _ in range(2))
         with pytest.raises(kind):
             second.wait()

@@ -51,8 +51,8 @@ def enable_async_tp(group: dist.ProcessGroup | None = None, *, enable: bool = Tr
         PeerLost, PeerTimeout, SymmetricMemoryError, WeftError: as `weft.init`, where a world is
         made.
     """
-    if group is not None and enable and worlds.of(group) is None:
-        worlds.beside(group)
+    if group is not None and enable and worlds.find(group) is None:
+        worlds.make(group)
     now = config.post_grad_custom_post_pass
     if enable and not isinstance(now, AsyncTensorParallel):
         config.post_grad_custom_post_pass = AsyncTensorParallel(now)
@@ -77,7 +77,7 @@ class AsyncTensorParallel(_Pass):  # type: ignore[misc]
         names = sorted(
             name
             for group, name in distributed_c10d._world.pg_names.items()
-            if worlds.of(group) is not None
+            if worlds.find(group) is not None
         )
         others = [getattr(one, "uuid", lambda: None)() for one in self._others()]
         return None if None in others else (self.source, tuple(names), tuple(others))
@@ -121,4 +121,4 @@ class AsyncTensorParallel(_Pass):  # type: ignore[misc]
 
 def _has_world(name: str) -> bool:
     group = operators.group_of(name)
-    return group is not None and worlds.of(group) is not None
+    return group is not None and worlds.find(group) is not None

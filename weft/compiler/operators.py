@@ -68,7 +68,7 @@ def group_of(name: str) -> dist.ProcessGroup | None:
 
 def _run(fused_operator: FusedOperator, name: str, given: Given, options: Options) -> list[Tensor]:
     group = group_of(name)
-    world = None if group is None else worlds.of(group)
+    world = None if group is None else worlds.find(group)
     if group is None or world is None:
         raise WeftError(
             f"process group {name!r} has no world any more: what was compiled for it is of no use"
@@ -78,7 +78,7 @@ def _run(fused_operator: FusedOperator, name: str, given: Given, options: Option
         with torch.no_grad():  # on whichever thread this is
             return fused.run(fused_operator.check(world, given, options))
 
-    results: list[Tensor] = worlds.in_turn(group, call)
+    results: list[Tensor] = worlds.run_in_order(group, call)
     return results
 
 

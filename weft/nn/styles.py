@@ -127,5 +127,5 @@ def _spread(
     distribute_module(module, mesh, style._partition_linear_fn)
     module.__class__ = kind
     assert isinstance(module, kind)
-    module._spread(worlds.beside(mesh.get_group()), layout)
+    module._spread(worlds.make(mesh.get_group()), layout)
     return module

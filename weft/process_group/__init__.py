@@ -1,8 +1,8 @@
 """weft as a backend of torch.distributed: ``init_process_group("weft")``, ``"cpu:weft,cuda:nccl"``,
 ``new_group(backend="weft")``.
 
-`register` tells torch of it: when torch is imported, which looks for such entry points, or when
-weft is, whichever is later. It loads nothing of weft; the first group does.
+`register` is an entry point that torch calls when it is imported; importing weft calls it too. It
+does not load weft: the first group does.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Make the backend ``weft`` known to torch.distributed, whose errors weft's then are too; again
-    does nothing.
+    """Register the backend ``weft``, and make weft's errors subclasses of torch.distributed's;
+    idempotent.
     """
     import torch.distributed as dist
 
@@ -30,7 +30,7 @@ def register() -> None:
 
 
 def _group(given: _DistributedBackendOptions, options: object) -> Group:
-    """What torch calls, on all ranks, to make a group."""
+    """The constructor that torch calls, on all ranks."""
     from weft.process_group.group import Group
 
     return Group(

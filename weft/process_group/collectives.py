@@ -1,11 +1,10 @@
-"""What the collectives of torch.distributed come to, as operators of weft. Each returns when it is
-done on this rank.
+"""The collectives of torch.distributed, synchronous, by operators of weft.
 
-Tensors are as programs have them: of any strides, any dtype, with gradients, without elements.
-Those that weft takes as they are go straight to it, and calls on tensors that lie alike are found
-again; others take a view or a copy. Dtypes that weft does not know travel as integers of their
-size; complex numbers are added as two. What weft does not reduce (products, bits, other dtypes) is
-gathered, and reduced by the ranks that want it, in rank order.
+Tensors may have any strides, any dtype, gradients, and no elements. Tensors that weft supports are
+passed on directly, so that its call cache works; others by a view or a copy. Dtypes that weft does
+not support are moved as integers of their size; complex numbers are added as pairs. Reductions that
+weft does not support (products, bits, other dtypes) are gathered, and computed by the ranks that
+need the result, in rank order.
 
 `timeout` is in seconds, None for the world's. An `op` is a `dist.ReduceOp`, or a member of it.
 """
@@ -31,14 +30,13 @@ from weft.ops.collective import ANY, NUMBERS
 from weft.ops.reduce_scatter import reduce_scatter as weft_reduce_scatter
 from weft.world import World
 
-_KINDS = {
-    hash(op): name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()
-}  # to ask one for its name takes 5 us
-_AS_THEY_ARE = {"sum": {*NUMBERS}, "max": {*NUMBERS}, "min": {*NUMBERS}, "avg": {*FLOATS}}
-"""What weft's own reductions take."""
+# a table, since the name of an op takes 5 us
+_KINDS = {hash(op): name.lower() for name, op in dist.ReduceOp.RedOpType.__members__.items()}
+_SUPPORTED = {"sum": {*NUMBERS}, "max": {*NUMBERS}, "min": {*NUMBERS}, "avg": {*FLOATS}}
+"""The dtypes of weft's own reductions."""
 
-_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ON_BOOLEANS = {
     "sum": "max",
     "max": "max",
@@ -57,13 +55,13 @@ _COMBINE: dict[str, Callable[[Tensor], Tensor]] = {
     "bor": lambda rows: functools.reduce(torch.bitwise_or, rows.unbind()),
     "bxor": lambda rows: functools.reduce(torch.bitwise_xor, rows.unbind()),
 }
-"""How a rank reduces what it has gathered, a row from each rank."""
+"""Reductions of gathered rows, one from each rank."""
 
 
 def all_reduce(world: World, tensor: Tensor, op: Any, timeout: float | None = None) -> None:
     """Overwrite `tensor` with the reduction of all ranks'."""
     kind = _kind(op)
-    if tensor.dtype in _AS_THEY_ARE.get(kind, ()) and _as_it_is(tensor):
+    if tensor.dtype in _SUPPORTED.get(kind, ()) and _is_plain(tensor):
         weft_all_reduce(tensor, op=kind, out=tensor, world=world, timeout=timeout)
         return
     own = _scaled(tensor, op)
@@ -76,9 +74,7 @@ def all_reduce(world: World, tensor: Tensor, op: Any, timeout: float | None = No
 
 
 def reduce(world: World, tensor: Tensor, op: Any, root: int, timeout: float | None = None) -> None:
-    """Overwrite `tensor` of rank `root` with the reduction of all ranks'; those of the others stay
-    as they are.
-    """
+    """Overwrite `tensor` of rank `root` with the reduction of all ranks'; others do not change."""
     own = _scaled(tensor, op)
     kind, here = _reducible(own, op)
     if here is None:
@@ -94,7 +90,7 @@ def reduce(world: World, tensor: Tensor, op: Any, root: int, timeout: float | No
 
 def broadcast(world: World, tensor: Tensor, root: int, timeout: float | None = None) -> None:
     """Overwrite `tensor` with that of rank `root`."""
-    here = _moved(tensor)
+    here = _movable(tensor)
     weft_broadcast(here, root, world=world, timeout=timeout)
     if world.rank != root:
         _put(here, tensor)
@@ -103,33 +99,33 @@ def broadcast(world: World, tensor: Tensor, root: int, timeout: float | None = N
 def all_gather_single(
     world: World, out: Tensor, tensor: Tensor, timeout: float | None = None
 ) -> None:
-    """The tensors of all ranks, one behind the other in `out`."""
+    """Gather the tensors of all ranks in `out`, one after another."""
     _check_dtypes(out, tensor)
     if out.numel() != tensor.numel() * world.ranks:
         raise ValueError(
             f"the output must have {world.ranks} times the {tensor.numel()} elements of the input; "
             f"got {out.numel()}"
         )
-    if tensor.dtype in ANY and _as_it_is(tensor) and _as_it_is(out) and _joins(out, tensor, world):
+    if tensor.dtype in ANY and _is_plain(tensor) and _is_plain(out) and _joins(out, tensor, world):
         weft_all_gather(tensor, out=out, world=world, timeout=timeout)
     else:
-        whole = _moved(out)
-        weft_all_gather(_moved(tensor).view(-1), out=whole.view(-1), world=world, timeout=timeout)
+        whole = _movable(out)
+        weft_all_gather(_movable(tensor).view(-1), out=whole.view(-1), world=world, timeout=timeout)
         _put(whole, out)
 
 
 def all_gather(
     world: World, outs: Sequence[Tensor], tensor: Tensor, timeout: float | None = None
 ) -> None:
-    """The tensor of rank p in ``outs[p]``; they may differ in size."""
+    """Gather the tensor of rank p in ``outs[p]``; they may differ in size."""
     _check_dtypes(*outs, tensor)
     _check_count(outs, world)
     if outs[world.rank].numel() != tensor.numel():
         raise ValueError(
-            f"the input has {tensor.numel()} elements, and its place in the output "
+            f"the input has {tensor.numel()} elements, and the output for it "
             f"{outs[world.rank].numel()}"
         )
-    here, sizes = _moved(tensor).view(-1), _sizes(outs)
+    here, sizes = _movable(tensor).view(-1), _sizes(outs)
     whole = here.new_empty(sum(sizes))
     weft_all_gather(here, out=whole, shard_rows=sizes, world=world, timeout=timeout)
     _put_parts(whole, sizes, outs)
@@ -138,8 +134,8 @@ def all_gather(
 def reduce_scatter_single(
     world: World, out: Tensor, tensor: Tensor, op: Any, timeout: float | None = None
 ) -> None:
-    """This rank's part of the reduction of all ranks' `tensor`, which has as many even parts as
-    there are ranks.
+    """Reduce all ranks' `tensor`, of one even part for each rank, and put this rank's part in
+    `out`.
     """
     _check_dtypes(out, tensor)
     if tensor.numel() != out.numel() * world.ranks:
@@ -149,9 +145,9 @@ def reduce_scatter_single(
         )
     kind = _kind(op)
     if (
-        tensor.dtype in _AS_THEY_ARE.get(kind, ())
-        and _as_it_is(tensor)
-        and _as_it_is(out)
+        tensor.dtype in _SUPPORTED.get(kind, ())
+        and _is_plain(tensor)
+        and _is_plain(out)
         and _joins(tensor, out, world)
     ):
         weft_reduce_scatter(tensor, out=out, op=kind, world=world, timeout=timeout)
@@ -162,12 +158,12 @@ def reduce_scatter_single(
 def reduce_scatter(
     world: World, out: Tensor, tensors: Sequence[Tensor], op: Any, timeout: float | None = None
 ) -> None:
-    """The reduction of all ranks' ``tensors[p]`` on rank p; they may differ in size."""
+    """Reduce all ranks' ``tensors[p]`` to `out` of rank p; they may differ in size."""
     _check_dtypes(out, *tensors)
     _check_count(tensors, world)
     if tensors[world.rank].numel() != out.numel():
         raise ValueError(
-            f"the output has {out.numel()} elements, and what is reduced for it "
+            f"the output has {out.numel()} elements, and the input for it "
             f"{tensors[world.rank].numel()}"
         )
     _reduce_scatter(
@@ -179,39 +175,39 @@ def all_to_all_single(
     world: World,
     out: Tensor,
     tensor: Tensor,
-    taken: Sequence[int],
-    given: Sequence[int],
+    output_sizes: Sequence[int],
+    input_sizes: Sequence[int],
     timeout: float | None = None,
 ) -> None:
-    """Part p of the first dimension of `tensor` goes to rank p; the parts are even unless it is
-    said how many rows are `given` to each rank and `taken` from it.
+    """Send part p of the first dimension of `tensor` to rank p, and receive its part in `out`. The
+    sizes are the rows of each part; even parts if empty.
     """
     _check_dtypes(out, tensor)
-    _check_split(tensor, given, "input", world)
-    _check_split(out, taken, "output", world)
-    here, there = _moved(tensor), _moved(out)
-    if given or taken:
-        given = given or [len(tensor) // world.ranks] * world.ranks
-        taken = taken or [len(out) // world.ranks] * world.ranks
+    _check_split(tensor, input_sizes, "input", world)
+    _check_split(out, output_sizes, "output", world)
+    source, target = _movable(tensor), _movable(out)
+    if input_sizes or output_sizes:
+        input_sizes = input_sizes or [len(tensor) // world.ranks] * world.ranks
+        output_sizes = output_sizes or [len(out) // world.ranks] * world.ranks
     weft_all_to_all(
-        here,
-        out=there,
-        input_split_sizes=given or None,
-        output_split_sizes=taken or None,
+        source,
+        out=target,
+        input_split_sizes=input_sizes or None,
+        output_split_sizes=output_sizes or None,
         world=world,
         timeout=timeout,
     )
-    _put(there, out)
+    _put(target, out)
 
 
 def all_to_all(
     world: World, outs: Sequence[Tensor], tensors: Sequence[Tensor], timeout: float | None = None
 ) -> None:
-    """``tensors[p]`` goes to rank p, and what rank p gives comes to ``outs[p]``; sizes may differ."""
+    """Send ``tensors[p]`` to rank p, and receive its tensor in ``outs[p]``; sizes may differ."""
     _check_dtypes(*outs, *tensors)
     _check_count(tensors, world)
     _check_count(outs, world)
-    here, sizes = _moved(_joined(tensors)).view(-1), _sizes(outs)
+    here, sizes = _movable(_joined(tensors)).view(-1), _sizes(outs)
     whole = here.new_empty(sum(sizes))
     weft_all_to_all(
         here,
@@ -227,7 +223,7 @@ def all_to_all(
 def gather(
     world: World, outs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float | None = None
 ) -> None:
-    """The tensor of rank p in ``outs[p]`` of rank `root`; the others have no `outs`."""
+    """Gather the tensor of rank p in ``outs[p]`` of rank `root`; the others have no `outs`."""
     nothing = tensor.detach().new_empty(0)
     given = [tensor if rank == root else nothing for rank in range(world.ranks)]
     all_to_all(world, outs if world.rank == root else [nothing] * world.ranks, given, timeout)
@@ -236,40 +232,40 @@ def gather(
 def scatter(
     world: World, out: Tensor, tensors: Sequence[Tensor], root: int, timeout: float | None = None
 ) -> None:
-    """``tensors[p]`` of rank `root` in `out` of rank p; the others have no `tensors`."""
+    """Send ``tensors[p]`` of rank `root` to `out` of rank p; the others have no `tensors`."""
     nothing = out.detach().new_empty(0)
     taken = [out if rank == root else nothing for rank in range(world.ranks)]
     all_to_all(world, taken, tensors if world.rank == root else [nothing] * world.ranks, timeout)
 
 
-def all_reduce_together(
+def all_reduce_coalesced(
     world: World, tensors: Sequence[Tensor], op: Any, timeout: float | None = None
 ) -> None:
-    """`all_reduce` of each of the tensors, those of one dtype at once."""
+    """`all_reduce` of several tensors, one call for each dtype."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-        whole = _joined(alike)
-        all_reduce(world, whole, op, timeout)
-        _put_parts(whole, [tensor.numel() for tensor in alike], alike)
+        of_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
+        joined = _joined(of_dtype)
+        all_reduce(world, joined, op, timeout)
+        _put_parts(joined, [tensor.numel() for tensor in of_dtype], of_dtype)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The elements of a tensor, one after another, as bytes: its own memory, if it is contiguous."""
-    return _moved(tensor).view(-1).view(torch.uint8)
+    """The elements of a tensor, one after another, as bytes: its own memory if contiguous."""
+    return _movable(tensor).view(-1).view(torch.uint8)
 
 
 def _reduce_scatter(
     world: World, out: Tensor, tensor: Tensor, parts: list[int], op: Any, timeout: float | None
 ) -> None:
-    """This rank's part of the reduction; the parts have so many elements."""
+    """Reduce `tensor`, of parts with these elements, and put this rank's part in `out`."""
     tensor = _scaled(tensor, op)
     kind, here = _reducible(tensor, op)
     sizes = [_numbers(tensor, n) for n in parts]
     if here is None:
         mine = out.detach().new_empty(world.ranks, parts[world.rank])
         there, here, taken = (
-            _moved(mine).view(-1),
-            _moved(tensor).view(-1),
+            _movable(mine).view(-1),
+            _movable(tensor).view(-1),
             [sizes[world.rank]] * world.ranks,
         )
         weft_all_to_all(
@@ -282,7 +278,7 @@ def _reduce_scatter(
         )
         mine = _combined(mine, kind)
     else:
-        mine = _moved(out).view(here.dtype).view(-1)
+        mine = _movable(out).view(here.dtype).view(-1)
         weft_reduce_scatter(
             here.view(-1), op=kind, out=mine, shard_rows=sizes, world=world, timeout=timeout
         )
@@ -290,7 +286,7 @@ def _reduce_scatter(
 
 
 def _scaled(tensor: Tensor, op: Any) -> Tensor:
-    """A tensor as it is reduced: times the factor of a `premul_sum`, in its own dtype."""
+    """The operand of a reduction: for a `premul_sum` the tensor times its factor, in its dtype."""
     if _kind(op) != "premul_sum":
         return tensor
     plain = tensor.detach()
@@ -299,18 +295,14 @@ def _scaled(tensor: Tensor, op: Any) -> Tensor:
 
 
 def _reducible(tensor: Tensor, op: Any) -> tuple[str, Tensor | None]:
-    """What is done with the elements, and the tensor as numbers with which weft can do it, or None
-    if it cannot.
-    """
+    """The kind of reduction, and the operand as weft reduces it, or None if weft cannot."""
     kind = "sum" if _kind(op) == "premul_sum" else _kind(op)
     if tensor.dtype == torch.bool and kind in _ON_BOOLEANS:
-        return _ON_BOOLEANS[kind], _moved(tensor).view(torch.uint8)
-    if kind == "avg" and tensor.dtype in _WHOLE:
+        return _ON_BOOLEANS[kind], _movable(tensor).view(torch.uint8)
+    if kind == "avg" and tensor.dtype in _INTEGERS:
         kind = "sum"  # and divided by `_finish`
-    if tensor.dtype in _AS_THEY_ARE.get(kind, ()) or (
-        tensor.is_complex() and kind in ("sum", "avg")
-    ):
-        return kind, _moved(tensor)
+    if tensor.dtype in _SUPPORTED.get(kind, ()) or (tensor.is_complex() and kind in ("sum", "avg")):
+        return kind, _movable(tensor)
     if not _defined(kind, tensor.dtype):
         what = (
             "bitwise operators are of whole numbers and booleans"
@@ -322,7 +314,7 @@ def _reducible(tensor: Tensor, op: Any) -> tuple[str, Tensor | None]:
 
 
 def _combined(rows: Tensor, kind: str) -> Tensor:
-    """The reduction of what this rank has gathered, a row from each rank."""
+    """The reduction of gathered rows, one from each rank."""
     return (
         _COMBINE[kind](rows.float()).to(rows.dtype)
         if rows.dtype in FLOAT8
@@ -332,7 +324,7 @@ def _combined(rows: Tensor, kind: str) -> Tensor:
 
 @functools.cache
 def _defined(kind: str, dtype: torch.dtype) -> bool:
-    """Whether `_combined` knows a reduction of this dtype."""
+    """Whether `_combined` supports a reduction of this dtype."""
     try:
         _combined(torch.zeros(2, 1, dtype=dtype), kind)
     except RuntimeError:
@@ -341,17 +333,17 @@ def _defined(kind: str, dtype: torch.dtype) -> bool:
 
 
 def _finish(here: Tensor, tensor: Tensor, op: Any, world: World) -> None:
-    """Put what was reduced to where it belongs."""
-    if _kind(op) == "avg" and tensor.dtype in _WHOLE:
+    """Put a reduced operand into `tensor`."""
+    if _kind(op) == "avg" and tensor.dtype in _INTEGERS:
         here.div_(world.ranks, rounding_mode="trunc")
     _put(here, tensor)
 
 
 def _reduced_here(world: World, tensor: Tensor, kind: str, timeout: float | None) -> Tensor:
-    """The reduction of all ranks' elements, which this rank has gathered."""
+    """The reduction of all ranks' elements, gathered and computed on this rank."""
     rows = tensor.detach().new_empty(world.ranks, tensor.numel())
     weft_all_gather(
-        _moved(tensor).view(-1), out=_moved(rows).view(-1), world=world, timeout=timeout
+        _movable(tensor).view(-1), out=_movable(rows).view(-1), world=world, timeout=timeout
     )
     return _combined(rows, kind)
 
@@ -360,8 +352,8 @@ def _kind(op: Any) -> str:
     return _KINDS[hash(op)]
 
 
-def _as_it_is(tensor: Tensor) -> bool:
-    """Whether weft can work on a tensor (of a dtype that it knows) without a view or a copy."""
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether weft takes a tensor (of a supported dtype) without a view or a copy."""
     return (
         type(tensor) is Tensor
         and not tensor.requires_grad
@@ -370,29 +362,27 @@ def _as_it_is(tensor: Tensor) -> bool:
     )
 
 
-def _moved(tensor: Tensor) -> Tensor:
-    """A tensor as weft moves it: contiguous, of a dtype that it knows; itself or its own memory,
-    where that is possible.
+def _movable(tensor: Tensor) -> Tensor:
+    """The elements of a tensor in a form that weft moves: contiguous and of a supported dtype; in
+    the tensor's own memory if possible.
     """
-    if tensor.dtype in ANY and _as_it_is(tensor):
+    if tensor.dtype in ANY and _is_plain(tensor):
         return tensor
     plain = tensor.detach().as_subclass(Tensor).resolve_conj().resolve_neg().contiguous()
     if plain.is_complex():
         return torch.view_as_real(plain)
-    return plain if plain.dtype in ANY else plain.view(_INTEGERS[plain.itemsize])
+    return plain if plain.dtype in ANY else plain.view(_INTEGER_OF_SIZE[plain.itemsize])
 
 
 def _put(here: Tensor, tensor: Tensor) -> None:
-    """Copy to `tensor` what is in `here`, its elements as `_moved` shows them, unless that is its
-    own memory.
-    """
+    """Copy `here`, elements in the form of `_movable`, to `tensor`, unless it is its own memory."""
     if tensor.is_contiguous() and here.data_ptr() == tensor.data_ptr():
         return
     if tensor.is_complex() and not here.is_complex():
         here = torch.view_as_complex(here.view(-1, 2))
     place, here = tensor.detach(), here.view(tensor.dtype).view(tensor.shape)
     for dim, stride in enumerate(place.stride()):
-        if stride == 0:  # an expanded tensor, which holds all of these in one place
+        if stride == 0:  # an expanded tensor: all elements of the dimension are one
             place, here = (
                 place[(slice(None),) * dim + (slice(1),)],
                 here[(slice(None),) * dim + (slice(1),)],
@@ -407,7 +397,7 @@ def _put_parts(whole: Tensor, sizes: list[int], tensors: Sequence[Tensor]) -> No
 
 
 def _numbers(tensor: Tensor, elements: int) -> int:
-    """In how many numbers `_moved` shows as many elements of a tensor."""
+    """The number of elements in `_movable` for some elements of a tensor."""
     return 2 * elements if tensor.is_complex() else elements
 
 
@@ -421,7 +411,7 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _joins(whole: Tensor, part: Tensor, world: World) -> bool:
-    """Whether `whole` is as many parts as there are ranks, joined along their first dimension."""
+    """Whether `whole` is one `part` for each rank, joined along the first dimension."""
     return part.dim() > 0 and whole.shape == (world.ranks * len(part), *part.shape[1:])
 
 
@@ -445,11 +435,10 @@ def _check_split(whole: Tensor, sizes: Sequence[int], what: str, world: World) -
     rows = len(whole)
     if sizes and (len(sizes) != world.ranks or sum(sizes) != rows):
         raise ValueError(
-            f"the {what} has {rows} rows, which are to be split for {world.ranks} ranks; got sizes "
-            f"{[*sizes]}"
+            f"the {what} has {rows} rows to split among {world.ranks} ranks; got sizes {[*sizes]}"
         )
     if not sizes and rows % world.ranks:
         raise ValueError(
-            f"the {what} has {rows} rows, which do not split evenly for {world.ranks} ranks: give "
-            "sizes"
+            f"the {what} has {rows} rows, which do not split evenly among {world.ranks} ranks: "
+            "give sizes"
         )

@@ -21,37 +21,36 @@ from weft.errors import PeerTimeout, WeftError
 from weft.ops.barrier import barrier
 from weft.process_group import collectives
 from weft.process_group.messages import Messages
-from weft.process_group.works import Borrowed, Order, Several, Work
+from weft.process_group.work_queue import CombinedWork, GlooWork, Work, WorkQueue
 from weft.world import init_by_store
 from weft.world.rendezvous import time_left
 
 _log = logging.getLogger("weft")
 _CPU = torch.device("cpu")
-_DONE = Work(())  # what was over when its call returned
+_DONE = Work(())  # of synchronous calls
 _DONE.end()
 _TAGS = 1 << 63
 _PLAIN = (Tensor, torch.nn.Parameter)
 _MESSAGES = "messages, since its ranks are on several hosts"
-_NOTICED = 1.0  # seconds within which the world knows of a peer whose connection is gone
+_DETECTION = 1.0  # seconds within which the world detects a lost peer
 
 Options = TypeVar("Options")
-_ProcessGroup: Any = dist.ProcessGroup  # whose stubs are of one version of torch
+Timeout = timedelta | None
+_ProcessGroup: Any = dist.ProcessGroup  # its stubs differ between versions of torch
 
 
 class Group(_ProcessGroup):  # type: ignore[misc]
-    """What ``init_process_group("weft")`` and ``new_group(backend="weft")`` make.
+    """A process group made by ``init_process_group("weft")`` or ``new_group(backend="weft")``.
 
-    Tensors on the CPU are weft's; others go to the backend that was asked for beside it, as in
-    "cpu:weft,cuda:nccl". Torch calls these methods to do what the functions of torch.distributed
-    are asked for. A method whose options say that it is not asynchronous returns when all is done;
-    else what it returns is to be waited for.
+    torch.distributed calls these methods. Tensors on the CPU are weft's; others go to the other
+    backends of the group, as in "cpu:weft,cuda:nccl". A synchronous call returns when it is done,
+    an asynchronous one returns a `Work`.
 
-    Attributes: `world`, of the group's ranks; it is the group's own, so let nothing else be called
-    on it.
+    Attributes: `world`, of the group's ranks, for calls of the group only.
     """
 
     supports_splitting = supports_coalescing = supports_time_estimate = False
-    group_name = group_desc = ""  # its name and what it is for, as torch will say
+    group_name = group_desc = ""  # set by torch
 
     def __init__(
         self, store: Store, rank: int, ranks: int, timeout: float, global_ranks: Sequence[int]
@@ -63,29 +62,29 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             self.global_ranks,
             'init_process_group("weft") or new_group(backend="weft")',
         )
-        self.order = Order(f"weft group of {ranks}", self.world)
+        self.queue = WorkQueue(f"weft group of {ranks}", self.world)
         self.messages = None if self.world.multi_host else Messages(self.world)
         self.gloo: Any = None
         if self.messages is None:
-            self._by_gloo(_MESSAGES)
+            self._gloo_for(_MESSAGES)
         self.others: dist.ProcessGroup | None = None
-        self.together: list[Work] | None = None  # what was begun since `_start_coalescing`
+        self.coalesced: list[Work] | None = None  # issued since `_start_coalescing`
         self.barriers = 0
-        for carrier in filter(None, (self.order, self.messages)):
-            carrier.start()
+        for progress in filter(None, (self.queue, self.messages)):
+            progress.start()
 
     # Reductions
 
     def allreduce(
-        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
+        self, tensors: Any, opts: Any = None, timeout: Timeout = None, *, op: Any = None
     ) -> dist.Work:
         opts = _options(c10d.AllreduceOptions, opts, timeout, reduceOp=op)
         tensor = _one(tensors)
         if not tensor.is_cpu:
             return self._elsewhere(tensor).allreduce([tensor], opts)
         if tensor.layout is torch.sparse_coo:
-            return self._borrowed(
-                tensor, self._by_gloo("sparse all_reduce").allreduce, [tensor], opts
+            return self._run_by_gloo(
+                tensor, self._gloo_for("sparse all_reduce").allreduce, [tensor], opts
             )
         if tensor.requires_grad:
             _not_recorded(_all_reduce, tensor)
@@ -95,14 +94,14 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         opts = _options(c10d.AllreduceCoalescedOptions, opts)
         if not _first(tensors).is_cpu:
             return self._elsewhere(tensors[0]).allreduce_coalesced(tensors, opts)
-        return self._issue(tensors, opts, collectives.all_reduce_together, tensors, opts.reduceOp)
+        return self._issue(tensors, opts, collectives.all_reduce_coalesced, tensors, opts.reduceOp)
 
     def reduce(
         self,
         tensors: Any,
         opts: Any = None,
         op: Any = None,
-        timeout: timedelta | None = None,
+        timeout: Timeout = None,
         *,
         root: Any = None,
     ) -> dist.Work:
@@ -119,7 +118,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         outputs: Any,
         inputs: Any,
         opts: Any = None,
-        timeout: timedelta | None = None,
+        timeout: Timeout = None,
         *,
         op: Any = None,
     ) -> dist.Work:
@@ -141,19 +140,14 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None
     ) -> dist.Work:
         opts = _options(c10d.ReduceScatterOptions, opts)
-        return Several(
+        return CombinedWork(
             [self.reduce_scatter_single(*pair, opts) for pair in zip(outs, tensors, strict=True)]
         )
 
-    # What moves tensors
+    # Gathers, scatters and exchanges
 
     def broadcast(
-        self,
-        tensors: Any,
-        opts: Any = None,
-        timeout: timedelta | None = None,
-        *,
-        root: int | None = None,
+        self, tensors: Any, opts: Any = None, timeout: Timeout = None, *, root: int | None = None
     ) -> dist.Work:
         opts = _options(c10d.BroadcastOptions, opts, timeout, rootRank=root)
         tensor = _one(tensors)
@@ -164,7 +158,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self._issue([tensor], opts, collectives.broadcast, tensor, self._root(opts))
 
     def allgather(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Timeout = None
     ) -> dist.Work:
         opts = _options(c10d.AllgatherOptions, opts, timeout)
         outs, tensor = _list(outputs), _one(inputs)
@@ -176,7 +170,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
         by_tensor = zip(zip(*outputs, strict=True), inputs, strict=True)
-        return Several([self.allgather(outs, tensor, opts) for outs, tensor in by_tensor])
+        return CombinedWork([self.allgather(outs, tensor, opts) for outs, tensor in by_tensor])
 
     def all_gather_single(self, out: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         opts = _options(c10d.AllgatherOptions, opts)
@@ -187,7 +181,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     def all_gather_single_coalesced(
         self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        return Several(
+        return CombinedWork(
             [self.all_gather_single(*pair, opts) for pair in zip(outs, tensors, strict=True)]
         )
 
@@ -196,7 +190,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         outputs: Any,
         inputs: Any,
         opts: Any = None,
-        timeout: timedelta | None = None,
+        timeout: Timeout = None,
         *,
         root: int | None = None,
     ) -> dist.Work:
@@ -211,7 +205,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         outputs: Any,
         inputs: Any,
         opts: Any = None,
-        timeout: timedelta | None = None,
+        timeout: Timeout = None,
         *,
         root: int | None = None,
     ) -> dist.Work:
@@ -222,11 +216,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self._issue([out], opts, collectives.scatter, out, tensors, self._root(opts))
 
     def alltoall(
-        self,
-        outs: list[Tensor],
-        tensors: list[Tensor],
-        opts: Any = None,
-        timeout: timedelta | None = None,
+        self, outs: list[Tensor], tensors: list[Tensor], opts: Any = None, timeout: Timeout = None
     ) -> dist.Work:
         opts = _options(c10d.AllToAllOptions, opts, timeout)
         if not _first(outs).is_cpu:
@@ -237,16 +227,18 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         self,
         out: Tensor,
         tensor: Tensor,
-        taken: Sequence[int] = (),
-        given: Sequence[int] = (),
+        output_sizes: Sequence[int] = (),
+        input_sizes: Sequence[int] = (),
         opts: Any = None,
-        timeout: timedelta | None = None,
+        timeout: Timeout = None,
     ) -> dist.Work:
         opts = _options(c10d.AllToAllOptions, opts, timeout)
         if not out.is_cpu:
-            return self._elsewhere(out).alltoall_base(out, tensor, [*taken], [*given], opts)
+            return self._elsewhere(out).alltoall_base(
+                out, tensor, [*output_sizes], [*input_sizes], opts
+            )
         return self._issue(
-            [out], opts, collectives.all_to_all_single, out, tensor, [*taken], [*given]
+            [out], opts, collectives.all_to_all_single, out, tensor, [*output_sizes], [*input_sizes]
         )
 
     # Messages
@@ -261,8 +253,8 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self._message("recv_anysource", _one(tensors), None, tag)
 
     def _message(self, call: str, tensor: Tensor, peer: int | None, tag: int) -> dist.Work:
-        """Send a tensor to a peer, or receive one from it, or from any: by weft, gloo, or another
-        device's backend.
+        """Send a tensor to a peer, or receive one from it, or from any rank (None): by weft, gloo,
+        or the backend of another device.
         """
         to = (tag,) if peer is None else (peer, tag)
         if not tensor.is_cpu:
@@ -276,31 +268,30 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         if not 0 <= tag < _TAGS:
             raise ValueError(f"the tag of a message is from 0 to 2**63 - 1; got {tag}")
         if self.messages is None:
-            return self._borrowed(tensor, getattr(self._by_gloo(_MESSAGES), call), [tensor], *to)
+            return self._run_by_gloo(
+                tensor, getattr(self._gloo_for(_MESSAGES), call), [tensor], *to
+            )
         begin: Callable[..., Work] = self.messages.send if call == "send" else self.messages.receive
-        return self._begun(begin(tensor, peer, tag))
+        return self._coalesce(begin(tensor, peer, tag))
 
     # Barriers
 
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+    def barrier(self, opts: Any = None, timeout: Timeout = None) -> dist.Work:
         opts = _options(c10d.BarrierOptions, opts, timeout)
         if opts.device is not None and opts.device.type != "cpu":
             return self._others().barrier(opts)
         return self._issue([], opts, barrier)
 
-    def monitored_barrier(
-        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
-    ) -> None:
-        """A barrier that says on rank 0 who has not come in `timeout`: the first of them, or all.
-
-        It goes over the group's store, and leaves the group as it was.
+    def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
+        """A barrier by the group's store; after `timeout` rank 0 names the first missing rank, or
+        all.
         """
         seconds = self.world.timeout if timeout is None else timeout.total_seconds()
         rank, deadline = self.rank(), time.monotonic() + seconds
         store = PrefixStore(f"weft monitored barrier {self.barriers}", self.store)
         self.barriers += 1
 
-        def come(key: str) -> bool:
+        def arrived(key: str) -> bool:
             try:
                 store.wait([key], time_left(deadline))
             except RuntimeError:
@@ -309,7 +300,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
 
         if rank:
             store.set(str(rank), "")
-            if not come("all"):
+            if not arrived("all"):
                 raise PeerTimeout(
                     f"Rank {rank} successfully reached monitoredBarrier, "
                     "but received errors while waiting for send/recv from rank 0"
@@ -317,24 +308,28 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             return
         if not seconds > 0 and self.size() > 1:
             raise PeerTimeout(f"Rank 0 timed out in monitoredBarrier after {seconds * 1e3:g} ms")
-        missing = (peer for peer in map(str, range(1, self.size())) if not come(peer))
+        missing = (peer for peer in map(str, range(1, self.size())) if not arrived(peer))
         if late := [*itertools.islice(missing, None if wait_all_ranks else 1)]:
-            who = f"Rank{'s' if len(late) > 1 else ''} {', '.join(late)}"
-            raise PeerTimeout(f"{who} failed to pass monitoredBarrier in {seconds * 1e3:g} ms")
+            late_ranks = f"Rank{'s' if len(late) > 1 else ''} {', '.join(late)}"
+            raise PeerTimeout(
+                f"{late_ranks} failed to pass monitoredBarrier in {seconds * 1e3:g} ms"
+            )
         store.set("all", "")
 
-    # Several at once
+    # Coalescing
 
     def _start_coalescing(self, device: torch.device) -> None:
         if device.type != "cpu":
             self._others()._start_coalescing(device)
-        self.together = []
+        self.coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
-        works, self.together = self.together or [], None
-        return self._others()._end_coalescing(device) if device.type != "cpu" else Several(works)
+        works, self.coalesced = self.coalesced or [], None
+        return (
+            self._others()._end_coalescing(device) if device.type != "cpu" else CombinedWork(works)
+        )
 
-    # What the group is
+    # Properties
 
     def get_group_store(self) -> Store:
         return self.store
@@ -357,7 +352,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
     @property
     def _device_types(self) -> list[torch.device]:
         if self not in distributed_c10d._world.pg_map:
-            # torch (2.15) is still making it, and would attach a recorder, for which a group needs
+            # torch (2.15) is still making the group, and would attach a recorder, which needs
             # backends in C++
             return []
         return [_CPU, *(self._others()._device_types if self._other_backends() else ())]
@@ -366,66 +361,67 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return self if torch.device(device).type == "cpu" else self._others()._get_backend(device)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """From now on every wait may take so long."""
+        """Set the time limit of every wait from now on."""
         self.world.timeout = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Carry out what was issued, then leave the world; so does `dist.destroy_process_group`.
+        """Run all issued works, then close the world, as `dist.destroy_process_group` does.
 
-        In a signal handler that interrupts a call on the group, that call fails, and so does what
-        was issued.
+        In a signal handler that interrupts a call on the group, the call and all works fail.
         """
         if self.world.forked:
             return
-        if doing := self.order.doing() or (self.messages is not None and self.messages.doing()):
+        if call := self.queue.current_call() or (
+            self.messages is not None and self.messages.current_call()
+        ):
             self.world.fail(
                 WeftError(
-                    f"rank {self.rank()} left the group in a signal handler while it was in {doing}"
+                    f"rank {self.rank()} left the group in a signal handler while it was in {call}"
                 )
             )
-        self.order.close()
+        self.queue.close()
         if self.messages is not None:
             self.messages.close()
         self.world.close()
-        self.gloo = None  # its threads end with it, before the interpreter does
+        self.gloo = None  # its threads must end before the interpreter
         if self.others is not None:
             self.others.shutdown()
 
     def abort(self) -> None:
-        """Leave the world with what was issued undone; peers that wait for it learn why."""
+        """Close the world without running issued works; peers get the reason."""
         self.world.fail(WeftError("the group was aborted"))
         if self.others is not None:
             self.others.abort()
         self.shutdown()
 
-    # How calls are made
+    # Execution
 
     def _issue(
         self, tensors: Sequence[Tensor], opts: Any, call: Callable[..., None], *args: Any
     ) -> dist.Work:
         seconds = opts.timeout.total_seconds()
         limit = seconds if seconds > 0 else None
-        if opts.asyncOp or self.together is not None:
-            return self._begun(self.order.later(tensors, call, self.world, *args, limit))
-        self.order.now(call, self.world, *args, limit)
+        if opts.asyncOp or self.coalesced is not None:
+            return self._coalesce(self.queue.issue(tensors, call, self.world, *args, limit))
+        self.queue.run(call, self.world, *args, limit)
         return _DONE
 
     def _root(self, opts: Any) -> int:
-        """The one rank that gives or takes all."""
+        """The checked root rank of a call."""
         root: int = opts.rootRank
         if not 0 <= root < self.size():
             raise ValueError(f"there is no rank {root} in a group of {self.size()}")
         return root
 
-    def _begun(self, work: Work) -> Work:
-        if self.together is not None:
-            self.together.append(work)
+    def _coalesce(self, work: Work) -> Work:
+        if self.coalesced is not None:
+            self.coalesced.append(work)
         return work
 
-    # What others do
+    # Other backends
 
-    def _by_gloo(self, what: str) -> Any:
-        """A group of gloo's, made at its first use."""
+    def _gloo_for(self, what: str) -> Any:
+        """The gloo group for `what`, made at the first use."""
         self.world.check()
         if self.gloo is None:
             if self.rank() == 0:
@@ -436,19 +432,19 @@ class Group(_ProcessGroup):  # type: ignore[misc]
             )
         return self.gloo
 
-    def _borrowed(self, tensor: Tensor, begin: Callable[..., dist.Work], *given: Any) -> dist.Work:
-        """A work of gloo's, which `begin` makes of what is given; that may fail already, if a peer
-        is gone by then.
-        """
+    def _run_by_gloo(
+        self, tensor: Tensor, begin: Callable[..., dist.Work], *args: Any
+    ) -> dist.Work:
+        """A work of gloo's, begun by ``begin(*args)``, which raises if a peer is already lost."""
         try:
-            work = begin(*given)
+            work = begin(*args)
         except RuntimeError as error:
             raise self._cause(error) from None
-        return self._begun(Borrowed(work, [tensor], self._cause))
+        return self._coalesce(GlooWork(work, [tensor], self._cause))
 
     def _cause(self, error: RuntimeError) -> BaseException:
-        """Why gloo has lost a connection, if it is that a peer is gone."""
-        deadline = time.monotonic() + _NOTICED
+        """The error of a lost peer if that is why gloo lost a connection, else `error`."""
+        deadline = time.monotonic() + _DETECTION
         while time.monotonic() < deadline:
             if self.world.mesh.failure()[0]:
                 return self.world.failure("for a message")
@@ -456,25 +452,23 @@ class Group(_ProcessGroup):  # type: ignore[misc]
         return error
 
     def _other_backends(self) -> str:
-        """What was asked for beside weft, as in "cuda:nccl"."""
+        """The backends of other devices, such as "cuda:nccl"."""
         config = distributed_c10d._world.pg_backend_config.get(self, "")
         return ",".join(part for part in config.split(",") if part and not part.startswith("cpu:"))
 
     def _elsewhere(self, tensor: Tensor) -> dist.ProcessGroup:
-        """The group of the backends for tensors of other devices."""
+        """The group of the backends for other devices, for a tensor that is not on the CPU."""
         if not self._other_backends():
             raise ValueError(
                 f"the tensor is on {tensor.device}, and weft's backend takes CPU tensors: "
-                "initialise torch.distributed with a "
-                'backend for both, such as "cpu:weft,cuda:nccl"'
+                'initialise torch.distributed with backends for both, such as "cpu:weft,cuda:nccl"'
             )
         return self._others()
 
     def _others(self) -> dist.ProcessGroup:
         if self.others is None:
-            self.others = _ProcessGroup(
-                self.rank(), self.size()
-            )  # an empty one, for backends that look here while they are made
+            # an empty group, for backends that read `others` while they are made
+            self.others = _ProcessGroup(self.rank(), self.size())
             try:
                 backends, limit = (
                     dist.Backend(self._other_backends()),
@@ -495,7 +489,7 @@ class Group(_ProcessGroup):  # type: ignore[misc]
                 raise
         return self.others
 
-    # Torch has had two names for some of these.
+    # Names of some methods in other versions of torch
     _allgather_base, allgather_into_tensor_coalesced = (
         all_gather_single,
         all_gather_single_coalesced,
@@ -511,7 +505,7 @@ _library = torch.library.Library("weft", "FRAGMENT")
 
 
 def _unknown_to_autograd(name: str) -> Any:
-    """An operator that does nothing and has no gradient, of which torch warns in a backward pass."""
+    """An operator that does nothing and has no gradient, so that a backward pass warns."""
     _library.define(f"{name}(Tensor(a!) tensor) -> Tensor(a!)")
     _library.impl(name, lambda tensor: tensor, "CPU")
     return getattr(torch.ops.weft, name).default
@@ -521,24 +515,20 @@ _all_reduce, _broadcast = _unknown_to_autograd("all_reduce_"), _unknown_to_autog
 
 
 def _not_recorded(operator: Any, tensor: Tensor) -> None:
-    """Let torch warn in a backward pass through a tensor that is overwritten, as it does for
-    backends of its own.
-    """
+    """Let torch warn in a backward pass through an overwritten tensor, as for its own backends."""
     if torch.is_grad_enabled() and type(tensor) in _PLAIN:
         operator(tensor)
 
 
-def _options(
-    kind: type[Options], given: Any, timeout: timedelta | None = None, **fields: Any
-) -> Options:
-    """Options of a call: as given, or made of its single arguments; a bare one stands for the first
-    field.
+def _options(kind: type[Options], opts: Any, timeout: Timeout = None, **fields: Any) -> Options:
+    """The options of a call: `opts`, or made of single arguments. An `opts` of another type is the
+    value of the first field.
     """
-    if type(given) is kind:
-        return given
+    if type(opts) is kind:
+        return opts
     made: Any = kind()
-    if given is not None:
-        fields = {**fields, next(iter(fields)): given}
+    if opts is not None:
+        fields = {**fields, next(iter(fields)): opts}
     for name, value in fields.items():
         if value is not None:
             setattr(made, name, value)
@@ -548,7 +538,7 @@ def _options(
 
 
 def _one(tensors: Any) -> Tensor:
-    """The tensor of a call, alone or as the only one of a list."""
+    """The only tensor of an argument, bare or in a list."""
     return tensors if isinstance(tensors, Tensor) else _first(tensors)
 
 
@@ -559,11 +549,11 @@ def _first(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _list(tensors: Any) -> list[Tensor]:
-    """The list of a call, alone or as the only one of a list; none is empty."""
+    """The list of tensors of an argument, bare or in a list; without one an empty list."""
     return [*tensors[0]] if tensors and not isinstance(tensors[0], Tensor) else [*tensors]
 
 
-_of_torch = dist.monitored_barrier  # which refuses by name all backends but gloo
+_of_torch = dist.monitored_barrier  # it refuses all backends except gloo
 
 
 @functools.wraps(_of_torch)

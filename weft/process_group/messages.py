@@ -1,14 +1,15 @@
-"""Messages between two ranks of a host: send and receive, with tags and from any source, over
-symmetric memory.
+"""Point-to-point messages between ranks of a host: send and receive, with tags and from any source,
+over symmetric memory.
 
-Every rank has a box for each peer, a few slots in which the peer puts its messages piece by piece;
-counters say how many pieces have come and how many have been taken, and a bell is rung with each. A
-message that finds a receive of its tag goes to its place straight from the box; one that was not
-asked for yet is kept, which happens only while this rank receives something else from its sender.
-So a send is over once all of it is in the peer's box, which for short messages is at once.
+Every rank has a mailbox for each peer: a ring of slots in which the peer puts its messages piece by
+piece. Two counters for each mailbox hold the pieces put and the pieces taken, and a doorbell
+counter is raised with either. A message with a waiting receive of its tag is copied from the
+mailbox to its destination; an unexpected one is buffered, which happens only while this rank
+receives something else from its sender. So a send is done once all of it is in the peer's mailbox,
+which is at once for short messages.
 
-Whoever waits for a message moves all that can be moved, for all threads; where nobody comes soon, a
-thread of its own does.
+A thread that waits for a message moves all messages of the rank, for all threads; the progress
+thread does if none waits soon.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ from torch import Tensor
 
 from weft.errors import PeerTimeout, WeftError
 from weft.process_group.collectives import as_bytes
-from weft.process_group.works import Carrier, Work
+from weft.process_group.work_queue import Progress, Work
 from weft.world import World
 from weft.world.onesided import notify, wait
 
-SLOTS = 4  # of a box
-_BOXES = 2 << 20  # bytes of all boxes of a rank, about
-_LEAST, _MOST = 4 << 10, 256 << 10  # bytes of a slot
-_HEADER = 64  # bytes before the piece in a slot: the message's tag and its bytes in all
-_LOOKS = 0.05  # seconds between looks whether peers are there
+SLOTS = 4  # of a mailbox
+_MAILBOX_BYTES = 2 << 20  # of all mailboxes of a rank, about
+_MIN_SLOT, _MAX_SLOT = 4 << 10, 256 << 10  # bytes
+_HEADER = 64  # bytes of a slot before its piece: the message's tag and size
+_LIVENESS = 0.05  # seconds between checks whether peers are alive
 
 
 Bytes = npt.NDArray[np.uint8]
 
 
-class _Begun(NamedTuple):
-    """A send, with its bytes, or a receive, with their place; the peer may be any (None)."""
+class _Operation(NamedTuple):
+    """A send with its bytes, or a receive with its destination; its peer may be any (None)."""
 
     work: Work
     peer: int | None
@@ -50,160 +51,153 @@ class _Begun(NamedTuple):
     data: Bytes
 
 
-class _Coming:
-    """A message of which some has come: for a receive that wants it, or to be kept until it is
-    asked for.
-    """
+class _Incoming:
+    """A message that has arrived in part: for a `receive`, or buffered until there is one."""
 
-    def __init__(self, tag: int, size: int, wanted: _Begun | None) -> None:
-        self.tag, self.size, self.wanted, self.got = tag, size, wanted, 0
-        self.place = (
-            wanted.data
-            if wanted is not None and size <= len(wanted.data)
+    def __init__(self, tag: int, size: int, receive: _Operation | None) -> None:
+        self.tag, self.size, self.receive, self.arrived = tag, size, receive, 0
+        self.data = (
+            receive.data
+            if receive is not None and size <= len(receive.data)
             else np.empty(size, np.uint8)
         )
 
-    def add(self, place: Bytes) -> None:
-        """Take the piece that lies at the beginning of a slot."""
-        piece = place[: self.size - self.got]
-        self.place[self.got : self.got + len(piece)] = piece
-        self.got += len(piece)
+    def add(self, slot: Bytes) -> None:
+        """Copy the next piece, which is at the beginning of a slot."""
+        piece = slot[: self.size - self.arrived]
+        self.data[self.arrived : self.arrived + len(piece)] = piece
+        self.arrived += len(piece)
 
-    def deliver(self, wanted: _Begun, source: int) -> None:
-        """End the receive that this message is for."""
-        wanted.work.source = source
-        if self.size > len(wanted.data):
-            wanted.work.end(
+    def deliver(self, receive: _Operation, source: int) -> None:
+        """End the receive of this message."""
+        receive.work.source = source
+        if self.size > len(receive.data):
+            receive.work.end(
                 ValueError(
-                    f"rank {source} has sent {self.size} bytes, and there is room for "
-                    f"{len(wanted.data)}"
+                    f"rank {source} has sent {self.size} bytes, and the tensor to receive them has "
+                    f"{len(receive.data)}"
                 )
             )
             return
-        if self.place is not wanted.data:
-            wanted.data[: self.size] = self.place
-        wanted.work.end()
+        if self.data is not receive.data:
+            receive.data[: self.size] = self.data
+        receive.work.end()
 
 
-class Messages(Carrier):
+class Messages(Progress):
     """The messages of a rank of `world`; made collectively."""
 
     def __init__(self, world: World) -> None:
         super().__init__("weft messages", world)
-        slot = (
-            max(_LEAST, min(_MOST, _BOXES // (SLOTS * world.ranks) // _HEADER * _HEADER)) + _HEADER
-        )
-        boxes = world.empty(world.ranks, SLOTS, slot, dtype=torch.uint8)
-        self.room = slot - _HEADER
+        size = _MAILBOX_BYTES // (SLOTS * world.ranks) // _HEADER * _HEADER
+        self.piece = max(_MIN_SLOT, min(_MAX_SLOT, size))  # bytes
+        mailboxes = world.empty(world.ranks, SLOTS, self.piece + _HEADER, dtype=torch.uint8)
         self.signals = world.signals(2 * world.ranks + 1, "messages")
-        self.bell = 2 * world.ranks  # which is rung after the counter of the piece is raised
+        self.doorbell = 2 * world.ranks  # raised after the counter of a piece
         peers = world.others
-        self.mine = {
-            peer: [_slot(part) for part in boxes[peer]] for peer in peers
-        }  # what comes from a peer
-        self.theirs = {
-            peer: [_slot(part) for part in world.peer(boxes, peer)[world.rank]] for peer in peers
+        self.inbox = {peer: [_slot(part) for part in mailboxes[peer]] for peer in peers}
+        self.outbox = {
+            peer: [_slot(part) for part in world.peer(mailboxes, peer)[world.rank]]
+            for peer in peers
         }
         self.put = dict.fromkeys(peers, 0)  # pieces
         self.taken = dict.fromkeys(peers, 0)
-        self.sending: dict[int, deque[_Begun]] = {peer: deque() for peer in peers}
-        self.sent = dict.fromkeys(peers, 0)  # bytes of the first of these
-        self.receiving: deque[_Begun] = deque()
-        self.waiting = [self.receiving, *self.sending.values()]
-        self.coming: dict[int, _Coming] = {}
-        self.kept: dict[int, list[_Coming]] = {
-            peer: [] for peer in peers
-        }  # come, and not asked for
-        self.changed = threading.Condition()  # guards all of this
-        self.mover: int | None = None  # the thread that moves messages, if any does
+        self.sending: dict[int, deque[_Operation]] = {peer: deque() for peer in peers}
+        self.sent = dict.fromkeys(peers, 0)  # bytes of the first operation of these
+        self.receiving: deque[_Operation] = deque()
+        self.outstanding = [self.receiving, *self.sending.values()]
+        self.incoming: dict[int, _Incoming] = {}
+        self.unexpected: dict[int, list[_Incoming]] = {peer: [] for peer in peers}  # complete
+        self.changed = threading.Condition()  # guards all state
+        self.mover: int | None = None  # the thread that moves messages
         self.closed = self.pending = False
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        """Begin to send `tensor`, which must stay as it is until the work is over."""
+        """Begin to send `tensor`, which must not change until the work is done."""
         self.check()
         work = Work([tensor], self)
         with self.changed:
             self.world.check()
-            self.sending[peer].append(_Begun(work, peer, tag, as_bytes(tensor).numpy()))
-            self._begun()
+            self.sending[peer].append(_Operation(work, peer, tag, as_bytes(tensor).numpy()))
+            self._start_moving()
         return work
 
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> Work:
-        """Begin to receive a message of at most as many bytes as `tensor`, a contiguous one, from a
-        peer or (None) from any.
+        """Begin to receive a message of at most the bytes of `tensor`, a contiguous one, from a
+        peer or from any (None).
         """
         if not tensor.is_contiguous():
-            raise ValueError(f"what is received must be contiguous; got strides {tensor.stride()}")
+            raise ValueError(
+                f"the tensor to receive into must be contiguous; got strides {tensor.stride()}"
+            )
         self.check()
         work = Work([tensor], self)
-        wanted = _Begun(work, source, tag, as_bytes(tensor).numpy())
+        receive = _Operation(work, source, tag, as_bytes(tensor).numpy())
         with self.changed:
             self.world.check()
-            for peer in self.mine if source is None else (source,):
-                for message in self.kept[peer]:
+            for peer in self.inbox if source is None else (source,):
+                for message in self.unexpected[peer]:
                     if message.tag == tag:
-                        self._go_last(peer)
-                        self.kept[peer].remove(message)
-                        message.deliver(wanted, peer)
+                        self._move_to_end(peer)
+                        self.unexpected[peer].remove(message)
+                        message.deliver(receive, peer)
                         return work
-            self.receiving.append(wanted)
-            self._begun()
+            self.receiving.append(receive)
+            self._start_moving()
         return work
 
     def close(self) -> None:
-        """End the threads; what was begun and is not over fails for those who wait for it."""
+        """End the threads; outstanding works fail when a thread waits for them."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
         with contextlib.suppress(WeftError):
-            notify(self.signals, self.bell, self.world.rank)
+            notify(self.signals, self.doorbell, self.world.rank)
         super().close()
 
-    def _begun(self) -> None:
-        """Move what can be moved at once; the rest is for who waits, or the thread."""
+    def _start_moving(self) -> None:
+        """Move messages as far as possible without waiting."""
         if self.mover is not None:
-            notify(self.signals, self.bell, self.world.rank)  # for who moves to look again
+            notify(self.signals, self.doorbell, self.world.rank)  # wake the moving thread
         else:
             self._move()
-        self._note()
+        self._update_pending()
 
-    def help(self, work: Work, seconds: float | None) -> None:
-        """Move messages until `work` is over, unless another thread does."""
+    def advance(self, work: Work, seconds: float | None) -> None:
+        """Move messages until `work` is done, unless another thread does."""
         self.check()
         limit = self.world.timeout if seconds is None else seconds
         deadline = time.monotonic() + limit
         with self.changed:
-            while not work.over and (left := deadline - time.monotonic()) > 0:
+            while not work.done and (left := deadline - time.monotonic()) > 0:
                 if self.closed:
                     self._end_all(
                         WeftError(
-                            f"rank {self.world.rank} left the group before the message was through"
+                            f"rank {self.world.rank} left the group before the message was complete"
                         )
                     )
                 elif self.mover is not None:
                     self.changed.wait(left)
                 else:
-                    self._move_on(lambda: work.over, left, work)
-            if not work.over and seconds is None:
-                self._give_up(work, limit)
-                self._note()
+                    self._move_until(lambda: work.done, left, work)
+            if not work.done and seconds is None:
+                self._time_out(work, limit)
+                self._update_pending()
 
-    def take_over(self) -> None:
+    def run_pending(self) -> None:
         with self.changed:
             if self.mover is not None:
                 self.changed.wait()
             elif not self.closed and self.pending:
-                self._move_on(lambda: not self._pending(), self.world.timeout)
+                self._move_until(lambda: not self._is_pending(), self.world.timeout)
 
-    def doing(self) -> str:
+    def current_call(self) -> str:
         own = self.changed._is_owned()  # type: ignore[attr-defined]
         return "send or recv" if own or self.mover == threading.get_ident() else ""
 
-    def _note(self) -> None:
-        """Let the thread know whether there is something to move: what was begun, and what has come
-        in part, asked for or not.
-        """
-        if self.pending == self._pending():
+    def _update_pending(self) -> None:
+        """Inform the progress thread whether there are messages to move."""
+        if self.pending == self._is_pending():
             return
         self.pending = not self.pending
         if self.pending:
@@ -211,70 +205,70 @@ class Messages(Carrier):
         else:
             self.backlog.begin()
 
-    def _pending(self) -> bool:
-        return bool(self.coming) or any(self.waiting)
+    def _is_pending(self) -> bool:
+        return bool(self.incoming) or any(self.outstanding)
 
-    def _move_on(
+    def _move_until(
         self, enough: Callable[[], bool], seconds: float, work: Work | None = None
     ) -> None:
-        """Move messages until it is `enough`, or for so many seconds; what goes wrong ends all that
-        was begun, as it does if `work` is for a peer that has left.
+        """Move messages until `enough` is true, for at most `seconds`. An error ends all works; so
+        does a `work` for a peer that has left.
         """
         self.mover = threading.get_ident()
         deadline = time.monotonic() + seconds
         try:
             while True:
-                rung = self.signals[self.bell]
-                left = {
-                    peer for peer in self.mine if self.world.mesh.left(peer)
-                }  # what these have sent is there
+                rung = self.signals[self.doorbell]
+                # read before moving: a peer puts its messages before it leaves
+                left = {peer for peer in self.inbox if self.world.mesh.left(peer)}
                 if self._move():
                     self.changed.notify_all()
                 if self.closed or enough() or (remaining := deadline - time.monotonic()) <= 0:
                     return
-                if left and work is not None and not work.over:
-                    self._check_there(work, left)
+                if left and work is not None and not work.done:
+                    self._check_peer(work, left)
                 self.changed.release()
                 try:
                     with contextlib.suppress(PeerTimeout):
-                        wait(self.signals, self.bell, ">", cast(int, rung), min(remaining, _LOOKS))
+                        limit = min(remaining, _LIVENESS)
+                        wait(self.signals, self.doorbell, ">", cast(int, rung), limit)
                 finally:
                     self.changed.acquire()
         except WeftError as error:
             self._end_all(error)
-        except (
-            BaseException
-        ) as error:  # an interrupt of this thread, perhaps in the middle of a message
+        except BaseException as error:  # an interrupt, perhaps in the middle of a message
             self._end_all(self.world.fail(error))
             raise
         finally:
             self.mover = None
-            self._note()
+            self._update_pending()
             self.changed.notify_all()
 
     def _move(self) -> bool:
-        """Move all that can be moved now; whether anything could."""
+        """Move all pieces that can be moved now; whether there was one."""
         moved = False
         for peer, queue in self.sending.items():
             while queue and self._put_piece(peer, queue):
                 moved = True
-        while [peer for peer in [*self.mine] if self._take_piece(peer)]:
+        while [peer for peer in [*self.inbox] if self._take_piece(peer)]:
             moved = True
         return moved
 
-    def _put_piece(self, peer: int, queue: deque[_Begun]) -> bool:
-        """Put the next piece of the first message for `peer` into its box, if there is room."""
-        (work, _, tag, data), at = queue[0], self.sent[peer]
+    def _put_piece(self, peer: int, queue: deque[_Operation]) -> bool:
+        """Put the next piece of the first message for `peer` into its mailbox, unless that is
+        full.
+        """
+        (work, _, tag, data), offset = queue[0], self.sent[peer]
         if self.put[peer] - cast(int, self.signals[self.world.ranks + peer]) == SLOTS:
             return False
-        header, place = self.theirs[peer][self.put[peer] % SLOTS]
-        if at == 0:
+        header, slot = self.outbox[peer][self.put[peer] % SLOTS]
+        if offset == 0:
             header[:] = tag, len(data)
-        piece = data[at : at + self.room]
-        place[: len(piece)] = piece
+        piece = data[offset : offset + self.piece]
+        slot[: len(piece)] = piece
         self.put[peer] += 1
-        self._tell(peer, self.world.rank)
-        self.sent[peer] = at + len(piece)
+        self._raise_counter(peer, self.world.rank)
+        self.sent[peer] = offset + len(piece)
         if self.sent[peer] == len(data):
             self.sent[peer] = 0
             queue.popleft()
@@ -282,109 +276,98 @@ class Messages(Carrier):
         return True
 
     def _take_piece(self, peer: int) -> bool:
-        """Take the next piece from the box that `peer` fills, if there is one and this rank wants
-        something from there.
-        """
-        message = self.coming.get(peer)
-        if message is None and not any(wanted.peer in (peer, None) for wanted in self.receiving):
+        """Take the next piece from `peer`'s mailbox, if there is one and a receive may need it."""
+        message = self.incoming.get(peer)
+        if message is None and not any(each.peer in (peer, None) for each in self.receiving):
             return False
         if self.signals[peer] == self.taken[peer]:
             return False
-        header, place = self.mine[peer][self.taken[peer] % SLOTS]
+        header, slot = self.inbox[peer][self.taken[peer] % SLOTS]
         if message is None:
-            self._go_last(peer)
+            self._move_to_end(peer)
             tag, size = header.tolist()
-            message = self.coming[peer] = _Coming(tag, size, self._wanted(peer, tag))
-        message.add(place)
+            message = self.incoming[peer] = _Incoming(tag, size, self._match(peer, tag))
+        message.add(slot)
         self.taken[peer] += 1
-        self._tell(peer, self.world.ranks + self.world.rank)
-        if message.got == message.size:
-            del self.coming[peer]
-            message.wanted = message.wanted or self._wanted(
-                peer, message.tag
-            )  # it may have been asked for meanwhile
-            if message.wanted is None:
-                self.kept[peer].append(message)
+        self._raise_counter(peer, self.world.ranks + self.world.rank)
+        if message.arrived == message.size:
+            del self.incoming[peer]
+            # a receive may have been posted after the first piece
+            message.receive = message.receive or self._match(peer, message.tag)
+            if message.receive is None:
+                self.unexpected[peer].append(message)
             else:
-                message.deliver(message.wanted, peer)
+                message.deliver(message.receive, peer)
         return True
 
-    def _go_last(self, peer: int) -> None:
-        """Let the other peers come first next time, where any may come."""
-        self.mine[peer] = self.mine.pop(peer)
+    def _move_to_end(self, peer: int) -> None:
+        """Give the other peers priority in the next receive from any source."""
+        self.inbox[peer] = self.inbox.pop(peer)
 
-    def _tell(self, peer: int, counter: int) -> None:
-        """Raise a counter of `peer`, then its bell."""
-        notify(self.signals, slice(counter, self.bell + 1, self.bell - counter), peer)
+    def _raise_counter(self, peer: int, counter: int) -> None:
+        """Raise a counter of `peer`, then its doorbell."""
+        notify(self.signals, slice(counter, self.doorbell + 1, self.doorbell - counter), peer)
 
-    def _wanted(self, peer: int, tag: int) -> _Begun | None:
-        """The first receive that a message of this tag from `peer` is for, which is then no longer
-        looked for.
-        """
-        for wanted in self.receiving:
-            if wanted.peer in (peer, None) and wanted.tag == tag:
-                self.receiving.remove(wanted)
-                return wanted
+    def _match(self, peer: int, tag: int) -> _Operation | None:
+        """Remove and return the first receive that matches a message of this tag from `peer`."""
+        for receive in self.receiving:
+            if receive.peer in (peer, None) and receive.tag == tag:
+                self.receiving.remove(receive)
+                return receive
         return None
 
-    def _give_up(self, work: Work, seconds: float) -> None:
-        """End a work that has taken too long; one of which some has been moved takes the world with
-        it.
-        """
-        moved, begun = self._moved(), self._found(work)
+    def _time_out(self, work: Work, seconds: float) -> None:
+        """End a work after its time limit; a message that was moved in part closes the world."""
+        moved, operation = self._moved(), self._operation(work)
         error = PeerTimeout(
-            f"rank {self.world.rank} waited {seconds:g} s for {self._words(begun)}; its timeout is "
-            "over: see that the peer makes "
-            "the call with this tag, or give the group a longer timeout"
+            f"rank {self.world.rank} waited {seconds:g} s for {self._describe(operation)}; check "
+            "that the peer makes the call with this tag, or give the group a longer timeout"
         )
-        if begun in moved:
+        if operation in moved:
             self._end_all(self.world.fail(error))
         else:
-            next(queue for queue in self.waiting if begun in queue).remove(begun)
+            next(queue for queue in self.outstanding if operation in queue).remove(operation)
             work.end(error)
 
-    def _check_there(self, work: Work, left: set[int]) -> None:
-        """Raise `PeerLost` if a work is for a peer that has left, or for any when all have."""
-        begun = self._found(work)
-        peer = (
-            begun.peer
-            if begun.peer is not None
-            else min(left)
-            if left.issuperset(self.mine)
-            else None
-        )
+    def _check_peer(self, work: Work, left: set[int]) -> None:
+        """Raise `PeerLost` if the peer of a work has left, or all peers if it may be any."""
+        operation = self._operation(work)
+        peer = operation.peer
+        if peer is None and left.issuperset(self.inbox):
+            peer = min(left)
         if peer in left:
-            raise self.world.lost(peer, "closed its world", f"for {self._words(begun)}")
+            raise self.world.lost(peer, "closed its world", f"for {self._describe(operation)}")
 
-    def _moved(self) -> list[_Begun]:
-        """What is under way of which some has been moved."""
+    def _moved(self) -> list[_Operation]:
+        """The operations of messages that were moved in part."""
         moved = [queue[0] for peer, queue in self.sending.items() if self.sent[peer]]
-        return moved + [message.wanted for message in self.coming.values() if message.wanted]
+        return moved + [message.receive for message in self.incoming.values() if message.receive]
 
-    def _found(self, work: Work) -> _Begun:
-        """What a work that is not over is of."""
+    def _operation(self, work: Work) -> _Operation:
+        """The operation of a work that is not done."""
         return next(
             each
-            for each in (*self._moved(), *(each for queue in self.waiting for each in queue))
+            for each in (*self._moved(), *(each for queue in self.outstanding for each in queue))
             if each.work is work
         )
 
-    def _words(self, begun: _Begun) -> str:
-        """What who has begun this waits for."""
-        if begun.peer is not None and begun in self.sending[begun.peer]:
-            return f"rank {begun.peer} to take a message (tag {begun.tag})"
-        return f"a message from {'any rank' if begun.peer is None else f'rank {begun.peer}'} (tag {begun.tag})"
+    def _describe(self, operation: _Operation) -> str:
+        """A phrase for the event that an operation waits for."""
+        peer, tag = operation.peer, operation.tag
+        if peer is not None and operation in self.sending[peer]:
+            return f"rank {peer} to take a message (tag {tag})"
+        return f"a message from {'any rank' if peer is None else f'rank {peer}'} (tag {tag})"
 
     def _end_all(self, error: BaseException) -> None:
-        works = [begun.work for queue in self.waiting for begun in queue]
-        works += [message.wanted.work for message in self.coming.values() if message.wanted]
+        works = [operation.work for queue in self.outstanding for operation in queue]
+        works += [message.receive.work for message in self.incoming.values() if message.receive]
         for work in works:
             work.end(error)
-        self.coming.clear()
-        for queue in self.waiting:
+        self.incoming.clear()
+        for queue in self.outstanding:
             queue.clear()
 
 
 def _slot(part: Tensor) -> tuple[npt.NDArray[np.int64], Bytes]:
-    """A slot's header, two numbers, and the place for a piece."""
+    """A slot's header, two numbers, and its memory for a piece."""
     return part[:16].view(torch.int64).numpy(), part[_HEADER:].numpy()

@@ -1,4 +1,4 @@
-"""Which world belongs to a process group of torch.distributed, and how calls are made on it."""
+"""The world of a process group of torch.distributed, and calls on it in the group's order."""
 
 from __future__ import annotations
 
@@ -11,32 +11,30 @@ import torch.distributed as dist
 from weft.process_group.group import Group
 from weft.world import World, init
 
-_beside: WeakKeyDictionary[dist.ProcessGroup, World] = WeakKeyDictionary()
+_made: WeakKeyDictionary[dist.ProcessGroup, World] = WeakKeyDictionary()
 
 
-def beside(group: dist.ProcessGroup) -> World:
-    """A world of the group's ranks for whoever makes all of their calls in one order, made at its
-    first use; collective.
+def make(group: dist.ProcessGroup) -> World:
+    """A world of the group's ranks in addition to the group's own, made at the first call;
+    collective. The caller makes all calls on it in one order.
     """
-    if group not in _beside or _beside[group].closed:
-        _beside[group] = init(group)
-    return _beside[group]
+    if group not in _made or _made[group].closed:
+        _made[group] = init(group)
+    return _made[group]
 
 
-def of(group: dist.ProcessGroup) -> World | None:
-    """The world that operators on the group are carried out on: its own, or else the one beside it;
-    None if there is none.
+def find(group: dist.ProcessGroup) -> World | None:
+    """The world for operators on the group: its own, or else the one that `make` made; None without
+    either.
     """
-    world = group.world if isinstance(group, Group) else _beside.get(group)
+    world = group.world if isinstance(group, Group) else _made.get(group)
     return None if world is None or world.closed else world
 
 
-def in_turn(group: dist.ProcessGroup, call: Callable[[], Any]) -> Any:
-    """The result of `call`, which is made on the group's world after all that was issued on the
-    group before.
-    """
+def run_in_order(group: dist.ProcessGroup, call: Callable[[], Any]) -> Any:
+    """The result of `call`, made on the group's world after all earlier operations of the group."""
     if not isinstance(group, Group):
         return call()
     made: list[Any] = []
-    group.order.now(lambda: made.append(call()))
+    group.queue.run(lambda: made.append(call()))
     return made[0]

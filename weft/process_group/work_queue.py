@@ -1,0 +1,357 @@
+"""Asynchronous operations of a process group: `Work` objects, and the queue that runs a group's
+collectives in the order in which they were issued.
+
+A synchronous collective runs on its caller's thread, after all that were issued before it. An
+asynchronous one runs on the thread that waits for it, or, if none does soon, on the group's
+progress thread. A group runs one collective at a time, whichever threads issue them: those of
+autograd, for instance.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import weft._native as _native
+from weft.errors import PeerTimeout, WeftError
+from weft.world import World
+from weft.world.rendezvous import time_left
+
+_NO_LIMIT = timedelta(0)  # the value of no limit in torch's native code
+
+
+class Work(dist.Work):
+    """An asynchronous operation and the `tensors` that it fills; `progress` carries it out, and
+    runs the callbacks of its futures.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], progress: Progress | None = None) -> None:
+        super().__init__()
+        self.tensors, self.progress = tensors, progress
+        self.done, self.source = False, -1
+        self.error: BaseException | None = None
+        self.callbacks: list[Callable[[], object]] = []
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Mark the work as done, or as failed with `error`."""
+        self.error = error
+        self.done = True
+        with _callbacks_lock:
+            callbacks, self.callbacks = self.callbacks, []
+        for call in callbacks:
+            call()
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """True once the work is done. Raises its error, and `PeerTimeout` after `timeout`, which
+        leaves the work outstanding.
+        """
+        if not self.done:
+            seconds = timeout.total_seconds()
+            self._advance(seconds if seconds > 0 else None)
+            if not self.done:
+                raise PeerTimeout(f"the operation is not done after {seconds:g} s")
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def synchronize(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the work is done or failed."""
+        return self.done
+
+    def is_success(self) -> bool:
+        """Whether the work is done without an error."""
+        return self.done and self.error is None
+
+    def exception(self) -> BaseException | None:
+        """The error of a failed work."""
+        return self.error
+
+    def result(self) -> list[Tensor]:
+        """The tensors that the work fills."""
+        return list(self.tensors)
+
+    def source_rank(self) -> int:
+        """The rank that a message was received from."""
+        return self.source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future of the tensors; the error of a failed work becomes one with the same text."""
+        done: torch.futures.Future[Any] = torch.futures.Future()
+        made = done.then(self._value)  # a Python callback, so that native code sees the exception
+        progress, depth = self.progress, getattr(_thread, "callback_depth", 0)
+        if progress is None or not self.add_callback(lambda: progress.complete(done, depth)):
+            done.set_result(None)
+        return made
+
+    def add_callback(self, call: Callable[[], object]) -> bool:
+        """Run `call` once the work is done, which is to be soon; False if it is done already."""
+        assert self.progress is not None
+        self.progress.check()
+        with _callbacks_lock:
+            if self.done:
+                return False
+            self.callbacks.append(call)
+        self.progress.backlog.hurry()  # no thread is about to wait for it
+        return True
+
+    def _advance(self, seconds: float | None) -> None:
+        """Carry the work out, or wait until it is done, for at most `seconds`."""
+        if self.progress is not None:
+            self.progress.advance(self, seconds)
+
+    def _value(self, _: object) -> list[Tensor]:
+        if self.error is not None:
+            raise self.error
+        return list(self.tensors)
+
+
+_callbacks_lock = threading.RLock()  # a signal handler may interrupt its owner
+_thread = threading.local()  # `callback_depth`: 0, or one more than that of the callback thread
+
+
+class CombinedWork(Work):
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__([tensor for work in works for tensor in work.result()])
+        self.works = works
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        futures = torch.futures.collect_all([work.get_future() for work in self.works])
+        return futures.then(
+            lambda all_of_them: [tensor for one in all_of_them.value() for tensor in one.value()]
+        )
+
+    def _advance(self, seconds: float | None) -> None:
+        deadline = None if seconds is None else time.monotonic() + seconds
+        for each in self.works:
+            each.wait(_NO_LIMIT if deadline is None else time_left(deadline))
+        self.end()
+
+
+class GlooWork(Work):
+    """A work of gloo's; `cause` turns its error into the one to raise."""
+
+    def __init__(
+        self,
+        work: dist.Work,
+        tensors: Sequence[Tensor],
+        cause: Callable[[RuntimeError], BaseException],
+    ) -> None:
+        super().__init__(tensors)
+        self.work, self.cause = work, cause
+
+    def is_completed(self) -> bool:
+        return self.done or self.work.is_completed()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        self.wait()  # messages of gloo's have no futures
+        return super().get_future()
+
+    def _advance(self, seconds: float | None) -> None:
+        try:
+            self.work.wait(_NO_LIMIT if seconds is None else timedelta(seconds=seconds))
+        except RuntimeError as error:
+            self.end(self.cause(error))
+        else:
+            with contextlib.suppress(RuntimeError):  # only a receive has a source
+                self.source = self.work._source_rank()
+            self.end()
+
+
+class Progress(ABC):
+    """Progress of works: on the threads that wait for them, and on a progress thread for works that
+    no thread waits for soon.
+
+    Callbacks of futures run on callback threads, in the order in which works end, which is the same
+    on every rank. A callback may issue works and wait for their futures: nested callbacks run on
+    the next callback thread, since on this one they would deadlock.
+    """
+
+    def __init__(self, name: str, world: World) -> None:
+        self.world, self.backlog = world, _native.Backlog()
+        self.callback_threads: list[ThreadPoolExecutor] = []
+        self.callback_threads_lock = threading.RLock()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @abstractmethod
+    def advance(self, work: Work, seconds: float | None) -> None:
+        """Carry `work` out, unless another thread does; for at most `seconds`."""
+
+    @abstractmethod
+    def run_pending(self) -> None:
+        """Carry out works that no thread waits for."""
+
+    @abstractmethod
+    def current_call(self) -> str:
+        """The name of the call that this very thread is carrying out, or ""; not empty in a signal
+        handler that interrupts it.
+        """
+
+    def check(self) -> None:
+        """Raise `WeftError` in a forked child, and in a signal handler that interrupts a call."""
+        self.world.check_process()
+        if call := self.current_call():
+            raise WeftError(
+                f"called from a signal handler while rank {self.world.rank} was in {call}, which "
+                "has to end first: a handler may raise an exception, call "
+                "destroy_process_group(), or note the signal for later"
+            )
+
+    def start(self) -> None:
+        """Start the progress thread; called last in making a group, as `close` must end it."""
+        self.thread.start()
+        _running.add(self)
+
+    def complete(self, future: torch.futures.Future[Any], depth: int) -> None:
+        """Complete a future on callback thread `depth`."""
+        with self.callback_threads_lock:
+            while len(self.callback_threads) <= depth:
+                following = len(self.callback_threads) + 1
+                self.callback_threads.append(
+                    ThreadPoolExecutor(
+                        1, "weft futures", setattr, (_thread, "callback_depth", following)
+                    )
+                )
+        try:
+            self.callback_threads[depth].submit(future.set_result, None)
+        except RuntimeError:  # the interpreter is ending, and starts no threads
+            future.set_result(None)
+
+    def close(self) -> None:
+        """End the threads, after the callbacks of finished works."""
+        self.backlog.close()
+        # in a signal handler the thread may wait for the interrupted call; it ends after that
+        if self.thread.ident is not None and not self.current_call():
+            self.thread.join()
+        for thread in self.callback_threads:
+            thread.shutdown(wait=False)
+
+    def _run(self) -> None:
+        _native.set_team_size(1)  # it runs concurrently with the computation of its callers
+        while self.backlog.due():
+            self.run_pending()
+        _running.discard(self)
+
+
+_ERRORS_OF_CALLS = (RuntimeError, ValueError, TypeError)  # weft's own errors are RuntimeErrors
+
+_running: set[Progress] = set()  # instances with a progress thread
+os.register_at_fork(after_in_child=_running.clear)
+
+
+@atexit.register
+def _close_all() -> None:
+    """End all threads before the interpreter: a return from native code to an ended interpreter
+    aborts the process.
+    """
+    for progress in list(_running):
+        progress.close()
+
+
+class WorkQueue(Progress):
+    """A queue that runs a group's collectives one at a time, in the order of issue."""
+
+    def __init__(self, name: str, world: World) -> None:
+        super().__init__(name, world)
+        self.lock = threading.RLock()  # held by the thread that runs a collective
+        self.is_mine: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
+        self.running: Callable[..., object] | None = None
+        self.issued: deque[tuple[Work, Callable[..., object], tuple[Any, ...]]] = deque()
+        self.closed = False
+
+    def run(self, call: Callable[..., object], *args: Any) -> None:
+        """Run ``call(*args)`` after all issued works, and return when it is done."""
+        if self.running is None and not self.issued and self.lock.acquire(blocking=False):
+            try:
+                self.running = call
+                call(*args)
+            finally:
+                self.running = None
+                self.lock.release()
+        else:
+            self.check()
+            self.issue((), call, *args).wait()
+
+    def issue(self, tensors: Sequence[Tensor], call: Callable[..., object], *args: Any) -> Work:
+        """Append ``call(*args)``, which fills `tensors`, to the queue and return at once."""
+        self.world.check_process()
+        if self.closed:
+            self.world.check()
+        work = Work(tensors, self)
+        self.issued.append((work, call, args))
+        self.backlog.issue()
+        return work
+
+    def advance(self, work: Work, seconds: float | None) -> None:
+        """Run the queue up to `work`, unless another thread does; with a limit only wait, as a
+        collective cannot be cut short.
+        """
+        self.check()
+        if seconds is None:
+            with self.lock:
+                while not work.done:
+                    self._run_next()
+            return
+        ended = threading.Event()
+        if work.add_callback(ended.set):
+            ended.wait(seconds)
+
+    def run_pending(self) -> None:
+        while self.issued:
+            with self.lock:
+                if self.issued:
+                    self._run_next()
+
+    def current_call(self) -> str:
+        return getattr(self.running, "__name__", "a collective") if self.is_mine() else ""
+
+    def close(self) -> None:
+        """Run all issued works, and end the threads."""
+        self.closed = True
+        with self.lock:
+            while self.issued:
+                self._run_next()
+        super().close()
+
+    def _run_next(self) -> None:
+        """Run the work that was issued first.
+
+        An error of its call becomes the work's. Any other exception was raised by a signal handler:
+        it ends the work, is raised here, and closes the world, as peers may have run the work.
+        """
+        work, self.running, args = self.issued.popleft()
+        self.backlog.begin()
+        try:
+            self.running(*args)
+        except BaseException as error:
+            work.end(error)
+            if not isinstance(error, _ERRORS_OF_CALLS):
+                self.world.fail(error)
+                raise
+        else:
+            work.end()
+        finally:
+            self.running = None
