@@ -157,7 +157,7 @@ class CallCache {
                [&](nb::handle weight) {
                  const bool packed = weight.type().is(packed_);
                  layouts_.push_back(packed);
-                 return view_.note(packed ? nb::object(weight.attr("plain")) : nb::borrow(weight),
+                 return view_.note(packed ? attribute(weight, plain_) : nb::borrow(weight),
                                    layouts_) &&
                         separate();
                }) &&
@@ -207,11 +207,12 @@ class CallCache {
       return false;
     return all(operands.weights,
                [&](nb::handle weight) {
-                 return weight.type().is(packed_) ? !recorded(weight.attr("source")) : fine(weight);
+                 return weight.type().is(packed_) ? !recorded(attribute(weight, source_))
+                                                  : fine(weight);
                }) &&
            all(operands.biases, [&](nb::handle bias) { return bias.is_none() || fine(bias); }) &&
            all(operands.weights, [&](nb::handle weight) {
-             if (weight.type().is(packed_)) weight.attr("check_unchanged")();
+             if (weight.type().is(packed_)) attribute(weight, check_unchanged_)();
              return true;
            });
   }
@@ -273,8 +274,15 @@ class CallCache {
     return 0;
   }
 
+  static nb::object attribute(nb::handle object, nb::handle name) {
+    nb::object found = nb::steal(PyObject_GetAttr(object.ptr(), name.ptr()));
+    if (!found.is_valid()) throw nb::python_error();
+    return found;
+  }
+
   Executor& executor_;
   nb::object packed_;
+  nb::str plain_{"plain"}, source_{"source"}, check_unchanged_{"check_unchanged"};
   std::unordered_map<uint64_t, std::shared_ptr<CachedCall>> calls_;
   View view_;
   std::vector<int64_t> layouts_;  // of the latest call; kept for its memory

@@ -59,7 +59,7 @@ class Computes:
             for at, (run, sources, out, name) in program.computes.items()
         }
 
-    def __call__(self, at: int, tensors: Any, weights: Any, biases: Any) -> None:
+    def run(self, at: int, tensors: Any, weights: Any, biases: Any) -> None:
         """Run the computation of an instruction."""
         run, sources, weight, out = self.operands[at]
         operands = [source(tensors) for source in sources]

@@ -121,7 +121,7 @@ class HostProgram(Program):
             self.engine.drain()
         binding, computes = self._own_binding(tensors, rows)
         biases = {name: bias.get(name) if bias else None for name in weights}
-        self.execute(binding, timeout, lambda at: computes(at, tensors, weights, biases))
+        self.execute(binding, timeout, lambda at: computes.run(at, tensors, weights, biases))
 
     def bind(self, tensors: Tensors, rows: Sequence[int], words: str = "") -> _native.Binding:
         """The blocks' sizes and places for these tensors; makes the workspace larger where it is

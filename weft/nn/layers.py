@@ -123,15 +123,15 @@ class ShardedLinear(nn.Linear):
         """The local part of x and its placement, redistributed by torch if this layer does not take
         x with the one it has.
         """
-        plain = not (isinstance(x, DTensor) or torch.compiler.is_compiling())
+        plain = not (torch.compiler.is_compiling() or isinstance(x, DTensor))
         if plain:
             weight = self._parameters["weight"]
             assert weight is not None
-            usual = (
-                arguments.symmetric_world(x) == 0 and x.dtype is weight.dtype
-            )  # what comes most, and needs no other check
-            if usual and (taken := self._taken.get(x.dim())) is not None:
-                return x, taken
+            # the operator checks the rest
+            if type(x) is Tensor and x.is_cpu and x.dtype is weight.dtype:
+                taken = self._taken.get(x.dim())
+                if taken is not None:
+                    return x, taken
             dtypes = DTYPES if torch.is_autocast_enabled("cpu") else (weight.dtype,)
             arguments.check_input(x, "input", self.world, dtypes)
         if not (dims := x.dim()):
@@ -318,9 +318,10 @@ class RowParallelLinear(ShardedLinear):
     def forward(self, x: Tensor) -> Tensor:
         x, _ = self._enter(x)
         x, weight, bias = self._operands(x)
-        target = normal(self.layout.output, x.dim())
-        if not isinstance(target, Shard):
-            return self._leave(matmul_all_reduce(x, weight, bias=bias, world=self.world), target)
+        output = self.layout.output
+        if not isinstance(output, Shard):
+            return self._leave(matmul_all_reduce(x, weight, bias=bias, world=self.world), output)
+        target = Shard(output.dim % x.dim())
         size = (*x.shape[:-1], self.out_features)[target.dim]
         sizes = chunk_sizes(size, self.world.ranks) if size % self.world.ranks else None
         y = matmul_reduce_scatter(

@@ -124,7 +124,7 @@ def _keep(call: Call, program: HostProgram, key: Key) -> None:
         reshaped=frozenset(name for name, operand in operands if operand.dim() != 2),
         biased=added,
     )
-    own.calls.add(*key, program, binding, dict(call.tensors), call.results, computes)
+    own.calls.add(*key, program, binding, dict(call.tensors), call.results, computes.run)
 
 
 def _same(ours: Sequence[object], given: Sequence[object]) -> bool:
