@@ -11,14 +11,15 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import weft._native as _native
 from weft.checks import name as dtype_name
-from weft.engines.computes import Computes
+from weft.engines.computes import Computation, Computes, Operand, rows_of
 from weft.engines.engine import LANES, Dtypes, Engine, Program, Tensors, Timed, Weights, kinds
 from weft.errors import PlanError, WeftError
 from weft.plan import (
@@ -33,7 +34,6 @@ from weft.plan import (
     accesses,
     reads,
 )
-from weft.plan.kernel import Run
 from weft.world import memory
 
 Place = tuple[int, int, int]
@@ -86,8 +86,7 @@ class HostProgram(Program):
         # `_own_binding`, and the workspace that it is of
         self.own: tuple[_native.Binding, Computes] | None = None
         self.segment: memory.Segment | None = None
-        self.computes: dict[int, tuple[Run, tuple[Region, ...], Region, str | None]] = {}
-        """By index in the compute lane: the function, its sources, its result and its weight."""
+        self.computations: dict[int, Computation] = {}  # by index in the compute lane
         self.computing = any(isinstance(i, Compute) for lane in self.lanes for i in lane)
         self.read = {
             region for lane in self.lanes for instruction in lane for region in reads(instruction)
@@ -150,13 +149,8 @@ class HostProgram(Program):
             or not self.own[0].again(rows, given)
         ):
             binding = self.bind(given, rows)
-            computes = Computes(
-                self,
-                binding,
-                given,
-                {name: name for name in given},
-                {name: name for name in self.weights},
-            )
+            names = {name: name for name in (*given, *self.weights)}
+            computes = self.computes_of(binding, given, names, names)
             self.own, self.segment = (binding, computes), self.engine.segment
         return self.own
 
@@ -298,13 +292,32 @@ class HostProgram(Program):
         """A region as the native core names it."""
         return self.slots[region.rank, region.buffer], region.start, region.stop
 
-    def rows_in(self, binding: _native.Binding, region: Region) -> slice:
-        """The rows of a region in its buffer."""
-        start, rows, *_ = binding.matrix(self.place(region))
-        return slice(start, start + rows)
+    def computes_of(
+        self,
+        binding: _native.Binding,
+        tensors: Tensors,
+        keys: Mapping[str, Any],
+        weights: Mapping[str, Any],
+        reshaped: frozenset[str] = frozenset(),
+        biased: bool = True,
+    ) -> Computes:
+        """The computations with a binding of `tensors`, for calls that give the tensor of a buffer
+        by its key; one of a buffer among `reshaped` may have another shape there.
+        """
+
+        def operand(region: Region) -> Operand:
+            name, own = region.buffer, region.rank == self.world.rank
+            if not (own and self.plan.buffers[name].given):
+                matrix = self._matrix(binding, region, tensors)
+                return lambda _: matrix
+            start, rows, *_ = binding.matrix(self.place(region))
+            part = slice(start, start + rows)
+            return rows_of(keys[name], part, tensors[name], name in reshaped)
+
+        return Computes(self.computations, sum(binding.rows), operand, weights, biased)
 
     @torch.inference_mode(False)  # later calls may be outside of it
-    def matrix(self, binding: _native.Binding, region: Region, tensors: Tensors) -> Tensor:
+    def _matrix(self, binding: _native.Binding, region: Region, tensors: Tensors) -> Tensor:
         """The matrix of a region in the workspace, or in a peer's part of a symmetric tensor."""
         _, rows, columns, _, stride, address = binding.matrix(self.place(region))
         dtype, _ = self.kinds[region.buffer]
@@ -364,4 +377,4 @@ class HostProgram(Program):
                         f"plan has {instruction} there"
                     )
                 native.multiply(lane, self.place(self.plan.sizing_region(instruction)))
-                self.computes[at] = kernel.host(), srcs, dst, weight
+                self.computations[at] = kernel.host(), srcs, dst, weight

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from weft.engines import engine
-from weft.engines.computes import Computes
 from weft.engines.engine import Program
 from weft.engines.host import HostProgram
 from weft.kernels.weights import Weight
@@ -115,8 +114,7 @@ def _keep(call: Call, program: HostProgram, key: Key) -> None:
         return
     binding = program.bind(call.tensors, call.workload.rows)
     operands = zip(call.tensors, (a, *call.results), strict=True)
-    computes = Computes(
-        program,
+    computes = program.computes_of(
         binding,
         call.tensors,
         {name: number for number, name in enumerate(call.tensors)},
