@@ -89,11 +89,11 @@ def program(
 def measure(
     dim: int, layers: int, heads: int, batch: int, length: int, runs: int
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """What each rank does: milliseconds of each way, and the operators of weft in the last one's
+    """Run on each rank: milliseconds of each variant, and the operators of weft in the last one's
     graph.
     """
     dist.init_process_group("gloo")
-    ways = {}
+    variants = {}
     for name, backend in (
         ("gloo", "gloo"),
         ("gloo, compiled", "gloo"),
@@ -101,14 +101,14 @@ def measure(
         ("weft, overlapped", "weft"),
     ):
         call = program(dist.new_group(backend=backend), name, dim, layers, heads)
-        ways[name] = call if name == "gloo" else torch.compile(call, fullgraph=True)
+        variants[name] = call if name == "gloo" else torch.compile(call, fullgraph=True)
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(batch, length // dist.get_world_size(), dim, generator=generator)
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in variants}
     with torch.no_grad():
         for run in range(runs + 1):
             results = {}
-            for name, call in ways.items():
+            for name, call in variants.items():
                 weft.enable_async_tp(
                     enable=name == "weft, overlapped"
                 )  # of importance when it is compiled, in the first run

@@ -2,8 +2,8 @@
 examples/custom_schedule.py [timeline.png]``.
 
 It is all-gather + matmul by recursive doubling: in steps 1, 2, 4, … ranks that differ in that bit
-exchange all the rows they hold, so 4 ranks need 2 steps instead of 3. What one step brought is
-multiplied while the next is under way.
+exchange all the rows they hold, so 4 ranks need 2 steps instead of 3. The rows of one step are
+multiplied during the next.
 """
 
 import sys
@@ -64,7 +64,7 @@ def doubling(ranks: int, rows: int) -> Plan:
 
 
 def run(plan: Plan, rows: int) -> Trace | None:
-    """What each rank does: execute the plan, the second time on record, and compare with gloo's
+    """Run on each rank: execute the plan, the second time on record, and compare with gloo's
     gather and torch.mm.
     """
     with weft.init() as world:

@@ -1,5 +1,5 @@
-"""A causal language model of Hugging Face from a local folder, in four ways: the same tokens, and
-how long they take.
+"""A causal language model of Hugging Face from a local folder, in four variants: the same tokens,
+and the time they take.
 
     pip install transformers accelerate
     python examples/huggingface.py --ranks 2
@@ -7,7 +7,7 @@ how long they take.
 One process with all cores; transformers' own tensor parallelism (``tp_plan="auto"``) on gloo; the
 same on weft, which changes one word; and weft's layer styles, which overlap communication with the
 products. The model is a small random Llama that this makes; in bfloat16 the two likeliest tokens of
-such a model may be so close that another order of sums decides.
+it may be so close that another order of sums decides.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ SUMMED = ("self_attn.o_proj", "mlp.down_proj")
 
 
 class Task(NamedTuple):
-    """What is asked of the model: read a prompt of so many tokens, then say so many, and that
-    several times.
-    """
+    """A task for the model: read a prompt, then generate tokens, several times."""
 
     prompt: int
     generated: int
@@ -53,7 +51,7 @@ class Task(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The tokens that came, and the median milliseconds of the prompt and of each token after it."""
+    """Generated tokens, and the median milliseconds of the prompt and of each token after it."""
 
     tokens: list[int]
     prefill: float
@@ -88,7 +86,7 @@ def by_styles(folder: str) -> nn.Module:
 
 
 disable_progress_bar()
-WAYS: dict[str, tuple[str, Callable[[str], nn.Module]]] = {
+VARIANTS: dict[str, tuple[str, Callable[[str], nn.Module]]] = {
     'tp_plan="auto" on gloo': ("gloo", by_plan),
     'tp_plan="auto" on weft': ("weft", by_plan),
     "weft.nn styles": ("weft", by_styles),
@@ -102,23 +100,23 @@ def ask(model: nn.Module, task: Task) -> Found:
     prompt = torch.randint(
         model.config.vocab_size, (1, task.prompt), generator=torch.Generator().manual_seed(1)
     )
-    prefill, decode, said = [], [], []
+    prefill, decode, produced = [], [], []
     for _ in range(task.runs + 1):
-        said, given, cache = [], prompt, None
+        produced, given, cache = [], prompt, None
         for number in range(task.generated + 1):
             begun = time.perf_counter()
             out = model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1)
             given, cache = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
             (decode if number else prefill).append(1e3 * (time.perf_counter() - begun))
-            said.append(int(given))
+            produced.append(int(given))
     return Found(
-        said, median(prefill[1:]), median(decode[task.generated :])
+        produced, median(prefill[1:]), median(decode[task.generated :])
     )  # the first run prepares
 
 
-def on_ranks(way: str, folder: str, task: Task) -> Found:
-    """What each rank does."""
-    backend, load = WAYS[way]
+def on_ranks(variant: str, folder: str, task: Task) -> Found:
+    """Run on each rank."""
+    backend, load = VARIANTS[variant]
     dist.init_process_group(backend)
     found = ask(load(folder), task)
     dist.destroy_process_group()
@@ -141,7 +139,7 @@ def main(
     ] = 8,
     vocabulary: int = 8192,
     prompt: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 256,
-    generated: Annotated[int, typer.Option(help="Tokens said after it.")] = 16,
+    generated: Annotated[int, typer.Option(help="Tokens generated after it.")] = 16,
     runs: int = 5,
 ) -> None:
     """Run a causal language model alone and in parallel, on gloo and on weft, and compare tokens
@@ -162,16 +160,18 @@ def main(
         found = {
             f"one process, {cores} threads": weft.launch(alone, 1, folder, task, threads=cores)[0]
         }
-        found |= {way: weft.launch(on_ranks, ranks, way, folder, task)[0] for way in WAYS}
+        found |= {
+            variant: weft.launch(on_ranks, ranks, variant, folder, task)[0] for variant in VARIANTS
+        }
     first, *_ = found.values()
     table = Table(
         title=f"Llama, {layers} layers of width {hidden}, {dtype}; {ranks} ranks; medians of {runs} runs"
     )
     for column in ("", f"prefill of {prompt}, ms", "decode, ms a token", "the same tokens"):
         table.add_column(column, justify="right" if column else "left", no_wrap=not column)
-    for way, (tokens, prefill, decode) in found.items():
-        alike = sum(one == other for one, other in zip(tokens, first.tokens, strict=True))
-        table.add_row(way, f"{prefill:.1f}", f"{decode:.1f}", f"{alike} of {len(tokens)}")
+    for variant, (tokens, prefill, decode) in found.items():
+        equal = sum(one == other for one, other in zip(tokens, first.tokens, strict=True))
+        table.add_row(variant, f"{prefill:.1f}", f"{decode:.1f}", f"{equal} of {len(tokens)}")
     Console().print(table)
 
 

@@ -150,14 +150,13 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 def parallel_model(
     sizes: Sizes, mesh: DeviceMesh, styles: ModuleType, sequence_parallel: bool
 ) -> Transformer:
-    """The model, alike on every call and sharded over `mesh` by the styles of `styles`: torch's or
+    """The model, equal on every call and sharded over `mesh` by the styles of `styles`: torch's or
     weft's.
     """
     torch.manual_seed(0)
     model = Transformer(sizes).to(getattr(torch, sizes.dtype))
-    rows = (
-        Shard(1) if sequence_parallel else Replicate()
-    )  # how activations lie between the layers that compute with all heads
+    # the placement of activations between the layers that compute with all heads
+    rows = Shard(1) if sequence_parallel else Replicate()
     plan = {"head": styles.ColwiseParallel(input_layouts=rows, output_layouts=Replicate())}
     inputs = {"attention": ("wq", "wk", "wv"), "feed_forward": ("w1", "w3")}
     for i, (part, names) in itertools.product(range(sizes.layers), inputs.items()):
@@ -203,9 +202,8 @@ class Run:
             block.attention.cache = tuple(
                 torch.zeros(shape, dtype=getattr(torch, sizes.dtype)) for _ in range(2)
             )
-        self.tokens = torch.randint(
-            sizes.vocab, (sizes.batch, sizes.prompt + sizes.generated)
-        )  # alike on all ranks: seeded above
+        # equal on all ranks, by the seed above
+        self.tokens = torch.randint(sizes.vocab, (sizes.batch, sizes.prompt + sizes.generated))
 
     @torch.inference_mode()
     def prefill(self) -> Tensor:
@@ -258,7 +256,7 @@ def compare(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float
 
 
 def measure(sizes: Sizes, iterations: int, show_progress: bool) -> dict[str, Any]:
-    """What each rank does: verify, then time; returns milliseconds by task and by kind of styles,
+    """Run on each rank: verify, then time; returns milliseconds by task and by kind of styles,
     and the largest differences.
     """
     with weft.init() as world:

@@ -1,5 +1,4 @@
-"""A small transformer trained in four ways of torch's own, on gloo and on weft, side by side in one
-run.
+"""A small transformer trained in four variants of torch's own, on gloo and on weft, in one run.
 
     python examples/torch_distributed.py --ranks 2
 
@@ -136,7 +135,7 @@ def pipeline(model: nn.Sequential, group: dist.ProcessGroup) -> Step:
     return step
 
 
-WAYS: dict[str, Callable[[nn.Sequential, dist.ProcessGroup], Step]] = {
+VARIANTS: dict[str, Callable[[nn.Sequential, dist.ProcessGroup], Step]] = {
     "DDP": data_parallel,
     "FSDP2": fully_sharded,
     "tensor parallel": tensor_parallel,
@@ -147,13 +146,13 @@ WAYS: dict[str, Callable[[nn.Sequential, dist.ProcessGroup], Step]] = {
 def measure(
     dim: int, layers: int, heads: int, batch: int, length: int, steps: int
 ) -> dict[str, dict[str, float]]:
-    """What each rank does: train in every way on both backends; milliseconds of a step by way and
-    backend.
+    """Run on each rank: train every variant on both backends; milliseconds of a step by variant
+    and backend.
     """
     dist.init_process_group("gloo")
     groups = {backend: dist.new_group(backend=backend) for backend in BACKENDS}
     found = {}
-    for way, made in WAYS.items():
+    for variant, made in VARIANTS.items():
         training = {
             backend: made(transformer(dim, layers, heads), group)
             for backend, group in groups.items()
@@ -173,9 +172,9 @@ def measure(
             gloo, ours = losses["gloo"], losses["weft"]
             if not abs(gloo - ours) <= TOLERANCE * abs(gloo):
                 raise AssertionError(
-                    f"{way}, step {number}: the loss is {gloo} on gloo and {ours} on weft"
+                    f"{variant}, step {number}: the loss is {gloo} on gloo and {ours} on weft"
                 )
-        found[way] = {
+        found[variant] = {
             backend: median(taken[1:]) for backend, taken in times.items()
         }  # the first prepares
     dist.destroy_process_group()
@@ -193,7 +192,7 @@ def main(
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 32,
     steps: int = 11,
 ) -> None:
-    """Train a small transformer in four ways on gloo and on weft, and compare losses and times."""
+    """Train a small transformer in four variants on gloo and weft, comparing losses and times."""
     if dim % heads or heads % ranks or batch % (2 * ranks) or layers + 2 < ranks:
         raise typer.BadParameter(
             "heads divide dim, ranks divide heads, twice the ranks divide batch; a stage needs a "
@@ -205,9 +204,9 @@ def main(
     )
     for column in ("", "gloo ms", "weft ms", "ratio"):
         table.add_column(column, justify="right" if column else "left")
-    for way, times in found.items():
+    for variant, times in found.items():
         table.add_row(
-            way,
+            variant,
             *(f"{times[backend]:.1f}" for backend in BACKENDS),
             f"{times['gloo'] / times['weft']:.2f}x",
         )

@@ -87,8 +87,8 @@ using Span = std::pair<int64_t, int64_t>;  // when it began, and when it was ove
 
 class Binding;
 
-// Which eager buffers an execution has: those that lie so many bytes behind the first ones; each
-// rank the other's where all bits are set.
+// The eager buffer of an execution: `behind` is its offset from the first one; `crossed` is all
+// ones if two ranks use each other's, else 0.
 struct Turn {
   size_t behind = 0, crossed = 0;
 };

@@ -14,7 +14,7 @@ namespace weft {
 
 namespace {
 
-// fewer bytes are with a peer sooner than memory would have them
+// smaller copies are faster through the cache
 constexpr size_t kLeast = size_t{8} << 10;
 // shorter runs have much of their bytes in lines that they do not fill
 constexpr size_t kLeastRun = 1024;

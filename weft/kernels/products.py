@@ -39,9 +39,7 @@ _WORTH = 1.05  # torch.mm is replaced only by a way this many times as fast; les
 _BLOCK = 256
 # the same where each product packs the weight anew, which takes as long as some hundred rows
 _REPACKED_BLOCK = 1024
-_SMALL = (
-    1 << 18
-)  # multiplications of float32 that take no longer than asking another than `torch.mm` for them
+_SMALL = 1 << 18  # below this many multiply-adds torch.mm's call overhead dominates: use it
 _MAKING = {4: 1 << 26, 2: 1 << 28}
 """By the bytes of a number: multiplications that take about as long as making a kernel of oneDNN's,
 which has one for each number of rows, 0.3 to 1 ms.

@@ -60,18 +60,9 @@ ANY = (*NUMBERS, torch.bool)
 
 REDUCTIONS = ("sum", "avg", "max", "min")
 
-SENT_BYTES = (
-    64 << 10
-)  # least bytes of a piece that is put to peers: with fewer, its message takes longer than they do
-REACHED_BYTES = (
-    2 << 10
-    # up to so much is handed out although few ranks could reach it: copying more costs more than a
-    # signal
-)
-EXCHANGED_BYTES = (
-    16 << 10
-    # least bytes of a piece that two ranks exchange: with fewer, its signals take longer than it does
-)
+SENT_BYTES = 64 << 10  # smallest piece put to peers: a smaller one takes less than its message
+REACHED_BYTES = 2 << 10  # largest message sent eagerly when peers could also read it in place
+EXCHANGED_BYTES = 16 << 10  # smallest piece of two ranks: a smaller one takes less than its signals
 STEPS = 64  # in which it does so at most: a plan is a list of all of them
 
 

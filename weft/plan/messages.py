@@ -16,8 +16,8 @@ each has an **inlet**: lane ``"comm<3"`` lets in what ``comm`` of rank 3 has for
 begins with waits for the inlets of those it tells, which are not sent. Only plans with the lanes of
 all ranks have inlets: others are not carried out.
 
-So rows wait where they arrive until a rank makes the call, and it need not say that it has come to
-those who put rows there and hear from it later: that notify goes, and the wait for it.
+So rows wait where they arrive until a rank makes the call. A rank's ready signal to remote senders
+is then redundant if it notifies them later: lowering drops the notify and its wait.
 """
 
 from __future__ import annotations

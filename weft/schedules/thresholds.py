@@ -25,13 +25,12 @@ matter of what else runs, so nothing is measured.
 
 @dataclass(frozen=True)
 class Thresholds:
-    """What thresholds follow from, by default that of a core with 32 KiB and 1 MiB of cache, and in
-    its properties what does.
+    """L1 and L2 sizes and signal latency of a core; the properties are the thresholds derived from
+    them.
 
     `first_level` and `second_level` are the bytes of data caches that a core has for itself. `hop`
-    is how many notifies it could make, to different peers, in the time until one of them is seen: a
-    cache line has to be fetched by who raises the counter, which others can overlap, and then by
-    who waits.
+    is the signal latency in notifies: the number that a core could make, to different peers, until
+    one of them is seen.
     """
 
     first_level: int = 32 << 10
@@ -40,8 +39,8 @@ class Thresholds:
 
     @property
     def eager_bytes(self) -> int:
-        """Up to so many bytes of each rank are handed out at once, since to copy them costs less
-        than to wait: half of the first level, which then holds what is copied and the copy.
+        """The largest message sent eagerly: half of the first level, which then holds the data and
+        its copy.
         """
         return _within(4 << 10, self.first_level // 2, EAGER_ROOM)
 
