@@ -276,7 +276,10 @@ class Program(ABC):
         self.shared = plan.shared_buffers(self.world.hosts)
         self.weights = tuple(
             dict.fromkeys(
-                i.weight for _, i in plan.instructions() if isinstance(i, Compute) and i.weight
+                i.weight
+                for lane in lanes.values()
+                for i in lane
+                if isinstance(i, Compute) and i.weight
             )
         )
         """The names of its weights, in the order of the computations."""

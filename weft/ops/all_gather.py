@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.ops import arguments, collective, dims
+from weft.ops import arguments, collective, dims, granularity
 from weft.ops.collective import CollectiveCall, Handle, as_matrix, planned, same_place
 from weft.schedules import all_gather as schedule
 from weft.schedules.workload import pieces
@@ -98,9 +98,9 @@ def _check(
     size = most * matrix.shape[1] * matrix.itemsize
     if algorithm in ("auto", "pull") and chunk_rows is None:
         reached = symmetric or symmetric_out
-        if collective.moved_at_once(world, size, reached):
+        if granularity.moved_eagerly(world, size, reached):
             return CollectiveCall(schedule.eager(world.levels), rows, tensors, result, copied)
-        if not reached and collective.read_in_place(world, size):
+        if not reached and granularity.read_in_place(world, size):
             algorithm, symmetric, chunk_rows = (
                 "pull",
                 True,
@@ -112,13 +112,13 @@ def _check(
     if chunk_rows is not None:
         chunk = lead * chunk_rows
     elif algorithm == "pull" and not symmetric and world.ranks == 2:
-        chunk = collective.exchanged_rows(matrix, most, world)
+        chunk = granularity.exchanged_rows(matrix, most, world)
     elif algorithm == "pull" and not symmetric:
-        chunk = collective.slot_rows(matrix, most, 1, world)
+        chunk = granularity.slot_rows(matrix, most, 1, world)
     elif algorithm == "push" and symmetric_out and hosts is None:
         chunk = max(1, most)
     else:
-        chunk = collective.sent_rows(matrix, most)
+        chunk = granularity.sent_rows(matrix, most)
     places = {"symmetric_a": symmetric, "symmetric_gathered": symmetric_out, "hosts": hosts}
     plan = planned(schedule.all_gather, world.ranks, pieces(most, chunk), algorithm, **places)
     return CollectiveCall(plan, rows, tensors, result, copied)

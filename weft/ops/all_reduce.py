@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from weft.ops import arguments, collective
+from weft.ops import arguments, collective, granularity
 from weft.ops.collective import CollectiveCall, Handle, planned, same_place
 from weft.plan.binding import split
 from weft.schedules import all_reduce as schedule
@@ -64,7 +64,7 @@ def _check(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: str)
     )
     tensors = {"a": flat, "out": result.view(-1, 1)}
     symmetric, symmetric_out = world.is_symmetric(flat), world.is_symmetric(result)
-    if algorithm in ("auto", "one_shot") and collective.reduced_at_once(
+    if algorithm in ("auto", "one_shot") and granularity.reduced_eagerly(
         world, size, symmetric or symmetric_out
     ):
         return CollectiveCall(schedule.eager(world.levels, op), rows, tensors, result)
@@ -72,14 +72,14 @@ def _check(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: str)
         algorithm = "one_shot" if size <= world.thresholds.eager_bytes else "two_shot"
     if hosts is not None and not (algorithm == "ring" and apart(hosts)):
         cut, by = (
-            pieces(rows[0], collective.sent_rows(flat, rows[0])),
+            pieces(rows[0], granularity.sent_rows(flat, rows[0])),
             "ring" if algorithm == "ring" else "two_shot",
         )
         return CollectiveCall(planned(schedule.put, cut, hosts, by, op), rows, tensors, result)
     cut = (
         1
         if algorithm == "one_shot"
-        else pieces(rows[0], collective.exchanged_rows(flat, rows[0], world))
+        else pieces(rows[0], granularity.exchanged_rows(flat, rows[0], world))
     )
     # Where every rank reads all of a there is no moment at which its own rank may overwrite it.
     symmetric = symmetric and not (in_place and algorithm == "one_shot")

@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from weft.ops import arguments, collective, dims
+from weft.ops import arguments, collective, dims, granularity
 from weft.ops.all_gather import all_gather
 from weft.ops.collective import CollectiveCall, Handle, as_matrix, planned
 from weft.schedules import all_to_all as schedule
@@ -77,15 +77,15 @@ def _check(
         row * max(map(sum, counts)),
         row * max(sum(given) - given[rank] for rank, given in enumerate(counts)),
     )
-    if collective.moved_at_once(world, handed, symmetric):
+    if granularity.moved_eagerly(world, handed, symmetric):
         return CollectiveCall(
             schedule.eager(world.levels), rows, tensors, result, sizes_exchanged=not even
         )
-    symmetric = symmetric or collective.read_in_place(world, most)
+    symmetric = symmetric or granularity.read_in_place(world, most)
     cut = (
         1
         if symmetric or hosts
-        else pieces(max(rows), collective.exchanged_rows(matrix, max(rows), world))
+        else pieces(max(rows), granularity.exchanged_rows(matrix, max(rows), world))
     )
     few = hosts is not None and not symmetric and most <= EAGER_ROOM
     plan = planned(

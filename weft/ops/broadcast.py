@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from weft.ops import arguments, collective
+from weft.ops import arguments, collective, granularity
 from weft.ops.collective import ANY, CollectiveCall, Handle, planned
 from weft.schedules import broadcast as schedule
 from weft.schedules.workload import pieces
@@ -69,13 +69,13 @@ def _check(
     mine, theirs = ("a", "out") if world.rank == source else ("out", "a")
     tensors = {mine: rows, theirs: rows[:0]}
     symmetric = world.is_symmetric(rows)
-    if algorithm in ("auto", "pull") and collective.moved_at_once(world, size, symmetric):
+    if algorithm in ("auto", "pull") and granularity.moved_eagerly(world, size, symmetric):
         return CollectiveCall(schedule.eager(source, world.levels), (most,), tensors, tensor)
     places, staged = hosts or range(world.ranks), hosts is None and not symmetric
     if algorithm == "ring":
         plan = planned(
             schedule.ring,
-            pieces(most, collective.sent_rows(rows, most)),
+            pieces(most, granularity.sent_rows(rows, most)),
             source,
             places,
             staged=staged,
@@ -86,7 +86,7 @@ def _check(
         shared = size >= SHARED_BYTES
         cut = world.ranks if shared else 1
         if staged:
-            cut = pieces(most, collective.slot_rows(rows, most, 1, world, PIECE_BYTES))
+            cut = pieces(most, granularity.slot_rows(rows, most, 1, world, PIECE_BYTES))
         plan = planned(
             schedule.broadcast, world.ranks, cut, source, symmetric_a=not staged, shared=shared
         )

@@ -46,11 +46,7 @@ from weft.errors import PeerTimeout
 from weft.kernels.weights import DTYPES as FLOATS
 from weft.ops import arguments
 from weft.plan import Plan
-from weft.schedules.staging import SHARED_SLOTS
-from weft.schedules.thresholds import EAGER_ROOM
-from weft.schedules.workload import PIECES
 from weft.world import World, current
-from weft.world.peer_memory import LEAST_BYTES
 
 NUMBERS = (*FLOATS, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 """What can be reduced; averages are of floating dtypes."""
@@ -59,11 +55,6 @@ ANY = (*NUMBERS, torch.bool)
 """What can be moved."""
 
 REDUCTIONS = ("sum", "avg", "max", "min")
-
-SENT_BYTES = 64 << 10  # smallest piece put to peers: a smaller one takes less than its message
-REACHED_BYTES = 2 << 10  # largest message sent eagerly when peers could also read it in place
-EXCHANGED_BYTES = 16 << 10  # smallest piece of two ranks: a smaller one takes less than its signals
-STEPS = 64  # in which it does so at most: a plan is a list of all of them
 
 
 class CollectiveCall(NamedTuple):
@@ -248,98 +239,6 @@ def parts(
     parts = tensor.split([*sizes], dim)
     places = blocks.view(-1).split([part.numel() for part in parts])
     return [(part, place.view(part.shape)) for part, place in zip(parts, places, strict=True)]
-
-
-def slot_rows(matrix: Tensor, most: int, readers: int, world: World, piece: int = 0) -> int:
-    """How many of at most `most` rows go to each of as many readers at a time, where they are
-    staged.
-
-    `piece`: the bytes of as much, where ranks with one thread gain by less than others do.
-    """
-    row, limits = _row_bytes(matrix), world.thresholds
-    at_once, slot = (
-        (piece, piece)
-        if piece and world.threads == 1
-        else (limits.staged_bytes, limits.slot_bytes * world.threads)
-    )
-    staged = most if most * row <= at_once else slot // (row * max(1, readers))
-    return max(1, staged, -(-most // STEPS))
-
-
-def exchanged_rows(matrix: Tensor, most: int, world: World) -> int:
-    """The same where any two ranks give each other as many: so few that each slot that they share
-    is written by both.
-    """
-    if world.oversubscribed:
-        return slot_rows(matrix, most, world.ranks - 1, world)
-    row, largest = (
-        _row_bytes(matrix),
-        world.thresholds.staged_bytes * world.threads // max(1, world.ranks - 1),
-    )
-    return max(
-        1,
-        min(max(-(-most // (2 * SHARED_SLOTS)), EXCHANGED_BYTES // row), largest // row),
-        -(-most // STEPS),
-    )
-
-
-def sent_rows(matrix: Tensor, most: int) -> int:
-    """How many of at most `most` rows go at a time where they are put to peers: a part of them that
-    is worth a message.
-    """
-    return max(1, -(-most // PIECES), SENT_BYTES // _row_bytes(matrix))
-
-
-def _row_bytes(matrix: Tensor) -> int:
-    return max(1, matrix.shape[1] * matrix.itemsize)
-
-
-def handed_out(world: World, size: int, most: int | None = None) -> bool:
-    """Whether so many bytes of each rank, of at most so many, go through eager buffers, which ranks
-    of one host have.
-    """
-    return (
-        size <= (most or world.thresholds.eager_bytes)
-        and world.topology is None
-        and not world.stream_ordered
-    )
-
-
-def moved_at_once(world: World, size: int, reached: bool) -> bool:
-    """The same of bytes that are only moved. `reached`: whether peers can reach the tensors
-    themselves.
-
-    Where they cannot, as many as an eager buffer holds: staged, they would be copied as often, and
-    a signal more made.
-    """
-    return handed_out(
-        world,
-        size,
-        EAGER_ROOM
-        if not reached
-        else world.thresholds.eager_bytes
-        if many(world)
-        else REACHED_BYTES,
-    )
-
-
-def reduced_at_once(world: World, size: int, reached: bool) -> bool:
-    """The same of bytes that are reduced: where two ranks cannot reach them, they would be copied
-    as often if they were staged.
-    """
-    return handed_out(world, size, EAGER_ROOM if world.ranks == 2 and not reached else None)
-
-
-def many(world: World) -> bool:
-    """Whether ranks are so many, or wait for a core, that signals are most of what a small
-    collective takes.
-    """
-    return world.oversubscribed or len(world.levels) > 1
-
-
-def read_in_place(world: World, size: int) -> bool:
-    """Whether peers read so many bytes of an ordinary tensor through the kernel, where they lie."""
-    return world.reads_memory and size >= LEAST_BYTES and not world.stream_ordered
 
 
 def same_place(one: Tensor, other: Tensor) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from weft.ops import arguments, collective, dims
+from weft.ops import arguments, collective, dims, granularity
 from weft.ops.collective import CollectiveCall, Handle, as_matrix, planned, same_place
 from weft.schedules import reduce_scatter as schedule
 from weft.schedules.workload import pieces
@@ -96,15 +96,15 @@ def _check(
     tensors = {"a": matrix, "out": as_matrix(result, dim)}
     handed = (sum(rows) - min(rows)) * matrix.shape[1] * matrix.itemsize
     most, symmetric, hosts = max(rows), world.is_symmetric(matrix), world.topology
-    if algorithm in ("auto", "direct") and collective.reduced_at_once(world, handed, symmetric):
+    if algorithm in ("auto", "direct") and granularity.reduced_eagerly(world, handed, symmetric):
         plan = schedule.eager(world.levels, op)
     elif hosts is not None or algorithm in ("push", "ring"):
         cut, by = (
-            pieces(most, collective.sent_rows(matrix, most)),
+            pieces(most, granularity.sent_rows(matrix, most)),
             "ring" if algorithm == "ring" else "push",
         )
         plan = planned(schedule.put, cut, hosts or range(world.ranks), by, op)
     else:
-        cut = pieces(most, collective.exchanged_rows(matrix, most, world))
+        cut = pieces(most, granularity.exchanged_rows(matrix, most, world))
         plan = planned(schedule.reduce_scatter, world.ranks, cut, op, symmetric_a=symmetric)
     return CollectiveCall(plan, rows, tensors, result)
