@@ -23,15 +23,15 @@ struct Operands {
 
 // A call as it was made before.
 //
-// C1  `layouts` says all of the operands that the program and the binding depend on: dtype, shape
-//     and strides, and the address of those in symmetric memory, where peers access them.
+// C1  `layouts` has all properties of the operands that the program and the binding depend on:
+//     dtype, shape and strides, and the address in symmetric memory, where peers access them.
 // C2  The operands themselves are not kept: they may be freed, and others may take their place.
 struct CachedCall {
   // A new result, as `torch.empty_strided` makes it.
   struct Result {
     nb::object shape, strides, dtype;
   };
-  // A buffer of the program that lies in an operand: in `a`, or in a result, numbered from 1.
+  // A buffer of the program within an operand: in `a`, or in a result, numbered from 1.
   struct Placed {
     uint32_t buffer;
     size_t operand;
@@ -46,7 +46,7 @@ struct CachedCall {
   std::vector<Placed> placed;
   std::vector<Result> results;
   std::vector<uintptr_t> addresses = {};  // of the operands of the latest call
-  // weak references to the tensors of the latest call, whose flags need not be read again
+  // weak references to the tensors of the latest call: their flags need not be read again
   std::vector<nb::object> latest = {};
 };
 
@@ -60,7 +60,7 @@ class CallCache {
       : executor_(executor), packed_(std::move(packed)) {}
 
   // Keep a call of `function` that was `program` executed with `binding`. `tensors` are those of
-  // the program's buffers; nothing is kept unless each lies in `a` or in one of `results`.
+  // the program's buffers; nothing is kept unless each is within `a` or one of `results`.
   void add(nb::object function, nb::object options, nb::handle a, nb::handle out,
            nb::handle weights, nb::handle biases, nb::object program, nb::object binding,
            nb::typed<nb::dict, nb::str, nb::any> tensors, nb::typed<nb::list, nb::any> results,
@@ -79,7 +79,7 @@ class CallCache {
     for (auto [name, tensor] : tensors) {
       if (!view_.look(tensor)) return;
       if (!view_.span()) continue;
-      // in place a buffer lies in `a` and in a result: the result decides
+      // in place a buffer is in `a` and in a result: the result decides
       size_t operand = within.size();
       while (operand-- && view_.address - within[operand].address >= within[operand].bytes) {
       }
@@ -91,8 +91,8 @@ class CallCache {
     calls_[key] = std::make_shared<CachedCall>(std::move(made));
   }
 
-  // Make a call again: its result (a list of several; true for none), or None if no such call was
-  // made, with nothing done.
+  // Make a call again: its result (a list of several; true for none), or None if no call of this
+  // key was made, with nothing done.
   nb::object call(nb::handle function, nb::handle options, nb::handle a, nb::handle out,
                   nb::handle weights, nb::handle biases, double timeout) {
     const Operands operands{a, out, weights, biases};
@@ -106,7 +106,7 @@ class CallCache {
     known.addresses = {a_.address, out_.address};
     if (!plain(known, operands)) return nb::none();
     const nb::object made = out.is_none() ? results(known) : nb::borrow(out);
-    in_turn(executor_, known.program, [&] {
+    exclusively(executor_, known.program, [&] {
       for (const CachedCall::Placed& one : known.placed)
         known.bound.move(one.buffer, known.addresses[one.operand] + one.offset);
       nb::list given;
@@ -197,7 +197,7 @@ class CallCache {
       if (number == known.latest.size()) known.latest.emplace_back();
       nb::object& latest = known.latest[number++];
       if (refers(latest, tensor)) return true;
-      if (!view_.look(tensor) || !view_.read_as_they_lie(tensor)) return false;
+      if (!view_.look(tensor) || !view_.reads_as_stored(tensor)) return false;
       latest = weak(tensor);
       return true;
     };

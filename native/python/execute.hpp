@@ -16,14 +16,14 @@ inline nb::object in_use(const InUse& use) {
 // Do `work` for a call of `program` while this thread alone uses the world; if a thread does
 // already, close the world and raise that.
 template <class Work>
-void in_turn(Executor& executor, nb::handle program, Work work) {
-  struct Turn {
-    explicit Turn(Executor& of) : executor(of) { executor.enter(); }
-    ~Turn() { executor.leave(); }
+void exclusively(Executor& executor, nb::handle program, Work work) {
+  struct Exclusive {
+    explicit Exclusive(Executor& of) : executor(of) { executor.enter(); }
+    ~Exclusive() { executor.leave(); }
     Executor& executor;
   };
   try {
-    const Turn turn(executor);
+    const Exclusive exclusive(executor);
     work();
   } catch (const InUse& use) {
     const nb::object error = in_use(use);
@@ -41,25 +41,25 @@ void execute(Executor& executor, nb::handle program, Binding& bound, double time
   Program& native = bound.program();
   if (native.execution.binding != &bound) program.attr("apply")(nb::find(bound));
   const int end = static_cast<int>(native.lanes[0].size());
-  const bool beside = !native.lanes[1].empty();
+  const bool has_comm = !native.lanes[1].empty();
   struct Join {  // also where the compute lane ends early
     ~Join() {
-      if (!beside) return;
+      if (!has_comm) return;
       nb::gil_scoped_release release;
       executor.lane_thread.join(native);
     }
     Executor& executor;
     Program& native;
-    bool beside;
+    bool has_comm;
   };
   const auto fail = [&](nb::handle error) { program.attr("world").attr("fail")(error); };
   {
-    const Join join{executor, native, beside};
+    const Join join{executor, native, has_comm};
     try {
       if (!executor.within_host) program.attr("begin")(timeout);
       int at = unlocked([&] {
         if (executor.within_host) executor.begin(native, nanoseconds(timeout));
-        if (beside) executor.lane_thread.start({&native, 1});
+        if (has_comm) executor.lane_thread.start({&native, 1});
         return executor.run(native, 0, 0);
       });
       while (at >= 0 && at < end) {
@@ -77,7 +77,7 @@ void execute(Executor& executor, nb::handle program, Binding& bound, double time
       throw;
     }
   }
-  if (beside && native.execution.failures[1].status != WaitStatus::none)
+  if (has_comm && native.execution.failures[1].status != WaitStatus::none)
     raise(program.attr("stopped")(1, timeout));
 }
 

@@ -23,7 +23,7 @@ inline std::optional<std::pair<uint64_t, StridedCopy>> one_sided(bool put, nb::h
   if (!there.look_plain(remote) || !here.look_plain(local) || there.dtype != here.dtype ||
       !there.same_shape(here))
     return {};
-  if (!there.read_as_they_lie(remote) || !here.read_as_they_lie(local)) return {};
+  if (!there.reads_as_stored(remote) || !here.reads_as_stored(local)) return {};
   // Without elements a tensor need not say where it lies.
   const auto at = there.span()
                       ? there.address

@@ -1,4 +1,4 @@
-// How a tensor lies in memory, without a way through Python where torch allows it.
+// The memory and layout of a tensor, read without Python where torch allows it.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -19,8 +19,8 @@ namespace weft {
 
 namespace nb = nanobind;
 
-// What torch 2.10 and later offer as `Tensor.__dlpack_c_exchange_api__`; of DLPack 1.3, whose first
-// version this layout belongs to.
+// The table that torch 2.10 and later offer as `Tensor.__dlpack_c_exchange_api__`, in the layout of
+// version 1 of DLPack 1.3.
 struct Exchange {
   uint32_t major, minor;
   const Exchange* previous;
@@ -28,7 +28,7 @@ struct Exchange {
   int (*look)(void* tensor, nb::dlpack::dltensor* out);
 };
 
-// A tensor as it lies in memory: where, its dtype as a number, the bytes of an element, and sizes
+// A tensor in memory: its address, its dtype as a number, the bytes of an element, and sizes
 // in elements.
 class View {
  public:
@@ -89,7 +89,7 @@ class View {
     return false;
   }
 
-  // Look at a plain one and add how it lies, but not where, to `numbers`: its dtype, shape and
+  // Look at a plain one and add its layout, but not its address, to `numbers`: dtype, shape and
   // strides.
   bool note(nb::handle tensor, std::vector<int64_t>& numbers) {
     if (!look_plain(tensor)) return false;
@@ -118,14 +118,14 @@ class View {
   }
 
   // Whether its elements are not conjugated or negated when they are read.
-  bool read_as_they_lie(nb::handle tensor) const {
+  bool reads_as_stored(nb::handle tensor) const {
     static PyObject *const negated = PyUnicode_InternFromString("is_neg"),
                            *const conjugated = PyUnicode_InternFromString("is_conj");
     auto is = [&](PyObject* what) {
       PyObject* self = tensor.ptr();
-      nb::object said = nb::steal(PyObject_VectorcallMethod(what, &self, 1, nullptr));
-      if (!said.is_valid()) throw nb::python_error();
-      return said.is(Py_True);
+      nb::object found = nb::steal(PyObject_VectorcallMethod(what, &self, 1, nullptr));
+      if (!found.is_valid()) throw nb::python_error();
+      return found.is(Py_True);
     };
     return !is(negated) && !(complex && is(conjugated));
   }
@@ -145,21 +145,21 @@ class View {
 inline bool recorded(nb::handle tensor) {
 #ifdef Py_LIMITED_API
   static PyObject* const name = PyUnicode_InternFromString("requires_grad");
-  const nb::object said = nb::steal(PyObject_GetAttr(tensor.ptr(), name));
+  const nb::object found = nb::steal(PyObject_GetAttr(tensor.ptr(), name));
 #else  // without looking for the attribute, which takes as long as the answer
   static const PyGetSetDef* const getter = [] {
     nb::object attribute = nb::module_::import_("torch").attr("Tensor").attr("requires_grad");
     return reinterpret_cast<PyGetSetDescrObject*>(attribute.release().ptr())->d_getset;
   }();
-  const nb::object said = nb::steal(getter->get(tensor.ptr(), getter->closure));
+  const nb::object found = nb::steal(getter->get(tensor.ptr(), getter->closure));
 #endif
-  if (!said.is_valid()) throw nb::python_error();
-  if (!said.is(Py_True)) return false;
+  if (!found.is_valid()) throw nb::python_error();
+  if (!found.is(Py_True)) return false;
   return nb::cast<bool>(nb::module_::import_("torch").attr("is_grad_enabled")());
 }
 
-// The layouts of plain tensors as a key: dtypes, shapes and strides; None if one of them is no such
-// tensor of this process's memory. An item may be None.
+// The layouts of plain tensors as a key: dtypes, shapes and strides; None if one of them is not
+// in this process's memory. An item may be None.
 inline nb::object layouts(nb::handle tensors) {
   View view;
   std::vector<int64_t> numbers;
@@ -169,8 +169,8 @@ inline nb::object layouts(nb::handle tensors) {
   return nb::bytes(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t));
 }
 
-// Copy as many elements of a matrix, the same ones of every matrix of a shape, spread over it
-// evenly; all where they are so many.
+// Copy `count` elements of a matrix, spread over it evenly: the same ones for every matrix of a
+// shape, or all.
 template <size_t item>
 void sample(const View& view, size_t count, char* to) {
   const uint64_t rows = view.shape[0], columns = view.shape[1];
@@ -189,9 +189,8 @@ void sample(const View& view, size_t count, char* to) {
   }
 }
 
-// Where a tensor of this process's memory lies and how, and of a matrix as many elements, or all if
-// these are fewer: to tell later whether it is as it was. None if it cannot be told how the tensor
-// lies.
+// The state of a tensor in this process's memory, to compare it later: address, layout, and of a
+// matrix `sampled` elements, or all if there are fewer. None for any other tensor.
 inline nb::object seen(nb::handle tensor, size_t sampled) {
   View view;
   if (!view.look(tensor)) return nb::none();
@@ -199,17 +198,17 @@ inline nb::object seen(nb::handle tensor, size_t sampled) {
       view.address && view.dimensions == 2 && (view.item == 2 || view.item == 4 || view.item == 8);
   const size_t count =
       matrix ? std::min(sampled, static_cast<size_t>(view.shape[0] * view.shape[1])) : 0;
-  const size_t sizes = view.dimensions * sizeof(int64_t), lies = 2 * (sizeof(int64_t) + sizes);
+  const size_t sizes = view.dimensions * sizeof(int64_t), header = 2 * (sizeof(int64_t) + sizes);
   const nb::object found = nb::steal(
-      PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(lies + count * view.item)));
+      PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(header + count * view.item)));
   if (!found.is_valid()) throw nb::python_error();
   char* const to = PyBytes_AsString(found.ptr());
-  const int64_t place[] = {static_cast<int64_t>(view.address), view.dtype};
-  std::memcpy(to, place, sizeof place);
-  std::memcpy(to + sizeof place, view.shape, sizes);
-  std::memcpy(to + sizeof place + sizes, view.strides, sizes);
+  const int64_t start[] = {static_cast<int64_t>(view.address), view.dtype};
+  std::memcpy(to, start, sizeof start);
+  std::memcpy(to + sizeof start, view.shape, sizes);
+  std::memcpy(to + sizeof start + sizes, view.strides, sizes);
   if (count)
-    (view.item == 2 ? sample<2> : view.item == 4 ? sample<4> : sample<8>)(view, count, to + lies);
+    (view.item == 2 ? sample<2> : view.item == 4 ? sample<4> : sample<8>)(view, count, to + header);
   return found;
 }
 

@@ -63,7 +63,7 @@ MOVING = [
     for algorithm in (*ALGORITHMS, "mixed")
     for symmetric in (False, True)
     if (algorithm, symmetric)
-    != ("direct", True)  # which moves nothing: peers' rows are multiplied where they lie
+    != ("direct", True)  # which moves nothing: peers' rows are multiplied in place
 ]
 
 
@@ -173,9 +173,9 @@ def emulated(world):
     with pytest.raises(ValueError, match="direct moves no rows"):
         weft.all_gather_matmul(a, b, algorithm="direct")
     assert "ranks: sequential" in weft.explain(a, b)
-    said = weft.explain(torch.randn(512, 4), b)
-    assert "ranks: push" in said
-    assert "direct" not in said
+    text = weft.explain(torch.randn(512, 4), b)
+    assert "ranks: push" in text
+    assert "direct" not in text
     for algorithm in ("pull", "push", "ring", "sequential"):
         assert_product(weft.all_gather_matmul(a, b, algorithm=algorithm), gathered(a), b)
 
@@ -186,9 +186,11 @@ def test_an_emulated_link():
 
 
 def unlike(world):
-    """Ranks whose widths differ would choose differently by themselves; rank 0 decides."""
-    ways = [Selection(Variant(name), name) for name in ("sequential", "push", "direct")]
-    autotune._candidates = lambda _: [ways[world.rank]]  # in this process, which ends with the rank
+    """Ranks of different widths would select different variants alone; rank 0 selects."""
+    variants = [Selection(Variant(name), name) for name in ("sequential", "push", "direct")]
+    autotune._candidates = lambda _: [
+        variants[world.rank]
+    ]  # in this process, which ends with the rank
     a, b = torch.randn(16, 4), torch.randn(4, 4 + world.rank)
     for _ in range(2):
         assert_product(weft.all_gather_matmul(a, b), gathered(a), b)
@@ -210,14 +212,14 @@ def test_rank_0_chooses_for_all():
 
 def explained(world, directory):
     a, b = torch.randn(1024, 256), torch.randn(256, 256)
-    said = weft.explain(a, b)
-    assert "ranks: direct" in said
-    assert "staged" in said
-    assert "predicted" not in said, "this machine is not calibrated"
+    text = weft.explain(a, b)
+    assert "ranks: direct" in text
+    assert "staged" in text
+    assert "predicted" not in text, "this machine is not calibrated"
     os.environ["WEFT_CACHE"] = directory
     machine.remember({**asdict(machine.load("cpu")), "name": "this"})
-    said = weft.explain(a, b)
-    assert all(f"ms  {algorithm}, " in said for algorithm in ALGORITHMS)
+    text = weft.explain(a, b)
+    assert all(f"ms  {algorithm}, " in text for algorithm in ALGORITHMS)
     assert "ranks: sequential" in weft.explain(a[:2], b)
     assert "as asked for" in weft.explain(a, weft.pack(b), algorithm="ring")
     assert "read in place" in weft.explain(world.empty(1024, 256), b)
@@ -229,7 +231,7 @@ def explained(world, directory):
 
 
 def explained_as_called(world, operator):
-    """What is explained before the first call is what the call selects, whatever its options."""
+    """An explanation before the first call names the variant of the call, for any options."""
     call, asked, candidates = getattr(weft, operator), [], autotune._candidates
     autotune._candidates = lambda call: asked.append(call.workload) or [call.rule("ring")]
     a, b, bias = torch.randn(8, 16), torch.randn(16, 6), torch.randn(6)
@@ -242,12 +244,12 @@ def explained_as_called(world, operator):
     ):
         engine(world).selections.clear()
         asked.clear()
-        said = weft.explain(*given, operator=operator, **options)
+        text = weft.explain(*given, operator=operator, **options)
         call(*given, **options)
         assert len(asked) == 1 + (world.rank == 0), "rank 0 selects in the call, too"
         assert len(set(asked)) == 1
         (selection,) = engine(world).selections.values()
-        assert f"ranks: {selection.variant}, at most " in said
+        assert f"ranks: {selection.variant}, at most " in text
     with pytest.raises(TypeError, match="out_dtype must be float32"):
         weft.explain(a, b, operator=operator, out_dtype=torch.float16)
     autotune._candidates = candidates

@@ -1,6 +1,4 @@
-"""The first calls of a class of sizes measure ways to carry them out, with the same bits whichever
-way is taken.
-"""
+"""The first calls of a size class measure variants, which all give the same bits."""
 
 import json
 import os
@@ -21,14 +19,12 @@ from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Variant, Workload
 
 
-def settled(world):
+def selected(world):
     return [choice for choice in engine(world).selections.values() if isinstance(choice, Selection)]
 
 
 def first_calls(world, operator, link):
-    """The algorithms that the calls of a class take until one stays, that one, and what is said of
-    it.
-    """
+    """The algorithms that the calls of a class take until one stays, that one, and its explanation."""
     if link:
         world.emulate_link(0.2, 5.0)
     a, b, taken = torch.randn(400, 64), torch.randn(64, 32), []
@@ -40,32 +36,32 @@ def first_calls(world, operator, link):
         return selection
 
     weft.ops.fused.select = select
-    while not settled(world):
+    while not selected(world):
         call(a, b)
         assert len(taken) <= CALLS
     weft.ops.fused.select = seen
-    (choice,) = settled(world)
+    (choice,) = selected(world)
     return taken, choice.variant, weft.explain(a, b, operator=operator)
 
 
 @pytest.mark.parametrize("link", [False, True])
 @pytest.mark.parametrize("operator", sorted(OPERATORS))
-def test_the_first_calls_take_turns_until_one_way_stays(operator, link):
-    (taken, way, said), *others = on_ranks(first_calls, 2, operator, link)
-    ways = {*taken}
-    assert len(ways) > 1
-    assert {way.algorithm for way in ways} <= {
+def test_the_first_calls_measure_until_one_variant_stays(operator, link):
+    (taken, variant, text), *others = on_ranks(first_calls, 2, operator, link)
+    variants = {*taken}
+    assert len(variants) > 1
+    assert {each.algorithm for each in variants} <= {
         *OPERATORS[operator].auto_candidates,
         *OPERATORS[operator].auto_candidates_over_links,
         "push",
         "one_shot",
     }
-    assert way in ways
-    assert f"ranks: {way}, at most " in said
-    assert "it was the fastest in the first calls of its class" in said
-    assert said.count(" ms  ") == len(ways)
+    assert variant in variants
+    assert f"ranks: {variant}, at most " in text
+    assert "it was the fastest in the first calls of its class" in text
+    assert text.count(" ms  ") == len(variants)
     for other in others:
-        assert other[:2] == (taken, way), "all ranks take the same way in the same call"
+        assert other[:2] == (taken, variant), "all ranks run the same variant in the same call"
 
 
 def nothing_to_try(world):
@@ -78,14 +74,12 @@ def nothing_to_try(world):
     (trial,) = (choice for choice in engine(world).selections.values() if isinstance(choice, Trial))
     weft.all_gather_matmul(torch.randn(300 if world.rank else 1, 64), b, shard_rows=[1, 300])
     assert len(trial.calls) == 1, (
-        "a product of one row may have other bits, so it goes the usual way"
+        "a product of one row may have other bits, so the call follows the rule"
     )
 
 
 def quick_links(world):
-    """What a link passes at once is multiplied at once; pieces are tried only where they may be
-    worth it.
-    """
+    """Rows that pass a link quickly are multiplied at once; pieces are tried only if they may pay."""
     a, b = torch.randn(512, 256), torch.randn(256, 32)  # half a MiB
     found = []
     for gbps in (100.0, 16.0, 1.0):  # 42 us, 0.26 ms and 4.2 ms
@@ -106,7 +100,7 @@ def test_what_passes_a_link_at_once_is_not_cut():
         assert found == [("sequential", Selection), ("sequential", Trial), ("push", Trial)]
 
 
-def test_ways_that_differ_are_not_mixed():
+def test_variants_with_other_bits_are_not_mixed():
     on_ranks(nothing_to_try, 2)
 
 
@@ -135,7 +129,7 @@ class _Call:
             {"direct": 100, "sequential": 99, "push": 140},
             "direct",
             12,
-        ),  # not worth leaving the usual way
+        ),  # not worth leaving the rule
         (
             {"direct": 100, "sequential": 90, "push": 500},
             "sequential",
@@ -168,7 +162,7 @@ def test_the_fastest_stays(times, wanted, calls, hosts):
 
 
 def bits(world, seed):
-    """All ways give the same bits for random sizes and dtypes."""
+    """All variants give the same bits for random sizes and dtypes."""
     draw, same = random.Random(seed), torch.Generator().manual_seed(seed + world.rank)
     for _ in range(6):
         rows, k, n = draw.randrange(32, 600), draw.randrange(1, 300), draw.randrange(1, 200)
@@ -187,14 +181,14 @@ def bits(world, seed):
                 assert torch.equal(result, wanted), (operator.name, name, rows, k, n, dtype, packed)
 
 
-def test_every_way_gives_the_same_bits():
+def test_every_variant_gives_the_same_bits():
     on_ranks(bits, 2, 5)
 
 
 def learned(world, directory):
     os.environ["WEFT_CACHE"] = directory
     a, b = torch.randn(400, 64), torch.randn(64, 32)
-    while not settled(world):
+    while not selected(world):
         weft.all_gather_matmul(a, b)
     if world.rank == 0:  # which has learned it
         weft.predict.tuned._keep()
@@ -202,8 +196,8 @@ def learned(world, directory):
     found = weft.explain(a, b)
     engine(world).selections.clear()
     weft.all_gather_matmul(a, b)
-    assert len(settled(world)) == 1, "what was measured before is not tried again"
-    return settled(world)[0].variant.algorithm, found
+    assert len(selected(world)) == 1, "what was measured before is not tried again"
+    return selected(world)[0].variant.algorithm, found
 
 
 def test_what_was_measured_is_remembered(tmp_path):

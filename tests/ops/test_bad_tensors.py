@@ -44,7 +44,7 @@ def zeros(good, dtype=None):
     return torch.zeros(good.shape, dtype=dtype or good.dtype)
 
 
-# What stands for a good tensor, by name. None: there is no such thing in its place.
+# Substitutes for a good tensor, by name; None where a call has none.
 ANYWHERE = {
     "sparse COO": lambda good: torch.sparse_coo_tensor(size=good.shape, dtype=good.dtype),
     "sparse CSR": lambda good: torch.zeros(4, 4).to_sparse_csr(),
@@ -138,7 +138,7 @@ def fused(name):
     yield name, Call(function, optional=("bias", "out"), **good(), out=out)
 
     def recorded(a, b, bias, out=None):
-        """With a gradient to record, if only for a tensor beside the bad one."""
+        """With a gradient to record, if only for another tensor than the bad one."""
         given = {"a": a, "b": b, "bias": bias}
         for tensor in given.values():
             if type(tensor) in (torch.Tensor, Subclass) and tensor.is_floating_point():
@@ -305,7 +305,7 @@ CASES = [
 
 
 def refused(world):
-    """What became of every bad call, by case and kind, as (type, message); and how often the world
+    """The outcome of every bad call, by case and kind, as (type, message); and how often the world
     went on.
     """
     found = {}
@@ -350,7 +350,7 @@ def test_the_table_is_whole(verdicts):
 
 
 def taken(world):
-    """What looks odd and is taken: parameters, views of any strides, no dimension, nothing at all."""
+    """Odd operands that are accepted: parameters, views of any strides, no dimension, nothing at all."""
     own = nn.Parameter(torch.full((2, 2), float(world.rank)))
     with torch.no_grad():
         assert weft.all_gather(own)[:, 0].tolist() == [0, 0, 1, 1]

@@ -56,9 +56,9 @@ def same_bits(world):
             assert all(torch.equal(first, other) for other in everyones(first)), (
                 "equal bits on all ranks"
             )
-            hops = world.ranks if algorithm == "ring" else 1
+            roundings = world.ranks if algorithm == "ring" else 1
             right = exact.sum(0) if op == "sum" else exact.mean(0)
-            bound = (world.ranks * unit + hops * torch.finfo(dtype).eps) * exact.abs().sum(0)
+            bound = (world.ranks * unit + roundings * torch.finfo(dtype).eps) * exact.abs().sum(0)
             assert ((first.double() - right).abs() <= bound).all()
             for _ in range(20):
                 assert torch.equal(weft.all_reduce(a, op=op, algorithm=algorithm), first)
@@ -117,7 +117,7 @@ def test_what_is_seen_of_a_tensor(looked_at):
     for change in CHANGES:
         a = torch.empty(2, 3)
         was = seen(a)
-        assert was == seen(torch.zeros(2, 3)), "how it lies, not where"
+        assert was == seen(torch.zeros(2, 3)), "the layout, not the address"
         assert was != seen(a.t())
         change(a)
         assert was != seen(a)
@@ -171,11 +171,11 @@ def elsewhere(world):
 
 
 @pytest.mark.data
-def test_symmetric_tensors_that_lie_elsewhere_on_other_ranks():
+def test_symmetric_tensors_at_other_offsets_on_other_ranks():
     first, second = on_ranks(elsewhere, 2)
     assert first == second
     assert any(first), "some need not agree"
-    assert not all(first), "the others are told"
+    assert not all(first), "the others notice"
 
 
 @pytest.mark.data
@@ -248,7 +248,7 @@ def bad_arguments(world):
 
 
 def few_rows(world):
-    """Broadcasts of few rows between other collectives, and several of them under way."""
+    """Broadcasts of few rows between other collectives, and several of them at a time."""
     for number in range(50):
         source = random.Random(number).randrange(world.ranks)
         assert (
@@ -298,8 +298,8 @@ def test_bad_arguments():
     on_ranks(bad_arguments, 2)
 
 
-def nobody_keeps_the_handle(world):
-    """What a call in the background works on lives until it is over: other tensors do not get its
+def handle_is_dropped(world):
+    """The tensors of a call in the background live until it is over: other tensors do not get their
     memory.
     """
     for size in (1000, 1 << 20):
@@ -319,8 +319,8 @@ def nobody_keeps_the_handle(world):
 
 
 @pytest.mark.data
-def test_nobody_keeps_the_handle():
-    on_ranks(nobody_keeps_the_handle, 2)
+def test_handle_is_dropped():
+    on_ranks(handle_is_dropped, 2)
 
 
 def closed_meanwhile(world):

@@ -122,7 +122,7 @@ def inductor(world):
         torch.testing.assert_close(one, other)
 
 
-def in_turn(world):
+def one_after_another(world):
     for check, *arguments in ((compiled, True), (compiled, False), (reshaped,), (inductor,)):
         torch.compiler.reset()
         check(world, *arguments)
@@ -130,31 +130,31 @@ def in_turn(world):
 
 @pytest.mark.data
 def test_layers_compile_whole():
-    on_ranks(in_turn, 2, limit=110)
+    on_ranks(one_after_another, 2, limit=110)
 
 
-def alike(a, b, c, parts, world):
-    """Tensors and options that are alike in worlds of all sizes."""
+def same(a, b, c, parts, world):
+    """Tensors and options that are the same in worlds of all sizes."""
     return weft.matmul_reduce_scatter(
         weft.all_gather_matmul(a, b, world=world), c, op="avg", world=world
     )
 
 
 def average(a, b, c, parts, world):
-    """No shape tells how many are averaged."""
+    """No shape depends on the number of ranks that are averaged."""
     return weft.matmul_all_reduce(a, b, op="avg", world=world)
 
 
 def uneven(a, b, c, parts, world):
-    """Tensors and options that are alike on all ranks, and a result that is not."""
+    """Tensors and options that are the same on all ranks, and a result that differs."""
     return weft.matmul_reduce_scatter(a, b, shard_rows=parts, world=world)
 
 
 def compiled_or_not(world):
-    """What is compiled, or found compiled, does what is not."""
+    """Compiled functions, new or cached, give the results of eager ones."""
     tensors = [torch.randn(shape, dtype=torch.float64) for shape in ((12, 4), (4, 5), (5, 2))]
     parts = [13 - world.ranks, *[1] * (world.ranks - 1)]
-    for layer in (alike, average, uneven):
+    for layer in (same, average, uneven):
         results = []
         for call in (torch.compile(layer, fullgraph=True, options=QUICK), layer):
             leaves = [tensor.clone().requires_grad_() for tensor in tensors]

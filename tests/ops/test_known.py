@@ -112,12 +112,12 @@ def views(world):
         weft.all_gather_matmul(a, b[:4, :4], bias=weft.pack(b[:4, :4]))
 
 
-def test_weights_are_known_by_how_they_lie():
+def test_calls_are_found_by_the_layouts_of_weights():
     on_ranks(views, 2)
 
 
 def seen_through_another_library(world):
-    """Rows of symmetric memory, as a view of torch's and as one of another library, in turns."""
+    """Rows of symmetric memory, as a view of torch's and as one of another library, alternately."""
     whole, b = world.empty(8, 4), torch.randn(4, 3)
     whole.copy_(torch.arange(32).view(8, 4) + world.rank)
     other, every = (
@@ -133,7 +133,7 @@ def test_symmetric_rows_are_known_through_any_view():
     on_ranks(seen_through_another_library, 2)
 
 
-def test_layouts_tell_apart_what_lies_otherwise(looked_at):
+def test_layouts_differ_by_dtype_shape_and_strides(looked_at):
     """Also where torch does not let native code look at tensors."""
     b = torch.zeros(4, 4)
     others = [
@@ -155,14 +155,12 @@ def test_layouts_tell_apart_what_lies_otherwise(looked_at):
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_rows_are_known_by_how_they_lie(name):
-    on_ranks(rows_that_lie_otherwise, 2, name)
+def test_calls_are_found_by_the_layout_of_rows(name):
+    on_ranks(rows_of_other_layouts, 2, name)
 
 
-def rows_that_lie_otherwise(world, name):
-    """Rows of the size of those that are known, seven times each; not all may be taken as these
-    were.
-    """
+def rows_of_other_layouts(world, name):
+    """Rows of one size in several layouts, seven times each, and operands that are refused."""
     call, b, drawn = getattr(weft, name), torch.eye(4), torch.arange(16.0).view(4, 4)
     symmetric = world.empty(4, 4)
     symmetric.copy_(drawn)
@@ -264,7 +262,7 @@ def test_repeated_calls_check_what_may_have_changed(name):
 
 
 def fails_in_the_middle(world):
-    """A product that fails closes the world, and other threads may then be told so."""
+    """A product that fails closes the world on all ranks."""
     a, b = torch.ones(2, 4), torch.eye(4)
     for _ in range(2):
         weft.all_gather_matmul(a, b)
@@ -309,7 +307,7 @@ def new_tensors(world):
     drawn, ranks, mine = random.Random(3), world.ranks, world.rank
     for call in range(300):
         size, symmetric = drawn.choice((3, 40, 5000)), drawn.random() < 0.2
-        spare = torch.empty(drawn.randint(0, 3))  # so that tensors lie elsewhere than those before
+        spare = torch.empty(drawn.randint(0, 3))  # so that addresses change
 
         def empty(*shape, symmetric=symmetric):
             return world.empty(*shape) if symmetric else torch.empty(shape)
@@ -322,7 +320,7 @@ def new_tensors(world):
             case 1:
                 assert torch.equal(weft.all_reduce(a, out=a), sum(parts))
                 assert torch.equal(a, sum(parts))
-            case 2:  # in place: each rank's rows lie where they do in the result
+            case 2:  # in place: each rank's rows are its part of the result
                 own = whole.view(-1)[mine * size : (mine + 1) * size].copy_(a)
                 assert torch.equal(weft.all_gather(own, out=whole.view(-1)), torch.cat(parts))
             case 3:
@@ -353,7 +351,7 @@ def test_collectives_on_new_tensors(ranks):
 
 
 def forgotten(world):
-    """Weights that are new in each call, as those that are made of others are."""
+    """Weights that are new in each call, as if computed from others."""
     gone = []
     for call in range(6):
         b = torch.full((3, 2), float(call))
@@ -370,7 +368,7 @@ def test_weights_are_not_kept_alive():
         assert all(outcome)
 
 
-def under_way(world):
+def concurrent(world):
     """A link that is emulated from now on, and new tensors like earlier ones while a call is in the
     background.
     """
@@ -390,8 +388,8 @@ def under_way(world):
     return len(engine(world).programs)
 
 
-def test_what_is_remembered_holds_beside_other_calls():
-    assert all(programs < 16 for programs in on_ranks(under_way, 2))
+def test_cached_calls_between_asynchronous_ones():
+    assert all(programs < 16 for programs in on_ranks(concurrent, 2))
 
 
 def in_and_out_of_inference(world, name, within):

@@ -116,9 +116,9 @@ def emulated(world):
     with pytest.raises(ValueError, match="direct moves no rows"):
         weft.matmul_reduce_scatter(a, b, algorithm="direct")
     assert "ranks: sequential" in weft.explain(a, b, operator="matmul_reduce_scatter")
-    said = weft.explain(torch.randn(512, 4), b, operator="matmul_reduce_scatter")
-    assert "ranks: push" in said
-    assert "direct" not in said
+    text = weft.explain(torch.randn(512, 4), b, operator="matmul_reduce_scatter")
+    assert "ranks: push" in text
+    assert "direct" not in text
     for algorithm in ("push", "ring", "sequential"):
         y = weft.matmul_reduce_scatter(a, b, algorithm=algorithm)
         assert_sum(y, a, b, lambda x: x[8 * world.rank :][:8])

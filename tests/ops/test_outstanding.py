@@ -1,4 +1,4 @@
-"""More asynchronous collectives than ranks tell each other of at a time."""
+"""More asynchronous collectives than a world carries out at a time."""
 
 from __future__ import annotations
 

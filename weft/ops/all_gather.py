@@ -83,7 +83,7 @@ def _check(
     matrix, gathered = as_matrix(a, dim), as_matrix(result, dim)
     whole = (
         gathered if lead == 1 else torch.empty_like(gathered)
-    )  # else the rows of a rank do not lie side by side in the result
+    )  # else the rows of a rank are not contiguous in the result
     # In place each rank's rows begin elsewhere, so they are not one symmetric tensor.
     symmetric, symmetric_out = (
         world.is_symmetric(matrix) and not in_place,

@@ -49,9 +49,9 @@ def all_gather_matmul(
     (plus `bias`); it does not depend on the order in which rows arrive.
 
     Gradients flow to a, b and bias: that of a is the sum over ranks of their gradients times their
-    b^T, computed by `matmul_reduce_scatter`; for those of b the gathered a is kept from forward to
-    backward. A call whose gradient is recorded, or that is compiled, multiplies by the tensor
-    itself that a packed weight was made of.
+    b^T, computed by `matmul_reduce_scatter`; for the gradients of b the gathered a is kept from
+    forward to backward. A call that is recorded, or compiled, multiplies by the tensor itself that
+    a packed weight was made of.
 
     Args:
         a: this rank's shard; (rows, …, K), of at least two dimensions; float16, bfloat16, float32
@@ -67,14 +67,14 @@ def all_gather_matmul(
         bias: (N,), added to every row; a list where b is one. scale_a: for float8 inputs
         (float8_e4m3fn or float8_e5m2, both a and b): the scale of a in float32, one for all of it
         or one
-            for each row, (…, 1). Products are those of ``torch._scaled_mm``, in float32; there is
+            for each row, (…, 1). Products are as by ``torch._scaled_mm``, in float32; there is
             no gradient.
         scale_b: the scale of b, one for all of it or one for each column, (1, N); a list where b is
         one. out: contiguous, of the shape of the result, not overlapping an input; a list where b
         is one. out_dtype: a's dtype (default) or float32; for float8 bfloat16 (default), float16 or
         float32. return_gathered: also return the gathered a, a tensor of the caller's own.
         shard_rows: the size of the gathered dimension of a on every rank, if they differ; zero is
-        allowed. algorithm: ``direct`` (peers' rows are read where they lie), ``pull``, ``push``,
+        allowed. algorithm: ``direct`` (peers' rows are read in place), ``pull``, ``push``,
         ``ring``, ``sequential`` (gather, then one
             product) or ``auto``; `explain` says what auto chooses.
         chunk_rows: rows (of a as a matrix of K columns) per transfer of pull, push and ring; the
@@ -152,7 +152,7 @@ def check(world: World, given: Given, options: Options) -> Call:
 
 
 class _GatherCall(Call):
-    """What gathers of rows and of columns have in common."""
+    """The common part of gathers of rows and of columns."""
 
     wholes: list[Tensor]
 
@@ -172,7 +172,7 @@ class _GatherCall(Call):
         reading = variant.algorithm in ("direct", "pull")
         if self.workload.symmetric:
             return f"; a is symmetric{' and read in place' if reading else ''}"
-        return f"; a is {'staged' if reading else 'sent from where it lies'}"
+        return f"; a is {'staged' if reading else 'sent from its own memory'}"
 
 
 class _RowsCall(_GatherCall):
@@ -221,7 +221,7 @@ class _RowsCall(_GatherCall):
             )
         if world.multi_host:
             return "push", "rows cross to each other host once, and are multiplied as they arrive"
-        return "direct", "peers' rows can be read where they lie at the speed of own memory"
+        return "direct", "peers' rows can be read in place at the speed of own memory"
 
     def finish(self) -> list[Tensor]:
         for front, whole in zip(self.fronts, self.wholes, strict=True):

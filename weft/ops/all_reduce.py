@@ -29,7 +29,7 @@ def all_reduce(
 
     `op` as in `reduce_scatter`. `algorithm` is ``one_shot`` (every rank reduces everything; auto's
     choice for few bytes), ``two_shot`` (every rank reduces a part and copies the others') or
-    ``ring`` (from neighbour to neighbour, rounded to a's dtype at every hop; on one host, and with
+    ``ring`` (from rank to rank, rounded to a's dtype at every step; on one host, and with
     one rank on each, the sum of part p begins at rank p + 1 and ends at rank p). `out` may be `a`
     itself.
 

@@ -31,7 +31,7 @@ def all_to_all(
 
     Every row goes straight to its rank, also where hosts are several: round a ring it would be sent
     several times. The parts are even, or as large as `input_split_sizes` and `output_split_sizes`
-    say (all ranks give both or none; the sizes are exchanged first, and those that do not fit
+    say (all ranks give both or none; the sizes are exchanged first, and sizes that do not fit
     together are a `ValueError` on all ranks).
 
     There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
@@ -117,8 +117,8 @@ def _splits(
 def _exchange_splits(
     world: World, given: tuple[int, ...], taken: tuple[int, ...]
 ) -> tuple[tuple[int, ...], ...]:
-    """What every rank gives to every other, once all have been told; sizes that do not fit are an
-    error on all ranks alike.
+    """The rows that every rank gives to every other, exchanged between ranks; sizes that do not fit
+    are an error on all ranks.
     """
     everyone = all_gather(torch.tensor([given, taken]).view(1, -1), world=world).view(
         world.ranks, 2, world.ranks

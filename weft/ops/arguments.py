@@ -20,7 +20,7 @@ FACTORS = (*DTYPES, *FLOAT8)
 
 
 def check_place(tensor: Tensor, what: str, world: World) -> None:
-    """A plain tensor on the world's device that does not lie in another world's symmetric memory."""
+    """A plain tensor on the world's device outside another world's symmetric memory."""
     checks.check_tensor(tensor, what)
     if tensor.device != world.device:
         remedy = "one with data" if tensor.is_meta else f"{what}.to({str(world.device)!r})"
@@ -130,7 +130,7 @@ def check_chunk_rows(chunk_rows: int | None) -> None:
 
 
 def check_algorithm(algorithm: str, known: Sequence[str], world: World) -> None:
-    """One of those known that the world's engine can carry out, or ``auto``."""
+    """Raise `ValueError` unless it is ``auto``, or a known algorithm that the world's engine has."""
     if algorithm not in (*known, "auto"):
         raise ValueError(
             f"there is no algorithm {algorithm!r}; choose auto or one of {', '.join(known)}"
@@ -193,7 +193,7 @@ def result(
         raise ValueError(f"out must have shape {tuple(shape)}; got {tuple(out.shape)}")
     if not out.is_contiguous():
         raise ValueError(
-            f"out must be contiguous, such as torch.empty{tuple(shape)}; got strides {out.stride()}"
+            f"out must be contiguous, as torch.empty{tuple(shape)} is; got strides {out.stride()}"
         )
     if any(overlap(out, tensor) for given in inputs for tensor in _read(given)) and not in_place(
         out
@@ -234,9 +234,7 @@ def recorded(tensors: Sequence[object]) -> bool:
 def check_recorded(
     a: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], out: object, world: World
 ) -> None:
-    """What torch traces returns new tensors, and is made of tensors that torch itself would refuse
-    in words of its own.
-    """
+    """Check the operands of a call that torch records; its results are new tensors."""
     if not torch.compiler.is_compiling():
         check_input(a, "a", world, FACTORS)
         for b in weights:

@@ -104,8 +104,8 @@ def rows(tensor: Tensor) -> Tensor:
 
 
 def weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
-    """``x^T @ dy``, laid out as the transpose of a linear layer's weight, to whose gradient it is
-    mostly added.
+    """``x^T @ dy``, laid out as the transpose of a linear layer's weight; it is mostly added to
+    the gradient of one.
     """
     gradient: Tensor = torch.ops.weft.product(dy.t(), x)
     return gradient.t()

@@ -1,8 +1,8 @@
-"""The variant of a call whose algorithm is left to ``auto``.
+"""The selection of a variant for ``algorithm="auto"``.
 
 Each operator has a rule. A variant that was measured before, by ``weft tune`` or by earlier calls,
-comes before the rule. Else the first calls of a size class measure the candidates in turn, and the
-fastest stays, in shared memory for later runs too. Rank 0 selects for all ranks.
+comes before the rule. Else the first calls of a size class measure the candidates, and the fastest
+stays, in shared memory for later runs too. Rank 0 selects for all ranks.
 
 All ranks make the same calls in the same order, so each knows the candidate of a call. After each
 round they exchange the times at which their calls began and ended. A call takes from the latest

@@ -10,14 +10,10 @@ from weft.schedules import broadcast as schedule
 from weft.schedules.workload import pieces
 from weft.world import World
 
-# No matter of caches: what the source takes off its peers has to be worth their waiting for it, and
-# a piece, its signals.
-SHARED_BYTES = 256 << 10  # from this size on of a broadcast its source moves rows, too
-PIECE_BYTES = (
-    64 << 10
-    # what its source stages at a time, while the others, who have nothing else to do, fetch what came
-    # before
-)
+SHARED_BYTES = 256 << 10
+"""The fewest bytes of which the source, too, moves rows: its peers wait for it meanwhile."""
+PIECE_BYTES = 64 << 10
+"""The bytes that the source stages at a time while its peers fetch the piece before."""
 
 
 def broadcast(

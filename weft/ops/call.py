@@ -1,6 +1,4 @@
-"""A call of a fused operator: what is asked for, what is given, and what is known of both once they
-are checked.
-"""
+"""A checked call of a fused operator: its operands, options and workload."""
 
 from __future__ import annotations
 
@@ -29,21 +27,20 @@ from weft.schedules.workload import (
 from weft.world import World
 
 LEAST_ROWS = {True: 64, False: 128}
-"""Whether b is packed: rows of a product with fewer of which each costs clearly more, since the
-weight is read, or packed, anew.
+"""By whether b is packed: the rows of a product below which each row costs clearly more, since the
+product reads, or packs, the whole weight.
 """
 
 _WORTH_HIDING = 5e-4
-"""Seconds on an emulated link that are worth hiding: lanes that meet once per piece cost more than
-waiting for less.
-"""
-# between hosts, where each transfer and each small product costs a core more than what is left in
-# the end
+"""Seconds on an emulated link that are worth hiding: for less, the signals of pieces cost more."""
 _HOST_PIECES = 8
+"""Transfers per shard between hosts, where each transfer and each small product takes more of a core
+than the last piece takes after the others.
+"""
 
 
 class Options(NamedTuple):
-    """What is asked for beside the tensors, as the operators' docstrings say.
+    """The options of a call, as in the operators' docstrings.
 
     `keep`: the gathered a is a result too. `own_bias`: each rank adds a bias of its own to its
     product, so all are summed.
@@ -61,8 +58,8 @@ class Options(NamedTuple):
 
 
 class Given(NamedTuple):
-    """The tensors of a call: this rank's rows, and for each weight its bias and where its result is
-    to go, if anything.
+    """The tensors of a call: this rank's rows, the weights, and for each weight its bias and its
+    output, or None.
     """
 
     a: Tensor
@@ -74,8 +71,8 @@ class Given(NamedTuple):
 class Selection(NamedTuple):
     """The variant of a call, and the reason for it.
 
-    `measured` are the least milliseconds of the variants that were tried. `trial`: the measurement
-    under way, which the time of the call is reported to (`weft.ops.autotune.Trial`).
+    `measured` are the least milliseconds of the variants that were tried. `trial` is the measurement
+    to which the time of the call is to be reported (`weft.ops.autotune.Trial`).
     """
 
     variant: Variant
@@ -85,10 +82,10 @@ class Selection(NamedTuple):
 
 
 class Call(ABC):
-    """A call that was checked on this rank, with what is particular to its operator.
+    """A call that was checked on this rank, and the rules of its operator.
 
-    `tensors` are those of the plan's buffers; `weights` and `biases` belong to its products in
-    their order. `asked` is what a `Request` has of this operator alone.
+    `tensors` are the matrices of the plan's buffers, `weights` and `biases` the operands of its
+    products in order. `asked` are the fields of its `Request` that no other operator has.
     """
 
     tensors: Mapping[str, Tensor]
@@ -113,7 +110,7 @@ class Call(ABC):
 
     @property
     def passing(self) -> float:
-        """Seconds that an emulated link takes for what a rank sends; infinite where there is none."""
+        """Seconds that an emulated link takes for the rows that a rank sends; infinite without one."""
         if not (link := self.world.emulated_link):
             return math.inf
         sent = (
@@ -125,9 +122,7 @@ class Call(ABC):
         return sent * 8e-9 / link[0]
 
     def piece(self, rows: int, pieces: int) -> int:
-        """The most rows of a piece of so many, cut into about so many pieces of which each is worth
-        a product.
-        """
+        """The most rows of a piece of `rows`, cut into about `pieces` that are each worth a product."""
         return max(-(-rows // pieces), min(rows, LEAST_ROWS[self.workload.packed]))
 
     @property
@@ -142,14 +137,12 @@ class Call(ABC):
 
     @property
     def words(self) -> str:
-        """The call as errors show it: with the rows that ranks exchange, of which all know how many
-        each has.
-        """
+        """The call as errors show it, with the rows that ranks exchange: all know their numbers."""
         rows, operator = self.workload.rows, self.workload.operator
         of = self.operator.exchanges
         matrix = self.tensors[of]
-        alike = len({*rows}) == 1 or len(matrix) == sum(rows)
-        shape = tuple(matrix.shape) if alike else f"{[*rows]} rows x {self.columns}"
+        same = len({*rows}) == 1 or len(matrix) == sum(rows)
+        shape = tuple(matrix.shape) if same else f"{[*rows]} rows x {self.columns}"
         return f"{operator}({of}={shape} {name(matrix.dtype)})"
 
     def check_algorithm(self, algorithm: str) -> None:
@@ -189,7 +182,7 @@ class Call(ABC):
         return Variant(algorithm, self.operator.pieces(self.workload.rows, algorithm, most))
 
     def default(self) -> tuple[str, str]:
-        """The algorithm that ``auto`` begins with, and why."""
+        """The algorithm of the rule, and the reason."""
         if self.world.ranks == 1 or not any(self.workload.rows):
             return self.operator.baseline, "there is nothing to exchange"
         if max(self.workload.rows) <= (
@@ -209,11 +202,11 @@ class Call(ABC):
 
     @abstractmethod
     def overlapped(self) -> tuple[str, str]:
-        """The same where there is enough to do for moving some rows while others are multiplied."""
+        """The same for enough rows to move some of them while others are multiplied."""
 
     @abstractmethod
     def chunk_rows(self, algorithm: str) -> int:
-        """Rows of a piece, where nobody says."""
+        """Rows of a piece, by default."""
 
     @property
     @abstractmethod
@@ -225,7 +218,7 @@ class Call(ABC):
         """The results, once the plan was executed."""
 
     def describe(self, variant: Variant) -> str:
-        """More that there is to say of what is done."""
+        """More words about a variant, for `explain`."""
         return ""
 
     def cut(self, variant: Variant) -> str:
@@ -241,7 +234,7 @@ def workload(
     out_dtype: torch.dtype,
     symmetric: bool = True,
 ) -> Workload:
-    """What a call comes to; several weights are as one as wide as all."""
+    """The workload of a call; several weights count as one of all their columns."""
     a, weights, _, _ = given
     columns, packed = (
         sum([b.shape[1] for b in weights]),

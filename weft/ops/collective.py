@@ -1,24 +1,23 @@
-"""What weft's collectives share: on symmetric or plain CPU tensors they are plans that run wholly
-in the native core.
+"""Calls of weft's collectives: on symmetric or plain CPU tensors they are plans that run wholly in
+the native core.
 
 Each is collective, and returns when its result is in place and its inputs are the caller's again.
 The ``_async`` form returns a `Handle` at once and works on the native lane (the first call of its
 kind may wait for its peers, to take a workspace together); until it is waited for, its tensors must
-not be touched. A world has 16 of them under way at most; while it has, the next holds its thread
-until the first is over. Calls are carried out in the order in which they are made. Results do not
+not be touched. A world carries out 16 of them at a time; the next one holds its thread until the
+first is over. Calls are carried out in the order in which they are made. Results do not
 depend on arrival order: the same bits on every run.
 
-A call on tensors that lie like those of a call before (dtype, shape, strides; in the same place of
-the same symmetric memory, if in any) is found again, which is fastest where `out` is passed.
-Symmetric tensors (`World.empty`), the same on all ranks, are read and written in place by peers;
+A call on tensors with the layouts of an earlier call (dtype, shape, strides; the address in
+symmetric memory, if in any) is found in the call cache; it is fastest with `out`. Symmetric tensors (`World.empty`), the same on all ranks, are read and written in place by peers;
 others are staged.
 
 All tensors are plain: `torch.Tensor` or `torch.nn.Parameter` itself, strided, no conjugate or
 negative view. There are no gradients: a tensor that requires one is a `ValueError` while autograd
 records (outside ``torch.no_grad()``), but for a leaf that is broadcast, such as a parameter.
-Torch's functional collectives have gradients, also on a process group of weft's. What is written to
-`out`, or broadcast, does not raise torch's count of writes: autograd does not see that what it
-keeps for backward is overwritten.
+Torch's functional collectives have gradients, also on a process group of weft's. Writes to
+`out`, or by a broadcast, do not raise torch's count of writes: autograd does not see that a tensor
+it keeps for backward is overwritten.
 
 Keywords that all share: `out`, a contiguous tensor for the result (else a new one); `world`, by
 default that of ``weft.init()``; `timeout`, the seconds any wait may take, by default the world's.
@@ -49,10 +48,10 @@ from weft.plan import Plan
 from weft.world import World, current
 
 NUMBERS = (*FLOATS, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-"""What can be reduced; averages are of floating dtypes."""
+"""The dtypes that can be reduced; averages are of floating dtypes."""
 
 ANY = (*NUMBERS, torch.bool)
-"""What can be moved."""
+"""The dtypes that can be moved."""
 
 REDUCTIONS = ("sum", "avg", "max", "min")
 
@@ -62,7 +61,7 @@ class CollectiveCall(NamedTuple):
     buffers, and its result.
 
     `copied` are copied in the end, each block to its part of the result. `sizes_exchanged`: ranks
-    told each other the sizes, which may differ in the next call with the same arguments.
+    exchanged the sizes, which may differ in the next call with the same arguments.
     """
 
     plan: Plan
@@ -161,7 +160,7 @@ def start(
 
 
 def _idle(own: Engine, call: CollectiveCall) -> Program:
-    """A program of a call that is not under way: each of several concurrent calls needs its own."""
+    """An idle program of a call: each of several concurrent calls needs its own."""
     programs = (
         own.program(call.plan, call.tensors, call.rows, number=number) for number in count()
     )
@@ -196,7 +195,7 @@ def _words(
 
 @lru_cache(4096)
 def planned(planner: Callable[..., Plan], *asked: Any, **more: Any) -> Plan:
-    """What a planner makes of this, kept for later calls."""
+    """A plan, kept for later calls."""
     return planner(*asked, **more)
 
 
@@ -233,8 +232,8 @@ def as_matrix(tensor: Tensor, dim: int = 0) -> Tensor:
 def parts(
     tensor: Tensor, blocks: Tensor, dim: int, sizes: Sequence[int]
 ) -> list[tuple[Tensor, Tensor]]:
-    """The parts of a tensor along `dim`, of these sizes, each with its place in `blocks`, where
-    they lie one after another.
+    """The parts of a tensor along `dim`, of these sizes, each with its block of `blocks`, which
+    are contiguous.
     """
     parts = tensor.split([*sizes], dim)
     places = blocks.view(-1).split([part.numel() for part in parts])

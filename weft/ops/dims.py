@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 def normal(dim: int, dims: int) -> int:
-    """`dim` counted from the front, of a tensor with `dims` dimensions; `ValueError` if there is
-    none such.
+    """`dim` counted from the front, of a tensor with `dims` dimensions; `ValueError` if it
+    has no such dimension.
     """
     if not dims:
         raise ValueError(
@@ -24,8 +24,8 @@ def normal(dim: int, dims: int) -> int:
 
 
 def to_front(tensor: Tensor, dim: int) -> Tensor:
-    """The tensor as a matrix whose rows are contiguous, those of its dimension `dim` outermost; its
-    last dimension are the columns.
+    """The tensor as a matrix with contiguous rows, its dimension `dim` outermost; the last dimension
+    are the columns.
 
     A copy only where strides demand one.
     """
@@ -44,9 +44,7 @@ def resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
 
 
 def front(result: Tensor, dim: int) -> Tensor:
-    """Room for a result with its dimension `dim` first; the result itself if that is the first
-    place.
-    """
+    """A tensor for a result with dimension `dim` first; the result itself for dimension 0."""
     return result.new_empty(result.movedim(dim, 0).shape) if dim else result
 
 

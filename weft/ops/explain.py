@@ -1,4 +1,4 @@
-"""What a fused operator would do with given arguments, and why, in words."""
+"""The variant that a fused operator would select for given arguments, and the reason, in words."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def explain(
     chunk_rows: int | None = None,
     world: World | None = None,
 ) -> str:
-    """What `operator` would do with these arguments and why, in words, and the other variants with
-    their predicted times.
+    """The variant that `operator` would select for these arguments and the reason, in words, with
+    the times of other variants as measured and predicted.
 
-    Not collective; nothing is sent. For ``auto`` it is what this rank would decide, where rank 0
-    has not decided yet.
+    Not collective; nothing is sent. For ``auto``, where rank 0 has not selected yet, it is the
+    variant that this rank would select.
 
     `operator` is ``all_gather_matmul``, ``matmul_reduce_scatter`` or ``matmul_all_reduce``; the
     rest as they take it. Raises `ValueError` or `TypeError` for arguments that the operator would

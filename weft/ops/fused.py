@@ -38,8 +38,8 @@ caller gave them: a, out, weights, biases.
 
 
 def repeat(world: World, key: Key, timeout: float | None) -> Any:
-    """The result (a list of several) of a call whose layouts and options were those of an earlier one: one native call,
-    but for its products. None, with nothing done, if there was none or something is to be checked.
+    """The result (a list of several) of a call that has the key of an earlier one: one native call,
+    but for its products. None, with nothing done, if there was none or the call must be checked.
     """
     own = world.engine
     if torch.compiler.is_compiling() or own is None or own.pending or world.recorder is not None:

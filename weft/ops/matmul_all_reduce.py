@@ -53,17 +53,16 @@ def matmul_all_reduce(
     Gradients follow Megatron's convention, not that of `torch.distributed.nn` and torch's
     functional collectives: all ranks are taken to compute one and the same loss from the result, so
     its gradient is already complete on each, and goes to a, b and bias without communication.
-    (Torch's sums the gradients of all ranks, which are as many losses: larger by a factor of the
-    number of ranks.) So the gradients are those of the same layer on one rank. There are no second
-    derivatives.
+    (Torch's sums the gradients of all ranks, one loss each: larger by a factor of the number of
+    ranks.) So the gradients are as of the same layer on one rank. There are no second derivatives.
 
-    Arguments and errors are those of `matmul_reduce_scatter`, but for these:
+    Arguments and errors are as of `matmul_reduce_scatter`, but for these:
 
     Args:
         out: contiguous (…, N), not overlapping an input. algorithm: ``one_shot`` (every rank adds
-        up everything where the products lie), ``two_shot`` (every rank adds up a part and
+        up everything in place), ``two_shot`` (every rank adds up a part and
             copies the others), ``put`` (the same, with products made in the memory of the rank that
-            adds them up), ``ring`` (sums pass from neighbour to neighbour), ``sequential`` (one
+            adds them up), ``ring`` (sums pass from rank to rank), ``sequential`` (one
             product, then the sums) or ``auto``; `explain` says what auto chooses.
 
     Returns:

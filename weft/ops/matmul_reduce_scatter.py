@@ -51,12 +51,12 @@ def matmul_reduce_scatter(
     The result is that of `torch.matmul` followed by `torch.distributed.reduce_scatter_tensor` (plus
     `bias`). Products are summed in rank order in float32 (float64 for float64) and rounded once, by
     every algorithm: same inputs, same bits. The products themselves are in float32, except that
-    those of bfloat16 for a bfloat16 result come in bfloat16, as `torch.mm` gives them. Over several
+    products of bfloat16 for a bfloat16 result come in bfloat16, as `torch.mm` gives them. Over several
     hosts these are taken in the order of their first ranks, and what the ranks of another host than
     the keeper's have made is summed there first, as one product: where these come in bfloat16, so
     does that sum (not with `out_dtype` float32).
 
-    Gradients flow to a, b and bias. Those of a and b share one gather of the result's gradient, by
+    Gradients flow to a, b and bias. The gradients of a and b share one gather of the result's, by
     `all_gather_matmul`; that of bias is complete on every rank.
 
     Args:
@@ -68,16 +68,16 @@ def matmul_reduce_scatter(
         dimension of the product (…, N) that is scattered. For the last one the transposed product
         is computed and
             scattered by rows, and the plain weight is used.
-        bias: (N,), the same on all ranks; added once, whatever `op` is. scale_a, scale_b: those of
+        bias: (N,), the same on all ranks; added once, whatever `op` is. scale_a, scale_b: scales of
         float8 inputs, as `all_gather_matmul` takes them. out: contiguous, of the shape of the
         result, not overlapping an input. out_dtype: a's dtype (default) or float32; for float8
         bfloat16 (default), float16 or float32. shard_rows: the size of the scattered dimension that
         each rank keeps; zero is allowed. Without it the dimension must
             divide evenly, as `torch.distributed.reduce_scatter_tensor` demands.
-        algorithm: ``direct`` (peers' products are added where they lie), ``push`` (they are copied
+        algorithm: ``direct`` (peers' products are added in place), ``push`` (they are copied
         to the rank that keeps them),
-            ``put`` (they are made in its memory), ``ring`` (running sums pass from neighbour to
-            neighbour), ``sequential`` (one product, then the sums) or ``auto``; `explain` says what
+            ``put`` (they are made in its memory), ``ring`` (running sums pass from rank to
+            rank), ``sequential`` (one product, then the sums) or ``auto``; `explain` says what
             auto chooses.
         chunk_rows: rows (of the product as a matrix of N columns) that are added, or sent,
         together; sequential makes no use of it. world: by default the world made by
@@ -130,7 +130,7 @@ def check(world: World, given: Given, options: Options) -> Call:
 
 
 class _ScatterCall(SumCall):
-    """What sums of rows and of columns have in common."""
+    """The common part of sums of rows and of columns."""
 
     def overlapped(self) -> tuple[str, str]:
         world = self.world
@@ -145,7 +145,7 @@ class _ScatterCall(SumCall):
                 "the emulated link is slower than memory, so products are moved while others are "
                 "made",
             )
-        return "direct", "peers' products can be added where they lie at the speed of own memory"
+        return "direct", "peers' products can be added in place at the speed of own memory"
 
     def chunk_rows(self, algorithm: str) -> int:
         rows = max(self.workload.rows)

@@ -1,5 +1,5 @@
-"""What operators share that sum products over ranks: the dtype of sums, and the bias that is added
-once.
+"""The common part of operators that sum products over ranks: the dtype of sums, and the bias that
+is added once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ADDED_ROWS = {True: 256, False: 1024}
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """What sums of this dtype are accumulated in."""
+    """The dtype in which sums of a dtype are accumulated."""
     found: torch.dtype = getattr(torch, pure.accumulator(name(dtype)))
     return found
 

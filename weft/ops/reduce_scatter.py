@@ -41,7 +41,7 @@ def reduce_scatter(
     `algorithm` is ``direct`` (every rank reads its peers' rows; auto's choice on one host),
     ``push`` (they are put to it, a host's sum once; auto's choice on several) or ``ring`` (sums go
     from host to host, or from rank to rank on one, in the same order, but rounded to a's dtype at
-    every hop).
+    every step).
 
     There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
     """

@@ -1,5 +1,5 @@
-"""What fused operators are asked for, how they can do it, and what everybody but their engine knows
-of them.
+"""Workloads, variants and requests of fused operators, and the record of an operator without its
+tensors.
 
 Each operator's planner has its `Operator`, a record, in the same file; `weft.schedules.operators`
 lists them.
@@ -24,9 +24,9 @@ second …
 
 
 class Workload(NamedTuple):
-    """What is to be done: `operator` on ranks with these `rows`, each product by (K, N).
+    """The sizes of a call: `operator` on ranks with these `rows`, each product by (K, N).
 
-    `rows` are those that each rank gives (all_gather_matmul) or keeps. `symmetric`: the input lies
+    `rows` are the rows that each rank gives (all_gather_matmul) or keeps. `symmetric`: the input is
     in symmetric memory.
     """
 
@@ -61,8 +61,8 @@ class Variant(NamedTuple):
 
 
 def pieces(rows: int, most: int) -> int:
-    """Into how many blocks `rows` are cut for each to have at most so many: a power of two, so that
-    plans are few.
+    """The number of blocks of `rows` for each to have at most `most`: a power of two, so that plans
+    are few.
     """
     return 1 << (max(1, -(-rows // most)) - 1).bit_length()
 
@@ -74,26 +74,23 @@ each rank or piece.
 
 
 def size_class(rows: int) -> int:
-    """The most rows of the class that `rows` belong to, whose sizes are done alike: 32
-    (`FEW_ROWS`), 48, 64, 96, 128, 192, …
-    """
+    """The most rows of the size class of `rows`: 32 (`FEW_ROWS`), 48, 64, 96, 128, 192, …"""
     rows = max(rows, FEW_ROWS)
     step = 1 << max(0, rows.bit_length() - 2)
     return -(-rows // step) * step
 
 
 class Request(NamedTuple):
-    """What a planner of a fused operator is asked for, whatever the sizes: each rank's rows in so
-    many `pieces`, in which a plan moves them.
+    """The input of a fused operator's planner, independent of sizes: ranks, and the `pieces` of each
+    rank's rows.
 
-    `symmetric`: the input lies in symmetric memory, where peers read it in place; else it is
-    staged. `hosts` are given where there are several. `remote_reads`: products of peers can be read
-    where they lie; else they are moved first. A push sends its pieces in an `order` of `ORDERS`, to
-    peers that are dealt out to as many lanes as there are `links`. `planned`: the ranks that get
-    their lanes, all unless given.
+    `symmetric`: the input is in symmetric memory, where peers read it in place; else it is staged.
+    `hosts` are given where there are several. `remote_reads`: products of peers can be read in
+    place; else they are moved first. A push sends its pieces in an `order` of `ORDERS`, to peers in
+    one lane for each of `links`. `planned`: the ranks that get their lanes, by default all.
 
-    What is asked for beside: `op` is that of a sum, ``sum`` or ``avg``. A gather multiplies by so
-    many `weights`, and may have the `gathered` rows for an output too.
+    `op` is the reduction of a sum, ``sum`` or ``avg``. A gather multiplies by a number of `weights`,
+    and may have the `gathered` rows for an output too.
     """
 
     ranks: int
@@ -111,7 +108,7 @@ class Request(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the rows of a buffer look like."""
+    """The columns and the dtype of a buffer's rows."""
 
     columns: int
     dtype: str
@@ -119,7 +116,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Operator:
-    """What is known of a fused operator without a tensor.
+    """A fused operator without its tensors.
 
     `plan` makes its plan of a request; `communicate` plans its communication alone, as benchmarks
     measure it. `buffers` says what the buffers of its plans hold.
@@ -131,24 +128,22 @@ class Operator:
     communicate: Callable[[Request], Plan]
     buffers: Callable[[Workload], Mapping[str, Rows]]
     default_shards: Callable[[int, int], Sequence[int] | None]
-    """The rows of each shard where a rank of so many gives so many and nobody says otherwise; None
-    where that cannot be.
+    """The default rows of each shard, of a rank's rows and the number of ranks; None if they do not
+    divide.
     """
     result_rows: Callable[[Sequence[int], int], int]
-    """The rows of the result on a rank, of those of each shard."""
+    """The rows of the result on a rank, of the rows of each shard."""
     flattens: bool = False
-    """Whether rows of all dimensions but the last are alike, so that what has more than two can be
-    taken for a matrix.
-    """
+    """Whether an input of more than two dimensions is used as a matrix of all its rows."""
     uncut: tuple[str, ...] = ("sequential",)
     """Algorithms that do not cut shards into pieces."""
     cuts_all_rows: tuple[str, ...] = ()
-    """Algorithms whose pieces are of all rows, not of each rank's."""
+    """Algorithms that cut all rows into pieces, not each rank's."""
     moves_nothing: tuple[str, ...] = ()
     """Algorithms that move no rows: products and sums work on peers' memory."""
     asymmetric: tuple[str, ...] = ()
-    """Algorithms in which ranks differ even where their rows do not, so that none can tell from its
-    own lanes what others do.
+    """Algorithms in which ranks differ even where their rows do not, so that the lanes of others do
+    not follow from a rank's own.
     """
     reads_peers: tuple[str, ...] = ()
     """Algorithms that read peers' rows in place."""
