@@ -11,15 +11,6 @@ void bind_tensors(nb::module_& m) {
   m.def("look_by", &View::look_by, "plain"_a, "exchange"_a.none());
   m.def("layouts", &layouts, "tensors"_a);
   m.def("seen", &seen, "tensor"_a, "sampled"_a);
-  m.def(
-      "lies",
-      [](nb::handle tensor) -> std::optional<uint64_t> {
-        View view;
-        if (!view.look_plain(tensor) || !view.contiguous()) return {};
-        const Segment* within = Segment::around(view.address);
-        return within ? within->world : 0;
-      },
-      "tensor"_a.none());
 
   nb::class_<CallCache>(m, "CallCache", nb::type_slots(CallCache::slots))
       .def(nb::init<Executor&, nb::object>(), "executor"_a, "packed"_a, nb::keep_alive<1, 2>())

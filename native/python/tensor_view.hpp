@@ -106,13 +106,6 @@ class View {
     return tensor.is_none() || note(tensor, numbers);
   }
 
-  bool contiguous() const {
-    int64_t below = 1;
-    for (size_t dim = dimensions; dim-- > 0; below *= shape[dim])
-      if (shape[dim] != 1 && strides[dim] != below) return false;
-    return true;
-  }
-
   bool same_shape(const View& other) const {
     return std::equal(shape, shape + dimensions, other.shape, other.shape + other.dimensions);
   }

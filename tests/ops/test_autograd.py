@@ -111,7 +111,7 @@ def reduces(world, op):
 
 
 def twice(world):
-    """An operator called twice in one graph, a second backward through it, and second derivatives."""
+    """An operator called twice in one graph, a second backward of it, and second derivatives."""
     a, b = torch.randn(4, 6).double(), torch.randn(6, 6).double()
     x, w = leaves(a, b)
     y = weft.matmul_reduce_scatter(

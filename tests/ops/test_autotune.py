@@ -24,7 +24,7 @@ def selected(world):
 
 
 def first_calls(world, operator, link):
-    """The algorithms that the calls of a class take until one stays, that one, and its explanation."""
+    """The variants of the calls of a class until one stays, that one, and its explanation."""
     if link:
         world.emulate_link(0.2, 5.0)
     a, b, taken = torch.randn(400, 64), torch.randn(64, 32), []
@@ -79,7 +79,7 @@ def nothing_to_try(world):
 
 
 def quick_links(world):
-    """Rows that pass a link quickly are multiplied at once; pieces are tried only if they may pay."""
+    """Rows that pass a link quickly are multiplied at once; pieces are tried if they may pay."""
     a, b = torch.randn(512, 256), torch.randn(256, 32)  # half a MiB
     found = []
     for gbps in (100.0, 16.0, 1.0):  # 42 us, 0.26 ms and 4.2 ms

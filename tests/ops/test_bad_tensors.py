@@ -350,7 +350,7 @@ def test_the_table_is_whole(verdicts):
 
 
 def taken(world):
-    """Odd operands that are accepted: parameters, views of any strides, no dimension, nothing at all."""
+    """Odd operands that are accepted: parameters, views of any strides, no dimension, no rows."""
     own = nn.Parameter(torch.full((2, 2), float(world.rank)))
     with torch.no_grad():
         assert weft.all_gather(own)[:, 0].tolist() == [0, 0, 1, 1]

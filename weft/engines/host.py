@@ -227,7 +227,10 @@ class HostProgram(Program):
         status, index, source, expected, actual = self.compiled.wait_failure(lane)
         doing = self.doing(lane, index, self.compiled.call, source, expected, actual)
         if status == _native.WaitStatus.unread:
-            why = f"{os.strerror(actual)}; with WEFT_READ_PEERS=0 large tensors are staged in shared memory instead"
+            why = (
+                f"{os.strerror(actual)}; with WEFT_READ_PEERS=0 large tensors are staged in shared "
+                "memory instead"
+            )
             return self.world.fail(
                 WeftError(f"rank {self.world.rank} cannot read what it needs {doing}: {why}")
             )

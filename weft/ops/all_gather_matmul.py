@@ -55,40 +55,42 @@ def all_gather_matmul(
 
     Args:
         a: this rank's shard; (rows, …, K), of at least two dimensions; float16, bfloat16, float32
-        or float64; any strides. If it
-            is symmetric (`World.empty`), the same tensor on all ranks, peers may read it in place;
-            otherwise it is staged.
+            or float64; any strides. If it is symmetric (`World.empty`), the same tensor on all
+            ranks, peers may read it in place; otherwise it is staged.
         b: (K, N) of a's dtype, any strides, or packed once by `weft.pack`. N may differ between
-        ranks. A list of weights shares
-            one gather and gives a list of results.
-        dim: the dimension of a that is gathered. For the last one, a split of K, b has as many rows
-        as all ranks' a have columns;
-            a is then gathered first and multiplied in one product, without overlap.
-        bias: (N,), added to every row; a list where b is one. scale_a: for float8 inputs
-        (float8_e4m3fn or float8_e5m2, both a and b): the scale of a in float32, one for all of it
-        or one
-            for each row, (…, 1). Products are as by ``torch._scaled_mm``, in float32; there is
-            no gradient.
+            ranks. A list of weights shares one gather and gives a list of results.
+        dim: the dimension of a that is gathered. For the last one, a split of K, b has the rows of
+            all ranks' columns; a is then gathered first and multiplied in one product, without
+            overlap.
+        bias: (N,), added to every row; a list where b is one.
+        scale_a: for float8 inputs (float8_e4m3fn or float8_e5m2, both a and b): the scale of a in
+            float32, one for all of it or one for each row, (…, 1). Products are as by
+            ``torch._scaled_mm``, in float32; there is no gradient.
         scale_b: the scale of b, one for all of it or one for each column, (1, N); a list where b is
-        one. out: contiguous, of the shape of the result, not overlapping an input; a list where b
-        is one. out_dtype: a's dtype (default) or float32; for float8 bfloat16 (default), float16 or
-        float32. return_gathered: also return the gathered a, a tensor of the caller's own.
+            one.
+        out: contiguous, of the shape of the result, not overlapping an input; a list where b is
+            one.
+        out_dtype: a's dtype (default) or float32; for float8 bfloat16 (default), float16 or
+            float32.
+        return_gathered: also return the gathered a, a new tensor.
         shard_rows: the size of the gathered dimension of a on every rank, if they differ; zero is
-        allowed. algorithm: ``direct`` (peers' rows are read in place), ``pull``, ``push``,
-        ``ring``, ``sequential`` (gather, then one
-            product) or ``auto``; `explain` says what auto chooses.
-        chunk_rows: rows (of a as a matrix of K columns) per transfer of pull, push and ring; the
-        others make no use of it. world: by default the world made by ``weft.init()``. timeout:
-        seconds any wait may take; by default the world's.
+            allowed.
+        algorithm: ``direct`` (peers' rows are read in place), ``pull``, ``push``, ``ring``,
+            ``sequential`` (gather, then one product) or ``auto``; `explain` names the selection of
+            auto.
+        chunk_rows: the most rows (of a as a matrix of K columns) per transfer of pull, push and
+            ring; the others make no use of it.
+        world: by default the world made by ``weft.init()``.
+        timeout: seconds any wait may take; by default the world's.
 
     Returns:
         a's shape with the gathered dimension of all ranks together and N in place of K, of
         `out_dtype`; a list of these for a list of weights; with `return_gathered` a pair.
 
     Raises:
-        ValueError, TypeError: bad arguments, before anything is sent. MismatchError, PeerLost,
-        PeerTimeout: the ranks do not make the same call, or one is lost or late; the world is
-        closed.
+        ValueError, TypeError: bad arguments, before anything is sent.
+        MismatchError, PeerLost, PeerTimeout: the ranks do not make the same call, or one is lost or
+            late; the world is closed.
     """
     world = current(world)
     several = isinstance(b, (list, tuple))  # no union: the compiler of torch 2.9 does not know them
@@ -262,7 +264,10 @@ class _ColumnsCall(_GatherCall):
         return Selection(self.variant(algorithm), why)
 
     def overlapped(self) -> tuple[str, str]:
-        why = "the last dimension is gathered, a split of K: no product can begin before all columns are there"
+        why = (
+            "the last dimension is gathered, a split of K: no product can begin before all columns "
+            "are there"
+        )
         return "push" if self.world.multi_host else "pull", why
 
     def finish(self) -> list[Tensor]:

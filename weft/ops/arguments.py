@@ -48,7 +48,7 @@ def check_input(
 
 
 def check_weight(a: Tensor, b: Weight, world: World, k: int | None = None) -> None:
-    """`b` is (K, N) of a's dtype; K is that of a, or `k` where a is a part of what is multiplied."""
+    """`b` is (K, N) of a's dtype; K is a's, or `k` where a is a part of the factor."""
     k = a.shape[-1] if k is None else k
     if isinstance(b, PackedWeight):
         b.check_unchanged()
@@ -130,7 +130,7 @@ def check_chunk_rows(chunk_rows: int | None) -> None:
 
 
 def check_algorithm(algorithm: str, known: Sequence[str], world: World) -> None:
-    """Raise `ValueError` unless it is ``auto``, or a known algorithm that the world's engine has."""
+    """Raise `ValueError` unless it is ``auto`` or a known algorithm that the engine has."""
     if algorithm not in (*known, "auto"):
         raise ValueError(
             f"there is no algorithm {algorithm!r}; choose auto or one of {', '.join(known)}"
@@ -212,14 +212,6 @@ def _read(given: Weight | None) -> Sequence[Tensor]:
     if given is None:
         return ()
     return (plain(given), given.scales) if isinstance(given, ScaledWeight) else (plain(given),)
-
-
-def symmetric_world(a: object) -> int | None:
-    """The same as `memory.symmetric_world`; None too for elements that are negated or conjugated when they are
-    read.
-    """
-    world = memory.symmetric_world(a)
-    return None if world is None or a.is_neg() or a.is_conj() else world  # type: ignore[attr-defined]
 
 
 def recorded(tensors: Sequence[object]) -> bool:

@@ -10,8 +10,8 @@ beginning to the latest end, so a late rank does not count. The clocks of hosts 
 one host are compared with each other, and the shortest of all hosts counts.
 
 Candidates are tried only where they give the same bits. Sums are taken in one order by every
-variant, and torch's products have the same bits in any number of rows, except by its kernels for few
-rows and in float64.
+variant, and torch's products have the same bits in any number of rows, except by kernels for few rows
+and in float64.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ product reads, or packs, the whole weight.
 _WORTH_HIDING = 5e-4
 """Seconds on an emulated link that are worth hiding: for less, the signals of pieces cost more."""
 _HOST_PIECES = 8
-"""Transfers per shard between hosts, where each transfer and each small product takes more of a core
+"""Transfers per shard between hosts: each transfer and each small product takes more of a core there
 than the last piece takes after the others.
 """
 
@@ -71,7 +71,7 @@ class Given(NamedTuple):
 class Selection(NamedTuple):
     """The variant of a call, and the reason for it.
 
-    `measured` are the least milliseconds of the variants that were tried. `trial` is the measurement
+    `measured` are the least milliseconds of the variants that were tried. `trial` is a measurement
     to which the time of the call is to be reported (`weft.ops.autotune.Trial`).
     """
 
@@ -110,7 +110,7 @@ class Call(ABC):
 
     @property
     def passing(self) -> float:
-        """Seconds that an emulated link takes for the rows that a rank sends; infinite without one."""
+        """Seconds that an emulated link takes for the rows of a rank; infinite without a link."""
         if not (link := self.world.emulated_link):
             return math.inf
         sent = (
@@ -122,7 +122,7 @@ class Call(ABC):
         return sent * 8e-9 / link[0]
 
     def piece(self, rows: int, pieces: int) -> int:
-        """The most rows of a piece of `rows`, cut into about `pieces` that are each worth a product."""
+        """The most rows of one of about `pieces` pieces of `rows`, each worth a product."""
         return max(-(-rows // pieces), min(rows, LEAST_ROWS[self.workload.packed]))
 
     @property

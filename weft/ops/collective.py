@@ -9,8 +9,8 @@ first is over. Calls are carried out in the order in which they are made. Result
 depend on arrival order: the same bits on every run.
 
 A call on tensors with the layouts of an earlier call (dtype, shape, strides; the address in
-symmetric memory, if in any) is found in the call cache; it is fastest with `out`. Symmetric tensors (`World.empty`), the same on all ranks, are read and written in place by peers;
-others are staged.
+symmetric memory, if in any) is found in the call cache; it is fastest with `out`. Symmetric tensors
+(`World.empty`), the same on all ranks, are read and written in place by peers; others are staged.
 
 All tensors are plain: `torch.Tensor` or `torch.nn.Parameter` itself, strided, no conjugate or
 negative view. There are no gradients: a tensor that requires one is a `ValueError` while autograd

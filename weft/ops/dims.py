@@ -24,8 +24,8 @@ def normal(dim: int, dims: int) -> int:
 
 
 def to_front(tensor: Tensor, dim: int) -> Tensor:
-    """The tensor as a matrix with contiguous rows, its dimension `dim` outermost; the last dimension
-    are the columns.
+    """The tensor as a matrix with contiguous rows, its dimension `dim` outermost; its last dimension
+    has the columns.
 
     A copy only where strides demand one.
     """
@@ -54,5 +54,5 @@ def inner(shape: Sequence[int], dim: int) -> int:
 
 
 def back(front: Tensor, dim: int, result: Tensor) -> Tensor:
-    """Bring the first dimension of `front` back to its place, in the `result` that it was made for."""
+    """Copy `front` to the `result` that it was made for, its first dimension back as `dim`."""
     return result if dim == 0 else result.copy_(front.movedim(0, dim))

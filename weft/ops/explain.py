@@ -74,7 +74,8 @@ def explain(
     packed = "packed" if all(isinstance(weight, PackedWeight) for weight in weights) else "plain"
     where = call.describe(selection.variant)
     lines = [
-        f"{operator} over {world.ranks} ranks: {call.cut(selection.variant)}: {selection.reason}{where}; {made}b is {packed}"
+        f"{operator} over {world.ranks} ranks: {call.cut(selection.variant)}: "
+        f"{selection.reason}{where}; {made}b is {packed}"
     ]
     for how, times in (("measured", selection.measured), ("predicted", _predicted(call))):
         lines += [f"{how}:"] if times else []

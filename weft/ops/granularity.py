@@ -61,7 +61,7 @@ def _row_bytes(matrix: Tensor) -> int:
 
 
 def moved_eagerly(world: World, size: int, reachable: bool) -> bool:
-    """Whether `size` bytes of each rank are sent eagerly; `reachable`: peers can access the tensors.
+    """Whether `size` bytes of each rank are sent eagerly; `reachable`: peers can access tensors.
 
     Where they cannot, up to the size of an eager buffer: staged, the rows would be copied as often,
     with one more signal.
@@ -89,7 +89,7 @@ def _eager(world: World, size: int, most: int) -> bool:
 
 
 def costly_signals(world: World) -> bool:
-    """Whether signals take most of the time of a small collective: ranks are many, or share cores."""
+    """Whether signals take most of a small collective's time: ranks are many, or share cores."""
     return world.oversubscribed or len(world.levels) > 1
 
 

@@ -59,11 +59,12 @@ def matmul_all_reduce(
     Arguments and errors are as of `matmul_reduce_scatter`, but for these:
 
     Args:
-        out: contiguous (…, N), not overlapping an input. algorithm: ``one_shot`` (every rank adds
-        up everything in place), ``two_shot`` (every rank adds up a part and
-            copies the others), ``put`` (the same, with products made in the memory of the rank that
-            adds them up), ``ring`` (sums pass from rank to rank), ``sequential`` (one
-            product, then the sums) or ``auto``; `explain` says what auto chooses.
+        out: contiguous (…, N), not overlapping an input.
+        algorithm: ``one_shot`` (every rank adds up everything in place), ``two_shot`` (every rank
+            adds up a part and copies the others), ``put`` (the same, with products made in the
+            memory of the rank that adds them up), ``ring`` (sums pass from rank to rank),
+            ``sequential`` (one product, then the sums) or ``auto``; `explain` names the selection
+            of auto.
 
     Returns:
         (…, N) of `out_dtype`.

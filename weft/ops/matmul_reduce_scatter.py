@@ -51,45 +51,46 @@ def matmul_reduce_scatter(
     The result is that of `torch.matmul` followed by `torch.distributed.reduce_scatter_tensor` (plus
     `bias`). Products are summed in rank order in float32 (float64 for float64) and rounded once, by
     every algorithm: same inputs, same bits. The products themselves are in float32, except that
-    products of bfloat16 for a bfloat16 result come in bfloat16, as `torch.mm` gives them. Over several
-    hosts these are taken in the order of their first ranks, and what the ranks of another host than
-    the keeper's have made is summed there first, as one product: where these come in bfloat16, so
-    does that sum (not with `out_dtype` float32).
+    products of bfloat16 for a bfloat16 result come in bfloat16, as `torch.mm` gives them. Several
+    hosts are taken in the order of their first ranks; the products of a host other than the
+    keeper's are summed there first, as one product: where products come in bfloat16, so does that
+    sum (not with `out_dtype` float32).
 
     Gradients flow to a, b and bias. The gradients of a and b share one gather of the result's, by
     `all_gather_matmul`; that of bias is complete on every rank.
 
     Args:
-        a: (…, K), this rank's columns of what is multiplied, at least two dimensions; float16,
-        bfloat16, float32 or float64; any
-            strides. K may differ between ranks.
+        a: (…, K), this rank's columns of the left factor, at least two dimensions; float16,
+            bfloat16, float32 or float64; any strides. K may differ between ranks.
         b: (K, N) of a's dtype, this rank's rows of the weight, any strides, or packed once by
-        `weft.pack`. op: ``sum``, or ``avg``: the sum divided by the number of ranks. dim: the
-        dimension of the product (…, N) that is scattered. For the last one the transposed product
-        is computed and
-            scattered by rows, and the plain weight is used.
-        bias: (N,), the same on all ranks; added once, whatever `op` is. scale_a, scale_b: scales of
-        float8 inputs, as `all_gather_matmul` takes them. out: contiguous, of the shape of the
-        result, not overlapping an input. out_dtype: a's dtype (default) or float32; for float8
-        bfloat16 (default), float16 or float32. shard_rows: the size of the scattered dimension that
-        each rank keeps; zero is allowed. Without it the dimension must
-            divide evenly, as `torch.distributed.reduce_scatter_tensor` demands.
-        algorithm: ``direct`` (peers' products are added in place), ``push`` (they are copied
-        to the rank that keeps them),
-            ``put`` (they are made in its memory), ``ring`` (running sums pass from rank to
-            rank), ``sequential`` (one product, then the sums) or ``auto``; `explain` says what
-            auto chooses.
-        chunk_rows: rows (of the product as a matrix of N columns) that are added, or sent,
-        together; sequential makes no use of it. world: by default the world made by
-        ``weft.init()``. timeout: seconds any wait may take; by default the world's.
+            `weft.pack`.
+        op: ``sum``, or ``avg``: the sum divided by the number of ranks.
+        dim: the dimension of the product (…, N) that is scattered. For the last one the transposed
+            product is computed and scattered by rows, and the plain weight is used.
+        bias: (N,), the same on all ranks; added once, for any `op`.
+        scale_a, scale_b: scales of float8 inputs, as `all_gather_matmul` takes them.
+        out: contiguous, of the shape of the result, not overlapping an input.
+        out_dtype: a's dtype (default) or float32; for float8 bfloat16 (default), float16 or
+            float32.
+        shard_rows: the size of the scattered dimension that each rank keeps; zero is allowed.
+            Without it the dimension must divide evenly, as
+            `torch.distributed.reduce_scatter_tensor` demands.
+        algorithm: ``direct`` (peers' products are added in place), ``push`` (they are copied to the
+            rank that keeps them), ``put`` (they are made in its memory), ``ring`` (running sums
+            pass from rank to rank), ``sequential`` (one product, then the sums) or ``auto``;
+            `explain` names the selection of auto.
+        chunk_rows: the most rows (of the product as a matrix of N columns) that are added, or sent,
+            together; sequential makes no use of it.
+        world: by default the world made by ``weft.init()``.
+        timeout: seconds any wait may take; by default the world's.
 
     Returns:
         (…, N) with this rank's part of the scattered dimension, of `out_dtype`.
 
     Raises:
-        ValueError, TypeError: bad arguments, before anything is sent. MismatchError, PeerLost,
-        PeerTimeout: the ranks do not make the same call, or one is lost or late; the world is
-        closed.
+        ValueError, TypeError: bad arguments, before anything is sent.
+        MismatchError, PeerLost, PeerTimeout: the ranks do not make the same call, or one is lost or
+            late; the world is closed.
     """
     world = current(world)
     shards = None if shard_rows is None else tuple(shard_rows)

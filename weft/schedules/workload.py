@@ -81,7 +81,7 @@ def size_class(rows: int) -> int:
 
 
 class Request(NamedTuple):
-    """The input of a fused operator's planner, independent of sizes: ranks, and the `pieces` of each
+    """The input of a fused operator's planner, independent of sizes: ranks, and the `pieces` of a
     rank's rows.
 
     `symmetric`: the input is in symmetric memory, where peers read it in place; else it is staged.
@@ -89,8 +89,8 @@ class Request(NamedTuple):
     place; else they are moved first. A push sends its pieces in an `order` of `ORDERS`, to peers in
     one lane for each of `links`. `planned`: the ranks that get their lanes, by default all.
 
-    `op` is the reduction of a sum, ``sum`` or ``avg``. A gather multiplies by a number of `weights`,
-    and may have the `gathered` rows for an output too.
+    `op` is the reduction of a sum, ``sum`` or ``avg``. A gather multiplies by n `weights`, and
+    may have the `gathered` rows for an output too.
     """
 
     ranks: int

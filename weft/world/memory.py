@@ -62,11 +62,6 @@ _native.look_by(PLAIN, LOOK)
 layouts = _native.layouts
 """Layouts of plain CPU tensors (dtypes, shapes, strides); None if any is not one."""
 
-symmetric_world = _native.lies
-"""The number of the world that owns the memory of a plain contiguous tensor, 0 if it is ordinary
-memory; None for any other tensor, or one that is not on a CPU.
-"""
-
 
 def find(tensor: torch.Tensor) -> Segment | None:
     """The segment of a tensor in symmetric memory of any world, also of a view made by another
