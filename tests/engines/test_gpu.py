@@ -100,7 +100,7 @@ def kernels():
             assert torch.equal(gathered, torch.cat(shards))
             gather.check()
             weft.barrier()
-    with pytest.raises(ValueError, match="could keep those out that they"):
+    with pytest.raises(ValueError, match="could block the programs that they"):
         AllGather(world, gathered, Traffic(sms=1024))
 
 

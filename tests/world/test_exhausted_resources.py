@@ -188,7 +188,7 @@ def out_of_reach(_):
 
 def test_memory_that_the_kernel_does_not_hand_out():
     first, second, third = start(out_of_reach, 3)
-    assert "cannot read what it needs for rows 0:1 of fetch call" in str(second.error), second
+    assert "cannot read the rows of a peer for rows 0:1 of fetch call" in str(second.error), second
     assert "Bad address; with WEFT_READ_PEERS=0 large tensors are staged" in str(second.error)
     for outcome in (first, third):
         assert isinstance(outcome.error, weft.PeerLost), outcome

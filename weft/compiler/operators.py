@@ -71,7 +71,7 @@ def _run(fused_operator: FusedOperator, name: str, given: Given, options: Option
     world = None if group is None else worlds.find(group)
     if group is None or world is None:
         raise WeftError(
-            f"process group {name!r} has no world any more: what was compiled for it is of no use"
+            f"process group {name!r} has no world any more: graphs compiled for it cannot run"
         )
 
     def call() -> Any:

@@ -232,7 +232,7 @@ class HostProgram(Program):
                 "memory instead"
             )
             return self.world.fail(
-                WeftError(f"rank {self.world.rank} cannot read what it needs {doing}: {why}")
+                WeftError(f"rank {self.world.rank} cannot read the rows of a peer {doing}: {why}")
             )
         return self.engine.ended(status, source, self.compiled, doing, timeout)
 

@@ -211,7 +211,7 @@ def _effect(ranks: Sequence[_Rank], rank: int, instruction: Instruction) -> Call
             sources, target = [here.rows(source) for source in reads(move)], here.rows(move.dst)
             if isinstance(move, Copy) and sources[0].dtype != target.dtype:
                 raise PlanError(
-                    f"{move}: a copy does not turn {sources[0].dtype} into {target.dtype}"
+                    f"{move}: a copy does not convert {sources[0].dtype} into {target.dtype}"
                 )
             made = _result(move, sources, here.calls[here.number], rank)
             return partial(target.copy_, made.clone() if isinstance(move, Copy) else made)

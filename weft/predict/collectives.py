@@ -48,8 +48,8 @@ def ways(collective: str, size: int, ranks: int, machine: Machine) -> list[Way]:
     """
     if not machine.notify_us:
         raise ValueError(
-            f"{machine.name} does not know how long signals take, of which such collectives mostly "
-            "consist"
+            f"{machine.name} has no latency of a signal (notify_us), most of the time of this "
+            "collective"
         )
     if collective == "barrier" or size <= (
         EAGER_ROOM if collective == "all_gather" else machine.thresholds.eager_bytes

@@ -134,8 +134,7 @@ class _Run:
         ]
         if stuck:
             raise PlanError(
-                f"{self.plan.operator}/{self.plan.algorithm} comes to a standstill: "
-                f"{'; '.join(stuck[:5])}"
+                f"{self.plan.operator}/{self.plan.algorithm} deadlocks: {'; '.join(stuck[:5])}"
             )
 
     def trace(self) -> Iterator[Span]:

@@ -81,8 +81,7 @@ class Transfer:
         seconds = _seconds(timeout, self._world)
         if not self._world.transfers.wait(self._number, seconds):
             raise PeerTimeout(
-                f"rank {self._world.rank} waited {seconds:g} s for its {self._what}; it is still "
-                "under way"
+                f"rank {self._world.rank} waited {seconds:g} s for its {self._what}; it is not done"
             )
         if self._world.transfers.refused(self._number):
             raise self._world.failure(f"for its {self._what}")

@@ -77,9 +77,8 @@ class Traffic(NamedTuple):
         ranks = world.ranks_per_device
         if device.type == "cuda" and self.sms > (most := symmetric.max_programs(ranks, device)):
             raise ValueError(
-                f"{self.sms} programs on each of {ranks} ranks that share a GPU could keep those "
-                "out that they wait for: "
-                f"use at most {most}"
+                f"{self.sms} waiting programs on each of {ranks} ranks that share a GPU could block "
+                f"the programs that they wait for: use at most {most}"
             )
 
 
