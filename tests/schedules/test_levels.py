@@ -13,7 +13,7 @@ from weft.errors import PlanError
 from weft.plan.proof import verify
 from weft.schedules.barrier import barrier
 from weft.schedules.broadcast import eager as broadcast
-from weft.schedules.levels import flat, meetings, nested
+from weft.schedules.levels import flat, nested, stages
 
 
 @st.composite
@@ -66,20 +66,20 @@ def test_what_is_near_meets_first():
     package, cache = tuple(r % 2 for r in range(32)), tuple(r % 8 for r in range(32))
     levels = nested(32, (cache, package))
     assert levels == (cache, package, *flat(32))
-    for rank, (within, between, across) in enumerate(meetings(levels)):
-        assert sorted(within.told) == [
+    for rank, (within, between, across) in enumerate(stages(levels)):
+        assert sorted(within.notified) == [
             peer for peer in range(32) if peer % 8 == rank % 8 and peer != rank
         ]
-        assert {cache[peer] for peer in between.told} == {
+        assert {cache[peer] for peer in between.notified} == {
             c for c in range(8) if c % 2 == rank % 2
         } - {cache[rank]}
-        assert [package[peer] for peer in across.told] == [1 - package[rank]]
+        assert [package[peer] for peer in across.notified] == [1 - package[rank]]
 
 
 def test_a_lone_rank_speaks_to_all_of_a_larger_group():
     levels = ((0, 1, 1, 1), *flat(4))
-    assert [stage.told for stage in meetings(levels)[0]] == [[], [3, 2, 1]]
-    assert sum(len(stages[1].heard) for stages in meetings(levels)) == 4
+    assert [stage.notified for stage in stages(levels)[0]] == [[], [3, 2, 1]]
+    assert sum(len(each[1].awaited) for each in stages(levels)) == 4
     verify(barrier(levels))
 
 

@@ -1,10 +1,10 @@
-"""Groups of ranks within groups: how ranks learn of each other when a signal from each to each
-would be too many.
+"""Nested groups of ranks, by which ranks synchronize when a signal from each to each would be too
+many.
 
-Ranks *meet* level by level: first those of an innermost group, each with each; then groups of the
-same larger group, each rank with one of every other group, which speaks for its whole group since
-it has met it. In groups of √W a rank tells 2(√W - 1) others instead of W - 1, and hears of the last
-one a hop later.
+Ranks synchronize level by level: first the ranks of an innermost group with each other; then groups
+of the same larger group, each rank with one of every other group, which represents its group since
+it has synchronized with it. In groups of √W a rank notifies 2(√W - 1) others instead of W - 1, at
+the price of one more signal latency.
 """
 
 from __future__ import annotations
@@ -19,80 +19,80 @@ from weft.schedules.common import Hosts, hear, tell
 from weft.schedules.thresholds import Thresholds
 
 Levels = tuple[tuple[int, ...], ...]
-"""The group of each rank, level by level: those of one level are parts of those of the next, and in
-the last all are together.
+"""The group of each rank, level by level: groups of one level are parts of groups of the next, and
+the last level is one group.
 """
 
 
 class Stage(NamedTuple):
-    """Whom a rank tells and whom it hears in a level, in the order in which it does."""
+    """The ranks that a rank notifies and waits for in a level, in order."""
 
-    told: list[int]
-    heard: list[int]
+    notified: list[int]
+    awaited: list[int]
 
 
 def synchronize(rank: int, levels: Levels, name: str) -> list[Instruction]:
-    """Hold until all ranks have come here; what each did before is then visible to all. `name` is
-    that of the signals.
+    """Instructions that end once all ranks have begun them; all earlier writes are then visible to
+    all. `name` is that of the signals.
     """
     lane: list[Instruction] = []
-    for told, heard in meetings(levels)[rank]:
-        lane += [*tell(rank, name, told), *hear(name, heard)]
+    for notified, awaited in stages(levels)[rank]:
+        lane += [*tell(rank, name, notified), *hear(name, awaited)]
     return lane
 
 
 def hand_out(own: Sequence[Region], levels: Levels) -> list[Instruction]:
-    """Let all ranks have a few rows, one part after the other: once they have met, they find them
-    in the eager buffers.
+    """Send a few rows of each rank eagerly, one part after the other: after it they are in the eager
+    buffers.
     """
     ends = [*accumulate(rows.rows for rows in own)]
     placed = [
         rows._replace(buffer="eager", start=end - rows.rows, stop=end)
         for rows, end in zip(own, ends, strict=True)
     ]
-    handed = [Copy(rows, place) for rows, place in zip(own, placed, strict=True) if rows.rows]
-    return [] if len(levels[-1]) == 1 else [*handed, *synchronize(own[0].rank, levels, "ready")]
+    copies = [Copy(rows, place) for rows, place in zip(own, placed, strict=True) if rows.rows]
+    return [] if len(levels[-1]) == 1 else [*copies, *synchronize(own[0].rank, levels, "ready")]
 
 
 @cache
-def meetings(levels: Levels) -> list[list[Stage]]:
-    """The stages of each rank, by rank. A group of more ranks than another speaks to that one's
-    ranks in turn.
+def stages(levels: Levels) -> list[list[Stage]]:
+    """The stages of each rank, by rank. The ranks of a larger group are assigned to the ranks of a
+    smaller one round robin.
     """
     ranks = len(levels[-1])
-    stages: list[list[Stage]] = [[] for _ in range(ranks)]
+    found: list[list[Stage]] = [[] for _ in range(ranks)]
     inner: Hosts = range(ranks)
     for outer in levels:
-        told, heard = ([set[int]() for _ in range(ranks)] for _ in range(2))
+        notified, awaited = ([set[int]() for _ in range(ranks)] for _ in range(2))
         for units in _units(inner, outer):
             for (number, unit), (_, other) in permutations(enumerate(units), 2):
-                for place, rank in enumerate(unit):
-                    speaker = other[place if place < len(other) else (place + number) % len(other)]
-                    heard[rank].add(speaker)
-                    told[speaker].add(rank)
+                for at, rank in enumerate(unit):
+                    representative = other[at if at < len(other) else (at + number) % len(other)]
+                    awaited[rank].add(representative)
+                    notified[representative].add(rank)
         for rank in range(ranks):
-            tells = sorted(
-                told[rank], key=lambda peer: (rank - peer) % ranks
-            )  # in the order of `before`
-            stages[rank].append(
-                Stage(tells, sorted(heard[rank], key=lambda peer: (peer - rank) % ranks))
-            )  # and of `after`
+            # in the orders of `before` and `after`
+            found[rank].append(
+                Stage(
+                    sorted(notified[rank], key=lambda peer: (rank - peer) % ranks),
+                    sorted(awaited[rank], key=lambda peer: (peer - rank) % ranks),
+                )
+            )
         inner = outer
-    return stages
+    return found
 
 
 def flat(ranks: int) -> Levels:
-    """One level, in which all are together."""
+    """One level of one group."""
     return ((0,) * ranks,)
 
 
 @cache
 def nested(ranks: int, known: Levels = (), hop: float = Thresholds.hop) -> Levels:
-    """The levels by which ranks meet soonest, where a hop takes as long as so many notifies.
+    """The fastest levels to synchronize by, where `hop` is the signal latency in notifies.
 
-    `known`, innermost first, are groups of ranks that are near each other: those that share a
-    cache, a package, a host. Groups with too many parts are divided by number. It is one level
-    where nothing is gained by more.
+    `known`, innermost first, are groups of ranks that share a cache, a package, a host. Groups with
+    too many parts are divided by number. It is one level if more gain nothing.
     """
     found: list[tuple[int, ...]] = []
     inner = tuple(range(ranks))
@@ -109,42 +109,40 @@ def nested(ranks: int, known: Levels = (), hop: float = Thresholds.hop) -> Level
 
 
 def _cost(levels: Levels, hop: float) -> float:
-    """How long ranks take to meet, in notifies: in each level as many as the one with most has to
-    make, and a hop.
+    """The time to synchronize, in notifies: for each level the largest number of a rank, and the
+    signal latency.
     """
-    stages = zip(*meetings(levels), strict=True)
-    return sum(hop + max(len(stage.told) for stage in level) for level in stages)
+    by_level = zip(*stages(levels), strict=True)
+    return sum(hop + max(len(stage.notified) for stage in level) for level in by_level)
 
 
 def _between(inner: Hosts, outer: Hosts, depth: int) -> list[tuple[int, ...]]:
-    """So many levels from one to another, the latter included, with about as many parts in the
-    groups of each.
+    """`depth` levels from `inner` to `outer`, the latter included, whose groups have about equally
+    many parts.
     """
     digits: dict[int, tuple[int, ...]] = {}
     for number, units in enumerate(_units(inner, outer)):
-        ways = next(ways for ways in count(1) if ways**depth >= len(units))
-        for unit, path in zip(units, _paths(len(units), ways, depth - 1), strict=True):
+        parts = next(parts for parts in count(1) if parts**depth >= len(units))
+        for unit, path in zip(units, _paths(len(units), parts, depth - 1), strict=True):
             digits |= dict.fromkeys(unit, (number, *path))
     return [
         numbered(digits[rank][:kept] for rank in range(len(outer))) for kept in range(depth, 0, -1)
     ]
 
 
-def _paths(items: int, ways: int, depth: int) -> list[tuple[int, ...]]:
-    """For each of so many items in which part it is, in which part of that, and so on."""
+def _paths(items: int, parts: int, depth: int) -> list[tuple[int, ...]]:
+    """For each item the number of its part, of the part within that, and so on."""
     if not depth:
         return [()] * items
-    bounds = [items * part // ways for part in range(ways + 1)]
+    bounds = [items * part // parts for part in range(parts + 1)]
     sizes = [stop - start for start, stop in pairwise(bounds)]
     return [
-        (part, *path) for part, size in enumerate(sizes) for path in _paths(size, ways, depth - 1)
+        (part, *path) for part, size in enumerate(sizes) for path in _paths(size, parts, depth - 1)
     ]
 
 
 def _units(inner: Hosts, outer: Hosts) -> list[list[list[int]]]:
-    """The groups of `outer`, each as a list of those of `inner` that it consists of, as lists of
-    ranks.
-    """
+    """The groups of `outer`, each as a list of its groups of `inner`, which are lists of ranks."""
     found: dict[int, dict[int, list[int]]] = {}
     for rank, (unit, group) in enumerate(zip(inner, outer, strict=True)):
         found.setdefault(group, {}).setdefault(unit, []).append(rank)
@@ -152,6 +150,6 @@ def _units(inner: Hosts, outer: Hosts) -> list[list[list[int]]]:
 
 
 def numbered(names: Iterable[Hashable]) -> tuple[int, ...]:
-    """Names as numbers, in the order in which they first come."""
+    """Names as numbers, in the order of first occurrence."""
     numbers: dict[Hashable, int] = {}
     return tuple(numbers.setdefault(name, len(numbers)) for name in names)
