@@ -109,15 +109,9 @@ class CallCache {
     exclusively(executor_, known.program, [&] {
       for (const CachedCall::Placed& one : known.placed)
         known.bound.move(one.buffer, known.addresses[one.operand] + one.offset);
-      nb::list given;
+      nb::object given;
       execute(executor_, known.program, known.bound, timeout, [&](int at) {
-        if (given.size() == 0) {
-          given.append(a);
-          if (known.addresses.size() > 2)
-            given.extend(made);
-          else
-            given.append(made);
-        }
+        if (!given.is_valid()) given = all_of(a, made, known.addresses.size() > 2);
         known.multiply(at, given, weights, biases);
       });
     });
@@ -219,18 +213,32 @@ class CallCache {
 
   // New results of a call: one, or a list of several; true for none.
   nb::object results(CachedCall& known) {
-    static const nb::object empty_strided =
-        nb::module_::import_("torch").attr("empty_strided");  // half the time of `torch.empty`
-    nb::object made = nb::bool_(true);
-    nb::list several;
+    // half the time of `torch.empty`
+    static const nb::object empty_strided = nb::module_::import_("torch").attr("empty_strided");
+    static const nb::tuple keywords = nb::make_tuple("dtype");
+    const bool several = known.results.size() > 1;
+    nb::object made = nb::bool_(true), all = several ? nb::list() : nb::object();
     known.addresses.resize(1);
     for (const CachedCall::Result& one : known.results) {
-      made = empty_strided(one.shape, one.strides, nb::arg("dtype") = one.dtype);
+      PyObject* arguments[] = {one.shape.ptr(), one.strides.ptr(), one.dtype.ptr()};
+      made = nb::steal(PyObject_Vectorcall(empty_strided.ptr(), arguments, 2, keywords.ptr()));
+      if (!made.is_valid()) throw nb::python_error();
       view_.look(made);
       known.addresses.push_back(view_.address);
-      if (known.results.size() > 1) several.append(made);
+      if (several) nb::borrow<nb::list>(all).append(made);
     }
-    return known.results.size() > 1 ? nb::object(std::move(several)) : made;
+    return several ? all : made;
+  }
+
+  // The operands as a list: `a`, then the results.
+  static nb::list all_of(nb::handle a, const nb::object& made, bool several) {
+    nb::list operands;
+    operands.append(a);
+    if (several)
+      operands.extend(made);
+    else
+      operands.append(made);
+    return operands;
   }
 
   static bool refers(const nb::object& weak, nb::handle tensor) {
