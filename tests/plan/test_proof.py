@@ -280,7 +280,7 @@ def test_right_plans_are_accepted(right):
         ),
         pytest.param(
             plan({"compute": [KEEP[0], Notify(1, go(0))], "comm": [Notify(1, go(0))]}),
-            "counter go<0 of rank 1 has a second writer: rank 0 comm beside rank 0 compute",
+            "counter go<0 of rank 1 has a second writer: rank 0 comm and rank 0 compute",
             id="two writers",
         ),
         pytest.param(
@@ -390,17 +390,17 @@ def test_right_plans_are_accepted(right):
         ),
         pytest.param(
             plan([KEEP[0]], result={rows(0, "out"): KEPT[rows(0, "out")]}),
-            "the result does not tell each of the 2 rows of output out of rank 1 once",
+            "the result does not have each of the 2 rows of output out of rank 1 once",
             id="no result told",
         ),
         pytest.param(
             plan([KEEP[0]], result=KEPT | {rows(0, "out", 0, 1): (Term(0, "a", 0),)}),
-            "the result does not tell each of the 2 rows of output out of rank 0 once",
+            "the result does not have each of the 2 rows of output out of rank 0 once",
             id="a result told twice",
         ),
         pytest.param(
             plan([KEEP[0]], result=KEPT | {rows(0, "inbox"): ()}),
-            "the result tells of inbox@0[0:2], which is no output",
+            "the result has inbox@0[0:2], which is no output",
             id="result",
         ),
     ],

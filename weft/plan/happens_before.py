@@ -1,10 +1,10 @@
 """One greedy run of plans, with a vector clock per lane and symbols in place of numbers.
 
-A plan obeys the rules of `weft.plan`, so one run stands for all interleavings: what the vector
-clocks do not order could happen in either order, and is a race. Rows carry symbols (which input
-row, times whose weight), so a run also shows what every output row was computed from. The clocks
-are those of Mattern and Fidge; the race check is the happens-before test of Lamport's "Time,
-Clocks, and the Ordering of Events".
+A plan obeys the rules of `weft.plan`, so one run stands for all interleavings: accesses that the
+vector clocks do not order could happen in either order, and are a race. Rows carry symbols (an
+input row, times the weight of a rank), so a run also shows the terms of every output row. The
+clocks were invented by Mattern and Fidge; the race check is the happens-before test of Lamport's
+"Time, Clocks, and the Ordering of Events".
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Run:
         if not stuck:
             self.check_workspaces()
             self.check_leaving()
-            self.check_meeting()
+            self.check_synchronizing()
         return list(self.found)
 
     def complain(self, problem: str) -> None:
@@ -154,7 +154,7 @@ class Run:
             self.clocks[i][i] += 1
 
     def hand_over(self, execution: int, rank: int) -> None:
-        """Take inputs and outputs as written by the caller, whose they are before and after an
+        """Take inputs and outputs as written by the caller, in use before and after an
         execution.
         """
         lane = self.index[rank, "compute"]
@@ -200,7 +200,7 @@ class Run:
                     other = self.names[self.writers.get((execution, peer, signal), i)]
                     self.complain(
                         f"counter {signal} of rank {peer} has a second writer: {self.names[i]} "
-                        f"beside {other}"
+                        f"and {other}"
                     )
                 self.raised.setdefault((peer, signal), []).append([*clock])
             case _:
@@ -210,7 +210,7 @@ class Run:
         return True
 
     def knows_begun(self, clock: Clock, execution: int, rank: int) -> bool:
-        """Whether who has this clock knows that a rank has begun an execution."""
+        """Whether the beginning of an execution on a rank happens before this clock."""
         return any(clock[lane] >= time for lane, time in self.begun.get((execution, rank), ()))
 
     def move(self, execution: int, lane: int, there: int, instruction: Instruction) -> None:
@@ -320,26 +320,26 @@ class Run:
                             )
 
     def check_leaving(self) -> None:
-        """Of every use of a workspace some one rank must tell the others by its "free", if they do
-        not know when they leave.
+        """Check that one rank's "free" notifies all others of each use of a workspace, unless it
+        happens before they leave.
 
-        A plan that enters waits for the "free" of every rank, each of them on a rank of the plan's
-        choice.
+        A plan that enters waits for the "free" of every rank, on any of its ranks.
         """
         ranks = range(len(self.base))
         for execution, plan in enumerate(self.plans):
-            told = [[self.known(execution, of, at) for at in ranks] for of in ranks]
+            notified = [[self.known(execution, of, at) for at in ranks] for of in ranks]
             for owner in ranks:
                 for lane, use in self.uses.get((owner, execution), {}).items():
-                    if not any(all(clock[lane] >= use.last for clock in clocks) for clocks in told):
+                    if not any(
+                        all(clock[lane] >= use.last for clock in clocks) for clocks in notified
+                    ):
                         self.complain(
-                            f"workspace of rank {owner}: {plan.operator} leaves without telling "
-                            f"all that {self.names[lane]} "
-                            "is done with it"
+                            f"workspace of rank {owner}: {plan.operator} leaves without notifying "
+                            f"all that {self.names[lane]} is done with it"
                         )
 
     def known(self, execution: int, of: int, at: int) -> Clock:
-        """What rank `at` knows when it has left an execution and waited for the "free" of rank
+        """The clock of rank `at` when it has left an execution and waited for the "free" of rank
         `of`.
         """
         clock, promised = self.ends[execution, at]
@@ -348,10 +348,8 @@ class Run:
             return clock
         return [*map(max, clock, self.raised[at, free][promised[free] - 1])]
 
-    def check_meeting(self) -> None:
-        """Of a plan that promises to meet: what a rank knows as it ends includes that every other
-        one has begun.
-        """
+    def check_synchronizing(self) -> None:
+        """Check that all ranks begin a synchronizing plan before any ends it."""
         for execution, plan in enumerate(self.plans):
             for rank, of in permutations(range(plan.ranks), 2) if plan.synchronizes else ():
                 clock, _ = self.ends[execution, rank]

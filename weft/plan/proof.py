@@ -1,16 +1,15 @@
-"""The proof that a plan is right: what a plan must be, and one greedy run of it after a neighbour.
+"""The proof of a plan: checks of its form, and one greedy run of it after an adversary plan.
 
 Plans share one workspace per rank, laid out anew by each plan. The contract between them is
 therefore on whole workspaces: no access before every access of earlier plans is done. `verify`
-proves it once per plan instead of once per pair of plans, by running the plan after a neighbour
-that uses every workspace in every way, and by asking what the ranks know when they have left the
-plan.
+proves it once per plan instead of once per pair of plans: it runs the plan after an adversary that
+makes every access to every workspace, and checks that ranks which have left the plan are notified
+of every use.
 
-The proof is over blocks, and holds for whatever number of rows each block is bound to. Blocks of a
-buffer lie side by side, so two accesses share a row only if they share a block; what an instruction
-works on are the same blocks in the same order everywhere, so its operands have the same rows; room
-holds any blocks, from its beginning on; and lanes wait for signals alone, which blocks without rows
-raise like others.
+The proof is over blocks, and holds for any number of rows of each block. Blocks of a buffer are
+adjacent, so two accesses share a row only if they share a block; an instruction works on the same
+blocks in the same order everywhere, so its operands have the same rows; a buffer of `ROOM` holds any
+blocks, from its beginning on; and lanes wait for signals alone, which empty blocks raise too.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def verify(*plans: Plan) -> None:
     Raises `PlanError` naming every deadlock, every unordered pair of accesses to overlapping rows,
     every counter with two writers, every output row that is not written exactly once with the value
     that `Plan.result` promises, every access to a workspace that an earlier plan may still be
-    using, and every rank that ends a plan which promises to meet before another has begun it.
+    using, and every rank that ends a synchronizing plan before another has begun it.
     """
     found = problems(*plans)
     if found:
@@ -60,22 +59,20 @@ def verify(*plans: Plan) -> None:
 
 
 def problems(*plans: Plan) -> list[str]:
-    """What `verify` would complain of; empty for plans that are right."""
+    """The defects that `verify` reports; empty for correct plans."""
     if len({plan.ranks for plan in plans}) != 1:
         return [f"plans of different sizes: {[plan.ranks for plan in plans]} ranks"]
     if any(plan.planned is not None for plan in plans):
         return ["only a plan with the lanes of all ranks can be proved"]
     if malformed := [problem for plan in plans for problem in _malformed(plan)]:
         return list(dict.fromkeys(malformed))
-    neighbour = _neighbour(plans[0].ranks)
+    adversary = _adversary(plans[0].ranks)
     inside = plans if len(plans) > 1 else plans * 2
-    return Run([neighbour, *inside]).problems()
+    return Run([adversary, *inside]).problems()
 
 
 def _malformed(plan: Plan) -> Iterator[str]:
-    """What is wrong with a plan before any question of order or values; `Run` relies on its
-    absence.
-    """
+    """The defects of a plan's form, which `Run` relies on."""
     ranks = range(plan.ranks)
     if not plan.synchronizes and any(each.role == "eager" for each in plan.buffers.values()):
         yield "a plan with eager buffers must synchronize"
@@ -105,30 +102,30 @@ def _malformed(plan: Plan) -> Iterator[str]:
         if buffer.role == "output"
         for r in ranks
     }
-    told: dict[tuple[int, str], list[Region]] = {output: [] for output in outputs}
+    results: dict[tuple[int, str], list[Region]] = {output: [] for output in outputs}
     for region in sorted(plan.result):
-        if region[:2] not in told:
-            yield f"the result tells of {region}, which is no output"
+        if region[:2] not in results:
+            yield f"the result has {region}, which is no output"
         elif region.rows:
-            told[region[:2]].append(region)
+            results[region[:2]].append(region)
     for region, value in plan.result.items():
-        for term in terms(value) if region[:2] in told else ():
+        for term in terms(value) if region[:2] in results else ():
             source = Region(
                 term.rank, term.buffer, region.start + term.shift, region.stop + term.shift
             )
             if [*plan.numbers(source)] != [*plan.numbers(region)]:
                 yield f"the result promises {region} of other blocks: {source}"
-    for (r, name), regions in told.items():
+    for (r, name), regions in results.items():
         if [0, *(region.stop for region in regions)] != [
             *(region.start for region in regions),
             outputs[r, name],
         ]:
-            yield f"the result does not tell each of the {outputs[r, name]} rows of output {name} of rank {r} once"
+            yield f"the result does not have each of the {outputs[r, name]} rows of output {name} of rank {r} once"
 
 
 def _wrong(plan: Plan, instruction: Copy | Compute | Reduce) -> str:
-    """What forbids an instruction that moves rows, if anything: what it works on must be there,
-    alike and apart.
+    """The defect of an instruction that moves rows, or "": its regions must exist, have the same
+    blocks, and not overlap.
     """
     regions, dst = accesses(instruction), instruction.dst
     if len(regions) == 1:
@@ -142,7 +139,7 @@ def _wrong(plan: Plan, instruction: Copy | Compute | Reduce) -> str:
     if any(numbers != exact[0] for numbers in exact):
         return "the blocks differ"
     if not exact:
-        return "nothing says how many rows these are"
+        return "the number of rows is not defined"
     if plan.buffers[dst.buffer].role == "input":
         return "an input is only read"
     in_place = isinstance(instruction, Reduce)  # where a source is the destination itself
@@ -152,18 +149,20 @@ def _wrong(plan: Plan, instruction: Copy | Compute | Reduce) -> str:
 
 
 def _torn(plan: Plan) -> Iterator[str]:
-    """Regions of room that overlap but begin at different blocks: what one puts there the other
-    would find elsewhere.
+    """Defects of regions of `ROOM` that overlap but begin at different blocks: rows written to one
+    would be elsewhere in the other.
     """
     every = {region for _, i in plan.instructions() for region in accesses(i)}
-    room = [region for region in every if plan.inside(region) and ANY_BLOCK in plan.numbers(region)]
-    for one, other in pairwise(sorted(room)):
+    slots = [
+        region for region in every if plan.inside(region) and ANY_BLOCK in plan.numbers(region)
+    ]
+    for one, other in pairwise(sorted(slots)):
         if one[:2] == other[:2] and one.start < other.start < one.stop:
-            yield f"{one} and {other} are the same room, but begin at different blocks"
+            yield f"{one} and {other} share a slot, but begin at different blocks"
 
 
 @cache
-def _neighbour(ranks: int) -> Plan:
+def _adversary(ranks: int) -> Plan:
     """A plan in which every rank reads and writes every workspace, as late as the contract allows."""
     rows = (ranks,) * ranks
     lanes: list[dict[str, tuple[Instruction, ...]]] = []
@@ -186,4 +185,4 @@ def _neighbour(ranks: int) -> Plan:
         result |= {Region(r, "out", p, p + 1): (Term(p, "in", 0),) for p in range(ranks)}
     spaces = dict.fromkeys(("pulled", "pushed"), Buffer("workspace", rows))
     buffers = {"in": Buffer("input", rows), "out": Buffer("output", rows), **spaces}
-    return Plan("neighbour", "any", buffers, tuple(lanes), result)
+    return Plan("adversary", "any", buffers, tuple(lanes), result)
