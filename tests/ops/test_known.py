@@ -251,6 +251,8 @@ def changed_when_repeated(world, name):
     assert torch.equal(again.detach(), wanted)
     with torch.no_grad():
         assert not call(a.clone().requires_grad_(), weft.pack(torch.eye(4))).requires_grad
+    with pytest.raises(ValueError, match="timeout must be a positive"):
+        call(a, weft.pack(torch.eye(4)), timeout=-1)
     negative = torch._neg_view(torch.eye(4))
     with pytest.raises(ValueError, match="negative view"):
         call(a, negative)

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore
 
 import weft
 import weft._native as _native
-from weft.ops.collective import sent_rows, slot_rows
+from weft.ops.granularity import sent_rows, slot_rows
 from weft.schedules.thresholds import Thresholds
 from weft.schedules.workload import pieces
 from weft.world.world import init_by_store

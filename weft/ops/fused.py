@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.checks import check_timeout
 from weft.engines import engine
 from weft.engines.engine import Program
 from weft.engines.host import HostProgram
@@ -44,6 +45,7 @@ def repeat(world: World, key: Key, timeout: float | None) -> Any:
     own = world.engine
     if torch.compiler.is_compiling() or own is None or own.pending or world.recorder is not None:
         return None
+    check_timeout(timeout)
     return own.calls.call(*key, world.timeout if timeout is None else timeout)
 
 
