@@ -1,11 +1,11 @@
-"""Sums over ranks on several hosts: each host adds up its own ranks' rows, so that a row crosses to
+"""Sums over ranks on several hosts: each host adds up its own ranks' rows, so that a row is sent to
 another host once.
 
-For a block that a rank of another host keeps, one rank of each host, the *reducer*, adds up what
-its host has, and puts the sum to the owner. The owner adds its own host's rows and the other hosts'
+For a block that a rank of another host owns, one rank of each host, the *reducer*, adds up the rows
+of its host, and puts the sum to the owner. The owner adds its own host's rows and the other hosts'
 sums in the order of hosts, and of ranks within its host: the same bits on every run. So a sum of
-another host is a term like a row of the own one, and is rounded as these are. With one rank on each
-host that is the order of ranks, and nothing is added up before it is sent.
+another host is a term like a row of the own one, and is rounded in the same manner. With one rank
+on each host that is the order of ranks, and nothing is added up before it is sent.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ from weft.schedules.common import (
 )
 
 Make = Callable[[int, int, int], Instruction]
-"""From (rank, start, stop) to what puts a rank's own rows there into the buffer that is added up.
+"""From (rank, start, stop) to the instruction that puts a rank's own rows of these blocks into the
+buffer that is added up.
 """
 
-PARTS = 4  # least products per block: fewer delay the first transfer, more make each product slower
+PARTS = 4  # products per block: fewer delay the first transfer, more make each product slower
 
 
 class Piece(NamedTuple):
-    """Block `at` of all, the `number`-th piece of what `owner` keeps."""
+    """Block `at` of all, the `number`-th piece of the blocks of `owner`."""
 
     owner: int
     number: int
@@ -53,11 +54,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class HostPart:
-    """One rank's part in sums of what ranks on these hosts have; each keeps `cut` pieces.
+    """One rank's part in sums over ranks on these hosts; each owns `cut` pieces.
 
-    `op` is ``sum`` or another reduction. Sums go to all ranks if `everywhere`, else to those that
-    keep them. Rows are made piece by piece, or all `at_once`, and added up from the buffer
-    `source`.
+    `op` is ``sum`` or another reduction. Sums are sent to all ranks if `everywhere`, else to their
+    owners. Rows are made piece by piece, or all `at_once`, and added up from the buffer `source`.
     """
 
     rank: int
@@ -83,49 +83,47 @@ class HostPart:
         return members(self.host, self.hosts)
 
     @cached_property
-    def near(self) -> list[int]:
-        """The others of them."""
+    def local_peers(self) -> list[int]:
+        """The other ranks of this host."""
         return neighbours(self.rank, self.hosts)
 
     def pieces(self, owner: int) -> list[Piece]:
-        """What a rank keeps, in pieces."""
+        """The pieces that a rank owns."""
         return [Piece(owner, number, owner * self.cut + number) for number in range(self.cut)]
 
     def reducer(self, owner: int) -> int:
-        """Who of this host deals with what a rank keeps: the owner itself on its own host."""
+        """The rank of this host that adds up an owner's pieces; on its own host the owner."""
         return rail_peer(owner, self.host, self.hosts)
 
     def take(self, owner: int) -> Copy:
-        """Copy the sums that a rank keeps to ``out``, from where this host has them."""
+        """Copy an owner's sums to ``out``, from the reducer of this host."""
         summed = shard(self.reducer(owner), "summed", owner, self.cut)
         return Copy(summed, summed._replace(rank=self.rank, buffer="out"))
 
 
 class HostSums(HostPart):
-    """One rank's part where reducers put what their hosts have to the owners.
+    """One rank's part if reducers put the sums of their hosts to the owners.
 
-    Rows are made owner by owner: other hosts', the neighbours', the own ones.
+    Rows are made owner by owner: for other hosts, for ranks of this host, for this rank.
     """
 
     def of_rows(self, stage: Make) -> list[Instruction]:
-        """Sums of rows that are there; they are staged where ranks of one host read each other's."""
+        """Sums of existing rows; they are staged if ranks of one host read each other's."""
         lane = self.publish(stage)
-        for piece in self.far():
-            lane += self.put(piece, self.near)
+        for piece in self.for_other_hosts():
+            lane += self.put(piece, self.local_peers)
         for piece in self.pieces(self.rank):
             lane += (
-                self.share(piece, self.near)
+                self.share(piece, self.local_peers)
                 if self.everywhere
-                else self.add(piece, self.near, "out", piece.number)
+                else self.add(piece, self.local_peers, "out", piece.number)
             )
         return lane + (self.collect() if self.everywhere else leave(self.rank, self.ranks))
 
     def of_products(self, make: Make) -> Lanes:
-        """Sums of rows that are made meanwhile: those that cross first, own ones last."""
-        rank, comm = (
-            self.rank,
-            [instruction for piece in self.far() for instruction in self.put(piece, self.here)],
-        )
+        """Sums of rows made meanwhile: first rows for other hosts, last this rank's own."""
+        rank = self.rank
+        comm = [step for piece in self.for_other_hosts() for step in self.put(piece, self.here)]
         lane = enter(rank, self.ranks)
         for group in self.made(rank):
             lane.append(make(rank, group[0].at, group[-1].at + 1))
@@ -133,7 +131,7 @@ class HostSums(HostPart):
                 lane.append(Notify(self.reducer(group[0].owner), Signal("made", rank)))
             else:
                 for piece in group:
-                    lane += self.add(piece, self.near, "out", piece.number)
+                    lane += self.add(piece, self.local_peers, "out", piece.number)
         if not self.everywhere:
             return beside([*lane, *leave(rank, self.ranks)], [comm])
         for piece in self.pieces(rank):
@@ -143,23 +141,23 @@ class HostSums(HostPart):
         return beside([*lane, *self.collect(own_elsewhere=True)], [comm])
 
     def made(self, producer: int) -> list[list[Piece]]:
-        """What a rank of this host makes by one product each, in order.
+        """The groups of pieces that a rank of this host makes by one product each, in order.
 
-        First what crosses, from one piece to ever more, so that the link has soon something to send
-        and never waits for the next; then the neighbours' blocks; then the own one, from many
-        pieces to one, which is all that is left to add in the end.
+        First pieces for other hosts, in growing groups, so that the link starts early and never
+        waits for the next; then the blocks of ranks of this host; then the own block, in shrinking
+        groups, so that only one piece is left to add in the end.
         """
         first = self.here[0]
-        far = [
+        remote = [
             grown(self.pieces(owner))
             for host in others(first, self.hosts)
             for owner in members(host, self.hosts)
         ]
-        near = [[self.pieces(peer)] for peer in neighbours(producer, self.hosts)]
+        local = [[self.pieces(peer)] for peer in neighbours(producer, self.hosts)]
         own = [group[::-1] for group in grown(self.pieces(producer)[::-1])][::-1]
-        return [group for groups in [*far, *near, own] for group in groups]
+        return [group for groups in [*remote, *local, own] for group in groups]
 
-    def far(self) -> list[Piece]:
+    def for_other_hosts(self) -> list[Piece]:
         """The pieces that this rank adds up for other hosts."""
         return [
             piece
@@ -169,9 +167,7 @@ class HostSums(HostPart):
         ]
 
     def wait_for(self, piece: Piece, producers: Sequence[int]) -> list[Instruction]:
-        """Wait until these ranks of the host have told this one that their rows of a piece are
-        there.
-        """
+        """Wait for the signals of these ranks of the host that their rows of a piece are made."""
         waits: list[Instruction] = []
         for peer in producers:
             groups = (
@@ -186,8 +182,8 @@ class HostSums(HostPart):
         return waits
 
     def put(self, piece: Piece, producers: Sequence[int]) -> list[Instruction]:
-        """Add up this host's rows of a piece, once `producers` have told that theirs are there, and
-        put them to the owner.
+        """Add up this host's rows of a piece, once `producers` have made theirs, and put the sum to
+        the owner.
         """
         lane, sums = self.wait_for(piece, producers), block(self.rank, self.source, piece.at)
         if len(self.here) > 1:
@@ -201,8 +197,8 @@ class HostSums(HostPart):
         ]
 
     def add(self, piece: Piece, producers: Sequence[int], into: str, at: int) -> list[Instruction]:
-        """Add up an own piece into block `at` of `into`, once `producers` have told of theirs and
-        other hosts' have arrived.
+        """Add up an own piece into block `at` of `into`, once `producers` have made theirs and sums
+        of other hosts have arrived.
         """
         reducers = [
             rail_peer(self.rank, host, self.hosts) for host in others(self.rank, self.hosts)
@@ -215,25 +211,24 @@ class HostSums(HostPart):
         return [*waits, Reduce(tuple(sums), block(self.rank, into, at), self.op)]
 
     def place(self, piece: Piece, host: int) -> Region:
-        """Where the owner of a piece finds the sum of `host`: its inbox has a place for each."""
+        """The block of the owner's inbox for the sum of `host`."""
         return block(piece.owner, "inbox", host * self.cut + piece.number)
 
     def share(self, piece: Piece, producers: Sequence[int]) -> list[Instruction]:
-        """Add up an own piece and let all ranks have it: in their ``out``, or where several of a
-        host can read it.
+        """Add up an own piece and send it to all ranks: to their ``out``, or, with several ranks on
+        a host, to memory that all of them read.
         """
         here = block(self.rank, "out" if apart(self.hosts) else "summed", piece.at)
         lane = self.add(piece, producers, here.buffer, piece.at)
         for host in others(self.rank, self.hosts):
             lane.append(Copy(here, here._replace(rank=rail_peer(self.rank, host, self.hosts))))
             lane += tell(self.rank, "summed", members(host, self.hosts))
-        return lane + tell(self.rank, "summed", self.near)
+        return lane + tell(self.rank, "summed", self.local_peers)
 
     def collect(self, own_elsewhere: bool = False) -> list[Instruction]:
-        """Wait for all sums, and copy to ``out`` what does not arrive there.
+        """Wait for all sums, and copy to ``out`` sums that do not arrive there.
 
-        `own_elsewhere`: the sum of the own rows is made in another lane, which tells when it is
-        there.
+        `own_elsewhere`: another lane makes the sum of the own rows, and notifies this one.
         """
         rank, together = self.rank, not apart(self.hosts)
         lane: list[Instruction] = []
@@ -244,22 +239,22 @@ class HostSums(HostPart):
         return lane + (leave(rank, self.ranks) if together else [])
 
     def publish(self, make: Make) -> list[Instruction]:
-        """Make all rows at once, and tell those of this host who add up some of them."""
+        """Make all rows at once, and notify the reducers of this host."""
         lane = enter(self.rank, self.ranks)
         if self.source == "partial":
             notified = {self.reducer(owner) for owner in range(self.ranks)}
             lane.append(make(self.rank, 0, self.ranks * self.cut))
-            lane += tell(self.rank, "made", (peer for peer in self.near if peer in notified))
+            lane += tell(self.rank, "made", (peer for peer in self.local_peers if peer in notified))
         return lane
 
 
 def inbox(pieces: int, hosts: Hosts) -> Buffer:
-    """A rank's inbox: a place for its own rows from each host."""
+    """A rank's inbox: its own rows from each host."""
     return Buffer.of("workspace", [[*own] * len(set(hosts)) for own in shards(len(hosts), pieces)])
 
 
 def spaces(pieces: int, hosts: Hosts) -> dict[str, Buffer]:
-    """The workspaces of sums of rows that are there."""
+    """The workspaces of sums of existing rows."""
     names = ("partial", "hosted", "running", "summed")
     return dict.fromkeys(names, Buffer.of("workspace", everything(len(hosts), pieces))) | {
         "inbox": inbox(pieces, hosts)
@@ -267,7 +262,7 @@ def spaces(pieces: int, hosts: Hosts) -> dict[str, Buffer]:
 
 
 def part_of(op: str) -> str:
-    """What is done to parts of an average: only the last sum is divided."""
+    """The reduction of partial sums: an average divides only the last."""
     return "sum" if op == "avg" else op
 
 
