@@ -1,11 +1,11 @@
-"""The network engine: ranks on several hosts. What stays on a host is the host engine's; what
-crosses goes as messages.
+"""The network engine, for ranks on several hosts: the host engine within a host, and messages
+between hosts.
 
-It runs what `weft.plan.messages.lower_to_messages` makes of a plan. The lanes that compute and copy
-within the host are interpreted by the native core as ever. A channel is interpreted at both of its
-ends: a thread of the sender's lane sends each message, straight from the rows; the receiver, which
-knows the sender's plan, takes it straight into the rows and raises the signals that come with it,
-once all whom these tell have begun the call.
+It runs the result of `weft.plan.messages.lower_to_messages`. The native core interprets the lanes
+that compute and copy within the host. A channel is interpreted at both ends: a thread of the
+sender's lane sends each message, directly from the rows; the receiver, which has the sender's plan,
+receives it directly into the rows and raises its signals, once all notified ranks have begun the
+call.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from weft.schedules.operators import SHARED_MEMORY_ONLY
 from weft.world import World
 from weft.world.transport import Tag
 
-_MOMENT = 0.1  # seconds after which whoever waits looks whether the world is still there
+_MOMENT = 0.1  # seconds between a waiting thread's checks whether the world is open
 
 
 class NetworkEngine(HostEngine):
@@ -67,8 +67,8 @@ class NetworkEngine(HostEngine):
 
 
 Sent = list[tuple[int, list[tuple[int, Place | None]]]]
-"""Batches to send: to whom, and for each message its number in its channel and where its rows are;
-a token has none.
+"""Batches to send: the receiver, and for each message its number in its channel and its rows; a
+token has none.
 """
 
 
@@ -79,12 +79,10 @@ class NetworkProgram(HostProgram):
 
     def __init__(self, engine: NetworkEngine, plan: Plan, tensors: Tensors, dtypes: Dtypes) -> None:
         world, rank = engine.world, engine.world.rank
-        # alive as long as this: compiled plans are found by the identity of what was written
-        self.original = plan
+        self.original = plan  # kept alive, as compiled plans are found by its identity
         plan = lower_to_messages(plan, world.hosts)
-        self.outgoing: dict[
-            str, list[tuple[int, tuple[Wait, list[Message], Notify]]]
-        ] = {}  # by the lane that is sent for
+        # by the lane of the rows
+        self.outgoing: dict[str, list[tuple[int, tuple[Wait, list[Message], Notify]]]] = {}
         for name in plan.lanes[rank]:
             if is_channel(name):
                 lane, to = target(name)
@@ -107,8 +105,8 @@ class NetworkProgram(HostProgram):
         super().__init__(engine, plan, tensors, dtypes)
         self.sends: list[tuple[str, Sent]] = []  # by lane
         self.receives: list[tuple[int, str, list[int], list[Place | None]]] = []
-        """What a lane of another rank sends here: who must have begun the call before, and for each
-        message where its rows go.
+        """The sender and its lane, the ranks that must have begun the call before, and the rows of
+        each message.
         """
         self._compile_channels()
         self.departures = Counter(
@@ -124,24 +122,25 @@ class NetworkProgram(HostProgram):
         }
 
     def begin(self, seconds: float) -> None:
-        """Publish the call, let come what will, and what is to go wait for its turn."""
+        """Publish the call, and queue its receives and sends."""
         super().begin(seconds)
         relay, call, digest = self.engine.relay, self.compiled.call, self.compiled.digest
         assert self.bound is not None
         self.spans = []
         arrivals: dict[int, _Arrivals] = {}
-        for number, (sender, lane, told, places) in enumerate(
+        for number, (sender, lane, notified, places) in enumerate(
             self.receives, len(LANES) + len(self.sends)
         ):
-            coming = arrivals.setdefault(sender, _Arrivals(self, call, digest))
-            coming.lanes[LANES.index(lane)] = _Coming(number, told, deque(map(self.rows, places)))
+            arriving = arrivals.setdefault(sender, _Arrivals(self, call, digest))
+            rows = deque(map(self.rows, places))
+            arriving.lanes[LANES.index(lane)] = _Incoming(number, notified, rows)
         relay.begin(call, digest, self.bound.call, arrivals, self.departures)
         for number, (lane, sent) in enumerate(self.sends, len(LANES)):
             tag = Tag(LANES.index(lane), call, digest)
             relay.submit(lane, partial(self._send, number, lane, sent, tag, self.spans))
 
     def rows(self, place: Place | None) -> _Rows:
-        """The rows there, in this call; none where there is only a token."""
+        """The rows of a region in this call; no rows for a token."""
         assert self.bound is not None
         if place is None:
             return _Rows(0, 0, 0, 0)
@@ -149,8 +148,8 @@ class NetworkProgram(HostProgram):
         return _Rows(address, rows, row, stride)
 
     def advance(self, number: int, at: int) -> int:
-        """Run a native lane to its next pause; -1 if it never gets there. That another still
-        computes is no reason to give up.
+        """Run a native lane to its next pause; -1 if it fails. A lane that waits for computation has
+        no time limit here.
         """
         native, compiled = self.world.executor, self.compiled
         while True:
@@ -194,9 +193,8 @@ class NetworkProgram(HostProgram):
         native = self.compiled
         for number, (lane, posted) in enumerate(self.outgoing.items(), len(LANES)):
             sent: Sent = []
-            for to, (begin, messages, end) in sorted(
-                posted, key=lambda one: one[1][0].count
-            ):  # as the lane comes to them
+            # in the order of the lane
+            for to, (begin, messages, end) in sorted(posted, key=lambda one: one[1][0].count):
                 self._compile(number, 0, begin)
                 native.pause(number)
                 self._compile(number, 0, end)
@@ -211,14 +209,13 @@ class NetworkProgram(HostProgram):
                 native.pause(number)
                 for notify in message.signals:
                     self._compile(number, 0, notify)
-            told = let_in_by(self.plan, sender, lane, self.world.rank)
-            self.receives.append(
-                (sender, lane, told, [self.place(m.copy.dst) if m.copy else None for m in messages])
-            )
+            notified = let_in_by(self.plan, sender, lane, self.world.rank)
+            places = [self.place(m.copy.dst) if m.copy else None for m in messages]
+            self.receives.append((sender, lane, notified, places))
 
 
 class _Rows(NamedTuple):
-    """Rows in memory: where, how many, and the bytes of one and from one to the next."""
+    """Rows in memory: their address and number, the bytes of a row, and from one to the next."""
 
     address: int
     rows: int
@@ -226,16 +223,16 @@ class _Rows(NamedTuple):
     stride: int
 
     def gathered(self) -> memoryview:
-        """Their bytes, of a copy if they do not lie side by side."""
+        """The bytes of the rows, copied if they are not contiguous."""
         return np.ascontiguousarray(self._matrix()).reshape(-1).data
 
     def fill(self, read: Callable[[memoryview], object]) -> None:
-        """Let `read` fill them."""
-        there = self._matrix()
-        room = there if there.flags.c_contiguous else np.empty(there.shape, np.uint8)
-        read(room.reshape(-1).data)
-        if room is not there:
-            there[:] = room
+        """Fill the rows by `read`."""
+        rows = self._matrix()
+        buffer = rows if rows.flags.c_contiguous else np.empty(rows.shape, np.uint8)
+        read(buffer.reshape(-1).data)
+        if buffer is not rows:
+            rows[:] = buffer
 
     def _matrix(self) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
         if not self.rows * self.row:
@@ -249,42 +246,42 @@ class _Arrivals:
 
     def __init__(self, program: NetworkProgram, call: int, digest: int) -> None:
         self.program, self.call, self.digest = program, call, digest
-        self.lanes: dict[int, _Coming] = {}
+        self.lanes: dict[int, _Incoming] = {}
 
     def open_gate(self, lane: int) -> bool:
-        if (coming := self.lanes.get(lane)) is None:
+        if (incoming := self.lanes.get(lane)) is None:
             raise WeftError(f"rows of lane {lane}, of which there are no more in call {self.call}")
         world, status = self.program.world, _native.WaitStatus.timeout
-        while coming.told and status == _native.WaitStatus.timeout:
+        while incoming.notified and status == _native.WaitStatus.timeout:
             if world.closed is not None:
                 return False
-            status = world.executor.wait_under_way(self.call, coming.told, _MOMENT)
-        coming.told = ()  # it is open from now on
+            status = world.executor.wait_under_way(self.call, incoming.notified, _MOMENT)
+        incoming.notified = ()  # the gate is open from now on
         return status != _native.WaitStatus.failed
 
     def receive(self, lane: int, size: int, read: Callable[[memoryview], object]) -> bool:
-        coming = self.lanes[lane]
-        rows = coming.places.popleft()
+        incoming = self.lanes[lane]
+        rows = incoming.rows.popleft()
         if size != rows.rows * rows.row:
             raise WeftError(f"{size} bytes for {rows.rows} rows of {rows.row}")
         rows.fill(read)
-        coming.at = self.program.world.executor.run(
-            self.program.compiled, coming.number, coming.at + 1
+        incoming.at = self.program.world.executor.run(
+            self.program.compiled, incoming.number, incoming.at + 1
         )
-        if not coming.places:
+        if not incoming.rows:
             del self.lanes[lane]
         return bool(self.lanes)
 
 
 @dataclass
-class _Coming:
-    """What one lane sends: the native lane that raises its signals, the ranks that must have begun
-    the call before, the places still to be filled, and how far signals are raised.
+class _Incoming:
+    """The messages of one lane: the native lane that raises their signals, the ranks that must have
+    begun the call before, the rows to receive, and the position in the native lane.
     """
 
     number: int
-    told: Sequence[int]
-    places: deque[_Rows]
+    notified: Sequence[int]
+    rows: deque[_Rows]
     at: int = 0
 
 

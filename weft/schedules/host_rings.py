@@ -103,7 +103,7 @@ class HostRing(HostPart):
         return lane
 
     def send_on(self, piece: Piece, summed: Region) -> list[Instruction]:
-        """Put a complete sum to the next rank; if it is for all, ranks of this host read it here."""
+        """Put a complete sum to the next rank; ranks of this host read it here if it is for all."""
         lane: list[Instruction] = []
         if (to := self.onward(piece.owner)) is not None:
             lane += [
