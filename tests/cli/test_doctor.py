@@ -53,7 +53,7 @@ def seen(
 
 
 def met(host, address, interface="", port=5000):
-    return doctor.Met(
+    return doctor.Contact(
         f"node-{host}", host, interface, {"lo": "127.0.0.1", "eth1": "10.0.0.7"}, address, port
     )
 
@@ -172,11 +172,11 @@ def test_a_rank_is_drawn_where_it_is(tmp_path):
 
 
 def test_thresholds_are_said_and_where_they_come_from():
-    def said(agreed, *known, crowded=False):
+    def said(agreed, *known, oversubscribed=False):
         console = Console(width=140, record=True, file=StringIO())
         console.print(
             doctor._thresholds(
-                [seen(rank, known=told) for rank, told in enumerate(known)], agreed, crowded
+                [seen(rank, known=told) for rank, told in enumerate(known)], agreed, oversubscribed
             )
         )
         return [
@@ -194,7 +194,7 @@ def test_thresholds_are_said_and_where_they_come_from():
     assert first == ["16 KiB", "first-level cache of 32 KiB (sysfs and default)"]
     assert hop == ["3.0 notifies", "weft calibrate and default"]
     assert said(Thresholds(), {}, {})[-1] == ["3.0 notifies", "default"]
-    assert said(Thresholds(), told, told, crowded=True)[-1] == [
+    assert said(Thresholds(), told, told, oversubscribed=True)[-1] == [
         "50.0 notifies",
         "default, as ranks share cores",
     ]

@@ -51,13 +51,13 @@ PING, BULK, ROUNDS = 1, 8 << 20, 20  # bytes of a small and a large message, and
 PRODUCT = 1024  # rows and columns of the product that is timed
 NEW = 32 << 20  # bytes of a tensor that is filled
 _BEHIND = 1.0  # seconds by which a host's clock may be wrong before logs and certificates are
-_MEETING, _CONNECTING = 60.0, 2.0  # seconds for all ranks to come, and for a connection
+_STARTING, _CONNECTING = 60.0, 2.0  # seconds for all ranks to come, and for a connection
 _UNEVEN = 0.5  # of the best link or processor of a job, below which another one is worth a word
 
 
-class Met(NamedTuple):
-    """What one rank tells before there is a connection: its host, and where it can be reached as
-    gloo would reach it.
+class Contact(NamedTuple):
+    """The host of a rank and the address at which gloo would reach it, exchanged before there is a
+    connection.
     """
 
     name: str
@@ -84,16 +84,16 @@ class Tried(NamedTuple):
 
 
 def diagnose(console: Console) -> bool:
-    """Print what the ranks see, on rank 0; whether nothing is wrong. Collective."""
+    """Print the report of all ranks, on rank 0; whether there is no problem. Collective."""
     try:
         if not dist.is_initialized() and translated(os.environ):
-            store, rank, ranks = launched(_MEETING)
+            store, rank, ranks = launched(_STARTING)
             troubles = _reach(StoreRendezvous(PrefixStore("weft doctor", store), rank, ranks))
             if rank == 0:
-                _tell(troubles, console)
+                _print_problems(troubles, console)
             if troubles:
                 return False
-            join(store, rank, ranks, _MEETING)
+            join(store, rank, ranks, _STARTING)
         world = init(timeout=60.0)
     except (RuntimeError, ValueError) as error:
         variables = launcher_variables(os.environ) or {}
@@ -109,25 +109,25 @@ def diagnose(console: Console) -> bool:
         )
         return False
     with world:
-        everyone = _everyones(world, _look(world), RankReport)
+        everyone = _of_all_ranks(world, _look(world), RankReport)
         links = _links(world)
-        # Only rank 0 knows of clocks.
-        troubles = _everyones(
+        # only rank 0 has the clocks
+        troubles = _of_all_ranks(
             world, [*_troubles(everyone, links, clock_offsets(world, now=time.time_ns))], list[str]
         )[0]
-        staged = _everyones(world, world.staging_reason, str)
+        staged = _of_all_ranks(world, world.staging_reason, str)
         if world.rank == 0:
             _print(everyone, links, console)
             console.print(_thresholds(everyone, world.thresholds, world.oversubscribed))
             if world.ranks > 1 and not world.multi_host:
                 why = next(filter(None, staged), "")
-                how = f"staged, since {why}" if why else "read through the kernel, where they lie"
+                how = f"staged, since {why}" if why else "read through the kernel, in place"
                 console.print(
                     f"Ordinary tensors of {peer_memory.LEAST_BYTES >> 20} MiB and more are {how}.",
                     soft_wrap=True,
                 )
             console.print(_new_memory(), soft_wrap=True)
-            _tell(troubles, console)
+            _print_problems(troubles, console)
             if not troubles:
                 hosts = len(set(world.hosts))
                 console.print(
@@ -136,30 +136,31 @@ def diagnose(console: Console) -> bool:
         return not troubles
 
 
-def _reach(meeting: StoreRendezvous) -> list[str]:
-    """Whether ranks of other hosts can connect to each other where gloo would; in words, alike on
-    all ranks, who cannot and why.
+def _reach(rendezvous: StoreRendezvous) -> list[str]:
+    """Descriptions of failed connections between ranks of different hosts, equal on all ranks.
 
     Every rank listens on a port that the system chooses, as gloo does, and tries to connect to all
-    of other hosts.
+    ranks of other hosts.
     """
     interface, known = named_interface(), addresses()
     with ThreadPoolExecutor() as pool, _listening(interface, known) as listener:
-        own = Met(
+        own = Contact(
             socket.gethostname(), host_identity(), interface, known, *listener.getsockname()[:2]
         )
-        with meeting.exchange(own, _MEETING) as everyone:
-            far = [peer for peer, met in enumerate(everyone) if met.host != own.host]
-            tries = zip(far, pool.map(lambda peer: _connect(everyone[peer]), far), strict=True)
-        with meeting.exchange(Tried({peer: why for peer, why in tries if why}), _MEETING) as tried:
-            return [
-                *_unreachable(everyone, [failed for (failed,) in tried])
-            ]  # now nobody needs the listener
+        with rendezvous.exchange(own, _STARTING) as everyone:
+            remote = [peer for peer, other in enumerate(everyone) if other.host != own.host]
+            errors = zip(
+                remote, pool.map(lambda peer: _connect(everyone[peer]), remote), strict=True
+            )
+        own_errors = Tried({peer: why for peer, why in errors if why})
+        # the exchange ends once no rank needs the listener any more
+        with rendezvous.exchange(own_errors, _STARTING) as tried:
+            return [*_unreachable(everyone, [failed for (failed,) in tried])]
 
 
 def _listening(interface: str, known: Mapping[str, str]) -> socket.socket:
-    """A socket that listens where gloo does: on the interface it is given, else where this host's
-    name leads, else here only.
+    """A socket that listens where gloo does: on the given interface, else on the address of this
+    host's name, else on the loopback interface.
     """
     with contextlib.suppress(OSError):
         if (
@@ -171,13 +172,13 @@ def _listening(interface: str, known: Mapping[str, str]) -> socket.socket:
     return socket.create_server(("127.0.0.1", 0))
 
 
-def _everyones(world: World, own: Kind, kind: type[Kind]) -> list[Kind]:
-    """What every rank has of this kind."""
+def _of_all_ranks(world: World, own: Kind, kind: type[Kind]) -> list[Kind]:
+    """The values of all ranks."""
     return all_gather_values(own, kind) if world.ranks > 1 else [own]
 
 
-def _connect(to: Met) -> str:
-    """Why no connection comes about; empty if it does."""
+def _connect(to: Contact) -> str:
+    """The reason why a connection fails, or ""."""
     try:
         socket.create_connection((to.address, to.port), timeout=_CONNECTING).close()
     except TimeoutError:
@@ -187,37 +188,40 @@ def _connect(to: Met) -> str:
     return ""
 
 
-def _unreachable(everyone: Sequence[Met], failed: Sequence[dict[int, str]]) -> Iterator[str]:
-    """In words who cannot be reached; `failed`: for every rank why it could not connect to which
-    others.
-    """
-    hosts = {met.host for met in everyone}
+def _unreachable(everyone: Sequence[Contact], failed: Sequence[dict[int, str]]) -> Iterator[str]:
+    """Descriptions of unreachable ranks; `failed`: for every rank the reason by peer."""
+    hosts = {contact.host for contact in everyone}
     excused = set()
-    for rank, met in enumerate(everyone):
-        others = _listed({name: address for name, address in met.addresses.items() if name != "lo"})
-        if met.interface and met.interface not in met.addresses:
-            wrong = f"GLOO_SOCKET_IFNAME={met.interface} is no interface with an address there"
+    for rank, contact in enumerate(everyone):
+        others = _listed(
+            {name: address for name, address in contact.addresses.items() if name != "lo"}
+        )
+        if contact.interface and contact.interface not in contact.addresses:
+            wrong = f"GLOO_SOCKET_IFNAME={contact.interface} is no interface with an address there"
             advice = "set it to one that the other hosts reach"
-        elif met.address.startswith("127.") and len(hosts) > 1:
-            what = f"the interface {met.interface}" if met.interface else f"the name {met.name}"
-            wrong = f"{what} stands for {met.address}, which other hosts cannot reach"
+        elif contact.address.startswith("127.") and len(hosts) > 1:
+            name = (
+                f"the interface {contact.interface}"
+                if contact.interface
+                else f"the name {contact.name}"
+            )
+            wrong = f"{name} stands for {contact.address}, which other hosts cannot reach"
             advice = "set GLOO_SOCKET_IFNAME to the interface that they can"
         else:
             continue
         excused.add(rank)
-        yield f"rank {rank} on {met.name}: {wrong}; {advice}: {others}"
+        yield f"rank {rank} on {contact.name}: {wrong}; {advice}: {others}"
     for rank, report in enumerate(failed):
         for peer, why in report.items():
             if peer not in excused:
-                met = everyone[peer]
+                contact = everyone[peer]
                 yield (
                     f"rank {rank} on {everyone[rank].name} cannot connect to rank {peer} on "
-                    f"{met.name} at {met.address}, port "
-                    f"{met.port}: {why}. Is there a firewall? All ports must be open between the "
-                    "hosts: gloo and weft take any. Is "
-                    "that address on the network that joins them? GLOO_SOCKET_IFNAME says which "
-                    "interface to use: "
-                    f"{_listed(met.addresses)}"
+                    f"{contact.name} at {contact.address}, port "
+                    f"{contact.port}: {why}. Is there a firewall? All ports must be open between "
+                    "the hosts: gloo and weft take any. Is that address on the network that joins "
+                    "them? GLOO_SOCKET_IFNAME sets the interface to use: "
+                    f"{_listed(contact.addresses)}"
                 )
 
 
@@ -228,7 +232,7 @@ def _listed(addresses: Mapping[str, str]) -> str:
     )
 
 
-def _tell(troubles: Sequence[str], console: Console) -> None:
+def _print_problems(troubles: Sequence[str], console: Console) -> None:
     for trouble in troubles:
         console.print(f"[bold red]wrong:[/] {trouble}", soft_wrap=True)
 
@@ -257,18 +261,24 @@ def _look(world: World) -> RankReport:
 
 
 def _new_memory() -> str:
-    """What it costs to write to a large tensor that is new, in words; the C library may keep the
-    memory of those before, or not.
+    """A sentence on the cost of writing to a large new tensor; the C library may reuse the memory
+    of earlier tensors, or not.
     """
     kept = torch.empty(NEW, dtype=torch.uint8)
     again = 1e3 * min(repeat(lambda: kept.fill_(1), number=1, repeat=4))
     new = 1e3 * min(
         timeit(partial(torch.empty(NEW, dtype=torch.uint8).fill_, 1), number=1) for _ in range(4)
     )
-    text = f"To fill a tensor of {NEW >> 20} MiB takes {new:.1f} ms where it is new, {again:.1f} ms where it is not."
+    text = (
+        f"To fill a tensor of {NEW >> 20} MiB takes {new:.1f} ms where it is new, {again:.1f} ms "
+        "where it is not."
+    )
     if new < 2 * again:
         return text
-    return f"{text} Where results are new in each call this can be avoided: see 'New results' in docs/performance.md."
+    return (
+        f"{text} Where results are new in each call this can be avoided: see 'New results' in "
+        "docs/performance.md."
+    )
 
 
 def _gflops(dtype: torch.dtype) -> float:
@@ -296,7 +306,7 @@ def _links(world: World) -> dict[tuple[int, int], tuple[float, float]]:
         )
     return {
         (link.one, link.other): (link.gbps, link.latency)
-        for links in _everyones(world, found, list[Link])
+        for links in _of_all_ranks(world, found, list[Link])
         for link in links
     }
 
@@ -304,8 +314,8 @@ def _links(world: World) -> dict[tuple[int, int], tuple[float, float]]:
 def _trip(tensor: torch.Tensor, peer: int, first: bool) -> float:
     """Seconds for a message there and back."""
     begun = _native.now()
-    for turn in (first, not first):
-        (dist.send if turn else dist.recv)(tensor, peer)
+    for sends in (first, not first):
+        (dist.send if sends else dist.recv)(tensor, peer)
     return (_native.now() - begun) / 1e9
 
 
@@ -314,24 +324,30 @@ def _troubles(
     links: dict[tuple[int, int], tuple[float, float]],
     offsets: Sequence[int],
 ) -> Iterator[str]:
-    """What is wrong, in words."""
+    """Descriptions of problems."""
     for seen in everyone:
         if seen.shared != "works":
             yield f"{seen.place} cannot reserve symmetric memory: {seen.shared}"
         if seen.threads > len(seen.cores):
-            yield f"{seen.place} computes with {seen.threads} threads on {len(seen.cores)} core(s): set OMP_NUM_THREADS"
+            yield (
+                f"{seen.place} computes with {seen.threads} threads on {len(seen.cores)} core(s): "
+                "set OMP_NUM_THREADS"
+            )
         if seen.team < seen.threads:
             few = "too few cores, or no OpenMP library in this torch"
-            yield f"{seen.place} copies and adds with {seen.team} of its {seen.threads} threads: {few}"
+            yield (
+                f"{seen.place} copies and adds with {seen.team} of its {seen.threads} threads: "
+                f"{few}"
+            )
     for host in dict.fromkeys(seen.host for seen in everyone):
         yield from cores.troubles([seen for seen in everyone if seen.host == host])
     for seen, offset in zip(everyone, offsets, strict=True):
         if abs(offset) > _BEHIND * 1e9:
-            way = "ahead of" if offset > 0 else "behind"
+            sign = "ahead of" if offset > 0 else "behind"
             yield (
-                f"the clock of {seen.name} (rank {seen.rank}) is {abs(offset) / 1e9:.1f} s {way} "
-                f"that of {everyone[0].name}: let "
-                "both be set by NTP, or their logs will not fit together; weft itself does not mind"
+                f"the clock of {seen.name} (rank {seen.rank}) is {abs(offset) / 1e9:.1f} s {sign} "
+                f"that of {everyone[0].name}: set both by NTP, or their logs will not match; weft "
+                "itself is not affected"
             )
     best = max((gbps for gbps, _ in links.values()), default=0.0)
     for (one, other), (gbps, _) in links.items():
@@ -351,20 +367,20 @@ def _troubles(
                 )
 
 
-def _thresholds(everyone: Sequence[RankReport], agreed: Thresholds, crowded: bool) -> Table:
-    """The thresholds of these ranks' world, and where they come from."""
+def _thresholds(everyone: Sequence[RankReport], agreed: Thresholds, oversubscribed: bool) -> Table:
+    """The thresholds of these ranks' world, and their sources."""
 
-    def said(name: str, by: str) -> str:
+    def source(name: str, by: str) -> str:
         return " and ".join(
             dict.fromkeys(by if name in seen.known else "default" for seen in everyone)
         )
 
     first, second = (
-        f"{level}-level cache of {size >> 10} KiB ({said(f'{level}_level', 'sysfs')})"
+        f"{level}-level cache of {size >> 10} KiB ({source(f'{level}_level', 'sysfs')})"
         for level, size in (("first", agreed.first_level), ("second", agreed.second_level))
     )
     table = Table("threshold", "here", "from")
-    table.add_row("handed out at once, up to", f"{agreed.eager_bytes >> 10} KiB", first)
+    table.add_row("sent eagerly, up to", f"{agreed.eager_bytes >> 10} KiB", first)
     table.add_row("staged at once, up to", f"{agreed.staged_bytes >> 10} KiB", second)
     table.add_row("else by each thread", f"{agreed.slot_bytes >> 10} KiB", second)
     table.add_row(
@@ -372,8 +388,8 @@ def _thresholds(everyone: Sequence[RankReport], agreed: Thresholds, crowded: boo
     )
     hop = (
         (CROWDED_HOP, "default, as ranks share cores")
-        if crowded
-        else (agreed.hop, said("hop", "weft calibrate"))
+        if oversubscribed
+        else (agreed.hop, source("hop", "weft calibrate"))
     )
     table.add_row("another level of ranks, if it saves", f"{hop[0]:.1f} notifies", hop[1])
     return table
