@@ -213,15 +213,16 @@ class CallCache {
 
   // New results of a call: one, or a list of several; true for none.
   nb::object results(CachedCall& known) {
-    // half the time of `torch.empty`
-    static const nb::object empty_strided = nb::module_::import_("torch").attr("empty_strided");
-    static const nb::tuple keywords = nb::make_tuple("dtype");
+    // half the time of `torch.empty`; neither is released, since Python ends first
+    static PyObject* const empty_strided =
+        nb::object(nb::module_::import_("torch").attr("empty_strided")).release().ptr();
+    static PyObject* const keywords = nb::make_tuple("dtype").release().ptr();
     const bool several = known.results.size() > 1;
     nb::object made = nb::bool_(true), all = several ? nb::list() : nb::object();
     known.addresses.resize(1);
     for (const CachedCall::Result& one : known.results) {
       PyObject* arguments[] = {one.shape.ptr(), one.strides.ptr(), one.dtype.ptr()};
-      made = nb::steal(PyObject_Vectorcall(empty_strided.ptr(), arguments, 2, keywords.ptr()));
+      made = nb::steal(PyObject_Vectorcall(empty_strided, arguments, 2, keywords));
       if (!made.is_valid()) throw nb::python_error();
       view_.look(made);
       known.addresses.push_back(view_.address);

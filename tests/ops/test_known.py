@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -429,3 +432,17 @@ def many_shapes(world):
 def test_programs_are_few_whatever_the_shapes():
     for few, all_of_them in on_ranks(many_shapes, 2):
         assert all_of_them <= few + 8 < 48
+
+
+def test_a_process_that_repeats_calls_ends_well():
+    """Also without closing its world: native code keeps no object beyond Python's end."""
+    code = (
+        "import torch, weft; weft.init(); a, b = torch.ones(2, 4), torch.eye(4)\n"
+        "for _ in range(3): weft.all_reduce(a), weft.matmul_all_reduce(a, weft.pack(b))"
+    )
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(
+        command, env={**os.environ, **place, "MASTER_PORT": "0"}, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
