@@ -39,7 +39,7 @@ def test_figures_follow_from_ranks_and_threads():
     assert epyc.of_ranks(2, 4).reduce_gbs == pytest.approx(
         100.0
     )  # four cores do not take all of it
-    assert epyc.of_ranks(8).near(8) == ((0, 0, 0, 0, 1, 1, 1, 1),)
+    assert epyc.of_ranks(8).groups(8) == ((0, 0, 0, 0, 1, 1, 1, 1),)
     with pytest.raises(ValueError, match="has 192 cores, too few for 6 ranks of 64 threads"):
         epyc.of_ranks(6, 64)
     cpu = machine.load("cpu")
@@ -104,9 +104,9 @@ def test_as_many_levels_as_are_worth_their_hops():
             on = machine.load(name).of_ranks(ranks, 1)
             times = {
                 levels: seconds(barrier(levels), on, {})
-                for levels in {nested(ranks, on.near(ranks), hop) for hop in (0, 1, 3, 9, 99)}
+                for levels in {nested(ranks, on.groups(ranks), hop) for hop in (0, 1, 3, 9, 99)}
             }
-            assert times[nested(ranks, on.near(ranks))] < 1.35 * min(times.values())
+            assert times[nested(ranks, on.groups(ranks))] < 1.35 * min(times.values())
 
 
 def test_the_command(tmp_path):
@@ -127,4 +127,4 @@ def test_the_command(tmp_path):
     assert fused.exit_code == 0
     for wrong in (["--threads", "64", "-n", "6"], ["--sweep", "ranks=2:8"]):
         assert ask("all-reduce", "--machine", "graviton4-2s", *wrong).exit_code == 2
-    assert "signals" in ask("barrier", "--machine", "h100-nvlink-8").output
+    assert "signal" in ask("barrier", "--machine", "h100-nvlink-8").output

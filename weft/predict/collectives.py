@@ -1,6 +1,4 @@
-"""What collectives would take on a machine: those of few rows meet at once or by levels, others go
-by their algorithms.
-"""
+"""Predicted times of collectives on a machine: few rows flat or by levels, many by algorithm."""
 
 from __future__ import annotations
 
@@ -19,9 +17,9 @@ from weft.schedules.thresholds import EAGER_ROOM
 from weft.schedules.workload import Rows
 
 
-class Way(NamedTuple):
-    """A way to carry out a collective: its predicted seconds, and how many counters of others a
-    rank raises at most.
+class Candidate(NamedTuple):
+    """A plan for a collective: its predicted seconds, and the largest number of peers' counters
+    that a rank raises.
     """
 
     name: str
@@ -40,11 +38,11 @@ _STAGED: Mapping[str, Mapping[str, Callable[[int], Plan]]] = {
 COLLECTIVES = ("barrier", *_STAGED)
 
 
-def ways(collective: str, size: int, ranks: int, machine: Machine) -> list[Way]:
-    """The ways of a collective of `size` bytes on each rank, the fastest first.
+def ways(collective: str, size: int, ranks: int, machine: Machine) -> list[Candidate]:
+    """The candidates for a collective of `size` bytes on each rank, the fastest first.
 
-    Few bytes are handed out: ``flat``, or by ``levels`` where ranks are so many that there are
-    several. Raises `ValueError` for a machine of which it is not known how long a signal takes.
+    Few bytes are sent eagerly: ``flat``, or by ``levels`` if there are several. Raises `ValueError`
+    for a machine without the latency of a signal.
     """
     if not machine.notify_us:
         raise ValueError(
@@ -54,28 +52,28 @@ def ways(collective: str, size: int, ranks: int, machine: Machine) -> list[Way]:
     if collective == "barrier" or size <= (
         EAGER_ROOM if collective == "all_gather" else machine.thresholds.eager_bytes
     ):
-        meeting = {
+        levels_of = {
             "flat": flat(ranks),
-            "levels": nested(ranks, machine.near(ranks), machine.thresholds.hop),
+            "levels": nested(ranks, machine.groups(ranks), machine.thresholds.hop),
         }
         found = {
             name: EAGER_PLANS[collective](levels)
-            for name, levels in meeting.items()
+            for name, levels in levels_of.items()
             if name == "flat" or len(levels) > 1
         }
     else:
         found = {name: plan(ranks) for name, plan in _STAGED[collective].items()}
     rows = split(-(-size // 4), ranks) if collective == "all_reduce" else [-(-size // 4)] * ranks
     return sorted(
-        (_way(name, plan, rows, machine) for name, plan in found.items()),
-        key=lambda way: way.seconds,
+        (_predicted(name, plan, rows, machine) for name, plan in found.items()),
+        key=lambda candidate: candidate.seconds,
     )
 
 
-def _way(name: str, plan: Plan, rows: Sequence[int], machine: Machine) -> Way:
-    """`rows`: those of each shard, of a number of 4 bytes each."""
+def _predicted(name: str, plan: Plan, rows: Sequence[int], machine: Machine) -> Candidate:
+    """`rows`: of each shard, each of one number of 4 bytes."""
     bound, numbers = (
         bind(plan, rows[: len(plan.pieces)]),
         dict.fromkeys(plan.buffers, Rows(1, "float32")),
     )
-    return Way(name, seconds(bound, machine, numbers), max(plan.notifies()))
+    return Candidate(name, seconds(bound, machine, numbers), max(plan.notifies()))

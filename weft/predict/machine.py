@@ -60,12 +60,12 @@ class Product:
 
 @dataclass(frozen=True)
 class Link:
-    """What rows pass between two ranks: ``latency + bytes / gbs`` for each transfer.
+    """A link between two ranks: ``latency + bytes / gbs`` for each transfer.
 
     `reach`: it joins ranks of the same group of this many; None: all. `shared`: a rank's transfers
     share one link out and one in, instead of having one for each peer. `idle`: a transfer first
     copies at memory speed, and then waits until the link would have been done, as an emulated link
-    does; transfers of a rank take turns. `factors`: by what measured times differ, by bytes.
+    does; a rank makes one transfer at a time. `factors` of measured times, by bytes.
     `core_gbs`: a core that did nothing else could send, or receive, this much; for links that need
     the processor. `line_us`: how long a core waits for one cache line over it, which it does for
     each notify and, `Machine.fetches` at a time, for each peer that it reads from.
@@ -96,10 +96,10 @@ class Link:
         return _passing(size, self.gbs, self.factors)
 
 
-class Near(NamedTuple):
-    """So many cores that are near each other: the GB/s that one of them reads from the caches of
-    another, the microseconds that it waits for a line of these, and the GB/s that all of a group
-    together read from other groups, if that is limited.
+class CoreGroup(NamedTuple):
+    """Groups of `cores` cores: the GB/s that a core reads from the caches of another, the latency
+    of a cache line in microseconds, and the GB/s that a whole group reads from other groups, if that
+    is limited.
     """
 
     cores: int
@@ -112,12 +112,12 @@ class Near(NamedTuple):
 class Cores:
     """The cores of a host, by which a machine's figures follow from the ranks and their threads.
 
-    `levels`: groups of cores, the nearest first and all cores last; `package`: how many share
-    `package_gbs` of memory, of which one core alone takes `core_gbs`. `products` are those of one
-    core.
+    `levels`: groups of cores, the smallest first and all cores last; `package`: the number that
+    share `package_gbs` of memory, of which one core alone reads `core_gbs`. `products` are rates of
+    one core.
     """
 
-    levels: tuple[Near, ...]
+    levels: tuple[CoreGroup, ...]
     package: int
     package_gbs: float
     core_gbs: float
@@ -129,7 +129,7 @@ class Cores:
         return self.levels[-1].cores
 
     def links(self, ranks: int, threads: int) -> tuple[Link, ...]:
-        """What joins ranks with so many threads each, which are spread over the cores evenly."""
+        """The links between ranks with `threads` threads each, spread evenly over the cores."""
         found = []
         for inner, level in zip((None, *self.levels), self.levels, strict=False):
             reach = max(1, level.cores * ranks // self.total)
@@ -150,7 +150,7 @@ class Cores:
         return tuple(found)
 
     def memory(self, ranks: int, threads: int) -> float:
-        """GB/s of memory that each of as many ranks has."""
+        """GB/s of memory for each of `ranks` ranks."""
         return min(
             threads * self.core_gbs,
             self.package_gbs / max(1, -(-self.package * ranks // self.total)),
@@ -159,25 +159,23 @@ class Cores:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a plan runs on.
+    """A machine on which plans are simulated.
 
     Attributes:
-        products: by dtype, and by ``dtype packed`` where that differs. links: the nearest first.
-        network: what joins two hosts, if that is known: all ranks of a host share it, its latency
-        is that of a signal. hosts: the host of each rank, where they are on several (`over`).
-        memory_gbs, reduce_gbs: bytes per second that a local copy moves, and that a sum reads; with
-        factors like a link's. notify_us: from a notify until the peer's wait is over. launch_us:
-        from the call until a rank's lanes begin; where it has comm lanes lane_us later. wake_us: by
-        how much a lane oversleeps that waits for an idle link. turn_us: how long a comm lane that
-        has waited for a signal then waits for its turn on a core where the compute lane works.
-        compute_slowdown: how many times slower the compute lane is while the rank's comm lanes
-        work, and communicate_slowdown: these while the compute lane works. lanes: how many comm
-        lanes a rank has, each feeding a link. in_place: products and sums read the memory of peers
-        as their own. fetches: from how many peers a core fetches rows at a time. cores: what the
-        figures follow from, where they follow from the ranks and their threads (`of_ranks`). ranks:
-        how many the figures were measured on, if that matters. thresholds: of collectives on it,
-        and the hop by which levels are chosen. source: where the figures come from; `residuals`: by
-        what the fit misses them, in percent.
+        products: by dtype, and by ``dtype packed`` if that differs. links: the fastest first.
+        network: the link between two hosts, if known: all ranks of a host share it, its latency is
+        that of a signal. hosts: the host of each rank, if there are several (`over`). memory_gbs,
+        reduce_gbs: GB/s that a local copy moves, and that a sum reads; with factors like a link's.
+        notify_us: from a notify until the peer's wait ends. launch_us: from the call until a rank's
+        lanes begin, with comm lanes lane_us later. wake_us: delay of a lane that sleeps for an idle
+        link. turn_us: scheduling delay of a comm lane, after the wait for a signal, on a core that
+        the compute lane uses. compute_slowdown: factor of the compute lane's times while the rank's
+        comm lanes work, and communicate_slowdown: of theirs while the compute lane works. lanes:
+        comm lanes of a rank, each with a link. in_place: products and sums read the memory of peers
+        like their own. fetches: peers from which a core fetches rows at a time. cores: the source
+        of figures that follow from the ranks and their threads (`of_ranks`). ranks: the number on
+        which the figures were measured, if that matters. thresholds: of its collectives, with the
+        signal latency for levels. source: of the figures; `residuals`: of their fit, in percent.
     """
 
     name: str
@@ -221,16 +219,16 @@ class Machine:
         return found.seconds(rows, k, n, ITEMSIZE[dtype])
 
     def copy(self, size: int) -> float:
-        """Seconds of a local copy of so many bytes."""
+        """Seconds of a local copy of `size` bytes."""
         return _passing(size, self.memory_gbs, self.memory_factors)
 
     def reduce(self, size: int) -> float:
-        """Seconds of a sum that reads so many bytes."""
+        """Seconds of a sum that reads `size` bytes."""
         return _passing(size, self.reduce_gbs, self.reduce_factors)
 
     def link(self, one: int, other: int) -> Link:
         """The nearest link that joins two ranks."""
-        if self.network and self.apart(one, other):
+        if self.network and self.on_other_hosts(one, other):
             return self.network
         return next(
             link
@@ -238,7 +236,7 @@ class Machine:
             if link.reach is None or one // link.reach == other // link.reach
         )
 
-    def apart(self, one: int, other: int) -> bool:
+    def on_other_hosts(self, one: int, other: int) -> bool:
         """Whether two ranks are on different hosts."""
         return self.hosts is not None and self.hosts[one] != self.hosts[other]
 
@@ -248,18 +246,22 @@ class Machine:
         """
         return (
             self.network.latency_us
-            if self.network and self.apart(one, other)
+            if self.network and self.on_other_hosts(one, other)
             else self.notify_us + self.line_us(one, other)
         )
 
     def line_us(self, one: int, other: int) -> float:
         """Microseconds for which a rank waits for a cache line of another."""
-        return 0.0 if one == other or self.apart(one, other) else self.link(one, other).line_us
+        return (
+            0.0
+            if one == other or self.on_other_hosts(one, other)
+            else self.link(one, other).line_us
+        )
 
     def of_ranks(self, ranks: int, threads: int | None = None) -> Machine:
-        """This machine as so many ranks have it, with so many threads each or all cores shared out.
+        """This machine with `ranks` ranks of `threads` threads each, or all cores divided evenly.
 
-        One whose figures do not follow from its cores stays as it is.
+        Without `cores` it is the same machine.
         Raises `ValueError` for more threads than cores.
         """
         if self.cores is None:
@@ -280,13 +282,13 @@ class Machine:
             self, products=products, links=links, memory_gbs=memory / 2, reduce_gbs=memory
         )
 
-    def near(self, ranks: int) -> tuple[tuple[int, ...], ...]:
+    def groups(self, ranks: int) -> tuple[tuple[int, ...], ...]:
         """The groups of ranks that links join, the nearest first."""
         reaches = (link.reach for link in self.links if link.reach and 1 < link.reach < ranks)
         return tuple(tuple(rank // reach for rank in range(ranks)) for reach in reaches)
 
     def group(self, ranks: int) -> int:
-        """A rotation of so many ranks by this number is not noticed by any link."""
+        """The smallest rotation of `ranks` ranks that leaves all links unchanged."""
         if self.hosts is not None:
             here = self.hosts.count(self.hosts[0])
             return here if self.hosts == tuple(rank // here for rank in range(ranks)) else ranks
@@ -335,7 +337,7 @@ class Machine:
 
 
 def _passing(size: int, gbs: float, factors: Grid | None) -> float:
-    """Seconds for so many bytes at a bandwidth, which some sizes miss by measured factors."""
+    """Seconds of `size` bytes at a bandwidth, times a measured factor of the size."""
     return size / (gbs * 1e9) * (factors.at(size) if factors and size else 1.0)
 
 
@@ -347,7 +349,7 @@ def here() -> Machine:
 
 
 def names() -> list[str]:
-    """What `load` knows: the profiles, and ``this`` where ``weft calibrate`` has been run."""
+    """The names for `load`: the profiles, and ``this`` after ``weft calibrate``."""
     found = []
     for path in sorted(_DIRECTORY.glob("*.toml")):
         found += [
@@ -358,7 +360,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Machine:
-    """The profile of this name; ``machine/variant`` for another way to use the same machine.
+    """The profile of this name; ``machine/variant`` for another use of the same machine.
 
     Raises `ValueError` that lists what there is.
     """
@@ -392,7 +394,7 @@ def from_dict(profile: Mapping[str, Any]) -> Machine:
     known["thresholds"] = Thresholds(**profile.get("thresholds", {}))
     known |= {key: _grid(known.get(key)) for key in ("memory_factors", "reduce_factors")}
     if cores := known.get("cores"):
-        levels = tuple(Near(**level) for level in cores["levels"])
+        levels = tuple(CoreGroup(**level) for level in cores["levels"])
         products = {name: Product(**product) for name, product in cores["products"].items()}
         known["cores"] = Cores(**{**cores, "levels": levels, "products": products})
         return Machine(

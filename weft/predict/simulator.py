@@ -321,7 +321,7 @@ class _Run:
                     self.free[rank] = max(self.free[rank], lane.ready) + link.seconds(size)
                     return begin(machine.copy(size), until=self.free[rank])
                 used = self.resources(link, src.rank, dst.rank)
-                if not machine.apart(src.rank, dst.rank):
+                if not machine.on_other_hosts(src.rank, dst.rank):
                     return begin(link.seconds(size) + link.line_us * 1e-6, used)
                 # Its latency is the signal's: messages follow each other without it. It has one end
                 # here, if it sends to its counterpart, as it is sent to by it.
@@ -349,7 +349,7 @@ class _Run:
         """The links that a transfer shares with others; a rank that is not planned uses those of
         its counterpart.
         """
-        if (hosts := self.machine.hosts) and self.machine.apart(src, dst):
+        if (hosts := self.machine.hosts) and self.machine.on_other_hosts(src, dst):
             return ("out", hosts[src % self.ranks_planned], -1), (
                 "in",
                 hosts[dst % self.ranks_planned],
