@@ -78,32 +78,32 @@ def session(threads: int | None, one_host: str = "") -> Iterator[World]:
 
 
 def race(
-    turns: Sequence[Callable[[], Found]],
+    candidates: Sequence[Callable[[], Found]],
     most: Sequence[int],
     warmup: int,
     iterations: int,
     advance: Callable[[], None],
 ) -> list[list[Found]]:
-    """The results of all `turns`, called once in each of `iterations` rounds after `warmup` ones.
+    """The results of all `candidates`, called once in each of `iterations` rounds after `warmup` ones.
 
-    Every round has a random order, the same on all ranks, so that no turn always follows the same
-    other one. `most` limits the calls of each; a turn limited to fewer than `iterations` is slow
+    Every round has a random order, the same on all ranks, so that no candidate always follows
+    the same other one. `most` limits the calls of each; a candidate limited to fewer than `iterations` is slow
     and is not warmed up. `advance` is called before every round.
     """
-    found: list[list[Found]] = [[] for _ in turns]
-    order, shuffle = list(range(len(turns))), random.Random(0).shuffle
+    found: list[list[Found]] = [[] for _ in candidates]
+    order, shuffle = list(range(len(candidates))), random.Random(0).shuffle
     with ExitStack() as stack:
         if gc.isenabled():
             stack.callback(gc.enable)
             gc.disable()
-        for turn in range(-warmup, iterations):
+        for number in range(-warmup, iterations):
             advance()
             shuffle(order)
             for index in order:
-                if 0 <= turn < most[index]:
-                    found[index].append(turns[index]())
-                elif turn < 0 and most[index] == iterations:
-                    turns[index]()
+                if 0 <= number < most[index]:
+                    found[index].append(candidates[index]())
+                elif number < 0 and most[index] == iterations:
+                    candidates[index]()
     return found
 
 
@@ -138,8 +138,8 @@ class Stopwatch:
             0 if seconds >= BUDGET else min(iterations, max(1, int(BUDGET / max(seconds, 1e-9))))
             for seconds in first
         ]
-        turns = [lambda call=call: self.time(call) for call in views.values()]
-        found = race(turns, most, max(warmup, 1) - 1, iterations, advance)
+        timed = [lambda call=call: self.time(call) for call in views.values()]
+        found = race(timed, most, max(warmup, 1) - 1, iterations, advance)
         samples = [own or [seconds] for own, seconds in zip(found, first, strict=True)]
         return {
             name: summarize(largest(self.world, own))
