@@ -153,8 +153,13 @@ def sum_of(
     rank: int, own: Region, arrivals: Sequence[Arrival], into: Region, op: str, *copies: Copy
 ) -> list[Instruction]:
     """Reduce a rank's own rows and those that its peers have handed to it, in rank order, copy the
-    sum, and thank them.
+    sum, and acknowledge them.
     """
     found = {rank: own} | {arrival.peer: arrival.region for arrival in arrivals}
     reduced = Reduce(tuple(found[r] for r in sorted(found)), into, op)
-    return [*(a.wait for a in arrivals), reduced, *copies, *chain(*(a.thanks for a in arrivals))]
+    return [
+        *(a.wait for a in arrivals),
+        reduced,
+        *copies,
+        *chain(*(a.acknowledge for a in arrivals)),
+    ]

@@ -1,9 +1,9 @@
-"""How ranks hand rows to peers that cannot read them where they are: piece by piece, through a few
-slots of a workspace.
+"""Staging: rows that peers cannot read in place are sent piece by piece, through a few slots of a
+workspace.
 
-A slot is written, read and written again while it lies in the caches, so that rows are read from
+A slot is written, read and written again while it is in the caches, so that rows are read from
 memory once and written once, as if peers could read them in place. A rank stages a piece before it
-uses what its peers staged in the step before: they find it when they come to it.
+uses the pieces that its peers staged in the previous step, so that peers do not wait for it.
 """
 
 from __future__ import annotations
@@ -16,42 +16,39 @@ from weft.plan.language import ANY_BLOCK
 from weft.schedules.common import after, before, block, enter, hear, leave, tell
 
 SLOTS = 3
-"""Slots of a part. With two, each rank would wait in each step until its peers have done as much as
-itself.
-"""
+"""Slots of a part. With two, each rank would wait in each step for its peers' previous one."""
 
 SHARED_SLOTS = 2
-"""Slots that two ranks share on each: one is written while what the other holds is read."""
+"""Slots that two ranks share on each: one is written while the other is read."""
 
 
 class Part(NamedTuple):
-    """Blocks from `start` on that a rank hands to `readers`."""
+    """Blocks from `start` on that a rank sends to `readers`."""
 
     readers: Sequence[int]
     start: int
 
 
 class Arrival(NamedTuple):
-    """Once `wait` is over, a block of `peer` lies in `region`; then `thanks` must be said."""
+    """After `wait` a block of `peer` is in `region`; after its use `acknowledge` must follow."""
 
     peer: int
     wait: Wait
     region: Region
-    thanks: list[Instruction]
+    acknowledge: list[Instruction]
 
 
 class Stream:
-    """The parts that every rank hands out through slots of the workspace `buffer`, in steps: step k
-    is block k of each part.
+    """The parts that every rank sends through slots of the workspace `buffer`, in steps: step k is
+    block k of each part.
 
-    All parts have as many `pieces`, and a rank reads at most one part of each peer. `ready` and
-    `taken` are the names of the signals that say that a step can be read, and that it has been; the
-    latter is None where a plan's other signals say it before a slot is used again.
+    All parts have `pieces` blocks, and a rank reads at most one part of each peer. `ready` and
+    `taken` are the names of the signals that a step can be read, and that it was read; the latter
+    is None if other signals of the plan imply it before a slot is used again.
 
-    Two ranks that hand parts to each other, and nobody else these, share their slots: each writes
-    where it has read the step before last. So it need not be told that a slot is free, and what it
-    writes to is in its own cache. What it wrote last is in the other's, which would have to give it
-    up line after line.
+    Two ranks that exchange parts only with each other share their slots: each writes where it has
+    read the step before last. So no signal that a slot is free is needed, and the slot is in the
+    writer's own cache; its own last slot is in the other's, which would have to release each line.
     """
 
     def __init__(
@@ -70,7 +67,7 @@ class Stream:
             taken,
         )
         self.ranks = len(parts)
-        # Of each rank's parts those that nobody else reads, by their reader.
+        # each rank's parts with one reader, by the reader
         self.exclusive = [
             {own.readers[0]: number for number, own in enumerate(of) if len(own.readers) == 1}
             for of in parts
@@ -84,19 +81,17 @@ class Stream:
         )
 
     def shares(self, rank: int, peer: int) -> bool:
-        """Whether two ranks hand each other parts that nobody else reads."""
+        """Whether two ranks exchange parts that no other rank reads."""
         return peer in self.exclusive[rank] and rank in self.exclusive[peer]
 
     def steps(self, rank: int) -> int:
-        """How many steps a rank hands out."""
+        """The number of steps that a rank sends."""
         return self.pieces if any(part.readers for part in self.parts[rank]) else 0
 
     def stage(
         self, rank: int, step: int, make: Callable[[int, Region], Iterable[Instruction]]
     ) -> list[Instruction]:
-        """Hand out a step: `make` puts each block to its place, once nobody needs what was there
-        before.
-        """
+        """Send a step: `make` puts each block into its slot, once its previous readers are done."""
         if step >= self.steps(rank):
             return []
         readers, lane = self._readers(rank), list[Instruction]()
@@ -112,41 +107,42 @@ class Stream:
         return lane + tell(rank, self.ready, readers)
 
     def stage_own(self, rank: int) -> Callable[[int], list[Instruction]]:
-        """What a rank does in a step to hand out its ``a`` as it is."""
+        """The instructions of a step in which a rank sends its ``a`` unchanged."""
         return lambda step: self.stage(
             rank, step, lambda number, slot: [Copy(block(rank, "a", number), slot)]
         )
 
     def arrivals(self, rank: int, step: int) -> list[Arrival]:
-        """What a rank's peers hand to it in a step."""
+        """The blocks that a rank's peers send to it in a step."""
         found = []
         for peer in after(rank, self.ranks):
-            thanks: list[Instruction] = []
+            acknowledge: list[Instruction] = []
             if self.taken and step + SLOTS < self.steps(peer) and not self.shares(rank, peer):
-                thanks = tell(rank, self.taken, [peer])
+                acknowledge = tell(rank, self.taken, [peer])
             for number, part in enumerate(self.parts[peer]) if step < self.steps(peer) else ():
                 if rank in part.readers:
                     wait = Wait(Signal(self.ready, peer), step + 1)
-                    found.append(Arrival(peer, wait, self._slot(peer, number, step), thanks))
+                    found.append(Arrival(peer, wait, self._slot(peer, number, step), acknowledge))
         return found
 
     def fetch(
         self, rank: int, buffer: str, starts: Sequence[int]
     ) -> Callable[[int], list[Instruction]]:
-        """What a rank does in a step with what its peers hand to it: copy it to a buffer, where the
-        part of each has its start.
+        """The instructions of a step that copy its arrivals to a buffer, each peer's part from its
+        start on.
         """
 
         def fetched(step: int) -> list[Instruction]:
             found: list[Instruction] = []
-            for peer, wait, region, thanks in self.arrivals(rank, step):
-                found += [wait, Copy(region, block(rank, buffer, starts[peer] + step)), *thanks]
+            for peer, wait, region, acknowledge in self.arrivals(rank, step):
+                target = block(rank, buffer, starts[peer] + step)
+                found += [wait, Copy(region, target), *acknowledge]
             return found
 
         return fetched
 
     def _slot(self, rank: int, part: int, step: int) -> Region:
-        """Where a rank's part lies in a step."""
+        """The slot of a rank's part in a step."""
         reader = self.parts[rank][part].readers[0]
         if not self.shares(rank, reader):
             return block(rank, self.buffer, step % SLOTS * len(self.parts[rank]) + part)
@@ -160,7 +156,7 @@ class Stream:
 
 
 def one_for_each(ranks: int, pieces: int, taken: str | None = "taken") -> Stream:
-    """Every rank hands each peer the part of ``a`` that is for it: its p-th share for rank p."""
+    """A stream in which every rank sends each peer its share of ``a``: the p-th to rank p."""
     parts = [[Part([p] if p != r else [], p * pieces) for p in range(ranks)] for r in range(ranks)]
     return Stream("staged", parts, pieces, taken=taken)
 

@@ -1,9 +1,8 @@
-"""From which sizes on collectives go another way: what follows from the caches of a core, and from
-how fast it signals.
+"""Thresholds: the sizes at which collectives change their plan, from the caches and the signal
+latency of a core.
 
-Ranks must decide alike, so each tells its own when a world is made, and all take what is `agreed`.
-Sizes that are no matter of caches, but of what a message or a signal costs beside the bytes
-(`SENT_BYTES`, `SHARED_BYTES`, …), are said where they are used.
+Ranks must agree, so they exchange their own when a world is made, and all take the `agreed` ones.
+Sizes that follow from the fixed cost of a message or a signal are in `ops.granularity`.
 """
 
 from __future__ import annotations
@@ -12,14 +11,11 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
 EAGER_ROOM = 64 << 10
-"""Bytes of an eager buffer: so many at most are handed out at once, as the native core has it
-(`Program::kEager`).
-"""
+"""Bytes of an eager buffer, the limit of eager messages; equal to `Program::kEager`."""
 
 CROWDED_HOP = 50.0
-"""The hop where ranks share cores: each level of a meeting then costs every rank a turn on its
-core, and a notify wakes who sleeps. Both are the scheduler's work, and how long they take is a
-matter of what else runs, so nothing is measured.
+"""The signal latency, in notifies, of ranks that share cores: each level then costs every rank a
+time slice, and a notify wakes a sleeping rank. It depends on other load, so it is not measured.
 """
 
 
@@ -46,32 +42,30 @@ class Thresholds:
 
     @property
     def staged_bytes(self) -> int:
-        """Up to so many for each peer are staged at once if peers cannot read them, and in pieces
-        above: as the second level holds, from which more would be gone before all have been copied.
+        """The most bytes for each peer staged at once if peers cannot read them; more go in
+        pieces. It is the size of L2: more would be evicted before all is copied.
         """
         return _within(256 << 10, self.second_level, 4 << 20)
 
     @property
     def slot_bytes(self) -> int:
-        """So many a thread then stages at a time: half of that, so that they stay in the cache
-        until they are read, while the next are laid down.
+        """The bytes that a thread stages at a time: half of that, so that a slot stays in the cache
+        until it is read, while the next is written.
         """
         return self.staged_bytes // 2
 
     @property
     def pushed_bytes(self) -> int:
-        """From so many of a rank's rows on they are put to peers that could read them: a quarter of
-        the second level, above which not reading them from memory twice wins over finding them,
-        beside those of others, in the cache.
+        """The fewest bytes of a rank that are put to peers that could also read them: a quarter of
+        L2. Fewer are found in the cache together with other ranks'; more would be read from memory
+        twice.
         """
         return self.staged_bytes // 4
 
 
-def agreed(told: Iterable[Thresholds]) -> Thresholds:
-    """What follows for ranks that have told these: what fits the caches of all, and the longest
-    hop.
-    """
-    first, second, hop = zip(*map(astuple, told), strict=True)
+def agreed(thresholds: Iterable[Thresholds]) -> Thresholds:
+    """The common thresholds of ranks: the smallest caches, and the longest signal latency."""
+    first, second, hop = zip(*map(astuple, thresholds), strict=True)
     return Thresholds(min(first), min(second), max(hop))
 
 
