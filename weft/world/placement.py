@@ -28,8 +28,8 @@ def host_topology() -> Topology:
 
 
 def known() -> dict[str, Any]:
-    """What is known of this process's `Thresholds`: by the kernel, its cores' caches, and by ``weft
-    calibrate``, the hop.
+    """The measured fields of this process's `Thresholds`: cache sizes from the kernel, the signal
+    latency from ``weft calibrate``.
     """
     first, second = topology.data_caches(host_topology(), os.sched_getaffinity(0))
     profile = cache.stored(
@@ -44,7 +44,7 @@ def known() -> dict[str, Any]:
 
 
 def thresholds() -> Thresholds:
-    """The thresholds of this process; defaults for what is not known."""
+    """The thresholds of this process; defaults for fields that are not measured."""
     return Thresholds(**known())
 
 
