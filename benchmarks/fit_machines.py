@@ -1,9 +1,8 @@
 """Fit the machine profiles to published results, and print by how much the simulator then misses
 them.
 
-    python benchmarks/fit_machines.py            # the error tables python
-    benchmarks/fit_machines.py --write    # also writes the profiles in weft/predict/machines and
-    the tables in docs
+    python benchmarks/fit_machines.py          # prints the tables of errors
+    python benchmarks/fit_machines.py --write  # also writes the profiles, and the tables in docs
 
 Each `System` says which published rows a machine's figures are fitted to and which plan each row
 stands for. The fit minimises the sum of squared logarithms of predicted / published by a pattern
@@ -22,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from weft.bench.ablation import STEPS, split_arrivals
 from weft.kernels.matmul import matmul
 from weft.plan import Buffer, Copy, Plan, Region
 from weft.plan.binding import bind, split
@@ -114,7 +114,7 @@ def streaming() -> System:
     for row in published("allgather_gemm"):
         ranks, m, k, n = _numbers(row)
         request = Request(ranks, 64, "push", links=ranks - 1, planned=(0,))
-        plan = bind(all_gather_matmul(request, joined=False), split(m, ranks))
+        plan = bind(split_arrivals(all_gather_matmul(request)), split(m, ranks))
         points.append(
             Point(f"{ranks} ranks, {m}x{k}x{n}", float(row["value"]) / 1e3, plan, _gathering(k, n))
         )
@@ -138,13 +138,14 @@ def steps() -> System:
     """System 2: the cascade and three improvements of it, four pieces per source."""
     rows = published("all_gather_matmul_v2")
     ranks, m, k, n = _numbers(rows[0])
-    improvements = ((False, False), (True, False), (True, True))
-    options: list[tuple[str, dict[str, bool]]] = [("sequential", {})]
-    options += [("push", {"own_first": own, "joined": joined}) for own, joined in improvements]
+    cascade, overlapped = (
+        all_gather_matmul(Request(ranks, 4, algorithm, links=ranks - 1, planned=(0,)))
+        for algorithm in ("sequential", "push")
+    )
+    plans = [cascade, *(without(overlapped) for without in STEPS.values())]
     points = []
-    for row, (algorithm, improved) in zip(rows, options, strict=True):
-        request = Request(ranks, 4, algorithm, links=ranks - 1, planned=(0,))
-        plan = bind(all_gather_matmul(request, **improved), split(m, ranks))
+    for row, improved in zip(rows, plans, strict=True):
+        plan = bind(improved, split(m, ranks))
         points.append(Point(row["variant"], float(row["value"]) / 1e6, plan, _gathering(k, n)))
 
     def machine(p: Parameters, _: str) -> Machine:

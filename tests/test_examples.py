@@ -299,7 +299,7 @@ def test_where_to_change_what():
     found = re.findall(
         r"`([\w/*-]+\.(?:py|hpp|cpp|toml|mplstyle))(?:: (?:\w+(?:\.|::))?(\w+))?`", table
     )
-    assert len(found) > 30
+    assert len(found) > 20
     for path, name in found:
         files = [file for root in (ROOT / "weft", ROOT) for file in root.glob(path)]
         assert files, path

@@ -81,7 +81,7 @@ Mesh::Mesh(std::vector<int> fds)
 
 Mesh::~Mesh() {
   uint64_t one = 1;
-  [[maybe_unused]] ssize_t written = write(stop_, &one, sizeof one);
+  [[maybe_unused]] ssize_t written = ::write(stop_, &one, sizeof one);
   thread_.join();
   disown();
 }

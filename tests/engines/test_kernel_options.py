@@ -30,7 +30,7 @@ def a_gpu(monkeypatch):
     ("options", "why"),
     [
         ({"sms": 0}, "at least one SM"),
-        ({"sms": 67}, "67 programs on each of 2 ranks that share a GPU could .* use at most 66"),
+        ({"sms": 67}, "67 waiting programs on each of 2 ranks that share a GPU .* use at most 66"),
         ({"warps": 3}, "1, 2, 4, … of them"),
         ({"warps": 32, "threads_per_warp": 64}, "at most 1024 threads"),
         ({"threads_per_warp": 16}, "32 or 64 threads"),
@@ -50,7 +50,7 @@ def test_ranks_need_queues_of_their_own(monkeypatch):
     local._check_queues(2)
     with pytest.raises(
         ValueError,
-        match="3 ranks need 9 streams that run at once, and there are 8: use at most 2 ranks",
+        match="3 ranks need 9 concurrent streams, and there are 8: use at most 2 ranks",
     ):
         local._check_queues(3)
 

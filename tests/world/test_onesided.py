@@ -282,7 +282,7 @@ def slow_transfers(world):
         handles = [weft.put_async(memory, source, 1) for _ in range(20)]
         with pytest.raises(
             weft.PeerTimeout,
-            match=r"rank 0 waited 1e-06 s for its put of 67,108,864 bytes to rank 1; it is still",
+            match=r"rank 0 waited 1e-06 s for its put of 67,108,864 bytes to rank 1; it is not done",
         ):
             handles[-1].wait(timeout=1e-6)
         assert "under way" in repr(handles[-1])

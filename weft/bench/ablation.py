@@ -34,7 +34,10 @@ def _rewritten(plan: Plan, rewrite: Callable[[Sequence[Instruction]], Lane]) -> 
     """The plan with its compute lanes rewritten; ``sequential`` has no overlap to take away."""
     if plan.algorithm == "sequential":
         return plan
-    lanes = tuple({**of, "compute": tuple(rewrite(of["compute"]))} for of in plan.lanes)
+    lanes = tuple(
+        {name: tuple(rewrite(lane)) if name == "compute" else lane for name, lane in of.items()}
+        for of in plan.lanes
+    )
     return replace(plan, lanes=lanes)
 
 

@@ -188,11 +188,11 @@ class Peers:
         if kind in ("MismatchError", "PeerTimeout"):
             return self.fail(getattr(errors, kind)(text), culprit)
         if culprit == self.rank:  # another of its threads, or a signal handler
-            return self.fail(
-                WeftError(
-                    f"{text if kind == 'WeftError' else f'{kind}: {text}'}, and waited {doing}"
-                )
-            )
+            if kind == "PeerLost":  # to a peer, which noticed first that this rank closes its world
+                text = f"rank {self.rank} {text.rstrip(',')}"
+            elif kind != "WeftError":
+                text = f"{kind}: {text}"
+            return self.fail(WeftError(f"{text}, and waited {doing}"))
         return self.lost(
             culprit, text or "died" if kind == "PeerLost" else f"failed with {kind}: {text},", doing
         )
