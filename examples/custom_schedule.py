@@ -18,7 +18,7 @@ from weft.kernels.matmul import matmul
 from weft.pictures.timeline import draw
 from weft.plan import Buffer, Copy, Notify, Plan, Region, Signal, Term, Wait
 from weft.plan.trace import Trace
-from weft.schedules.common import enter, leave
+from weft.schedules.lanes import enter, leave
 
 
 def doubling(ranks: int, rows: int) -> Plan:

@@ -11,8 +11,8 @@ from weft.engines.reference import Call, run
 from weft.plan import accesses
 from weft.plan.binding import bind, split
 from weft.schedules import all_reduce, matmul_all_reduce, matmul_reduce_scatter, reduce_scatter
-from weft.schedules.common import apart
 from weft.schedules.matmul_reduce_scatter import product_buffer, sum_buffers
+from weft.schedules.peers import one_rank_per_host
 from weft.schedules.workload import Request, Workload
 
 HOSTS = (
@@ -114,7 +114,7 @@ def collectives(hosts, kept):
     else:
         for algorithm, how in (("two_shot", sums.once), ("ring", sums.at_every_hop)):
             yield bind(all_reduce.put(3, hosts, algorithm), even), hosts, how, True
-    if apart(hosts):
+    if one_rank_per_host(hosts):
         yield bind(all_reduce.all_reduce(ranks, 1, "ring"), even), hosts, sums.around, True
 
 

@@ -27,10 +27,11 @@ from weft.schedules import all_reduce, all_to_all, broadcast, reduce_scatter
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import all_gather_matmul
 from weft.schedules.barrier import barrier
-from weft.schedules.common import apart, members, one_lane
+from weft.schedules.lanes import one_lane
 from weft.schedules.levels import nested
 from weft.schedules.matmul_all_reduce import matmul_all_reduce
 from weft.schedules.matmul_reduce_scatter import matmul_reduce_scatter
+from weft.schedules.peers import members, one_rank_per_host
 from weft.schedules.workload import Request
 
 Planner = Callable[[tuple[int, ...], int], Plan]
@@ -138,7 +139,7 @@ def test_who_hears_from_a_rank_in_any_case_is_not_told_that_it_has_come(hosts):
     """Its rows wait at that rank's inlet: only messages with rows are sent."""
     planners = [
         *(PLAIN[name] for name in EXCHANGES),
-        *([PLAIN["all_gather push"]] if apart(hosts) else []),
+        *([PLAIN["all_gather push"]] if one_rank_per_host(hosts) else []),
     ]
     for planner in planners:
         assert all(

@@ -20,7 +20,8 @@ from weft.plan.proof import verify
 from weft.schedules.all_gather import all_gather
 from weft.schedules.all_gather_matmul import ALGORITHMS, all_gather_matmul
 from weft.schedules.all_reduce import all_reduce
-from weft.schedules.common import after, before, enter, in_order, leave, tidy
+from weft.schedules.lanes import enter, leave, tidy
+from weft.schedules.peers import after, before, in_order
 from weft.schedules.workload import Request
 
 seeds = st.integers(0, 2**32 - 1)

@@ -25,7 +25,7 @@ from weft.measure.verification import Check, Definition, Problem, Sums
 from weft.ops.operator import find
 from weft.plan import Plan
 from weft.plan.binding import bind
-from weft.schedules.common import apart
+from weft.schedules.peers import one_rank_per_host
 from weft.schedules.workload import Variant, Workload
 from weft.world import World
 
@@ -104,7 +104,7 @@ class SummedProducts(Subject):
     def prepare(self) -> None:
         world, (m, k, n), product = self.world, self.settings.shape, self.dtypes["partial"]
         start = sum(self.rows[: world.rank]) if self.scatters else 0
-        host_partial = world.multi_host and not apart(world.hosts)
+        host_partial = world.multi_host and not one_rank_per_host(world.hosts)
         dtypes, seed = (self.dtype, self.out_dtype, product), self.settings.seed
         self.problem = Sums(m, k, n, *dtypes, seed=seed, rank=world.rank, host_partial=host_partial)
         self.a = self.x = torch.empty(m, k, dtype=self.dtype)

@@ -43,7 +43,8 @@ from weft.plan import (
 )
 from weft.predict.interpolation import Grid
 from weft.predict.machine import ITEMSIZE, Link, Machine, Product
-from weft.schedules.common import after, before, enter, hear, leave, members, tell
+from weft.schedules.lanes import enter, leave, notify_all, wait_all
+from weft.schedules.peers import after, before, members
 from weft.schedules.thresholds import Thresholds
 from weft.world import World
 
@@ -404,8 +405,8 @@ def _signals(rank: int, ranks: int, rounds: int) -> tuple[Instruction, ...]:
     lane: list[Instruction] = []
     for count in range(1, rounds + 1):
         lane += [
-            *tell(rank, "barrier", before(rank, ranks)),
-            *hear("barrier", after(rank, ranks), count),
+            *notify_all(rank, "barrier", before(rank, ranks)),
+            *wait_all("barrier", after(rank, ranks), count),
         ]
     return tuple(lane)
 

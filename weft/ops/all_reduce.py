@@ -10,7 +10,7 @@ from weft.ops import arguments, collective, granularity
 from weft.ops.collective import CollectiveCall, Handle, planned, same_place
 from weft.plan.binding import split
 from weft.schedules import all_reduce as schedule
-from weft.schedules.common import apart
+from weft.schedules.peers import one_rank_per_host
 from weft.schedules.workload import pieces
 from weft.world import World
 
@@ -70,7 +70,7 @@ def _check(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: str)
         return CollectiveCall(schedule.eager(world.levels, op), rows, tensors, result)
     if algorithm == "auto":
         algorithm = "one_shot" if size <= world.thresholds.eager_bytes else "two_shot"
-    if hosts is not None and not (algorithm == "ring" and apart(hosts)):
+    if hosts is not None and not (algorithm == "ring" and one_rank_per_host(hosts)):
         cut, by = (
             pieces(rows[0], granularity.sent_rows(flat, rows[0])),
             "ring" if algorithm == "ring" else "two_shot",

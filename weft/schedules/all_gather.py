@@ -15,30 +15,29 @@ from itertools import chain
 from typing import NamedTuple
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Value, Wait
-from weft.schedules.common import (
-    Hosts,
+from weft.schedules.blocks import block, everything, shard, shards
+from weft.schedules.lanes import (
     Lanes,
-    after,
-    apart,
-    before,
-    beside,
-    block,
+    concurrent,
     enter,
-    everything,
-    hear,
     in_all,
-    in_order,
     leave,
-    members,
-    neighbours,
+    notify_all,
     one_lane,
     publish,
-    rail_peer,
-    shard,
-    shards,
-    tell,
+    wait_all,
 )
 from weft.schedules.levels import Levels, hand_out
+from weft.schedules.peers import (
+    Hosts,
+    after,
+    before,
+    in_order,
+    local_peers,
+    members,
+    one_rank_per_host,
+    rail_peer,
+)
 from weft.schedules.staging import Part, Stream, pipeline
 from weft.schedules.workload import Request
 
@@ -106,7 +105,7 @@ def pull(request: Request, rank: int, into: str) -> Gathering:
         # "ready" and each "read" say so for one peer each.
         first = published.arrivals[0].region.rank
         transfers = (
-            hear("free", (peer for peer in after(rank, request.ranks) if peer != first), 0)
+            wait_all("free", (peer for peer in after(rank, request.ranks) if peer != first), 0)
             + transfers
         )
     return Gathering(published.first, [transfers], arrivals, published.last)
@@ -127,7 +126,7 @@ def push(request: Request, rank: int, into: str = "inbox") -> Gathering:
         request.order,
         request.hosts or range(request.ranks),
     )
-    near = neighbours(rank, hosts)
+    near = local_peers(rank, hosts)
     part = _published(request, rank, False, near, near)
     sources = [peer for peer in after(rank, ranks) if peer not in near]
     first, last = _open(into, rank, ranks, sources)
@@ -139,7 +138,7 @@ def push(request: Request, rank: int, into: str = "inbox") -> Gathering:
         lane = _enter(into, rank, ranks, dealt)
         for peer, piece in in_order(order, dealt, pieces):
             lane.append(Copy(block(rank, "a", piece), block(peer, into, rank * pieces + piece)))
-            lane += tell(rank, "arrived", told[peer])
+            lane += notify_all(rank, "arrived", told[peer])
         transfers.append(lane)
     for peer, piece in in_order(order, sources, pieces):
         there = block(rail_peer(peer, hosts[rank], hosts), into, peer * pieces + piece)
@@ -156,10 +155,10 @@ def ring(request: Request, rank: int, into: str) -> Gathering:
     of them has received.
     """
     ranks, pieces, hosts = request.ranks, request.pieces, request.hosts or range(request.ranks)
-    around, near, came = max(hosts) + 1, neighbours(rank, hosts), Counter[int]()
+    around, near, came = max(hosts) + 1, local_peers(rank, hosts), Counter[int]()
     following = [rail_peer(holder, (hosts[holder] + 1) % around, hosts) for holder in range(ranks)]
     to, previous = following[rank], rail_peer(rank, (hosts[rank] - 1) % around, hosts)
-    told = tell(rank, "arrived", members(hosts[to], hosts))
+    told = notify_all(rank, "arrived", members(hosts[to], hosts))
     part = _published(request, rank, False, near, near)
     first, last = _open(into, rank, ranks, [previous] if around > 1 else [])
     transfers = _enter(into, rank, ranks, [to] if around > 1 else [])
@@ -191,7 +190,7 @@ def _open(
 ) -> tuple[list[Instruction], list[Instruction]]:
     """What precedes and follows puts into this rank's memory: (first, last)."""
     if into == "gathered":
-        return tell(rank, "open", sources), []
+        return notify_all(rank, "open", sources), []
     return [], leave(rank, ranks)
 
 
@@ -201,7 +200,7 @@ def _enter(into: str, rank: int, ranks: int, targets: Sequence[int]) -> list[Ins
     A workspace is free when all ranks have left the plan before, a caller's own tensor when the
     caller has made this call.
     """
-    return hear("open", targets) if into == "gathered" else enter(rank, ranks)
+    return wait_all("open", targets) if into == "gathered" else enter(rank, ranks)
 
 
 GATHERINGS: dict[str, Callable[[Request, int, str], Gathering]] = {
@@ -233,8 +232,10 @@ def all_gather(
     `Request`. On one host a push into a symmetric `gathered` needs nothing of `a` but to read it,
     so it may be this rank's own part of `gathered`.
     """
-    shared = hosts is not None and not apart(hosts)  # rows that arrive are read by several ranks
-    straight = (symmetric_gathered and not shared) or apart(hosts)
+    shared = hosts is not None and not one_rank_per_host(
+        hosts
+    )  # rows that arrive are read by several ranks
+    straight = (symmetric_gathered and not shared) or one_rank_per_host(hosts)
     into, request = (
         "gathered" if straight else "inbox",
         Request(ranks, pieces, algorithm, symmetric_a, order, hosts, links=links),
@@ -259,7 +260,7 @@ def all_gather(
         lane[at:at] = own
         for wait, region, start in part.arrivals:
             lane += [wait, *keep(region, start, r)]
-        return beside([*lane, *part.last], part.transfers if links > 1 else [])
+        return concurrent([*lane, *part.last], part.transfers if links > 1 else [])
 
     buffers, result = gather_plan(ranks, pieces, planned, ["gathered"])
     if through_slots:
@@ -316,14 +317,14 @@ def _fan_out(request: Request, rank: int) -> list[Instruction]:
     """
     ranks, pieces = request.ranks, request.pieces
     sources, targets = after(rank, ranks), before(rank, ranks)
-    lane = tell(rank, "open", sources) + hear("open", targets)
+    lane = notify_all(rank, "open", sources) + wait_all("open", targets)
     for piece in range(pieces):
         lane += [
             Copy(block(rank, "a", piece), block(r, "gathered", rank * pieces + piece))
             for r in [rank, *targets]
         ]
-        lane += tell(rank, "arrived", targets)
-    return lane + hear("arrived", sources, pieces)
+        lane += notify_all(rank, "arrived", targets)
+    return lane + wait_all("arrived", sources, pieces)
 
 
 def keep(region: Region, start: int, rank: int) -> list[Instruction]:

@@ -14,7 +14,8 @@ from typing import Any
 from weft.kernels.matmul import matmul
 from weft.plan import Copy, Instruction, Plan, Region
 from weft.schedules.all_gather import GATHERINGS, Arrival, all_gather, gather_plan, keep, push
-from weft.schedules.common import Lanes, beside, enter, in_all, shard
+from weft.schedules.blocks import shard
+from weft.schedules.lanes import Lanes, concurrent, enter, in_all
 from weft.schedules.workload import Operator, Request, Rows, Workload
 
 ALGORITHMS = ("direct", "push", "pull", "ring", "sequential")
@@ -52,7 +53,7 @@ def all_gather_matmul(request: Request) -> Plan:
             there = Region(r, "inbox", at, at + region.rows)
             lane += [wait, *([Copy(region, there)] if region != there else [])]
         lane += [*used(all_rows if ranks > 1 else own, 0, r), *part.last]
-        return beside(lane, part.transfers if links > 1 else [])
+        return concurrent(lane, part.transfers if links > 1 else [])
 
     def multiply_as_they_come(r: int) -> Lanes:
         part = GATHERINGS[algorithm](request, r, into)
@@ -60,7 +61,7 @@ def all_gather_matmul(request: Request) -> Plan:
         peers: list[Instruction] = []
         for wait, region, start in join(part.arrivals):
             peers += [wait, *used(region, start, r)]
-        return beside([*part.first, *own, *peers, *part.last], part.transfers)
+        return concurrent([*part.first, *own, *peers, *part.last], part.transfers)
 
     lanes = in_all(
         ranks, planned, gather_then_multiply if algorithm == "sequential" else multiply_as_they_come

@@ -7,20 +7,11 @@ from __future__ import annotations
 from functools import cache
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Wait
-from weft.schedules.common import (
-    Hosts,
-    after,
-    before,
-    block,
-    enter,
-    everything,
-    hear,
-    leave,
-    shard,
-    tell,
-)
+from weft.schedules.blocks import block, everything, shard
 from weft.schedules.host_sums import part_of
+from weft.schedules.lanes import enter, leave, notify_all, wait_all
 from weft.schedules.levels import Levels, hand_out
+from weft.schedules.peers import Hosts, after, before
 from weft.schedules.reduce_scatter import put_sums, reduce_published, sum_of, sum_plan
 from weft.schedules.staging import Part, Stream, one_for_each, pipeline
 
@@ -101,7 +92,7 @@ def _two_shot(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> l
     ):
         lane += [
             Copy(here, here._replace(buffer="reduced")),
-            *tell(rank, "reduced", before(rank, ranks)),
+            *notify_all(rank, "reduced", before(rank, ranks)),
         ]
     for peer in after(rank, ranks):
         lane += [
@@ -151,7 +142,7 @@ def _two_shot_into_out(
     here, targets = shard(rank, "out", rank, pieces), before(rank, ranks)
     lane, _ = reduce_published(rank, ranks, pieces, here[2:], here, op, symmetric=symmetric)
     lane += [Copy(here, here._replace(rank=peer)) for peer in targets]
-    return lane + tell(rank, "reduced", targets) + hear("reduced", after(rank, ranks))
+    return lane + notify_all(rank, "reduced", targets) + wait_all("reduced", after(rank, ranks))
 
 
 def _ring(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> list[Instruction]:

@@ -7,21 +7,10 @@ from functools import cache
 from itertools import chain, product
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
-from weft.schedules.common import (
-    Hosts,
-    Published,
-    after,
-    around,
-    block,
-    hear,
-    neighbours,
-    one_lane,
-    publish,
-    shard,
-    shards,
-    tell,
-)
+from weft.schedules.blocks import around, block, shard, shards
+from weft.schedules.lanes import Published, notify_all, one_lane, publish, wait_all
 from weft.schedules.levels import Levels, hand_out
+from weft.schedules.peers import Hosts, after, local_peers
 from weft.schedules.staging import one_for_each, pipeline
 
 
@@ -45,7 +34,7 @@ def all_to_all(
         return _through_slots(ranks, pieces)
 
     def lane(r: int) -> list[Instruction]:
-        near = neighbours(r, hosts or (0,) * ranks)
+        near = local_peers(r, hosts or (0,) * ranks)
         far = [p for p in after(r, ranks) if p not in near]
         parts = around(r * pieces, (r + 1) * pieces, ranks * pieces)
         if hosts is not None:
@@ -55,7 +44,7 @@ def all_to_all(
             if few
             else publish(r, ranks, parts, symmetric_a, near[::-1], near)
         )
-        made = tell(r, "open", far) + own.first
+        made = notify_all(r, "open", far) + own.first
         for p in reversed(far):
             there = shard(p, "out", r, pieces)
             made += [
@@ -69,7 +58,7 @@ def all_to_all(
                 Wait(Signal("ready", p), 1),
                 Copy(shard(p, own.buffer, r, pieces), shard(r, "out", p, pieces)),
             ]
-        return made + hear("arrived", far) + own.last
+        return made + wait_all("arrived", far) + own.last
 
     handed = {
         "eager" if few else "staged": Buffer.of(
@@ -107,7 +96,7 @@ def eager(levels: Levels) -> Plan:
 def _hand_to(readers: Sequence[int], rank: int, parts: Sequence[tuple[int, int]]) -> Published:
     """Let ranks of this host have `parts` of this rank's ``a`` at once."""
     handed = [Copy(Region(rank, "a", *part), Region(rank, "eager", *part)) for part in parts]
-    return Published([*handed, *tell(rank, "ready", readers)], [], "eager")
+    return Published([*handed, *notify_all(rank, "ready", readers)], [], "eager")
 
 
 def _through_slots(ranks: int, pieces: int) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from weft.plan import Plan
-from weft.schedules.common import one_lane
+from weft.schedules.lanes import one_lane
 from weft.schedules.levels import Levels, synchronize
 
 

@@ -6,23 +6,18 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
-from weft.schedules.common import (
-    Hosts,
-    apart,
-    before,
-    block,
-    enter,
-    hear,
-    leave,
-    members,
-    neighbours,
-    one_lane,
-    others,
-    publish,
-    rail_peer,
-    tell,
-)
+from weft.schedules.blocks import block
+from weft.schedules.lanes import enter, leave, notify_all, one_lane, publish, wait_all
 from weft.schedules.levels import Levels, synchronize
+from weft.schedules.peers import (
+    Hosts,
+    before,
+    local_peers,
+    members,
+    one_rank_per_host,
+    other_hosts,
+    rail_peer,
+)
 from weft.schedules.staging import Part, Stream, pipeline
 
 ALGORITHMS = ("pull", "push", "ring")
@@ -88,7 +83,7 @@ def _plan(
 def _from_source(source: int, put: int, ranks: int) -> list[Instruction]:
     peers = before(source, ranks)
     copies = [Copy(Region(source, "a", 0, put), Region(peer, "out", 0, put)) for peer in peers]
-    puts = [*hear("open", peers), *copies, *tell(source, "arrived", peers)] if put else []
+    puts = [*wait_all("open", peers), *copies, *notify_all(source, "arrived", peers)] if put else []
     own = publish(source, ranks, [], True, peers, [])
     return [*own.first, *puts, *own.last]
 
@@ -131,7 +126,7 @@ def push(source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
     Where every rank has a host of its own they are put into its ``out``, unless they are to be
     `staged`.
     """
-    ranks, alone = len(hosts), apart(hosts) and not staged
+    ranks, alone = len(hosts), one_rank_per_host(hosts) and not staged
     arrived = Wait(Signal("arrived", source), 1)
 
     def lane(r: int) -> list[Instruction]:
@@ -140,16 +135,16 @@ def push(source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
         if r != source:
             holder = rail_peer(source, hosts[r], hosts)
             return [arrived, Copy(block(holder, "staged", 0), block(r, "out", 0)), *leave(r, ranks)]
-        near, own = neighbours(r, hosts), block(r, "a", 0)
+        near, own = local_peers(r, hosts), block(r, "a", 0)
         made = [] if alone else enter(r, ranks)
         if near:
-            made += [Copy(own, own._replace(buffer="staged")), *tell(r, "arrived", near)]
-        for host in others(r, hosts):
+            made += [Copy(own, own._replace(buffer="staged")), *notify_all(r, "arrived", near)]
+        for host in other_hosts(r, hosts):
             to = rail_peer(r, host, hosts)
-            made += hear("open", [to] if alone else [])
+            made += wait_all("open", [to] if alone else [])
             made += [
                 Copy(own, block(to, "out" if alone else "staged", 0)),
-                *tell(r, "arrived", members(host, hosts)),
+                *notify_all(r, "arrived", members(host, hosts)),
             ]
         return made
 
@@ -161,7 +156,7 @@ def ring(pieces: int, source: int, hosts: Hosts, *, staged: bool = False) -> Pla
     source sends them once.
     """
     ranks, around, lanes = len(hosts), max(hosts) + 1, []
-    into = "out" if apart(hosts) and not staged else "staged"
+    into = "out" if one_rank_per_host(hosts) and not staged else "staged"
     holders = [rail_peer(source, (hosts[source] + step) % around, hosts) for step in range(around)]
     for r in range(ranks):
         step = (hosts[r] - hosts[source]) % around
@@ -173,11 +168,11 @@ def ring(pieces: int, source: int, hosts: Hosts, *, staged: bool = False) -> Pla
             lane += [Wait(Signal("open", following), 1)] if following is not None else []
         elif r == source:
             lane += enter(r, ranks)
-            if neighbours(r, hosts):
+            if local_peers(r, hosts):
                 own = Region(r, "a", 0, pieces)
                 lane += [
                     Copy(own, own._replace(buffer="staged")),
-                    *tell(r, "ready", neighbours(r, hosts)),
+                    *notify_all(r, "ready", local_peers(r, hosts)),
                 ]
         for piece in range(pieces):
             here = block(r, "a" if r == source else into, piece)
@@ -185,7 +180,7 @@ def ring(pieces: int, source: int, hosts: Hosts, *, staged: bool = False) -> Pla
             if following is not None:
                 lane += [
                     Copy(here, block(following, into, piece)),
-                    *tell(r, "arrived", members(hosts[following], hosts)),
+                    *notify_all(r, "arrived", members(hosts[following], hosts)),
                 ]
             if into == "staged" and step:
                 lane.append(Copy(here._replace(rank=holder), block(r, "out", piece)))

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from weft.plan import Copy, Instruction, Notify, Reduce, Region, Signal, Wait
-from weft.schedules.common import Lanes, beside, block, enter, hear, leave, rail_peer, shard, tell
+from weft.schedules.blocks import block, shard
 from weft.schedules.host_sums import HostPart, Make, Piece, part_of
+from weft.schedules.lanes import Lanes, concurrent, enter, leave, notify_all, wait_all
+from weft.schedules.peers import rail_peer
 
 
 class HostRing(HostPart):
@@ -32,7 +34,7 @@ class HostRing(HostPart):
 
     def of_products(self, make: Make) -> Lanes:
         """Sums of rows made meanwhile."""
-        return beside(self.make_all(make), [self.add(self.here) + self.spread()])
+        return concurrent(self.make_all(make), [self.add(self.here) + self.spread()])
 
     @cached_property
     def last(self) -> int:
@@ -58,7 +60,9 @@ class HostRing(HostPart):
         lane, rank = enter(self.rank, self.ranks), self.rank
         if self.at_once:
             lane.append(make(rank, 0, self.ranks * self.cut))
-            return lane + tell(rank, "made", dict.fromkeys(map(self.reducer, range(self.ranks))))
+            return lane + notify_all(
+                rank, "made", dict.fromkeys(map(self.reducer, range(self.ranks)))
+            )
         for piece in self.all_pieces():
             lane += [
                 make(rank, piece.at, piece.at + 1),
@@ -78,7 +82,7 @@ class HostRing(HostPart):
                 rows._replace(buffer="running"),
                 tuple(rows._replace(rank=peer) for peer in self.here),
             )
-            lane += hear("made", producers, 1 if self.at_once else count)
+            lane += wait_all("made", producers, 1 if self.at_once else count)
             if len(parts) > 1 and self.hosts[piece.owner] != self.host:
                 hosted = rows._replace(buffer="hosted")
                 lane.append(Reduce(parts, hosted, part_of(self.op)))
@@ -112,7 +116,7 @@ class HostRing(HostPart):
             ]
         last = piece.number == self.cut - 1  # others take an owner's rows once all are there
         local = self.local_peers if self.everywhere and last else []
-        return lane + tell(self.rank, "shared", local)
+        return lane + notify_all(self.rank, "shared", local)
 
     def spread(self) -> list[Instruction]:
         """Send complete sums on as they arrive, and copy this rank's to ``out``."""

@@ -16,24 +16,16 @@ from functools import cached_property
 from typing import NamedTuple
 
 from weft.plan import Buffer, Copy, Instruction, Notify, Reduce, Region, Signal, Wait
-from weft.schedules.common import (
+from weft.schedules.blocks import block, everything, shard, shards
+from weft.schedules.lanes import Lanes, concurrent, enter, leave, notify_all, wait_all
+from weft.schedules.peers import (
     Hosts,
-    Lanes,
     after,
-    apart,
-    beside,
-    block,
-    enter,
-    everything,
-    hear,
-    leave,
+    local_peers,
     members,
-    neighbours,
-    others,
+    one_rank_per_host,
+    other_hosts,
     rail_peer,
-    shard,
-    shards,
-    tell,
 )
 
 Make = Callable[[int, int, int], Instruction]
@@ -85,7 +77,7 @@ class HostPart:
     @cached_property
     def local_peers(self) -> list[int]:
         """The other ranks of this host."""
-        return neighbours(self.rank, self.hosts)
+        return local_peers(self.rank, self.hosts)
 
     def pieces(self, owner: int) -> list[Piece]:
         """The pieces that a rank owns."""
@@ -133,12 +125,12 @@ class HostSums(HostPart):
                 for piece in group:
                     lane += self.add(piece, self.local_peers, "out", piece.number)
         if not self.everywhere:
-            return beside([*lane, *leave(rank, self.ranks)], [comm])
+            return concurrent([*lane, *leave(rank, self.ranks)], [comm])
         for piece in self.pieces(rank):
             comm += self.share(piece, self.here)
-        if not apart(self.hosts):
+        if not one_rank_per_host(self.hosts):
             comm.append(Notify(rank, Signal("summed", rank)))
-        return beside([*lane, *self.collect(own_elsewhere=True)], [comm])
+        return concurrent([*lane, *self.collect(own_elsewhere=True)], [comm])
 
     def made(self, producer: int) -> list[list[Piece]]:
         """The groups of pieces that a rank of this host makes by one product each, in order.
@@ -150,10 +142,10 @@ class HostSums(HostPart):
         first = self.here[0]
         remote = [
             grown(self.pieces(owner))
-            for host in others(first, self.hosts)
+            for host in other_hosts(first, self.hosts)
             for owner in members(host, self.hosts)
         ]
-        local = [[self.pieces(peer)] for peer in neighbours(producer, self.hosts)]
+        local = [[self.pieces(peer)] for peer in local_peers(producer, self.hosts)]
         own = [group[::-1] for group in grown(self.pieces(producer)[::-1])][::-1]
         return [group for groups in [*remote, *local, own] for group in groups]
 
@@ -201,13 +193,13 @@ class HostSums(HostPart):
         of other hosts have arrived.
         """
         reducers = [
-            rail_peer(self.rank, host, self.hosts) for host in others(self.rank, self.hosts)
+            rail_peer(self.rank, host, self.hosts) for host in other_hosts(self.rank, self.hosts)
         ]
         sums: list[Region] = []
         for host in dict.fromkeys(self.hosts):
             products = [block(peer, self.source, piece.at) for peer in members(host, self.hosts)]
             sums += products if host == self.host else [self.place(piece, host)]
-        waits = self.wait_for(piece, producers) + hear("arrived", reducers, piece.number + 1)
+        waits = self.wait_for(piece, producers) + wait_all("arrived", reducers, piece.number + 1)
         return [*waits, Reduce(tuple(sums), block(self.rank, into, at), self.op)]
 
     def place(self, piece: Piece, host: int) -> Region:
@@ -218,19 +210,19 @@ class HostSums(HostPart):
         """Add up an own piece and send it to all ranks: to their ``out``, or, with several ranks on
         a host, to memory that all of them read.
         """
-        here = block(self.rank, "out" if apart(self.hosts) else "summed", piece.at)
+        here = block(self.rank, "out" if one_rank_per_host(self.hosts) else "summed", piece.at)
         lane = self.add(piece, producers, here.buffer, piece.at)
-        for host in others(self.rank, self.hosts):
+        for host in other_hosts(self.rank, self.hosts):
             lane.append(Copy(here, here._replace(rank=rail_peer(self.rank, host, self.hosts))))
-            lane += tell(self.rank, "summed", members(host, self.hosts))
-        return lane + tell(self.rank, "summed", self.local_peers)
+            lane += notify_all(self.rank, "summed", members(host, self.hosts))
+        return lane + notify_all(self.rank, "summed", self.local_peers)
 
     def collect(self, own_elsewhere: bool = False) -> list[Instruction]:
         """Wait for all sums, and copy to ``out`` sums that do not arrive there.
 
         `own_elsewhere`: another lane makes the sum of the own rows, and notifies this one.
         """
-        rank, together = self.rank, not apart(self.hosts)
+        rank, together = self.rank, not one_rank_per_host(self.hosts)
         lane: list[Instruction] = []
         for owner in [rank, *after(rank, self.ranks)]:
             if owner != rank or (own_elsewhere and together):
@@ -244,7 +236,9 @@ class HostSums(HostPart):
         if self.source == "partial":
             notified = {self.reducer(owner) for owner in range(self.ranks)}
             lane.append(make(self.rank, 0, self.ranks * self.cut))
-            lane += tell(self.rank, "made", (peer for peer in self.local_peers if peer in notified))
+            lane += notify_all(
+                self.rank, "made", (peer for peer in self.local_peers if peer in notified)
+            )
         return lane
 
 

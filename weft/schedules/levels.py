@@ -15,7 +15,8 @@ from itertools import accumulate, count, pairwise, permutations
 from typing import NamedTuple
 
 from weft.plan import Copy, Instruction, Region
-from weft.schedules.common import Hosts, hear, tell
+from weft.schedules.lanes import notify_all, wait_all
+from weft.schedules.peers import Hosts
 from weft.schedules.thresholds import Thresholds
 
 Levels = tuple[tuple[int, ...], ...]
@@ -37,7 +38,7 @@ def synchronize(rank: int, levels: Levels, name: str) -> list[Instruction]:
     """
     lane: list[Instruction] = []
     for notified, awaited in stages(levels)[rank]:
-        lane += [*tell(rank, name, notified), *hear(name, awaited)]
+        lane += [*notify_all(rank, name, notified), *wait_all(name, awaited)]
     return lane
 
 

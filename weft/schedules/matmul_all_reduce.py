@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from weft.plan import Copy, Instruction, Plan, Region
 from weft.plan.binding import split
-from weft.schedules.common import (
+from weft.schedules.blocks import shard
+from weft.schedules.lanes import (
     Lanes,
-    after,
-    before,
-    beside,
+    concurrent,
     enter,
-    hear,
     leave,
-    shard,
-    tell,
+    notify_all,
+    wait_all,
     without_products,
 )
 from weft.schedules.matmul_reduce_scatter import (
@@ -29,6 +27,7 @@ from weft.schedules.matmul_reduce_scatter import (
     sum_buffers,
     sum_of_products,
 )
+from weft.schedules.peers import after, before
 from weft.schedules.workload import Operator, Request
 
 ALGORITHMS = ("one_shot", "two_shot", "put", "ring", "sequential")
@@ -58,21 +57,21 @@ def _one_shot(request: Request, rank: int) -> Lanes:
         if piece:
             lane += [
                 multiply(rank, piece.start, piece.stop),
-                *tell(rank, "ready", before(rank, ranks)),
+                *notify_all(rank, "ready", before(rank, ranks)),
             ]
         if count:  # the piece before, which the peers have meanwhile multiplied too
             made = pieces[count - 1]
             lane += add_arrived(
                 request, rank, made, every, Region(rank, "out", made.start, made.stop), count, count
             )
-    return beside(
+    return concurrent(
         [*lane, *leave(rank, ranks)], [get(request, rank, pieces, every, range(1, len(pieces) + 1))]
     )
 
 
 def _two_shot(request: Request, rank: int) -> Lanes:
     lane, gets = add_where_made(request, rank, shard(rank, "summed", rank, request.pieces))
-    return beside([*lane, *_share(request, rank)], [gets])
+    return concurrent([*lane, *_share(request, rank)], [gets])
 
 
 def _put(request: Request, rank: int) -> Lanes:
@@ -89,9 +88,9 @@ def _share(request: Request, rank: int) -> list[Instruction]:
     its share.
     """
     ranks, cut = request.ranks, request.pieces
-    lane = tell(rank, "summed", before(rank, ranks))
+    lane = notify_all(rank, "summed", before(rank, ranks))
     for owner in [rank, *after(rank, ranks)]:
-        lane += hear("summed", [owner] if owner != rank else [])
+        lane += wait_all("summed", [owner] if owner != rank else [])
         lane.append(Copy(shard(owner, "summed", owner, cut), shard(rank, "out", owner, cut)))
     return lane + leave(rank, ranks)
 

@@ -12,25 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 
 from weft.kernels.matmul import matmul
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Wait
-from weft.schedules.common import (
-    Lanes,
-    after,
-    before,
-    beside,
-    block,
-    enter,
-    everything,
-    hear,
-    in_all,
-    in_order,
-    leave,
-    shards,
-    sum_result,
-    tell,
-    without_products,
-)
+from weft.schedules.blocks import block, everything, shards, sum_result
 from weft.schedules.host_rings import HostRing
 from weft.schedules.host_sums import HostSums, inbox
+from weft.schedules.lanes import (
+    Lanes,
+    concurrent,
+    enter,
+    in_all,
+    leave,
+    notify_all,
+    wait_all,
+    without_products,
+)
+from weft.schedules.peers import after, before, in_order
 from weft.schedules.workload import Operator, Request, Rows, Workload, accumulator
 
 ALGORITHMS = ("direct", "push", "put", "ring", "sequential")
@@ -103,7 +98,7 @@ def product_buffer(algorithm: str, ranks: int) -> str:
 
 def _direct(request: Request, rank: int) -> Lanes:
     lane, gets = add_where_made(request, rank, Region(rank, "out", 0, request.pieces))
-    return beside([*lane, *leave(rank, request.ranks)], [gets])
+    return concurrent([*lane, *leave(rank, request.ranks)], [gets])
 
 
 def add_where_made(
@@ -150,9 +145,9 @@ def _push(request: Request, rank: int) -> Lanes:
             *_put(request, rank, peer, piece, piece + 1),
         ]
     for piece in range(pieces):
-        lane += [_product(rank, rank * pieces + piece), *hear("arrived", peers, piece + 1)]
+        lane += [_product(rank, rank * pieces + piece), *wait_all("arrived", peers, piece + 1)]
         lane.append(_add(request, rank, piece, put=True))
-    return beside([*lane, *leave(rank, ranks)], puts)
+    return concurrent([*lane, *leave(rank, ranks)], puts)
 
 
 def _put_products(request: Request, rank: int) -> Lanes:
@@ -176,7 +171,7 @@ def put_and_add(request: Request, rank: int, into: str, start: int) -> list[Inst
         for piece in range(pieces):
             lane += [product(peer, piece), Notify(peer, Signal("arrived", rank))]
     for piece in range(pieces):
-        lane += [product(rank, piece), *hear("arrived", after(rank, ranks), piece + 1)]
+        lane += [product(rank, piece), *wait_all("arrived", after(rank, ranks), piece + 1)]
         products = tuple(block(rank, "inbox", p * pieces + piece) for p in range(ranks))
         lane.append(Reduce(products, block(rank, into, start + piece), request.op))
     return lane
@@ -196,17 +191,17 @@ def _sequential(request: Request, rank: int) -> Lanes:
         for link in range(links)
     ]
     if remote_reads:
-        lane, puts = lane + tell(rank, "ready", before(rank, ranks)), []
+        lane, puts = lane + notify_all(rank, "ready", before(rank, ranks)), []
     elif links == 1:
         lane, puts = lane + puts[0], []
     else:
         lane, puts = (
-            lane + tell(rank, "made", [rank]),
+            lane + notify_all(rank, "made", [rank]),
             [[Wait(Signal("made", rank), 1), *put] for put in puts if put],
         )
-    lane += hear("ready" if remote_reads else "arrived", peers)
+    lane += wait_all("ready" if remote_reads else "arrived", peers)
     lane += [_add(request, rank, piece, put=not remote_reads) for piece in range(pieces)]
-    return beside(lane + leave(rank, ranks), puts)
+    return concurrent(lane + leave(rank, ranks), puts)
 
 
 def multiply(rank: int, start: int, stop: int) -> Instruction:
@@ -276,7 +271,7 @@ def add_arrived(
 ) -> list[Instruction]:
     """Wait until the peers' products of a piece can be added, and add them."""
     reads, peers = request.remote_reads, after(rank, request.ranks)
-    waits = hear("ready", peers, ready) if reads else hear("gotten", [rank], gotten)
+    waits = wait_all("ready", peers, ready) if reads else wait_all("gotten", [rank], gotten)
     return [*waits, add(request, rank, piece, whole, into, moved=not reads)]
 
 

@@ -7,23 +7,12 @@ from functools import cache
 from itertools import chain
 
 from weft.plan import Buffer, Copy, Instruction, Plan, Reduce, Region
-from weft.schedules.common import (
-    Hosts,
-    after,
-    apart,
-    around,
-    before,
-    block,
-    everything,
-    hear,
-    one_lane,
-    publish,
-    shards,
-    sum_result,
-)
+from weft.schedules.blocks import around, block, everything, shards, sum_result
 from weft.schedules.host_rings import HostRing
 from weft.schedules.host_sums import HostSums, spaces
+from weft.schedules.lanes import one_lane, publish, wait_all
 from weft.schedules.levels import Levels, hand_out
+from weft.schedules.peers import Hosts, after, before, one_rank_per_host
 from weft.schedules.staging import Arrival, Stream, one_for_each, pipeline
 
 ALGORITHMS = ("direct", "push", "ring")
@@ -41,7 +30,7 @@ def put(pieces: int, hosts: Hosts, algorithm: str, op: str = "sum") -> Plan:
 def put_sums(operator: str, pieces: int, hosts: Hosts, algorithm: str, op: str) -> Plan:
     """Sums over several hosts: an all-reduce, or a reduce-scatter."""
     ranks, kind = len(hosts), HostRing if algorithm == "ring" else HostSums
-    everywhere, source = operator == "all_reduce", "a" if apart(hosts) else "partial"
+    everywhere, source = operator == "all_reduce", "a" if one_rank_per_host(hosts) else "partial"
     lanes = (
         kind(r, pieces, hosts, op, everywhere, at_once=True, source=source).of_rows(stage)
         for r in range(ranks)
@@ -122,7 +111,7 @@ def reduce_published(
     parts = [every] if share == every else around(*share, ranks * pieces)
     own = publish(rank, ranks, parts, symmetric, before(rank, ranks), after(rank, ranks))
     terms = tuple(Region(p, "a" if p == rank else own.buffer, *share) for p in range(ranks))
-    return [*own.first, *hear("ready", after(rank, ranks)), Reduce(terms, into, op)], own.last
+    return [*own.first, *wait_all("ready", after(rank, ranks)), Reduce(terms, into, op)], own.last
 
 
 @cache

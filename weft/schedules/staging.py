@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 from weft.plan import Buffer, Copy, Instruction, Region, Signal, Wait
 from weft.plan.language import ANY_BLOCK
-from weft.schedules.common import after, before, block, enter, hear, leave, tell
+from weft.schedules.blocks import block
+from weft.schedules.lanes import enter, leave, notify_all, wait_all
+from weft.schedules.peers import after, before
 
 SLOTS = 3
 """Slots of a part. With two, each rank would wait in each step for its peers' previous one."""
@@ -96,7 +98,7 @@ class Stream:
             return []
         readers, lane = self._readers(rank), list[Instruction]()
         if self.taken and step >= SLOTS:
-            lane += hear(
+            lane += wait_all(
                 self.taken,
                 (peer for peer in readers if not self.shares(rank, peer)),
                 step - SLOTS + 1,
@@ -104,7 +106,7 @@ class Stream:
         for number, part in enumerate(self.parts[rank]):
             if part.readers:
                 lane += make(part.start + step, self._slot(rank, number, step))
-        return lane + tell(rank, self.ready, readers)
+        return lane + notify_all(rank, self.ready, readers)
 
     def stage_own(self, rank: int) -> Callable[[int], list[Instruction]]:
         """The instructions of a step in which a rank sends its ``a`` unchanged."""
@@ -118,7 +120,7 @@ class Stream:
         for peer in after(rank, self.ranks):
             acknowledge: list[Instruction] = []
             if self.taken and step + SLOTS < self.steps(peer) and not self.shares(rank, peer):
-                acknowledge = tell(rank, self.taken, [peer])
+                acknowledge = notify_all(rank, self.taken, [peer])
             for number, part in enumerate(self.parts[peer]) if step < self.steps(peer) else ():
                 if rank in part.readers:
                     wait = Wait(Signal(self.ready, peer), step + 1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 from weft.plan import Plan
-from weft.schedules.common import Hosts
+from weft.schedules.peers import Hosts
 
 PIECES = 16
 """Transfers per shard: enough that little is left to do when the last one arrives."""

@@ -11,7 +11,7 @@ from weft.kernels.matmul import matmul
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
 from weft.schedules.all_gather import Arrival
 from weft.schedules.all_gather_matmul import join
-from weft.schedules.common import block
+from weft.schedules.blocks import block
 
 
 def matmul_from_host(cut: int) -> Plan:

@@ -8,7 +8,7 @@ import torch
 import weft
 from support import random_calls, sums
 from weft.plan.binding import split
-from weft.schedules.common import apart
+from weft.schedules.peers import one_rank_per_host
 
 
 def whole(rank, *shape, call=0):
@@ -163,7 +163,7 @@ def sums_to_the_bit(world):
                 dtype,
             )
         parts, kept_each = [part.view(-1) for part in parts], split(rows * columns, world.ranks)
-        around = sums.around if apart(world.hosts) else sums.at_every_hop
+        around = sums.around if one_rank_per_host(world.hosts) else sums.at_every_hop
         for algorithm, how in (("two_shot", sums.once), ("ring", around)):
             y = weft.all_reduce(parts[world.rank], algorithm=algorithm)
             assert torch.equal(

@@ -1,0 +1,152 @@
+"""Instructions and lanes that planners share: signals, the use of workspaces, lanes of transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from weft.plan import Compute, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Wait
+from weft.schedules.peers import after, before
+
+Lanes = Mapping[str, Sequence[Instruction]]
+"""The lanes of a rank by name."""
+
+
+def notify_all(rank: int, name: str, peers: Iterable[int]) -> list[Instruction]:
+    """Raise the signal `name` of this rank on peers."""
+    return [Notify(peer, Signal(name, rank)) for peer in peers]
+
+
+def wait_all(name: str, peers: Iterable[int], count: int = 1) -> list[Instruction]:
+    """Wait until each of these peers has raised its signal `name` `count` times."""
+    return [Wait(Signal(name, peer), count) for peer in peers]
+
+
+def enter(rank: int, ranks: int) -> list[Instruction]:
+    """Wait until no rank uses a workspace for an earlier plan; every plan that uses workspaces
+    begins with it.
+    """
+    return wait_all("free", after(rank, ranks), 0)
+
+
+def leave(rank: int, ranks: int) -> list[Instruction]:
+    """Notify all peers that this rank has ended its use of all workspaces; every plan that uses
+    workspaces ends with it.
+    """
+    return notify_all(rank, "free", before(rank, ranks))
+
+
+class Published(NamedTuple):
+    """A rank's rows that peers read: the instructions with which a plan begins and ends, and the
+    buffer that peers read.
+    """
+
+    first: list[Instruction]
+    last: list[Instruction]
+    buffer: str
+
+
+def publish(
+    rank: int,
+    ranks: int,
+    parts: Sequence[tuple[int, int]],
+    symmetric: bool,
+    readers: Sequence[int],
+    sources: Sequence[int],
+) -> Published:
+    """Let `readers` read `parts` of this rank's ``a``; this rank reads rows that `sources` publish
+    in the same manner.
+
+    Readers wait for "ready". A symmetric input is read in place, and the caller may write to it
+    only after every reader has raised "read"; other inputs are staged in a workspace. A rank that
+    publishes and reads nothing raises no "free": the waits of its readers already cover its
+    accesses.
+    """
+    ready = notify_all(rank, "ready", readers)
+    if symmetric:
+        return Published(ready, notify_all(rank, "read", sources) + wait_all("read", readers), "a")
+    stage = [
+        Copy(Region(rank, "a", *piece), Region(rank, "staged", *piece))
+        for piece in parts
+        if piece[0] < piece[1]
+    ]
+    first = [*enter(rank, ranks), *stage, *ready] if readers else []
+    return Published(first, leave(rank, ranks) if sources else [], "staged")
+
+
+def without_products(plan: Plan) -> Plan:
+    """A plan that sums products, without its Computes: the products are an input, ``partial``.
+
+    It does not wait until peers have read the input, so the caller must wait before it writes to
+    it again.
+    """
+
+    def without(instruction: Instruction) -> tuple[Instruction, ...]:
+        match instruction:
+            case Compute(_, (src,), Region(_, "out") as dst):
+                # of a single rank, so the product is the sum
+                return (Reduce((src._replace(buffer="partial"),), dst),)
+            case Compute(_, (src,), Region(_, "inbox") as dst):  # made on the rank that adds it up
+                return (Copy(src._replace(buffer="partial"), dst),)
+            case Compute():
+                return ()
+        return (instruction,)
+
+    lanes = tuple(
+        {name: tuple(each for i in lane for each in without(i)) for name, lane in lanes.items()}
+        for lanes in plan.lanes
+    )
+    buffers = {name: buffer for name, buffer in plan.buffers.items() if name != "a"}
+    return replace(
+        plan,
+        lanes=lanes,
+        buffers=buffers | {"partial": replace(buffers["partial"], role="input")},
+        result={},
+    )
+
+
+def tidy(lane: Sequence[Instruction]) -> tuple[Instruction, ...]:
+    """The lane without redundant waits: waits implied by an earlier wait for the same signal, and
+    waits with only other waits between them and a wait for a higher count of the same signal.
+    """
+    tidied: list[Instruction] = []
+    waited: dict[Signal, int] = {}
+    # the index of each wait after which there are only waits
+    waits: dict[Signal, int] = {}
+    for instruction in lane:
+        if isinstance(instruction, Wait):
+            if waited.get(instruction.signal, -1) >= instruction.count:
+                continue
+            waited[instruction.signal] = instruction.count
+            if (index := waits.setdefault(instruction.signal, len(tidied))) < len(tidied):
+                tidied[index] = instruction
+                continue
+        else:
+            waits.clear()
+        tidied.append(instruction)
+    return tuple(tidied)
+
+
+def concurrent(compute: Sequence[Instruction], transfers: Iterable[Sequence[Instruction]]) -> Lanes:
+    """The lane ``compute`` and a concurrent lane for each list of transfers that is not empty:
+    ``comm``, ``comm1``, …
+    """
+    return {"compute": compute} | {
+        f"comm{number or ''}": lane for number, lane in enumerate(filter(None, transfers))
+    }
+
+
+def in_all(
+    ranks: int, planned: tuple[int, ...] | None, lanes: Callable[[int], Lanes]
+) -> tuple[Mapping[str, tuple[Instruction, ...]], ...]:
+    """The lanes of all ranks, tidy; ranks that are not `planned` have none."""
+    made = (lanes(rank) if planned is None or rank in planned else {} for rank in range(ranks))
+    return tuple({name: tidy(lane) for name, lane in of_rank.items()} for of_rank in made)
+
+
+def one_lane(
+    lanes: Iterable[Sequence[Instruction]],
+) -> tuple[Mapping[str, tuple[Instruction, ...]], ...]:
+    """The lanes of ranks that have one lane each, tidy."""
+    return tuple({"compute": tidy(lane)} for lane in lanes)
