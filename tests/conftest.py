@@ -1,4 +1,4 @@
-"""Set-up of all tests: processes that they start find helpers too, new ranks find all loaded, and
+"""Set-up of all tests: started processes find the helpers, new ranks have all modules imported, and
 the user's cache is left alone.
 """
 
@@ -14,16 +14,16 @@ _folders = [_here, *sorted({path.parent for path in _here.rglob("test_*.py")} - 
 os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, _folders), os.environ.get("PYTHONPATH", "")])
 if (
     "WEFT_CACHE" not in os.environ
-):  # workers take over that of the process that starts them: products are timed once for all
+):  # Workers inherit the cache of the process that starts them: products are timed once for all.
     _cache = tempfile.TemporaryDirectory(prefix="weft-test-cache-", ignore_cleanup_errors=True)
     os.environ["WEFT_CACHE"] = _cache.name
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Refuse parameters in no order: by chance, two workers would collect them differently."""
+    """Refuse parameters from a set, whose order differs between workers."""
     for mark in metafunc.definition.iter_markers("parametrize"):
         if any(
-            isinstance(given, (set, frozenset)) for given in (*mark.args, *mark.kwargs.values())
+            isinstance(values, (set, frozenset)) for values in (*mark.args, *mark.kwargs.values())
         ):
             raise TypeError(
                 f"{metafunc.definition.nodeid} takes its parameters from a set: give a list, which "
@@ -32,24 +32,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the server of new processes where tests run: with these tests, and the environment as
-    it is before any of them.
+    """Start the server of new processes where tests run, with the modules of these tests and the
+    environment of before the first test.
     """
     if not (session.config.getoption("numprocesses", None) or session.config.option.collectonly):
         from support import (
             ranks,
-        )  # takes seconds, which a process that runs no tests need not spend
+        )  # importing torch takes seconds, needless without tests
 
         modules = {item.module.__name__ for item in session.items}
-        # Those that load GPU kernels stay out: a rank says first whether it interprets these.
+        # Modules that import GPU kernels are not preloaded: a rank first chooses whether to
+        # interpret them.
         ranks.serve(sorted(name for name in modules if not name.startswith("test_kernel")))
-        ranks.look_through_less()
+        ranks.collect_less_often()
 
 
 @pytest.fixture(params=[True, False], ids=["exchange", "attributes"])
-def looked_at(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Native code looks at tensors as torch offers it from 2.10 on, and as it did before."""
-    from weft import _native  # takes seconds, too
+def tensor_access(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Native code reads tensors by the exchange API of torch 2.10 and later, and by attributes."""
+    from weft import _native
     from weft.checks import PLAIN
     from weft.world import memory
 

@@ -1,16 +1,14 @@
-"""A storm: ranks make random calls while something goes wrong at a random moment.
+"""A storm: ranks make random calls while a fault occurs at a random moment.
 
-    python tests/storm.py --trials 2000                   # or `make storm TRIALS=2000` python
-    tests/storm.py --kind kill,fork --trials 50    # trials of these kinds only; `--kind list` lists
-    all python tests/storm.py --kind fork --seed 17 --trials 1 --places shared    # one trial once
-    more
+    python tests/storm.py --trials 2000            # or `make storm TRIALS=2000`
+    python tests/storm.py --kind kill,fork --trials 50    # only these kinds; `--kind list` lists all
+    python tests/storm.py --kind fork --seed 17 --trials 1 --places shared    # repeat one trial
 
-Ranks are forked from this process, which has imported torch. In each trial everything but the
-moment of a signal follows from its seed. A trial is good if all calls give what they should until
-it goes wrong, every rank ends as it is owed (most survivors with an error that names the rank which
-is to blame) in time, and leaves no thread, file, mapping or process behind. In time is within a
-second, or a second after the time limit where nothing else tells, plus what the ranks had to wait
-for a core.
+Ranks are forked from this process, which has imported torch. Everything in a trial but the moment
+of a signal follows from its seed. A trial passes if all calls before the fault give the right
+results, every rank ends as allowed (most survivors with an error that names the rank at fault) in
+time, and no thread, file, mapping or process is left behind. In time is within a second, counted
+from the time limit where only that shows the fault, plus the time that ranks waited for a core.
 """
 
 from __future__ import annotations
@@ -51,8 +49,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def warm() -> None:
-    """Use here what ranks will use, so that none of them comes late for having to load it; no
-    thread of it may be there at a fork.
+    """Use everything that ranks will use, so that no rank is late for having to import it; the
+    threads of this use must have ended before a fork.
     """
     torch.set_num_threads(1)
     before = os.listdir("/proc/self/task")
@@ -67,13 +65,11 @@ def warm() -> None:
 def storm(
     seeds: range, kinds: Sequence[str], places: tuple[str, ...], shown: bool = True
 ) -> dict[str, list[tuple[Trial, Outcome]]]:
-    """Make the trials of these seeds, each of a kind that its seed chooses: what became of them, by
-    kind.
-    """
+    """Run the trials of these seeds, each of a kind chosen by its seed; their outcomes by kind."""
     found: dict[str, list[tuple[Trial, Outcome]]] = defaultdict(list)
     folder = tempfile.mkdtemp(
         prefix="weft-storm-cache-"
-    )  # no object that would remove it at the end of a forked rank, too
+    )  # no `TemporaryDirectory`, which a forked rank would remove at its end
     try:
         for name, value in (
             ("TORCHINDUCTOR_CACHE_DIR", folder),
@@ -92,8 +88,7 @@ def storm(
                 ("shared", 2),
                 *((("compile", 2),) if "compile" in places else ()),
             ):
-                # How to multiply is measured once, and what is compiled is found in the cache from
-                # then on.
+                # Products are measured once here; later compilations find their code in the cache.
                 rehearsal = Trial(
                     -ranks, "rehearsal", place, ranks, "world", 0, "calls", 60, 0.0, False
                 )
@@ -117,8 +112,8 @@ def storm(
 
 
 def table(found: dict[str, list[tuple[Trial, Outcome]]]) -> Table:
-    """How many trials of each kind there were, how late the last survivor was, and how to make
-    those that failed again.
+    """The number of trials of each kind, the latest survivor, and the commands that repeat failed
+    trials.
     """
     shown = Table("kind", "trials", "failed", "last survivor (s late)", "again: make storm …")
     for name in (name for name in KINDS if name in found):
@@ -171,14 +166,15 @@ def main() -> None:
     if not kinds:
         sys.exit("no trials are left")
     first = random.randrange(1_000_000) if options.seed is None else options.seed
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what ranks leave behind comes here
+    # processes left behind by ranks become children of this process
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    begun = time.monotonic()
+    started = time.monotonic()
     found = storm(range(first, first + options.trials), kinds, places)
     failures = sum(bool(outcome.wrong) for made in found.values() for _, outcome in made)
     Console(width=None if sys.stdout.isatty() else 160).print(table(found))
     print(
-        f"{options.trials} trials from seed {first} on in {time.monotonic() - begun:.0f} s, "
+        f"{options.trials} trials from seed {first} on in {time.monotonic() - started:.0f} s, "
         f"{failures} failures"
     )
     sys.exit(bool(failures))

@@ -180,7 +180,7 @@ def programs(_):
 
 @pytest.mark.data
 def test_programs():
-    on_ranks(programs, 2, limit=110, given=group)
+    on_ranks(programs, 2, limit=110, context=group)
 
 
 class Block(nn.Module):
@@ -260,7 +260,7 @@ def models(_):
 
 @pytest.mark.slow
 def test_models_of_dtensors_train_without_a_changed_line():
-    on_ranks(models, 2, limit=110, given=group)
+    on_ranks(models, 2, limit=110, context=group)
 
 
 def layers(x, b, c):
@@ -316,7 +316,7 @@ def switched(_):
 
 @pytest.mark.slow
 def test_the_switch():
-    on_ranks(switched, 2, limit=110, given=functools.partial(group, "gloo"))
+    on_ranks(switched, 2, limit=110, context=functools.partial(group, "gloo"))
 
 
 def mean(x, b):

@@ -46,7 +46,7 @@ def test_two_ranks():
         (collectives.mixed_back_to_back,),
         (matmul_reduce_scatter.different_calls,),
         limit=100,
-        given=stream_world,
+        context=stream_world,
     )
 
 
@@ -65,7 +65,7 @@ def test_three_ranks():
         (autograd.exact,),
         (collectives.uneven,),
         limit=100,
-        given=stream_world,
+        context=stream_world,
     )
 
 
@@ -99,5 +99,5 @@ def late(world):
 
 
 def test_lost_and_late_peers():
-    assert start(lost, 2, given=stream_world)[0].error is None
-    on_ranks(late, 2, given=stream_world)
+    assert start(lost, 2, context=stream_world)[0].error is None
+    on_ranks(late, 2, context=stream_world)

@@ -174,4 +174,4 @@ def between_processes(world: World) -> None:
 
 
 def test_processes():
-    on_ranks(between_processes, 2, given=triton_world)
+    on_ranks(between_processes, 2, context=triton_world)

@@ -190,7 +190,7 @@ SEEN_THROUGH = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("view", SEEN_THROUGH.values(), ids=SEEN_THROUGH)
-def test_a_packed_weight_notices_what_becomes_of_its_tensor(view, change, looked_at):
+def test_a_packed_weight_notices_what_becomes_of_its_tensor(view, change, tensor_access):
     """Also where it is a view, as the transposed weight of a linear layer is."""
     for shape in ((256, 96), (5, 7)):
         weight = nn.Parameter(torch.randn(shape))

@@ -110,7 +110,7 @@ CHANGES = (
 )
 
 
-def test_what_is_seen_of_a_tensor(looked_at):
+def test_what_is_seen_of_a_tensor(tensor_access):
     def seen(a):
         return _native.layouts((a, None))
 

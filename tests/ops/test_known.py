@@ -136,7 +136,7 @@ def test_symmetric_rows_are_known_through_any_view():
     on_ranks(seen_through_another_library, 2)
 
 
-def test_layouts_differ_by_dtype_shape_and_strides(looked_at):
+def test_layouts_differ_by_dtype_shape_and_strides(tensor_access):
     """Also where torch does not let native code look at tensors."""
     b = torch.zeros(4, 4)
     others = [

@@ -100,7 +100,7 @@ def _scatter(op):
 
 @pytest.mark.parametrize("shape", [(3, 5), (), (0, 4), (70, 1000)])
 def test_reductions_of_every_dtype(shape):
-    on_ranks(reduces, 2, shape, given=group)
+    on_ranks(reduces, 2, shape, context=group)
 
 
 def moves(world):
@@ -158,7 +158,7 @@ def moves(world):
 
 @pytest.mark.data
 def test_every_dtype_is_moved():
-    on_ranks(moves, 3, given=group)
+    on_ranks(moves, 3, context=group)
 
 
 def others(world):
@@ -216,7 +216,7 @@ def others(world):
 
 
 def test_what_else_torch_has():
-    on_ranks(others, 2, given=group)
+    on_ranks(others, 2, context=group)
 
 
 def expanded(world):
@@ -229,7 +229,7 @@ def expanded(world):
 
 
 def test_expanded_tensors_are_reduced():
-    on_ranks(expanded, 2, given=group)
+    on_ranks(expanded, 2, context=group)
 
 
 def told_by(backward):
@@ -264,7 +264,7 @@ def unrecorded(world):
 
 
 def test_what_overwrites_a_graph_is_told_in_its_backward_pass():
-    on_ranks(unrecorded, 2, given=group)
+    on_ranks(unrecorded, 2, context=group)
 
 
 def refuses(world):
@@ -323,4 +323,4 @@ def refuses(world):
 
 
 def test_wrong_arguments_leave_the_group_usable():
-    on_ranks(refuses, 2, given=group)
+    on_ranks(refuses, 2, context=group)

@@ -46,7 +46,7 @@ def any_order(world):
 
 @pytest.mark.data
 def test_messages_are_found_by_their_tags():
-    on_ranks(any_order, 2, given=group)
+    on_ranks(any_order, 2, context=group)
 
 
 def both_ways(world):
@@ -93,7 +93,7 @@ def both_ways(world):
 
 @pytest.mark.data
 def test_long_messages_cross():
-    on_ranks(both_ways, 3, given=group)
+    on_ranks(both_ways, 3, context=group)
 
 
 def come_in_part(world):
@@ -122,7 +122,7 @@ def come_in_part(world):
 
 
 def test_what_has_come_in_part_is_taken_whole():
-    on_ranks(come_in_part, 3, given=group)
+    on_ranks(come_in_part, 3, context=group)
 
 
 def unanswered(world):
@@ -149,7 +149,7 @@ def unanswered(world):
 
 
 def test_what_does_not_fit_or_does_not_come_harms_nothing():
-    on_ranks(unanswered, 2, given=group)
+    on_ranks(unanswered, 2, context=group)
 
 
 def fair(world):
@@ -171,7 +171,7 @@ def fair(world):
 
 
 def test_any_source_is_fair():
-    on_ranks(fair, 3, given=group)
+    on_ranks(fair, 3, context=group)
 
 
 def late(world):
@@ -197,7 +197,7 @@ def late(world):
 
 
 def test_a_late_message_is_named():
-    on_ranks(late, 2, given=group)
+    on_ranks(late, 2, context=group)
 
 
 @contextlib.contextmanager
@@ -229,4 +229,4 @@ def leaves_before_it_sends(world):
 
 
 def test_a_peer_that_leaves_is_not_waited_for():
-    on_ranks(leaves_before_it_sends, 3, given=world_of_group)
+    on_ranks(leaves_before_it_sends, 3, context=world_of_group)

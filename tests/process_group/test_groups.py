@@ -66,7 +66,7 @@ def makes(world):
 
 
 def test_groups_overlap_and_have_timeouts_of_their_own():
-    on_ranks(makes, 3, given=group)
+    on_ranks(makes, 3, context=group)
 
 
 def used_again(world):
@@ -80,8 +80,8 @@ def used_again(world):
         leave(made)
         with pytest.raises(
             weft.WeftError,
-            match="left the group before the message was complete|the group was aborted"
-            "|closed its world",  # the peer, first
+            match=r"left the group before the message was complete|the group was aborted"
+            r"|closed its world",  # the peer, first
         ):
             unanswered.wait()
         opts = dist.AllreduceOptions()
@@ -101,7 +101,7 @@ def used_again(world):
 
 
 def test_a_group_that_was_left_says_so():
-    on_ranks(used_again, 2, given=group)
+    on_ranks(used_again, 2, context=group)
 
 
 def beside(world):
@@ -120,7 +120,7 @@ def beside(world):
 
 
 def test_other_devices_have_other_backends():
-    on_ranks(beside, 2, given=functools.partial(group, "cpu:weft,cuda:fake"))
+    on_ranks(beside, 2, context=functools.partial(group, "cpu:weft,cuda:fake"))
 
 
 def threads_of_gloo():
@@ -145,7 +145,7 @@ def ends_with_its_threads(nothing):
 
 @pytest.mark.skipif(torch.__version__ < "2.11", reason="this torch gives gloo's threads no names")
 def test_no_thread_of_gloo_outlives_the_groups():
-    on_ranks(ends_with_its_threads, 2, given=contextlib.nullcontext)
+    on_ranks(ends_with_its_threads, 2, context=contextlib.nullcontext)
 
 
 def on_gloo(world):
@@ -158,7 +158,7 @@ def on_gloo(world):
 
 
 def test_a_group_beside_gloo():
-    on_ranks(on_gloo, 2, given=functools.partial(group, "gloo"))
+    on_ranks(on_gloo, 2, context=functools.partial(group, "gloo"))
 
 
 def ordered(world):
@@ -210,7 +210,7 @@ def ordered(world):
 
 
 def test_calls_are_carried_out_in_their_order():
-    on_ranks(ordered, 2, given=group)
+    on_ranks(ordered, 2, context=group)
 
 
 def outstanding(world):
@@ -240,7 +240,7 @@ def outstanding(world):
 
 
 def test_hundreds_of_calls_are_outstanding():
-    on_ranks(outstanding, 2, given=group)
+    on_ranks(outstanding, 2, context=group)
 
 
 def left_alone(world):
@@ -260,7 +260,7 @@ def left_alone(world):
 
 
 def test_what_nobody_waits_for_is_done():
-    on_ranks(left_alone, 2, given=group)
+    on_ranks(left_alone, 2, context=group)
 
 
 def killed(world, how):
@@ -296,7 +296,7 @@ def killed(world, how):
 
 @pytest.mark.parametrize("how", ["sync", "wait", "timed wait", "recv", "irecv"])
 def test_a_killed_rank_is_named_on_every_rank(how):
-    first, second, third = start(killed, 3, how, given=group)
+    first, second, third = start(killed, 3, how, context=group)
     assert second is None
     for outcome in (first, third):
         assert outcome is not None
@@ -317,7 +317,7 @@ def killed_in_a_pair(world):
 
 
 def test_a_killed_rank_of_a_smaller_group_is_named_as_the_job_knows_it():
-    outcomes = start(killed_in_a_pair, 3, given=group)
+    outcomes = start(killed_in_a_pair, 3, context=group)
     assert [outcome and outcome.error for outcome in outcomes] == [None, None, None], outcomes
     assert outcomes[2] is None
 
@@ -332,7 +332,7 @@ def futures_fail(world):
 
 
 def test_a_future_tells_of_a_killed_rank():
-    survivor, _ = start(futures_fail, 2, given=group)
+    survivor, _ = start(futures_fail, 2, context=group)
     assert survivor is not None
     assert survivor.error is None, survivor.trace
 
@@ -405,7 +405,7 @@ def left_in_a_handler(world, waits, exits):
 @pytest.mark.parametrize("exits", [False, True])
 @pytest.mark.parametrize("waits", ["sync", "async", "recv"])
 def test_a_signal_handler_leaves_the_group(waits, exits):
-    on_ranks(left_in_a_handler, 2, waits, exits, given=group)
+    on_ranks(left_in_a_handler, 2, waits, exits, context=group)
 
 
 def called_in_a_handler(world):
@@ -439,7 +439,7 @@ def called_in_a_handler(world):
 
 
 def test_a_signal_handler_calls_on_the_group():
-    on_ranks(called_in_a_handler, 2, given=group)
+    on_ranks(called_in_a_handler, 2, context=group)
 
 
 def interrupted(world, kind):
@@ -466,7 +466,7 @@ def interrupted(world, kind):
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, TimeoutError])
 def test_an_interrupt_is_raised_as_itself(kind):
-    on_ranks(interrupted, 2, kind, given=group)
+    on_ranks(interrupted, 2, kind, context=group)
 
 
 def interrupted_message(world):
@@ -489,7 +489,7 @@ def interrupted_message(world):
 
 
 def test_an_interrupted_message_closes_the_group():
-    on_ranks(interrupted_message, 2, given=group)
+    on_ranks(interrupted_message, 2, context=group)
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def collectives(world):
 
 
 def test_ranks_with_different_caches_agree():
-    (limits, levels), *others = on_ranks(collectives, 3, given=with_caches_of_its_own)
+    (limits, levels), *others = on_ranks(collectives, 3, context=with_caches_of_its_own)
     assert limits == Thresholds(48 * KIB, 512 * KIB, 7.5)
     assert others == [(limits, levels)] * 2
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import weft
 
-WAYS = {
+ALGORITHMS = {
     "all_gather": ("auto", "push", "ring"),
     "reduce_scatter": ("auto", "push", "ring"),
     "all_reduce": ("auto", "two_shot", "ring"),
@@ -28,39 +28,39 @@ WAYS = {
 }
 """Algorithms that ranks of several hosts may choose, by operator."""
 
-AHEAD = 3  # calls that may be under way at a time
+AHEAD = 3  # the most calls that may be outstanding
 
 
-class Asked(NamedTuple):
-    """A call: how to make it, whether that only begins it, and what must come of it."""
+class RandomCall(NamedTuple):
+    """A call with its right result; `make` returns a handle if it is asynchronous."""
 
     name: str
     make: Callable[[], Tensor | weft.Handle]
-    begun: bool
+    asynchronous: bool
     wanted: Tensor
 
 
 def check(world: weft.World, seed: int, number: int) -> None:
-    """Make so many calls, some of them in the background, and check what they give."""
-    pending: deque[tuple[Asked, weft.Handle]] = deque()
-    for asked in islice(calls(seed, world.rank, world.ranks), number):
-        while len(pending) > (AHEAD if asked.begun else 0):
+    """Make `number` random calls, some of them asynchronous, and check their results."""
+    pending: deque[tuple[RandomCall, weft.Handle]] = deque()
+    for call in islice(calls(seed, world.rank, world.ranks), number):
+        while len(pending) > (AHEAD if call.asynchronous else 0):
             before, handle = pending.popleft()
             assert torch.equal(handle.wait(), before.wanted), before.name
-        made = asked.make()
-        if asked.begun:
-            pending.append((asked, made))
+        made = call.make()
+        if call.asynchronous:
+            pending.append((call, made))
         else:
-            assert torch.equal(made, asked.wanted), asked.name
-    for asked, handle in pending:
-        assert torch.equal(handle.wait(), asked.wanted), asked.name
+            assert torch.equal(made, call.wanted), call.name
+    for call, handle in pending:
+        assert torch.equal(handle.wait(), call.wanted), call.name
 
 
-def calls(seed: int, rank: int, ranks: int) -> Iterator[Asked]:
-    """Calls without end, the same on all ranks."""
+def calls(seed: int, rank: int, ranks: int) -> Iterator[RandomCall]:
+    """Endless random calls, the same on all ranks."""
     draw, every = random.Random(seed), range(ranks)
     for number in count():
-        name = draw.choice([*WAYS])
+        name = draw.choice([*ALGORITHMS])
         rows, columns, source = (
             draw.choice((1, 7, 96, 500)),
             draw.choice((1, 5, 200)),
@@ -72,32 +72,35 @@ def calls(seed: int, rank: int, ranks: int) -> Iterator[Asked]:
             else [rows] * ranks
         )
         parts = ranks if "scatter" in name or "to_all" in name else 1
-        given = [_numbers(number, r, shards[r] * parts, columns) for r in every]
-        weight, wanted = _numbers(number, ranks, columns, 4), _result(name, given, rank, source)
+        inputs = [_numbers(number, r, shards[r] * parts, columns) for r in every]
+        weight, wanted = _numbers(number, ranks, columns, 4), _result(name, inputs, rank, source)
         fused, options = (
             "matmul" in name,
-            {"algorithm": draw.choice(WAYS[name])} if WAYS[name] else {},
+            {"algorithm": draw.choice(ALGORITHMS[name])} if ALGORITHMS[name] else {},
         )
         if "all_gather" in name:
             options["shard_rows"] = shards
         others = [weight] if fused else [source] if name == "broadcast" else []
-        begun = not fused and draw.random() < 0.5
+        asynchronous = not fused and draw.random() < 0.5
         make = partial(
-            getattr(weft, f"{name}_async" if begun else name), given[rank], *others, **options
+            getattr(weft, f"{name}_async" if asynchronous else name),
+            inputs[rank],
+            *others,
+            **options,
         )
-        yield Asked(name, make, begun, wanted @ weight if fused else wanted)
+        yield RandomCall(name, make, asynchronous, wanted @ weight if fused else wanted)
 
 
-def _result(name: str, given: Sequence[Tensor], rank: int, source: int) -> Tensor:
-    """What an operator gives a rank, before it is multiplied."""
+def _result(name: str, inputs: Sequence[Tensor], rank: int, source: int) -> Tensor:
+    """The operator's result on a rank, before the multiplication by a weight."""
     if "all_gather" in name:
-        return torch.cat([*given])
+        return torch.cat([*inputs])
     if name == "all_to_all":
-        return torch.cat([part.chunk(len(given))[rank] for part in given])
+        return torch.cat([part.chunk(len(inputs))[rank] for part in inputs])
     if name == "broadcast":
-        return given[source].clone()
-    total = torch.stack([*given]).sum(0)
-    return total.chunk(len(given))[rank] if "scatter" in name else total
+        return inputs[source].clone()
+    total = torch.stack([*inputs]).sum(0)
+    return total.chunk(len(inputs))[rank] if "scatter" in name else total
 
 
 def _numbers(call: int, rank: int, rows: int, columns: int) -> Tensor:

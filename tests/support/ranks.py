@@ -46,8 +46,8 @@ _LOADED = [
 
 
 class Outcome(NamedTuple):
-    """What became of a rank: its result, or its exception with the traceback; None stands for a
-    rank that died.
+    """A rank's result, or its exception with the traceback; None in its place stands for a rank
+    that died.
     """
 
     result: Any
@@ -56,17 +56,17 @@ class Outcome(NamedTuple):
 
 
 def serve(modules: Sequence[str] = ()) -> None:
-    """Start the process that ranks, and those that weft launches here, are forked from: it imports
-    `modules` and what all need.
+    """Start the process from which ranks, and processes that weft launches here, are forked; it
+    imports `modules` and the modules that every rank needs.
     """
     _context.set_forkserver_preload([*_LOADED, *modules, "support.warm"])
     forkserver.ensure_running()
 
 
-def look_through_less() -> None:
-    """Leave to Python's collector what is new alone, in this process and its forks, which would
-    copy the rest by looking through it; and that not again and again while a compiler makes it:
-    which took a tenth of the suite.
+def collect_less_often() -> None:
+    """Exempt existing objects from garbage collection, in this process and its forks, where a
+    traversal would copy their pages, and collect rarely while a compiler allocates: collections
+    took a tenth of the suite's time.
     """
     gc.collect()
     gc.freeze()
@@ -74,7 +74,7 @@ def look_through_less() -> None:
 
 
 def world() -> contextlib.AbstractContextManager[Any]:
-    """What ranks are given unless a test wants another thing: the default world."""
+    """The default world, in which ranks run unless a test passes another context."""
     return weft.init(timeout=20)
 
 
@@ -104,10 +104,10 @@ def start(
     ranks: int,
     *args: Any,
     limit: float = 60.0,
-    given: Callable[[], Any] = world,
+    context: Callable[[], Any] = world,
 ) -> list[Outcome | None]:
-    """Call ``fn(world, *args)`` on `ranks` ranks, each with what is `given` there, and return what
-    became of each.
+    """Call ``fn(world, *args)`` on `ranks` ranks and return the outcome of each; `context` makes
+    the world or process group that a rank passes to `fn`.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -115,7 +115,7 @@ def start(
     pipes = [_context.Pipe(duplex=False) for _ in range(ranks)]
     processes = [
         _context.Process(
-            target=_main, args=(fn, given, rank, ranks, port, args, pipes[rank][1]), daemon=True
+            target=_main, args=(fn, context, rank, ranks, port, args, pipes[rank][1]), daemon=True
         )
         for rank in range(ranks)
     ]
@@ -146,10 +146,10 @@ def on_ranks(
     ranks: int,
     *args: Any,
     limit: float = 60.0,
-    given: Callable[[], Any] = world,
+    context: Callable[[], Any] = world,
 ) -> list[Any]:
     """The results of ``fn(world, *args)`` in rank order; the first error is raised."""
-    outcomes = start(fn, ranks, *args, limit=limit, given=given)
+    outcomes = start(fn, ranks, *args, limit=limit, context=context)
     for rank, outcome in enumerate(outcomes):
         assert outcome is not None, f"rank {rank} died"
         if outcome.error is not None:
@@ -158,11 +158,11 @@ def on_ranks(
 
 
 def everyones(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """All ranks' tensors, of any shapes, in rank order, by way of torch."""
+    """The tensors of all ranks, of any shapes, in rank order, gathered by torch."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(
         found, tensor.detach().clone()
-    )  # a view alone, not all that it is a view of
+    )  # the elements of a view alone, not the tensor that it views
     return found
 
 
@@ -173,15 +173,15 @@ def sockets() -> set[str]:
 
 
 def named_memory() -> set[str]:
-    """The names in /dev/shm, but for the semaphores of multiprocessing: tests that run beside this
-    one come and go with theirs.
+    """The names in /dev/shm, without the semaphores of multiprocessing, which tests that run at the
+    same time create and remove.
     """
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
 def none_left(before: set[str]) -> bool:
-    """Whether all sockets made since `before` are gone, or go within some seconds, as those of
-    other runs beside this one do.
+    """Whether all sockets made since `before` are gone, or go within some seconds, as the sockets
+    of concurrent runs do.
     """
     deadline = time.monotonic() + 10
     while sockets() - before and time.monotonic() < deadline:
@@ -190,13 +190,13 @@ def none_left(before: set[str]) -> bool:
 
 
 def die() -> None:
-    """End this process at once, without any farewell."""
+    """Kill this process at once, without a goodbye to its peers."""
     os.kill(os.getpid(), 9)
 
 
 def _main(
     fn: Callable[..., Any],
-    given: Callable[[], Any],
+    context: Callable[[], Any],
     rank: int,
     ranks: int,
     port: int,
@@ -214,8 +214,8 @@ def _main(
         "MASTER_PORT": str(port),
     }
     try:
-        with given() as found:
-            outcome = Outcome(fn(found, *args))
+        with context() as world_or_group:
+            outcome = Outcome(fn(world_or_group, *args))
     except BaseException as error:
         outcome = Outcome(None, error, traceback.format_exc())
     end.send_bytes(_pickled(outcome))

@@ -102,7 +102,7 @@ def die_at_every_cut(store, algorithm):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_rank_that_dies_anywhere_is_named_by_all_others(algorithm):
     places = cuts(algorithm)
-    outcomes = start(die_at_every_cut, 2 + len(places), algorithm, given=shared_store)
+    outcomes = start(die_at_every_cut, 2 + len(places), algorithm, context=shared_store)
     assert outcomes[2:] == [None] * len(places)
     for outcome in outcomes[:2]:
         assert outcome.error is None, outcome.trace

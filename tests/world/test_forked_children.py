@@ -130,4 +130,4 @@ def forks_beside_a_group(_):
 
 
 def test_a_child_and_a_group_of_its_parent():
-    on_ranks(forks_beside_a_group, 2, given=group)
+    on_ranks(forks_beside_a_group, 2, context=group)

@@ -42,7 +42,7 @@ def leaves(world):
 
 @pytest.mark.parametrize("given", [world, stream_world])
 def test_the_error_is_that_of_the_lane_that_stopped(given):
-    first, second, _ = start(leaves, 3, given=given)
+    first, second, _ = start(leaves, 3, context=given)
     for outcome in (first, second):
         assert isinstance(outcome.error, weft.PeerLost), outcome
         assert str(outcome.error).startswith("rank 2 (pid "), outcome.error
@@ -59,7 +59,7 @@ def raises(world):
 
 
 def test_a_lane_that_raises():
-    first, second = start(raises, 2, given=stream_world)
+    first, second = start(raises, 2, context=stream_world)
     assert isinstance(first.error, KeyError), first.trace
     assert isinstance(second.error, weft.PeerLost), second.trace
     assert "rank 0" in str(second.error)

@@ -192,7 +192,7 @@ def nothing(_):
 )
 def test_a_rank_that_is_not_started_is_named_in_time(given, text):
     began = time.monotonic()
-    missed = [outcome.error for outcome in start(nothing, 3, given=given) if outcome.error]
+    missed = [outcome.error for outcome in start(nothing, 3, context=given) if outcome.error]
     assert time.monotonic() - began < SOON
     assert len(missed) == 2
     for error in missed:
@@ -225,7 +225,7 @@ def gathered(world):
 
 
 def test_two_jobs_at_one_port_do_not_meet():
-    outcomes = start(gathered, 4, given=one_of_two_jobs)
+    outcomes = start(gathered, 4, context=one_of_two_jobs)
     jobs = {"A": outcomes[:2], "B": outcomes[2:]}
     [met] = [name for name, ranks in jobs.items() if not any(outcome.error for outcome in ranks)]
     assert [outcome.result for outcome in jobs[met]] == [[float(ord(met))] * 2] * 2
@@ -387,7 +387,7 @@ def as_two_users():
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
 def test_ranks_of_two_users_are_told_so():
-    for rank, outcome in enumerate(start(nothing, 2, given=as_two_users)):
+    for rank, outcome in enumerate(start(nothing, 2, context=as_two_users)):
         users = (54321, 0) if rank == 0 else (0, 54321)
         assert isinstance(outcome.error, WeftError), outcome
         assert (
@@ -415,7 +415,7 @@ def waits(world):
 
 
 def test_limits_may_be_as_long_as_anybody_likes():
-    on_ranks(waits, 2, given=patient)
+    on_ranks(waits, 2, context=patient)
     with weft.local_world(2, timeout=math.inf) as local:
         assert local.run(lambda: weft.all_reduce(torch.ones(1)).item()) == [2.0, 2.0]
     for bad in (0, -1.0, math.nan):
@@ -434,4 +434,4 @@ def reduces(_):
 
 
 def test_groups_may_have_a_year():
-    assert on_ranks(reduces, 2, given=patient_group) == [[2.0] * 3] * 2
+    assert on_ranks(reduces, 2, context=patient_group) == [[2.0] * 3] * 2

@@ -218,7 +218,7 @@ def crowded(world):
 
 
 def test_one_thread_copies_where_ranks_have_more_threads_than_cores():
-    assert on_ranks(crowded, 2, given=as_many_as_cores) == [0, 0]
+    assert on_ranks(crowded, 2, context=as_many_as_cores) == [0, 0]
 
 
 def test_slots_are_as_large_as_threads_are_many():

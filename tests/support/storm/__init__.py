@@ -1,3 +1,1 @@
-"""What `storm.py` is made of: trials, the ranks that play them, and one module for each family of
-faults.
-"""
+"""The parts of `storm.py`: trials, their ranks, and one module for each family of faults."""

@@ -1,4 +1,4 @@
-"""What ranks call while something goes wrong: calls of every public kind for ever, the same on all
+"""Calls that ranks make while a fault occurs: endless calls of every public kind, equal on all
 ranks.
 """
 
@@ -18,7 +18,7 @@ Call = Callable[[weft.World], Any]
 
 
 def calls(seed: int, place: str, gradients: bool = True) -> Iterator[Call]:
-    """Calls of every public kind for ever, the same on all ranks."""
+    """Endless calls of every public kind, equal on all ranks."""
     draw = random.Random(seed + 1)
     torch.manual_seed(seed)
     grown = 8192
@@ -31,7 +31,7 @@ def calls(seed: int, place: str, gradients: bool = True) -> Iterator[Call]:
         if place == "compile" and draw.random() < 0.3:
             yield compiled
             continue
-        if draw.random() < 0.15:  # more rows than any call before: the workspace grows
+        if draw.random() < 0.15:  # more rows than in any earlier call: the workspace grows
             grown = grown * 3 // 2
             yield lambda world, rows=grown: weft.all_gather_matmul(
                 torch.ones(rows, 16), torch.eye(16), algorithm="push"
@@ -110,7 +110,7 @@ def _one_sided(draw):
     background = draw.random() < 0.5
 
     def call(world):
-        """Each rank puts to the next, which waits for it and takes the same from it."""
+        """Put to the next rank, wait for the previous rank's rows, and get them from it as well."""
         to, there = (world.rank + 1) % world.ranks, world.empty(500)
         signals = world.signals(2)
         if background:
@@ -126,7 +126,7 @@ def _one_sided(draw):
 
 
 def _checked(draw):
-    """A few calls of any kind, some in the background, which must give what they should."""
+    """A few calls of any kind, some of them asynchronous, whose results are checked."""
     seed = draw.randrange(1 << 30)
     return lambda world: random_calls.check(world, seed, 4)
 
@@ -153,7 +153,7 @@ def compiled(world):
 
 
 def group_calls(seed: int) -> Iterator[Call]:
-    """The same of the default process group, with their results checked."""
+    """Endless calls on the default process group, with their results checked."""
     draw = random.Random(seed + 1)
     while True:
         yield draw.choice(GROUP_KINDS)(draw)
@@ -196,20 +196,20 @@ def _group_messages(draw):
 
 
 def _group_works(draw):
-    """Several in the background, waited for in any order."""
+    """Several asynchronous calls, waited for in any order."""
     sizes = [draw.choice((1, 300, 20_000)) for _ in range(6)]
 
     def call(world):
-        given = [
+        tensors = [
             torch.full((size,), float(world.rank + number)) for number, size in enumerate(sizes)
         ]
-        works = [dist.all_reduce(x, async_op=True) for x in given]
+        works = [dist.all_reduce(x, async_op=True) for x in tensors]
         for work in random.sample(works, len(works)):
             work.wait()
         total = sum(range(world.ranks))
         assert all(
             torch.equal(x, torch.full_like(x, float(total + number * world.ranks)))
-            for number, x in enumerate(given)
+            for number, x in enumerate(tensors)
         )
 
     return call

@@ -1,5 +1,5 @@
-"""Ranks that fork at random moments: children that call, that end in any way, and that outlive
-their rank.
+"""Ranks that fork at random moments: children that make calls, that end in several ways, and that
+outlive their rank.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import weft
 from support.storm.rank import Part, wait_for
 from weft.world import world as worlds
 
-_OUTLIVES = 4.0  # seconds for which a child lives, more than anybody should wait
+_OUTLIVES = 4.0  # seconds that a child lives, longer than any time limit
 
 
 def forking(part: Part) -> None:
-    """A child makes a call, or none, and ends in any way, while its rank goes on, with calls under
-    way or not.
+    """A child makes a call, or none, and ends in one of several ways, while its rank goes on
+    calling, with or without outstanding calls.
     """
-    ways = (
+    endings = (
         ("_exit", "drop", "exit") if part.trial.by == "group" else ("_exit", "drop")
-    )  # gloo by itself hangs as a child exits
-    calls, way = part.draw.random() < 0.6, part.draw.choice(ways)
-    under_way = part.trial.by == "world" and part.draw.random() < 0.5
+    )  # gloo's own threads would hang an exiting child
+    calls, ending = part.draw.random() < 0.6, part.draw.choice(endings)
+    outstanding = part.trial.by == "world" and part.draw.random() < 0.5
     handles: list[Any] = []
     child = 0
     world: Any = part.open()
@@ -41,13 +41,13 @@ def forking(part: Part) -> None:
             if number == part.trial.call:
                 handles = (
                     [weft.all_reduce_async(torch.full((9,), float(n))) for n in range(3)]
-                    if under_way
+                    if outstanding
                     else []
                 )
                 if part.victim:
                     part.fault()
                     if not (child := os.fork()):
-                        _live(calls, way)
+                        _end_child(calls, ending)
                         handles, world = [], None
                         gc.collect()
                         os._exit(0)
@@ -58,7 +58,7 @@ def forking(part: Part) -> None:
         if child:
             how = wait_for(child)
             assert how == "exit 0", (
-                f"the child, which {'calls and' if calls else ''} ends by {way}, ended with {how}"
+                f"the child, which {'calls and' if calls else ''} ends by {ending}, ended with {how}"
             )
     finally:
         if part.trial.by == "world":
@@ -67,20 +67,22 @@ def forking(part: Part) -> None:
             dist.destroy_process_group()
 
 
-def forking_beside(part: Part) -> None:
-    """A thread of the victim's forks at any moment while another calls; the child makes a call."""
+def forking_during_calls(part: Part) -> None:
+    """A thread of the victim forks at a random moment while another thread calls; the child makes a
+    call.
+    """
     children: list[int] = []
 
-    def beside() -> None:
+    def fork_later() -> None:
         time.sleep(part.trial.delay)
         part.fault()
         if child := os.fork():
             children.append(child)
             return
-        _live(True, "_exit")
+        _end_child(True, "_exit")
 
     with part.world() as world:
-        thread = threading.Thread(target=beside)
+        thread = threading.Thread(target=fork_later)
         if part.victim:
             thread.start()
         for call in part.calls(50):
@@ -92,13 +94,13 @@ def forking_beside(part: Part) -> None:
 
 
 def pooling(part: Part) -> None:
-    """The processes of a pool call."""
+    """Calls by the processes of a pool."""
     with part.world() as world:
         for number, call in enumerate(part.calls(part.trial.call + 15)):
             if part.victim and number == part.trial.call:
                 part.fault()
                 with multiprocessing.get_context("fork").Pool(2) as pool:
-                    found = pool.map_async(_tried, range(2)).get(10)
+                    found = pool.map_async(_error_of_call, range(2)).get(10)
                     pool.close()
                     pool.join()
                 assert found == [""] * 2, found
@@ -106,29 +108,29 @@ def pooling(part: Part) -> None:
 
 
 def all_forking(part: Part) -> None:
-    """Children of all ranks make one call together, and so do their ranks afterwards."""
+    """Children of all ranks make one call together, and afterwards so do their ranks."""
     with part.world() as world:
         for call in part.calls(part.trial.call):
             call(world)
         part.fault()
         if not (child := os.fork()):
-            _live(True, "_exit")
+            _end_child(True, "_exit")
         how = wait_for(child)
-        given = torch.full((4,), float(world.rank + 1))
+        x = torch.full((4,), float(world.rank + 1))
         if part.trial.by == "group":
-            dist.all_reduce(given)
+            dist.all_reduce(x)
         else:
-            given = weft.all_reduce(given)
+            x = weft.all_reduce(x)
         wanted = float(sum(range(1, world.ranks + 1)))
-        assert torch.equal(given, torch.full((4,), wanted)), (
-            f"{given.tolist()} after the fork, where {wanted} is right"
+        assert torch.equal(x, torch.full((4,), wanted)), (
+            f"{x.tolist()} after the fork, where {wanted} is right"
         )
         assert how == "exit 0", f"the child ended with {how}"
 
 
 def outlived(part: Part) -> None:
-    """The victim has a child that lives on for seconds when it is killed: all that it has stays
-    open in there.
+    """The victim has a child that lives on for seconds after the victim is killed: the victim's
+    files and memory stay open in the child.
     """
     with part.world() as world:
         weft.barrier() if part.trial.by == "world" else dist.barrier()
@@ -136,38 +138,38 @@ def outlived(part: Part) -> None:
             if not (child := os.fork()):
                 time.sleep(_OUTLIVES)
                 os._exit(0)
-            part.say("child", pid=child)
+            part.report("child", pid=child)
         for call in part.calls():
             call(world)
 
 
-def _live(calls: bool, way: str) -> None:
-    """What a child does: it ends with 0 if it is given what it is owed."""
-    signal.alarm(8)  # which ends one that hangs
-    if calls and (wrong := _tried(0)):
+def _end_child(calls: bool, ending: str) -> None:
+    """End a child, with exit code 0 if its call raises the right error or it makes none."""
+    signal.alarm(8)  # ends a hanging child
+    if calls and (wrong := _error_of_call(0)):
         print(wrong, file=sys.stderr, flush=True)
         os._exit(71)
-    if way == "_exit":
+    if ending == "_exit":
         os._exit(0)
-    if way == "exit":
+    if ending == "exit":
         sys.exit(0)
     worlds._default = None
     if dist.is_initialized() and dist.get_backend() == "weft":
         dist.destroy_process_group()
 
 
-def _tried(_: int) -> str:
-    """What is wrong with how a call ends in a child."""
+def _error_of_call(_: int) -> str:
+    """The complaint about a call in a child, empty if the call raises a WeftError."""
     signal.alarm(8)
     try:
         if dist.get_backend() == "weft":
-            dist.all_reduce(given := torch.full((4,), 1000.0))
+            dist.all_reduce(x := torch.full((4,), 1000.0))
         else:
-            given = weft.all_reduce(torch.full((4,), 1000.0))
+            x = weft.all_reduce(torch.full((4,), 1000.0))
     except weft.WeftError:
         return ""
     except BaseException:
-        return f"a child that calls is owed a WeftError: {traceback.format_exc()}"
+        return f"a call in a child must raise a WeftError: {traceback.format_exc()}"
     finally:
         signal.alarm(0)
-    return f"a child that calls is owed a WeftError, and is given {given.tolist()}"
+    return f"a child that calls is owed a WeftError, and is given {x.tolist()}"

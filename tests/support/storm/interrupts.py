@@ -18,11 +18,11 @@ from support.storm.rank import Part
 
 
 class Interrupted(Exception):
-    """What a handler raises."""
+    """The exception of a signal handler."""
 
 
 def handling(handler: Callable[[Part], Any]) -> Callable[[Part], None]:
-    """Calls for ever, blocking ones and others, on ranks that handle a signal so."""
+    """Endless calls, blocking and asynchronous, on ranks with this signal handler."""
 
     def play(part: Part) -> None:
         signal.signal(signal.SIGUSR1, lambda *_: handler(part))
@@ -58,7 +58,7 @@ def exits(part: Part) -> None:
 
 
 def leaves(part: Part) -> None:
-    """What handlers of SIGTERM often do."""
+    """Leave the world or group, as handlers of SIGTERM often do."""
     if part.trial.by == "group":
         dist.destroy_process_group()
     else:
@@ -78,14 +78,12 @@ def interrupted(scene: Scene) -> Iterator[None]:
 
 
 def _in_background(part: Part, world: weft.World) -> None:
-    """Some calls under way at a time, in which a signal comes while none or another of them is
-    waited for.
-    """
-    given = [torch.full((size,), 1.0) for size in (5, 200_000, 5, 3000)]
+    """Several outstanding calls; the signal may come during any wait, or between the waits."""
+    tensors = [torch.full((size,), 1.0) for size in (5, 200_000, 5, 3000)]
     if part.trial.by == "group":
-        ends = [dist.all_reduce(x, async_op=True).wait for x in given]
+        ends = [dist.all_reduce(x, async_op=True).wait for x in tensors]
     else:
-        ends = [weft.all_reduce_async(x, out=x).wait for x in given]
+        ends = [weft.all_reduce_async(x, out=x).wait for x in tensors]
     for end in random.sample(ends, len(ends)):
         end()
-    assert all(torch.equal(x, torch.full_like(x, float(world.ranks))) for x in given)
+    assert all(torch.equal(x, torch.full_like(x, float(world.ranks))) for x in tensors)

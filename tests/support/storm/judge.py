@@ -1,5 +1,5 @@
-"""How the storm makes a trial: it forks the ranks, strikes, listens to what they say, and judges
-how they end.
+"""The making of a trial: fork the ranks, inject the fault, read the events they report, and check
+their endings.
 """
 
 from __future__ import annotations
@@ -19,68 +19,69 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from support.hosts import Hosts
-from support.storm.machine import children, neighbours, starved
+from support.storm.machine import busy_cores, children, starved
 from support.storm.rank import HANGS, Part, ending
 from support.storm.trial import RIGHT, Kind, Trial
 
-# seconds in which survivors raise, or after the time limit where nothing shows that a peer is gone
+# seconds within which survivors raise, counted from the time limit where nothing else shows the
+# loss
 SOON = 1.0
-# seconds after which a rank hangs where it may be compiling, whose helpers wait for a core unseen
+# seconds after which a compiling rank hangs; the waits of its compiler's processes are not counted
 COMPILES = 120.0
-_SIGNS = {
+_FIRST_EVENTS = {
     "init": "ready",
     "meeting": "meeting",
     "calls": "world",
     "close": "closing",
-}  # what ranks say as a phase begins
+}  # the event that a rank reports as a phase begins
 _CLONE_NEWPID = 0x20000000
 
 
 class Rank:
-    """One forked rank: what it is told, and what it says, in lines of JSON."""
+    """One forked rank: the pipe of its events, as lines of JSON, and the pipe that lets it go on."""
 
     def __init__(
         self, trial: Trial, kind: Kind, rank: int, folder: str, network: str | None
     ) -> None:
-        self.said, mouth = os.pipe()
-        ear, self.told = os.pipe()
-        with _pid_namespace(kind.apart):
+        self.event_pipe, events_out = os.pipe()
+        go_in, self.go_pipe = os.pipe()
+        with _pid_namespace(kind.own_pids):
             self.pid = os.fork()
         if not self.pid:
-            os.close(self.said)
-            os.close(self.told)
-            Part(trial, rank, folder, mouth, ear).live(kind, network)
-        os.close(mouth)
-        os.close(ear)
+            os.close(self.event_pipe)
+            os.close(self.go_pipe)
+            Part(trial, rank, folder, events_out, go_in).live(kind, network)
+        os.close(events_out)
+        os.close(go_in)
         self.status: int | None = None
-        self.lines: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
         self.rest = b""
 
-    def tell(self) -> None:
+    def let_go_on(self) -> None:
         with contextlib.suppress(BrokenPipeError):
-            os.write(self.told, b".")
+            os.write(self.go_pipe, b".")
 
-    def heard(self, what: str) -> dict[str, Any] | None:
-        return next((line for line in self.lines if line["what"] == what), None)
+    def event(self, name: str) -> dict[str, Any] | None:
+        return next((event for event in self.events if event["event"] == name), None)
 
     def ended(self) -> bool:
-        return any(self.heard(what) for what in ("over", "broken", "dead"))
+        return any(self.event(name) for name in ("over", "broken", "dead"))
 
     def listen(self) -> bool:
-        """Take note of what it has said; whether that was anything."""
-        found = os.read(self.said, 65536)
-        *whole, self.rest = (self.rest + found).split(b"\n")
-        self.lines += [json.loads(line) for line in whole]
+        """Read the events that the rank has reported; whether there were any."""
+        found = os.read(self.event_pipe, 65536)
+        *complete, self.rest = (self.rest + found).split(b"\n")
+        self.events += [json.loads(line) for line in complete]
         return bool(found)
 
     def look(self) -> None:
-        """Take note of its end."""
+        """Record the end of the process, if it has ended."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         if pid:
-            while select.select([self.said], [], [], 0)[0] and self.listen():
+            while select.select([self.event_pipe], [], [], 0)[0] and self.listen():
                 pass
             self.status = status
-            self.lines.append({"what": "dead", "when": time.monotonic()})
+            self.events.append({"event": "dead", "when": time.monotonic()})
 
     def kill(self, number: int) -> None:
         if self.status is None:
@@ -90,13 +91,13 @@ class Rank:
         if self.status is None:
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
-        os.close(self.said)
-        os.close(self.told)
+        os.close(self.event_pipe)
+        os.close(self.go_pipe)
 
 
 class Scene:
-    """The ranks of a trial, which runs. Attributes: `waited` (how long each had waited for a core
-    when it went wrong).
+    """The running ranks of a trial; `waited` is the time that each had waited for a core when the
+    fault occurred.
     """
 
     def __init__(self, trial: Trial, kind: Kind, folder: str, net: Hosts | None) -> None:
@@ -113,21 +114,21 @@ class Scene:
         self.waited: dict[int, float] = {}
 
     def until(self, condition: Callable[[], bool], limit: float = HANGS) -> bool:
-        """Listen until something is so; False if it is not within a time, in which nobody waits for
-        a core.
+        """Read events until a condition holds; False if it does not hold within `limit` seconds in
+        which no rank waits for a core.
         """
         began, busy = time.monotonic(), {each.pid: starved(each.pid) for each in self.ranks}
         while not condition():
             living = [each for each in self.ranks if each.status is None]
             poll = select.poll()
             for each in living:
-                poll.register(each.said, select.POLLIN)
+                poll.register(each.event_pipe, select.POLLIN)
             ready = [fd for fd, _ in poll.poll(5)]
             for each in living:
-                if each.said in ready:
+                if each.event_pipe in ready:
                     each.listen()
                 each.look()
-            if not self.waited and self.victim.heard("fault"):
+            if not self.waited and self.victim.event("fault"):
                 self.note()
             took = time.monotonic() - began
             if (
@@ -139,25 +140,23 @@ class Scene:
         return True
 
     def note(self) -> None:
-        """Note how long ranks have waited for a core so far."""
+        """Record how long ranks have waited for a core so far."""
         self.waited = {each.pid: starved(each.pid) for each in self.ranks}
 
     def slack(self) -> float:
-        """How long they have waited for one since."""
-        overs = [(each.pid, over["starved"]) for each in self.ranks if (over := each.heard("over"))]
+        """Seconds that ranks have waited for a core since `note`."""
+        overs = [(each.pid, over["starved"]) for each in self.ranks if (over := each.event("over"))]
         return sum(max(0.0, busy - self.waited[pid]) for pid, busy in overs if pid in self.waited)
 
     def abort(self, ranks: list[Rank]) -> list[int]:
-        """Abort ranks that hang, which faulthandler shows; their numbers."""
+        """Abort hanging ranks, whose stacks faulthandler prints; their numbers."""
         for each in ranks:
             each.kill(signal.SIGABRT)
         return [self.ranks.index(each) for each in ranks]
 
 
 class Outcome(NamedTuple):
-    """What became of a trial: what is wrong with it, if anything, and by how many seconds survivors
-    were late.
-    """
+    """The complaints about a trial, if any, and by how many seconds survivors were late."""
 
     wrong: list[str]
     delays: list[float]
@@ -166,17 +165,17 @@ class Outcome(NamedTuple):
 def run(trial: Trial, kind: Kind, net: Hosts | None) -> Outcome:
     """Make a trial."""
     folder = tempfile.mkdtemp(prefix="weft-storm-")
-    known = children()
+    earlier = children()
     try:
-        with neighbours(trial.busy):
+        with busy_cores(trial.busy):
             scene = Scene(trial, kind, folder, net)
             try:
-                wrong, begun = _played(scene)
+                wrong, fault_at = _played(scene)
             finally:
                 for each in scene.ranks:
                     each.close()
-        wrong += _left(scene, known)
-        late = _delays(scene, begun)
+        wrong += _left(scene, earlier)
+        late = _delays(scene, fault_at)
         wrong += [
             complaint
             for rank, each in enumerate(scene.ranks)
@@ -189,32 +188,34 @@ def run(trial: Trial, kind: Kind, net: Hosts | None) -> Outcome:
             if by > SOON + slack
         ]
         if wrong:
-            said = {
+            output = {
                 path.name: path.read_text(errors="replace").strip()
-                for path in sorted(Path(folder).glob("said by *"))
+                for path in sorted(Path(folder).glob("output of *"))
             }
-            wrong += [f"{name}:\n{text[-6000:]}" for name, text in said.items() if text]
+            wrong += [f"{name}:\n{text[-6000:]}" for name, text in output.items() if text]
         return Outcome(wrong, [by for _, by in late])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _played(scene: Scene) -> tuple[list[str], float]:
-    """Let ranks play their parts: what hangs, and when it went wrong."""
-    trial, kind, ranks, wrong, begun = scene.trial, scene.kind, scene.ranks, list[str](), 0.0
-    if not scene.until(lambda: all(each.heard("ready") or each.ended() for each in ranks)):
+    """Let the ranks play their parts; the complaints about hanging ranks, and the time of the
+    fault.
+    """
+    trial, kind, ranks, wrong, fault_at = scene.trial, scene.kind, scene.ranks, list[str](), 0.0
+    if not scene.until(lambda: all(each.event("ready") or each.ended() for each in ranks)):
         return [f"ranks do not begin: {scene.abort(ranks)}"], 0.0
     for each in ranks:
-        each.tell()
+        each.let_go_on()
     with contextlib.ExitStack() as struck:
         if kind.strike:
-            sign = _SIGNS[trial.phase]
+            sign = _FIRST_EVENTS[trial.phase]
             scene.until(
-                lambda: all(each.heard(sign) or each.ended() for each in ranks), trial.limit + HANGS
+                lambda: all(each.event(sign) or each.ended() for each in ranks), trial.limit + HANGS
             )
             time.sleep(trial.delay)
             scene.note()
-            begun = time.monotonic()
+            fault_at = time.monotonic()
             struck.enter_context(kind.strike(scene))
         hangs = trial.limit + (COMPILES if trial.place == "compile" else HANGS)
         if not scene.until(lambda: all(each.ended() for each in scene.others), hangs):
@@ -224,99 +225,99 @@ def _played(scene: Scene) -> tuple[list[str], float]:
     if not wrong and not scene.until(scene.victim.ended):
         wrong.append(f"rank {scene.abort([scene.victim])[0]}, the victim, hangs")
     for each in ranks:
-        each.tell()
+        each.let_go_on()
     if not scene.until(lambda: all(each.status is not None for each in ranks), 15.0):
         wrong.append(
             f"processes do not end: {scene.abort([each for each in ranks if each.status is None])}"
         )
         scene.until(lambda: all(each.status is not None for each in ranks), 5.0)
-    if fault := scene.victim.heard("fault"):
-        begun = fault["when"]
+    if fault := scene.victim.event("fault"):
+        fault_at = fault["when"]
     if kind.victim is None and not kind.hidden:  # noticed when the victim lacks something
-        begun = max(
-            begun,
+        fault_at = max(
+            fault_at,
             min(
-                (line["when"] for line in scene.victim.lines if line["what"] in ("over", "dead")),
+                (line["when"] for line in scene.victim.events if line["event"] in ("over", "dead")),
                 default=0.0,
             ),
         )
-    return wrong, begun
+    return wrong, fault_at
 
 
-def _left(scene: Scene, known: set[int]) -> list[str]:
-    """The processes that are left behind, which end here; those of which a rank has said that they
-    live on are none.
+def _left(scene: Scene, earlier: set[int]) -> list[str]:
+    """A complaint about processes left behind, which are killed here; children that a rank has
+    announced are no fault.
     """
-    told = sum(1 for each in scene.ranks for line in each.lines if line["what"] == "child")
+    announced = sum(1 for each in scene.ranks for line in each.events if line["event"] == "child")
     deadline = time.monotonic() + 5
-    while len(found := children() - known) > told and time.monotonic() < deadline:
+    while len(found := children() - earlier) > announced and time.monotonic() < deadline:
         time.sleep(0.01)
     names = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in found]
     for pid in found:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return [f"processes are left: {names}"] if len(found) > told else []
+    return [f"processes are left: {names}"] if len(found) > announced else []
 
 
-def _delays(scene: Scene, begun: float) -> list[tuple[int, float]]:
-    """By how many seconds ranks that are owed an error were late with it."""
+def _delays(scene: Scene, fault_at: float) -> list[tuple[int, float]]:
+    """By how many seconds ranks that should raise an error were late."""
     unconnected = scene.trial.by == "group" and scene.trial.phase in (
         "init",
         "meeting",
-    )  # ranks that share a store and no more
+    )  # ranks are connected by a store alone
     hidden = scene.trial.limit if scene.kind.hidden or unconnected else 0.0
     judged = [
         each
         for each in (scene.others if scene.kind.hidden else scene.ranks)
-        if _owed(scene, each) is not None
+        if _allowed(scene, each) is not None
     ]
     ends = [
         (scene.ranks.index(each), over)
         for each in judged
-        if (over := each.heard("over")) and over["kind"] != RIGHT
+        if (over := each.event("over")) and over["kind"] != RIGHT
     ]
-    return [(rank, over["when"] - begun - hidden) for rank, over in ends if begun]
+    return [(rank, over["when"] - fault_at - hidden) for rank, over in ends if fault_at]
 
 
-def _owed(scene: Scene, each: Rank) -> tuple[str, ...] | None:
-    """The endings that a rank is owed; None if that is any."""
-    owed = scene.kind.victim if each is scene.victim else scene.kind.others
-    if owed is None or owed == (RIGHT,):
-        return owed
+def _allowed(scene: Scene, each: Rank) -> tuple[str, ...] | None:
+    """The endings that are allowed for a rank; None if any is."""
+    allowed = scene.kind.victim if each is scene.victim else scene.kind.others
+    if allowed is None or allowed == (RIGHT,):
+        return allowed
     if each is scene.victim:
-        return (*owed, RIGHT) if scene.trial.phase == "close" else owed
+        return (*allowed, RIGHT) if scene.trial.phase == "close" else allowed
     more = {
         "init": ("PeerLost", "PeerTimeout"),
         "meeting": ("PeerLost", "PeerTimeout"),
         "close": (RIGHT,),
         "calls": (),
     }
-    return (*owed, *more[scene.trial.phase])
+    return (*allowed, *more[scene.trial.phase])
 
 
 def _judged(scene: Scene, rank: int, each: Rank) -> str:
-    """What is wrong with how a rank ended."""
-    owed, over, left = _owed(scene, each), each.heard("over"), each.heard("left")
-    if owed is None:
+    """The complaint about a rank's ending, empty if it is allowed."""
+    allowed, over, left = _allowed(scene, each), each.event("over"), each.event("left")
+    if allowed is None:
         return ""
     if over is None:
-        broken, how = each.heard("broken"), ending(each.status or 0)
-        if how in owed and not broken:
+        broken, how = each.event("broken"), ending(each.status or 0)
+        if how in allowed and not broken:
             return ""
-        return f"rank {rank} ended with {how}, owed was {' or '.join(owed)}{': ' + broken['text'] if broken else ''}"
-    said = f"{over['kind']}: {over['text']}\n{over['trace']}"
-    # Of calls that are waited for in any order one says what went wrong, and others that the world
-    # is closed by that.
+        return f"rank {rank} ended with {how}, allowed was {' or '.join(allowed)}{': ' + broken['text'] if broken else ''}"
+    output = f"{over['kind']}: {over['text']}\n{over['trace']}"
+    # Of several waited calls one raises the cause, and others report that the world was closed by
+    # it.
     cause = (
         re.match(r"this world is closed: (\w+): ", over["text"])
         if each is not scene.victim
         else None
     )
-    if (cause[1] if cause else over["kind"]) not in owed:
-        return f"rank {rank} ended with what it is not owed, {' or '.join(owed)}: {said}"
+    if (cause[1] if cause else over["kind"]) not in allowed:
+        return f"rank {rank} did not end with {' or '.join(allowed)}:  {output}"
     named = (
         over["kind"] == RIGHT
-        or "MismatchError" in owed
+        or "MismatchError" in allowed
         or scene.trial.phase in ("init", "meeting")
         or each is scene.victim
     )
@@ -325,25 +326,27 @@ def _judged(scene: Scene, rank: int, each: Rank) -> str:
         and not named
         and not re.search(rf"\brank {scene.trial.victim}\b", over["text"])
     ):
-        return f"rank {rank} does not name rank {scene.trial.victim}: {said}"
-    if each.status and ending(each.status) in owed:
+        return f"rank {rank} does not name rank {scene.trial.victim}: {output}"
+    if each.status and ending(each.status) in allowed:
         return ""
     if left is None or each.status:
-        broken = each.heard("broken")
-        return f"rank {rank} ended with {ending(each.status or 0)} after {said}{broken['text'] if broken else ''}"
-    return f"rank {rank} keeps {left['kept']} after {said}" if left["kept"] else ""
+        broken = each.event("broken")
+        return f"rank {rank} ended with {ending(each.status or 0)} after {output}{broken['text'] if broken else ''}"
+    return f"rank {rank} keeps {left['kept']} after {output}" if left["kept"] else ""
 
 
 @contextlib.contextmanager
-def _pid_namespace(apart: bool):
-    """Let the process that is forked in the block be the first of a pid namespace of its own."""
+def _pid_namespace(unshared: bool):
+    """Fork in the block; if `unshared`, the child is the first process of a pid namespace of its
+    own.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     own = os.open("/proc/self/ns/pid", os.O_RDONLY)
     try:
-        if apart and libc.unshare(_CLONE_NEWPID):
+        if unshared and libc.unshare(_CLONE_NEWPID):
             raise OSError(ctypes.get_errno(), "there is no pid namespace")
         yield
     finally:
-        if apart:
+        if unshared:
             libc.setns(own, _CLONE_NEWPID)
         os.close(own)

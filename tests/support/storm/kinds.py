@@ -6,7 +6,7 @@ from support.storm import forks, interrupts, losses, outstanding, rendezvous, th
 from support.storm.trial import RIGHT, Kind
 
 ANYWHERE = ("shared", "hosts", "compile")
-NEAR_OR_FAR = ("shared", "hosts")
+ONE_HOST_OR_TWO = ("shared", "hosts")
 EITHER = ("world", "world", "group")
 MOSTLY_CALLS = ("init", "calls", "calls", "calls", "close")
 
@@ -19,7 +19,7 @@ ERRORS = (
     "PeerLost",
     "PeerTimeout",
     "MismatchError",
-)  # any that weft owes to who is to blame
+)  # the errors of weft that a rank at fault may see
 REFUSED = (*ERRORS, "DistNetworkError", "DistStoreError", "DistBackendError")
 
 KINDS: dict[str, Kind] = {
@@ -32,7 +32,7 @@ KINDS: dict[str, Kind] = {
         LATE,
         None,
         losses.stopped,
-        NEAR_OR_FAR,
+        ONE_HOST_OR_TWO,
         MOSTLY_CALLS,
         EITHER,
         hidden=True,
@@ -41,7 +41,7 @@ KINDS: dict[str, Kind] = {
     "stop-copies": Kind(
         losses.stopping_amid_copies, LATE, LATE, losses.stopped, hidden=True, named=False
     ),
-    "pause": Kind(losses.calling_on, strike=losses.paused, places=NEAR_OR_FAR, by=EITHER),
+    "pause": Kind(losses.calling_on, strike=losses.paused, places=ONE_HOST_OR_TWO, by=EITHER),
     "cut": Kind(losses.calling, LATE, LATE, losses.cut_off, ("hosts",), hidden=True, named=False),
     "raise": Kind(losses.but(losses.raises), LOST, ("ValueError",), None, ANYWHERE, by=EITHER),
     "exit": Kind(losses.but(losses.exits), LOST, ("exit 3",), None, ANYWHERE, by=EITHER),
@@ -58,7 +58,7 @@ KINDS: dict[str, Kind] = {
         LACKING,
         None,
         losses.without_memory,
-        NEAR_OR_FAR,
+        ONE_HOST_OR_TWO,
         ("init", "calls"),
         EITHER,
     ),
@@ -67,13 +67,13 @@ KINDS: dict[str, Kind] = {
         LACKING,
         None,
         losses.without_files,
-        NEAR_OR_FAR,
+        ONE_HOST_OR_TWO,
         ("init", "calls"),
         EITHER,
     ),
     "threads-lack": Kind(losses.lacks_threads, LACKING, None),
-    # Calls in the background by the hundred
-    "outstanding": Kind(outstanding.hundreds, places=NEAR_OR_FAR),
+    # Hundreds of asynchronous calls
+    "outstanding": Kind(outstanding.hundreds, places=ONE_HOST_OR_TWO),
     "outstanding-large": Kind(outstanding.hundreds_of_large),
     "outstanding-mismatch": Kind(outstanding.hundreds_but_one, MISMATCH, MISMATCH),
     "outstanding-works": Kind(outstanding.hundreds_of_works, by=("group",)),
@@ -81,7 +81,7 @@ KINDS: dict[str, Kind] = {
     "outstanding-exit": Kind(outstanding.left_by_exit, LOST, ("exit 5",), by=EITHER),
     # Ranks that fork
     "fork": Kind(forks.forking, by=EITHER),
-    "fork-beside": Kind(forks.forking_beside, by=EITHER),
+    "fork-beside": Kind(forks.forking_during_calls, by=EITHER),
     "fork-pool": Kind(forks.pooling, by=EITHER),
     "fork-all": Kind(forks.all_forking, by=EITHER),
     "fork-outlives": Kind(forks.outlived, LOST, ("signal 9",), losses.killed, by=EITHER),
@@ -117,7 +117,7 @@ KINDS: dict[str, Kind] = {
         phases=("meeting", "calls", "calls", "calls"),
         by=EITHER,
     ),
-    # Others beside
+    # Other jobs and processes on the hosts
     "jobs": Kind(rendezvous.two_jobs, ranks=(4,), alone=True),
     "jobs-port": Kind(
         rendezvous.two_jobs_on_a_port,
@@ -127,14 +127,14 @@ KINDS: dict[str, Kind] = {
         alone=True,
         named=False,
     ),
-    "containers": Kind(rendezvous.contained, apart=True, why_not=rendezvous.no_pid_namespaces),
+    "containers": Kind(rendezvous.contained, own_pids=True, why_not=rendezvous.no_pid_namespaces),
     "strangers": Kind(
         rendezvous.connecting, strike=rendezvous.strangers, places=("hosts",), phases=("init",)
     ),
     "held-up": Kind(
         rendezvous.connecting,
         strike=rendezvous.held_up,
-        places=NEAR_OR_FAR,
+        places=ONE_HOST_OR_TWO,
         phases=("init",),
         by=EITHER,
     ),

@@ -19,29 +19,29 @@ import weft
 from support.storm.judge import Scene
 from support.storm.rank import Part
 
-AFTER = 20  # calls that ranks make after one that may do without something
+AFTER = 20  # calls after the fault, which a rank may survive
 
-# What ranks play
+# Parts of the ranks
 
 
 def calling(part: Part) -> None:
-    """Calls for ever; few where ranks are struck as they leave."""
+    """Endless calls, or a few if the fault comes as ranks leave."""
     with part.world() as world:
         for call in part.calls(3 if part.trial.phase == "close" else None):
             call(world)
-        part.say("closing")
+        part.report("closing")
 
 
 def calling_on(part: Part) -> None:
-    """Calls to an end."""
+    """A fixed number of calls."""
     with part.world() as world:
         for call in part.calls(40):
             call(world)
 
 
 def but(fault: Callable[[weft.World], Any], after: int | None = None) -> Callable[[Part], None]:
-    """Calls, in place of one of which the victim does something else; so many after it, or calls
-    for ever.
+    """Calls, with a fault in place of one call of the victim; then `after` more calls, or endless
+    ones.
     """
 
     def play(part: Part) -> None:
@@ -70,7 +70,7 @@ def exits(world: weft.World) -> None:
 def leaves(world: weft.World) -> None:
     if (
         not dist.is_initialized() or dist.get_backend() != "weft"
-    ):  # of a group the block's end is the end
+    ):  # a group is left by the end of the block
         world.close()
 
 
@@ -90,24 +90,24 @@ def lacks_files(world: weft.World) -> None:
 
 
 def lacks_threads(part: Part) -> None:
-    """No thread can be started any more; where a call in the background is refused, the same call
-    is made in the foreground.
+    """Calls where no thread can be started any more; if an asynchronous call is refused, the call
+    is made synchronously.
     """
     with part.world() as world:
         for number in range(12):
             if part.victim and number == part.trial.call:
                 part.fault()
                 _large_stacks()
-            given = torch.full((5,), float((world.rank + 1) * 10**number))
+            own = torch.full((5,), float((world.rank + 1) * 10**number))
             total = torch.full((5,), float(sum(range(1, world.ranks + 1)) * 10**number))
             weft.barrier()
             handle = None
             try:
-                handle = weft.all_reduce_async(given)
+                handle = weft.all_reduce_async(own)
             except weft.WeftError:
                 raise
             except (RuntimeError, OSError, MemoryError):
-                found = weft.all_reduce(given)
+                found = weft.all_reduce(own)
             else:
                 found = handle.wait()
             assert torch.equal(found, total), (
@@ -124,27 +124,26 @@ def _large_stacks() -> None:
 
 
 def stopping_amid_copies(part: Part) -> None:
-    """All-gathers of large symmetric tensors, which peers read where they lie or write to; after an
-    error they are 777.
+    """All-gathers of large symmetric tensors, which peers read or write in place; after an error
+    the input is filled with 777.
     """
     with part.world() as world:
-        given, rows = world.empty(1 << 23), world.ranks << 23
+        own, rows = world.empty(1 << 23), world.ranks << 23
         found = world.empty(rows) if part.draw.random() < 0.3 else torch.empty(rows)
-        given.fill_(float(world.rank))
-        part.say("world")
+        own.fill_(float(world.rank))
+        part.report("world")
         try:
             while True:
-                weft.all_gather(given, out=found)
-                parts = [one[:: 1 << 10] for one in found.chunk(world.ranks)]  # of each page some
+                weft.all_gather(own, out=found)
+                # some elements of each page
+                parts = [one[:: 1 << 10] for one in found.chunk(world.ranks)]
                 wrong = [rank for rank, one in enumerate(parts) if not bool((one == rank).all())]
-                assert not wrong, (
-                    f"ranks {wrong} gave other rows than these, and there was no error"
-                )
+                assert not wrong, f"ranks {wrong} sent wrong rows, and there was no error"
         finally:
-            given.fill_(777.0)
+            own.fill_(777.0)
 
 
-# What the storm does to the victim
+# Faults that the storm causes
 
 
 @contextmanager
@@ -155,7 +154,7 @@ def killed(scene: Scene) -> Iterator[None]:
 
 @contextmanager
 def stopped(scene: Scene) -> Iterator[None]:
-    """Stopped until all others are through."""
+    """A victim that is stopped until all other ranks have ended."""
     scene.victim.kill(signal.SIGSTOP)
     yield
     scene.victim.kill(signal.SIGCONT)
@@ -163,7 +162,7 @@ def stopped(scene: Scene) -> Iterator[None]:
 
 @contextmanager
 def paused(scene: Scene) -> Iterator[None]:
-    """Stopped now and then, for less than anybody waits."""
+    """A victim that is stopped several times, for less than the time limit."""
     for _ in range(3):
         scene.victim.kill(signal.SIGSTOP)
         time.sleep(min(scene.trial.delay, 0.3) + 0.05)
@@ -182,7 +181,7 @@ def cut_off(scene: Scene) -> Iterator[None]:
 
 @contextmanager
 def without_files(scene: Scene) -> Iterator[None]:
-    """No descriptor more than it has."""
+    """A victim that can open no further file."""
     with _while_it_lives():
         most = max(map(int, os.listdir(f"/proc/{scene.victim.pid}/fd")))
         resource.prlimit(
@@ -195,7 +194,7 @@ def without_files(scene: Scene) -> Iterator[None]:
 
 @contextmanager
 def without_memory(scene: Scene) -> Iterator[None]:
-    """Next to no memory more than it has."""
+    """A victim that can map hardly any further memory."""
     with _while_it_lives():
         resource.prlimit(
             scene.victim.pid, resource.RLIMIT_AS, (_bytes_of(scene.victim.pid) + (1 << 20), -1)

@@ -1,5 +1,5 @@
-"""What lies around a trial: how long processes wait for cores, processes that keep these busy, and
-such as are left behind.
+"""The surroundings of a trial: times that processes wait for cores, processes that keep the cores
+busy, and processes left behind.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from pathlib import Path
 
 
 def starved(pid: int) -> float:
-    """Seconds for which the threads of a process have waited for a core: on a busy machine nobody
-    is to blame for these.
-    """
+    """Seconds for which the threads of a process have waited for a core, which no rank can help."""
     total = 0
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -23,7 +21,7 @@ def starved(pid: int) -> float:
 
 
 @contextlib.contextmanager
-def neighbours(busy: bool) -> Iterator[None]:
+def busy_cores(busy: bool) -> Iterator[None]:
     """Processes that keep all cores busy while the block runs."""
     pids = [forked(_burn) for _ in range(len(os.sched_getaffinity(0)) + 1 if busy else 0)]
     try:
@@ -34,7 +32,7 @@ def neighbours(busy: bool) -> Iterator[None]:
 
 
 def forked(call, *args) -> int:
-    """The process of a fork that makes this call and no more."""
+    """The process of a fork that makes one call and ends."""
     pid = os.fork()
     if not pid:
         try:
@@ -51,9 +49,7 @@ def end(pid: int) -> None:
 
 
 def children() -> set[int]:
-    """This process's children, adopted ones too, but for those that have ended: of these nothing
-    stays.
-    """
+    """The living children of this process, adopted ones too; ended children are reaped."""
     found = set()
     for task in os.listdir("/proc/self/task"):
         for pid in map(int, Path(f"/proc/self/task/{task}/children").read_text().split()):

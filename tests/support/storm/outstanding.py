@@ -1,4 +1,4 @@
-"""Calls in the background by the hundred, and worlds that are gone before these are through."""
+"""Hundreds of asynchronous calls, and worlds that are closed before their calls end."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from weft.world import world as worlds
 _M_PERTURB = -6
 
 
-class Begun:
-    """A call in the background: what ends it, and what must be in `found` then."""
+class StartedCall:
+    """An asynchronous call: `end` waits for it, `found` takes the tensor to compare with `wanted`."""
 
     def __init__(
         self, name: str, end: Callable[[], Any], found: Callable[[Any], Tensor], wanted: Tensor
@@ -44,24 +44,24 @@ class Begun:
 
 
 def hundreds(part: Part) -> None:
-    """Calls of all kinds and sizes, on ordinary tensors and symmetric ones, waited for in any
-    order; then the same again.
+    """Hundreds of calls of all kinds and sizes, on ordinary and symmetric tensors, waited for in
+    any order; then once more.
     """
     with part.world() as world:
-        part.say("world")
+        part.report("world")
         for _ in range(2):
-            begun = [*islice(_begun(part, world), part.draw.choice((20, 60, 150)))]
-            _ended(begun)
+            started = [*islice(_started(part, world), part.draw.choice((20, 60, 150)))]
+            _check_all(started)
 
 
 def hundreds_of_large(part: Part) -> None:
-    """The same of all-gathers so large that ranks read them where they lie."""
+    """Hundreds of all-gathers so large that ranks read the tensors in place."""
     os.environ["THP_MEM_ALLOC_ENABLE"] = (
-        "1"  # if these lie in huge pages, which ranks take from this variable
+        "1"  # ranks take from this variable whether torch allocates huge pages
     )
     with part.world() as world:
-        part.say("world")
-        _ended(
+        part.report("world")
+        _check_all(
             [
                 _gathered(world, torch.full((1 << 19,), float(number)), number)
                 for number in range(part.draw.choice((20, 60)))
@@ -70,14 +70,14 @@ def hundreds_of_large(part: Part) -> None:
 
 
 def hundreds_but_one(part: Part) -> None:
-    """Calls of one kind, one of which is another on the victim; it may come first or last."""
+    """Equal calls, except for one of the victim, which may be the first or the last."""
     number = part.draw.choice((20, 40, 100))
     odd = part.draw.randrange(number)
     with part.world() as world:
-        part.say("world")
+        part.report("world")
         handles = [
             weft.all_reduce_async(torch.ones(1 << 22))
-        ]  # which keeps lanes busy until all others are begun
+        ]  # keeps the lanes busy until all other calls are started
         for at in range(number):
             if at == odd:
                 part.fault()
@@ -92,17 +92,17 @@ def hundreds_but_one(part: Part) -> None:
 
 
 def hundreds_of_works(part: Part) -> None:
-    """The same of a process group of torch.distributed."""
+    """Hundreds of asynchronous calls on a process group of torch.distributed."""
     with part.world() as world:
-        part.say("world")
-        begun = [_work(part, world, number) for number in range(part.draw.choice((20, 60, 200)))]
-        _ended(begun)
+        part.report("world")
+        started = [_work(part, world, number) for number in range(part.draw.choice((20, 60, 200)))]
+        _check_all(started)
 
 
 def dropped(part: Part) -> None:
-    """A world that nobody holds any more, with calls under way which the others have not begun."""
-    ctypes.CDLL(None).mallopt(_M_PERTURB, 0xA5)  # whoever uses freed memory is to be found out
-    _begun_in_vain(part)
+    """A world without any reference, with outstanding calls that the other ranks have not made."""
+    ctypes.CDLL(None).mallopt(_M_PERTURB, 0xA5)  # use of freed memory becomes visible
+    _unanswered(part)
     if part.victim:
         worlds._default = None
         gc.collect()
@@ -110,15 +110,15 @@ def dropped(part: Part) -> None:
 
 
 def left_by_exit(part: Part) -> None:
-    """The process ends with calls under way which the others have not begun."""
-    _begun_in_vain(part)
+    """The process exits with outstanding calls that the other ranks have not made."""
+    _unanswered(part)
     if part.victim:
         sys.exit(5)
 
 
-def _begun_in_vain(part: Part) -> None:
-    """The victim begins calls and holds nothing of them; the others make one more, and wait for
-    that in vain.
+def _unanswered(part: Part) -> None:
+    """The victim starts calls and keeps no handle; the other ranks make one call more, and wait for
+    it in vain.
     """
     number, size = part.draw.choice((1, 3, 20)), part.draw.choice((5, 300_000))
     part.open()
@@ -127,8 +127,8 @@ def _begun_in_vain(part: Part) -> None:
         if part.trial.by == "world"
         else partial(dist.all_reduce, async_op=True)
     )
-    begin(torch.ones(size)).wait()  # with which ranks take a workspace
-    part.say("world")
+    begin(torch.ones(size)).wait()  # the first call allocates the workspace
+    part.report("world")
     if part.victim:
         part.fault()
         for _ in range(number):
@@ -136,17 +136,17 @@ def _begun_in_vain(part: Part) -> None:
         return
     time.sleep(
         part.trial.delay + part.draw.choice((0.0, 0.3))
-    )  # by then the victim may have dropped it all, or be about to
+    )  # by this time the victim may have dropped its world, or be about to
     for _ in range(number + 1):
         begin(torch.ones(size)).wait()
 
 
-def _begun(part: Part, world: weft.World) -> Iterator[Begun]:
+def _started(part: Part, world: weft.World) -> Iterator[StartedCall]:
     draw, number = part.draw, 0
     random_ones = (
-        asked
-        for asked in random_calls.calls(part.trial.seed, world.rank, world.ranks)
-        if asked.begun
+        call
+        for call in random_calls.calls(part.trial.seed, world.rank, world.ranks)
+        if call.asynchronous
     )
     symmetric = (
         [(world.empty(size), world.empty(size)) for size in (1, 3000, 600_000)]
@@ -156,28 +156,28 @@ def _begun(part: Part, world: weft.World) -> Iterator[Begun]:
     while True:
         number += 1
         if symmetric and draw.random() < 0.1:
-            given, out = symmetric.pop(draw.randrange(len(symmetric)))
-            given.fill_(float(world.rank + number))
+            x, out = symmetric.pop(draw.randrange(len(symmetric)))
+            x.fill_(float(world.rank + number))
             wanted = torch.full_like(out, sum(rank + number for rank in range(world.ranks)))
-            yield Begun(
+            yield StartedCall(
                 "all_reduce of a symmetric tensor",
-                weft.all_reduce_async(given, out=out).wait,
+                weft.all_reduce_async(x, out=out).wait,
                 lambda found: found,
                 wanted,
             )
         elif draw.random() < 0.05:
             yield _gathered(world, torch.full((1 << 19,), float(number)), number)
         else:
-            asked = next(random_ones)
-            yield Begun(asked.name, asked.make().wait, lambda found: found, asked.wanted)
+            call = next(random_ones)
+            yield StartedCall(call.name, call.make().wait, lambda found: found, call.wanted)
 
 
-def _gathered(world: weft.World, given: Tensor, number: int) -> Begun:
-    """The first rows that each rank gives."""
-    given[0], given[-1] = world.rank, world.rank
+def _gathered(world: weft.World, x: Tensor, number: int) -> StartedCall:
+    """An all-gather, checked by three elements of each rank's tensor."""
+    x[0], x[-1] = world.rank, world.rank
     wanted = torch.tensor([[rank, number, rank] for rank in range(world.ranks)]).float()
-    end = weft.all_gather_async(given).wait
-    return Begun(
+    end = weft.all_gather_async(x).wait
+    return StartedCall(
         "all_gather",
         end,
         lambda found: torch.stack([one[[0, 1, -1]] for one in found.chunk(world.ranks)]),
@@ -185,37 +185,39 @@ def _gathered(world: weft.World, given: Tensor, number: int) -> Begun:
     )
 
 
-def _work(part: Part, world: weft.World, number: int) -> Begun:
+def _work(part: Part, world: weft.World, number: int) -> StartedCall:
     size = part.draw.choice((1, 400, 30_000))
     ranks, name = (
         range(world.ranks),
         part.draw.choice(("all_reduce", "all_gather", "broadcast", "reduce_scatter")),
     )
-    given = torch.full((size,), float(world.rank + number))
+    x = torch.full((size,), float(world.rank + number))
     if name == "all_reduce":
-        work = dist.all_reduce(given, async_op=True)
-        return Begun(
+        work = dist.all_reduce(x, async_op=True)
+        return StartedCall(
             name,
             work.wait,
-            lambda _: given,
+            lambda _: x,
             torch.full((size,), float(sum(ranks) + number * world.ranks)),
         )
     if name == "broadcast":
         source = number % world.ranks
-        work = dist.broadcast(given, source, async_op=True)
-        return Begun(name, work.wait, lambda _: given, torch.full((size,), float(source + number)))
+        work = dist.broadcast(x, source, async_op=True)
+        return StartedCall(
+            name, work.wait, lambda _: x, torch.full((size,), float(source + number))
+        )
     if name == "all_gather":
         found = [torch.zeros(size) for _ in ranks]
-        work = dist.all_gather(found, given, async_op=True)
-        return Begun(
+        work = dist.all_gather(found, x, async_op=True)
+        return StartedCall(
             name,
             work.wait,
             lambda _: torch.cat(found),
             torch.cat([torch.full((size,), float(r + number)) for r in ranks]),
         )
     out = torch.zeros(size)
-    work = dist.reduce_scatter(out, [given + to for to in ranks], async_op=True)
-    return Begun(
+    work = dist.reduce_scatter(out, [x + to for to in ranks], async_op=True)
+    return StartedCall(
         name,
         work.wait,
         lambda _: out,
@@ -223,7 +225,7 @@ def _work(part: Part, world: weft.World, number: int) -> Begun:
     )
 
 
-def _ended(begun: list[Begun]) -> None:
-    """Wait for all, in an order that no two ranks share."""
-    for each in random.sample(begun, len(begun)):
+def _check_all(started: list[StartedCall]) -> None:
+    """Wait for all calls, in an order that differs between ranks, and check them."""
+    for each in random.sample(started, len(started)):
         each.check()

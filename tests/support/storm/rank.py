@@ -1,4 +1,4 @@
-"""A rank's part of a trial: how it meets the others, what it calls, and what it says of itself."""
+"""A rank's part of a trial: its rendezvous, its calls, and the events it reports."""
 
 from __future__ import annotations
 
@@ -28,38 +28,44 @@ from support.storm.machine import starved
 from support.storm.trial import RIGHT, Kind, Trial
 from weft.world import world as worlds
 
-HANGS = 30.0  # seconds after which a rank that is not through is one that hangs
+HANGS = 30.0  # seconds after which an unfinished rank counts as hanging
 _CLONE_NEWNET = 0x40000000
 
 
 class Part:
-    """What a rank has of a trial. Attributes: `victim` (whether it is this rank), `draw` (the same
-    chances on all ranks).
+    """The state of a rank in a trial; `victim` is whether the fault is on this rank, `draw` a
+    random generator with equal state on all ranks.
     """
 
-    def __init__(self, trial: Trial, rank: int, folder: str, mouth: int, ear: int) -> None:
-        self.trial, self.rank, self.folder, self.mouth, self.ear = trial, rank, folder, mouth, ear
+    def __init__(self, trial: Trial, rank: int, folder: str, events_out: int, go_in: int) -> None:
+        self.trial, self.rank, self.folder, self.events_out, self.go_in = (
+            trial,
+            rank,
+            folder,
+            events_out,
+            go_in,
+        )
         self.victim, self.pid, self.draw = (
             rank == trial.victim,
             os.getpid(),
             random.Random(f"{trial.seed} {trial.kind} play"),
         )
 
-    def say(self, what: str, **more: Any) -> None:
-        """Tell the storm something; a child that this rank has forked says nothing."""
+    def report(self, name: str, **more: Any) -> None:
+        """Report an event to the storm; a forked child of this rank reports nothing."""
         if os.getpid() == self.pid:
             os.write(
-                self.mouth,
-                json.dumps({"what": what, "when": time.monotonic(), **more}).encode() + b"\n",
+                self.events_out,
+                json.dumps({"event": name, "when": time.monotonic(), **more}).encode() + b"\n",
             )
 
     def store(self, name: str) -> dist.Store:
-        """A store of this trial's, the same on ranks that give it the same name."""
+        """A store of this trial, shared by the ranks that pass the same name."""
         return dist.FileStore(f"{self.folder}/{name}", self.trial.ranks)
 
     def open(self) -> weft.World:
         """The world of all ranks: the default one, or that of the default process group."""
-        self.say("meeting")
+        self.report("meeting")
         if self.trial.by == "world":
             return weft.init(timeout=self.trial.limit)
         ranks, limit = self.trial.ranks, timedelta(seconds=self.trial.limit)
@@ -70,10 +76,10 @@ class Part:
 
     @contextlib.contextmanager
     def world(self) -> Iterator[weft.World]:
-        """The same until the block ends, in which all of it is used."""
+        """The world of `open`, closed at the end of the block."""
         world = self.open()
         if self.trial.place == "compile":
-            compiled(world)  # that some ranks compile for longer than others is no lateness
+            compiled(world)  # so that a slower compilation on one rank does not count as lateness
         if self.trial.by == "world":
             with world:
                 yield world
@@ -85,8 +91,8 @@ class Part:
                 dist.destroy_process_group()
 
     def calls(self, number: int | None = None) -> Iterator[Call]:
-        """So many calls, or calls for ever, the same on all ranks."""
-        self.say("world")
+        """`number` calls, or endless ones, the same on all ranks."""
+        self.report("world")
         made = (
             group_calls(self.trial.seed)
             if self.trial.by == "group"
@@ -95,11 +101,11 @@ class Part:
         return islice(made, number)
 
     def fault(self) -> None:
-        """Say that something goes wrong now."""
-        self.say("fault")
+        """Report that the fault occurs now."""
+        self.report("fault")
 
     def live(self, kind: Kind, network: str | None) -> None:
-        """All that this process does: it ends here."""
+        """Play the part and end this process."""
         status = 1
         try:
             self._begin(kind, network)
@@ -111,16 +117,17 @@ class Part:
                     "gloo", store=store, rank=self.rank, world_size=ranks, timeout=limit
                 )
                 del store
-            self.say("ready")
-            os.read(self.ear, 1)
+            self.report("ready")
+            os.read(self.go_in, 1)
             self._play(kind)
-            os.read(self.ear, 1)  # all are through; what comes now is nobody's loss
+            # all ranks have finished: nothing that happens from here on is a loss
+            os.read(self.go_in, 1)
             worlds._default = None
             if dist.is_initialized():
                 dist.destroy_process_group()
             if kind.alone:  # a store that torch makes of a launcher's variables keeps its pipe
                 before["files"] += [one for one in resources()["files"] if "pipe:" in one]
-            self.say("left", kept=leaked(before, self.trial.place == "compile"))
+            self.report("left", kept=leaked(before, self.trial.place == "compile"))
             status = 0
         except SystemExit as leaving:
             error: Any = leaving.code
@@ -128,7 +135,7 @@ class Part:
             gc.collect()
             _leave_python(error)
         except BaseException:
-            self.say("broken", text=traceback.format_exc())
+            self.report("broken", text=traceback.format_exc())
             traceback.print_exc()
         finally:
             sys.stdout.flush()
@@ -136,13 +143,15 @@ class Part:
             os._exit(status)
 
     def _begin(self, kind: Kind, network: str | None) -> None:
-        out = os.open(f"{self.folder}/said by {self.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        out = os.open(
+            f"{self.folder}/output of {self.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        )
         os.dup2(out, 1)
         os.dup2(out, 2)
         os.close(out)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if kind.victim is not None or not self.victim:  # else it may end in any way
-            faulthandler.enable(2)  # which says where a rank that hangs is aborted
+            faulthandler.enable(2)  # prints the stacks of an aborted rank
         if network:
             with open(f"/run/netns/{network}") as file:
                 assert not ctypes.CDLL(None).setns(file.fileno(), _CLONE_NEWNET)
@@ -151,7 +160,7 @@ class Part:
     def _play(self, kind: Kind) -> None:
         error: BaseException | None = None
         limits = {
-            what: resource.getrlimit(what) for what in (resource.RLIMIT_AS, resource.RLIMIT_NOFILE)
+            name: resource.getrlimit(name) for name in (resource.RLIMIT_AS, resource.RLIMIT_NOFILE)
         }
         try:
             kind.play(self)
@@ -162,16 +171,16 @@ class Part:
         if os.getpid() != self.pid:
             traceback.print_exception(error)
             os._exit(70)  # a child, which was to end by itself
-        for what, limit in limits.items():
-            resource.setrlimit(what, limit)
+        for name, limit in limits.items():
+            resource.setrlimit(name, limit)
         text = "" if error is None else str(error)
         trace = "" if error is None else "".join(traceback.format_exception(error))
-        ending, known = (
+        ending, expected = (
             RIGHT if error is None else type(error).__name__,
             isinstance(error, weft.WeftError),
         )
-        self.say(
-            "over", starved=starved(os.getpid()), kind=ending, weft=known, text=text, trace=trace
+        self.report(
+            "over", starved=starved(os.getpid()), kind=ending, weft=expected, text=text, trace=trace
         )
 
 
@@ -190,7 +199,7 @@ def wait_for(child: int, limit: float = 10.0) -> str:
 
 
 def ending(status: int) -> str:
-    """How a process ended that waitpid says this of."""
+    """The ending of a process with this status of waitpid."""
     return (
         f"signal {os.WTERMSIG(status)}"
         if os.WIFSIGNALED(status)
@@ -199,8 +208,8 @@ def ending(status: int) -> str:
 
 
 def _leave_python(code: Any) -> None:
-    """End the interpreter as `sys.exit` does, with all that runs then; the process is a fork, and
-    its caller's frames stay.
+    """End the interpreter as `sys.exit` does, with all finalizers; this process is a fork, so its
+    caller's frames stay.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,5 +1,5 @@
-"""How ranks meet where there are others: two jobs on a host, containers with equal pids, and
-strangers that call.
+"""Rendezvous among other jobs and processes: two jobs on a host, containers with equal pids, and
+foreign processes that connect.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from support.storm.machine import end, forked, starved
 from support.storm.rank import Part
 
 _CLONE_NEWNET = 0x40000000
-_SLOWLY = 0.7  # seconds from byte to byte
+_SLOWLY = 0.7  # seconds between the bytes of a slow foreign process
 
 
 def two_jobs(part: Part) -> None:
-    """Two jobs of two ranks each, whose names have the digits of one number in another order, or
-    which are steps of one allocation.
+    """Two jobs of two ranks each: their names are permutations of the same digits, or they are
+    steps of one allocation.
     """
     _job(part, {})
 
 
 def two_jobs_on_a_port(part: Part) -> None:
-    """The same where both are given one port."""
+    """Two jobs of two ranks each that are given the same port."""
     _job(part, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(part.draw.randrange(32768, 60000))})
 
 
 def contained(part: Part) -> None:
-    """All ranks are process 1 of their containers, in which all lies at the same addresses, and
-    read large tensors where they lie.
+    """All ranks are process 1 of their containers, with equal addresses, and read each other's
+    large tensors in place.
     """
     os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
     with part.world() as world:
-        part.say("world")
+        part.report("world")
         for number in range(6):
             gathered = weft.all_gather(torch.full((1 << 20,), 10.0 * number + world.rank))
             found = [one[0].item() for one in gathered.chunk(world.ranks)]
@@ -57,11 +57,11 @@ def contained(part: Part) -> None:
 
 
 def connecting(part: Part) -> None:
-    """Ranks that make a world while strangers call, and use it."""
-    time.sleep(0.3)  # strangers are there by then
-    begun, waited = time.monotonic(), starved(os.getpid())
+    """Ranks that make and use a world while foreign processes connect to their ports."""
+    time.sleep(0.3)  # foreign processes run by this time
+    started, starved_before = time.monotonic(), starved(os.getpid())
     with part.world() as world:
-        took = time.monotonic() - begun - (starved(os.getpid()) - waited)
+        took = time.monotonic() - started - (starved(os.getpid()) - starved_before)
         assert took < part.trial.limit + 1, (
             f"rank {part.rank} connects for {took:.1f} s, although its limit is "
             f"{part.trial.limit:g} s"
@@ -72,8 +72,8 @@ def connecting(part: Part) -> None:
 
 @contextmanager
 def strangers(scene: Scene) -> Iterator[None]:
-    """On each host a process that calls whatever begins to listen there; the victim is held up
-    while it connects, which gives time.
+    """On each host, a process that connects to every port opened there; the victim is stopped while
+    it connects, which prolongs the rendezvous.
     """
     assert scene.net is not None
     pids = [forked(_call_all, scene.trial.seed, name) for name in scene.net.names]
@@ -85,9 +85,9 @@ def strangers(scene: Scene) -> Iterator[None]:
 
 @contextmanager
 def held_up(scene: Scene) -> Iterator[None]:
-    """The victim is stopped for a while as it connects."""
+    """A victim that is stopped for a while as it connects."""
     draw = random.Random(scene.trial.seed)
-    scene.until(lambda: bool(scene.victim.heard("meeting")))
+    scene.until(lambda: bool(scene.victim.event("meeting")))
     time.sleep(draw.uniform(0, 0.02))
     scene.victim.kill(signal.SIGSTOP)
     time.sleep(draw.choice((0.3, 1.5)))
@@ -96,7 +96,7 @@ def held_up(scene: Scene) -> Iterator[None]:
 
 
 def no_pid_namespaces() -> str:
-    """Why ranks cannot be in pid namespaces of their own here, or nothing."""
+    """The reason why ranks cannot have pid namespaces of their own here, or an empty text."""
     return "pid namespaces need root" if os.geteuid() else ""
 
 
@@ -122,10 +122,10 @@ def _job(part: Part, variables: dict[str, str]) -> None:
     os.environ |= variables
     time.sleep(random.uniform(0, 0.3))
     with weft.init(timeout=part.trial.limit):
-        part.say("world")
+        part.report("world")
         found = weft.all_gather(torch.tensor([float(job), float(rank)])).tolist()
         assert found == [job, 0, job, 1], f"rank {rank} of job {job} gathers {found}"
-        time.sleep(0.3)  # the other job finds this one at work
+        time.sleep(0.3)  # the other job starts while this one is running
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -134,14 +134,15 @@ def _call_all(seed: int, network: str) -> None:
     draw = random.Random(seed)
     with open(f"/run/netns/{network}") as file:
         assert not ctypes.CDLL(None).setns(file.fileno(), _CLONE_NEWNET)
-    known, slow, kept, spoken = (
+    earlier, slow, kept, spoken = (
         _listening(),
         list[socket.socket](),
         list[socket.socket](),
         time.monotonic(),
     )
     while True:
-        for address in _listening() - known:  # for some milliseconds, while ranks connect
+        # ports that are open for some milliseconds, while ranks connect
+        for address in _listening() - earlier:
             if len(kept) < 100:
                 with contextlib.suppress(OSError):
                     kept.append(caller := socket.create_connection(address, 1.0))
@@ -160,8 +161,10 @@ def _call_all(seed: int, network: str) -> None:
         time.sleep(0.0005)
 
 
-def _speak(way: str, caller: socket.socket, draw: random.Random, slow: list[socket.socket]) -> None:
-    match way:
+def _speak(
+    behaviour: str, caller: socket.socket, draw: random.Random, slow: list[socket.socket]
+) -> None:
+    match behaviour:
         case "slow":
             slow.append(caller)
         case "garbled":
@@ -173,7 +176,7 @@ def _speak(way: str, caller: socket.socket, draw: random.Random, slow: list[sock
 
 
 def _listening() -> set[tuple[str, int]]:
-    """Where anybody listens in this network."""
+    """The addresses at which a process listens in this network namespace."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     places = [row[1].split(":") for row in rows if row[3] == "0A"]
     return {(socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)) for host, port in places}

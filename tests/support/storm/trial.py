@@ -1,5 +1,5 @@
-"""A trial: what goes wrong, when and where, all of which follows from its seed; and what ranks are
-owed then.
+"""A trial: the fault, its moment and place, all derived from its seed, and the allowed endings of
+the ranks.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 LIMIT = 3.0  # seconds that a wait may take
-PATIENT = 60.0  # the same where ranks compile
-RIGHT = "right"  # how a rank ends all of whose calls gave what they should
+PATIENT = 60.0  # seconds that a wait may take where ranks compile
+RIGHT = "right"  # the ending of a rank all of whose calls gave the right results
 
 PLACES = ("shared", "shared", "shared", "hosts", "hosts", "compile")
-"""Where ranks are, drawn by chance: on one host, on two, or on one where they compile."""
+"""Places of the ranks, drawn at random: one host, two hosts, or one host with compiled calls."""
 
 _LONGEST = {
     "init": 0.04,
     "meeting": 0.5,
     "calls": 0.15,
     "close": 0.01,
-}  # seconds into a phase after which it goes wrong
+}  # the latest moment of a fault, in seconds after its phase begins
 
 
 class Trial(NamedTuple):
-    """What happens, all of which follows from the seed."""
+    """The parameters of a trial, all derived from its seed."""
 
     seed: int
     kind: str
@@ -34,8 +34,8 @@ class Trial(NamedTuple):
     by: str  # world, or group: a process group of torch.distributed
     victim: int
     phase: str  # init, calls or close
-    call: int  # at which the victim itself does it
-    delay: float  # seconds from the beginning of the phase until it is done to the victim
+    call: int  # the number of the call at which the victim itself has the fault
+    delay: float  # seconds from the beginning of the phase to a fault that the storm causes
     busy: bool  # whether other processes keep all cores busy
 
     @property
@@ -44,7 +44,7 @@ class Trial(NamedTuple):
 
     @property
     def again(self) -> str:
-        """What `make storm` is told to make this trial once more."""
+        """The arguments of `make storm` that repeat this trial."""
         return f"KIND={self.kind} SEED={self.seed} PLACES={self.place} TRIALS=1"
 
     def __str__(self) -> str:
@@ -53,33 +53,34 @@ class Trial(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Something that goes wrong, and how ranks may end then: RIGHT, or by an exception of this
-    name, "exit 3" or "signal 9".
+    """A kind of fault, and the allowed endings of the ranks: RIGHT, or an exception's name, "exit
+    3" or "signal 9".
     """
 
-    play: Callable[[Any], None]  # what each rank does, given what it has of the trial (`Part`)
-    others: tuple[str, ...] = (RIGHT,)  # endings that ranks other than the victim are owed
-    victim: tuple[str, ...] | None = (RIGHT,)  # those that the victim is; None: any
+    play: Callable[[Any], None]  # the part that each rank plays
+    others: tuple[str, ...] = (RIGHT,)  # allowed endings of ranks other than the victim
+    victim: tuple[str, ...] | None = (RIGHT,)  # allowed endings of the victim; None: any
     strike: Callable[[Any], AbstractContextManager[None]] | None = (
-        None  # done by the storm itself until the others have ended
+        None  # the fault that the storm causes, until the other ranks have ended
     )
     places: tuple[str, ...] = ("shared",)
-    phases: tuple[str, ...] = ("calls",)  # in one of which it strikes
+    phases: tuple[str, ...] = ("calls",)  # the phases in which the fault may occur
     by: tuple[str, ...] = ("world",)
     ranks: tuple[int, ...] = (2, 2, 3)
-    hidden: bool = False  # whether nothing shows it before the time limit
+    hidden: bool = False  # whether the fault shows only by the time limit
     named: bool = True  # whether an error has to name the victim
-    alone: bool = False  # whether ranks meet by themselves, not by a group that is there
-    apart: bool = False  # whether each rank is in a pid namespace of its own
-    why_not: Callable[[], str] = str  # why there cannot be such trials here, or nothing
+    alone: bool = False  # whether ranks find each other themselves, without a group made earlier
+    own_pids: bool = False  # whether each rank has a pid namespace of its own
+    # the reason why such trials are impossible here, or an empty text
+    why_not: Callable[[], str] = str
 
 
 def trial_of(seed: int, name: str, kind: Kind, places: tuple[str, ...]) -> Trial:
-    """The trial of this kind with this seed, in one of these places."""
+    """The trial of this kind with this seed, in one of `places`."""
     place = random.Random(seed).choice([place for place in places if place in kind.places])
     draw = random.Random(
         f"{seed} {name}"
-    )  # so that it is the same trial where its place is the only one to choose
+    )  # independent of `places`: a trial repeated with its own place alone stays the same
     ranks = {"hosts": draw.choice((2, 4)), "compile": 2, "shared": draw.choice(kind.ranks)}[place]
     phase = draw.choice(
         ["calls" if place == "compile" and each == "init" else each for each in kind.phases]
