@@ -1,5 +1,5 @@
 #!/bin/sh
-# Measure the floor below the operators: every collective beside gloo, Open MPI and MPICH, one-sided copies, overlap of the independent.
+# Measure what the fused operators are built on: every collective compared with gloo, Open MPI and MPICH, one-sided copies, and overlap.
 # usage: benchmarks/collectives.sh WEFT DIRECTORY RANKS     after `make baselines`, from the root of the repository
 set -eu
 weft=$1 into=$2 ranks=$3

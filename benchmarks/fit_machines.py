@@ -1,13 +1,12 @@
-"""Fit the machine profiles to published results, and print by how much the simulator then misses
-them.
+"""Fit the machine profiles to published results, and print the errors of the simulator.
 
-    python benchmarks/fit_machines.py          # prints the tables of errors
-    python benchmarks/fit_machines.py --write  # also writes the profiles, and the tables in docs
+    python benchmarks/fit_machines.py            # prints the tables of errors
+    python benchmarks/fit_machines.py --write    # also writes the profiles, and the tables in docs
 
-Each `System` says which published rows a machine's figures are fitted to and which plan each row
-stands for. The fit minimises the sum of squared logarithms of predicted / published by a pattern
-search over the logarithms of the parameters. *Leave one out* fits to all rows but one and predicts
-that one, for each in turn.
+Each `System` selects the published rows to which a machine's figures are fitted, and the plan that
+models each row. The fit minimises the sum of squared logarithms of predicted / published by a
+pattern search over the logarithms of the parameters. *Leave one out* fits to all rows but one and
+predicts that one, for every row.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ Parameters = dict[str, float]
 
 
 class Point(NamedTuple):
-    """A published figure in seconds, the plan that stands for it, and which variant of the machine
-    it ran on.
+    """A published figure in seconds, the plan that models it, and the variant of the machine on
+    which it was measured.
     """
 
     label: str
@@ -54,10 +53,10 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class System:
-    """Where the parameters of a machine begin, how they make the machine (or a variant of it), and
-    what they are fitted to.
+    """The initial parameters of a machine, the function that makes the machine (or a variant of it)
+    from them, and the points of the fit.
 
-    `of` is the profile that the variants belong to, by default the machine's own.
+    `of` is the profile to which the variants belong, by default the machine's own.
     """
 
     title: str
@@ -195,7 +194,7 @@ def transfers() -> System:
 
 
 def streams() -> System:
-    """System 4: a product beside an all-gather, and matmul + all-reduce in four pieces."""
+    """System 4: a product concurrent with an all-gather, and matmul + all-reduce in four pieces."""
     points = []
     for row in published("bench_overlapped_matmul_allgather"):
         ranks, size, n = int(row["ranks"]), int(row["m"]), int(row["bytes"]) // 2 // 1024
@@ -223,7 +222,7 @@ def streams() -> System:
                 variant,
             )
         )
-    for row in published("nvfuser_overlap")[1:]:  # many streams have no plan that stands for them
+    for row in published("nvfuser_overlap")[1:]:  # no plan models many streams
         ranks, m, k, n = _numbers(row)
         plan = bind(
             matmul_all_reduce(Request(ranks, 4, "one_shot", remote_reads=False)), split(m, ranks)
@@ -253,7 +252,7 @@ def streams() -> System:
                 "nccl.compute_slowdown" if variant == "nccl" else "compute_slowdown"
             ],
             ranks=8,
-            source="published times of a product beside an all-gather, and of matmul + all-reduce, on H100 with NVLink; nccl: "
+            source="published times of a product concurrent with an all-gather, and of matmul + all-reduce, on H100 with NVLink; nccl: "
             "communication by kernels, otherwise by copy engines over symmetric memory. "
             f"{ASSUMED}, as is the link between groups of 8: 400 Gbit/s for each rank",
         )
@@ -263,8 +262,8 @@ def streams() -> System:
 
 
 def tiles() -> System:
-    """System 5: three implementations of a flat all-gather; the published GB/s are what a rank
-    receives per second.
+    """System 5: three implementations of a flat all-gather; the published GB/s are the bytes that a
+    rank receives per second.
     """
     points = []
     for row in published("iris_all_gather"):
@@ -293,7 +292,7 @@ def tiles() -> System:
             lanes=7,
             ranks=8,
             source="published bandwidth of all-gathers on 8 MI325X by RCCL, Triton and Gluon. "
-            f"{ASSUMED}, as are the rates of products: half of what the vendor states; "
+            f"{ASSUMED}, as are the rates of products: half of the vendor's figures; "
             "interference is unknown and left out",
         )
 
@@ -316,8 +315,8 @@ def _gathering(k: int, n: int) -> dict[str, Rows]:
 
 
 class Errors(NamedTuple):
-    """How far the predictions of a system's points are off, in percent: fitted to all points, and
-    to all but the one predicted.
+    """The errors of the predictions of a system's points, in percent: fitted to all points, and to
+    all but the predicted one.
     """
 
     system: System
@@ -409,14 +408,14 @@ def profile(all_errors: Sequence[Errors], name: str) -> str:
             f"[variants.{variant}]",
             *(f"{key} = {value}" for key, value in changed.items()),
         ]
-    lines += ["", "[residuals]  # percent by which predictions miss what the figures are fitted to"]
+    lines += ["", "[residuals]  # percent by which predictions miss the published figures"]
     return (
         "\n".join([*lines, *(f'"{label}" = {error}' for label, error in residuals.items())]) + "\n"
     )
 
 
 def _entries(machine: Machine, *but: str) -> dict[str, str]:
-    """A machine's fields as TOML, without those that have their default."""
+    """A machine's fields as TOML, without fields that have their default."""
     default = Machine("", {}, (), 0, 0)
     values = {
         key: value

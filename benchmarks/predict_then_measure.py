@@ -1,16 +1,16 @@
-"""How good predictions are on this machine: random configurations are predicted, written down, and
-only then measured.
+"""The accuracy of predictions on this machine: random configurations are predicted, the predictions
+are saved, and only then are the configurations measured.
 
-    weft calibrate                                                # what predictions go by; nothing
-    is fitted to what follows python benchmarks/predict_then_measure.py run FILE --seed 1   # writes
-    predictions to FILE, measures, and adds what it took python benchmarks/predict_then_measure.py
-    table FILE
+    weft calibrate    # the basis of predictions; nothing is fitted to the measurements below
+    # predict to FILE, measure, and add the measurements:
+    python benchmarks/predict_then_measure.py run FILE --seed 1
+    python benchmarks/predict_then_measure.py table FILE
 
-A configuration is an operator, shape, dtype, packed or plain weight, emulated link or none,
-algorithm, and chunk size. K and N are multiples of 32, as in most models; rows are any number. What
-is measured is the execution by the engine, from a barrier to the end on the slower rank, in passes
-over all configurations; of the passes' medians the lower quartile counts, as in calibration. And
-the way that is predicted to be the fastest is compared with the one that is measured to be.
+One configuration is an operator, shape, dtype, packed or plain weight, emulated link or none,
+algorithm, and number of pieces. K and N are multiples of 32, as in most models; rows are any
+number. A measurement is the execution by the engine, from a barrier to the end on the slowest rank,
+in passes over all configurations; of the passes' medians the lower quartile counts, as in
+calibration. The variant with the fastest prediction is also compared with the fastest measured one.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ CONFIGURATIONS, RANKS = 40, 2
 PASSES, RUNS = (
     5,
     3,
-    # over all configurations, and of each in a pass: the machine is faster at one time than at another
+    # passes over all configurations, and runs of each in a pass: the speed of the machine varies
 )
-FLOPS = 3e9  # at most, so that all of it takes some minutes
-DTYPES = {"float32": 5, "bfloat16": 2, "float16": 1, "float64": 1}  # and how often each is drawn
+FLOPS = 3e9  # at most, so that a run takes some minutes
+DTYPES = {"float32": 5, "bfloat16": 2, "float16": 1, "float64": 1}  # the weights of the draw
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, rich_markup_mode=None)
 
 
 def configurations(seed: int) -> list[tuple[Workload, tuple[float, float] | None, random.Random]]:
-    """Random cases, and dice for how to do each."""
+    """Random cases, each with a random generator that selects its variant."""
     dice = random.Random(seed)
     found = []
     while len(found) < CONFIGURATIONS:
@@ -63,30 +63,33 @@ def configurations(seed: int) -> list[tuple[Workload, tuple[float, float] | None
     return found
 
 
-def foretell(seed: int) -> list[dict[str, Any]]:
-    """Predict every configuration in a way drawn at random, and which way is the fastest."""
+def predicted(seed: int) -> list[dict[str, Any]]:
+    """Predictions of every configuration: of a random variant, and of all variants by speed."""
     mine = machine.load(machine.THIS)
     rows = []
     for case, link, dice in configurations(seed):
         on = mine.emulating(*link) if link else mine
-        way = dice.choice(predict.candidates(case, on))
-        found = {"way": way, "predicted_ms": 1e3 * predict.time(case, way, on)}
-        ways = [
-            {"way": way, "predicted_ms": 1e3 * seconds} for way, seconds in predict.rank(case, on)
+        variant = dice.choice(predict.candidates(case, on))
+        found = {"way": variant, "predicted_ms": 1e3 * predict.time(case, variant, on)}
+        ranking = [
+            {"way": variant, "predicted_ms": 1e3 * seconds}
+            for variant, seconds in predict.rank(case, on)
         ]
-        rows.append({"case": case._asdict(), "link": link, **found, "ways": ways})
+        rows.append({"case": case._asdict(), "link": link, **found, "ways": ranking})
     return rows
 
 
 def measure(rows: list[dict[str, Any]]) -> None:
-    """Add what is measured."""
+    """Add the measured times to the predictions."""
     questions = []
     for row in rows:
         case = Workload(**{**row["case"], "rows": tuple(row["case"]["rows"])})
-        asked = dict.fromkeys(
+        variants = dict.fromkeys(
             [Variant(*row["way"]), *(Variant(*entry["way"]) for entry in row["ways"])]
         )
-        questions.append(tune.Question(case, [*asked], tuple(row["link"]) if row["link"] else None))
+        questions.append(
+            tune.Question(case, [*variants], tuple(row["link"]) if row["link"] else None)
+        )
     passes = [launch(tune.measure, RANKS, questions, RUNS, 1, threads=1)[0] for _ in range(PASSES)]
     for row, *found in zip(rows, *passes, strict=True):
         for entry in (row, *row["ways"]):
@@ -103,18 +106,18 @@ def measure(rows: list[dict[str, Any]]) -> None:
 def summary(rows: list[dict[str, Any]]) -> str:
     """The configurations as a Markdown table, and their errors."""
     lines = [
-        "| configuration | way | predicted | measured (median) | error | predicted best / best |",
+        "| configuration | variant | predicted | measured (median) | error | predicted best / best |",
         "|---|---|---|---|---|---|",
     ]
     errors, misses = [], []
     for row in rows:
         case = row["case"]
         where = f"{row['link'][0]:g} Gbit/s" if row["link"] else "shared memory"
-        size, lies = (
+        size, weight = (
             f"{sum(case['rows'])}x{case['k']}x{case['n']}",
             "packed" if case["packed"] else "plain",
         )
-        what = f"{case['operator']} {size} {case['dtype']} {lies}"
+        description = f"{case['operator']} {size} {case['dtype']} {weight}"
         errors.append(100 * (row["predicted_ms"] / row["measured_ms"] - 1))
         misses.append(
             100
@@ -123,16 +126,16 @@ def summary(rows: list[dict[str, Any]]) -> str:
                 - 1
             )
         )
-        way = f"{Variant(*row['way'])}, {row['way'][1]} pieces"
+        variant = f"{Variant(*row['way'])}, {row['way'][1]} pieces"
         times = f"{row['predicted_ms']:.3f} ms | {row['measured_ms']:.3f} ({row['median_ms']:.3f})"
         lines.append(
-            f"| {what}, {where} | {way} | {times} | {errors[-1]:+.0f} % | {misses[-1]:+.0f} % |"
+            f"| {description}, {where} | {variant} | {times} | {errors[-1]:+.0f} % | {misses[-1]:+.0f} % |"
         )
     mean, worst = sum(map(abs, errors)) / len(errors), max(map(abs, errors))
     right = sum(miss <= 5 for miss in misses)
     lines += [
         "",
-        f"Mean error **{mean:.1f} %**, worst **{worst:.0f} %**; the way predicted to be the "
+        f"Mean error **{mean:.1f} %**, worst **{worst:.0f} %**; the variant predicted to be the "
         "fastest is within 5 % of the",
     ]
     return "\n".join(
@@ -143,10 +146,10 @@ def summary(rows: list[dict[str, Any]]) -> str:
 @app.command()
 def run(
     file: Path,
-    seed: Annotated[int, typer.Option(help="Of the configurations; another one is another test.")],
+    seed: Annotated[int, typer.Option(help="Of the random configurations.")],
 ) -> None:
-    """Predict, write that down, measure, and write that down too."""
-    found = {"seed": seed, "calibrated": machine.calibrated(), "configurations": foretell(seed)}
+    """Predict, save the predictions, measure, and save the measurements."""
+    found = {"seed": seed, "calibrated": machine.calibrated(), "configurations": predicted(seed)}
     file.write_text(json.dumps(found, indent=1) + "\n")
     measure(found["configurations"])
     file.write_text(json.dumps(found, indent=1) + "\n")
@@ -155,7 +158,7 @@ def run(
 
 @app.command()
 def table(file: Path) -> None:
-    """Print what `run` found as a Markdown table."""
+    """Print the results of `run` as a Markdown table."""
     print(summary(json.loads(file.read_text())["configurations"]))
 
 

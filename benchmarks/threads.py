@@ -1,9 +1,9 @@
-"""Copies and sums by one thread of a rank and by several, beside torch's own, which show what
-memory permits.
+"""Copies and sums by one thread of a rank and by several, compared with torch's own, which show the
+memory bandwidth.
 
-``python benchmarks/threads.py [THREADS [MIB …]]``: 2 threads and sizes of 1, 4, 16 and 64 MiB
-unless others are given. One thread and several take turns; what is printed are medians, and the
-median of the ratios of neighbours.
+``python benchmarks/threads.py [THREADS [MIB …]]``: by default 2 threads and sizes of 1, 4, 16 and
+64 MiB. One thread and several alternate; the script prints medians, and the median of the ratios of
+consecutive runs.
 """
 
 import sys
@@ -27,10 +27,10 @@ SUM = Plan("sum", "of two", BUFFERS, ({"compute": (Reduce((A, B), OUT),)},), {})
 
 def seconds(call: Callable[[], object], threads: int) -> float:
     torch.set_num_threads(threads)
-    call()  # so that the threads are there
-    begun = time.perf_counter()
+    call()  # starts the threads
+    start = time.perf_counter()
     call()
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 def measure(world: weft.World, threads: int, mib: int) -> None:

@@ -12,7 +12,7 @@ python=${PYTHON:-python3}
 mkdir -p "$out"
 failed=0
 
-step() {  # NAME SECONDS COMMAND…: run with a limit, its output kept beside the results
+step() {  # NAME SECONDS COMMAND…: run with a limit, its output kept in the folder of the results
   local name=$1 limit=$2
   shift 2
   echo "== $name"

@@ -1,5 +1,5 @@
-"""Products on this GPU: weft's persistent kernel beside `torch.mm`, and fused operators of ranks
-that share it. Writes JSON.
+"""Products on this GPU: weft's persistent kernel compared with `torch.mm`, and fused operators of
+ranks that share the GPU. Writes JSON.
 """
 
 import json
@@ -29,7 +29,7 @@ M = N = K = 8192
 
 
 def medians(every: list[dict[str, list[float]]]) -> dict[str, float]:
-    """Of each view the median over iterations of the slowest rank."""
+    """For each view, the median over iterations of the slowest rank's time."""
     return {
         view: statistics.median(map(max, zip(*(one[view] for one in every), strict=True)))
         for view in every[0]
@@ -37,8 +37,8 @@ def medians(every: list[dict[str, list[float]]]) -> dict[str, float]:
 
 
 def fused(ranks: int, products: str) -> dict[str, Any]:
-    """Fused operators of 8192 x 8192 x 8192 bfloat16 in a local world, beside one after the other,
-    and the product alone.
+    """Fused operators of 8192 x 8192 x 8192 bfloat16 in a local world, compared with gather and
+    product one after the other, and the product alone.
     """
 
     def measure() -> dict[str, list[float]]:
@@ -94,7 +94,7 @@ def fused(ranks: int, products: str) -> dict[str, Any]:
 def product_rates(
     shapes: Sequence[tuple[int, int, int]], dtype: torch.dtype, warmup: int, iterations: int
 ) -> list[dict[str, Any]]:
-    """The persistent kernel, which here waits for nothing, beside `torch.mm`."""
+    """The persistent kernel, without any waits, and `torch.mm`."""
     from weft.engines.device.kernels import symmetric
     from weft.engines.device.kernels.all_gather_matmul import Product
     from weft.kernels.matmul import matmul
@@ -142,8 +142,7 @@ def product_rates(
 def of_processes(
     m: int, k: int, n: int, dtype: torch.dtype, warmup: int, iterations: int
 ) -> dict[str, float]:
-    """torch's own fused operator beside weft's, of ranks that are processes and take turns on this
-    GPU.
+    """torch's own fused operator and weft's, on ranks that are processes and share this GPU's time.
 
     Median milliseconds of the slowest rank for (m, k) gathered @ (k, n / ranks). A wrong result is
     an `AssertionError`.
@@ -178,8 +177,8 @@ def of_processes(
     return medians(every)
 
 
-def tried(step: Callable[[], Any]) -> Any:
-    """What a step finds, or in words what went wrong: the others are still to be measured."""
+def outcome(step: Callable[[], Any]) -> Any:
+    """The result of a step, or its error as a text: the other steps are still to be measured."""
     try:
         return step()
     except Exception as error:
@@ -199,8 +198,8 @@ def main(file: Path) -> bool:
     }
     result: dict[str, Any] = {"machine": hardware(), "versions": versions()}
     for name, step in steps.items():
-        result[name] = tried(step)
-        file.write_text(json.dumps(result, indent=1))  # what is there survives what follows
+        result[name] = outcome(step)
+        file.write_text(json.dumps(result, indent=1))  # earlier results survive a later crash
     wrong = (
         any(row["wrong"] for row in result["products"])
         if isinstance(result["products"], list)

@@ -1,4 +1,4 @@
-"""The results of `check.sh` in a folder as a page of tables; what is missing is said to be."""
+"""The results of `check.sh` in a folder as a page of tables; missing results are listed."""
 
 import json
 import sys
@@ -37,9 +37,9 @@ def main(folder: Path) -> None:
             "|\n|---|---|---|---|---|---|"
         )
         for row in gathers["rows"]:
-            what = f"{row['size_bytes']} | {row['implementation']} | {row['comm_sms'] or '-'}"
+            label = f"{row['size_bytes']} | {row['implementation']} | {row['comm_sms'] or '-'}"
             print(
-                f"| {what} | {row['time_us']['median']:.1f} | {row['algbw_gbps']:.1f} | "
+                f"| {label} | {row['time_us']['median']:.1f} | {row['algbw_gbps']:.1f} | "
                 f"{row['wrong']} |"
             )
     if products:

@@ -1,4 +1,4 @@
-"""The baselines of the collectives beside gloo: MPI in processes of its own, and DeepSpeed."""
+"""Baselines of the collectives in addition to gloo: MPI in processes of its own, and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft_benchmarks.mpi import MPIS, MpiRanks, environment
 
 
 def refusal(name: str, settings: SweepSettings) -> str | None:
-    """The reason why this baseline cannot be measured with these settings here, if there is one."""
+    """The reason why this baseline cannot be measured with these settings here, or None."""
     if name == deepspeed.NAME:
         sums = settings.operation == "all_reduce" and settings.op == "sum"
         if not sums or settings.dtype not in deepspeed.DTYPES:
@@ -55,7 +55,7 @@ class DeepSpeed:
     version: str | None = None
 
     def prepare(self, bench: Bench, count: int) -> None:
-        """Nothing: it uses the tensors of the benchmark."""
+        """Nothing to do: the operator uses the tensors of the benchmark."""
 
     def contender(self, bench: Bench, in_place: bool, count: int) -> Contender | None:
         if not in_place:
@@ -65,7 +65,7 @@ class DeepSpeed:
 
 
 class Mpi:
-    """An MPI: its ranks, which only rank 0 of weft has."""
+    """An MPI: its ranks, known to rank 0 of weft alone."""
 
     def __init__(self, name: str, ranks: MpiRanks | None) -> None:
         self.name, self.ranks, self.version = name, ranks, ranks.version if ranks else None
@@ -82,7 +82,7 @@ class Mpi:
 
 
 class MpiCalls:
-    """The calls of an MPI, which rank 0 asks for while the others sleep in a collective of gloo."""
+    """Calls of an MPI, which rank 0 requests while the other ranks sleep in a collective of gloo."""
 
     def __init__(self, name: str, in_place: bool, ranks: MpiRanks | None, world: World) -> None:
         self.implementation, self.in_place, self.ranks, self.world = name, in_place, ranks, world
@@ -91,13 +91,13 @@ class MpiCalls:
         return total(sum(self.ranks.ask("verify", self.in_place, run)) if self.ranks else 0)
 
     def time(self, calls: int) -> float:
-        """The seconds of MPI's slowest rank; on rank 0, and no less on the others."""
+        """Seconds of MPI's slowest rank, on rank 0; a number no less on the other ranks."""
         dist.barrier()
         seconds = max(self.ranks.ask("time", self.in_place, calls)) if self.ranks else 0.0
         return largest(self.world, [seconds])[0]
 
 
 def _numpy_dtype(settings: SweepSettings) -> str:
-    """The dtype for MPI's ranks: where nothing is added up, integers of the same width do."""
+    """The dtype for MPI's ranks: without sums, integers of the same width suffice."""
     itemsize: int = getattr(torch, settings.dtype).itemsize
     return settings.dtype if itemsize > 2 or settings.dtype == "int8" else f"int{8 * itemsize}"

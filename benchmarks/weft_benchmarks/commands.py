@@ -1,4 +1,4 @@
-"""The commands of ``weft bench`` that come with the repository. Loads torch only once one runs."""
+"""The commands of ``weft bench`` that are part of the repository. Importing it does not load torch."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from weft.cli.options import refuse
 from weft_benchmarks.settings import CopySettings, OverlapSettings, ServingSettings
 
 
-def overlap(given: OverlapSettings) -> None:
+def overlap(settings: OverlapSettings) -> None:
     from weft.bench import plots
     from weft_benchmarks import overlap
 
-    if len(parse_sizes(given.size)) > 1:
-        refuse("--size", f"expected one size; got {given.size!r}")
-    options.check_gloo(given)
-    options.hand_over(given, overlap.measure, overlap.print_tables, plots.draw_times)
+    if len(parse_sizes(settings.size)) > 1:
+        refuse("--size", f"expected one size; got {settings.size!r}")
+    options.check_gloo(settings)
+    options.hand_over(settings, overlap.measure, overlap.print_tables, plots.draw_times)
 
 
-def p2p(given: CopySettings) -> None:
+def p2p(settings: CopySettings) -> None:
     from weft_benchmarks import p2p
 
-    options.hand_over(given, p2p.measure, p2p.print_tables, p2p.draw, alone=options.ALONE)
+    options.hand_over(settings, p2p.measure, p2p.print_tables, p2p.draw, alone=options.ALONE)
 
 
-def serving(given: ServingSettings) -> None:
+def serving(settings: ServingSettings) -> None:
     from weft_benchmarks import serving
 
-    _, ranks = options.world_size(given.ranks)
+    _, ranks = options.world_size(settings.ranks)
     for name in ("hidden", "intermediate"):
-        if (width := getattr(given, name)) % ranks:
+        if (width := getattr(settings, name)) % ranks:
             uneven = f"{ranks} ranks cannot share {width} evenly: use a multiple of {ranks}"
             refuse(f"--{name}", uneven)
-    if (most := given.decode + given.prefill - 1) < given.warmup + given.steps:
+    if (most := settings.decode + settings.prefill - 1) < settings.warmup + settings.steps:
         few = f"there are {most} numbers of tokens, and each step has its own"
         refuse("--steps", f"{few}: fewer steps, or more --prefill")
     options.hand_over(
-        given, serving.measure, serving.print_tables, serving.draw, alone=options.ALONE
+        settings, serving.measure, serving.print_tables, serving.draw, alone=options.ALONE
     )
 
 

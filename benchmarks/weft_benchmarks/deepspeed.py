@@ -1,9 +1,9 @@
 """A baseline: DeepSpeed's all-reduce in shared memory, in this process, compiled from its own
 source (``make baselines``).
 
-Each rank copies its tensor to a buffer that all see and spins until all have. Up to 1 MiB it then
-sums everything itself, above that a part, and it fetches the rest after spinning once more. It sums
-in place, and on one host.
+Each rank copies its tensor to a shared buffer and spins until all ranks have done so. Up to 1 MiB
+each rank then sums the whole tensor, above that a part, and fetches the rest after spinning once
+more. The operator sums in place, and on one host.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ NAME = "deepspeed"
 DTYPES = ("float32", "bfloat16", "float16")
 
 _MODULE = "deepspeed_shared_memory"
-_SHARED = "deepspeed_allreduce_buffer"  # what its code calls its segments
+_SHARED = "deepspeed_allreduce_buffer"  # the name of its segments in DeepSpeed's code
 
 
 def missing() -> str | None:
-    """Why it cannot run here, if so."""
+    """The reason why the baseline cannot run here, or None."""
     if not _library().exists():
         return f"there is no {_library()} here: run `make baselines` and start in its directory"
     if "avx512bw" not in Path("/proc/cpuinfo").read_text():
@@ -38,14 +38,16 @@ def missing() -> str | None:
 
 
 def build() -> None:
-    """Compile the operator from the package's source, which `make baselines` has laid beside it."""
+    """Compile the operator from the package's source, which `make baselines` has put into the same
+    folder.
+    """
     from torch.utils import cpp_extension
 
     sources = [
         str(_library().parent / "csrc" / "cpu" / "comm" / name)
         for name in ("shm_interface.cpp", "shm.cpp")
     ]
-    flags = ["-O2", "-fopenmp"]  # as DeepSpeed compiles it
+    flags = ["-O2", "-fopenmp"]  # DeepSpeed's own flags
     cpp_extension.load(
         _MODULE,
         sources,
@@ -56,20 +58,20 @@ def build() -> None:
 
 
 def connect() -> None:
-    """Load the operator and have it find its peers, collectively; the segments it makes last as
-    long as the processes.
+    """Load the operator and connect it to its peers, collectively; its segments last as long as the
+    processes.
     """
     sys.path.append(str(_library().parent))
     module = import_module(_MODULE)
     ranks, rank, number = dist.get_world_size(), dist.get_rank(), [os.getpid()]
     dist.broadcast_object_list(number, 0)
-    told = {"LOCAL_SIZE": str(ranks), "MASTER_ADDR": "weft", "MASTER_PORT": str(number[0])}
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update(told)
+    variables = {"LOCAL_SIZE": str(ranks), "MASTER_ADDR": "weft", "MASTER_PORT": str(number[0])}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     module.initialize(ranks, rank)
     for name, value in before.items():
         os.environ.pop(name) if value is None else os.environ.update({name: value})
-    dist.barrier()  # all have opened it
+    dist.barrier()  # all ranks have opened the segments
     (Path("/dev/shm") / f"{_SHARED}_{os.getuid()}_weft_{number[0]}_{rank}").unlink()
 
 

@@ -1,6 +1,6 @@
-"""The benchmark of overlap as such: a product and an all-gather that need nothing of each other.
+"""The benchmark of overlap: a product and an all-gather that are independent of each other.
 
-They are measured alone, one after the other, and side by side: `weft.all_gather_async` beside the
+They are measured alone, one after the other, and concurrently: `weft.all_gather_async` during the
 local product. The baseline is the same with gloo and ``torch.mm``.
 """
 
@@ -32,7 +32,7 @@ from weft_benchmarks.settings import OverlapSettings
 
 
 class Overlap(Views):
-    """One rank's tensors, and the views on them by name; what is gathered lies in symmetric memory
+    """One rank's tensors, and the views on them by name; the gathered tensor is in symmetric memory
     and the weight is packed.
     """
 
@@ -57,14 +57,14 @@ class Overlap(Views):
             "compute": View(product, (self.out,), self.check_product),
             "communicate": View(gather, (self.gathered,), self._check_gathered),
             "sequential": self._both(lambda: (gather(), product())),
-            "overlapped": self._both(partial(_beside, product, begin)),
+            "overlapped": self._both(partial(_concurrently, product, begin)),
         }
         if settings.gloo:
             mm = partial(torch.mm, self.x, self.problem.weight, out=self.out)
             by_gloo = gloo_collective("all_gather", self.a, self.gathered, "sum")
             self.views["gloo sequential"] = self._both(lambda: (by_gloo(), mm()))
             self.views["gloo overlapped"] = self._both(
-                partial(_beside, mm, partial(by_gloo, async_op=True))
+                partial(_concurrently, mm, partial(by_gloo, async_op=True))
             )
 
     def renew(self, run: int) -> None:
@@ -85,7 +85,8 @@ class Overlap(Views):
 def measure(settings: OverlapSettings) -> dict[str, Any]:
     """Measure on this rank, collectively; the result as a JSON object, times in milliseconds.
 
-    `copies_ms` is what the all-gather takes without the emulated link, null where there is none.
+    `copies_ms` is the time of the all-gather without the emulated link, null if there is no such
+    link.
     """
     [gathered] = parse_sizes(settings.size)
     with session(settings.threads) as world:
@@ -114,7 +115,7 @@ def measure(settings: OverlapSettings) -> dict[str, Any]:
 
 
 def print_tables(result: dict[str, Any], console: Console) -> None:
-    """Print the times, the figures, and what one must know to read them."""
+    """Print the times, the figures, and notes on how to read them."""
     link, machine, size = (
         result["link"],
         result["machine"],
@@ -123,7 +124,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     where = f", EMULATED LINK of {link['gbps']:g} Gbit/s" if link else ""
     console.print(
         Text(
-            f"overlap: {result['ranks']} ranks, {size} beside an {result['algorithm']}{where}",
+            f"overlap: {result['ranks']} ranks, {size} and an {result['algorithm']}{where}",
             "bold",
         ),
         soft_wrap=True,
@@ -163,7 +164,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
     )
 
 
-def _beside(product: Callable[[], object], begin: Callable[[], Any]) -> None:
+def _concurrently(product: Callable[[], object], begin: Callable[[], Any]) -> None:
     work = begin()
     product()
     work.wait()
@@ -172,7 +173,7 @@ def _beside(product: Callable[[], object], begin: Callable[[], Any]) -> None:
 def _emulate(
     settings: OverlapSettings, world: World, overlap: Overlap, stopwatch: Stopwatch
 ) -> float | None:
-    """Slow down copies as asked for; the milliseconds that they take without that."""
+    """Emulate the requested link; the milliseconds of the all-gather without it."""
     if settings.link_gbps is None:
         return None
     alone = stopwatch.interleave(

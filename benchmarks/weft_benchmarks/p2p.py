@@ -1,10 +1,10 @@
 """The benchmark of one-sided copies over message size: put and get, synchronous and asynchronous,
-beside local copies.
+compared with local copies.
 
-Rank 0 copies to and from the last rank, which sleeps meanwhile; what is compared takes turns in one
-process. Each turn begins with a copy that is not timed, then times single copies (latency), then a
-window of copies back to back (bandwidth, and what they cost the calling thread). An asynchronous
-copy takes until it is complete, but costs its caller only its submission.
+Rank 0 copies to and from the last rank, which sleeps meanwhile; the implementations alternate in
+one process. Each round begins with a copy that is not timed, then times single copies (latency),
+then a window of copies back to back (bandwidth, and the cycles of the calling thread). An
+asynchronous copy is timed until it is complete, but costs its caller only the submission.
 """
 
 from __future__ import annotations
@@ -37,13 +37,11 @@ from weft.world.onesided import Transfer, get, get_async, put, put_async
 from weft_benchmarks.settings import CopySettings
 
 MEMCPY, COPY_ = "memcpy", "torch.copy_"
-_LOCAL = {MEMCPY: DASHED, COPY_: (0, (1, 2))}  # and how their lines are drawn
+_LOCAL = {MEMCPY: DASHED, COPY_: (0, (1, 2))}  # the style of their lines in the picture
 
 
 class Copier(NamedTuple):
-    """A way to copy `source` to `target`; `owner` is the rank on which `target` can be looked at,
-    `giver` that of `source`.
-    """
+    """An implementation of a copy from `source`, on rank `giver`, to `target`, on rank `owner`."""
 
     operation: str
     implementation: str
@@ -55,8 +53,8 @@ class Copier(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Seconds of single copies, seconds per copy in windows, and cycles that a copy in a window
-    takes of its caller.
+    """Seconds of single copies, seconds per copy in windows, and the caller's cycles per copy in a
+    window.
     """
 
     singles: list[float]
@@ -65,9 +63,7 @@ class Samples(NamedTuple):
 
 
 class Buffers:
-    """The buffers of one rank, which all sizes share: each has its random bytes and its place to
-    copy to.
-    """
+    """The buffers of one rank, shared by all sizes: the random bytes, a source and a target."""
 
     def __init__(self, settings: CopySettings, world: World) -> None:
         self.settings, self.world = settings, world
@@ -82,7 +78,7 @@ class Buffers:
         ]
         self.shared, self.source, self.target = (
             tensor.zero_() for tensor in made
-        )  # pages are there before anything is timed
+        )  # allocates the pages before anything is timed
 
     def contenders(self, size: int) -> list[Copier]:
         """All implementations, for copies of `size` bytes."""
@@ -119,8 +115,8 @@ class Buffers:
         ]
 
     def verify(self, contender: Copier, run: int) -> Check:
-        """Copy the bytes of `run` to a target that holds the complement of each; how many its owner
-        finds wrong. Collective.
+        """Copy the bytes of `run` to a target that holds their complement; the number of wrong
+        bytes on the target's owner. Collective.
         """
         expected, rank = self.stream[run : run + len(contender.source)], self.world.rank
         if rank == contender.giver:
@@ -145,18 +141,18 @@ class Buffers:
         )
 
     def _race(self, contenders: Sequence[Copier], advance: Callable[[], None]) -> list[Samples]:
-        """Let all contenders take turns, while the other ranks wait."""
+        """Run all implementations alternately, while the other ranks wait."""
         found, rounds = list[Samples](), self.settings.iterations
         if self.world.rank == 0:
             sizes = [
-                batches(max(_turn(contender, 1).windows), per_turn=2) for contender in contenders
+                batches(max(_round(contender, 1).windows), per_turn=2) for contender in contenders
             ]
-            turns = [
-                partial(_turn, one, min(100, copies))
+            calls = [
+                partial(_round, one, min(100, copies))
                 for one, (copies, _) in zip(contenders, sizes, strict=True)
             ]
             samples = race(
-                turns,
+                calls,
                 [min(rounds, most) for _, most in sizes],
                 self.settings.warmup,
                 rounds,
@@ -174,8 +170,8 @@ def measure(settings: CopySettings) -> dict[str, Any]:
     """Measure on this rank, collectively; the result as a JSON object, which is complete on rank 0.
 
     In its rows `time_us` is of single copies and `algbw_gbps` of windows, in 1e9 bytes per second
-    (`busbw_gbps` is the same for two ranks); `cycles` is what a copy takes of its caller, in ticks
-    of the processor's time-stamp counter, null where there is none.
+    (`busbw_gbps` is the same for two ranks); `cycles` is the cost of a copy for its caller, in
+    ticks of the processor's time-stamp counter, null without such a counter.
     """
     with session(
         settings.threads, "one-sided calls stay within one: run weft bench p2p by itself there"
@@ -191,7 +187,7 @@ def measure(settings: CopySettings) -> dict[str, Any]:
 
 
 def print_tables(result: dict[str, Any], console: Console) -> None:
-    """Print the rows of a result, and what one must know to read them."""
+    """Print the rows of a result, and notes on how to read them."""
     table = tables.table(("size", "", "us", "p99 us", "GB/s", "kcycles", f"vs {MEMCPY}", "wrong"))
     for size, of_size in groupby(result["rows"], key=lambda row: row["size_bytes"]):
         rows = {(row["operation"], row["implementation"]): row for row in of_size}
@@ -220,7 +216,7 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         console,
         "us: median of single copies, until complete. GB/s of 1e9 bytes: copies back to back; "
         "these are compared.",
-        "kcycles: what a copy takes of its caller, in 1000 ticks of the time-stamp counter; "
+        "kcycles: the cost of a copy for its caller, in 1000 ticks of the time-stamp counter; "
         "asynchronous: its submission."
         if result["rows"][0]["cycles"] is not None
         else "kcycles: this processor has no time-stamp counter that can be read.",
@@ -234,10 +230,10 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw bandwidth over size for put and for get, synchronous and asynchronous beside local
+    """Draw bandwidth over size for put and for get, synchronous and asynchronous, with local
     copies, into a PNG or SVG file.
     """
-    title = f"p2p: rank 0 and rank {result['ranks'] - 1}, beside local copies"
+    title = f"p2p: rank 0 and rank {result['ranks'] - 1}, and local copies"
     with picture(path, 11, 4.4, title, verified=result["verified"]) as figure:
         for axes, operation in zip(figure.subplots(1, 2, sharey=True), ("put", "get"), strict=True):
             rows = [row for row in result["rows"] if row["operation"] in (operation, "local")]
@@ -260,8 +256,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
 
 
-def _turn(contender: Copier, copies: int) -> Samples:
-    """One turn: a copy that is not timed, `copies` single ones, and as many (at least two) back to
+def _round(contender: Copier, copies: int) -> Samples:
+    """One round: a copy that is not timed, `copies` single ones, and as many (at least two) back to
     back.
     """
     call, singles, window = contender.call, [], max(2, copies)

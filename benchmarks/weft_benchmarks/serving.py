@@ -1,14 +1,13 @@
 """The benchmark of serving: steps of continuous batching through one tensor-parallel transformer
-block, step by step three ways.
+block, each step by three implementations.
 
-Each step has a token for every sequence that is being decoded, and a piece of a prompt. All steps
-have other numbers of tokens, so every shape is met for the first time when it is timed. Attention
-itself is left out, as no cache of keys and values is kept: an elementwise mix of q, k and v is in
-its place.
+Each step has a token for every sequence that is being decoded, and a piece of a prompt. No two
+steps have the same number of tokens, so every shape is new when it is timed. Attention itself is
+left out, as no cache of keys and values is kept: an elementwise mix of q, k and v is in its place.
 
-All ways have the same weights and take the same tokens in turn: torch's tensor-parallel styles on
-gloo, the same plan of styles with those of `weft.nn`, and rank 0 alone with the cores and threads
-of all ranks, while the others sleep.
+The implementations have the same weights and take the same tokens, one after the other: torch's
+tensor-parallel styles on gloo, the same plan of styles with those of `weft.nn`, and rank 0 alone
+with the cores and threads of all ranks, while the other ranks sleep.
 """
 
 from __future__ import annotations
@@ -41,29 +40,29 @@ from weft.pictures import COLOURS, picture
 from weft.world import World, placement
 from weft_benchmarks.settings import ServingSettings
 
-ALONE, TORCH, WEFT = WAYS = ("one process", "torch on gloo", "weft.nn")
+ALONE, TORCH, WEFT = IMPLEMENTATIONS = ("one process", "torch on gloo", "weft.nn")
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-"""How far any element may be off, relative to the largest of its step: rounding, in a different
-order of sums.
+"""The largest error of an element relative to the largest element of its step: sums are rounded in
+different orders.
 """
 
 
 class Step(NamedTuple):
-    """Tokens of one step: of sequences that are decoded, and of a prompt."""
+    """The tokens of one step: of sequences that are decoded, and of a prompt."""
 
     decode: int
     prefill: int
 
 
 def stream(settings: ServingSettings) -> list[Step]:
-    """The steps, those that warm up first: no two of the same number of tokens, and small numbers
-    more likely than large ones.
+    """The steps, beginning with those of the warm-up: all numbers of tokens differ, and small
+    numbers are more likely than large ones.
     """
     draw, most = random.Random(settings.seed), settings.decode + settings.prefill
     late = {
         tokens: draw.expovariate(1 / tokens) for tokens in range(2, most + 1)
-    }  # the first to come is n with probability ~ 1/n
+    }  # the first is n with probability ~ 1/n
     totals = sorted(late, key=late.__getitem__)[: settings.warmup + settings.steps]
     draw.shuffle(totals)
     decoded = [
@@ -94,7 +93,7 @@ class Block(nn.Module):
         for layer in (self.q, self.k, self.v, self.o, self.gate, self.up, self.down):
             nn.init.normal_(
                 layer.weight, std=layer.in_features**-0.5
-            )  # so that every layer matters in the result
+            )  # so that every layer contributes to the result
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.attention_norm(x)
@@ -104,7 +103,7 @@ class Block(nn.Module):
 
 
 class Serving:
-    """One rank's tokens, the ways of computing them by name, and what each made of them last."""
+    """The tokens of one rank, the implementations by name, and the last result of each."""
 
     def __init__(self, settings: ServingSettings, world: World) -> None:
         self.settings, self.world, self.stopwatch = settings, world, Stopwatch(world)
@@ -115,16 +114,16 @@ class Serving:
             self.most + 1 + max(RUNS, settings.warmup + settings.steps), settings.hidden
         ).to(dtype)
         self.exact = deepcopy(whole).double()
-        self.ways: dict[str, Callable[[Tensor], Tensor | None]] = {
+        self.implementations: dict[str, Callable[[Tensor], Tensor | None]] = {
             ALONE: whole if world.rank == 0 else lambda _: None,
             TORCH: self._parallel(whole, torch_styles),
             WEFT: self._parallel(whole, weft.nn),
         }
-        self.x = self.everything  # in the race the tokens of the step
+        self.x = self.everything  # during the race, the tokens of the step
         self.made: dict[str, Tensor | None] = {}
-        self.apart = dict.fromkeys(
-            WAYS, 0
-        )  # elements that differ from those of another way, in the race
+        self.mismatches = dict.fromkeys(
+            IMPLEMENTATIONS, 0
+        )  # elements that differ from the reference implementation's, in the race
 
     def _parallel(self, whole: Block, styles: ModuleType) -> nn.Module:
         plan = {name: styles.ColwiseParallel() for name in ("q", "k", "v", "gate", "up")}
@@ -133,53 +132,62 @@ class Serving:
             deepcopy(whole), init_device_mesh("cpu", (self.world.ranks,)), plan
         )
 
-    def verify(self, way: str, run: int) -> Check:
-        """Compare the way's result, on every rank that has one, with the exact block; the worst of
-        all ranks.
+    def verify(self, name: str, run: int) -> Check:
+        """Compare the result of an implementation, on every rank that has one, with the exact
+        block; the worst of all ranks.
         """
-        x = self.everything[run : run + self.most + 1]  # a number of tokens that no step has
-        self.time(way, x)
-        return worst(self.world, self._compare(self.made.pop(way), self.exact(x.double())))
+        x = self.everything[run : run + self.most + 1]  # more tokens than any step has
+        self.time(name, x)
+        return worst(self.world, self._compare(self.made.pop(name), self.exact(x.double())))
 
-    def time(self, way: str, x: Tensor) -> float:
+    def time(self, name: str, x: Tensor) -> float:
         """This rank's seconds for one step; the result is left in `made`."""
 
         def call() -> None:
-            self.made[way] = self.ways[way](x)
+            self.made[name] = self.implementations[name](x)
 
-        with nullcontext() if way != ALONE or self.world.rank else self._alone():
+        with nullcontext() if name != ALONE or self.world.rank else self._alone():
             return self.stopwatch.time(call)
 
     def race(self) -> dict[str, list[float]]:
-        """Seconds of each measured step by way; all take each step in turn, and their results are
-        compared.
+        """Seconds of each measured step by implementation; all run each step, one after the other,
+        and their results are compared.
         """
-        steps, turns = (
+        steps, calls = (
             stream(self.settings),
-            [lambda way=way: self.time(way, self.x) for way in WAYS],
+            [lambda name=name: self.time(name, self.x) for name in IMPLEMENTATIONS],
         )
         rounds, iterations = enumerate(steps), self.settings.steps
         with progress("measuring", len(steps), shown=self.world.rank == 0) as advance:
 
             def next_step() -> None:
-                self.agree()
+                self.compare_results()
                 number, step = next(rounds)
                 self.x = self.everything[number : number + sum(step)]
                 advance()
 
             found = race(
-                turns, [iterations] * len(WAYS), self.settings.warmup, iterations, next_step
+                calls,
+                [iterations] * len(IMPLEMENTATIONS),
+                self.settings.warmup,
+                iterations,
+                next_step,
             )
-            self.agree()
-        return {way: largest(self.world, seconds) for way, seconds in zip(WAYS, found, strict=True)}
+            self.compare_results()
+        return {
+            name: largest(self.world, seconds)
+            for name, seconds in zip(IMPLEMENTATIONS, found, strict=True)
+        }
 
-    def agree(self) -> None:
-        """Count where results of the last step differ from those of the first way that has one on
-        this rank.
+    def compare_results(self) -> None:
+        """Count the elements in which results of the last step differ from the first result on this
+        rank.
         """
-        results = [(way, y) for way in WAYS if (y := self.made.pop(way, None)) is not None]
-        for way, y in results[1:]:
-            self.apart[way] += self._compare(y, results[0][1].double()).wrong
+        results = [
+            (name, y) for name in IMPLEMENTATIONS if (y := self.made.pop(name, None)) is not None
+        ]
+        for name, y in results[1:]:
+            self.mismatches[name] += self._compare(y, results[0][1].double()).wrong
 
     def _compare(self, y: Tensor | None, expected: Tensor) -> Check:
         return (
@@ -190,35 +198,38 @@ class Serving:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let this rank have the cores and threads of all; afterwards those that it lets go sleep."""
+        """Give this rank the cores and threads of all ranks; its additional threads sleep at the
+        end.
+        """
         threads, own = torch.get_num_threads(), os.sched_getaffinity(0)
         placement.bind_threads(frozenset[int]().union(*self.world.cores))
         torch.set_num_threads(threads * self.world.ranks)
         torch.zeros(threads * self.world.ranks << 15).add_(
             1
-        )  # the threads are started here, and not when they are timed
+        )  # starts the threads before the timed calls
         try:
             yield
         finally:
             torch.set_num_threads(threads)
             placement.bind_threads(own)
-            _settle()
+            _wait_for_idle_threads()
 
 
 def measure(settings: ServingSettings) -> dict[str, Any]:
     """Measure on this rank, collectively; the result as a JSON object.
 
-    Of each way `time_us` is of a step, `steps_us` are all of them, in the order of `steps`, each on
-    the slowest rank; `tokens_per_s` are those of all steps over the time of all steps.
+    For each implementation, `time_us` summarizes the steps, `steps_us` lists them in the order of
+    `steps`, each on the slowest rank; `tokens_per_s` is the tokens of all steps over their total
+    time.
     """
     alone = "one process cannot have the cores of several: run weft bench serving by itself there"
     with session(settings.threads, alone) as world:
         serving = Serving(settings, world)
-        seconds, checks = verified(WAYS, serving.verify, serving.race)
-        apart = largest(world, [*serving.apart.values()])
+        seconds, checks = verified(IMPLEMENTATIONS, serving.verify, serving.race)
+        mismatches = largest(world, [*serving.mismatches.values()])
         wrong = {
-            way: check.wrong + int(more)
-            for way, check, more in zip(WAYS, checks, apart, strict=True)
+            name: check.wrong + int(more)
+            for name, check, more in zip(IMPLEMENTATIONS, checks, mismatches, strict=True)
         }
         tokens = sum(map(sum, steps := stream(settings)[settings.warmup :]))
         return {
@@ -231,13 +242,13 @@ def measure(settings: ServingSettings) -> dict[str, Any]:
             "tolerance": TOLERANCE[settings.dtype],
             "steps": [step._asdict() for step in steps],
             "ways": {
-                way: {
-                    "tokens_per_s": tokens / sum(seconds[way]),
-                    "time_us": per_call(seconds[way])._asdict(),
-                    "steps_us": [1e6 * step for step in seconds[way]],
-                    "wrong": wrong[way],
+                name: {
+                    "tokens_per_s": tokens / sum(seconds[name]),
+                    "time_us": per_call(seconds[name])._asdict(),
+                    "steps_us": [1e6 * step for step in seconds[name]],
+                    "wrong": wrong[name],
                 }
-                for way in WAYS
+                for name in IMPLEMENTATIONS
             },
             "verified": not any(wrong.values()),
             **where(world),
@@ -245,18 +256,18 @@ def measure(settings: ServingSettings) -> dict[str, Any]:
 
 
 def print_tables(result: dict[str, Any], console: Console) -> None:
-    """Print the figures of each way, and what one must know to read them."""
+    """Print the figures of each implementation, and notes on how to read them."""
     console.print(Text(title(result), "bold"), soft_wrap=True)
     table = tables.table(("", "tokens/s", "p50 ms", "p99 ms", "weft"))
-    for name, way in result["ways"].items():
+    for name, figures in result["ways"].items():
         weft_is = (
             Text()
             if name == WEFT
-            else tables.ratio(result["ways"][WEFT]["tokens_per_s"] / way["tokens_per_s"])
+            else tables.ratio(result["ways"][WEFT]["tokens_per_s"] / figures["tokens_per_s"])
         )
-        times = (f"{way['time_us'][key] / 1e3:.2f}" for key in ("median", "p99"))
+        times = (f"{figures['time_us'][key] / 1e3:.2f}" for key in ("median", "p99"))
         table.add_row(
-            tables.named(name, way["wrong"]), f"{way['tokens_per_s']:,.0f}", *times, weft_is
+            tables.named(name, figures["wrong"]), f"{figures['tokens_per_s']:,.0f}", *times, weft_is
         )
     console.print(table)
     tokens, alone = _tokens(result), result["ranks"] * result["machine"]["threads_per_rank"]
@@ -269,35 +280,35 @@ def print_tables(result: dict[str, Any], console: Console) -> None:
         f"rank 0 with {alone} threads.",
         tables.verdict(
             result,
-            "float64 before and after timing, and every step one way against another; at most "
+            "float64 before and after timing, and every step one implementation against another; at most "
             f"{result['tolerance']:g} of the "
-            "largest element apart.",
+            "largest element off.",
         ),
         tables.machine(result),
     )
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw the time of each step over its tokens, and which part of all steps take at most how
-    long, into a PNG or SVG file.
+    """Draw the time of each step over its tokens, and the distribution of the times, into a PNG or
+    SVG file.
     """
     with picture(path, 11, 4.4, title(result), verified=result["verified"]) as figure:
         over, shares = figure.subplots(1, 2)
-        for name, way in result["ways"].items():
-            times = [time / 1e3 for time in way["steps_us"]]
+        for name, figures in result["ways"].items():
+            times = [time / 1e3 for time in figures["steps_us"]]
             over.scatter(_tokens(result), times, s=9, color=COLOURS[name], label=name)
             shares.ecdf(times, color=COLOURS[name])
         over.set(title="milliseconds of a step", xlabel="tokens of the step", ylim=(0, None))
         shares.set(
-            title="part of the steps that take at most so long",
+            title="share of the steps within a time",
             xlabel="milliseconds of a step",
             xscale="log",
         )
-        figure.legend(loc="outside lower center", ncols=len(WAYS))
+        figure.legend(loc="outside lower center", ncols=len(IMPLEMENTATIONS))
 
 
 def title(result: dict[str, Any]) -> str:
-    """What was measured."""
+    """The ranks, the sizes of the block and the dtype."""
     return f"serving: {result['ranks']} ranks, a block of {result['hidden']} and {result['intermediate']}, {result['dtype']}"
 
 
@@ -305,9 +316,9 @@ def _tokens(result: dict[str, Any]) -> list[int]:
     return [step["decode"] + step["prefill"] for step in result["steps"]]
 
 
-def _settle() -> None:
-    """Wait until this process's other threads sleep: OpenMP's look for work for some milliseconds
-    after their last.
+def _wait_for_idle_threads() -> None:
+    """Wait until this process's other threads sleep: OpenMP's threads poll for work for some
+    milliseconds after their last task.
     """
     while True:
         before = process_time()

@@ -27,8 +27,8 @@ PRODUCT = Shape(1024, 1024, 1024)
 
 @dataclass(frozen=True)
 class OverlapSettings(Compared, Shown):
-    """A product and an all-gather that need nothing of each other: each alone, one after the other,
-    and side by side.
+    """A product and an all-gather that are independent of each other: each alone, one after the
+    other, and concurrently.
     """
 
     ranks: Several = None
@@ -38,7 +38,7 @@ class OverlapSettings(Compared, Shown):
     size: Annotated[
         str, of_sizes("That each rank puts into the all-gather; K, M, G are binary.", "BYTES")
     ] = "16M"
-    dtype: Annotated[Dtype, typer.Option(help="Of the matrices and of what is gathered.")] = (
+    dtype: Annotated[Dtype, typer.Option(help="Of the matrices and the gathered tensor.")] = (
         "float32"
     )
     warmup: Warmup = 3
@@ -50,7 +50,7 @@ class OverlapSettings(Compared, Shown):
 
 @dataclass(frozen=True)
 class CopySettings(Shown):
-    """One-sided put and get over size, synchronous and asynchronous, beside local copies."""
+    """One-sided put and get over size, synchronous and asynchronous, and local copies."""
 
     ranks: Several = None
     sizes: Annotated[str, of_sizes("Bytes of a copy; K, M, G are binary.")] = "4K:64M:4"
@@ -61,8 +61,8 @@ class CopySettings(Shown):
 
 @dataclass(frozen=True)
 class ServingSettings(Shown):
-    """A server's stream of steps through a tensor-parallel block, beside torch's styles on gloo and
-    one process with all cores.
+    """A server's stream of steps through a tensor-parallel block, compared with torch's styles on
+    gloo and one process with all cores.
     """
 
     ranks: Several = None

@@ -1,5 +1,5 @@
-"""The benchmark of serving: its stream, its figures, that it notices what is wrong, its picture. No
-test asserts a time.
+"""The benchmark of serving: its stream of steps, its figures, the detection of wrong results, and
+its picture. No test asserts a time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.ranks import on_ranks
 from typer.testing import CliRunner
-from weft_benchmarks.serving import ALONE, TORCH, WAYS, WEFT, Serving, draw, stream
+from weft_benchmarks.serving import ALONE, IMPLEMENTATIONS, TORCH, WEFT, Serving, draw, stream
 from weft_benchmarks.settings import ServingSettings
 
 from weft.cli import app
@@ -34,19 +34,21 @@ def test_figures_and_picture(tmp_path):
         16,
         True,
     )
-    assert [*result["ways"]] == [*WAYS]
+    assert [*result["ways"]] == [*IMPLEMENTATIONS]
     tokens = [step["decode"] + step["prefill"] for step in result["steps"]]
     assert len(set(tokens)) == 4
-    for way in result["ways"].values():
-        assert way["wrong"] == 0
-        assert len(way["steps_us"]) == 4
-        assert way["tokens_per_s"] == pytest.approx(sum(tokens) / (1e-6 * sum(way["steps_us"])))
+    for figures in result["ways"].values():
+        assert figures["wrong"] == 0
+        assert len(figures["steps_us"]) == 4
+        assert figures["tokens_per_s"] == pytest.approx(
+            sum(tokens) / (1e-6 * sum(figures["steps_us"]))
+        )
         assert (
             0
-            < way["time_us"]["min"]
-            <= way["time_us"]["median"]
-            <= way["time_us"]["p99"]
-            == max(way["steps_us"])
+            < figures["time_us"]["min"]
+            <= figures["time_us"]["median"]
+            <= figures["time_us"]["p99"]
+            == max(figures["steps_us"])
         )
     assert picture.stat().st_size > 1000
     assert "Verified: float64" in done.stdout
@@ -54,7 +56,7 @@ def test_figures_and_picture(tmp_path):
     assert "NOT VERIFIED" in picture.read_text()
 
 
-def test_every_step_has_another_number_of_tokens():
+def test_steps_have_different_numbers_of_tokens():
     settings = ServingSettings(decode=7, prefill=20, warmup=3, steps=23)
     steps = stream(settings)
     assert sorted(map(sum, steps)) == [*range(2, 28)]
@@ -63,29 +65,29 @@ def test_every_step_has_another_number_of_tokens():
     assert stream(ServingSettings(decode=7, prefill=20, warmup=3, steps=23, seed=1)) != steps
 
 
-def wrong_ways(world):
+def wrong_implementations(world):
     threads, found = torch.get_num_threads(), {}
     with torch.no_grad():
         bench = Serving(ServingSettings(**SMALL, dtype="bfloat16"), world)
-        for way in WAYS:
-            right = bench.verify(way, 0).wrong
-            if way != ALONE and world.rank == 1:  # whose products are then missing in the sums
-                bench.ways[way].down.weight.to_local().zero_()
-            elif way == ALONE and world.rank == 0:
-                bench.ways[way] = lambda x: x
-            found[way] = right, bench.verify(way, 1).wrong
+        for name in IMPLEMENTATIONS:
+            right = bench.verify(name, 0).wrong
+            if name != ALONE and world.rank == 1:  # the sums then lack the products of rank 1
+                bench.implementations[name].down.weight.to_local().zero_()
+            elif name == ALONE and world.rank == 0:
+                bench.implementations[name] = lambda x: x
+            found[name] = right, bench.verify(name, 1).wrong
         bench.made = {TORCH: torch.ones(2, 2), WEFT: torch.tensor([[1, 1.5], [torch.nan, 1]])}
-        bench.agree()
+        bench.compare_results()
     assert torch.get_num_threads() == threads
-    return found, bench.apart
+    return found, bench.mismatches
 
 
 @pytest.mark.data
-def test_wrong_results_are_noticed():
-    for found, apart in on_ranks(wrong_ways, 2):
+def test_wrong_results_are_detected():
+    for found, mismatches in on_ranks(wrong_implementations, 2):
         assert [right for right, _ in found.values()] == [0, 0, 0]
         assert all(wrong > 10 for _, wrong in found.values())
-        assert apart == {ALONE: 0, TORCH: 0, WEFT: 2}
+        assert mismatches == {ALONE: 0, TORCH: 0, WEFT: 2}
 
 
 def test_bad_options():

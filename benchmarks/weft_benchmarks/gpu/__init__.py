@@ -1,4 +1,4 @@
-"""What benchmarks on a GPU share: the device they ran on, and the times of its own events."""
+"""Parts shared by the benchmarks on a GPU: its name and versions, and times by its own events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.bench import harness
 
 
 def hardware() -> dict[str, Any]:
-    """The GPU."""
+    """The GPU's name and properties."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     memory = round(properties.total_memory / 2**30, 1)
     return {
@@ -23,7 +23,7 @@ def hardware() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of what takes part in a measurement on a GPU."""
+    """The versions of the software that a measurement on a GPU depends on."""
     import triton
 
     return harness.versions() | {
@@ -33,7 +33,7 @@ def versions() -> dict[str, str]:
 
 
 def milliseconds(call: Callable[[], object], warmup: int, iterations: int) -> list[float]:
-    """What each of `iterations` calls takes on the current stream."""
+    """The times of `iterations` calls on the current stream, in milliseconds."""
     for _ in range(max(1, warmup)):
         call()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(iterations + 1)]

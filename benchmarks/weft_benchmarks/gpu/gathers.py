@@ -1,4 +1,4 @@
-"""All-gathers of ranks that share one GPU, over the SMs that they may take."""
+"""All-gathers of ranks that share one GPU, over the number of SMs that they may use."""
 
 from __future__ import annotations
 
@@ -97,13 +97,18 @@ def all_gathers(settings: AllGather) -> dict[str, Any]:
 def _row(
     size: int, kind: str, sms: int | None, found: Sequence[tuple[list[float], int]]
 ) -> dict[str, Any]:
-    """What all ranks found: their milliseconds and wrong elements."""
+    """The row of a result: the milliseconds and wrong elements of all ranks."""
     time = per_call(
         [1e-3 * max(times) for times in zip(*(times for times, _ in found), strict=True)]
     )
     widths = bandwidths("all_gather", size // len(found), len(found), time.median)
-    what = {"size_bytes": size, "operation": "all-gather", "implementation": kind, "comm_sms": sms}
-    return sweep.row(what, time, *widths, wrong=sum(wrong for _, wrong in found))
+    labels = {
+        "size_bytes": size,
+        "operation": "all-gather",
+        "implementation": kind,
+        "comm_sms": sms,
+    }
+    return sweep.row(labels, time, *widths, wrong=sum(wrong for _, wrong in found))
 
 
 def print_table(result: dict[str, Any], console: Console) -> None:
@@ -124,7 +129,7 @@ def print_table(result: dict[str, Any], console: Console) -> None:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw the bandwidth of all-gathers over the SMs they may take, a panel for each size, into a
+    """Draw the bandwidth of all-gathers over the SMs they may use, a panel for each size, into a
     PNG or SVG file.
     """
     sizes = sorted({row["size_bytes"] for row in result["rows"]})

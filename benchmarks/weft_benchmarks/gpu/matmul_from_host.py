@@ -1,5 +1,5 @@
-"""A product whose rows lie partly in another memory: they are fetched in pieces while others are
-multiplied.
+"""A product whose rows are partly in another memory: they are fetched in pieces during the products
+of other pieces.
 
 The plan of one rank. With a GPU's own rows in ``a`` and the rest in the host's memory in ``away``,
 it is an all-gather + matmul whose peers are behind the bus.
@@ -15,7 +15,7 @@ from weft.schedules.blocks import block
 
 
 def matmul_from_host(cut: int) -> Plan:
-    """``out = (a, then away) @ B``; ``away`` is fetched in so many pieces, which are joined for
+    """``out = (a, then away) @ B``; ``away`` is fetched in `cut` pieces, which are joined for
     products.
     """
     arrived = Signal("arrived", 0)

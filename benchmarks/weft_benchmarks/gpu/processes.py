@@ -1,5 +1,5 @@
-"""torch's own operators on symmetric memory beside weft's; ranks are processes here, as torch
-needs, and take turns on one GPU.
+"""torch's own operators on symmetric memory and weft's; ranks are processes here, as torch needs,
+and share the time of one GPU.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory  # its operators
+import torch.distributed._symmetric_memory  # registers torch's operators
 from torch import Tensor
 
 from weft.ops.all_gather import all_gather
@@ -22,7 +22,7 @@ from weft_benchmarks.gpu import milliseconds
 def gathers(
     sizes: Sequence[int], warmup: int, iterations: int
 ) -> dict[int, dict[str, tuple[list[float], int]]]:
-    """All-gathers of `sizes` bytes gathered: of each implementation the milliseconds on this rank,
+    """All-gathers of `sizes` gathered bytes: of each implementation the milliseconds on this rank,
     and the wrong elements.
     """
     with sharing() as world:
@@ -48,8 +48,8 @@ def gathers(
 
 
 def _gathered_by_torch(own: Tensor, world: World) -> Tensor:
-    """It works on a stream of torch's own, which the caller's only follows when it waits for the
-    tensor.
+    """torch's all-gather; its result is on a stream of torch's own, and waiting for it orders the
+    caller's stream after it.
     """
     gathered = torch.ops.symm_mem._low_contention_all_gather(own, group_name(world))
     waited: Tensor = torch.ops._c10d_functional.wait_tensor(gathered)
@@ -63,7 +63,7 @@ def sharing() -> World:
 
 
 def group_name(world: World) -> str:
-    """By which torch's operators know the world's ranks."""
+    """The name by which torch's operators find the world's ranks."""
     assert world.group is not None
     name: str = world.group.group_name
     return name
@@ -80,7 +80,7 @@ def random(world: World, seed: int, *shape: int) -> Tensor:
 def timed(
     views: Mapping[str, Callable[[], Tensor]], warmup: int, iterations: int
 ) -> dict[str, tuple[list[float], Callable[[], Tensor]]]:
-    """Of each view its times on this rank, taken one view after the other, and the view."""
+    """For each view its times on this rank, one view after the other, and the view."""
     found = {}
     for name, view in views.items():
         barrier()

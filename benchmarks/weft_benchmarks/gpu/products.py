@@ -1,4 +1,6 @@
-"""Products on one GPU: with peers' rows in the host's memory, and weft's kernel beside `torch.mm`."""
+"""Products on one GPU: with peers' rows in the host's memory, and weft's kernel compared with
+`torch.mm`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from weft.world.local import local_world
 from weft_benchmarks.gpu import hardware, milliseconds, versions
 from weft_benchmarks.gpu.matmul_from_host import matmul_from_host
 
-_PIECES = 16  # transfers of what lies in the host's memory
+_PIECES = 16  # transfers of the rows in the host's memory
 
 
 def from_host(settings: AllGatherMatmul) -> dict[str, Any]:
@@ -108,7 +110,7 @@ def summary(milliseconds: Sequence[float]) -> dict[str, float]:
 
 
 def print_times(result: dict[str, Any], console: Console) -> None:
-    """Print what a fused operator took, in lines."""
+    """Print the times of a fused operator."""
     times = [f"{name:<16} {time['median']:9.3f} ms" for name, time in result["times_ms"].items()]
     ratios = f"speedup {result['speedup']:.2f}, limit_ratio {result['limit_ratio']:.3f}, overlap {result['overlap_percent']:.0f} %"
     more = (

@@ -1,8 +1,7 @@
-"""An MPI baseline's processes, seen from weft's rank 0: started once, asleep whenever they are not
-asked for something.
+"""An MPI baseline's processes, driven by weft's rank 0: started once, and asleep between requests.
 
 Each MPI comes from the Python package index with mpi4py, in an environment of its own, since the
-two clash; ``make baselines`` makes them.
+MPIs clash; ``make baselines`` makes the environments.
 """
 
 from __future__ import annotations
@@ -38,41 +37,41 @@ _LAUNCHERS = (
 
 
 def environment(mpi: str) -> Path:
-    """Where the Python environment of an MPI is looked for: below the working directory."""
+    """The folder of an MPI's Python environment, below the working directory."""
     return DIRECTORY / mpi
 
 
 def _variables(mpi: str) -> dict[str, str]:
-    """What its processes need to be told, and nobody else: other MPIs would load the library that
-    Intel's is told to.
+    """The environment variables of one MPI's processes alone: other MPIs would load Intel's library
+    by them.
     """
     if mpi == "openmpi":
         return {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     if mpi == "intel-mpi":
         root = str(environment(mpi).absolute())
-        told = {"FABRICS": "shm", "PIN": "0", "HYDRA_BOOTSTRAP": "fork", "ROOT": root}
-        return {f"I_MPI_{name}": value for name, value in told.items()} | {
+        variables = {"FABRICS": "shm", "PIN": "0", "HYDRA_BOOTSTRAP": "fork", "ROOT": root}
+        return {f"I_MPI_{name}": value for name, value in variables.items()} | {
             "LD_LIBRARY_PATH": f"{root}/lib"
         }
     return {}
 
 
 class MpiRanks:
-    """Processes of an MPI, each of which answers what `ask` asks, until `close`; `version` is what
-    the MPI calls itself.
+    """Processes of an MPI, each of which answers the requests of `ask`, until `close`; `version` is
+    the MPI's name and version.
 
-    `cores` are those that each rank may use: the same as weft's rank of that number, so that the
-    two are compared on equal terms.
+    `cores` are the cores of each rank, equal to the cores of weft's rank of the same number, so that
+    the comparison is fair.
     """
 
     def __init__(self, mpi: str, cores: Sequence[frozenset[int]]) -> None:
         self.mpi, ranks, everywhere = mpi, len(cores), frozenset[int]().union(*cores)
-        # mpiexec must not take itself for a part of what started weft.
+        # mpiexec must not take itself for a process of weft's launcher
         variables = {
             name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)
         }
         variables |= _variables(mpi)
-        # Numpy asks for huge pages, torch only where it is told to: both are to work on the same
+        # Numpy requests huge pages by default, torch only by a variable: both must use the same
         # kind of memory.
         variables["NUMPY_MADVISE_HUGEPAGE"] = os.environ.get("THP_MEM_ALLOC_ENABLE", "0")
         placing = (
@@ -99,7 +98,7 @@ class MpiRanks:
             mine = os.sched_getaffinity(0)
             os.sched_setaffinity(
                 0, everywhere
-            )  # mpiexec inherits it; this rank may be bound to a core
+            )  # mpiexec inherits the affinity; this rank may be bound to a core
             try:
                 self.process = subprocess.Popen(
                     [f"{programs}/mpiexec", "-n", str(ranks), *placing, *program],
@@ -114,7 +113,7 @@ class MpiRanks:
         self.version = str(self._answers()[0])
 
     def ask(self, name: str, *arguments: Any) -> list[Any]:
-        """Have all ranks do something, and return their answers once all have given them."""
+        """Have all ranks execute a command, and return their answers."""
         try:
             for rank in self.ranks:
                 rank.send((name, arguments))
@@ -123,7 +122,7 @@ class MpiRanks:
         return self._answers()
 
     def close(self) -> None:
-        """Have the processes end."""
+        """End the processes."""
         for rank in self.ranks:
             rank.close()
         try:
@@ -149,8 +148,10 @@ class MpiRanks:
                 return [rank.recv() for rank in self.ranks]
         raise self._failure("did not answer")
 
-    def _failure(self, what: str) -> RuntimeError:
+    def _failure(self, failure: str) -> RuntimeError:
         self.process.kill()
         self.process.wait()
         self.errors.seek(0)
-        return RuntimeError(f"the ranks of {self.mpi} {what}: {self.errors.read()[-2000:].strip()}")
+        return RuntimeError(
+            f"the ranks of {self.mpi} {failure}: {self.errors.read()[-2000:].strip()}"
+        )

@@ -1,10 +1,10 @@
 """One rank of an MPI baseline. Run by another environment's Python under its ``mpiexec``; needs
 numpy and mpi4py alone.
 
-It sleeps in a read from a socket until it is told what to do, so it takes no time from what is
-measured meanwhile. Commands come as their name and arguments: ``case`` makes the tensors of an
-operation, ``verify`` runs it once on new data and answers how many elements are wrong on this rank,
-``time`` answers the seconds that some calls took this rank.
+It sleeps in a read from a socket between commands, so it takes no time from other measurements.
+Commands are a name and arguments: ``case`` makes the tensors of an operation, ``verify`` runs it
+once on new data and answers the number of wrong elements on this rank, ``time`` answers the seconds
+of a number of calls on this rank.
 """
 
 from __future__ import annotations
@@ -69,17 +69,19 @@ class Collective:
                 return functools.partial(WORLD.Alltoall, sent, out)
 
     def verify(self, in_place: bool, run: int) -> int:
-        """Run once on the data of `run` into a poisoned output; how many elements are wrong."""
+        """Run once on the data of `run` into a poisoned output; the number of wrong elements."""
         a, out = self.tensors[in_place]
         out.fill(self.poison)
         a[:] = self.streams[WORLD.rank][run : run + self.count]
         self.call(in_place)()
         if in_place and self.operation == "reduce_scatter":
-            out = a[: len(out)]  # where MPI puts the result in place
+            out = a[: len(out)]  # MPI puts the result in place here
         return int((out != self._expected(run)).sum())
 
     def time(self, in_place: bool, calls: int) -> float:
-        """Seconds of `calls` calls on this rank, from a barrier on, after one that is not timed."""
+        """Seconds of `calls` calls on this rank, from a barrier on, after one call that is not
+        timed.
+        """
         call = self.call(in_place)
         call()
         WORLD.Barrier()
@@ -128,16 +130,16 @@ def main() -> None:
     """
     gc.disable()
     os.sched_setaffinity(0, json.loads(sys.argv[2])[WORLD.rank])
-    asked = Client(sys.argv[1])
-    asked.send(" ".join(MPI.Get_library_version().partition("\n")[0].partition(",")[0].split()))
+    requests = Client(sys.argv[1])
+    requests.send(" ".join(MPI.Get_library_version().partition("\n")[0].partition(",")[0].split()))
     case: Collective | None = None
     with suppress(EOFError):
         while True:
-            name, arguments = asked.recv()
+            name, arguments = requests.recv()
             if name == "case":
-                case = None  # free its memory first
+                case = None  # frees the memory of the last case first
                 case = Collective(*arguments)
-            asked.send(None if name == "case" else getattr(case, name)(*arguments))
+            requests.send(None if name == "case" else getattr(case, name)(*arguments))
 
 
 main()
