@@ -13,7 +13,7 @@ from support.ranks import on_ranks
 import weft
 from weft import cache
 from weft.schedules.levels import nested
-from weft.schedules.thresholds import EAGER_ROOM, Thresholds, agreed
+from weft.schedules.thresholds import EAGER_BUFFER_BYTES, Thresholds, agreed
 from weft.world import placement
 from weft.world.topology import Core, Topology
 
@@ -46,7 +46,7 @@ def sizes(limits):
 def test_what_follows_from_caches(first, second, found):
     limits = Thresholds(first * KIB, second * KIB)
     assert sizes(limits) == found
-    assert limits.eager_bytes <= EAGER_ROOM
+    assert limits.eager_bytes <= EAGER_BUFFER_BYTES
 
 
 def test_a_core_of_which_nothing_is_known_has_the_usual_ones():
@@ -60,7 +60,8 @@ def test_agreed_is_what_suits_all():
 
 
 def test_levels_are_taken_where_they_save_more_than_a_hop():
-    assert [len(nested(16, hop=hop)) for hop in (0.0, Thresholds.hop, 8.0, 20.0)] == [4, 2, 2, 1]
+    latencies = (0.0, Thresholds.hop, 8.0, 20.0)
+    assert [len(nested(16, latency=latency)) for latency in latencies] == [4, 2, 2, 1]
 
 
 def with_caches_of_its_own():
@@ -103,7 +104,7 @@ def test_ranks_with_different_caches_agree():
 
 def test_eager_buffers_have_room_for_what_large_caches_allow():
     def sums(limits):
-        world, own = weft.init(), torch.ones(EAGER_ROOM // 4)
+        world, own = weft.init(), torch.ones(EAGER_BUFFER_BYTES // 4)
         world.thresholds = limits
         return [
             weft.all_reduce(own).eq(2).all(),

@@ -87,7 +87,7 @@ def handed_out(ranks: int, pieces: int, algorithm: str, *, several: bool) -> Pla
     """A collective of a few rows through eager buffers, among ranks that meet at once or by as many
     levels as there can be.
     """
-    levels = nested(ranks, hop=0.0) if several else flat(ranks)
+    levels = nested(ranks, latency=0.0) if several else flat(ranks)
     if algorithm == "broadcast":
         return eager_broadcast(pieces % ranks, levels)
     return {

@@ -12,7 +12,7 @@ from weft.ops import arguments, collective, dims, granularity
 from weft.ops.all_gather import all_gather
 from weft.ops.collective import CollectiveCall, Handle, as_matrix, planned
 from weft.schedules import all_to_all as schedule
-from weft.schedules.thresholds import EAGER_ROOM
+from weft.schedules.thresholds import EAGER_BUFFER_BYTES
 from weft.schedules.workload import pieces
 from weft.world import World
 
@@ -87,7 +87,7 @@ def _check(
         if symmetric or hosts
         else pieces(max(rows), granularity.exchanged_rows(matrix, max(rows), world))
     )
-    few = hosts is not None and not symmetric and most <= EAGER_ROOM
+    few = hosts is not None and not symmetric and most <= EAGER_BUFFER_BYTES
     plan = planned(
         schedule.all_to_all, world.ranks, cut, symmetric_a=symmetric, hosts=hosts, few=few
     )

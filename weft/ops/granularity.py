@@ -7,7 +7,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from weft.schedules.staging import SHARED_SLOTS
-from weft.schedules.thresholds import EAGER_ROOM
+from weft.schedules.thresholds import EAGER_BUFFER_BYTES
 from weft.schedules.workload import PIECES
 from weft.world import World
 from weft.world.peer_memory import LEAST_BYTES
@@ -67,7 +67,7 @@ def moved_eagerly(world: World, size: int, reachable: bool) -> bool:
     with one more signal.
     """
     if not reachable:
-        return _eager(world, size, EAGER_ROOM)
+        return _eager(world, size, EAGER_BUFFER_BYTES)
     return _eager(
         world, size, world.thresholds.eager_bytes if costly_signals(world) else REACHED_BYTES
     )
@@ -77,7 +77,9 @@ def reduced_eagerly(world: World, size: int, reachable: bool) -> bool:
     """The same for bytes that are reduced: two ranks that cannot reach them would copy them as
     often if they were staged.
     """
-    most = EAGER_ROOM if world.ranks == 2 and not reachable else world.thresholds.eager_bytes
+    most = (
+        EAGER_BUFFER_BYTES if world.ranks == 2 and not reachable else world.thresholds.eager_bytes
+    )
     return _eager(world, size, most)
 
 

@@ -13,7 +13,7 @@ from weft.predict.planners import EAGER_PLANS
 from weft.predict.simulator import seconds
 from weft.schedules import all_gather, all_reduce, broadcast
 from weft.schedules.levels import flat, nested
-from weft.schedules.thresholds import EAGER_ROOM
+from weft.schedules.thresholds import EAGER_BUFFER_BYTES
 from weft.schedules.workload import Rows
 
 
@@ -50,7 +50,7 @@ def ways(collective: str, size: int, ranks: int, machine: Machine) -> list[Candi
             "collective"
         )
     if collective == "barrier" or size <= (
-        EAGER_ROOM if collective == "all_gather" else machine.thresholds.eager_bytes
+        EAGER_BUFFER_BYTES if collective == "all_gather" else machine.thresholds.eager_bytes
     ):
         levels_of = {
             "flat": flat(ranks),

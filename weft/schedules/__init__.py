@@ -1,3 +1,3 @@
-"""Planners: one file per operator, pure functions from sizes, ranks and choices to a
+"""Planners: one file per operator, pure functions from ranks, pieces and options to a
 `weft.plan.Plan`.
 """

@@ -1,8 +1,8 @@
 """All-gather: every rank's rows `a` reach every rank, in rank order.
 
-A `Gathering` is one rank's part of it, taken apart so that other operators can put work between its
-pieces: what to do first, the transfers, and the order in which rows arrive. The plain all-gather
-runs the parts one after the other.
+A `Gathering` is one rank's part of it, divided so that other operators can put work between its
+pieces: the first instructions, the transfers, and the arrivals in their order. The plain all-gather
+runs them one after the other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weft.schedules.lanes import (
     publish,
     wait_all,
 )
-from weft.schedules.levels import Levels, hand_out
+from weft.schedules.levels import Levels, send_eagerly
 from weft.schedules.peers import (
     Hosts,
     after,
@@ -45,7 +45,7 @@ ALGORITHMS = ("pull", "push", "ring")
 
 
 class Arrival(NamedTuple):
-    """Rows of the gathered matrix, from block `start` on, lie in `region` once `wait` is over."""
+    """Rows of the gathered matrix, from block `start` on, which are in `region` after `wait`."""
 
     wait: Wait
     region: Region
@@ -54,12 +54,12 @@ class Arrival(NamedTuple):
 
 @dataclass
 class Gathering:
-    """One rank's part of an all-gather: `first`, then `transfers` beside the use of `arrivals` in
-    their order, then `last`.
+    """One rank's part of an all-gather: `first`, then `transfers` concurrent with the use of
+    `arrivals` in their order, then `last`.
 
-    Each list of transfers is one lane's. Rows that are moved go `into` the workspace ``inbox`` or
-    straight into the caller's ``gathered``, which must be symmetric where peers of this host write
-    to it (push and ring).
+    Each list of transfers is one lane. Transfers write `into` the workspace ``inbox``, or directly
+    into the caller's ``gathered``, which must be symmetric if peers of this host write to it (push
+    and ring).
     """
 
     first: list[Instruction]
@@ -69,7 +69,7 @@ class Gathering:
 
 
 def direct(request: Request, rank: int, into: str = "") -> Gathering:
-    """Nothing is moved: peers' rows are used where they lie."""
+    """No rows are moved: peers' rows are used in place."""
     return _published(
         request, rank, request.symmetric, before(rank, request.ranks), after(rank, request.ranks)
     )
@@ -78,7 +78,9 @@ def direct(request: Request, rank: int, into: str = "") -> Gathering:
 def _published(
     request: Request, rank: int, symmetric: bool, readers: Sequence[int], peers: Sequence[int]
 ) -> Gathering:
-    """Rows that `readers` use where this rank has them, and this rank where `peers` have theirs."""
+    """A gathering in which `readers` use this rank's rows in place, and this rank the rows of
+    `peers`.
+    """
     pieces = request.pieces
     own = publish(rank, request.ranks, [(0, pieces)], symmetric, readers, peers)
     arrivals = [
@@ -101,8 +103,8 @@ def pull(request: Request, rank: int, into: str) -> Gathering:
             transfers += [Copy(block(peer, buffer, piece), here), Notify(rank, pulled)]
             arrivals.append(Arrival(Wait(pulled, len(arrivals) + 1), here, here.start))
     if request.symmetric and into == "inbox" and arrivals:
-        # Staging would have waited for the workspaces of all and handed them back; here the first
-        # "ready" and each "read" say so for one peer each.
+        # Staging would wait for the workspaces of all ranks and release them. Of a symmetric input
+        # the first "ready", and each "read", imply that for one peer only.
         first = published.arrivals[0].region.rank
         transfers = (
             wait_all("free", (peer for peer in after(rank, request.ranks) if peer != first), 0)
@@ -115,10 +117,10 @@ def push(request: Request, rank: int, into: str = "inbox") -> Gathering:
     """Each rank puts its rows to all peers (full mesh), first to the one that uses them first.
 
     In the `order` ``peer`` a rank sends and uses rows peer after peer; ``interleaved`` the first
-    piece of every peer, then the second …, which suits links that deliver beside each other. Peers
-    are dealt out to as many lanes as there are `links`. Where hosts have several ranks it puts rows
-    to one rank of each other host, and all of this read them there; those of its own host where
-    they are staged.
+    piece of every peer, then the second …, which suits links that deliver concurrently. Each of the
+    `links` has a lane that serves its share of the peers. If hosts have several ranks, a rank puts
+    its rows to one rank of each other host, where all ranks of that host read them; ranks of its
+    own host read its staged rows.
     """
     ranks, pieces, order, hosts = (
         request.ranks,
@@ -126,19 +128,19 @@ def push(request: Request, rank: int, into: str = "inbox") -> Gathering:
         request.order,
         request.hosts or range(request.ranks),
     )
-    near = local_peers(rank, hosts)
-    part = _published(request, rank, False, near, near)
-    sources = [peer for peer in after(rank, ranks) if peer not in near]
+    local = local_peers(rank, hosts)
+    part = _published(request, rank, False, local, local)
+    sources = [peer for peer in after(rank, ranks) if peer not in local]
     first, last = _open(into, rank, ranks, sources)
-    others = dict.fromkeys(hosts[peer] for peer in before(rank, ranks) if peer not in near)
-    told = {rail_peer(rank, host, hosts): members(host, hosts) for host in others}
-    targets, transfers = [*told], []
+    remote = dict.fromkeys(hosts[peer] for peer in before(rank, ranks) if peer not in local)
+    notified = {rail_peer(rank, host, hosts): members(host, hosts) for host in remote}
+    targets, transfers = [*notified], []
     for link in range(min(request.links, len(targets))):
-        dealt = targets[link :: request.links]
-        lane = _enter(into, rank, ranks, dealt)
-        for peer, piece in in_order(order, dealt, pieces):
+        served = targets[link :: request.links]
+        lane = _enter(into, rank, ranks, served)
+        for peer, piece in in_order(order, served, pieces):
             lane.append(Copy(block(rank, "a", piece), block(peer, into, rank * pieces + piece)))
-            lane += notify_all(rank, "arrived", told[peer])
+            lane += notify_all(rank, "arrived", notified[peer])
         transfers.append(lane)
     for peer, piece in in_order(order, sources, pieces):
         there = block(rail_peer(peer, hosts[rank], hosts), into, peer * pieces + piece)
@@ -147,22 +149,22 @@ def push(request: Request, rank: int, into: str = "inbox") -> Gathering:
 
 
 def ring(request: Request, rank: int, into: str) -> Gathering:
-    """Each rank puts its rows to the next one and hands on what it receives, so that only
-    neighbours talk.
+    """Each rank puts its rows, and the rows that it receives, to the next rank, so that only
+    adjacent ranks communicate.
 
-    Where hosts have several ranks it is the hosts that are neighbours: every rank hands all that it
-    has to one rank of the next host, the rows of near hosts first, and a host's ranks read what one
-    of them has received.
+    If hosts have several ranks, hosts are adjacent instead of ranks: every rank puts all rows that
+    it has to one rank of the next host, the rows of the nearest hosts first, and all ranks of a host
+    read the rows that one of them has received.
     """
     ranks, pieces, hosts = request.ranks, request.pieces, request.hosts or range(request.ranks)
-    around, near, came = max(hosts) + 1, local_peers(rank, hosts), Counter[int]()
-    following = [rail_peer(holder, (hosts[holder] + 1) % around, hosts) for holder in range(ranks)]
-    to, previous = following[rank], rail_peer(rank, (hosts[rank] - 1) % around, hosts)
-    told = notify_all(rank, "arrived", members(hosts[to], hosts))
-    part = _published(request, rank, False, near, near)
-    first, last = _open(into, rank, ranks, [previous] if around > 1 else [])
-    transfers = _enter(into, rank, ranks, [to] if around > 1 else [])
-    distances = {origin: (hosts[rank] - hosts[origin]) % around for origin in range(ranks)}
+    count, local, arrived = max(hosts) + 1, local_peers(rank, hosts), Counter[int]()
+    following = [rail_peer(holder, (hosts[holder] + 1) % count, hosts) for holder in range(ranks)]
+    to, previous = following[rank], rail_peer(rank, (hosts[rank] - 1) % count, hosts)
+    sent = notify_all(rank, "arrived", members(hosts[to], hosts))
+    part = _published(request, rank, False, local, local)
+    first, last = _open(into, rank, ranks, [previous] if count > 1 else [])
+    transfers = _enter(into, rank, ranks, [to] if count > 1 else [])
+    distances = {origin: (hosts[rank] - hosts[origin]) % count for origin in range(ranks)}
     for origin in sorted(distances, key=distances.__getitem__):
         before = holder = origin
         for _ in range(distances[origin]):
@@ -170,17 +172,17 @@ def ring(request: Request, rank: int, into: str) -> Gathering:
         for piece in range(pieces):
             here = block(holder, into, origin * pieces + piece)
             if distances[origin]:
-                came[before] += 1
+                arrived[before] += 1
                 part.arrivals.append(
-                    Arrival(Wait(Signal("arrived", before), came[before]), here, here.start)
+                    Arrival(Wait(Signal("arrived", before), arrived[before]), here, here.start)
                 )
-            if holder == rank and distances[origin] + 1 < around:
+            if holder == rank and distances[origin] + 1 < count:
                 transfers += [part.arrivals[-1].wait] if origin != rank else []
                 transfers += [
                     Copy(
                         block(rank, "a", piece) if origin == rank else here, here._replace(rank=to)
                     ),
-                    *told,
+                    *sent,
                 ]
     return Gathering(first + part.first, [transfers], part.arrivals, last)
 
@@ -188,16 +190,16 @@ def ring(request: Request, rank: int, into: str) -> Gathering:
 def _open(
     into: str, rank: int, ranks: int, sources: Sequence[int]
 ) -> tuple[list[Instruction], list[Instruction]]:
-    """What precedes and follows puts into this rank's memory: (first, last)."""
+    """The instructions before and after puts into this rank's memory: (first, last)."""
     if into == "gathered":
         return notify_all(rank, "open", sources), []
     return [], leave(rank, ranks)
 
 
 def _enter(into: str, rank: int, ranks: int, targets: Sequence[int]) -> list[Instruction]:
-    """What precedes a lane's puts into the memory of `targets`.
+    """The instructions before a lane's puts into the memory of `targets`.
 
-    A workspace is free when all ranks have left the plan before, a caller's own tensor when the
+    A workspace is free when all ranks have left the previous plan, a caller's tensor when the
     caller has made this call.
     """
     return wait_all("open", targets) if into == "gathered" else enter(rank, ranks)
@@ -226,28 +228,27 @@ def all_gather(
     """``gathered`` = the rows `a` of all ranks in rank order, each in `pieces`; `algorithm` is
     ``pull``, ``push`` or ``ring``.
 
-    A pull writes `gathered` itself, from where `a` lies if that is symmetric; else ranks hand out a
-    piece at a time. Push and ring, whose writer is a peer, do so if it is symmetric or every rank
-    has a host of its own, and else pass a workspace. `planned` and `hosts` are those of a
-    `Request`. On one host a push into a symmetric `gathered` needs nothing of `a` but to read it,
-    so it may be this rank's own part of `gathered`.
+    In a pull each rank copies its peers' rows to `gathered`, directly from `a` if it is symmetric;
+    else ranks stage a piece at a time. In push and ring a peer writes: to `gathered` if it is
+    symmetric or every rank has a host of its own, and else to a workspace. `planned` and `hosts`
+    are those of a `Request`. On one host a push into a symmetric `gathered` only reads `a`, so `a`
+    may be this rank's own part of `gathered`.
     """
-    shared = hosts is not None and not one_rank_per_host(
-        hosts
-    )  # rows that arrive are read by several ranks
-    straight = (symmetric_gathered and not shared) or one_rank_per_host(hosts)
+    # whether several ranks of a host read the rows that arrive
+    shared = hosts is not None and not one_rank_per_host(hosts)
+    directly = (symmetric_gathered and not shared) or one_rank_per_host(hosts)
     into, request = (
-        "gathered" if straight else "inbox",
+        "gathered" if directly else "inbox",
         Request(ranks, pieces, algorithm, symmetric_a, order, hosts, links=links),
     )
-    handed = Stream("staged", [[Part(before(r, ranks), 0)] for r in range(ranks)], pieces)
+    stream = Stream("staged", [[Part(before(r, ranks), 0)] for r in range(ranks)], pieces)
     through_slots = algorithm == "pull" and not symmetric_a and ranks > 1
     fanned_out = algorithm == "push" and symmetric_gathered and links == 1 and hosts is None
     gather = {"pull": direct, "push": push, "ring": ring}[algorithm]
 
     def lanes(r: int) -> Lanes:
         if through_slots:
-            return {"compute": _through_slots(handed, r)}
+            return {"compute": _through_slots(stream, r)}
         if fanned_out:
             return {"compute": _fan_out(request, r)}
         part = gather(request, r, into)
@@ -264,7 +265,7 @@ def all_gather(
 
     buffers, result = gather_plan(ranks, pieces, planned, ["gathered"])
     if through_slots:
-        buffers["staged"] = handed.room
+        buffers["staged"] = stream.slots
     return Plan(
         "all_gather",
         algorithm,
@@ -278,16 +279,16 @@ def all_gather(
 
 @cache
 def eager(levels: Levels) -> Plan:
-    """All-gather of a few rows, whether symmetric or not: every rank hands out its own and reads
-    its peers'.
+    """All-gather of a few rows, symmetric or not: every rank sends its rows eagerly and reads its
+    peers' rows.
     """
     ranks, lanes = len(levels[-1]), []
     for r in range(ranks):
         own = block(r, "a", 0)
-        handed = hand_out([own], levels)
+        sent = send_eagerly([own], levels)
         fetched = chain(*(keep(block(peer, "eager", 0), peer, r) for peer in after(r, ranks)))
         lanes.append(
-            [*handed[:1], *keep(own, r, r), *handed[1:], *fetched]
+            [*sent[:1], *keep(own, r, r), *sent[1:], *fetched]
         )  # own rows are copied in one pass
     buffers, result = gather_plan(ranks, 1, None, ["gathered"])
     buffers["eager"] = Buffer.of("eager", shards(ranks, 1))
@@ -296,19 +297,19 @@ def eager(levels: Levels) -> Plan:
     )
 
 
-def _through_slots(handed: Stream, rank: int) -> list[Instruction]:
+def _through_slots(stream: Stream, rank: int) -> list[Instruction]:
     """Stage own rows, copy them to `gathered` as well, for which peers need not wait, and fetch
-    what peers stage.
+    the rows that peers stage.
     """
-    starts = [r * handed.pieces for r in range(handed.ranks)]
+    starts = [r * stream.pieces for r in range(stream.ranks)]
 
     def stage(step: int) -> list[Instruction]:
         kept = (
-            keep(block(rank, "a", step), starts[rank] + step, rank) if step < handed.pieces else []
+            keep(block(rank, "a", step), starts[rank] + step, rank) if step < stream.pieces else []
         )
-        return [*handed.stage_own(rank)(step), *kept]
+        return [*stream.stage_own(rank)(step), *kept]
 
-    return pipeline(rank, [handed], [stage, handed.fetch(rank, "gathered", starts)])
+    return pipeline(rank, [stream], [stage, stream.fetch(rank, "gathered", starts)])
 
 
 def _fan_out(request: Request, rank: int) -> list[Instruction]:
@@ -328,7 +329,7 @@ def _fan_out(request: Request, rank: int) -> list[Instruction]:
 
 
 def keep(region: Region, start: int, rank: int) -> list[Instruction]:
-    """Copy an arrival to its place in `gathered` on `rank`, unless it lies there."""
+    """Copy an arrival to its place in `gathered` on `rank`, unless it arrived there."""
     return (
         [Copy(region, Region(rank, "gathered", start, start + region.rows))]
         if region.buffer != "gathered"
@@ -339,10 +340,10 @@ def keep(region: Region, start: int, rank: int) -> list[Instruction]:
 def gather_plan(
     ranks: int, pieces: int, planned: tuple[int, ...] | None, outputs: Sequence[str]
 ) -> tuple[dict[str, Buffer], dict[Region, Value]]:
-    """The buffers of any gathering with these `outputs`, and what each must hold on the planned
-    ranks, all unless given.
+    """The buffers of a gathering with these `outputs`, and the result on the planned ranks, by
+    default all.
 
-    ``gathered`` has the gathered rows, all others their products.
+    ``gathered`` has the gathered rows, all other outputs their products.
     """
     every, own = everything(ranks, pieces), shards(ranks, pieces)
     buffers = {

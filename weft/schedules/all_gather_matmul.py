@@ -1,8 +1,8 @@
 """All-gather + matmul: ``out = concatenation of all ranks' a @ B``, each rank with a B of its own.
 
-Own rows are multiplied first, without waiting; peers' rows as they arrive. Arrivals that lie side
-by side are joined: a product over many rows is faster than several over few, and only the last rows
-are waited for in small pieces.
+Own rows are multiplied first, without waiting; peers' rows as they arrive. Adjacent arrivals are
+joined: a product over many rows is faster than several over few, and only the last rows are waited
+for in small pieces.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ALGORITHMS = ("direct", "push", "pull", "ring", "sequential")
 
 
 def all_gather_matmul(request: Request) -> Plan:
-    """Plan for ranks whose rows are moved in `pieces`; ``sequential`` begins with a push."""
+    """The plan of a request; ``sequential`` gathers by a push before it multiplies."""
     ranks, pieces, algorithm, gathered = (
         request.ranks,
         request.pieces,
@@ -34,7 +34,7 @@ def all_gather_matmul(request: Request) -> Plan:
     into = "gathered" if gathered and algorithm == "pull" else "inbox"
 
     def used(region: Region, start: int, r: int) -> list[Instruction]:
-        """What is done with rows that are there, from block `start` of all on."""
+        """The instructions that use arrived rows, from block `start` of all on."""
         kept = keep(region, start, r) if gathered else []
         return [
             *(matmul(region, Region(r, out, start, start + region.rows)) for out in outs),
@@ -42,8 +42,8 @@ def all_gather_matmul(request: Request) -> Plan:
         ]
 
     def gather_then_multiply(r: int) -> Lanes:
-        """All rows first, then one product over all of them; a single link is served by the lane
-        that multiplies.
+        """First gather all rows, then multiply them by one product; the transfers of a single link
+        are in the lane that multiplies.
         """
         part, all_rows = push(request, r), Region(r, "inbox", 0, ranks * pieces)
         own = Region(r, "a", 0, pieces)
@@ -55,7 +55,7 @@ def all_gather_matmul(request: Request) -> Plan:
         lane += [*used(all_rows if ranks > 1 else own, 0, r), *part.last]
         return concurrent(lane, part.transfers if links > 1 else [])
 
-    def multiply_as_they_come(r: int) -> Lanes:
+    def multiply_arrivals(r: int) -> Lanes:
         part = GATHERINGS[algorithm](request, r, into)
         own = used(Region(r, "a", 0, pieces), r * pieces, r)
         peers: list[Instruction] = []
@@ -64,7 +64,7 @@ def all_gather_matmul(request: Request) -> Plan:
         return concurrent([*part.first, *own, *peers, *part.last], part.transfers)
 
     lanes = in_all(
-        ranks, planned, gather_then_multiply if algorithm == "sequential" else multiply_as_they_come
+        ranks, planned, gather_then_multiply if algorithm == "sequential" else multiply_arrivals
     )
     return Plan(
         "all_gather_matmul", algorithm, buffers, lanes, result, (pieces,) * ranks, planned=planned
@@ -77,9 +77,7 @@ def outputs(weights: int) -> tuple[str, ...]:
 
 
 def join(arrivals: Sequence[Arrival], all_at_once: bool = False) -> Iterator[Arrival]:
-    """Join arrivals that lie side by side and are counted by one signal: half of what is left, then
-    half of the rest, …
-    """
+    """Join adjacent arrivals that one signal counts: half of them, then half of the rest, …"""
     i = 0
     while i < len(arrivals):
         last = i
@@ -97,21 +95,21 @@ def _adjacent(one: Arrival, next_: Arrival) -> bool:
 
 
 def _communicate(request: Request) -> Plan:
-    """The gather alone, between symmetric tensors; a pull, or a push, where the algorithm has none
-    of its own.
+    """The gather alone, between symmetric tensors; a pull for ``direct``, a push for
+    ``sequential``.
     """
     algorithm = {"direct": "pull", "sequential": "push"}.get(request.algorithm, request.algorithm)
     push = {"order": request.order, "links": request.links} if algorithm == "push" else {}
-    where: dict[str, Any] = {"planned": request.planned, "hosts": request.hosts, **push}
+    more: dict[str, Any] = {"planned": request.planned, "hosts": request.hosts, **push}
     return all_gather(
-        request.ranks, request.pieces, algorithm, symmetric_a=True, symmetric_gathered=True, **where
+        request.ranks, request.pieces, algorithm, symmetric_a=True, symmetric_gathered=True, **more
     )
 
 
 def _buffers(workload: Workload) -> dict[str, Rows]:
-    given = Rows(workload.k, workload.dtype)
+    rows = Rows(workload.k, workload.dtype)
     return {
-        **dict.fromkeys(("a", "staged", "inbox", "gathered"), given),
+        **dict.fromkeys(("a", "staged", "inbox", "gathered"), rows),
         "out": Rows(workload.n, workload.out_dtype),
     }
 

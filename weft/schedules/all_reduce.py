@@ -10,7 +10,7 @@ from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Reduce, Region, S
 from weft.schedules.blocks import block, everything, shard
 from weft.schedules.host_sums import part_of
 from weft.schedules.lanes import enter, leave, notify_all, wait_all
-from weft.schedules.levels import Levels, hand_out
+from weft.schedules.levels import Levels, send_eagerly
 from weft.schedules.peers import Hosts, after, before
 from weft.schedules.reduce_scatter import put_sums, reduce_published, sum_of, sum_plan
 from weft.schedules.staging import Part, Stream, one_for_each, pipeline
@@ -27,18 +27,19 @@ def all_reduce(
     symmetric_a: bool = False,
     symmetric_out: bool = False,
 ) -> Plan:
-    """Plan for rows that are shared out over the ranks, each one's share in `pieces`.
+    """The plan of an all-reduce of rows of which each rank has a share, cut into `pieces`.
 
-    ``one_shot``: every rank reduces all rows in rank order where the peers' lie; least waiting.
-    ``two_shot``: each rank reduces its share so, and puts it to all ranks' ``out`` if that is
-    symmetric; else every rank copies the others' shares. Least work. Where neither `a` nor ``out``
-    is symmetric, both ways go a piece at a time. ``ring``: share by share from neighbour to
-    neighbour, each adding its own, in the order of the ring; only neighbours talk.
+    ``one_shot``: every rank reduces all rows in rank order, peers' rows in place; least waiting.
+    ``two_shot``: each rank reduces its share in the same manner, and puts the sum to the ``out`` of
+    all ranks if it is symmetric; else every rank copies the shares of its peers. Least work. If
+    neither `a` nor ``out`` is symmetric, rows and sums are staged a piece at a time. ``ring``: each
+    share passes from rank to rank, and each rank adds its own rows, in the order of the ring; only
+    adjacent ranks communicate.
     """
     if algorithm == "two_shot" and not (symmetric_a or symmetric_out) and ranks > 1:
         staged, reduced = _streams(ranks, pieces)
         lanes = [_through_slots(r, op, staged, reduced) for r in range(ranks)]
-        spaces = {"staged": staged.room, "reduced": reduced.room}
+        spaces = {"staged": staged.slots, "reduced": reduced.slots}
     else:
         two_shot = _two_shot_into_out if symmetric_out else _two_shot
         make = {"one_shot": _one_shot, "two_shot": two_shot, "ring": _ring}[algorithm]
@@ -51,25 +52,25 @@ def all_reduce(
 
 @cache
 def eager(levels: Levels, op: str = "sum") -> Plan:
-    """All-reduce of a few rows, whether symmetric or not: every rank hands out its own and reduces
-    all of them, in rank order.
+    """All-reduce of a few rows, symmetric or not: every rank sends its rows eagerly and reduces all
+    rows, in rank order.
     """
     ranks, lanes = len(levels[-1]), []
     for r in range(ranks):
         everyone = tuple(Region(p, "a" if p == r else "eager", 0, ranks) for p in range(ranks))
         lanes.append(
-            [*hand_out([everyone[r]], levels), Reduce(everyone, Region(r, "out", 0, ranks), op)]
+            [*send_eagerly([everyone[r]], levels), Reduce(everyone, Region(r, "out", 0, ranks), op)]
         )
-    laid = Buffer.of("eager", everything(ranks, 1))
-    return sum_plan("all_reduce", "eager", ranks, 1, lanes, {"eager": laid})
+    sent = Buffer.of("eager", everything(ranks, 1))
+    return sum_plan("all_reduce", "eager", ranks, 1, lanes, {"eager": sent})
 
 
 def put(pieces: int, hosts: Hosts, algorithm: str, op: str = "sum") -> Plan:
-    """All-reduce over several hosts, each of which adds up what its ranks have.
+    """All-reduce over several hosts, each of which adds up the rows of its ranks.
 
-    ``two_shot``: it puts that to the ranks that keep a share each, and these put its sum to all
-    hosts. ``ring``: it puts it to the next host, which adds its own, and complete sums go round
-    once more.
+    ``two_shot``: each host puts the sum of a share to the rank that owns the share, which puts the
+    total to all hosts. ``ring``: it puts the sum to the next host, which adds its own, and complete
+    sums go round once more.
     """
     return put_sums("all_reduce", pieces, hosts, algorithm, op)
 
@@ -87,8 +88,7 @@ def _two_shot(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> l
     lane, last = reduce_published(rank, ranks, pieces, here[2:], here, op, symmetric=symmetric)
     if (
         ranks > 1
-        # in this order nobody but peers reads what is handed to them, so an engine may write it past
-        # the caches
+        # in this order only peers read the copy, so an engine may use non-temporal stores
     ):
         lane += [
             Copy(here, here._replace(buffer="reduced")),
@@ -103,20 +103,20 @@ def _two_shot(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> l
 
 
 def _streams(ranks: int, pieces: int) -> tuple[Stream, Stream]:
-    """What is handed to those who reduce it, and what they hand back to all: it shows that they
-    have read the former.
+    """The stream of rows to the ranks that reduce them, and the stream of sums back to all ranks.
 
-    Who hands out a step to be reduced has long fetched what it was given in the steps before.
+    Neither needs "taken": a sum arrives only after its rows were read, and a rank that stages the
+    rows of a step has fetched the sums of the steps whose slots are used again.
     """
     sums = [[Part(after(r, ranks), r * pieces)] for r in range(ranks)]
     return one_for_each(ranks, pieces, None), Stream("reduced", sums, pieces, "reduced", None)
 
 
 def _through_slots(rank: int, op: str, staged: Stream, reduced: Stream) -> list[Instruction]:
-    """Stage a step, reduce the one before, fetch the one before that.
+    """Stage a step, reduce the previous one, fetch the one before it.
 
-    Rows of ``out`` are written when this rank has staged those of ``a``, so they may be the same
-    tensor.
+    Rows of ``out`` are written after this rank has staged the same rows of ``a``, so both may be
+    one tensor.
     """
 
     def reduce_own(step: int) -> list[Instruction]:
@@ -135,9 +135,9 @@ def _two_shot_into_out(
 ) -> list[Instruction]:
     """A share is put to its place on every rank in one pass with its sum.
 
-    "ready" says that a rank's rows may be read and its ``out`` written; "reduced" that both is
-    done, so nothing else need be handed back. Of ``a`` and ``out`` a rank uses the same share only,
-    so they may be the same tensor.
+    "ready" permits peers to read a rank's rows and to write its ``out``; "reduced" states that both
+    is done, so no other signal releases them. A rank accesses the same share of ``a`` and of
+    ``out`` only, so both may be one tensor.
     """
     here, targets = shard(rank, "out", rank, pieces), before(rank, ranks)
     lane, _ = reduce_published(rank, ranks, pieces, here[2:], here, op, symmetric=symmetric)
@@ -146,7 +146,7 @@ def _two_shot_into_out(
 
 
 def _ring(rank: int, ranks: int, pieces: int, op: str, symmetric: bool) -> list[Instruction]:
-    """Share s starts at rank s+1 and is complete at rank s, whence it goes round again as it is."""
+    """Share s starts at rank s+1 and is complete at rank s, from which its sum goes round again."""
     following, previous = (rank + 1) % ranks, Signal("arrived", (rank - 1) % ranks)
     sent = Notify(following, Signal("arrived", rank))
     lane = enter(rank, ranks)

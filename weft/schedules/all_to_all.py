@@ -9,7 +9,7 @@ from itertools import chain, product
 from weft.plan import Buffer, Copy, Instruction, Notify, Plan, Region, Signal, Term, Wait
 from weft.schedules.blocks import around, block, shard, shards
 from weft.schedules.lanes import Published, notify_all, one_lane, publish, wait_all
-from weft.schedules.levels import Levels, hand_out
+from weft.schedules.levels import Levels, send_eagerly
 from weft.schedules.peers import Hosts, after, local_peers
 from weft.schedules.staging import one_for_each, pipeline
 
@@ -22,30 +22,30 @@ def all_to_all(
     hosts: Hosts | None = None,
     few: bool = False,
 ) -> Plan:
-    """Plan for what every rank has for each other, cut into `pieces`: shard ``r * ranks + p`` is
-    what rank r has for rank p.
+    """The plan of an all-to-all of shards cut into `pieces`: shard ``r * ranks + p`` has the rows
+    of rank r for rank p.
 
-    Every rank gets its shards where they lie if `symmetric_a`; else they are handed out, a piece of
-    each at a time. Shards for ranks of another of the `hosts` are put there, once a rank has made
-    this call; those for others of this one are staged, or go through eager buffers where rows are
-    `few`.
+    If `symmetric_a` every rank copies its shards from its peers' inputs; else they are staged, a
+    piece of each at a time. Shards for a rank of another of the `hosts` are put there, after that
+    rank has made this call; shards for ranks of the same host are staged, or sent eagerly if rows
+    are `few`.
     """
     if hosts is None and not symmetric_a and ranks > 1:
         return _through_slots(ranks, pieces)
 
     def lane(r: int) -> list[Instruction]:
-        near = local_peers(r, hosts or (0,) * ranks)
-        far = [p for p in after(r, ranks) if p not in near]
+        local = local_peers(r, hosts or (0,) * ranks)
+        remote = [p for p in after(r, ranks) if p not in local]
         parts = around(r * pieces, (r + 1) * pieces, ranks * pieces)
         if hosts is not None:
-            parts = [(p * pieces, (p + 1) * pieces) for p in sorted(near)]
+            parts = [(p * pieces, (p + 1) * pieces) for p in sorted(local)]
         own = (
-            _hand_to(near[::-1], r, parts)
+            _send(local[::-1], r, parts)
             if few
-            else publish(r, ranks, parts, symmetric_a, near[::-1], near)
+            else publish(r, ranks, parts, symmetric_a, local[::-1], local)
         )
-        made = notify_all(r, "open", far) + own.first
-        for p in reversed(far):
+        made = notify_all(r, "open", remote) + own.first
+        for p in reversed(remote):
             there = shard(p, "out", r, pieces)
             made += [
                 Wait(Signal("open", p), 1),
@@ -53,25 +53,25 @@ def all_to_all(
                 Notify(p, Signal("arrived", r)),
             ]
         made.append(Copy(shard(r, "a", r, pieces), shard(r, "out", r, pieces)))
-        for p in near:
+        for p in local:
             made += [
                 Wait(Signal("ready", p), 1),
                 Copy(shard(p, own.buffer, r, pieces), shard(r, "out", p, pieces)),
             ]
-        return made + wait_all("arrived", far) + own.last
+        return made + wait_all("arrived", remote) + own.last
 
-    handed = {
+    workspace = {
         "eager" if few else "staged": Buffer.of(
             "eager" if few else "workspace", shards(ranks, ranks * pieces)
         )
     }
-    return _plan(ranks, pieces, handed, map(lane, range(ranks)), synchronizes=few)
+    return _plan(ranks, pieces, workspace, map(lane, range(ranks)), synchronizes=few)
 
 
 @cache
 def eager(levels: Levels) -> Plan:
-    """All-to-all of a few rows: every rank hands out what it has for others and fetches what these
-    have for it.
+    """All-to-all of a few rows: every rank sends the rows for its peers eagerly and fetches its
+    own.
     """
     ranks, lanes = len(levels[-1]), []
     for r in range(ranks):
@@ -80,49 +80,46 @@ def eager(levels: Levels) -> Plan:
         fetched = [
             Copy(block(p, "eager", r - (r > p)), block(r, "out", p)) for p in after(r, ranks)
         ]
-        handed = hand_out(others, levels)
-        told = next(
-            (at for at, instruction in enumerate(handed) if isinstance(instruction, Wait)), 0
+        sent = send_eagerly(others, levels)
+        waits = next(
+            (at for at, instruction in enumerate(sent) if isinstance(instruction, Wait)), 0
         )
-        lanes.append(
-            (*handed[:told], kept, *handed[told:], *fetched)
-        )  # peers need not wait for what is kept
-    handed_on = Buffer.of(
+        # peers need not wait for the copy of this rank's own rows
+        lanes.append((*sent[:waits], kept, *sent[waits:], *fetched))
+    workspace = Buffer.of(
         "eager", [[r * ranks + p for p in range(ranks) if p != r] for r in range(ranks)]
     )
-    return _plan(ranks, 1, {"eager": handed_on}, lanes, synchronizes=True)
+    return _plan(ranks, 1, {"eager": workspace}, lanes, synchronizes=True)
 
 
-def _hand_to(readers: Sequence[int], rank: int, parts: Sequence[tuple[int, int]]) -> Published:
-    """Let ranks of this host have `parts` of this rank's ``a`` at once."""
-    handed = [Copy(Region(rank, "a", *part), Region(rank, "eager", *part)) for part in parts]
-    return Published([*handed, *notify_all(rank, "ready", readers)], [], "eager")
+def _send(readers: Sequence[int], rank: int, parts: Sequence[tuple[int, int]]) -> Published:
+    """Send `parts` of this rank's ``a`` eagerly to ranks of this host."""
+    sent = [Copy(Region(rank, "a", *part), Region(rank, "eager", *part)) for part in parts]
+    return Published([*sent, *notify_all(rank, "ready", readers)], [], "eager")
 
 
 def _through_slots(ranks: int, pieces: int) -> Plan:
-    handed = one_for_each(ranks, pieces)
+    stream = one_for_each(ranks, pieces)
 
     def lane(rank: int) -> list[Instruction]:
         own = shard(rank, "a", rank, pieces)
         kept = Copy(own, own._replace(buffer="out"))
 
         def stage(step: int) -> list[Instruction]:
-            return [
-                *handed.stage_own(rank)(step),
-                *([kept] if step == 0 else []),
-            ]  # peers need not wait for it
+            # peers need not wait for the copy of this rank's own rows
+            return [*stream.stage_own(rank)(step), *([kept] if step == 0 else [])]
 
         return pipeline(
-            rank, [handed], [stage, handed.fetch(rank, "out", [p * pieces for p in range(ranks)])]
+            rank, [stream], [stage, stream.fetch(rank, "out", [p * pieces for p in range(ranks)])]
         )
 
-    return _plan(ranks, pieces, {"staged": handed.room}, map(lane, range(ranks)))
+    return _plan(ranks, pieces, {"staged": stream.slots}, map(lane, range(ranks)))
 
 
 def _plan(
     ranks: int,
     pieces: int,
-    handed: Mapping[str, Buffer],
+    workspace: Mapping[str, Buffer],
     lanes: Iterable[Sequence[Instruction]],
     synchronizes: bool = False,
 ) -> Plan:
@@ -130,7 +127,7 @@ def _plan(
     buffers = {
         "a": Buffer.of("input", shards(ranks, ranks * pieces)),
         "out": Buffer.of("output", [[*chain(*cut[r::ranks])] for r in range(ranks)]),
-        **handed,
+        **workspace,
     }
     every = product(range(ranks), repeat=2)
     result = {shard(r, "out", p, pieces): (Term(p, "a", (r - p) * pieces),) for r, p in every}

@@ -26,14 +26,15 @@ ALGORITHMS = ("pull", "push", "ring")
 def broadcast(
     ranks: int, pieces: int, source: int, *, symmetric_a: bool = False, shared: bool = False
 ) -> Plan:
-    """All ranks but `source` get its rows, cut into `pieces`. The source has them as ``a``, the
-    others as ``out``.
+    """The plan of a broadcast: all ranks but `source` get the rows of its ``a``, cut into `pieces`,
+    as their ``out``.
 
-    Where `symmetric_a` they read them where they lie, and if the work is `shared` the source, too,
-    puts as many rows as every rank then moves; else it hands them out, a piece at a time.
+    If `symmetric_a` they read the rows in place, and if the work is `shared` the source puts the
+    first pieces to them: as many rows in all as each of them then reads. Else the source stages a
+    piece at a time.
     """
     parts = [[Part(before(r, ranks), 0)] if r == source else [] for r in range(ranks)]
-    handed = Stream("staged", parts, pieces)
+    stream = Stream("staged", parts, pieces)
     put = pieces // ranks if shared else 0
 
     def lane(rank: int) -> list[Instruction]:
@@ -44,11 +45,11 @@ def broadcast(
                 else _to_others(rank, source, pieces, put, ranks)
             )
         return pipeline(
-            rank, [handed], [handed.stage_own(rank), handed.fetch(rank, "out", [0] * ranks)]
+            rank, [stream], [stream.stage_own(rank), stream.fetch(rank, "out", [0] * ranks)]
         )
 
     lanes = (lane(r) if ranks > 1 else [] for r in range(ranks))
-    return _plan("pull", ranks, pieces, source, lanes, staged=handed.room)
+    return _plan("pull", ranks, pieces, source, lanes, staged=stream.slots)
 
 
 def _plan(
@@ -104,8 +105,8 @@ def _to_others(rank: int, source: int, pieces: int, put: int, ranks: int) -> lis
 
 @cache
 def eager(source: int, levels: Levels) -> Plan:
-    """Broadcast of a few rows, symmetric or not: all ranks synchronize and then copy them from the
-    source's eager buffer.
+    """Broadcast of a few rows, symmetric or not: all ranks synchronize and then copy the rows from
+    the eager buffer of the source.
     """
     ranks, shared = len(levels[-1]), block(source, "eager", 0)
     lanes = [
@@ -123,8 +124,8 @@ def push(source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
     """Broadcast over several hosts: rows are put to one rank of each other host, and its other
     ranks read them there.
 
-    Where every rank has a host of its own they are put into its ``out``, unless they are to be
-    `staged`.
+    If every rank has a host of its own the rows are put into its ``out``, unless `staged`, which
+    puts them into a workspace.
     """
     ranks, alone = len(hosts), one_rank_per_host(hosts) and not staged
     arrived = Wait(Signal("arrived", source), 1)
@@ -135,10 +136,10 @@ def push(source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
         if r != source:
             holder = rail_peer(source, hosts[r], hosts)
             return [arrived, Copy(block(holder, "staged", 0), block(r, "out", 0)), *leave(r, ranks)]
-        near, own = local_peers(r, hosts), block(r, "a", 0)
+        local, own = local_peers(r, hosts), block(r, "a", 0)
         made = [] if alone else enter(r, ranks)
-        if near:
-            made += [Copy(own, own._replace(buffer="staged")), *notify_all(r, "arrived", near)]
+        if local:
+            made += [Copy(own, own._replace(buffer="staged")), *notify_all(r, "arrived", local)]
         for host in other_hosts(r, hosts):
             to = rail_peer(r, host, hosts)
             made += wait_all("open", [to] if alone else [])
@@ -152,8 +153,8 @@ def push(source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
 
 
 def ring(pieces: int, source: int, hosts: Hosts, *, staged: bool = False) -> Plan:
-    """Broadcast over several hosts: each host puts pieces to the next one as they come, so that the
-    source sends them once.
+    """Broadcast over several hosts: each host puts pieces to the next host as they arrive, so that
+    the source sends them once.
     """
     ranks, around, lanes = len(hosts), max(hosts) + 1, []
     into = "out" if one_rank_per_host(hosts) and not staged else "staged"
@@ -163,7 +164,7 @@ def ring(pieces: int, source: int, hosts: Hosts, *, staged: bool = False) -> Pla
         before, holder = Signal("arrived", holders[step - 1]), holders[step]
         following = holders[step + 1] if r == holder and step + 1 < around else None
         lane: list[Instruction] = []
-        if into == "out":  # which a rank's holder before may write to once it has made the call
+        if into == "out":  # the previous holder may write to it once this rank has made the call
             lane += [Notify(holders[step - 1], Signal("open", r))] if step else []
             lane += [Wait(Signal("open", following), 1)] if following is not None else []
         elif r == source:

@@ -25,7 +25,7 @@ class HostRing(HostPart):
 
     def of_rows(self, stage: Make) -> list[Instruction]:
         """Sums of existing rows; they are staged if ranks of a host read each other's."""
-        # other hosts use workspaces after host 0
+        # other hosts use workspaces only after host 0
         first = [] if self.host else enter(self.rank, self.ranks)
         if self.source == "partial":
             first = self.make_all(stage)
@@ -33,7 +33,7 @@ class HostRing(HostPart):
         return [*(i for i in first if i != redundant), *self.add(self.local_peers), *self.spread()]
 
     def of_products(self, make: Make) -> Lanes:
-        """Sums of rows made meanwhile."""
+        """Sums of rows that are made meanwhile."""
         return concurrent(self.make_all(make), [self.add(self.here) + self.spread()])
 
     @cached_property
@@ -71,8 +71,8 @@ class HostRing(HostPart):
         return lane
 
     def add(self, producers: Sequence[int]) -> list[Instruction]:
-        """Add this host's rows to the running sums, once `producers` have made theirs, and send
-        these on.
+        """Add this host's rows to the running sums, after `producers` have made theirs, and send
+        the sums on.
         """
         lane: list[Instruction] = []
         arrived = Counter[int]()
@@ -114,7 +114,7 @@ class HostRing(HostPart):
                 Copy(summed, summed._replace(rank=to)),
                 Notify(to, Signal("summed", self.rank)),
             ]
-        last = piece.number == self.cut - 1  # others take an owner's rows once all are there
+        last = piece.number == self.cut - 1  # peers copy an owner's rows after the last
         local = self.local_peers if self.everywhere and last else []
         return lane + notify_all(self.rank, "shared", local)
 

@@ -4,8 +4,8 @@ another host once.
 For a block that a rank of another host owns, one rank of each host, the *reducer*, adds up the rows
 of its host, and puts the sum to the owner. The owner adds its own host's rows and the other hosts'
 sums in the order of hosts, and of ranks within its host: the same bits on every run. So a sum of
-another host is a term like a row of the own one, and is rounded in the same manner. With one rank
-on each host that is the order of ranks, and nothing is added up before it is sent.
+another host is a term like a row of the own host, and is rounded in the same manner. With one rank
+on each host that is the order of ranks, and no rows are added up before they are sent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ Make = Callable[[int, int, int], Instruction]
 buffer that is added up.
 """
 
-PARTS = 4  # products per block: fewer delay the first transfer, more make each product slower
+PARTS = 4
+"""Products per block: fewer delay the first transfer, more make each product slower."""
 
 
 class Piece(NamedTuple):
@@ -94,7 +95,7 @@ class HostPart:
 
 
 class HostSums(HostPart):
-    """One rank's part if reducers put the sums of their hosts to the owners.
+    """One rank's part in sums that reducers put to the owners.
 
     Rows are made owner by owner: for other hosts, for ranks of this host, for this rank.
     """
@@ -113,7 +114,7 @@ class HostSums(HostPart):
         return lane + (self.collect() if self.everywhere else leave(self.rank, self.ranks))
 
     def of_products(self, make: Make) -> Lanes:
-        """Sums of rows made meanwhile: first rows for other hosts, last this rank's own."""
+        """Sums of rows that are made meanwhile: first rows for other hosts, last this rank's own."""
         rank = self.rank
         comm = [step for piece in self.for_other_hosts() for step in self.put(piece, self.here)]
         lane = enter(rank, self.ranks)
@@ -174,8 +175,8 @@ class HostSums(HostPart):
         return waits
 
     def put(self, piece: Piece, producers: Sequence[int]) -> list[Instruction]:
-        """Add up this host's rows of a piece, once `producers` have made theirs, and put the sum to
-        the owner.
+        """Add up this host's rows of a piece, after `producers` have made theirs, and put the sum
+        to the owner.
         """
         lane, sums = self.wait_for(piece, producers), block(self.rank, self.source, piece.at)
         if len(self.here) > 1:
@@ -189,8 +190,8 @@ class HostSums(HostPart):
         ]
 
     def add(self, piece: Piece, producers: Sequence[int], into: str, at: int) -> list[Instruction]:
-        """Add up an own piece into block `at` of `into`, once `producers` have made theirs and sums
-        of other hosts have arrived.
+        """Add up an own piece into block `at` of `into`, after `producers` have made their rows and
+        the sums of other hosts have arrived.
         """
         reducers = [
             rail_peer(self.rank, host, self.hosts) for host in other_hosts(self.rank, self.hosts)

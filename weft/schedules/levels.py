@@ -2,9 +2,9 @@
 many.
 
 Ranks synchronize level by level: first the ranks of an innermost group with each other; then groups
-of the same larger group, each rank with one of every other group, which represents its group since
-it has synchronized with it. In groups of √W a rank notifies 2(√W - 1) others instead of W - 1, at
-the price of one more signal latency.
+of the same larger group, each rank with one rank of every other group, which represents its group
+since it has synchronized with it. In groups of √W a rank notifies 2(√W - 1) peers instead of W - 1,
+at the price of one more signal latency.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Stage(NamedTuple):
 
 
 def synchronize(rank: int, levels: Levels, name: str) -> list[Instruction]:
-    """Instructions that end once all ranks have begun them; all earlier writes are then visible to
-    all. `name` is that of the signals.
+    """Instructions that end after all ranks have begun them; all earlier writes are then visible to
+    all ranks. `name` is the name of the signals.
     """
     lane: list[Instruction] = []
     for notified, awaited in stages(levels)[rank]:
@@ -42,9 +42,9 @@ def synchronize(rank: int, levels: Levels, name: str) -> list[Instruction]:
     return lane
 
 
-def hand_out(own: Sequence[Region], levels: Levels) -> list[Instruction]:
-    """Send a few rows of each rank eagerly, one part after the other: after it they are in the eager
-    buffers.
+def send_eagerly(own: Sequence[Region], levels: Levels) -> list[Instruction]:
+    """Copy a few rows of each rank to its eager buffer, one part after the other, and synchronize:
+    afterwards all ranks can read them there.
     """
     ends = [*accumulate(rows.rows for rows in own)]
     placed = [
@@ -89,37 +89,37 @@ def flat(ranks: int) -> Levels:
 
 
 @cache
-def nested(ranks: int, known: Levels = (), hop: float = Thresholds.hop) -> Levels:
-    """The fastest levels to synchronize by, where `hop` is the signal latency in notifies.
+def nested(ranks: int, groups: Levels = (), latency: float = Thresholds.hop) -> Levels:
+    """The fastest levels to synchronize by, where `latency` is the signal latency in notifies.
 
-    `known`, innermost first, are groups of ranks that share a cache, a package, a host. Groups with
-    too many parts are divided by number. It is one level if more gain nothing.
+    `groups`, innermost first, are the ranks that share a cache, a package, a host. A group with too
+    many parts is divided by number. There is one level if more are not faster.
     """
     found: list[tuple[int, ...]] = []
     inner = tuple(range(ranks))
-    for outer in (*known, (0,) * ranks):
+    for outer in (*groups, (0,) * ranks):
         outer = numbered(outer)
         if outer != inner:
             depths = range(
                 1, max(2, max(map(len, _units(inner, outer)), default=1).bit_length() + 1)
             )
             made = (_between(inner, outer, depth) for depth in depths)
-            found += min(made, key=lambda levels: _cost((*found, *levels, *flat(ranks)), hop))
+            found += min(made, key=lambda levels: _cost((*found, *levels, *flat(ranks)), latency))
             inner = outer
-    return min(flat(ranks), tuple(found) or flat(ranks), key=lambda levels: _cost(levels, hop))
+    return min(flat(ranks), tuple(found) or flat(ranks), key=lambda levels: _cost(levels, latency))
 
 
-def _cost(levels: Levels, hop: float) -> float:
+def _cost(levels: Levels, latency: float) -> float:
     """The time to synchronize, in notifies: for each level the largest number of a rank, and the
     signal latency.
     """
     by_level = zip(*stages(levels), strict=True)
-    return sum(hop + max(len(stage.notified) for stage in level) for level in by_level)
+    return sum(latency + max(len(stage.notified) for stage in level) for level in by_level)
 
 
 def _between(inner: Hosts, outer: Hosts, depth: int) -> list[tuple[int, ...]]:
-    """`depth` levels from `inner` to `outer`, the latter included, whose groups have about equally
-    many parts.
+    """`depth` levels from `inner` to `outer`, the latter included, with groups of about equal
+    numbers of parts.
     """
     digits: dict[int, tuple[int, ...]] = {}
     for number, units in enumerate(_units(inner, outer)):
@@ -127,12 +127,13 @@ def _between(inner: Hosts, outer: Hosts, depth: int) -> list[tuple[int, ...]]:
         for unit, path in zip(units, _paths(len(units), parts, depth - 1), strict=True):
             digits |= dict.fromkeys(unit, (number, *path))
     return [
-        numbered(digits[rank][:kept] for rank in range(len(outer))) for kept in range(depth, 0, -1)
+        numbered(digits[rank][:level] for rank in range(len(outer)))
+        for level in range(depth, 0, -1)
     ]
 
 
 def _paths(items: int, parts: int, depth: int) -> list[tuple[int, ...]]:
-    """For each item the number of its part, of the part within that, and so on."""
+    """For each item the number of its part, of the smaller part within it, and so on."""
     if not depth:
         return [()] * items
     bounds = [items * part // parts for part in range(parts + 1)]

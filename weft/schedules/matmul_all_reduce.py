@@ -34,14 +34,14 @@ ALGORITHMS = ("one_shot", "two_shot", "put", "ring", "sequential")
 
 
 def matmul_all_reduce(request: Request) -> Plan:
-    """Plan for ranks that each multiply all rows, of which each has a share, in so many `pieces`.
+    """The plan of a request: each rank multiplies all rows, and owns a share of them in `pieces`.
 
-    ``one_shot``: every rank adds up all rows, each piece, of all shares, while the next one is
-    multiplied elsewhere. ``two_shot``: every rank adds up its share, which it multiplies last, and
-    copies the sums of the others. ``put``: the same, with products made in the memory of the rank
-    that adds them up. ``sequential``: one product, then the sums. Other products are added where
-    they lie, or, without `remote_reads`, gotten from the peers before. On several hosts products
-    are put to the rank that adds them up (``two_shot`` and ``sequential``), once from each.
+    ``one_shot``: every rank adds up all rows, a piece of all shares at a time, while peers multiply
+    the next piece. ``two_shot``: every rank adds up its share, which it multiplies last, and copies
+    its peers' sums. ``put``: the same, with products made in the memory of the rank that adds them
+    up. ``sequential``: one product, then the sums. Peers' products are added in place, or, without
+    `remote_reads`, copied from the peers first. On several hosts each host puts its products once to
+    the rank that adds them up (``two_shot`` and ``sequential``).
     """
     if request.algorithm == "sequential":
         request = request._replace(pieces=1)
@@ -59,7 +59,7 @@ def _one_shot(request: Request, rank: int) -> Lanes:
                 multiply(rank, piece.start, piece.stop),
                 *notify_all(rank, "ready", before(rank, ranks)),
             ]
-        if count:  # the piece before, which the peers have meanwhile multiplied too
+        if count:  # the previous piece, which the peers have meanwhile multiplied too
             made = pieces[count - 1]
             lane += add_arrived(
                 request, rank, made, every, Region(rank, "out", made.start, made.stop), count, count
@@ -84,8 +84,8 @@ def _put(request: Request, rank: int) -> Lanes:
 
 
 def _share(request: Request, rank: int) -> list[Instruction]:
-    """Let peers copy this rank's sums, and copy all: the end of a plan in which each rank adds up
-    its share.
+    """Publish this rank's sums, and copy the sums of all ranks: the end of a plan in which each rank
+    adds up its share.
     """
     ranks, cut = request.ranks, request.pieces
     lane = notify_all(rank, "summed", before(rank, ranks))

@@ -2,8 +2,8 @@
 with an a and a B of its own.
 
 Peers' blocks are multiplied first, each for the peer that needs it next, and the own block last, in
-pieces: while they are made the peers' sums arrive, and a piece is added up while it still lies in
-the cache. Every algorithm adds in rank order.
+pieces: meanwhile the peers' products arrive, and a piece is added up while it is in the cache. Every
+algorithm adds in rank order.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ ALGORITHMS = ("direct", "push", "put", "ring", "sequential")
 
 
 def matmul_reduce_scatter(request: Request) -> Plan:
-    """Plan for ranks that multiply all rows and keep some of them each, in so many `pieces`.
+    """The plan of a request: each rank multiplies all rows, and owns a share of them in `pieces`.
 
-    ``direct``: peers' products are added where they lie. ``push``: they are copied to the rank that
-    keeps them. ``put``: they are made in its memory. ``ring``: running sums go from neighbour to
-    neighbour, beginning at rank 0 so that they are taken in rank order, and finished sums go on to
-    their owners. ``sequential``: one product, then the sums: products are added where they lie, or,
-    without `remote_reads`, put before.
+    ``direct``: peers' products are added in place. ``push``: products are copied to their owner.
+    ``put``: products are made in their owner's memory. ``ring``: running sums pass from rank to
+    rank, beginning at rank 0 so that they are in rank order, and finished sums go on to their
+    owners. ``sequential``: one product, then the sums: products are added in place, or, without
+    `remote_reads`, put to their owners first.
 
     In the `order` ``peer`` a push makes and sends the products of one peer after the other;
-    ``interleaved`` the first piece of every peer, then the second … What one of several `hosts` has
-    is added up before it is put to another (push and sequential).
+    ``interleaved`` the first piece of every peer, then the second … Each of several `hosts` adds up
+    its products before it puts them to another (push and sequential).
     """
     make = {"direct": _direct, "push": _push, "put": _put_products, "sequential": _sequential}
     return sum_of_products("matmul_reduce_scatter", request, make)
@@ -51,13 +51,13 @@ def matmul_reduce_scatter(request: Request) -> Plan:
 def sum_of_products(
     operator: str, request: Request, make: Mapping[str, Callable[[Request, int], Lanes]]
 ) -> Plan:
-    """A matmul + reduce-scatter or all-reduce; where ranks share a host, each algorithm but
-    ``ring`` makes its lanes by itself.
+    """The plan of a matmul + reduce-scatter or all-reduce. `make` has the function that makes a
+    rank's lanes for each algorithm but ``ring``, if all ranks share a host.
     """
     ranks, pieces, algorithm = request.ranks, request.pieces, request.algorithm
     every, hosts = everything(ranks, pieces), request.hosts or range(ranks)
     everywhere = operator == "matmul_all_reduce"
-    kept = every if everywhere else shards(ranks, pieces)
+    owned = every if everywhere else shards(ranks, pieces)
 
     def lanes(rank: int) -> Lanes:
         if ranks == 1:  # a sum over one rank is its product
@@ -71,19 +71,17 @@ def sum_of_products(
         )
         return {"compute": sums.of_rows(multiply)} if sums.at_once else sums.of_products(multiply)
 
-    whole = (
-        everywhere and request.hosts is None and algorithm in ("one_shot", "sequential")
-    )  # every rank adds up all rows
+    adds_all_rows = everywhere and request.hosts is None and algorithm in ("one_shot", "sequential")
     buffers = {
         "a": Buffer.of("input", every),
         **dict.fromkeys(("partial", "running", "summed", "hosted"), Buffer.of("workspace", every)),
         "inbox": Buffer.of("workspace", [[*every[0]] * ranks] * ranks)
-        if whole
+        if adds_all_rows
         else inbox(pieces, hosts),
-        "out": Buffer.of("output", kept),
+        "out": Buffer.of("output", owned),
     }
     result, every_lane = (
-        sum_result(kept, request.planned, product_buffer(algorithm, ranks)),
+        sum_result(owned, request.planned, product_buffer(algorithm, ranks)),
         in_all(ranks, request.planned, lanes),
     )
     return Plan(
@@ -92,7 +90,7 @@ def sum_of_products(
 
 
 def product_buffer(algorithm: str, ranks: int) -> str:
-    """The buffer that products of an algorithm are made in, and that names their weight."""
+    """The buffer in which an algorithm makes its products, and that names their weight."""
     return "out" if ranks == 1 else "inbox" if algorithm == "put" else "partial"
 
 
@@ -104,9 +102,9 @@ def _direct(request: Request, rank: int) -> Lanes:
 def add_where_made(
     request: Request, rank: int, into: Region
 ) -> tuple[list[Instruction], list[Instruction]]:
-    """Make the products of what peers keep, tell each that its are there, then make and add up this
-    rank's own, a piece at a time; and what gets products in another lane, where peers' cannot be
-    read.
+    """Make the products of each peer's rows and notify it, then make and add up the products of this
+    rank's own rows, a piece at a time. The second list is the lane that gets peers' products if they
+    cannot be read in place.
     """
     ranks, pieces = request.ranks, request.pieces
     own, lane = range(rank * pieces, (rank + 1) * pieces), enter(rank, ranks)
@@ -155,13 +153,13 @@ def _put_products(request: Request, rank: int) -> Lanes:
 
 
 def put_and_add(request: Request, rank: int, into: str, start: int) -> list[Instruction]:
-    """Make every peer's products in its inbox, and add up this rank's rows, from block `start` of
-    `into` on, in rank order.
+    """Make every peer's products in its inbox, and add up this rank's rows in rank order: into
+    `into`, from block `start` on.
     """
     ranks, pieces = request.ranks, request.pieces
 
     def product(owner: int, piece: int) -> Instruction:
-        """Of a piece that `owner` keeps, in its inbox, which has a place for each source."""
+        """The product of a piece of `owner`, in its inbox, which has a place for each source."""
         return matmul(
             block(rank, "a", owner * pieces + piece), block(owner, "inbox", rank * pieces + piece)
         )
@@ -178,7 +176,9 @@ def put_and_add(request: Request, rank: int, into: str, start: int) -> list[Inst
 
 
 def _sequential(request: Request, rank: int) -> Lanes:
-    """One product, then the sums, of what is put before unless peers can read it."""
+    """One product, then the sums; products are put to their owners first unless peers can read
+    them.
+    """
     ranks, pieces, remote_reads, links = (
         request.ranks,
         request.pieces,
@@ -232,13 +232,13 @@ def _add(request: Request, rank: int, piece: int, put: bool = False) -> Instruct
 
 
 def add(
-    request: Request, rank: int, piece: range, whole: range, into: Region, moved: bool
+    request: Request, rank: int, piece: range, part: range, into: Region, moved: bool
 ) -> Instruction:
-    """Add up a piece of a `whole` in rank order: where the peers' products lie, or from its inbox
-    if they were moved there.
+    """Add up a piece of a `part` of the rows in rank order: the peers' products in place, or from
+    this rank's inbox if they were moved there.
     """
     products = (
-        inbox_place(rank, p, piece, whole)
+        inbox_place(rank, p, piece, part)
         if moved and p != rank
         else Region(p, "partial", piece.start, piece.stop)
         for p in range(request.ranks)
@@ -247,12 +247,12 @@ def add(
 
 
 def get(
-    request: Request, rank: int, pieces: Sequence[range], whole: range, ready: Sequence[int]
+    request: Request, rank: int, pieces: Sequence[range], part: range, ready: Sequence[int]
 ) -> list[Instruction]:
-    """Get the peers' products of the pieces of a `whole` into the inbox, unless they are added
-    where they lie.
+    """Get the peers' products of the pieces of a `part` of the rows into the inbox, unless they are
+    added in place.
 
-    Piece i can be gotten once ``ready[i]`` of their signals have come.
+    Piece i is there after ``ready[i]`` signals of each peer.
     """
     lane: list[Instruction] = []
     for count, piece in () if request.remote_reads else zip(ready, pieces, strict=True):
@@ -260,30 +260,32 @@ def get(
             there = Region(peer, "partial", piece.start, piece.stop)
             lane += [
                 Wait(Signal("ready", peer), count),
-                Copy(there, inbox_place(rank, peer, piece, whole)),
+                Copy(there, inbox_place(rank, peer, piece, part)),
             ]
         lane.append(Notify(rank, Signal("gotten", rank)))
     return lane
 
 
 def add_arrived(
-    request: Request, rank: int, piece: range, whole: range, into: Region, ready: int, gotten: int
+    request: Request, rank: int, piece: range, part: range, into: Region, ready: int, gotten: int
 ) -> list[Instruction]:
     """Wait until the peers' products of a piece can be added, and add them."""
     reads, peers = request.remote_reads, after(rank, request.ranks)
     waits = wait_all("ready", peers, ready) if reads else wait_all("gotten", [rank], gotten)
-    return [*waits, add(request, rank, piece, whole, into, moved=not reads)]
+    return [*waits, add(request, rank, piece, part, into, moved=not reads)]
 
 
-def inbox_place(rank: int, peer: int, piece: range, whole: range) -> Region:
-    """Where a rank's inbox has the products of a peer: there is a place for the `whole` from each."""
-    shift = peer * len(whole) - whole.start
+def inbox_place(rank: int, peer: int, piece: range, part: range) -> Region:
+    """The region of a rank's inbox for a peer's products of a piece: each peer has a place for the
+    `part`.
+    """
+    shift = peer * len(part) - part.start
     return Region(rank, "inbox", piece.start + shift, piece.stop + shift)
 
 
 def sum_buffers(workload: Workload) -> dict[str, Rows]:
-    """What the buffers of plans hold that sum products: these are kept in the accumulator's dtype
-    where it costs no speed.
+    """The rows of the buffers of plans that sum products; products have the accumulator's dtype
+    unless that is slower.
     """
     wide = accumulator(workload.dtype)
     product = Rows(

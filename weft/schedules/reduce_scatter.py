@@ -11,7 +11,7 @@ from weft.schedules.blocks import around, block, everything, shards, sum_result
 from weft.schedules.host_rings import HostRing
 from weft.schedules.host_sums import HostSums, spaces
 from weft.schedules.lanes import one_lane, publish, wait_all
-from weft.schedules.levels import Levels, hand_out
+from weft.schedules.levels import Levels, send_eagerly
 from weft.schedules.peers import Hosts, after, before, one_rank_per_host
 from weft.schedules.staging import Arrival, Stream, one_for_each, pipeline
 
@@ -19,10 +19,10 @@ ALGORITHMS = ("direct", "push", "ring")
 
 
 def put(pieces: int, hosts: Hosts, algorithm: str, op: str = "sum") -> Plan:
-    """Reduce-scatter over several hosts, each of which adds up what its ranks have.
+    """Reduce-scatter over several hosts, each of which adds up the rows of its ranks.
 
-    ``push``: it puts that to the ranks of the others; ``ring``: to the next host, which adds its
-    own.
+    ``push``: each host puts its sums to the owners; ``ring``: to the next host, which adds its own
+    rows.
     """
     return put_sums("reduce_scatter", pieces, hosts, algorithm, op)
 
@@ -44,40 +44,41 @@ def sum_plan(
     ranks: int,
     pieces: int,
     lanes: Iterable[Sequence[Instruction]],
-    handed: Mapping[str, Buffer],
+    workspaces: Mapping[str, Buffer],
 ) -> Plan:
-    """An all-reduce or a reduce-scatter whose rows pass these buffers; ``eager`` ones meet."""
+    """An all-reduce or a reduce-scatter through these workspaces; ``eager`` synchronizes."""
     every = everything(ranks, pieces)
-    kept = every if operator == "all_reduce" else shards(ranks, pieces)
-    buffers = {"a": Buffer.of("input", every), "out": Buffer.of("output", kept), **handed}
+    owned = every if operator == "all_reduce" else shards(ranks, pieces)
+    buffers = {"a": Buffer.of("input", every), "out": Buffer.of("output", owned), **workspaces}
     synchronizes = algorithm == "eager"
     return Plan(
         operator,
         algorithm,
         buffers,
         one_lane(lanes),
-        sum_result(kept),
+        sum_result(owned),
         (pieces,) * ranks,
         synchronizes=synchronizes,
     )
 
 
 def stage(rank: int, start: int, stop: int) -> Instruction:
-    """Put this rank's rows where others can read them."""
+    """Copy this rank's rows to a workspace, where peers can read them."""
     return Copy(Region(rank, "a", start, stop), Region(rank, "partial", start, stop))
 
 
 def reduce_scatter(ranks: int, pieces: int, op: str = "sum", *, symmetric_a: bool = False) -> Plan:
-    """Every rank keeps its own rows of all, cut into `pieces`, reduced in rank order.
+    """The plan of a reduce-scatter of shards cut into `pieces`; each rank reduces its shard in rank
+    order.
 
-    Where `symmetric_a` peers' rows are read where they lie; else they are handed out, a piece for
-    each peer at a time.
+    If `symmetric_a` peers' rows are read in place; else they are staged, a piece for each peer at a
+    time.
     """
-    handed = one_for_each(ranks, pieces)
+    stream = one_for_each(ranks, pieces)
 
     def lane(rank: int) -> Sequence[Instruction]:
         if not symmetric_a and ranks > 1:
-            return _through_slots(rank, op, handed)
+            return _through_slots(rank, op, stream)
         share = rank * pieces, (rank + 1) * pieces
         return [
             *chain(
@@ -88,7 +89,7 @@ def reduce_scatter(ranks: int, pieces: int, op: str = "sum", *, symmetric_a: boo
         ]
 
     return sum_plan(
-        "reduce_scatter", "direct", ranks, pieces, map(lane, range(ranks)), {"staged": handed.room}
+        "reduce_scatter", "direct", ranks, pieces, map(lane, range(ranks)), {"staged": stream.slots}
     )
 
 
@@ -102,10 +103,10 @@ def reduce_published(
     *,
     symmetric: bool,
 ) -> tuple[list[Instruction], list[Instruction]]:
-    """Publish own rows, and reduce a share of all ranks' where they lie, in rank order; and what
-    must come last.
+    """Publish own rows, and reduce a share of the rows of all ranks in place, in rank order; the
+    second list are the last instructions of the plan.
 
-    Peers read what is not this rank's share, or everything where that is the share of each.
+    Peers read the rows outside this rank's share, or all rows if the share of each rank is all rows.
     """
     every = 0, ranks * pieces
     parts = [every] if share == every else around(*share, ranks * pieces)
@@ -116,33 +117,33 @@ def reduce_published(
 
 @cache
 def eager(levels: Levels, op: str = "sum") -> Plan:
-    """Reduce-scatter of a few rows, whether symmetric or not: every rank hands out what others keep
-    and reduces what it keeps.
+    """Reduce-scatter of a few rows, symmetric or not: every rank sends the rows of its peers' shards
+    eagerly and reduces its own shard.
     """
     ranks, lanes = len(levels[-1]), []
     for r in range(ranks):
         terms = tuple(
             block(p, "a", r) if p == r else block(p, "eager", r - (r > p)) for p in range(ranks)
         )
-        handed = hand_out([Region(r, "a", *part) for part in around(r, r + 1, ranks)], levels)
-        lanes.append([*handed, Reduce(terms, block(r, "out", 0), op)])
-    laid = Buffer.of("eager", [[p for p in range(ranks) if p != r] for r in range(ranks)])
-    return sum_plan("reduce_scatter", "eager", ranks, 1, lanes, {"eager": laid})
+        sent = send_eagerly([Region(r, "a", *part) for part in around(r, r + 1, ranks)], levels)
+        lanes.append([*sent, Reduce(terms, block(r, "out", 0), op)])
+    eager_blocks = Buffer.of("eager", [[p for p in range(ranks) if p != r] for r in range(ranks)])
+    return sum_plan("reduce_scatter", "eager", ranks, 1, lanes, {"eager": eager_blocks})
 
 
-def _through_slots(rank: int, op: str, handed: Stream) -> list[Instruction]:
+def _through_slots(rank: int, op: str, stream: Stream) -> list[Instruction]:
     def reduced(step: int) -> list[Instruction]:
-        own = block(rank, "a", rank * handed.pieces + step)
-        return sum_of(rank, own, handed.arrivals(rank, step), block(rank, "out", step), op)
+        own = block(rank, "a", rank * stream.pieces + step)
+        return sum_of(rank, own, stream.arrivals(rank, step), block(rank, "out", step), op)
 
-    return pipeline(rank, [handed], [handed.stage_own(rank), reduced])
+    return pipeline(rank, [stream], [stream.stage_own(rank), reduced])
 
 
 def sum_of(
     rank: int, own: Region, arrivals: Sequence[Arrival], into: Region, op: str, *copies: Copy
 ) -> list[Instruction]:
-    """Reduce a rank's own rows and those that its peers have handed to it, in rank order, copy the
-    sum, and acknowledge them.
+    """Reduce a rank's own rows and the rows that its peers have staged for it, in rank order, copy
+    the sum, and acknowledge the arrivals.
     """
     found = {rank: own} | {arrival.peer: arrival.region for arrival in arrivals}
     reduced = Reduce(tuple(found[r] for r in sorted(found)), into, op)

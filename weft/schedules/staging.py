@@ -44,13 +44,14 @@ class Stream:
     """The parts that every rank sends through slots of the workspace `buffer`, in steps: step k is
     block k of each part.
 
-    All parts have `pieces` blocks, and a rank reads at most one part of each peer. `ready` and
-    `taken` are the names of the signals that a step can be read, and that it was read; the latter
-    is None if other signals of the plan imply it before a slot is used again.
+    All parts have `pieces` blocks, and a rank reads at most one part of each peer. `ready` is the
+    name of the signal that a step can be read, `taken` of the signal that it was read: None if
+    other signals of the plan imply it before a slot is used again. `slots` is the workspace.
 
-    Two ranks that exchange parts only with each other share their slots: each writes where it has
-    read the step before last. So no signal that a slot is free is needed, and the slot is in the
-    writer's own cache; its own last slot is in the other's, which would have to release each line.
+    Two ranks that exchange parts only with each other share their slots: each writes to the slot
+    that it read in the step before last. So no signal that a slot is free is needed, and the slot is
+    in the writer's own cache; the slot that it wrote last is in its peer's cache, which would have
+    to release each line.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Stream:
             {own.readers[0]: number for number, own in enumerate(of) if len(own.readers) == 1}
             for of in parts
         ]
-        self.room = Buffer.of(
+        self.slots = Buffer.of(
             "workspace",
             [
                 (ANY_BLOCK,) * min(self.steps(rank), SLOTS) * len(own)
@@ -93,7 +94,7 @@ class Stream:
     def stage(
         self, rank: int, step: int, make: Callable[[int, Region], Iterable[Instruction]]
     ) -> list[Instruction]:
-        """Send a step: `make` puts each block into its slot, once its previous readers are done."""
+        """Send a step: `make` puts each block into its slot, after its previous readers have ended."""
         if step >= self.steps(rank):
             return []
         readers, lane = self._readers(rank), list[Instruction]()
@@ -166,10 +167,9 @@ def one_for_each(ranks: int, pieces: int, taken: str | None = "taken") -> Stream
 def pipeline(
     rank: int, streams: Sequence[Stream], stages: Sequence[Callable[[int], Iterable[Instruction]]]
 ) -> list[Instruction]:
-    """A rank's lane: step k of the first of `stages`, then step k - 1 of the next, and so on; each
-    is given the step.
+    """A rank's lane: step k of the first of `stages`, then step k - 1 of the next, and so on.
 
-    A stream is staged in one of them and read in the next.
+    Each of `stages` is a function of the step. A stream is staged in one stage and read in the next.
     """
     ranks = streams[0].ranks
     steps = max(stream.steps(r) for stream in streams for r in range(ranks))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
-EAGER_ROOM = 64 << 10
+EAGER_BUFFER_BYTES = 64 << 10
 """Bytes of an eager buffer, the limit of eager messages; equal to `Program::kEager`."""
 
 CROWDED_HOP = 50.0
@@ -38,7 +38,7 @@ class Thresholds:
         """The largest message sent eagerly: half of the first level, which then holds the data and
         its copy.
         """
-        return _within(4 << 10, self.first_level // 2, EAGER_ROOM)
+        return _within(4 << 10, self.first_level // 2, EAGER_BUFFER_BYTES)
 
     @property
     def staged_bytes(self) -> int:
@@ -49,16 +49,16 @@ class Thresholds:
 
     @property
     def slot_bytes(self) -> int:
-        """The bytes that a thread stages at a time: half of that, so that a slot stays in the cache
-        until it is read, while the next is written.
+        """The bytes that a thread stages at a time: half of `staged_bytes`, so that a slot stays in
+        the cache until it is read, while the next is written.
         """
         return self.staged_bytes // 2
 
     @property
     def pushed_bytes(self) -> int:
         """The fewest bytes of a rank that are put to peers that could also read them: a quarter of
-        L2. Fewer are found in the cache together with other ranks'; more would be read from memory
-        twice.
+        L2. Fewer stay in the cache together with the rows of other ranks; more would be read from
+        memory twice.
         """
         return self.staged_bytes // 4
 

@@ -18,16 +18,16 @@ PIECES = 16
 """Transfers per shard: enough that little is left to do when the last one arrives."""
 
 ORDERS = ("peer", "interleaved")
-"""In which order a push sends chunks: peer after peer, or the first chunk of every peer, then the
-second …
+"""The orders in which a push sends chunks: peer after peer, or the first chunk of every peer, then
+the second …
 """
 
 
 class Workload(NamedTuple):
     """The sizes of a call: `operator` on ranks with these `rows`, each product by (K, N).
 
-    `rows` are the rows that each rank gives (all_gather_matmul) or keeps. `symmetric`: the input is
-    in symmetric memory.
+    `rows` are the rows of each rank's input (all_gather_matmul) or result. `symmetric`: the input
+    is in symmetric memory.
     """
 
     operator: str
@@ -45,7 +45,7 @@ class Workload(NamedTuple):
 
 
 def accumulator(dtype: str) -> str:
-    """The dtype in which sums of this one are added up."""
+    """The dtype in which sums of `dtype` are accumulated."""
     return "float64" if dtype == "float64" else "float32"
 
 
@@ -61,8 +61,8 @@ class Variant(NamedTuple):
 
 
 def pieces(rows: int, most: int) -> int:
-    """The number of blocks of `rows` for each to have at most `most`: a power of two, so that plans
-    are few.
+    """The number of blocks of at most `most` rows each that have `rows` in all: a power of two, so
+    that plans are few.
     """
     return 1 << (max(1, -(-rows // most)) - 1).bit_length()
 
@@ -85,12 +85,12 @@ class Request(NamedTuple):
     rank's rows.
 
     `symmetric`: the input is in symmetric memory, where peers read it in place; else it is staged.
-    `hosts` are given where there are several. `remote_reads`: products of peers can be read in
-    place; else they are moved first. A push sends its pieces in an `order` of `ORDERS`, to peers in
-    one lane for each of `links`. `planned`: the ranks that get their lanes, by default all.
+    `hosts`: the host of each rank if there are several. `remote_reads`: products of peers can be
+    read in place; else they are moved first. A push sends its pieces in an `order` of `ORDERS`, to
+    peers in one lane for each of `links`. `planned`: the ranks that get their lanes, by default all.
 
     `op` is the reduction of a sum, ``sum`` or ``avg``. A gather multiplies by n `weights`, and
-    may have the `gathered` rows for an output too.
+    may have the `gathered` rows as an output too.
     """
 
     ranks: int
@@ -118,8 +118,8 @@ class Rows(NamedTuple):
 class Operator:
     """A fused operator without its tensors.
 
-    `plan` makes its plan of a request; `communicate` plans its communication alone, as benchmarks
-    measure it. `buffers` says what the buffers of its plans hold.
+    `plan` makes the plan of a request; `communicate` plans its communication alone, as benchmarks
+    measure it. `buffers` gives the columns and dtype of the buffers of its plans.
     """
 
     name: str
@@ -128,27 +128,27 @@ class Operator:
     communicate: Callable[[Request], Plan]
     buffers: Callable[[Workload], Mapping[str, Rows]]
     default_shards: Callable[[int, int], Sequence[int] | None]
-    """The default rows of each shard, of a rank's rows and the number of ranks; None if they do not
-    divide.
+    """From a rank's rows and the number of ranks to the default rows of each shard; None if the rows
+    do not divide.
     """
     result_rows: Callable[[Sequence[int], int], int]
-    """The rows of the result on a rank, of the rows of each shard."""
+    """From the rows of each shard and a rank to the rows of its result."""
     flattens: bool = False
     """Whether an input of more than two dimensions is used as a matrix of all its rows."""
     uncut: tuple[str, ...] = ("sequential",)
     """Algorithms that do not cut shards into pieces."""
     cuts_all_rows: tuple[str, ...] = ()
-    """Algorithms that cut all rows into pieces, not each rank's."""
+    """Algorithms that cut all rows into pieces, instead of the rows of each rank."""
     moves_nothing: tuple[str, ...] = ()
     """Algorithms that move no rows: products and sums work on peers' memory."""
     asymmetric: tuple[str, ...] = ()
-    """Algorithms in which ranks differ even where their rows do not, so that the lanes of others do
-    not follow from a rank's own.
+    """Algorithms in which ranks differ even if their numbers of rows are equal, so that the lanes of
+    peers do not follow from a rank's own.
     """
     reads_peers: tuple[str, ...] = ()
     """Algorithms that read peers' rows in place."""
     writes_products: tuple[str, ...] = ()
-    """Algorithms whose products are made in peers' memory; no machine profile says how fast."""
+    """Algorithms whose products are made in peers' memory; no machine profile has their speed."""
     ordered: tuple[str, ...] = ()
     """Algorithms that can send their pieces in any of `ORDERS`."""
     baseline: str = "sequential"
@@ -158,12 +158,12 @@ class Operator:
     several_weights: bool = False
     """Whether one call may multiply by several weights."""
     auto_candidates: tuple[str, ...] = ()
-    """Algorithms that may be fastest where peers' memory is read as fast as one's own."""
+    """Algorithms that may be fastest if peers' memory is read as fast as a rank's own."""
     auto_candidates_over_links: tuple[str, ...] = ()
-    """Algorithms that may be fastest where rows pass a slower link."""
+    """Algorithms that may be fastest if rows pass a slower link."""
 
     def __post_init__(self) -> None:
-        """Refuse the name of an algorithm that there is not."""
+        """Raise `ValueError` for a name that is not one of `algorithms`."""
         for field in fields(self):
             names = getattr(self, field.name)
             for name in names if isinstance(names, tuple) else ():
