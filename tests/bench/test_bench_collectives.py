@@ -1,5 +1,5 @@
-"""The benchmarks of collectives and of overlap: their figures, their data, and that they notice
-what is wrong. Nothing asserts a time.
+"""The benchmarks of collectives and of overlap: their figures and data, and the detection of wrong
+results. No test asserts a time.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ROW = {
 
 
 def bench(*arguments):
-    """What ``weft bench`` says, on ranks from the server of the tests."""
+    """The outcome of ``weft bench`` on ranks from the server of the tests."""
     outcome = CliRunner().invoke(app, ["bench", *map(str, arguments)])
     assert outcome.exit_code == 0, outcome.stderr
     return outcome
@@ -120,14 +120,14 @@ def text_of(result):
         ("1G", [1 << 30]),
     ],
 )
-def test_sizes(text, sizes):
+def test_sizes_are_parsed(text, sizes):
     assert parse_sizes(text) == sizes
 
 
 @pytest.mark.parametrize(
     "text", ["", "x", "0", "-4", "4K:1K", "1:8:1", "1:8:x", "1:2:3:4", "K", "1.5M"]
 )
-def test_sizes_that_are_none(text):
+def test_invalid_sizes_are_refused(text):
     with pytest.raises(ValueError, match=r"expected|before"):
         parse_sizes(text)
 
@@ -175,14 +175,14 @@ def test_counts_are_rounded_up_to_whole_parts():
 
 
 def verify_all(world, cases):
-    """For each ``(dtype, op, spoil)`` how many elements the benchmark finds wrong if `spoil` is
-    done to every output.
+    """For each ``(dtype, op, spoil)`` the number of elements that the benchmark finds wrong after
+    `spoil` was applied to every output.
     """
     return [verify_one(world, *case) for case in cases]
 
 
 def verify_one(world, dtype, op, spoil):
-    """The elements found wrong, by operation, implementation and place."""
+    """The wrong elements by operation, implementation and place."""
     found = {}
     for operation in COLLECTIVES:
         settings = SweepSettings(operation, op, sizes="60", dtype=dtype)
@@ -234,19 +234,19 @@ def verify_nothing(world):
             tensors = bench.tensors("weft (plain)", in_place, count_of(60, settings, world.ranks))
             collectives.weft_collective(
                 settings, *tensors, world
-            )()  # leaves a result of other data
+            )()  # keeps a result of earlier data
             found[operation, in_place] = (
                 Local("idle", in_place, lambda: None, tensors, bench).verify(1).wrong
             )
     return found
 
 
-def test_an_operation_that_does_nothing_is_found_out():
+def test_an_operation_that_does_nothing_is_detected():
     [found, _] = on_ranks(verify_nothing, 2)
     assert all(found.values())
 
 
-def test_tables_say_what_is_slower_or_wrong():
+def test_tables_mark_slower_and_wrong_rows():
     text = text_of(
         result(row(), row("openmpi", median=20.0), row(in_place=True), row("openmpi", True))
     )
@@ -268,7 +268,7 @@ def test_sweeps_are_drawn(tmp_path, suffix):
     assert path.stat().st_size > 1000
 
 
-def test_sizes_are_named():
+def test_names_of_sizes():
     assert [plots.size_name(size) for size in (12, 4096, 3 << 20, 1 << 30)] == [
         "12",
         "4K",
@@ -296,7 +296,7 @@ def test_sizes_are_named():
         (["overlap", "--shape", "2x2"], "MxKxN"),
     ],
 )
-def test_what_cannot_be_served_is_refused(arguments, advice, monkeypatch, tmp_path):
+def test_invalid_options_are_refused(arguments, advice, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     outcome = CliRunner().invoke(app, ["bench", *arguments], terminal_width=500)
     assert outcome.exit_code == 2
@@ -325,7 +325,7 @@ def test_a_sweep_on_two_ranks(tmp_path):
 
 @pytest.mark.data
 @pytest.mark.skipif(not MPIS, reason="run `make baselines` first")
-def test_mpi_is_measured_beside(monkeypatch):
+def test_mpi_is_a_baseline(monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     made = json.loads(
         bench("all-reduce", *SHORT, "--baseline", ",".join(MPIS), "--json", "-").stdout
@@ -337,7 +337,7 @@ def test_mpi_is_measured_beside(monkeypatch):
 
 @pytest.mark.data
 @pytest.mark.parametrize("dtype", deepspeed.DTYPES)
-def test_deepspeed_is_measured_beside(dtype, monkeypatch):
+def test_deepspeed_is_a_baseline(dtype, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     if why := deepspeed.missing():
         pytest.skip(why)
@@ -355,7 +355,7 @@ def test_deepspeed_is_measured_beside(dtype, monkeypatch):
 
 
 def measure_mpi(world, directory):
-    """The rows of all operations beside MPI, by one set of MPI's processes."""
+    """The rows of all operations compared with MPI, by one set of MPI's processes."""
     os.chdir(directory)
     with ExitStack() as stack:
         others = [stack.enter_context(baselines.opened(name, world)) for name in MPIS]
@@ -394,7 +394,7 @@ def test_an_mpi_that_does_not_start_is_an_error(monkeypatch, tmp_path):
 
 @pytest.mark.data
 @pytest.mark.parametrize("link", [[], ["--link-gbps", "auto"]])
-def test_overlap_of_what_is_independent(link, tmp_path):
+def test_overlap_of_a_product_and_an_all_gather(link, tmp_path):
     small = [
         "--shape",
         "64x64x32",

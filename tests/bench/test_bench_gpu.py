@@ -1,4 +1,4 @@
-"""What of the GPU benchmarks can be seen without one: refusals, the plan that they run, tables and
+"""The parts of the GPU benchmarks that need no GPU: refusals, the plan that they run, tables and
 pictures.
 """
 
@@ -27,7 +27,7 @@ without = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     [["all-gather", "--device", "cuda"], ["all-gather-matmul", "--peers", "host"]],
     ids=" ".join,
 )
-def test_no_gpu_is_said_at_once(options):
+def test_a_missing_gpu_is_reported_first(options):
     result = CliRunner().invoke(app, ["bench", *options])
     assert result.exit_code == 2
     assert "torch finds no GPU here" in result.output
@@ -43,7 +43,7 @@ def test_numbers_of_sms():
 
 @without
 @pytest.mark.slow
-def test_the_script_says_that_there_is_no_gpu(tmp_path):
+def test_the_script_reports_a_missing_gpu(tmp_path):
     script = Path(__file__).parents[2] / "benchmarks" / "gpu" / "check.sh"
     assert subprocess.run(["bash", "-n", script]).returncode == 0
     import sys

@@ -1,5 +1,5 @@
-"""The benchmark of one-sided copies: its rows, that it notices what is wrong, its picture. No test
-asserts a time.
+"""The benchmark of one-sided copies: its rows, the detection of wrong copies, and its picture. No
+test asserts a time.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_a_copy_that_does_nothing_is_wrong_in_every_byte():
         assert found == [(0, 1000)] * len(NAMES)
 
 
-def test_bad_options():
+def test_invalid_options_are_refused():
     runner = CliRunner()
     for options, words in [
         (["--sizes", "4Q"], "4Q"),

@@ -90,7 +90,7 @@ def test_wrong_results_are_detected():
         assert mismatches == {ALONE: 0, TORCH: 0, WEFT: 2}
 
 
-def test_bad_options():
+def test_invalid_options_are_refused():
     runner = CliRunner()
     for options, words in [
         (["--hidden", "7"], "multiple of 2"),

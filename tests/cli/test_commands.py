@@ -1,5 +1,5 @@
-"""The benchmark measures the right things, notices wrong results, and says what it cannot do. No
-test asserts a time.
+"""The commands: the benchmark's figures, the detection of wrong results, and refusals. No test
+asserts a time.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ SCHEMA = {
 
 
 def kinds(value):
-    """The types of a JSON value, nested as it is."""
+    """The types of a JSON value, with its nesting."""
     return (
         {key: kinds(inner) for key, inner in value.items()}
         if isinstance(value, dict)
@@ -82,7 +82,7 @@ COMMAND = [
     sys.executable,
     "-m",
     "weft",
-]  # weft in a process of its own
+]
 
 
 WHERE = {
@@ -131,7 +131,7 @@ def text_of(result):
     return captured.get()
 
 
-def test_figures_are_what_their_formulas_say():
+def test_figures_follow_their_formulas():
     assert figures.speedup(sequential=18, pipelined=12) == 1.5
     assert figures.overlap_percent(compute=10, communicate=8, pipelined=12) == 75
     assert figures.overlap_percent(compute=10, communicate=8, pipelined=10) == 100
@@ -226,7 +226,8 @@ def test_verification_accepts_a_sum_and_nothing_else(dtypes, monkeypatch):
     less = sum(part.to(wide) for part in partial[1:]).to(out_dtype)
     assert problem.check_product_sum(less, 2, 0).wrong > 0, "a sum that leaves a rank out"
     by_hops = problems[0].rows(2).new_zeros(9, 7).to(out_dtype)
-    for p in problems:  # as a user of gloo adds them: each product and each sum of some is rounded
+    # as a user of gloo adds them up: each product and each partial sum is rounded
+    for p in problems:
         by_hops = by_hops + (p.rows(2).to(wide) @ p.weight.to(wide)).to(out_dtype)
     assert problem.check_baseline(by_hops, 2, 0).wrong == 0
     assert problem.check_baseline(by_hops, 2, 1).wrong > 0, "rows that are off by one"
@@ -319,7 +320,7 @@ def test_json_of_a_wrong_result():
     json.dumps(made, allow_nan=False)
 
 
-def test_tables_say_what_is_slower_wrong_or_emulated():
+def test_tables_mark_slower_wrong_and_emulated():
     assert "SLOWER" not in text_of(result())
     assert "0.50x SLOWER" in text_of(result(baselines={GLOO: Statistics(6.0, 5.0, 7.0, 20)}))
     checks = result().checks | {"pipelined": Check(4, torch.inf, 1e-3)}
@@ -369,7 +370,7 @@ def test_times_are_drawn(tmp_path, suffix):
         (["--ranks", "0"], "--ranks"),
     ],
 )
-def test_what_cannot_be_served_is_refused(arguments, advice):
+def test_invalid_options_are_refused(arguments, advice):
     outcome = CliRunner().invoke(
         app, ["bench", "all-gather-matmul", *arguments], terminal_width=500
     )
@@ -581,7 +582,7 @@ def test_an_operator_that_does_nothing_fails_the_benchmark(monkeypatch):
 @pytest.mark.data
 @pytest.mark.slow
 def test_bench_joins_the_ranks_of_a_launcher():
-    """Of products and of sweeps, one after the other."""
+    """Benchmarks of products and of collectives, one after the other."""
     both = "import sys; from weft.cli import app; [app(each.split(), standalone_mode=False) for each in sys.argv[1:]]"
     torchrun = [
         sys.executable,
@@ -663,28 +664,26 @@ def test_help_and_plans_do_not_load_torch():
         ["calibrate", "--json", "/proc/result.json"],
     ],
 )
-def test_files_that_cannot_be_written_are_refused_before_anything_is_measured(
-    arguments, monkeypatch
-):
+def test_files_that_cannot_be_written_are_refused_before_measuring(arguments, monkeypatch):
     monkeypatch.setattr(import_module("weft.world.launcher"), "launch", None)
     outcome = CliRunner().invoke(app, arguments)
     assert outcome.exit_code == 2, outcome.output
     assert "cannot be" in outcome.output
 
 
-def test_a_file_that_is_there_stays_until_there_is_a_result(tmp_path):
+def test_an_existing_file_stays_until_there_is_a_result(tmp_path):
     kept, new = tmp_path / "kept.json", tmp_path / "new.json"
-    kept.write_text("what was measured before")
+    kept.write_text("an earlier result")
     for file in (kept, new):
         options.check_files(str(file), None)
-    assert kept.read_text() == "what was measured before"
+    assert kept.read_text() == "an earlier result"
     assert not new.exists()
 
 
 @pytest.mark.parametrize(
     "arguments", [["tune", "all-gather-matmul", "--shape", "8x8x8"], ["calibrate"]]
 )
-def test_nothing_is_measured_that_could_not_be_remembered(arguments, monkeypatch):
+def test_nothing_is_measured_without_a_cache_directory(arguments, monkeypatch):
     monkeypatch.setattr(import_module("weft.world.launcher"), "launch", None)
     monkeypatch.setenv("WEFT_CACHE", "/proc/nowhere")
     outcome = CliRunner().invoke(app, arguments)

@@ -1,6 +1,4 @@
-"""What `weft doctor` says of ranks that see something wrong; its look at real hosts is in
-test_hosts.py.
-"""
+"""Findings of `weft doctor` on faulty ranks; its run on real hosts is in test_hosts.py."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ RATES = {"float32": 80.0}
 SMALL = Topology(tuple(Core((cpu,), 0, 0, 0) for cpu in range(2)), cpuset=frozenset({0, 1}))
 
 
-def seen(
+def report(
     rank,
     host="one",
     cores=(0, 1),
@@ -32,7 +30,7 @@ def seen(
     rates=RATES,
     topology=SMALL,
     team=None,
-    known=(),
+    thresholds=(),
 ):
     name, addresses = f"node-{host}", {"lo": "127.0.0.1"}
     return doctor.RankReport(
@@ -48,78 +46,80 @@ def seen(
         rates,
         topology,
         team or threads,
-        dict(known),
+        dict(thresholds),
     )
 
 
-def met(host, address, interface="", port=5000):
+def contact(host, address, interface="", port=5000):
     return doctor.Contact(
         f"node-{host}", host, interface, {"lo": "127.0.0.1", "eth1": "10.0.0.7"}, address, port
     )
 
 
 @pytest.mark.parametrize(
-    ("everyone", "links", "offsets", "words"),
+    ("reports", "links", "offsets", "patterns"),
     [
-        ([seen(0), seen(1)], {}, [0, 0], []),
+        ([report(0), report(1)], {}, [0, 0], []),
         (
-            [seen(0), seen(1, shared="no pages")],
+            [report(0), report(1, shared="no pages")],
             {},
             [0, 0],
             ["rank 1 on node-one cannot reserve symmetric memory: no pages"],
         ),
         (
-            [seen(0, threads=2, team=1)],
+            [report(0, threads=2, team=1)],
             {},
             [0],
             ["rank 0 on node-one copies and adds with 1 of its 2 threads: "],
         ),
         (
-            [seen(0, threads=3)],
+            [report(0, threads=3)],
             {},
             [0],
             ["3 threads on 2 core.*: set OMP_NUM_THREADS", "node-one is over-subscribed: 1 rank"],
         ),
         (
-            [seen(0, cores=(0,)), seen(1, cores=(0,))],
+            [report(0, cores=(0,)), report(1, cores=(0,))],
             {},
             [0, 0],
             ["over-subscribed: 2 rank.* with 2 threads in all on 1 core"],
         ),
         (
-            [seen(0), seen(1, "two")],
+            [report(0), report(1, "two")],
             {},
             [0, -3_000_000_000],
             ["clock of node-two .rank 1. is 3.0 s behind that of node-one: .* NTP"],
         ),
-        ([seen(0), seen(1, "two")], {}, [0, 900_000_000], []),
+        ([report(0), report(1, "two")], {}, [0, 900_000_000], []),
         (
-            [seen(0), seen(1)],
+            [report(0), report(1)],
             {(0, 1): (1.0, 9.0), (0, 2): (10.0, 9.0)},
             [0, 0],
             ["ranks 0 and 1 are joined by 1.00 Gbit/s, others by 10"],
         ),
         (
-            [seen(0), seen(1, rates={"float32": 20.0})],
+            [report(0), report(1, rates={"float32": 20.0})],
             {},
             [0, 0],
             ["rank 1 on node-one multiplies float32 at 20 GFLOP/s, another rank at 80"],
         ),
     ],
 )
-def test_what_is_wrong_is_said_in_words(everyone, links, offsets, words):
-    said = [*doctor._troubles(everyone, links, offsets)]
-    assert len(said) == len(words), said
-    assert all(re.search(pattern, text) for pattern, text in zip(words, said, strict=True)), said
+def test_faults_are_reported(reports, links, offsets, patterns):
+    texts = [*doctor._troubles(reports, links, offsets)]
+    assert len(texts) == len(patterns), texts
+    assert all(re.search(pattern, text) for pattern, text in zip(patterns, texts, strict=True)), (
+        texts
+    )
 
 
 @pytest.mark.parametrize(
-    ("everyone", "failed", "words"),
+    ("reports", "failed", "patterns"),
     [
-        ([met("one", "10.0.0.7"), met("two", "10.0.0.8")], [{}, {}], []),
-        ([met("one", "127.0.0.1"), met("one", "127.0.0.1")], [{}, {}], []),  # of one host
+        ([contact("one", "10.0.0.7"), contact("two", "10.0.0.8")], [{}, {}], []),
+        ([contact("one", "127.0.0.1"), contact("one", "127.0.0.1")], [{}, {}], []),  # on one host
         (
-            [met("one", "127.0.1.1"), met("two", "10.0.0.8")],
+            [contact("one", "127.0.1.1"), contact("two", "10.0.0.8")],
             [{}, {0: "Connection refused"}],
             [
                 "rank 0 on node-one: the name node-one stands for 127.0.1.1, which other hosts "
@@ -127,12 +127,12 @@ def test_what_is_wrong_is_said_in_words(everyone, links, offsets, words):
             ],
         ),
         (
-            [met("one", "10.0.0.7"), met("two", "127.0.0.1", "lo")],
+            [contact("one", "10.0.0.7"), contact("two", "127.0.0.1", "lo")],
             [{1: "Connection refused"}, {}],
             ["rank 1 on node-two: the interface lo stands for 127.0.0.1, which"],
         ),
         (
-            [met("one", "10.0.0.7"), met("two", "10.0.0.8")],
+            [contact("one", "10.0.0.7"), contact("two", "10.0.0.8")],
             [{1: "No route to host"}, {}],
             [
                 "rank 0 on node-one cannot connect to rank 1 on node-two at 10.0.0.8, port 5000: "
@@ -141,18 +141,20 @@ def test_what_is_wrong_is_said_in_words(everyone, links, offsets, words):
         ),
     ],
 )
-def test_who_cannot_be_reached_is_said_in_words(everyone, failed, words):
-    said = [*doctor._unreachable(everyone, failed)]
-    assert len(said) == len(words), said
-    assert all(re.search(pattern, text) for pattern, text in zip(words, said, strict=True)), said
+def test_unreachable_ranks_are_reported(reports, failed, patterns):
+    texts = [*doctor._unreachable(reports, failed)]
+    assert len(texts) == len(patterns), texts
+    assert all(re.search(pattern, text) for pattern, text in zip(patterns, texts, strict=True)), (
+        texts
+    )
 
 
-def test_a_rank_is_drawn_where_it_is(tmp_path):
+def test_ranks_are_drawn_on_their_cores(tmp_path):
     epyc = topology.read(recorded("epyc", tmp_path))
     console = Console(width=140, record=True, file=StringIO())
     console.print(
         placed.drawing(
-            [seen(0, cores=range(8), topology=epyc), seen(1, cores=range(8, 24), topology=epyc)]
+            [report(0, cores=range(8), topology=epyc), report(1, cores=range(8, 24), topology=epyc)]
         )
     )
     drawn = console.export_text()
@@ -171,12 +173,17 @@ def test_a_rank_is_drawn_where_it_is(tmp_path):
     assert "none" in lines[3]
 
 
-def test_thresholds_are_said_and_where_they_come_from():
-    def said(agreed, *known, oversubscribed=False):
+def test_thresholds_are_printed_with_their_source():
+    def texts(agreed, *thresholds, oversubscribed=False):
         console = Console(width=140, record=True, file=StringIO())
         console.print(
             doctor._thresholds(
-                [seen(rank, known=told) for rank, told in enumerate(known)], agreed, oversubscribed
+                [
+                    report(rank, thresholds=cache_sizes)
+                    for rank, cache_sizes in enumerate(thresholds)
+                ],
+                agreed,
+                oversubscribed,
             )
         )
         return [
@@ -184,24 +191,24 @@ def test_thresholds_are_said_and_where_they_come_from():
             for line in console.export_text().splitlines()[3:-1]
         ]
 
-    told = {"first_level": 48 << 10, "second_level": 2 << 20, "hop": 4.0}
-    first, *seconds, hop = said(Thresholds(**told), told, told)
+    cache_sizes = {"first_level": 48 << 10, "second_level": 2 << 20, "hop": 4.0}
+    first, *seconds, hop = texts(Thresholds(**cache_sizes), cache_sizes, cache_sizes)
     assert first == ["24 KiB", "first-level cache of 48 KiB (sysfs)"]
     assert [size for size, _ in seconds] == ["2048 KiB", "1024 KiB", "512 KiB"]
     assert {source for _, source in seconds} == {"second-level cache of 2048 KiB (sysfs)"}
     assert hop == ["4.0 notifies", "weft calibrate"]
-    first, *_, hop = said(Thresholds(), told, {})
+    first, *_, hop = texts(Thresholds(), cache_sizes, {})
     assert first == ["16 KiB", "first-level cache of 32 KiB (sysfs and default)"]
     assert hop == ["3.0 notifies", "weft calibrate and default"]
-    assert said(Thresholds(), {}, {})[-1] == ["3.0 notifies", "default"]
-    assert said(Thresholds(), told, told, oversubscribed=True)[-1] == [
+    assert texts(Thresholds(), {}, {})[-1] == ["3.0 notifies", "default"]
+    assert texts(Thresholds(), cache_sizes, cache_sizes, oversubscribed=True)[-1] == [
         "50.0 notifies",
         "default, as ranks share cores",
     ]
 
 
 @pytest.mark.parametrize(
-    ("group", "ranks", "words"),
+    ("group", "ranks", "patterns"),
     [
         ("", [(range(32), 32), (range(32, 64), 32)], []),
         (
@@ -226,18 +233,20 @@ def test_thresholds_are_said_and_where_they_come_from():
         ),
     ],
 )
-def test_what_is_wrong_with_where_ranks_are_is_said_in_words(tmp_path, group, ranks, words):
+def test_faults_of_binding_are_reported(tmp_path, group, ranks, patterns):
     folder = recorded("xeon", tmp_path)
     (folder / "fs/cgroup").mkdir(parents=True)
     (folder / "fs/cgroup/cpuset.cpus.effective").write_text(group)
     xeon = topology.read(folder)
-    said = [
+    texts = [
         *placed.troubles(
             [
-                seen(rank, cores=cores, threads=n, topology=xeon)
+                report(rank, cores=cores, threads=n, topology=xeon)
                 for rank, (cores, n) in enumerate(ranks)
             ]
         )
     ]
-    assert len(said) == len(words), said
-    assert all(re.search(pattern, text) for pattern, text in zip(words, said, strict=True)), said
+    assert len(texts) == len(patterns), texts
+    assert all(re.search(pattern, text) for pattern, text in zip(patterns, texts, strict=True)), (
+        texts
+    )

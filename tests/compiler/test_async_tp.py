@@ -1,4 +1,6 @@
-"""Programs of collectives and products, compiled by Inductor with weft's pass, and run as they are."""
+"""Programs of collectives and products, compiled by Inductor with weft's pass, compared with eager
+runs.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,13 @@ from weft.process_group import worlds
 
 if torch.__version__.startswith(
     "2.11."
-):  # whose compiler does not trace torch's own gather of another dimension than the first
+):  # its compiler does not trace torch's own gather of another dimension than the first
     funcol._maybe_view_chunk_cat = torch._dynamo.dont_skip_tracing(funcol._maybe_view_chunk_cat)
 
 
-class Seen(CustomGraphPass):
-    """Takes the place of the pass that is set: runs it, and notes which collectives there are in a
-    graph then.
+class RecordingPass(CustomGraphPass):
+    """A pass in place of the installed one: it runs the installed pass, and records the collectives
+    of the graph.
     """
 
     def __init__(self):
@@ -57,19 +59,19 @@ class Seen(CustomGraphPass):
         ours = [node for node in collectives if node.target.namespace == "weft"]
         assert [node.args[-1] and node.args[-1].args[0] for node in ours] == [None, *ours][
             : len(ours)
-        ]  # each waits for the last
+        ]  # each operator waits for the one before
 
     def uuid(self):
         return self.other.uuid()
 
-    def taken(self):
-        """What there was in each graph since the last time."""
+    def new_graphs(self):
+        """The collectives of each graph since the last call."""
         graphs, self.graphs = self.graphs, []
         return [dict(found) for found in graphs]
 
 
 def compare(fn, *inputs, options=QUICK):
-    """What is compiled gives what is not."""
+    """Compiled and eager runs give equal results."""
     for one, other in zip(
         torch.compile(fn, fullgraph=True, options=options)(*inputs), fn(*inputs), strict=True
     ):
@@ -78,7 +80,7 @@ def compare(fn, *inputs, options=QUICK):
 
 
 def draw(*shape, own=0, dtype=torch.float64):
-    """A tensor that is alike on all ranks, or this rank's own."""
+    """A tensor that is equal on all ranks, or with `own` this rank's own."""
     seed = sum(shape) + own * (100 + dist.get_rank())
     return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
@@ -103,9 +105,7 @@ def gathers(x, b, c, bias, whole):
 
 
 def sums(a, b, bias, own):
-    """Products summed along each dimension, or on all ranks, with biases that differ from rank to
-    rank.
-    """
+    """Products summed along each dimension, or on all ranks, with biases that differ between ranks."""
     world = dist.group.WORLD
     scattered = [
         funcol.reduce_scatter_tensor(F.linear(a * (dim + 4), b.t(), own), "sum", dim, world)
@@ -117,17 +117,15 @@ def sums(a, b, bias, own):
 
 
 def others(x, b, a, bias):
-    """Nothing here is a collective and a product in one."""
+    """Collectives and products that cannot be fused."""
     world, ranks = dist.group.WORLD, dist.get_world_size()
     rows = funcol.all_gather_tensor(x, 0, world)
-    shuffled = (
-        torch.cat(rows.chunk(2 * ranks), 1).flatten(0, 1) @ b
-    )  # not cut into the ranks' parts
+    shuffled = torch.cat(rows.chunk(2 * ranks), 1).flatten(0, 1) @ b  # not divided by rank
     y, z = a @ b, (a + 1) @ b
     summed, most = funcol.all_reduce(y, "sum", world), funcol.all_reduce(z, "max", world)
     columns = funcol.reduce_scatter_tensor(
         torch.addmm(bias, a[0], b), "sum", 1, world
-    )  # each rank wants a part of all biases
+    )  # each rank needs a part of all biases
     square = funcol.all_gather_tensor(x + 1, 0, world)[:, 0]
     line = funcol.all_reduce((a[:1, 0] @ b)[0], "sum", world)
     return (
@@ -142,12 +140,12 @@ def others(x, b, a, bias):
     )
 
 
-def programs(_):
+def compiled_programs(_):
     ranks = dist.get_world_size()
     torch.compiler.config.force_disable_caches = True
     for _ in range(2):
         weft.enable_async_tp()
-    seen = Seen()
+    seen = RecordingPass()
     n = 4 * ranks
     compare(
         gathers,
@@ -157,12 +155,12 @@ def programs(_):
         draw(n, own=1),
         draw(8 * ranks, 3),
     )
-    assert seen.taken() == [{"all_gather_matmul": 3}]
+    assert seen.new_graphs() == [{"all_gather_matmul": 3}]
     a, b = draw(2 * ranks, 3 * ranks, 6, own=1), draw(6, n, own=1)
     compare(sums, a, b, draw(n, own=1), draw(n, own=2))
-    assert seen.taken() == [{"matmul_reduce_scatter": 3, "matmul_all_reduce": 2}]
+    assert seen.new_graphs() == [{"matmul_reduce_scatter": 3, "matmul_all_reduce": 2}]
     compare(others, draw(2 * ranks, 2, 6, own=1), b, a, draw(n, own=1))
-    assert seen.taken() == [
+    assert seen.new_graphs() == [
         {"all_gather_into_tensor": 2, "all_reduce": 4, "reduce_scatter_tensor": 1, "wait_tensor": 7}
     ]
 
@@ -175,12 +173,12 @@ def programs(_):
         x = draw(5, rows, 8, own=1)
         for one, other in zip(grown(x, *weights), gathers(x, *weights), strict=True):
             torch.testing.assert_close(one, other)
-    assert seen.taken() == [{"all_gather_matmul": 3}]
+    assert seen.new_graphs() == [{"all_gather_matmul": 3}]
 
 
 @pytest.mark.data
-def test_programs():
-    on_ranks(programs, 2, limit=110, context=group)
+def test_fused_operators_replace_collectives_and_products():
+    on_ranks(compiled_programs, 2, limit=110, context=group)
 
 
 class Block(nn.Module):
@@ -206,7 +204,7 @@ class Block(nn.Module):
 
 
 def parallel(sequence):
-    """A block in parallel by torch's own means, its sequence in parts or not."""
+    """A block parallelized by torch's own styles, with or without sequence parallelism."""
     torch.manual_seed(5)
     mesh, block = init_device_mesh("cpu", (dist.get_world_size(),)), Block(24, 6)
     column = ColwiseParallel(input_layouts=Shard(1)) if sequence else ColwiseParallel()
@@ -225,7 +223,7 @@ def parallel(sequence):
 
 
 def trained(sequence, options=None):
-    """The loss of a step and all gradients, of a program that is compiled, or not."""
+    """The loss of a step and all gradients, compiled or eager."""
     block, fn = parallel(sequence)
     if options is not None:
         fn = torch.compile(fn, fullgraph=True, options=options)
@@ -243,7 +241,7 @@ def trained(sequence, options=None):
 def models(_):
     torch.compiler.config.force_disable_caches = True
     weft.enable_async_tp()
-    seen = Seen()
+    seen = RecordingPass()
     for sequence in (True, False):
         for one, other in zip(trained(sequence, QUICK), trained(sequence), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
@@ -252,10 +250,10 @@ def models(_):
             if sequence
             else {"matmul_all_reduce": 2}
         )
-        assert seen.taken() == [
+        assert seen.new_graphs() == [
             graph,
             graph,
-        ]  # forward and backward, where the products of several layers are summed by one operator
+        ]  # forward and backward; in the latter one operator sums the products of several layers
 
 
 @pytest.mark.slow
@@ -269,8 +267,8 @@ def layers(x, b, c):
     return (funcol.reduce_scatter_tensor(hidden @ c, "avg", 0, dist.group.WORLD) * 2,)
 
 
-class Known(CustomGraphPass):
-    """A pass of somebody else, by which compiled graphs can be kept."""
+class ForeignPass(CustomGraphPass):
+    """A pass of other software, with an identifier under which compiled graphs can be cached."""
 
     def __call__(self, graph):
         graph.passed = self
@@ -284,10 +282,10 @@ def unknown(graph):
 
 
 def switched(_):
-    """A group of another backend has a world when one is asked for; passes of others stay."""
+    """A group of another backend gets a world on demand; passes of other software stay installed."""
     torch.compiler.config.force_disable_caches = True
-    said, handler = [], logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    messages, handler = [], logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("weft").addHandler(handler)
 
     def found(options):
@@ -298,13 +296,13 @@ def switched(_):
 
     weft.enable_async_tp()
     assert [found(QUICK), found(QUICK)] == [{}, {}]
-    assert ["as it is" in text for text in said] == [True] * (dist.get_rank() == 0)
+    assert ["as it is" in text for text in messages] == [True] * (dist.get_rank() == 0)
     weft.enable_async_tp(dist.group.WORLD)
     assert found({}) == {"all_gather_matmul": 1, "matmul_reduce_scatter": 1}
     weft.enable_async_tp(enable=False)
     assert config.post_grad_custom_post_pass is None
 
-    for other in (Known(), unknown):
+    for other in (ForeignPass(), unknown):
         config.post_grad_custom_post_pass, graph = other, torch.fx.Graph()
         weft.enable_async_tp()
         config.post_grad_custom_post_pass(graph)
@@ -315,18 +313,18 @@ def switched(_):
 
 
 @pytest.mark.slow
-def test_the_switch():
+def test_async_tp_is_enabled_and_disabled():
     on_ranks(switched, 2, limit=110, context=functools.partial(group, "gloo"))
 
 
 def mean(x, b):
-    """No size tells how many ranks there are."""
+    """A program without a size that depends on the number of ranks."""
     return (funcol.all_reduce(x @ b, "avg", dist.group.WORLD),)
 
 
 def one_cache(world, folder):
-    """For groups of one name and several sizes, with the pass and without: graphs that were found,
-    and how often operators ran.
+    """For groups of one name and several sizes, with the pass and without: the graphs, and the
+    calls of operators.
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "cache")
     dist.destroy_process_group()

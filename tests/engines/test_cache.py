@@ -1,6 +1,4 @@
-"""What is remembered in the cache directory: where that is, what is taken from it, and whose
-measurement stays.
-"""
+"""The cache directory: its path, the validation of its files, and concurrent measurements."""
 
 from __future__ import annotations
 
@@ -45,9 +43,9 @@ def directory(tmp_path, monkeypatch):
     tuned._known.cache_clear()
 
 
-def test_where_it_is(monkeypatch):
+def test_the_path_of_the_directory(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert str(cache.directory()).endswith("/cache"), "the one that is asked for comes first"
+    assert str(cache.directory()).endswith("/cache"), "the requested directory comes first"
     monkeypatch.delenv("WEFT_CACHE")
     assert str(cache.directory()) == "/x/weft"
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -56,14 +54,14 @@ def test_where_it_is(monkeypatch):
 
 
 def test_without_a_home_directory(monkeypatch):
-    """As in a container with the number of a user whom nobody knows: things are measured each time."""
+    """As in a container with an unknown user id: measurements are repeated in each process."""
 
     def unknown():
         raise RuntimeError("Could not determine home directory.")
 
     assert cache.directory() is not None
     monkeypatch.setattr(Path, "home", unknown)
-    assert cache.directory() is not None, "the one that is asked for needs no home"
+    assert cache.directory() is not None, "the requested directory needs no home"
     for name in ("XDG_CACHE_HOME", "WEFT_CACHE"):
         monkeypatch.delenv(name, raising=False)
     assert cache.directory() is None
@@ -75,7 +73,7 @@ def test_without_a_home_directory(monkeypatch):
 
 
 @pytest.mark.parametrize("text", NOT_AS_EXPECTED)
-def test_what_is_not_as_expected_is_not_there(text, directory, monkeypatch):
+def test_malformed_files_are_ignored(text, directory, monkeypatch):
     monkeypatch.setattr(
         products,
         "_measure",
@@ -103,10 +101,12 @@ def test_what_is_not_as_expected_is_not_there(text, directory, monkeypatch):
     assert "hop" not in placement.known()
     tables()
     assert tuned.find(workload, None) == variant
-    assert all(json.loads(file.read_text()) for file in files), "what was stored takes its place"
+    assert all(json.loads(file.read_text()) for file in files), (
+        "a valid file replaces the malformed one"
+    )
 
 
-def test_another_version_measures_for_itself(monkeypatch):
+def test_another_version_measures_again(monkeypatch):
     mine = cache.of_this_machine("a")
     monkeypatch.setattr(cache, "__version__", "0.0.1")
     assert cache.of_this_machine("a") != mine
@@ -114,7 +114,7 @@ def test_another_version_measures_for_itself(monkeypatch):
 
 @pytest.mark.parametrize("links", [True, False], ids=["with links", "without links"])
 @pytest.mark.parametrize("before", [None, "[]"], ids=["none before", "one that does not fit"])
-def test_of_those_that_measure_at_once_one_wins(links, before, directory, monkeypatch):
+def test_one_of_several_concurrent_measurements_is_kept(links, before, directory, monkeypatch):
     def refused(*_):
         raise OSError(errno.EPERM, "no links here")
 

@@ -14,8 +14,8 @@ import nanobind
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# What the rest moves data with; the tests of layers, benchmarks and examples rest on these and
-# start slowly.
+# The tests of the operations that move data; the tests of layers, benchmarks and examples build on
+# these operations, and start slowly.
 FLOOR = (
     "all_gather_matmul",
     "matmul_reduce_scatter",
@@ -26,10 +26,10 @@ FLOOR = (
     "failure",
 )
 MOVING = sorted(path for name in FLOOR for path in (ROOT / "tests").rglob(f"test_{name}.py"))
-# It takes seconds to get its memory, and puts as others do.
+# Allocating its memory takes seconds, and its puts are the same as in other tests.
 LARGE = "tests/world/test_onesided.py::test_segments_over_2_gib"
-# Loaded by every Python that starts, before weft is found.
-TAKE_ITS_PLACE = """
+# Imported by every Python at its start, before weft is found.
+SITECUSTOMIZE = """
 import sys
 from importlib.util import spec_from_file_location
 
@@ -48,7 +48,7 @@ def test_a_core_that_moves_nothing_fails_every_data_test(tmp_path):
     """Build a core whose copies do nothing and run tests marked ``data`` on it: none may pass."""
     core = tmp_path / "core.so"
     build(core, "WEFT_MUTANT_NO_COPY")
-    (tmp_path / "sitecustomize.py").write_text(TAKE_ITS_PLACE.format(core=str(core)))
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE.format(core=str(core)))
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     }
@@ -74,8 +74,8 @@ def test_a_core_that_moves_nothing_fails_every_data_test(tmp_path):
 
 
 def build(core: Path, option: str) -> None:
-    """Compile the native core with `option`, all sources as one: unlike weft's own build it takes
-    no time to make code fast.
+    """Compile the native core with `option`, all sources in one unit, without optimization, which
+    saves time.
     """
     folders = [
         sysconfig.get_path("include"),

@@ -1,4 +1,4 @@
-"""The device engine where lanes are threads: the checks of the host engine, and errors that name lost
+"""The device engine with threads as lanes: the checks of the host engine, and errors that name lost
 and late peers.
 """
 
@@ -21,7 +21,7 @@ from weft.plan import Signal
 
 
 def on_lanes(world, *checks):
-    """Every check of the host engine, with this one in its place."""
+    """Run the checks of the host engine on this one."""
     assert isinstance(engine(world), DeviceEngine)
     for check, *args in checks:
         torch.manual_seed(world.rank)
@@ -72,7 +72,7 @@ def test_three_ranks():
 def lost(world):
     a, b = torch.ones(4, 3), torch.ones(3, 2)
     weft.all_gather_matmul(a, b, algorithm="push", chunk_rows=2)
-    if world.rank == 1:  # rank 0 is in its next call, and has told all it has to tell there
+    if world.rank == 1:  # rank 0 is in its next call, and has sent all notifies of this one
         own = engine(world)
         weft.wait(own.counters.signals, own.index(Signal("arrived", 0)), ">=", 4)
         die()

@@ -1,6 +1,4 @@
-"""Operators of device worlds that multiply by weft's persistent kernel, under Triton's interpreter,
-and what a GPU would compile.
-"""
+"""Operators of device worlds that multiply by weft's persistent kernel, under Triton's interpreter."""
 
 import contextlib
 import os
@@ -31,7 +29,7 @@ def whole(seed: int, *shape: int, dtype: torch.dtype = torch.float16) -> torch.T
 
 
 def interpreted() -> None:
-    """From here on kernels are Triton's, interpreted, and no other product may be made."""
+    """Use Triton's interpreter from here on, and forbid all other products."""
     os.environ["TRITON_INTERPRET"] = "1"
     sys.setswitchinterval(1e-4)
 
@@ -101,7 +99,9 @@ def every_operator(rows: tuple[int, ...]) -> None:
 
 
 def refused() -> None:
-    """What the kernel cannot multiply is said before anything is sent: the world goes on."""
+    """Operands that the kernel cannot multiply are refused before anything is sent: the world stays
+    usable.
+    """
     a, b = torch.ones(4, 16), torch.ones(16, 8)
     for x, w in ((a.double(), b.double()), (a[:, :15], b[:15]), (a, b[:, :7].contiguous())):
         with pytest.raises(
@@ -135,7 +135,7 @@ def recorded() -> None:
 
 
 def late() -> None:
-    """A kernel that waits for a peer in vain ends, and says what it waited for."""
+    """A kernel whose wait for a peer times out ends, and reports the wait."""
     world = weft.init()
     a, b = torch.ones(2, 16), torch.ones(16, 8)
     weft.all_gather_matmul(a, b, algorithm="push")

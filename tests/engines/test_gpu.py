@@ -1,4 +1,4 @@
-"""What only a GPU can show; skipped where there is none. `benchmarks/gpu/check.sh` runs it."""
+"""Tests that need a GPU, skipped without one. `benchmarks/gpu/check.sh` runs them."""
 
 import runpy
 import threading
@@ -67,11 +67,11 @@ def gradients():
 
 
 def on_two_streams():
-    """Calls from one stream after the other come in the order in which they were made."""
+    """Calls from two streams alternately run in the order in which they were made."""
     world = weft.init()
     a, other = torch.ones(1 << 20, device=world.device), torch.cuda.Stream(world.device)
-    for turn in range(4):
-        with torch.cuda.stream(other if turn % 2 else torch.cuda.current_stream()):
+    for number in range(4):
+        with torch.cuda.stream(other if number % 2 else torch.cuda.current_stream()):
             a = weft.all_reduce(a, op="avg") + 1
         torch.cuda.current_stream().wait_stream(other)
         other.wait_stream(torch.cuda.current_stream())
@@ -125,19 +125,19 @@ def captured(together):
     weft.matmul_all_reduce(a, b, out=out)
     torch.cuda.current_stream().synchronize()
     graph = torch.cuda.CUDAGraph()
-    # to begin a capture is to wait for the device, which must not wait for this rank meanwhile
+    # the begin of a capture waits for the device, which must not wait for this rank then
     together.wait()
     with torch.cuda.graph(
         graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
     ):
         weft.matmul_all_reduce(a, b, out=out)
     together.wait()
-    for turn in range(1, 4):
-        a.fill_(float(turn))
+    for value in range(1, 4):
+        a.fill_(float(value))
         weft.barrier()
         graph.replay()
         torch.cuda.current_stream().synchronize()
-        assert torch.equal(out, torch.full_like(out, 32.0 * turn * world.ranks))
+        assert torch.equal(out, torch.full_like(out, 32.0 * value * world.ranks))
 
 
 @pytest.mark.parametrize("products", ["torch", "triton"])

@@ -1,4 +1,4 @@
-"""What kernels and local worlds refuse before anything runs, and the order of tiles."""
+"""Refusals of kernels and local worlds before anything runs, and the order of tiles."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ pytest.importorskip("triton", "3.6")
 import weft
 from weft.engines.device.kernels import symmetric
 from weft.engines.device.kernels.all_gather import Traffic
-from weft.engines.device.kernels.tiles import follow, launches, runs, tiles
+from weft.engines.device.kernels.tiles import launch_tables, launches, runs, tiles
 from weft.kernels.matmul import matmul
 from weft.plan import Copy, Notify, Region, Signal, Wait
 from weft.world import device_memory, local
@@ -31,20 +31,20 @@ def a_gpu(monkeypatch):
     [
         ({"sms": 0}, "at least one SM"),
         ({"sms": 67}, "67 waiting programs on each of 2 ranks that share a GPU .* use at most 66"),
-        ({"warps": 3}, "1, 2, 4, … of them"),
+        ({"warps": 3}, "a program has 1, 2, 4, 8, 16 or 32 warps"),
         ({"warps": 32, "threads_per_warp": 64}, "at most 1024 threads"),
         ({"threads_per_warp": 16}, "32 or 64 threads"),
         ({"tile": 3000}, "a tile is a power of two"),
-        ({"tile": 2048, "warps": 8}, "at least 4096 in all; got 2048"),
+        ({"tile": 2048, "warps": 8}, "at least 4096 bytes, 16 for each of 256 threads; got 2048"),
     ],
 )
-def test_traffic_that_cannot_be(a_gpu, options, why):
+def test_invalid_options_of_kernels_are_refused(a_gpu, options, why):
     Traffic().check(SimpleNamespace(ranks_per_device=2), GPU)
     with pytest.raises(ValueError, match=why):
         Traffic(**options).check(SimpleNamespace(ranks_per_device=2), GPU)
 
 
-def test_ranks_need_queues_of_their_own(monkeypatch):
+def test_each_rank_needs_its_own_queue(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     local._check_queues(2)
@@ -85,7 +85,7 @@ FIRST, SECOND = Signal("arrived", 1), Signal("arrived", 2)
 
 
 def test_tiles_follow_the_lane():
-    made = follow(
+    made = launch_tables(
         [product(0, 4), Wait(FIRST, 3), product(4, 6), Wait(SECOND, 1), product(6, 9, "y")], 2, 4
     )
     assert made.waits == [(FIRST, 3), (SECOND, 1)]
@@ -100,11 +100,11 @@ def test_tiles_follow_the_lane():
     assert needed == sorted(needed)
     assert [tile[:2] for tile in made.tiles[made.first :]] == [(6, 9)] * 2
     with pytest.raises(ValueError, match="waits, multiplies and notifies"):
-        follow([Copy(Region(0, "x", 0, 1), Region(0, "y", 0, 1))], 1, 4)
+        launch_tables([Copy(Region(0, "x", 0, 1), Region(0, "y", 0, 1))], 1, 4)
 
 
-def test_a_notify_counts_the_tiles_since_the_one_before_and_that_one():
-    made = follow(
+def test_a_notify_counts_the_tiles_since_the_previous_notify():
+    made = launch_tables(
         [
             product(0, 8, to=1),
             Notify(1, FIRST),
@@ -120,31 +120,31 @@ def test_a_notify_counts_the_tiles_since_the_one_before_and_that_one():
 
 
 def test_runs_of_a_lane_and_their_launches():
-    wait, tell = Wait(FIRST, 1), Notify(1, SECOND)
+    wait, notify = Wait(FIRST, 1), Notify(1, SECOND)
     copy = Copy(Region(0, "x", 0, 1), Region(0, "y", 0, 1))
     lane = [
         wait,
-        tell,
+        notify,
         product(0, 2),
         wait,
         product(2, 4, "y"),
-        tell,
+        notify,
         product(4, 5, "y"),
-        tell,
+        notify,
         wait,
     ]
     assert runs(lane) == [(2, 7)]
-    assert runs([product(0, 1), wait, tell, product(1, 2)]) == [(0, 1), (3, 4)], (
-        "the notify says that the wait is over"
+    assert runs([product(0, 1), wait, notify, product(1, 2)]) == [(0, 1), (3, 4)], (
+        "the notify follows the wait"
     )
     assert runs([product(0, 1), copy, product(1, 2)]) == [(0, 1), (2, 3)]
-    assert runs([product(0, 1), product(0, 1, out="other"), tell, product(1, 2)]) == [
+    assert runs([product(0, 1), product(0, 1, out="other"), notify, product(1, 2)]) == [
         (0, 2),
         (3, 4),
     ]
     three = [product(0, 1), wait, product(0, 1, "y"), Wait(SECOND, 1), product(0, 1, "z")]
     assert [*launches(three)] == [three[:3], three[3:]], (
-        "rows from two tensors at most; what is waited for is waited for there"
+        "rows from two tensors at most; a wait belongs to the launch that needs its rows"
     )
     several = [
         product(0, 1),
@@ -156,17 +156,17 @@ def test_runs_of_a_lane_and_their_launches():
     assert [*launches(several)] == [[several[0], wait, several[3]], [several[1], wait, several[4]]]
 
 
-def test_product_kernels_leave_room(a_gpu):
-    assert symmetric.max_programs(1, GPU, symmetric.BESIDE) == 128
-    assert symmetric.max_programs(8, GPU, symmetric.BESIDE) == 12
+def test_product_kernels_leave_sms_to_communication(a_gpu):
+    assert symmetric.max_programs(1, GPU, symmetric.RESERVED_SMS) == 128
+    assert symmetric.max_programs(8, GPU, symmetric.RESERVED_SMS) == 12
     with pytest.raises(
         ValueError,
         match="33 ranks that share a GPU of 132 SMs have 4 each; kernels that wait need more than 4",
     ):
-        symmetric.max_programs(33, GPU, symmetric.BESIDE)
+        symmetric.max_programs(33, GPU, symmetric.RESERVED_SMS)
 
 
-def test_products_that_cannot_be(monkeypatch):
+def test_invalid_products_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="by torch or by triton; got 'cublas'"):
         weft.local_world(2, products="cublas")
     monkeypatch.setattr(symmetric.triton.knobs.runtime, "interpret", False)

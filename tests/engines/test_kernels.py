@@ -1,7 +1,7 @@
 """Triton's kernels under its interpreter, between real processes: the memory and the counters of
 peers are real.
 
-What runs on a rank imports the kernels only after it has said that they are to be interpreted.
+Functions that run on a rank import the kernels only after they have selected the interpreter.
 """
 
 import os
@@ -42,7 +42,7 @@ def gathers(world: World) -> None:
             gather.check()
             expected = torch.stack([data(r, words, dtype=dtype, call=call) for r in range(ranks)])
             assert torch.equal(gathered, expected), (dtype, call)
-            weft.barrier(world=world)  # peers poison theirs only now
+            weft.barrier(world=world)  # peers poison their tensors after the barrier only
         with pytest.raises(ValueError, match="a shard is contiguous"):
             gather(data(rank, words + 1, dtype=dtype))
     in_place = world.empty(ranks, 256)
@@ -68,8 +68,8 @@ def primitives(world: World) -> None:
     timeout_record = symmetric.timeout_record(box.device)
     tables = symmetric.bases(world, box), symmetric.bases(world, counters)
     box[0] = data(rank, 100)
-    # Row 0 goes to the next rank's row 1; when it has come the previous rank's row 0 is fetched to
-    # row 2.
+    # Row 0 is put to the next rank's row 1; after its arrival the previous rank's row 0 is fetched
+    # to row 2.
     kernels.put_and_get[(1,)](
         box, counters, timeout_record, *tables, rank, following, previous, 1 << 20, BLOCK=32
     )
@@ -86,7 +86,7 @@ def primitives(world: World) -> None:
 
 
 def late(world: World, kernels, symmetric) -> None:
-    """Four producers, released one by one in an order that is not that of the waits, after the
+    """Four producers, released one by one in another order than that of the waits, after the
     consumer has begun to wait.
     """
     counters = torch.zeros(5, symmetric.COUNTER, dtype=torch.int64)
@@ -109,8 +109,8 @@ def late(world: World, kernels, symmetric) -> None:
 
 
 def never(world: World, kernels, symmetric) -> None:
-    """Nobody raises counter 1: the kernel ends, and says what it waited for; a later wait does not
-    hold it up again.
+    """Counter 1 is never raised: the kernel ends, and reports the wait; a later wait returns at
+    once.
     """
     counters = torch.zeros(5, symmetric.COUNTER, dtype=torch.int64)
     counters[0, 0], counters[1, 0] = 2, 1

@@ -1,6 +1,4 @@
-"""Every kernel compiled for NVIDIA's and AMD's GPUs without one, and what must be seen in the
-assembly.
-"""
+"""Every kernel compiled for NVIDIA's and AMD's GPUs without one, and properties of the assembly."""
 
 import os
 import re
@@ -44,8 +42,8 @@ GATHER = {
 
 
 def loops(assembly: str) -> list[str]:
-    """The bodies of innermost loops: from a label to a jump back to it, without another label that
-    is jumped back to.
+    """The bodies of innermost loops: from a label to a jump back to it, without another such label
+    in between.
     """
     lines, found, labels = assembly.splitlines(), [], {}
     for at, line in enumerate(lines):
@@ -57,24 +55,24 @@ def loops(assembly: str) -> list[str]:
     return found
 
 
-class Words(NamedTuple):
-    """What instructions are called in the assembly of a maker's GPUs."""
+class Patterns(NamedTuple):
+    """Regular expressions of instructions in the assembly of a vendor's GPUs."""
 
     load: str
     store: str
     any_load: str
     any_store: str
     poll: str
-    tell: list[str]
+    notify: list[str]
 
 
-NVIDIA = Words(
+NVIDIA = Patterns(
     load=r"ld\.global\.v4\.b32",
     store=r"st\.global\.v4\.b32",
     any_load=r"\bld\.\S*global",
     any_store=r"\bst\.\S*global",
     poll=r"ld\.global\.sys\.acquire\.b64",
-    tell=[
+    notify=[
         r"bar\.sync",
         r"atom\.global\.gpu\.acq_rel\.add",
         r"bar\.sync",
@@ -83,13 +81,13 @@ NVIDIA = Words(
         r"bar\.sync",
     ],
 )
-AMD = Words(
+AMD = Patterns(
     load="global_load_dwordx4",
     store="global_store_dwordx4",
     any_load=r"(?:global|flat|buffer)_load\w*",
     any_store=r"(?:global|flat|buffer)_store\w*",
-    poll=r"global_(?:load_dwordx2|atomic_add_x2) .* sc0 sc1\n",  # of Triton 3.6, and of 3.9
-    tell=[
+    poll=r"global_(?:load_dwordx2|atomic_add_x2) .* sc0 sc1\n",  # by Triton 3.6, and by 3.9
+    notify=[
         "s_barrier",
         "buffer_wbl2 sc1",
         "global_atomic_add v",
@@ -101,8 +99,8 @@ AMD = Words(
 )
 
 
-def follows(steps: list[str], assembly: str) -> None:
-    """The steps are there in this order."""
+def assert_in_order(steps: list[str], assembly: str) -> None:
+    """Find instructions of these patterns in this order."""
     at = 0
     for step in steps:
         found = re.compile(step).search(assembly, at)
@@ -114,21 +112,25 @@ def gathers(made: Compiled, target: str, ranks: int, per_thread: int) -> None:
     """In the loop over tiles all accesses are of 16 bytes: one load and `ranks` stores for each of
     a thread's 16 bytes.
 
-    After it come all threads, then all programs, then the peers; and a wait reads memory every time
-    it looks.
+    After the loop synchronize all threads, then all programs, then the peers; and a wait reads
+    memory in every poll.
     """
-    words, every = NVIDIA if target.startswith("sm") else AMD, loops(made.assembly)
-    tiles = [loop for loop in every if re.search(words.load, loop)]
+    patterns, every = NVIDIA if target.startswith("sm") else AMD, loops(made.assembly)
+    tiles = [loop for loop in every if re.search(patterns.load, loop)]
     assert tiles
     body = max(tiles, key=len)
-    assert len(re.findall(words.load, body)) == len(re.findall(words.any_load, body)) == per_thread
     assert (
-        len(re.findall(words.store, body))
-        == len(re.findall(words.any_store, body))
+        len(re.findall(patterns.load, body))
+        == len(re.findall(patterns.any_load, body))
+        == per_thread
+    )
+    assert (
+        len(re.findall(patterns.store, body))
+        == len(re.findall(patterns.any_store, body))
         == per_thread * ranks
     )
-    assert any(re.search(words.poll, loop) for loop in every)
-    follows(words.tell, made.assembly[made.assembly.index(body) + len(body) :])
+    assert any(re.search(patterns.poll, loop) for loop in every)
+    assert_in_order(patterns.notify, made.assembly[made.assembly.index(body) + len(body) :])
     assert made.spills == 0
 
 
@@ -152,8 +154,8 @@ def test_all_gather_gluon(target: str) -> None:
 
 
 def multiplies(made: Compiled, target: str, spills: int = 0) -> None:
-    """Tiles are multiplied by matrix instructions, read by TMA where there is one, kept in
-    registers and stored 16 bytes at a time.
+    """Tiles are multiplied by matrix instructions, read by TMA if the GPU has it, kept in registers
+    and stored 16 bytes at a time.
     """
     instruction = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"}.get(target, "v_mfma_f32_")
     assert any(instruction in loop for loop in loops(made.assembly))
@@ -178,9 +180,7 @@ TYPES = {
 
 
 def product(target: str, factor: str, out: str, **flags: bool) -> Compiled:
-    """The product kernel with the sizes that its users have, for factors and results of these
-    dtypes.
-    """
+    """The product kernel with the sizes of its users, for factors and results of these dtypes."""
     nvidia, dtypes = (
         target.startswith("sm"),
         {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32},
@@ -216,7 +216,8 @@ def product(target: str, factor: str, out: str, **flags: bool) -> Compiled:
 def test_all_gather_matmul(target: str, transposed: bool) -> None:
     made = product(target, "fp16", "fp16", TRANSPOSED=transposed, BIAS=True)
     multiplies(made, target)
-    if target.startswith("sm"):  # what a wait has seen come is not read by TMA before the fence
+    # rows that a wait has seen arrive are not read by TMA before the fence
+    if target.startswith("sm"):
         fence = made.assembly.index("fence.proxy.async.global")
         assert (
             made.assembly.index("ld.global.sys.acquire.b64")
@@ -231,9 +232,9 @@ def test_products_are_put(target: str, products: str) -> None:
     multiplies(
         made, target, 24 if (target, products) == ("sm_100", "fp32") else 0
     )  # a few bytes, at the end of a tile
-    follows(
-        NVIDIA.tell[:4] if target.startswith("sm") else AMD.tell[:6], made.assembly
-    )  # from the last store of a tile to the peer
+    assert_in_order(
+        NVIDIA.notify[:4] if target.startswith("sm") else AMD.notify[:6], made.assembly
+    )  # from the last store of a tile to the notify of the peer
 
 
 def test_products_of_float32(target: str) -> None:

@@ -1,9 +1,9 @@
-"""Kernels compiled for a GPU that is not there just as they are launched: by their users, with the
-arguments that ranks give them.
+"""Kernels compiled for an absent GPU exactly as they are launched: by their users, with the
+arguments of real ranks.
 
-What ahead-of-time compilation leaves open is seen here: how Triton takes each argument (a rank of 1
-is a constant to it, unless it is told not to), descriptors, and how often a kernel is compiled.
-Nothing runs, so what operators return is void.
+These tests cover the parts that ahead-of-time compilation leaves open: the specialization of each
+argument by Triton (a rank of 1 is a constant unless Triton is informed otherwise), descriptors, and
+the number of compilations. Nothing runs, so the results of operators are undefined.
 """
 
 import pytest
@@ -28,7 +28,7 @@ from weft.engines.device.kernels.sum_in_rank_order import sum_in_rank_order_kern
 
 
 class Driver:
-    """A GPU as far as compiling for it goes."""
+    """A GPU driver for compilation alone."""
 
     def get_current_device(self) -> int:
         return 0
@@ -42,7 +42,7 @@ class Driver:
 
 @pytest.fixture(autouse=True)
 def compiles(monkeypatch, tmp_path):
-    """Launches compile, and do nothing else."""
+    """Launches compile the kernel, and do nothing else."""
     run = JITFunction.run
     monkeypatch.setattr(
         JITFunction,

@@ -7,7 +7,7 @@ NATIVE = Path(__file__).parents[2] / "native"
 ORDER = ["kernels", "memory", "execute", "python"]
 
 
-def test_each_folder_includes_only_from_those_before_it():
+def test_each_folder_includes_only_earlier_folders():
     assert sorted(path.name for path in NATIVE.iterdir() if path.is_dir()) == sorted(
         [*ORDER, "tests"]
     )

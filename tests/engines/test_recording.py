@@ -1,4 +1,4 @@
-"""Traces hold what ran when, on all ranks, and come out in forms that others read."""
+"""Traces: the instructions that ran on all ranks with their times, and the formats of their export."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.plan.trace import KINDS, Span, Trace, to_perfetto
 
 
 def made_trace():
-    """Two ranks; rank 0 copies for 4 us, of which it multiplies for 3 in two pieces."""
+    """Two ranks; rank 0 copies for 4 us, and multiplies during 3 of them in two pieces."""
     spans = [
         Span(0, "compute", "matmul", "matmul a -> out", 4, 1000, 3000),
         Span(0, "compute", "matmul", "matmul b -> out", 2, 4000, 6000),
@@ -29,7 +29,7 @@ def made_trace():
     return Trace("made up", tuple(sorted(spans, key=lambda span: span.start)))
 
 
-def test_what_a_trace_says():
+def test_the_figures_of_a_trace():
     trace = made_trace()
     assert trace.lanes == [(0, "compute"), (0, "comm"), (1, "compute")]
     assert trace.start == 1000

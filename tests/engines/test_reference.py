@@ -1,5 +1,5 @@
-"""The interpreter that other engines are compared with follows the rules of plans, and shows what
-breaks them.
+"""The reference engine, with which other engines are compared: it follows the rules of plans, and
+shows violations.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def numbers(*values: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 
 def outcomes(*calls: Call) -> set[tuple[float, ...]]:
-    """What `out` of rank 0 may hold after the last call, over many interleavings; -1 stands for
-    NaN.
+    """The values that `out` of rank 0 may have after the last call, over many interleavings; -1
+    stands for NaN.
     """
     outs = (run(*calls, order=random.Random(seed))[-1][0]["out"] for seed in range(100))
     return {tuple(out.nan_to_num(-1).flatten().tolist()) for out in outs}
 
 
-def test_each_instruction_does_what_it_says():
+def test_each_instruction_has_its_effect():
     buffers: dict[str, Role] = {
         "a": "input",
         "product": "workspace",
@@ -105,7 +105,7 @@ def test_products_have_the_type_of_the_weight():
 
 
 def exchange(*, ready: bool = True, done: bool = True) -> Plan:
-    """Rank 0 reads the input of rank 1; both handshakes can be left out."""
+    """Rank 0 reads the input of rank 1; each of the two handshakes can be left out."""
     get = Copy(rows(1, "a"), rows(0, "out"))
     first = [*[Wait(GO, 1)] * ready, get, *[Notify(1, Signal("done", 0))] * done]
     second = [*[Notify(0, GO)] * ready, *[Wait(Signal("done", 0), 1)] * done]
@@ -116,7 +116,7 @@ def calls(exchanged: Plan, many: int = 3) -> list[Call]:
     return [Call(exchanged, [{"a": numbers(0, 0)}, {"a": numbers(i, i + 1)}]) for i in range(many)]
 
 
-def test_lanes_take_turns_without_an_order():
+def test_lanes_interleave_arbitrarily():
     assert [outputs[0]["out"].flatten().tolist() for outputs in run(*calls(exchange()))] == [
         [0, 1],
         [1, 2],
@@ -130,21 +130,19 @@ def test_a_right_plan_has_one_outcome():
 
 @pytest.mark.parametrize("missing", ["ready", "done"])
 def test_a_race_has_several_outcomes(missing):
-    """Too early, and too late, the input is not there."""
+    """Rank 0 reads the input of rank 1 too early, or too late."""
     assert outcomes(*calls(exchange(**{missing: False}))) == {(2, 3), (-1, -1)}
 
 
-def test_what_is_written_to_an_output_before_its_call_begins_is_lost():
+def test_writes_to_an_output_before_its_call_are_lost():
     put = plan(
         {"compute": []}, {"compute": [Copy(rows(1, "a"), rows(0, "out"))]}, a="input", out="output"
     )
     assert outcomes(*calls(put)) == {(2, 3), (-1, -1)}
 
 
-def test_counts_begin_anew_with_each_call():
-    """Rank 1 may be several calls ahead of rank 0, which still does not mistake one call's signal
-    for another's.
-    """
+def test_signals_of_different_calls_are_distinguished():
+    """Rank 1 may be several calls ahead of rank 0."""
     put = plan(
         {"compute": [Wait(GO, 1), Copy(rows(0, "a"), rows(0, "out")), Wait(GO, 0)]},
         {"compute": [Notify(0, GO)]},
@@ -158,7 +156,7 @@ def test_counts_begin_anew_with_each_call():
         ] == [0, 1, 2, 3]
 
 
-def test_a_wait_for_nothing_new_waits_for_what_earlier_calls_promised():
+def test_a_wait_without_new_notifies_waits_for_earlier_calls():
     late = plan(
         {"compute": [Wait(GO, 0), Copy(rows(0, "a"), rows(0, "out"))]},
         {"compute": [Copy(rows(1, "a"), rows(0, "kept")), Notify(0, GO)]},
@@ -177,7 +175,7 @@ def test_a_wait_for_nothing_new_waits_for_what_earlier_calls_promised():
     assert outcomes(Call(late, inputs), Call(keep, inputs)) == {(3, 4)}
 
 
-def test_workspaces_of_calls_lie_on_top_of_one_another_and_are_not_cleared():
+def test_calls_share_the_workspace_without_clearing_it():
     leave = plan(
         {"compute": [Copy(rows(0, "a"), rows(0, "first"))]},
         a="input",
@@ -196,7 +194,7 @@ def test_workspaces_of_calls_lie_on_top_of_one_another_and_are_not_cleared():
 
 
 def broadcasts(many: int) -> list[Call]:
-    """Broadcasts of their numbers through eager buffers."""
+    """Broadcasts of the calls' numbers through eager buffers."""
     return [
         Call(
             eager(0, flat(3)),
@@ -207,8 +205,8 @@ def broadcasts(many: int) -> list[Call]:
 
 
 @pytest.mark.parametrize("enough", [True, False])
-def test_eager_buffers_are_used_again_once_all_have_read_them(enough, monkeypatch):
-    if not enough:  # a rank that ends a call knows only that others have begun it
+def test_eager_buffers_are_reused_after_all_ranks_have_read_them(enough, monkeypatch):
+    if not enough:  # the end of a call only shows that other ranks have begun it
         monkeypatch.setattr(reference, "EAGER_SETS", 1)
     many = 6
     found = {
@@ -218,7 +216,7 @@ def test_eager_buffers_are_used_again_once_all_have_read_them(enough, monkeypatc
     assert (found == {tuple(range(many))}) == enough
 
 
-def test_what_nothing_was_written_to_is_no_number():
+def test_unwritten_rows_are_nan():
     ((found,),) = run(Call(plan({"compute": []}, a="input", out="output"), [{"a": numbers(1, 2)}]))
     assert found["out"].isnan().all()
 

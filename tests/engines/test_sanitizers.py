@@ -1,4 +1,4 @@
-"""The native core by itself, driven by a program of its own."""
+"""The native core's own tests, in a program of their own."""
 
 import subprocess
 from pathlib import Path

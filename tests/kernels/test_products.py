@@ -1,5 +1,5 @@
-"""The local product: every way to make one, against float64; and which is taken for the fastest,
-with a clock of the test's own.
+"""The local product: every algorithm against float64; and the choice of the fastest, with a clock
+of the test's own.
 """
 
 import itertools
@@ -21,38 +21,48 @@ DTYPES = [
     (torch.float16, torch.float32),
     (torch.bfloat16, torch.float32),
 ]
-LAID = {
+LAYOUTS = {
     "plain": torch.clone,
     "transposed": lambda t: t.t().contiguous().t(),
-    "rows apart": lambda t: torch.cat([t, t], 1)[:, : t.shape[1]],
-    "apart both ways": lambda t: t.repeat_interleave(3, 0).repeat_interleave(2, 1)[::3, ::2],
+    "gaps between rows": lambda t: torch.cat([t, t], 1)[:, : t.shape[1]],
+    "gaps between elements": lambda t: t.repeat_interleave(3, 0).repeat_interleave(2, 1)[::3, ::2],
 }
-"""How a matrix may lie in memory."""
+"""Layouts of a matrix in memory."""
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["as it lies", "packed"])
-@pytest.mark.parametrize("lie", LAID)
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("dtype", "out_dtype"), DTYPES, ids=str)
-@pytest.mark.parametrize("way", products._WAYS)
-def test_every_way_makes_the_product(way, dtype, out_dtype, lie, packed, monkeypatch):
-    if way not in products._candidates(dtype, out_dtype):
-        return  # it is never taken for these dtypes
-    monkeypatch.setattr(products, "chosen", lambda *_: way)
-    random, biased = torch.Generator().manual_seed(len(way)), itertools.cycle([False, True, True])
-    for (k, n), rows, x_lie in itertools.product(SHAPES, ROWS, ("plain", "transposed")):
+@pytest.mark.parametrize("algorithm", products._WAYS)
+def test_every_algorithm_computes_the_product(
+    algorithm, dtype, out_dtype, layout, packed, monkeypatch
+):
+    if algorithm not in products._candidates(dtype, out_dtype):
+        return  # not a candidate for these dtypes
+    monkeypatch.setattr(products, "chosen", lambda *_: algorithm)
+    random, biased = (
+        torch.Generator().manual_seed(len(algorithm)),
+        itertools.cycle([False, True, True]),
+    )
+    for (k, n), rows, x_layout in itertools.product(SHAPES, ROWS, ("plain", "transposed")):
         x, b, bias = (
             torch.randn(*shape, generator=random).to(dtype) for shape in ((rows, k), (k, n), (n,))
         )
-        bias, given, weight = bias if next(biased) else None, LAID[x_lie](x), LAID[lie](b)
+        bias, x_in_layout, weight = (
+            bias if next(biased) else None,
+            LAYOUTS[x_layout](x),
+            LAYOUTS[layout](b),
+        )
         used, whole = (
             pack(weight) if packed else weight,
             torch.full((rows, n + 3), math.nan, dtype=out_dtype),
         )
         try:
-            products.multiply(given, used, whole[:, :n], bias)
+            products.multiply(x_in_layout, used, whole[:, :n], bias)
         except RuntimeError as error:
-            if way == "onednn" and dtype in (torch.float16, torch.bfloat16):
-                pytest.skip(f"this processor cannot: {error}")  # then it is never the fastest
+            if algorithm == "onednn" and dtype in (torch.float16, torch.bfloat16):
+                # such an algorithm is never the fastest
+                pytest.skip(f"this processor cannot: {error}")
             raise
         more = torch.zeros(n).double() if bias is None else bias.double()
         exact, size = (
@@ -60,35 +70,44 @@ def test_every_way_makes_the_product(way, dtype, out_dtype, lie, packed, monkeyp
             x.double().abs() @ b.double().abs() + more.abs(),
         )
         found = compare(whole[:, :n], exact, error_bound(size, exact, k + 1, dtype, out_dtype))
-        assert not found.wrong, (k, n, rows, x_lie, found)
+        assert not found.wrong, (k, n, rows, x_layout, found)
         assert whole[:, n:].isnan().all()
-        assert given.equal(x)
+        assert x_in_layout.equal(x)
         assert weight.equal(b)
 
 
-def test_every_way_is_one_that_can_be_chosen():
-    assert {way for pair in DTYPES for way in products._candidates(*pair)} == {*products._WAYS}
+def test_every_algorithm_can_be_chosen():
+    assert {algorithm for pair in DTYPES for algorithm in products._candidates(*pair)} == {
+        *products._WAYS
+    }
 
 
-def test_rows_decide_among_the_ways_by_what_was_timed(monkeypatch):
+def test_the_number_of_rows_selects_the_algorithm(monkeypatch):
     monkeypatch.setattr(
         products,
         "_table",
-        lambda *_: {"plain": {str(rows): f"way of {rows}" for rows in products._ROWS}},
+        lambda *_: {"plain": {str(rows): f"algorithm at {rows}" for rows in products._ROWS}},
     )
     monkeypatch.setattr(
         products, "_way", products._way.__wrapped__
-    )  # which remembers what it found in the real one
+    )  # the original caches its result
     found = [
         products.chosen(torch.float32, torch.float32, "plain", rows)
         for rows in (1, 7, 8, 511, 512, 9999)
     ]
-    assert found == ["way of 1", "way of 2", "way of 8", "way of 64", "way of 512", "way of 512"]
+    assert found == [
+        "algorithm at 1",
+        "algorithm at 2",
+        "algorithm at 8",
+        "algorithm at 64",
+        "algorithm at 512",
+        "algorithm at 512",
+    ]
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that only works move; the test calls it with their seconds."""
+    """A clock that only the returned work advances; the test passes the seconds of each run."""
     now = [0.0]
     monkeypatch.setattr(products, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
@@ -103,19 +122,19 @@ def clock(monkeypatch):
     return taking
 
 
-def test_what_is_made_at_the_first_product_does_not_count(clock):
-    ways = {"mm": clock([2.0]), "onednn": clock([500.0, 3.0, 1.0, 3.0])}
-    assert products._times(ways) == {"mm": 2.0, "onednn": 1.0}
+def test_the_first_run_is_not_timed(clock):
+    algorithms = {"mm": clock([2.0]), "onednn": clock([500.0, 3.0, 1.0, 3.0])}
+    assert products._times(algorithms) == {"mm": 2.0, "onednn": 1.0}
 
 
-def test_what_cannot_run_is_never_the_fastest(clock):
+def test_an_algorithm_that_fails_is_never_chosen(clock):
     def fails():
         raise RuntimeError("no kernel for this")
 
     assert products._times({"mm": clock([2.0]), "onednn": fails}) == {"mm": 2.0, "onednn": math.inf}
 
 
-def test_another_way_must_be_worth_it():
+def test_another_algorithm_must_be_clearly_faster():
     seconds = {1: {"mm": 1.0, "onednn": 0.99}, 8: {"mm": 1.0, "onednn": 0.5}, 64: {"mm": 1.0}}
     assert products._fastest(seconds, packed=True) == {"1": "mm", "8": "onednn", "64": "mm"}
     assert products._fastest(seconds, packed=False) == {"1": "mm", "8": "onednn", "64": "mm"}
@@ -123,7 +142,7 @@ def test_another_way_must_be_worth_it():
 
 @pytest.mark.parametrize("most", [256, 1024])
 @pytest.mark.parametrize("small", [False, True])
-def test_blocks_are_all_rows_in_few_sizes(most, small):
+def test_blocks_cover_all_rows_in_few_sizes(most, small):
     sizes = set()
     for rows in range(1, 2500):
         blocks = products._blocks(rows, most, small)
@@ -139,8 +158,8 @@ def test_blocks_are_all_rows_in_few_sizes(most, small):
     ("k", "making"), [(260, range(1, 129)), (1 << 11, range(1, 65)), (200, range(0))]
 )
 def test_kernels_are_made_once_rows_differ(k, making, monkeypatch):
-    """For all numbers of rows that are few, unless the weight is so small that nobody would wait
-    for long.
+    """Kernels for all small numbers of rows, unless the weight is so small that making a kernel
+    takes no noticeable time.
     """
     made, kernel = [], products._kernel
     monkeypatch.setattr(
@@ -155,7 +174,7 @@ def test_kernels_are_made_once_rows_differ(k, making, monkeypatch):
         x, out = torch.randn(rows, k), torch.empty(rows, n)
         products.multiply(x, b, out)
         assert torch.allclose(out, x @ b, atol=1e-2)
-    asked = [
+    requested = [
         24,
         24,
         9,
@@ -163,7 +182,7 @@ def test_kernels_are_made_once_rows_differ(k, making, monkeypatch):
         60,
         *[block.stop - block.start for block in products._blocks(300, 1024, k * n <= 1 << 19)],
     ]
-    assert made == [24, 24, *making, *asked[2:]]
+    assert made == [24, 24, *making, *requested[2:]]
 
 
 def add_uncounted(w, *at):
@@ -181,7 +200,7 @@ CHANGES = {
         w, slice(len(w) // 4, len(w) // 2), slice(w.shape[1] // 3)
     ),
 }
-SEEN_THROUGH = {
+VIEWS = {
     "itself": lambda w: w,
     "its transpose": torch.t,
     "a part of it": lambda w: w[:, : w.shape[1] // 2],
@@ -189,9 +208,9 @@ SEEN_THROUGH = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("view", SEEN_THROUGH.values(), ids=SEEN_THROUGH)
-def test_a_packed_weight_notices_what_becomes_of_its_tensor(view, change, tensor_access):
-    """Also where it is a view, as the transposed weight of a linear layer is."""
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_packed_weight_detects_changes_of_its_tensor(view, change, tensor_access):
+    """Also of a view, such as the transposed weight of a linear layer."""
     for shape in ((256, 96), (5, 7)):
         weight = nn.Parameter(torch.randn(shape))
         packed = pack(view(weight))

@@ -1,5 +1,5 @@
-"""Sharded layers compute what whole ones do, and weft's styles what torch's do, with the same
-parameters and gradients.
+"""Sharded layers compute the results of unsharded ones, and weft's styles those of torch's, with
+the same parameters and gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 5e-2}
 
 
 class Model(nn.Module):
-    """One of each layer that the styles know."""
+    """One of each layer type that the styles support."""
 
     def __init__(self):
         super().__init__()
@@ -40,8 +40,8 @@ class Model(nn.Module):
 
 
 def sharded(model, mesh, styles, rows, local=True):
-    """A copy of the model under torch's or weft's styles; `rows` says how activations lie between
-    the layers.
+    """A copy of the model under torch's or weft's styles; `rows` is the placement of activations
+    between the layers.
     """
     model = copy.deepcopy(model)
     plan = {
@@ -62,11 +62,11 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def assert_near(ours, theirs, what=""):
-    """Apart by rounding alone, relative to the largest element."""
+def assert_near(ours, theirs, label=""):
+    """Different by rounding alone, relative to the largest element."""
     assert ours.shape == theirs.shape
     scale = theirs.abs().max()
-    assert (ours - theirs).abs().max() <= TOLERANCE[ours.dtype] * max(1, scale), what
+    assert (ours - theirs).abs().max() <= TOLERANCE[ours.dtype] * max(1, scale), label
 
 
 def placements(model):
@@ -76,7 +76,7 @@ def placements(model):
 
 
 def model_and_input(world, dtype=torch.float32, seed=0):
-    """Alike on all ranks."""
+    """A model and an input, equal on all ranks."""
     torch.manual_seed(seed)
     return (
         Model().to(dtype),
@@ -87,7 +87,7 @@ def model_and_input(world, dtype=torch.float32, seed=0):
 
 @pytest.mark.data
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_styles_compute_what_torchs_do(ranks):
+def test_styles_equal_torchs(ranks):
     on_ranks(_every_style, ranks)
 
 
@@ -106,15 +106,15 @@ def _compare_styles(world, rows, dtypes, local):
         results = {}
         for styles in (torch_styles, weft.nn):
             shards = sharded(model, mesh, styles, rows, local)
-            given = x.clone().requires_grad_()
-            y = shards(given if local else DTensor.from_local(given, mesh, [rows]))
+            x_own = x.clone().requires_grad_()
+            y = shards(x_own if local else DTensor.from_local(x_own, mesh, [rows]))
             y.square().sum().backward()
             gradients = {
                 name: whole(parameter.grad)
                 for name, parameter in shards.named_parameters()
                 if parameter.grad is not None
             }
-            results[styles] = {"y": y.detach(), "x": given.grad, **gradients}
+            results[styles] = {"y": y.detach(), "x": x_own.grad, **gradients}
         assert results[weft.nn].keys() == results[torch_styles].keys()
         assert len(results[weft.nn]) == 2 + 8
         for name, theirs in results[torch_styles].items():
@@ -122,9 +122,9 @@ def _compare_styles(world, rows, dtypes, local):
 
 
 @pytest.mark.data
-def test_styles_take_whatever_torchs_take():
+def test_styles_accept_the_arguments_of_torchs():
     on_ranks(
-        _in_turn,
+        _run_checks,
         2,
         [
             _redistributed_inputs,
@@ -137,7 +137,7 @@ def test_styles_take_whatever_torchs_take():
     )
 
 
-def _in_turn(world, checks):
+def _run_checks(world, checks):
     for check in checks:
         check(world)
 
@@ -153,7 +153,7 @@ def _redistributed_inputs(world):
         Shard(0),
         Shard(1),
         Shard(2),
-    ):  # torch 2.9's own styles do not take Shard(1)
+    ):  # torch 2.9's own styles do not accept Shard(1)
         shards = sharded(model, mesh, weft.nn, Replicate(), local=False)
         y = shards.down(
             shards.up(
@@ -166,7 +166,7 @@ def _redistributed_inputs(world):
     for styles in (
         torch_styles,
         weft.nn,
-    ):  # a layer whose local input is the whole one, and whose output is cut
+    ):  # a layer whose local input is the unsharded one, and whose output is sharded
         linear = copy.deepcopy(model.up)
         parallelize_module(
             linear,
@@ -204,7 +204,7 @@ def _state_dicts(world):
     )
     with torch.no_grad():
         expected, expected_of_other = theirs(x), theirs_of_other(x)
-        ours.eval()(x)  # packs the weights that are replaced now
+        ours.eval()(x)  # packs the weights that are replaced below
         ours.load_state_dict(theirs_of_other.state_dict())
         theirs.load_state_dict(ours_of_other.state_dict())
         assert_near(ours(x), expected_of_other)
@@ -262,11 +262,11 @@ def _packed_and_trained(world, rows, how):
                 ), "packed once"
                 assert_near(y.clone(), theirs(x))
     with torch.no_grad():
-        for shards in (ours, theirs):  # behind the back of the parameters, and through them
+        for shards in (ours, theirs):  # through `data`, and through the parameters
             shards.up.weight.to_local().mul_(2)
             shards.down.weight.mul_(2)
         assert_near(ours(x), theirs(x))
-        for shards in (ours, theirs):  # uncounted by torch, too
+        for shards in (ours, theirs):  # also by writes that torch does not count
             shards.up.weight.to_local().data.mul_(2)
         assert_near(ours(x), theirs(x))
 
@@ -299,7 +299,7 @@ def _explained(world):
 
 
 class Attention(nn.Module):
-    """Layers that take the same input."""
+    """Layers with a common input."""
 
     def __init__(self):
         super().__init__()
@@ -318,10 +318,12 @@ def _shared_gather(world):
     torch.manual_seed(0)
     mesh, model, x = init_device_mesh("cpu", (world.ranks,)), Attention(), torch.randn(2, 6, 16)
     x = x.chunk(world.ranks, 1)[world.rank]
-    apart = {name: weft.nn.ColwiseParallel(input_layouts=Shard(1)) for name in ("wq", "wk", "wv")}
+    separate = {
+        name: weft.nn.ColwiseParallel(input_layouts=Shard(1)) for name in ("wq", "wk", "wv")
+    }
     shared = {"attention": weft.nn.SharedColwiseParallel("wq", "wk", "wv", input_layouts=Shard(1))}
     results = []
-    for plan in ({f"attention.{name}": style for name, style in apart.items()}, shared):
+    for plan in ({f"attention.{name}": style for name, style in separate.items()}, shared):
         holder = nn.ModuleDict({"attention": copy.deepcopy(model)})
         parallelize_module(
             holder, mesh, plan | {"attention.wo": weft.nn.RowwiseParallel(output_layouts=Shard(1))}
@@ -333,19 +335,19 @@ def _shared_gather(world):
             torch.compile(shards, fullgraph=True, backend="aot_eager"),
         ):
             shards.zero_grad()
-            given = x.clone().requires_grad_()
-            y = call(given)
+            x_own = x.clone().requires_grad_()
+            y = call(x_own)
             y.square().sum().backward()
             with torch.no_grad():
-                assert_near(call(given), y.detach())
+                assert_near(call(x_own), y.detach())
             gradients = [whole(p.grad) for p in call.parameters()]
-            results.append([y.detach(), given.grad, *gradients])
+            results.append([y.detach(), x_own.grad, *gradients])
     assert "one gather for 3 layers" in weft.nn.explain(shards)
     for found in results:
         for one, other in zip(found, results[0], strict=True):
             assert_near(one, other)
     frozen = shards.requires_grad_(False)
-    assert_near(frozen(x), results[0][0])  # gradients are on, and nothing has any
+    assert_near(frozen(x), results[0][0])  # gradients are enabled, and no tensor requires any
 
 
 @pytest.mark.data
@@ -355,7 +357,7 @@ def test_a_mesh_of_several_dimensions_uses_the_ranks_of_one():
 
 def _two_dimensions(world):
     model, x, _ = model_and_input(world)
-    x = x + world.rank // 2  # each row of the mesh with data of its own
+    x = x + world.rank // 2  # each row of the mesh has its own data
     shards = sharded(
         model,
         init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["tensor"],
@@ -384,7 +386,7 @@ def _autocast_and_copies(world):
 
 @pytest.mark.data
 @pytest.mark.parametrize(("ranks", "features"), [(2, 8), (3, 7)])
-def test_layers_compute_what_a_whole_one_does(ranks, features):
+def test_sharded_layers_equal_an_unsharded_one(ranks, features):
     on_ranks(_compare_layers, ranks, features)
 
 
@@ -411,11 +413,11 @@ def _compare_layer(world, features, sequence_dim):
             tensor if sequence_dim is None else tensor.chunk(world.ranks, sequence_dim)[world.rank]
         )
 
-    given = part(x.detach()).clone().requires_grad_()
-    y = down(up(given).relu())
+    x_own = part(x.detach()).clone().requires_grad_()
+    y = down(up(x_own).relu())
     assert_near(y, part(expected))
     (y * part(weights)).sum().backward()
-    assert_near(given.grad, part(x.grad))
+    assert_near(x_own.grad, part(x.grad))
     size = -(-features // world.ranks)
     own = slice(world.rank * size, (world.rank + 1) * size)
     assert_near(up.weight.grad, whole_up.weight.grad[own])
