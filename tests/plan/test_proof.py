@@ -198,7 +198,7 @@ def test_right_plans_are_accepted(right):
                 [KEEP[0], Wait(go(1), 1), Notify(1, go(0))],
                 [KEEP[1], Wait(go(0), 1), Notify(0, go(1))],
             ),
-            "deadlock: rank 0 compute waits for 1 of go<1, 0 come",
+            "deadlock: rank 0 compute waits for 1 of go<1, 0 arrive",
             id="deadlock",
         ),
         pytest.param(

@@ -28,10 +28,10 @@ from weft.plan.messages import (
     Message,
     batches,
     channel,
+    gate_ranks,
     incoming,
     is_channel,
-    is_inlet,
-    let_in_by,
+    is_receive_gate,
     lower_to_messages,
     target,
 )
@@ -118,7 +118,7 @@ class NetworkProgram(HostProgram):
         return {
             name: lane
             for name, lane in self.plan.lanes[self.world.rank].items()
-            if not (is_channel(name) or is_inlet(name))
+            if not (is_channel(name) or is_receive_gate(name))
         }
 
     def begin(self, seconds: float) -> None:
@@ -209,7 +209,7 @@ class NetworkProgram(HostProgram):
                 native.pause(number)
                 for notify in message.signals:
                     self._compile(number, 0, notify)
-            notified = let_in_by(self.plan, sender, lane, self.world.rank)
+            notified = gate_ranks(self.plan, sender, lane, self.world.rank)
             places = [self.place(m.copy.dst) if m.copy else None for m in messages]
             self.receives.append((sender, lane, notified, places))
 

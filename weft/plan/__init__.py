@@ -1,5 +1,5 @@
 """Plans, the language in which work is described, and their proof. Neither torch nor ranks are
-needed here.
+needed to make or prove a plan.
 """
 
 from weft.plan.kernel import Kernel as Kernel

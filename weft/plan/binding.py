@@ -1,8 +1,7 @@
-"""Sizes for a plan that knows none: how many rows each block has, and the plan over rows that it
-then is.
+"""Binding: the number of rows of each block of a plan, and the plan over rows that results.
 
-Engines bind sizes natively, call by call; `bind` is the slow, obvious way, for those who want to
-see, simulate or check rows.
+Engines bind sizes natively, call by call; `bind` is the slow and simple version, to print, simulate
+or check rows.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from weft.plan.values import Term, Value, mapped
 
 
 def split(rows: int, pieces: int) -> list[int]:
-    """`rows` in `pieces` even shares, the first ones a row larger where it does not divide."""
+    """`rows` in `pieces` even shares; the first ones are a row larger if `rows` does not divide."""
     return [rows // pieces + (piece < rows % pieces) for piece in range(pieces)]
 
 
@@ -47,30 +46,29 @@ def sizes(plan: Plan, rows: Sequence[int]) -> list[int]:
 
 
 def bind(plan: Plan, rows: Sequence[int]) -> Plan:
-    """The plan over rows that a plan over blocks is where its shards have these `rows`."""
+    """The plan over rows that a plan over blocks becomes if its shards have these `rows`."""
     return _Binding(plan, sizes(plan, rows)).bound() if plan.pieces else plan
 
 
 class _Binding:
     def __init__(self, plan: Plan, sizes: Sequence[int]) -> None:
-        self.plan, self.sizes, self.room = plan, sizes, max(sizes, default=0)
+        self.plan, self.sizes, self.largest = plan, sizes, max(sizes, default=0)
         self.begin: dict[tuple[int, str], list[int]] = {}
-        self.alike: dict[
-            tuple[int, ...] | range, list[int]
-        ] = {}  # of ranks that have the same blocks
+        # by the numbers of the blocks, which are the same on many ranks
+        self.bounds_of: dict[tuple[int, ...] | range, list[int]] = {}
 
     def bounds(self, rank: int, name: str) -> list[int]:
-        """Where each block of a rank's buffer begins, and the last one ends."""
+        """The first row of each block of a rank's buffer, and the end of the last block."""
         if (rank, name) not in self.begin:
             numbers = self.plan.buffers[name].numbers(rank)
             blocks = numbers if isinstance(numbers, range) else tuple(numbers)
-            if blocks not in self.alike:
-                self.alike[blocks] = [0, *accumulate(map(self.size, blocks))]
-            self.begin[rank, name] = self.alike[blocks]
+            if blocks not in self.bounds_of:
+                self.bounds_of[blocks] = [0, *accumulate(map(self.size, blocks))]
+            self.begin[rank, name] = self.bounds_of[blocks]
         return self.begin[rank, name]
 
     def size(self, block: int) -> int:
-        return self.room if block == ANY_BLOCK else 1 if block == ROW else self.sizes[block]
+        return self.largest if block == ANY_BLOCK else 1 if block == ROW else self.sizes[block]
 
     def bound(self) -> Plan:
         plan = self.plan

@@ -22,7 +22,7 @@ Clock = list[int]
 
 
 Place = tuple[int, str, int, int]
-"""A region as it is, without a name: there are millions of them."""
+"""A region as a plain tuple, which costs less: a proof makes millions of them."""
 
 
 @dataclass
@@ -36,22 +36,19 @@ class Use:
 
 
 class Run:
-    """One greedy run of a sequence of plans that are well-formed, all ranks moving on by
-    themselves.
-    """
+    """One greedy run of a sequence of well-formed plans, in which each rank proceeds by itself."""
 
     def __init__(self, plans: list[Plan]) -> None:
         self.plans = plans
-        self.found: dict[str, None] = {}  # a set that keeps its order
+        self.found: dict[str, None] = {}  # an ordered set
         ranks = range(plans[0].ranks)
         self.lanes: list[list[str]] = [
             sorted({name for plan in plans for name in plan.lanes[r]} | {"compute"}) for r in ranks
         ]
         every = [(r, name) for r in ranks for name in self.lanes[r]]
         every += [(r, ending(name)) for r, name in every if is_channel(name)]
-        self.index: dict[tuple[int, str], int] = {
-            lane: i for i, lane in enumerate(every)
-        }  # of lanes
+        # the number of each lane
+        self.index: dict[tuple[int, str], int] = {lane: i for i, lane in enumerate(every)}
         self.endings = {
             i: self.index[r, ending(name)]
             for (r, name), i in self.index.items()
@@ -65,7 +62,7 @@ class Run:
         self.raised: dict[tuple[int, Signal], list[Clock]] = {}
         self.writers: dict[tuple[int, int, Signal], int] = {}
         self.base: list[dict[Signal, int]] = [{} for _ in ranks]
-        self.begun: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self.starts: dict[tuple[int, int], list[tuple[int, int]]] = {}
         self.ends: dict[tuple[int, int], tuple[Clock, dict[Signal, int]]] = {}
         self.promised = [plan.notified for plan in plans]
 
@@ -73,9 +70,8 @@ class Run:
         ranks = [self.run_rank(r) for r in range(self.plans[0].ranks)]
         stuck: dict[int, list[str]] = {r: [] for r in range(len(ranks))}
         moved = True
-        while (
-            moved and stuck
-        ):  # each generator runs until it cannot: it yields whether it moved and where it is held
+        # each generator runs until all its lanes wait, and yields whether it proceeded, and its waits
+        while moved and stuck:
             moved = False
             for r in list(stuck):
                 progress = next(ranks[r], None)
@@ -85,9 +81,9 @@ class Run:
                 else:
                     moved |= progress[0]
                     stuck[r] = progress[1]
-        for held in stuck.values():
-            for where in held:
-                self.complain(f"deadlock: {where}")
+        for waits in stuck.values():
+            for wait in waits:
+                self.complain(f"deadlock: {wait}")
         if not stuck:
             self.check_workspaces()
             self.check_leaving()
@@ -101,9 +97,9 @@ class Run:
         moved = False
         for execution, plan in enumerate(self.plans):
             self.join(rank)
-            self.hand_over(execution, rank)
+            self.use_by_caller(execution, rank)
             self.fork(rank)
-            self.begun[execution, rank] = [
+            self.starts[execution, rank] = [
                 (i, self.clocks[i][i])
                 for i in (self.index[rank, name] for name in self.lanes[rank])
             ]
@@ -118,11 +114,11 @@ class Run:
                         lane.pop()
                         moved = True
                 if left := {i: lane for i, lane in left.items() if lane}:
-                    yield moved, [self.held(i, lane[-1]) for i, lane in left.items()]
+                    yield moved, [self.waiting(i, lane[-1]) for i, lane in left.items()]
                     moved = False
             self.join(rank)
             self.check_result(execution, rank)
-            self.hand_over(execution, rank)
+            self.use_by_caller(execution, rank)
             for signal, count in self.promised[execution][rank].items():
                 self.base[rank][signal] = self.base[rank].get(signal, 0) + count
             self.ends[execution, rank] = (
@@ -130,32 +126,29 @@ class Run:
                 dict(self.base[rank]),
             )
 
-    def held(self, lane: int, wait: Instruction) -> str:
+    def waiting(self, lane: int, wait: Instruction) -> str:
+        """The state of a lane that waits: the count it waits for, and the count so far."""
         assert isinstance(wait, Wait)
         rank = self.rank_of[lane]
-        come = len(self.raised.get((rank, wait.signal), ())) - self.base[rank].get(wait.signal, 0)
-        return f"{self.names[lane]} waits for {wait.count} of {wait.signal}, {come} come"
+        raised = len(self.raised.get((rank, wait.signal), ())) - self.base[rank].get(wait.signal, 0)
+        return f"{self.names[lane]} waits for {wait.count} of {wait.signal}, {raised} arrive"
 
     def join(self, rank: int) -> None:
-        """Begin an execution of a rank: each of its lanes knows what all of them had done when the
-        one before ended.
-        """
+        """Order all lanes of a rank after the previous execution: their clocks become the maximum."""
         mine = [self.index[rank, name] for name in self.lanes[rank]]
         joined = [max(times) for times in zip(*(self.clocks[i] for i in mine), strict=True)]
         for i in mine:
             self.clocks[i] = [*joined]
 
     def fork(self, rank: int) -> None:
-        """Let the lanes of a rank go: from here on what one does is known to others only by
-        signals.
-        """
+        """Start the lanes of a rank: from now on only signals order one after another."""
         for name in self.lanes[rank]:
             i = self.index[rank, name]
             self.clocks[i][i] += 1
 
-    def hand_over(self, execution: int, rank: int) -> None:
-        """Take inputs and outputs as written by the caller, in use before and after an
-        execution.
+    def use_by_caller(self, execution: int, rank: int) -> None:
+        """Access all inputs and outputs as the caller does before and after an execution: it may
+        write to them.
         """
         lane = self.index[rank, "compute"]
         for name, buffer in self.plans[execution].buffers.items():
@@ -172,12 +165,12 @@ class Run:
         return self.rows[key]
 
     def step(self, execution: int, lane: int, instruction: Instruction) -> bool:
-        """Execute one instruction of a lane; False where it must wait."""
-        rank, i, there = self.rank_of[lane], lane, self.endings.get(lane, lane)
-        if there != lane:
-            self.clocks[there] = [*map(max, self.clocks[there], self.clocks[lane])]
+        """Execute one instruction of a lane; False if it must wait."""
+        rank, i, end = self.rank_of[lane], lane, self.endings.get(lane, lane)
+        if end != lane:
+            self.clocks[end] = [*map(max, self.clocks[end], self.clocks[lane])]
             if at_the_end(rank, instruction):
-                i = there
+                i = end
         clock = self.clocks[i]
         match instruction:
             case Wait(signal, count):
@@ -188,7 +181,7 @@ class Run:
                 if target:
                     clock[:] = map(max, clock, raised[target - 1])
             case Notify(peer, signal):
-                if i != lane and not self.knows_begun(clock, execution, peer):
+                if i != lane and not self.knows_start(clock, execution, peer):
                     self.complain(
                         f"{self.names[i]}: {instruction}: rank {peer} may still wait for one of an "
                         "earlier call"
@@ -204,18 +197,18 @@ class Run:
                     )
                 self.raised.setdefault((peer, signal), []).append([*clock])
             case _:
-                self.move(execution, i, there, instruction)
-                self.clocks[there][there] += i != there
+                self.move(execution, i, end, instruction)
+                self.clocks[end][end] += i != end
         clock[i] += 1
         return True
 
-    def knows_begun(self, clock: Clock, execution: int, rank: int) -> bool:
-        """Whether the beginning of an execution on a rank happens before this clock."""
-        return any(clock[lane] >= time for lane, time in self.begun.get((execution, rank), ()))
+    def knows_start(self, clock: Clock, execution: int, rank: int) -> bool:
+        """Whether the start of an execution on a rank happens before this clock."""
+        return any(clock[lane] >= time for lane, time in self.starts.get((execution, rank), ()))
 
-    def move(self, execution: int, lane: int, there: int, instruction: Instruction) -> None:
-        """Follow the rows through a Copy, Compute or Reduce of a lane, to where they are written, in
-        time `there`.
+    def move(self, execution: int, lane: int, end: int, instruction: Instruction) -> None:
+        """Compute the values of a Copy, Compute or Reduce: `lane` reads them, and `end` writes them,
+        which differs from `lane` for a channel.
         """
         match instruction:
             case Copy(src, dst):
@@ -234,7 +227,7 @@ class Run:
             moved = shifted(value, -dst.start)
             for a, b, cell in rows.over(dst.start + start, dst.start + stop):
                 self.touch(
-                    execution, there, instruction, (dst.rank, dst.buffer, a, b), cell, write=True
+                    execution, end, instruction, (dst.rank, dst.buffer, a, b), cell, write=True
                 )
                 cell.value, cell.writes = moved, cell.writes + 1
 
@@ -269,9 +262,9 @@ class Run:
             users[lane].last = self.clocks[lane][lane]
         self.order(lane, instruction, region, cell, write)
 
-    def order(self, lane: int, what: object, region: Place, cell: Cell, write: bool) -> None:
-        """Complain unless this access comes after the last write and, if it writes, after all reads
-        since.
+    def order(self, lane: int, access: object, region: Place, cell: Cell, write: bool) -> None:
+        """Complain unless this access happens after the last write and, if it writes, after all
+        reads since.
         """
         clock = self.clocks[lane]
         earlier = [cell.writer] if cell.writer else []
@@ -281,7 +274,7 @@ class Run:
             if clock[other] < time:
                 after = self.names[other]
                 self.complain(
-                    f"race on {Region(*region)}: {self.names[lane]} ({what}) is not ordered after "
+                    f"race on {Region(*region)}: {self.names[lane]} ({access}) is not ordered after "
                     f"{after}"
                 )
         if write:
@@ -323,11 +316,11 @@ class Run:
         """Check that one rank's "free" notifies all others of each use of a workspace, unless it
         happens before they leave.
 
-        A plan that enters waits for the "free" of every rank, on any of its ranks.
+        Each rank of the next plan that uses workspaces waits for the "free" of every rank.
         """
         ranks = range(len(self.base))
         for execution, plan in enumerate(self.plans):
-            notified = [[self.known(execution, of, at) for at in ranks] for of in ranks]
+            notified = [[self.clock_after(execution, of, at) for at in ranks] for of in ranks]
             for owner in ranks:
                 for lane, use in self.uses.get((owner, execution), {}).items():
                     if not any(
@@ -338,8 +331,8 @@ class Run:
                             f"all that {self.names[lane]} is done with it"
                         )
 
-    def known(self, execution: int, of: int, at: int) -> Clock:
-        """The clock of rank `at` when it has left an execution and waited for the "free" of rank
+    def clock_after(self, execution: int, of: int, at: int) -> Clock:
+        """The clock of rank `at` after it has left an execution and waited for the "free" of rank
         `of`.
         """
         clock, promised = self.ends[execution, at]
@@ -349,11 +342,11 @@ class Run:
         return [*map(max, clock, self.raised[at, free][promised[free] - 1])]
 
     def check_synchronizing(self) -> None:
-        """Check that all ranks begin a synchronizing plan before any ends it."""
+        """Check that all ranks begin a synchronizing plan before any rank ends it."""
         for execution, plan in enumerate(self.plans):
             for rank, of in permutations(range(plan.ranks), 2) if plan.synchronizes else ():
                 clock, _ = self.ends[execution, rank]
-                if not self.knows_begun(clock, execution, of):
+                if not self.knows_start(clock, execution, of):
                     self.complain(
                         f"rank {rank} ends {plan.operator} before rank {of} must have begun it"
                     )

@@ -1,7 +1,7 @@
-"""Kernels: what a plan's `Compute` instructions run.
+"""Kernels: the computations of a plan's `Compute` instructions.
 
-A kernel is one record in one file. It says what its result means to the proof, how engines run it
-and how long it takes. No engine, proof or simulator knows a kernel by its name.
+A kernel is one record in one file: the symbol of its result in the proof, the functions by which
+engines run it, and its predicted time. No engine, proof or simulator names a kernel.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Load(NamedTuple):
     columns: tuple[int, ...]  # of each source, then of the result
     dtype: str  # of the first source
     size: int  # bytes of all sources
-    packed: bool  # whether the weight was laid out before
+    packed: bool  # whether the weight was packed before the call
 
 
 class Rates(Protocol):
@@ -44,7 +44,7 @@ class Rates(Protocol):
 class Kernel(ABC):
     """A computation by blocks: block i of the result is made of block i of each source.
 
-    A kernel may also take a weight: a constant operand of the rank that executes it. `tiles` tells
+    A kernel may also take a weight: a constant operand of the rank that executes it. `tiles`:
     whether the device engine's persistent product kernel can make it, tile by tile.
     """
 
@@ -52,12 +52,14 @@ class Kernel(ABC):
     tiles: ClassVar[bool] = False
 
     def value(self, sources: Sequence[Value], weight: Weight | None) -> Value:
-        """The value of a row of the result, given that of the same row of each source."""
+        """The value of a row of the result, from the values of the same row of each source."""
         return (Applied(self.name, tuple(sources), weight),)
 
     @abstractmethod
     def compute(self, sources: Sequence[Tensor], weight: Any) -> Tensor:
-        """The result in the plainest form, with which the reference engine tests the others."""
+        """The result by the simplest computation, with which the reference engine tests the other
+        engines.
+        """
 
     def host(self) -> Run:
         """The function that runs on a CPU; engines ask for it once per program."""
@@ -68,7 +70,7 @@ class Kernel(ABC):
         return self.host()
 
     def seconds(self, machine: Rates, load: Load) -> float:
-        """The predicted time; by default that of reading the sources."""
+        """The predicted time; by default the time to read the sources."""
         return machine.reduce(load.size)
 
     def _run(

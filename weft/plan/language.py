@@ -1,25 +1,25 @@
-"""A plan is data: what every rank does in one execution of an operator, in five instructions.
+"""A plan is data: the work of every rank in one execution of an operator, in five instructions.
 
 For each rank a plan holds a few **lanes** (``compute``, ``comm``), each a list of instructions that
-run in order; lanes run beside each other and meet only at signals. Engines interpret plans;
-`weft.verify` proves that a plan is free of races and deadlocks and computes the rows it promises,
-before anything runs. Neither torch nor the rest of weft is imported here.
+run in order; lanes run concurrently and synchronize only by signals. Engines interpret plans;
+`weft.verify` proves, before a plan runs, that it is free of races and deadlocks and computes the
+rows that it promises. Neither torch nor the rest of weft is imported here.
 
 Three rules make plans provable:
 
 1. *One writer per counter.* A `Signal` is a name and the rank that raises it; one lane of that rank
    raises it on a given peer.
 2. *Counters only grow.* A `Wait` counts from the start of its own execution, so ``Wait(s, 0)``
-   means "all that earlier executions promised", and back-to-back executions need no barrier.
-3. *Buffers that are reused are handed back.* The reader notifies when it is done; the writer waits
-   for that before it writes again.
+   means "all that earlier executions promised", and consecutive executions need no barrier.
+3. *Buffers that are reused are released first.* The reader notifies when it has read; the writer
+   waits for that before it writes again.
 
 With 1 and 2 a plan is confluent: if one greedy run finishes, every interleaving finishes, with the
 same result.
 
-A plan knows no sizes. Its regions count *blocks*, the pieces into which the shards of what is
-worked on are cut; how many rows each has, none perhaps, is bound when the plan is executed
-(`weft.plan.bind`). So a plan is proved once for every size.
+A plan has no sizes. Its regions count *blocks*, the pieces into which the shards of the data are
+cut; the number of rows of each block, zero included, is bound when the plan is executed
+(`weft.plan.binding.bind`). So a plan is proved once for every size.
 """
 
 from __future__ import annotations
@@ -38,16 +38,14 @@ from weft.plan.values import Value
 Role = Literal["input", "output", "workspace", "eager"]
 
 ANY_BLOCK = -1
-"""Where a buffer has this instead of a block's number, it has room for any block: one at a time,
-with as many rows as that has.
-"""
+"""In place of a block's number: a slot for any block, one at a time, with the rows of the largest."""
 
 ROW = -2
-"""A block of one row, whatever is bound: what buffers consist of that name no blocks."""
+"""A block of one row, independent of the bound sizes: buffers without `blocks` consist of these."""
 
 
 class Region(NamedTuple):
-    """Blocks ``start:stop`` of a named buffer on a rank: rows, where each block is one."""
+    """Blocks ``start:stop`` of a named buffer on a rank; in a plan over rows, rows ``start:stop``."""
 
     rank: int
     buffer: str
@@ -59,7 +57,7 @@ class Region(NamedTuple):
         return self.stop - self.start
 
     def overlaps(self, other: Region) -> bool:
-        """Whether they share a block."""
+        """Whether both regions share a block."""
         return self[:2] == other[:2] and self.start < other.stop and other.start < self.stop
 
     def __str__(self) -> str:
@@ -67,9 +65,9 @@ class Region(NamedTuple):
 
 
 class Signal(NamedTuple):
-    """A counter on the notified rank, named after what it counts and the one rank that raises it.
+    """A counter on the notified rank: a name, and the one rank that raises it.
 
-    Of the counters that a rank raises for itself there may be one for each `peer`.
+    A counter that a rank raises for itself may exist once for each `peer`.
     """
 
     name: str
@@ -78,7 +76,7 @@ class Signal(NamedTuple):
 
     @property
     def what(self) -> str:
-        """What it counts."""
+        """The name, with the peer if there is one."""
         return self.name if self.peer is None else f"{self.name} {self.peer}"
 
     def __str__(self) -> str:
@@ -161,15 +159,15 @@ Instruction = Copy | Compute | Reduce | Notify | Wait
 
 @dataclass(frozen=True)
 class Buffer:
-    """Blocks of each rank's buffer, and what it is to the caller: an input, an output, or workspace
-    shared with other plans.
+    """The blocks of a buffer on each rank, and its role: an input, an output, or workspace shared
+    with other plans.
 
-    Eager buffers are a small workspace of which there are two: plans that have some alternate
-    between them and synchronize (`Plan.synchronizes`), so that a rank need not be notified that one
-    may be written again.
+    Eager buffers are two small workspaces: plans that use them alternate between both and
+    synchronize (`Plan.synchronizes`), so that a rank need not be notified that one may be written
+    again.
 
-    `rows` counts them, and `blocks` says which of the plan's blocks they are, or `ANY_BLOCK`; without it
-    each is a row of its own.
+    `rows` has the number of blocks on each rank, and `blocks` their numbers in the plan, or
+    `ANY_BLOCK`; without `blocks` each is one row.
     """
 
     role: Role
@@ -184,7 +182,7 @@ class Buffer:
 
     @property
     def given(self) -> bool:
-        """Whether it is the caller's."""
+        """Whether the caller has it: an input or an output."""
         return self.role in ("input", "output")
 
     def numbers(self, rank: int) -> Sequence[int]:
@@ -196,13 +194,13 @@ class Buffer:
 class Plan:
     """One execution of an operator on every rank.
 
-    `lanes[rank]` maps lane names to instructions. `result` says what the outputs must hold at the
-    end: for each rank and output buffer, ``(start, stop, value)`` pieces that cover all its rows.
-    `pieces` says into how many blocks each shard is cut; blocks are numbered over all shards.
+    `lanes[rank]` maps lane names to instructions. `result` has the values of the outputs at the
+    end, by regions that cover all rows of each rank's outputs. `pieces` has the number of blocks
+    into which each shard is cut; blocks are numbered over all shards. `synchronizes` promises that
+    no rank ends the plan before all have begun it.
 
-    A rank needs no lanes but its own where all are alike: `planned` are the ranks that have theirs,
-    all unless given, and `request` tells plans apart of which ranks have different parts. `synchronizes`
-    promises that no rank ends it before all have begun it.
+    If all ranks do the same a rank needs only its own lanes: `planned` are the ranks that have
+    lanes, by default all, and `request` is then compared by ranks in place of the lanes.
     """
 
     operator: str
@@ -217,8 +215,8 @@ class Plan:
 
     @property
     def digest(self) -> int:
-        """A number that plans which do something else hardly ever share, alike on ranks that have
-        parts of one plan.
+        """A checksum by which ranks compare their plans: the same on all ranks that have parts of one
+        plan.
         """
         return zlib.crc32((self.request or repr(self.lanes)).encode())
 
@@ -227,7 +225,7 @@ class Plan:
         return len(self.lanes)
 
     def instructions(self) -> Iterator[tuple[int, Instruction]]:
-        """All instructions, lane after lane, each with the rank that carries it out."""
+        """All instructions, lane after lane, each with the rank that executes it."""
         return (
             (rank, i)
             for rank, lanes in enumerate(self.lanes)
@@ -236,8 +234,8 @@ class Plan:
         )
 
     def notifies(self) -> list[int]:
-        """How many counters of other ranks each rank raises in one execution: atomic operations on
-        memory that is not its own.
+        """The number of notifies to other ranks of each rank in one execution: atomic operations on
+        memory of peers.
         """
         raised = Counter(
             rank for rank, i in self.instructions() if isinstance(i, Notify) and i.rank != rank
@@ -246,7 +244,7 @@ class Plan:
 
     @cached_property
     def notified(self) -> Sequence[Mapping[Signal, int]]:
-        """How often each counter of each rank is raised in one execution."""
+        """For each rank its counters, each with the number of notifies in one execution."""
         raised: list[dict[Signal, int]] = [{} for _ in range(self.ranks)]
         for _, i in self.instructions():
             if isinstance(i, Notify) and 0 <= i.rank < self.ranks:
@@ -260,10 +258,10 @@ class Plan:
         )
 
     def shared_buffers(self, hosts: Sequence[int] | None = None) -> set[str]:
-        """Names of the buffers that some rank accesses on another: these must lie in symmetric
+        """The names of the buffers that some rank accesses on another, which must be in symmetric
         memory.
 
-        With `hosts`, the host of each rank, on another of the same host.
+        With `hosts`, the host of each rank, only accesses to ranks of the same host count.
         """
         hosts = hosts or (0,) * self.ranks
         every = ((rank, region) for rank, i in self.instructions() for region in accesses(i))
@@ -274,7 +272,7 @@ class Plan:
         }
 
     def inside(self, region: Region) -> bool:
-        """Whether there is such a region."""
+        """Whether the region exists in this plan."""
         buffer = self.buffers.get(region.buffer)
         return (
             buffer is not None
@@ -287,18 +285,18 @@ class Plan:
         return self.buffers[region.buffer].numbers(region.rank)[region.start : region.stop]
 
     def sizing_region(self, instruction: Instruction) -> Region:
-        """The region that says how many rows an instruction moves: the first one that is not mere
-        room.
+        """The region that determines the rows that an instruction moves: the first one without
+        `ANY_BLOCK`.
         """
         every = [*writes(instruction), *reads(instruction)]
         return next((region for region in every if ANY_BLOCK not in self.numbers(region)), every[0])
 
     def promised(self, rank: int) -> dict[Signal, int]:
-        """How much each counter of `rank` grows in one execution.
+        """The counters of `rank`, each with its increase in one execution.
 
-        Where only its own lanes are there it goes by these: all that is notified within a plan is
-        waited for in it, but for "free", which the next plan waits for, and which every rank is
-        told that tells it.
+        If a plan has only the rank's own lanes it follows from them: a plan waits for all its
+        notifies but "free", for which the next plan waits, and a rank that sends "free" to a peer
+        gets "free" from that peer.
         """
         if self.planned is None:
             return dict(self.notified[rank])

@@ -1,23 +1,21 @@
-"""What a plan comes to where ranks are on several hosts: puts across hosts become messages, sent by
-lanes of their own.
+"""Lowering of a plan to several hosts: puts to other hosts become messages, in lanes of their own.
 
-`lower_to_messages` moves every `Copy` and `Notify` that crosses to another host into a **channel**:
-lane ``"comm>3"`` has what ``comm`` has for rank 3. The lane goes on at once; it waits until things
-are sent before it lets anyone write over them. The result is a plan as any other, so `weft.verify`
-proves the order that messages really have: within a channel they arrive one after the other,
-between channels in any order.
+`lower_to_messages` moves every `Copy` and `Notify` to another host into a **channel**: lane
+``"comm>3"`` has the messages of ``comm`` to rank 3. The lane itself proceeds at once; it waits until
+rows are sent before it permits a write over them. The result is an ordinary plan, so `weft.verify`
+proves the order that messages really have: in order within a channel, in any order between channels.
 
-A notify without rows of its own travels with the rows before it where these go to the same host:
-rows that one rank of a host receives may be told to all its ranks.
+A notify without rows of its own travels with the rows before it if both go to the same host: rows
+that one rank of a host receives may be announced to all its ranks.
 
-Messages are let in once all whom they tell something have begun the call. Before, these may still
-count what the sender has for them in an earlier call, and which comes through another channel. So
-each has an **inlet**: lane ``"comm<3"`` lets in what ``comm`` of rank 3 has for it. A channel
-begins with waits for the inlets of those it tells, which are not sent. Only plans with the lanes of
-all ranks have inlets: others are not carried out.
+Messages are admitted after all ranks that they notify have begun the call. Earlier, such a rank may
+still count signals of the sender for the previous call, which arrive through another channel. So
+each of these ranks has a **receive gate**: lane ``"comm<3"`` admits the messages of ``comm`` of rank
+3. A channel begins with waits for the gates of the ranks that it notifies; these waits are not sent.
+Only plans with the lanes of all ranks have gates: others are simulated and never executed.
 
-So rows wait where they arrive until a rank makes the call. A rank's ready signal to remote senders
-is then redundant if it notifies them later: lowering drops the notify and its wait.
+So rows stay in the connection until the receiver makes the call. A rank's ready signal to remote
+senders is then redundant if it notifies them later: lowering drops the notify and its wait.
 """
 
 from __future__ import annotations
@@ -46,36 +44,36 @@ Lanes = dict[str, list[Instruction]]
 def lower_to_messages(plan: Plan, hosts: Sequence[int]) -> Plan:
     """`plan` with its traffic between hosts on channels; `hosts[rank]` is the host of a rank.
 
-    Raises `PlanError` for a plan that reads rows of another host, or writes to them otherwise than
-    by a copy: messages only put.
+    Raises `PlanError` for a plan that reads rows of another host, or writes to them in another
+    manner than by a copy: messages only put.
     """
-    held, lanes = _held(plan, hosts), list[Lanes]()
+    redundant, lanes = _redundant(plan, hosts), list[Lanes]()
     for rank, before in enumerate(plan.lanes):
         after: Lanes = {}
         for name, lane in before.items():
-            after |= _Lowering(plan, hosts, rank, name, held).run(lane)
+            after |= _Lowering(plan, hosts, rank, name, redundant).run(lane)
         lanes.append(after)
     if plan.planned is None:
-        _add_inlets(lanes)
+        _add_gates(lanes)
     return replace(
         plan, lanes=tuple({name: tuple(lane) for name, lane in own.items()} for own in lanes)
     )
 
 
-def _add_inlets(lanes: Sequence[Lanes]) -> None:
-    """Let channels wait for all whom they tell something."""
+def _add_gates(lanes: Sequence[Lanes]) -> None:
+    """Add receive gates, and the waits of channels for the gates of all ranks that they notify."""
     for rank, own in enumerate(lanes):
         for name in [*filter(is_channel, own)]:
             lane, to = target(name)
-            hear = {i.rank for i in own[name] if isinstance(i, Notify) and at_the_end(rank, i)}
-            taken = {told: Signal(f"{lane} taken", told) for told in sorted({to} | hear)}
-            own[name] = [*(Wait(signal, 1) for signal in taken.values()), *own[name]]
-            for told, signal in taken.items():
-                lanes[told][inlet(lane, rank)] = [Notify(rank, signal)]
+            notified = {i.rank for i in own[name] if isinstance(i, Notify) and at_the_end(rank, i)}
+            opened = {peer: Signal(f"{lane} taken", peer) for peer in sorted({to} | notified)}
+            own[name] = [*(Wait(signal, 1) for signal in opened.values()), *own[name]]
+            for peer, signal in opened.items():
+                lanes[peer][receive_gate(lane, rank)] = [Notify(rank, signal)]
 
 
 def channel(lane: str, to: int) -> str:
-    """The name of the lane that sends what `lane` has for rank `to`."""
+    """The name of the lane that sends the messages of `lane` to rank `to`."""
     return f"{lane}>{to}"
 
 
@@ -85,17 +83,17 @@ def is_channel(lane: str) -> bool:
 
 
 def ending(channel: str) -> str:
-    """The receiving end of a channel.
+    """The name of the receiving end of a channel.
 
-    Rows are read, and "sent", at the sending end. At this one they are written and ranks are told,
-    later, in an order of its own.
+    Rows are read, and "sent", at the sending end. They are written, and ranks are notified, later at
+    the receiving end.
     """
     return f"{channel}, arriving"
 
 
 def at_the_end(rank: int, instruction: Instruction) -> bool:
-    """Whether an instruction of a channel of `rank` is all carried out at the receiving end: what
-    others tell, or are told.
+    """Whether an instruction of a channel of `rank` is executed at the receiving end: signals to or
+    from other ranks.
     """
     match instruction:
         case Wait(Signal(_, other), _) | Notify(other, _):
@@ -103,28 +101,29 @@ def at_the_end(rank: int, instruction: Instruction) -> bool:
     return False
 
 
-def inlet(lane: str, sender: int) -> str:
-    """The name of the lane that lets in what `lane` of rank `sender` sends."""
+def receive_gate(lane: str, sender: int) -> str:
+    """The name of the lane that admits the messages of `lane` of rank `sender`."""
     return f"{lane}<{sender}"
 
 
-def is_inlet(lane: str) -> bool:
-    """Whether a lane of a lowered plan lets messages in."""
+def is_receive_gate(lane: str) -> bool:
+    """Whether a lane of a lowered plan admits messages."""
     return "<" in lane
 
 
 def target(lane: str) -> tuple[str, int]:
-    """Whose messages a channel sends, and to which rank."""
+    """The lane whose messages a channel sends, and the rank that receives them."""
     name, _, to = lane.partition(">")
     return name, int(to)
 
 
-def _held(plan: Plan, hosts: Sequence[int]) -> dict[tuple[int, Signal], str]:
-    """The signals that need not be sent, each with the rank that waits for it, and the lane in
-    which that does.
+def _redundant(plan: Plan, hosts: Sequence[int]) -> dict[tuple[int, Signal], str]:
+    """The signals that need not be sent, by the rank that waits and the signal, each with the lane
+    that waits.
 
-    A rank raises such a signal once and before all else. Who waits for it sends rows there, and
-    hears from that rank in another way, too: nobody ends a call that another has yet to make.
+    A rank raises such a signal once, as its first instruction. The rank that waits for it sends rows
+    to that rank, and also waits for another signal of it: so no rank ends a call that another has
+    yet to make.
     """
     every = [
         (rank, name, lane) for rank, lanes in enumerate(plan.lanes) for name, lane in lanes.items()
@@ -144,7 +143,7 @@ def _held(plan: Plan, hosts: Sequence[int]) -> dict[tuple[int, Signal], str]:
         and hosts[i.rank] != hosts[rank]
         and raised[i.rank, i.signal] == waited[i.rank, i.signal] == 1
     }
-    heard = {(rank, signal.source) for rank, signal in waits if (rank, signal) not in first}
+    awaited = {(rank, signal.source) for rank, signal in waits if (rank, signal) not in first}
     found: dict[tuple[int, Signal], str] = {}
     for rank, name, lane in every:
         sent: set[int] = set()
@@ -155,14 +154,14 @@ def _held(plan: Plan, hosts: Sequence[int]) -> dict[tuple[int, Signal], str]:
                 case Wait(signal) if (
                     (rank, signal) in first
                     and signal.source in sent
-                    and (rank, signal.source) in heard
+                    and (rank, signal.source) in awaited
                 ):
                     found[rank, signal] = name
     return found
 
 
 class _Lowering:
-    """One lane on its way from instructions to messages."""
+    """The lowering of one lane: its instructions, and the channels that it posts messages to."""
 
     def __init__(
         self,
@@ -170,24 +169,24 @@ class _Lowering:
         hosts: Sequence[int],
         rank: int,
         name: str,
-        held: Container[tuple[int, Signal]],
+        redundant: Container[tuple[int, Signal]],
     ) -> None:
-        self.plan, self.hosts, self.rank, self.name, self.held = plan, hosts, rank, name, held
+        self.plan, self.hosts, self.rank, self.name = plan, hosts, rank, name
+        self.redundant = redundant
         self.lane: list[Instruction] = []
         self.channels: dict[int, list[Instruction]] = {}
-        self.to: int | None = None  # where the batch that is being posted goes
+        self.to: int | None = None  # the receiver of the batch that is being posted
         self.posts = 0
         self.batches = Counter[int]()
-        self.unsent: dict[
-            int, list[Region]
-        ] = {}  # rows that may not be written to before their batch is sent
+        # rows, by the receiver, that may not be written to before their batch is sent
+        self.unsent: dict[int, list[Region]] = {}
 
     def run(self, lane: Sequence[Instruction]) -> Lanes:
         for instruction in lane:
             self.step(instruction)
         self.close()
         for to in [*self.unsent]:
-            self.settle(to)
+            self.drain(to)
         return {self.name: self.lane} | {
             channel(self.name, to): sent for to, sent in self.channels.items()
         }
@@ -198,9 +197,9 @@ class _Lowering:
             case Copy(src, dst) if self.hosts[src.rank] == here != self.hosts[dst.rank]:
                 self.post(instruction, dst.rank)
                 self.unsent.setdefault(dst.rank, []).append(src)
-            case Notify(peer, signal) if (peer, signal) in self.held:
+            case Notify(peer, signal) if (peer, signal) in self.redundant:
                 pass
-            case Wait(signal) if (self.rank, signal) in self.held:
+            case Wait(signal) if (self.rank, signal) in self.redundant:
                 pass
             case Notify(peer, _) if self.hosts[peer] != here:
                 to = (
@@ -209,7 +208,7 @@ class _Lowering:
                     else peer
                 )
                 for other in [other for other in self.unsent if other != to]:
-                    self.settle_reused(other)
+                    self.drain_reused(other)
                 self.post(instruction, to)
                 self.unsent.setdefault(to, [])
             case _:
@@ -222,15 +221,15 @@ class _Lowering:
                 self.close()
                 for to in [*self.unsent]:
                     if isinstance(instruction, Notify):
-                        self.settle_reused(to)
+                        self.drain_reused(to)
                     elif any(
                         dst.overlaps(src) for dst in writes(instruction) for src in self.unsent[to]
                     ):
-                        self.settle(to)
+                        self.drain(to)
                 self.lane.append(instruction)
 
     def post(self, instruction: Instruction, to: int) -> None:
-        """Append to the batch for `to`, a new one if the one before went elsewhere."""
+        """Append to the batch for `to`, a new one if the previous one has another receiver."""
         if self.to != to:
             self.close()
             self.posts += 1
@@ -247,15 +246,15 @@ class _Lowering:
             self.batches[self.to] += 1
             self.to = None
 
-    def settle_reused(self, to: int) -> None:
-        """Before anyone is told something: wait until rows are sent that another may write to then;
-        inputs only the caller does.
+    def drain_reused(self, to: int) -> None:
+        """Before a notify, wait until rows are sent that the notified rank may write to; only the
+        caller writes to inputs.
         """
         if any(self.plan.buffers[src.buffer].role != "input" for src in self.unsent[to]):
-            self.settle(to)
+            self.drain(to)
 
-    def settle(self, to: int) -> None:
-        """Wait until all that was posted for `to` is sent."""
+    def drain(self, to: int) -> None:
+        """Wait until all messages posted for `to` are sent."""
         if self.to == to:
             self.close()
         self.lane.append(Wait(self.sent(to), self.batches[to]))
@@ -266,7 +265,7 @@ class _Lowering:
 
 
 def incoming(plan: Plan, rank: int) -> list[tuple[int, str]]:
-    """The channels of a lowered plan that end at `rank`, as (the sender, the lane it sends for)."""
+    """The channels of a lowered plan that end at `rank`, as (the sender, the lane of the messages)."""
     channels = (
         (sender, *target(name))
         for sender, lanes in enumerate(plan.lanes)
@@ -276,8 +275,8 @@ def incoming(plan: Plan, rank: int) -> list[tuple[int, str]]:
     return [(sender, lane) for sender, lane, to in channels if to == rank]
 
 
-def let_in_by(plan: Plan, sender: int, lane: str, to: int) -> list[int]:
-    """The ranks that must have begun a call before what a channel brings is taken."""
+def gate_ranks(plan: Plan, sender: int, lane: str, to: int) -> list[int]:
+    """The ranks that must have begun a call before the messages of a channel are admitted."""
     return [
         i.signal.source
         for i in plan.lanes[sender][channel(lane, to)]
@@ -286,31 +285,31 @@ def let_in_by(plan: Plan, sender: int, lane: str, to: int) -> list[int]:
 
 
 class Message:
-    """Rows that travel, or a token where there are none, and the signals that their arrival raises."""
+    """Rows, or a token if there are none, and the signals that their arrival raises."""
 
     def __init__(self, index: int, copy: Copy | None = None) -> None:
-        self.index, self.copy = index, copy  # where it stands in its channel
+        self.index, self.copy = index, copy  # `index` is its place in the channel
         self.signals: list[Notify] = []
 
 
 def batches(
     plan: Plan, sender: int, lane: str, to: int
 ) -> list[tuple[Wait, list[Message], Notify]]:
-    """What a channel sends: when each batch may begin, its messages, and what to raise when they
+    """The batches of a channel: the wait before each batch, its messages, and the notify after they
     are sent.
     """
     found: list[tuple[Wait, list[Message], Notify]] = []
-    begun: Wait | None = None
+    start: Wait | None = None
     messages: list[Message] = []
     for index, instruction in enumerate(plan.lanes[sender][channel(lane, to)]):
         match instruction:
             case Wait(signal) if signal.source == sender:
-                begun, messages = instruction, []
+                start, messages = instruction, []
             case Copy():
                 messages.append(Message(index, instruction))
             case Notify(peer, _) if peer == sender:
-                assert begun is not None
-                found.append((begun, messages, instruction))
+                assert start is not None
+                found.append((start, messages, instruction))
             case Notify():
                 if not messages:
                     messages.append(Message(index))

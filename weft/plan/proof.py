@@ -8,8 +8,8 @@ of every use.
 
 The proof is over blocks, and holds for any number of rows of each block. Blocks of a buffer are
 adjacent, so two accesses share a row only if they share a block; an instruction works on the same
-blocks in the same order everywhere, so its operands have the same rows; a buffer of `ROOM` holds any
-blocks, from its beginning on; and lanes wait for signals alone, which empty blocks raise too.
+blocks in the same order everywhere, so its operands have the same rows; a slot (`ANY_BLOCK`) holds
+any block, from its beginning on; and lanes wait only for signals, which empty blocks raise too.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from weft.plan.values import terms
 
 
 def verify(*plans: Plan) -> None:
-    """Prove that `plans` are right on every interleaving when executed one after the other; a
-    single plan is executed twice.
+    """Prove that `plans` are correct on every interleaving if executed one after the other; a single
+    plan is executed twice.
 
     Raises `PlanError` naming every deadlock, every unordered pair of accesses to overlapping rows,
     every counter with two writers, every output row that is not written exactly once with the value
@@ -149,8 +149,8 @@ def _wrong(plan: Plan, instruction: Copy | Compute | Reduce) -> str:
 
 
 def _torn(plan: Plan) -> Iterator[str]:
-    """Defects of regions of `ROOM` that overlap but begin at different blocks: rows written to one
-    would be elsewhere in the other.
+    """Defects of regions of slots (`ANY_BLOCK`) that overlap but begin at different blocks: rows
+    written to one would be elsewhere in the other.
     """
     every = {region for _, i in plan.instructions() for region in accesses(i)}
     slots = [
@@ -163,7 +163,7 @@ def _torn(plan: Plan) -> Iterator[str]:
 
 @cache
 def _adversary(ranks: int) -> Plan:
-    """A plan in which every rank reads and writes every workspace, as late as the contract allows."""
+    """A plan in which every rank reads and writes every workspace, as late as the contract permits."""
     rows = (ranks,) * ranks
     lanes: list[dict[str, tuple[Instruction, ...]]] = []
     result: dict[Region, Value] = {}

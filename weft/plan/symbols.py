@@ -1,4 +1,4 @@
-"""What rows hold while a plan is proved: symbols in place of numbers, cut into cells that have one
+"""The values of rows while a plan is proved: symbols in place of numbers, in cells of rows with one
 history each.
 """
 
@@ -12,13 +12,13 @@ from itertools import pairwise
 from weft.plan.values import Value
 
 Pieces = list[tuple[int, int, Value]]
-"""``(start, stop, value)`` of rows that lie side by side."""
+"""``(start, stop, value)`` of adjacent rows."""
 
 
 @dataclass
 class Cell:
-    """Rows with one history: their value, how often they were written, who wrote them last and who
-    read them since.
+    """Rows with one history: their value, the number of writes, the lane of the last write and the
+    lanes that have read since, each with its time.
     """
 
     value: Value | None = None
@@ -53,7 +53,7 @@ class Rows:
 
 
 def joined(sources: list[Pieces]) -> Iterator[tuple[int, int, list[Value]]]:
-    """The values of each source for the same rows, in pieces that are cut alike."""
+    """The values of each source for the same rows, in pieces with common boundaries."""
     cuts = sorted({at for pieces in sources for a, b, _ in pieces for at in (a, b)})
     for a, b in pairwise(cuts):
         yield (

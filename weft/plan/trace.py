@@ -1,8 +1,7 @@
-"""Where the time of an execution went: a span for every instruction of every rank, and their export
-to Perfetto.
+"""Traces: a span for every instruction of every rank of an execution, and their export to Perfetto.
 
-Every engine reports the same spans, so figures, pictures and exports are made here and in
-`weft.pictures.timeline` alone.
+Every engine reports the same spans, so figures, pictures and exports are made only here and in
+`weft.pictures.timeline`.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ KINDS = ("copy", "reduce", "wait", "notify")
 
 
 class Span(NamedTuple):
-    """One instruction as it ran.
+    """The execution of one instruction.
 
-    `kind` is one of `KINDS` or the name of a kernel, `text` the instruction as `weft.plan.show` prints it, `rows` how many
-    it writes. `start` and `stop` are nanoseconds of the monotonic clock of rank 0's host.
+    `kind` is one of `KINDS` or the name of a kernel, `text` the instruction as `weft.plan.show`
+    prints it, `rows` the number of rows that it writes. `start` and `stop` are nanoseconds of the
+    monotonic clock of rank 0's host.
     """
 
     rank: int
@@ -34,7 +34,7 @@ class Span(NamedTuple):
 
     @classmethod
     def of(cls, rank: int, lane: str, instruction: Instruction, start: int, stop: int) -> Span:
-        """That of an instruction over rows."""
+        """The span of an instruction over rows."""
         rows = sum(region.rows for region in writes(instruction))
         kernel = instruction.kernel if isinstance(instruction, Compute) else None
         kind = kernel.name if kernel else type(instruction).__name__.lower()
@@ -50,7 +50,7 @@ class Trace:
 
     @property
     def start(self) -> int:
-        """When the first rank began, in nanoseconds."""
+        """The time at which the first rank began, in nanoseconds."""
         return min((span.start for span in self.spans), default=0)
 
     @property
@@ -83,7 +83,7 @@ class Trace:
 
 
 def to_perfetto(*traces: Trace) -> dict[str, Any]:
-    """The traces in Chrome's trace event format, which https://ui.perfetto.dev opens once it is
+    """The traces in Chrome's trace event format, which https://ui.perfetto.dev opens if it is
     written as JSON.
 
     Ranks appear as processes and lanes as threads, with times in microseconds. Each trace starts at
@@ -103,8 +103,8 @@ def to_perfetto(*traces: Trace) -> dict[str, Any]:
                 "thread_sort_index": {"sort_index": thread},
             }
             events += [
-                {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
-                for what, args in named.items()
+                {"ph": "M", "name": key, "pid": process, "tid": thread, "args": args}
+                for key, args in named.items()
             ]
         for span in trace.spans:
             events.append(
@@ -123,7 +123,7 @@ def to_perfetto(*traces: Trace) -> dict[str, Any]:
 
 
 def _union(spans: Iterable[Span]) -> Sequence[tuple[int, int]]:
-    """The intervals that spans cover together, apart from each other and in order."""
+    """The intervals that spans cover together, disjoint and in order."""
     united: list[tuple[int, int]] = []
     for span in sorted(spans, key=lambda span: span.start):
         if united and span.start <= united[-1][1]:

@@ -27,7 +27,7 @@ class Applied(NamedTuple):
 
 
 Value = tuple[Term | Applied, ...]
-"""The sum of these; an empty sum is no value at all."""
+"""A sum of terms and results of kernels; an empty sum is no value."""
 
 
 def mapped(value: Value, change: Callable[[Term], Term]) -> Value:

@@ -23,7 +23,7 @@ from typing import Any
 from weft.errors import PlanError
 from weft.plan import Compute, Copy, Instruction, Notify, Plan, Reduce, Region, Signal, Wait
 from weft.plan.kernel import Load
-from weft.plan.messages import is_inlet
+from weft.plan.messages import is_receive_gate
 from weft.plan.trace import Span, Trace
 from weft.predict.machine import ITEMSIZE, Link, Machine
 from weft.schedules.workload import Rows
@@ -172,7 +172,7 @@ class _Run:
                 here = instruction.rank % self.ranks_planned
                 source = (instruction.signal.source - instruction.rank + here) % self.plan.ranks
                 counter = here, instruction.signal._replace(source=source)
-                if is_inlet(lane.name):  # not sent
+                if is_receive_gate(lane.name):  # not sent
                     self.schedule(self.now, self.count, counter)
                     self.done(lane)
                     continue
