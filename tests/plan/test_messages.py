@@ -135,8 +135,8 @@ def test_no_signal_is_too_many(hosts):
 
 
 @pytest.mark.parametrize("hosts", [(0, 1), (0, 1, 1), (0, 1, 2)], ids=str)
-def test_who_hears_from_a_rank_in_any_case_is_not_told_that_it_has_come(hosts):
-    """Its rows wait at that rank's inlet: only messages with rows are sent."""
+def test_no_ready_signal_is_sent_to_a_rank_that_waits_for_a_later_one(hosts):
+    """Rows wait at the receive gate of the rank that is not ready: only messages with rows are sent."""
     planners = [
         *(PLAIN[name] for name in EXCHANGES),
         *([PLAIN["all_gather push"]] if one_rank_per_host(hosts) else []),
@@ -147,8 +147,8 @@ def test_who_hears_from_a_rank_in_any_case_is_not_told_that_it_has_come(hosts):
         )
 
 
-def test_who_would_else_end_before_a_rank_has_come_is_told():
-    """The source of a broadcast hears nothing else of the others."""
+def test_a_ready_signal_is_sent_to_a_rank_that_waits_for_no_other():
+    """The source of a broadcast waits for no other signal of the receivers."""
     assert not all(
         message.copy
         for message in first_messages(lower_to_messages(PLAIN["broadcast push"]((0, 1), 1), (0, 1)))
@@ -162,7 +162,7 @@ def first_messages(plan):
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
-def test_no_inlet_opens_before_its_rank_has_begun(name):
+def test_no_receive_gate_opens_before_its_rank_has_begun(name):
     plan = lower_to_messages(PLAIN[name]((0, 1, 1), 1), (0, 1, 1))
     for place, instruction in places(plan):
         if isinstance(instruction, Notify | Wait) and instruction.signal.name == "compute taken":
@@ -170,7 +170,7 @@ def test_no_inlet_opens_before_its_rank_has_begun(name):
 
 
 @pytest.mark.parametrize("name", ["all_gather push", "all_gather_matmul push", "broadcast push"])
-def test_no_inlet_opens_before_those_have_begun_whom_it_tells(name):
+def test_no_receive_gate_opens_before_all_notified_ranks_have_begun(name):
     """Another rank of the host may still count what comes in an earlier call, through another
     channel.
     """
@@ -206,7 +206,7 @@ def test_what_comes_late_counts_for_the_call_it_is_of():
 
 
 def without_waits_for_others(plan):
-    """The plan whose messages are let in by the rank that takes them alone."""
+    """The plan in which only the receiver of a message has a receive gate."""
     kept = [
         {name: tuple(i for i in lane if not for_another(name, i)) for name, lane in own.items()}
         for own in plan.lanes
@@ -215,8 +215,8 @@ def without_waits_for_others(plan):
 
 
 def for_another(lane, instruction):
-    """Whether an instruction of a lane is a wait for the inlet of a rank that hears of a message
-    which another one takes.
+    """Whether an instruction of a lane is a wait for the receive gate of a rank that is notified of a
+    message to another rank.
     """
     taken = isinstance(instruction, Wait) and instruction.signal.name.endswith(" taken")
     return taken and instruction.signal.source != target(lane)[1]
