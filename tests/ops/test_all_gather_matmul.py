@@ -63,7 +63,7 @@ MOVING = [
     for algorithm in (*ALGORITHMS, "mixed")
     for symmetric in (False, True)
     if (algorithm, symmetric)
-    != ("direct", True)  # which moves nothing: peers' rows are multiplied in place
+    != ("direct", True)  # moves nothing: peers' rows are multiplied in place
 ]
 
 
@@ -133,7 +133,7 @@ def repeated_calls_allocate_nothing(world, algorithm):
     return 0 if workspace is None else workspace.numel()
 
 
-def test_workspaces_are_no_larger_than_promised():
+def test_workspaces_stay_within_their_bound():
     own, everything = 512 * 512 * 4, 2 * 512 * 512 * 4
     for algorithm, limit in {
         "direct": own,
@@ -145,8 +145,8 @@ def test_workspaces_are_no_larger_than_promised():
         assert max(on_ranks(repeated_calls_allocate_nothing, 2, algorithm)) <= limit
 
 
-def inputs_and_outputs_are_the_callers_again(world, algorithm):
-    """As soon as a call returns its input may be overwritten, though a peer may be late."""
+def reuses_inputs_and_outputs(world, algorithm):
+    """After a call returns its input may be overwritten, although a peer may be late."""
     a, b = world.empty(32, 8), torch.eye(8)
     for call in range(100):
         a.fill_(float(10 * call + world.rank))
@@ -159,12 +159,12 @@ def inputs_and_outputs_are_the_callers_again(world, algorithm):
 
 @pytest.mark.data
 @pytest.mark.parametrize("algorithm", ALGORITHMS[1:])
-def test_inputs_are_the_callers_again(algorithm):
-    on_ranks(inputs_and_outputs_are_the_callers_again, 3, algorithm)
+def test_inputs_may_be_reused_after_a_call(algorithm):
+    on_ranks(reuses_inputs_and_outputs, 3, algorithm)
 
 
-def test_inputs_that_are_read_in_place_are_the_callers_again():
-    on_ranks(inputs_and_outputs_are_the_callers_again, 3, "direct")
+def test_inputs_read_in_place_may_be_reused_after_a_call():
+    on_ranks(reuses_inputs_and_outputs, 3, "direct")
 
 
 def emulated(world):
@@ -185,12 +185,12 @@ def test_an_emulated_link():
     on_ranks(emulated, 2)
 
 
-def unlike(world):
-    """Ranks of different widths would select different variants alone; rank 0 selects."""
+def different_widths(world):
+    """Ranks whose widths select different variants by themselves; rank 0 selects."""
     variants = [Selection(Variant(name), name) for name in ("sequential", "push", "direct")]
     autotune._candidates = lambda _: [
         variants[world.rank]
-    ]  # in this process, which ends with the rank
+    ]  # patched in this process, which ends with the rank
     a, b = torch.randn(16, 4), torch.randn(4, 4 + world.rank)
     for _ in range(2):
         assert_product(weft.all_gather_matmul(a, b), gathered(a), b)
@@ -207,8 +207,8 @@ def unlike(world):
 
 
 @pytest.mark.data
-def test_rank_0_chooses_for_all():
-    on_ranks(unlike, 3)
+def test_rank_0_selects_for_all():
+    on_ranks(different_widths, 3)
 
 
 def explained(world, directory):
@@ -233,22 +233,22 @@ def explained(world, directory):
 
 def explained_as_called(world, operator):
     """An explanation before the first call names the variant of the call, for any options."""
-    call, asked, candidates = getattr(weft, operator), [], autotune._candidates
-    autotune._candidates = lambda call: asked.append(call.workload) or [call.rule("ring")]
+    call, workloads, candidates = getattr(weft, operator), [], autotune._candidates
+    autotune._candidates = lambda call: workloads.append(call.workload) or [call.rule("ring")]
     a, b, bias = torch.randn(8, 16), torch.randn(16, 6), torch.randn(6)
     low, scales = torch.float8_e4m3fn, {"scale_a": torch.tensor(1.0), "scale_b": torch.tensor(1.0)}
     half = {"out_dtype": torch.float32, "bias": bias.bfloat16()}
-    for given, options in (
+    for operands, options in (
         ((a.bfloat16(), b.bfloat16()), half),
         ((a.to(low), b.to(low)), scales),
         ((a, b), {"chunk_rows": 3}),
     ):
         engine(world).selections.clear()
-        asked.clear()
-        text = weft.explain(*given, operator=operator, **options)
-        call(*given, **options)
-        assert len(asked) == 1 + (world.rank == 0), "rank 0 selects in the call, too"
-        assert len(set(asked)) == 1
+        workloads.clear()
+        text = weft.explain(*operands, operator=operator, **options)
+        call(*operands, **options)
+        assert len(workloads) == 1 + (world.rank == 0), "rank 0 selects in the call, too"
+        assert len(set(workloads)) == 1
         (selection,) = engine(world).selections.values()
         assert f"ranks: {selection.variant}, at most " in text
     with pytest.raises(TypeError, match="out_dtype must be float32"):

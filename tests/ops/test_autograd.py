@@ -1,5 +1,5 @@
-"""Gradients of the fused operators on real ranks, against autograd through the same layer on one
-rank.
+"""Gradients of the fused operators on real ranks, compared with autograd through the same layer on
+one rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SUMS = ("sum", "avg")
 
 
 def gathers(world, dim, uneven):
-    """Each rank has a loss of its own; a's gradient comes from all of them."""
+    """Each rank has a loss of its own; the gradient of a sums up their contributions."""
     sizes = [world.ranks + 1 - rank if uneven else 2 for rank in range(world.ranks)]
     shape = [4, 3, 6]
     shape[dim] = sizes[world.rank]
@@ -141,9 +141,7 @@ def twice(world):
 
 
 def gradchecked(world):
-    """Numeric differentiation needs ranks of its own: what one moves, the others would have to as
-    well.
-    """
+    """Numeric differentiation with one group per rank: a rank perturbs its own inputs only."""
     a, b = torch.randn(4, 3).double().requires_grad_(), torch.randn(3, 2).double().requires_grad_()
     alone = weft.init(dist.new_group([world.rank], use_local_synchronization=True))
     bias = torch.randn(2).double().requires_grad_()
@@ -207,8 +205,8 @@ def nothing_to_do(world):
 
 
 def packed_weights(world):
-    """The gradient goes to what was packed, and through the view that was, however often; calls
-    that record none keep the packed one.
+    """The gradient goes to the packed tensor, and through its view, in every call; calls that
+    record no gradient use the packed weight.
     """
     a, b, c = torch.randn(4, 6).double(), torch.randn(6, 5).double(), torch.randn(6, 5).double()
     for operator in (weft.all_gather_matmul, weft.matmul_reduce_scatter, weft.matmul_all_reduce):

@@ -1,4 +1,4 @@
-"""The first calls of a size class measure variants, which all give the same bits."""
+"""Autotune: the first calls of a size class measure variants, all of which give the same bits."""
 
 import json
 import os
@@ -24,7 +24,9 @@ def selected(world):
 
 
 def first_calls(world, operator, link):
-    """The variants of the calls of a class until one stays, that one, and its explanation."""
+    """The variants of the calls of a class until the selection is final, the selected one, and its
+    explanation.
+    """
     if link:
         world.emulate_link(0.2, 5.0)
     a, b, taken = torch.randn(400, 64), torch.randn(64, 32), []
@@ -46,7 +48,7 @@ def first_calls(world, operator, link):
 
 @pytest.mark.parametrize("link", [False, True])
 @pytest.mark.parametrize("operator", sorted(OPERATORS))
-def test_the_first_calls_measure_until_one_variant_stays(operator, link):
+def test_the_first_calls_measure_until_a_variant_is_selected(operator, link):
     (taken, variant, text), *others = on_ranks(first_calls, 2, operator, link)
     variants = {*taken}
     assert len(variants) > 1
@@ -79,23 +81,23 @@ def nothing_to_try(world):
 
 
 def quick_links(world):
-    """Rows that pass a link quickly are multiplied at once; pieces are tried if they may pay."""
+    """Rows that pass a link quickly are sent uncut; pieces are tried if they may pay."""
     a, b = torch.randn(512, 256), torch.randn(256, 32)  # half a MiB
     found = []
     for gbps in (100.0, 16.0, 1.0):  # 42 us, 0.26 ms and 4.2 ms
         world.emulate_link(gbps)
-        usual = weft.explain(a, b).splitlines()[0]
+        default = weft.explain(a, b).splitlines()[0]
         weft.all_gather_matmul(a, b)
         found.append(
             (
-                usual.split(": ")[1].split(",")[0],
+                default.split(": ")[1].split(",")[0],
                 type(engine(world).selections[[*engine(world).selections][-1]]),
             )
         )
     return found
 
 
-def test_what_passes_a_link_at_once_is_not_cut():
+def test_rows_that_pass_a_link_quickly_are_sent_uncut():
     for found in on_ranks(quick_links, 2):
         assert found == [("sequential", Selection), ("sequential", Trial), ("push", Trial)]
 
@@ -105,7 +107,7 @@ def test_variants_with_other_bits_are_not_mixed():
 
 
 class _Call:
-    """A call as a trial sees it."""
+    """The attributes of a call that a trial reads."""
 
     def __init__(self, rows, hosts):
         self.world = SimpleNamespace(hosts=hosts)
@@ -124,21 +126,21 @@ class _Call:
             {"direct": 100, "sequential": 80, "push": 120},
             "sequential",
             6,
-        ),  # what is clearly slower is tried twice
+        ),  # a clearly slower variant is tried twice
         (
             {"direct": 100, "sequential": 99, "push": 140},
             "direct",
             12,
-        ),  # not worth leaving the rule
+        ),  # too little gain over the rule's variant
         (
             {"direct": 100, "sequential": 90, "push": 500},
             "sequential",
             11,
-        ),  # what is hopeless is tried once
+        ),  # a hopeless variant is tried once
         ({"direct": 100, "sequential": 200, "push": 500}, "direct", 3),
     ],
 )
-def test_the_fastest_stays(times, wanted, calls, hosts):
+def test_the_fastest_variant_is_selected(times, wanted, calls, hosts):
     trial, draw, made, choice = (
         Trial(None, [Variant(name) for name in times]),
         random.Random(0),
@@ -153,8 +155,8 @@ def test_the_fastest_stays(times, wanted, calls, hosts):
         made += 1
         if trial.note(call, now, now + took):
             own = torch.tensor(trial.calls)
-            other = 10**12 * hosts[1]  # by how much another host's clock is ahead
-            early = torch.stack(  # a rank that began early only waited
+            other = 10**12 * hosts[1]  # nanoseconds by which another host's clock is ahead
+            early = torch.stack(  # a rank that began early was waiting
                 [own[:, 0] - 9 * took + other, own[:, 1] - 9 * took + 1 + other, own[:, 2]], 1
             )
             choice = trial.end_round(torch.stack([own, early]), hosts)
@@ -168,8 +170,8 @@ def bits(world, seed):
         rows, k, n = draw.randrange(32, 600), draw.randrange(1, 300), draw.randrange(1, 200)
         dtype, packed = draw.choice((torch.float32, torch.bfloat16)), draw.random() < 0.5
         for operator in OPERATORS.values():
-            given = rows * world.ranks if operator.name == "matmul_reduce_scatter" else rows
-            a = torch.randn(given, k, generator=same).to(dtype)
+            total_rows = rows * world.ranks if operator.name == "matmul_reduce_scatter" else rows
+            a = torch.randn(total_rows, k, generator=same).to(dtype)
             b = torch.randn(k, n, generator=same).to(dtype)
             b = weft.pack(b) if packed else b
             results = {
@@ -190,24 +192,24 @@ def learned(world, directory):
     a, b = torch.randn(400, 64), torch.randn(64, 32)
     while not selected(world):
         weft.all_gather_matmul(a, b)
-    if world.rank == 0:  # which has learned it
+    if world.rank == 0:  # rank 0 has measured the variant
         weft.predict.tuned._keep()
     weft.barrier()
     found = weft.explain(a, b)
     engine(world).selections.clear()
     weft.all_gather_matmul(a, b)
-    assert len(selected(world)) == 1, "what was measured before is not tried again"
+    assert len(selected(world)) == 1, "a measured class is not tried again"
     return selected(world)[0].variant.algorithm, found
 
 
-def test_what_was_measured_is_remembered(tmp_path):
+def test_selections_are_cached_on_disk(tmp_path):
     ((chosen, _), *_) = on_ranks(learned, 2, str(tmp_path))
     (stored,) = [json.loads(path.read_text()) for path in Path(tmp_path).glob("tuned-*.json")]
     assert [variant["algorithm"] for variant in stored.values()] == [chosen]
 
 
-def remembered(world, directory):
-    """Candidates where a variant was measured before, whatever the rule says."""
+def candidates_of_measured_classes(world, directory):
+    """The candidates of a class that was measured earlier, whatever the rule selects."""
     os.environ["WEFT_CACHE"] = directory
     tuned._known.cache_clear()
     a, b = world.empty(400, 64), torch.randn(64, 32)
@@ -222,12 +224,12 @@ def remembered(world, directory):
     assert "ranks: push" in weft.explain(a, b), "direct is not possible over an emulated link"
 
 
-def test_a_variant_that_was_measured_comes_before_the_rule(tmp_path):
-    on_ranks(remembered, 2, str(tmp_path))
+def test_a_measured_variant_precedes_the_rule(tmp_path):
+    on_ranks(candidates_of_measured_classes, 2, str(tmp_path))
 
 
 def over_links(world):
-    """Candidates where peers' memory is not read in place, as over several hosts."""
+    """The candidates where peers' memory is not read in place, as on several hosts."""
     world.emulate_link(0.2, 5.0)
     a, b = torch.randn(2048, 64), torch.randn(64, 32)
     weft.all_gather_matmul(a, b)

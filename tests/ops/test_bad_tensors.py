@@ -1,9 +1,9 @@
-"""One table: every tensor argument of every public function, given every kind of tensor that it
-does not take.
+"""One table: every tensor argument of every public function, with every kind of tensor that it
+refuses.
 
 Rank 0 makes the bad calls by itself, while rank 1 waits for it in a collective call: each must be a
-`TypeError` or `ValueError` that names the argument and says what would do, nothing may be sent, and
-the collective call is then made by both.
+`TypeError` or `ValueError` that names the argument and the remedy, nothing may be sent, and both
+ranks then make the collective call.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ ROWS = {
     "all_gather_matmul": 8,
     "matmul_reduce_scatter": 2,
     "matmul_all_reduce": 4,
-}  # of the result; a has 4
+}  # rows of the result; a has 4
 
 
 class Subclass(torch.Tensor):
-    """A user's own."""
+    """A user's own tensor class."""
 
 
 def zeros(good, dtype=None):
     return torch.zeros(good.shape, dtype=dtype or good.dtype)
 
 
-# Substitutes for a good tensor, by name; None where a call has none.
+# Substitutes for a good tensor, by name; None if the substitute does not apply.
 ANYWHERE = {
     "sparse COO": lambda good: torch.sparse_coo_tensor(size=good.shape, dtype=good.dtype),
     "sparse CSR": lambda good: torch.zeros(4, 4).to_sparse_csr(),
@@ -86,9 +86,7 @@ RECORDED = {"result that requires a gradient": lambda good: 2 * OUT["requires a 
 
 
 class Call:
-    """A function of named tensors, good ones for it, and for which of them None and other shapes
-    are fine.
-    """
+    """A function of named tensors: good tensors, the optional ones, and the ones of any shape."""
 
     def __init__(self, function, optional=(), any_shape=(), on_mesh=True, gradients=True, **good):
         self.function, self.good, self.optional, self.any_shape, self.on_mesh = (
@@ -101,7 +99,7 @@ class Call:
         self.gradients = gradients
 
     def bad(self, argument, mesh):
-        """All sets of tensors of which this argument is bad, by the kind."""
+        """All sets of tensors in which this argument is bad, by kind."""
         good = self.good[argument]
         kinds = dict(ANYWHERE)
         kinds |= (
@@ -138,7 +136,7 @@ def fused(name):
     yield name, Call(function, optional=("bias", "out"), **good(), out=out)
 
     def recorded(a, b, bias, out=None):
-        """With a gradient to record, if only for another tensor than the bad one."""
+        """With a gradient to record, possibly for another tensor than the bad one."""
         given = {"a": a, "b": b, "bias": bias}
         for tensor in given.values():
             if type(tensor) in (torch.Tensor, Subclass) and tensor.is_floating_point():
@@ -250,7 +248,7 @@ def layers(mesh):
 
 
 def calls(world, mesh):
-    """The table: what is called, by its name."""
+    """The table: the calls by name."""
     symmetric, signals = world.empty(4, 6).zero_(), world.signals(1)
     for name in FUSED:
         yield from fused(name)
@@ -305,8 +303,8 @@ CASES = [
 
 
 def refused(world):
-    """The outcome of every bad call, by case and kind, as (type, message); and how often the world
-    went on.
+    """The outcome of every bad call, by case and kind, as (type, message); and the number of times
+    that the world stayed usable.
     """
     found = {}
     mesh = init_device_mesh("cpu", (world.ranks,))
@@ -345,12 +343,12 @@ def test_a_bad_tensor_is_refused_by_name(verdicts, case):
         assert SAYS_WHAT_WOULD_DO.search(message), f"{kind}: {message}"
 
 
-def test_the_table_is_whole(verdicts):
+def test_the_table_is_complete(verdicts):
     assert sorted(verdicts) == sorted(CASES)
 
 
-def taken(world):
-    """Odd operands that are accepted: parameters, views of any strides, no dimension, no rows."""
+def accepted(world):
+    """Unusual operands that are accepted: parameters, views of any strides, no dimension, no rows."""
     own = nn.Parameter(torch.full((2, 2), float(world.rank)))
     with torch.no_grad():
         assert weft.all_gather(own)[:, 0].tolist() == [0, 0, 1, 1]
@@ -380,14 +378,12 @@ def taken(world):
         weft.nn.ColumnParallelLinear(8, 6)(torch.zeros(4, 6))
 
 
-def test_what_is_taken():
-    on_ranks(taken, 2)
+def test_unusual_operands_are_accepted():
+    on_ranks(accepted, 2)
 
 
-def remembered(world):
-    """A call that is found by the identity of its tensors is not found when they have become others
-    in place.
-    """
+def changed_in_place(world):
+    """A cached call is not found any more after its tensors have changed in place."""
     a, out = torch.full((4,), float(world.rank)), torch.empty(8)
     symmetric, plain = world.empty(4).zero_(), torch.zeros(4)
     for _ in range(3):
@@ -395,9 +391,9 @@ def remembered(world):
         weft.get(plain, symmetric, world.rank)
     if world.rank == 0:
         made = world.executor.calls
-        for tensor, what in ((a, "a"), (out, "out")):
+        for tensor, name in ((a, "a"), (out, "out")):
             tensor.requires_grad_()
-            with pytest.raises(ValueError, match=f"^{what} requires a gradient"):
+            with pytest.raises(ValueError, match=f"^{name} requires a gradient"):
                 weft.all_gather(a, out=out)
             tensor.requires_grad_(False)
         out.data = torch.empty(1).expand(8)
@@ -412,7 +408,7 @@ def remembered(world):
         out.data = torch.empty(8)
         address = id(a)
         del a
-        for _ in range(100):  # another tensor where the one before was
+        for _ in range(100):  # another tensor at the earlier one's address
             a = torch.sparse_coo_tensor(size=(4,))
             if id(a) == address:
                 break
@@ -423,5 +419,5 @@ def remembered(world):
     assert weft.all_gather(a, out=out).tolist() == [0.0] * 4 + [1.0] * 4
 
 
-def test_a_remembered_call_is_not_fooled():
-    on_ranks(remembered, 2)
+def test_a_cached_call_detects_changed_tensors():
+    on_ranks(changed_in_place, 2)

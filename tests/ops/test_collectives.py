@@ -1,4 +1,4 @@
-"""Collectives on real ranks, against torch on one process."""
+"""Collectives on real ranks, compared with torch on one process."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ CHANGES = (
 )
 
 
-def test_what_is_seen_of_a_tensor(tensor_access):
+def test_the_native_view_of_a_tensor(tensor_access):
     def seen(a):
         return _native.layouts((a, None))
 
@@ -125,8 +125,8 @@ def test_what_is_seen_of_a_tensor(tensor_access):
 
 
 def elsewhere(world):
-    """Symmetric tensors at an offset that differs from rank to rank: right results, or both ranks
-    say what differs.
+    """Symmetric tensors at an offset that differs between ranks: right results, or both ranks name
+    the difference.
     """
     at, ours, theirs = (
         8 * world.rank,
@@ -156,7 +156,7 @@ def elsewhere(world):
                 shared = own.empty(64).fill_(-1)
                 a = shared[at : at + 8] if symmetric != "out" else torch.empty(8)
                 out = shared[32 + at : 32 + at + size] if symmetric != "a" else torch.empty(size)
-                if again:  # first at places that agree, so that a prepared call is there
+                if again:  # first at equal offsets, which caches the call
                     call(
                         shared[:8].clone() if symmetric == "out" else shared[:8],
                         out=out.clone(),
@@ -171,7 +171,7 @@ def elsewhere(world):
 
 
 @pytest.mark.data
-def test_symmetric_tensors_at_other_offsets_on_other_ranks():
+def test_symmetric_tensors_at_different_offsets():
     first, second = on_ranks(elsewhere, 2)
     assert first == second
     assert any(first), "some need not agree"
@@ -270,8 +270,9 @@ def few_rows(world):
 
 
 def another_tensor(world):
-    """One rank's tensor is found by what it was, a small one; the other's is new."""
-    kept = []  # a new tensor at the address of an earlier one would be found
+    """One rank's tensor is found in the call cache; the other rank's is new."""
+    # keeps addresses from being reused: a tensor at an earlier one's address would be found
+    kept = []
     for many in range(2 * _native.Executor.eager_sets):
         kept.append(small := torch.zeros(3))
         weft.barrier()
@@ -299,12 +300,10 @@ def test_bad_arguments():
 
 
 def handle_is_dropped(world):
-    """The tensors of a call in the background live until it is over: other tensors do not get their
-    memory.
-    """
+    """The tensors of an asynchronous call live until the call is over: their memory is not reused."""
     for size in (1000, 1 << 20):
         signals, a = world.signals(1), torch.full((size,), 2.0)
-        weft.all_reduce(a)  # ranks take a workspace together
+        weft.all_reduce(a)  # allocates the workspace
         if world.rank:
             weft.all_reduce_async(a)
             del a
@@ -323,8 +322,8 @@ def test_handle_is_dropped():
     on_ranks(handle_is_dropped, 2)
 
 
-def closed_meanwhile(world):
-    """A rank that closes its world ends what it has begun, at once."""
+def closed_during_calls(world):
+    """A rank that closes its world first completes its outstanding calls."""
     a, signals = torch.ones(1 << 20), world.signals(1)
     weft.all_reduce(a)
     if world.rank:
@@ -337,5 +336,5 @@ def closed_meanwhile(world):
             weft.wait(signals, 0, ">=", 1)
 
 
-def test_closed_meanwhile():
-    on_ranks(closed_meanwhile, 2)
+def test_closing_completes_outstanding_calls():
+    on_ranks(closed_during_calls, 2)

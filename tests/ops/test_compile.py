@@ -1,4 +1,4 @@
-"""The fused operators under torch.compile, forward and backward, and what torch asks of custom
+"""The fused operators under torch.compile, forward and backward, and torch's checks of custom
 operators.
 """
 
@@ -56,8 +56,8 @@ def block(x, up, gate, down, bias, world):
 
 
 def compiled(world, default):
-    """Forward and backward, with the default world or one that is given."""
-    given = None if default else world
+    """Forward and backward, with the default world or with an argument."""
+    world_argument = None if default else world
     tensors = [
         torch.randn(2, 3, 8),
         torch.randn(8, 10),
@@ -69,7 +69,7 @@ def compiled(world, default):
     def run(fn, record):
         leaves = [t.clone().requires_grad_(record) for t in tensors]
         with torch.set_grad_enabled(record):
-            y = fn(*leaves, given)
+            y = fn(*leaves, world_argument)
         if record:
             y.sin().sum().backward()
         return [y.detach(), *(leaf.grad for leaf in leaves if record)]
@@ -134,23 +134,23 @@ def test_layers_compile_whole():
 
 
 def same(a, b, c, parts, world):
-    """Tensors and options that are the same in worlds of all sizes."""
+    """Tensors and options that are equal in worlds of all sizes."""
     return weft.matmul_reduce_scatter(
         weft.all_gather_matmul(a, b, world=world), c, op="avg", world=world
     )
 
 
 def average(a, b, c, parts, world):
-    """No shape depends on the number of ranks that are averaged."""
+    """A program without a shape that depends on the number of ranks."""
     return weft.matmul_all_reduce(a, b, op="avg", world=world)
 
 
 def uneven(a, b, c, parts, world):
-    """Tensors and options that are the same on all ranks, and a result that differs."""
+    """Tensors and options that are equal on all ranks, and a result that differs."""
     return weft.matmul_reduce_scatter(a, b, shard_rows=parts, world=world)
 
 
-def compiled_or_not(world):
+def compiled_and_eager(world):
     """Compiled functions, new or cached, give the results of eager ones."""
     tensors = [torch.randn(shape, dtype=torch.float64) for shape in ((12, 4), (4, 5), (5, 2))]
     parts = [13 - world.ranks, *[1] * (world.ranks - 1)]
@@ -166,9 +166,7 @@ def compiled_or_not(world):
 
 
 def one_cache(world, folder):
-    """Worlds of other sizes compile the same, all of one number, as if each were in processes of
-    its own.
-    """
+    """Worlds of different sizes compile the same functions, as if each had processes of its own."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     found = torch._dynamo.utils.counters["aot_autograd"]
     hits = []
@@ -178,13 +176,13 @@ def one_cache(world, folder):
             torch.compiler.reset()
             weft.world.peers._numbers = itertools.count(1000)
             with weft.init(group) as part:
-                compiled_or_not(part)
+                compiled_and_eager(part)
             hits.append(found["autograd_cache_hit"] - before)
     return hits
 
 
 @pytest.mark.data
-def test_graphs_of_other_worlds_are_not_taken_from_a_cache(tmp_path):
-    """The last two ranks find their own of before, and no others."""
+def test_cached_graphs_of_other_worlds_are_not_used(tmp_path):
+    """The last two ranks find their own graphs of before, and no others."""
     found = on_ranks(one_cache, 4, tmp_path, limit=110)
     assert found == [[0, 0, 0, 0, 3], [0, 0, 0, 3], [0, 0], [0]]

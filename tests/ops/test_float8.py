@@ -79,5 +79,5 @@ def refused(world):
         )
 
 
-def test_what_cannot_be_scaled_is_refused():
+def test_invalid_scales_are_refused():
     on_ranks(refused, 2)

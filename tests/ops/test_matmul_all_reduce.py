@@ -20,7 +20,7 @@ def test_every_algorithm_and_dtype(ranks, rows):
 
 
 @pytest.mark.parametrize(("ranks", "rows"), [(1, 5), (2, 0)])
-def test_nothing_to_add(ranks, rows):
+def test_without_elements_to_sum(ranks, rows):
     on_ranks(every_algorithm, ranks, rows)
 
 
@@ -107,7 +107,7 @@ def bad_arguments(world):
             weft.matmul_all_reduce(*arguments, **(options[0] if options else {}))
     assert_sum(
         weft.matmul_all_reduce(a, b), a, b, lambda x: x
-    )  # nothing was sent: the world goes on
+    )  # nothing was sent: the world stays usable
 
 
 def test_bad_arguments_are_refused_before_anything_is_sent():

@@ -32,7 +32,7 @@ def test_every_algorithm_and_dtype(rows):
 
 
 @pytest.mark.parametrize("rows", [[7], [0], [0, 0]], ids=str)
-def test_nothing_to_add(rows):
+def test_without_elements_to_sum(rows):
     on_ranks(every_algorithm, len(rows), rows, 19, 11)
 
 
@@ -85,8 +85,8 @@ def test_calls_back_to_back_without_barriers(algorithm):
 
 
 def in_rank_order(world):
-    """Sums are taken in rank order and rounded once, whichever algorithm takes them; products of
-    one column and row are exact.
+    """Sums are added up in rank order and rounded once, by every algorithm; products of one column
+    and row are exact.
     """
     ranks, rows, columns = range(world.ranks), 61, 24
     kept = split(rows, world.ranks)
@@ -183,12 +183,12 @@ def bad_arguments(world):
         weft.matmul_reduce_scatter(both[:24].view(4, 6), b, out=both[20:30].view(2, 5))
     assert_sum(
         weft.matmul_reduce_scatter(a, b), a, b, lambda x: x[2 * world.rank :][:2]
-    )  # the world goes on
+    )  # the world stays usable
 
 
 def test_bad_arguments_are_refused_before_anything_is_sent():
     on_ranks(bad_arguments, 2)
 
 
-def test_ranks_must_agree_on_what_they_share():
+def test_ranks_must_pass_equal_options():
     on_ranks(different_calls, 2)

@@ -1,4 +1,4 @@
-"""More asynchronous collectives than a world carries out at a time."""
+"""More asynchronous collectives than a world executes at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.world import peer_memory
 MANY = 60
 
 
-def begun_by_the_score(_, reads):
+def many_outstanding(_, reads):
     peer_memory.huge_pages = lambda: reads
     world = weft.init()
     numbers = peer_memory.LEAST_BYTES // 4
@@ -33,8 +33,8 @@ def begun_by_the_score(_, reads):
 
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_results(ranks, reads):
-    on_ranks(begun_by_the_score, ranks, reads)
+def test_results_of_many_outstanding_calls(ranks, reads):
+    on_ranks(many_outstanding, ranks, reads)
 
 
 def one_differs(world):
@@ -44,6 +44,6 @@ def one_differs(world):
         handle.wait()
 
 
-def test_a_call_that_differs_long_before_the_latest():
+def test_a_mismatch_long_before_the_latest_call():
     for outcome in start(one_differs, 2):
         assert isinstance(outcome.error, weft.MismatchError), outcome

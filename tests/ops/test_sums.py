@@ -1,4 +1,4 @@
-"""Sums have the bits that are promised: for every algorithm, dtype and layout of hosts."""
+"""Sums have the promised bits: for every algorithm, dtype and grouping of ranks by host."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_fused_sums_are_rounded_once_by_every_algorithm(schedule, hosts):
 
 
 def collectives(hosts, kept):
-    """Plans of collectives, each with how it adds up, and whether all ranks have all sums."""
+    """Plans of collectives, each with its order of summation, and whether all ranks have all sums."""
     ranks, even = len(hosts), split(ROWS, len(hosts))
     several = range(ranks) if one_host(hosts) else hosts
     for algorithm, how in (("push", sums.once), ("ring", sums.at_every_hop)):
@@ -119,7 +119,7 @@ def collectives(hosts, kept):
 
 
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
-def test_sums_of_collectives_are_rounded_where_they_say(hosts):
+def test_sums_of_collectives_are_rounded_as_documented(hosts):
     ranks, even = range(len(hosts)), split(ROWS, len(hosts))
     uneven = [*even[1:], even[0]]
     uneven[0], uneven[1] = 0, uneven[1] + uneven[0]

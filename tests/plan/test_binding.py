@@ -1,5 +1,5 @@
-"""A plan over blocks is a right plan over rows, whatever sizes are bound to it, and engines bind as
-the slow way does.
+"""Plans over blocks are right plans over rows, for any sizes bound to them, and engines bind as the
+reference does.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def bound_plans(draw: st.DrawFn) -> Plan:
 
 @settings(max_examples=100, deadline=None)
 @given(bound_plans())
-def test_whatever_is_bound_is_proved(plan):
+def test_every_bound_plan_is_proved(plan):
     verify(plan)
 
 
-def test_pieces_are_as_even_as_they_can_be():
+def test_pieces_differ_by_one_block_at_most():
     assert [split(7, 3), split(2, 4), split(0, 2)] == [[3, 2, 2], [1, 1, 0, 0], [0, 0]]
     plan = plans.all_gather(2, 2, "pull")
     assert sizes(plan, (5, 0)) == [3, 2, 0, 0]
@@ -73,7 +73,9 @@ def copied(
     blocks: tuple[range | tuple[int, ...], ...],
     more: tuple[Copy, ...] = (),
 ) -> list[str]:
-    """What is wrong with a plan of one rank, whose buffers `a`, `room` and `out` have these blocks."""
+    """The complaints about a plan of one rank, whose buffers `a`, `room` and `out` have these
+    blocks.
+    """
     a, room, out = blocks
     buffers = {
         "a": Buffer.of("input", [a]),
@@ -102,8 +104,8 @@ def test_operands_have_the_same_blocks():
 
 
 def executed(world, seed, mutant):
-    """Every schedule's plan over blocks, executed with two sets of sizes, twice with each, beside
-    what the reference makes of each.
+    """Every schedule's plan over blocks, executed with two sets of sizes, twice with each, compared
+    with the reference.
     """
     choose, own, wrong = random.Random(seed), engine(world), 0
     every = [
@@ -117,7 +119,7 @@ def executed(world, seed, mutant):
     with mock.patch.object(HostProgram, "_lay_out", numbers):
         for plan, _ in every:
             rows = [choose.randrange(0, 12) * choose.randrange(0, 2) for _ in plan.pieces]
-            for _ in range(2):  # the second time on other tensors of the same sizes
+            for _ in range(2):  # the second time with new tensors of the same sizes
                 call = plans.call(bind(plan, rows), choose.randrange(1 << 30))
                 (wanted,) = run(call)
                 tensors = {
@@ -150,9 +152,7 @@ _lay_out = HostProgram._lay_out
 
 
 def placed(world, plan, call, name):
-    """The tensor of a buffer on this rank, in symmetric memory where peers access it; outputs hold
-    nothing yet.
-    """
+    """The tensor of a buffer on this rank, in symmetric memory if peers access it; outputs are NaN."""
     buffer, rank = call.plan.buffers[name], world.rank
     columns = plans.COLUMNS
     shared = any(
@@ -182,7 +182,7 @@ def test_engines_bind_as_the_reference_does(ranks):
         assert (wrong, of > 30) == (0, True)
 
 
-def test_a_mutant_of_the_binding_is_noticed():
+def test_a_mutant_of_the_binding_is_detected():
     outcomes = start(executed, 2, 7, True)
     assert any(
         outcome is None or outcome.error is not None or outcome.result[0] for outcome in outcomes

@@ -1,6 +1,4 @@
-"""Plans over several hosts: proved as they are written, and again as the messages that are really
-sent.
-"""
+"""Plans over several hosts: proved as written, and again after lowering to messages."""
 
 from __future__ import annotations
 
@@ -123,7 +121,7 @@ def test_messages_compute_the_operator_in_any_order(data, hosts, name, pieces, s
 
 
 @pytest.mark.parametrize("hosts", [(0, 1), (0, 1, 1), (0, 1, 0), (0, 0, 1, 1)], ids=str)
-def test_no_signal_is_too_many(hosts):
+def test_no_signal_is_redundant(hosts):
     for name, planner in (FUSED | PLAIN).items():
         plan = planner(hosts, 2)
         for change, changed in random.Random(0).sample(
@@ -182,9 +180,9 @@ def test_no_receive_gate_opens_before_all_notified_ranks_have_begun(name):
     assert all("may still wait for one of an earlier call" in problem for problem in found)
 
 
-def test_what_comes_late_counts_for_the_call_it_is_of():
-    """Some order makes a rank read what has not come, where it is told of a later call before all
-    of an earlier one is there.
+def test_late_messages_count_for_their_own_call():
+    """Without waits for other ranks, some order makes a rank read rows before their arrival: it is
+    notified of a later call before all rows of an earlier one are there.
     """
     hosts = (0, 0, 1, 1)
     planners = (PLAIN["all_to_all of few"], PLAIN["all_gather push"])
@@ -215,16 +213,16 @@ def without_waits_for_others(plan):
 
 
 def for_another(lane, instruction):
-    """Whether an instruction of a lane is a wait for the receive gate of a rank that is notified of a
-    message to another rank.
+    """Whether an instruction of a lane is a wait for the receive gate of a rank that is notified of
+    a message to another rank.
     """
     taken = isinstance(instruction, Wait) and instruction.signal.name.endswith(" taken")
     return taken and instruction.signal.source != target(lane)[1]
 
 
-def test_what_is_sent_has_not_arrived():
-    """Rank 0 has sent rows to rank 1 and tells rank 2, of the same host, that they are there: over
-    another connection.
+def test_sent_rows_may_not_have_arrived():
+    """Rank 0 has sent rows to rank 1 and notifies rank 2, of the same host, over another
+    connection.
     """
     mine, put, taken = (Region(rank, "out", 0, 1) for rank in range(3))
     twice = [Notify(0, Signal("open", 1))] * 2
@@ -256,7 +254,7 @@ def test_what_is_sent_has_not_arrived():
 
 
 def crossings(plan, hosts):
-    """Rows that cross to each host, by the copies of a plan."""
+    """Rows sent to each host, by the copies of a plan."""
     rows = {}
     for lanes in plan.lanes:
         for instruction in (i for lane in lanes.values() for i in lane):
@@ -272,8 +270,8 @@ def crossings(plan, hosts):
 @settings(max_examples=60, deadline=None)
 @given(st.data(), groupings(), st.sampled_from(FRUGAL), st.integers(1, 3))
 def test_rows_cross_to_each_host_once(data, hosts, name, pieces):
-    """The least that can do: gathered rows go to each host that has them not, and the sums of a
-    host's ranks to who keeps them.
+    """The least number of rows: gathered rows go once to each other host, and the sums of a host's
+    ranks to the owners of the rows.
     """
     blocks, ranks = (FUSED | PLAIN)[name](hosts, pieces), range(len(hosts))
     rows = data.draw(
@@ -295,11 +293,11 @@ def test_rows_cross_to_each_host_once(data, hosts, name, pieces):
             if "to" in name
             else 0,
         }
-        [what] = [what for what in least if what in name]
-        assert crossings(plan, hosts).get(host, 0) == least[what]
+        [operation] = [operation for operation in least if operation in name]
+        assert crossings(plan, hosts).get(host, 0) == least[operation]
 
 
-def test_what_hosts_cannot_do_is_refused():
+def test_algorithms_that_read_remote_memory_are_refused():
     with pytest.raises(
         PlanError,
         match=r"rank 0 compute: matmul .* can only be sent rows, by a copy; choose push or ring",
@@ -307,7 +305,7 @@ def test_what_hosts_cannot_do_is_refused():
         lower_to_messages(all_gather_matmul(Request(2, 1, "direct")), (0, 1))
 
 
-def test_both_ends_of_a_wire_agree():
+def test_both_ends_of_a_connection_agree():
     plan = lower_to_messages(all_gather_matmul(Request(3, 2, "push", hosts=(0, 0, 1))), (0, 0, 1))
     assert sorted(incoming(plan, 2)) == [(0, "comm"), (0, "compute"), (1, "comm"), (1, "compute")]
     for sender, lanes in enumerate(plan.lanes):
@@ -316,19 +314,17 @@ def test_both_ends_of_a_wire_agree():
                 message for _, several, _ in batches(plan, sender, lane, to) for message in several
             ]
             signals = [signal for message in messages for signal in message.signals]
-            told = [
+            notified = [
                 i
                 for i in plan.lanes[sender][f"{lane}>{to}"]
                 if isinstance(i, Notify) and i.rank != sender
             ]
-            assert signals == told
+            assert signals == notified
 
 
 @pytest.mark.parametrize("planner", [*FUSED, *PLAIN])
 def test_more_ranks_need_no_more_names(planner):
-    """The signals of a world have a few hundred names at most, and counters for each rank under
-    every one.
-    """
+    """A world has a few hundred signal names at most, and a counter for each rank under every name."""
     few, more = (
         lower_to_messages(
             (FUSED | PLAIN)[planner](tuple(rank // 2 for rank in range(ranks)), 1),
@@ -341,7 +337,7 @@ def test_more_ranks_need_no_more_names(planner):
 
 
 def test_the_counters_of_a_thousand_ranks():
-    """Each signal of a rank has one of its own, among those that the native core has."""
+    """Each signal of a rank has a counter of its own, within the native core's number of counters."""
     hosts = tuple(rank // 16 for rank in range(1024))
     plan = lower_to_messages(barrier(nested(1024, (hosts,)), "meet"), hosts)
     names = {name: number for number, name in enumerate(plan.signal_names())}

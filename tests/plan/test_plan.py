@@ -37,7 +37,7 @@ ARRIVED = Signal("arrived", 1)
         (Wait(ARRIVED, 2), "wait   arrived<1 >= 2", (), ()),
     ],
 )
-def test_an_instruction_tells_what_it_touches(instruction, text, read, written):
+def test_the_regions_that_an_instruction_reads_and_writes(instruction, text, read, written):
     assert str(instruction) == text
     assert reads(instruction) == read
     assert writes(instruction) == written
@@ -45,7 +45,7 @@ def test_an_instruction_tells_what_it_touches(instruction, text, read, written):
 
 
 def swap() -> Plan:
-    """Two ranks swap their rows, and rank 1 multiplies what it gets."""
+    """Two ranks swap their rows, and rank 1 multiplies the rows it receives."""
     buffers = {
         "a": Buffer("input", (2, 3)),
         "inbox": Buffer("workspace", (3, 2)),
@@ -76,7 +76,7 @@ def swap() -> Plan:
     return Plan("swap", "push", buffers, lanes)
 
 
-def test_a_plan_knows_its_size_its_shared_buffers_and_what_its_counters_grow_to():
+def test_the_size_shared_buffers_and_counters_of_a_plan():
     plan = swap()
     assert plan.ranks == 2
     assert plan.shared_buffers() == {"inbox"}

@@ -1,4 +1,4 @@
-"""What is wrong with a plan is found, and said; what is accepted is right."""
+"""The proof finds and reports every defect of a plan; the plans that it accepts are right."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from weft.plan.proof import problems, verify
 
 Lane = Iterable[Instruction]
 
-# Ranks and pieces, and how many mutants of each kind are tried per plan: all of small plans, some
-# of larger ones.
+# Ranks and pieces, and the number of mutants of each kind per plan: all mutants of small plans,
+# some of larger ones.
 PATTERNS = {(1, 3): 99, (2, 1): 60, (2, 3): 60, (3, 2): 16, (4, 1): 4, (4, 2): 4, (5, 1): 4}
 SLOW = [(2, 3), (4, 2), (5, 1)]
 patterns = pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_instructions_that_may_be_swapped_do_not_matter(ranks, pieces):
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), st.integers(1, 4), st.integers(0, 2**32 - 1))
-def test_what_is_accepted_is_right(data, ranks, seed):
-    """However a plan came about, and whatever is done before and after it."""
+def test_accepted_plans_are_right(data, ranks, seed):
+    """Plans of any origin, with any plans before and after them."""
     changed, other = (
         data.draw(plans.bound_plan(st.just(ranks)).filter(does_something)) for _ in range(2)
     )
@@ -88,7 +88,7 @@ def does_something(plan: Plan) -> bool:
 
 
 def are_right(several: list[Plan], seed: int, tries: int) -> bool:
-    """Whether plans compute their operators one after the other, in some random interleavings."""
+    """Whether the plans compute their operators one after the other, in some random interleavings."""
     calls = [plans.call(plan, seed + i) for i, plan in enumerate(several)]
     return all(
         plans.equal(outputs, plans.expected(call))
@@ -151,7 +151,7 @@ READY = [KEEP[1], Notify(0, go(1)), Wait(go(0), 1)]
         pytest.param(plan([KEEP[0]]), id="copy"),
         pytest.param(
             plan([ENTER[0], STAGE, Copy(rows(0, "staged"), rows(0, "out")), LEAVE[0]]),
-            id="by way of a workspace",
+            id="through a workspace",
         ),
         pytest.param(
             plan(
@@ -250,7 +250,7 @@ def test_right_plans_are_accepted(right):
             ),
             "race on staged@0[0:1]: rank 0 comm (copy   a@0[1:2] -> staged@0[0:1]) is not ordered "
             "after rank 0 compute",
-            id="write beside write",
+            id="concurrent writes",
         ),
         pytest.param(
             plan([Copy(rows(1, "a"), rows(0, "out"))]),
@@ -344,7 +344,7 @@ def test_right_plans_are_accepted(right):
         pytest.param(
             plan([Copy(rows(2, "a"), rows(0, "out"))]),
             "rank 0 compute: .*: a@2[0:2] does not exist",
-            id="nobody's buffer",
+            id="a buffer of no rank",
         ),
         pytest.param(
             plan([Copy(rows(0, "a", 0, 1), rows(0, "out"))]),
@@ -391,12 +391,12 @@ def test_right_plans_are_accepted(right):
         pytest.param(
             plan([KEEP[0]], result={rows(0, "out"): KEPT[rows(0, "out")]}),
             "the result does not have each of the 2 rows of output out of rank 1 once",
-            id="no result told",
+            id="no result promised",
         ),
         pytest.param(
             plan([KEEP[0]], result=KEPT | {rows(0, "out", 0, 1): (Term(0, "a", 0),)}),
             "the result does not have each of the 2 rows of output out of rank 0 once",
-            id="a result told twice",
+            id="a result promised twice",
         ),
         pytest.param(
             plan([KEEP[0]], result=KEPT | {rows(0, "inbox"): ()}),
@@ -427,7 +427,7 @@ def test_plans_of_different_sizes_cannot_follow_each_other():
         verify(plan([KEEP[0]]), Plan("alone", "made up", {}, ({},)))
 
 
-def test_the_first_twenty_problems_are_told():
+def test_the_first_twenty_problems_are_reported():
     many = [Copy(rows(0, "a", i, i + 1), rows(0, "out", i, i + 1)) for i in range(2, 30)]
     with pytest.raises(PlanError, match="28 problem") as refusal:
         verify(plan([KEEP[0], *many]))
@@ -435,9 +435,9 @@ def test_the_first_twenty_problems_are_told():
     assert len(str(refusal.value).splitlines()) == 22
 
 
-def test_a_workspace_is_handed_over_between_different_plans():
-    """One rank tells half of its peers too early that it has left, another the other half; a
-    successor may ask the wrong halves.
+def test_ranks_leave_a_workspace_before_the_next_plan_uses_it():
+    """One rank notifies half of its peers too early that it has left, another rank the other half;
+    the next plan may wait for the wrong halves.
     """
 
     def four(name: str, lanes: list[Lane]) -> Plan:

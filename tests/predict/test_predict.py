@@ -1,5 +1,5 @@
-"""Profiles say what they were fitted to, predictions choose the fastest way, and the command
-answers in words, tables and files.
+"""Machine profiles and the data of their fit, the selection of the fastest variant, and the output
+of the commands.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def uncalibrated(tmp_path, monkeypatch):
 
 
 def forget():
-    """What this process knows of the cache."""
+    """Clear this process's copy of the cache."""
     tuned._known.cache_clear()
 
 
 def calibrated(**figures):
-    """From now on this is a calibrated machine: the profile cpu, with other figures."""
+    """Make this a calibrated machine: the profile cpu, with other figures."""
     machine.remember({**asdict(replace(machine.load("cpu"), **figures)), "name": "this"})
     forget()
 
@@ -80,12 +80,12 @@ def test_every_profile_can_be_read(name):
     )
 
 
-def test_residuals_are_what_the_simulator_misses():
+def test_residuals_are_the_errors_of_the_simulator():
     fit = fits()
     for make in (fit.streaming, fit.steps, fit.transfers, fit.streams, fit.tiles):
         system = make()
         name = fit.profile_of(system)
-        known = machine.load(name).residuals
+        residuals = machine.load(name).residuals
         for point in system.points:
             on = machine.load(
                 f"{name}/{point.variant}" if f"{name}/{point.variant}" in machine.names() else name
@@ -97,11 +97,11 @@ def test_residuals_are_what_the_simulator_misses():
                 / point.published
                 - 1
             )
-            assert error == pytest.approx(known[point.label], abs=0.2), (name, point.label)
+            assert error == pytest.approx(residuals[point.label], abs=0.2), (name, point.label)
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_interleaving_is_predicted_to_win_where_all_links_deliver_at_once(ranks):
+def test_interleaving_is_predicted_to_win_on_concurrent_links(ranks):
     on, case = (
         machine.load("ascend-910b1"),
         predict.workload("all_gather_matmul", ranks, (8192, 4096, 4096), "float16"),
@@ -112,7 +112,7 @@ def test_interleaving_is_predicted_to_win_where_all_links_deliver_at_once(ranks)
     assert 0.05 < 1 - found["push", "interleaved"] / found["push", "peer"] < 0.3
 
 
-def test_without_a_price_nothing_is_overlapped():
+def test_free_communication_is_not_overlapped():
     on = machine.load("ascend-910b1")
     few = predict.forecast(
         predict.workload("all_gather_matmul", 2, (2, 4096, 4096), "float16"),
@@ -137,8 +137,8 @@ def test_a_thousand_ranks_over_two_kinds_of_links():
     assert predict.time(case, way, on) > predict.compute(case, on)
 
 
-def test_it_answers_in_words():
-    said = command(
+def test_the_command_prints_sentences():
+    printed = command(
         "predict",
         "all-gather-matmul",
         "--machine",
@@ -160,7 +160,7 @@ def test_it_answers_in_words():
         "Overlap helps",
         "The bottleneck is",
     ):
-        assert word in said
+        assert word in printed
     both = command(
         "predict",
         "mlp",
@@ -178,15 +178,15 @@ def test_it_answers_in_words():
     assert "Together" in both
 
 
-def test_without_a_machine_it_is_this_one():
+def test_the_default_machine_is_this_one():
     base = ["predict", "all-gather-matmul", "--shape", "64x64x64"]
-    said = command(*base)
-    assert "not calibrated, so the profile cpu is taken; weft calibrate" in said
-    assert "on cpu, PREDICTED" in said
+    printed = command(*base)
+    assert "not calibrated, so the profile cpu is taken; weft calibrate" in printed
+    assert "on cpu, PREDICTED" in printed
     calibrated()
-    said = command(*base)
-    assert "calibrated" not in said
-    assert "on this, PREDICTED" in said
+    printed = command(*base)
+    assert "calibrated" not in printed
+    assert "on this, PREDICTED" in printed
 
 
 def test_files(tmp_path):
@@ -225,7 +225,7 @@ def test_files(tmp_path):
     assert "16" in command(*base, "--sweep", "link=4:16:2")
 
 
-def test_beside_a_measured_run(tmp_path):
+def test_predictions_next_to_a_measured_run(tmp_path):
     times = {
         name: {"median": 2.0, "min": 1.0, "max": 3.0}
         for name in ("compute", "communicate", "sequential", "pipelined")
@@ -246,7 +246,7 @@ def test_beside_a_measured_run(tmp_path):
         "limit_ratio": 1.0,
     }
     (tmp_path / "run.json").write_text(json.dumps(run))
-    said = command(
+    printed = command(
         "predict",
         "all-gather-matmul",
         "--machine",
@@ -254,15 +254,15 @@ def test_beside_a_measured_run(tmp_path):
         "--compare",
         tmp_path / "run.json",
     )
-    assert "measured ms" in said
-    assert "2.000" in said
+    assert "measured ms" in printed
+    assert "2.000" in printed
     assert "not the JSON of weft bench" in command(
         "predict", "matmul-all-reduce", "--compare", tmp_path / "run.json", status=2
     )
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "text"),
     [
         (["--machine", "abacus"], "there is no machine 'abacus'; there are ascend-910b1"),
         (["--machine", "../cpu"], "there is no machine"),
@@ -278,10 +278,12 @@ def test_beside_a_measured_run(tmp_path):
         (["--compare", "none.json"], "cannot read"),
     ],
 )
-def test_what_cannot_be_asked(arguments, says):
-    given = [*arguments] if arguments[0] == "--machine" else ["--machine", "ascend-950", *arguments]
-    assert says in " ".join(
-        command("predict", "all-gather-matmul", *given, status=2).replace("│", " ").split()
+def test_invalid_arguments_are_refused(arguments, text):
+    options = (
+        [*arguments] if arguments[0] == "--machine" else ["--machine", "ascend-950", *arguments]
+    )
+    assert text in " ".join(
+        command("predict", "all-gather-matmul", *options, status=2).replace("│", " ").split()
     )
 
 
@@ -299,7 +301,7 @@ def test_products_are_fitted_without_negative_times():
     assert min(calibrate.least_squares(rows)) == 0
 
 
-def test_between_what_was_measured():
+def test_interpolation_between_measurements():
     grid = Grid(((1, 4), (10, 1000)), (1, 100, 2, 200))
     points = (1, 10), (4, 1000), (1, 100), (2, 100), (9, 5), (0.5, 5000)
     assert [grid.at(*point) for point in points] == pytest.approx([1, 200, 10, 10 * 2**0.5, 2, 100])
@@ -308,8 +310,8 @@ def test_between_what_was_measured():
 @pytest.mark.parametrize(
     ("times", "slower"),
     [
-        ((10, 4, 14), 2),  # both share a core until the shorter one is over
-        ((10, 4, 10), 1),  # neither minds
+        ((10, 4, 14), 2),  # both share a core until the shorter one ends
+        ((10, 4, 10), 1),  # neither slows the other down
         ((10, 4, 9), 1),
         ((10, 4, 12), 1.5),
         ((10, 4, 100), 4),  # something else was going on
@@ -329,11 +331,11 @@ def test_interference_from_times(times, slower):
         (4, 2, 3),
     ],  # the last ones: something else was going on
 )
-def test_a_hop_from_times(one, nine, notifies):
+def test_the_signal_latency_from_times(one, nine, notifies):
     assert calibrate.hop(one, nine, 9) == pytest.approx(notifies)
 
 
-def test_profiles_from_before_thresholds_have_the_usual_ones():
+def test_profiles_without_thresholds_have_the_defaults():
     calibrated(thresholds=Thresholds(48 << 10, 2 << 20, 4.5))
     profile = machine.calibrated()
     assert machine.load("this").thresholds == Thresholds(48 << 10, 2 << 20, 4.5)
@@ -360,7 +362,7 @@ def measured(world, directory):
     answers = tune.measure(questions, 1, 1)
     a, b, found = world.empty(4, 16).fill_(1), weft.pack(torch.ones(16, 8)), []
     for way in (None, Variant("ring", 3)):
-        if way:  # only rank 0 need know
+        if way:  # rank 0 alone needs it
             tuned.remember(cases[0], None, way) if world.rank == 0 else None
             engine(world).selections.clear()
             engine(world).calls.clear()
@@ -370,7 +372,7 @@ def measured(world, directory):
 
 
 def test_this_machine_is_measured(tmp_path):
-    (profile, asked, answers, chosen), others = on_ranks(measured, 2, tmp_path / "of ranks")
+    (profile, requested, answers, chosen), others = on_ranks(measured, 2, tmp_path / "of ranks")
     assert chosen == others[-1]
     assert chosen[0] != "ring" == chosen[1]
     machine.remember(json.loads(json.dumps(profile)))
@@ -391,7 +393,7 @@ def test_this_machine_is_measured(tmp_path):
     assert {"float32 1x64x64", "memory 16", "64 signals", "call"} <= profile["spread"].keys()
     assert all(
         {*ways} <= {answer.way for answer in found}
-        for ways, found in zip(asked, answers, strict=True)
+        for ways, found in zip(requested, answers, strict=True)
     )
     assert all(0 < answer.least <= answer.median for found in answers for answer in found)
 
@@ -412,11 +414,20 @@ def test_a_tuned_variant_is_found_for_its_link_and_machine_only(monkeypatch):
     assert tuned.find(case, None) == variant
 
 
-def test_hosts_are_joined_by_a_link_of_their_own(tmp_path):
-    asked = ["predict", "matmul-all-reduce", "--ranks", 4, "--hosts", 2, "--shape", "512x256x256"]
+def test_the_link_between_hosts_is_an_option(tmp_path):
+    requested = [
+        "predict",
+        "matmul-all-reduce",
+        "--ranks",
+        4,
+        "--hosts",
+        2,
+        "--shape",
+        "512x256x256",
+    ]
     for gbs in ("0.125", "12.5"):
         assert "4 ranks on 2 hosts" in command(
-            *asked, "--machine", "cpu", "--link", gbs, "--json", tmp_path / gbs
+            *requested, "--machine", "cpu", "--link", gbs, "--json", tmp_path / gbs
         )
     slow, fast = (json.loads((tmp_path / gbs).read_text()) for gbs in ("0.125", "12.5"))
     assert (slow["hosts"], fast["hosts"]) == (2, 2)
@@ -425,9 +436,9 @@ def test_hosts_are_joined_by_a_link_of_their_own(tmp_path):
         "two_shot",
         "ring",
         "sequential",
-    }  # what reads rows of peers is left out
-    assert "spread evenly over 3 hosts" in command(*asked, "--hosts", 3, status=2)
+    }  # without the algorithms that read rows of peers
+    assert "spread evenly over 3 hosts" in command(*requested, "--hosts", 3, status=2)
     assert "knows no link to other hosts" in command(
-        *asked, "--machine", "ascend-910b1", "--dtype", "float16", status=2
+        *requested, "--machine", "ascend-910b1", "--dtype", "float16", status=2
     )
-    assert "use --link instead" in command(*asked, "--link-gbps", 1, status=2)
+    assert "use --link instead" in command(*requested, "--link-gbps", 1, status=2)

@@ -1,6 +1,4 @@
-"""The simulator obeys the plan, shares what is shared, and finds of equal ranks what it finds of
-all.
-"""
+"""The simulator follows the plan, shares bandwidth and cores, and simulates equal ranks once."""
 
 from __future__ import annotations
 
@@ -27,7 +25,8 @@ from weft.predict.simulator import seconds, simulate
 from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import Rows, Variant, Workload
 
-# Products take 1 s per row and 10 s beside communication; a link moves a row in 1 s, memory 8 rows.
+# Products take 1 s per row, and 10 s during communication; a link moves a row in 1 s, memory 8
+# rows.
 SLOW = Machine(
     "slow",
     {"float32": Product(2 * 16 * 16 / 1e12)},
@@ -40,7 +39,7 @@ SLOW = Machine(
 ROWS = defaultdict(lambda: Rows(16, "float32"))
 
 
-def obeys(trace: Trace, plan: Plan) -> None:
+def assert_follows(trace: Trace, plan: Plan) -> None:
     """Lanes run in order, and no wait ends before enough notifies of its signal have begun."""
     lanes = {
         (rank, name): [span for span in trace.spans if (span.rank, span.lane) == (rank, name)]
@@ -63,9 +62,9 @@ def obeys(trace: Trace, plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("rows", [(2, 1, 3), (0, 4), (3, 3, 3, 3)], ids=str)
-def test_the_order_of_events_obeys_every_plan(rows):
+def test_the_order_of_events_follows_every_plan(rows):
     for plan in (plans.bound(plan, rows) for plan in plans.every(len(rows), 2)):
-        obeys(simulate(plan, replace(SLOW, notify_us=1e5, launch_us=1e5), ROWS), plan)
+        assert_follows(simulate(plan, replace(SLOW, notify_us=1e5, launch_us=1e5), ROWS), plan)
 
 
 def recorded(world):
@@ -83,14 +82,14 @@ def recorded(world):
     return found
 
 
-def test_the_order_of_events_is_checked_as_that_of_real_ranks():
+def test_the_check_of_the_order_accepts_real_ranks():
     for (trace, plan), (_, other) in zip(
         *on_ranks(recorded, 2), strict=True
     ):  # each rank has its own lanes
-        obeys(trace, replace(plan, lanes=(plan.lanes[0], other.lanes[1])))
+        assert_follows(trace, replace(plan, lanes=(plan.lanes[0], other.lanes[1])))
 
 
-def test_a_trace_that_does_not_obey_is_noticed():
+def test_the_check_of_the_order_detects_violations():
     plan = predict.plan(
         Workload("all_gather_matmul", (2, 2), 16, 16, "float32", "float32"),
         Variant("push", 2),
@@ -102,7 +101,7 @@ def test_a_trace_that_does_not_obey_is_noticed():
         span._replace(start=0, stop=0) if span.kind == "wait" else span for span in trace.spans
     ]
     with pytest.raises(AssertionError):
-        obeys(Trace("early", tuple(early)), full)
+        assert_follows(Trace("early", tuple(early)), full)
 
 
 @pytest.mark.parametrize(
@@ -122,25 +121,25 @@ def test_equal_ranks_are_simulated_once(operator, links, monkeypatch):
             [rank // 2 for rank in range(6)]
         )
     case = Workload(operator, (4,) * 6, 16, 16, "float32", "float32")
-    ways = predict.candidates(case, machine, chunk_rows=2)
-    once = [predict.plan(case, way, machine) for way in ways]
+    variants = predict.candidates(case, machine, chunk_rows=2)
+    once = [predict.plan(case, variant, machine) for variant in variants]
     forecast = importlib.import_module(
         "weft.predict.forecast"
-    )  # of the same name as what it is for
+    )  # of the same name as the function it replaces
     monkeypatch.setattr(forecast, "planned", lambda workload, *_: workload.ranks)
-    for way, first in zip(ways, once, strict=True):
-        unequal = way.algorithm in OPERATORS[operator].asymmetric
-        assert sum(map(bool, first.lanes)) == (6 if unequal else machine.group(6))
-        everything = predict.plan(case, way, machine)
+    for variant, first in zip(variants, once, strict=True):
+        asymmetric = variant.algorithm in OPERATORS[operator].asymmetric
+        assert sum(map(bool, first.lanes)) == (6 if asymmetric else machine.group(6))
+        everything = predict.plan(case, variant, machine)
         assert all(everything.lanes)
         buffers = OPERATORS[operator].buffers(case)
         assert seconds(first, machine, buffers) == pytest.approx(
             seconds(everything, machine, buffers)
-        ), way
+        ), variant
 
 
 def lane(*instructions, other=(), more=None):
-    """A plan of two ranks of which the first does this."""
+    """A plan of two ranks of which the first has this lane."""
     lanes = ({"compute": instructions, **(more or {})}, {"compute": other})
     buffers = {name: Buffer("input", (9, 9)) for name in "abc"}
     return Plan("example", "made up", buffers, lanes)
@@ -170,7 +169,7 @@ PUT = Copy(rows(0, 4), rows(1, 4))
             5,
             id="signal",
         ),
-        # The transfer takes 8 s beside the product, which does 0.8 rows in this time and the rest
+        # The transfer takes 8 s during the product, which does 0.8 rows in this time and the rest
         # alone.
         pytest.param(
             lane(matmul(rows(0, 3), rows(0, 3, "b")), more={"comm": [PUT]}),
@@ -180,15 +179,15 @@ PUT = Copy(rows(0, 4), rows(1, 4))
         pytest.param(lane(matmul(rows(1, 2), rows(0, 2, "b"))), 2, id="product of a peer's rows"),
     ],
 )
-def test_what_takes_how_long(plan, expected):
+def test_times_of_small_plans(plan, expected):
     assert seconds(plan, SLOW, ROWS) == pytest.approx(expected)
     assert simulate(plan, SLOW, ROWS).seconds == pytest.approx(expected)
 
 
-def test_transfers_over_an_emulated_link_take_turns_and_leave_the_core_free():
+def test_transfers_over_an_emulated_link_are_serial_and_leave_the_core_free():
     machine = SLOW.emulating(gbps=8 * 64e-9, latency_us=5e5)
     plan = lane(matmul(rows(0, 9), rows(0, 9, "b")), more={"comm": [PUT, PUT]})
-    # Copying 4 rows takes 0.5 s, 1 s beside the product; each transfer takes 4.5 s.
+    # Copying 4 rows takes 0.5 s, 1 s during the product; each transfer takes 4.5 s.
     trace = simulate(plan, machine, ROWS)
     assert [span.stop / 1e9 for span in trace.spans if span.lane == "comm"] == pytest.approx(
         [4.5, 9.0]
@@ -196,21 +195,20 @@ def test_transfers_over_an_emulated_link_take_turns_and_leave_the_core_free():
     assert trace.seconds == pytest.approx(9 + 2 - 0.2)
     late = simulate(
         plan, replace(machine, wake_us=1e5), ROWS
-    )  # the second transfer makes up for what the first overslept
+    )  # the second transfer compensates for the oversleep of the first
     assert [span.stop / 1e9 for span in late.spans if span.lane == "comm"] == pytest.approx(
         [4.6, 9.1]
     )
 
 
-def test_a_comm_lane_waits_for_its_turn_where_products_keep_the_core():
+def test_a_comm_lane_waits_for_the_core_during_products():
     machine = replace(SLOW, turn_us=3e6, compute_slowdown=1.0)
     product = matmul(rows(0, 2), rows(0, 2, "b"))
     ends = []
     for products in (
         3,
         1,
-        # the signal comes after 2 s; the core is free 3 s later, or when there is nothing left to
-        # multiply
+        # the signal comes after 2 s; the core is free 3 s later, or after the last product
     ):
         plan = lane(
             product, Notify(0, GO), *[product] * products, more={"comm": [Wait(GO, 1), PUT]}
@@ -220,13 +218,13 @@ def test_a_comm_lane_waits_for_its_turn_where_products_keep_the_core():
     assert ends == pytest.approx([2 + 3, 2 + 2])
 
 
-def test_launch_and_notify_come_on_top():
+def test_launches_and_notifies_cost_time():
     machine = replace(SLOW, launch_us=1e6, notify_us=2e6)
     plan = lane(Notify(1, GO), other=[Wait(GO, 1), matmul(rows(1, 1), rows(1, 1, "b"))])
     assert seconds(plan, machine, ROWS) == pytest.approx(1 + 2 + 1)
 
 
-def test_a_standstill_is_an_error():
+def test_a_deadlock_is_an_error():
     with pytest.raises(PlanError, match="rank 1 compute at: wait"):
         simulate(lane(other=[Wait(GO, 1)]), SLOW, ROWS)
 
@@ -254,7 +252,7 @@ def test_ranks_of_a_host_share_its_link():
     assert took[0, 1, 1, 1] == pytest.approx(12, rel=1e-3)
 
 
-def test_a_machine_knows_what_joins_its_hosts():
+def test_the_link_between_hosts_of_a_machine():
     with pytest.raises(ValueError, match="slow knows no link to other hosts; weft calibrate"):
         SLOW.over((0, 1))
     two = replace(SLOW, network=Link(1e-9, 7.0)).over((0, 0, 1, 1))

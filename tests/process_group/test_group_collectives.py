@@ -1,5 +1,5 @@
-"""Collectives of torch.distributed on weft: what every rank has must be what one process makes of
-all ranks' data.
+"""Collectives of torch.distributed on weft: every rank's result equals that of one process with all
+ranks' data.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ REDUCTIONS = {
 
 
 def data(rank, *shape, dtype=torch.float32, call=0):
-    """Small whole numbers that differ between ranks and calls, so that every reduction of them is
-    exact.
-    """
+    """Small whole numbers that differ between ranks and calls, so that all reductions are exact."""
     made = torch.randint(0, 5, shape, generator=torch.Generator().manual_seed(1000 * call + rank))
     return (made % 2).bool() if dtype == torch.bool else made.to(dtype)
 
@@ -112,7 +110,7 @@ def moves(world):
             x = rows[rank].clone()
             dist.broadcast(x, root)
             same(x, rows[root])
-            x = rows[rank].t().clone().t()  # columns lie side by side
+            x = rows[rank].t().clone().t()  # in column-major layout
             dist.broadcast(x, root)
             same(x, rows[root])
             outs = [torch.zeros_like(x) for _ in range(ranks)] if rank == root else None
@@ -144,14 +142,14 @@ def moves(world):
         dist.all_to_all_single(out, even[rank])
         same(out, torch.cat([part[2 * rank : 2 * rank + 2] for part in even]))
         sizes = [[(giver + 2 * taker) % 4 for taker in range(ranks)] for giver in range(ranks)]
-        given = [of(30 + r, sum(sizes[r]), 2) for r in range(ranks)]
+        inputs = [of(30 + r, sum(sizes[r]), 2) for r in range(ranks)]
         taken = [sizes[giver][rank] for giver in range(ranks)]
-        expected = [given[giver].split(sizes[giver])[rank] for giver in range(ranks)]
+        expected = [inputs[giver].split(sizes[giver])[rank] for giver in range(ranks)]
         out = torch.zeros(sum(taken), 2, dtype=dtype)
-        dist.all_to_all_single(out, given[rank], taken, sizes[rank])
+        dist.all_to_all_single(out, inputs[rank], taken, sizes[rank])
         same(out, torch.cat(expected))
         outs = [torch.zeros(n, 2, dtype=dtype) for n in taken]
-        dist.all_to_all(outs, [*given[rank].split(sizes[rank])])
+        dist.all_to_all(outs, [*inputs[rank].split(sizes[rank])])
         for out, part in zip(outs, expected, strict=True):
             same(out, part)
 
@@ -215,12 +213,14 @@ def others(world):
     same(second.clone(), sum(every).long())
 
 
-def test_what_else_torch_has():
+def test_other_collectives_of_torch():
     on_ranks(others, 2, context=group)
 
 
 def expanded(world):
-    """A tensor that holds its elements in one place several times over is reduced there."""
+    """A tensor with several elements in one place, such as an expanded one, is reduced in that
+    place.
+    """
     for repeated in (lambda x: x.expand(4, 3), lambda x: x.view(3, 1, 1).expand(3, 2, 5)):
         for op, result in ((dist.ReduceOp.SUM, 3.0), (dist.ReduceOp.PRODUCT, 2.0)):
             x = torch.full((3,), dist.get_rank() + 1.0)
@@ -232,8 +232,8 @@ def test_expanded_tensors_are_reduced():
     on_ranks(expanded, 2, context=group)
 
 
-def told_by(backward):
-    """What torch warns of in a backward pass."""
+def warnings_of(backward):
+    """The warnings of torch in a backward pass."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         backward()
@@ -241,8 +241,8 @@ def told_by(backward):
 
 
 def unrecorded(world):
-    """A backward pass through what was overwritten without a gradient warns, as on gloo; one
-    through other tensors does not.
+    """A backward pass through a tensor that was overwritten without a gradient warns, as on gloo;
+    through other tensors it does not.
     """
     for call in (
         dist.all_reduce,
@@ -252,18 +252,18 @@ def unrecorded(world):
         for make in (lambda x: x * 2, lambda x: x):
             x = make(torch.ones(3, requires_grad=True))
             call(x)
-            assert len(told_by(x.sum().backward)) == 1
+            assert len(warnings_of(x.sum().backward)) == 1
             x = make(torch.ones(3, requires_grad=True))
             with torch.no_grad():
                 call(x)
-            assert not told_by(x.sum().backward)
+            assert not warnings_of(x.sum().backward)
     x = torch.ones(2, 3, requires_grad=True)
-    assert not told_by(functional.all_reduce(x * 2, "sum", world).sum().backward)
+    assert not warnings_of(functional.all_reduce(x * 2, "sum", world).sum().backward)
     model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
-    assert not told_by(lambda: model(x).sum().backward())
+    assert not warnings_of(lambda: model(x).sum().backward())
 
 
-def test_what_overwrites_a_graph_is_told_in_its_backward_pass():
+def test_overwriting_a_graph_warns_in_its_backward_pass():
     on_ranks(unrecorded, 2, context=group)
 
 
@@ -314,7 +314,7 @@ def refuses(world):
             with pytest.raises(TypeError, match=words):
                 call(torch.zeros(2, dtype=dtype), op)
     x = torch.ones(2)
-    dist.all_reduce(x)  # and the group goes on
+    dist.all_reduce(x)  # the group stays usable
     same(x, torch.full((2,), 2.0))
     peer = 1 - dist.get_rank()
     work = dist.isend(x, peer, tag=(1 << 63) - 1)

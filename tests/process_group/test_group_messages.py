@@ -1,5 +1,5 @@
-"""Send and receive of torch.distributed on weft: tags, any source, batches, both ways at once, and
-what is never answered.
+"""Send and receive of torch.distributed on weft: tags, any source, batches, both directions at
+once, and missing partners.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from support.ranks import group, on_ranks
 
 import weft
 
-LONG = 1 << 20  # numbers: more than all slots of a box hold
+LONG = 1 << 20  # numbers: more than all slots of a mailbox hold
 
 
 def data(call, count=LONG):
@@ -24,8 +24,8 @@ def data(call, count=LONG):
 
 
 def any_order(world):
-    """Messages are found by their tags, whatever their order; between equal tags the order of
-    sending holds.
+    """Messages are found by their tags, in any order; messages of equal tags arrive in the order of
+    sending.
     """
     sizes = {0: LONG, 1: 3, 2: 0, 3: LONG // 2}
     if dist.get_rank() == 0:
@@ -49,8 +49,8 @@ def test_messages_are_found_by_their_tags():
     on_ranks(any_order, 2, context=group)
 
 
-def both_ways(world):
-    """Long messages cross, in a batch and from two threads, while the ranks do other things."""
+def both_directions(world):
+    """Long messages in both directions, in a batch and from two threads, during other calls."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     after, before = (rank + 1) % ranks, (rank - 1) % ranks
     place = torch.zeros(LONG)
@@ -58,7 +58,7 @@ def both_ways(world):
         [dist.P2POp(dist.isend, data(rank), after), dist.P2POp(dist.irecv, place, before)]
     )
     x = torch.ones(3)
-    dist.all_reduce(x)  # nobody waits for the messages, and they move
+    dist.all_reduce(x)  # no thread waits for the messages, and they move
     for work in works:
         work.wait()
     assert torch.equal(place, data(before))
@@ -71,7 +71,7 @@ def both_ways(world):
     thread.join()
     assert torch.equal(got, data(100 + before))
 
-    if rank == 0:  # from whoever comes
+    if rank == 0:  # from any source
         found = {}
         for _ in range(ranks - 1):
             place = torch.zeros(4)
@@ -92,13 +92,13 @@ def both_ways(world):
 
 
 @pytest.mark.data
-def test_long_messages_cross():
-    on_ranks(both_ways, 3, context=group)
+def test_long_messages_in_both_directions():
+    on_ranks(both_directions, 3, context=group)
 
 
-def come_in_part(world):
-    """A message of which some was taken on the way to another one is taken whole, although nobody
-    asks for it yet.
+def partly_received(world):
+    """A message that was partly received during the wait for another one is received completely,
+    although no receive of it is posted yet.
     """
     rank, large = dist.get_rank(), torch.full((1 << 22,), 3.0)
     if rank == 0:
@@ -109,7 +109,7 @@ def come_in_part(world):
         assert large.eq(3).all()
     elif rank == 1:
         work = dist.isend(large, 0, tag=9)
-        dist.send(torch.ones(1), 2)  # some of the large one lies there by now
+        dist.send(torch.ones(1), 2)  # a part of the large message is in the mailbox by now
         deadline = time.monotonic() + 20
         while not work.is_completed():
             assert time.monotonic() < deadline
@@ -121,8 +121,8 @@ def come_in_part(world):
         dist.barrier()
 
 
-def test_what_has_come_in_part_is_taken_whole():
-    on_ranks(come_in_part, 3, context=group)
+def test_partly_received_messages_are_completed():
+    on_ranks(partly_received, 3, context=group)
 
 
 def unanswered(world):
@@ -145,19 +145,19 @@ def unanswered(world):
         dist.barrier()
         dist.send(torch.ones(3), 0)
         dist.send(torch.ones(5), 0, tag=2)
-    dist.barrier()  # the group is as it was
+    dist.barrier()  # the group stays usable
 
 
-def test_what_does_not_fit_or_does_not_come_harms_nothing():
+def test_failed_messages_leave_the_group_usable():
     on_ranks(unanswered, 2, context=group)
 
 
 def fair(world):
-    """A receive from any source takes from the peers in turn, whether their messages lie in boxes
-    or are kept.
+    """A receive from any source alternates between the peers, whether their messages are in
+    mailboxes or already copied out.
     """
     if dist.get_rank() == 0:
-        dist.barrier()  # all is sent
+        dist.barrier()  # all messages are sent
         first = [dist.recv(torch.zeros(1)) for _ in range(4)]
         works = [dist.irecv(torch.zeros(1)) for _ in range(4)]
         second = [work.source_rank() for work in works if work.wait()]
@@ -175,7 +175,7 @@ def test_any_source_is_fair():
 
 
 def late(world):
-    """An error of a message that does not come, or is not taken, says which."""
+    """The error of a message that times out, as sender or receiver, names the message."""
     if dist.get_rank() == 0:
         group = dist.new_group(timeout=timedelta(seconds=0.2))
         for source, words in ((1, "rank 1"), (None, "any rank")):
@@ -186,7 +186,7 @@ def late(world):
                 dist.recv(torch.zeros(3), source, tag=3, group=group)
         works = [
             dist.isend(torch.zeros(1), 1, tag=2, group=group) for _ in range(5)
-        ]  # a box holds four
+        ]  # a mailbox holds four
         with pytest.raises(
             weft.PeerTimeout, match=r"rank 0 waited 0.2 s for rank 1 to take a message \(tag 2\)"
         ):
@@ -207,8 +207,8 @@ def world_of_group():
 
 
 def leaves_before_it_sends(world):
-    """What a rank has sent before it left comes; what it has not sent, or taken, is no longer
-    waited for, though others are there.
+    """Messages sent by a rank before it left arrive; its missing sends and receives end the peers'
+    waits.
     """
     if world.rank == 1:
         dist.send(torch.full((3,), 7.0), 2)

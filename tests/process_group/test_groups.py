@@ -1,6 +1,4 @@
-"""Groups of torch.distributed on weft: how they are made, the order of their calls, and how they
-fail.
-"""
+"""Groups of torch.distributed on weft: their creation, the order of their calls, and failures."""
 
 from __future__ import annotations
 
@@ -70,9 +68,7 @@ def test_groups_overlap_and_have_timeouts_of_their_own():
 
 
 def used_again(world):
-    """A group that was left says so, whatever is asked of it; what nobody had answered by then
-    fails.
-    """
+    """A group that was left refuses all calls with this reason; its unanswered calls fail."""
     rank = dist.get_rank()
     for leave in (Group.shutdown, Group.abort):
         made = dist.new_group()
@@ -81,7 +77,7 @@ def used_again(world):
         with pytest.raises(
             weft.WeftError,
             match=r"left the group before the message was complete|the group was aborted"
-            r"|closed its world",  # the peer, first
+            r"|closed its world",  # the peer may be first
         ):
             unanswered.wait()
         opts = dist.AllreduceOptions()
@@ -100,11 +96,11 @@ def used_again(world):
             dist.all_reduce(torch.zeros(1), group=made)
 
 
-def test_a_group_that_was_left_says_so():
+def test_a_group_that_was_left_refuses_calls():
     on_ranks(used_again, 2, context=group)
 
 
-def beside(world):
+def other_backends(world):
     assert world._get_backend(torch.device("cpu")).name() == "weft"
     assert world._get_backend(torch.device("cuda")).name() == "fake"
     assert {device.type for device in world._device_types} == {"cpu", "cuda"}
@@ -120,7 +116,7 @@ def beside(world):
 
 
 def test_other_devices_have_other_backends():
-    on_ranks(beside, 2, context=functools.partial(group, "cpu:weft,cuda:fake"))
+    on_ranks(other_backends, 2, context=functools.partial(group, "cpu:weft,cuda:fake"))
 
 
 def threads_of_gloo():
@@ -129,9 +125,9 @@ def threads_of_gloo():
     ]
 
 
-def ends_with_its_threads(nothing):
-    """They drop tensors, for which they want to run Python, and the interpreter ends a process in
-    which they do so too late.
+def waits_for_gloos_threads(nothing):
+    """Threads of gloo that drop tensors need Python; a thread that outlives the interpreter crashes
+    the process.
     """
     dist.init_process_group("weft")
     worlds = [weft.init(dist.new_group(backend="gloo")), weft.init()]
@@ -145,7 +141,7 @@ def ends_with_its_threads(nothing):
 
 @pytest.mark.skipif(torch.__version__ < "2.11", reason="this torch gives gloo's threads no names")
 def test_no_thread_of_gloo_outlives_the_groups():
-    on_ranks(ends_with_its_threads, 2, context=contextlib.nullcontext)
+    on_ranks(waits_for_gloos_threads, 2, context=contextlib.nullcontext)
 
 
 def on_gloo(world):
@@ -153,25 +149,23 @@ def on_gloo(world):
     x = torch.ones(2)
     dist.all_reduce(x, group=made)
     assert x.tolist() == [2.0, 2.0]
-    with weft.init(made) as within:  # weft's own functions, on ranks that meet by a group of weft's
+    with weft.init(made) as within:  # weft's own functions, on ranks connected by a group of weft's
         assert weft.all_reduce(torch.ones(1), world=within).item() == 2
 
 
-def test_a_group_beside_gloo():
+def test_a_group_in_addition_to_gloo():
     on_ranks(on_gloo, 2, context=functools.partial(group, "gloo"))
 
 
 def ordered(world):
-    """Whichever threads issue them, calls are carried out in the order in which they are issued, on
-    every rank the same.
-    """
+    """Calls run in the order in which they are issued, from any thread, on every rank."""
     works = []
     for call in range(50):
         x = torch.full((call + 1,), float(call))
         works.append((x, dist.all_reduce(x, async_op=True)))
         if call % 7 == 0:
             y = torch.full((3,), 2.0)
-            dist.all_reduce(y)  # after all that was issued before
+            dist.all_reduce(y)  # runs after all calls issued before
             assert y.tolist() == [4.0] * 3
             assert all(work.is_completed() for _, work in works)
     results = [
@@ -188,7 +182,7 @@ def ordered(world):
     thread.join()
     assert x.tolist() == [2.0] * 4
 
-    def again(future):  # as hooks of DDP do, which compress gradients in several steps
+    def again(future):  # as hooks of DDP do that compress gradients in several steps
         y = future.value()[0].clone()
         dist.all_reduce(y)
         return (
@@ -209,12 +203,12 @@ def ordered(world):
     assert a.grad.tolist() == [4.0] * 3
 
 
-def test_calls_are_carried_out_in_their_order():
+def test_calls_run_in_the_order_of_their_issue():
     on_ranks(ordered, 2, context=group)
 
 
 def outstanding(world):
-    """Any number of calls may be under way, of any sizes: each has its own rows."""
+    """Any number of calls of any sizes may be outstanding: each has its own rows."""
     rank, ranks, made = dist.get_rank(), dist.get_world_size(), []
     for call in range(300):
         size = (1, 50, 3000, 40_000)[call % 4]
@@ -243,10 +237,8 @@ def test_hundreds_of_calls_are_outstanding():
     on_ranks(outstanding, 2, context=group)
 
 
-def left_alone(world):
-    """What nobody waits for is done all the same, and soon: calls, messages, and those whose
-    threads rest by then.
-    """
+def without_waits(world):
+    """Calls and messages complete soon without any wait, also where the threads are asleep."""
     peer = 1 - dist.get_rank()
     for _ in range(3):
         x, y = torch.ones(2), torch.zeros(100_000)
@@ -259,8 +251,8 @@ def left_alone(world):
         assert (x.tolist(), y.sum().item()) == ([4.0, 4.0], 100_000.0)
 
 
-def test_what_nobody_waits_for_is_done():
-    on_ranks(left_alone, 2, context=group)
+def test_calls_complete_without_a_wait():
+    on_ranks(without_waits, 2, context=group)
 
 
 def killed(world, how):
@@ -270,7 +262,7 @@ def killed(world, how):
     if rank == 1:
         time.sleep(0.2)
         die()
-    begun = time.monotonic()
+    start_time = time.monotonic()
     with pytest.raises(
         weft.PeerLost, match=r"rank 1 \(pid \d+\) died while rank \d waited"
     ) as caught:
@@ -288,7 +280,7 @@ def killed(world, how):
                 work.wait()
             dist.recv(x, 1)
     assert isinstance(caught.value, dist.DistError)
-    assert time.monotonic() - begun < SOON
+    assert time.monotonic() - start_time < SOON
     with pytest.raises(dist.DistBackendError, match="died"):
         dist.barrier()
     return True
@@ -305,7 +297,7 @@ def test_a_killed_rank_is_named_on_every_rank(how):
 
 def killed_in_a_pair(world):
     pair = dist.new_group([0, 2])
-    dist.barrier()  # else rank 0 may lose it in making the group
+    dist.barrier()  # otherwise rank 0 may lose it during the creation of the group
     if dist.get_rank() == 2:
         die()
     if dist.get_rank() == 0:
@@ -316,7 +308,7 @@ def killed_in_a_pair(world):
     return True
 
 
-def test_a_killed_rank_of_a_smaller_group_is_named_as_the_job_knows_it():
+def test_a_killed_rank_of_a_smaller_group_is_named_by_its_global_rank():
     outcomes = start(killed_in_a_pair, 3, context=group)
     assert [outcome and outcome.error for outcome in outcomes] == [None, None, None], outcomes
     assert outcomes[2] is None
@@ -331,7 +323,7 @@ def futures_fail(world):
     return True
 
 
-def test_a_future_tells_of_a_killed_rank():
+def test_a_future_raises_the_loss_of_a_rank():
     survivor, _ = start(futures_fail, 2, context=group)
     assert survivor is not None
     assert survivor.error is None, survivor.trace
@@ -355,7 +347,7 @@ def test_the_backend_is_there_once_both_are_imported(first):
 
 
 def in_a_handler(world, call):
-    """Make a call in a signal handler, as soon as that interrupts a call on the group."""
+    """Make a call in a signal handler that interrupts a call on the group."""
 
     def handler(*_):
         if world.queue.current_call() or world.messages.current_call():
@@ -392,7 +384,7 @@ def left_in_a_handler(world, waits, exits):
         assert not dist.is_initialized()
         dist.init_process_group(
             "weft", store=dist.HashStore(), rank=0, world_size=1
-        )  # for what leaves it at the end
+        )  # for the destruction at the end
     else:
         with pytest.raises(
             weft.PeerLost,
@@ -409,9 +401,7 @@ def test_a_signal_handler_leaves_the_group(waits, exits):
 
 
 def called_in_a_handler(world):
-    """A call that would wait for the one that the handler interrupts is refused before anything is
-    sent.
-    """
+    """A call that would wait for the interrupted one is refused before anything is sent."""
     store, x = world.get_group_store(), torch.ones(3)
     for number, call in enumerate([lambda: dist.all_reduce(x), lambda: dist.recv(x, 1)]):
         if dist.get_rank() == 0:
@@ -430,7 +420,8 @@ def called_in_a_handler(world):
             store.wait([f"caught {number}"])
             dist.send(x, 0) if number else dist.all_reduce(x)
         assert x.tolist() == [2.0] * 3
-    if dist.get_rank() == 0:  # who does not catch it has the interrupted call fail of it
+    # without a handler of the exception the interrupted call would fail with it
+    if dist.get_rank() == 0:
         in_a_handler(world, lambda: dist.all_reduce(x, async_op=True).wait())
     with pytest.raises(
         weft.WeftError, match="called from a signal handler while rank 0 was in barrier"
@@ -443,8 +434,8 @@ def test_a_signal_handler_calls_on_the_group():
 
 
 def interrupted(world, kind):
-    """What a signal handler raises comes out of the call that it interrupts, also where that
-    carries out another one first.
+    """The exception of a signal handler is raised by the interrupted call, also while that executes
+    an earlier one.
     """
     if dist.get_rank() == 0:
 
@@ -452,7 +443,7 @@ def interrupted(world, kind):
             raise kind
 
         in_a_handler(world, stop)
-        world.queue.run_pending = lambda: None  # by the group's thread: they are for who waits
+        world.queue.run_pending = lambda: None  # leaves the calls to the group's progress thread
         first, second = (dist.all_reduce(torch.ones(3), async_op=True) for _ in range(2))
         with pytest.raises(kind):
             second.wait()
@@ -465,13 +456,13 @@ def interrupted(world, kind):
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, TimeoutError])
-def test_an_interrupt_is_raised_as_itself(kind):
+def test_the_exception_of_an_interrupt_is_raised_unchanged(kind):
     on_ranks(interrupted, 2, kind, context=group)
 
 
 def interrupted_message(world):
-    """A message that is interrupted may have come in part: the group is closed, as by an
-    interrupted collective.
+    """An interrupted message may be partly received: the group is closed, as by an interrupted
+    collective.
     """
     if dist.get_rank() == 0:
 
@@ -499,14 +490,14 @@ def test_an_interrupted_message_closes_the_group():
         "dist.all_reduce(x, async_op=True).get_future().then(print)",
     ],
 )
-def test_a_process_ends_with_calls_that_nobody_waits_for(last):
+def test_a_process_exits_with_outstanding_calls(last):
     code = f"import torch, torch.distributed as dist; dist.init_process_group('weft'); x = torch.ones(1000); {last}"
     for _ in range(3):
         assert all(code == 0 for code in ended(code))
 
 
 def ended(code):
-    """How two ranks end that run this."""
+    """The endings of two ranks that run this code."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -31,7 +31,7 @@ def test_two_hosts_and_a_rank_that_dies(tmp_path):
 
 
 def main(folder):
-    """A rank: collectives, messages and pairs across hosts; then the last rank dies."""
+    """A rank: collectives, messages and pairs over several hosts; then the last rank dies."""
     torch.set_num_threads(1)
     dist.init_process_group("weft")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -73,7 +73,7 @@ def main(folder):
     if rank == 3:
         while not all(
             (folder / f"through{peer}").exists() for peer in range(3)
-        ):  # none loses it in the barrier
+        ):  # so that no rank loses it in the barrier
             time.sleep(0.001)
         (folder / "death").write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)

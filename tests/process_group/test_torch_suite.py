@@ -1,6 +1,4 @@
-"""A sample of torch's own suite for backends, of what takes seconds; ``make torch-suite`` runs all
-of it.
-"""
+"""A sample of torch's own suite for backends; ``make torch-suite`` runs all of it."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ def expected(world, name, a, b, bias, op):
 
 
 def written_in_place(world, name, dtype, op):
-    """Weights and biases that are written to in place, and sizes that go up and down within a class
-    and beyond it.
+    """Weights and biases that are written to in place, and numbers of rows that vary within a size
+    class and beyond it.
     """
     numbers = torch.Generator().manual_seed(5)
     b, bias = torch.zeros(4, 6, dtype=dtype), torch.zeros(6, dtype=dtype)
@@ -55,8 +55,8 @@ def test_operands_may_be_written_to_in_place(name):
 
 
 def several(world, algorithm):
-    """Weights that share a gather, packed and not, one of them without a bias, one another in each
-    other call.
+    """Weights that share a gather, packed and plain, one of them without a bias, and one that is
+    replaced in every other call.
     """
     numbers = torch.Generator().manual_seed(7)
 
@@ -80,7 +80,7 @@ def several(world, algorithm):
         assert [torch.equal(*pair) for pair in zip(results, wanted, strict=True)] == [True] * 3, (
             rows
         )
-    # one for each number of rows; none for 40 while candidates are tried, nor for no rows
+    # one for each number of rows; none for 40 rows while variants are tried, nor for no rows
     assert len(engine(world).calls) == (1 if algorithm == "auto" else 2)
     kept.plain.add_(1)
     with pytest.raises(ValueError, match="changed after it was packed"):
@@ -94,10 +94,8 @@ def test_several_weights_may_be_written_to_in_place(algorithm):
     on_ranks(several, 2, algorithm)
 
 
-def views(world):
-    """Weights that are seen through new views in each call, two of each layout, then some that
-    cannot be multiplied.
-    """
+def new_views(world):
+    """Weights as new views in each call, two of each layout, then some invalid ones."""
     numbers, a = torch.Generator().manual_seed(9), torch.ones(3, 4)
     whole = [torch.randint(-4, 4, (8, 8), generator=numbers).float() for _ in range(2)]
     for call in range(12):
@@ -116,11 +114,11 @@ def views(world):
 
 
 def test_calls_are_found_by_the_layouts_of_weights():
-    on_ranks(views, 2)
+    on_ranks(new_views, 2)
 
 
-def seen_through_another_library(world):
-    """Rows of symmetric memory, as a view of torch's and as one of another library, alternately."""
+def views_of_another_library(world):
+    """Rows of symmetric memory, alternately as a view of torch's and of another library's."""
     whole, b = world.empty(8, 4), torch.randn(4, 3)
     whole.copy_(torch.arange(32).view(8, 4) + world.rank)
     other, every = (
@@ -132,12 +130,12 @@ def seen_through_another_library(world):
         assert torch.equal(weft.all_gather(rows, algorithm="pull"), every)
 
 
-def test_symmetric_rows_are_known_through_any_view():
-    on_ranks(seen_through_another_library, 2)
+def test_symmetric_rows_are_found_through_any_view():
+    on_ranks(views_of_another_library, 2)
 
 
 def test_layouts_differ_by_dtype_shape_and_strides(tensor_access):
-    """Also where torch does not let native code look at tensors."""
+    """Also where native code cannot read tensors directly."""
     b = torch.zeros(4, 4)
     others = [
         (b.t(),),
@@ -194,7 +192,7 @@ def rows_of_other_layouts(world, name):
 
 
 def many_calls(world):
-    """More calls than the cache keeps, with all sorts of options; `most` at a time are found."""
+    """More calls than the cache keeps, with all sorts of options; `most` of them stay cached."""
     own, counted = engine(world), []
     program = own.program(barrier(world.levels), {})
     for number in range(_native.CallCache.most + 10):
@@ -212,8 +210,8 @@ def test_the_call_cache_is_bounded():
     on_ranks(many_calls, 1)
 
 
-def given_outputs(world, name):
-    """Results in tensors of the caller, which must not overlap an operand in a repeated call."""
+def output_argument(world, name):
+    """Results in the caller's tensors, which must not overlap an operand in a repeated call either."""
     numbers = torch.Generator().manual_seed(11)
     call, b = getattr(weft, name), torch.randint(-4, 4, (4, 4), generator=numbers).float()
     whole = torch.zeros(64, 4)
@@ -232,13 +230,13 @@ def given_outputs(world, name):
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_repeated_calls_write_to_the_output_given(name):
-    on_ranks(given_outputs, 2, name)
+def test_repeated_calls_write_to_the_out_argument(name):
+    on_ranks(output_argument, 2, name)
 
 
 def changed_when_repeated(world, name):
     """A packed weight that is written to between two equal calls, and operands that require a
-    gradient in a later one.
+    gradient in a later call only.
     """
     call, a, b = getattr(weft, name), torch.ones(4, 4), torch.eye(4)
     packed, before = weft.pack(b), world.executor.calls
@@ -262,7 +260,7 @@ def changed_when_repeated(world, name):
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_repeated_calls_check_what_may_have_changed(name):
+def test_repeated_calls_check_for_changes(name):
     on_ranks(changed_when_repeated, 2, name)
 
 
@@ -291,7 +289,7 @@ def test_a_repeated_call_that_fails_closes_the_world():
 
 
 def traced(world):
-    """A recorded call that was made before shows its instructions."""
+    """A recorded repeated call has its instructions in the trace."""
     a, b = torch.ones(2, 4), torch.eye(4)
     for _ in range(2):
         weft.matmul_all_reduce(a, b)
@@ -306,13 +304,13 @@ def test_a_repeated_call_is_traced():
 
 
 def new_tensors(world):
-    """Collectives on tensors that are new in each call, in place and not, in symmetric memory that
-    is made and dropped, and not.
+    """Collectives on tensors that are new in each call, in place and not, in ordinary and in
+    short-lived symmetric memory.
     """
     drawn, ranks, mine = random.Random(3), world.ranks, world.rank
     for call in range(300):
         size, symmetric = drawn.choice((3, 40, 5000)), drawn.random() < 0.2
-        spare = torch.empty(drawn.randint(0, 3))  # so that addresses change
+        spare = torch.empty(drawn.randint(0, 3))  # varies the addresses
 
         def empty(*shape, symmetric=symmetric):
             return world.empty(*shape) if symmetric else torch.empty(shape)
@@ -374,8 +372,8 @@ def test_weights_are_not_kept_alive():
 
 
 def concurrent(world):
-    """A link that is emulated from now on, and new tensors like earlier ones while a call is in the
-    background.
+    """A link that is emulated from some call on, and new tensors with the layouts of earlier ones
+    during an asynchronous call.
     """
     a, b = torch.ones(64, 4), torch.ones(4, 4)
     for _ in range(2):
@@ -398,8 +396,8 @@ def test_cached_calls_between_asynchronous_ones():
 
 
 def in_and_out_of_inference(world, name, within):
-    """Calls of one size, the first of them in inference mode or outside of it, the later ones
-    elsewhere; results are the same.
+    """Calls of one size, the first of them inside or outside of inference mode, the later ones in
+    the other mode; the results are equal.
     """
     numbers = torch.Generator().manual_seed(world.rank)
     a, b = torch.randn(6, 8, generator=numbers), torch.randn(8, 5, generator=numbers)
@@ -412,12 +410,12 @@ def in_and_out_of_inference(world, name, within):
 
 @pytest.mark.parametrize("within", [True, False], ids=["inference first", "inference later"])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_what_is_remembered_serves_in_and_out_of_inference_mode(name, within):
+def test_cached_calls_work_in_and_out_of_inference_mode(name, within):
     on_ranks(in_and_out_of_inference, 2, name, within)
 
 
 def many_shapes(world):
-    """Shapes that are all different leave no program each behind."""
+    """Shapes that are all different do not leave one program each."""
     b, counts = torch.eye(3), []
     for rows in range(1, 400):
         a = torch.full((rows, 3), float(rows))
@@ -429,12 +427,12 @@ def many_shapes(world):
 
 
 @pytest.mark.data
-def test_programs_are_few_whatever_the_shapes():
+def test_the_number_of_programs_is_bounded():
     for few, all_of_them in on_ranks(many_shapes, 2):
         assert all_of_them <= few + 8 < 48
 
 
-def test_a_process_that_repeats_calls_ends_well():
+def test_a_process_with_cached_calls_exits_cleanly():
     """Also without closing its world: native code keeps no object beyond Python's end."""
     code = (
         "import torch, weft; weft.init(); a, b = torch.ones(2, 4), torch.eye(4)\n"
