@@ -1,4 +1,4 @@
-"""Interpreters of plans, and the one place that composes a world with the engine that serves it."""
+"""Interpreters of plans, and `engine`, which selects and creates the engine of a world."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from weft.world import World
 
 
 def engine(world: World) -> Engine:
-    """The engine of a world, made at its first use."""
+    """The engine of a world, created at its first use."""
     found: Engine | None = world.engine
     if found is None:
-        found = world.engine = _made(world)
+        found = world.engine = _create(world)
     return found
 
 
-def _made(world: World) -> Engine:
+def _create(world: World) -> Engine:
     if not world.stream_ordered:
         return NetworkEngine(world) if world.multi_host else HostEngine(world)
     from weft.engines.device.engine import DeviceEngine

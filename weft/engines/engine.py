@@ -1,7 +1,7 @@
-"""What all engines have in common: compiled plans, the workspace, and errors that say what was
-waited for.
+"""Base classes of all engines: compiled plans, the workspace, and errors that name the rows and
+the signal of a failed wait.
 
-An engine compiles a plan; how many rows its blocks have is said by each execution.
+An engine compiles a plan once; each execution passes the numbers of rows of the blocks.
 """
 
 from __future__ import annotations
@@ -23,44 +23,44 @@ from weft.plan import Compute, Copy, Instruction, Plan, Reduce, Region, Signal, 
 from weft.world import World, memory
 
 LANES = ("compute", "comm")
-# calls under way at a time: ranks read what each other's latest 32 are, and may be some calls apart
+# Concurrent calls of a rank. Ranks read descriptions of each other's latest 32 calls only, and may
+# differ by some calls.
 OUTSTANDING = 16
-_MOMENT = 1.0  # seconds in which an instruction ends that has no waits
+_STOP_SECONDS = 1.0  # enough for any instruction that does not wait
 _CACHED = 256  # compiled plans; a program is small, and its workspace is shared
 
 Tensors = Mapping[str, Tensor]
 """Tensors by buffer."""
 Weights = Mapping[str, Weight]
-"""Weights by the buffer that their products go to."""
+"""Weights by name."""
 Dtypes = Mapping[str, torch.dtype]
 """Dtypes by buffer."""
 Timed = tuple[str, int, int, int]
-"""A lane, the index of an instruction there, and when that began and ended."""
+"""A lane, the index of an instruction in it, and the times of its begin and end."""
 
 
 class Engine(ABC):
-    """Executes plans for one rank of a world; which kind of engine does, follows from the world
-    (`weft.engines.engine`).
+    """Executes plans for one rank of a world; `weft.engines.engine` selects its class.
 
-    `refused` are the algorithms that this kind of engine cannot carry out, and why not. `products`
-    says how it makes products, if there is more to say than that the caller's thread does.
+    `refused` maps the algorithms that this class of engine cannot execute to the reasons.
+    `products` describes how it computes products, for `weft.explain`; it is empty if the caller's
+    thread does.
     """
 
     refused: Mapping[str, str] = {}
     products = ""
 
-    whole_plans = True  # whether other ranks' lanes are looked at, too
-    caches_calls = False  # whether repeated calls are found in `calls`
+    whole_plans = True  # whether programs need the lanes of all ranks, or of this rank only
+    caches_calls = False  # whether `calls` has repeated calls
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.programs: OrderedDict[Hashable, Program] = OrderedDict()
-        self.names = {
-            "agree": 0
-        }  # signal names of all plans, in the order in which all ranks meet them
+        # signal names of all plans, in the same order on all ranks
+        self.names = {"agree": 0}
         self.workspace: Tensor | None = None
-        self.segment: memory.Segment | None = None  # that of the workspace
-        self.pending: list[Program] = []  # started and not yet joined, in their order
+        self.segment: memory.Segment | None = None  # the workspace's
+        self.pending: list[Program] = []  # started and not yet joined, in the order of their starts
         self.calls = _native.CallCache(world.executor, PackedWeight)
         self.selections: dict[Hashable, Any] = {}  # variants by class (`weft.ops.autotune`)
 
@@ -74,11 +74,11 @@ class Engine(ABC):
     ) -> None:
         """Execute `plan`, collectively.
 
-        `tensors` are this rank's inputs and outputs by buffer name, matrices with the rows of the
-        buffer's blocks; those that peers access must be symmetric. `weights` are what a product
-        into each buffer multiplies by. `rows` are those of each of the plan's shards; without them
-        each block is a row. Workspaces take the dtype and columns of the buffers they exchange rows
-        with.
+        `tensors` are this rank's inputs and outputs by buffer name: matrices with the rows of the
+        buffer's blocks, symmetric if peers access them. `weights` are the weights of the plan's
+        computations by name. `rows` are the numbers of rows of the plan's shards; without them
+        each block is one row. Workspaces take the dtype and columns of the buffers they exchange
+        rows with.
         """
         self.world.check()
         rows = plan.pieces if rows is None else rows
@@ -92,11 +92,11 @@ class Engine(ABC):
         rows: Sequence[int] = (),
         timeout: float | None = None,
     ) -> None:
-        """Execute a plan of which peers are told as `call`, not by its sizes; nobody else may
-        execute it.
+        """Execute a plan under the description `call`, which peers compare with their own, in
+        place of a description made of sizes; the plan must not be executed otherwise.
 
-        Of the call comes first what the user called; what ranks must agree on may be on a line of
-        its own.
+        The first line of a description names the user's call; a second line, if any, holds the
+        values that must be equal on all ranks.
         """
         program = self.program(plan, tensors, rows)
         program.compiled.say(call)
@@ -110,10 +110,10 @@ class Engine(ABC):
         dtypes: Dtypes = MappingProxyType({}),
         number: int = 0,
     ) -> Program:
-        """The compiled plan for tensors and sizes like these; `number` tells those apart that are
-        under way at the same time.
+        """The compiled plan for tensors and sizes of this kind; concurrent calls of one plan have
+        different `number` each.
 
-        `dtypes` are those of workspaces that differ from the buffers they exchange rows with.
+        `dtypes` has the workspaces whose dtypes differ from the buffers they exchange rows with.
         """
         key = id(plan), number, self.kind(tensors, rows), *dtypes.values()
         program = self.programs.get(key)
@@ -126,71 +126,72 @@ class Engine(ABC):
 
     @abstractmethod
     def kind(self, tensors: Tensors, rows: Sequence[int]) -> Hashable:
-        """What a program of this engine depends on beside its plan."""
+        """The key of a compiled plan, apart from the plan: the properties of tensors and rows that
+        a program of this engine is compiled for.
+        """
 
     @abstractmethod
     def compile(self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes) -> Program:
-        """The plan for this rank and tensors and sizes like these."""
+        """Compile the plan for this rank and for tensors and sizes of this kind."""
 
-    def check_product(  # noqa: B027, most engines make any product
+    def check_product(  # noqa: B027, most engines compute any product
         self, x: Tensor, weight: Weight, out_dtype: torch.dtype
     ) -> None:
-        """Raise `ValueError` for a product that this engine cannot make, with a result of
-        `out_dtype`.
+        """Raise `ValueError` for a product with a result of `out_dtype` that this engine cannot
+        compute.
         """
 
     def drain(self) -> None:
-        """Wait until all that was started is done, and raise what went wrong with it."""
+        """Wait until all started calls have ended, and raise their errors."""
         while self.pending:
             self.pending[0].join()
 
-    def make_room(self) -> None:
-        """Wait until so few calls are under way that one more can begin."""
+    def limit_outstanding(self) -> None:
+        """Wait until one more call can be started."""
         while len(self.pending) >= OUTSTANDING:
             self.pending[0].join()
 
     def name(self, signals: Sequence[str]) -> None:
-        """Give counters to the signals of a plan; all ranks do so in the same order."""
+        """Assign counters to the signals of a plan; all ranks do so in the same order."""
         names = {**self.names, **dict.fromkeys(signals, 0)}
         if len(names) > _native.Executor.max_names:
             raise PlanError(
-                f"the plans of a world may use {_native.Executor.max_names} signal names; with "
-                f"{signals} they are more"
+                f"the plans of a world may use {_native.Executor.max_names} signal names; "
+                f"{signals} exceed this number"
             )
         self.names = {name: number for number, name in enumerate(names)}
 
     def index(self, signal: Signal) -> int:
-        """Where a signal's counter lies among a rank's counters."""
+        """The index of a signal's counter among a rank's counters."""
         return self.names[signal.name] * self.world.ranks + (
             signal.source if signal.peer is None else signal.peer
         )
 
     def reserve(self, size: int, call: str) -> memory.Segment:
-        """The workspace's segment, of at least `size` bytes. Growing it is collective: ranks first
-        agree on the call.
+        """The workspace's segment, of at least `size` bytes. To grow it is collective: ranks first
+        check that all of them make the call.
         """
         if self.segment is None or self.segment.size < size:
-            # first: what went wrong with a call before this one is the cause of what goes wrong
-            # here
+            # Before the rest: the error of an earlier call would be the cause of any error here.
             self.drain()
             self.agree(call)
-            self.moved()
+            self.workspace_replaced()
             self.calls.clear()
             self.workspace = self.segment = None
-            self.workspace = self.world.allocate([_class_of(size)], torch.uint8)
+            self.workspace = self.world.allocate([_workspace_size(size)], torch.uint8)
             self.segment = memory.find(self.workspace)
             assert self.segment is not None
         return self.segment
 
     def abandon(self) -> None:
-        """End what was started, as far as that goes: the world is closed, and what it works on may
-        soon be others' memory.
+        """Stop all started calls, within a time limit: the world is closed, and the memory that
+        they use may soon be freed and reused.
         """
         for program in self.pending:
-            program.stop(_MOMENT)
+            program.stop(_STOP_SECONDS)
 
-    def moved(self) -> None:  # noqa: B027, most programs find the workspace where it is
-        """The workspace is about to be replaced."""
+    def workspace_replaced(self) -> None:  # noqa: B027, most programs look up its address
+        """Drop programs that contain addresses of the workspace, which is about to be replaced."""
 
     def agree(self, call: str) -> None:
         """Wait until all ranks make this call."""
@@ -206,19 +207,21 @@ class Engine(ABC):
             world.executor.begin(compiled, world.timeout)
             if world.executor.run(compiled, 0, 0) < 0:
                 status, _, source, *_ = compiled.wait_failure(0)
-                raise self.ended(
+                raise self.wait_error(
                     status, source, compiled, f"to begin {call.splitlines()[0]}", world.timeout
                 )
 
-    def ended(
+    def wait_error(
         self,
         status: _native.WaitStatus,
         source: int,
         compiled: _native.Compiled,
-        doing: str,
+        purpose: str,
         timeout: float,
     ) -> WeftError:
-        """The error for a wait for rank `source` that ended early because of `status`."""
+        """The error for a wait for rank `source` that failed with `status`; `purpose` continues
+        "rank 0 waited …".
+        """
         world = self.world
         match status:
             case _native.WaitStatus.mismatch:
@@ -229,17 +232,17 @@ class Engine(ABC):
                     MismatchError.between(compiled.call, world.rank, own, source, theirs)
                 )
             case _native.WaitStatus.left:
-                return world.lost(source, "closed its world", doing)
+                return world.lost(source, "closed its world", purpose)
             case _native.WaitStatus.failed:
-                return world.failure(doing)
-            case _native.WaitStatus.lane:  # of no lane of this call
-                return WeftError(f"rank {world.rank} closed its world while it waited {doing}")
+                return world.failure(purpose)
+            case _native.WaitStatus.lane:  # but no lane of this call has failed
+                return WeftError(f"rank {world.rank} closed its world while it waited {purpose}")
             case _:
-                return world.timed_out(doing, *self._late(source, compiled.call), timeout)
+                return world.timed_out(purpose, *self._late_rank(source, compiled.call), timeout)
 
-    def _late(self, source: int, call: int) -> tuple[int, str]:
-        """The rank to look at where rank `source` is waited for in a call, which may itself wait
-        for others, and why.
+    def _late_rank(self, source: int, call: int) -> tuple[int, str]:
+        """The rank that delays a wait for rank `source` in a call, and the reason: `source`, or a
+        rank that it may wait for itself.
         """
         missing = [
             peer for peer in self.world.others if not self.world.executor.peer_call(peer, call)
@@ -255,13 +258,13 @@ class Engine(ABC):
 
 
 class Program(ABC):
-    """A plan compiled for one rank; `native` is what the native core has of it."""
+    """A plan compiled for one rank; `compiled` is its part in the native core."""
 
     compiled: _native.Compiled
 
     def __init__(self, engine: Engine, plan: Plan) -> None:
         self.engine, self.world, self.plan = engine, engine.world, plan
-        self.held: object = None  # what must live until that which was started is over
+        self.retained: object = None  # objects that must live until the started execution ends
         lanes = self.own_lanes()
         if plan.ranks != self.world.ranks:
             raise PlanError(
@@ -283,20 +286,20 @@ class Program(ABC):
             )
         )
         """The names of its weights, in the order of the computations."""
-        moved = {
+        copied = {
             region.buffer
             for _, i in plan.instructions()
             if isinstance(i, Copy | Reduce)
             for region in reads(i)
         }
-        self.agreed = {  # what ranks must agree on
+        self.agreed = {  # buffers whose rows and dtypes must be equal on all ranks
             name
             for name, buffer in plan.buffers.items()
-            if name in self.shared or (buffer.role == "input" and name in moved)
+            if name in self.shared or (buffer.role == "input" and name in copied)
         }
 
-    def check_given(self, tensors: Tensors) -> None:
-        """Raise `ValueError` unless there is a tensor for every buffer of the caller's."""
+    def check_tensors(self, tensors: Tensors) -> None:
+        """Raise `ValueError` unless there is a tensor for every input and output."""
         for name, buffer in self.plan.buffers.items():
             if buffer.given and name not in tensors:
                 raise ValueError(
@@ -304,7 +307,7 @@ class Program(ABC):
                 )
 
     def own_lanes(self) -> Mapping[str, Sequence[Instruction]]:
-        """The lanes of this rank that the native core interprets."""
+        """This rank's lanes that the native core interprets."""
         return self.plan.lanes[self.world.rank]
 
     def run(
@@ -315,12 +318,12 @@ class Program(ABC):
         bias: Tensors | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Execute once, with these tensors and the rows of each shard."""
+        """Execute once, with these tensors and numbers of rows of the shards."""
         with self.world.exclusive:
-            self.carry_out(tensors, rows, weights, bias, timeout)
+            self.run_locked(tensors, rows, weights, bias, timeout)
 
     @abstractmethod
-    def carry_out(
+    def run_locked(
         self,
         tensors: Tensors,
         rows: Sequence[int],
@@ -328,90 +331,94 @@ class Program(ABC):
         bias: Tensors | None = None,
         timeout: float | None = None,
     ) -> None:
-        """What `run` does, in this thread's turn."""
+        """`run`, while this thread holds the world's `exclusive`."""
 
     @abstractmethod
-    def bind(self, tensors: Tensors, rows: Sequence[int], words: str = "") -> Any:
-        """What `execute` and `start` take for these tensors; it may be kept while the tensors stay
-        where they are.
+    def bind(self, tensors: Tensors, rows: Sequence[int], description: str = "") -> Any:
+        """The argument of `execute` and `start` for these tensors; it stays valid while the
+        tensors' addresses do.
 
-        `words` are what peers are told that the user called; without them they are made of the
-        tensors.
+        `description` is the user's call as errors of all ranks show it; by default it is made of
+        the tensors.
         """
 
     @abstractmethod
     def execute(self, binding: Any, timeout: float | None = None) -> None:
-        """Execute a program of one lane without products, in this thread's turn."""
+        """Execute a program of one lane without computations, while this thread holds the world's
+        `exclusive`.
+        """
 
     @abstractmethod
-    def start(self, binding: Any, held: object = None, timeout: float | None = None) -> None:
-        """Begin what `execute` does, in the background; `held`, whose memory it works on, lives
-        until it is over.
+    def start(self, binding: Any, retained: object = None, timeout: float | None = None) -> None:
+        """Begin `execute` in the background; `retained`, the owner of the memory it uses, is kept
+        alive until it ends.
         """
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether what was started is over."""
+        """Whether the started execution has ended."""
 
     @abstractmethod
     def join(self, timeout: float = math.inf) -> bool:
-        """Wait until what was started is over, and raise what went wrong with it; False if
-        `timeout` seconds pass first.
+        """Wait until the started execution has ended, and raise its error; False if `timeout`
+        seconds pass first.
         """
 
     @abstractmethod
     def stop(self, timeout: float) -> None:
-        """End the waits of what was started, and return when that is over, or after `timeout`
+        """End the waits of the started execution, and return when it has ended, or after `timeout`
         seconds.
         """
 
     def idle(self) -> bool:
-        """Whether nothing was started that has not been joined."""
+        """Whether every started execution has been joined."""
         return self not in self.engine.pending
 
-    def doing(
+    def describe_wait(
         self, lane: int, index: int, call: int, source: int, expected: int, actual: int
     ) -> str:
-        """What a wait of this program is for, or a copy that failed: which rows of what it holds
-        up, and what it counts.
+        """The purpose of a wait of this program, or of a copy that failed: the rows that are
+        delayed, and the signal.
         """
         wait = self.lanes[lane][index]
         if source == self.world.rank and not (isinstance(wait, Wait) and expected):
             return f"for the end of {self.plan.operator} call {call}"
-        held = next(
+        delayed = next(
             (self.plan.sizing_region(i) for i in self.lanes[lane][index:] if writes(i)), None
         )
-        rows = f"rows {':'.join(map(str, self.rows_of(held)))}" if held else "the end"
+        rows = f"rows {':'.join(map(str, self.rows_of(delayed)))}" if delayed else "the end"
         if not isinstance(wait, Wait):
             return (
                 f"for {rows} of {self.plan.operator} call {call} (in the memory of rank {source})"
             )
-        come = f"{actual} of {expected}" if expected else "still owed by an earlier call"
-        signal = f'signal "{wait.signal.what}" from rank {source}: {come}'
+        count = f"{actual} of {expected}" if expected else "still owed by an earlier call"
+        signal = f'signal "{wait.signal.what}" from rank {source}: {count}'
         return f"for {rows} of {self.plan.operator} call {call} ({signal})"
 
     @abstractmethod
     def rows_of(self, region: Region) -> tuple[int, int]:
-        """Where the rows of a region begin and end, in the execution under way."""
+        """The first row of a region and its last row + 1, in the current execution."""
 
 
-def _class_of(size: int) -> int:
-    """The size of a workspace of at least `size` bytes: of few sizes, so that it seldom grows, and
-    hardly more than is needed.
+def _workspace_size(size: int) -> int:
+    """`size` bytes rounded up, by less than an eighth from 8 MiB on, so that the workspace seldom
+    grows.
 
-    The least, 1 MiB, is enough for most calls of few rows: to grow it takes all ranks as long as
-    several of those.
+    The minimum, 1 MiB, is enough for most calls of few rows: growing takes all ranks as long as
+    several such calls.
     """
     step = 1 << max(20, size.bit_length() - 4)
     return -(-size // step) * step
 
 
-def kinds(plan: Plan, given: Dtypes, dtypes: Dtypes) -> dict[str, tuple[torch.dtype, str]]:
-    """The dtype of every buffer that is used, and the given one whose columns it has: workspaces
-    look like what they exchange rows with.
+def kinds(plan: Plan, bound: Dtypes, dtypes: Dtypes) -> dict[str, tuple[torch.dtype, str]]:
+    """The dtype of every buffer that is used, and the bound buffer whose columns it has: workspaces
+    take both from the buffers they exchange rows with.
+
+    `bound` has the dtypes of the caller's tensors, `dtypes` exceptions for workspaces.
     """
-    known = {name: (dtype, name) for name, dtype in given.items()}
-    # in an order that all ranks have, since the first link of a workspace decides
+    found = {name: (dtype, name) for name, dtype in bound.items()}
+    # in the same order on all ranks, since a workspace takes the first buffer that has a dtype
     linked = dict.fromkeys(
         (a.buffer, i.dst.buffer)
         for _, i in plan.instructions()
@@ -422,8 +429,8 @@ def kinds(plan: Plan, given: Dtypes, dtypes: Dtypes) -> dict[str, tuple[torch.dt
     while grown:
         grown = False
         for one, other in [*linked, *((b, a) for a, b in linked)]:
-            if one in known and other not in known:
-                dtype, like = known[one]
-                known[other] = dtypes.get(other, dtype), like
+            if one in found and other not in found:
+                dtype, like = found[one]
+                found[other] = dtypes.get(other, dtype), like
                 grown = True
-    return known
+    return found

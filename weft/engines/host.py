@@ -1,9 +1,9 @@
-"""The host engine: ranks are processes of one machine, and every buffer that a peer accesses lies
-in shared memory.
+"""The host engine: ranks are processes of one machine, and every buffer that a peer accesses is in
+shared memory.
 
-The compute lane runs on the caller's thread: matrix products from Python, everything between them
-in one native call each. The comm lane runs beside it on a native thread. A plan is compiled once
-per dtype; how many rows its blocks have, and where they lie, is bound by each call.
+The compute lane runs on the caller's thread: computations from Python, the instructions between
+two of them in one native call. The comm lane runs concurrently on a native thread. A plan is
+compiled once per combination of dtypes; each call binds the sizes and addresses of its blocks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Place = tuple[int, int, int]
 
 
 class HostEngine(Engine):
-    """Executes plans on the caller's thread and one native thread beside it."""
+    """Executes plans on the caller's thread and one native thread."""
 
     whole_plans = False
     caches_calls = True
@@ -56,23 +56,21 @@ class HostEngine(Engine):
 
 
 class HostProgram(Program):
-    """A plan compiled into instructions over blocks, which the native core interprets; products are
-    made between them.
+    """A plan compiled into instructions over blocks, which the native core interprets; it pauses
+    at computations, which Python runs.
     """
 
     engine: HostEngine
 
-    more_lanes = 0  # of the native program, beside those of `LANES`
+    more_lanes = 0  # lanes of the native program in addition to `LANES`
 
     def __init__(self, engine: HostEngine, plan: Plan, tensors: Tensors, dtypes: Dtypes) -> None:
         super().__init__(engine, plan)
         plan, rank = self.plan, self.world.rank
-        given = {name: tensor.dtype for name, tensor in tensors.items()}
-        self.check_given(tensors)
-        found = kinds(plan, given, dtypes)
-        self.kinds = {
-            name: found[name] for name in plan.buffers if name in found
-        }  # in an order that all ranks have
+        self.check_tensors(tensors)
+        found = kinds(plan, {name: tensor.dtype for name, tensor in tensors.items()}, dtypes)
+        # in the same order on all ranks
+        self.kinds = {name: found[name] for name in plan.buffers if name in found}
         self.slots: dict[tuple[int, str], int] = {}
         for region in self.regions():
             self.slots.setdefault((region.rank, region.buffer), len(self.slots))
@@ -83,12 +81,12 @@ class HostProgram(Program):
         )
         self._lay_out()
         self.bound: _native.Binding | None = None
-        # `_own_binding`, and the workspace that it is of
+        # of `_own_binding`, with the workspace that it refers to
         self.own: tuple[_native.Binding, Computes] | None = None
         self.segment: memory.Segment | None = None
         self.computations: dict[int, Computation] = {}  # by index in the compute lane
         self.computing = any(isinstance(i, Compute) for lane in self.lanes for i in lane)
-        self.read = {
+        self.regions_read = {
             region for lane in self.lanes for instruction in lane for region in reads(instruction)
         }
         for lane, instructions in enumerate(self.lanes):
@@ -96,7 +94,7 @@ class HostProgram(Program):
                 self._compile(lane, at, instruction)
 
     def regions(self) -> list[Region]:
-        """What this rank's lanes access."""
+        """All regions that this rank's lanes access."""
         return [
             region
             for lane in self.lanes
@@ -108,7 +106,7 @@ class HostProgram(Program):
         """Publish the call; its waits may take `seconds`."""
         self.world.executor.begin(self.compiled, seconds)
 
-    def carry_out(
+    def run_locked(
         self,
         tensors: Tensors,
         rows: Sequence[int],
@@ -122,13 +120,13 @@ class HostProgram(Program):
         biases = {name: bias.get(name) if bias else None for name in weights}
         self.execute(binding, timeout, lambda at: computes.run(at, tensors, weights, biases))
 
-    def bind(self, tensors: Tensors, rows: Sequence[int], words: str = "") -> _native.Binding:
-        """The blocks' sizes and places for these tensors; makes the workspace larger where it is
-        too small, collectively.
+    def bind(self, tensors: Tensors, rows: Sequence[int], description: str = "") -> _native.Binding:
+        """The blocks' sizes and addresses for these tensors; enlarges the workspace if it is too
+        small, collectively.
         """
         shared = {name: self._parts(tensors[name]) for name in self.shared if name in tensors}
-        given = tensors if isinstance(tensors, dict) else dict(tensors)
-        binding = _native.Binding(self.compiled, rows, given, shared, words)
+        bound = tensors if isinstance(tensors, dict) else dict(tensors)
+        binding = _native.Binding(self.compiled, rows, bound, shared, description)
         if size := binding.workspace:
             binding.place(_native.Role.workspace, self.engine.reserve(size, binding.call).bases(0))
         if binding.eager:
@@ -138,24 +136,24 @@ class HostProgram(Program):
     def _own_binding(
         self, tensors: Tensors, rows: Sequence[int]
     ) -> tuple[_native.Binding, Computes]:
-        """A binding that no cached call has, with its computations: those of the call before, if
+        """A binding that no cached call shares, with its computations: the previous call's, if
         tensors and sizes have the same layouts.
         """
-        given = tensors if isinstance(tensors, dict) else dict(tensors)
+        bound = tensors if isinstance(tensors, dict) else dict(tensors)
         if (
             self.own is None
             or self.segment is not self.engine.segment
-            or not self.shared.isdisjoint(given)
-            or not self.own[0].again(rows, given)
+            or not self.shared.isdisjoint(bound)
+            or not self.own[0].again(rows, bound)
         ):
-            binding = self.bind(given, rows)
-            names = {name: name for name in (*given, *self.weights)}
-            computes = self.computes_of(binding, given, names, names)
+            binding = self.bind(bound, rows)
+            names = {name: name for name in (*bound, *self.weights)}
+            computes = self.computes_of(binding, bound, names, names)
             self.own, self.segment = (binding, computes), self.engine.segment
         return self.own
 
     def apply(self, binding: _native.Binding) -> None:
-        """Work with these sizes and places from now on."""
+        """Use these sizes and addresses from now on."""
         if self.bound is not binding:
             self.compiled.bind(binding)
             self.bound = binding
@@ -172,14 +170,14 @@ class HostProgram(Program):
         self._record()
 
     def start(
-        self, binding: _native.Binding, held: object = None, timeout: float | None = None
+        self, binding: _native.Binding, retained: object = None, timeout: float | None = None
     ) -> None:
         self.timeout = timeout or self.world.timeout
         with self.world.fail_on_error:
             self.apply(binding)
             self.begin(self.timeout)
             self.world.executor.start(
-                self.compiled, 0, (self.compiled, binding, held, self.engine.workspace)
+                self.compiled, 0, (self.compiled, binding, retained, self.engine.workspace)
             )
             self.engine.pending.append(self)
 
@@ -191,9 +189,8 @@ class HostProgram(Program):
         self.world.check_process()
         while self in self.engine.pending:
             left = deadline - time.monotonic()
-            if self.world.executor.join(
-                self.compiled, min(max(left, 0.0), 0.05)
-            ):  # now and then Python may handle a signal
+            # in short waits, so that Python can handle a signal between them
+            if self.world.executor.join(self.compiled, min(max(left, 0.0), 0.05)):
                 self.engine.pending.remove(self)
                 if self.compiled.wait_failure(0)[0] != _native.WaitStatus.none:
                     raise self.stopped(0, self.timeout)
@@ -219,22 +216,22 @@ class HostProgram(Program):
         ]
 
     def stopped(self, lane: int, timeout: float) -> WeftError:
-        """The error for a wait of this program that ended early; if another lane's end was the
-        reason, for that one's.
+        """The error for a failed wait of a lane; if it failed because another lane did, the error
+        for that lane.
         """
         if self.compiled.wait_failure(lane)[0] == _native.WaitStatus.lane:
             lane = self.compiled.stopped
         status, index, source, expected, actual = self.compiled.wait_failure(lane)
-        doing = self.doing(lane, index, self.compiled.call, source, expected, actual)
+        purpose = self.describe_wait(lane, index, self.compiled.call, source, expected, actual)
         if status == _native.WaitStatus.unread:
             why = (
                 f"{os.strerror(actual)}; with WEFT_READ_PEERS=0 large tensors are staged in shared "
                 "memory instead"
             )
             return self.world.fail(
-                WeftError(f"rank {self.world.rank} cannot read the rows of a peer {doing}: {why}")
+                WeftError(f"rank {self.world.rank} cannot read the rows of a peer {purpose}: {why}")
             )
-        return self.engine.ended(status, source, self.compiled, doing, timeout)
+        return self.engine.wait_error(status, source, self.compiled, purpose, timeout)
 
     def _record(self) -> None:
         if self.world.recorder is not None:
@@ -242,12 +239,9 @@ class HostProgram(Program):
             self.world.recorder.add(self.plan, self.bound.rows, self._spans())
 
     def _lay_out(self) -> None:
-        """Tell the native core which blocks the buffers have."""
-        plan, layouts, numbers = (
-            self.plan,
-            dict[tuple[int, ...], int](),
-            {name: number for number, name in enumerate(self.kinds)},
-        )
+        """Pass the blocks of the buffers to the native core."""
+        plan, layouts = self.plan, dict[tuple[int, ...], int]()
+        numbers = {name: number for number, name in enumerate(self.kinds)}
 
         def layout(blocks: Sequence[int]) -> int:
             return layouts.setdefault(tuple(blocks), len(layouts))
@@ -282,8 +276,8 @@ class HostProgram(Program):
         self.compiled.lay_out(self.world.rank, plan.pieces, list(layouts), buffers, slots)
 
     def _parts(self, tensor: Tensor) -> tuple[list[int], str]:
-        """Where all ranks' parts of a tensor lie, and the same in words; no parts if it is not
-        symmetric.
+        """The addresses of all ranks' parts of a tensor and a text that names them; no addresses
+        if it is not symmetric.
         """
         segment = memory.find(tensor)
         if segment is None or segment.world != self.world.number:
@@ -292,7 +286,7 @@ class HostProgram(Program):
         return segment.bases(offset), f" in symmetric segment {segment.number} at byte {offset}"
 
     def place(self, region: Region) -> Place:
-        """A region as the native core names it."""
+        """A region in the form that the native core takes."""
         return self.slots[region.rank, region.buffer], region.start, region.stop
 
     def computes_of(
@@ -304,8 +298,8 @@ class HostProgram(Program):
         reshaped: frozenset[str] = frozenset(),
         biased: bool = True,
     ) -> Computes:
-        """The computations with a binding of `tensors`, for calls that give the tensor of a buffer
-        by its key; one of a buffer among `reshaped` may have another shape there.
+        """The computations of a binding of `tensors`, for calls that pass a buffer's tensor under
+        its key in `keys`; a buffer in `reshaped` may be passed with another shape.
         """
 
         def operand(region: Region) -> Operand:
@@ -324,54 +318,57 @@ class HostProgram(Program):
         """The matrix of a region in the workspace, or in a peer's part of a symmetric tensor."""
         _, rows, columns, _, stride, address = binding.matrix(self.place(region))
         dtype, _ = self.kinds[region.buffer]
-        given = self.plan.buffers[region.buffer].given
-        segment = memory.find(tensors[region.buffer]) if given else self.engine.segment
+        bound = self.plan.buffers[region.buffer].given
+        segment = memory.find(tensors[region.buffer]) if bound else self.engine.segment
         if not rows * columns:
             return torch.empty(rows, columns, dtype=dtype)
         assert segment is not None
         part = memory.numbers(segment, region.rank, dtype)
         return memory.matrix(part, (rows, columns, stride, address))
 
-    def _together(self, region: Region) -> bool:
-        """Whether all that outputs get is written before anybody looks at it: in a workspace only
-        these are, as in what products read.
+    def _counts_as_output(self, region: Region) -> bool:
+        """Whether the size of all outputs together, not of this region alone, decides if a write
+        bypasses the caches: no instruction reads an output before all outputs are written, unless
+        the plan has computations.
         """
         return not self.computing and self.plan.buffers[region.buffer].given
 
     def _compile(self, lane: int, at: int, instruction: Instruction) -> None:
-        native, world, rank = self.compiled, self.world.executor, self.world.rank
+        compiled, executor, rank = self.compiled, self.world.executor, self.world.rank
         match instruction:
             case Copy(src, dst):
-                remote, measure = (
-                    src.rank != rank or dst.rank != rank,
-                    (dst, src).index(self.plan.sizing_region(instruction)),
-                )
-                native.copy(
+                remote = src.rank != rank or dst.rank != rank
+                sizing = (dst, src).index(self.plan.sizing_region(instruction))
+                compiled.copy(
                     lane,
                     self.place(dst),
                     self.place(src),
-                    measure,
-                    self._together(dst),
+                    sizing,
+                    self._counts_as_output(dst),
                     remote,
-                    dst in self.read,
+                    dst in self.regions_read,
                 )
             case Reduce(srcs, dst, op):
                 regions = (dst, *srcs)
                 dtypes = [
                     getattr(_native.Dtype, dtype_name(self.kinds[r.buffer][0])) for r in regions
                 ]
-                places, measure = (
-                    [self.place(r) for r in regions],
-                    regions.index(self.plan.sizing_region(instruction)),
-                )
+                places = [self.place(r) for r in regions]
+                sizing = regions.index(self.plan.sizing_region(instruction))
                 combine = getattr(_native.Combine, op)
-                native.reduce(
-                    lane, places, measure, self._together(dst), dtypes, combine, dst in self.read
+                compiled.reduce(
+                    lane,
+                    places,
+                    sizing,
+                    self._counts_as_output(dst),
+                    dtypes,
+                    combine,
+                    dst in self.regions_read,
                 )
             case Notify(peer, signal):
-                native.notify(lane, world, peer, self.engine.index(signal))
+                compiled.notify(lane, executor, peer, self.engine.index(signal))
             case Wait(signal, count):
-                native.wait(lane, world, rank, self.engine.index(signal), signal.source, count)
+                compiled.wait(lane, executor, rank, self.engine.index(signal), signal.source, count)
             case Compute(kernel, srcs, dst, weight):
                 roles = {self.plan.buffers[region.buffer].role for region in (*srcs, dst)}
                 if lane or "eager" in roles:
@@ -379,5 +376,5 @@ class HostProgram(Program):
                         "kernels run on the compute lane, and not on eager buffers; the "
                         f"plan has {instruction} there"
                     )
-                native.multiply(lane, self.place(self.plan.sizing_region(instruction)))
+                compiled.multiply(lane, self.place(self.plan.sizing_region(instruction)))
                 self.computations[at] = kernel.host(), srcs, dst, weight

@@ -4,8 +4,8 @@ between hosts.
 It runs the result of `weft.plan.messages.lower_to_messages`. The native core interprets the lanes
 that compute and copy within the host. A channel is interpreted at both ends: a thread of the
 sender's lane sends each message, directly from the rows; the receiver, which has the sender's plan,
-receives it directly into the rows and raises its signals, once all notified ranks have begun the
-call.
+receives each message directly into the rows and raises its signals, once all notified ranks have
+begun the call.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from weft.schedules.operators import SHARED_MEMORY_ONLY
 from weft.world import World
 from weft.world.transport import Tag
 
-_MOMENT = 0.1  # seconds between a waiting thread's checks whether the world is open
+_POLL_SECONDS = 0.1  # between a waiting thread's checks whether the world is open
 
 
 class NetworkEngine(HostEngine):
@@ -48,7 +48,7 @@ class NetworkEngine(HostEngine):
 
     refused = SHARED_MEMORY_ONLY
     whole_plans = True
-    caches_calls = False  # a call is more than a native one
+    caches_calls = False  # the call cache can only repeat calls that are all native
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -63,12 +63,12 @@ class NetworkEngine(HostEngine):
     def agree(self, call: str) -> None:
         program = self.program(barrier(self.world.levels, "agree"), {})
         program.compiled.say(call)
-        program.carry_out({}, (), {})
+        program.run_locked({}, (), {})
 
 
 Sent = list[tuple[int, list[tuple[int, Place | None]]]]
-"""Batches to send: the receiver, and for each message its number in its channel and its rows; a
-token has none.
+"""Batches to send: the receiver, and for each message its number in its channel and its rows, or
+None for a token.
 """
 
 
@@ -79,7 +79,7 @@ class NetworkProgram(HostProgram):
 
     def __init__(self, engine: NetworkEngine, plan: Plan, tensors: Tensors, dtypes: Dtypes) -> None:
         world, rank = engine.world, engine.world.rank
-        self.original = plan  # kept alive, as compiled plans are found by its identity
+        self.original = plan  # kept alive: its `id` is part of the key of this program
         plan = lower_to_messages(plan, world.hosts)
         # by the lane of the rows
         self.outgoing: dict[str, list[tuple[int, tuple[Wait, list[Message], Notify]]]] = {}
@@ -105,7 +105,7 @@ class NetworkProgram(HostProgram):
         super().__init__(engine, plan, tensors, dtypes)
         self.sends: list[tuple[str, Sent]] = []  # by lane
         self.receives: list[tuple[int, str, list[int], list[Place | None]]] = []
-        """The sender and its lane, the ranks that must have begun the call before, and the rows of
+        """The sender and its lane, the ranks that must have begun the call first, and the rows of
         each message.
         """
         self._compile_channels()
@@ -131,16 +131,16 @@ class NetworkProgram(HostProgram):
         for number, (sender, lane, notified, places) in enumerate(
             self.receives, len(LANES) + len(self.sends)
         ):
-            arriving = arrivals.setdefault(sender, _Arrivals(self, call, digest))
+            expected = arrivals.setdefault(sender, _Arrivals(self, call, digest))
             rows = deque(map(self.rows, places))
-            arriving.lanes[LANES.index(lane)] = _Incoming(number, notified, rows)
+            expected.lanes[LANES.index(lane)] = _Incoming(number, notified, rows)
         relay.begin(call, digest, self.bound.call, arrivals, self.departures)
         for number, (lane, sent) in enumerate(self.sends, len(LANES)):
             tag = Tag(LANES.index(lane), call, digest)
             relay.submit(lane, partial(self._send, number, lane, sent, tag, self.spans))
 
     def rows(self, place: Place | None) -> _Rows:
-        """The rows of a region in this call; no rows for a token."""
+        """The rows of a region in this call; zero rows for a token."""
         assert self.bound is not None
         if place is None:
             return _Rows(0, 0, 0, 0)
@@ -148,12 +148,12 @@ class NetworkProgram(HostProgram):
         return _Rows(address, rows, row, stride)
 
     def advance(self, number: int, at: int) -> int:
-        """Run a native lane to its next pause; -1 if it fails. A lane that waits for computation has
-        no time limit here.
+        """Run a native lane to its next pause; -1 if it fails. Timeouts are ignored: the lane may
+        wait for the end of a long computation.
         """
-        native, compiled = self.world.executor, self.compiled
+        executor, compiled = self.world.executor, self.compiled
         while True:
-            reached = native.run(compiled, number, at)
+            reached = executor.run(compiled, number, at)
             status, stopped, *_ = compiled.wait_failure(number)
             if (
                 reached >= 0
@@ -164,15 +164,15 @@ class NetworkProgram(HostProgram):
             at = stopped
 
     def _send(self, number: int, lane: str, sent: Sent, tag: Tag, spans: list[Timed]) -> None:
-        """Send the rows of a lane for other hosts in a call."""
+        """Send a lane's messages to other hosts in one call."""
         relay, at = self.engine.relay, self.advance(number, 0)
         for to, messages in sent:
             if at < 0:
                 return
             for index, place in messages:
-                begun = _native.now()
+                start = _native.now()
                 relay.send(to, tag, self.rows(place).gathered())
-                spans.append((channel(lane, to), index, begun, _native.now()))
+                spans.append((channel(lane, to), index, start, _native.now()))
             at = self.advance(number, at + 1)
 
     def _spans(self) -> list[Timed]:
@@ -190,13 +190,13 @@ class NetworkProgram(HostProgram):
         return [*super().regions(), *found]
 
     def _compile_channels(self) -> None:
-        native = self.compiled
+        compiled = self.compiled
         for number, (lane, posted) in enumerate(self.outgoing.items(), len(LANES)):
             sent: Sent = []
             # in the order of the lane
-            for to, (begin, messages, end) in sorted(posted, key=lambda one: one[1][0].count):
+            for to, (begin, messages, end) in sorted(posted, key=lambda item: item[1][0].count):
                 self._compile(number, 0, begin)
-                native.pause(number)
+                compiled.pause(number)
                 self._compile(number, 0, end)
                 sent.append(
                     (to, [(m.index, self.place(m.copy.src) if m.copy else None) for m in messages])
@@ -206,7 +206,7 @@ class NetworkProgram(HostProgram):
             self.incoming, len(LANES) + len(self.outgoing)
         ):
             for message in messages:
-                native.pause(number)
+                compiled.pause(number)
                 for notify in message.signals:
                     self._compile(number, 0, notify)
             notified = gate_ranks(self.plan, sender, lane, self.world.rank)
@@ -215,7 +215,7 @@ class NetworkProgram(HostProgram):
 
 
 class _Rows(NamedTuple):
-    """Rows in memory: their address and number, the bytes of a row, and from one to the next."""
+    """Rows in memory: their address and number, the bytes of a row, and the stride in bytes."""
 
     address: int
     rows: int
@@ -227,7 +227,7 @@ class _Rows(NamedTuple):
         return np.ascontiguousarray(self._matrix()).reshape(-1).data
 
     def fill(self, read: Callable[[memoryview], object]) -> None:
-        """Fill the rows by `read`."""
+        """Fill the rows by one call of `read`."""
         rows = self._matrix()
         buffer = rows if rows.flags.c_contiguous else np.empty(rows.shape, np.uint8)
         read(buffer.reshape(-1).data)
@@ -250,12 +250,12 @@ class _Arrivals:
 
     def open_gate(self, lane: int) -> bool:
         if (incoming := self.lanes.get(lane)) is None:
-            raise WeftError(f"rows of lane {lane}, of which there are no more in call {self.call}")
+            raise WeftError(f"rows of lane {lane}, which receives no more rows in call {self.call}")
         world, status = self.program.world, _native.WaitStatus.timeout
         while incoming.notified and status == _native.WaitStatus.timeout:
             if world.closed is not None:
                 return False
-            status = world.executor.wait_under_way(self.call, incoming.notified, _MOMENT)
+            status = world.executor.wait_under_way(self.call, incoming.notified, _POLL_SECONDS)
         incoming.notified = ()  # the gate is open from now on
         return status != _native.WaitStatus.failed
 
@@ -276,7 +276,7 @@ class _Arrivals:
 @dataclass
 class _Incoming:
     """The messages of one lane: the native lane that raises their signals, the ranks that must have
-    begun the call before, the rows to receive, and the position in the native lane.
+    begun the call first, the rows to receive, and the position in the native lane.
     """
 
     number: int

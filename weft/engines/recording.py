@@ -1,4 +1,4 @@
-"""Recording what the executions of a world did when, on every rank by one clock.
+"""Recording of the times of all instructions that a world executes, on every rank by one clock.
 
 with weft.engines.recording.record(world) as recording:
     weft.all_gather_matmul(a, b)
@@ -22,7 +22,7 @@ from weft.plan.binding import bind
 from weft.plan.trace import Span, Trace
 from weft.world import World, wire
 
-_ROUNDS = 20  # of asking another host for the time
+_ROUNDS = 20  # questions for the time per host
 
 
 @contextmanager
@@ -47,12 +47,12 @@ class Recording:
         self.executions: list[tuple[Plan, Sequence[int], list[Timed]]] = []
 
     def add(self, plan: Plan, rows: Sequence[int], spans: list[Timed]) -> None:
-        """Take note of an execution with these sizes; called by engines."""
+        """Add an execution with these sizes; called by engines."""
         self.executions.append((plan, rows, spans))
 
     def gather(self, title: str, group: dist.ProcessGroup | None = None) -> Trace | None:
-        """The trace of all ranks on rank 0, None elsewhere; collective over `group`, the one the
-        world was made with.
+        """The trace of all ranks on rank 0, None elsewhere; collective over `group`, with which
+        the world was made.
         """
         spans = [*self._spans()]
         if self.world.ranks > 1:
@@ -79,28 +79,28 @@ class Recording:
 def clock_offsets(
     world: World, group: dist.ProcessGroup | None = None, now: Callable[[], int] = _native.now
 ) -> list[int]:
-    """By how many nanoseconds each rank's clock `now` is ahead of rank 0's; known to rank 0, zeros
-    elsewhere. Collective.
+    """The nanoseconds by which each rank's clock `now` is ahead of rank 0's, on rank 0; zeros on
+    other ranks. Collective.
 
-    Rank 0 asks one rank of each other host for the time, and takes it for that of half-way between
-    its question and the answer, in the fastest of several rounds (F. Cristian, "Probabilistic clock
-    synchronization"). It is off by less than half that round.
+    Rank 0 asks one rank of each other host for the time. The answer counts as the time half-way
+    between the question and its arrival, in the fastest of several rounds (F. Cristian,
+    "Probabilistic clock synchronization"). The error is less than half the fastest round.
     """
     offsets, stamp = [0] * world.ranks, torch.zeros(1, dtype=torch.int64)
     for host in sorted({*world.hosts} - {world.hosts[0]}):
-        asked = world.hosts.index(host)
+        first = world.hosts.index(host)
         rounds: list[tuple[int, int]] = []
-        for _ in range(_ROUNDS if world.rank in (0, asked) else 0):
+        for _ in range(_ROUNDS if world.rank in (0, first) else 0):
             if world.rank:
                 dist.recv(stamp, group=group, group_src=0)
                 stamp.fill_(now())
                 dist.send(stamp, group=group, group_dst=0)
             else:
-                begun = now()
-                dist.send(stamp, group=group, group_dst=asked)
-                dist.recv(stamp, group=group, group_src=asked)
-                ended = now()
-                rounds.append((ended - begun, int(stamp) - (begun + ended) // 2))
+                start = now()
+                dist.send(stamp, group=group, group_dst=first)
+                dist.recv(stamp, group=group, group_src=first)
+                stop = now()
+                rounds.append((stop - start, int(stamp) - (start + stop) // 2))
         for rank in range(world.ranks):
             if rounds and world.hosts[rank] == host:
                 offsets[rank] = min(rounds)[1]

@@ -1,10 +1,10 @@
-"""The slow, obvious interpreter of plans that tests compare the other engines with: all ranks in
-one process.
+"""The slow, simple interpreter of plans that tests compare the other engines with: all ranks in one
+process.
 
-Lanes take steps of one instruction each, in turns or in a random interleaving: what a plan computes
-must not depend on which. What goes over a channel arrives in its order, however late. Memory is as
-unkind as real memory: the workspaces of successive calls overlap and are never cleared, outputs
-hold NaN when a rank begins a call, and inputs hold it before the rank begins and after it ends.
+Lanes take steps of one instruction each, round-robin or in a random order: the results of a plan
+must not depend on it. The messages of a channel arrive in their order, with any delay. Memory has
+the contents that real memory can have: the workspaces of successive calls overlap and are never
+cleared, outputs hold NaN when a rank begins a call, and inputs hold NaN before and after the call.
 """
 
 from __future__ import annotations
@@ -31,12 +31,10 @@ EAGER_SETS = _native.Executor.eager_sets
 Buffers = dict[str, Tensor]
 Move = Copy | Compute | Reduce
 Step = tuple[int, str]
-"""A rank and the lane that takes its next instruction, or ``""`` where the rank moves on to its
-next call.
-"""
+"""A rank and the lane that takes its next instruction, or ``""`` if the rank begins its next call."""
 
 Awaited = tuple[Signal, int]
-"""A signal, and how often it must have been raised."""
+"""A signal and the value that it must have reached."""
 
 NAN = 0xFF
 """Bytes of this value are NaN in every floating-point format, and -1 in integers."""
@@ -45,7 +43,7 @@ NAN = 0xFF
 class Call(NamedTuple):
     """One execution of a plan: each rank's inputs, and its weights by name.
 
-    `dtypes` are those of buffers that differ from what is written to them first.
+    `dtypes` has the buffers whose dtypes differ from the rows that are first written to them.
     """
 
     plan: Plan
@@ -55,15 +53,16 @@ class Call(NamedTuple):
 
 
 def run(*calls: Call, order: random.Random | None = None) -> list[list[Buffers]]:
-    """The outputs of each call on each rank; the calls are made one after the other by ranks that
-    move on by themselves.
+    """The outputs of each call on each rank; every rank makes the calls one after the other, and
+    does not wait for other ranks between them.
 
-    With `order` some lanes run ahead of others as far as signals allow; without it all take turns.
-    A kernel's result has the dtype that its plainest form gives. A deadlock raises `PlanError`.
+    With `order` some lanes run ahead of others as far as signals allow; without it lanes take steps
+    round-robin. A kernel's result has the dtype of its reference function. A deadlock raises
+    `PlanError`.
     """
     memory = _memory(calls)
     ranks = [_Rank(r, calls, memory) for r in range(calls[0].plan.ranks)]
-    choose = _at_random(order) if order else _in_turns()
+    choose = _at_random(order) if order else _round_robin()
     while ready := [(rank.rank, lane) for rank in ranks for lane in rank.ready()]:
         _step(ranks, *choose(ready))
     if stuck := [where for rank in ranks for where in rank.stuck()]:
@@ -71,7 +70,7 @@ def run(*calls: Call, order: random.Random | None = None) -> list[list[Buffers]]
     return [list(outputs) for outputs in zip(*(rank.outputs for rank in ranks), strict=True)]
 
 
-def _in_turns() -> Callable[[Sequence[Step]], Step]:
+def _round_robin() -> Callable[[Sequence[Step]], Step]:
     last = -1, ""
 
     def choose(ready: Sequence[Step]) -> Step:
@@ -83,39 +82,40 @@ def _in_turns() -> Callable[[Sequence[Step]], Step]:
 
 
 def _at_random(order: random.Random) -> Callable[[Sequence[Step]], Step]:
-    """Prefer lanes at random; some runs keep to their preferences for long, so that lanes run far
-    ahead, others for a step.
+    """Steps by random priorities of lanes. Some runs keep the priorities for long, so that lanes run
+    far ahead; others draw them anew for each step.
     """
-    restlessness = order.random()
-    urgency: dict[Step, float] = {}
+    redraw = order.random()
+    priorities: dict[Step, float] = {}
 
     def choose(ready: Sequence[Step]) -> Step:
-        if order.random() < restlessness:
-            urgency.clear()
-        return max(ready, key=lambda step: urgency.setdefault(step, order.random()))
+        if order.random() < redraw:
+            priorities.clear()
+        return max(ready, key=lambda step: priorities.setdefault(step, order.random()))
 
     return choose
 
 
 class _Rank:
-    """A rank's counters, and what its lanes have yet to do in its current call."""
+    """A rank's counters, and the remaining instructions of its lanes in its current call."""
 
     def __init__(
         self, rank: int, calls: Sequence[Call], memory: Sequence[Sequence[Buffers]]
     ) -> None:
         self.rank, self.calls, self.memory, self.number = rank, calls, memory, -1
         self.lanes: dict[str, list[Instruction]] = {}
-        self.arriving: dict[
-            str, list[_Arrival]
-        ] = {}  # by receiving end, of calls that may be over on this rank
+        # by the receiving end of a channel; of calls that may have ended on this rank
+        self.arriving: dict[str, list[_Arrival]] = {}
         self.counters: Counter[Signal] = Counter()
         self.base: Counter[Signal] = Counter()
         self.outputs: list[Buffers] = []
 
     def ready(self) -> list[str]:
-        """The lanes that can take a step, and the receiving ends of channels."""
+        """The lanes and receiving ends of channels that can take a step."""
         found = [
-            name for name, things in self.arriving.items() if things and self.has(things[0].awaited)
+            name
+            for name, arrivals in self.arriving.items()
+            if arrivals and self.has(arrivals[0].awaited)
         ]
         if any(self.lanes.values()):
             return found + [
@@ -126,8 +126,8 @@ class _Rank:
         return [*found, ""] if self.number < len(self.calls) else found
 
     def awaited(self, instruction: Instruction) -> Awaited | None:
-        """How often a signal must have been raised, in all calls, before an instruction of the
-        current one is carried out.
+        """The signal that an instruction of the current call waits for, and the value that it must
+        have reached, counted over all calls.
         """
         match instruction:
             case Wait(signal, count):
@@ -144,9 +144,9 @@ class _Rank:
             if lane
         ]
         return lanes + [
-            f"rank {self.rank} {name}: {things[0].awaited}"
-            for name, things in self.arriving.items()
-            if things
+            f"rank {self.rank} {name}: {arrivals[0].awaited}"
+            for name, arrivals in self.arriving.items()
+            if arrivals
         ]
 
     def move_on(self) -> None:
@@ -175,15 +175,17 @@ class _Rank:
         }
 
     def rows(self, region: Region) -> Tensor:
-        """Rows, here or on a peer, as instructions of the current call name them."""
+        """The rows of a region of the current call, on this rank or a peer."""
         return self.memory[self.number][region.rank][region.buffer][region.start : region.stop]
 
 
 class _Arrival(NamedTuple):
-    """What happens at the receiving end of a channel, in its turn, once a signal has been raised."""
+    """An effect at the receiving end of a channel, after the effects before it and the awaited
+    signal.
+    """
 
     awaited: Awaited | None
-    happen: Callable[[], object]
+    effect: Callable[[], object]
 
 
 def _step(ranks: Sequence[_Rank], rank: int, lane: str) -> None:
@@ -191,18 +193,18 @@ def _step(ranks: Sequence[_Rank], rank: int, lane: str) -> None:
     if not lane:
         here.move_on()
     elif lane in here.arriving:
-        here.arriving[lane].pop(0).happen()
+        here.arriving[lane].pop(0).effect()
     else:
         instruction = here.lanes[lane].pop(0)
-        happen, awaited = _effect(ranks, rank, instruction), here.awaited(instruction)
+        effect, awaited = _effect(ranks, rank, instruction), here.awaited(instruction)
         if is_channel(lane) and (isinstance(instruction, Copy) or at_the_end(rank, instruction)):
-            here.arriving.setdefault(ending(lane), []).append(_Arrival(awaited, happen))
+            here.arriving.setdefault(ending(lane), []).append(_Arrival(awaited, effect))
         else:
-            happen()
+            effect()
 
 
 def _effect(ranks: Sequence[_Rank], rank: int, instruction: Instruction) -> Callable[[], object]:
-    """What an instruction does, with what it reads now."""
+    """The effect of an instruction, with the rows that it reads as they are now."""
     here = ranks[rank]
     match instruction:
         case Notify(peer, signal):
@@ -213,13 +215,13 @@ def _effect(ranks: Sequence[_Rank], rank: int, instruction: Instruction) -> Call
                 raise PlanError(
                     f"{move}: a copy does not convert {sources[0].dtype} into {target.dtype}"
                 )
-            made = _result(move, sources, here.calls[here.number], rank)
-            return partial(target.copy_, made.clone() if isinstance(move, Copy) else made)
+            result = _result(move, sources, here.calls[here.number], rank)
+            return partial(target.copy_, result.clone() if isinstance(move, Copy) else result)
     return lambda: None
 
 
 def _result(move: Move, sources: Sequence[Tensor], call: Call, rank: int) -> Tensor:
-    """What `move` writes, before it is rounded to the dtype of where it goes."""
+    """The rows that `move` writes, before they are rounded to the dtype of the destination."""
     match move:
         case Copy():
             return sources[0]
@@ -241,8 +243,8 @@ def _result(move: Move, sources: Sequence[Tensor], call: Call, rank: int) -> Ten
 def _memory(calls: Sequence[Call]) -> list[list[Buffers]]:
     """The buffers of each call on each rank.
 
-    A rank's workspaces begin, in every call, at the start of one pool; eager buffers at that of one
-    of `EAGER_SETS` others, which two ranks swap each time all sets have been used.
+    In every call a rank's workspaces begin at the start of one pool, and its eager buffers at the
+    start of one of `EAGER_SETS` other pools. Two ranks swap these each time all have been used.
     """
     ranks, likes = range(calls[0].plan.ranks), [_like(call) for call in calls]
     plans = [(call.plan, like) for call, like in zip(calls, likes, strict=True)]
@@ -270,8 +272,8 @@ def _memory(calls: Sequence[Call]) -> list[list[Buffers]]:
 
 
 def _lay_out(plan: Plan, like: Buffers, rank: int, pools: dict[str, Tensor]) -> Buffers:
-    """Memory that nothing has been written to: workspaces side by side in their pool, as eager
-    buffers, the rest by itself.
+    """The buffers of one rank in one call: contiguous workspaces and eager buffers in their pools,
+    inputs and outputs in new memory.
     """
     buffers = {}
     for name, buffer in plan.buffers.items():
@@ -293,8 +295,8 @@ def _bytes(like: Tensor, rows: int) -> int:
 def _like(call: Call) -> Buffers:
     """For each buffer a tensor of no rows with its columns and dtype.
 
-    They follow from the inputs by way of the instructions. Buffers that nothing is written to look
-    like the first input.
+    The instructions determine them from the inputs. Buffers that no instruction writes to look like
+    the first input.
     """
     moves = [(r, i) for r, i in call.plan.instructions() if isinstance(i, Move)]
     like = {name: tensor[:0] for name, tensor in call.inputs[0].items()}

@@ -152,7 +152,7 @@ def start(
     check_timeout(timeout)
     call = check(world, a, out, *options)
     with world.exclusive:
-        own.make_room()
+        own.limit_outstanding()
         program = _idle(own, call)
         words = _in_words(check, call, a, options)
         program.start(program.bind(call.tensors, call.rows, words), call, timeout)

@@ -1,11 +1,11 @@
 """The device engine: lanes are streams of a GPU, on which copies, products, sums, notifies and
 waits are put in order.
 
-The host puts an execution on the streams and goes on; it never waits for the device, so that calls
-queue up and can be captured in a CUDA graph. Copies are torch's, which a copy engine carries out
-beside the products; those are torch's too, or weft's own (`weft.engines.device.products`). On a CPU
-lanes are threads: slower than the host engine, but the same engine as on a GPU, which is how it is
-tested where there is none.
+The host puts an execution on the streams and returns; it never waits for the device, so that calls
+queue up and can be captured in a CUDA graph. Copies are torch's, which a copy engine executes
+concurrently with products. Products are torch's, too, or weft's own kernel's
+(`weft.engines.device.products`). On a CPU lanes are threads: slower than the host engine, but the
+same code as on a GPU, so that tests do not need one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from weft.engines.device.products import Launch
 
 Span = Callable[[], list[Timed]]
-"""Tells of the instructions of a step when all is over."""
+"""Returns the times of the instructions of a step, after the execution has ended."""
 
 
 class DeviceEngine(Engine):
@@ -58,36 +58,33 @@ class DeviceEngine(Engine):
                     "Python starts"
                 )
             self.max_programs = symmetric.max_programs(
-                world.ranks_per_device, world.device, symmetric.BESIDE
+                world.ranks_per_device, world.device, symmetric.RESERVED_SMS
             )
             self.products = "products by one persistent kernel, which waits per tile"
         self.lanes = {name: lane(world.device, f"{name} of rank {world.rank}") for name in LANES}
         self._counters: Counters | None = None
         self.last: DeviceProgram | None = None
-        self.stream: torch.cuda.Stream | None = None  # that the last call was made on
-        self.loaded: set[str] = (
-            set()
-        )  # calls whose kernels are there, on this rank and those that share its GPU
+        self.stream: torch.cuda.Stream | None = None  # the caller's stream in the last call
+        # calls whose kernels are loaded, on this rank and the ranks that share its GPU
+        self.loaded: set[str] = set()
 
     @property
     def counters(self) -> Counters:
-        """Made by the first call, collectively."""
+        """The counters of all signals; created by the first call, collectively."""
         if self._counters is None:
             self._counters = counters(self.world, _native.Executor.max_names * self.world.ranks)
             if self.world.ranks_per_device > 1:
-                self.agree(
-                    "the first call on a device"
-                )  # what waits for others does so only when all have loaded it
+                # a kernel may wait for other ranks only after all have loaded it
+                self.agree("the first call on a device")
         return self._counters
 
     def check_product(self, x: Tensor, weight: Weight, out_dtype: torch.dtype) -> None:
-        """Raise `ValueError` for a product that this engine cannot make."""
+        """Raise `ValueError` for a product that this engine cannot compute."""
         if self.kernels and 0 not in (*x.shape, *weight.shape):
             from weft.engines.device.kernels.all_gather_matmul import check
 
-            check(
-                x.new_empty(2, x.shape[1]), plain(weight), x.new_empty(1, 1, dtype=out_dtype)
-            )  # rows as they arrive
+            # contiguous rows, as arrivals are
+            check(x.new_empty(2, x.shape[1]), plain(weight), x.new_empty(1, 1, dtype=out_dtype))
 
     def kind(self, tensors: Tensors, rows: Sequence[int]) -> Hashable:
         return (
@@ -95,22 +92,22 @@ class DeviceEngine(Engine):
             *((name, Geometry.of(tensor, self.world)) for name, tensor in tensors.items()),
         )
 
-    def moved(self) -> None:
-        self.programs.clear()  # which are over the old workspace
+    def workspace_replaced(self) -> None:
+        self.programs.clear()
 
     def compile(
         self, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes
     ) -> DeviceProgram:
         if self.world.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise WeftError(
-                f"the first {plan.operator} of its kind takes memory and loads kernels: make one "
-                "before you capture it"
+                f"the first {plan.operator} with these sizes and dtypes allocates memory and loads "
+                "kernels: call it once before you capture it in a graph"
             )
         return DeviceProgram(self, plan, tensors, rows, dtypes)
 
     def begin(self) -> None:
-        """Order what the caller does from now on after all earlier calls, on whatever stream they
-        were made.
+        """Make the caller's current stream wait for the earlier calls, which may have been made on
+        another stream.
         """
         if self.world.device.type == "cuda":
             stream = torch.cuda.current_stream()
@@ -119,38 +116,39 @@ class DeviceEngine(Engine):
             self.stream = stream
 
     def check(self) -> None:
-        """Raise what a stream could not: that a peer failed, or called something else than this
+        """Raise the errors that a stream cannot raise: a peer failed, made another call than this
         rank's last call, or was late.
         """
         world = self.world
         if (last := self.last) is not None:
             for peer in range(world.ranks):
                 if world.executor.mismatch(last.compiled, peer):
-                    raise self.ended(
+                    raise self.wait_error(
                         _native.WaitStatus.mismatch, peer, last.compiled, "", world.timeout
                     )
         if world.mesh.failure()[0]:
             raise world.failure("to make its next call")
-        if (late := self.late()) is not None:
-            raise world.fail(late)
+        if (timeout := self.timed_out()) is not None:
+            raise world.fail(timeout)
 
-    def late(self) -> PeerTimeout | None:
-        """What a kernel, which cannot raise, has noted: a wait that was over before its time."""
+    def timed_out(self) -> PeerTimeout | None:
+        """The error of a kernel's wait that timed out, which the kernel has recorded."""
         try:
-            self.counters.check(self.counted)
+            self.counters.check(self.describe_counter)
         except PeerTimeout as error:
             return error
         return None
 
-    def counted(self, index: int) -> str:
-        """What a counter counts, and for which call it may have been waited for."""
+    def describe_counter(self, index: int) -> str:
+        """The signal of a counter, and the latest call that may have waited for it."""
         name, source = [*self.names][index // self.world.ranks], index % self.world.ranks
-        return f'signal "{name}" from rank {source} in {self.last.plan.operator if self.last else "a call"} or before'
+        call = self.last.plan.operator if self.last else "a call"
+        return f'signal "{name}" from rank {source} in {call} or before'
 
 
 class DeviceProgram(FixedProgram):
-    """A plan for one rank and one geometry of its tensors, put on lanes instruction by instruction,
-    or by runs of products.
+    """A plan compiled for one rank and one geometry of its tensors; a step of a lane is an
+    instruction, or a run of products.
     """
 
     engine: DeviceEngine
@@ -169,7 +167,7 @@ class DeviceProgram(FixedProgram):
             engine.index(signal): count
             for signal, count in self.plan.promised(self.world.rank).items()
         }
-        self.fixed = {
+        self.rows = {
             region: self._rows(region)
             for instructions in self.lanes
             for i in instructions
@@ -178,30 +176,26 @@ class DeviceProgram(FixedProgram):
         self.completion: Completion | None = None
         self.launches: dict[
             range, list[Launch]
-        ] = {}  # by the part of the compute lane that they carry out
+        ] = {}  # by the part of the compute lane they execute
         self.sums: dict[tuple[Region, ...], Sum] = {}
         engine.counters.prepare(self.promised)
         if engine.kernels:
             self._use_kernels()
-        inside = {at for part in self.launches for at in part}
-        alone = [range(at, at + 1) for at in range(len(self.lanes[0])) if at not in inside]
-        self.parts = {  # of each lane, that are a step each
-            "compute": sorted([*self.launches, *alone], key=lambda part: part.start),
+        launched = {at for part in self.launches for at in part}
+        single = [range(at, at + 1) for at in range(len(self.lanes[0])) if at not in launched]
+        self.parts = {  # the instructions of each step of a lane
+            "compute": sorted([*self.launches, *single], key=lambda part: part.start),
             "comm": [range(at, at + 1) for at in range(len(self.lanes[1]))],
         }
 
     def _use_kernels(self) -> None:
-        """Leave products, and sums of what lies still, to kernels."""
+        """Use kernels for products, and for sums of rows with fixed addresses."""
         from weft.engines.device.kernels.sum_in_rank_order import Sum
         from weft.engines.device.kernels.tiles import launches, runs
         from weft.engines.device.products import Launch
 
-        lane, index, counters, programs = (
-            self.lanes[0],
-            self.engine.index,
-            self.engine.counters,
-            self.engine.max_programs,
-        )
+        lane, index = self.lanes[0], self.engine.index
+        counters, programs = self.engine.counters, self.engine.max_programs
         assert isinstance(counters, DeviceCounters)
         if all(
             self.geometry[r.buffer].columns
@@ -210,20 +204,19 @@ class DeviceProgram(FixedProgram):
             for r in accesses(i)
         ):
             for start, stop in runs(lane):
-                made = [
-                    Launch(part, self.whole, self.geometry, index, counters, programs)
+                self.launches[range(start, stop)] = [
+                    Launch(part, self.full_buffer, self.geometry, index, counters, programs)
                     for part in launches(lane[start:stop])
                 ]
-                self.launches[range(start, stop)] = made
         for i in lane:
             if isinstance(i, Reduce) and i.op in ("sum", "avg"):
-                parts = [part for src in i.srcs if isinstance(part := self.fixed[src], Tensor)]
+                parts = [part for src in i.srcs if isinstance(part := self.rows[src], Tensor)]
                 if len(parts) == len(i.srcs) and Sum.fits(parts, self.geometry[i.dst.buffer].dtype):
                     self.sums[i.srcs] = Sum(parts, i.op == "avg", programs)
 
-    def whole(self, rank: int, buffer: str) -> Tensor | str:
-        """A rank's buffer, or its name if it is the caller's own. Workspaces have room for the
-        largest rank's rows everywhere.
+    def full_buffer(self, rank: int, buffer: str) -> Tensor | str:
+        """A rank's buffer, or its name if it is this rank's own input or output. A workspace has
+        the largest rank's number of rows on every rank.
         """
         rows = self.plan.buffers[buffer].rows
         found = self._rows(
@@ -231,7 +224,7 @@ class DeviceProgram(FixedProgram):
         )
         return found if isinstance(found, Tensor) else buffer
 
-    def carry_out(
+    def run_locked(
         self,
         tensors: Tensors,
         rows: Sequence[int],
@@ -239,62 +232,59 @@ class DeviceProgram(FixedProgram):
         bias: Tensors | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Put one execution on the lanes; the caller's stream goes on after it (on a CPU, it is
-        over when this returns).
+        """Put one execution on the lanes, and make the caller's stream wait for it; on a CPU, wait
+        for it.
         """
         engine, world = self.engine, self.world
         engine.drain()
         engine.begin()
-        given, spans = (
-            Operands(tensors, weights, bias or {}, world.timeout if timeout is None else timeout),
-            list[Span](),
-        )
-        products = self._products(given)
-        self._begin(given.timeout)
+        seconds = world.timeout if timeout is None else timeout
+        operands, spans = Operands(tensors, weights, bias or {}, seconds), list[Span]()
+        products = self._products(operands)
+        self._begin(seconds)
         with world.fail_on_error:
             completions = []
-            # Transfers first: they are soon put on their stream, and go on beside the rest.
-            for name, made in (("comm", {}), ("compute", products)):
+            # Transfers first: to enqueue them is fast, and they then overlap with the compute lane.
+            for name, launched in (("comm", {}), ("compute", products)):
                 if self.parts[name]:
-                    steps = self._steps(name, given, spans, made)
+                    steps = self._steps(name, operands, spans, launched)
                     completions.append(engine.lanes[name].start(partial(self._guarded, steps)))
             self._join(completions)
             engine.counters.advance(self.promised)
-        if (
-            world.device.type == "cpu" and engine.late()
-        ):  # a peer that is lost now but was not waited for did its part
+        # Only then: a peer that is lost by now, but was not waited for, did its part.
+        if world.device.type == "cpu" and engine.timed_out():
             engine.check()
         self._record(spans)
 
-    def _products(self, given: Operands) -> dict[range, Step]:
-        """Steps for the runs of products, checked before anything is sent; their kernels are loaded
-        before anything waits.
+    def _products(self, operands: Operands) -> dict[range, Step]:
+        """Steps for the runs of products. Operands are checked before rows are sent, and kernels
+        are loaded before any kernel waits.
         """
-        made = {
-            part: [launch.step(given) for launch in launches]
+        products = {
+            part: [launch.step(operands) for launch in launches]
             for part, launches in self.launches.items()
         }
-        if made and self.world.device.type == "cuda" and self.call not in self.engine.loaded:
+        if products and self.world.device.type == "cuda" and self.call not in self.engine.loaded:
             from weft.engines.device.kernels.symmetric import LOADING
 
             with LOADING:
                 for launches in self.launches.values():
                     for launch in launches:
-                        launch.step(given, idle=True)()
+                        launch.step(operands, idle=True)()
                 for instruction in self.lanes[0]:
                     if isinstance(instruction, Reduce) and instruction.srcs in self.sums:
                         self.sums[instruction.srcs](
-                            self._find(instruction.dst, given.tensors), idle=True
+                            self._find(instruction.dst, operands.tensors), idle=True
                         )
                 drain(self.world.device)
             if self.world.ranks_per_device > 1:
                 self.engine.agree(self.call)
             self.engine.loaded.add(self.call)
-        return {part: partial(_all, steps) for part, steps in made.items()}
+        return {part: partial(_all, steps) for part, steps in products.items()}
 
     def _join(self, completions: list[Completion]) -> None:
-        """Go on after all of them; of several errors that of this rank's own making is raised, but
-        no lane is left at work.
+        """Wait for all lanes; then raise an error, if there are several one that this rank caused
+        itself.
         """
         errors: list[BaseException] = []
         for completion in completions:
@@ -309,25 +299,26 @@ class DeviceProgram(FixedProgram):
                 key=lambda error: (isinstance(error, WeftError), isinstance(error, PeerTimeout)),
             )
 
-    def bind(self, tensors: Tensors, rows: Sequence[int], words: str = "") -> Any:
+    def bind(self, tensors: Tensors, rows: Sequence[int], description: str = "") -> Any:
         """The tensors themselves, which `execute` and `start` take."""
         return tensors
 
     def execute(self, binding: Any, timeout: float | None = None) -> None:
-        self.carry_out(binding, (), {}, timeout=timeout)
+        self.run_locked(binding, (), {}, timeout=timeout)
 
-    def start(self, binding: Any, held: object = None, timeout: float | None = None) -> None:
-        """Begin what `execute` does, in the background: behind what was started before, on the lane
-        for transfers.
+    def start(self, binding: Any, retained: object = None, timeout: float | None = None) -> None:
+        """Begin `execute` in the background, on the lane for transfers and after the earlier calls
+        there.
         """
         self.engine.begin()
-        given = Operands(binding, {}, {}, self.world.timeout if timeout is None else timeout)
+        operands = Operands(binding, {}, {}, self.world.timeout if timeout is None else timeout)
         self.spans: list[Span] = []
-        self._begin(given.timeout)
-        steps = self._steps("compute", given, self.spans, {})
+        self._begin(operands.timeout)
+        steps = self._steps("compute", operands, self.spans, {})
         steps.append(lambda: self.engine.counters.advance(self.promised))
         self.completion = self.engine.lanes["comm"].start(partial(self._guarded, steps))
-        self.held = binding, held  # their memory is the caller's stream's, which may be far ahead
+        # The caller's stream, which may be far ahead, would otherwise reuse their memory.
+        self.retained = binding, retained
         self.engine.pending.append(self)
 
     def done(self) -> bool:
@@ -344,18 +335,18 @@ class DeviceProgram(FixedProgram):
             self.engine.pending.remove(self)
             raise self.world.fail(error) from None
         self.engine.pending.remove(self)
-        self.held = None
+        self.retained = None
         self._record(self.spans)
         return True
 
     def stop(self, timeout: float) -> None:
-        """Its waits end by themselves: the world is closed."""
+        """Wait for the started execution; its waits end by themselves, as the world is closed."""
         if self.completion is not None:
             with contextlib.suppress(WeftError):
                 self.completion.join(timeout)
 
     def _begin(self, seconds: float) -> None:
-        """Tell peers what is called."""
+        """Publish the call to peers."""
         self.engine.check()
         self.engine.last = self
         self.world.executor.begin(self.compiled, seconds)
@@ -365,12 +356,14 @@ class DeviceProgram(FixedProgram):
             self.world.recorder.add(self.plan, (), [each for span in spans for each in span()])
 
     def _steps(
-        self, name: str, given: Operands, spans: list[Span], products: Mapping[range, Step]
+        self, name: str, operands: Operands, spans: list[Span], products: Mapping[range, Step]
     ) -> list[Step]:
-        """Steps for the parts of a lane with these operands; `products` are those made by kernels."""
+        """Steps for the parts of a lane with these operands; `products` has the steps that launch
+        weft's kernel.
+        """
         lane, parts = LANES.index(name), self.parts[name]
         steps = [
-            products[part] if part in products else self._step(lane, part.start, given)
+            products[part] if part in products else self._step(lane, part.start, operands)
             for part in parts
         ]
         if self.world.recorder is None:
@@ -381,34 +374,30 @@ class DeviceProgram(FixedProgram):
         ]
 
     def _guarded(self, steps: Sequence[Step]) -> None:
-        """Do these steps; what goes wrong with one ends the waits of this rank's other lanes, and
-        of its peers, at once.
+        """Run steps; an error of one ends the waits of this rank's other lanes, and of its peers,
+        at once.
         """
         with self.world.fail_on_error:
             _all(steps)
 
     def _find(self, region: Region, tensors: Tensors) -> Tensor:
         """The rows of a region."""
-        fixed = self.fixed[region]
-        return (
-            fixed
-            if isinstance(fixed, Tensor)
-            else tensors[region.buffer][region.start : region.stop]
-        )
+        rows = self.rows[region]
+        if isinstance(rows, Tensor):
+            return rows
+        return tensors[region.buffer][region.start : region.stop]
 
-    def _step(self, lane: int, at: int, given: Operands) -> Step:
+    def _step(self, lane: int, at: int, operands: Operands) -> Step:
         """The step for instruction number `at` of a lane."""
-        engine, call, rows = (
-            self.engine,
-            self.compiled.call,
-            partial(self._find, tensors=given.tensors),
-        )
+        engine, call = self.engine, self.compiled.call
+        rows = partial(self._find, tensors=operands.tensors)
         match self.lanes[lane][at]:
             case Copy(src, dst):
                 return partial(rows(dst).copy_, rows(src), non_blocking=True)
             case Compute(kernel, srcs, dst, name):
                 run = kernel.device() if self.world.device.type == "cuda" else kernel.host()
-                weight, bias = (given.weights[name], given.bias.get(name)) if name else (None, None)
+                weight = operands.weights[name] if name else None
+                bias = operands.bias.get(name) if name else None
                 return partial(run, [rows(src) for src in srcs], weight, rows(dst), bias, None)
             case Reduce(srcs, dst, op):
                 parts, total = [rows(src) for src in srcs], rows(dst)
@@ -420,20 +409,20 @@ class DeviceProgram(FixedProgram):
             case Wait(signal, count):
                 index = engine.index(signal)
 
-                def hold() -> None:
+                def wait() -> None:
                     try:
                         engine.counters.wait(
-                            index, signal.source, count, self.compiled, given.timeout
+                            index, signal.source, count, self.compiled, operands.timeout
                         )
                     except WaitFailed as failed:
-                        doing = self.doing(
+                        purpose = self.describe_wait(
                             lane, at, call, signal.source, failed.expected, failed.actual
                         )
-                        raise engine.ended(
-                            failed.status, signal.source, self.compiled, doing, given.timeout
+                        raise engine.wait_error(
+                            failed.status, signal.source, self.compiled, purpose, operands.timeout
                         ) from None
 
-                return hold
+                return wait
 
 
 def _all(steps: Sequence[Step]) -> None:
@@ -442,28 +431,28 @@ def _all(steps: Sequence[Step]) -> None:
 
 
 def _timed(step: Step, name: str, every: range, spans: list[Span], device: torch.device) -> Step:
-    """The step, noting when it begins and ends on its lane; the times of a stream are read when all
-    is over.
+    """The step, with a record of its begin and end on its lane; the times of a stream are read after
+    the execution has ended.
 
-    Of several instructions that are one step, each takes all of its time.
+    Each of several instructions of one step gets the time of the step.
     """
 
     def timed() -> None:
-        start = _moment(device)
+        start = _timestamp(device)
         step()
-        stop = _moment(device)
+        stop = _timestamp(device)
         spans.append(lambda: [(name, at, *times) for times in [(start(), stop())] for at in every])
 
     return timed
 
 
-def _moment(device: torch.device) -> Callable[[], int]:
-    """When a lane has come here, in nanoseconds of the host's clock; to ask waits for the device,
-    as only recordings do.
+def _timestamp(device: torch.device) -> Callable[[], int]:
+    """A function that returns the time at which the current lane executes this, in nanoseconds of
+    the host's clock; on a GPU it waits for the device.
     """
     if device.type != "cuda":
-        come = _native.now()
-        return lambda: come
+        time = _native.now()
+        return lambda: time
     event = torch.cuda.Event(enable_timing=True)
     event.record()
 

@@ -1,5 +1,5 @@
-"""A plan compiled for sizes, and for tensors that lie as they do: what streams are given are the
-rows themselves.
+"""A plan compiled for fixed sizes and layouts of tensors: its steps contain addresses of rows, not
+numbers of blocks.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from weft.world import World, memory
 
 
 class Geometry(NamedTuple):
-    """How the rows of a buffer lie in memory; `place` is ``(segment number, byte offset)`` in
+    """The layout of a buffer's rows in memory; `place` is ``(segment number, byte offset)`` in
     symmetric memory.
     """
 
     dtype: torch.dtype
     columns: int
-    stride: int  # bytes between the beginnings of rows
+    stride: int  # bytes from the beginning of a row to that of the next
     place: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, tensor: Tensor, world: World) -> Geometry:
-        """That of a tensor. Raises `ValueError` for what is not a matrix with contiguous rows."""
+        """The geometry of a tensor. Raises `ValueError` unless it is a matrix with contiguous rows."""
         if tensor.dim() != 2 or (tensor.shape[1] > 1 and tensor.stride(1) != 1):
-            lies = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
-            raise ValueError(f"a buffer is a matrix with contiguous rows; got {lies}")
+            layout = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+            raise ValueError(f"a buffer is a matrix with contiguous rows; got {layout}")
         rows, columns = tensor.shape
         segment, place = memory.find(tensor), None
         if segment is not None and segment.world == world.number:
@@ -46,8 +46,8 @@ class Geometry(NamedTuple):
         )
 
 
-def _that_move(plan: Plan) -> Plan:
-    """The plan without the instructions that move no rows."""
+def _without_empty_moves(plan: Plan) -> Plan:
+    """The plan without instructions on zero rows."""
     lanes = tuple(
         {
             name: tuple(i for i in lane if not accesses(i) or accesses(i)[0].rows)
@@ -64,9 +64,8 @@ class FixedProgram(Program):
     def __init__(
         self, engine: Engine, plan: Plan, tensors: Tensors, rows: Sequence[int], dtypes: Dtypes
     ) -> None:
-        # alive as long as this: compiled plans are found by the identity of what was written
-        self.original = plan
-        super().__init__(engine, _that_move(bind(plan, rows)))
+        self.original = plan  # kept alive: its `id` is part of the key of this program
+        super().__init__(engine, _without_empty_moves(bind(plan, rows)))
         self.geometry = {name: Geometry.of(tensor, self.world) for name, tensor in tensors.items()}
         self.kinds = kinds(self.plan, {name: t.dtype for name, t in tensors.items()}, dtypes)
         for name, (dtype, like) in self.kinds.items():
@@ -83,10 +82,10 @@ class FixedProgram(Program):
         return region.start, region.stop
 
     def _describe(self) -> str:
-        """What the user called; then what ranks must agree on: with which rows, and a digest of the
-        rest of the plan.
+        """A line with the user's call, and a line with the values that must be equal on all ranks:
+        rows, dtypes, places in symmetric memory, and a digest of the plan.
         """
-        words, called = [], {}
+        layouts, called = [], {}
         for name, buffer in self.plan.buffers.items():
             geometry = self.geometry.get(name)
             if geometry is None or name not in self.agreed:
@@ -94,26 +93,21 @@ class FixedProgram(Program):
             place = ""
             if geometry.place and name in self.shared:
                 place = f" in symmetric segment {geometry.place[0]} at byte {geometry.place[1]}, {geometry.stride} bytes a row"
-            words.append(
+            layouts.append(
                 f"{name}={[*buffer.rows]} rows x {geometry.columns} "
                 f"{dtype_name(geometry.dtype)}{place}, "
             )
             like = self.kinds[name][1]
-            rows, columns, dtype = (
-                self.plan.buffers[like].rows,
-                self.geometry[like].columns,
-                dtype_name(self.geometry[like].dtype),
-            )
+            rows, columns = self.plan.buffers[like].rows, self.geometry[like].columns
+            dtype = dtype_name(self.geometry[like].dtype)
             shape = (rows[0], columns) if len({*rows}) == 1 else f"{[*rows]} rows x {columns}"
             called[like] = f"{like}={shape} {dtype}"
-        operator, plan = (
-            self.plan.operator,
-            f"algorithm={self.plan.algorithm}, plan {self.plan.digest:08x}",
-        )
-        return f"{operator}({', '.join(called.values())})\n{operator}({''.join(words)}{plan})"
+        operator = self.plan.operator
+        plan = f"algorithm={self.plan.algorithm}, plan {self.plan.digest:08x}"
+        return f"{operator}({', '.join(called.values())})\n{operator}({''.join(layouts)}{plan})"
 
     def _check(self, tensors: Tensors) -> None:
-        self.check_given(tensors)
+        self.check_tensors(tensors)
         for name, buffer in self.plan.buffers.items():
             if buffer.role == "workspace":
                 continue
@@ -129,7 +123,9 @@ class FixedProgram(Program):
                 )
 
     def _reserve(self) -> dict[str, int]:
-        """Lay out the workspaces that the plan uses, alike on all ranks; returns their offsets."""
+        """The offsets of the workspaces that the plan uses, equal on all ranks; grows the engine's
+        workspace to hold them.
+        """
         used = {region.buffer for _, i in self.plan.instructions() for region in accesses(i)}
         offsets, size = {}, 0
         for name, buffer in self.plan.buffers.items():
@@ -141,16 +137,16 @@ class FixedProgram(Program):
         return offsets
 
     def _rows(self, region: Region) -> Tensor | Region:
-        """Rows that do not change place from call to call as a tensor; those of the caller's own
-        tensors as they are named.
+        """A tensor for rows whose address is the same in every call; the region itself for rows of
+        this rank's own inputs and outputs.
         """
         if region.rank == self.world.rank and region.buffer not in self.workspace:
             return region
         dtype, columns, stride, place = self.geometry[region.buffer]
         segment = self.segments["workspace" if region.buffer in self.workspace else region.buffer]
         offset = self.workspace[region.buffer] if place is None else place[1]
-        whole = memory.numbers(segment, region.rank, dtype)
+        part = memory.numbers(segment, region.rank, dtype)
         step = stride // dtype.itemsize
-        return whole.as_strided(
+        return part.as_strided(
             (region.rows, columns), (step, 1), offset // dtype.itemsize + region.start * step
         )
