@@ -1,8 +1,8 @@
 """The counters of a device engine: in host memory for lanes that are threads, in device memory for
 streams and kernels.
 
-Both count as the host engine does: an execution starts from what earlier ones promised, the base,
-which `advance` raises.
+Both count as the host engine does: the counts of an execution start at a base, the sum of the
+increments that the plans of earlier executions promise. `advance` adds an execution's increments.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from weft.world import World
 from weft.world.device_memory import drain
 from weft.world.signals import Signals
 
-_LOOKS = 0.2  # seconds between looks at what peers call
+_POLL_SECONDS = 0.2  # between checks whether peers make the same call
 
 
 class WaitFailed(Exception):
-    """A wait that ended early: what happened, what was expected since this execution began and what
-    had come.
+    """A failed wait: its status, and the expected and the actual number of notifies in this
+    execution.
     """
 
     def __init__(self, status: Any, expected: int, actual: int) -> None:
@@ -30,37 +30,37 @@ class WaitFailed(Exception):
 
 
 class HostCounters:
-    """Counters for threads: signals of one-sided calls."""
+    """Counters for threads: the signals of one-sided calls."""
 
     def __init__(self, world: World, count: int) -> None:
         self.world = world
-        with world.fail_on_error:  # in the turn of the call that needs them first
+        with world.fail_on_error:
             self.signals = Signals(world, count, "counters of lanes")
         self.base = [0] * count
 
     def notify(self, peer: int, index: int) -> None:
-        """Add 1 on `peer`, after everything before it in this lane."""
+        """Add 1 on `peer`, after all earlier steps of this lane."""
         if not self.signals.array.add(peer, index, 1, 1, 1):
             raise self.world.failure(f"to notify rank {peer}")
 
     def wait(
         self, index: int, source: int, count: int, compiled: _native.Compiled, timeout: float
     ) -> None:
-        """Hold this lane until a counter, which rank `source` raises, has grown by `count`, for at
-        most `timeout` seconds.
+        """Block this lane until rank `source` has raised a counter `count` times in this execution,
+        for at most `timeout` seconds.
 
         Raises `WaitFailed`.
         """
         base, left = self.base[index], timeout
         reached = index, 1, 1, _native.Compare.greater_equal, base + count
         while True:
-            status, _, actual = self.signals.array.wait(*reached, min(left, _LOOKS))
-            left -= _LOOKS
-            quiet = status in (_native.WaitStatus.none, _native.WaitStatus.timeout)
-            if quiet and self.world.executor.mismatch(compiled, source):
+            status, _, actual = self.signals.array.wait(*reached, min(left, _POLL_SECONDS))
+            left -= _POLL_SECONDS
+            not_failed = status in (_native.WaitStatus.none, _native.WaitStatus.timeout)
+            if not_failed and self.world.executor.mismatch(compiled, source):
                 status = _native.WaitStatus.mismatch
             if status == _native.WaitStatus.timeout and self.world.mesh.left(source):
-                status = _native.WaitStatus.left  # but what it raised before it left counts
+                status = _native.WaitStatus.left  # but a notify before it left counts
                 if self.signals.array.test(*reached):
                     status = _native.WaitStatus.none
             if status == _native.WaitStatus.none:
@@ -69,7 +69,7 @@ class HostCounters:
                 raise WaitFailed(status, count, actual - base)
 
     def advance(self, promised: Mapping[int, int]) -> None:
-        """End an execution, which raised counters by what the plan `promised`."""
+        """End an execution, whose plan `promised` these increments by counter."""
         for index, count in promised.items():
             self.base[index] += count
 
@@ -77,11 +77,11 @@ class HostCounters:
         pass
 
     def check(self, name: Callable[[int], str]) -> None:
-        pass  # lanes raise
+        pass  # the waits of threads raise
 
 
 class DeviceCounters:
-    """Counters for kernels, in symmetric memory; what is promised is counted there too, so that
+    """Counters for kernels, in symmetric memory; their bases are in device memory, too, so that
     graphs can be replayed.
     """
 
@@ -96,9 +96,9 @@ class DeviceCounters:
         self.tables = symmetric.CounterTables(
             self.counters, self.bases, self.base, self.timeout_record
         )
-        self.grown: dict[tuple[tuple[int, int], ...], torch.Tensor] = {}
-        # Loading a kernel may wait for the device: both are loaded before anything on it waits for
-        # this rank.
+        self.increments: dict[tuple[tuple[int, int], ...], torch.Tensor] = {}
+        # Loading a kernel may wait for the device. So both are loaded before any kernel on it waits
+        # for this rank.
         with symmetric.LOADING:
             self.notify(world.rank, count)
             self.wait(count, world.rank, 1, None, world.timeout)
@@ -111,8 +111,8 @@ class DeviceCounters:
     def wait(
         self, index: int, source: int, count: int, compiled: _native.Compiled | None, timeout: float
     ) -> None:
-        """Hold this lane until a counter has grown by `count`; `check` raises what goes wrong,
-        since a stream cannot.
+        """Block this lane until a counter has been raised `count` times in this execution; `check`
+        raises errors of waits, since a stream cannot.
         """
         kernel: Any = self.kernels.wait_kernel
         polls = self.symmetric.max_polls(timeout)
@@ -124,17 +124,19 @@ class DeviceCounters:
         self.base.add_(self.prepare(promised))
 
     def prepare(self, promised: Mapping[int, int]) -> torch.Tensor:
-        """What `advance` adds; made at its first use, which cannot be captured in a graph."""
+        """The increments that `advance` adds; created at the first use, which cannot be captured in
+        a graph.
+        """
         key = tuple(sorted(promised.items()))
-        if key not in self.grown:
-            grown = torch.zeros(len(self.base), dtype=torch.int64)
+        if key not in self.increments:
+            increments = torch.zeros(len(self.base), dtype=torch.int64)
             for index, count in key:
-                grown[index] = count
-            self.grown[key] = grown.to(self.base.device)
-        return self.grown[key]
+                increments[index] = count
+            self.increments[key] = increments.to(self.base.device)
+        return self.increments[key]
 
     def check(self, name: Callable[[int], str]) -> None:
-        """Raise `PeerTimeout` for a wait that ended early; `name` says what a counter is called."""
+        """Raise `PeerTimeout` if a wait timed out; `name` names a counter."""
         self.symmetric.check(self.timeout_record, f"rank {self.world.rank}", name)
 
 

@@ -1,8 +1,8 @@
-"""What the lanes of a plan become on a device: on a GPU streams, on a CPU threads that each do in
-order what they are given.
+"""Lanes of a device: streams of a GPU, or threads of a CPU, each of which runs its steps in order.
 
-What a lane is given goes behind what the caller's stream holds so far, and the `Completion` of that
-puts the caller behind it. Nothing here waits on a GPU: what waits are streams.
+A step runs after all work that was on the caller's stream when the step was started. Its
+`Completion` makes the caller's stream, or on a CPU the caller's thread, wait for it. The host never
+waits for a GPU here.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Step = Callable[[], object]
 
 
 class Operands(NamedTuple):
-    """What one execution of a program works on: tensors, weights and biases by buffer, and the
-    seconds that any wait may take.
+    """The operands of one execution of a program: tensors by buffer, weights and biases by the
+    name of the weight, and the timeout of each wait in seconds.
     """
 
     tensors: Tensors
@@ -31,7 +31,7 @@ class Operands(NamedTuple):
 
 
 class ThreadCompletion:
-    """The end of what was started on a `ThreadLane`."""
+    """The end of a step that was started on a `ThreadLane`."""
 
     def __init__(self, future: Future[object]) -> None:
         self.future = future
@@ -40,7 +40,7 @@ class ThreadCompletion:
         return self.future.done()
 
     def join(self, seconds: float = math.inf) -> bool:
-        """Go on after the steps: wait for the thread. False if time runs out first."""
+        """Wait for the step, and raise its error; False if `seconds` pass first."""
         done, _ = wait([self.future], None if seconds == math.inf else seconds)
         for future in done:
             future.result()
@@ -52,18 +52,18 @@ class ThreadLane:
 
     def __init__(self, name: str) -> None:
         threads = torch.get_num_threads()
-        self.thread = ThreadPoolExecutor(
-            1, name, torch.set_num_threads, (threads,)
-        )  # ends with the lane
+        self.thread = ThreadPoolExecutor(1, name, torch.set_num_threads, (threads,))
 
     def start(self, step: Step) -> ThreadCompletion:
-        """Do this behind what was started before, beside the caller and other lanes."""
-        without_gradients = torch.no_grad()(step)  # which is a thread's own affair
+        """Run a step after the earlier steps of this lane, concurrently with the caller and other
+        lanes.
+        """
+        without_gradients = torch.no_grad()(step)  # gradient mode is per thread
         return ThreadCompletion(self.thread.submit(without_gradients))
 
 
 class StreamCompletion:
-    """The end of what was started on a `StreamLane`."""
+    """The end of a step that was started on a `StreamLane`."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
@@ -72,7 +72,7 @@ class StreamCompletion:
         return bool(self.event.query())
 
     def join(self, seconds: float = math.inf) -> bool:
-        """Have the current stream go on after the steps."""
+        """Make the current stream wait for the step."""
         torch.cuda.current_stream().wait_event(self.event)
         return True
 
@@ -84,7 +84,7 @@ class StreamLane:
         self.stream = torch.cuda.Stream(device)
 
     def start(self, step: Step) -> StreamCompletion:
-        """Do this behind what was started before, and what the caller has put on its current
+        """Run a step after the earlier steps of this lane and the work on the caller's current
         stream.
         """
         self.stream.wait_stream(torch.cuda.current_stream())

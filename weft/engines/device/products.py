@@ -1,9 +1,9 @@
-"""How a device engine makes the products of a compute lane: each by `torch.mm`, or whole runs of
-them by one persistent kernel.
+"""Matrix products of a compute lane on a device: one `torch.mm` each, or one persistent kernel for
+a sequence of products.
 
 With ``torch`` a product is put on the stream behind the waits before it. With ``triton`` a run of
-products, waits and notifies is one launch of `kernels.all_gather_matmul`, which does the waiting
-and the telling itself.
+products, waits and notifies is one launch of `kernels.all_gather_matmul`, which itself waits and
+notifies.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from weft.plan import Compute, Instruction, Signal
 class Launch:
     """One launch of the product kernel in a program, for a `part` of its compute lane.
 
-    `whole` gives a rank's buffer, or its name if it is the caller's own; `index` says where a
-    signal's counter lies; there is room for so many `programs` of the kernel.
+    `full_buffer` returns a rank's buffer, or its name if each call passes its tensor; `index`
+    returns the index of a signal's counter; the device can run `programs` programs of the kernel at
+    once.
     """
 
     def __init__(
         self,
         part: Sequence[Instruction],
-        whole: Callable[[int, str], Tensor | str],
+        full_buffer: Callable[[int, str], Tensor | str],
         geometry: Mapping[str, Geometry],
         index: Callable[[Signal], int],
         counters: DeviceCounters,
@@ -43,9 +44,9 @@ class Launch:
         assert products[0].weight is not None
         self.weight = products[0].weight
         sources = [*dict.fromkeys(i.srcs[0][:2] for i in products)]
-        self.sources = [whole(rank, buffer) for rank, buffer in (sources[0], sources[-1])]
-        self.out = whole(world.rank, self.output)
-        self.bases = counters.bases  # of no use where only this rank's own rows are written
+        self.sources = [full_buffer(rank, buffer) for rank, buffer in (sources[0], sources[-1])]
+        self.out = full_buffer(world.rank, self.output)
+        self.bases = counters.bases  # unused if the launch writes to this rank's rows only
         if any(i.dst.rank != world.rank for i in products):
             assert isinstance(self.out, Tensor)
             self.bases = symmetric.bases(world, self.out)
@@ -61,17 +62,18 @@ class Launch:
             world.device,
         )
 
-    def step(self, given: Operands, idle: bool = False) -> Step:
-        """The launch with these operands, or one that only loads its kernel. Raises `ValueError`
-        for what it cannot multiply.
+    def step(self, operands: Operands, idle: bool = False) -> Step:
+        """The launch with these operands; an `idle` launch only loads the kernel. Raises
+        `ValueError` for operands that the kernel cannot multiply.
         """
         own, x, out = (
-            given.tensors[t] if isinstance(t, str) else t for t in (*self.sources, self.out)
+            operands.tensors[t] if isinstance(t, str) else t for t in (*self.sources, self.out)
         )
-        weight, max_polls = plain(given.weights[self.weight]), symmetric.max_polls(given.timeout)
+        weight = plain(operands.weights[self.weight])
+        max_polls = symmetric.max_polls(operands.timeout)
         check(own, weight, out)
         check(x, weight, out)
-        added = given.bias.get(self.weight)
+        bias = operands.bias.get(self.weight)
         return lambda: self.product(
-            own, x, weight, added, out, self.bases, self.counters.tables, max_polls, idle
+            own, x, weight, bias, out, self.bases, self.counters.tables, max_polls, idle
         )

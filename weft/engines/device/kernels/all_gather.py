@@ -1,16 +1,15 @@
-"""All-gather on a GPU: every rank puts its shard to all ranks, in one kernel that takes as few SMs
-as it is given.
+"""All-gather on a GPU: every rank puts its shard to all ranks, in one kernel on a fixed number of
+SMs.
 
-Each program walks over tiles of the shard: one vector load, then one vector store for each rank.
+Each program iterates over tiles of the shard: one vector load, then one vector store for each rank.
 The tables of addresses are read once, before the loop. Destinations are rotated by rank, so that at
-any time each rank is the target of one other: the traffic has the shape of a permutation, not of a
-fan-in.
+any time each rank is the destination of one other: the traffic is a permutation, not a fan-in.
 
-The kernel is there in Triton and in Gluon, where the layout of a tile over threads is stated, not
-inferred: every load and every store of a warp covers a contiguous stretch of memory in the widest
-accesses there are. Triton infers the same layout; stating it makes that a property of the source,
-and lets threads per warp and warps be chosen against the tile. Gluon has no interpreter: in it the
-kernel is compiled in tests, and runs only on GPUs.
+The kernel exists in Triton and in Gluon, where the layout of a tile over threads is explicit: every
+load and every store of a warp covers a contiguous range of memory in the widest possible accesses.
+Triton infers the same layout; the explicit layout makes that a property of the source, and lets
+threads per warp and warps be selected to suit the tile. Gluon has no interpreter: tests only compile
+this version, and it runs on GPUs only.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from weft.world import World
 from weft.world.device_memory import drain
 
 VECTOR = 16
-"""Bytes of the widest access of a thread; a shard is a whole number of them."""
+"""Bytes of the widest access of a thread; the size of a shard is a multiple of it."""
 
 
 class Traffic(NamedTuple):
-    """How the kernel is laid out.
+    """Launch parameters of the kernel.
 
     `sms`: programs, each on an SM of its own. `tile`: bytes that a program loads at once, and
     stores to every rank before it loads more. `warps`: warps per program. `threads_per_warp`: 32 on
@@ -53,7 +52,7 @@ class Traffic(NamedTuple):
     threads_per_warp: int = 32
 
     def check(self, world: World, device: torch.device) -> None:
-        """Raise `ValueError` for what the kernel cannot do."""
+        """Raise `ValueError` for parameters that the kernel does not support."""
         threads = self.warps * self.threads_per_warp
         if self.sms < 1:
             raise ValueError(f"at least one SM is needed; got sms={self.sms}")
@@ -63,17 +62,16 @@ class Traffic(NamedTuple):
             or threads > 1024
         ):
             raise ValueError(
-                "warps are of 32 or 64 threads, and 1, 2, 4, … of them make a program of at most "
-                "1024 threads; "
-                f"got {self.warps} of {self.threads_per_warp}"
+                "a program has 1, 2, 4, 8, 16 or 32 warps of 32 or 64 threads, and at most 1024 "
+                f"threads; got {self.warps} warps of {self.threads_per_warp}"
             )
         if self.tile & (self.tile - 1) or self.tile < threads * VECTOR:
             raise ValueError(
-                f"a tile is a power of two and gives each of {threads} threads {VECTOR} bytes, at "
-                f"least {threads * VECTOR} in all; "
-                f"got {self.tile}"
+                f"a tile is a power of two of at least {threads * VECTOR} bytes, {VECTOR} for each "
+                f"of {threads} threads; got {self.tile}"
             )
-        # A program that waits holds its place; one that it waits for must not be left outside.
+        # A waiting program occupies an SM: all programs must fit at once, or those that it waits for
+        # might never start.
         ranks = world.ranks_per_device
         if device.type == "cuda" and self.sms > (most := symmetric.max_programs(ranks, device)):
             raise ValueError(
@@ -86,20 +84,20 @@ DEFAULT = Traffic()
 
 
 def layout(threads_per_warp: int, warps: int) -> gl.BlockedLayout:
-    """A tile over threads: each holds 16 bytes of it side by side, and `TILE / (4 * threads)` such
-    pieces.
+    """The layout of a tile over threads: each holds `TILE / (4 * threads)` vectors of 16 contiguous
+    bytes.
     """
     return gl.BlockedLayout([VECTOR // 4], [threads_per_warp], [warps], [0])
 
 
 class AllGather:
-    """All-gathers into one symmetric tensor by this kernel; made, and called, collectively.
+    """All-gathers into one symmetric tensor by this kernel; created, and called, collectively.
 
     `gathered` holds the shards of all ranks in rank order. A call is put on the current stream and
-    returns at once; when the stream has passed it, `gathered` is complete on this rank. Calls may
-    be captured in a CUDA graph: what is counted is kept on the device. `max_polls` bounds every
-    wait; `check` raises `PeerTimeout` if one ran out. Peers write to `gathered` from the moment
-    this rank makes its next call, so what reads it must be on the same stream, or done.
+    returns at once; when the stream has executed it, `gathered` is complete on this rank. Calls may
+    be captured in a CUDA graph: the number of calls is counted on the device. `max_polls` bounds
+    every wait; `check` raises `PeerTimeout` if one timed out. Peers write to `gathered` as soon as
+    this rank makes its next call, so its readers must be on the same stream, or have ended.
     """
 
     def __init__(
@@ -119,9 +117,8 @@ class AllGather:
             or gathered.data_ptr() % VECTOR
         ):
             raise ValueError(
-                f"gathered must be contiguous, begin at a multiple of {VECTOR} bytes and hold "
-                f"whole {VECTOR} bytes for each of "
-                f"{world.ranks} ranks; got shape {tuple(gathered.shape)} of {gathered.dtype}"
+                f"gathered must be contiguous, begin at a multiple of {VECTOR} bytes and hold a "
+                f"multiple of {VECTOR} bytes for each of {world.ranks} ranks; got shape {tuple(gathered.shape)} of {gathered.dtype}"
             )
         self.world, self.gathered, self.traffic, self.size = world, gathered, traffic, size
         device = gathered.device
@@ -138,8 +135,9 @@ class AllGather:
             self.kernel = all_gather_gluon_kernel
             self.options["LAYOUT"] = layout(traffic.threads_per_warp, traffic.warps)
         words, table = gathered.view(torch.uint8).view(-1).view(torch.int32), self.calls
-        counted = self.calls, self.tickets, self.timeout_record
-        # before all make the counters together: no kernel waits for a rank that is still to load it
+        state = self.calls, self.tickets, self.timeout_record
+        # Loaded before ranks create the counters together: no kernel may wait for a rank that has
+        # not loaded it.
         with symmetric.LOADING:
             self.kernel[(1,)](
                 words,
@@ -147,7 +145,7 @@ class AllGather:
                 table,
                 table,
                 table,
-                *counted,
+                *state,
                 0,
                 world.rank,
                 max_polls,
@@ -160,12 +158,12 @@ class AllGather:
             self.counters,
             symmetric.bases(world, self.counters),
         )
-        self.arguments = words, *tables, *counted
+        self.arguments = words, *tables, *state
         self.rest = size // VECTOR, world.rank, max_polls
 
     def __call__(self, shard: Tensor) -> None:
-        """Gather `shard`, contiguous and of the size of a rank's part of `gathered`; it may be that
-        part itself.
+        """Gather `shard`, contiguous and of the size of a rank's part of `gathered`; it may be this
+        rank's part itself.
         """
         if (
             not shard.is_contiguous()
@@ -174,8 +172,7 @@ class AllGather:
         ):
             raise ValueError(
                 f"a shard is contiguous, begins at a multiple of {VECTOR} bytes and has "
-                f"{self.size} bytes; "
-                f"got shape {tuple(shard.shape)} of {shard.dtype}"
+                f"{self.size} bytes; got shape {tuple(shard.shape)} of {shard.dtype}"
             )
         if self.world.ranks == 1 or not self.size:
             self.gathered.view(-1).copy_(shard.view(-1).view(self.gathered.dtype))
@@ -186,17 +183,17 @@ class AllGather:
         self.calls.add_(1)
 
     def check(self) -> None:
-        """Raise `PeerTimeout` if a wait of a call that the device has finished ran out of time."""
+        """Raise `PeerTimeout` if a wait timed out in a call that the device has finished."""
         symmetric.check(self.timeout_record, f"an all_gather of rank {self.world.rank}")
 
 
 def _all_gather(
     shard,  # int32*: this rank's rows as words
-    gathered,  # int32*: symmetric; rank r's shard lies at word r * words
+    gathered,  # int32*: symmetric; rank r's shard begins at word r * words
     gathered_bases,
     counters,  # int64*: symmetric; 0 to RANKS - 1 "open", then "arrived", by source
     counter_bases,
-    calls,  # int64*: how many calls came before
+    calls,  # int64*: the number of earlier calls
     tickets,
     timeout_record,
     vectors,  # the size of the shard in 16 bytes; 0 does nothing
@@ -204,7 +201,7 @@ def _all_gather(
     max_polls,
     RANKS: tl.constexpr,
     TILE: tl.constexpr,
-    LAYOUT: tl.constexpr = None,  # of a tile over threads, in Gluon
+    LAYOUT: tl.constexpr = None,  # of a tile over threads; in Gluon only
 ):
     if vectors == 0:
         return
@@ -212,9 +209,8 @@ def _all_gather(
     call = tl.load(calls) + 1
     words = vectors.to(tl.int64) * 4
     if program == 0:
-        for step in tl.static_range(
-            1, RANKS
-        ):  # this rank has made the call: peers may write to its `gathered`
+        # this rank has made the call: peers may write to its `gathered`
+        for step in tl.static_range(1, RANKS):
             notify(counters + rank * 8, counter_bases, rank, (rank + step) % RANKS)
     mine = gathered + rank.to(tl.int64) * words
     targets = ()
@@ -231,15 +227,14 @@ def _all_gather(
         for step in tl.static_range(RANKS):
             tl.store(targets[step] + offsets, tile, mask=inside)
         start += programs * TILE
-    if last_to_arrive(
-        tickets, programs
-    ):  # behind all programs' stores: this rank's shard is there, and now peers' are here
+    # After all programs' stores: this rank's shard has arrived on peers. Then wait for theirs.
+    if last_to_arrive(tickets, programs):
         for step in tl.static_range(1, RANKS):
             notify(counters + (RANKS + rank) * 8, counter_bases, rank, (rank + step) % RANKS)
         for step in tl.static_range(1, RANKS):
             wait(counters, RANKS + (rank + step) % RANKS, call, timeout_record, max_polls)
 
 
-_AS_THEY_COME = ["vectors", "rank", "max_polls"]
-all_gather_kernel = triton.jit(_all_gather, do_not_specialize=_AS_THEY_COME)
-all_gather_gluon_kernel = gluon.jit(_all_gather, do_not_specialize=_AS_THEY_COME)
+_NOT_SPECIALIZED = ["vectors", "rank", "max_polls"]
+all_gather_kernel = triton.jit(_all_gather, do_not_specialize=_NOT_SPECIALIZED)
+all_gather_gluon_kernel = gluon.jit(_all_gather, do_not_specialize=_NOT_SPECIALIZED)

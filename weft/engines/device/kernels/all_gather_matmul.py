@@ -1,11 +1,11 @@
 """The compute lane of a fused operator as one persistent kernel: it multiplies rows as they arrive.
 
-Each program goes through the tiles in the order of the lane, taking one in so many, and through the
-lane's waits when a tile is the first that needs them: this rank's own rows first, then those of
-peers; no launch, no wave of programs that drains, and no host between two products. Both factors
-are read through tensor descriptors, which are TMA transfers on sm_90 and later. The rows are put in
-place by somebody else: a copy engine, peers, or `kernels.all_gather`. Where the tiles go, and who
-is told, is in `kernels.matmul_put`.
+Of n programs each computes every n-th tile, in the order of the lane, and executes the lane's waits
+before the first tile that needs them: this rank's own rows come first, then peers' rows. Between two
+products there is no launch, no partly filled wave of programs, and no work of the host. Both
+factors are read through tensor descriptors, which are TMA transfers on sm_90 and later. The kernel
+does not move rows of x: a copy engine, peers, or `kernels.all_gather` do. `kernels.matmul_put` has
+the stores of tiles and the notifies.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from weft.checks import name as dtype_name
 from weft.engines.device.kernels.matmul_put import arrive, put_tile
 from weft.engines.device.kernels.symmetric import CounterTables, wait
-from weft.engines.device.kernels.tiles import follow
+from weft.engines.device.kernels.tiles import launch_tables
 from weft.plan import Instruction, Signal
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Blocks(NamedTuple):
-    """Sizes of a tile and of the steps along K, warps per program and stages of the pipeline that
+    """Sizes of a tile and of the steps along K, warps per program and stages of the pipeline of
     loads.
     """
 
@@ -41,13 +41,13 @@ class Blocks(NamedTuple):
 
 
 def sizes(amd: bool, wide: bool, wide_out: bool) -> Blocks:
-    """Sizes of tiles for AMD's or NVIDIA's GPUs, by whether factors (`wide`) and results
-    (`wide_out`) are of 4 bytes.
+    """Sizes of tiles for AMD's or NVIDIA's GPUs; `wide` and `wide_out`: factors and results have 4
+    bytes per element.
 
-    With these no register is spilled and all fits in shared memory, on the GPUs that tests compile
-    for.
+    With these sizes no register is spilled and all tiles fit in shared memory, on the GPUs that
+    tests compile for.
     """
-    if wide:  # multiplied in all of float32, which NVIDIA's matrix instructions do not do
+    if wide:  # full float32 precision, without matrix instructions on NVIDIA's GPUs
         return Blocks(64, 128, 16, 8, 3)
     if amd:
         return Blocks(n=128, k=32, stages=2)
@@ -55,8 +55,8 @@ def sizes(amd: bool, wide: bool, wide_out: bool) -> Blocks:
 
 
 def check(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Raise `ValueError` unless the kernel can multiply these: rows that begin at multiples of 16
-    bytes, as descriptors demand.
+    """Raise `ValueError` unless the kernel can multiply these: tensor descriptors need rows that
+    begin at multiples of 16 bytes.
     """
     aligned = all(
         t.stride(1) == 1
@@ -74,14 +74,13 @@ def check(x: Tensor, weight: Tensor, out: Tensor) -> None:
     ):
         raise ValueError(
             f"weft's product kernel takes {', '.join(dtype_name(dtype) for dtype in DTYPES)}, and "
-            "rows of x and "
-            "of the weight, or of its transpose, that begin at multiples of 16 bytes; got x "
-            f"{_said(x)}, weight {_said(weight)}, "
-            f'out {_said(out)}. Pad them, or multiply by torch.mm in a world with products="torch"'
+            "rows of x and of the weight, or of its transpose, that begin at multiples of 16 bytes; "
+            f"got x {_layout(x)}, weight {_layout(weight)}, "
+            f'out {_layout(out)}. Pad them, or multiply by torch.mm in a world with products="torch"'
         )
 
 
-def _said(t: Tensor) -> str:
+def _layout(t: Tensor) -> str:
     return f"{tuple(t.shape)} {dtype_name(t.dtype)} with strides {t.stride()}"
 
 
@@ -94,8 +93,8 @@ class Product:
     """``out = x @ weight (+ bias)`` for the rows and in the order of a launch (`kernels.tiles`) of
     a compute lane.
 
-    `columns` is N, `dtype` that of the factors and `out` that of the result; `index` says where a
-    signal's counter lies among this rank's. The kernel has `programs` programs.
+    `columns` is N, `dtype` the factors' dtype and `out` the result's; `index` returns the index of a
+    signal's counter. The kernel has at most `programs` programs.
     """
 
     def __init__(
@@ -111,23 +110,23 @@ class Product:
     ) -> None:
         gpu, amd = device.type == "cuda", torch.version.hip is not None
         self.blocks = blocks = sizes(gpu and amd, dtype == torch.float32, out == torch.float32)
-        made = follow(part, triton.cdiv(columns, blocks.n), blocks.m)
-        waits = [(index(signal), count) for signal, count in made.waits] or [(0, 0)]
+        launch = launch_tables(part, triton.cdiv(columns, blocks.n), blocks.m)
+        waits = [(index(signal), count) for signal, count in launch.waits] or [(0, 0)]
         notifies = [
-            (peer, index(signal), arrivals) for peer, signal, arrivals in made.notifies
+            (peer, index(signal), arrivals) for peer, signal, arrivals in launch.notifies
         ] or [(0, 0, 0)]
-        self.grid = (max(1, min(programs, len(made.tiles))),)
-        self.sizes = made.first, len(made.tiles)
-        self.links, self.rank = len(made.notifies), rank
+        self.grid = (max(1, min(programs, len(launch.tiles))),)
+        self.sizes = launch.first, len(launch.tiles)
+        self.links, self.rank = len(launch.notifies), rank
         self.tables = (
-            torch.tensor(made.tiles, dtype=torch.int32).to(device),
+            torch.tensor(launch.tiles, dtype=torch.int32).to(device),
             torch.tensor(waits, dtype=torch.int64).to(device),
             torch.tensor(notifies, dtype=torch.int32).to(device),
             torch.zeros(len(notifies), dtype=torch.int32, device=device),
         )
         self.options: dict[str, Any] = {
-            "SOURCES": 1 + (made.first < len(made.tiles)),
-            "PUTS": any(tile[4] != rank for tile in made.tiles),
+            "SOURCES": 1 + (launch.first < len(launch.tiles)),
+            "PUTS": any(tile[4] != rank for tile in launch.tiles),
             "NOTIFIES": self.links > 0,
             "BLOCK_M": blocks.m,
             "BLOCK_N": blocks.n,
@@ -152,9 +151,10 @@ class Product:
         """Put the kernel on the current stream. The first source is `own` (rows, K), the second, if
         there is one, `x`.
 
-        `weight` is (K, N), `bias` (N,), and `out` (rows, N) this rank's part of what is written;
-        `out_bases` says where it begins on every rank (`kernels.symmetric.bases`) if others' is
-        written too. All are such as `check` accepts. An `idle` kernel is loaded and does nothing.
+        `weight` is (K, N), `bias` (N,), and `out` (rows, N) this rank's part of the result. If
+        peers' parts are written, too, `out_bases` is the table of their addresses
+        (`kernels.symmetric.bases`). `check` must have accepted all tensors. An `idle` kernel is
+        loaded and does nothing.
         """
         blocks = self.blocks
         rows, transposed = _rows(weight), weight.stride(1) != 1
@@ -195,7 +195,7 @@ def product(
     BLOCK_K: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """A tile of ``x @ weight`` in float32, from the descriptors of both; `weight` is one of the
+    """A tile of ``x @ weight`` in float32, from the descriptors of both; `weight` describes the
     transpose if `TRANSPOSED`.
     """
     total = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
@@ -208,8 +208,8 @@ def product(
 
 @triton.jit
 def pass_waits(done, needed, waits, counters, base, timeout_record, max_polls, FENCE: tl.constexpr):
-    """Go through the waits of the lane up to number `needed`; returns how many this program has
-    been through.
+    """Execute the first `needed` waits of the lane, of which this program has executed `done`;
+    returns the new number.
     """
     if done < needed:
         while done < needed:
@@ -222,7 +222,7 @@ def pass_waits(done, needed, waits, counters, base, timeout_record, max_polls, F
                 max_polls,
             )
             done += 1
-        if FENCE:  # what came by stores is read by TMA, which is another way to memory
+        if FENCE:  # arrivals were written by stores; TMA reads memory through another proxy
             tl.inline_asm_elementwise(
                 "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], tl.int32, False, 1
             )
@@ -232,13 +232,12 @@ def pass_waits(done, needed, waits, counters, base, timeout_record, max_polls, F
 @triton.jit(do_not_specialize=["first", "number", "links", "rank", "max_polls"])
 def all_gather_matmul_kernel(
     own,  # descriptor of (rows, K): the source of the first tiles
-    x,  # descriptor of (rows, K): that of the others
+    x,  # descriptor of (rows, K): the source of the other tiles
     weight,  # descriptor of (K, N), or of its transpose
     bias,
     out,
     out_bases,  # int64 (ranks,)
-    # int32 (tiles, 7): first row, last + 1, column, shift, rank, waits before it, notifies before
-    # it
+    # int32 (tiles, 7): first row, last + 1, column, row shift, rank, waits before, notifies before
     tiles,
     waits,  # int64 (waits, 2): counter, count
     notifies,  # int32 (notifies, 3): rank, counter, arrivals
@@ -247,8 +246,8 @@ def all_gather_matmul_kernel(
     counter_bases,
     base,
     timeout_record,
-    first,  # tiles of the first source
-    number,
+    first,  # number of tiles of the first source
+    number,  # of tiles
     links,
     rank,
     max_polls,

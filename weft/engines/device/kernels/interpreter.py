@@ -1,9 +1,9 @@
-"""Triton's interpreter, made fit for several threads: lanes, and ranks of one process, run kernels
-beside each other.
+"""A patch of Triton's interpreter for several threads: lanes, and ranks of one process, run kernels
+concurrently.
 
-(And for products of bfloat16, whose bits it would multiply as whole numbers.) It keeps the place of
-a program in its grid in one variable, and gives the language back to the compiler whenever a kernel
-ends. So here each thread has a place of its own, and the language stays with the interpreter.
+The interpreter keeps the index of a program in its grid in one variable, and unpatches the language
+whenever a kernel ends. With this patch each thread has its own index, and the language stays
+patched. It also corrects products of bfloat16, whose bits the interpreter multiplies as integers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _own = threading.local()
 
 
 def _of_thread(name: str) -> property:
-    """An attribute of which each thread has its own."""
+    """A thread-local attribute."""
     return property(lambda _: getattr(_own, name), lambda _, value: setattr(_own, name, value))
 
 
@@ -49,6 +49,5 @@ def _widened(factor: Any) -> Any:
 def serve_threads() -> None:
     """Let kernels run on several threads from now on."""
     interpreter.interpreter_builder.__class__ = _PerThread
-    interpreter._patch_lang(
-        peer_pointer.fn
-    )  # any kernel's: what they have in common is the language
+    # of any kernel: the patched language module is common to all
+    interpreter._patch_lang(peer_pointer.fn)

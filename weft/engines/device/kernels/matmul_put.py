@@ -1,9 +1,8 @@
-"""What follows a tile of a product: it is put where its plan wants it, and with the last one before
-a notify a rank is told.
+"""Stores of the tiles of a product on this rank or a peer, and the notifies after them.
 
-Half of a matmul + reduce-scatter or all-reduce: every tile is stored in the memory of the rank that
-adds it up, in a place of this rank's own. The sums are taken by `kernels.sum_in_rank_order`, not
-here by adding to what is there: the order of arrival must not decide the result.
+This is half of a matmul + reduce-scatter or all-reduce: every tile is stored in the memory of the
+rank that adds it up, in a buffer for this rank's tiles. `kernels.sum_in_rank_order` adds them up
+later, since sums in the order of arrival would not be reproducible.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from weft.engines.device.kernels.symmetric import last_to_arrive, notify, peer_p
 
 @triton.jit
 def put_tile(total, out, out_bases, rank, owner, row, column, rows, N, stride, PUTS: tl.constexpr):
-    """Store a tile, of which `rows` rows are meant, from `row` and `column` of ``out`` on: this
-    rank's, or that of `owner`.
+    """Store the first `rows` rows of a tile at `row` and `column` of ``out``: this rank's, or, if
+    `PUTS`, the part of `owner`.
     """
     BLOCK_M: tl.constexpr = total.shape[0]
     BLOCK_N: tl.constexpr = total.shape[1]
@@ -35,11 +34,11 @@ def put_tile(total, out, out_bases, rank, owner, row, column, rows, N, stride, P
 
 @triton.jit
 def arrive(link, notifies, links, tickets, counters, counter_bases, rank):
-    """A tile before notify number `link` is made: with the last one, tell its rank, and arrive at
-    the notify after it.
+    """Count a stored tile before notify number `link`; after the last one, notify the rank, and
+    count an arrival at the next notify.
 
-    `notifies` is int32 (links, 3): rank, counter, arrivals. So each says what a notify of a plan
-    says: all before it is there.
+    `notifies` is int32 (links, 3): rank, counter, arrivals. So each has the meaning of a notify of
+    a plan: all tiles before it have been stored.
     """
     while link < links:
         entry = notifies + link * 3

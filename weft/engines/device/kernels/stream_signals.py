@@ -1,11 +1,11 @@
 """Notify and wait as instructions of a stream: kernels of one warp.
 
-What a wait must reach is read on the device: the base that executions before it have promised,
-which is kept there, and a count. So a wait in a CUDA graph means something new in every replay,
-which a stream's own wait for a value cannot.
+A wait computes its value on the device: a count plus the base, the sum of the increments of earlier
+executions, which is in device memory. So a wait in a CUDA graph waits for another value in every
+replay, unlike a stream's own wait for a value.
 
-No number is special to them, so that each is compiled, and loaded, once: loading a kernel may wait
-for all that the GPU does.
+No argument is specialized, so that each kernel is compiled, and loaded, once: loading a kernel may
+wait for all work of the GPU.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from weft.engines.device.kernels.symmetric import notify, wait
 
 @triton.jit(do_not_specialize=["index", "rank", "peer"])
 def notify_kernel(counters, index, bases, rank, peer):
-    """Add 1 to the peer's counter, after everything before it on this stream."""
+    """Add 1 to the peer's counter, after all earlier work of this stream."""
     notify(counters + index * 8, bases, rank, peer)
 
 
 @triton.jit(do_not_specialize=["index", "count", "max_polls"])
 def wait_kernel(counters, index, base, count, timeout_record, max_polls):
-    """Hold this stream until the counter has grown by `count` beyond its base, for at most
-    `max_polls` looks.
+    """Block this stream until the counter has reached its base plus `count`, for at most
+    `max_polls` polls.
     """
     wait(counters, index, tl.load(base + index) + count, timeout_record, max_polls)

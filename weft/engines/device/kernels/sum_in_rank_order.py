@@ -1,6 +1,7 @@
-"""A sum of parts in their order, in float32, rounded once: one pass over all of them.
+"""A sum of parts in their order, in float32, rounded once, in one pass over all parts.
 
-The same bits on every run, whatever arrived first, and on every rank that adds the same things.
+The result is bitwise equal on every run, in any order of arrival, and on every rank that adds the
+same parts.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_BLOCK = 2048  # elements that a program adds up at once
+_BLOCK = 2048  # elements of the result that a program computes at once
 
 
 class Sum:
-    """``out = parts[0] + parts[1] + …``, or their average, for parts that do not change place; made
+    """``out = parts[0] + parts[1] + …``, or their average, for parts with fixed addresses; created
     once, called for every sum.
     """
 
@@ -29,14 +30,14 @@ class Sum:
 
     @staticmethod
     def fits(parts: list[Tensor], out: torch.dtype) -> bool:
-        """Whether the kernel can add these up: floats of one dtype without gaps, a whole number of
-        16 bytes apart.
+        """Whether the kernel can add these up: contiguous floats of one dtype, which begin at
+        multiples of 16 bytes.
         """
         dtype = parts[0].dtype
-        alike = all(
+        uniform = all(
             p.dtype == dtype and p.is_contiguous() and p.data_ptr() % 16 == 0 for p in parts
         )
-        return alike and dtype in DTYPES and out in DTYPES
+        return uniform and dtype in DTYPES and out in DTYPES
 
     def __call__(self, out: Tensor, idle: bool = False) -> None:
         """Put the sum into `out`, contiguous, on the current stream; an `idle` kernel is loaded and
@@ -49,8 +50,8 @@ class Sum:
 
 @triton.jit(do_not_specialize=["idle"])
 def sum_in_rank_order_kernel(
-    parts,  # where the first part begins
-    steps,  # int64 (PARTS,): where the others do, in 16 bytes from there
+    parts,  # address of the first part
+    steps,  # int64 (PARTS,): offset of each part from the first, in units of 16 bytes
     out,
     size,
     idle,
@@ -60,18 +61,18 @@ def sum_in_rank_order_kernel(
 ):
     if idle != 0:
         return
-    places = ()
+    pointers = ()
     for part in tl.static_range(PARTS):
-        places = places + (
+        pointers = pointers + (
             parts + tl.load(steps + part) * (128 // parts.dtype.element_ty.primitive_bitwidth),
         )
     start = tl.program_id(0).to(tl.int64) * BLOCK
     while start < size:
         offsets = start + tl.arange(0, BLOCK)
         inside = offsets < size
-        total = tl.load(places[0] + offsets, mask=inside).to(tl.float32)  # type: ignore[misc]
+        total = tl.load(pointers[0] + offsets, mask=inside).to(tl.float32)  # type: ignore[misc]
         for part in tl.static_range(1, PARTS):
-            total += tl.load(places[part] + offsets, mask=inside).to(tl.float32)
+            total += tl.load(pointers[part] + offsets, mask=inside).to(tl.float32)
         if AVERAGE:
             total = tl.div_rn(total, PARTS * 1.0)
         tl.store(out + offsets, total.to(out.dtype.element_ty), mask=inside)

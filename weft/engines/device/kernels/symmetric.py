@@ -1,19 +1,20 @@
-"""Device-side primitives for kernels over symmetric memory: where a peer's memory lies, put, get,
-notify, wait.
+"""Device-side primitives for kernels over symmetric memory: addresses on peers, put, get, notify,
+wait.
 
 They are a small language for Triton kernels, each for one pattern of use. All take **bases**: a
-table on the device of where each rank's part of one symmetric allocation begins (`bases` makes it).
-Kernels are compiled for GPUs, and with ``TRITON_INTERPRET=1`` set before this module is imported
-they run on CPU tensors, against the memory and the counters of real peers. Numbers that kernels are
-given are `do_not_specialize` where a kernel must not be compiled anew for some of them.
+table on the device of the addresses at which each rank's part of one symmetric allocation begins
+(created by `bases`). Kernels are compiled for GPUs; with ``TRITON_INTERPRET=1`` set before this
+module is imported they run on CPU tensors, against the memory and the counters of real peers.
+Integer arguments are `do_not_specialize` if a kernel must not be recompiled for some of their
+values.
 
 A **counter** is 64 bits wide in symmetric memory, raised by one rank only, and only grows. A wait
-compares it with what it must have reached, never with "has changed", so nothing is reset between
-calls.
+compares it with the value that it must have reached, not with an earlier one, so no counter is
+reset between calls.
 
-A **timeout record** (`timeout_record` makes it) takes note of the first wait of a rank that ran out
-of time: a kernel that hangs would take the GPU with it, one that goes on with wrong data and says
-so can be reported as an error. What was computed after that is void.
+A **timeout record** (created by `timeout_record`) holds the first wait of a rank that timed out. A
+kernel that waited for ever would block the GPU; so it continues with wrong data, and the record is
+reported as an error. All results after the timeout are invalid.
 """
 
 from __future__ import annotations
@@ -31,32 +32,28 @@ from weft.errors import PeerTimeout
 from weft.world import World, memory
 
 MAX_POLLS = 1 << 26
-"""How often a wait looks at its counter before it gives up unless told otherwise."""
+"""The default number of polls after which a wait times out."""
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether kernels run on the CPU under Triton's interpreter in this process; it is decided when
-they are imported.
+"""Whether kernels run on the CPU under Triton's interpreter in this process; fixed when this module
+is imported.
 """
 
 LOADING = threading.Lock()
 """Held while kernels are compiled and loaded, so that ranks of one process do it once."""
 
-_PER_SECOND = 1 << 13 if INTERPRETED else 1 << 20
-"""Looks in a second, if one takes a microsecond (or, interpreted, a hundred); it may take half of
-that or twice as long.
-"""
+_POLLS_PER_SECOND = 1 << 13 if INTERPRETED else 1 << 20
+"""An estimate, right within a factor of two: a poll takes about 1 us, or 100 us if interpreted."""
 
 COUNTER = 8
-"""Counters lie this many 64-bit words apart: a cache line each, so that those who raise neighbours
-do not disturb each other.
-"""
+"""64-bit words per counter: a cache line, against false sharing."""
 
 
 class CounterTables(NamedTuple):
-    """What kernels need to notify and to wait as a plan does.
+    """The tensors that kernels need to notify and to wait.
 
-    `counters`, symmetric int64 (n, COUNTER); their `bases` on all ranks; `base`, int64 (n,), what
-    they had reached when this execution began; and a timeout record.
+    `counters`, symmetric int64 (n, COUNTER); their `bases` on all ranks; `base`, int64 (n,), the
+    counters' values at the begin of this execution; and a timeout record.
     """
 
     counters: Tensor
@@ -66,8 +63,8 @@ class CounterTables(NamedTuple):
 
 
 def bases(world: World, tensor: Tensor) -> Tensor:
-    """Where each rank's part of the symmetric allocation of `tensor` begins: int64 (ranks,) on its
-    device.
+    """The addresses at which each rank's part of the symmetric allocation of `tensor` begins: int64
+    (ranks,) on its device.
 
     Raises `ValueError` unless `tensor` is symmetric in `world`.
     """
@@ -80,55 +77,51 @@ def bases(world: World, tensor: Tensor) -> Tensor:
 
 
 def max_polls(seconds: float) -> int:
-    """The number of looks that takes about so long on a GPU."""
-    return min(int(seconds * _PER_SECOND), (1 << 31) - 1)
+    """The number of polls that take about `seconds`."""
+    return min(int(seconds * _POLLS_PER_SECOND), (1 << 31) - 1)
 
 
 def zeroed(world: World, count: int) -> Tensor:
-    """`count` counters on every rank, symmetric; int64 (count, COUNTER), of which column 0 counts.
-    Collective.
+    """`count` symmetric counters of value zero on every rank: int64 (count, COUNTER), with the
+    values in column 0. Collective.
     """
-    return world.allocate(
-        [count, COUNTER], torch.int64
-    )  # new symmetric memory is zero, on peers too
+    return world.allocate([count, COUNTER], torch.int64)  # new symmetric memory is zeroed
 
 
 def timeout_record(device: torch.device) -> Tensor:
-    """Where waits report that they ran out of time: int64 (3,), of zeros while all is well; on the
-    host, where GPUs see it too.
+    """A record of the first wait that timed out: int64 (3,), zeros if none did; in pinned host
+    memory, which GPUs can write.
 
-    ``[0]`` is 1 + the index of the counter, ``[1]`` what was expected of it, ``[2]`` what it was.
+    ``[0]`` is 1 + the index of the counter, ``[1]`` its expected value, ``[2]`` its actual value.
     """
     return torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
-BESIDE = 4
-"""SMs that each rank leaves to others by its product kernel, whose programs fill an SM's registers:
-copies, notifies and waits.
+RESERVED_SMS = 4
+"""SMs per rank that its product kernel, whose programs fill the registers of an SM, leaves to other
+kernels: copies, notifies and waits.
 """
 
 
-def max_programs(ranks: int, device: torch.device, beside: int = 0) -> int:
-    """The programs that each of `ranks` ranks that share `device` can keep running, with `beside`
-    SMs left; one takes one SM.
+def max_programs(ranks: int, device: torch.device, reserved: int = 0) -> int:
+    """The number of programs that each of `ranks` ranks that share `device` can run concurrently,
+    one per SM, with `reserved` SMs per rank left free.
     """
     if device.type != "cuda":
-        return 3  # one after the other, under the interpreter
+        return 3  # any number: the interpreter runs them one after the other
     sms: int = torch.cuda.get_device_properties(device).multi_processor_count
-    if sms // ranks <= beside:
+    if sms // ranks <= reserved:
         raise ValueError(
             f"{ranks} ranks that share a GPU of {sms} SMs have {sms // ranks} each; kernels that "
-            f"wait need more than {beside}"
+            f"wait need more than {reserved}"
         )
-    return sms // ranks - beside
+    return sms // ranks - reserved
 
 
 def check(
     timeout_record: Tensor, what: str, name: Callable[[int], str] = "counter {}".format
 ) -> None:
-    """Raise `PeerTimeout` if a wait of a kernel that has run is in this record; `name` says what a
-    counter is called.
-    """
+    """Raise `PeerTimeout` if this record holds a wait; `name` names a counter by its index."""
     index, expected, actual = timeout_record.tolist()
     if index:
         raise PeerTimeout(f"{what} waited too long for {name(index - 1)}: {actual} of {expected}")
@@ -136,11 +129,11 @@ def check(
 
 @triton.jit
 def peer_pointer(pointer, bases, rank, peer):
-    """Where `pointer`, into this rank's part of an allocation, lies in the part of `peer`: the same
-    distance from its beginning.
+    """The address in the part of `peer` at the offset that `pointer` has in this rank's part of an
+    allocation.
 
-    Allocations begin at multiples of 16 bytes. Counting the way in such steps tells the compiler,
-    so that accesses there are as wide as those here.
+    Allocations begin at multiples of 16 bytes. The distance is computed as a multiple of 16 bytes,
+    from which the compiler infers the alignment, so that remote accesses are as wide as local ones.
     """
     steps = (tl.load(bases + peer) - tl.load(bases + rank)) >> 4
     return pointer + steps * (128 // pointer.dtype.element_ty.primitive_bitwidth)
@@ -148,7 +141,7 @@ def peer_pointer(pointer, bases, rank, peer):
 
 @triton.jit
 def copy(dst, src, count, BLOCK: tl.constexpr):
-    """Copy `count` elements between addresses that this rank may access; one program does it all."""
+    """Copy `count` elements between addresses that this rank may access, by one program."""
     start = count * 0
     while start < count:
         offsets = start + tl.arange(0, BLOCK)
@@ -158,32 +151,32 @@ def copy(dst, src, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def put(dst, src, count, bases, rank, peer, BLOCK: tl.constexpr):
-    """Copy `count` elements from `src`, which this rank may read, to where `dst` lies on `peer`;
-    one program does it all.
+    """Copy `count` elements from `src`, which this rank may read, to the address of `dst` on
+    `peer`, by one program.
 
-    Pattern: the producer sends. Follow it by `notify`, which makes what was put visible to a peer
-    that waits.
+    Pattern: the producer sends. Call `notify` after it, which makes the data visible to a peer that
+    waits.
     """
     copy(peer_pointer(dst, bases, rank, peer), src, count, BLOCK)
 
 
 @triton.jit
 def get(dst, src, count, bases, rank, peer, BLOCK: tl.constexpr):
-    """Copy `count` elements from where `src` lies on `peer` to `dst`, which this rank may write;
-    one program does it all.
+    """Copy `count` elements from the address of `src` on `peer` to `dst`, which this rank may
+    write, by one program.
 
-    Pattern: the consumer fetches. Precede it by `wait`, so that what is fetched is there.
+    Pattern: the consumer fetches. Call `wait` before it, so that the data is there.
     """
     copy(dst, peer_pointer(src, bases, rank, peer), count, BLOCK)
 
 
 @triton.jit
 def notify(counter, bases, rank, peer):
-    """Add 1 to where `counter` lies on `peer`.
+    """Add 1 to `counter` on `peer`.
 
-    Pattern: "all that this program wrote before is there". The barrier gathers the writes of all
-    its threads behind the one that notifies. For the writes of other programs each of them has to
-    arrive first; see `last_to_arrive`.
+    Pattern: publish all earlier writes of this program. The barrier orders the writes of all its
+    threads before the notify. To publish writes of other programs, each of them has to arrive
+    first; see `last_to_arrive`.
     """
     tl.debug_barrier()
     tl.atomic_add(peer_pointer(counter, bases, rank, peer), 1, sem="release", scope="sys")
@@ -191,12 +184,12 @@ def notify(counter, bases, rank, peer):
 
 @triton.jit
 def last_to_arrive(ticket, programs):
-    """True in the last of `programs` programs that come here, which may then notify on behalf of
+    """True in the last of `programs` programs that call this, which may then notify on behalf of
     all.
 
-    Pattern: many programs put, one notifies, so that a counter counts calls whatever the size of
-    the grid. All that the others wrote before is visible to the last. `ticket` is an int32 of this
-    rank's own, zero between kernels.
+    Pattern: many programs put, one notifies, so that a counter counts calls, independently of the
+    size of the grid. All earlier writes of the other programs are visible to the last. `ticket` is
+    a local int32, zero between kernels.
     """
     tl.debug_barrier()
     last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == programs - 1
@@ -207,23 +200,23 @@ def last_to_arrive(ticket, programs):
 
 @triton.jit
 def wait(counter, index, expected, timeout_record, max_polls):
-    """Hold this program until its rank's counter number `index` has reached `expected`, for at most
-    `max_polls` looks.
+    """Block this program until its rank's counter number `index` has reached `expected`, for at
+    most `max_polls` polls.
 
-    Pattern: "all that the notifier wrote before is here", for every thread of this program. Out of
-    time it reports to `timeout_record` and goes on; later waits then do not wait at all. An
-    addition of 0 is compiled to a load that acquires (by Triton 3.9 for AMD to the addition); AMD's
-    compiler takes a volatile load for one that it may move out of the loop.
+    Pattern: all writes of the notifying rank before its notify are visible to every thread of this
+    program. On a timeout it writes to `timeout_record` and returns; later waits then return at
+    once. An addition of 0 is compiled to an acquiring load (by Triton 3.9 for AMD to the addition);
+    AMD's compiler would move a volatile load out of the loop.
     """
     address = counter + index * 8
     actual = tl.atomic_add(address, 0, sem="acquire", scope="sys")
-    if actual < expected:  # only now is the record looked at, which is on the other side of the bus
+    if actual < expected:  # the record is in host memory, so a read of it is slow
         left = tl.where(tl.load(timeout_record) == 0, max_polls, 0).to(tl.int32)
         while (actual < expected) & (left > 0):
             actual = tl.atomic_add(address, 0, sem="acquire", scope="sys")
             left -= 1
         if actual < expected:
-            free = actual * 0  # as the counters' dtype, in every language that this is compiled as
+            free = actual * 0  # 0 in the counters' dtype, in Triton and in Gluon
             if (
                 tl.atomic_cas(timeout_record, free, free + index + 1, sem="relaxed", scope="sys")
                 == 0

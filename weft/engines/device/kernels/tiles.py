@@ -1,9 +1,9 @@
-"""The order in which a persistent product kernel makes its tiles: tables that the kernel only
-reads, made from plans.
+"""The order in which a persistent product kernel computes its tiles: tables made from plans, which
+the kernel reads.
 
-A **tile** is ``BLOCK_M`` x ``BLOCK_N`` elements of a product, less where rows end. Blocks of
-`GROUP` tiles one above the other are made column by column, so that what is read of both factors
-stays in the cache while it is needed.
+A **tile** is ``BLOCK_M`` x ``BLOCK_N`` elements of a product, fewer at the end of the rows. Groups
+of `GROUP` vertically adjacent tiles are computed column by column, so that the parts of both factors
+that they share stay in the cache.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weft.plan import Compute, Instruction, Notify, Signal, Wait
 
 GROUP = 8
 SOURCES = 2
-"""The tensors from which one launch takes rows: those of this rank, and those that arrive."""
+"""The number of tensors from which one launch takes rows: this rank's, and the arrivals."""
 
 
 def tiles(start: int, stop: int, columns: int, block_m: int) -> Iterator[tuple[int, int, int]]:
@@ -28,14 +28,14 @@ def tiles(start: int, stop: int, columns: int, block_m: int) -> Iterator[tuple[i
 
 
 def runs(lane: Sequence[Instruction]) -> list[tuple[int, int]]:
-    """The parts of a compute lane, from a product to a product, that product kernels carry out:
-    ``lane[start:stop]``.
+    """The parts ``lane[start:stop]`` of a compute lane that product kernels execute; each begins and
+    ends with a product.
 
-    They hold nothing but products, waits and notifies. A notify right after a wait stays outside
-    the kernel, since it announces that wait too. So do all notifies of a lane whose products go to
-    several outputs: a kernel makes one output after the other.
+    They contain only products, waits and notifies. A notify directly after a wait is not part of a
+    kernel, since it announces that wait, too. Nor are notifies of a lane whose products have
+    several outputs: a kernel computes one output after the other.
     """
-    several = len({_product(i) for i in lane if isinstance(i, Compute)}) > 1
+    several = len({_output(i) for i in lane if isinstance(i, Compute)}) > 1
     found: list[tuple[int, int]] = []
     open_ = False
     for at, instruction in enumerate(lane):
@@ -53,44 +53,43 @@ def runs(lane: Sequence[Instruction]) -> list[tuple[int, int]]:
 
 
 def launches(run: Sequence[Instruction]) -> Iterator[list[Instruction]]:
-    """A run taken apart into launches: each makes one output, from rows of at most `SOURCES`
-    tensors, one after the other.
+    """The launches of a run: each computes one output, from rows of at most `SOURCES` tensors, one
+    after the other.
     """
-    for made in dict.fromkeys(_product(i) for i in run if isinstance(i, Compute)):
+    for output in dict.fromkeys(_output(i) for i in run if isinstance(i, Compute)):
         part: list[Instruction] = []
-        held: list[Instruction] = []  # waits for the product that follows
+        waits: list[Instruction] = []  # for the product that follows
         sources: list[tuple[int, str]] = []
         for instruction in run:
             match instruction:
-                case Compute(_, (src,)) if _product(instruction) == made:
+                case Compute(_, (src,)) if _output(instruction) == output:
                     if src[:2] != (sources[-1] if sources else None):
                         if len(sources) == SOURCES:
                             yield part
                             part, sources = [], []
                         sources.append(src[:2])
-                    part += [*held, instruction]
-                    held = []
+                    part += [*waits, instruction]
+                    waits = []
                 case Wait():
-                    held.append(instruction)
+                    waits.append(instruction)
                 case Notify():
                     part.append(instruction)
         yield part
 
 
-def _product(instruction: Compute) -> tuple[str, str | None]:
-    """The buffer and the weight of a product, of which a launch has one each."""
+def _output(instruction: Compute) -> tuple[str, str | None]:
+    """The buffer and the weight of a product; a launch has one of each."""
     return instruction.dst.buffer, instruction.weight
 
 
 class Tables(NamedTuple):
-    """What a launch does: its tiles, how many of them are of the first source, its waits, and its
-    notifies.
+    """A launch: its tiles, the number of tiles of the first source, its waits, and its notifies.
 
-    A tile is ``(first row of the source, last + 1, column, what to add for the row of the result,
-    the rank that gets it, waits before it, notifies before it)``: whoever makes it must have been
-    through so many of the waits, each ``(signal, count)``. A notify is ``(rank, signal,
-    arrivals)``: it is due when it has been arrived at so often, once by each tile since the notify
-    before, and once by that one.
+    A tile is ``(first row of the source, last + 1, column, row of the result - row of the source,
+    destination rank, number of waits before it, number of notifies before it)``: its program must
+    have executed that number of the waits, each ``(signal, count)``. A notify is ``(rank, signal,
+    arrivals)``: it is due after that number of arrivals, one for each tile since the previous
+    notify, and one for the previous notify.
     """
 
     tiles: list[tuple[int, int, int, int, int, int, int]]
@@ -99,29 +98,29 @@ class Tables(NamedTuple):
     notifies: list[tuple[int, Signal, int]]
 
 
-def follow(part: Sequence[Instruction], columns: int, block_m: int) -> Tables:
-    """The tables of a launch; `columns` is the number of tiles side by side."""
-    made = Tables([], 0, [], [])
+def launch_tables(part: Sequence[Instruction], columns: int, block_m: int) -> Tables:
+    """The tables of a launch; `columns` is the number of tiles in a row."""
+    launch = Tables([], 0, [], [])
     source, notified = None, 0
     for instruction in part:
         match instruction:
             case Wait(signal, count):
-                made.waits.append((signal, count))
+                launch.waits.append((signal, count))
             case Compute(_, (src,), dst):
                 source = source or src[:2]
-                before = dst.start - src.start, dst.rank, len(made.waits), len(made.notifies)
-                made.tiles.extend(
+                before = dst.start - src.start, dst.rank, len(launch.waits), len(launch.notifies)
+                launch.tiles.extend(
                     (*tile, *before) for tile in tiles(src.start, src.stop, columns, block_m)
                 )
                 if src[:2] == source:
-                    made = made._replace(first=len(made.tiles))
+                    launch = launch._replace(first=len(launch.tiles))
             case Notify(rank, signal):
-                made.notifies.append(
-                    (rank, signal, len(made.tiles) - notified + (len(made.notifies) > 0))
+                launch.notifies.append(
+                    (rank, signal, len(launch.tiles) - notified + (len(launch.notifies) > 0))
                 )
-                notified = len(made.tiles)
+                notified = len(launch.tiles)
             case _:
                 raise ValueError(
                     f"a product kernel waits, multiplies and notifies; the lane has {instruction}"
                 )
-    return made
+    return launch
