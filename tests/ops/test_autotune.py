@@ -153,7 +153,7 @@ def test_the_fastest_variant_is_selected(times, wanted, calls, hosts):
         assert trial.includes(call)
         took = round(1e4 * times[variant.algorithm] * sum(call.workload.rows))
         made += 1
-        if trial.note(call, now, now + took):
+        if trial.record(call, now, now + took):
             own = torch.tensor(trial.calls)
             other = 10**12 * hosts[1]  # nanoseconds by which another host's clock is ahead
             early = torch.stack(  # a rank that began early was waiting
@@ -234,7 +234,7 @@ def over_links(world):
     a, b = torch.randn(2048, 64), torch.randn(64, 32)
     weft.all_gather_matmul(a, b)
     (trial,) = engine(world).selections.values()
-    return trial.left
+    return trial.candidates
 
 
 def test_over_links_several_numbers_of_pieces_are_tried():

@@ -224,7 +224,7 @@ def bad_arguments(world):
         ),
         (
             ValueError,
-            "must be 2 counts each",
+            "must be 2 sizes each",
             lambda: weft.all_to_all(a, input_split_sizes=[4], output_split_sizes=[4, 0]),
         ),
         (ValueError, "out must not overlap an input", lambda: weft.all_reduce(a[:2], out=a[1:3])),
@@ -239,7 +239,7 @@ def bad_arguments(world):
         with pytest.raises(kind, match=message):
             call()
     with pytest.raises(
-        ValueError, match=r"rank 0 gives rank 1 3 rows, but rank 1 expects 2 from it"
+        ValueError, match=r"rank 0 sends rank 1 3 rows, but rank 1 expects 2 rows from it"
     ):
         weft.all_to_all(
             a, input_split_sizes=[1, 3], output_split_sizes=[2, 2] if world.rank else [1, 1]

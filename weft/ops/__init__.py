@@ -1,4 +1,4 @@
-"""The public operators: checks, a plan for the sizes at hand, and its execution."""
+"""The public operators: each checks its arguments, selects a plan for their sizes and executes it."""
 
 from weft.ops import autograd, operator
 from weft.schedules.operators import OPERATORS

@@ -29,10 +29,10 @@ def all_gather(
     """The tensors `a` of all ranks joined along `dim`, in rank order; any dtype of `ANY`.
 
     `shard_rows` are the sizes of that dimension on all ranks if they differ (zero is allowed).
-    `algorithm` is ``pull`` (every rank reads its peers'), ``push`` (every rank writes to its peers)
-    or ``ring``, these two in transfers of `chunk_rows`; auto pushes where `out` is symmetric,
-    unless `a` is so too and small. `a` may be this rank's own part of `out`; where that is
-    symmetric a push copies nothing but what peers get.
+    `algorithm` is ``pull`` (every rank reads its peers' rows), ``push`` (every rank writes to its
+    peers) or ``ring``; push and ring make transfers of `chunk_rows`. Auto pushes if `out` is
+    symmetric, unless `a` is symmetric, too, and small. `a` may be this rank's own part of `out`; if
+    `out` is symmetric a push then makes no copies but to peers.
 
     There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
     """
@@ -81,19 +81,14 @@ def _check(
     )
     in_place = out is not None and is_part(out)
     matrix, gathered = as_matrix(a, dim), as_matrix(result, dim)
-    whole = (
-        gathered if lead == 1 else torch.empty_like(gathered)
-    )  # else the rows of a rank are not contiguous in the result
-    # In place each rank's rows begin elsewhere, so they are not one symmetric tensor.
-    symmetric, symmetric_out = (
-        world.is_symmetric(matrix) and not in_place,
-        world.is_symmetric(whole),
-    )
+    # If lead is not 1 the rows of a rank are not contiguous in the result.
+    target = gathered if lead == 1 else torch.empty_like(gathered)
+    # In place the rows of each rank begin at another offset: they are not one symmetric tensor.
+    symmetric = world.is_symmetric(matrix) and not in_place
+    symmetric_out = world.is_symmetric(target)
     hosts = world.topology
-    copied, tensors = (
-        collective.parts(result, whole, dim, sizes) if lead != 1 else (),
-        {"a": matrix, "gathered": whole},
-    )
+    copied = collective.parts(result, target, dim, sizes) if lead != 1 else ()
+    tensors = {"a": matrix, "gathered": target}
     most = max(rows)
     size = most * matrix.shape[1] * matrix.itemsize
     if algorithm in ("auto", "pull") and chunk_rows is None:
@@ -101,14 +96,11 @@ def _check(
         if granularity.moved_eagerly(world, size, reached):
             return CollectiveCall(schedule.eager(world.levels), rows, tensors, result, copied)
         if not reached and granularity.read_in_place(world, size):
-            algorithm, symmetric, chunk_rows = (
-                "pull",
-                True,
-                max(sizes),
-            )  # as peers read symmetric ones, but at once
+            # a single transfer, as peers would read a symmetric tensor
+            algorithm, symmetric, chunk_rows = "pull", True, max(sizes)
     if algorithm == "auto":
-        straight = symmetric_out and (not symmetric or size >= world.thresholds.pushed_bytes)
-        algorithm = "push" if hosts or straight else "pull"
+        pushed = symmetric_out and (not symmetric or size >= world.thresholds.pushed_bytes)
+        algorithm = "push" if hosts or pushed else "pull"
     if chunk_rows is not None:
         chunk = lead * chunk_rows
     elif algorithm == "pull" and not symmetric and world.ranks == 2:
@@ -119,6 +111,6 @@ def _check(
         chunk = max(1, most)
     else:
         chunk = granularity.sent_rows(matrix, most)
-    places = {"symmetric_a": symmetric, "symmetric_gathered": symmetric_out, "hosts": hosts}
-    plan = planned(schedule.all_gather, world.ranks, pieces(most, chunk), algorithm, **places)
+    options = {"symmetric_a": symmetric, "symmetric_gathered": symmetric_out, "hosts": hosts}
+    plan = planned(schedule.all_gather, world.ranks, pieces(most, chunk), algorithm, **options)
     return CollectiveCall(plan, rows, tensors, result, copied)

@@ -79,7 +79,7 @@ def all_gather_matmul(
             ``sequential`` (gather, then one product) or ``auto``; `explain` names the selection of
             auto.
         chunk_rows: the most rows (of a as a matrix of K columns) per transfer of pull, push and
-            ring; the others make no use of it.
+            ring; other algorithms ignore it.
         world: by default the world made by ``weft.init()``.
         timeout: seconds any wait may take; by default the world's.
 
@@ -120,7 +120,7 @@ def all_gather_matmul(
             call = check(world, Given(rows, weights, biases, outs), options)
             made = fused.run(call, key)
     results, gathered = made[: len(weights)], made[-1]
-    scales = rows.shape[-1] - a.shape[-1]  # columns of float8 rows that are not their own
+    scales = rows.shape[-1] - a.shape[-1]  # columns of float8 rows that hold the scale
     if return_gathered and scales:
         gathered = gathered[..., : gathered.shape[-1] - scales].contiguous()
     y = results if several else results[0]
@@ -128,7 +128,7 @@ def all_gather_matmul(
 
 
 def check(world: World, given: Given, options: Options) -> Call:
-    """A call, checked; it makes the results, and the gathered a if it is to be kept."""
+    """A checked call, which computes the results, and the gathered a if `options.keep`."""
     a, weights, biases, outs = given
     arguments.check_matrix(a, world)
     dim = dims.normal(options.dim, a.dim())
@@ -141,12 +141,12 @@ def check(world: World, given: Given, options: Options) -> Call:
         arguments.check_bias(bias, b.shape[1], world)
     check_timeout(options.timeout)
     out_dtype = arguments.check_out_dtype(a.dtype, options.out_dtype)
-    whole = dims.resized(a.shape, dim, sum(shards))
+    shape = dims.resized(a.shape, dim, sum(shards))
     results: list[Tensor] = []
     for out, b in zip(outs, weights, strict=True):
         results.append(
             arguments.result(
-                out, (*whole[:-1], b.shape[1]), out_dtype, [a, *weights, *biases, *results], world
+                out, (*shape[:-1], b.shape[1]), out_dtype, [a, *weights, *biases, *results], world
             )
         )
     options = options if dim == options.dim else options._replace(dim=dim)
@@ -156,11 +156,11 @@ def check(world: World, given: Given, options: Options) -> Call:
 class _GatherCall(Call):
     """The common part of gathers of rows and of columns."""
 
-    wholes: list[Tensor]
+    outputs: list[Tensor]
 
     @property
     def results(self) -> list[Tensor]:
-        return self.wholes
+        return self.outputs
 
     @property
     def shared(self) -> Workload:
@@ -195,18 +195,13 @@ class _RowsCall(_GatherCall):
         super().__init__(
             world, options, workload("all_gather_matmul", rows, given, results[0].dtype, symmetric)
         )
-        self.weights, self.biases, self.asked = (
-            weights,
-            biases,
-            {"gathered": options.keep, "weights": len(weights)},
-        )
-        names, self.wholes = [*outputs(len(weights))], results
+        self.weights, self.biases = weights, biases
+        self.asked = {"gathered": options.keep, "weights": len(weights)}
+        names, self.outputs = [*outputs(len(weights))], [*results]
         if options.keep:
-            names, self.wholes = (
-                [*names, "gathered"],
-                [*results, a.new_empty(dims.resized(a.shape, dim, sum(shards)))],
-            )
-        self.fronts = [dims.front(whole, dim) for whole in self.wholes]
+            names.append("gathered")
+            self.outputs.append(a.new_empty(dims.resized(a.shape, dim, sum(shards))))
+        self.fronts = [dims.front(output, dim) for output in self.outputs]
         written = {
             name: front.view(sum(rows), front.shape[-1])
             for name, front in zip(names, self.fronts, strict=True)
@@ -222,18 +217,21 @@ class _RowsCall(_GatherCall):
                 "multiplied",
             )
         if world.multi_host:
-            return "push", "rows cross to each other host once, and are multiplied as they arrive"
+            return (
+                "push",
+                "rows are sent to each other host once, and are multiplied as they arrive",
+            )
         return "direct", "peers' rows can be read in place at the speed of own memory"
 
     def finish(self) -> list[Tensor]:
-        for front, whole in zip(self.fronts, self.wholes, strict=True):
-            dims.back(front, self.options.dim, whole)
-        return self.wholes
+        for front, output in zip(self.fronts, self.outputs, strict=True):
+            dims.back(front, self.options.dim, output)
+        return self.outputs
 
 
 class _ColumnsCall(_GatherCall):
     """The last dimension is gathered, a split of K: a is gathered first, as rows of its transpose,
-    then multiplied at once.
+    then multiplied in one product.
     """
 
     tunable = False
@@ -251,7 +249,7 @@ class _ColumnsCall(_GatherCall):
             options,
             workload("all_gather_matmul", tuple(shards), given, results[0].dtype, symmetric=False),
         )
-        self.planner, self.given, self.wholes = _gather_columns, given, results
+        self.planner, self.given, self.outputs = _gather_columns, given, results
         own = given.a.flatten(0, -2).t().contiguous()
         self.tensors = {"a": own, "gathered": own.new_empty(sum(shards), own.shape[1])}
 
@@ -266,17 +264,17 @@ class _ColumnsCall(_GatherCall):
     def overlapped(self) -> tuple[str, str]:
         why = (
             "the last dimension is gathered, a split of K: no product can begin before all columns "
-            "are there"
+            "have arrived"
         )
         return "push" if self.world.multi_host else "pull", why
 
     def finish(self) -> list[Tensor]:
         a, weights, biases, _ = self.given
         columns = self.tensors["gathered"].t().contiguous()
-        for result, b, bias in zip(self.wholes, weights, biases, strict=True):
+        for result, b, bias in zip(self.outputs, weights, biases, strict=True):
             multiply(columns, b, result.view(len(columns), b.shape[1]), bias)
         gathered = [columns.view(*a.shape[:-1], columns.shape[1])] if self.options.keep else []
-        return [*self.wholes, *gathered]
+        return [*self.outputs, *gathered]
 
 
 def _gather_columns(request: Request) -> Plan:
@@ -295,10 +293,10 @@ def _fake(call: Recorded) -> list[Tensor]:
     a, weights, _, options, (_, _, ranks) = call
     dim = dims.normal(options.dim, a.dim())
     shards = options.shard_rows
-    whole = dims.resized(a.shape, dim, a.shape[dim] * ranks if shards is None else sum(shards))
+    shape = dims.resized(a.shape, dim, a.shape[dim] * ranks if shards is None else sum(shards))
     dtype = options.out_dtype or a.dtype
-    results = [a.new_empty(*whole[:-1], b.shape[1], dtype=dtype) for b in weights]
-    return [*results, a.new_empty(whole)] if options.keep else results
+    results = [a.new_empty(*shape[:-1], b.shape[1], dtype=dtype) for b in weights]
+    return [*results, a.new_empty(shape)] if options.keep else results
 
 
 def _save(ctx: Any, call: Recorded, results: Sequence[Tensor]) -> None:

@@ -56,12 +56,8 @@ def _check(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: str)
     arguments.check_algorithm(algorithm, schedule.ALGORITHMS, world)
     result = arguments.result(out, a.shape, a.dtype, [a], world, partial(same_place, a))
     in_place = out is not None and same_place(a, out)
-    flat, rows, size, hosts = (
-        a.reshape(-1, 1).contiguous(),
-        split(a.numel(), world.ranks),
-        a.nbytes,
-        world.topology,
-    )
+    flat, rows = a.reshape(-1, 1).contiguous(), split(a.numel(), world.ranks)
+    size, hosts = a.nbytes, world.topology
     tensors = {"a": flat, "out": result.view(-1, 1)}
     symmetric, symmetric_out = world.is_symmetric(flat), world.is_symmetric(result)
     if algorithm in ("auto", "one_shot") and granularity.reduced_eagerly(
@@ -71,21 +67,20 @@ def _check(world: World, a: Tensor, out: Tensor | None, op: str, algorithm: str)
     if algorithm == "auto":
         algorithm = "one_shot" if size <= world.thresholds.eager_bytes else "two_shot"
     if hosts is not None and not (algorithm == "ring" and one_rank_per_host(hosts)):
-        cut, by = (
-            pieces(rows[0], granularity.sent_rows(flat, rows[0])),
-            "ring" if algorithm == "ring" else "two_shot",
-        )
-        return CollectiveCall(planned(schedule.put, cut, hosts, by, op), rows, tensors, result)
+        cut = pieces(rows[0], granularity.sent_rows(flat, rows[0]))
+        algorithm = "ring" if algorithm == "ring" else "two_shot"
+        plan = planned(schedule.put, cut, hosts, algorithm, op)
+        return CollectiveCall(plan, rows, tensors, result)
     cut = (
         1
         if algorithm == "one_shot"
         else pieces(rows[0], granularity.exchanged_rows(flat, rows[0], world))
     )
-    # Where every rank reads all of a there is no moment at which its own rank may overwrite it.
+    # In one_shot every rank reads all of a, so its own rank may not overwrite it before all have.
     symmetric = symmetric and not (in_place and algorithm == "one_shot")
-    places = {"symmetric_a": symmetric, "symmetric_out": symmetric_out}
+    symmetries = {"symmetric_a": symmetric, "symmetric_out": symmetric_out}
     return CollectiveCall(
-        planned(schedule.all_reduce, world.ranks, cut, algorithm, op, **places),
+        planned(schedule.all_reduce, world.ranks, cut, algorithm, op, **symmetries),
         rows,
         tensors,
         result,

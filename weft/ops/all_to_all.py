@@ -1,4 +1,4 @@
-"""All-to-all as an operator: each rank gives a part of its rows to every rank."""
+"""All-to-all as an operator: each rank sends a part of its rows to every rank."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def all_to_all(
     """Part p of a's first dimension goes to rank p; the result has the parts for this rank in rank
     order. Any dtype of `ANY`.
 
-    Every row goes straight to its rank, also where hosts are several: round a ring it would be sent
-    several times. The parts are even, or as large as `input_split_sizes` and `output_split_sizes`
-    say (all ranks give both or none; the sizes are exchanged first, and sizes that do not fit
-    together are a `ValueError` on all ranks).
+    Every row is sent directly to its rank, also between hosts: in a ring it would be sent several
+    times. The parts are equal, or have the sizes `input_split_sizes` and `output_split_sizes`. All
+    ranks must pass both or neither; the sizes are exchanged first, and a difference between ranks
+    is a `ValueError` on all ranks.
 
     There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
     """
-    given = None if input_split_sizes is None else tuple(input_split_sizes)
-    taken = None if output_split_sizes is None else tuple(output_split_sizes)
-    return collective.run(_check, a, out, (given, taken), world, timeout)
+    sent = None if input_split_sizes is None else tuple(input_split_sizes)
+    received = None if output_split_sizes is None else tuple(output_split_sizes)
+    return collective.run(_check, a, out, (sent, received), world, timeout)
 
 
 def all_to_all_async(
@@ -51,9 +51,9 @@ def all_to_all_async(
     timeout: float | None = None,
 ) -> Handle:
     """Begin `all_to_all`, with the same arguments, and return at once."""
-    given = None if input_split_sizes is None else tuple(input_split_sizes)
-    taken = None if output_split_sizes is None else tuple(output_split_sizes)
-    return collective.start(_check, a, out, (given, taken), world, timeout)
+    sent = None if input_split_sizes is None else tuple(input_split_sizes)
+    received = None if output_split_sizes is None else tuple(output_split_sizes)
+    return collective.start(_check, a, out, (sent, received), world, timeout)
 
 
 def _check(
@@ -66,18 +66,16 @@ def _check(
     collective.check_input(a, world)
     dims.normal(0, a.dim())
     even = input_split_sizes is None and output_split_sizes is None
-    given, taken = _splits(world, a.shape[0], input_split_sizes, output_split_sizes)
-    result = arguments.result(out, (sum(taken), *a.shape[1:]), a.dtype, [a], world)
-    counts = (given,) * world.ranks if even else _exchange_splits(world, given, taken)
+    sent, received = _splits(world, a.shape[0], input_split_sizes, output_split_sizes)
+    result = arguments.result(out, (sum(received), *a.shape[1:]), a.dtype, [a], world)
+    counts = (sent,) * world.ranks if even else _exchange_splits(world, sent, received)
     matrix, hosts = as_matrix(a), world.topology
     symmetric = world.is_symmetric(matrix)
     rows, tensors = [*chain(*counts)], {"a": matrix, "out": as_matrix(result)}
     row = matrix.shape[1] * matrix.itemsize
-    most, handed = (
-        row * max(map(sum, counts)),
-        row * max(sum(given) - given[rank] for rank, given in enumerate(counts)),
-    )
-    if granularity.moved_eagerly(world, handed, symmetric):
+    most = row * max(map(sum, counts))
+    to_peers = row * max(sum(sizes) - sizes[rank] for rank, sizes in enumerate(counts))
+    if granularity.moved_eagerly(world, to_peers, symmetric):
         return CollectiveCall(
             schedule.eager(world.levels), rows, tensors, result, sizes_exchanged=not even
         )
@@ -95,39 +93,38 @@ def _check(
 
 
 def _splits(
-    world: World, rows: int, given: Sequence[int] | None, taken: Sequence[int] | None
+    world: World, rows: int, sent: Sequence[int] | None, received: Sequence[int] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """How many of its `rows` this rank gives to each rank, and takes from each."""
-    if given is None and taken is None:
+    """The numbers of its `rows` that this rank sends to each rank, and receives from each."""
+    if sent is None and received is None:
         if rows % world.ranks:
             raise ValueError(
                 f"{rows} rows do not divide evenly over {world.ranks} ranks: give the split sizes"
             )
         return ((rows // world.ranks,) * world.ranks,) * 2
-    given, taken = tuple(() if given is None else given), tuple(() if taken is None else taken)
-    if not len(given) == len(taken) == world.ranks or min(given + taken) < 0 or sum(given) != rows:
+    ins, outs = tuple(sent or ()), tuple(received or ())
+    if not len(ins) == len(outs) == world.ranks or min(ins + outs) < 0 or sum(ins) != rows:
         raise ValueError(
-            f"input_split_sizes and output_split_sizes must be {world.ranks} counts each, none "
-            f"negative, the former of {rows} "
-            f"rows in all; got {[*given]} and {[*taken]}"
+            f"input_split_sizes and output_split_sizes must be {world.ranks} sizes each, none "
+            f"negative, and input_split_sizes must add up to {rows} rows; got {[*ins]} and {[*outs]}"
         )
-    return given, taken
+    return ins, outs
 
 
 def _exchange_splits(
-    world: World, given: tuple[int, ...], taken: tuple[int, ...]
+    world: World, ins: tuple[int, ...], outs: tuple[int, ...]
 ) -> tuple[tuple[int, ...], ...]:
-    """The rows that every rank gives to every other, exchanged between ranks; sizes that do not fit
-    are an error on all ranks.
+    """The number of rows that every rank sends to every rank; collective. A difference between
+    sender and receiver raises `ValueError` on all ranks.
     """
-    everyone = all_gather(torch.tensor([given, taken]).view(1, -1), world=world).view(
+    sizes = all_gather(torch.tensor([ins, outs]).view(1, -1), world=world).view(
         world.ranks, 2, world.ranks
     )
-    sent, expected = everyone[:, 0], everyone[:, 1].t()
+    sent, expected = sizes[:, 0], sizes[:, 1].t()
     if not torch.equal(sent, expected):
-        giver, taker = [int(i) for i in (sent != expected).nonzero()[0]]
+        sender, receiver = [int(i) for i in (sent != expected).nonzero()[0]]
         raise ValueError(
-            f"rank {giver} gives rank {taker} {sent[giver, taker]} rows, but rank {taker} expects "
-            f"{expected[giver, taker]} from it"
+            f"rank {sender} sends rank {receiver} {sent[sender, receiver]} rows, but rank "
+            f"{receiver} expects {expected[sender, receiver]} rows from it"
         )
     return tuple(tuple(row) for row in sent.tolist())

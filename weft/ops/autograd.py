@@ -1,8 +1,8 @@
-"""Gradients and compilation: the fused operators as custom operators of torch.
+"""Gradients and compilation: the fused operators as custom operators of torch, in
+``torch.ops.weft``.
 
-``torch.ops.weft`` holds them; the public functions call these where torch records the call. The
-backward formulas use the overlapped operators themselves, so they can be compiled, and
-differentiated again, like these.
+The public functions call the custom operators if torch records the call. The backward formulas
+consist of overlapped operators, too, so they can also be compiled, and differentiated again.
 
 Torch keeps compiled graphs on disk, for processes of other worlds and for other ranks, and
 distinguishes them by the arguments of their operators alone. So shapes and formulas depend on
@@ -31,11 +31,13 @@ _SCHEMA = (
     "bool keep, SymInt[]? shard_rows, str algorithm, SymInt? chunk_rows, float? timeout, "
     "bool own_bias, SymInt[] world) -> Tensor[]"
 )
-_NO_GRADIENTS = [None] * (len(Options._fields) + 1)  # of the options and the world
+_NO_GRADIENTS = [None] * (len(Options._fields) + 1)  # for the options and the world
 
 
 def register(operator: FusedOperator) -> None:
-    """Define ``torch.ops.weft.NAME``: the results of one call, one for each weight first."""
+    """Define ``torch.ops.weft.NAME``, which returns the results of one call, beginning with one for
+    each weight.
+    """
     if operator.fake is None:
         return
     fake, gradient = operator.fake, operator.gradient
@@ -74,9 +76,9 @@ def call(
 ) -> list[Tensor]:
     """The results of a call that torch records, by a custom operator."""
     arguments.check_recorded(a, weights, biases, out, world)
-    added = [a.new_empty(0) if x is None else x for x in biases]
-    added = added if any(x is not None for x in biases) else []
-    results: list[Tensor] = operator(a, [source(b) for b in weights], added, *options, world.name)
+    encoded = [a.new_empty(0) if x is None else x for x in biases]
+    encoded = encoded if any(x is not None for x in biases) else []
+    results: list[Tensor] = operator(a, [source(b) for b in weights], encoded, *options, world.name)
     return results
 
 
@@ -86,26 +88,26 @@ def _recorded(inputs: tuple[Any, ...]) -> Recorded:
 
 
 def _world(name: Sequence[int]) -> World:
-    number, *place = name
+    number, *position = name
     world = by_number(number)
     if world is None:
         raise WeftError("the world of this call is gone")
-    if place != [world.rank, world.ranks]:
+    if position != [world.rank, world.ranks]:
         raise WeftError(
-            f"this call was recorded by rank {place[0]} of {place[1]}; this is rank {world.rank} "
+            f"this call was recorded by rank {position[0]} of {position[1]}; this is rank {world.rank} "
             f"of {world.ranks}"
         )
     return current(world)
 
 
 def rows(tensor: Tensor) -> Tensor:
-    """The tensor as a matrix of its last dimension."""
+    """The tensor as a matrix whose columns are its last dimension."""
     return tensor.flatten(0, -2)
 
 
 def weight_gradient(x: Tensor, dy: Tensor) -> Tensor:
-    """``x^T @ dy``, laid out as the transpose of a linear layer's weight; it is mostly added to
-    the gradient of one.
+    """``x^T @ dy``, with the strides of the transpose of a linear layer's weight, to whose gradient
+    it is usually added.
     """
     gradient: Tensor = torch.ops.weft.product(dy.t(), x)
     return gradient.t()

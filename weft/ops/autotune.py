@@ -1,17 +1,17 @@
 """The selection of a variant for ``algorithm="auto"``.
 
-Each operator has a rule. A variant that was measured before, by ``weft tune`` or by earlier calls,
-comes before the rule. Else the first calls of a size class measure the candidates, and the fastest
-stays, in shared memory for later runs too. Rank 0 selects for all ranks.
+Each operator has a rule. A variant that was measured earlier, by ``weft tune`` or by earlier calls,
+has priority over the rule. Otherwise the first calls of a size class measure the candidates. The
+fastest is selected, and kept in shared memory for later runs. Rank 0 selects for all ranks.
 
-All ranks make the same calls in the same order, so each knows the candidate of a call. After each
-round they exchange the times at which their calls began and ended. A call takes from the latest
-beginning to the latest end, so a late rank does not count. The clocks of hosts differ: the times of
-one host are compared with each other, and the shortest of all hosts counts.
+All ranks make the same calls in the same order, so each rank knows the candidate of a call. After
+each round they exchange the times at which their calls began and ended. The duration of a call is
+from the latest begin to the latest end, so that it does not include the delay of a late rank. The
+clocks of hosts differ, so durations are computed per host, and the shortest one counts.
 
-Candidates are tried only where they give the same bits. Sums are taken in one order by every
-variant, and torch's products have the same bits in any number of rows, except by kernels for few rows
-and in float64.
+Candidates are measured only if their results are bitwise equal. Every variant adds up sums in the
+same order, and torch's products are bitwise equal for any number of rows, except for kernels for
+few rows and in float64.
 """
 
 from __future__ import annotations
@@ -34,24 +34,26 @@ from weft.schedules.operators import OPERATORS
 from weft.schedules.workload import FEW_ROWS, ORDERS, Variant, Workload, size_class
 
 CALLS = 12
-"""The most calls of a class that measure."""
+"""The maximum number of measured calls of a class."""
 _CANDIDATES = 4
-"""The most candidates of a class."""
-_HOPELESS = (1.5, 1.2)
-"""Times the fastest, after the first round and after later ones: a slower candidate is dropped."""
+"""The maximum number of candidates of a class."""
+_DROPPED_FROM = (1.5, 1.2)
+"""Multiples of the fastest time, after the first round and after later ones, above which a candidate
+is dropped.
+"""
 _BETTER = 0.97
-"""The part of the rule's time that another variant must reach to replace it."""
-_WORTH_TRYING = 1.7e-4
-"""Seconds on an emulated link: for less, pieces cost more than they can hide."""
+"""A variant replaces the rule's if its time is below this fraction of the rule's."""
+_MEASURED_FROM = 1.7e-4
+"""Seconds on the link, below which more pieces cost more than their overlap can gain."""
 _SAME_BITS = 16
-"""The rows from which on the bits of a product do not depend on their number."""
+"""The number of rows from which on a row of a product is bitwise independent of it."""
 _DTYPES = ("float32", "bfloat16", "float16")
 _ALGORITHMS = sorted({name for operator in OPERATORS.values() for name in operator.algorithms})
 
 
 class Class(NamedTuple):
-    """The calls that share a selection: a workload that all ranks know, with the rows of its size
-    class, the `chunk_rows` of the caller, and the emulated link.
+    """The key of calls that share a selection: the part of the workload that is equal on all ranks,
+    with the rows of its size class, the caller's `chunk_rows`, and the emulated link.
     """
 
     workload: Workload
@@ -60,7 +62,7 @@ class Class(NamedTuple):
 
 
 def select(call: Call) -> Selection:
-    """The variant of a call; collective where its class is new."""
+    """The variant of a call; collective if its class is new."""
     key, selections = _class_of(call), engine(call.world).selections
     if key is None:
         return call.rule(call.options.algorithm)
@@ -72,9 +74,9 @@ def select(call: Call) -> Selection:
     return found.next(call) if isinstance(found, Trial) else found
 
 
-def report(call: Call, trial: Trial, begun: int, ended: int) -> None:
-    """Report the time of a call to its trial; collective at the end of a round."""
-    if not trial.includes(call) or not trial.note(call, begun, ended):
+def report(call: Call, trial: Trial, start: int, stop: int) -> None:
+    """Report the times of a call to its trial; collective at the end of a round."""
+    if not trial.includes(call) or not trial.record(call, start, stop):
         return
     world, key = call.world, trial.key
     fastest = trial.end_round(_exchanged(call, trial), world.hosts)
@@ -86,7 +88,9 @@ def report(call: Call, trial: Trial, begun: int, ended: int) -> None:
 
 
 def expected(call: Call) -> Selection:
-    """The selection that this rank knows of, or would make as rank 0; not collective."""
+    """The selection of a call's class, or the one that this rank would make as rank 0; not
+    collective.
+    """
     key = _class_of(call)
     if key is None:
         return call.rule(call.options.algorithm)
@@ -99,7 +103,7 @@ def expected(call: Call) -> Selection:
 
 
 def _class_of(call: Call) -> Class | None:
-    """The class of a call; None where nothing is left to select."""
+    """The class of a call; None if there is only one variant to select."""
     rows, ranks = max(call.workload.rows), call.world.ranks
     if not call.tunable or ranks == 1 or not rows or call.world.stream_ordered:
         return None
@@ -109,17 +113,17 @@ def _class_of(call: Call) -> Class | None:
 
 
 def _candidates(call: Call) -> list[Selection]:
-    """The variants worth measuring for the class of a call, that of the rule first; a single one
-    where nothing is to be measured.
+    """The variants to measure for the class of a call, the rule's first; a single one if there is
+    nothing to measure.
     """
     operator, workload, world = call.operator, call.workload, call.world
     rule, chunk_rows = call.rule("auto"), call.options.chunk_rows
     if chunk_rows is None and world.topology is None:
-        known = tuned.find(workload, world.emulated_link)
-        if known and call.possible(known.algorithm):
-            return [Selection(known, "it was measured to be the fastest")]
+        learned = tuned.find(workload, world.emulated_link)
+        if learned and call.possible(learned.algorithm):
+            return [Selection(learned, "it was measured to be the fastest")]
     if (
-        call.passing < _WORTH_TRYING
+        call.passing < _MEASURED_FROM
         or max(workload.rows) <= FEW_ROWS
         or workload.dtype not in _DTYPES
     ):
@@ -139,56 +143,65 @@ class Trial:
     """The candidates of a class, the rule's first, and their times so far."""
 
     def __init__(self, key: Class, candidates: Sequence[Variant]) -> None:
-        self.key, self.rule, self.left = key, candidates[0], [*candidates]
+        self.key, self.rule, self.candidates = key, candidates[0], [*candidates]
         self.round, self.remaining = 0, CALLS
         self.calls: list[tuple[int, int, int]] = []
         """Of this round: begin and end of each call in nanoseconds, and the size of its product."""
-        self.least: dict[Variant, float] = {}
-        """The least nanoseconds of each candidate, by size of the product."""
-        self.shown: dict[Variant, float] = {}
-        """Its least milliseconds."""
+        self.ns_per_element: dict[Variant, float] = {}
+        """The shortest time of each candidate, divided by the size of the product."""
+        self.ms: dict[Variant, float] = {}
+        """The shortest time of each candidate, for `explain`."""
 
     def includes(self, call: Call) -> bool:
-        """Whether all candidates give a call the same bits."""
+        """Whether all candidates give bitwise equal results for a call."""
         least = min(call.workload.rows)
-        return all(least >= _SAME_BITS * variant.pieces for variant in self.left)
+        return all(least >= _SAME_BITS * variant.pieces for variant in self.candidates)
 
     def next(self, call: Call) -> Selection:
         """The candidate of the next call, or the rule's variant."""
-        variant = self.left[len(self.calls)] if self.includes(call) else self.rule
+        variant = self.candidates[len(self.calls)] if self.includes(call) else self.rule
         return Selection(
             variant, "one of the first calls, which measure the candidates", trial=self
         )
 
-    def note(self, call: Call, begun: int, ended: int) -> bool:
-        """Note the times of a call; whether it is the last one of its round."""
-        self.calls.append((begun, ended, sum(call.workload.rows) * max(1, call.workload.n)))
-        return len(self.calls) == len(self.left)
+    def record(self, call: Call, start: int, stop: int) -> bool:
+        """Record the times of a call; True for the last one of a round."""
+        self.calls.append((start, stop, sum(call.workload.rows) * max(1, call.workload.n)))
+        return len(self.calls) == len(self.candidates)
 
     def end_round(self, times: Tensor, hosts: Sequence[int]) -> Selection | None:
-        """Evaluate a round of which `times` has every rank's calls; the selection, once made."""
-        every = times.view(-1, len(self.left), 3)
-        last = [every[[host == each for each in hosts]].amax(0) for host in dict.fromkeys(hosts)]
-        took = torch.stack([each[:, 1] - each[:, 0] for each in last]).amin(0).tolist()
-        for variant, ns, size in zip(self.left, took, every[0, :, 2].tolist(), strict=True):
-            self.least[variant] = min(self.least.get(variant, float("inf")), ns / size)
-            self.shown[variant] = min(self.shown.get(variant, float("inf")), 1e-6 * ns)
-        self.calls, self.round, self.remaining = [], self.round + 1, self.remaining - len(self.left)
-        bound = _HOPELESS[self.round > 1] * min(self.least.values())
-        self.left = [variant for variant in self.left if self.least[variant] <= bound]
-        if 1 < len(self.left) <= self.remaining:
+        """Evaluate a round, with every rank's calls in `times`; the selection, or None if another
+        round follows.
+        """
+        measured = times.view(-1, len(self.candidates), 3)
+        latest = [
+            measured[[host == each for each in hosts]].amax(0) for host in dict.fromkeys(hosts)
+        ]
+        durations = torch.stack([each[:, 1] - each[:, 0] for each in latest]).amin(0).tolist()
+        sizes = measured[0, :, 2].tolist()
+        for variant, ns, size in zip(self.candidates, durations, sizes, strict=True):
+            shortest = self.ns_per_element.get(variant, float("inf"))
+            self.ns_per_element[variant] = min(shortest, ns / size)
+            self.ms[variant] = min(self.ms.get(variant, float("inf")), 1e-6 * ns)
+        self.calls, self.round = [], self.round + 1
+        self.remaining -= len(self.candidates)
+        bound = _DROPPED_FROM[self.round > 1] * min(self.ns_per_element.values())
+        self.candidates = [each for each in self.candidates if self.ns_per_element[each] <= bound]
+        if 1 < len(self.candidates) <= self.remaining:
             return None
 
         def weighted(variant: Variant) -> float:
-            return self.least[variant] * (_BETTER if variant == self.rule else 1)
+            return self.ns_per_element[variant] * (_BETTER if variant == self.rule else 1)
 
-        measured = tuple(sorted(self.shown.items(), key=lambda each: each[1]))
+        by_time = tuple(sorted(self.ms.items(), key=lambda each: each[1]))
         reason = "it was the fastest in the first calls of its class"
-        return Selection(min(self.left, key=weighted), reason, measured)
+        return Selection(min(self.candidates, key=weighted), reason, by_time)
 
 
 def _agreed(call: Call, key: Class) -> list[Selection]:
-    """The candidates of rank 0, on all ranks; ranks that make different calls notice by `key`."""
+    """The candidates of rank 0, on all ranks; `key` is compared between ranks, so that different
+    calls raise an error.
+    """
     world = call.world
     own = _candidates(call) if world.rank == 0 else []
     numbers = torch.zeros(3 * _CANDIDATES, 1, dtype=torch.int64)
@@ -233,7 +246,7 @@ def _to_all(operator: str, levels: Levels, hosts: tuple[int, ...] | None) -> Pla
 def _untraced(
     call: Call, name: str, plan: Plan, tensors: dict[str, Tensor], rows: tuple[int, ...]
 ) -> None:
-    """Execute a plan on behalf of a call; traces show the call, not this."""
+    """Execute a plan as a part of a call, without recording it."""
     world = call.world
     recorder, world.recorder = world.recorder, None
     try:

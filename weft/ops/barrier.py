@@ -11,10 +11,11 @@ from weft.world import World, current
 def barrier(world: World | None = None, timeout: float | None = None) -> None:
     """Return once all ranks have called it; collective.
 
-    Everything that any rank put, wrote or notified before is visible to all ranks after.
-    Asynchronous transfers count only if they were over before. `timeout` is in seconds, the world's
-    by default. As of every collective call, a time-out or an interrupt closes the world on all
-    ranks. Raises `PeerTimeout`, `PeerLost`, `MismatchError` (a peer makes another collective call).
+    All writes, puts and notifies of any rank before the barrier are visible to all ranks after it.
+    Asynchronous transfers are included only if they have ended before. `timeout` is in seconds, by
+    default the world's. As in every collective call, a timeout or an interrupt closes the world on
+    all ranks. Raises `PeerTimeout`, `PeerLost`, `MismatchError` (a peer makes another collective
+    call).
     """
     check_timeout(timeout)
     world = current(world)

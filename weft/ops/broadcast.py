@@ -11,9 +11,9 @@ from weft.schedules.workload import pieces
 from weft.world import World
 
 SHARED_BYTES = 256 << 10
-"""The fewest bytes of which the source, too, moves rows: its peers wait for it meanwhile."""
+"""The minimum size at which the source also copies a part of the rows to its peers."""
 PIECE_BYTES = 64 << 10
-"""The bytes that the source stages at a time while its peers fetch the piece before."""
+"""The bytes that the source stages at a time while its peers fetch the previous piece."""
 
 
 def broadcast(
@@ -24,15 +24,17 @@ def broadcast(
     world: World | None = None,
     timeout: float | None = None,
 ) -> Tensor:
-    """Overwrite `tensor`, which must be contiguous, with that of rank `source`, and return it; any
-    dtype of `ANY`.
+    """Overwrite `tensor`, which must be contiguous, with the tensor of rank `source`, and return it;
+    any dtype of `ANY`.
 
-    `algorithm` is ``pull`` (ranks read it; auto's choice on one host), ``push`` (the source puts it
-    to each other host, or rank on one; auto's choice on several) or ``ring`` (each hands it to the
-    next, so the source sends it once).
+    `algorithm` is ``pull`` (ranks read from the source; auto's choice on one host), ``push`` (the
+    source puts its rows to each other host, or on one host to each other rank; auto's choice on
+    several hosts) or ``ring`` (each rank or host sends the rows to the next, so the source sends
+    them once).
 
-    There is no gradient: a parameter, or another leaf, is written to as under ``torch.no_grad()``;
-    another tensor that requires a gradient is a `ValueError` outside of that.
+    There is no gradient: a parameter, or another leaf, is overwritten as under
+    ``torch.no_grad()``; any other tensor that requires a gradient is a `ValueError` outside
+    ``torch.no_grad()``.
     """
     return collective.run(_check, tensor, tensor, (source, algorithm), world, timeout)
 
@@ -62,22 +64,22 @@ def _check(
         collective.check_not_recorded(tensor, "tensor")
     rows, hosts = tensor.view(-1, 1), world.topology
     most, size = len(rows), tensor.nbytes
-    mine, theirs = ("a", "out") if world.rank == source else ("out", "a")
-    tensors = {mine: rows, theirs: rows[:0]}
+    own, other = ("a", "out") if world.rank == source else ("out", "a")
+    tensors = {own: rows, other: rows[:0]}
     symmetric = world.is_symmetric(rows)
     if algorithm in ("auto", "pull") and granularity.moved_eagerly(world, size, symmetric):
         return CollectiveCall(schedule.eager(source, world.levels), (most,), tensors, tensor)
-    places, staged = hosts or range(world.ranks), hosts is None and not symmetric
+    host_of, staged = hosts or range(world.ranks), hosts is None and not symmetric
     if algorithm == "ring":
         plan = planned(
             schedule.ring,
             pieces(most, granularity.sent_rows(rows, most)),
             source,
-            places,
+            host_of,
             staged=staged,
         )
     elif hosts is not None or algorithm == "push":
-        plan = planned(schedule.push, source, places, staged=staged)
+        plan = planned(schedule.push, source, host_of, staged=staged)
     else:
         shared = size >= SHARED_BYTES
         cut = world.ranks if shared else 1

@@ -1,28 +1,28 @@
-"""Calls of weft's collectives: on symmetric or plain CPU tensors they are plans that run wholly in
-the native core.
+"""Calls of weft's collectives: plans on symmetric or plain CPU tensors that the native core executes
+without Python.
 
-Each is collective, and returns when its result is in place and its inputs are the caller's again.
-The ``_async`` form returns a `Handle` at once and works on the native lane (the first call of its
-kind may wait for its peers, to take a workspace together); until it is waited for, its tensors must
-not be touched. A world carries out 16 of them at a time; the next one holds its thread until the
-first is over. Calls are carried out in the order in which they are made. Results do not
-depend on arrival order: the same bits on every run.
+Every rank must make the call. It returns when the result is complete and peers no longer read the
+inputs. The ``_async`` form returns a `Handle` at once and runs on the native lane (the first call of
+its kind may wait for peers, to allocate a workspace together); its tensors must not be accessed
+before `Handle.wait`. At most 16 asynchronous calls of a world run concurrently; the next call blocks
+until the first has ended. Calls are executed in the order in which they are made. Results do not
+depend on the order of arrival: they are bitwise equal on every run.
 
-A call on tensors with the layouts of an earlier call (dtype, shape, strides; the address in
-symmetric memory, if in any) is found in the call cache; it is fastest with `out`. Symmetric tensors
+The call cache has the calls on tensors of the same layouts (dtype, shape, strides; the address in
+symmetric memory, if in any); a repeated call is fastest with `out`. Symmetric tensors
 (`World.empty`), the same on all ranks, are read and written in place by peers; others are staged.
 
 All tensors are plain: `torch.Tensor` or `torch.nn.Parameter` itself, strided, no conjugate or
 negative view. There are no gradients: a tensor that requires one is a `ValueError` while autograd
-records (outside ``torch.no_grad()``), but for a leaf that is broadcast, such as a parameter.
-Torch's functional collectives have gradients, also on a process group of weft's. Writes to
-`out`, or by a broadcast, do not raise torch's count of writes: autograd does not see that a tensor
-it keeps for backward is overwritten.
+records (outside ``torch.no_grad()``), except for a leaf that is broadcast, for instance a
+parameter. Torch's functional collectives have gradients, also on a process group of weft's. Writes
+to `out`, or by a broadcast, do not increment a tensor's version counter: autograd does not detect
+that a tensor saved for backward is overwritten.
 
-Keywords that all share: `out`, a contiguous tensor for the result (else a new one); `world`, by
-default that of ``weft.init()``; `timeout`, the seconds any wait may take, by default the world's.
-Bad arguments are `ValueError` or `TypeError`, raised before anything is sent; lost, late or
-disagreeing peers are `PeerLost`, `PeerTimeout` and `MismatchError`, and close the world.
+Common keywords: `out`, a contiguous tensor for the result (by default a new one); `world`, by
+default the world made by ``weft.init()``; `timeout`, the seconds any wait may take, by default the
+world's. Bad arguments raise `ValueError` or `TypeError` before anything is sent; lost, late or
+disagreeing peers raise `PeerLost`, `PeerTimeout` and `MismatchError`, and close the world.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ class CollectiveCall(NamedTuple):
     """A checked call of a collective: its plan, the rows of its shards, the matrices of its
     buffers, and its result.
 
-    `copied` are copied in the end, each block to its part of the result. `sizes_exchanged`: ranks
-    exchanged the sizes, which may differ in the next call with the same arguments.
+    `copied` has pairs of a part of the result and the block that is copied to it at the end.
+    `sizes_exchanged`: ranks exchanged the sizes, which may differ in the next call with the same
+    arguments.
     """
 
     plan: Plan
@@ -79,7 +80,7 @@ class CollectiveCall(NamedTuple):
 
 
 Check = Callable[..., CollectiveCall]
-"""An operator's ``check(world, a, out, *options)``, which raises what is wrong with a call."""
+"""An operator's ``check(world, a, out, *options)``, which raises an error for bad arguments."""
 
 
 class Handle:
@@ -94,10 +95,10 @@ class Handle:
         return self._call is None or self._program.done()
 
     def wait(self, timeout: float | None = None) -> Tensor:
-        """The result, once it is in place.
+        """Wait for the result, and return it.
 
-        Raises `PeerTimeout` if it is not after `timeout` seconds; the collective goes on and can be
-        waited for again. Raises the errors of the collective itself.
+        Raises `PeerTimeout` after `timeout` seconds; the collective continues, and `wait` can be
+        called again. Raises the errors of the collective itself.
         """
         if self._call is not None:
             if not self._program.join(float("inf") if timeout is None else timeout):
@@ -129,7 +130,7 @@ def run(
     call = check(world, a, out, *options)
     program = own.program(call.plan, call.tensors, call.rows)
     with world.exclusive:
-        binding = program.bind(call.tensors, call.rows, _in_words(check, call, a, options))
+        binding = program.bind(call.tensors, call.rows, _description(check, call, a, options))
         program.execute(binding, timeout)
     result = call.finish()
     if own.caches_calls and not call.copied and not call.sizes_exchanged:
@@ -154,8 +155,8 @@ def start(
     with world.exclusive:
         own.limit_outstanding()
         program = _idle(own, call)
-        words = _in_words(check, call, a, options)
-        program.start(program.bind(call.tensors, call.rows, words), call, timeout)
+        description = _description(check, call, a, options)
+        program.start(program.bind(call.tensors, call.rows, description), call, timeout)
     return Handle(program, call)
 
 
@@ -167,9 +168,11 @@ def _idle(own: Engine, call: CollectiveCall) -> Program:
     return next(program for program in programs if program.idle())
 
 
-def _in_words(check: Check, call: CollectiveCall, a: Tensor, options: tuple[Hashable, ...]) -> str:
+def _description(
+    check: Check, call: CollectiveCall, a: Tensor, options: tuple[Hashable, ...]
+) -> str:
     """A call as errors of all ranks show it: operator, tensor and options that are not defaults."""
-    return _words(call.plan.operator, a.shape, a.dtype, _options(check), options)
+    return _describe(call.plan.operator, a.shape, a.dtype, _options(check), options)
 
 
 @lru_cache
@@ -179,44 +182,43 @@ def _options(check: Check) -> tuple[str, ...]:
 
 
 @lru_cache(1024)
-def _words(
+def _describe(
     operator: str,
     shape: torch.Size,
     dtype: torch.dtype,
     names: tuple[str, ...],
     values: tuple[Hashable, ...],
 ) -> str:
-    words = [f"{tuple(shape)} {dtype_name(dtype)}"]
+    shown = [f"{tuple(shape)} {dtype_name(dtype)}"]
     for name, value in zip(names, values, strict=True):
         if value is not None and value != "auto":
-            words.append(f"{name}={[*value] if isinstance(value, tuple) else value}")
-    return f"{operator}({', '.join(words)})"
+            shown.append(f"{name}={[*value] if isinstance(value, tuple) else value}")
+    return f"{operator}({', '.join(shown)})"
 
 
 @lru_cache(4096)
-def planned(planner: Callable[..., Plan], *asked: Any, **more: Any) -> Plan:
-    """A plan, kept for later calls."""
-    return planner(*asked, **more)
+def planned(planner: Callable[..., Plan], *args: Any, **kwargs: Any) -> Plan:
+    """A plan by a planner with these arguments, cached."""
+    return planner(*args, **kwargs)
 
 
 def check_input(a: Tensor, world: World, dtypes: Sequence[torch.dtype] = ANY) -> None:
-    """A tensor of one of these dtypes, of which no gradient is to be recorded."""
+    """Raise an error unless a tensor has one of these dtypes, and autograd does not record it."""
     arguments.check_input(a, "a", world, dtypes)
     check_not_recorded(a, "a")
 
 
-def check_not_recorded(tensor: Tensor, what: str) -> None:
-    """Raise `ValueError` where the gradient of a tensor would be lost."""
+def check_not_recorded(tensor: Tensor, name: str) -> None:
+    """Raise `ValueError` if the gradient of a tensor would be lost."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{what} requires a gradient, but weft's collectives have none: pass {what}.detach(), "
-            "call under torch.no_grad(), "
-            "or use torch's functional collectives"
+            f"{name} requires a gradient, but weft's collectives have none: pass {name}.detach(), "
+            "call under torch.no_grad(), or use torch's functional collectives"
         )
 
 
 def check_reduction(a: Tensor, op: str, world: World) -> None:
-    """A reduction, and a dtype that it is defined for."""
+    """Raise an error unless `op` is a reduction that is defined for the dtype of `a`."""
     if op not in REDUCTIONS:
         raise ValueError(f"there is no reduction {op!r}; choose one of {', '.join(REDUCTIONS)}")
     check_input(a, world, FLOATS if op == "avg" else NUMBERS)
@@ -232,12 +234,12 @@ def as_matrix(tensor: Tensor, dim: int = 0) -> Tensor:
 def parts(
     tensor: Tensor, blocks: Tensor, dim: int, sizes: Sequence[int]
 ) -> list[tuple[Tensor, Tensor]]:
-    """The parts of a tensor along `dim`, of these sizes, each with its block of `blocks`, which
-    are contiguous.
+    """The parts of a tensor along `dim`, of these sizes, each with a contiguous block of `blocks` of
+    the same shape.
     """
     parts = tensor.split([*sizes], dim)
-    places = blocks.view(-1).split([part.numel() for part in parts])
-    return [(part, place.view(part.shape)) for part, place in zip(parts, places, strict=True)]
+    flat = blocks.view(-1).split([part.numel() for part in parts])
+    return [(part, block.view(part.shape)) for part, block in zip(parts, flat, strict=True)]
 
 
 def same_place(one: Tensor, other: Tensor) -> bool:

@@ -1,5 +1,5 @@
-"""Gathering and scattering along any dimension: engines move rows, so the dimension comes first and
-goes back at the end.
+"""Gathers and scatters along any dimension: engines move rows, so the dimension is moved to the
+front, and back at the end.
 """
 
 from __future__ import annotations
@@ -24,18 +24,15 @@ def normal(dim: int, dims: int) -> int:
 
 
 def to_front(tensor: Tensor, dim: int) -> Tensor:
-    """The tensor as a matrix with contiguous rows, its dimension `dim` outermost; its last dimension
-    has the columns.
-
-    A copy only where strides demand one.
+    """The tensor as a matrix with contiguous rows, whose outermost dimension is `dim`, and whose
+    columns are its last dimension. It is a view if the strides permit.
     """
     front = tensor.movedim(dim, 0) if dim else tensor
     matrix = front.reshape(math.prod(front.shape[:-1]), front.shape[-1])
     if matrix.shape[1] <= 1 or matrix.stride(1) == 1:
         return matrix
-    return (
-        matrix.contiguous() if matrix.numel() else matrix.new_empty(matrix.shape)
-    )  # an empty one is contiguous with any strides
+    # `contiguous` would return an empty matrix as it is
+    return matrix.contiguous() if matrix.numel() else matrix.new_empty(matrix.shape)
 
 
 def resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The variant that a fused operator would select for given arguments, and the reason, in words."""
+"""A text on the variant that a fused operator would select for its arguments, and the reason."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def explain(
     chunk_rows: int | None = None,
     world: World | None = None,
 ) -> str:
-    """The variant that `operator` would select for these arguments and the reason, in words, with
-    the times of other variants as measured and predicted.
+    """A text that names the variant that `operator` would select for these arguments, the reason,
+    and the measured and predicted times of other variants.
 
-    Not collective; nothing is sent. For ``auto``, where rank 0 has not selected yet, it is the
-    variant that this rank would select.
+    Not collective; nothing is sent. For ``auto``, if rank 0 has not selected yet, it is the variant
+    that this rank would select.
 
-    `operator` is ``all_gather_matmul``, ``matmul_reduce_scatter`` or ``matmul_all_reduce``; the
-    rest as they take it. Raises `ValueError` or `TypeError` for arguments that the operator would
-    refuse.
+    `operator` is ``all_gather_matmul``, ``matmul_reduce_scatter`` or ``matmul_all_reduce``; other
+    arguments are the operator's. Raises the `ValueError` or `TypeError` that the operator would
+    raise.
     """
     world = current(world)
     if operator not in OPERATORS:
@@ -53,48 +53,46 @@ def explain(
     several = isinstance(b, list | tuple)
     weights: list[Weight] = [*b] if several else [b]  # type: ignore[list-item, misc]
     if not weights or (len(weights) > 1 and not OPERATORS[operator].several_weights):
-        takers = ", ".join(name for name, found in OPERATORS.items() if found.several_weights)
+        names = ", ".join(name for name, found in OPERATORS.items() if found.several_weights)
         raise ValueError(
-            f"b must be one weight, or several for {takers}; got a list of {len(weights)} weights"
+            f"b must be one weight, or several for {names}; got a list of {len(weights)} weights"
         )
-    biases, scales = (
-        listed(bias, weights, several, "bias"),
-        listed(scale_b, weights, several, "scale_b"),
-    )
+    biases = listed(bias, weights, several, "bias")
+    scales = listed(scale_b, weights, several, "scale_b")
     with torch.no_grad():
         rows, weights = float8.scaled(a, weights, scale_a, scales, world)
-        asked = Options(dim, op, out_dtype, return_gathered, shard_rows, algorithm, chunk_rows)
+        options = Options(dim, op, out_dtype, return_gathered, shard_rows, algorithm, chunk_rows)
         given = Given(rows, weights, biases, [None] * len(weights))
-        call = find(operator).check(world, given, asked)
+        call = find(operator).check(world, given, options)
         selection, own = expected(call), engine(world)
     for weight in call.weights:
         own.check_product(call.tensors["a"], weight, getattr(torch, call.workload.out_dtype))
-    made = f"{own.products}; " if own.products else ""
-    made += f"the comm lane has {world.comm_threads} threads; " if world.comm_threads > 1 else ""
+    notes = f"{own.products}; " if own.products else ""
+    notes += f"the comm lane has {world.comm_threads} threads; " if world.comm_threads > 1 else ""
     packed = "packed" if all(isinstance(weight, PackedWeight) for weight in weights) else "plain"
-    where = call.describe(selection.variant)
+    details = call.describe(selection.variant)
     lines = [
         f"{operator} over {world.ranks} ranks: {call.cut(selection.variant)}: "
-        f"{selection.reason}{where}; {made}b is {packed}"
+        f"{selection.reason}{details}; {notes}b is {packed}"
     ]
-    for how, times in (("measured", selection.measured), ("predicted", _predicted(call))):
-        lines += [f"{how}:"] if times else []
+    for kind, times in (("measured", selection.measured), ("predicted", _predicted(call))):
+        lines += [f"{kind}:"] if times else []
         lines += [f"  {ms:9.3f} ms  {call.cut(variant)}" for variant, ms in times]
     return "\n".join(lines)
 
 
 def _predicted(call: Call) -> list[tuple[Variant, float]]:
-    """The milliseconds of a call's variants on this machine, fastest first; empty where that was
-    not measured by ``weft calibrate``, or not for this dtype or between hosts.
+    """The predicted milliseconds of a call's variants on this machine, fastest first; empty if
+    ``weft calibrate`` has not measured the machine, this dtype or the network.
     """
     world, workload, profile = call.world, call.workload, machine.calibrated()
-    on = machine.from_dict(profile) if profile else None
-    if on is None or not call.tunable or not on.multiplies(workload.dtype):
+    model = machine.from_dict(profile) if profile else None
+    if model is None or not call.tunable or not model.multiplies(workload.dtype):
         return []
     if world.topology is not None:
-        if on.network is None:
+        if model.network is None:
             return []
-        on = on.over(world.topology)
+        model = model.over(world.topology)
     elif world.emulated_link:
-        on = on.emulating(*world.emulated_link)
-    return [(variant, 1e3 * seconds) for variant, seconds in rank(workload, on)]
+        model = model.emulating(*world.emulated_link)
+    return [(variant, 1e3 * seconds) for variant, seconds in rank(workload, model)]

@@ -1,5 +1,5 @@
-"""Sizes at which collectives change their plan: the rows that move at a time, and the bytes up to
-which rows are sent eagerly.
+"""Sizes at which collectives change their plan: the number of rows of a piece, and the number of
+bytes up to which rows are sent eagerly.
 """
 
 from __future__ import annotations
@@ -13,46 +13,50 @@ from weft.world import World
 from weft.world.peer_memory import LEAST_BYTES
 
 SENT_BYTES = 64 << 10
-"""The fewest bytes of a piece that is put to peers: with fewer, its message takes longer."""
-REACHED_BYTES = 2 << 10
-"""The most bytes that few ranks send eagerly though peers could read them in place: to copy more
-costs more than a signal.
+"""The minimum size of a piece that is put to peers: the overhead of a message takes longer than to
+send fewer bytes.
+"""
+REACHABLE_BYTES = 2 << 10
+"""The maximum size that few ranks send eagerly though peers could read the rows in place: to copy
+more takes longer than a signal.
 """
 EXCHANGED_BYTES = 16 << 10
-"""The fewest bytes of a piece that two ranks exchange: with fewer, its signals take longer."""
-STEPS = 64
-"""The most pieces: a plan is a list of all of them."""
+"""The minimum size of a piece that two ranks exchange: its signals take longer than to copy fewer
+bytes.
+"""
+MAX_PIECES = 64
+"""The maximum number of pieces: the size of a plan is proportional to it."""
 
 
 def slot_rows(matrix: Tensor, most: int, readers: int, world: World, piece: int = 0) -> int:
-    """The rows, of at most `most`, that go to each of n readers at a time where they are staged.
+    """The number of rows, of `most` in all, that are staged at a time for each of `readers` ranks.
 
-    `piece` are the bytes of a piece for ranks with one thread, where it is smaller than a slot.
+    `piece` is the size of a piece in bytes for ranks with one thread, if smaller than a slot.
     """
     row, limits = _row_bytes(matrix), world.thresholds
-    at_once, slot = (
+    uncut, slot = (
         (piece, piece)
         if piece and world.threads == 1
         else (limits.staged_bytes, limits.slot_bytes * world.threads)
     )
-    staged = most if most * row <= at_once else slot // (row * max(1, readers))
-    return max(1, staged, -(-most // STEPS))
+    staged = most if most * row <= uncut else slot // (row * max(1, readers))
+    return max(1, staged, -(-most // MAX_PIECES))
 
 
 def exchanged_rows(matrix: Tensor, most: int, world: World) -> int:
-    """The rows that any two ranks give each other at a time: so few that each slot that they share
-    is written by both.
+    """The number of rows, of `most` in all, that any two ranks exchange at a time: few enough that
+    both ranks write to each slot that they share.
     """
     if world.oversubscribed:
         return slot_rows(matrix, most, world.ranks - 1, world)
     row, peers = _row_bytes(matrix), max(1, world.ranks - 1)
     largest = world.thresholds.staged_bytes * world.threads // peers
     in_slots = max(-(-most // (2 * SHARED_SLOTS)), EXCHANGED_BYTES // row)
-    return max(1, min(in_slots, largest // row), -(-most // STEPS))
+    return max(1, min(in_slots, largest // row), -(-most // MAX_PIECES))
 
 
 def sent_rows(matrix: Tensor, most: int) -> int:
-    """The rows, of at most `most`, that are put to peers at a time: enough for a message."""
+    """The number of rows, of `most` in all, that one message puts to a peer."""
     return max(1, -(-most // PIECES), SENT_BYTES // _row_bytes(matrix))
 
 
@@ -61,21 +65,21 @@ def _row_bytes(matrix: Tensor) -> int:
 
 
 def moved_eagerly(world: World, size: int, reachable: bool) -> bool:
-    """Whether `size` bytes of each rank are sent eagerly; `reachable`: peers can access tensors.
+    """Whether `size` bytes of each rank are sent eagerly; `reachable`: peers can access the tensors.
 
-    Where they cannot, up to the size of an eager buffer: staged, the rows would be copied as often,
-    with one more signal.
+    If peers cannot access them, the limit is the size of an eager buffer: staging would make the
+    same copies, with one more signal.
     """
     if not reachable:
         return _eager(world, size, EAGER_BUFFER_BYTES)
     return _eager(
-        world, size, world.thresholds.eager_bytes if costly_signals(world) else REACHED_BYTES
+        world, size, world.thresholds.eager_bytes if costly_signals(world) else REACHABLE_BYTES
     )
 
 
 def reduced_eagerly(world: World, size: int, reachable: bool) -> bool:
-    """The same for bytes that are reduced: two ranks that cannot reach them would copy them as
-    often if they were staged.
+    """`moved_eagerly` for rows that are reduced. For two ranks without access to the tensors,
+    staging would make the same copies.
     """
     most = (
         EAGER_BUFFER_BYTES if world.ranks == 2 and not reachable else world.thresholds.eager_bytes
@@ -84,14 +88,14 @@ def reduced_eagerly(world: World, size: int, reachable: bool) -> bool:
 
 
 def _eager(world: World, size: int, most: int) -> bool:
-    """Whether `size` bytes of a rank, of at most `most`, go to eager buffers, which ranks of one
-    host have.
+    """Whether `size` bytes, if at most `most`, are sent to eager buffers; only ranks of one host
+    have these.
     """
     return size <= most and world.topology is None and not world.stream_ordered
 
 
 def costly_signals(world: World) -> bool:
-    """Whether signals take most of a small collective's time: ranks are many, or share cores."""
+    """Whether signals take most of a small collective's time: with many or oversubscribed ranks."""
     return world.oversubscribed or len(world.levels) > 1
 
 

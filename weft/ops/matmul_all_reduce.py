@@ -1,5 +1,5 @@
 """Matmul + all-reduce as an operator: ``sum over ranks of a @ b`` on every rank, added up while
-products are made.
+products are computed.
 """
 
 from __future__ import annotations
@@ -42,26 +42,27 @@ def matmul_all_reduce(
     world: World | None = None,
     timeout: float | None = None,
 ) -> Tensor:
-    """Multiply `a` by this rank's `b` and sum over all ranks, collectively; all ranks get equal
-    bits.
+    """Multiply `a` by this rank's `b` and sum over all ranks, collectively; the results of all ranks
+    are bitwise equal.
 
     The result is that of `torch.matmul` followed by `torch.distributed.all_reduce` (plus `bias`).
-    Sums are taken as by `matmul_reduce_scatter` that keeps an even share of the rows on each rank:
-    in rank order, in float32 (float64 for float64), rounded once, by every algorithm; over several
-    hosts as it says there.
+    Sums are computed as by `matmul_reduce_scatter` with equal shares of the rows: in rank order, in
+    float32 (float64 for float64), rounded once, by every algorithm; for several hosts see
+    `matmul_reduce_scatter`.
 
     Gradients follow Megatron's convention, not that of `torch.distributed.nn` and torch's
-    functional collectives: all ranks are taken to compute one and the same loss from the result, so
-    its gradient is already complete on each, and goes to a, b and bias without communication.
-    (Torch's sums the gradients of all ranks, one loss each: larger by a factor of the number of
-    ranks.) So the gradients are as of the same layer on one rank. There are no second derivatives.
+    functional collectives: all ranks are assumed to compute the same loss from the result, so its
+    gradient is already complete on each rank, and the gradients of a, b and bias need no
+    communication. They equal those of the same layer on one rank. (Torch sums the gradients of all
+    ranks, with one loss each, so its gradients are larger by a factor of the number of ranks.)
+    There are no second derivatives.
 
-    Arguments and errors are as of `matmul_reduce_scatter`, but for these:
+    Arguments and errors are those of `matmul_reduce_scatter`, except:
 
     Args:
         out: contiguous (…, N), not overlapping an input.
-        algorithm: ``one_shot`` (every rank adds up everything in place), ``two_shot`` (every rank
-            adds up a part and copies the others), ``put`` (the same, with products made in the
+        algorithm: ``one_shot`` (every rank adds up all products in place), ``two_shot`` (every rank
+            adds up a part and copies the others), ``put`` (two_shot, with products computed in the
             memory of the rank that adds them up), ``ring`` (sums pass from rank to rank),
             ``sequential`` (one product, then the sums) or ``auto``; `explain` names the selection
             of auto.
@@ -90,7 +91,7 @@ def matmul_all_reduce(
 
 
 def check(world: World, given: Given, options: Options) -> Call:
-    """A call, checked; it makes the sum."""
+    """A checked call, which computes the sum."""
     out_dtype = check_sum(world, given, options)
     a, (b,), (bias,), (out,) = given
     result = arguments.result(out, (*a.shape[:-1], b.shape[1]), out_dtype, (a, b, bias), world)
@@ -111,7 +112,7 @@ class _ReduceCall(SumCall):
         if world.multi_host:
             return (
                 "two_shot",
-                "each rank adds up a part, to which each host sends its sum of it once",
+                "each rank adds up a part of the rows, for which each host sends it one sum",
             )
         if world.ranks == 2:
             return (
@@ -129,8 +130,8 @@ class _ReduceCall(SumCall):
             return rows
         if self.world.emulated_link or self.world.multi_host:
             return self.piece(rows, 2 * self.pieces)
-        # One_shot waits for all peers once per piece, so few and large ones let a rank be late now
-        # and then at no cost.
+        # One_shot waits for all peers once per piece; with few and large pieces an occasional delay
+        # of a rank costs nothing.
         return min(rows, ADDED_ROWS[self.workload.packed and algorithm == "two_shot"])
 
     def finish(self) -> list[Tensor]:

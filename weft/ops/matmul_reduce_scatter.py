@@ -1,5 +1,5 @@
 """Matmul + reduce-scatter as an operator: this rank's part of ``sum over ranks of a @ b``, added up
-while products are made.
+while products are computed.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def matmul_reduce_scatter(
 
     The result is that of `torch.matmul` followed by `torch.distributed.reduce_scatter_tensor` (plus
     `bias`). Products are summed in rank order in float32 (float64 for float64) and rounded once, by
-    every algorithm: same inputs, same bits. The products themselves are in float32, except that
-    products of bfloat16 for a bfloat16 result come in bfloat16, as `torch.mm` gives them. Several
-    hosts are taken in the order of their first ranks; the products of a host other than the
-    keeper's are summed there first, as one product: where products come in bfloat16, so does that
-    sum (not with `out_dtype` float32).
+    every algorithm, so equal inputs give bitwise equal results. The products themselves are in
+    float32, except that products of bfloat16 for a bfloat16 result are in bfloat16, as `torch.mm`
+    computes them. Several hosts are summed in the order of their first ranks; a host other than the
+    owner's first sums its products, and sends the sum in the dtype of a product: bfloat16 for a
+    bfloat16 result, unless `out_dtype` is float32.
 
-    Gradients flow to a, b and bias. The gradients of a and b share one gather of the result's, by
-    `all_gather_matmul`; that of bias is complete on every rank.
+    Gradients flow to a, b and bias. The gradients of a and b share one gather of the result's
+    gradient, by `all_gather_matmul`; the gradient of bias is complete on every rank.
 
     Args:
         a: (…, K), this rank's columns of the left factor, at least two dimensions; float16,
@@ -75,12 +75,12 @@ def matmul_reduce_scatter(
         shard_rows: the size of the scattered dimension that each rank keeps; zero is allowed.
             Without it the dimension must divide evenly, as
             `torch.distributed.reduce_scatter_tensor` demands.
-        algorithm: ``direct`` (peers' products are added in place), ``push`` (they are copied to the
-            rank that keeps them), ``put`` (they are made in its memory), ``ring`` (running sums
-            pass from rank to rank), ``sequential`` (one product, then the sums) or ``auto``;
-            `explain` names the selection of auto.
+        algorithm: ``direct`` (peers' products are added in place), ``push`` (products are copied to
+            their owner), ``put`` (products are computed in the memory of their owner), ``ring``
+            (running sums pass from rank to rank), ``sequential`` (one product, then the sums) or
+            ``auto``; `explain` names the selection of auto.
         chunk_rows: the most rows (of the product as a matrix of N columns) that are added, or sent,
-            together; sequential makes no use of it.
+            together; sequential ignores it.
         world: by default the world made by ``weft.init()``.
         timeout: seconds any wait may take; by default the world's.
 
@@ -112,19 +112,19 @@ def matmul_reduce_scatter(
 
 
 def check(world: World, given: Given, options: Options) -> Call:
-    """A call, checked; it makes this rank's part of the sum."""
+    """A checked call, which computes this rank's part of the sum."""
     out_dtype = check_sum(world, given, options)
     a, (b,), (bias,), (out,) = given
     dim = dims.normal(options.dim, a.dim())
-    whole = (*a.shape[:-1], b.shape[1])
-    parts = arguments.check_parts(whole[dim], options.shard_rows, world)
+    shape = (*a.shape[:-1], b.shape[1])
+    parts = arguments.check_parts(shape[dim], options.shard_rows, world)
     transposed = dim == a.dim() - 1
     if transposed and isinstance(b, ScaledWeight):
         raise ValueError(
             "products of float8 cannot be scattered along their last dimension: choose another dim"
         )
     result = arguments.result(
-        out, dims.resized(whole, dim, parts[world.rank]), out_dtype, (a, b, bias), world
+        out, dims.resized(shape, dim, parts[world.rank]), out_dtype, (a, b, bias), world
     )
     options = options if dim == options.dim else options._replace(dim=dim)
     return (_ColumnsCall if transposed else _RowsCall)(world, options, given, parts, result)
@@ -138,13 +138,13 @@ class _ScatterCall(SumCall):
         if world.multi_host:
             return (
                 "push",
-                "each host adds up its products and puts them to the others while more are made",
+                "each host sends the sums of its products while it computes others",
             )
         if world.emulated_link:
             return (
                 "push",
                 "the emulated link is slower than memory, so products are moved while others are "
-                "made",
+                "computed",
             )
         return "direct", "peers' products can be added in place at the speed of own memory"
 
@@ -174,8 +174,8 @@ class _RowsCall(_ScatterCall):
 
 
 class _ColumnsCall(_ScatterCall):
-    """The last dimension is scattered: the transposed product is, by rows. Each rank adds its part
-    of the bias at the end.
+    """The last dimension is scattered: the transposed product is scattered by rows. Each rank adds
+    its part of the bias at the end.
     """
 
     def __init__(
@@ -211,10 +211,10 @@ def reference(
 
 def _fake(call: Recorded) -> list[Tensor]:
     a, (b,), _, options, (_, rank, ranks) = call
-    dim, whole = dims.normal(options.dim, a.dim()), (*a.shape[:-1], b.shape[1])
+    dim, shape = dims.normal(options.dim, a.dim()), (*a.shape[:-1], b.shape[1])
     shards = options.shard_rows
-    part = whole[dim] // ranks if shards is None else shards[rank]
-    return [a.new_empty(dims.resized(whole, dim, part), dtype=options.out_dtype or a.dtype)]
+    part = shape[dim] // ranks if shards is None else shards[rank]
+    return [a.new_empty(dims.resized(shape, dim, part), dtype=options.out_dtype or a.dtype)]
 
 
 def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> Gradients:

@@ -21,7 +21,7 @@ from weft.world import World
 class Recorded(NamedTuple):
     """The arguments of a call that torch records.
 
-    There is a bias for each weight, of which an empty one stands for none, or no bias at all.
+    There is a bias for each weight, an empty tensor if the weight has none; or no bias at all.
     `world` is (number, rank, ranks).
     """
 
@@ -39,8 +39,8 @@ Gradients = tuple[Tensor | None, Sequence[Tensor | None], Sequence[Tensor | None
 class Gradient(NamedTuple):
     """A backward formula.
 
-    `save` keeps in torch's context what `backward` needs of a call and its results; `backward`
-    gets the gradient of each result.
+    `save` stores the tensors and options that `backward` needs in torch's context; `backward`
+    takes the gradient of each result.
     """
 
     save: Callable[[Any, Recorded, Sequence[Tensor]], None]
@@ -60,9 +60,10 @@ class Pattern(NamedTuple):
 class FusedOperator:
     """A fused operator: its planner's record, and how it handles tensors.
 
-    `check` makes a checked call. `reference` is the definition: from each rank's input and weight,
-    and the rows of each rank's result, these results. `fake` makes the results of a recorded call
-    without data; an operator without it can neither be differentiated nor compiled.
+    `check` returns a checked call. `reference` is the definition: it computes each rank's result
+    from each rank's input and weight, and the numbers of rows of the results. `fake` returns the
+    results of a recorded call without data; an operator without it can neither be differentiated
+    nor compiled.
     """
 
     schedule: Operator

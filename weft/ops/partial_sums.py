@@ -1,5 +1,5 @@
-"""The common part of operators that sum products over ranks: the dtype of sums, and the bias that
-is added once.
+"""The common part of the operators that sum products over ranks: the dtype of sums, and the bias,
+which is added once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from weft.schedules.workload import Workload
 from weft.world import World
 
 ADDED_ROWS = {True: 256, False: 1024}
-"""Whether b is packed: rows still in the cache when they are added up; or worth packing b for."""
+"""Rows of a piece by whether b is packed: few enough to be in the cache when they are added up, or
+enough to make it worthwhile that the product packs b.
+"""
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -30,7 +32,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_sum(world: World, given: Given, options: Options) -> torch.dtype:
-    """Check what both sums are given and asked for; the dtype of the result."""
+    """Check the arguments that both operators have; returns the dtype of the result."""
     a, (b,), (bias,), _ = given
     arguments.check_matrix(a, world)
     arguments.check_weight(a, b, world)
@@ -42,8 +44,8 @@ def check_sum(world: World, given: Given, options: Options) -> torch.dtype:
 
 
 class SumCall(Call):
-    """Multiplies the matrix `x` (rows, K) by `weight` (K, N), and sums over ranks into `out` (rows
-    kept, N).
+    """Multiplies the matrix `x` (rows, K) by `weight` (K, N), and sums over ranks into `out`, which
+    has N columns and the rows that this rank keeps.
 
     Rank 0 adds the bias to its product, so that it is added once, unless each rank has its own.
     """

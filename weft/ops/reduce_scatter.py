@@ -31,17 +31,17 @@ def reduce_scatter(
     `NUMBERS`.
 
     `op` is ``sum``, ``avg``, ``max`` or ``min``; sums are accumulated in rank order in float32
-    (float64 in float64, integers exactly) and rounded once. Over several hosts these are taken in
-    the order of their first ranks, and what the ranks of another host than the owner's have is
-    summed there first and, if they are several, rounded to a's dtype.
+    (float64 in float64, integers exactly) and rounded once. Several hosts are summed in the order
+    of their first ranks; a host of several ranks, other than the owner's, first sums its ranks'
+    rows, and rounds the sum to a's dtype.
 
     Without `shard_rows`, the sizes of the parts, the dimension must divide evenly. `out` may be
     this rank's own part of `a`.
 
     `algorithm` is ``direct`` (every rank reads its peers' rows; auto's choice on one host),
-    ``push`` (they are put to it, a host's sum once; auto's choice on several) or ``ring`` (sums go
-    from host to host, or from rank to rank on one, in the same order, but rounded to a's dtype at
-    every step).
+    ``push`` (rows are put to their owner, one sum per host; auto's choice on several hosts) or
+    ``ring`` (sums pass from host to host, or on one host from rank to rank, in the same order, but
+    rounded to a's dtype at every step).
 
     There is no gradient: an `a` that requires one is a `ValueError` outside ``torch.no_grad()``.
     """
@@ -94,16 +94,14 @@ def _check(
         for part, block in collective.parts(a.detach(), matrix, dim, sizes):
             block.copy_(part)
     tensors = {"a": matrix, "out": as_matrix(result, dim)}
-    handed = (sum(rows) - min(rows)) * matrix.shape[1] * matrix.itemsize
+    to_peers = (sum(rows) - min(rows)) * matrix.shape[1] * matrix.itemsize
     most, symmetric, hosts = max(rows), world.is_symmetric(matrix), world.topology
-    if algorithm in ("auto", "direct") and granularity.reduced_eagerly(world, handed, symmetric):
+    if algorithm in ("auto", "direct") and granularity.reduced_eagerly(world, to_peers, symmetric):
         plan = schedule.eager(world.levels, op)
     elif hosts is not None or algorithm in ("push", "ring"):
-        cut, by = (
-            pieces(most, granularity.sent_rows(matrix, most)),
-            "ring" if algorithm == "ring" else "push",
-        )
-        plan = planned(schedule.put, cut, hosts or range(world.ranks), by, op)
+        cut = pieces(most, granularity.sent_rows(matrix, most))
+        algorithm = "ring" if algorithm == "ring" else "push"
+        plan = planned(schedule.put, cut, hosts or range(world.ranks), algorithm, op)
     else:
         cut = pieces(most, granularity.exchanged_rows(matrix, most, world))
         plan = planned(schedule.reduce_scatter, world.ranks, cut, op, symmetric_a=symmetric)
